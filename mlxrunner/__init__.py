@@ -1,0 +1,41 @@
+"""Language models in a terminal on MLX, with one prefix-cache entry that always says what it reused.
+
+>>> from mlxrunner import Runner
+>>> runner = Runner.load("demo")
+>>> for chunk in runner.generate([{"role": "user", "content": "Hello!"}]):
+...     print(chunk.text, end="")
+
+Importing this package imports neither mlx nor mlx-lm; the first use of a name does.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mlxrunner.errors import BusyError, ContextLengthError, MlxrunnerError, ModelError, OptionError, PromptError
+    from mlxrunner.events import Chunk, Usage
+    from mlxrunner.runner import Runner
+    from mlxrunner.tokenizer import Message
+
+__all__ = [
+    "BusyError",
+    "Chunk",
+    "ContextLengthError",
+    "Message",
+    "MlxrunnerError",
+    "ModelError",
+    "OptionError",
+    "PromptError",
+    "Runner",
+    "Usage",
+]
+_HOMES = {"Runner": "runner", "Chunk": "events", "Usage": "events", "Message": "tokenizer"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_HOMES.get(name, 'errors')}"), name)

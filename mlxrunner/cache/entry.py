@@ -1,0 +1,223 @@
+"""The one entry: the tokens that were evaluated and one cache per layer, and the session that a request holds on it.
+
+Bookkeeping only: it never imports mlx. The invariant after every request, however it ended: each layer's offset equals
+`len(entry.tokens)`, or the entry is empty. Tokens are recorded after the forward pass that evaluated them, so an interrupt at any
+moment leaves layers that are at or ahead of the tokens, and settling rewinds them to the tokens or frees the entry.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Literal
+
+from mlxrunner.cache.layer import LayerCache, reach
+from mlxrunner.cache.tokens import TokenArray, TokenBuffer, as_tokens, common_prefix
+from mlxrunner.errors import BusyError, PromptError
+
+Outcome = Literal["hit", "partial", "miss"]
+
+
+@dataclass
+class CacheEntry:
+    """Evaluated `tokens` and one cache per layer that holds exactly them."""
+
+    tokens: TokenBuffer = field(default_factory=TokenBuffer)
+    caches: list[LayerCache] = field(default_factory=list)
+
+    @property
+    def offsets(self) -> list[int]:
+        return [cache.offset for cache in self.caches]
+
+    @property
+    def is_true(self) -> bool:
+        """The invariant."""
+        return all(offset == len(self.tokens) for offset in self.offsets) and bool(self.caches or not self.tokens)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated by all layers."""
+        return sum(cache.nbytes for cache in self.caches)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes that hold the entry's tokens."""
+        return sum(cache.used_bytes for cache in self.caches)
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """What a prompt found in the entry, and why not more.
+
+    `reason`: None when nothing was lost, else "empty", "no_common_token", "diverged", "prompt_shorter", "rewind_limited" (by the
+    layer kind `limited_by`) or "entry_freed" (by what, in `freed_by`).
+    """
+
+    prompt_tokens: int
+    entry_tokens: int
+    matched: int
+    cached: int
+    reason: str | None = None
+    limited_by: str | None = None
+    freed_by: str | None = None
+
+    @property
+    def outcome(self) -> Outcome:
+        if self.cached == 0:
+            return "miss"
+        return "hit" if self.cached == min(self.prompt_tokens - 1, self.entry_tokens) else "partial"
+
+
+class PrefixCache:
+    """Keeps one entry and lends it to one request at a time."""
+
+    def __init__(self, make_caches: Callable[[], list[LayerCache]]) -> None:
+        self._make_caches = make_caches
+        self.entry = CacheEntry()
+        self.freed_by: str | None = None
+        # Weak: a request whose end was itself interrupted must not keep the entry for ever.
+        self._session: weakref.ref[Session] | None = None
+        self._settled = True
+
+    @property
+    def is_busy(self) -> bool:
+        return self._session is not None and self._session() is not None
+
+    @property
+    def current(self) -> CacheEntry:
+        """The entry, settled first if the end of the last request was interrupted."""
+        if not self._settled and not self.is_busy:
+            self.settle()
+        return self.entry
+
+    def begin(self, prompt: Sequence[int] | TokenArray) -> Session:
+        """A session for `prompt`, to be used as a context manager. PromptError for an empty prompt, BusyError if one is open."""
+        if self.is_busy:
+            raise BusyError()
+        tokens = as_tokens(prompt)
+        if len(tokens) == 0:
+            raise PromptError("the prompt is empty: at least one token is needed")
+        return Session(self, tokens)
+
+    def free(self, why: str) -> None:
+        """Drop the entry; the next request starts cold and says why."""
+        entry, self.entry = self.entry, CacheEntry()
+        if entry.tokens:
+            self.freed_by = why
+        for cache in entry.caches:
+            cache.free()
+
+    def settle(self) -> None:
+        """Make the entry true: every layer to the tokens, or free it. Safe to repeat after an interrupt."""
+        length = len(self.entry.tokens)
+        if not length or not all(cache.can_rewind(length) for cache in self.entry.caches):
+            self.free("an interrupted forward pass that could not be undone")
+        else:
+            for cache in self.entry.caches:
+                cache.rewind(length)
+            if not self.entry.is_true:
+                self.free("layers that disagreed after a rewind")
+        self._settled = True
+
+    def _open(self, session: Session) -> Lookup:
+        if self.is_busy:
+            raise BusyError()
+        self._session = weakref.ref(session)
+        try:
+            if not self._settled:
+                self.settle()
+            self._settled = False
+            return self._rewind_for(session.prompt)
+        except BaseException:
+            self._close()
+            raise
+
+    def _close(self) -> None:
+        self._session = None
+        self.settle()
+
+    def _rewind_for(self, prompt: TokenArray) -> Lookup:
+        entry = self.entry
+        before = len(entry.tokens)
+        matched = common_prefix(entry.tokens.array, prompt)
+        cached, limited_by = reach(entry.caches, min(matched, len(prompt) - 1))
+        reason, freed_by = self._reason(before, matched, len(prompt), limited_by), self.freed_by
+        if cached == 0:
+            self.free("nothing in common")
+        elif cached < before or not entry.is_true:
+            entry.tokens.truncate(cached)
+            self.settle()
+            self._settled = False
+            if self.entry is not entry:
+                cached, reason, freed_by = 0, "entry_freed", self.freed_by
+        self.freed_by = None
+        if not self.entry.caches:
+            self.entry.caches = self._make_caches()
+        return Lookup(len(prompt), before, matched, cached, reason, limited_by, freed_by if reason == "entry_freed" else None)
+
+    def _reason(self, before: int, matched: int, prompt: int, limited_by: str | None) -> str | None:
+        if before == 0:
+            return "entry_freed" if self.freed_by else "empty"
+        if matched == 0:
+            return "no_common_token"
+        if limited_by:
+            return "rewind_limited"
+        if matched < min(prompt, before):
+            return "diverged"
+        return "prompt_shorter" if prompt < before else None
+
+
+class Session:
+    """One request's hold on the entry.
+
+    `with prefix_cache.begin(prompt) as session:` finds the common prefix and rewinds; then each forward pass is bracketed by
+    `begin_forward()` and `end_forward(n)`, and its tokens are `record`ed once they are known. However the block is left, the
+    entry is made true.
+    """
+
+    def __init__(self, prefix_cache: PrefixCache, prompt: TokenArray) -> None:
+        self._cache = prefix_cache
+        self.prompt = prompt
+        self.lookup = Lookup(len(prompt), 0, 0, 0)
+        self.forwarded = 0
+
+    def __enter__(self) -> Session:
+        self.lookup = self._cache._open(self)
+        self._counting = [cache for cache in self.caches if cache.counts_forwards]
+        self.model_caches: list[Any] = [cache.model_cache for cache in self.caches]
+        self.forwarded = len(self._cache.entry.tokens)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._cache._close()
+
+    @property
+    def caches(self) -> list[LayerCache]:
+        return self._cache.entry.caches
+
+    @property
+    def remaining(self) -> TokenArray:
+        """The part of the prompt that has not been recorded yet."""
+        return self.prompt[len(self._cache.entry.tokens) :]
+
+    @property
+    def recorded(self) -> int:
+        return len(self._cache.entry.tokens)
+
+    def begin_forward(self) -> None:
+        for cache in self._counting:
+            cache.begin_forward()
+
+    def end_forward(self, tokens: int) -> None:
+        for cache in self._counting:
+            cache.end_forward(tokens)
+        self.forwarded += tokens
+
+    def record(self, tokens: Sequence[int] | TokenArray) -> None:
+        """Tokens whose forward pass has ended become part of the entry."""
+        self._cache.entry.tokens.extend(tokens)
+
+    def free(self, why: str) -> None:
+        self._cache.free(why)

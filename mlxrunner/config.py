@@ -1,0 +1,70 @@
+"""The options of one request, checked when they are made. Knows nothing about models or tokens' meaning."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from mlxrunner.errors import OptionError
+
+MAX_LOGPROBS = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions:
+    """How to continue a prompt. `max_tokens=None`: until the model stops or the context is full; `temperature=0`: greedy."""
+
+    max_tokens: int | None = None
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_tokens: tuple[int, ...] | None = None
+    logprobs: int | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    penalty_context: int = 20
+
+    def __post_init__(self) -> None:
+        _check("max_tokens", self.max_tokens, low=1)
+        _check("temperature", self.temperature, low=0, high=100)
+        _check("top_k", self.top_k, low=0)
+        _check("top_p", self.top_p, low=0, high=1)
+        _check("min_p", self.min_p, low=0, high=1)
+        _check("seed", self.seed, low=0, high=2**64 - 1)
+        _check("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS)
+        _check("repetition_penalty", self.repetition_penalty, low=0.01, high=100)
+        _check("presence_penalty", self.presence_penalty, low=-100, high=100)
+        _check("frequency_penalty", self.frequency_penalty, low=-100, high=100)
+        _check("penalty_context", self.penalty_context, low=1)
+        if any(not isinstance(text, str) or not text for text in self.stop):
+            raise OptionError("stop: each stop string has to be a text of at least one character")
+
+    @classmethod
+    def of(cls, **options: Any) -> GenerateOptions:
+        """From loosely typed options (`stop` as a string or a list); an unknown name is an error that lists the known ones."""
+        known = {field.name for field in fields(cls)}
+        unknown = sorted(options.keys() - known)
+        if unknown:
+            raise OptionError(f"unknown option {unknown[0]!r}: known are {', '.join(sorted(known))}")
+        stop: str | Sequence[str] = options.pop("stop", None) or ()
+        stop_tokens: Sequence[int] | None = options.pop("stop_tokens", None)
+        return cls(
+            stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            stop_tokens=None if stop_tokens is None else tuple(stop_tokens),
+            **options,
+        )
+
+
+def _check(name: str, value: float | None, *, low: float, high: float | None = None) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise OptionError(f"{name}: {value!r} is not a number")
+    if not value >= low or (high is not None and not value <= high):
+        bounds = f"at least {low}" if high is None else f"between {low} and {high}"
+        raise OptionError(f"{name}: {value} is out of range, it has to be {bounds}")

@@ -1,0 +1,53 @@
+"""Everything that can go wrong, as one tree. The command line turns each into one line and an exit code.
+
+MlxrunnerError          exit code 1
+├── ModelError          exit code 2: a model that is missing, broken or not supported
+├── OptionError         exit code 2: an option out of range (also a ValueError)
+├── PromptError         exit code 2: a prompt that can't be run
+│   └── ContextLengthError   longer than the context
+└── BusyError           exit code 1: another request is still using the one entry
+"""
+
+from __future__ import annotations
+
+
+class MlxrunnerError(Exception):
+    """Base of all errors that mlxrunner raises on purpose."""
+
+    exit_code = 1
+
+
+class ModelError(MlxrunnerError):
+    """A model that is missing, broken or of a kind that is not known; the message names the file or id."""
+
+    exit_code = 2
+
+
+class OptionError(MlxrunnerError, ValueError):
+    """An option out of its range."""
+
+    exit_code = 2
+
+
+class PromptError(MlxrunnerError, ValueError):
+    """A prompt that can't be run: empty, refused by the chat template, or made of something else than tokens."""
+
+    exit_code = 2
+
+
+class ContextLengthError(PromptError):
+    """The prompt leaves no room for an answer in the context."""
+
+    def __init__(self, tokens: int, context: int) -> None:
+        super().__init__(
+            f"the prompt has {tokens} tokens, which leaves no room in the context of {context} tokens: "
+            "shorten it or load the model with a longer --context"
+        )
+        self.tokens, self.context = tokens, context
+
+
+class BusyError(MlxrunnerError):
+    """A second request was started before the first one ended."""
+
+    def __init__(self) -> None:
+        super().__init__("another request still uses the entry: finish it or close its iterator first")

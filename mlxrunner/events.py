@@ -1,0 +1,82 @@
+"""What a request gives back: chunks of text, and the usage that says what was reused, why not more, and what it cost."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+logger = logging.getLogger("mlxrunner")
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Counts in tokens, times in seconds, sizes in bytes.
+
+    `matched_tokens`: longest common prefix with the entry; `cached_tokens`: those really reused; `evaluated_tokens`: prompt
+    tokens run through the model; `trimmed_tokens`: tokens dropped from the entry to get back to the cached ones. `ttft_s` runs
+    from the request to the first token, `decode_s` from the first token to the last. `outcome`: "hit" (all that could be was reused),
+    "partial" or "miss"; `reason` says why not more (see `mlxrunner.cache.Lookup`). `peak_bytes`: of all MLX memory, this request.
+    """
+
+    prompt_tokens: int
+    matched_tokens: int
+    cached_tokens: int
+    evaluated_tokens: int
+    trimmed_tokens: int
+    completion_tokens: int
+    outcome: Literal["hit", "partial", "miss"]
+    reason: str | None
+    rewind_limited_by: str | None
+    freed_by: str | None
+    tokenize_s: float
+    lookup_s: float
+    prefill_s: float
+    ttft_s: float
+    decode_s: float
+    cache_bytes: int
+    peak_bytes: int
+
+    @property
+    def prefill_rate(self) -> float:
+        """Evaluated prompt tokens per second."""
+        return self.evaluated_tokens / self.prefill_s if self.prefill_s else 0.0
+
+    @property
+    def decode_rate(self) -> float:
+        """Tokens per second after the first one, which belongs to the prefill."""
+        return (self.completion_tokens - 1) / self.decode_s if self.decode_s and self.completion_tokens > 1 else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A piece of an answer. `text` may be empty while a character or a stop string is incomplete.
+
+    `logprob` and `top_logprobs` (token id -> log-probability) are there only when asked for; `finish_reason` and `usage` only
+    in the last chunk.
+    """
+
+    text: str
+    token: int | None
+    logprob: float | None = None
+    top_logprobs: dict[int, float] | None = None
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+
+
+def log_lookup(prompt_tokens: int, matched: int, cached: int) -> None:
+    """One line a request: whether the cache was hit, and how much is left to evaluate."""
+    if cached == 0:
+        logger.info("cache miss total=%d left=%d", prompt_tokens, prompt_tokens)
+    else:
+        logger.info("cache hit total=%d matched=%d cached=%d left=%d", prompt_tokens, matched, cached, prompt_tokens - cached)
+
+
+def log_entry(tokens: int, used_bytes: int, nbytes: int) -> None:
+    """The entry after a request."""
+    logger.debug("cache entry tokens=%d used_bytes=%d allocated_bytes=%d", tokens, used_bytes, nbytes)

@@ -1,0 +1,34 @@
+"""What is in the local hub cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class CachedModel:
+    """A downloaded model that could be run; `nbytes` on disk."""
+
+    name: str
+    nbytes: int
+    folder: Path
+
+
+def cached_models() -> list[CachedModel]:
+    """The repositories of the hub cache that hold a config.json and safetensors, by name."""
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        repositories = scan_cache_dir().repos
+    except CacheNotFound:
+        return []
+    found = []
+    for repository in repositories:
+        for revision in repository.revisions:
+            names = {file.file_name for file in revision.files}
+            if repository.repo_type == "model" and "config.json" in names and any(n.endswith(".safetensors") for n in names):
+                found.append(CachedModel(repository.repo_id, revision.size_on_disk, revision.snapshot_path))
+                break
+    return sorted(found, key=lambda model: model.name)

@@ -1,0 +1,103 @@
+"""What is known about a model from its configuration and its shapes, without reading its weights."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from mlxrunner import device
+from mlxrunner.errors import ModelError
+from mlxrunner.models.resolve import check_weights, read_config, read_header
+
+DEFAULT_CONTEXT = 4096
+_CONTEXT_NAMES = ("max_position_embeddings", "max_sequence_length", "seq_length", "n_positions", "n_ctx", "model_max_length")
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """`context`: tokens that the model was made for; `layers`: layers by kind of cache; `vocab`: width of the logits."""
+
+    architecture: str
+    context: int
+    context_is_known: bool
+    layers: dict[str, int]
+    vocab: int
+
+
+@dataclass(frozen=True)
+class CacheCost:
+    """Bytes that one more token adds to the entry, and bytes that do not depend on the tokens (states; windows once full)."""
+
+    per_token: int
+    fixed: int
+
+
+def facts_of(model: Any, config: dict[str, Any]) -> ModelFacts:
+    """The facts of a model that was built from `config`; nothing is evaluated."""
+    from mlxrunner.cache.factory import make_layer_caches
+
+    text = config.get("text_config") or {}
+    context = next((c for c in (source.get(name) for source in (config, text) for name in _CONTEXT_NAMES) if _is_size(c)), None)
+    kinds = Counter(cache.kind for cache in make_layer_caches(model))
+    vocab = config.get("vocab_size") or text.get("vocab_size") or _width_of_logits(model)
+    return ModelFacts(config["model_type"], context or DEFAULT_CONTEXT, context is not None, dict(kinds), vocab)
+
+
+def build(folder: Path) -> tuple[Any, dict[str, Any]]:
+    """The model of `folder` with its shapes but without its weights: nothing is read but config.json, nothing is evaluated."""
+    from mlx_lm.utils import _get_classes
+
+    config = read_config(folder)
+    try:
+        model_class, args_class = _get_classes(config)
+        return model_class(args_class.from_dict(config)), config
+    except Exception as error:
+        raise ModelError(
+            f"{folder / 'config.json'}: no model can be built from it: {' '.join(str(error).split())[:300]}"
+        ) from error
+
+
+def cache_cost(model: Any) -> CacheCost:
+    """From the shapes of the caches after one token and after many, without evaluating anything."""
+    from mlxrunner.cache.factory import make_layer_caches
+
+    def stored(tokens: int) -> int:
+        caches = make_layer_caches(model)
+        for cache in caches:
+            cache.begin_forward()
+        model(mx.zeros((1, tokens), mx.int32), cache=[cache.model_cache for cache in caches])
+        for cache in caches:
+            cache.end_forward(tokens)
+        return sum(cache.used_bytes for cache in caches)
+
+    few, many = stored(1), stored(257)
+    per_token = (many - few) // 256
+    return CacheCost(per_token, few - per_token)
+
+
+def weight_bytes(folder: Path) -> int:
+    """Bytes of all tensors, from the safetensors headers."""
+    headers = (read_header(file) for file in check_weights(folder))
+    return sum(e["data_offsets"][1] - e["data_offsets"][0] for h in headers for name, e in h.items() if name != "__metadata__")
+
+
+def set_shapes_dtype(model: Any, config: dict[str, Any]) -> None:
+    """Give an unevaluated model the type that it would compute with on this device."""
+    names = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
+    stored = names.get(str(config.get("torch_dtype") or config.get("dtype")), mx.bfloat16)
+    quantized = config.get("quantization") or config.get("quantization_config")
+    model.set_dtype(stored if quantized else device.preferred_dtype() or stored)
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and 0 < value < 10**9
+
+
+def _width_of_logits(model: Any) -> int:
+    tables: Any = tree_flatten(model.parameters())
+    return max((table.shape[0] for name, table in tables if "embed" in name and table.ndim == 2), default=0)

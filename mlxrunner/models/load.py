@@ -1,0 +1,72 @@
+"""Load a model directory with mlx-lm: every architecture it has, quantized weights included, errors in one line."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from mlxrunner import device
+from mlxrunner.errors import ModelError
+from mlxrunner.models.facts import ModelFacts, facts_of
+from mlxrunner.models.resolve import check_weights, eos_tokens, read_config, resolve
+from mlxrunner.tokenizer import Tokenizer, load_tokenizer
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to run: mlx-lm's module, the tokenizer, and what is known about it."""
+
+    name: str
+    folder: Path
+    model: Any
+    tokenizer: Tokenizer
+    facts: ModelFacts
+
+
+def load_model(name: str, *, trust_remote_code: bool = False) -> LoadedModel:
+    """Load `name` ("demo", a directory or a hub id) and evaluate its weights. ModelError names what is missing or broken."""
+    folder = resolve(name)
+    config = read_config(folder)
+    check_model_type(folder, config)
+    check_weights(folder)
+    tokenizer = load_tokenizer(folder, eos_tokens(folder, config))
+    model, config = _load_weights(folder, trust_remote_code)
+    return LoadedModel(name, folder, model, tokenizer, facts_of(model, config))
+
+
+def check_model_type(folder: Path, config: dict[str, Any]) -> None:
+    """ModelError unless mlx-lm has the architecture."""
+    from mlx_lm.utils import MODEL_REMAPPING
+
+    kind = config["model_type"]
+    if config.get("model_file") is None and importlib.util.find_spec(f"mlx_lm.models.{MODEL_REMAPPING.get(kind, kind)}") is None:
+        raise ModelError(f"{folder / 'config.json'}: model_type {kind!r} is not one that mlx-lm supports")
+
+
+def _load_weights(folder: Path, trust_remote_code: bool) -> tuple[Any, dict[str, Any]]:
+    from mlx_lm.utils import load_model as mlx_lm_load
+
+    try:
+        model, config = mlx_lm_load(folder, lazy=True, trust_remote_code=trust_remote_code)
+        dtype = device.preferred_dtype()
+        if dtype is not None and not config.get("quantization"):
+            model.set_dtype(dtype)
+        mx.eval(model.parameters())
+    except MemoryError as error:
+        raise ModelError(f"{folder}: not enough memory for the weights") from error
+    except Exception as error:
+        raise ModelError(f"{folder}: {_explain(error)}") from error
+    return model, config
+
+
+def _explain(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    if isinstance(error, TypeError) and "missing" in text and "argument" in text:
+        return f"config.json lacks a setting that this architecture needs: {text.split(':')[-1].strip()}"
+    if "trust_remote_code" in text:
+        return "wants to run Python code of its own; if you trust it, add --trust-remote-code"
+    return (text[:400] + " ..." if len(text) > 400 else text) or type(error).__name__

@@ -1,0 +1,111 @@
+"""Run a model over a session: prefill in chunks, then decode one step ahead of the reader.
+
+Knows nothing about text. Every token that was run through the model is recorded in the session, however this is left.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from mlxrunner.cache.entry import Session
+from mlxrunner.sampling import NextToken, Sampled
+
+Progress = Callable[[int, int], None]
+"""Called with the prompt tokens that are in the entry, and those of the whole prompt."""
+
+SEED_TOKENS = 16
+"""A rest of at most so many tokens is evaluated in one forward pass: on most devices as fast as a single token."""
+
+CLEAR_EVERY = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """A token of the answer, on the host."""
+
+    token: int
+    logprob: float | None = None
+    top_logprobs: dict[int, float] | None = None
+
+
+class Pipeline:
+    """One request on one model. `prefill_s` is valid once the first token has been read."""
+
+    def __init__(self, model: Any, session: Session, prefill_step: int, progress: Progress | None = None) -> None:
+        self._model, self._session = model, session
+        self._step, self._progress = prefill_step, progress
+        self.prefill_s = 0.0
+
+    def run(self, next_token: NextToken, max_tokens: int) -> Generator[Decoded, None, None]:
+        """At most `max_tokens` tokens. The last one's forward pass is not run: nobody asked what follows it."""
+        began = time.perf_counter()
+        session = self._session
+        self._prefill()
+        history = mx.array(session.prompt) if next_token.needs_history else None
+        seed = session.remaining
+        logits = self._forward(mx.array(seed)[None])[:, -1, :]
+        sampled = next_token(logits, history)
+        _dispatch(sampled.arrays)
+        session.record(seed)
+        current = sampled
+        try:
+            for count in range(1, max_tokens + 1):
+                current = sampled
+                if count < max_tokens:
+                    logits = self._forward(current.token[None])[:, -1, :]
+                    if history is not None:
+                        history = mx.concatenate([history, current.token.astype(mx.int32)])
+                    sampled = next_token(logits, history)
+                    _dispatch(sampled.arrays)
+                token = current.read()
+                if count == 1:
+                    self.prefill_s = time.perf_counter() - began
+                    self._report(len(session.prompt))
+                if session.forwarded > session.recorded:
+                    session.record((token,))
+                yield _decoded(token, current)
+                if count % CLEAR_EVERY == 0:
+                    mx.clear_cache()
+        finally:
+            if session.forwarded > session.recorded:
+                # Interrupted between a forward pass and the reading of its token, which is on its way.
+                session.record((current.read(),))
+
+    def _prefill(self) -> None:
+        """All but the last tokens of the prompt, in chunks that are evaluated and recorded one by one."""
+        session = self._session
+        self._report(session.recorded)
+        while (left := len(session.remaining)) > SEED_TOKENS:
+            chunk = session.remaining[: min(self._step, left - 1)]
+            self._forward(mx.array(chunk)[None])
+            mx.eval([cache.state for cache in session.caches])
+            session.record(chunk)
+            mx.clear_cache()
+            self._report(session.recorded)
+
+    def _forward(self, tokens: mx.array) -> mx.array:
+        """`tokens [1, n]` -> logits `[1, n, vocab]`, not evaluated yet."""
+        session = self._session
+        session.begin_forward()
+        logits: mx.array = self._model(tokens, cache=session.model_caches)
+        session.end_forward(tokens.shape[1])
+        return logits
+
+    def _report(self, done: int) -> None:
+        if self._progress is not None:
+            self._progress(done, len(self._session.prompt))
+
+
+_dispatch: Callable[[list[mx.array]], None] = mx.async_eval
+
+
+def _decoded(token: int, sampled: Sampled) -> Decoded:
+    if sampled.logprob is None:
+        return Decoded(token)
+    logprob: Any = sampled.logprob.item()
+    return Decoded(token, logprob, sampled.top())

@@ -1,0 +1,247 @@
+"""The Runner: one model, its tokenizer and the one entry. `load` and `generate`; everything else hangs off these two."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+
+from mlxrunner.cache.entry import CacheEntry, Lookup, PrefixCache, Session
+from mlxrunner.cache.factory import make_layer_caches
+from mlxrunner.cache.tokens import TokenArray, as_tokens
+from mlxrunner.config import GenerateOptions
+from mlxrunner.errors import ContextLengthError, OptionError, PromptError
+from mlxrunner.events import Chunk, FinishReason, Usage, log_entry, log_lookup
+from mlxrunner.models.facts import ModelFacts
+from mlxrunner.models.load import LoadedModel, load_model
+from mlxrunner.pipeline import Decoded, Pipeline, Progress
+from mlxrunner.sampling import LogitsProcessor, NextToken
+from mlxrunner.tokenizer import Message, Tokenizer
+from mlxrunner.tokenizer.stream import StopScanner
+
+DEFAULT_PREFILL_STEP = 2048
+HEADROOM = 256
+"""Tokens of an answer of unknown length for which room is made in advance."""
+
+Prompt = str | Sequence[int] | Sequence[Message]
+
+
+class Runner:
+    """Generates text with one model and keeps what it evaluated for the next prompt.
+
+    Not for several threads: one thread owns the model, and one request at a time owns the entry (BusyError otherwise).
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Tokenizer,
+        facts: ModelFacts,
+        *,
+        name: str = "",
+        context: int | None = None,
+        prefill_step: int = DEFAULT_PREFILL_STEP,
+    ) -> None:
+        """From parts that are loaded already; `Runner.load` is the usual way."""
+        if context is not None and context < 2:
+            raise OptionError(f"context: {context} is out of range, it has to be at least 2")
+        if prefill_step < 1:
+            raise OptionError(f"prefill_step: {prefill_step} is out of range, it has to be at least 1")
+        self.model, self.tokenizer, self.facts, self.name = model, tokenizer, facts, name
+        self.context = context or facts.context
+        self.prefill_step = prefill_step
+        self._cache = PrefixCache(lambda: make_layer_caches(model))
+
+    @classmethod
+    def load(
+        cls,
+        model: str = "demo",
+        context: int | None = None,
+        *,
+        prefill_step: int = DEFAULT_PREFILL_STEP,
+        trust_remote_code: bool = False,
+    ) -> Runner:
+        """Load "demo", a model directory or a hub id.
+
+        `context`: most tokens of prompt and answer together (default: what the model was made for). `prefill_step`: prompt tokens
+        evaluated at once. ModelError names what is missing or broken.
+        """
+        loaded: LoadedModel = load_model(model, trust_remote_code=trust_remote_code)
+        return cls(loaded.model, loaded.tokenizer, loaded.facts, name=model, context=context, prefill_step=prefill_step)
+
+    @property
+    def entry(self) -> CacheEntry:
+        """The entry as it is between requests."""
+        return self._cache.current
+
+    def reset(self) -> None:
+        """Free the entry: the next request starts cold."""
+        self._cache.free("a reset")
+        mx.clear_cache()
+
+    def tokenize(self, prompt: Prompt) -> TokenArray:
+        """A `str` is raw text, integers are taken as they are, messages go through the chat template."""
+        if isinstance(prompt, str):
+            return as_tokens(self.tokenizer.encode(prompt))
+        if len(prompt) and isinstance(prompt[0], dict):
+            return as_tokens(self.tokenizer.encode(self.tokenizer.render(prompt)))  # type: ignore[arg-type]
+        return as_tokens(prompt)  # type: ignore[arg-type]
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        max_tokens: int | None = None,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int | None = None,
+        stop: str | Sequence[str] = (),
+        stop_tokens: Sequence[int] | None = None,
+        logprobs: int | None = None,
+        repetition_penalty: float | None = None,
+        presence_penalty: float | None = None,
+        frequency_penalty: float | None = None,
+        penalty_context: int = 20,
+        logits_processors: Sequence[LogitsProcessor] = (),
+        progress: Progress | None = None,
+    ) -> Iterator[Chunk]:
+        """Continue `prompt`, token by token; the last Chunk carries `finish_reason` and `usage`.
+
+        prompt: raw text (`str`), token ids, or messages (`{"role", "content"}`) for the chat template.
+        max_tokens: None = until the model stops or the context is full. temperature: 0 = greedy.
+        stop: text that ends the answer, which then ends before it. stop_tokens: token ids that end it (default: the model's own;
+        `[]`: none does). logprobs: give each token's log-probability and the k most likely ones. penalties: over
+        the last `penalty_context` tokens of prompt and answer, reused or not. logits_processors: `(tokens [n], logits [1, vocab])` -> logits.
+        progress: called during the prefill with (tokens in the entry, prompt tokens).
+
+        The prompt and the options are checked before this returns: PromptError, ContextLengthError, OptionError. Closing the
+        iterator ends the request; however it ends, the entry holds exactly the tokens that were evaluated.
+        """
+        began = time.perf_counter()
+        options = GenerateOptions.of(
+            max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, stop=stop,
+            stop_tokens=stop_tokens, logprobs=logprobs, repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty, penalty_context=penalty_context,
+        )  # fmt: skip
+        tokens = self.tokenize(prompt)
+        self._check(tokens)
+        clock = _Clock(began, time.perf_counter())
+        return self._run(self._cache.begin(tokens), options, logits_processors, progress, clock)
+
+    def _check(self, tokens: TokenArray) -> None:
+        if len(tokens) >= self.context:
+            raise ContextLengthError(len(tokens), self.context)
+        if self.facts.vocab and len(tokens) and int(tokens.max()) >= self.facts.vocab:
+            raise PromptError(f"token id {int(tokens.max())} is beyond the model's vocabulary of {self.facts.vocab}")
+
+    def _run(
+        self,
+        session: Session,
+        options: GenerateOptions,
+        processors: Sequence[LogitsProcessor],
+        progress: Progress | None,
+        clock: _Clock,
+    ) -> Iterator[Chunk]:
+        mx.reset_peak_memory()
+        lookup_began = time.perf_counter()
+        with session:
+            room = self.context - len(session.prompt)
+            limit = min(options.max_tokens or room, room)
+            for cache in session.caches:
+                cache.reserve(min(len(session.prompt) + min(limit, options.max_tokens or HEADROOM), self.context))
+            clock.lookup_s = time.perf_counter() - lookup_began
+            lookup = session.lookup
+            log_lookup(lookup.prompt_tokens, lookup.matched, lookup.cached)
+            pipeline = Pipeline(self.model, session, self.prefill_step, progress)
+            answer = _Answer(self.tokenizer, session.prompt, options, limit)
+            decoded = pipeline.run(NextToken(options, self.facts.vocab, processors), limit)
+            try:
+                for chunk in answer.chunks(decoded, clock):
+                    if chunk.finish_reason is not None:
+                        break
+                    yield chunk
+            except Exception:
+                _keep_only_what_can_be_evaluated(session)
+                raise
+            finally:
+                decoded.close()  # a token that is on its way is recorded now
+            usage = self._usage(session, answer, pipeline, clock)
+        log_entry(len(self.entry.tokens), self.entry.used_bytes, self.entry.nbytes)
+        # Last of all, so that whoever sees the end of the answer sees the entry as it stays.
+        yield replace(chunk, usage=usage)
+
+    def _usage(self, session: Session, answer: _Answer, pipeline: Pipeline, clock: _Clock) -> Usage:
+        lookup: Lookup = session.lookup
+        return Usage(
+            prompt_tokens=lookup.prompt_tokens,
+            matched_tokens=lookup.matched,
+            cached_tokens=lookup.cached,
+            evaluated_tokens=lookup.prompt_tokens - lookup.cached,
+            trimmed_tokens=lookup.entry_tokens - lookup.cached,
+            completion_tokens=answer.count,
+            outcome=lookup.outcome,
+            reason=lookup.reason,
+            rewind_limited_by=lookup.limited_by,
+            freed_by=lookup.freed_by,
+            tokenize_s=clock.tokenized - clock.began,
+            lookup_s=clock.lookup_s,
+            prefill_s=pipeline.prefill_s,
+            ttft_s=clock.first - clock.began,
+            decode_s=clock.last - clock.first,
+            cache_bytes=sum(cache.nbytes for cache in session.caches),
+            peak_bytes=mx.get_peak_memory(),
+        )
+
+
+@dataclass
+class _Clock:
+    """Moments on time.perf_counter, and the seconds that the lookup took."""
+
+    began: float
+    tokenized: float
+    lookup_s: float = 0.0
+    first: float = 0.0
+    last: float = 0.0
+
+
+class _Answer:
+    """Tokens to chunks: text, stop tokens, stop strings, the limit. The last chunk has a `finish_reason`."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: TokenArray, options: GenerateOptions, limit: int) -> None:
+        self._stream = tokenizer.stream(prompt[-8:].tolist())
+        self._scanner = StopScanner((*options.stop, *tokenizer.template_stops))
+        self._ends = tokenizer.stop_tokens if options.stop_tokens is None else frozenset(options.stop_tokens)
+        self._limit = limit
+        self.count = 0
+
+    def chunks(self, decoded: Iterator[Decoded], clock: _Clock) -> Iterator[Chunk]:
+        for one in decoded:
+            clock.last = time.perf_counter()
+            if self.count == 0:
+                clock.first = clock.last
+            self.count += 1
+            reason, text = self._read(one.token)
+            yield Chunk(text, one.token, one.logprob, one.top_logprobs, reason)
+
+    def _read(self, token: int) -> tuple[FinishReason | None, str]:
+        ended = token in self._ends
+        text = "" if ended else self._scanner.add(self._stream.add(token))
+        if self._scanner.stopped:
+            return "stop", text
+        if not ended and self.count < self._limit:
+            return None, text
+        text += self._scanner.add(self._stream.finish())
+        return "stop" if ended or self._scanner.stopped else "length", text + self._scanner.finish()
+
+
+def _keep_only_what_can_be_evaluated(session: Session) -> None:
+    """After an exception the arrays of the caches may be unusable: try, and free the entry if so."""
+    try:
+        mx.eval([cache.state for cache in session.caches])
+    except Exception as error:
+        session.free(f"{type(error).__name__} while evaluating")

@@ -1,0 +1,90 @@
+"""From logits to the next token: chosen once per request, mlx-lm's sampler functions, no work that nobody asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
+
+from mlxrunner.config import GenerateOptions
+
+Sampler = Callable[[mx.array], mx.array]
+LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """A token that may still be on its way: arrays, `token` of shape [1]; the others only if log-probabilities were asked for."""
+
+    token: mx.array
+    logprob: mx.array | None = None
+    top_tokens: mx.array | None = None
+    top_logprobs: mx.array | None = None
+
+    def read(self) -> int:
+        """The token, waited for."""
+        token: Any = self.token.item()
+        return int(token)
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        return [a for a in (self.token, self.logprob, self.top_tokens, self.top_logprobs) if a is not None]
+
+    def top(self) -> dict[int, float] | None:
+        """Token id -> log-probability, most likely first."""
+        if self.top_tokens is None or self.top_logprobs is None:
+            return None
+        tokens: Any = self.top_tokens.tolist()
+        logprobs: Any = self.top_logprobs.tolist()
+        return dict(sorted(zip(tokens, logprobs, strict=True), key=lambda pair: -pair[1]))
+
+
+class NextToken:
+    """Logits `[1, vocab]` -> Sampled, by the options of one request. A seed is set when this is made."""
+
+    def __init__(self, options: GenerateOptions, vocab: int, processors: Sequence[LogitsProcessor] = ()) -> None:
+        self._logprobs = None if options.logprobs is None else min(options.logprobs, vocab - 1)
+        self._needs_normalized = options.temperature > 0 and options.top_p < 1
+        self._processors = [*_penalties(options), *processors]
+        self._sample: Sampler = make_sampler(
+            temp=options.temperature,
+            # mlx-lm takes 0 for "off" here, and would sample from everything: keep the most likely token instead.
+            top_p=options.top_p if options.top_p > 0 else 1e-9,
+            min_p=options.min_p,
+            top_k=options.top_k if options.top_k < vocab else 0,
+        )
+        if options.seed is not None:
+            mx.random.seed(options.seed)
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether `history` has to be given."""
+        return bool(self._processors)
+
+    def __call__(self, logits: mx.array, history: mx.array | None = None) -> Sampled:
+        """`history`: all tokens so far, prompt included, of shape [n]."""
+        for process in self._processors:
+            logits = process(history, logits) if history is not None else logits
+        if self._logprobs is None and not self._needs_normalized:
+            return Sampled(self._sample(logits))
+        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        token = self._sample(logprobs)
+        if self._logprobs is None:
+            return Sampled(token)
+        row = logprobs[0].astype(mx.float32)
+        if self._logprobs == 0:
+            return Sampled(token, row[token])
+        best = mx.argpartition(-row, kth=self._logprobs - 1)[: self._logprobs]
+        return Sampled(token, row[token], best, row[best])
+
+
+def _penalties(options: GenerateOptions) -> list[LogitsProcessor]:
+    size = options.penalty_context
+    repetition = options.repetition_penalty if options.repetition_penalty != 1 else None
+    processors: list[LogitsProcessor] = make_logits_processors(
+        None, repetition, size, options.presence_penalty, size, options.frequency_penalty, size
+    )
+    return processors

@@ -1,0 +1,65 @@
+"""What the runner needs of a tokenizer, whatever library is behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, TypedDict
+
+
+class Message(TypedDict):
+    """One turn of a conversation. `role`: usually "system", "user" or "assistant"."""
+
+    role: str
+    content: str
+
+
+class TextStream(Protocol):
+    """Turns tokens into text as they come: never half a character, no leading space lost."""
+
+    def add(self, token: int) -> str:
+        """The text that became complete with this token."""
+        ...
+
+    def finish(self) -> str:
+        """What is left; an incomplete character becomes U+FFFD."""
+        ...
+
+
+class Tokenizer(Protocol):
+    """Text <-> token ids, and the chat template."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def stop_tokens(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+        ...
+
+    @property
+    def template_stops(self) -> tuple[str, ...]:
+        """Stop strings that the fallback template needs; empty where the model has a template of its own."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Text with its special tokens recognized; BOS in front if the model wants one, never twice."""
+        ...
+
+    def encode_more(self, text: str) -> list[int]:
+        """Text that goes on after other tokens: no BOS."""
+        ...
+
+    def decode(self, tokens: Sequence[int]) -> str: ...
+
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+        """The conversation as the model's chat template writes it. PromptError where the template refuses it."""
+        ...
+
+    def stream(self, context: Sequence[int]) -> TextStream:
+        """A stream for the tokens that follow `context`."""
+        ...
+
+
+def with_bos(tokens: list[int], bos: int | None) -> list[int]:
+    """BOS in front, once."""
+    return tokens if bos is None or tokens[:1] == [bos] else [bos, *tokens]

@@ -1,0 +1,64 @@
+"""Whatever tokenizer mlx-lm and transformers load for a model directory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from mlxrunner.errors import ModelError
+from mlxrunner.tokenizer.base import Message, with_bos
+from mlxrunner.tokenizer.stream import DecodeStream
+from mlxrunner.tokenizer.template import END_OF_TURN, FALLBACK_STOPS, render_chat
+
+
+class HuggingFaceTokenizer:
+    """mlx-lm's TokenizerWrapper (for its chat templates and end tokens) around a transformers tokenizer."""
+
+    def __init__(self, folder: Path, eos_tokens: Iterable[int] = ()) -> None:
+        from mlx_lm.utils import load_tokenizer
+
+        try:
+            self._wrapper: Any = load_tokenizer(folder, eos_token_ids=list(eos_tokens) or None)
+        except Exception as error:
+            raise ModelError(f"{folder}: no tokenizer could be loaded: {' '.join(str(error).split())[:300]}") from error
+        bos: int | None = self._wrapper.bos_token_id
+        # Asked, not read from the configuration: the post-processor of tokenizer.json has the last word.
+        wants_bos = bos is not None and self._wrapper.encode("a", add_special_tokens=True)[:1] == [bos]
+        self._bos = bos if wants_bos else None
+        self._has_template = bool(self._wrapper.has_chat_template)
+        template, vocab = str(self._wrapper.chat_template), self._wrapper.get_vocab()
+        ends = {vocab[text] for text in END_OF_TURN if text in template and text in vocab}
+        self._stop_tokens = frozenset({*self._wrapper.eos_token_ids, *ends})
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._wrapper)
+
+    @property
+    def stop_tokens(self) -> frozenset[int]:
+        return self._stop_tokens
+
+    @property
+    def template_stops(self) -> tuple[str, ...]:
+        return () if self._has_template else FALLBACK_STOPS
+
+    def encode(self, text: str) -> list[int]:
+        return with_bos(self.encode_more(text), self._bos)
+
+    def encode_more(self, text: str) -> list[int]:
+        return list(self._wrapper.encode(text, add_special_tokens=False))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        text = self._wrapper.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return str(text)
+
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+        return render_chat(self._apply if self._has_template else None, messages, add_generation_prompt)
+
+    def stream(self, context: Sequence[int]) -> DecodeStream:
+        return DecodeStream(self.decode, context)
+
+    def _apply(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
+        text = self._wrapper.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+        return str(text)

@@ -1,0 +1,128 @@
+"""A `tokenizer.model` read by sentencepiece itself: no tokenizer.json, no conversion."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from mlxrunner.errors import ModelError
+from mlxrunner.tokenizer.base import Message, with_bos
+from mlxrunner.tokenizer.stream import ByteStream
+from mlxrunner.tokenizer.template import END_OF_TURN, FALLBACK_STOPS, jinja_renderer, read_template, render_chat
+
+SPACE = "▁"
+
+
+class SentencePieceTokenizer:
+    """SentencePiece with the special tokens of tokenizer_config.json and added_tokens.json, and the model's chat template."""
+
+    def __init__(self, folder: Path, eos_tokens: Iterable[int] = ()) -> None:
+        import sentencepiece
+
+        file = folder / "tokenizer.model"
+        try:
+            self._model = sentencepiece.SentencePieceProcessor(model_file=str(file))
+        except (RuntimeError, OSError) as error:
+            raise ModelError(f"{file}: not a SentencePiece model, or damaged") from error
+        config = _read_json(folder / "tokenizer_config.json")
+        self._pieces: int = self._model.get_piece_size()
+        self._special = self._special_tokens(config, _read_json(folder / "added_tokens.json"))
+        # Longest first, so that a token that begins like another one is found whole.
+        alternatives = "|".join(re.escape(text) for text in sorted(self._special, key=len, reverse=True))
+        self._split = re.compile(f"({alternatives})") if alternatives else None
+        self._texts = {token: text for text, token in self._special.items()}
+        bos, eos = self._named(config, "bos_token", self._model.bos_id()), self._named(config, "eos_token", self._model.eos_id())
+        self._bos = bos if config.get("add_bos_token", True) else None
+        template = read_template(folder, config)
+        names = {"bos_token": self._text(bos), "eos_token": self._text(eos)}
+        self._render = jinja_renderer(template, names) if template is not None else None
+        ends = {self._special.get(text, self._piece(text)) for text in END_OF_TURN if template and text in template}
+        self._stop_tokens = frozenset(t for t in {*eos_tokens, eos, *ends} if t is not None)
+
+    @property
+    def vocab_size(self) -> int:
+        return max(self._pieces, *(token + 1 for token in self._texts), 0)
+
+    @property
+    def stop_tokens(self) -> frozenset[int]:
+        return self._stop_tokens
+
+    @property
+    def template_stops(self) -> tuple[str, ...]:
+        return () if self._render else FALLBACK_STOPS
+
+    def encode(self, text: str) -> list[int]:
+        return with_bos(self.encode_more(text), self._bos)
+
+    def encode_more(self, text: str) -> list[int]:
+        tokens: list[int] = []
+        for part in self._split.split(text) if self._split else [text]:
+            if part in self._special:
+                tokens.append(self._special[part])
+            elif part:
+                tokens.extend(self._model.encode(part))
+        return tokens
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        text = b"".join(map(self.piece_bytes, tokens)).decode("utf-8", "replace")
+        return text[1:] if self._adds_prefix and text.startswith(" ") else text
+
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+        return render_chat(self._render, messages, add_generation_prompt)
+
+    def stream(self, context: Sequence[int]) -> ByteStream:
+        return ByteStream(self.piece_bytes)
+
+    def piece_bytes(self, token: int) -> bytes:
+        """The bytes that a token stands for; a token beyond the vocabulary stands for nothing."""
+        if token in self._texts:
+            return self._texts[token].encode()
+        if not 0 <= token < self._pieces:
+            return b""
+        piece: str = self._model.id_to_piece(token)
+        if self._model.is_byte(token):
+            return bytes([int(piece[3:5], 16)])
+        return piece.replace(SPACE, " ").encode()
+
+    @cached_property
+    def _adds_prefix(self) -> bool:
+        """Whether the model puts a space in front of a text, to be taken away again when decoding."""
+        return bool(self._model.encode("a", out_type=str)[0].startswith(SPACE))
+
+    def _special_tokens(self, config: dict[str, Any], added: dict[str, Any]) -> dict[str, int]:
+        special = {self._model.id_to_piece(i): i for i in range(self._pieces) if self._model.is_control(i)}
+        special |= {text: token for text, token in added.items() if isinstance(token, int)}
+        for token, entry in config.get("added_tokens_decoder", {}).items():
+            if isinstance(entry, dict) and entry.get("content") and str(token).isdigit():
+                special[entry["content"]] = int(token)
+        return {text: token for text, token in special.items() if text}
+
+    def _named(self, config: dict[str, Any], name: str, default: int) -> int | None:
+        value = config.get(name)
+        text = value.get("content") if isinstance(value, dict) else value
+        if isinstance(text, str) and text:
+            return self._special.get(text, self._piece(text))
+        return default if default >= 0 else None
+
+    def _piece(self, text: str) -> int | None:
+        token: int = self._model.piece_to_id(text)
+        return None if token == self._model.unk_id() else token
+
+    def _text(self, token: int | None) -> str:
+        return "" if token is None else self._texts.get(token) or str(self._model.id_to_piece(token))
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.exists():
+        return {}
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file}: not readable as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{file}: has to be a JSON object, not {type(content).__name__}")
+    return content

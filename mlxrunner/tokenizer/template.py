@@ -1,0 +1,100 @@
+"""Render a conversation with a chat template, in jinja's sandbox (transformers' renderer), or with a plain fallback."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from mlxrunner.errors import ModelError, PromptError
+from mlxrunner.tokenizer.base import Message
+
+FALLBACK_STOPS = ("\nUser:", "\nSystem:")
+END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>")
+"""Ends of a turn that some conversions forget to list as end-of-sequence tokens; used only if the template writes them."""
+
+Render = Callable[[list[dict[str, str]], bool], str]
+
+
+def check_messages(messages: Sequence[Message]) -> list[dict[str, str]]:
+    """Plain copies; PromptError that says which message is wrong and why."""
+    if not messages:
+        raise PromptError("the conversation is empty: at least one message is needed")
+    checked = []
+    for index, message in enumerate(messages):
+        if (
+            not isinstance(message, dict)
+            or not isinstance(message.get("role"), str)
+            or not isinstance(message.get("content"), str)
+        ):
+            raise PromptError(f'message {index} has to be {{"role": text, "content": text}}, not {str(message)[:80]}')
+        checked.append({"role": message["role"], "content": message["content"]})
+    return checked
+
+
+def render_chat(render: Render | None, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+    """With the template behind `render`, or the fallback where there is none.
+
+    A template that knows no system role (Gemma 2, some Mistral) gets the system text in front of the first user message.
+    """
+    plain = check_messages(messages)
+    if render is None:
+        return _fallback(plain, add_generation_prompt)
+    try:
+        return render(plain, add_generation_prompt)
+    except Exception as error:
+        folded = _fold_system(plain)
+        if folded is not None:
+            try:
+                return render(folded, add_generation_prompt)
+            except Exception:
+                pass
+        raise PromptError(f"the model's chat template refuses this conversation: {_one_line(error)}") from error
+
+
+def jinja_renderer(template: str, special: dict[str, str]) -> Render:
+    """A renderer for a jinja `template`; `special` are the names it may use (`bos_token`, `eos_token`)."""
+
+    def render(messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        rendered: Any = render_jinja_template(
+            [messages], chat_template=template, add_generation_prompt=add_generation_prompt, **special
+        )
+        while not isinstance(rendered, str):  # a list of one text, with or without masks, depending on the version
+            rendered = rendered[0]
+        return rendered
+
+    return render
+
+
+def read_template(folder: Path, config: dict[str, Any]) -> str | None:
+    """A model directory's chat template: chat_template.jinja, else `chat_template` of tokenizer_config.json."""
+    file = folder / "chat_template.jinja"
+    try:
+        if file.exists():
+            return file.read_text(encoding="utf-8")
+        if (folder / "chat_template.json").exists():
+            config = json.loads((folder / "chat_template.json").read_text(encoding="utf-8")) | config
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file}: can't be read: {_one_line(error)}") from error
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        template = {one.get("name"): one.get("template") for one in template}.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _fallback(messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
+    lines = "".join(f"{message['role'].capitalize()}: {message['content']}\n" for message in messages)
+    return lines + ("Assistant:" if add_generation_prompt else "")
+
+
+def _fold_system(messages: list[dict[str, str]]) -> list[dict[str, str]] | None:
+    if len(messages) < 2 or messages[0]["role"] != "system" or messages[1]["role"] != "user":
+        return None
+    return [{"role": "user", "content": f"{messages[0]['content']}\n\n{messages[1]['content']}"}, *messages[2:]]
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,251 @@
+"""Train the embedded demo model on a CPU: python tools/train_demo.py [--out DIR] [--steps N]
+
+Needs the `train` extra (PyTorch). Writes an ordinary model directory: config.json, model.safetensors (float16),
+tokenizer.model, tokenizer_config.json. Everything follows from the seed and the step number, so a run that was stopped goes on
+from its last checkpoint (`--work`) as if nothing had happened, but for the random splits of subword regularization.
+
+What makes so small a model recall names it has never seen: many small steps, a three-fold loss on recalled answers, names of
+many invented shapes, subword regularization (Kudo 2018; BPE dropout, Provilkov 2020) in training only, and a last part
+mixed with long conversations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import math
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import sentencepiece as spm
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from demo_corpus import FACTS, Dialogue, dialogue
+
+VOCAB, HIDDEN, LAYERS, HEADS, INTERMEDIATE, CONTEXT, ROPE_BASE = 512, 192, 6, 3, 512, 2048, 10_000.0
+SPECIAL = ["<|im_start|>", "<|im_end|>", "\n"]
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(HIDDEN, 3 * HIDDEN, bias=False)
+        self.out = nn.Linear(HIDDEN, HIDDEN, bias=False)
+        self.gate_up = nn.Linear(HIDDEN, 2 * INTERMEDIATE, bias=False)
+        self.down = nn.Linear(INTERMEDIATE, HIDDEN, bias=False)
+        self.norm1, self.norm2 = nn.RMSNorm(HIDDEN, eps=1e-5), nn.RMSNorm(HIDDEN, eps=1e-5)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, HEADS, HIDDEN // HEADS).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(batch, length, HIDDEN))
+        gate, up = self.gate_up(self.norm2(x)).chunk(2, -1)
+        return x + self.down(F.silu(gate) * up)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+class Llama(nn.Module):
+    """The Llama forward pass for training: rope, RMSNorm, SwiGLU, tied embeddings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, HIDDEN)
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.norm = nn.RMSNorm(HIDDEN, eps=1e-5)
+        nn.init.normal_(self.embed.weight, std=HIDDEN**-0.5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        half = HIDDEN // HEADS // 2
+        angles = torch.arange(tokens.shape[1])[:, None] * ROPE_BASE ** (-torch.arange(half) / half)
+        cos, sin = angles.cos(), angles.sin()
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x, cos, sin)
+        return self.norm(x) @ self.embed.weight.T
+
+
+def train_tokenizer(seed: int) -> bytes:
+    """A byte-fallback BPE of 512 pieces over 8,000 conversations."""
+    rng = random.Random(f"{seed}:tokenizer")
+    text = (m["content"] for _ in range(8000) for m in dialogue(rng).messages)
+    model = io.BytesIO()
+    spm.SentencePieceTrainer.train(
+        sentence_iterator=text, model_writer=model, vocab_size=VOCAB, model_type="bpe", byte_fallback=True,
+        character_coverage=0.9995, split_digits=True, add_dummy_prefix=False, remove_extra_whitespaces=False,
+        normalization_rule_name="identity", user_defined_symbols=SPECIAL, unk_id=0, bos_id=1, eos_id=2, pad_id=-1,
+        num_threads=1, minloglevel=2,
+    )  # fmt: skip
+    return model.getvalue()
+
+
+class Encoder:
+    """Turns a conversation into token ids, loss weights and the place of each recalled answer."""
+
+    def __init__(self, processor: spm.SentencePieceProcessor) -> None:
+        self.sp = processor
+        self.start, self.end, self.newline = (processor.piece_to_id(s) for s in SPECIAL)
+        self.roles = {role: processor.encode(role) for role in ("system", "user", "assistant")}
+
+    def text(self, text: str, dropout: float) -> list[int]:
+        return self.sp.encode(text, enable_sampling=True, alpha=dropout, nbest_size=-1) if dropout else self.sp.encode(text)
+
+    def encode(self, talk: Dialogue, dropout: float) -> Iterator[tuple[list[int], float, bool]]:
+        recalled = {r.index for r in talk.recalls}
+        yield [self.sp.bos_id()], 0.0, False
+        for index, message in enumerate(talk.messages):
+            yield [self.start, *self.roles[message["role"]], self.newline], 0.1, False
+            answer = message["role"] == "assistant"
+            weight = 3.0 if index in recalled else 1.0 if answer else 0.1
+            yield [*self.text(message["content"], dropout), self.end], weight, index in recalled
+            yield [self.newline], 0.1, False
+
+
+def make_batch(encoder: Encoder, rng: random.Random, rows: int, length: int, dropout: float, held_out: bool = False):  # type: ignore[no-untyped-def]
+    """`tokens, weights` of shape [rows, length + 1] and the spans (row, begin, end) of recalled answers."""
+    tokens, weights = torch.zeros(rows, length + 1, dtype=torch.long), torch.zeros(rows, length + 1)
+    spans = []
+    for row in range(rows):
+        filler = rng.randint(length // 80, length // 32) if length > 400 else 0
+        talk = dialogue(rng, filler=filler, max_facts=4 if filler else 3, held_out=held_out)
+        place, use = 0, dropout if rng.random() < 0.7 else 0.0
+        for ids, weight, recall in encoder.encode(talk, use):
+            ids = ids[: length + 1 - place]
+            tokens[row, place : place + len(ids)] = torch.tensor(ids, dtype=torch.long)
+            weights[row, place : place + len(ids)] = weight
+            if recall and place + len(ids) <= length:
+                spans.append((row, place, place + len(ids)))
+            place += len(ids)
+    used = int((weights > 0).sum(1).max()) + 1
+    return tokens[:, :used], weights[:, :used], spans
+
+
+def exact(model: Llama, batches: list) -> float:  # type: ignore[type-arg]
+    """Share of recalled answers that greedy decoding would give to the letter."""
+    right = total = 0
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        for tokens, _, spans in batches:
+            best = model(tokens[:, :-1]).argmax(-1)
+            total += len(spans)
+            right += sum(bool((best[r, a - 1 : b - 1] == tokens[r, a:b]).all()) for r, a, b in spans)
+    return right / max(1, total)
+
+
+def plan(step: int, steps: int, rng: random.Random) -> tuple[int, int, float]:
+    """Rows, length and dropout of a step: short at first, the last 45 % mixed with long conversations."""
+    done = step / steps
+    dropout = 0.1 if done < 0.85 else 0.05
+    if done < 0.55 or rng.random() < 0.4:
+        return 12, 160, dropout
+    return rng.choice([(3, 700, dropout), (3, 700, dropout), (2, 1200, dropout), (1, 2000, dropout)])
+
+
+def save_model(model: Llama, tokenizer: bytes, out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    state = model.state_dict()
+    weights = {"model.embed_tokens.weight": state["embed.weight"], "model.norm.weight": state["norm.weight"]}
+    for i in range(LAYERS):
+        to, of = f"model.layers.{i}.", f"blocks.{i}."
+        for name, part in zip("qkv", state[of + "qkv.weight"].chunk(3), strict=True):
+            weights[f"{to}self_attn.{name}_proj.weight"] = part
+        weights[to + "self_attn.o_proj.weight"] = state[of + "out.weight"]
+        for name, part in zip(("gate", "up"), state[of + "gate_up.weight"].chunk(2), strict=True):
+            weights[f"{to}mlp.{name}_proj.weight"] = part
+        weights[to + "mlp.down_proj.weight"] = state[of + "down.weight"]
+        weights[to + "input_layernorm.weight"] = state[of + "norm1.weight"]
+        weights[to + "post_attention_layernorm.weight"] = state[of + "norm2.weight"]
+    half = {k: v.to(torch.float16).contiguous() for k, v in weights.items()}
+    save_file(half, out / "model.safetensors", metadata={"format": "pt"})
+    end = spm.SentencePieceProcessor(model_proto=tokenizer).piece_to_id("<|im_end|>")
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": HIDDEN, "num_hidden_layers": LAYERS,
+        "intermediate_size": INTERMEDIATE, "num_attention_heads": HEADS, "num_key_value_heads": HEADS, "rms_norm_eps": 1e-5,
+        "vocab_size": VOCAB, "max_position_embeddings": CONTEXT, "rope_theta": ROPE_BASE, "tie_word_embeddings": True,
+        "torch_dtype": "float16", "bos_token_id": 1, "eos_token_id": [end, 2],
+    }  # fmt: skip
+    tokenizer_config = {"bos_token": "<s>", "eos_token": "<|im_end|>", "add_bos_token": True, "chat_template": TEMPLATE}
+    (out / "tokenizer.model").write_bytes(tokenizer)
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (out / "tokenizer_config.json").write_text(json.dumps(tokenizer_config, indent=2) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent.parent / "mlxrunner/models/demo")
+    parser.add_argument("--work", type=Path, default=Path("build/demo"), help="where checkpoints are kept")
+    parser.add_argument("--steps", type=int, default=12_000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args()
+    torch.manual_seed(args.seed)
+    torch.set_num_threads(args.threads)
+    args.work.mkdir(parents=True, exist_ok=True)
+    tokenizer = train_tokenizer(args.seed)
+    encoder = Encoder(spm.SentencePieceProcessor(model_proto=tokenizer))
+    model = Llama()
+    optimizer = torch.optim.AdamW(model.parameters(), 2e-3, betas=(0.9, 0.98), weight_decay=0.05, fused=True)
+    checkpoint, first = args.work / "checkpoint.pt", 0
+    if checkpoint.exists():
+        saved = torch.load(checkpoint, weights_only=True)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        first = saved["step"]
+        if saved["steps"] != args.steps:
+            parser.error(f"{checkpoint} was made for --steps {saved['steps']}, not {args.steps}: remove it to start again")
+    judge = random.Random("judge")
+    tests = {
+        "short": [make_batch(encoder, judge, 48, 300, 0.0) for _ in range(2)],
+        "long": [make_batch(encoder, judge, 8, 1000, 0.0) for _ in range(3)],
+        "unseen": [make_batch(encoder, judge, 48, 300, 0.0, held_out=True) for _ in range(2)],
+    }
+    print(
+        f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(FACTS)} kinds of facts, from step {first}", flush=True
+    )
+    began, seen = time.monotonic(), 0
+    for step in range(first, args.steps):
+        rng = random.Random(f"{args.seed}:{step}")
+        tokens, weights, _ = make_batch(encoder, rng, *plan(step, args.steps, rng))
+        rate = 2e-3 * min(1, (step + 1) / 100) * (0.03 + 0.97 * 0.5 * (1 + math.cos(math.pi * step / args.steps)))
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(tokens[:, :-1])
+        losses = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+        loss = (losses * weights[:, 1:].flatten()).sum() / weights[:, 1:].sum()
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        seen += tokens.numel()
+        if (step + 1) % 500 == 0 or step + 1 == args.steps:
+            figures = ", ".join(f"{name} {exact(model, batches):.3f}" for name, batches in tests.items())
+            elapsed = time.monotonic() - began
+            print(
+                f"step {step + 1}: loss {loss.item():.3f}, {figures}, {elapsed:.0f} s, {seen / elapsed:.0f} tokens/s", flush=True
+            )
+            temporary = checkpoint.with_suffix(".tmp")
+            torch.save(
+                {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1, "steps": args.steps},
+                temporary,
+            )
+            temporary.replace(checkpoint)
+            save_model(model, tokenizer, args.out)
+
+
+if __name__ == "__main__":
+    main()
