@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 
 from mlxrunner import device
 from mlxrunner.errors import ModelError
-from mlxrunner.models.resolve import check_weights, read_config, read_header
+from mlxrunner.models.resolve import check_weights, read_config, read_header, resolve, rope_settings
 
 DEFAULT_CONTEXT = 4096
 _CONTEXT_NAMES = ("max_position_embeddings", "max_sequence_length", "seq_length", "n_positions", "n_ctx", "model_max_length")
@@ -53,6 +53,7 @@ def build(folder: Path) -> tuple[Any, dict[str, Any]]:
     from mlx_lm.utils import _get_classes
 
     config = read_config(folder)
+    config |= rope_settings(config)
     try:
         model_class, args_class = _get_classes(config)
         return model_class(args_class.from_dict(config)), config
@@ -63,21 +64,47 @@ def build(folder: Path) -> tuple[Any, dict[str, Any]]:
 
 
 def cache_cost(model: Any) -> CacheCost:
-    """From the shapes of the caches after one token and after many, without evaluating anything."""
+    """From the shapes of the caches after two prompts that fill every window, without evaluating anything."""
     from mlxrunner.cache.factory import make_layer_caches
 
     def stored(tokens: int) -> int:
         caches = make_layer_caches(model)
-        for cache in caches:
-            cache.begin_forward()
-        model(mx.zeros((1, tokens), mx.int32), cache=[cache.model_cache for cache in caches])
-        for cache in caches:
-            cache.end_forward(tokens)
+        for count in (tokens - 1, 1):  # the last one alone: only then is a full window cut to its size
+            for cache in caches:
+                cache.begin_forward()
+            model(mx.zeros((1, count), mx.int32), cache=[cache.model_cache for cache in caches])
+            for cache in caches:
+                cache.end_forward(count)
         return sum(cache.used_bytes for cache in caches)
 
-    few, many = stored(1), stored(257)
+    full = 2 + max((_window(cache) for cache in make_layer_caches(model)), default=0)
+    few, many = stored(full), stored(full + 256)
     per_token = (many - few) // 256
-    return CacheCost(per_token, few - per_token)
+    return CacheCost(per_token, few - per_token * full)
+
+
+@dataclass(frozen=True)
+class Description:
+    """What `mlxrunner show` says: ModelFacts, and bytes."""
+
+    architecture: str
+    context: int
+    context_is_known: bool
+    layers: dict[str, int]
+    vocab: int
+    weight_bytes: int
+    cache: CacheCost
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def describe(name: str) -> Description:
+    """Everything about a model that can be said without loading its weights."""
+    folder = resolve(name)
+    model, config = build(folder)
+    _set_dtype(model, config)
+    return Description(**vars(facts_of(model, config)), weight_bytes=weight_bytes(folder), cache=cache_cost(model))
 
 
 def weight_bytes(folder: Path) -> int:
@@ -86,12 +113,18 @@ def weight_bytes(folder: Path) -> int:
     return sum(e["data_offsets"][1] - e["data_offsets"][0] for h in headers for name, e in h.items() if name != "__metadata__")
 
 
-def set_shapes_dtype(model: Any, config: dict[str, Any]) -> None:
+def _set_dtype(model: Any, config: dict[str, Any]) -> None:
     """Give an unevaluated model the type that it would compute with on this device."""
     names = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
     stored = names.get(str(config.get("torch_dtype") or config.get("dtype")), mx.bfloat16)
     quantized = config.get("quantization") or config.get("quantization_config")
     model.set_dtype(stored if quantized else device.preferred_dtype() or stored)
+
+
+def _window(cache: Any) -> int:
+    """Tokens that fill the window of a layer's cache, or the largest of its parts'; 0 where there is none."""
+    layers = [part.model_cache for part in getattr(cache, "parts", [cache])]
+    return max(int(getattr(layer, name, 0)) for layer in layers for name in ("max_size", "chunk_size"))
 
 
 def _is_size(value: Any) -> bool:

@@ -12,7 +12,7 @@ import mlx.core as mx
 from mlxrunner import device
 from mlxrunner.errors import ModelError
 from mlxrunner.models.facts import ModelFacts, facts_of
-from mlxrunner.models.resolve import check_weights, eos_tokens, read_config, resolve
+from mlxrunner.models.resolve import check_weights, eos_tokens, read_config, resolve, rope_settings
 from mlxrunner.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -33,7 +33,7 @@ def load_model(name: str, *, trust_remote_code: bool = False) -> LoadedModel:
     config = read_config(folder)
     check_model_type(folder, config)
     check_weights(folder)
-    tokenizer = load_tokenizer(folder, eos_tokens(folder, config))
+    tokenizer = load_tokenizer(folder, eos_tokens(folder, config), trust_remote_code=trust_remote_code)
     model, config = _load_weights(folder, trust_remote_code)
     return LoadedModel(name, folder, model, tokenizer, facts_of(model, config))
 
@@ -43,7 +43,9 @@ def check_model_type(folder: Path, config: dict[str, Any]) -> None:
     from mlx_lm.utils import MODEL_REMAPPING
 
     kind = config["model_type"]
-    if config.get("model_file") is None and importlib.util.find_spec(f"mlx_lm.models.{MODEL_REMAPPING.get(kind, kind)}") is None:
+    module = MODEL_REMAPPING.get(kind, kind)
+    known = "." not in module and importlib.util.find_spec(f"mlx_lm.models.{module}") is not None
+    if config.get("model_file") is None and not known:
         raise ModelError(f"{folder / 'config.json'}: model_type {kind!r} is not one that mlx-lm supports")
 
 
@@ -51,7 +53,8 @@ def _load_weights(folder: Path, trust_remote_code: bool) -> tuple[Any, dict[str,
     from mlx_lm.utils import load_model as mlx_lm_load
 
     try:
-        model, config = mlx_lm_load(folder, lazy=True, trust_remote_code=trust_remote_code)
+        rope = rope_settings(read_config(folder))
+        model, config = mlx_lm_load(folder, lazy=True, model_config=rope, trust_remote_code=trust_remote_code)
         dtype = device.preferred_dtype()
         if dtype is not None and not config.get("quantization"):
             model.set_dtype(dtype)
@@ -69,4 +72,6 @@ def _explain(error: Exception) -> str:
         return f"config.json lacks a setting that this architecture needs: {text.split(':')[-1].strip()}"
     if "trust_remote_code" in text:
         return "wants to run Python code of its own; if you trust it, add --trust-remote-code"
+    if isinstance(error, KeyError):
+        return f"a setting of config.json or a tensor is missing: {text}"
     return (text[:400] + " ..." if len(text) > 400 else text) or type(error).__name__

@@ -32,31 +32,38 @@ def resolve(name: str) -> Path:
     """The directory of model `name`: "demo", a directory, or a hub id, downloaded if it is not in the cache yet."""
     if name == DEMO:
         return DEMO_FOLDER
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.exists():
-        raise ModelError(f"{name}: is a file; name the directory that holds config.json and the weights")
+    shown = name if name.isprintable() and len(name) < 300 else f"{name[:300]!r}"
+    try:
+        folder = Path(name).expanduser()
+        if folder.is_dir():
+            return folder
+        if folder.exists():
+            raise ModelError(f"{shown}: is a file; name the directory that holds config.json and the weights")
+    except (OSError, RuntimeError) as error:  # a name that is too long, the home directory of nobody
+        raise ModelError(f"{shown}: not a usable path: {_one_line(error)}") from error
     if HUB_ID.fullmatch(name):
         return _from_hub(name)
-    raise ModelError(f"{name}: no such model: neither a directory, nor a hub id (owner/name), nor {DEMO!r}")
+    raise ModelError(f"{shown}: no such model: neither a directory, nor a hub id (owner/name), nor {DEMO!r}")
 
 
 def _from_hub(name: str) -> Path:
-    """From the local hub cache, or downloaded with huggingface_hub's progress bar."""
+    """From the local hub cache if it is whole there, else downloaded with huggingface_hub's progress bar."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
-        HfHubHTTPError,
         HFValidationError,
         LocalEntryNotFoundError,
         RepositoryNotFoundError,
     )
 
+    partial: str | None = None
     try:
-        return Path(snapshot_download(name, allow_patterns=HUB_FILES, local_files_only=True))
-    except LocalEntryNotFoundError:
-        pass
+        cached = Path(snapshot_download(name, allow_patterns=HUB_FILES, local_files_only=True))
+        if _is_whole(cached):
+            return cached
+    except LocalEntryNotFoundError as error:
+        # Set if files of the repository are known to be missing, which may be files that nobody needs.
+        partial = getattr(error, "snapshot_path", None)
     except HFValidationError as error:
         raise ModelError(f"{name}: not a valid hub id: {_one_line(error)}") from error
     try:
@@ -68,9 +75,22 @@ def _from_hub(name: str) -> Path:
     except RepositoryNotFoundError as error:
         raise ModelError(f"{name}: no such repository on the hub (or a private one: `hf auth login`)") from error
     except LocalEntryNotFoundError as error:
-        raise ModelError(f"{name}: not in the local cache, and the hub can't be reached; is there a network?") from error
-    except (HfHubHTTPError, OSError) as error:
+        if partial is not None and _is_whole(Path(partial)):
+            return Path(partial)
+        part = "not" if partial is None else "only in part"
+        raise ModelError(f"{name}: {part} in the local cache, and the hub can't be reached; is there a network?") from error
+    except Exception as error:  # HTTP errors, a full disk, or whatever a proxy made of the answer
         raise ModelError(f"{name}: the download failed: {_one_line(error)}") from error
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether the configuration and all weights are there."""
+    try:
+        read_config(folder)
+        check_weights(folder)
+    except ModelError:
+        return False
+    return True
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -80,7 +100,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         config = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ModelError(f"{file}: missing: a model directory needs config.json, *.safetensors and tokenizer files") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{file}: not readable as JSON: {_one_line(error)}") from error
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ModelError(f"{file}: has no model_type")
@@ -99,16 +119,30 @@ def eos_tokens(folder: Path, config: dict[str, Any]) -> list[int]:
     return found
 
 
+def rope_settings(config: dict[str, Any]) -> dict[str, Any]:
+    """The `rope_parameters` that transformers 5 writes, under the names that most of mlx-lm's architectures read.
+
+    Without them a Llama would be run with rotary positions that it was not trained with, and nobody would say so.
+    """
+    rope = config.get("rope_parameters")
+    if not isinstance(rope, dict) or "rope_theta" not in rope:  # or one for each kind of layer: the architecture reads it itself
+        return {}
+    settings = {"rope_theta": rope["rope_theta"], "partial_rotary_factor": rope.get("partial_rotary_factor")}
+    if rope.get("rope_type", "default") != "default":
+        settings["rope_scaling"] = rope
+    return {name: value for name, value in settings.items() if value is not None and config.get(name) is None}
+
+
 def check_weights(folder: Path) -> list[Path]:
     """The weight files, each one's header read and its size compared with it; ModelError names the first bad one."""
     files = sorted(folder.glob("model*.safetensors"))
     index = folder / "model.safetensors.index.json"
     if index.exists():
         try:
-            shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+            shards = {str(shard) for shard in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
+            missing = sorted(shard for shard in shards if not (folder / shard).exists())
+        except (OSError, ValueError, RecursionError, KeyError, AttributeError, TypeError) as error:
             raise ModelError(f"{index}: not a readable weight index: {_one_line(error)}") from error
-        missing = sorted(shard for shard in shards if not (folder / str(shard)).exists())
         if missing:
             raise ModelError(
                 f"{folder / missing[0]}: missing: {len(missing)} of {len(shards)} weight files that {index.name} lists"
@@ -130,8 +164,8 @@ def read_header(file: Path) -> dict[str, Any]:
             if length + 8 > size:
                 raise ModelError(f"{file}: truncated, or not a safetensors file ({size} bytes): download it again")
             header = json.loads(stream.read(length))
-        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        ends = [int(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__"]
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise ModelError(f"{file}: not a readable safetensors file: {_one_line(error)}") from error
     need = 8 + length + max(ends, default=0)
     if need != size:

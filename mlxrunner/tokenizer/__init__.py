@@ -10,7 +10,7 @@ from mlxrunner.tokenizer.base import Message, TextStream, Tokenizer
 __all__ = ["Message", "TextStream", "Tokenizer", "load_tokenizer"]
 
 
-def load_tokenizer(folder: Path, eos_tokens: Iterable[int] = ()) -> Tokenizer:
+def load_tokenizer(folder: Path, eos_tokens: Iterable[int] = (), *, trust_remote_code: bool = False) -> Tokenizer:
     """The tokenizer of a model directory; `eos_tokens`: what the model's configuration says ends an answer.
 
     A tokenizer.json wins where there is one: it also holds what the publisher added after training the tokenizer.model.
@@ -22,4 +22,4 @@ def load_tokenizer(folder: Path, eos_tokens: Iterable[int] = ()) -> Tokenizer:
         return SentencePieceTokenizer(folder, eos_tokens)
     from mlxrunner.tokenizer.huggingface import HuggingFaceTokenizer
 
-    return HuggingFaceTokenizer(folder, eos_tokens)
+    return HuggingFaceTokenizer(folder, eos_tokens, trust_remote_code=trust_remote_code)

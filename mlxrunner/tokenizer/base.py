@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, TypedDict
 
+from mlxrunner.errors import PromptError
+
 
 class Message(TypedDict):
     """One turn of a conversation. `role`: usually "system", "user" or "assistant"."""
@@ -42,7 +44,7 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, text: str) -> list[int]:
-        """Text with its special tokens recognized; BOS in front if the model wants one, never twice."""
+        """Text with its special tokens recognized; BOS in front if the model wants one, never twice. PromptError if not Unicode."""
         ...
 
     def encode_more(self, text: str) -> list[int]:
@@ -58,6 +60,15 @@ class Tokenizer(Protocol):
     def stream(self, context: Sequence[int]) -> TextStream:
         """A stream for the tokens that follow `context`."""
         ...
+
+
+def checked_text(text: str) -> str:
+    """`text`, or PromptError for what no tokenizer takes: halves of characters, as they come from files that are not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise PromptError(f"the text is not valid Unicode: {error.reason} at character {error.start}; is it UTF-8?") from error
+    return text
 
 
 def with_bos(tokens: list[int], bos: int | None) -> list[int]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxrunner.errors import ModelError
-from mlxrunner.tokenizer.base import Message, with_bos
+from mlxrunner.tokenizer.base import Message, checked_text, with_bos
 from mlxrunner.tokenizer.stream import DecodeStream
 from mlxrunner.tokenizer.template import END_OF_TURN, FALLBACK_STOPS, render_chat
 
@@ -15,17 +15,20 @@ from mlxrunner.tokenizer.template import END_OF_TURN, FALLBACK_STOPS, render_cha
 class HuggingFaceTokenizer:
     """mlx-lm's TokenizerWrapper (for its chat templates and end tokens) around a transformers tokenizer."""
 
-    def __init__(self, folder: Path, eos_tokens: Iterable[int] = ()) -> None:
+    def __init__(self, folder: Path, eos_tokens: Iterable[int] = (), *, trust_remote_code: bool = False) -> None:
         from mlx_lm.utils import load_tokenizer
 
         try:
-            self._wrapper: Any = load_tokenizer(folder, eos_token_ids=list(eos_tokens) or None)
+            # Said either way: left open, transformers would ask on the terminal.
+            trust = {"trust_remote_code": trust_remote_code}
+            self._wrapper: Any = load_tokenizer(folder, trust, eos_token_ids=list(eos_tokens) or None)
         except Exception as error:
-            raise ModelError(f"{folder}: no tokenizer could be loaded: {' '.join(str(error).split())[:300]}") from error
+            raise ModelError(f"{folder}: no tokenizer could be loaded: {_explain(error)}") from error
         bos: int | None = self._wrapper.bos_token_id
         # Asked, not read from the configuration: the post-processor of tokenizer.json has the last word.
         wants_bos = bos is not None and self._wrapper.encode("a", add_special_tokens=True)[:1] == [bos]
         self._bos = bos if wants_bos else None
+        self._anchor = str(self._wrapper.eos_token or "")
         self._has_template = bool(self._wrapper.has_chat_template)
         template, vocab = str(self._wrapper.chat_template), self._wrapper.get_vocab()
         ends = {vocab[text] for text in END_OF_TURN if text in template and text in vocab}
@@ -44,10 +47,11 @@ class HuggingFaceTokenizer:
         return () if self._has_template else FALLBACK_STOPS
 
     def encode(self, text: str) -> list[int]:
-        return with_bos(self.encode_more(text), self._bos)
+        return with_bos(self._encode(text), self._bos)
 
     def encode_more(self, text: str) -> list[int]:
-        return list(self._wrapper.encode(text, add_special_tokens=False))
+        # Behind another token, so that no space is put in front as at the beginning of a text.
+        return self._encode(self._anchor + text)[len(self._encode(self._anchor)) :]
 
     def decode(self, tokens: Sequence[int]) -> str:
         text = self._wrapper.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -59,6 +63,15 @@ class HuggingFaceTokenizer:
     def stream(self, context: Sequence[int]) -> DecodeStream:
         return DecodeStream(self.decode, context)
 
+    def _encode(self, text: str) -> list[int]:
+        return list(self._wrapper.encode(checked_text(text), add_special_tokens=False, verbose=False))
+
     def _apply(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
         text = self._wrapper.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
         return str(text)
+
+
+def _explain(error: Exception) -> str:
+    if "trust_remote_code" in str(error):
+        return "it wants to run Python code of its own; if you trust it, add --trust-remote-code"
+    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Sequence
 from functools import cached_property
@@ -10,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from mlxrunner.errors import ModelError
-from mlxrunner.tokenizer.base import Message, with_bos
+from mlxrunner.tokenizer.base import Message, checked_text, with_bos
 from mlxrunner.tokenizer.stream import ByteStream
-from mlxrunner.tokenizer.template import END_OF_TURN, FALLBACK_STOPS, jinja_renderer, read_template, render_chat
+from mlxrunner.tokenizer.template import END_OF_TURN, FALLBACK_STOPS, jinja_renderer, read_json, read_template, render_chat
 
 SPACE = "▁"
 
@@ -28,9 +27,9 @@ class SentencePieceTokenizer:
             self._model = sentencepiece.SentencePieceProcessor(model_file=str(file))
         except (RuntimeError, OSError) as error:
             raise ModelError(f"{file}: not a SentencePiece model, or damaged") from error
-        config = _read_json(folder / "tokenizer_config.json")
+        config = read_json(folder / "tokenizer_config.json")
         self._pieces: int = self._model.get_piece_size()
-        self._special = self._special_tokens(config, _read_json(folder / "added_tokens.json"))
+        self._special = self._special_tokens(config, read_json(folder / "added_tokens.json"))
         # Longest first, so that a token that begins like another one is found whole.
         alternatives = "|".join(re.escape(text) for text in sorted(self._special, key=len, reverse=True))
         self._split = re.compile(f"({alternatives})") if alternatives else None
@@ -60,6 +59,7 @@ class SentencePieceTokenizer:
 
     def encode_more(self, text: str) -> list[int]:
         tokens: list[int] = []
+        text = checked_text(text)
         for part in self._split.split(text) if self._split else [text]:
             if part in self._special:
                 tokens.append(self._special[part])
@@ -75,7 +75,7 @@ class SentencePieceTokenizer:
         return render_chat(self._render, messages, add_generation_prompt)
 
     def stream(self, context: Sequence[int]) -> ByteStream:
-        return ByteStream(self.piece_bytes)
+        return ByteStream(self.piece_bytes, context)
 
     def piece_bytes(self, token: int) -> bytes:
         """The bytes that a token stands for; a token beyond the vocabulary stands for nothing."""
@@ -96,8 +96,9 @@ class SentencePieceTokenizer:
     def _special_tokens(self, config: dict[str, Any], added: dict[str, Any]) -> dict[str, int]:
         special = {self._model.id_to_piece(i): i for i in range(self._pieces) if self._model.is_control(i)}
         special |= {text: token for text, token in added.items() if isinstance(token, int)}
-        for token, entry in config.get("added_tokens_decoder", {}).items():
-            if isinstance(entry, dict) and entry.get("content") and str(token).isdigit():
+        decoder = config.get("added_tokens_decoder")
+        for token, entry in decoder.items() if isinstance(decoder, dict) else ():
+            if isinstance(entry, dict) and isinstance(entry.get("content"), str) and token.isdecimal():
                 special[entry["content"]] = int(token)
         return {text: token for text, token in special.items() if text}
 
@@ -114,15 +115,3 @@ class SentencePieceTokenizer:
 
     def _text(self, token: int | None) -> str:
         return "" if token is None else self._texts.get(token) or str(self._model.id_to_piece(token))
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    if not file.exists():
-        return {}
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{file}: not readable as JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{file}: has to be a JSON object, not {type(content).__name__}")
-    return content

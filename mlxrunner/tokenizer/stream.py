@@ -6,17 +6,20 @@ import codecs
 from collections.abc import Callable, Sequence
 
 INCOMPLETE = "\ufffd"
-LONGEST_CHARACTER = 8
-"""More pending tokens than any character has bytes are not a character that is still to come."""
+LONGEST_CHARACTER = 4
+"""Bytes of the longest character, and so the most tokens that it can be made of."""
+MOST_PENDING = 2 * LONGEST_CHARACTER
 CONTEXT = 6
 
 
 class ByteStream:
-    """For tokenizers whose tokens are byte strings: linear, exact."""
+    """For tokenizers whose tokens are byte strings: linear, exact, even where `context` ends within a character."""
 
-    def __init__(self, piece_bytes: Callable[[int], bytes]) -> None:
+    def __init__(self, piece_bytes: Callable[[int], bytes], context: Sequence[int] = ()) -> None:
         self._piece_bytes = piece_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        for token in context[-CONTEXT:]:
+            self.add(token)
 
     def add(self, token: int) -> str:
         return self._decoder.decode(self._piece_bytes(token))
@@ -34,24 +37,41 @@ class DecodeStream:
     def __init__(self, decode: Callable[[list[int]], str], context: Sequence[int]) -> None:
         self._decode = decode
         self._shown = [int(token) for token in context[-CONTEXT:]]
+        while self._shown and decode(self._shown).startswith(INCOMPLETE):  # cut within a character
+            del self._shown[0]
         self._shown_text = decode(self._shown)
         self._pending: list[int] = []
 
     def add(self, token: int) -> str:
         self._pending.append(token)
-        text = self._decode(self._shown + self._pending)
-        if text.endswith(INCOMPLETE) and len(self._pending) < LONGEST_CHARACTER:
+        text = self._text(len(self._pending))
+        if not text.endswith(INCOMPLETE):
+            return self._show(len(self._pending), text)
+        if len(self._pending) < MOST_PENDING:
             return ""
-        return self._show(text)
+        # Broken characters only, so far: show all but the last tokens, which may be the beginning of a whole one.
+        for count in range(len(self._pending) - LONGEST_CHARACTER + 1, 0, -1):
+            if text.startswith(whole := self._text(count)):
+                return self._show(count, whole)
+        return ""
 
     def finish(self) -> str:
-        return self._show(self._decode(self._shown + self._pending)) if self._pending else ""
+        return self._show(len(self._pending), self._text(len(self._pending)))
 
-    def _show(self, text: str) -> str:
-        new = text[len(self._shown_text) :]
-        self._shown, self._pending = self._pending, []
-        self._shown_text = self._decode(self._shown)
-        return new
+    def _text(self, count: int) -> str:
+        """What the first `count` pending tokens add to the text."""
+        pending = self._pending[:count]
+        text = self._decode(self._shown + pending)
+        if text.startswith(self._shown_text):
+            return text[len(self._shown_text) :]
+        return self._decode(pending)  # a decoder that gives up the bytes before a broken one, too
+
+    def _show(self, count: int, text: str) -> str:
+        shown, self._pending = self._pending[:count], self._pending[count:]
+        shown_text = self._decode(shown)
+        if shown_text:  # else what was shown before still says more about a leading space
+            self._shown, self._shown_text = shown, shown_text
+        return text
 
 
 class StopScanner:
@@ -67,10 +87,11 @@ class StopScanner:
         if not self._stops:
             return text
         held = self._held + text
-        found = [place for stop in self._stops if (place := held.find(stop)) >= 0]
+        # The one that ends first, so that it does not matter how the text was cut into pieces.
+        found = [(place + len(stop), place) for stop in self._stops if (place := held.find(stop)) >= 0]
         if found:
             self.stopped, self._held = True, ""
-            return held[: min(found)]
+            return held[: min(found)[1]]
         keep = max(_overlap(held, stop) for stop in self._stops)
         self._held = held[len(held) - keep :]
         return held[: len(held) - keep]

@@ -28,7 +28,7 @@ def check_messages(messages: Sequence[Message]) -> list[dict[str, str]]:
             or not isinstance(message.get("role"), str)
             or not isinstance(message.get("content"), str)
         ):
-            raise PromptError(f'message {index} has to be {{"role": text, "content": text}}, not {str(message)[:80]}')
+            raise PromptError(f'message {index} has to be {{"role": text, "content": text}}, not {message!r:.80}')
         checked.append({"role": message["role"], "content": message["content"]})
     return checked
 
@@ -72,17 +72,28 @@ def jinja_renderer(template: str, special: dict[str, str]) -> Render:
 def read_template(folder: Path, config: dict[str, Any]) -> str | None:
     """A model directory's chat template: chat_template.jinja, else `chat_template` of tokenizer_config.json."""
     file = folder / "chat_template.jinja"
-    try:
-        if file.exists():
+    if file.exists():
+        try:
             return file.read_text(encoding="utf-8")
-        if (folder / "chat_template.json").exists():
-            config = json.loads((folder / "chat_template.json").read_text(encoding="utf-8")) | config
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{file}: can't be read: {_one_line(error)}") from error
-    template = config.get("chat_template")
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{file}: can't be read: {_one_line(error)}") from error
+    template = (read_json(folder / "chat_template.json") | config).get("chat_template")
     if isinstance(template, list):  # several, by name
-        template = {one.get("name"): one.get("template") for one in template}.get("default")
+        template = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}.get("default")
     return template if isinstance(template, str) else None
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object, empty where there is no such file. ModelError where it is something else."""
+    if not file.exists():
+        return {}
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{file}: not readable as JSON: {_one_line(error)}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{file}: has to be a JSON object, not {type(content).__name__}")
+    return content
 
 
 def _fallback(messages: list[dict[str, str]], add_generation_prompt: bool) -> str:

@@ -1,0 +1,6 @@
+"""python -m mlxrunner"""
+
+from mlxrunner.cli import main
+
+if __name__ == "__main__":
+    main()

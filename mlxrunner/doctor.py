@@ -1,0 +1,39 @@
+"""`mlxrunner doctor`: what this machine has, and what to do about what it lacks."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import PackageNotFoundError, version
+
+from mlxrunner import device
+from mlxrunner.device import Finding
+from mlxrunner.terminal import size
+
+PACKAGES = ("mlxrunner", "mlx", "mlx-lm", "transformers", "numpy", "sentencepiece")
+
+
+def findings() -> list[Finding]:
+    """Device, memory, libraries and versions, in that order."""
+    total, available = device.memory_bytes()
+    facts = device.describe()
+    name = str(facts.get("device_name") or facts.get("architecture") or platform.processor() or platform.machine())
+    found = [
+        Finding("device", f"{name} ({platform.system()} {platform.machine()})"),
+        Finding("backend", device.backend()),
+        Finding("memory", f"{size(total)} in all, {size(available)} for MLX"),
+        device.blas(),
+        device.compiler(),
+        Finding("python", platform.python_version()),
+    ]
+    if platform.system() == "Darwin" and device.backend() != "metal":
+        found[1] = Finding(
+            "backend", device.backend(), ok=False, advice="no Metal: a native arm64 Python on macOS 14 or newer is needed"
+        )
+    return found + [_package(name) for name in PACKAGES]
+
+
+def _package(name: str) -> Finding:
+    try:
+        return Finding(name, version(name))
+    except PackageNotFoundError:
+        return Finding(name, "not installed", ok=False, advice=f"pip install {name}")

@@ -1,0 +1,125 @@
+"""Tiny model directories for tests: an architecture of mlx-lm with seeded random weights, saved as the hub has them.
+
+Knows how a model is written, not how one is loaded: what comes back is decided by `mlxrunner.models`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+
+BOS, EOS = 256, 257
+"""Ids of "<s>" and "</s>" in the tokenizer of `write_tokenizer`; each id below stands for one byte."""
+
+_LLAMA: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 288,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+}
+_TINY: dict[str, dict[str, Any]] = {
+    "mistral": {"head_dim": 24, "rope_theta": 1e6},
+    "gemma3_text": {"head_dim": 16, "num_hidden_layers": 3, "sliding_window": 16, "sliding_window_pattern": 3},
+    "lfm2": {
+        "num_hidden_layers": 3,
+        "norm_eps": 1e-5,
+        "conv_bias": False,
+        "conv_L_cache": 3,
+        "block_dim": 64,
+        "block_multiple_of": 8,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": False,
+        "full_attn_idxs": [1],
+    },
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 24,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+    },
+}
+"""What other architectures need beside, or other than, the settings of a Llama."""
+
+
+def tiny_config(model_type: str = "llama", **config: Any) -> dict[str, Any]:
+    """A config.json: the tiny one of `model_type` with `config` over it. A setting that is None is left out."""
+    settings = {"model_type": model_type, **_LLAMA, **_TINY.get(model_type, {}), **config}
+    return {name: value for name, value in settings.items() if value is not None}
+
+
+def tiny_model(config: dict[str, Any], seed: int = 0) -> Any:
+    """mlx-lm's model for `config`, evaluated, in float32: matrices normal * 0.1, vectors (norms, biases) 1 + normal * 0.1."""
+    from mlx_lm.utils import _get_classes
+
+    model_class, args_class = _get_classes(config)
+    model = model_class(args_class.from_dict(config))
+    random = np.random.default_rng(seed)
+    parameters: Any = tree_flatten(model.parameters())
+    model.load_weights([(name, _weights(random, array.shape)) for name, array in parameters])
+    model.eval()
+    mx.eval(model.parameters())
+    return model
+
+
+def write_model(folder: Path, model_type: str = "llama", *, seed: int = 0, tokenizer: bool = True, **config: Any) -> Any:
+    """Write a tiny model to `folder`, which is made: config.json, model.safetensors, a tokenizer. Returns mlx-lm's model."""
+    settings = tiny_config(model_type, **config)
+    model = tiny_model(settings, seed)
+    save_model(folder, model, settings)
+    if tokenizer:
+        write_tokenizer(folder)
+    return model
+
+
+def save_model(folder: Path, model: Any, config: dict[str, Any], shards: int = 1) -> None:
+    """config.json and the model's weights, in `shards` files with an index if there are several."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    weights: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
+    if shards == 1:
+        mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
+        return
+    placed = {name: f"model-{index % shards + 1:05}-of-{shards:05}.safetensors" for index, name in enumerate(weights)}
+    for file in set(placed.values()):
+        part = {name: weights[name] for name in weights if placed[name] == file}
+        mx.save_safetensors(str(folder / file), part, {"format": "mlx"})
+    total = sum(array.nbytes for array in weights.values())
+    index = {"metadata": {"total_size": total}, "weight_map": placed}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+
+
+def write_tokenizer(folder: Path, **config: Any) -> None:
+    """A tokenizer.json with one token per byte, BOS and EOS; `config` goes into tokenizer_config.json (a chat_template, say)."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    folder.mkdir(parents=True, exist_ok=True)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: token for token, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", **config}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+
+
+def _weights(random: np.random.Generator, shape: tuple[int, ...]) -> mx.array:
+    values = random.normal(size=shape) * 0.1 + (len(shape) == 1)
+    return mx.array(values.astype(np.float32))

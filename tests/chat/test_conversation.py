@@ -1,0 +1,132 @@
+"""A conversation's history is the tokens that were evaluated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from mlxrunner import ContextLengthError, Runner
+from mlxrunner.chat.conversation import Conversation
+from mlxrunner.testing import EOS, oracle_runner
+
+
+@pytest.fixture(scope="module")
+def demo() -> Runner:
+    return Runner.load("demo")
+
+
+def say(conversation: Conversation, text: str) -> str:
+    return "".join(chunk.text for chunk in conversation.send(text))
+
+
+def test_turn_10_evaluates_only_the_new_tokens_and_remembers_turn_1(demo: Runner) -> None:
+    """The main job, on the embedded demo model."""
+    demo.reset()
+    conversation = Conversation(demo)
+    say(conversation, "My name is Ana.")
+    for text in ("I have a dog.", "Hello!", "How are you?", "I love to eat soup.", "Thanks.", "I am tired.", "Okay.", "Good night."):
+        say(conversation, text)
+    before = len(demo.entry.tokens)
+    assert "Ana" in say(conversation, "What is my name?")
+    usage = conversation.usages[-1]
+    assert len(conversation.usages) == 10
+    assert usage.outcome == "hit"
+    assert usage.cached_tokens == before
+    turn = demo.tokenizer.encode_more("\n<|im_start|>user\nWhat is my name?<|im_end|>\n<|im_start|>assistant\n")
+    assert usage.evaluated_tokens == len(turn)
+    assert usage.trimmed_tokens == 0
+
+
+def test_every_turn_of_a_chat_is_a_full_hit(demo: Runner) -> None:
+    """However the model splits its words: the tokens are kept, not made again from the text."""
+    demo.reset()
+    conversation = Conversation(demo, options={"temperature": 1.5, "seed": 3, "max_tokens": 12})
+    for turn in range(8):
+        say(conversation, f"Call me Zqx{turn}vwj.")
+        usage = conversation.usages[-1]
+        assert usage.outcome == ("hit" if turn else "miss")
+        assert usage.trimmed_tokens == 0
+
+
+def test_the_template_decides_what_the_tokens_mean(demo: Runner) -> None:
+    """The kept tokens spell exactly what the template renders."""
+    demo.reset()
+    conversation = Conversation(demo, system="Be brief.")
+    for text in ("My name is Ana.", "What is my name?", "Hello!"):
+        say(conversation, text)
+    messages: list[Any] = [{"role": "system", "content": "Be brief."}, *conversation.messages]
+    rendered = demo.tokenizer.render(messages, add_generation_prompt=False)
+    assert rendered.startswith(demo.tokenizer.decode(list(demo.entry.tokens)))
+
+
+def endless(runner: Runner, **options: Any) -> Conversation:
+    return Conversation(runner, options={"stop_tokens": [], **options})
+
+
+def test_an_answer_that_is_stopped_stays_as_far_as_it_was_shown() -> None:
+    """In the history and in the entry; the next turn goes on from there."""
+    runner = oracle_runner()
+    conversation = endless(runner)
+    answer: Iterator[Any] = conversation.send("hello")
+    shown = "".join(next(answer).text for _ in range(4))
+    answer.close()  # type: ignore[attr-defined]
+    assert conversation.messages == [{"role": "user", "content": "hello"}, {"role": "assistant", "content": shown}]
+    before = len(runner.entry.tokens)
+    conversation.options["max_tokens"] = 3
+    say(conversation, "again")
+    assert conversation.usages[-1].cached_tokens == before
+    assert conversation.usages[-1].outcome == "hit"
+
+
+def test_a_turn_without_an_answer_is_taken_back() -> None:
+    """An interrupted prefill leaves the conversation as it was, and the entry with its finished chunks."""
+    runner = oracle_runner(prefill_step=4)
+    conversation = endless(runner, max_tokens=3)
+    say(conversation, "hello")
+    messages = list(conversation.messages)
+
+    def give_up(done: int, total: int) -> None:
+        if done > 40:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        list(conversation.send("a question that is long enough for several chunks", progress=give_up))
+    assert conversation.messages == messages
+    assert runner.entry.is_true
+    assert len(runner.entry.tokens) > 40
+
+
+def test_a_turn_that_does_not_fit_is_taken_back() -> None:
+    """The error names both numbers; a shorter turn still works."""
+    conversation = endless(oracle_runner(context=100), max_tokens=3)
+    say(conversation, "hello")
+    with pytest.raises(ContextLengthError, match="context of 100 tokens"):
+        conversation.send("x" * 200)
+    assert len(conversation.messages) == 2
+    say(conversation, "short")
+    assert len(conversation.messages) == 4
+
+
+def test_a_stop_string_falls_back_to_the_text() -> None:
+    """The tokens say more than the answer, so the history is tokenized from the text."""
+    runner = oracle_runner()
+    conversation = endless(runner, max_tokens=8)
+    answer = say(conversation, "hello")
+    runner.reset()
+    conversation = endless(runner, max_tokens=8, stop=(answer[3],))
+    assert say(conversation, "hello") == answer[: answer.index(answer[3])]
+    say(conversation, "next")
+    text = runner.tokenizer.render(conversation.messages[:-1])
+    assert list(runner.entry.tokens)[: len(text.encode()) + 1][1:5] == list(text.encode())[:4]
+
+
+def test_clear_keeps_the_system_prompt_and_its_tokens() -> None:
+    """The first turn after it reuses them."""
+    runner = oracle_runner()
+    conversation = Conversation(runner, system="a system prompt", options={"max_tokens": 3, "stop_tokens": [EOS]})
+    say(conversation, "hello")
+    conversation.clear()
+    say(conversation, "other")
+    assert conversation.usages[-1].cached_tokens >= len("system: a system prompt")

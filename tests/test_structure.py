@@ -1,0 +1,119 @@
+"""The house itself: which room may know which."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from mlxrunner import cli
+
+ROOT = Path(cli.__file__).parent
+MODULES = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path for path in ROOT.rglob("*.py")}
+# From the top of the house to the ground: a module imports only from its own floor or lower ones.
+FLOORS = [
+    ["cli", "__main__"],
+    ["chat", "doctor", "testing", "testing_models"],
+    ["runner"],
+    ["pipeline"],
+    ["models"],
+    ["cache", "sampling", "tokenizer"],
+    ["config", "errors", "events", "device", "terminal"],
+]
+BOOKKEEPING = ["cache.entry", "cache.layer", "cache.tokens", "config", "errors", "events", "terminal", "tokenizer.stream"]
+
+
+def floor(module: str) -> int:
+    return next(i for i, rooms in enumerate(FLOORS) if module.split(".")[0] in rooms)
+
+
+def imports(path: Path, *, at_runtime: bool = False) -> set[str]:
+    """Dotted names that a module imports, anywhere in it; `at_runtime`: without those for type checkers only."""
+    tree = ast.parse(path.read_text())
+    skipped = {
+        id(child)
+        for node in ast.walk(tree)
+        if at_runtime and isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for child in ast.walk(node)
+    }
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
+
+
+def inner(module: str) -> set[str]:
+    """Modules of this package that `module` imports."""
+    found = {name.removeprefix("mlxrunner.") for name in imports(MODULES[module]) if name.startswith("mlxrunner.")}
+    return {name for name in found if name in MODULES or f"{name}.__init__" in MODULES}
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name not in ("__init__",)])
+def test_imports_point_downwards(module: str) -> None:
+    """Nothing imports from a higher floor."""
+    wrong = {other for other in inner(module) if floor(other) < floor(module)}
+    assert not wrong
+
+
+def test_only_the_command_line_imports_click() -> None:
+    """Every job is usable without it."""
+    assert [name for name, path in MODULES.items() if any(i.split(".")[0] == "click" for i in imports(path))] == ["cli"]
+
+
+def reachable(module: str) -> set[str]:
+    """All outside packages that importing `module` brings in, through this package's own modules."""
+    seen: set[str] = set()
+    outside: set[str] = set()
+    todo = [module]
+    while todo:
+        name = todo.pop()
+        if name in seen or name not in MODULES:
+            continue
+        seen.add(name)
+        for found in imports(MODULES[name], at_runtime=True):
+            if found.startswith("mlxrunner."):
+                todo.append(found.removeprefix("mlxrunner."))
+            else:
+                outside.add(found.split(".")[0])
+    return outside
+
+
+@pytest.mark.parametrize("module", BOOKKEEPING)
+def test_bookkeeping_never_imports_mlx(module: str) -> None:
+    """Testable anywhere, and free of tensors."""
+    assert not {"mlx", "mlx_lm"} & reachable(module)
+
+
+def test_only_one_module_asks_for_the_device() -> None:
+    """Everything else is device-neutral."""
+    names = ("default_device", "mx.metal", "device_info", "is_available")
+    asking = [name for name, path in MODULES.items() if any(word in path.read_text() for word in names)]
+    assert asking == ["device"]
+
+
+def test_every_command_is_in_the_readme() -> None:
+    """With its options shown by --help, which each command has."""
+    readme = (ROOT.parent / "README.md").read_text()
+    for name, command in cli.main.commands.items():
+        assert f"mlxrunner {name}" in readme, name
+        assert command.help
+        assert all(getattr(option, "help", "x") for option in command.params), name
+
+
+def test_every_file_of_the_package_is_in_the_readme() -> None:
+    """The tree with a remark per file is complete."""
+    readme = (ROOT.parent / "README.md").read_text()
+    assert [path.name for path in MODULES.values() if path.name not in readme and path.name != "__init__.py"] == []
+
+
+def test_the_demo_model_is_small_and_ordinary() -> None:
+    """At most 8 MB, and the files of any model directory."""
+    files = {path.name: path.stat().st_size for path in (ROOT / "models" / "demo").iterdir()}
+    assert sum(files.values()) <= 8_000_000
+    assert {"config.json", "model.safetensors", "tokenizer.model", "tokenizer_config.json"} <= files.keys()
