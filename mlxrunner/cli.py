@@ -153,18 +153,20 @@ def generate(
 
 
 def _answer(runner: Runner, request: Any, as_json: bool, options: dict[str, Any]) -> None:
-    from mlxrunner.terminal import Output
+    from mlxrunner.terminal import Output, PrefillBar
 
-    output = Output()
+    output, bar = Output(), PrefillBar()
     chunks = []
     try:
-        for chunk in runner.generate(request, **options):
+        for chunk in runner.generate(request, progress=bar, **options):
             chunks.append(chunk)
             if not as_json:
                 output.write(chunk.text)
     except KeyboardInterrupt:
         output.write("" if as_json else "\n")
         raise
+    finally:
+        bar.close()
     if not as_json:
         output.write("\n")
         return

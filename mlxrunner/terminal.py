@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 import sys
-from typing import IO
+from typing import IO, TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
 
 # C0 without newline and tab, DEL, C1, and the marks that reorder or hide text: bidirectional controls, line separators, tags.
 _CONTROL = re.compile(
@@ -33,6 +36,40 @@ class Output:
         if text:
             self._stream.write(self._filter(text))
             self._stream.flush()
+
+
+class PrefillBar:
+    """The `progress` of a request: a bar on stderr, if that is a terminal and there is much to evaluate; gone when it is done."""
+
+    WORTH_A_BAR = 512
+    """Tokens that a slow machine evaluates in about a second."""
+
+    def __init__(self) -> None:
+        self._bar: tuple[Progress, TaskID] | None = None
+
+    def __call__(self, done: int, total: int) -> None:
+        if self._bar is None and total - done >= self.WORTH_A_BAR and sys.stderr.isatty():
+            self._bar = self._start(done, total)
+        if self._bar is not None:
+            progress, task = self._bar
+            progress.update(task, completed=done)
+            if done >= total:
+                self.close()
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar[0].stop()
+            self._bar = None
+
+    def _start(self, cached: int, total: int) -> tuple[Progress, TaskID]:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        text = TextColumn(f"evaluating the prompt ({cached / total:.0%} was cached)")
+        columns = (text, BarColumn(), MofNCompleteColumn(), TextColumn("tokens,"), TimeRemainingColumn(), TextColumn("left"))
+        progress = Progress(*columns, console=Console(stderr=True), transient=True)
+        progress.start()
+        return progress, progress.add_task("prefill", total=total, completed=cached)
 
 
 def size(nbytes: float) -> str:

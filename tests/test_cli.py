@@ -113,7 +113,10 @@ def test_verbose_logs_one_line_a_request() -> None:
         (["generate", "-p", "x", "--raw", "--system", "y"], "mlxrunner: --system needs the chat template"),
         (["generate", "-p", "x", "--logprobs", "3"], "mlxrunner: --logprobs needs --json"),
         (["generate", "-p", ""], "mlxrunner: the prompt is empty"),
-        (["generate", "-p", "word " * 3000], "mlxrunner: the prompt has 6017 tokens, which leaves no room in the context of 2048"),
+        (
+            ["generate", "-p", "word " * 3000],
+            "mlxrunner: the prompt has 6017 tokens, which leaves no room in the context of 2048",
+        ),
         (["generate", "-p", "x", "--context", "1"], "mlxrunner: context: 1 is out of range"),
         (["generate", "-p", "x", "--prefill-step", "0"], "mlxrunner: prefill_step: 0 is out of range"),
         (["show", "nowhere"], "mlxrunner: nowhere: no such model"),
@@ -185,7 +188,7 @@ def test_the_doctor_notices_a_slow_blas(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(device, "is_gpu", lambda: False)
     monkeypatch.setattr(device.platform, "system", lambda: "Linux")
-    monkeypatch.setattr(device, "_maps", lambda: [])
+    monkeypatch.setattr(device, "_maps", list)
     monkeypatch.setattr(device, "openblas", lambda: None)
     assert "apt-get install libopenblas0-pthread" in device.blas().advice
     monkeypatch.setattr(device, "openblas", lambda: Path("/usr/lib/libopenblas.so.0"))

@@ -49,7 +49,9 @@ def test_only_a_terminal_is_protected() -> None:
     assert (terminal.getvalue(), file.getvalue()) == ("\\x1b[1m", "\x1b[1m")
 
 
-@pytest.mark.parametrize(("nbytes", "text"), [(0, "0 B"), (999, "999 B"), (5_510_000, "5.51 MB"), (123_456, "123 kB"), (7e12, "7 TB")])
+@pytest.mark.parametrize(
+    ("nbytes", "text"), [(0, "0 B"), (999, "999 B"), (5_510_000, "5.51 MB"), (123_456, "123 kB"), (7e12, "7 TB")]
+)
 def test_sizes_are_for_people(nbytes: float, text: str) -> None:
     """Decimal units, three digits."""
     assert size(nbytes) == text

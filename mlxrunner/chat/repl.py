@@ -10,7 +10,7 @@ from types import FrameType
 
 from mlxrunner.chat.conversation import Conversation
 from mlxrunner.errors import MlxrunnerError, PromptError
-from mlxrunner.terminal import Output, size
+from mlxrunner.terminal import Output, PrefillBar, size
 
 Read = Callable[[], str]
 """Returns the next line; EOFError at the end, KeyboardInterrupt where the line was given up."""
@@ -55,12 +55,14 @@ class Repl:
 
     def _turn(self, text: str) -> None:
         with _interruptible() as interrupted:
+            bar = PrefillBar()
 
-            def check(*_: int) -> None:
+            def progress(done: int, total: int) -> None:
+                bar(done, total)
                 if interrupted():
                     raise KeyboardInterrupt
 
-            answer = self._conversation.send(text, progress=check)
+            answer = self._conversation.send(text, progress)
             try:
                 for chunk in answer:
                     self._output.write(chunk.text)
@@ -69,6 +71,7 @@ class Repl:
             except KeyboardInterrupt:
                 pass
             finally:
+                bar.close()
                 answer.close()  # type: ignore[attr-defined]  # a generator
             self._output.write("\n")
             if interrupted():

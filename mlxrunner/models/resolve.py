@@ -32,12 +32,12 @@ def resolve(name: str) -> Path:
     """The directory of model `name`: "demo", a directory, or a hub id, downloaded if it is not in the cache yet."""
     if name == DEMO:
         return DEMO_FOLDER
-    shown = name if name.isprintable() and len(name) < 300 else f"{name[:300]!r}"
+    shown = name if name.strip() and name.isprintable() and len(name) < 300 else f"{name[:300]!r}"
     try:
         folder = Path(name).expanduser()
-        if folder.is_dir():
+        if name and folder.is_dir():
             return folder
-        if folder.exists():
+        if name and folder.exists():
             raise ModelError(f"{shown}: is a file; name the directory that holds config.json and the weights")
     except (OSError, RuntimeError) as error:  # a name that is too long, the home directory of nobody
         raise ModelError(f"{shown}: not a usable path: {_one_line(error)}") from error
@@ -77,8 +77,8 @@ def _from_hub(name: str) -> Path:
     except LocalEntryNotFoundError as error:
         if partial is not None and _is_whole(Path(partial)):
             return Path(partial)
-        part = "not" if partial is None else "only in part"
-        raise ModelError(f"{name}: {part} in the local cache, and the hub can't be reached; is there a network?") from error
+        part, cause = "not" if partial is None else "only in part", _one_line(error.__cause__ or error)
+        raise ModelError(f"{name}: {part} in the local cache, and the hub can't be reached: {cause}") from error
     except Exception as error:  # HTTP errors, a full disk, or whatever a proxy made of the answer
         raise ModelError(f"{name}: the download failed: {_one_line(error)}") from error
 

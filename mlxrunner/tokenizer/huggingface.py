@@ -9,7 +9,9 @@ from typing import Any
 from mlxrunner.errors import ModelError
 from mlxrunner.tokenizer.base import Message, checked_text, with_bos
 from mlxrunner.tokenizer.stream import DecodeStream
-from mlxrunner.tokenizer.template import END_OF_TURN, FALLBACK_STOPS, render_chat
+from mlxrunner.tokenizer.template import END_OF_TURN, FALLBACK_STOPS, read_json, render_chat
+
+JSON_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
 
 class HuggingFaceTokenizer:
@@ -23,7 +25,9 @@ class HuggingFaceTokenizer:
             trust = {"trust_remote_code": trust_remote_code}
             self._wrapper: Any = load_tokenizer(folder, trust, eos_token_ids=list(eos_tokens) or None)
         except Exception as error:
-            raise ModelError(f"{folder}: no tokenizer could be loaded: {_explain(error)}") from error
+            for name in JSON_FILES:
+                read_json(folder / name)  # says so if it is the one that is broken
+            raise ModelError(f"{folder}: no tokenizer could be loaded: {_explain(folder, error)}") from error
         bos: int | None = self._wrapper.bos_token_id
         # Asked, not read from the configuration: the post-processor of tokenizer.json has the last word.
         wants_bos = bos is not None and self._wrapper.encode("a", add_special_tokens=True)[:1] == [bos]
@@ -71,7 +75,10 @@ class HuggingFaceTokenizer:
         return str(text)
 
 
-def _explain(error: Exception) -> str:
-    if "trust_remote_code" in str(error):
+def _explain(folder: Path, error: Exception) -> str:
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    if "trust_remote_code" in text:
         return "it wants to run Python code of its own; if you trust it, add --trust-remote-code"
-    return " ".join(str(error).split())[:300] or type(error).__name__
+    if not (folder / "tokenizer.json").exists():
+        return f"neither tokenizer.json nor tokenizer.model is there ({text[:150]} ...)"
+    return text[:300]

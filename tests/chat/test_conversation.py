@@ -26,7 +26,16 @@ def test_turn_10_evaluates_only_the_new_tokens_and_remembers_turn_1(demo: Runner
     demo.reset()
     conversation = Conversation(demo)
     say(conversation, "My name is Ana.")
-    for text in ("I have a dog.", "Hello!", "How are you?", "I love to eat soup.", "Thanks.", "I am tired.", "Okay.", "Good night."):
+    for text in (
+        "I have a dog.",
+        "Hello!",
+        "How are you?",
+        "I love to eat soup.",
+        "Thanks.",
+        "I am tired.",
+        "Okay.",
+        "Good night.",
+    ):
         say(conversation, text)
     before = len(demo.entry.tokens)
     assert "Ana" in say(conversation, "What is my name?")

@@ -62,14 +62,27 @@ def test_in_a_pipe_each_line_is_a_turn() -> None:
 
 def test_commands_work_in_a_pipe_and_talk_on_stderr() -> None:
     """/system, /clear, /stats, /help, and one that does not exist."""
-    lines = ["/stats", "/system The user's name is Ana.", "What is my name?", "/stats", "/clear", "What is my name?", "/nonsense", "/help"]
+    lines = [
+        "/stats",
+        "/system The user's name is Ana.",
+        "What is my name?",
+        "/stats",
+        "/clear",
+        "What is my name?",
+        "/nonsense",
+        "/help",
+    ]
     result = piped("\n".join(lines))
     assert result.stdout.splitlines() == ["Your name is Ana.", "Your name is Ana."]
     notes = result.stderr.splitlines()
     assert notes[0] == "no turn yet"
     assert notes[1] == "system prompt: The user's name is Ana."
-    assert re.match(r"last turn: miss \(empty\); prompt \d+ = cached 0 \+ evaluated \d+, answer \d+ tokens; first token after", notes[2])
-    assert re.match(r"session: 1 turns; 0 of \d+ prompt tokens reused \(0%\); entry \d+ of \d+ tokens, .* used, .* allocated", notes[3])
+    assert re.match(
+        r"last turn: miss \(empty\); prompt \d+ = cached 0 \+ evaluated \d+, answer \d+ tokens; first token after", notes[2]
+    )
+    assert re.match(
+        r"session: 1 turns; 0 of \d+ prompt tokens reused \(0%\); entry \d+ of \d+ tokens, .* used, .* allocated", notes[3]
+    )
     assert notes[4] == "cleared"
     assert notes[5] == "no such command: /nonsense (see /help)"
     assert any(note.startswith("/clear") for note in notes[6:])

@@ -1,0 +1,127 @@
+"""A hub cache of the test's own, and a hub on the loopback interface that serves a directory."""
+
+from __future__ import annotations
+
+import hashlib
+import http.server
+import json
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The (still missing) folder that huggingface_hub takes for its cache; the hub itself is a closed port."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import _cache_manager
+
+    folder = tmp_path / "hub"
+    for module in (constants, _cache_manager):
+        monkeypatch.setattr(module, "HF_HUB_CACHE", str(folder))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    set_endpoint(monkeypatch, "http://127.0.0.1:9")
+    return folder
+
+
+def set_endpoint(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    """What HF_ENDPOINT does in a fresh process."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", address)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}")
+
+
+@pytest.fixture
+def cache_repository(hub_cache: Path) -> Callable[..., Path]:
+    """Fabricates a cached repository and returns its snapshot, which `write` fills; `listed`: files that the hub was seen to have."""
+
+    def make(name: str, write: Callable[[Path], Any], *, listed: list[str] | None = None) -> Path:
+        repository = hub_cache / f"models--{name.replace('/', '--')}"
+        snapshot = repository / "snapshots" / COMMIT
+        snapshot.mkdir(parents=True)
+        write(snapshot)
+        (repository / "refs").mkdir()
+        (repository / "refs" / "main").write_text(COMMIT)
+        if listed is not None:
+            (repository / "trees").mkdir()
+            files = {path: {"size": 1, "blob_id": "0" * 40} for path in listed}
+            (repository / "trees" / f"{COMMIT}.json").write_text(json.dumps({"format_version": 1, "files": files}))
+        return snapshot
+
+    return make
+
+
+@dataclass
+class Hub:
+    """`files` by path; `answer`: a status, headers and a body for everything instead; `seen`: the requests."""
+
+    files: dict[str, bytes] = field(default_factory=dict)
+    answer: tuple[int, dict[str, str], bytes] | None = None
+    hang_up: bool = False
+    seen: list[str] = field(default_factory=list)
+
+    def downloaded(self) -> set[str]:
+        return {path.rsplit("/", 1)[1] for method, path in map(str.split, self.seen) if method == "GET" and "/resolve/" in path}
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    def __init__(self, hub: Hub, *args: Any) -> None:
+        self.hub = hub
+        super().__init__(*args)
+
+    def do_GET(self) -> None:
+        self.hub.seen.append(f"{self.command} {self.path}")
+        if self.hub.hang_up:
+            self.close_connection = True
+            return
+        self.reply(*(self.hub.answer or self.page()))
+
+    do_HEAD = do_GET
+
+    def page(self) -> tuple[int, dict[str, str], bytes]:
+        path = self.path.split("?")[0]
+        if "/tree/" in path:
+            entries = [{"type": "file", "path": p, "size": len(b), "oid": _digest(b)} for p, b in self.hub.files.items()]
+            return 200, {"Content-Type": "application/json"}, json.dumps(entries).encode()
+        if path.startswith("/api/models/org/name"):
+            return 200, {"Content-Type": "application/json"}, json.dumps({"id": "org/name", "sha": COMMIT, "siblings": []}).encode()
+        body = self.hub.files.get(path.partition(f"/resolve/{COMMIT}/")[2])
+        if body is None:
+            return 404, {"X-Error-Code": "EntryNotFound"}, b""
+        return 200, {"ETag": f'"{_digest(body)}"', "X-Repo-Commit": COMMIT}, body
+
+    def reply(self, status: int, headers: dict[str, str], body: bytes) -> None:
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, *args: Any) -> None: ...
+
+
+def _digest(body: bytes) -> str:
+    return hashlib.sha1(body).hexdigest()
+
+
+@pytest.fixture
+def hub(hub_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub with the one repository org/name."""
+    hub = Hub()
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(_Handler, hub))
+    set_endpoint(monkeypatch, f"http://127.0.0.1:{server.server_port}")
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    yield hub
+    server.shutdown()
+    server.server_close()
+    thread.join()

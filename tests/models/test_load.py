@@ -1,0 +1,244 @@
+"""Loading: what comes back, and that a broken directory is one line which names the file or the folder."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+
+from mlxrunner import ModelError, Runner, device
+from mlxrunner.models.load import load_model
+from mlxrunner.testing_models import BOS, EOS, save_model, tiny_config, write_model
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model directory with nothing wrong, to be copied."""
+    folder = tmp_path_factory.mktemp("whole")
+    write_model(folder, eos_token_id=EOS)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path, whole: Path) -> Path:
+    """A copy to be damaged."""
+    return Path(shutil.copytree(whole, tmp_path / "model"))
+
+
+def refusal(folder: Path, **options: Any) -> str:
+    """The message of the ModelError: one line, without a traceback, that names the folder."""
+    with pytest.raises(ModelError) as error:
+        load_model(str(folder), **options)
+    text = str(error.value)
+    assert "\n" not in text
+    assert "Traceback" not in text
+    assert len(text) < 600
+    assert text.startswith(str(folder))
+    return text
+
+
+def configure(folder: Path, **settings: Any) -> None:
+    """Change settings of config.json; None takes one away."""
+    config = json.loads((folder / "config.json").read_text()) | settings
+    (folder / "config.json").write_text(json.dumps({name: value for name, value in config.items() if value is not None}))
+
+
+def test_a_whole_directory_loads(folder: Path) -> None:
+    """The model is evaluated and says what it is; the tokenizer knows the end tokens of config.json."""
+    loaded = load_model(str(folder))
+    assert (loaded.name, loaded.folder) == (str(folder), folder)
+    assert loaded.facts.architecture == "llama"
+    assert EOS in loaded.tokenizer.stop_tokens
+    assert loaded.model(mx.array([[BOS]])).shape == (1, 1, loaded.facts.vocab)
+
+
+def test_a_model_is_loaded_by_its_hub_id(hub_cache: Path, cache_repository: Any, whole: Path) -> None:
+    """From the cache, where it is a directory like any other."""
+    snapshot = cache_repository("org/name", lambda snapshot: shutil.copytree(whole, snapshot, dirs_exist_ok=True))
+    runner = Runner.load("org/name")
+    assert runner.name == "org/name"
+    local = Runner.load(str(snapshot))
+    answers = [[chunk.token for chunk in one.generate([1, 2, 3], max_tokens=4, stop_tokens=[])] for one in (runner, local)]
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.skipif(device.is_gpu(), reason="a GPU computes in the type that is stored")
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
+def test_weights_become_float32_on_a_cpu(tmp_path: Path, dtype: mx.Dtype) -> None:
+    """The only type for which the CPU backend has fast matrix products."""
+    model = write_model(tmp_path)
+    model.set_dtype(dtype)
+    save_model(tmp_path, model, tiny_config())
+    parameters: Any = tree_flatten(load_model(str(tmp_path)).model.parameters())
+    assert {array.dtype for _, array in parameters} == {mx.float32}
+
+
+@pytest.mark.parametrize("kind", ["nosuch", "", "a.b", "..", "../llama", "llama.Model", "x y"])
+def test_an_unknown_model_type_is_named(folder: Path, kind: str) -> None:
+    """Also one that is no module name."""
+    configure(folder, model_type=kind)
+    assert refusal(folder) == f"{folder / 'config.json'}: model_type {kind!r} is not one that mlx-lm supports"
+
+
+@pytest.mark.parametrize("kind", ["cache", "base", "rope_utils"])
+def test_a_module_of_mlx_lm_that_is_no_architecture_is_refused(folder: Path, kind: str) -> None:
+    """It has no Model class."""
+    configure(folder, model_type=kind)
+    assert kind in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"hidden_size": None}, "config.json lacks a setting that this architecture needs: 'hidden_size'"),
+        ({"hidden_size": None, "vocab_size": None}, "'hidden_size' and 'vocab_size'"),
+        ({"rope_scaling": {"type": "linear"}}, "'factor'"),
+        ({"quantization": {"bits": 4}}, "'group_size'"),
+        ({"hidden_size": "64"}, "hidden_size"),
+        ({"num_attention_heads": 0}, "zero"),
+        ({"hidden_size": 10**12}, str(10**12)),
+    ],
+    ids=["no hidden_size", "two missing", "no factor", "no group_size", "text for a number", "no heads", "huge"],
+)
+def test_a_setting_that_is_missing_or_wrong_is_an_error(folder: Path, settings: dict[str, Any], message: str) -> None:
+    """The setting, or what was wrong with it, is in the message."""
+    configure(folder, **settings)
+    assert message in refusal(folder)
+
+
+def test_a_tensor_of_another_shape_is_named_with_both_shapes(folder: Path) -> None:
+    """What the configuration says and what the file holds."""
+    configure(folder, intermediate_size=96)
+    text = refusal(folder)
+    assert "model.layers.0.mlp" in text
+    assert "96" in text
+    assert "128" in text
+
+
+@pytest.mark.parametrize(("layers", "message"), [(3, "Missing 9 parameters: model.layers.2"), (1, "9 parameters not in model")])
+def test_tensors_too_few_or_too_many_are_an_error(folder: Path, layers: int, message: str) -> None:
+    """Nothing is filled in at random, nothing is passed over."""
+    configure(folder, num_hidden_layers=layers)
+    assert message in refusal(folder)
+
+
+@pytest.mark.parametrize("cut", [0, 4, 100, -1])
+def test_truncated_weights_are_named(folder: Path, cut: int) -> None:
+    """With the remedy."""
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:cut])
+    text = refusal(folder)
+    assert text.startswith(f"{file}: truncated")
+    assert "download it again" in text
+
+
+def test_a_header_that_lies_about_a_shape_is_refused(folder: Path) -> None:
+    """A tensor that claims more elements than its bytes hold."""
+    file = folder / "model.safetensors"
+    content = file.read_bytes()
+    assert content.count(b'"shape":[288,64]') == 2
+    file.write_bytes(content.replace(b'"shape":[288,64]', b'"shape":[999,64]'))
+    refusal(folder)
+
+
+# Tokenizers
+
+
+def replaced(name: str, content: bytes) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_bytes(content) and None
+
+
+def without(*names: str) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        for name in names:
+            (folder / name).unlink()
+
+    return damage
+
+
+def only_sentencepiece(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.model").write_bytes(b"not a model")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (without("tokenizer.json", "tokenizer_config.json"), ": no tokenizer could be loaded: neither tokenizer.json nor"),
+        (without("tokenizer.json"), ": no tokenizer could be loaded: neither tokenizer.json nor"),
+        (replaced("tokenizer.json", b""), "/tokenizer.json: not readable as JSON"),
+        (replaced("tokenizer.json", b'{"model": '), "/tokenizer.json: not readable as JSON"),
+        (replaced("tokenizer.json", b"\xff\xfe"), "/tokenizer.json: not readable as JSON"),
+        (replaced("tokenizer.json", b"[" * 100_000), "/tokenizer.json: not readable as JSON"),
+        (replaced("tokenizer.json", b"[]"), "/tokenizer.json: has to be a JSON object, not list"),
+        (replaced("tokenizer.json", b"{}"), ": no tokenizer could be loaded"),
+        (replaced("tokenizer_config.json", b"{"), "/tokenizer_config.json: not readable as JSON"),
+        (replaced("tokenizer_config.json", b"null"), "/tokenizer_config.json: has to be a JSON object"),
+        (replaced("tokenizer_config.json", b'{"bos_token": 3}'), ": no tokenizer could be loaded: TypeError: Special token bos_token"),
+        (replaced("generation_config.json", b"[]"), "/generation_config.json: has to be a JSON object"),
+        (replaced("chat_template.jinja", b"\xff\xfe"), ": no tokenizer could be loaded"),
+        (only_sentencepiece, "/tokenizer.model: not a SentencePiece model, or damaged"),
+    ],
+    ids=["no files", "no tokenizer.json", "empty", "cut off", "not UTF-8", "too deep", "list", "not a tokenizer",
+         "broken config", "null config", "wrong config", "generation is a list", "template not UTF-8", "broken tokenizer.model"],
+)  # fmt: skip
+def test_a_tokenizer_that_is_missing_or_broken_is_an_error(folder: Path, damage: Callable[[Path], None], message: str) -> None:
+    """The broken file is named where it is known."""
+    damage(folder)
+    assert f"{folder}{message}" in refusal(folder)
+
+
+# Code that a model brings along
+
+MODEL_CODE = """
+from pathlib import Path
+Path(__file__).with_name("ran").touch()
+from mlx_lm.models.llama import Model, ModelArgs
+"""
+
+
+def test_a_model_with_code_of_its_own_is_refused_unless_trusted(folder: Path) -> None:
+    """The code does not run before the flag is given, and then the model loads."""
+    (folder / "custom.py").write_text(MODEL_CODE)
+    configure(folder, model_file="custom.py", model_type="custom")
+    text = refusal(folder)
+    assert "--trust-remote-code" in text
+    assert not (folder / "ran").exists()
+    load_model(str(folder), trust_remote_code=True)
+    assert (folder / "ran").exists()
+
+
+TOKENIZER_CODE = """
+from pathlib import Path
+Path({ran!r}).touch()
+from transformers import PreTrainedTokenizerFast
+class Custom(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+def test_a_tokenizer_with_code_of_its_own_is_refused_unless_trusted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nobody is asked on the terminal."""
+    asked: list[str] = []
+    monkeypatch.setattr(builtins, "input", lambda prompt="": asked.append(prompt) or "y")
+    modules = folder.parent / "modules"
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(modules))
+    monkeypatch.syspath_prepend(str(modules))
+    ran = folder.parent / "ran"
+    (folder / "custom.py").write_text(TOKENIZER_CODE.format(ran=str(ran)))
+    settings = {"tokenizer_class": "Custom", "auto_map": {"AutoTokenizer": [None, "custom.Custom"]}, "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    text = refusal(folder)
+    assert "--trust-remote-code" in text
+    assert not ran.exists()
+    assert asked == []
+    tokenizer = load_model(str(folder), trust_remote_code=True).tokenizer
+    assert ran.exists()
+    assert tokenizer.decode(tokenizer.encode("hi")) == "hi"

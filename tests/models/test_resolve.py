@@ -1,0 +1,408 @@
+"""From a name to a checked directory: paths, hub ids, the hub's cache, and every way in which a directory can be broken."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlxrunner import ModelError
+from mlxrunner.models.resolve import (
+    DEMO_FOLDER,
+    check_weights,
+    eos_tokens,
+    read_config,
+    read_header,
+    resolve,
+    rope_settings,
+)
+from mlxrunner.testing_models import save_model, tiny_config, tiny_model, write_model
+
+
+def one_line(error: pytest.ExceptionInfo[ModelError]) -> str:
+    """The message, which is one line without a traceback."""
+    text = str(error.value)
+    assert "\n" not in text
+    assert "Traceback" not in text
+    assert len(text) < 1000
+    return text
+
+
+# Names
+
+
+def test_demo_and_directories_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name "demo", a path, and a path from the home directory; nothing is read yet."""
+    assert resolve("demo") == DEMO_FOLDER
+    assert resolve(str(tmp_path)) == tmp_path
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert resolve("~") == tmp_path
+
+
+def test_a_directory_named_like_a_hub_id_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No look at the hub for what is on disk."""
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert resolve("org/name") == Path("org/name")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nosuchmodel", "nosuchmodel: no such model"),
+        ("./no/such/folder", "./no/such/folder: no such model"),
+        ("", "'': no such model"),
+        ("a\nb", r"'a\nb': no such model"),
+        ("a\0b", r"'a\x00b': no such model"),
+        ("~nobody-has-this-name/x", "~nobody-has-this-name/x: not a usable path"),
+        ("x" * 5000, "not a usable path"),
+        ("org/n--n", "org/n--n: not a valid hub id"),
+        ("org/.name", "org/.name: not a valid hub id"),
+        ("org/name.git", "org/name.git: not a valid hub id"),
+        ("örg/näme", "örg/näme: not a valid hub id"),
+        ("org/" + "x" * 200, "not a valid hub id"),
+        ("org/na me", "org/na me: no such model"),
+        ("org/na;me", "org/na;me: no such model"),
+    ],
+)
+def test_a_name_that_is_nothing_is_an_error_that_names_it(hub_cache: Path, name: str, message: str) -> None:
+    """In one line, whatever characters it has."""
+    with pytest.raises(ModelError) as error:
+        resolve(name)
+    assert message in one_line(error)
+
+
+def test_a_file_is_not_a_model(tmp_path: Path) -> None:
+    """The message says what to name instead."""
+    file = tmp_path / "model.safetensors"
+    file.touch()
+    with pytest.raises(ModelError) as error:
+        resolve(str(file))
+    assert f"{file}: is a file; name the directory" in one_line(error)
+
+
+# The hub
+
+
+def llama(folder: Path) -> None:
+    write_model(folder, tokenizer=False)
+
+
+def sharded(folder: Path) -> None:
+    save_model(folder, tiny_model(tiny_config()), tiny_config(), shards=2)
+
+
+def sharded_in_part(folder: Path) -> None:
+    sharded(folder)
+    (folder / "model-00002-of-00002.safetensors").unlink()
+
+
+def only_config(folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+
+
+def test_an_unreachable_hub_is_an_error(hub_cache: Path) -> None:
+    """A closed port."""
+    with pytest.raises(ModelError) as error:
+        resolve("org/name")
+    assert "org/name: not in the local cache, and the hub can't be reached: " in one_line(error)
+
+
+def test_offline_mode_is_an_error_that_says_so(hub_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """HF_HUB_OFFLINE is named, for whoever forgot that it is set."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError) as error:
+        resolve("org/name")
+    assert "HF_HUB_OFFLINE" in one_line(error)
+
+
+@pytest.mark.parametrize(
+    ("write", "listed"),
+    [
+        (llama, None),
+        (llama, ["config.json", "model.safetensors"]),
+        (llama, [".gitattributes", "README.md", "config.json", "model.safetensors", "pytorch_model.bin", "original/params.pth"]),
+        # Somebody downloaded less than the patterns ask for; all that is needed is there.
+        (llama, ["config.json", "model.safetensors", "vocab.txt", "extra.json"]),
+        (sharded, None),
+    ],
+    ids=["no tree listing", "all files", "files that nobody asks for", "optional files missing", "sharded"],
+)
+def test_a_cached_repository_is_found_without_a_network(hub_cache: Path, cache_repository: Any, write: Any, listed: Any) -> None:
+    """Whether or not huggingface_hub remembers which files the repository has."""
+    snapshot = cache_repository("org/name", write, listed=listed)
+    assert resolve("org/name") == snapshot
+
+
+@pytest.mark.parametrize(
+    ("write", "listed"),
+    [
+        (sharded_in_part, ["config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]),
+        (only_config, ["config.json", "model.safetensors"]),
+    ],
+    ids=["shard missing", "weights missing"],
+)
+def test_an_interrupted_download_without_a_network_is_an_error(hub_cache: Path, cache_repository: Any, write: Any, listed: Any) -> None:
+    """It says that a part is there."""
+    cache_repository("org/name", write, listed=listed)
+    with pytest.raises(ModelError) as error:
+        resolve("org/name")
+    assert "org/name: only in part in the local cache, and the hub can't be reached" in one_line(error)
+
+
+def test_a_download_takes_what_is_needed_and_is_found_again_offline(hub: Any, hub_cache: Path, monkeypatch: Any) -> None:
+    """No README, no other formats; afterwards not one more request."""
+    hub.files = repository_files(hub_cache.parent / "source") | {"README.md": b"x", "pytorch_model.bin": b"x", "tokenizer.model": b"x"}
+    folder = resolve("org/name")
+    assert {file.name for file in folder.iterdir()} == {"config.json", "model.safetensors", "tokenizer.model"}
+    assert (folder / "model.safetensors").read_bytes() == hub.files["model.safetensors"]
+    requests = len(hub.seen)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert resolve("org/name") == folder
+    assert len(hub.seen) == requests
+
+
+@pytest.mark.parametrize("listed", [None, ["config.json", "model.safetensors"]], ids=["no tree listing", "tree listing"])
+def test_an_interrupted_download_is_completed(hub: Any, hub_cache: Path, cache_repository: Any, listed: Any) -> None:
+    """A snapshot that lacks its weights is not taken for the model."""
+    hub.files = repository_files(hub_cache.parent / "source")
+    snapshot = cache_repository("org/name", only_config, listed=listed)
+    assert resolve("org/name") == snapshot
+    assert (snapshot / "model.safetensors").read_bytes() == hub.files["model.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ((401, {"X-Error-Code": "RepoNotFound"}, b"{}"), "no such repository on the hub"),
+        ((403, {"X-Error-Code": "GatedRepo"}, b"{}"), "access is restricted: accept its terms"),
+        ((401, {}, b""), "the download failed"),
+        ((404, {"X-Error-Code": "RevisionNotFound"}, b""), "the download failed"),
+        ((404, {}, b""), "can't be reached: Client error '404"),
+        ((429, {}, b""), "can't be reached: 429 Too Many Requests"),
+        ((500, {}, b"oops"), "can't be reached: Server error '500"),
+        ((200, {"Content-Type": "text/html"}, b"<html>please log in</html>"), "the download failed"),
+        ((200, {}, b"{}"), "the download failed"),
+        ((200, {}, b"[]"), "the download failed"),
+    ],
+    ids=["unknown", "gated", "unauthorized", "no main", "not a hub", "too many", "down", "captive portal", "empty object", "list"],
+)
+def test_what_the_hub_refuses_is_one_line(hub: Any, answer: Any, message: str) -> None:
+    """Each answer, sensible or not, becomes a ModelError with the id."""
+    hub.answer = answer
+    with pytest.raises(ModelError) as error:
+        resolve("org/name")
+    assert one_line(error).startswith("org/name: ")
+    assert message in str(error.value)
+
+
+def test_a_hub_that_hangs_up_is_one_line(hub: Any) -> None:
+    """The HTTP library's own exceptions don't get through."""
+    hub.hang_up = True
+    with pytest.raises(ModelError) as error:
+        resolve("org/name")
+    assert "org/name: the download failed" in one_line(error)
+
+
+def repository_files(folder: Path) -> dict[str, bytes]:
+    write_model(folder, tokenizer=False)
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+# config.json
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "missing"),
+        (b"", "not readable as JSON"),
+        (b"{", "not readable as JSON"),
+        (b"\xff\xfe", "not readable as JSON"),
+        (b"[" * 100_000, "not readable as JSON"),
+        (b"[]", "has no model_type"),
+        (b"null", "has no model_type"),
+        (b"{}", "has no model_type"),
+        (b'{"model_type": 3}', "has no model_type"),
+    ],
+    ids=["missing", "empty", "cut off", "not UTF-8", "too deep", "list", "null", "no model_type", "model_type is a number"],
+)
+def test_a_config_that_says_no_model_type_is_an_error_that_names_the_file(tmp_path: Path, content: Any, message: str) -> None:
+    """Whatever is in config.json."""
+    if content is not None:
+        (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ModelError) as error:
+        read_config(tmp_path)
+    assert f"{tmp_path / 'config.json'}: {message}" in one_line(error)
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "expected"),
+    [
+        ({}, None, []),
+        ({"eos_token_id": 2}, None, [2]),
+        ({"eos_token_id": [2, 5]}, None, [2, 5]),
+        ({"eos_token_id": None}, b'{"eos_token_id": 7}', [7]),
+        ({"eos_token_id": 2}, b'{"eos_token_id": [2, 7]}', [2, 7]),
+        ({"text_config": {"eos_token_id": 9}}, None, [9]),
+        ({"eos_token_id": 0}, None, [0]),
+        ({"eos_token_id": ["</s>", 2]}, None, [2]),
+        ({"eos_token_id": 2}, b"[1]", [2]),
+        ({"eos_token_id": 2}, b"{broken", [2]),
+    ],
+    ids=["none", "one", "list", "generation only", "both", "text_config", "zero", "text", "generation is a list", "generation is broken"],
+)
+def test_end_tokens_are_collected_from_all_places(tmp_path: Path, config: Any, generation: Any, expected: list[int]) -> None:
+    """config.json, its text_config and generation_config.json; what is not an id is passed over."""
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_bytes(generation)
+    assert eos_tokens(tmp_path, config) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, {}),
+        ({"rope_theta": 5.0}, {}),
+        ({"rope_parameters": {"rope_theta": 7.0, "rope_type": "default"}}, {"rope_theta": 7.0}),
+        ({"rope_theta": 5.0, "rope_parameters": {"rope_theta": 7.0}}, {}),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 7.0}}}, {}),
+        (
+            {"rope_parameters": {"rope_theta": 7.0, "rope_type": "linear", "factor": 2.0}},
+            {"rope_theta": 7.0, "rope_scaling": {"rope_theta": 7.0, "rope_type": "linear", "factor": 2.0}},
+        ),
+        (
+            {"rope_parameters": {"rope_theta": 7.0, "partial_rotary_factor": 0.5}},
+            {"rope_theta": 7.0, "partial_rotary_factor": 0.5},
+        ),
+    ],
+    ids=["none", "old names", "default", "both: the old names win", "one for each kind of layer", "scaled", "partial"],
+)
+def test_rope_parameters_are_given_their_old_names(config: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Most of mlx-lm's architectures know only those."""
+    assert rope_settings(config) == expected
+
+
+# Weights
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A whole model.safetensors."""
+    folder = tmp_path_factory.mktemp("whole")
+    write_model(folder, tokenizer=False)
+    return (folder / "model.safetensors").read_bytes()
+
+
+def test_whole_weight_files_pass_in_order(tmp_path: Path) -> None:
+    """One file, or all shards."""
+    write_model(tmp_path / "one", tokenizer=False)
+    assert check_weights(tmp_path / "one") == [tmp_path / "one" / "model.safetensors"]
+    save_model(tmp_path / "three", tiny_model(tiny_config()), tiny_config(), shards=3)
+    assert [file.name for file in check_weights(tmp_path / "three")] == [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("cut", [0, 1, 4, 7, 8, 9, 100, -1000, -1])
+def test_a_truncated_file_is_named(tmp_path: Path, weights: bytes, cut: int) -> None:
+    """Wherever the download broke off."""
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(weights[:cut])
+    with pytest.raises(ModelError) as error:
+        check_weights(tmp_path)
+    assert f"{file}: truncated" in one_line(error)
+    assert f"{len(weights[:cut])} bytes" in str(error.value)
+
+
+@given(st.binary(max_size=200))
+def test_garbage_is_a_model_error_or_a_header(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+    """No other exception, whatever the bytes."""
+    file = tmp_path_factory.getbasetemp() / "garbage.safetensors"
+    file.write_bytes(content)
+    try:
+        assert read_header(file) == json.loads(content[8:])
+    except ModelError as error:
+        assert str(error).startswith(f"{file}: ")
+
+
+def with_header(header: bytes, rest: bytes = b"") -> bytes:
+    return struct.pack("<Q", len(header)) + header + rest
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"not a safetensors file, but long enough for one" * 10,
+        struct.pack("<Q", 2**63) + b"{}",
+        with_header(b"\xff\xff"),
+        with_header(b"[1]"),
+        with_header(b'{"a": 1}'),
+        with_header(b'{"a": {}}'),
+        with_header(b'{"a": {"data_offsets": []}}'),
+        with_header(b'{"a": {"data_offsets": [0, "x"]}}'),
+        with_header(b'{"a": {"data_offsets": [0, null]}}'),
+        with_header(b'{"a": {"data_offsets": [0, 8]}}', b"1234567"),
+        with_header(b'{"a": {"data_offsets": [0, 8]}}', b"123456789"),
+        with_header(b"[" * 100_000),
+    ],
+    ids=["text", "huge length", "not UTF-8", "list", "number", "no offsets", "empty offsets", "text offset", "null offset",
+         "byte missing", "byte too many", "too deep"],
+)  # fmt: skip
+def test_a_file_that_is_not_safetensors_is_named(tmp_path: Path, content: bytes) -> None:
+    """Before mlx is asked to read it."""
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(content)
+    with pytest.raises(ModelError) as error:
+        check_weights(tmp_path)
+    assert one_line(error).startswith(f"{file}: ")
+
+
+@pytest.mark.parametrize("name", [None, "pytorch_model.bin", "consolidated.00.pth", "model.gguf", "adapter.safetensors"])
+def test_a_directory_without_weights_says_which_are_needed(tmp_path: Path, name: str | None) -> None:
+    """Other formats are no help."""
+    if name:
+        (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(ModelError) as error:
+        check_weights(tmp_path)
+    assert f"{tmp_path}: no weights: no model*.safetensors" in one_line(error)
+
+
+def drop_first(folder: Path) -> Path:
+    file = folder / "model-00001-of-00003.safetensors"
+    file.unlink()
+    return file
+
+
+def cut_last(folder: Path) -> Path:
+    file = folder / "model-00003-of-00003.safetensors"
+    file.write_bytes(file.read_bytes()[:-5])
+    return file
+
+
+@pytest.mark.parametrize("damage", [drop_first, cut_last])
+def test_a_damaged_shard_is_named(tmp_path: Path, damage: Callable[[Path], Path]) -> None:
+    """The shard, not the index."""
+    save_model(tmp_path, tiny_model(tiny_config()), tiny_config(), shards=3)
+    file = damage(tmp_path)
+    with pytest.raises(ModelError) as error:
+        check_weights(tmp_path)
+    assert one_line(error).startswith(f"{file}: ")
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1, "b": "c"}}', "[" * 100_000],
+    ids=["empty", "cut off", "list", "no map", "map is a list", "no such shards", "too deep"],
+)
+def test_a_broken_index_is_named(tmp_path: Path, weights: bytes, content: str) -> None:
+    """Or the file that it names instead of a shard."""
+    (tmp_path / "model.safetensors").write_bytes(weights)
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ModelError) as error:
+        check_weights(tmp_path)
+    assert one_line(error).startswith(str(tmp_path))
