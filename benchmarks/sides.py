@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import closing
 
 import mlx.core as mx
@@ -13,8 +13,8 @@ from mlx_lm.tokenizer_utils import StreamingDetokenizer, TokenizerWrapper
 from mlxrunner.cache.factory import make_layer_caches
 from mlxrunner.models.facts import facts_of
 from mlxrunner.runner import Runner
+from mlxrunner.testing import ByteTokenizer
 from mlxrunner.tokenizer import Tokenizer
-from mlxrunner.tokenizer.stream import ByteStream
 
 Tokens = Generator[int, None, None]
 Side = Callable[[list[int], int], Tokens]
@@ -101,14 +101,5 @@ def random_llama() -> Runner:
     model = Model(args)
     model.eval()
     mx.eval(model.parameters())
-    return Runner(model, _NumberTokenizer(), facts_of(model, vars(args)), name="llama")  # type: ignore[arg-type]
-
-
-class _NumberTokenizer:
-    """The text of a token is its number. Has what a prompt of token ids needs, no more."""
-
-    stop_tokens: frozenset[int] = frozenset()
-    template_stops: tuple[str, ...] = ()
-
-    def stream(self, context: Sequence[int]) -> ByteStream:
-        return ByteStream(lambda token: b"%d " % token)
+    # Most of its ids have no text in this tokenizer: equally little to do for both sides.
+    return Runner(model, ByteTokenizer(), facts_of(model, vars(args)), name="llama")

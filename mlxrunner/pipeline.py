@@ -6,7 +6,7 @@ Knows nothing about text. Every token that was run through the model is recorded
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,12 +33,32 @@ class Decoded:
     top_logprobs: dict[int, float] | None = None
 
 
-class Pipeline:
-    """One request on one model. `prefill_s` is valid once the first token has been read."""
+@dataclass(frozen=True)
+class CheckpointPlan:
+    """Where to take checkpoints: offsets in the prompt, the one that is never given up lightly, and how often while decoding."""
 
-    def __init__(self, model: Any, session: Session, prefill_step: int, progress: Progress | None = None) -> None:
+    stops: Sequence[int] = ()
+    anchor: int | None = None
+    interval: int = 1024
+
+
+class Pipeline:
+    """One request on one model. `prefill_s` is valid once the first token has been read.
+
+    `checkpoints`: where the prefill pauses to take one; None for a model that needs none.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        session: Session,
+        prefill_step: int,
+        progress: Progress | None = None,
+        checkpoints: CheckpointPlan | None = None,
+    ) -> None:
         self._model, self._session = model, session
         self._step, self._progress = prefill_step, progress
+        self._checkpoints = checkpoints
         self.prefill_s = 0.0
 
     def run(self, next_token: NextToken, max_tokens: int) -> Generator[Decoded, None, None]:
@@ -52,6 +72,7 @@ class Pipeline:
         sampled = next_token(logits, history)
         _dispatch(sampled.arrays)
         session.record(seed)
+        self._checkpoint()
         current = sampled
         try:
             for count in range(1, max_tokens + 1):
@@ -68,6 +89,8 @@ class Pipeline:
                     self._report(len(session.prompt))
                 if session.forwarded > session.recorded:
                     session.record((token,))
+                    if self._checkpoints is not None and session.recorded % self._checkpoints.interval == 0:
+                        self._checkpoint()
                 yield _decoded(token, current)
                 if count % CLEAR_EVERY == 0:
                     mx.clear_cache()
@@ -80,13 +103,27 @@ class Pipeline:
         """All but the last tokens of the prompt, in chunks that are evaluated and recorded one by one."""
         session = self._session
         self._report(session.recorded)
-        while (left := len(session.remaining)) > SEED_TOKENS:
-            chunk = session.remaining[: min(self._step, left - 1)]
-            self._forward(mx.array(chunk)[None])
-            mx.eval([cache.state for cache in session.caches])
-            session.record(chunk)
-            mx.clear_cache()
-            self._report(session.recorded)
+        self._checkpoint()
+        for stop in self._stops():
+            while session.recorded < stop:
+                chunk = session.remaining[: min(self._step, stop - session.recorded)]
+                self._forward(mx.array(chunk)[None])
+                mx.eval([cache.state for cache in session.caches])
+                session.record(chunk)
+                mx.clear_cache()
+                self._report(session.recorded)
+            self._checkpoint()
+
+    def _stops(self) -> Sequence[int]:
+        """Where chunks have to end; what is left after the last one is the seed of the answer."""
+        if self._checkpoints is not None:
+            return self._checkpoints.stops
+        left = len(self._session.remaining)
+        return [] if left <= SEED_TOKENS else [len(self._session.prompt) - 1]
+
+    def _checkpoint(self) -> None:
+        if self._checkpoints is not None and self._session.recorded:
+            _dispatch(self._session.checkpoint(is_anchor=self._session.recorded == self._checkpoints.anchor))
 
     def _forward(self, tokens: mx.array) -> mx.array:
         """`tokens [1, n]` -> logits `[1, n, vocab]`, not evaluated yet."""

@@ -8,21 +8,24 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from mlxrunner.cache.entry import CacheEntry, Lookup, PrefixCache, Session
-from mlxrunner.cache.factory import make_layer_caches
+from mlxrunner.cache.checkpoints import stops
+from mlxrunner.cache.factory import DEFAULT_SLACK, CacheOptions, make_layer_caches
 from mlxrunner.cache.tokens import TokenArray, as_tokens
 from mlxrunner.config import GenerateOptions
 from mlxrunner.errors import ContextLengthError, OptionError, PromptError
 from mlxrunner.events import Chunk, FinishReason, Usage, log_entry, log_lookup
 from mlxrunner.models.facts import ModelFacts
 from mlxrunner.models.load import LoadedModel, load_model
-from mlxrunner.pipeline import Decoded, Pipeline, Progress
+from mlxrunner.pipeline import CheckpointPlan, Decoded, Pipeline, Progress
 from mlxrunner.sampling import LogitsProcessor, NextToken
 from mlxrunner.tokenizer import Message, Tokenizer
 from mlxrunner.tokenizer.stream import StopScanner
 
 DEFAULT_PREFILL_STEP = 2048
+DEFAULT_INTERVAL = 1024
 HEADROOM = 256
 """Tokens of an answer of unknown length for which room is made in advance."""
 
@@ -44,6 +47,9 @@ class Runner:
         name: str = "",
         context: int | None = None,
         prefill_step: int = DEFAULT_PREFILL_STEP,
+        rewind_slack: int = DEFAULT_SLACK,
+        checkpoint_interval: int = DEFAULT_INTERVAL,
+        checkpoint_budget: int = 2**30,
     ) -> None:
         """From parts that are loaded already; `Runner.load` is the usual way."""
         if context is not None and context < 2:
@@ -53,7 +59,10 @@ class Runner:
         self.model, self.tokenizer, self.facts, self.name = model, tokenizer, facts, name
         self.context = context or facts.context
         self.prefill_step = prefill_step
-        self._cache = PrefixCache(lambda: make_layer_caches(model))
+        self.checkpoint_interval = checkpoint_interval
+        caches = CacheOptions(self.context, rewind_slack)
+        self._cache = PrefixCache(lambda: make_layer_caches(model, caches), checkpoint_budget)
+        self._message_ends = np.array(sorted(tokenizer.message_ends), np.int32)
 
     @classmethod
     def load(
@@ -157,7 +166,7 @@ class Runner:
             clock.lookup_s = time.perf_counter() - lookup_began
             lookup = session.lookup
             log_lookup(lookup.prompt_tokens, lookup.matched, lookup.cached)
-            pipeline = Pipeline(self.model, session, self.prefill_step, progress)
+            pipeline = Pipeline(self.model, session, self.prefill_step, progress, self._checkpoints(session))
             answer = _Answer(self.tokenizer, session.prompt, options, limit)
             decoded = pipeline.run(NextToken(options, self.facts.vocab, processors), limit)
             try:
@@ -175,6 +184,14 @@ class Runner:
         # Last of all, so that whoever sees the end of the answer sees the entry as it stays.
         yield replace(chunk, usage=usage)
 
+    def _checkpoints(self, session: Session) -> CheckpointPlan | None:
+        """Where this prompt's messages end is where the next prompt may differ."""
+        if not session.needs_checkpoints:
+            return None
+        ends = (np.flatnonzero(np.isin(session.prompt, self._message_ends)) + 1).tolist()
+        places = stops(session.recorded, len(session.prompt), ends, self.checkpoint_interval)
+        return CheckpointPlan(places, ends[0] if ends else None, self.checkpoint_interval)
+
     def _usage(self, session: Session, answer: _Answer, pipeline: Pipeline, clock: _Clock) -> Usage:
         lookup: Lookup = session.lookup
         return Usage(
@@ -187,6 +204,7 @@ class Runner:
             outcome=lookup.outcome,
             reason=lookup.reason,
             rewind_limited_by=lookup.limited_by,
+            checkpoint=lookup.checkpoint,
             freed_by=lookup.freed_by,
             tokenize_s=clock.tokenized - clock.began,
             lookup_s=clock.lookup_s,

@@ -27,9 +27,15 @@ WINDOW = 12
 LAYERS: dict[str, Callable[[], Any]] = {
     "full": KVCache,
     "sliding": lambda: RotatingKVCache(max_size=WINDOW),
+    "chunked": lambda: ChunkedKVCache(WINDOW),
+    "unknown": lambda: UnknownCache(),
     "recurrent": lambda: ArraysCache(size=1),
     "composite": lambda: CacheList(KVCache(), ArraysCache(size=1)),
 }
+
+
+class UnknownCache(KVCache):  # type: ignore[misc]  # mlx-lm has no annotations
+    """A layer cache of a kind that nobody has heard of."""
 
 
 class OracleModel:
@@ -66,12 +72,23 @@ def _seen(kind: str, tokens: mx.array, cache: Any) -> mx.array:
         return _recur(tokens, cache)
     if kind == "composite":
         return _attend(tokens, cache[0], None) + 7 * _recur(tokens, cache[1])
+    if kind == "chunked":
+        return _attend_chunk(tokens, cache)
     return _attend(tokens, cache, WINDOW if kind == "sliding" else None)
 
 
-def _attend(tokens: mx.array, cache: Any, window: int | None) -> mx.array:
+def _attend_chunk(tokens: mx.array, cache: Any) -> mx.array:
+    """As Llama 4 does it: a token sees its own chunk only."""
+    cache.maybe_trim_front()
+    queries = mx.arange(cache.offset, cache.offset + tokens.shape[0])[:, None]
+    stored = mx.arange(cache.start_position, cache.offset + tokens.shape[0])[None]
+    return _attend(tokens, cache, None, (stored // WINDOW == queries // WINDOW) & (stored <= queries))
+
+
+def _attend(tokens: mx.array, cache: Any, window: int | None, mask: Any = "ask") -> mx.array:
     n = tokens.shape[0]
-    mask = create_attention_mask(tokens[None, :, None], cache, window_size=window)
+    if isinstance(mask, str):
+        mask = create_attention_mask(tokens[None, :, None], cache, window_size=window)
     positions = cache.offset + mx.arange(n)
     mark = ((tokens + 11) * (positions * 17 + 5)) % PRIME
     keys, values = cache.update_and_fetch(_row(mark), _row((mark * 3 + positions) % PRIME))
@@ -106,6 +123,7 @@ class ByteTokenizer:
 
     vocab_size = VOCAB
     stop_tokens = frozenset({EOS})
+    message_ends = frozenset({EOS})
     template_stops: tuple[str, ...] = ()
 
     def encode(self, text: str) -> list[int]:
@@ -133,15 +151,15 @@ class ByteTokenizer:
 
 
 def oracle_runner(
-    kinds: Sequence[str] = ("full", "full"), *, context: int = 4096, prefill_step: int = 8, model: OracleModel | None = None
+    kinds: Sequence[str] = ("full", "full"),
+    *,
+    context: int = 4096,
+    prefill_step: int = 8,
+    model: OracleModel | None = None,
+    **options: Any,
 ) -> Runner:
-    """A Runner on the oracle model and the byte tokenizer. Without stop tokens of its own in the vocabulary that it draws from."""
+    """A Runner on the oracle model and the byte tokenizer, which never ends an answer by itself. `options`: those of Runner."""
     model = model or OracleModel(kinds)
     layers = {kind: model.kinds.count(kind) for kind in model.kinds}
     facts = ModelFacts("oracle", context, True, layers, VOCAB)
-    return Runner(model, ByteTokenizer(), facts, name="oracle", context=context, prefill_step=prefill_step)
-
-
-def chunked_layer(size: int) -> ChunkedKVCache:
-    """mlx-lm's chunked cache, which no `make_cache` of the oracle makes: its front is cut by the model, not by itself."""
-    return ChunkedKVCache(size)
+    return Runner(model, ByteTokenizer(), facts, name="oracle", context=context, prefill_step=prefill_step, **options)

@@ -14,16 +14,50 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mlxrunner import BusyError, ContextLengthError, OptionError, PromptError, Runner
-from mlxrunner.testing import VOCAB, WINDOW, oracle_runner
+from mlxrunner.testing import EOS, VOCAB, WINDOW, oracle_runner
 
-MIXES = {
-    "full": ["full", "full"],
-    "sliding": ["full", "sliding"],
-    "recurrent": ["recurrent", "full"],
-    "composite": ["composite"],
-    "all": ["full", "sliding", "recurrent", "composite"],
+NO_HELP = {"rewind_slack": 0, "checkpoint_budget": 0}
+SLACK = {"rewind_slack": 4, "checkpoint_budget": 0}
+CHECKPOINTS = {"rewind_slack": 2, "checkpoint_interval": 7, "checkpoint_budget": 10**6}
+FEW = {"rewind_slack": 2, "checkpoint_interval": 5, "checkpoint_budget": 300}
+MIXES: dict[str, tuple[list[str], dict[str, int]]] = {
+    "full": (["full", "full"], NO_HELP),
+    "sliding": (["full", "sliding"], NO_HELP),
+    "sliding-slack": (["full", "sliding"], SLACK),
+    "sliding-checkpoints": (["sliding", "full"], CHECKPOINTS),
+    "recurrent": (["recurrent", "full"], NO_HELP),
+    "recurrent-checkpoints": (["recurrent", "full"], CHECKPOINTS),
+    "composite": (["composite"], NO_HELP),
+    "composite-few-checkpoints": (["composite"], FEW),
+    "chunked-checkpoints": (["chunked", "full"], CHECKPOINTS),
+    "unknown-checkpoints": (["unknown", "full"], CHECKPOINTS),
+    "all": (["full", "sliding", "recurrent", "composite", "chunked"], NO_HELP),
+    "all-checkpoints": (["full", "sliding", "recurrent", "composite", "chunked"], CHECKPOINTS),
 }
-mixes = pytest.mark.parametrize("kinds", MIXES.values(), ids=MIXES)
+
+
+class Mix:
+    """Layers, and how they may be rewound."""
+
+    def __init__(self, name: str) -> None:
+        self.kinds, self.options = MIXES[name]
+
+    def runner(self, **options: Any) -> Runner:
+        return oracle_runner(self.kinds, **(self.options | options))
+
+
+mixes = pytest.mark.parametrize("mix", [Mix(name) for name in MIXES], ids=MIXES)
+
+
+@pytest.fixture(autouse=True)
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers that grow and move every few tokens, checkpoints that are close to each other."""
+    monkeypatch.setattr("mlxrunner.cache.sliding.STEP", 4)
+    monkeypatch.setattr("mlxrunner.cache.full.STEP", 8)
+    monkeypatch.setattr("mlxrunner.cache.checkpoints.SPACING", 3)
+    monkeypatch.setattr("mlxrunner.pipeline.SEED_TOKENS", 3)
+
+
 PROMPT = [7, 3, 9, 1, 4, 200, 33, 150, 8, 2, 61, 5, 90, 13, 77, 6, 41, 250, 19, 88, 23, 10, 54, 3, 3]
 
 
@@ -125,15 +159,15 @@ ENDS: dict[str, Callable[[Runner, list[int]], None]] = {
 
 @mixes
 @pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
-def test_warm_equals_cold_for_every_split_after_every_end(kinds: list[str], end: Callable[[Runner, list[int]], None]) -> None:
+def test_warm_equals_cold_for_every_split_after_every_end(mix: Mix, end: Callable[[Runner, list[int]], None]) -> None:
     """A first request that ends in this way, then a prompt that leaves the first one at each position."""
     expected = {}
     for split in range(len(PROMPT) + 1):
         second = [*PROMPT[:split], 111, 112] if split < len(PROMPT) else PROMPT
-        expected[split] = cold(kinds, second)
+        expected[split] = cold(mix.kinds, second)
     for split, answer in expected.items():
         second = [*PROMPT[:split], 111, 112] if split < len(PROMPT) else PROMPT
-        runner = oracle_runner(kinds)
+        runner = mix.runner()
         end(runner, PROMPT)
         assert is_consistent(runner)
         assert tokens(runner, second) == answer
@@ -141,18 +175,18 @@ def test_warm_equals_cold_for_every_split_after_every_end(kinds: list[str], end:
 
 
 @mixes
-def test_the_entry_holds_exactly_what_was_evaluated(kinds: list[str]) -> None:
+def test_the_entry_holds_exactly_what_was_evaluated(mix: Mix) -> None:
     """Prompt and answer, but for the last token, which nobody asked to go on from."""
-    runner = oracle_runner(kinds)
+    runner = mix.runner()
     answer = tokens(runner, PROMPT)
     assert runner.entry.tokens == PROMPT + answer[:-1]
     assert sum(runner.model.forwards) == len(runner.entry.tokens)
 
 
 @mixes
-def test_a_conversation_evaluates_only_what_is_new(kinds: list[str]) -> None:
+def test_a_conversation_evaluates_only_what_is_new(mix: Mix) -> None:
     """For every kind: appending needs no rewind."""
-    runner, history = oracle_runner(kinds), list(PROMPT)
+    runner, history = mix.runner(), list(PROMPT)
     for turn in range(6):
         before = len(runner.entry.tokens)
         answer = list(runner.generate(history, max_tokens=5))
@@ -208,36 +242,46 @@ def test_the_first_request_is_a_miss_because_the_entry_was_empty() -> None:
     assert usage_of(runner, [*PROMPT, 1]).freed_by is None
 
 
-def test_a_layer_that_cannot_rewind_is_named() -> None:
-    """A wrapped sliding window starts cold and says so."""
-    runner = oracle_runner(["full", "sliding"])
+@pytest.mark.parametrize("kind", ["sliding", "recurrent", "unknown"])
+def test_a_layer_that_cannot_rewind_is_named(kind: str) -> None:
+    """Without slack and checkpoints it starts cold and says so."""
+    runner = oracle_runner(["full", kind], **NO_HELP)
     assert len(PROMPT) > WINDOW
     usage_of(runner, PROMPT)
-    usage = usage_of(runner, [*PROMPT[:20], 1, 2])
-    assert (usage.outcome, usage.reason, usage.rewind_limited_by) == ("miss", "rewind_limited", "sliding")
-    assert (usage.matched_tokens, usage.cached_tokens) == (20, 0)
+    usage = usage_of(runner, [*PROMPT[:18], 1, 2])
+    assert (usage.outcome, usage.reason, usage.rewind_limited_by) == ("miss", "rewind_limited", kind)
+    assert (usage.matched_tokens, usage.cached_tokens) == (18, 0)
 
 
-def test_a_sliding_window_that_has_not_wrapped_is_rewound() -> None:
-    """As far as one likes."""
-    runner = oracle_runner(["full", "sliding"])
-    usage_of(runner, PROMPT[:8])
-    assert usage_of(runner, [*PROMPT[:5], 1]).cached_tokens == 5
+@pytest.mark.parametrize("kind", ["sliding", "recurrent", "unknown", "composite", "chunked"])
+def test_a_checkpoint_is_the_way_back(kind: str) -> None:
+    """To the last one before the match; the tokens between them are lost, and the usage says to what and by which layer."""
+    runner = oracle_runner(["full", kind], rewind_slack=0, checkpoint_interval=1000, checkpoint_budget=10**6)
+    prompt = [*PROMPT[:9], EOS, *PROMPT[10:]]  # a system prompt of 10 tokens
+    usage_of(runner, prompt)
+    assert runner.entry.checkpoints.offsets[0] == 10
+    usage = usage_of(runner, [*prompt[:14], 1, 2])
+    lost = 4 if kind != "chunked" else 0  # its second chunk is still stored whole
+    assert (usage.outcome, usage.cached_tokens) == ("partial", 14 - lost)
+    assert (usage.rewind_limited_by, usage.checkpoint, usage.reason) == (
+        (kind, 10, "rewind_limited") if lost else (None, None, "diverged")
+    )
 
 
 def test_a_layer_that_trims_another_number_than_asked_frees_the_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Correct first: the answer is that of a cold run, and the event says why."""
-    from mlx_lm.models.cache import RotatingKVCache
+    from mlx_lm.models.cache import ChunkedKVCache
 
-    runner = oracle_runner(["full", "sliding"])
+    kinds = ["full", "chunked"]
+    runner = oracle_runner(kinds, **NO_HELP)
     usage_of(runner, PROMPT[:8])
-    monkeypatch.setattr(RotatingKVCache, "trim", lambda self, n: 0)
+    monkeypatch.setattr(ChunkedKVCache, "trim", lambda self, n: n - 1)
     second = [*PROMPT[:5], 1]
     chunks = list(runner.generate(second, max_tokens=6))
     usage = chunks[-1].usage
     assert usage is not None
     assert (usage.outcome, usage.reason, usage.freed_by) == ("miss", "entry_freed", "layers that disagreed after a rewind")
-    assert [chunk.token for chunk in chunks] == cold(["full", "sliding"], second)
+    assert [chunk.token for chunk in chunks] == cold(kinds, second)
     assert is_consistent(runner)
 
 
@@ -278,17 +322,17 @@ def warm_request(runner: Runner) -> None:
 
 
 @mixes
-def test_ctrl_c_at_any_line_leaves_a_true_entry(kinds: list[str]) -> None:
+def test_ctrl_c_at_any_line_leaves_a_true_entry(mix: Mix) -> None:
     """Every 3rd line of a warm request with a rewind, a prefill in chunks and a decode; the next request is exact."""
     follow_up = [*PROMPT[:12], *range(60, 80), 5]
-    answer = cold(kinds, follow_up)
-    runner = oracle_runner(kinds)
+    answer = cold(mix.kinds, follow_up)
+    runner = mix.runner()
     tokens(runner, PROMPT)
     with interrupt_at(-1) as seen:
         warm_request(runner)
     total, interrupted = seen[0], 0
     for line in range(1, total + 1, 3):
-        runner = oracle_runner(kinds)
+        runner = mix.runner()
         tokens(runner, PROMPT)
         with suppress(KeyboardInterrupt), interrupt_at(line):
             try:
@@ -314,11 +358,11 @@ edits = st.lists(
 
 
 @mixes
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(edits=edits, data=st.data())
-def test_random_conversations_are_as_if_cold(kinds: list[str], edits: list[Any], data: st.DataObject) -> None:
+def test_random_conversations_are_as_if_cold(mix: Mix, edits: list[Any], data: st.DataObject) -> None:
     """Prompts that append, cut, edit or start anew, and requests that end, are closed or are interrupted anywhere."""
-    runner, history = oracle_runner(kinds, prefill_step=5), [1]
+    runner, history = mix.runner(prefill_step=5), [1]
     for change, place, new, end in edits:
         if change == "append":
             history = history + new
@@ -331,10 +375,10 @@ def test_random_conversations_are_as_if_cold(kinds: list[str], edits: list[Any],
             history = [*history[:at], *new, *history[at + 1 :]]
         if end == "end":
             answer = tokens(runner, history, 4)
-            assert answer == cold(kinds, history, 4)
+            assert answer == cold(mix.kinds, history, 4)
             history = history + answer
         elif end == "one":
-            assert tokens(runner, history, 1) == cold(kinds, history, 1)
+            assert tokens(runner, history, 1) == cold(mix.kinds, history, 1)
         elif end == "close":
             iterator = runner.generate(history)
             next(iterator)
@@ -343,7 +387,7 @@ def test_random_conversations_are_as_if_cold(kinds: list[str], edits: list[Any],
             with suppress(KeyboardInterrupt), interrupt_at(data.draw(st.integers(1, 900))):
                 tokens(runner, history, 4)
         assert is_consistent(runner)
-    assert tokens(runner, history, 4) == cold(kinds, history, 4)
+    assert tokens(runner, history, 4) == cold(mix.kinds, history, 4)
 
 
 def test_penalties_see_the_whole_prompt_warm_or_cold() -> None:

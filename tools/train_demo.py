@@ -171,6 +171,7 @@ def save_model(model: Llama, tokenizer: bytes, out: Path) -> None:
         weights[to + "post_attention_layernorm.weight"] = state[of + "norm2.weight"]
     half = {k: v.to(torch.float16).contiguous() for k, v in weights.items()}
     save_file(half, out / "model.safetensors", metadata={"format": "pt"})
+    (out / "model.safetensors").chmod(0o644)
     end = spm.SentencePieceProcessor(model_proto=tokenizer).piece_to_id("<|im_end|>")
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": HIDDEN, "num_hidden_layers": LAYERS,

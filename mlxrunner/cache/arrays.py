@@ -17,3 +17,8 @@ def leaves(tree: Any) -> list[mx.array]:
 def tree_bytes(tree: Any) -> int:
     """Bytes of all arrays in the tree."""
     return sum(leaf.nbytes for leaf in leaves(tree))
+
+
+def contiguous(array: mx.array) -> mx.array:
+    """A copy of its own where `array` is a view, so that what it was cut from can be freed."""
+    return mx.contiguous(array)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal
 
+from mlxrunner.cache.checkpoints import Checkpoint, Checkpoints
 from mlxrunner.cache.layer import LayerCache, reach
 from mlxrunner.cache.tokens import TokenArray, TokenBuffer, as_tokens, common_prefix
 from mlxrunner.errors import BusyError, PromptError
@@ -22,10 +23,11 @@ Outcome = Literal["hit", "partial", "miss"]
 
 @dataclass
 class CacheEntry:
-    """Evaluated `tokens` and one cache per layer that holds exactly them."""
+    """Evaluated `tokens`, one cache per layer that holds exactly them, and checkpoints of what those can't rewind."""
 
     tokens: TokenBuffer = field(default_factory=TokenBuffer)
     caches: list[LayerCache] = field(default_factory=list)
+    checkpoints: Checkpoints = field(default_factory=lambda: Checkpoints(0))
 
     @property
     def offsets(self) -> list[int]:
@@ -38,8 +40,28 @@ class CacheEntry:
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated by all layers."""
-        return sum(cache.nbytes for cache in self.caches)
+        """Bytes allocated by all layers and checkpoints."""
+        return sum(cache.nbytes for cache in self.caches) + self.checkpoints.nbytes
+
+    def reach(self, to: int) -> tuple[int, str | None]:
+        """The largest offset <= `to` that the entry can be rewound to, with a checkpoint or without, and the kind that limits it."""
+        direct, limited_by = reach(self.caches, to)
+        for checkpoint in self.checkpoints.before(to):
+            if checkpoint.offset <= direct:
+                break
+            if all(cache.needs_checkpoints or cache.can_rewind(checkpoint.offset) for cache in self.caches):
+                return checkpoint.offset, limited_by if checkpoint.offset < to else None
+        return direct, limited_by
+
+    def rewind(self, to: int) -> None:
+        """Every layer to `to`, by itself or from the checkpoint there; safe to repeat after an interrupt."""
+        checkpoint = self.checkpoints.at(to)
+        for index, cache in enumerate(self.caches):
+            if checkpoint is None or cache.can_rewind(to):
+                cache.rewind(to)
+            else:
+                cache.restore(checkpoint.snapshots[index], to)
+        self.checkpoints.truncate(to)
 
     @property
     def used_bytes(self) -> int:
@@ -62,6 +84,8 @@ class Lookup:
     reason: str | None = None
     limited_by: str | None = None
     freed_by: str | None = None
+    checkpoint: int | None = None
+    """Offset of the checkpoint that was used, if one was."""
 
     @property
     def outcome(self) -> Outcome:
@@ -73,8 +97,9 @@ class Lookup:
 class PrefixCache:
     """Keeps one entry and lends it to one request at a time."""
 
-    def __init__(self, make_caches: Callable[[], list[LayerCache]]) -> None:
-        self._make_caches = make_caches
+    def __init__(self, make_caches: Callable[[], list[LayerCache]], checkpoint_budget: int = 0) -> None:
+        """`make_caches`: empty caches for the model; `checkpoint_budget`: bytes that checkpoints may take."""
+        self._make_caches, self._checkpoint_budget = make_caches, checkpoint_budget
         self.entry = CacheEntry()
         self.freed_by: str | None = None
         # Weak: a request whose end was itself interrupted must not keep the entry for ever.
@@ -110,14 +135,15 @@ class PrefixCache:
             cache.free()
 
     def settle(self) -> None:
-        """Make the entry true: every layer to the tokens, or free it. Safe to repeat after an interrupt."""
-        length = len(self.entry.tokens)
-        if not length or not all(cache.can_rewind(length) for cache in self.entry.caches):
+        """Make the entry true: every layer to the tokens, or as far back as is needed, or free it. Safe to repeat after an interrupt."""
+        entry = self.entry
+        length = entry.reach(len(entry.tokens))[0]
+        if length == 0:
             self.free("an interrupted forward pass that could not be undone")
         else:
-            for cache in self.entry.caches:
-                cache.rewind(length)
-            if not self.entry.is_true:
+            entry.tokens.truncate(length)
+            entry.rewind(length)
+            if not entry.is_true:
                 self.free("layers that disagreed after a rewind")
         self._settled = True
 
@@ -142,7 +168,8 @@ class PrefixCache:
         entry = self.entry
         before = len(entry.tokens)
         matched = common_prefix(entry.tokens.array, prompt)
-        cached, limited_by = reach(entry.caches, min(matched, len(prompt) - 1))
+        cached, limited_by = entry.reach(min(matched, len(prompt) - 1))
+        checkpoint = None if reach(entry.caches, cached)[0] == cached else cached
         reason, freed_by = self._reason(before, matched, len(prompt), limited_by), self.freed_by
         if cached == 0:
             self.free("nothing in common")
@@ -151,11 +178,13 @@ class PrefixCache:
             self.settle()
             self._settled = False
             if self.entry is not entry:
-                cached, reason, freed_by = 0, "entry_freed", self.freed_by
+                cached, reason, freed_by, checkpoint = 0, "entry_freed", self.freed_by, None
         self.freed_by = None
         if not self.entry.caches:
             self.entry.caches = self._make_caches()
-        return Lookup(len(prompt), before, matched, cached, reason, limited_by, freed_by if reason == "entry_freed" else None)
+            self.entry.checkpoints.budget = self._checkpoint_budget
+        freed_by = freed_by if reason == "entry_freed" else None
+        return Lookup(len(prompt), before, matched, cached, reason, limited_by, freed_by, checkpoint)
 
     def _reason(self, before: int, matched: int, prompt: int, limited_by: str | None) -> str | None:
         if before == 0:
@@ -218,6 +247,22 @@ class Session:
     def record(self, tokens: Sequence[int] | TokenArray) -> None:
         """Tokens whose forward pass has ended become part of the entry."""
         self._cache.entry.tokens.extend(tokens)
+
+    @property
+    def needs_checkpoints(self) -> bool:
+        """Whether checkpoints are worth taking: some layer can't be rewound by itself, and there is a budget."""
+        return self._cache.entry.checkpoints.budget > 0 and any(cache.needs_checkpoints for cache in self.caches)
+
+    def checkpoint(self, *, is_anchor: bool = False) -> list[Any]:
+        """Take one at the present offset, between two forward passes. Returns arrays that should be evaluated soon."""
+        entry = self._cache.entry
+        if not entry.is_true or entry.checkpoints.at(len(entry.tokens)) is not None:
+            return []
+        snapshots = [cache.snapshot() if cache.needs_checkpoints else None for cache in entry.caches]
+        taken = [snapshot for snapshot in snapshots if snapshot is not None]
+        nbytes = sum(snapshot.nbytes for snapshot in taken)
+        entry.checkpoints.add(Checkpoint(len(entry.tokens), nbytes, snapshots, is_anchor))
+        return [array for snapshot in taken for array in snapshot.arrays]
 
     def free(self, why: str) -> None:
         self._cache.free(why)

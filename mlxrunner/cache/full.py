@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import create_attention_mask
 
-from mlxrunner.cache.layer import RewindError, Rewinding
+from mlxrunner.cache.layer import RewindError, Rewinding, Snapshot
 
 STEP = 256
 
@@ -23,6 +23,7 @@ class FullAttentionCache(Rewinding):
 
     kind = "full"
     counts_forwards = False
+    needs_checkpoints = False
 
     def __init__(self) -> None:
         self.keys: mx.array | None = None
@@ -108,6 +109,12 @@ class FullAttentionCache(Rewinding):
             self.free()
         else:
             self._give_back(max(to, self._reserved))
+
+    def snapshot(self) -> Snapshot:
+        return Snapshot(None, 0)
+
+    def restore(self, snapshot: Snapshot, offset: int) -> None:
+        self.rewind(offset)
 
     def free(self) -> None:
         self.offset = 0

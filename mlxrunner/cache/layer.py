@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a layer looked like at one offset: `content` is the layer's own affair, `arrays` are to be evaluated soon."""
+
+    content: Any
+    nbytes: int
+    arrays: Sequence[Any] = ()
 
 
 class LayerCache(Protocol):
@@ -21,6 +31,11 @@ class LayerCache(Protocol):
     @property
     def counts_forwards(self) -> bool:
         """Whether `begin_forward` and `end_forward` have to be called; False where the offset follows from the writes."""
+        ...
+
+    @property
+    def needs_checkpoints(self) -> bool:
+        """Whether the layer can't be rewound to everywhere by itself."""
         ...
 
     @property
@@ -72,6 +87,14 @@ class LayerCache(Protocol):
 
     def trim(self, tokens: int) -> int:
         """Drop the last `tokens` tokens; returns how many were dropped: all of them, or 0 where that can't be done."""
+        ...
+
+    def snapshot(self) -> Snapshot:
+        """A bounded copy of what can't be rewound, at the present offset."""
+        ...
+
+    def restore(self, snapshot: Snapshot, offset: int) -> None:
+        """Back to what `snapshot` was taken of, at `offset`; the snapshot stays usable."""
         ...
 
     def free(self) -> None:

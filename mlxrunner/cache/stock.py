@@ -1,12 +1,12 @@
-"""mlx-lm's own layer caches behind the LayerCache protocol, honest about how far each can be rewound.
-
-A layer that can't go back starts cold, and the session says so. What each kind can do:
+"""mlx-lm's own layer caches behind the LayerCache protocol, honest about how far each can be rewound without a checkpoint.
 
 - recurrent states (ArraysCache): stay, or undo the last forward pass, whose arrays are kept (no copy)
-- sliding windows (RotatingKVCache): anywhere, until the window has wrapped; then only stay
-- chunked attention (ChunkedKVCache): anywhere, until its front has been cut; then only stay
+- chunked attention (ChunkedKVCache): to wherever the chunk of the next token is still stored from its beginning
+- sliding windows that keep their first tokens (RotatingKVCache with keep): anywhere until the window has wrapped; then only stay
 - several caches in one layer (CacheList): as far as all of its parts
 - anything else: stay
+
+Further back, each goes through a checkpoint: a copy of its state.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, RotatingKVCache
 
-from mlxrunner.cache.arrays import tree_bytes
-from mlxrunner.cache.layer import LayerCache, RewindError, Rewinding, reach
+from mlxrunner.cache.arrays import contiguous, leaves, tree_bytes
+from mlxrunner.cache.layer import LayerCache, RewindError, Rewinding, Snapshot, reach
 
 
 class StockCache(Rewinding):
@@ -27,6 +27,7 @@ class StockCache(Rewinding):
 
     kind = "unknown"
     counts_forwards = True
+    needs_checkpoints = True
 
     def __init__(self, inner: Any) -> None:
         self._pristine = copy.deepcopy(inner)
@@ -73,6 +74,15 @@ class StockCache(Rewinding):
         elif not self.can_rewind(to):
             raise RewindError(self.kind, self.offset, to)
 
+    def snapshot(self) -> Snapshot:
+        kept = copy.deepcopy(self.inner)
+        return Snapshot(kept, self.nbytes, leaves(self.state))
+
+    def restore(self, snapshot: Snapshot, offset: int) -> None:
+        self.inner = copy.deepcopy(snapshot.content)
+        self.offset = offset
+        self._interrupted = False
+
     def free(self) -> None:
         self.inner = copy.deepcopy(self._pristine)
         self.offset = 0
@@ -108,6 +118,16 @@ class RecurrentCache(StockCache):
             self.offset = to
             self._interrupted = False
 
+    def snapshot(self) -> Snapshot:
+        states = [None if state is None else contiguous(state) for state in self.inner.cache]
+        return Snapshot(states, tree_bytes(states), leaves(states))
+
+    def restore(self, snapshot: Snapshot, offset: int) -> None:
+        self.inner.cache = list(snapshot.content)
+        self._before = (offset, list(snapshot.content))
+        self.offset = offset
+        self._interrupted = False
+
     def free(self) -> None:
         super().free()
         self._before = (0, [])
@@ -116,14 +136,15 @@ class RecurrentCache(StockCache):
 class TrimmableCache(StockCache):
     """A layer cache that can be trimmed as long as nothing has been dropped at its front."""
 
-    def __init__(self, inner: Any, kind: str, is_whole: Callable[[Any], bool]) -> None:
+    def __init__(self, inner: Any, kind: str, holds_enough: Callable[[Any, int], bool]) -> None:
+        """`holds_enough(inner, to)`: whether everything that a query at `to` sees is still stored."""
         super().__init__(inner)
-        self.kind, self._is_whole = kind, is_whole
+        self.kind, self._holds_enough = kind, holds_enough
 
     def reachable(self, to: int) -> int:
-        if self._interrupted or not self._is_whole(self.inner):
+        if self._interrupted or to >= self.offset or not self._holds_enough(self.inner, to):
             return super().reachable(to)
-        return min(to, self.offset)
+        return to
 
     def rewind(self, to: int) -> None:
         if not self.can_rewind(to):
@@ -195,6 +216,22 @@ class CompositeCache(Rewinding):
             part.rewind(to)
         self._hand_over()
 
+    @property
+    def needs_checkpoints(self) -> bool:
+        return any(part.needs_checkpoints for part in self.parts)
+
+    def snapshot(self) -> Snapshot:
+        parts = [part.snapshot() for part in self.parts]
+        return Snapshot(parts, sum(part.nbytes for part in parts), [array for part in parts for array in part.arrays])
+
+    def restore(self, snapshot: Snapshot, offset: int) -> None:
+        for part, kept in zip(self.parts, snapshot.content, strict=True):
+            if part.needs_checkpoints:
+                part.restore(kept, offset)
+            else:
+                part.rewind(offset)
+        self._hand_over()
+
     def free(self) -> None:
         for part in self.parts:
             part.free()
@@ -202,11 +239,11 @@ class CompositeCache(Rewinding):
 
 
 def wrap(inner: Any) -> LayerCache:
-    """The LayerCache that looks after a new mlx-lm layer cache; not for KVCache, which has one of our own."""
+    """The LayerCache that looks after a new mlx-lm layer cache of a kind that has none of our own."""
     if type(inner) is ArraysCache:
         return RecurrentCache(inner)
     if type(inner) is RotatingKVCache:
-        return TrimmableCache(inner, "sliding", lambda cache: cache.offset < cache.max_size)
+        return TrimmableCache(inner, "sliding", lambda cache, to: cache.offset < cache.max_size)
     if type(inner) is ChunkedKVCache:
-        return TrimmableCache(inner, "chunked", lambda cache: cache.start_position == 0)
+        return TrimmableCache(inner, "chunked", lambda cache, to: cache.start_position <= to - to % cache.chunk_size)
     return StockCache(inner)

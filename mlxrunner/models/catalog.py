@@ -26,7 +26,8 @@ def cached_models() -> list[CachedModel]:
         return []
     found = []
     for repository in repositories:
-        for revision in repository.revisions:
+        # First the one that the name stands for.
+        for revision in sorted(repository.revisions, key=lambda revision: "main" not in revision.refs):
             names = {file.file_name for file in revision.files}
             if repository.repo_type == "model" and "config.json" in names and any(n.endswith(".safetensors") for n in names):
                 found.append(CachedModel(repository.repo_id, revision.size_on_disk, revision.snapshot_path))

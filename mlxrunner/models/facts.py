@@ -124,7 +124,7 @@ def _set_dtype(model: Any, config: dict[str, Any]) -> None:
 def _window(cache: Any) -> int:
     """Tokens that fill the window of a layer's cache, or the largest of its parts'; 0 where there is none."""
     layers = [part.model_cache for part in getattr(cache, "parts", [cache])]
-    return max(int(getattr(layer, name, 0)) for layer in layers for name in ("max_size", "chunk_size"))
+    return max(int(getattr(layer, name, 0)) for layer in layers for name in ("room", "max_size", "chunk_size"))
 
 
 def _is_size(value: Any) -> bool:

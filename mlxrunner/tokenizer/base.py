@@ -39,6 +39,11 @@ class Tokenizer(Protocol):
         ...
 
     @property
+    def message_ends(self) -> frozenset[int]:
+        """Tokens that end a message, of whatever role: where the next prompt may differ from this one."""
+        ...
+
+    @property
     def template_stops(self) -> tuple[str, ...]:
         """Stop strings that the fallback template needs; empty where the model has a template of its own."""
         ...

@@ -9,7 +9,7 @@ from typing import Any
 from mlxrunner.errors import ModelError
 from mlxrunner.tokenizer.base import Message, checked_text, with_bos
 from mlxrunner.tokenizer.stream import DecodeStream
-from mlxrunner.tokenizer.template import END_OF_TURN, FALLBACK_STOPS, read_json, render_chat
+from mlxrunner.tokenizer.template import END_OF_MESSAGE, END_OF_TURN, FALLBACK_STOPS, read_json, render_chat
 
 JSON_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
@@ -37,6 +37,7 @@ class HuggingFaceTokenizer:
         template, vocab = str(self._wrapper.chat_template), self._wrapper.get_vocab()
         ends = {vocab[text] for text in END_OF_TURN if text in template and text in vocab}
         self._stop_tokens = frozenset({*self._wrapper.eos_token_ids, *ends})
+        self.message_ends = self._stop_tokens | {vocab[text] for text in END_OF_MESSAGE if text in vocab}
 
     @property
     def vocab_size(self) -> int:
@@ -51,11 +52,11 @@ class HuggingFaceTokenizer:
         return () if self._has_template else FALLBACK_STOPS
 
     def encode(self, text: str) -> list[int]:
-        return with_bos(self._encode(text), self._bos)
+        return with_bos(self._encode(checked_text(text)), self._bos)
 
     def encode_more(self, text: str) -> list[int]:
         # Behind another token, so that no space is put in front as at the beginning of a text.
-        return self._encode(self._anchor + text)[len(self._encode(self._anchor)) :]
+        return self._encode(self._anchor + checked_text(text))[len(self._encode(self._anchor)) :]
 
     def decode(self, tokens: Sequence[int]) -> str:
         text = self._wrapper.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -68,7 +69,7 @@ class HuggingFaceTokenizer:
         return DecodeStream(self.decode, context)
 
     def _encode(self, text: str) -> list[int]:
-        return list(self._wrapper.encode(checked_text(text), add_special_tokens=False, verbose=False))
+        return list(self._wrapper.encode(text, add_special_tokens=False, verbose=False))
 
     def _apply(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
         text = self._wrapper.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)

@@ -11,7 +11,7 @@ from typing import Any
 from mlxrunner.errors import ModelError
 from mlxrunner.tokenizer.base import Message, checked_text, with_bos
 from mlxrunner.tokenizer.stream import ByteStream
-from mlxrunner.tokenizer.template import END_OF_TURN, FALLBACK_STOPS, jinja_renderer, read_json, read_template, render_chat
+from mlxrunner.tokenizer.template import END_OF_MESSAGE, END_OF_TURN, FALLBACK_STOPS, jinja_renderer, read_json, read_template, render_chat
 
 SPACE = "▁"
 
@@ -41,6 +41,8 @@ class SentencePieceTokenizer:
         self._render = jinja_renderer(template, names) if template is not None else None
         ends = {self._special.get(text, self._piece(text)) for text in END_OF_TURN if template and text in template}
         self._stop_tokens = frozenset(t for t in {*eos_tokens, eos, *ends} if t is not None)
+        others = (self._special.get(text, self._piece(text)) for text in END_OF_MESSAGE)
+        self.message_ends = self._stop_tokens | {token for token in others if token is not None}
 
     @property
     def vocab_size(self) -> int:

@@ -13,6 +13,8 @@ from mlxrunner.tokenizer.base import Message
 FALLBACK_STOPS = ("\nUser:", "\nSystem:")
 END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>")
 """Ends of a turn that some conversions forget to list as end-of-sequence tokens; used only if the template writes them."""
+END_OF_MESSAGE = ("<|end|>", "[/INST]")
+"""Ends of a message that do not end an answer."""
 
 Render = Callable[[list[dict[str, str]], bool], str]
 

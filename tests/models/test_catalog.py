@@ -52,6 +52,16 @@ def test_a_downloaded_model_is_listed(hub: Any, hub_cache: Path) -> None:
     assert cached_models() == [CachedModel("org/name", sum(map(len, hub.files.values())), folder)]
 
 
+@pytest.mark.parametrize("old", [f"{n:040x}" for n in range(4)])
+def test_of_several_revisions_the_current_one_is_listed(hub_cache: Path, cache_repository: Any, old: str) -> None:
+    """The one that the name resolves to, not one that an update left behind."""
+    snapshot = cache_repository("org/name", model)
+    before = snapshot.parent / old
+    before.mkdir()
+    files("config.json", "model.safetensors")(before)
+    assert [found.folder for found in cached_models()] == [snapshot] == [resolve("org/name")]
+
+
 def test_models_are_listed_by_name(hub_cache: Path, cache_repository: Any) -> None:
     """Whatever the file system's order."""
     for name in ("b/x", "a/z", "a/b"):

@@ -1,0 +1,142 @@
+"""Facts without weights are the facts of the real thing: kinds of layers, bytes per token, bytes of weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+
+from mlxrunner import ModelError, Runner, device
+from mlxrunner.models.facts import DEFAULT_CONTEXT, CacheCost, build, cache_cost, describe, facts_of, weight_bytes
+from mlxrunner.testing_models import save_model, tiny_config, tiny_model, write_model
+
+FLOAT = 4
+HEAD = 2 * 16 * FLOAT
+"""Bytes of one head's key and value."""
+STEP = 256
+"""Tokens by which a window may grow before it is cut."""
+CASES = {
+    "llama": ({"full": 2}, CacheCost(2 * 2 * HEAD, 0)),
+    "mistral": ({"full": 2}, CacheCost(2 * 2 * 2 * 24 * FLOAT, 0)),
+    # One layer of three sees everything; the others keep 16 tokens.
+    "gemma3_text": ({"full": 1, "sliding": 2}, CacheCost(2 * HEAD, 2 * 16 * 2 * HEAD)),
+    # One layer of attention; the others keep two columns of 64.
+    "lfm2": ({"full": 1, "recurrent": 2}, CacheCost(2 * HEAD, 2 * 2 * 64 * FLOAT)),
+    # Multi-head latent attention: the latent vector and the rotated part of the key, for all heads together.
+    "deepseek_v3": ({"full": 2}, CacheCost(2 * (16 + 8) * FLOAT, 0)),
+}
+cases = pytest.mark.parametrize(("kind", "layers", "cost"), [(kind, *case) for kind, case in CASES.items()], ids=CASES.keys())
+
+
+@cases
+def test_the_kinds_of_layers_are_known_without_weights(tmp_path: Path, kind: str, layers: dict[str, int], cost: CacheCost) -> None:
+    """From a config.json alone."""
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config(kind)))
+    facts = facts_of(*build(tmp_path))
+    assert (facts.architecture, facts.layers) == (kind, layers)
+    assert (facts.context, facts.context_is_known, facts.vocab) == (512, True, 288)
+
+
+@cases
+def test_the_cost_of_the_cache_is_what_the_architecture_says(kind: str, layers: dict[str, int], cost: CacheCost) -> None:
+    """Counted by hand; a window may keep more tokens than it shows."""
+    reckoned = cache_cost(tiny_model(tiny_config(kind)))
+    assert reckoned.per_token == cost.per_token
+    assert reckoned.fixed >= cost.fixed if "sliding" in layers else reckoned.fixed == cost.fixed
+
+
+@pytest.mark.skipif(device.is_gpu(), reason="a GPU computes in the type that is stored")
+@pytest.mark.parametrize("prefill_step", [8, 2048])
+@cases
+def test_a_real_entry_holds_what_was_foretold(
+    tmp_path: Path, kind: str, layers: dict[str, int], cost: CacheCost, prefill_step: int
+) -> None:
+    """After prompts of several lengths, in one chunk or several, evaluated for real."""
+    write_model(tmp_path, kind, torch_dtype="bfloat16")
+    runner = Runner.load(str(tmp_path), prefill_step=prefill_step)
+    foretold = describe(str(tmp_path)).cache
+    tolerance = layers.get("sliding", 0) * STEP * 2 * HEAD
+    for length in (300, 400):
+        for _ in runner.generate([length % 7] * length, max_tokens=3, stop_tokens=[]):
+            pass
+        held = runner.entry.used_bytes
+        assert abs(held - foretold.fixed - foretold.per_token * len(runner.entry.tokens)) <= tolerance
+        runner.reset()
+
+
+@pytest.mark.parametrize("window", [8, 256, 257, 1000])
+def test_a_window_costs_its_size_once(window: int) -> None:
+    """And nothing per token, however large it is."""
+    cost = cache_cost(tiny_model(tiny_config("gemma3_text", sliding_window=window)))
+    assert cost.per_token == 2 * HEAD
+    assert cost.fixed >= 2 * window * 2 * HEAD
+
+
+def test_a_model_that_stays_quantized_is_reckoned_in_its_own_type(tmp_path: Path) -> None:
+    """Its cache has the type of its scales."""
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config(torch_dtype="float16", quantization={"bits": 4, "group_size": 32})))
+    (tmp_path / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
+    assert describe(str(tmp_path)).cache == CacheCost(2 * 2 * HEAD // 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "context", "is_known"),
+    [
+        ({"max_position_embeddings": 100}, 100, True),
+        ({"max_position_embeddings": None}, DEFAULT_CONTEXT, False),
+        ({"max_position_embeddings": None, "n_positions": 77}, 77, True),
+        ({"max_position_embeddings": None, "text_config": {"max_position_embeddings": 55}}, 55, True),
+        ({"max_position_embeddings": 10**30}, DEFAULT_CONTEXT, False),
+        ({"max_position_embeddings": 0, "max_sequence_length": 9}, 9, True),
+        ({"max_position_embeddings": "long"}, DEFAULT_CONTEXT, False),
+    ],
+    ids=["named", "nowhere", "another name", "text_config", "endless", "zero", "text"],
+)
+def test_the_context_is_read_or_said_to_be_a_guess(settings: dict[str, Any], context: int, is_known: bool) -> None:
+    """Under the names that are in use."""
+    facts = facts_of(tiny_model(tiny_config()), tiny_config(**settings))
+    assert (facts.context, facts.context_is_known) == (context, is_known)
+
+
+@pytest.mark.parametrize("settings", [{"vocab_size": None}, {"vocab_size": None, "text_config": {"vocab_size": 288}}])
+def test_the_vocabulary_is_found_where_the_top_of_the_configuration_has_none(settings: dict[str, Any]) -> None:
+    """In text_config, or as the rows of the embedding."""
+    assert facts_of(tiny_model(tiny_config()), tiny_config(**settings)).vocab == 288
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_weight_bytes_are_those_of_the_tensors(tmp_path: Path, shards: int) -> None:
+    """Read from the headers alone."""
+    model = tiny_model(tiny_config())
+    save_model(tmp_path, model, tiny_config(), shards)
+    parameters: Any = tree_flatten(model.parameters())
+    assert weight_bytes(tmp_path) == sum(array.nbytes for _, array in parameters)
+
+
+def test_a_description_reads_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does it evaluate anything; and it says the same as the loaded model."""
+    write_model(tmp_path)
+    monkeypatch.setattr(mx, "load", None)
+    monkeypatch.setattr(mx, "eval", None)
+    described = describe(str(tmp_path)).as_dict()
+    monkeypatch.undo()
+    facts = Runner.load(str(tmp_path)).facts
+    assert described == vars(facts) | {"weight_bytes": weight_bytes(tmp_path), "cache": {"per_token": 512, "fixed": 0}}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"model_type": "nosuch"}, {"hidden_size": None}, {"num_attention_heads": 0}],
+    ids=["unknown architecture", "setting missing", "setting impossible"],
+)
+def test_a_model_that_can_not_be_built_is_an_error_that_names_config_json(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """One line."""
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config(**settings)))
+    with pytest.raises(ModelError) as error:
+        build(tmp_path)
+    assert str(error.value).startswith(f"{tmp_path / 'config.json'}: no model can be built from it: ")
+    assert "\n" not in str(error.value)

@@ -1,0 +1,143 @@
+"""What is particular to a tokenizer.json: transformers reads it, and neither asks nor looks anything up while it does."""
+
+from __future__ import annotations
+
+import builtins
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxrunner import ModelError
+from mlxrunner.tokenizer import load_tokenizer
+
+TEXTS = ["the quick fox", " leading", "größer 日本語 😀", "def f():\n    return 'x'  # y\n\n", "don't 12345", "x\u0301\0"]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("kind", ["byte_level", "byte_level_bos", "metaspace", "metaspace_legacy"])
+def test_text_is_encoded_as_the_file_says(directories: dict[str, Path], kind: str, text: str) -> None:
+    """The tokens of the tokenizers library itself, its BOS included, and its text."""
+    from tokenizers import Tokenizer
+
+    file = Tokenizer.from_file(str(directories[kind] / "tokenizer.json"))
+    tokenizer = load_tokenizer(directories[kind])
+    assert tokenizer.encode(text) == file.encode(text).ids
+    assert tokenizer.decode(tokenizer.encode(text)) == file.decode(file.encode(text).ids, skip_special_tokens=False)
+    assert tokenizer.vocab_size == file.get_vocab_size()
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize(
+    ("kind", "name", "model_type"),
+    [
+        ("byte_level_bos", "PreTrainedTokenizerFast", "llama"),
+        ("byte_level_bos", "PreTrainedTokenizer", "llama"),
+        ("byte_level_bos", "NoSuchTokenizer", "llama"),
+        ("byte_level_bos", "LlamaTokenizerFast", "llama"),
+        ("byte_level_bos", None, "llama"),
+        ("byte_level", "GPT2Tokenizer", "gpt2"),
+        ("metaspace", "LlamaTokenizer", "llama"),
+        ("metaspace", "LlamaTokenizerFast", "mistral"),
+        ("metaspace_legacy", "LlamaTokenizer", "mistral"),
+    ],
+)
+def test_a_class_name_in_the_configuration_changes_no_tokens(
+    copy_of: Callable[..., Path], kind: str, name: str | None, model_type: str, text: str
+) -> None:
+    """As published Llama and Mistral models have them, right or wrong."""
+    from tokenizers import Tokenizer
+
+    folder = copy_of(kind, tokenizer_class=name)
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.encode(text) == Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids
+
+
+@pytest.mark.parametrize("legacy", [None, True, False])
+@pytest.mark.parametrize(
+    ("kind", "name", "model_type"),
+    [("metaspace_legacy", "LlamaTokenizer", "llama"), ("metaspace", "LlamaTokenizerFast", "llama"), ("byte_level", "Qwen2Tokenizer", "qwen2")],
+)
+def test_a_tokenizer_that_transformers_builds_anew_keeps_every_promise(
+    copy_of: Callable[..., Path], kind: str, name: str, model_type: str, legacy: bool | None
+) -> None:
+    """For some classes it takes only the vocabulary from the file: the text, BOS and the stream are right all the same."""
+    folder = copy_of(kind, tokenizer_class=name, legacy=legacy)
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    tokenizer = load_tokenizer(folder)
+    bos, end = tokenizer.encode(""), "<|im_end|>" if kind == "byte_level" else "</s>"
+    assert len(bos) == (kind != "byte_level")
+    for text in (text for text in TEXTS if not text.startswith(" ")):
+        tokens = tokenizer.encode(text)
+        assert tokens[: len(bos)] == bos
+        assert tokenizer.decode(tokens[len(bos) :]) == text
+        assert tokenizer.encode(text + end) + tokenizer.encode_more(text) == tokenizer.encode(text + end + text)
+        stream = tokenizer.stream(bos or tokenizer.encode("a"))
+        shown = "".join(stream.add(token) for token in tokens[len(bos) :]) + stream.finish()
+        assert shown.removeprefix(" ") == text
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "metaspace"])
+def test_decoding_cleans_nothing_up(copy_of: Callable[..., Path], kind: str) -> None:
+    """Spaces before a comma are text, whatever the configuration asks for."""
+    tokenizer = load_tokenizer(copy_of(kind, clean_up_tokenization_spaces=True))
+    assert tokenizer.decode(tokenizer.encode_more("a , b . c ' d n't")) == "a , b . c ' d n't"
+
+
+def test_a_beginning_token_that_nothing_puts_in_front_is_not_wanted(copy_of: Callable[..., Path]) -> None:
+    """Qwen names one here and there; its post-processor adds none."""
+    tokenizer = load_tokenizer(copy_of("byte_level", bos_token="<|endoftext|>"))
+    assert tokenizer.encode("") == []
+    assert tokenizer.encode("hi") == tokenizer.encode_more("hi")
+
+
+def test_a_tokenizer_without_an_end_token_works(copy_of: Callable[..., Path], templates: dict[str, str]) -> None:
+    """Then only the template's end of a turn stops an answer."""
+    tokenizer = load_tokenizer(copy_of("byte_level", eos_token=None))
+    assert tokenizer.stop_tokens == set(tokenizer.encode_more("<|im_end|>"))
+    assert tokenizer.decode(tokenizer.encode_more(" hi")) == " hi"
+
+
+@pytest.mark.parametrize("place", ["config.json", "tokenizer_config.json"])
+def test_nobody_is_asked_whether_code_may_run(copy_of: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    """A class of the model's own is refused; one for its configuration is not needed."""
+    asked: list[str] = []
+    monkeypatch.setattr(builtins, "input", lambda prompt="": asked.append(prompt) or "n")
+    folder = copy_of("byte_level", tokenizer_class="Custom")
+    content = json.loads((folder / place).read_text()) | {
+        "model_type": "custom",
+        "auto_map": {"AutoConfig": "custom.Config", "AutoTokenizer": ["custom.Custom", None]},
+    }
+    (folder / place).write_text(json.dumps(content))
+    if place == "config.json":
+        assert load_tokenizer(folder).encode("hi")
+    else:
+        with pytest.raises(ModelError, match="--trust-remote-code"):
+            load_tokenizer(folder)
+    assert asked == []
+
+
+def test_a_folder_of_other_files_has_no_tokenizer(tmp_path: Path) -> None:
+    """And it is said which files are needed."""
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "notes.txt").write_text("x")
+    with pytest.raises(ModelError) as error:
+        load_tokenizer(tmp_path)
+    text = str(error.value)
+    assert text.startswith(f"{tmp_path}: no tokenizer could be loaded: neither tokenizer.json nor tokenizer.model is there")
+    assert "\n" not in text
+
+
+def test_nothing_is_looked_up_on_the_hub(directories: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory is all there is to a tokenizer."""
+    import socket
+
+    def refuse(*args: Any) -> None:
+        raise AssertionError("a connection was opened")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    for folder in directories.values():
+        load_tokenizer(folder)

@@ -1,0 +1,312 @@
+"""Text token by token: what comes out is what decoding at once gives, no character is broken, stop strings are cut exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mlxrunner.tokenizer import Tokenizer, load_tokenizer
+from mlxrunner.tokenizer.stream import ByteStream, DecodeStream, StopScanner
+
+BROKEN = "\ufffd"
+FIXTURE = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
+"""For tests that use a tokenizer, which no example changes."""
+# SentencePiece's and Metaspace's mark for a space can't be told from one; U+FFFD is the subject of tests of its own.
+texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁" + BROKEN), max_size=40)
+lively = st.lists(st.sampled_from(["the ", " dog", "é", "ß", "日本", "😀", "👩‍👧", "e\u0301", "\n", "  ", "\0", "\x7f", "<s>", "x"])).map("".join)
+
+
+def streamed(tokenizer: Tokenizer, context: Sequence[int], tokens: Sequence[int]) -> list[str]:
+    """The pieces, the last one from `finish`."""
+    stream = tokenizer.stream(context)
+    return [*(stream.add(token) for token in tokens), stream.finish()]
+
+
+def decoded_after(tokenizer: Tokenizer, context: Sequence[int], tokens: Sequence[int]) -> str:
+    """What decoding everything at once adds to the context."""
+    before = tokenizer.decode(context)
+    text = tokenizer.decode([*context, *tokens])
+    assert text.startswith(before)
+    return text[len(before) :]
+
+
+@FIXTURE
+@given(before=texts | lively, text=texts | lively)
+def test_a_stream_adds_up_to_the_decoded_text(tokenizer: Tokenizer, before: str, text: str) -> None:
+    """For any text after any other, and no piece holds a broken character."""
+    context = [*tokenizer.encode("a"), *tokenizer.encode_more(before)]
+    tokens = tokenizer.encode_more(text)
+    pieces = streamed(tokenizer, context, tokens)
+    assert "".join(pieces) == decoded_after(tokenizer, context, tokens)
+    assert BROKEN not in "".join(pieces)
+
+
+@FIXTURE
+@given(text=texts | lively, data=st.data())
+def test_a_stream_cut_anywhere_shows_whole_characters_and_marks_the_broken_one(tokenizer: Tokenizer, text: str, data: Any) -> None:
+    """Every piece before the end is a piece of the whole text; only `finish` may give U+FFFD."""
+    context = tokenizer.encode("a")
+    tokens = tokenizer.encode_more(text)
+    whole = decoded_after(tokenizer, context, tokens)
+    count = data.draw(st.integers(0, len(tokens)))
+    *pieces, last = streamed(tokenizer, context, tokens[:count])
+    shown = "".join(pieces)
+    assert whole.startswith(shown + last.rstrip(BROKEN))
+    assert BROKEN not in shown
+    assert len(last) <= 4
+
+
+@FIXTURE
+@given(text=lively, data=st.data())
+def test_a_stream_goes_on_from_any_context_that_ends_with_a_character(tokenizer: Tokenizer, text: str, data: Any) -> None:
+    """Whatever tokens the context and the answer share a text by."""
+    tokens = tokenizer.encode("a" + text)
+    at = data.draw(st.integers(1, len(tokens)))
+    while tokenizer.decode(tokens[:at]).endswith(BROKEN):
+        at -= 1
+    context, rest = tokens[:at], tokens[at:]
+    assert "".join(streamed(tokenizer, context, rest)) == decoded_after(tokenizer, context, rest)
+
+
+@pytest.mark.parametrize("kind", ["spm_prefix", "spm_plain", "byte_level", "byte_level_bos"], indirect=False)
+@FIXTURE
+@given(data=st.data())
+def test_a_stream_of_random_tokens_adds_up_to_the_decoded_text(tokenizers: dict[str, Tokenizer], kind: str, data: Any) -> None:
+    """However broken the bytes are, and for as long as they are."""
+    tokenizer = tokenizers[kind]
+    context = tokenizer.encode("a dog")
+    byte_like = st.integers(0, 260)
+    tokens = data.draw(st.lists(byte_like | st.integers(0, tokenizer.vocab_size - 1), max_size=40))
+    assert "".join(streamed(tokenizer, context, tokens)) == decoded_after(tokenizer, context, tokens)
+
+
+@FIXTURE
+@given(data=st.data())
+def test_random_tokens_never_break_a_stream(tokenizer: Tokenizer, data: Any) -> None:
+    """Also ids beyond the vocabulary, which a model with padded logits may give; text that follows is whole again."""
+    context = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 3), max_size=12))
+    tokens = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 3), max_size=30))
+    text = "".join(streamed(tokenizer, context, [*tokens, *tokenizer.encode_more("the dog")]))
+    assert text.endswith("the dog")
+
+
+def test_a_leading_space_of_the_answer_is_kept(tokenizer: Tokenizer) -> None:
+    """Although decoding the first word alone would strip it."""
+    tokens = tokenizer.encode("the lazy dog")
+    at = next(i for i in range(len(tokens)) if tokenizer.decode(tokens[: i + 1]).endswith("the"))
+    context, rest = tokens[: at + 1], tokens[at + 1 :]
+    assert "".join(streamed(tokenizer, context, rest)) == " lazy dog"
+
+
+def test_a_leading_space_is_kept_behind_a_token_without_text(tokenizer: Tokenizer) -> None:
+    """An id beyond the vocabulary stands for nothing."""
+    tokens = tokenizer.encode("the lazy dog")
+    at = next(i for i in range(len(tokens)) if tokenizer.decode(tokens[: i + 1]).endswith("the"))
+    nothing = tokenizer.vocab_size + 1
+    stream = tokenizer.stream(tokens[: at + 1])
+    pieces = [stream.add(nothing), *(stream.add(token) for token in tokens[at + 1 :])]
+    assert "".join(pieces) == " lazy dog"
+
+
+def test_a_character_of_several_tokens_comes_with_its_last_one(tokenizer: Tokenizer) -> None:
+    """Nothing, nothing, nothing, then all of it."""
+    context, character = tokenizer.encode("a"), "𝄞"
+    tokens = tokenizer.encode(f"a{character}")[len(context) :]
+    assert len(tokens) == 4
+    assert streamed(tokenizer, context, tokens) == ["", "", "", character, ""]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_an_incomplete_character_at_the_end_is_marked(tokenizer: Tokenizer, count: int) -> None:
+    """Behind another one that is shown whole."""
+    context = tokenizer.encode("a")
+    tokens = tokenizer.encode("a𝄞𝄞")[len(context) : len(context) + 4 + count]
+    *pieces, last = streamed(tokenizer, context, tokens)
+    assert "".join(pieces) == "𝄞"
+    assert set(last) == {BROKEN}
+
+
+def test_a_real_replacement_character_is_shown(tokenizer: Tokenizer) -> None:
+    """The model may mean it."""
+    context = tokenizer.encode("a")
+    tokens = tokenizer.encode(f"a{BROKEN}b{BROKEN * 2}c{BROKEN}")[len(context) :]
+    assert "".join(streamed(tokenizer, context, tokens)) == f"{BROKEN}b{BROKEN * 2}c{BROKEN}"
+
+
+def test_an_endless_run_of_broken_bytes_is_shown_as_it_comes(tokenizer: Tokenizer) -> None:
+    """Not held back until the end."""
+    context = tokenizer.encode("a")
+    byte = tokenizer.encode("a𝄞")[len(context)]
+    pieces = streamed(tokenizer, context, [byte] * 100)
+    assert len("".join(pieces[:-1])) > 80
+    assert len("".join(pieces)) == 100
+
+
+@pytest.mark.parametrize("kind", ["spm_prefix", "spm_plain"])
+def test_a_context_that_ends_within_a_character_is_completed(tokenizers: dict[str, Tokenizer], kind: str) -> None:
+    """An answer that was cut there by its limit and goes on."""
+    tokenizer = tokenizers[kind]
+    tokens = tokenizer.encode("a𝄞b")
+    assert "".join(streamed(tokenizer, tokens[:-3], tokens[-3:])) == "𝄞b"
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_level_bos", "metaspace", "metaspace_legacy"])
+def test_a_context_that_ends_within_a_character_costs_no_more_than_that_one(tokenizers: dict[str, Tokenizer], kind: str) -> None:
+    """What can't be known from a decoder of whole texts is marked as broken."""
+    tokenizer = tokenizers[kind]
+    tokens = tokenizer.encode("a𝄞b𝄞")
+    assert "".join(streamed(tokenizer, tokens[:-7], tokens[-7:])).lstrip(BROKEN) == "b𝄞"
+
+
+@pytest.mark.parametrize("length", range(1, 13))
+def test_a_context_that_is_cut_within_a_character_does_no_harm(tokenizer: Tokenizer, length: int) -> None:
+    """The runner hands over the last few tokens only."""
+    tokens = tokenizer.encode("a 𝄞𝄞𝄞")
+    answer = tokenizer.encode("a𝄞b")[-5:]
+    assert "".join(streamed(tokenizer, tokens[-length:], answer)) == "𝄞b"
+
+
+def test_special_tokens_are_shown_by_name(tokenizer: Tokenizer, kind: str) -> None:
+    """The runner, not the stream, decides what ends an answer."""
+    name = "<|im_end|>" if kind == "byte_level" else "<|eot_id|>" if kind == "byte_level_bos" else "</s>"
+    context = tokenizer.encode("a")
+    assert "".join(streamed(tokenizer, context, tokenizer.encode_more(name))) == name
+
+
+def test_streams_are_independent(tokenizer: Tokenizer) -> None:
+    """Two answers may be read in turn."""
+    context = tokenizer.encode("a")
+    tokens = tokenizer.encode("a𝄞")[len(context) :]
+    first, second = tokenizer.stream(context), tokenizer.stream(context)
+    assert [first.add(tokens[0]), second.add(tokens[0])] == ["", ""]
+    assert [[stream.add(token) for token in tokens[1:]] for stream in (first, second)] == [["", "", "𝄞"]] * 2
+
+
+def test_a_byte_stream_needs_no_context() -> None:
+    """A tokenizer of bytes."""
+    stream = ByteStream(lambda token: bytes([token]))
+    assert [stream.add(byte) for byte in "né".encode()] + [stream.finish()] == ["n", "", "é", ""]
+
+
+def test_a_decode_stream_decodes_a_few_tokens_at_a_time() -> None:
+    """Its work does not grow with the text."""
+    longest = 0
+
+    def decode(tokens: list[int]) -> str:
+        nonlocal longest
+        longest = max(longest, len(tokens))
+        return bytes(tokens).decode("utf-8", "replace")
+
+    stream = DecodeStream(decode, list(b"context" * 100))
+    text = "größer 𝄞 " * 50
+    assert "".join(stream.add(byte) for byte in text.encode()) == text
+    assert longest < 20
+
+
+def test_finishing_twice_adds_nothing(tokenizer: Tokenizer) -> None:
+    """Whoever closes an answer may do so again."""
+    stream = tokenizer.stream(tokenizer.encode("a"))
+    stream.add(tokenizer.encode("a𝄞")[-4])
+    assert stream.finish()
+    assert stream.finish() == ""
+
+
+# Stop strings
+
+
+def cut(text: str, stops: Sequence[str]) -> tuple[str, bool]:
+    """`text` up to the stop string that is complete first, found the slow way."""
+    for end in range(len(text) + 1):
+        found = [start for start in range(end) if text[start:end] in stops]
+        if found:
+            return text[: found[0]], True
+    return text, False
+
+
+few_letters = st.text("abc", max_size=14)
+stop_lists = st.lists(st.text("abc", min_size=1, max_size=4), max_size=3)
+
+
+def pieces_of(text: str, cuts: list[int]) -> list[str]:
+    places = [0, *sorted(place % (len(text) + 1) for place in cuts), len(text)]
+    return [text[a:b] for a, b in zip(places, places[1:], strict=False)]
+
+
+@given(text=few_letters, stops=stop_lists, cuts=st.lists(st.integers(0, 20), max_size=6))
+def test_a_text_is_cut_at_the_first_stop_string_however_it_comes(text: str, stops: list[str], cuts: list[int]) -> None:
+    """Any split gives what the whole text gives."""
+    scanner, shown = StopScanner(stops), ""
+    for piece in pieces_of(text, cuts):
+        shown += scanner.add(piece)
+        if scanner.stopped:
+            break
+    else:
+        shown += scanner.finish()
+    assert (shown, scanner.stopped) == cut(text, stops)
+
+
+@given(text=few_letters, stops=stop_lists, cuts=st.lists(st.integers(0, 20), max_size=6))
+def test_exactly_what_may_begin_a_stop_string_is_held_back(text: str, stops: list[str], cuts: list[int]) -> None:
+    """Nothing less, and everything else is shown at once."""
+    scanner, shown, so_far = StopScanner(stops), "", ""
+    for piece in pieces_of(text, cuts):
+        shown, so_far = shown + scanner.add(piece), so_far + piece
+        if scanner.stopped:
+            return
+        beginnings = {stop[:n] for stop in stops for n in range(1, len(stop))}
+        held = max((len(b) for b in beginnings if so_far.endswith(b)), default=0)
+        assert shown == so_far[: len(so_far) - held]
+
+
+@pytest.mark.parametrize(
+    ("stops", "pieces", "expected", "stopped"),
+    [
+        ([], ["a", "b"], ["a", "b", ""], False),
+        (["END"], ["xEN", "D", "y"], ["x", ""], True),
+        (["END"], ["xEN", "E", "N."], ["x", "EN", "EN.", ""], False),
+        (["END"], ["xE"], ["x", "E"], False),
+        (["\nUser:"], ["hi\n", "\n", "Us", "er: x"], ["hi", "\n", "", ""], True),
+        (["aab"], ["a", "a", "a", "b"], ["", "", "a", ""], True),
+        (["b", "abc"], ["a", "b", "c"], ["", "a"], True),
+        (["b", "abc"], ["abc"], ["a"], True),
+        (["bc", "abc"], ["abc"], [""], True),
+        (["é"], ["e", "\u0301", "é"], ["e", "\u0301", ""], True),
+    ],
+    ids=["none", "split", "almost", "end of text", "fallback", "overlap with itself", "the shorter one ends first", "in one piece",
+         "the longer one begins first", "code points"],
+)  # fmt: skip
+def test_a_stop_string_by_example(stops: list[str], pieces: list[str], expected: list[str], stopped: bool) -> None:
+    """The pieces that are shown, `finish` last unless it stopped."""
+    scanner, shown = StopScanner(stops), []
+    for piece in pieces:
+        shown.append(scanner.add(piece))
+        if scanner.stopped:
+            break
+    else:
+        shown.append(scanner.finish())
+    assert (shown, scanner.stopped) == (expected, stopped)
+
+
+def test_stop_strings_work_on_the_text_of_a_stream(tokenizer: Tokenizer) -> None:
+    """Token by token, across the borders of tokens."""
+    context = tokenizer.encode("a")
+    tokens = tokenizer.encode("athe quick brown fox")[len(context) :]
+    scanner = StopScanner(["ck bro"])
+    shown = ""
+    for piece in streamed(tokenizer, context, tokens):
+        shown += scanner.add(piece)
+        if scanner.stopped:
+            break
+    assert (shown, scanner.stopped) == ("the qui", True)
+
+
+def test_every_tokenizer_of_a_directory_is_its_own(directories: dict[str, Path], kind: str) -> None:
+    """Loading twice gives two that agree."""
+    first, second = load_tokenizer(directories[kind]), load_tokenizer(directories[kind])
+    assert first is not second
+    assert first.encode("the dog") == second.encode("the dog")
