@@ -43,7 +43,7 @@ def mlx_lm_side(runner: Runner) -> Side:
 
 
 def bare_loop(runner: Runner) -> Side:
-    """The least that decoding one step ahead takes, on the layer caches that the runner uses."""
+    """The least that decoding one step ahead takes, on the layer caches that the runner uses, and in its order."""
     model = runner.model
 
     def generate(prompt: list[int], max_tokens: int) -> Tokens:
@@ -51,15 +51,21 @@ def bare_loop(runner: Runner) -> Side:
         for layer in layers:
             layer.reserve(len(prompt) + max_tokens)
         cache = [layer.model_cache for layer in layers]
+
+        def following(tokens: mx.array) -> mx.array:
+            token = mx.argmax(model(tokens[None], cache=cache)[:, -1, :], axis=-1)
+            mx.async_eval(token)
+            return token
+
         model(mx.array(prompt[:-1])[None], cache=cache)
         mx.eval([layer.state for layer in layers])
-        following = mx.argmax(model(mx.array(prompt[-1:])[None], cache=cache)[:, -1, :], axis=-1)
-        mx.async_eval(following)
-        for left in range(max_tokens, 0, -1):
-            token = following
+        token = following(mx.array(prompt[-1:]))
+        yield token.item()  # type: ignore[misc]  # of an integer array
+        coming = following(token)
+        for left in range(max_tokens - 1, 0, -1):
+            token = coming
             if left > 1:
-                following = mx.argmax(model(token[None], cache=cache)[:, -1, :], axis=-1)
-                mx.async_eval(following)
+                coming = following(token)
             yield token.item()  # type: ignore[misc]  # of an integer array
 
     return generate

@@ -169,10 +169,10 @@ def in_turn(sides: Mapping[str, Any], turn: int) -> list[str]:
 
 
 def measure(side: Side, prompt: list[int], count: int) -> Run:
-    """Reads `count` tokens of an answer that would be longer: nobody gains from knowing that a token is the last."""
+    """All `count` tokens of an answer; a first token alone is read from an answer of two, whose second one nobody waits for."""
     wait()
     began = time.perf_counter()
-    answer = side(prompt, count + 1)
+    answer = side(prompt, max(count, 2))
     tokens = [next(answer)]
     first, first_python = time.perf_counter(), time.thread_time()
     while len(tokens) < count:

@@ -13,7 +13,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mlxrunner.errors import BusyError, ContextLengthError, MlxrunnerError, ModelError, OptionError, PromptError
+    from mlxrunner.errors import (
+        BusyError,
+        ContextLengthError,
+        MemoryPlanError,
+        MlxrunnerError,
+        ModelError,
+        OptionError,
+        PromptError,
+    )
     from mlxrunner.events import Chunk, Usage
     from mlxrunner.runner import Runner
     from mlxrunner.tokenizer import Message
@@ -22,6 +30,7 @@ __all__ = [
     "BusyError",
     "Chunk",
     "ContextLengthError",
+    "MemoryPlanError",
     "Message",
     "MlxrunnerError",
     "ModelError",

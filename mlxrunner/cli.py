@@ -72,25 +72,54 @@ debug_option = click.option("--debug", is_flag=True, expose_value=False, callbac
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 
 
+def _all(options: tuple[Callable[[F], F], ...]) -> Callable[[F], F]:
+    """Several options as one decorator, in the order in which --help shows them."""
+
+    def decorate(command: F) -> F:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+MEMORY_OPTIONS = (
+    click.option("--context", type=int, help="Most tokens of prompt and answer together. [default: the model's own, or what fits]"),
+    click.option("--kv-bits", type=int, metavar="B", help="Store full attention's keys and values in 8 or 4 bits. [default: as computed]"),
+    click.option("--prefill-step", type=int, default=2048, show_default=True, help="Prompt tokens evaluated at once."),
+    click.option("--rewind-slack", type=int, default=512, show_default=True, help="Tokens a sliding window keeps beyond itself, to be rewound."),
+    click.option("--checkpoint-budget", type=int, metavar="BYTES", help="For checkpoints of windows and states. [default: room for 8]"),
+)  # fmt: skip
+LOADING = (
+    "context",
+    "kv_bits",
+    "prefill_step",
+    "rewind_slack",
+    "checkpoint_budget",
+    "checkpoint_interval",
+    "reserve",
+    "trust_remote_code",
+)
+
+
 def model_options(command: F) -> F:
     """What generate and chat load, and how much they say about it."""
-    for option in reversed((
+    return _all((
         click.option("-m", "--model", default="demo", show_default=True, envvar="MLXRUNNER_MODEL", show_envvar=True,
                      help="demo, a model directory, or a hub id such as mlx-community/Llama-3.2-1B-Instruct-4bit."),
-        click.option("--context", type=int, help="Most tokens of prompt and answer together. [default: the model's own]"),
-        click.option("--prefill-step", type=int, default=2048, show_default=True, help="Prompt tokens evaluated at once."),
+        *MEMORY_OPTIONS,
+        click.option("--checkpoint-interval", type=int, default=1024, show_default=True, help="Tokens between checkpoints."),
+        click.option("--reserve/--no-reserve", default=True, help="Take all memory at start, or as the conversation grows.  [default: reserve]"),
         click.option("--trust-remote-code", is_flag=True, help="Run Python code that the model brings. Only if you trust it."),
         click.option("-v", "--verbose", count=True, expose_value=False, callback=_verbose,
                      help="Log each request's cache hit to stderr; -vv: the entry after it, too."),
         debug_option,
-    )):  # fmt: skip
-        command = option(command)
-    return command
+    ))(command)  # fmt: skip
 
 
 def sampling_options(command: F) -> F:
     """How the next token is chosen, and when an answer ends."""
-    for option in reversed((
+    return _all((
         click.option("--max-tokens", type=int, help="Longest answer. [default: until the model stops or the context is full]"),
         click.option("--temperature", type=float, default=0.0, show_default=True, help="0 = always the most likely token."),
         click.option("--top-k", type=int, default=0, help="Only the K most likely tokens. [default: all]"),
@@ -102,9 +131,7 @@ def sampling_options(command: F) -> F:
         click.option("--penalty-context", type=int, default=20, show_default=True, help="How many recent tokens the penalties see."),
         click.option("--seed", type=int, help="Makes sampling repeatable."),
         click.option("--stop", multiple=True, metavar="TEXT", help="End the answer before TEXT; may be given several times."),
-    )):  # fmt: skip
-        command = option(command)
-    return command
+    ))(command)  # fmt: skip
 
 
 @click.group(cls=Program, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -129,10 +156,7 @@ def main() -> None:
     "--repeat", type=click.IntRange(min=1), default=1, metavar="N", help="Run the request N times, to see its cache hits."
 )
 @json_option
-def generate(
-    model: str, context: int | None, prefill_step: int, trust_remote_code: bool, prompt: str | None, system: str | None,
-    raw: bool, repeat: int, as_json: bool, **options: Any,
-) -> None:  # fmt: skip
+def generate(model: str, prompt: str | None, system: str | None, raw: bool, repeat: int, as_json: bool, **options: Any) -> None:
     """Answer one prompt. The answer goes to stdout and nothing else does.
 
     --json prints an object with text, tokens, finish_reason and usage (a line for each --repeat).
@@ -144,7 +168,7 @@ def generate(
     text = _read_prompt(prompt)
     if not text:
         raise PromptError("the prompt is empty: give one with --prompt TEXT, or send it to standard input")
-    runner = _load(model, context, prefill_step, trust_remote_code, banner=sys.stderr.isatty() and not as_json)
+    runner = _load(model, _take(options, LOADING), banner=sys.stderr.isatty() and not as_json)
     request: Any = text if raw else [{"role": "user", "content": text}]
     if system:
         request.insert(0, {"role": "system", "content": system})
@@ -186,9 +210,7 @@ def _answer(runner: Runner, request: Any, as_json: bool, options: dict[str, Any]
 @model_options
 @click.option("--system", metavar="TEXT", help="The system prompt.")
 @sampling_options
-def chat(
-    model: str, context: int | None, prefill_step: int, trust_remote_code: bool, system: str | None, **options: Any
-) -> None:  # fmt: skip
+def chat(model: str, system: str | None, **options: Any) -> None:
     """Talk with a model. Each turn evaluates only its own tokens.
 
     In a terminal: line editing, /help for the commands, Ctrl-C stops an answer, Ctrl-D leaves. Otherwise each line of standard
@@ -198,9 +220,10 @@ def chat(
     from mlxrunner.chat.repl import Repl, pipe_reader, terminal_reader
     from mlxrunner.config import GenerateOptions
 
+    loading = _take(options, LOADING)
     GenerateOptions.of(**options)  # complain before loading
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
-    runner = _load(model, context, prefill_step, trust_remote_code, banner=interactive)
+    runner = _load(model, loading, banner=interactive)
     conversation = Conversation(runner, system, options)
     sys.exit(Repl(conversation, terminal_reader() if interactive else pipe_reader(), interactive=interactive).run())
 
@@ -252,6 +275,25 @@ def show(model: str, as_json: bool) -> None:
 
 
 @main.command()
+@click.argument("model")
+@_all(MEMORY_OPTIONS)
+@click.option("--measure", is_flag=True, help="Load the model and run the worst-case batch instead of estimating it.")
+@json_option
+@debug_option
+def plan(model: str, measure: bool, as_json: bool, **options: Any) -> None:
+    """Say what MODEL needs for a context, what this device offers, and the largest context that fits.
+
+    Works from config.json and the headers of the weight files, without loading them. Exit code 2 if it does not fit.
+    """
+    from mlxrunner.runner import Runner, plan_model
+
+    made = Runner.load(model, **options).plan if measure else plan_model(model, **options)
+    assert made is not None
+    click.echo(json.dumps(made.as_dict()) if as_json else made.table())
+    sys.exit(0 if made.fits else 2)
+
+
+@main.command()
 @json_option
 @debug_option
 def doctor(as_json: bool) -> None:
@@ -270,12 +312,17 @@ def doctor(as_json: bool) -> None:
             click.echo(f"    {'':14} {finding.advice}")
 
 
-def _load(model: str, context: int | None, prefill_step: int, trust_remote_code: bool, *, banner: bool) -> Runner:
+def _load(model: str, loading: dict[str, Any], *, banner: bool) -> Runner:
     from mlxrunner.runner import Runner
 
     if banner and model == "demo":
         click.echo(DEMO_BANNER, err=True)
-    return Runner.load(model, context, prefill_step=prefill_step, trust_remote_code=trust_remote_code)
+    return Runner.load(model, **loading)
+
+
+def _take(options: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    """Move these options out of `options`."""
+    return {name: options.pop(name) for name in names}
 
 
 def _read_prompt(prompt: str | None) -> str:

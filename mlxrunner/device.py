@@ -44,6 +44,25 @@ def memory_bytes() -> tuple[int, int]:
     return total, int(offered) if offered else _available(total)
 
 
+def offered_bytes() -> int:
+    """What a runner may use in all: the recommended working set on Metal; on a CPU nine tenths of the available memory, and what
+    MLX has taken already."""
+    offered = memory_bytes()[1]
+    return offered if is_gpu() else offered * 9 // 10 + int(mx.get_active_memory())
+
+
+def set_limits(total: int, batch: int) -> None:
+    """Tell MLX what was planned: `total` bytes in all, of which `batch` come and go and may be kept for the next step."""
+    mx.set_memory_limit(max(total, offered_bytes()))
+    mx.set_cache_limit(max(batch, SMALLEST_CACHE))
+    recommended = describe().get("max_recommended_working_set_size") if is_gpu() else None
+    if recommended:
+        mx.set_wired_limit(min(total, int(recommended)))
+
+
+SMALLEST_CACHE = 64 * 2**20
+
+
 def _available(total: int) -> int:
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():

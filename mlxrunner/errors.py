@@ -2,6 +2,7 @@
 
 MlxrunnerError          exit code 1
 ├── ModelError          exit code 2: a model that is missing, broken or not supported
+├── MemoryPlanError     exit code 2: what was asked for does not fit into the memory that the device offers
 ├── OptionError         exit code 2: an option out of range (also a ValueError)
 ├── PromptError         exit code 2: a prompt that can't be run
 │   └── ContextLengthError   longer than the context
@@ -19,6 +20,12 @@ class MlxrunnerError(Exception):
 
 class ModelError(MlxrunnerError):
     """A model that is missing, broken or of a kind that is not known; the message names the file or id."""
+
+    exit_code = 2
+
+
+class MemoryPlanError(MlxrunnerError):
+    """The plan does not fit; the message is its table, with the settings that would."""
 
     exit_code = 2
 

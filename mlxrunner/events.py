@@ -19,7 +19,8 @@ class Usage:
     tokens run through the model; `trimmed_tokens`: tokens dropped from the entry to get back to the cached ones. `ttft_s` runs
     from the request to the first token, `decode_s` from the first token to the last. `outcome`: "hit" (all that could be was reused),
     "partial" or "miss"; `reason` says why not more (see `mlxrunner.cache.Lookup`); the tokens lost are matched - cached.
-    `rewind_limited_by`: kind of the layer that could not go back to the match; `checkpoint`: offset of the one that was used. `peak_bytes`: of all MLX memory, this request.
+    `rewind_limited_by`: kind of the layer that could not go back to the match; `checkpoint`: offset of the one that was used.
+    `peak_bytes`: of all MLX memory, this request.
     """
 
     prompt_tokens: int

@@ -77,6 +77,12 @@ class Pipeline:
         try:
             for count in range(1, max_tokens + 1):
                 current = sampled
+                if count == 1:
+                    # Before the next pass is started: on a CPU, async_eval returns only when most of the work is done.
+                    token = current.read()
+                    self.prefill_s = time.perf_counter() - began
+                    self._report(len(session.prompt))
+                    yield _decoded(token, current)
                 if count < max_tokens:
                     logits = self._forward(current.token[None])[:, -1, :]
                     if history is not None:
@@ -84,14 +90,12 @@ class Pipeline:
                     sampled = next_token(logits, history)
                     _dispatch(sampled.arrays)
                 token = current.read()
-                if count == 1:
-                    self.prefill_s = time.perf_counter() - began
-                    self._report(len(session.prompt))
                 if session.forwarded > session.recorded:
                     session.record((token,))
                     if self._checkpoints is not None and session.recorded % self._checkpoints.interval == 0:
                         self._checkpoint()
-                yield _decoded(token, current)
+                if count > 1:
+                    yield _decoded(token, current)
                 if count % CLEAR_EVERY == 0:
                     mx.clear_cache()
         finally:

@@ -10,16 +10,20 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlxrunner.cache.entry import CacheEntry, Lookup, PrefixCache, Session
+from mlxrunner import device
 from mlxrunner.cache.checkpoints import stops
+from mlxrunner.cache.entry import CacheEntry, Lookup, PrefixCache, Session
 from mlxrunner.cache.factory import DEFAULT_SLACK, CacheOptions, make_layer_caches
 from mlxrunner.cache.tokens import TokenArray, as_tokens
 from mlxrunner.config import GenerateOptions
-from mlxrunner.errors import ContextLengthError, OptionError, PromptError
+from mlxrunner.errors import ContextLengthError, MemoryPlanError, OptionError, PromptError
 from mlxrunner.events import Chunk, FinishReason, Usage, log_entry, log_lookup
-from mlxrunner.models.facts import ModelFacts
+from mlxrunner.models.facts import ModelFacts, without_weights
 from mlxrunner.models.load import LoadedModel, load_model
 from mlxrunner.pipeline import CheckpointPlan, Decoded, Pipeline, Progress
+from mlxrunner.plan import Batch, Demand, Plan, make_plan
+from mlxrunner.reserve import choose, demand_of, weights_of
+from mlxrunner.reserve import reserve as reserve_memory
 from mlxrunner.sampling import LogitsProcessor, NextToken
 from mlxrunner.tokenizer import Message, Tokenizer
 from mlxrunner.tokenizer.stream import StopScanner
@@ -47,21 +51,20 @@ class Runner:
         name: str = "",
         context: int | None = None,
         prefill_step: int = DEFAULT_PREFILL_STEP,
+        kv_bits: int | None = None,
         rewind_slack: int = DEFAULT_SLACK,
         checkpoint_interval: int = DEFAULT_INTERVAL,
         checkpoint_budget: int = 2**30,
+        whole: bool = False,
     ) -> None:
-        """From parts that are loaded already; `Runner.load` is the usual way."""
-        if context is not None and context < 2:
-            raise OptionError(f"context: {context} is out of range, it has to be at least 2")
-        if prefill_step < 1:
-            raise OptionError(f"prefill_step: {prefill_step} is out of range, it has to be at least 1")
-        self.model, self.tokenizer, self.facts, self.name = model, tokenizer, facts, name
+        """From parts that are loaded already; `Runner.load` is the usual way, and plans the memory."""
         self.context = context or facts.context
-        self.prefill_step = prefill_step
-        self.checkpoint_interval = checkpoint_interval
-        caches = CacheOptions(self.context, rewind_slack)
-        self._cache = PrefixCache(lambda: make_layer_caches(model, caches), checkpoint_budget)
+        _check_settings(self.context, prefill_step, kv_bits, rewind_slack, checkpoint_interval, checkpoint_budget)
+        self.model, self.tokenizer, self.facts, self.name = model, tokenizer, facts, name
+        self.prefill_step, self.checkpoint_interval = prefill_step, checkpoint_interval
+        self.plan: Plan | None = None
+        self._options = CacheOptions(self.context, whole, rewind_slack, kv_bits)
+        self._cache = PrefixCache(lambda: make_layer_caches(model, self._options), checkpoint_budget)
         self._message_ends = np.array(sorted(tokenizer.message_ends), np.int32)
 
     @classmethod
@@ -71,15 +74,55 @@ class Runner:
         context: int | None = None,
         *,
         prefill_step: int = DEFAULT_PREFILL_STEP,
+        kv_bits: int | None = None,
+        rewind_slack: int = DEFAULT_SLACK,
+        checkpoint_interval: int = DEFAULT_INTERVAL,
+        checkpoint_budget: int | None = None,
+        reserve: bool = True,
         trust_remote_code: bool = False,
     ) -> Runner:
-        """Load "demo", a model directory or a hub id.
+        """Load "demo", a model directory or a hub id, and take the memory that it will need.
 
-        `context`: most tokens of prompt and answer together (default: what the model was made for). `prefill_step`: prompt tokens
-        evaluated at once. ModelError names what is missing or broken.
+        context: most tokens of prompt and answer together (default: what the model was made for, or the most that fits).
+        prefill_step: prompt tokens evaluated at once. kv_bits: 8 or 4, to store full attention's keys and values in so many bits.
+        rewind_slack: tokens that a sliding window keeps beyond itself. checkpoint_interval, checkpoint_budget: tokens between
+        checkpoints of windows and states, and the bytes they may take. reserve: allocate everything and run the worst-case batch now;
+        False: take memory as the conversation grows.
+
+        ModelError names what is missing or broken; MemoryPlanError has the table of what does not fit.
         """
+        _check_settings(context or 2, prefill_step, kv_bits, rewind_slack, checkpoint_interval, checkpoint_budget or 0)
         loaded: LoadedModel = load_model(model, trust_remote_code=trust_remote_code)
-        return cls(loaded.model, loaded.tokenizer, loaded.facts, name=model, context=context, prefill_step=prefill_step)
+        options = CacheOptions(context or loaded.facts.context, True, rewind_slack, kv_bits)
+        demand = demand_of(
+            loaded.model,
+            loaded.config,
+            options,
+            prefill_step,
+            weights=weights_of(loaded.model),
+            checkpoint_budget=checkpoint_budget,
+        )
+        plan = choose(demand, context, prefill_step, offered=device.offered_bytes(), limit=loaded.facts.context, strict=reserve)
+        runner = cls(
+            loaded.model, loaded.tokenizer, loaded.facts, name=model, context=plan.context, prefill_step=prefill_step,
+            kv_bits=kv_bits, rewind_slack=rewind_slack, checkpoint_interval=checkpoint_interval,
+            checkpoint_budget=plan.checkpoint_budget, whole=reserve,
+        )  # fmt: skip
+        runner.plan = runner._reserve(demand, plan) if reserve else plan
+        return runner
+
+    def _reserve(self, demand: Demand, plan: Plan) -> Plan:
+        """Allocate the caches, run the worst-case batch, and hold the plan against what it took."""
+        caches, scratch = self._cache.empty_caches(), make_layer_caches(self.model, self._options)
+        taken = reserve_memory(self.model, caches, self.context, self.prefill_step, scratch)
+        measured = replace(demand, batch=Batch(taken.batch, is_measured=True))
+        plan = make_plan(
+            measured, context=self.context, prefill_step=self.prefill_step, offered=plan.offered, limit=self.facts.context
+        )
+        if not plan.fits:
+            raise MemoryPlanError(f"{self.name} does not fit into memory\n{plan.table()}")
+        device.set_limits(plan.total, taken.batch)
+        return plan
 
     @property
     def entry(self) -> CacheEntry:
@@ -216,6 +259,25 @@ class Runner:
         )
 
 
+def plan_model(
+    model: str,
+    context: int | None = None,
+    *,
+    prefill_step: int = DEFAULT_PREFILL_STEP,
+    kv_bits: int | None = None,
+    rewind_slack: int = DEFAULT_SLACK,
+    checkpoint_budget: int | None = None,
+) -> Plan:
+    """The memory plan of `model` without loading its weights; the options are those of `Runner.load`."""
+    _check_settings(context or 2, prefill_step, kv_bits, rewind_slack, 1, checkpoint_budget or 0)
+    shapes = without_weights(model)
+    options = CacheOptions(context or shapes.facts.context, True, rewind_slack, kv_bits)
+    demand = demand_of(
+        shapes.model, shapes.config, options, prefill_step, weights=shapes.weight_bytes, checkpoint_budget=checkpoint_budget
+    )
+    return choose(demand, context, prefill_step, offered=device.offered_bytes(), limit=shapes.facts.context, strict=False)
+
+
 @dataclass
 class _Clock:
     """Moments on time.perf_counter, and the seconds that the lookup took."""
@@ -255,6 +317,20 @@ class _Answer:
             return None, text
         text += self._scanner.add(self._stream.finish())
         return "stop" if ended or self._scanner.stopped else "length", text + self._scanner.finish()
+
+
+def _check_settings(
+    context: int, prefill_step: int, kv_bits: int | None, rewind_slack: int, checkpoint_interval: int, checkpoint_budget: int
+) -> None:
+    lowest = {
+        "context": (context, 2), "prefill_step": (prefill_step, 1), "rewind_slack": (rewind_slack, 0),
+        "checkpoint_interval": (checkpoint_interval, 1), "checkpoint_budget": (checkpoint_budget, 0),
+    }  # fmt: skip
+    for name, (value, low) in lowest.items():
+        if value < low:
+            raise OptionError(f"{name}: {value} is out of range, it has to be at least {low}")
+    if kv_bits not in (None, 4, 8):
+        raise OptionError(f"kv_bits: {kv_bits} is out of range, it has to be 4 or 8")
 
 
 def _keep_only_what_can_be_evaluated(session: Session) -> None:

@@ -323,7 +323,7 @@ def warm_request(runner: Runner) -> None:
 
 @mixes
 def test_ctrl_c_at_any_line_leaves_a_true_entry(mix: Mix) -> None:
-    """Every 3rd line of a warm request with a rewind, a prefill in chunks and a decode; the next request is exact."""
+    """200 lines of a warm request with a rewind, a prefill in chunks and a decode; the next request is exact."""
     follow_up = [*PROMPT[:12], *range(60, 80), 5]
     answer = cold(mix.kinds, follow_up)
     runner = mix.runner()
@@ -331,7 +331,7 @@ def test_ctrl_c_at_any_line_leaves_a_true_entry(mix: Mix) -> None:
     with interrupt_at(-1) as seen:
         warm_request(runner)
     total, interrupted = seen[0], 0
-    for line in range(1, total + 1, 3):
+    for line in range(1, total + 1, max(1, total // 200)):
         runner = mix.runner()
         tokens(runner, PROMPT)
         with suppress(KeyboardInterrupt), interrupt_at(line):
@@ -342,7 +342,7 @@ def test_ctrl_c_at_any_line_leaves_a_true_entry(mix: Mix) -> None:
                 raise
         assert is_consistent(runner), f"line {line}"
         assert tokens(runner, follow_up) == answer, f"line {line}"
-    assert interrupted > total // 4
+    assert interrupted > 150
 
 
 edits = st.lists(

@@ -100,6 +100,7 @@ class PrefixCache:
     def __init__(self, make_caches: Callable[[], list[LayerCache]], checkpoint_budget: int = 0) -> None:
         """`make_caches`: empty caches for the model; `checkpoint_budget`: bytes that checkpoints may take."""
         self._make_caches, self._checkpoint_budget = make_caches, checkpoint_budget
+        self._caches: list[LayerCache] | None = None  # made once; freed ones are used again
         self.entry = CacheEntry()
         self.freed_by: str | None = None
         # Weak: a request whose end was itself interrupted must not keep the entry for ever.
@@ -125,6 +126,12 @@ class PrefixCache:
         if len(tokens) == 0:
             raise PromptError("the prompt is empty: at least one token is needed")
         return Session(self, tokens)
+
+    def empty_caches(self) -> list[LayerCache]:
+        """The layer caches, freed: the same ones each time, so that what was allocated for the whole context stays."""
+        if self._caches is None:
+            self._caches = self._make_caches()
+        return list(self._caches)
 
     def free(self, why: str) -> None:
         """Drop the entry; the next request starts cold and says why."""
@@ -181,7 +188,7 @@ class PrefixCache:
                 cached, reason, freed_by, checkpoint = 0, "entry_freed", self.freed_by, None
         self.freed_by = None
         if not self.entry.caches:
-            self.entry.caches = self._make_caches()
+            self.entry.caches = self.empty_caches()
             self.entry.checkpoints.budget = self._checkpoint_budget
         freed_by = freed_by if reason == "entry_freed" else None
         return Lookup(len(prompt), before, matched, cached, reason, limited_by, freed_by, checkpoint)

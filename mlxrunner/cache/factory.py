@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import mlx.core as mx
 from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache, make_prompt_cache
 
 from mlxrunner.cache.full import FullAttentionCache
 from mlxrunner.cache.layer import LayerCache
+from mlxrunner.cache.layout import Layout
+from mlxrunner.cache.quantized import QuantizedAttentionCache
 from mlxrunner.cache.sliding import SlidingWindowCache
 from mlxrunner.cache.stock import CompositeCache, wrap
+from mlxrunner.errors import OptionError
 
 DEFAULT_SLACK = 512
 
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """`context`: tokens that the caches will have to hold at most (None: not known). `rewind_slack`: tokens that a sliding window keeps
-    beyond itself, so that it can be rewound by so many without a checkpoint."""
+    """`context`: tokens that the caches will have to hold at most (None: not known);
+    `whole`: allocate room for all of them at once. `rewind_slack`: tokens that a sliding window keeps
+    beyond itself, so that it can be rewound by so many without a checkpoint. `kv_bits`: 8 or 4, of full-attention layers; None: as computed."""
 
     context: int | None = None
+    whole: bool = False
     rewind_slack: int = DEFAULT_SLACK
+    kv_bits: int | None = None
 
 
 def make_layer_caches(model: Any, options: CacheOptions | None = None) -> list[LayerCache]:
@@ -29,9 +37,32 @@ def make_layer_caches(model: Any, options: CacheOptions | None = None) -> list[L
     return [_layer_cache(inner, options or CacheOptions()) for inner in make_prompt_cache(model)]
 
 
+def run_lazily(model: Any, caches: Sequence[LayerCache], tokens: int) -> mx.array:
+    """The logits of `tokens` zeros `[1, tokens]`, as a graph: shapes are known, nothing is computed until somebody evaluates it."""
+    for cache in caches:
+        cache.begin_forward()
+    logits: mx.array = model(mx.zeros((1, tokens), mx.int32), cache=[cache.model_cache for cache in caches])
+    for cache in caches:
+        cache.end_forward(tokens)
+    return logits
+
+
+def layouts_of(model: Any, options: CacheOptions) -> list[Layout]:
+    """How each layer of `model` stores its tokens, from the shapes of an unevaluated token. OptionError where `--kv-bits` can't be."""
+    caches = make_layer_caches(model, options)
+    try:
+        run_lazily(model, caches, 1)
+    except Exception as error:
+        if options.kv_bits is None:
+            raise
+        raise OptionError(f"kv_bits: this model can't use a quantized cache: {' '.join(str(error).split())[:200]}") from error
+    return [layout for cache in caches for layout in cache.layouts()]
+
+
 def _layer_cache(inner: Any, options: CacheOptions) -> LayerCache:
     if type(inner) is KVCache:
-        return FullAttentionCache()
+        context = options.context if options.whole else None
+        return FullAttentionCache(context) if options.kv_bits is None else QuantizedAttentionCache(options.kv_bits, context)
     if type(inner) is RotatingKVCache and not inner.keep:
         return SlidingWindowCache(inner.max_size, options.rewind_slack, options.context)
     if type(inner) is CacheList:

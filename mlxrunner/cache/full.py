@@ -8,6 +8,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import create_attention_mask
 
 from mlxrunner.cache.layer import RewindError, Rewinding, Snapshot
+from mlxrunner.cache.layout import Layout
 
 STEP = 256
 
@@ -16,8 +17,9 @@ class FullAttentionCache(Rewinding):
     """Keys and values of every token, `[1, kv_heads, capacity, head_dim]`.
 
     Speaks mlx-lm's layer-cache protocol (`update_and_fetch`, `offset`, `make_mask`, `keys_and_values`, `keys`, `values`).
-    mlx-lm's own KVCache grows by concatenation every 256 tokens, a full copy each time; here `reserve` makes room once, before
-    the forward pass and one layer at a time, so that the peak is the buffers plus one layer. The offset is the last thing that a
+    mlx-lm's own KVCache grows by concatenation every 256 tokens, a full copy each time; here the buffer for the whole context is
+    allocated once, or, where that is not known, `reserve` makes room before the forward pass and one layer at a time, so that the
+    peak is the buffers plus one layer. The offset is the last thing that a
     write changes: an interrupted write left nothing but unused rows.
     """
 
@@ -25,10 +27,12 @@ class FullAttentionCache(Rewinding):
     counts_forwards = False
     needs_checkpoints = False
 
-    def __init__(self) -> None:
+    def __init__(self, context: int | None = None) -> None:
+        """`context`: tokens to make room for at the first write, once and for all; None: as much as `reserve` says."""
         self.keys: mx.array | None = None
         self.values: mx.array | None = None
         self.offset = 0
+        self._context = context
         self._reserved = 0
 
     @property
@@ -55,7 +59,7 @@ class FullAttentionCache(Rewinding):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         end = self.offset + keys.shape[2]
         if self.keys is None or self.values is None:
-            tokens = _round_up(max(end, self._reserved))
+            tokens = _round_up(max(end, self._reserved)) if self._context is None else max(end, self._context)
             self.keys = mx.zeros((*keys.shape[:2], tokens, keys.shape[3]), keys.dtype)
             self.values = mx.zeros((*values.shape[:2], tokens, values.shape[3]), values.dtype)
         elif end > self.capacity:
@@ -87,6 +91,8 @@ class FullAttentionCache(Rewinding):
         return self.keys is None
 
     def reserve(self, tokens: int) -> None:
+        if self._context is not None:
+            return
         self._reserved = tokens
         if self.capacity and tokens > self.capacity:
             self._resize(_round_up(max(tokens, self.capacity * 3 // 2)))
@@ -107,8 +113,14 @@ class FullAttentionCache(Rewinding):
         self.offset = to
         if to == 0:
             self.free()
-        else:
+        elif self._context is None:
             self._give_back(max(to, self._reserved))
+
+    def layouts(self) -> list[Layout]:
+        return [Layout(self.kind, row_bytes=self.nbytes // max(1, self.capacity))]
+
+    def pretend(self, offset: int) -> None:
+        self.offset = offset
 
     def snapshot(self) -> Snapshot:
         return Snapshot(None, 0)
@@ -117,8 +129,10 @@ class FullAttentionCache(Rewinding):
         self.rewind(offset)
 
     def free(self) -> None:
+        """A buffer for the whole context stays: it was planned for."""
         self.offset = 0
-        self.keys = self.values = None
+        if self._context is None:
+            self.keys = self.values = None
 
     def _give_back(self, need: int) -> None:
         """Shrink when three quarters of the buffer have become unused."""

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from mlxrunner.cache.layout import Layout
+
 
 @dataclass(frozen=True)
 class Snapshot:
@@ -68,7 +70,7 @@ class LayerCache(Protocol):
         ...
 
     def reserve(self, tokens: int) -> None:
-        """Make room for `tokens` tokens in all, so that writes up to there allocate nothing."""
+        """Make room for `tokens` tokens in all, so that writes up to there allocate nothing; nothing to do where it is made already."""
         ...
 
     def begin_forward(self) -> None: ...
@@ -87,6 +89,14 @@ class LayerCache(Protocol):
 
     def trim(self, tokens: int) -> int:
         """Drop the last `tokens` tokens; returns how many were dropped: all of them, or 0 where that can't be done."""
+        ...
+
+    def layouts(self) -> list[Layout]:
+        """What is stored, for the memory plan: one, or one per part. Valid once a token was written (evaluated or not)."""
+        ...
+
+    def pretend(self, offset: int) -> None:
+        """Behave as if `offset` tokens were stored, whatever the buffers hold: for the worst-case batch at start."""
         ...
 
     def snapshot(self) -> Snapshot:

@@ -10,6 +10,7 @@ from mlx_lm.models.base import create_causal_mask
 
 from mlxrunner.cache.arrays import contiguous, tree_bytes
 from mlxrunner.cache.layer import RewindError, Rewinding, Snapshot
+from mlxrunner.cache.layout import Layout
 
 STEP = 256
 
@@ -129,6 +130,15 @@ class SlidingWindowCache(Rewinding):
             self.free()
         else:
             self._stored = Stored(self._stored.keys, self._stored.values, self._stored.first, to - self._stored.first)
+
+    def layouts(self) -> list[Layout]:
+        rows = self._stored.keys.shape[2] if self._stored else 1
+        return [Layout(self.kind, self.nbytes // rows, self.window + self.slack + STEP, checkpoint_rows=self.window - 1)]
+
+    def pretend(self, offset: int) -> None:
+        if self._stored is not None:
+            rows = min(offset, self.room)
+            self._stored = Stored(self._stored.keys, self._stored.values, offset - rows, rows)
 
     def snapshot(self) -> Snapshot:
         """The window before the next token, `window - 1` rows."""

@@ -20,6 +20,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, Rotating
 
 from mlxrunner.cache.arrays import contiguous, leaves, tree_bytes
 from mlxrunner.cache.layer import LayerCache, RewindError, Rewinding, Snapshot, reach
+from mlxrunner.cache.layout import Layout
 
 
 class StockCache(Rewinding):
@@ -74,6 +75,13 @@ class StockCache(Rewinding):
         elif not self.can_rewind(to):
             raise RewindError(self.kind, self.offset, to)
 
+    def layouts(self) -> list[Layout]:
+        # Of an unknown kind it is only known what it has allocated: taken as growing with the context, in steps like mlx-lm's.
+        rows = max(self.offset, getattr(self.inner, "step", 1))
+        return [Layout(self.kind, row_bytes=self.nbytes // max(1, rows), checkpoint_rows=2**31)]
+
+    def pretend(self, offset: int) -> None: ...
+
     def snapshot(self) -> Snapshot:
         kept = copy.deepcopy(self.inner)
         return Snapshot(kept, self.nbytes, leaves(self.state))
@@ -117,6 +125,9 @@ class RecurrentCache(StockCache):
             self.inner.cache = list(self._before[1])
             self.offset = to
             self._interrupted = False
+
+    def layouts(self) -> list[Layout]:
+        return [Layout(self.kind, fixed_bytes=2 * self.nbytes, checkpoint_fixed=self.nbytes)]
 
     def snapshot(self) -> Snapshot:
         states = [None if state is None else contiguous(state) for state in self.inner.cache]
@@ -215,6 +226,13 @@ class CompositeCache(Rewinding):
         for part in self.parts:
             part.rewind(to)
         self._hand_over()
+
+    def layouts(self) -> list[Layout]:
+        return [layout for part in self.parts for layout in part.layouts()]
+
+    def pretend(self, offset: int) -> None:
+        for part in self.parts:
+            part.pretend(offset)
 
     @property
     def needs_checkpoints(self) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -64,23 +66,30 @@ def build(folder: Path) -> tuple[Any, dict[str, Any]]:
 
 
 def cache_cost(model: Any) -> CacheCost:
-    """From the shapes of the caches after two prompts that fill every window, without evaluating anything."""
-    from mlxrunner.cache.factory import make_layer_caches
+    """From the shapes of the caches after one unevaluated token."""
+    from mlxrunner.cache.factory import CacheOptions, layouts_of
 
-    def stored(tokens: int) -> int:
-        caches = make_layer_caches(model)
-        for count in (tokens - 1, 1):  # the last one alone: only then is a full window cut to its size
-            for cache in caches:
-                cache.begin_forward()
-            model(mx.zeros((1, count), mx.int32), cache=[cache.model_cache for cache in caches])
-            for cache in caches:
-                cache.end_forward(count)
-        return sum(cache.used_bytes for cache in caches)
+    layouts = layouts_of(model, CacheOptions())
+    growing = sum(layout.row_bytes for layout in layouts if layout.most_rows is None)
+    return CacheCost(growing, sum((layout.most_rows or 0) * layout.row_bytes + layout.fixed_bytes for layout in layouts))
 
-    full = 2 + max((_window(cache) for cache in make_layer_caches(model)), default=0)
-    few, many = stored(full), stored(full + 256)
-    per_token = (many - few) // 256
-    return CacheCost(per_token, few - per_token * full)
+
+@dataclass(frozen=True)
+class Shapes:
+    """A model with its shapes but without its weights. `weight_bytes`: what they will take once loaded."""
+
+    model: Any
+    config: dict[str, Any]
+    facts: ModelFacts
+    weight_bytes: int
+
+
+def without_weights(name: str) -> Shapes:
+    """Model `name` from its config.json and the headers of its weight files."""
+    folder = resolve(name)
+    model, config = build(folder)
+    _set_dtype(model, config)
+    return Shapes(model, config, facts_of(model, config), loaded_bytes(folder, config))
 
 
 @dataclass(frozen=True)
@@ -101,30 +110,37 @@ class Description:
 
 def describe(name: str) -> Description:
     """Everything about a model that can be said without loading its weights."""
-    folder = resolve(name)
-    model, config = build(folder)
-    _set_dtype(model, config)
-    return Description(**vars(facts_of(model, config)), weight_bytes=weight_bytes(folder), cache=cache_cost(model))
+    shapes = without_weights(name)
+    return Description(**vars(shapes.facts), weight_bytes=weight_bytes(resolve(name)), cache=cache_cost(shapes.model))
 
 
 def weight_bytes(folder: Path) -> int:
     """Bytes of all tensors, from the safetensors headers."""
-    headers = (read_header(file) for file in check_weights(folder))
-    return sum(e["data_offsets"][1] - e["data_offsets"][0] for h in headers for name, e in h.items() if name != "__metadata__")
+    return sum(end - begin for entry in _tensors(folder) for begin, end in [entry["data_offsets"]])
+
+
+def loaded_bytes(folder: Path, config: dict[str, Any]) -> int:
+    """Bytes of all tensors once loaded: a device may want another type than the file has."""
+    dtype = device.preferred_dtype()
+    if dtype is None or _is_quantized(config):
+        return weight_bytes(folder)
+    return sum(math.prod(entry["shape"]) * dtype.size for entry in _tensors(folder))
+
+
+def _tensors(folder: Path) -> Iterator[dict[str, Any]]:
+    for file in check_weights(folder):
+        yield from (entry for name, entry in read_header(file).items() if name != "__metadata__")
+
+
+def _is_quantized(config: dict[str, Any]) -> bool:
+    return bool(config.get("quantization") or config.get("quantization_config"))
 
 
 def _set_dtype(model: Any, config: dict[str, Any]) -> None:
     """Give an unevaluated model the type that it would compute with on this device."""
     names = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
     stored = names.get(str(config.get("torch_dtype") or config.get("dtype")), mx.bfloat16)
-    quantized = config.get("quantization") or config.get("quantization_config")
-    model.set_dtype(stored if quantized else device.preferred_dtype() or stored)
-
-
-def _window(cache: Any) -> int:
-    """Tokens that fill the window of a layer's cache, or the largest of its parts'; 0 where there is none."""
-    layers = [part.model_cache for part in getattr(cache, "parts", [cache])]
-    return max(int(getattr(layer, name, 0)) for layer in layers for name in ("room", "max_size", "chunk_size"))
+    model.set_dtype(stored if _is_quantized(config) else device.preferred_dtype() or stored)
 
 
 def _is_size(value: Any) -> bool:

@@ -25,6 +25,7 @@ class LoadedModel:
     model: Any
     tokenizer: Tokenizer
     facts: ModelFacts
+    config: dict[str, Any]
 
 
 def load_model(name: str, *, trust_remote_code: bool = False) -> LoadedModel:
@@ -35,7 +36,7 @@ def load_model(name: str, *, trust_remote_code: bool = False) -> LoadedModel:
     check_weights(folder)
     tokenizer = load_tokenizer(folder, eos_tokens(folder, config), trust_remote_code=trust_remote_code)
     model, config = _load_weights(folder, trust_remote_code)
-    return LoadedModel(name, folder, model, tokenizer, facts_of(model, config))
+    return LoadedModel(name, folder, model, tokenizer, facts_of(model, config), config)
 
 
 def check_model_type(folder: Path, config: dict[str, Any]) -> None:

@@ -11,7 +11,15 @@ from typing import Any
 from mlxrunner.errors import ModelError
 from mlxrunner.tokenizer.base import Message, checked_text, with_bos
 from mlxrunner.tokenizer.stream import ByteStream
-from mlxrunner.tokenizer.template import END_OF_MESSAGE, END_OF_TURN, FALLBACK_STOPS, jinja_renderer, read_json, read_template, render_chat
+from mlxrunner.tokenizer.template import (
+    END_OF_MESSAGE,
+    END_OF_TURN,
+    FALLBACK_STOPS,
+    jinja_renderer,
+    read_json,
+    read_template,
+    render_chat,
+)
 
 SPACE = "▁"
 

@@ -84,15 +84,15 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return
         self.reply(*(self.hub.answer or self.page()))
 
-    do_HEAD = do_GET
+    do_HEAD = do_GET  # noqa: N815  # the name that http.server calls
 
     def page(self) -> tuple[int, dict[str, str], bytes]:
-        path = self.path.split("?")[0]
+        path, kind = self.path.split("?")[0], {"Content-Type": "application/json"}
         if "/tree/" in path:
             entries = [{"type": "file", "path": p, "size": len(b), "oid": _digest(b)} for p, b in self.hub.files.items()]
-            return 200, {"Content-Type": "application/json"}, json.dumps(entries).encode()
+            return 200, kind, json.dumps(entries).encode()
         if path.startswith("/api/models/org/name"):
-            return 200, {"Content-Type": "application/json"}, json.dumps({"id": "org/name", "sha": COMMIT, "siblings": []}).encode()
+            return 200, kind, json.dumps({"id": "org/name", "sha": COMMIT, "siblings": []}).encode()
         body = self.hub.files.get(path.partition(f"/resolve/{COMMIT}/")[2])
         if body is None:
             return 404, {"X-Error-Code": "EntryNotFound"}, b""

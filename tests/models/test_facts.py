@@ -33,7 +33,9 @@ cases = pytest.mark.parametrize(("kind", "layers", "cost"), [(kind, *case) for k
 
 
 @cases
-def test_the_kinds_of_layers_are_known_without_weights(tmp_path: Path, kind: str, layers: dict[str, int], cost: CacheCost) -> None:
+def test_the_kinds_of_layers_are_known_without_weights(
+    tmp_path: Path, kind: str, layers: dict[str, int], cost: CacheCost
+) -> None:
     """From a config.json alone."""
     (tmp_path / "config.json").write_text(json.dumps(tiny_config(kind)))
     facts = facts_of(*build(tmp_path))
@@ -78,7 +80,9 @@ def test_a_window_costs_its_size_once(window: int) -> None:
 
 def test_a_model_that_stays_quantized_is_reckoned_in_its_own_type(tmp_path: Path) -> None:
     """Its cache has the type of its scales."""
-    (tmp_path / "config.json").write_text(json.dumps(tiny_config(torch_dtype="float16", quantization={"bits": 4, "group_size": 32})))
+    (tmp_path / "config.json").write_text(
+        json.dumps(tiny_config(torch_dtype="float16", quantization={"bits": 4, "group_size": 32}))
+    )
     (tmp_path / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
     assert describe(str(tmp_path)).cache == CacheCost(2 * 2 * HEAD // 2, 0)
 

@@ -19,7 +19,9 @@ from mlxrunner.testing_models import save_model, tiny_config, tiny_model, write_
 PROMPT = np.random.default_rng(3).integers(0, 256, 24).tolist()
 
 
-def write_quantized(folder: Path, *, bits: int = 4, group_size: int = 32, shards: int = 1, predicate: Any = None, **config: Any) -> Any:
+def write_quantized(
+    folder: Path, *, bits: int = 4, group_size: int = 32, shards: int = 1, predicate: Any = None, **config: Any
+) -> Any:
     """Write a quantized tiny model with its tokenizer; returns the one that stayed in memory."""
     quantization: dict[str, Any] = {"group_size": group_size, "bits": bits}
     settings = tiny_config(**config)

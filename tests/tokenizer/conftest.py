@@ -135,7 +135,13 @@ def save_byte_fallback(folder: Path, normalizer: Any, pre_tokenizer: Any) -> Non
     trained.pre_tokenizer = pre_tokenizers.Metaspace()
     trained.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=200, limit_alphabet=60, show_progress=False))
     learned = json.loads(trained.to_str())["model"]
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *sorted(learned["vocab"], key=learned["vocab"].get)]
+    pieces = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        *sorted(learned["vocab"], key=learned["vocab"].get),
+    ]
     vocab = {piece: token for token, piece in enumerate(dict.fromkeys(pieces))}
     merges = [tuple(merge) for merge in learned["merges"]]
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))

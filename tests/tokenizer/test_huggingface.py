@@ -59,7 +59,11 @@ def test_a_class_name_in_the_configuration_changes_no_tokens(
 @pytest.mark.parametrize("legacy", [None, True, False])
 @pytest.mark.parametrize(
     ("kind", "name", "model_type"),
-    [("metaspace_legacy", "LlamaTokenizer", "llama"), ("metaspace", "LlamaTokenizerFast", "llama"), ("byte_level", "Qwen2Tokenizer", "qwen2")],
+    [
+        ("metaspace_legacy", "LlamaTokenizer", "llama"),
+        ("metaspace", "LlamaTokenizerFast", "llama"),
+        ("byte_level", "Qwen2Tokenizer", "qwen2"),
+    ],
 )
 def test_a_tokenizer_that_transformers_builds_anew_keeps_every_promise(
     copy_of: Callable[..., Path], kind: str, name: str, model_type: str, legacy: bool | None

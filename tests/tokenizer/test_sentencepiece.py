@@ -110,7 +110,9 @@ def test_an_added_end_of_turn_that_the_template_writes_is_a_stop(copy_of: Callab
 def test_end_and_beginning_may_be_named_in_the_configuration(copy_of: Callable[..., Path], name: Any) -> None:
     """As text or as an object, also beyond the pieces."""
     added = {"420": {"content": "<|im_end|>"}}
-    folder = copy_of("spm_plain", added_tokens_decoder=added, eos_token=name, bos_token="</s>", chat_template="{{ bos_token }}{{ eos_token }}")
+    folder = copy_of(
+        "spm_plain", added_tokens_decoder=added, eos_token=name, bos_token="</s>", chat_template="{{ bos_token }}{{ eos_token }}"
+    )
     tokenizer = load_tokenizer(folder)
     assert tokenizer.stop_tokens == {420}
     assert tokenizer.encode("") == [2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ FIXTURE = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], 
 """For tests that use a tokenizer, which no example changes."""
 # SentencePiece's and Metaspace's mark for a space can't be told from one; U+FFFD is the subject of tests of its own.
 texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁" + BROKEN), max_size=40)
-lively = st.lists(st.sampled_from(["the ", " dog", "é", "ß", "日本", "😀", "👩‍👧", "e\u0301", "\n", "  ", "\0", "\x7f", "<s>", "x"])).map("".join)
+lively = st.lists(
+    st.sampled_from(["the ", " dog", "é", "ß", "日本", "😀", "👩‍👧", "e\u0301", "\n", "  ", "\0", "\x7f", "<s>", "x"])
+).map("".join)
 
 
 def streamed(tokenizer: Tokenizer, context: Sequence[int], tokens: Sequence[int]) -> list[str]:
@@ -48,7 +51,9 @@ def test_a_stream_adds_up_to_the_decoded_text(tokenizer: Tokenizer, before: str,
 
 @FIXTURE
 @given(text=texts | lively, data=st.data())
-def test_a_stream_cut_anywhere_shows_whole_characters_and_marks_the_broken_one(tokenizer: Tokenizer, text: str, data: Any) -> None:
+def test_a_stream_cut_anywhere_shows_whole_characters_and_marks_the_broken_one(
+    tokenizer: Tokenizer, text: str, data: Any
+) -> None:
     """Every piece before the end is a piece of the whole text; only `finish` may give U+FFFD."""
     context = tokenizer.encode("a")
     tokens = tokenizer.encode_more(text)
@@ -234,7 +239,7 @@ stop_lists = st.lists(st.text("abc", min_size=1, max_size=4), max_size=3)
 
 def pieces_of(text: str, cuts: list[int]) -> list[str]:
     places = [0, *sorted(place % (len(text) + 1) for place in cuts), len(text)]
-    return [text[a:b] for a, b in zip(places, places[1:], strict=False)]
+    return [text[a:b] for a, b in pairwise(places)]
 
 
 @given(text=few_letters, stops=stop_lists, cuts=st.lists(st.integers(0, 20), max_size=6))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -109,10 +110,8 @@ def test_a_template_can_not_change_the_conversation(copy_of: Callable[..., Path]
     """What it does to its messages is an error or does not reach ours."""
     tokenizer = load_tokenizer(copy_of(kind, chat_template="{% set x = messages.append(1) %}{% set y = messages[0].clear() %}x"))
     messages = [{"role": "user", "content": "hi"}]
-    try:
+    with suppress(PromptError):
         tokenizer.render(messages)  # type: ignore[arg-type]
-    except PromptError:
-        pass
     assert messages == [{"role": "user", "content": "hi"}]
 
 

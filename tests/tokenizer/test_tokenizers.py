@@ -35,7 +35,13 @@ HOSTILE = {
     "looks like a token": "<s </s <|im_start <pad>",
     "replacement character": "\ufffd",
 }
-BOS = {"spm_prefix": "<s>", "spm_plain": "<s>", "byte_level_bos": "<|begin_of_text|>", "metaspace": "<s>", "metaspace_legacy": "<s>"}
+BOS = {
+    "spm_prefix": "<s>",
+    "spm_plain": "<s>",
+    "byte_level_bos": "<|begin_of_text|>",
+    "metaspace": "<s>",
+    "metaspace_legacy": "<s>",
+}
 END = {"spm_plain": "<end_of_turn>", "byte_level": "<|im_end|>", "byte_level_bos": "<|eot_id|>"}
 """A special token of each kind's template; "</s>" for the others."""
 USER: Any = [{"role": "user", "content": "hi"}]
@@ -174,7 +180,9 @@ def test_stop_tokens_are_the_given_ones_the_tokenizers_and_the_templates(directo
 
 
 @pytest.mark.parametrize("kind", END)
-def test_an_end_of_turn_that_the_template_does_not_write_is_no_stop(copy_of: Callable[..., Path], templates: Any, kind: str) -> None:
+def test_an_end_of_turn_that_the_template_does_not_write_is_no_stop(
+    copy_of: Callable[..., Path], templates: Any, kind: str
+) -> None:
     """A base model may have the token for other purposes."""
     ended = load_tokenizer(copy_of(kind, chat_template=templates["mistral"]))
     assert not set(ended.encode_more(END[kind])) & ended.stop_tokens
@@ -187,7 +195,12 @@ def test_an_end_of_turn_that_is_no_token_is_no_stop(copy_of: Callable[..., Path]
 
 @pytest.mark.parametrize(
     ("config", "generation", "expected"),
-    [({}, None, set()), ({"eos_token_id": 7}, None, {7}), ({"eos_token_id": [7, 8]}, None, {7, 8}), ({"eos_token_id": 7}, [8, 9], {7, 8, 9})],
+    [
+        ({}, None, set()),
+        ({"eos_token_id": 7}, None, {7}),
+        ({"eos_token_id": [7, 8]}, None, {7, 8}),
+        ({"eos_token_id": 7}, [8, 9], {7, 8, 9}),
+    ],
     ids=["none", "one", "list", "generation_config"],
 )
 def test_a_runner_stops_at_the_end_tokens_of_all_files(tmp_path: Path, config: Any, generation: Any, expected: set[int]) -> None:
@@ -196,3 +209,17 @@ def test_a_runner_stops_at_the_end_tokens_of_all_files(tmp_path: Path, config: A
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {generation}}}')
     assert Runner.load(str(tmp_path)).tokenizer.stop_tokens == expected | {257}
+
+
+def test_every_stop_token_ends_a_message(tokenizer: Tokenizer) -> None:
+    """Whatever ends an answer ends the message that it is."""
+    assert tokenizer.stop_tokens <= tokenizer.message_ends
+
+
+@pytest.mark.parametrize("name", ["[/INST]", "<|end|>"])
+def test_the_end_of_a_users_message_ends_no_answer(copy_of: Callable[..., Path], name: str) -> None:
+    """Where the vocabulary has such a token."""
+    without = load_tokenizer(copy_of("spm_prefix"))
+    assert without.message_ends == without.stop_tokens
+    with_it = load_tokenizer(copy_of("spm_prefix", added_tokens_decoder={"420": {"content": name}}))
+    assert with_it.message_ends == with_it.stop_tokens | {420}

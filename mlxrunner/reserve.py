@@ -1,0 +1,123 @@
+"""Decide memory before the first token: find out what a model's caches and its worst-case batch take, and take it at start."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from mlxrunner import device
+from mlxrunner.cache.factory import CacheOptions, layouts_of, run_lazily
+from mlxrunner.cache.layer import LayerCache
+from mlxrunner.errors import MemoryPlanError
+from mlxrunner.events import logger
+from mlxrunner.plan import Batch, Demand, Plan, make_plan
+from mlxrunner.terminal import size
+
+
+def demand_of(
+    model: Any,
+    config: dict[str, Any],
+    options: CacheOptions,
+    prefill_step: int,
+    *,
+    weights: int,
+    checkpoint_budget: int | None = None,
+) -> Demand:
+    """What `model` needs, its batch estimated. `model` may be without weights; `weights`: their bytes."""
+    gpu = device.is_gpu()
+    batch = estimate_batch(config, prefill_step, 2 if gpu else 4, is_fused=gpu)
+    return Demand(weights, layouts_of(model, options), batch, checkpoint_budget)
+
+
+def weights_of(model: Any) -> int:
+    """Bytes of a loaded model's parameters."""
+    from mlxrunner.cache.arrays import tree_bytes
+
+    return tree_bytes(model.parameters())
+
+
+def estimate_batch(config: dict[str, Any], prefill_step: int, item: int, *, is_fused: bool) -> Batch:
+    """A rough guess from the model's dimensions, for a plan without weights.
+
+    Live at once: about eight rows of the hidden size and three of the feed-forward size per token of the step, and the logits of
+    one token. Without a fused attention kernel (CPU) also the scores, heads x step x context in float32, twice.
+    """
+    text = config.get("text_config") or {}
+
+    def get(*names: str) -> int:
+        return next((int(s[n]) for n in names for s in (config, text) if isinstance(s.get(n), int)), 0)
+
+    hidden, heads, vocab = get("hidden_size", "d_model", "n_embd"), get("num_attention_heads", "n_head"), get("vocab_size")
+    wide = max(
+        get("intermediate_size", "ffn_dim", "n_inner"), get("moe_intermediate_size") * get("num_experts_per_tok"), 4 * hidden
+    )
+    fixed = prefill_step * (8 * hidden + 3 * wide) * item + 2 * vocab * 4
+    return Batch(fixed, 0 if is_fused else 2 * heads * prefill_step * 4)
+
+
+def choose(demand: Demand, context: int | None, prefill_step: int, *, offered: int, limit: int, strict: bool) -> Plan:
+    """The plan for `context`, or for the model's own (`limit`), or for the most that fits, which is then said in the log.
+
+    MemoryPlanError with the plan's table if it does not fit, unless not `strict`.
+    """
+    if context is None:
+        fitting = demand.largest_context(offered, limit)
+        if 0 < fitting < limit:
+            logger.warning("context: %d tokens, the most that fits into %s; the model's own is %d", fitting, size(offered), limit)
+        context = fitting or limit
+    plan = make_plan(demand, context=context, prefill_step=prefill_step, offered=offered, limit=limit)
+    if strict and not plan.fits:
+        raise MemoryPlanError(f"this does not fit into memory\n{plan.table()}")
+    return plan
+
+
+@dataclass(frozen=True)
+class Reserved:
+    """What was taken at start: bytes that stay (`caches`), and the most that a step needs beside them (`batch`)."""
+
+    caches: int
+    batch: int
+
+
+def reserve(model: Any, caches: Sequence[LayerCache], context: int, prefill_step: int, scratch: Sequence[LayerCache]) -> Reserved:
+    """Allocate `caches` whole, run the worst-case batch once, and leave them empty.
+
+    The batch is a full prefill step at the far end of the context and a decode step. Of the prefill only the first layers are computed,
+    as many as it takes to have met each kind of layer: the memory that one layer needs beside its cache is given back before the
+    next one starts, so the others would only cost time. `scratch`: caches like `caches`, for the layers that are not computed.
+    """
+    before = mx.get_active_memory()
+    logits = run_lazily(model, caches, 1)
+    mx.eval(logits, [cache.state for cache in caches])  # a decode step; allocates every buffer
+    del logits
+    taken = mx.get_active_memory()
+    step = min(prefill_step, context - 1)
+    place = context - step
+    first = _layers_of_each_kind(caches)
+    mx.reset_peak_memory()
+    run_lazily(model, scratch, 1)
+    batch = [*caches[:first], *scratch[first:]]
+    for cache in batch:
+        cache.pretend(place)
+    run_lazily(model, batch, step)
+    mx.eval([cache.state for cache in batch[:first]])
+    peak = mx.get_peak_memory()
+    del batch
+    for cache in (*caches, *scratch):
+        cache.free()
+    mx.clear_cache()
+    return Reserved(taken - before, max(0, peak - taken))
+
+
+def _layers_of_each_kind(caches: Sequence[LayerCache]) -> int:
+    """How many layers from the first on hold one of each kind, and one more, whose input is computed from all of theirs."""
+    wanted = {cache.kind for cache in caches}
+    seen: set[str] = set()
+    for index, cache in enumerate(caches):
+        seen.add(cache.kind)
+        if seen == wanted:
+            return min(index + 2, len(caches))
+    return len(caches)
