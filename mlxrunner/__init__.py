@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BusyError",
     "Chunk",
+    "ContextFullError",
     "ContextLengthError",
     "MemoryPlanError",
     "Message",

@@ -102,6 +102,15 @@ LOADING = (
 )
 
 
+def overflow_options(default: str) -> Callable[[F], F]:
+    """What happens when the context is full."""
+    return _all((
+        click.option("--overflow", type=click.Choice(["stop", "shift", "error"]), default=default, show_default=True,
+                     help="When the context is full: end the answer, drop the oldest half after the first --keep tokens, or fail."),
+        click.option("--keep", type=int, help="Tokens that a shift keeps. [default: the system prompt]"),
+    ))  # fmt: skip
+
+
 def model_options(command: F) -> F:
     """What generate and chat load, and how much they say about it."""
     return _all((
@@ -151,6 +160,7 @@ def main() -> None:
 @click.option("--system", metavar="TEXT", help="The system prompt.")
 @click.option("--raw", is_flag=True, help="The prompt is plain text to be continued: no chat template.")
 @sampling_options
+@overflow_options("stop")
 @click.option("--logprobs", type=int, metavar="K", help="With --json: each token's log-probability and the K likeliest.")
 @click.option(
     "--repeat", type=click.IntRange(min=1), default=1, metavar="N", help="Run the request N times, to see its cache hits."
@@ -210,6 +220,7 @@ def _answer(runner: Runner, request: Any, as_json: bool, options: dict[str, Any]
 @model_options
 @click.option("--system", metavar="TEXT", help="The system prompt.")
 @sampling_options
+@overflow_options("shift")
 def chat(model: str, system: str | None, **options: Any) -> None:
     """Talk with a model. Each turn evaluates only its own tokens.
 
@@ -221,6 +232,8 @@ def chat(model: str, system: str | None, **options: Any) -> None:
     from mlxrunner.config import GenerateOptions
 
     loading = _take(options, LOADING)
+    if options["keep"] is None:
+        del options["keep"]  # the conversation knows its system prompt
     GenerateOptions.of(**options)  # complain before loading
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     runner = _load(model, loading, banner=interactive)

@@ -9,11 +9,16 @@ from typing import Any
 from mlxrunner.errors import OptionError
 
 MAX_LOGPROBS = 100
+OVERFLOW = ("stop", "shift", "error")
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions:
-    """How to continue a prompt. `max_tokens=None`: until the model stops or the context is full; `temperature=0`: greedy."""
+    """How to continue a prompt. `max_tokens=None`: until the model stops or the context is full; `temperature=0`: greedy.
+
+    `overflow`: what happens when the context is full: the answer ends ("stop"), the oldest tokens after the first `keep` make room
+    ("shift"), or ContextFullError ("error").
+    """
 
     max_tokens: int | None = None
     temperature: float = 0.0
@@ -28,6 +33,8 @@ class GenerateOptions:
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     penalty_context: int = 20
+    overflow: str = "stop"
+    keep: int | None = None
 
     def __post_init__(self) -> None:
         _check("max_tokens", self.max_tokens, low=1)
@@ -41,6 +48,9 @@ class GenerateOptions:
         _check("presence_penalty", self.presence_penalty, low=-100, high=100)
         _check("frequency_penalty", self.frequency_penalty, low=-100, high=100)
         _check("penalty_context", self.penalty_context, low=1)
+        _check("keep", self.keep, low=0)
+        if self.overflow not in OVERFLOW:
+            raise OptionError(f"overflow: {self.overflow!r} is not known, it has to be one of {', '.join(OVERFLOW)}")
         if any(not isinstance(text, str) or not text for text in self.stop):
             raise OptionError("stop: each stop string has to be a text of at least one character")
 

@@ -6,6 +6,7 @@ MlxrunnerError          exit code 1
 ├── OptionError         exit code 2: an option out of range (also a ValueError)
 ├── PromptError         exit code 2: a prompt that can't be run
 │   └── ContextLengthError   longer than the context
+├── ContextFullError    exit code 1: the answer filled the context, and the caller wanted that to be an error
 └── BusyError           exit code 1: another request is still using the one entry
 """
 
@@ -51,6 +52,17 @@ class ContextLengthError(PromptError):
             "shorten it or load the model with a longer --context"
         )
         self.tokens, self.context = tokens, context
+
+
+class ContextFullError(MlxrunnerError):
+    """The answer filled the context before it ended (`overflow="error"`)."""
+
+    def __init__(self, answer: int, context: int) -> None:
+        super().__init__(
+            f"the answer filled the context of {context} tokens after {answer} tokens: "
+            "load the model with a longer --context, or use --overflow shift"
+        )
+        self.answer, self.context = answer, context
 
 
 class BusyError(MlxrunnerError):

@@ -20,7 +20,8 @@ class Usage:
     from the request to the first token, `decode_s` from the first token to the last. `outcome`: "hit" (all that could be was reused),
     "partial" or "miss"; `reason` says why not more (see `mlxrunner.cache.Lookup`); the tokens lost are matched - cached.
     `rewind_limited_by`: kind of the layer that could not go back to the match; `checkpoint`: offset of the one that was used.
-    `peak_bytes`: of all MLX memory, this request.
+    `shifted_tokens`: dropped from the middle because the context was full; `reevaluated_tokens`: evaluated once more for that, where a
+    layer could not move what it stores. `peak_bytes`: of all MLX memory, this request.
     """
 
     prompt_tokens: int
@@ -34,6 +35,8 @@ class Usage:
     rewind_limited_by: str | None
     checkpoint: int | None
     freed_by: str | None
+    shifted_tokens: int
+    reevaluated_tokens: int
     tokenize_s: float
     lookup_s: float
     prefill_s: float

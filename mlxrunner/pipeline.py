@@ -12,7 +12,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxrunner.cache.entry import Session
+from mlxrunner.cache.entry import Rotators, Session
+from mlxrunner.cache.tokens import TokenArray
 from mlxrunner.sampling import NextToken, Sampled
 
 Progress = Callable[[int, int], None]
@@ -42,10 +43,26 @@ class CheckpointPlan:
     interval: int = 1024
 
 
+@dataclass(frozen=True)
+class Shift:
+    """How to make room in a full context: keep the first `keep` tokens, drop half of the rest, move the others up."""
+
+    context: int
+    keep: int
+    rotate: Rotators
+
+    def discard(self, tokens: int) -> int:
+        """Tokens to drop after the first `keep` of `tokens`, so that half of what is not kept becomes free."""
+        target_free = max((self.context - self.keep) // 2, 1)
+        return max(tokens - (self.context - target_free), 0)
+
+
 class Pipeline:
     """One request on one model. `prefill_s` is valid once the first token has been read.
 
-    `checkpoints`: where the prefill pauses to take one; None for a model that needs none.
+    `checkpoints`: where the prefill pauses to take one; None for a model that needs none. `shift`: what to do when the context is full;
+    None: the caller's `max_tokens` ends the answer before. `shifted` counts the tokens that were dropped for it, `reevaluated` those
+    that had to be evaluated again because a layer could not move them.
     """
 
     def __init__(
@@ -55,8 +72,11 @@ class Pipeline:
         prefill_step: int,
         progress: Progress | None = None,
         checkpoints: CheckpointPlan | None = None,
+        shift: Shift | None = None,
     ) -> None:
         self._model, self._session = model, session
+        self._shift = shift
+        self.shifted, self.reevaluated = 0, 0
         self._step, self._progress = prefill_step, progress
         self._checkpoints = checkpoints
         self.prefill_s = 0.0
@@ -84,6 +104,7 @@ class Pipeline:
                     self._report(len(session.prompt))
                     yield _decoded(token, current)
                 if count < max_tokens:
+                    self._make_room()
                     logits = self._forward(current.token[None])[:, -1, :]
                     if history is not None:
                         history = mx.concatenate([history, current.token.astype(mx.int32)])
@@ -111,12 +132,29 @@ class Pipeline:
         for stop in self._stops():
             while session.recorded < stop:
                 chunk = session.remaining[: min(self._step, stop - session.recorded)]
-                self._forward(mx.array(chunk)[None])
-                mx.eval([cache.state for cache in session.caches])
-                session.record(chunk)
-                mx.clear_cache()
+                self._evaluate(chunk)
                 self._report(session.recorded)
             self._checkpoint()
+
+    def _evaluate(self, chunk: TokenArray) -> None:
+        self._forward(mx.array(chunk)[None])
+        mx.eval([cache.state for cache in self._session.caches])
+        self._session.record(chunk)
+        mx.clear_cache()
+
+    def _make_room(self) -> None:
+        """Before a forward pass: shift if the context is full."""
+        shift, session = self._shift, self._session
+        if shift is None or session.recorded < shift.context:
+            return
+        tokens = session.tokens
+        discard = shift.discard(len(tokens))
+        self.shifted += discard
+        if not session.shift(shift.keep, discard, shift.rotate):
+            left = session.restart(tokens[: shift.keep] + tokens[shift.keep + discard :])
+            self.reevaluated += len(left)
+            for begin in range(0, len(left), self._step):
+                self._evaluate(left[begin : begin + self._step])
 
     def _stops(self) -> Sequence[int]:
         """Where chunks have to end; what is left after the last one is the seed of the answer."""

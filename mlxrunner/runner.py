@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,13 +15,14 @@ from mlxrunner import device
 from mlxrunner.cache.checkpoints import stops
 from mlxrunner.cache.entry import CacheEntry, Lookup, PrefixCache, Session
 from mlxrunner.cache.factory import DEFAULT_SLACK, CacheOptions, make_layer_caches
-from mlxrunner.cache.tokens import TokenArray, as_tokens
+from mlxrunner.cache.rotate import rotators
+from mlxrunner.cache.tokens import TokenArray, as_tokens, common_prefix
 from mlxrunner.config import GenerateOptions
-from mlxrunner.errors import ContextLengthError, MemoryPlanError, OptionError, PromptError
+from mlxrunner.errors import ContextFullError, ContextLengthError, MemoryPlanError, OptionError, PromptError
 from mlxrunner.events import Chunk, FinishReason, Usage, log_entry, log_lookup
 from mlxrunner.models.facts import ModelFacts, without_weights
 from mlxrunner.models.load import LoadedModel, load_model
-from mlxrunner.pipeline import CheckpointPlan, Decoded, Pipeline, Progress
+from mlxrunner.pipeline import CheckpointPlan, Decoded, Pipeline, Progress, Shift
 from mlxrunner.plan import Batch, Demand, Plan, make_plan
 from mlxrunner.reserve import choose, demand_of, weights_of
 from mlxrunner.reserve import reserve as reserve_memory
@@ -30,6 +32,7 @@ from mlxrunner.tokenizer.stream import StopScanner
 
 DEFAULT_PREFILL_STEP = 2048
 DEFAULT_INTERVAL = 1024
+FOREVER = 2**31
 HEADROOM = 256
 """Tokens of an answer of unknown length for which room is made in advance."""
 
@@ -159,6 +162,8 @@ class Runner:
         presence_penalty: float | None = None,
         frequency_penalty: float | None = None,
         penalty_context: int = 20,
+        overflow: str = "stop",
+        keep: int | None = None,
         logits_processors: Sequence[LogitsProcessor] = (),
         progress: Progress | None = None,
     ) -> Iterator[Chunk]:
@@ -169,7 +174,8 @@ class Runner:
         stop: text that ends the answer, which then ends before it. stop_tokens: token ids that end it (default: the model's own;
         `[]`: none does). logprobs: give each token's log-probability and the k most likely ones. penalties: over
         the last `penalty_context` tokens of prompt and answer, reused or not. logits_processors: `(tokens [n], logits [1, vocab])` -> logits.
-        progress: called during the prefill with (tokens in the entry, prompt tokens).
+        overflow: what to do when the context is full: "stop", "shift" (keep the first `keep` tokens, by default the system prompt,
+        drop half of the rest) or "error". progress: called during the prefill with (tokens in the entry, prompt tokens).
 
         The prompt and the options are checked before this returns: PromptError, ContextLengthError, OptionError. Closing the
         iterator ends the request; however it ends, the entry holds exactly the tokens that were evaluated.
@@ -178,40 +184,59 @@ class Runner:
         options = GenerateOptions.of(
             max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, stop=stop,
             stop_tokens=stop_tokens, logprobs=logprobs, repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
-            frequency_penalty=frequency_penalty, penalty_context=penalty_context,
+            frequency_penalty=frequency_penalty, penalty_context=penalty_context, overflow=overflow, keep=keep,
         )  # fmt: skip
         tokens = self.tokenize(prompt)
         self._check(tokens)
         clock = _Clock(began, time.perf_counter())
-        return self._run(self._cache.begin(tokens), options, logits_processors, progress, clock)
+        shift = self._shift(prompt, tokens, options)
+        discard = shift.discard(len(tokens)) if shift is not None and len(tokens) >= self.context else 0
+        if shift is not None and discard:
+            self._cache.prepare(tokens, shift.keep, discard, shift.rotate)
+            tokens = np.concatenate([tokens[: shift.keep], tokens[shift.keep + discard :]])
+        elif len(tokens) >= self.context:
+            raise ContextLengthError(len(tokens), self.context)
+        return self._run(_Request(self._cache.begin(tokens), options, logits_processors, progress, clock, shift, discard))
+
+    def _shift(self, prompt: Prompt, tokens: TokenArray, options: GenerateOptions) -> Shift | None:
+        """How to make room in a full context, if that is wanted."""
+        if options.overflow != "shift":
+            return None
+        keep = self._system_tokens(prompt, tokens) if options.keep is None else options.keep
+        if keep > self.context - 2:
+            raise OptionError(f"keep: {keep} tokens leave no room in the context of {self.context} tokens")
+        return Shift(self.context, keep, lambda caches, by: rotators(self.model, caches, by))
+
+    def _system_tokens(self, prompt: Prompt, tokens: TokenArray) -> int:
+        """How many of the prompt's first tokens are its system prompt with BOS, or BOS alone."""
+        first = self.tokenizer.encode("")
+        messages: Any = prompt
+        if not isinstance(prompt, str) and len(prompt) and isinstance(messages[0], dict) and messages[0].get("role") == "system":
+            with suppress(PromptError):
+                first = self.tokenizer.encode(self.tokenizer.render(messages[:1], add_generation_prompt=False))
+        return common_prefix(as_tokens(first), tokens)
 
     def _check(self, tokens: TokenArray) -> None:
-        if len(tokens) >= self.context:
-            raise ContextLengthError(len(tokens), self.context)
         if self.facts.vocab and len(tokens) and int(tokens.max()) >= self.facts.vocab:
             raise PromptError(f"token id {int(tokens.max())} is beyond the model's vocabulary of {self.facts.vocab}")
 
-    def _run(
-        self,
-        session: Session,
-        options: GenerateOptions,
-        processors: Sequence[LogitsProcessor],
-        progress: Progress | None,
-        clock: _Clock,
-    ) -> Iterator[Chunk]:
+    def _run(self, request: _Request) -> Iterator[Chunk]:
         mx.reset_peak_memory()
         lookup_began = time.perf_counter()
+        session, options, clock = request.session, request.options, request.clock
         with session:
             room = self.context - len(session.prompt)
-            limit = min(options.max_tokens or room, room)
+            limit = (options.max_tokens or FOREVER) if request.shift else min(options.max_tokens or room, room)
             for cache in session.caches:
                 cache.reserve(min(len(session.prompt) + min(limit, options.max_tokens or HEADROOM), self.context))
             clock.lookup_s = time.perf_counter() - lookup_began
             lookup = session.lookup
             log_lookup(lookup.prompt_tokens, lookup.matched, lookup.cached)
-            pipeline = Pipeline(self.model, session, self.prefill_step, progress, self._checkpoints(session))
+            pipeline = Pipeline(
+                self.model, session, self.prefill_step, request.progress, self._checkpoints(session), request.shift
+            )
             answer = _Answer(self.tokenizer, session.prompt, options, limit)
-            decoded = pipeline.run(NextToken(options, self.facts.vocab, processors), limit)
+            decoded = pipeline.run(NextToken(options, self.facts.vocab, request.processors), limit)
             try:
                 for chunk in answer.chunks(decoded, clock):
                     if chunk.finish_reason is not None:
@@ -222,8 +247,11 @@ class Runner:
                 raise
             finally:
                 decoded.close()  # a token that is on its way is recorded now
-            usage = self._usage(session, answer, pipeline, clock)
+            usage = self._usage(request, answer, pipeline)
         log_entry(len(self.entry.tokens), self.entry.used_bytes, self.entry.nbytes)
+        if options.overflow == "error" and chunk.finish_reason == "length" and answer.count == room != options.max_tokens:
+            yield replace(chunk, finish_reason=None)
+            raise ContextFullError(answer.count, self.context)
         # Last of all, so that whoever sees the end of the answer sees the entry as it stays.
         yield replace(chunk, usage=usage)
 
@@ -235,7 +263,8 @@ class Runner:
         places = stops(session.recorded, len(session.prompt), ends, self.checkpoint_interval)
         return CheckpointPlan(places, ends[0] if ends else None, self.checkpoint_interval)
 
-    def _usage(self, session: Session, answer: _Answer, pipeline: Pipeline, clock: _Clock) -> Usage:
+    def _usage(self, request: _Request, answer: _Answer, pipeline: Pipeline) -> Usage:
+        session, clock = request.session, request.clock
         lookup: Lookup = session.lookup
         return Usage(
             prompt_tokens=lookup.prompt_tokens,
@@ -249,6 +278,8 @@ class Runner:
             rewind_limited_by=lookup.limited_by,
             checkpoint=lookup.checkpoint,
             freed_by=lookup.freed_by,
+            shifted_tokens=request.discarded + pipeline.shifted,
+            reevaluated_tokens=pipeline.reevaluated,
             tokenize_s=clock.tokenized - clock.began,
             lookup_s=clock.lookup_s,
             prefill_s=pipeline.prefill_s,
@@ -287,6 +318,19 @@ class _Clock:
     lookup_s: float = 0.0
     first: float = 0.0
     last: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What `generate` hands to the generator. `discarded`: tokens of the prompt that were dropped because it was too long."""
+
+    session: Session
+    options: GenerateOptions
+    processors: Sequence[LogitsProcessor]
+    progress: Progress | None
+    clock: _Clock
+    shift: Shift | None
+    discarded: int
 
 
 class _Answer:

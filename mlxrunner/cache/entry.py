@@ -18,6 +18,8 @@ from mlxrunner.cache.layer import LayerCache, reach
 from mlxrunner.cache.tokens import TokenArray, TokenBuffer, as_tokens, common_prefix
 from mlxrunner.errors import BusyError, PromptError
 
+Rotators = Callable[[Sequence[LayerCache], int], Sequence[Callable[[Any, int], Any]] | None]
+"""How each layer's keys move by so many positions, or None where some can't (see `mlxrunner.cache.rotate`)."""
 Outcome = Literal["hit", "partial", "miss"]
 
 
@@ -67,6 +69,24 @@ class CacheEntry:
     def used_bytes(self) -> int:
         """Bytes that hold the entry's tokens."""
         return sum(cache.used_bytes for cache in self.caches)
+
+    def shift(self, keep: int, discard: int, rotate: Rotators) -> bool:
+        """Drop the tokens `keep .. keep + discard` and move the others up, in every layer; False, and nothing changed, if one can't.
+
+        Until it is done the entry's tokens are the first `keep`: an interrupt leaves those, or nothing.
+        """
+        if discard <= 0 or not all(cache.can_shift(keep, discard) for cache in self.caches):
+            return False
+        ways = rotate(self.caches, -discard)
+        if ways is None:
+            return False
+        tail = self.tokens[keep + discard :]
+        self.tokens.truncate(keep)
+        self.checkpoints.truncate(keep)
+        for cache, way in zip(self.caches, ways, strict=True):
+            cache.shift(keep, discard, way)
+        self.tokens.extend(tail)
+        return True
 
 
 @dataclass(frozen=True)
@@ -204,6 +224,26 @@ class PrefixCache:
             return "diverged"
         return "prompt_shorter" if prompt < before else None
 
+    def prepare(self, prompt: TokenArray, keep: int, discard: int, rotate: Rotators) -> bool:
+        """For a prompt that is too long: move what the entry shares with it beyond `keep + discard` up to `keep`.
+
+        Afterwards the entry is a prefix of the shortened prompt as far as it can be. Returns whether anything was moved.
+        """
+        if self.is_busy:
+            raise BusyError()
+        matched = self.current.reach(common_prefix(self.entry.tokens.array, prompt))[0]
+        if matched <= keep + discard:
+            return False
+        self._settled = False
+        self.entry.tokens.truncate(matched)
+        self.settle()
+        if len(self.entry.tokens) != matched:
+            return False
+        self._settled = False
+        moved = self.entry.shift(keep, discard, rotate)
+        self.settle()
+        return moved
+
 
 class Session:
     """One request's hold on the entry.
@@ -221,10 +261,14 @@ class Session:
 
     def __enter__(self) -> Session:
         self.lookup = self._cache._open(self)
+        self._adopt()
+        return self
+
+    def _adopt(self) -> None:
+        """Look at the entry's caches anew."""
         self._counting = [cache for cache in self.caches if cache.counts_forwards]
         self.model_caches: list[Any] = [cache.model_cache for cache in self.caches]
-        self.forwarded = len(self._cache.entry.tokens)
-        return self
+        self.forwarded = self.recorded
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._cache._close()
@@ -237,6 +281,11 @@ class Session:
     def remaining(self) -> TokenArray:
         """The part of the prompt that has not been recorded yet."""
         return self.prompt[len(self._cache.entry.tokens) :]
+
+    @property
+    def tokens(self) -> list[int]:
+        """The entry's tokens, copied."""
+        return list(self._cache.entry.tokens)
 
     @property
     def recorded(self) -> int:
@@ -270,6 +319,24 @@ class Session:
         nbytes = sum(snapshot.nbytes for snapshot in taken)
         entry.checkpoints.add(Checkpoint(len(entry.tokens), nbytes, snapshots, is_anchor))
         return [array for snapshot in taken for array in snapshot.arrays]
+
+    def shift(self, keep: int, discard: int, rotate: Rotators) -> bool:
+        """Make room in a full context between two forward passes; False where some layer can't move its tokens."""
+        moved = self._cache.entry.shift(keep, discard, rotate)
+        self.forwarded = self.recorded
+        return moved
+
+    def restart(self, tokens: Sequence[int] | TokenArray) -> TokenArray:
+        """Go back to what the entry shares with `tokens`; returns those that have to be evaluated again."""
+        wanted = as_tokens(tokens)
+        entry = self._cache.entry
+        entry.tokens.truncate(common_prefix(entry.tokens.array, wanted))
+        self._cache.settle()
+        if self._cache.entry is not entry:
+            self._cache.entry.caches = self._cache.empty_caches()
+        self._cache._settled = False
+        self._adopt()
+        return wanted[self.recorded :]
 
     def free(self, why: str) -> None:
         self._cache.free(why)

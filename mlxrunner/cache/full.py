@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -115,6 +116,19 @@ class FullAttentionCache(Rewinding):
             self.free()
         elif self._context is None:
             self._give_back(max(to, self._reserved))
+
+    def can_shift(self, keep: int, discard: int) -> bool:
+        return self.offset >= keep + discard
+
+    def shift(self, keep: int, discard: int, rotate: Callable[[mx.array, int], mx.array]) -> None:
+        if self.keys is None or self.values is None:
+            return
+        tail, end = slice(keep + discard, self.offset), self.offset - discard
+        keys, values = rotate(self.keys[..., tail, :], -discard), mx.contiguous(self.values[..., tail, :])
+        mx.eval(keys, values)  # now, so that the writes are in place
+        self.keys[..., keep:end, :] = keys.astype(self.keys.dtype)
+        self.values[..., keep:end, :] = values
+        self.offset = end
 
     def layouts(self) -> list[Layout]:
         return [Layout(self.kind, row_bytes=self.nbytes // max(1, self.capacity))]

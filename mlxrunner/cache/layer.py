@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -91,6 +91,17 @@ class LayerCache(Protocol):
         """Drop the last `tokens` tokens; returns how many were dropped: all of them, or 0 where that can't be done."""
         ...
 
+    def can_shift(self, keep: int, discard: int) -> bool:
+        """Whether the tokens from `keep + discard` on can move up to `keep`."""
+        ...
+
+    def shift(self, keep: int, discard: int, rotate: Callable[[Any, int], Any]) -> None:
+        """Drop the tokens `keep .. keep + discard`, move what follows up, its keys through `rotate(keys, -discard)`.
+
+        Tokens before `keep` stay as they are at every moment; the offset changes last.
+        """
+        ...
+
     def layouts(self) -> list[Layout]:
         """What is stored, for the memory plan: one, or one per part. Valid once a token was written (evaluated or not)."""
         ...
@@ -120,7 +131,13 @@ class RewindError(RuntimeError):
 
 
 class Rewinding:
-    """`can_rewind` and `trim` in terms of `offset`, `reachable` and `rewind`."""
+    """`can_rewind` and `trim` in terms of `offset`, `reachable` and `rewind`; a layer whose tokens can't be moved."""
+
+    def can_shift(self, keep: int, discard: int) -> bool:
+        return False
+
+    def shift(self, keep: int, discard: int, rotate: Callable[[Any, int], Any]) -> None:
+        raise TypeError("the tokens of this layer can't be moved")
 
     def can_rewind(self: LayerCache, to: int) -> bool:
         return self.reachable(to) == to

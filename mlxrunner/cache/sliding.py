@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,6 +131,26 @@ class SlidingWindowCache(Rewinding):
             self.free()
         else:
             self._stored = Stored(self._stored.keys, self._stored.values, self._stored.first, to - self._stored.first)
+
+    def can_shift(self, keep: int, discard: int) -> bool:
+        """The window before the next token has to be there: after the gap, or on both sides of it."""
+        if self._stored is None or self.offset < keep + discard:
+            return False
+        lowest = max(0, self.offset - discard - self.window + 1)
+        return lowest >= keep or self._stored.first <= lowest
+
+    def shift(self, keep: int, discard: int, rotate: Callable[[mx.array, int], mx.array]) -> None:
+        stored = self._stored
+        if stored is None:
+            return
+        lowest = max(0, self.offset - discard - self.window + 1)
+        before = slice(min(lowest, keep) - stored.first, keep - stored.first) if lowest < keep else slice(0, 0)
+        after = slice(max(keep, lowest) + discard - stored.first, stored.rows)
+        keys = [stored.keys[..., before, :], rotate(stored.keys[..., after, :], -discard).astype(stored.keys.dtype)]
+        values = [stored.values[..., before, :], stored.values[..., after, :]]
+        all_keys, all_values = mx.concatenate(keys, axis=2), mx.concatenate(values, axis=2)
+        rows = all_keys.shape[2]
+        self._stored = self._filled(all_keys, all_values, self.offset - discard - rows, rows, rows)
 
     def layouts(self) -> list[Layout]:
         rows = self._stored.keys.shape[2] if self._stored else 1

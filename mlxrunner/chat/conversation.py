@@ -8,9 +8,12 @@ Knows nothing about terminals.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from mlxrunner.cache.tokens import as_tokens, common_prefix
+from mlxrunner.errors import PromptError
 from mlxrunner.events import Chunk, Usage
 from mlxrunner.pipeline import Progress
 from mlxrunner.runner import Runner
@@ -42,8 +45,16 @@ class Conversation:
         user: Message = {"role": "user", "content": text}
         rendered = self.runner.tokenizer.render([*self._system(), *self.messages, user])
         prompt = self._encode(rendered)
-        chunks = self.runner.generate(prompt, progress=progress, **self.options)
+        chunks = self.runner.generate(prompt, progress=progress, **(self._overflow(prompt) | self.options))
         return self._answer(user, rendered, prompt, chunks)
+
+    def _overflow(self, prompt: list[int]) -> dict[str, Any]:
+        """A full context goes on without its oldest turns; the system prompt stays."""
+        tokenizer, keep = self.runner.tokenizer, self.runner.tokenizer.encode("")
+        if self.system:
+            with suppress(PromptError):  # a template that refuses a system prompt alone
+                keep = tokenizer.encode(tokenizer.render(self._system(), add_generation_prompt=False))
+        return {"overflow": "shift", "keep": common_prefix(as_tokens(keep), as_tokens(prompt))}
 
     def _system(self) -> list[Message]:
         return [{"role": "system", "content": self.system}] if self.system else []
@@ -74,12 +85,20 @@ class Conversation:
         last = shown[-1]
         if last.finish_reason == "stop" and not last.text and last.token in self.runner.tokenizer.stop_tokens:
             self._spelled = rendered + text + self.runner.tokenizer.decode([last.token])
-            self._tokens = prompt + tokens
         elif last.finish_reason != "stop":
             # Ended by the limit or by the reader: tokens whose text is still held back were not shown.
             while shown and not shown[-1].text:
                 shown = shown[:-1]
-            self._spelled = rendered + text
-            self._tokens = prompt + tokens[: len(shown)]
+            self._spelled, tokens = rendered + text, tokens[: len(shown)]
         else:  # a stop string: the tokens say more than the text
             self._spelled, self._tokens = "", []
+            return
+        self._tokens = self._without_what_was_shifted_out(prompt + tokens)
+
+    def _without_what_was_shifted_out(self, tokens: list[int]) -> list[int]:
+        """The conversation's tokens as the entry has them, where a full context has made it drop some."""
+        entry = list(self.runner.entry.tokens)
+        if common_prefix(as_tokens(entry), as_tokens(tokens)) >= min(len(entry), len(tokens)):
+            return tokens
+        # The entry may lack the last token, which nobody asked to go on from.
+        return entry if entry[-1:] == tokens[-1:] else [*entry, *tokens[-1:]]
