@@ -31,7 +31,9 @@ def rotators(model: Any, caches: Sequence[LayerCache], by: int) -> list[Rotate] 
     except Exception:
         return None
     found = []
-    for layer, there, here in zip(layers, far, near, strict=True):
+    for layer, (there, there_values), (here, here_values) in zip(layers, far, near, strict=True):
+        if not _is_close(there_values, here_values):  # some latent caches keep positions in what they store as values
+            return None
         rotate = next((way for way in (_stay, *_ropes(layer)) if _is_close(way(there, by), here)), None)
         if rotate is None:
             return None
@@ -64,12 +66,12 @@ def _with(rope: Any) -> Rotate:
     return rotate
 
 
-def _keys_at(model: Any, layers: int, position: int) -> list[mx.array]:
+def _keys_at(model: Any, layers: int, position: int) -> list[tuple[mx.array, mx.array]]:
     probes = [_Probe(position) for _ in range(layers)]
     model(mx.array([[1]]), cache=probes)
-    keys = [probe.keys for probe in probes]
-    mx.eval(keys)
-    return keys
+    stored = [(probe.keys, probe.values) for probe in probes]
+    mx.eval(stored)
+    return stored
 
 
 def _is_close(a: mx.array, b: mx.array) -> bool:

@@ -109,7 +109,7 @@ def test_a_turn_without_an_answer_is_taken_back() -> None:
 
 def test_a_turn_that_does_not_fit_is_taken_back() -> None:
     """The error names both numbers; a shorter turn still works."""
-    conversation = endless(oracle_runner(context=100), max_tokens=3)
+    conversation = endless(oracle_runner(context=100), max_tokens=3, overflow="stop")
     say(conversation, "hello")
     with pytest.raises(ContextLengthError, match="context of 100 tokens"):
         conversation.send("x" * 200)
