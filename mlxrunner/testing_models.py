@@ -54,6 +54,84 @@ _TINY: dict[str, dict[str, Any]] = {
         "qk_nope_head_dim": 8,
         "v_head_dim": 8,
     },
+    "qwen3": {"head_dim": 16, "rope_theta": 1e6},
+    "qwen3_next": {
+        "head_dim": 16,
+        "partial_rotary_factor": 0.5,
+        "rope_theta": 1e4,
+        "full_attention_interval": 2,
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_conv_kernel_dim": 4,
+        "num_experts": 0,
+        "num_experts_per_tok": 0,
+        "decoder_sparse_step": 1,
+        "shared_expert_intermediate_size": 16,
+        "mlp_only_layers": [0, 1],
+        "moe_intermediate_size": 16,
+    },
+    "jamba": {
+        "attn_layer_offset": 1,
+        "attn_layer_period": 2,
+        "expert_layer_offset": 1,
+        "expert_layer_period": 2,
+        "mamba_d_conv": 4,
+        "mamba_d_state": 8,
+        "mamba_expand": 2,
+        "num_experts": 2,
+        "num_experts_per_tok": 1,
+    },
+    "mamba2": {
+        "hidden_size": 32,
+        "num_heads": 4,
+        "head_dim": 16,
+        "state_size": 8,
+        "conv_kernel": 4,
+        "n_groups": 1,
+        "expand": 2,
+        "use_bias": False,
+        "use_conv_bias": True,
+        "time_step_limit": [0.0, 100.0],
+        "time_step_rank": "auto",
+        "layer_norm_epsilon": 1e-5,
+        "tie_word_embeddings": True,
+    },
+    "gpt_oss": {
+        "head_dim": 16,
+        "sliding_window": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_theta": 1e4,
+    },
+    "llama4": {
+        "text_config": {
+            "model_type": "llama4_text",
+            "attention_bias": False,
+            "attention_chunk_size": 16,
+            "head_dim": 8,
+            "hidden_size": 32,
+            "interleave_moe_layer_step": 2,
+            "intermediate_size": 32,
+            "intermediate_size_mlp": 48,
+            "max_position_embeddings": 4096,
+            "num_attention_heads": 4,
+            "num_experts_per_tok": 1,
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 2,
+            "num_local_experts": 2,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e4,
+            "rope_scaling": None,
+            "use_qk_norm": True,
+            "vocab_size": 300,
+            "attn_temperature_tuning": 4,
+            "floor_scale": 8192,
+            "attn_scale": 0.1,
+        }
+    },
 }
 """What other architectures need beside, or other than, the settings of a Llama."""
 
@@ -65,14 +143,14 @@ def tiny_config(model_type: str = "llama", **config: Any) -> dict[str, Any]:
 
 
 def tiny_model(config: dict[str, Any], seed: int = 0) -> Any:
-    """mlx-lm's model for `config`, evaluated, in float32: matrices normal * 0.1, vectors (norms, biases) 1 + normal * 0.1."""
+    """mlx-lm's model for `config`, evaluated, in float32: matrices normal * 0.1, biases too, norms 1 + normal * 0.1."""
     from mlx_lm.utils import _get_classes
 
     model_class, args_class = _get_classes(config)
     model = model_class(args_class.from_dict(config))
     random = np.random.default_rng(seed)
     parameters: Any = tree_flatten(model.parameters())
-    model.load_weights([(name, _weights(random, array.shape)) for name, array in parameters])
+    model.load_weights([(name, _weights(random, name, array.shape)) for name, array in parameters])
     model.eval()
     mx.eval(model.parameters())
     return model
@@ -120,6 +198,6 @@ def write_tokenizer(folder: Path, **config: Any) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
 
 
-def _weights(random: np.random.Generator, shape: tuple[int, ...]) -> mx.array:
-    values = random.normal(size=shape) * 0.1 + (len(shape) == 1)
+def _weights(random: np.random.Generator, name: str, shape: tuple[int, ...]) -> mx.array:
+    values = random.normal(size=shape) * 0.1 + (len(shape) == 1 and not name.endswith("bias"))
     return mx.array(values.astype(np.float32))
