@@ -177,10 +177,9 @@ def test_patterns_of_every_day_reuse_nearly_all_at_8k_tokens(
     for place in range(900, 8000, 900):
         history[place] = EOS
     answer = [chunk.token or 0 for chunk in runner.generate(history, max_tokens=300, stop_tokens=[])]
-    if pattern == "regenerate":
-        prompt = history
-    else:  # 250 tokens of thinking are left out of the history, and the next message is there
-        prompt = [*history, *answer[250:], EOS, *rng.integers(0, 290, 30).tolist(), EOS, 1, 2, 3]
+    # 250 tokens of thinking are left out of the history, and the next message is there
+    stripped = [*history, *answer[250:], EOS, *rng.integers(0, 290, 30).tolist(), EOS, 1, 2, 3]
+    prompt = history if pattern == "regenerate" else stripped
     usage = list(runner.generate(prompt, max_tokens=2, stop_tokens=[]))[-1].usage
     assert usage is not None
     assert usage.matched_tokens >= len(history) - 1

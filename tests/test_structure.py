@@ -22,7 +22,10 @@ FLOORS = [
     ["cache", "sampling", "tokenizer"],
     ["config", "errors", "events", "device", "terminal"],
 ]
-BOOKKEEPING = ["cache.entry", "cache.layer", "cache.layout", "cache.checkpoints", "cache.tokens", "plan", "config", "errors", "events", "terminal", "tokenizer.stream"]
+BOOKKEEPING = [
+    "cache.checkpoints", "cache.entry", "cache.layer", "cache.layout", "cache.tokens", "config", "errors", "events", "plan", "terminal",
+    "tokenizer.stream",
+]  # fmt: skip
 
 
 def floor(module: str) -> int:
