@@ -14,7 +14,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from demo_corpus import Dialogue, dialogue
-
 from mlxrunner import Runner
 
 
