@@ -232,8 +232,6 @@ def chat(model: str, system: str | None, **options: Any) -> None:
     from mlxrunner.config import GenerateOptions
 
     loading = _take(options, LOADING)
-    if options["keep"] is None:
-        del options["keep"]  # the conversation knows its system prompt
     GenerateOptions.of(**options)  # complain before loading
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     runner = _load(model, loading, banner=interactive)
@@ -300,8 +298,9 @@ def plan(model: str, measure: bool, as_json: bool, **options: Any) -> None:
     """
     from mlxrunner.runner import Runner, plan_model
 
-    made = Runner.load(model, **options).plan if measure else plan_model(model, **options)
-    assert made is not None
+    made = plan_model(model, **options)
+    if measure and made.fits:
+        made = Runner.load(model, **{**options, "context": made.context}).plan or made
     click.echo(json.dumps(made.as_dict()) if as_json else made.table())
     sys.exit(0 if made.fits else 2)
 

@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from mlxrunner.cache.entry import Rotators, Session
 from mlxrunner.cache.tokens import TokenArray
-from mlxrunner.sampling import NextToken, Sampled
+from mlxrunner.sampling import Decoded, NextToken
 
 Progress = Callable[[int, int], None]
 """Called with the prompt tokens that are in the entry, and those of the whole prompt."""
@@ -23,15 +23,6 @@ SEED_TOKENS = 16
 """A rest of at most so many tokens is evaluated in one forward pass: on most devices as fast as a single token."""
 
 CLEAR_EVERY = 256
-
-
-@dataclass(frozen=True, slots=True)
-class Decoded:
-    """A token of the answer, on the host."""
-
-    token: int
-    logprob: float | None = None
-    top_logprobs: dict[int, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -102,7 +93,7 @@ class Pipeline:
                     token = current.read()
                     self.prefill_s = time.perf_counter() - began
                     self._report(len(session.prompt))
-                    yield _decoded(token, current)
+                    yield current.decoded(token)
                 if count < max_tokens:
                     self._make_room()
                     logits = self._forward(current.token[None])[:, -1, :]
@@ -116,7 +107,7 @@ class Pipeline:
                     if self._checkpoints is not None and session.recorded % self._checkpoints.interval == 0:
                         self._checkpoint()
                 if count > 1:
-                    yield _decoded(token, current)
+                    yield current.decoded(token)
                 if count % CLEAR_EVERY == 0:
                     mx.clear_cache()
         finally:
@@ -181,10 +172,3 @@ class Pipeline:
 
 
 _dispatch: Callable[[list[mx.array]], None] = mx.async_eval
-
-
-def _decoded(token: int, sampled: Sampled) -> Decoded:
-    if sampled.logprob is None:
-        return Decoded(token)
-    logprob: Any = sampled.logprob.item()
-    return Decoded(token, logprob, sampled.top())

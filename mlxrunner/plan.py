@@ -14,6 +14,7 @@ CHECKPOINTS = 8
 CHECKPOINT_SHARE = 10
 """... but they get at most one part in so many of what the device offers."""
 SMALLEST_CONTEXT = 256
+"""Tokens; nobody is advised to try less."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Demand:
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if self.total(middle, offered) <= offered else (low, middle)
-        return low if low >= SMALLEST_CONTEXT else 0
+        return low
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Plan:
-    """Bytes for one context. `largest_context`: that would fit, up to the model's own."""
+    """Bytes for one context. `largest_context`: that would fit, up to the model's own or to this one; 0 if none does."""
 
     context: int
     prefill_step: int
@@ -107,14 +108,14 @@ class Plan:
     def advice(self) -> str:
         if self.fits:
             return f"a context of {self.context} tokens fits; the largest that would: {self.largest_context}"
-        if self.largest_context:
+        if self.largest_context >= SMALLEST_CONTEXT:
             return f"a context of {self.context} tokens does not fit; this would: --context {self.largest_context}"
         smaller = f", a smaller --prefill-step than {self.prefill_step}" if self.prefill_step > 64 else ""
         return f"not even a short context fits: try a smaller or quantized model{smaller}"
 
 
 def make_plan(demand: Demand, *, context: int, prefill_step: int, offered: int, limit: int) -> Plan:
-    """The plan for `context` tokens. `limit`: the model's own context, the most that `largest_context` can be."""
+    """The plan for `context` tokens. `limit`: the model's own context, the most that `largest_context` can be if `context` isn't more."""
     budget = demand.checkpoints(context, offered)
     batch = demand.batch.nbytes(context)
     lines = [
@@ -124,7 +125,7 @@ def make_plan(demand: Demand, *, context: int, prefill_step: int, offered: int, 
         Line(f"batch of {prefill_step} tokens ({'measured' if demand.batch.is_measured else 'estimated'})", batch),
     ]
     total = sum(line.total for line in lines)
-    largest = demand.largest_context(offered, limit)
+    largest = demand.largest_context(offered, max(limit, context))
     return Plan(context, prefill_step, tuple(lines), total, offered, largest, budget, demand.batch.is_measured)
 
 

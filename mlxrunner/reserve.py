@@ -7,13 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
 from mlxrunner import device
+from mlxrunner.cache.checkpoints import HEADER
 from mlxrunner.cache.factory import CacheOptions, layouts_of, run_lazily
 from mlxrunner.cache.layer import LayerCache
 from mlxrunner.errors import MemoryPlanError
 from mlxrunner.events import logger
-from mlxrunner.plan import Batch, Demand, Plan, make_plan
+from mlxrunner.pipeline import SEED_TOKENS
+from mlxrunner.plan import SMALLEST_CONTEXT, Batch, Demand, Plan, make_plan
 from mlxrunner.terminal import size
 
 
@@ -65,9 +68,11 @@ def choose(demand: Demand, context: int | None, prefill_step: int, *, offered: i
     """
     if context is None:
         fitting = demand.largest_context(offered, limit)
-        if 0 < fitting < limit:
+        if fitting < min(SMALLEST_CONTEXT, limit):
+            fitting = limit  # none is worth it: the plan says so
+        if fitting < limit:
             logger.warning("context: %d tokens, the most that fits into %s; the model's own is %d", fitting, size(offered), limit)
-        context = fitting or limit
+        context = fitting
     plan = make_plan(demand, context=context, prefill_step=prefill_step, offered=offered, limit=limit)
     if strict and not plan.fits:
         raise MemoryPlanError(f"this does not fit into memory\n{plan.table()}")
@@ -85,39 +90,64 @@ class Reserved:
 def reserve(model: Any, caches: Sequence[LayerCache], context: int, prefill_step: int, scratch: Sequence[LayerCache]) -> Reserved:
     """Allocate `caches` whole, run the worst-case batch once, and leave them empty.
 
-    The batch is a full prefill step at the far end of the context and a decode step. Of the prefill only the first layers are computed,
-    as many as it takes to have met each kind of layer: the memory that one layer needs beside its cache is given back before the
-    next one starts, so the others would only cost time. `scratch`: caches like `caches`, for the layers that are not computed.
+    The batch is a full prefill step at the far end of the context, and then the seed of an answer with its logits, the largest of all
+    decode steps. Of the prefill only the first layers are computed, as many as it takes to have met each kind of layer: what one
+    attention layer needs beside its cache is given back before the next one starts, so the others would only cost time. `scratch`:
+    caches like `caches`, for the layers that are not computed.
     """
     before = mx.get_active_memory()
-    logits = run_lazily(model, caches, 1)
-    mx.eval(logits, [cache.state for cache in caches])  # a decode step; allocates every buffer
-    del logits
+    _compute(model, caches, 1)  # allocates every buffer
     taken = mx.get_active_memory()
-    step = min(prefill_step, context - 1)
-    place = context - step
-    first = _layers_of_each_kind(caches)
     mx.reset_peak_memory()
+    step, seed = min(prefill_step, context - 1), min(_longest_seed(caches), context - 1)
+    first = _layers_of_each_kind(model, caches)
     run_lazily(model, scratch, 1)
     batch = [*caches[:first], *scratch[first:]]
-    for cache in batch:
-        cache.pretend(place)
+    _pretend(batch, context - step)
     run_lazily(model, batch, step)
     mx.eval([cache.state for cache in batch[:first]])
-    peak = mx.get_peak_memory()
     del batch
+    _pretend(caches, context - seed)
+    _compute(model, caches, seed)
+    peak = mx.get_peak_memory()
     for cache in (*caches, *scratch):
         cache.free()
     mx.clear_cache()
     return Reserved(taken - before, max(0, peak - taken))
 
 
-def _layers_of_each_kind(caches: Sequence[LayerCache]) -> int:
-    """How many layers from the first on hold one of each kind, and one more, whose input is computed from all of theirs."""
-    wanted = {cache.kind for cache in caches}
-    seen: set[str] = set()
-    for index, cache in enumerate(caches):
-        seen.add(cache.kind)
-        if seen == wanted:
-            return min(index + 2, len(caches))
-    return len(caches)
+def _compute(model: Any, caches: Sequence[LayerCache], tokens: int) -> None:
+    logits = run_lazily(model, caches, tokens)
+    mx.eval(logits[:, -1, :], [cache.state for cache in caches])
+
+
+def _pretend(caches: Sequence[LayerCache], offset: int) -> None:
+    for cache in caches:
+        cache.pretend(offset)
+
+
+def _longest_seed(caches: Sequence[LayerCache]) -> int:
+    """Most tokens of a prompt that are evaluated together with their logits."""
+    return max(SEED_TOKENS, HEADER) if any(cache.needs_checkpoints for cache in caches) else SEED_TOKENS
+
+
+def _layers_of_each_kind(model: Any, caches: Sequence[LayerCache]) -> int:
+    """How many layers from the first on hold one of each kind, and two more: MLX takes memory for the next few operations in advance,
+    and of the last layer only what it stores is computed.
+
+    Layers are of one kind if they store the same and have weights of the same shapes: some may have experts and others not. All of
+    them where there is more than attention: MLX computes recurrent states last, and keeps alive what they need of every layer.
+    """
+    layers = getattr(model, "layers", ())
+    if len(layers) != len(caches) or not all(cache.kind in ATTENTION for cache in caches):
+        return len(caches)
+    kinds = [(cache.layouts(), _shapes(layer)) for cache, layer in zip(caches, layers, strict=True)]
+    return min(max(map(kinds.index, kinds)) + 3, len(caches))
+
+
+ATTENTION = ("full", "sliding", "chunked")
+
+
+def _shapes(layer: Any) -> list[tuple[str, tuple[int, ...]]]:
+    parameters: Any = tree_flatten(layer.parameters())
+    return [(name, array.shape) for name, array in parameters]

@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlxrunner import device
+from mlxrunner.answer import Answer, Clock
 from mlxrunner.cache.checkpoints import stops
 from mlxrunner.cache.entry import CacheEntry, Lookup, PrefixCache, Session
 from mlxrunner.cache.factory import DEFAULT_SLACK, CacheOptions, make_layer_caches
@@ -19,24 +20,21 @@ from mlxrunner.cache.rotate import rotators
 from mlxrunner.cache.tokens import TokenArray, as_tokens, common_prefix
 from mlxrunner.config import GenerateOptions
 from mlxrunner.errors import ContextFullError, ContextLengthError, MemoryPlanError, OptionError, PromptError
-from mlxrunner.events import Chunk, FinishReason, Usage, log_entry, log_lookup
+from mlxrunner.events import Chunk, Usage, log_entry, log_lookup
 from mlxrunner.models.facts import ModelFacts, without_weights
 from mlxrunner.models.load import LoadedModel, load_model
-from mlxrunner.pipeline import CheckpointPlan, Decoded, Pipeline, Progress, Shift
+from mlxrunner.pipeline import CheckpointPlan, Pipeline, Progress, Shift
 from mlxrunner.plan import Batch, Demand, Plan, make_plan
 from mlxrunner.reserve import choose, demand_of, weights_of
 from mlxrunner.reserve import reserve as reserve_memory
 from mlxrunner.sampling import LogitsProcessor, NextToken
-from mlxrunner.tokenizer import Message, Tokenizer
-from mlxrunner.tokenizer.stream import StopScanner
+from mlxrunner.tokenizer import Tokenizer
+from mlxrunner.tokenizer.prompt import Prompt, tokenize
 
 DEFAULT_PREFILL_STEP = 2048
 DEFAULT_INTERVAL = 1024
-FOREVER = 2**31
 HEADROOM = 256
 """Tokens of an answer of unknown length for which room is made in advance."""
-
-Prompt = str | Sequence[int] | Sequence[Message]
 
 
 class Runner:
@@ -139,11 +137,7 @@ class Runner:
 
     def tokenize(self, prompt: Prompt) -> TokenArray:
         """A `str` is raw text, integers are taken as they are, messages go through the chat template."""
-        if isinstance(prompt, str):
-            return as_tokens(self.tokenizer.encode(prompt))
-        if len(prompt) and isinstance(prompt[0], dict):
-            return as_tokens(self.tokenizer.encode(self.tokenizer.render(prompt)))  # type: ignore[arg-type]
-        return as_tokens(prompt)  # type: ignore[arg-type]
+        return tokenize(self.tokenizer, prompt)
 
     def generate(
         self,
@@ -170,7 +164,7 @@ class Runner:
         """Continue `prompt`, token by token; the last Chunk carries `finish_reason` and `usage`.
 
         prompt: raw text (`str`), token ids, or messages (`{"role", "content"}`) for the chat template.
-        max_tokens: None = until the model stops or the context is full. temperature: 0 = greedy.
+        max_tokens: None = until the model stops or the context is full (or, with overflow="shift", has been filled once). temperature: 0 = greedy.
         stop: text that ends the answer, which then ends before it. stop_tokens: token ids that end it (default: the model's own;
         `[]`: none does). logprobs: give each token's log-probability and the k most likely ones. penalties: over
         the last `penalty_context` tokens of prompt and answer, reused or not. logits_processors: `(tokens [n], logits [1, vocab])` -> logits.
@@ -188,7 +182,7 @@ class Runner:
         )  # fmt: skip
         tokens = self.tokenize(prompt)
         self._check(tokens)
-        clock = _Clock(began, time.perf_counter())
+        clock = Clock(began, time.perf_counter())
         shift = self._shift(prompt, tokens, options)
         discard = shift.discard(len(tokens)) if shift is not None and len(tokens) >= self.context else 0
         if shift is not None and discard:
@@ -226,7 +220,8 @@ class Runner:
         session, options, clock = request.session, request.options, request.clock
         with session:
             room = self.context - len(session.prompt)
-            limit = (options.max_tokens or FOREVER) if request.shift else min(options.max_tokens or room, room)
+            # A model that never stops is stopped after a context's worth, even where a full context goes on.
+            limit = (options.max_tokens or self.context) if request.shift else min(options.max_tokens or room, room)
             for cache in session.caches:
                 cache.reserve(min(len(session.prompt) + min(limit, options.max_tokens or HEADROOM), self.context))
             clock.lookup_s = time.perf_counter() - lookup_began
@@ -235,7 +230,7 @@ class Runner:
             pipeline = Pipeline(
                 self.model, session, self.prefill_step, request.progress, self._checkpoints(session), request.shift
             )
-            answer = _Answer(self.tokenizer, session.prompt, options, limit)
+            answer = Answer(self.tokenizer, session.prompt, options, limit)
             decoded = pipeline.run(NextToken(options, self.facts.vocab, request.processors), limit)
             try:
                 for chunk in answer.chunks(decoded, clock):
@@ -263,7 +258,7 @@ class Runner:
         places = stops(session.recorded, len(session.prompt), ends, self.checkpoint_interval)
         return CheckpointPlan(places, ends[0] if ends else None, self.checkpoint_interval)
 
-    def _usage(self, request: _Request, answer: _Answer, pipeline: Pipeline) -> Usage:
+    def _usage(self, request: _Request, answer: Answer, pipeline: Pipeline) -> Usage:
         session, clock = request.session, request.clock
         lookup: Lookup = session.lookup
         return Usage(
@@ -309,17 +304,6 @@ def plan_model(
     return choose(demand, context, prefill_step, offered=device.offered_bytes(), limit=shapes.facts.context, strict=False)
 
 
-@dataclass
-class _Clock:
-    """Moments on time.perf_counter, and the seconds that the lookup took."""
-
-    began: float
-    tokenized: float
-    lookup_s: float = 0.0
-    first: float = 0.0
-    last: float = 0.0
-
-
 @dataclass(frozen=True)
 class _Request:
     """What `generate` hands to the generator. `discarded`: tokens of the prompt that were dropped because it was too long."""
@@ -328,39 +312,9 @@ class _Request:
     options: GenerateOptions
     processors: Sequence[LogitsProcessor]
     progress: Progress | None
-    clock: _Clock
+    clock: Clock
     shift: Shift | None
     discarded: int
-
-
-class _Answer:
-    """Tokens to chunks: text, stop tokens, stop strings, the limit. The last chunk has a `finish_reason`."""
-
-    def __init__(self, tokenizer: Tokenizer, prompt: TokenArray, options: GenerateOptions, limit: int) -> None:
-        self._stream = tokenizer.stream(prompt[-8:].tolist())
-        self._scanner = StopScanner((*options.stop, *tokenizer.template_stops))
-        self._ends = tokenizer.stop_tokens if options.stop_tokens is None else frozenset(options.stop_tokens)
-        self._limit = limit
-        self.count = 0
-
-    def chunks(self, decoded: Iterator[Decoded], clock: _Clock) -> Iterator[Chunk]:
-        for one in decoded:
-            clock.last = time.perf_counter()
-            if self.count == 0:
-                clock.first = clock.last
-            self.count += 1
-            reason, text = self._read(one.token)
-            yield Chunk(text, one.token, one.logprob, one.top_logprobs, reason)
-
-    def _read(self, token: int) -> tuple[FinishReason | None, str]:
-        ended = token in self._ends
-        text = "" if ended else self._scanner.add(self._stream.add(token))
-        if self._scanner.stopped:
-            return "stop", text
-        if not ended and self.count < self._limit:
-            return None, text
-        text += self._scanner.add(self._stream.finish())
-        return "stop" if ended or self._scanner.stopped else "length", text + self._scanner.finish()
 
 
 def _check_settings(

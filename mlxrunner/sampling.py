@@ -15,6 +15,15 @@ Sampler = Callable[[mx.array], mx.array]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 
 
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """A token of the answer, on the host."""
+
+    token: int
+    logprob: float | None = None
+    top_logprobs: dict[int, float] | None = None
+
+
 @dataclass(frozen=True)
 class Sampled:
     """A token that may still be on its way: arrays, `token` of shape [1]; the others only if log-probabilities were asked for."""
@@ -28,6 +37,13 @@ class Sampled:
         """The token, waited for."""
         token: Any = self.token.item()
         return int(token)
+
+    def decoded(self, token: int) -> Decoded:
+        """With its log-probabilities, if they were asked for; `token`: as it was read."""
+        if self.logprob is None:
+            return Decoded(token)
+        logprob: Any = self.logprob.item()
+        return Decoded(token, logprob, self.top())
 
     @property
     def arrays(self) -> list[mx.array]:

@@ -261,11 +261,8 @@ def test_a_checkpoint_is_the_way_back(kind: str) -> None:
     usage_of(runner, prompt)
     assert runner.entry.checkpoints.offsets[0] == 10
     usage = usage_of(runner, [*prompt[:14], 1, 2])
-    lost = 4 if kind != "chunked" else 0  # its second chunk is still stored whole
-    assert (usage.outcome, usage.cached_tokens) == ("partial", 14 - lost)
-    assert (usage.rewind_limited_by, usage.checkpoint, usage.reason) == (
-        (kind, 10, "rewind_limited") if lost else (None, None, "diverged")
-    )
+    assert (usage.outcome, usage.matched_tokens, usage.cached_tokens) == ("partial", 14, 10)
+    assert (usage.rewind_limited_by, usage.checkpoint, usage.reason) == (kind, 10, "rewind_limited")
 
 
 def test_a_layer_that_trims_another_number_than_asked_frees_the_entry(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,7 +355,7 @@ edits = st.lists(
 
 
 @mixes
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(edits=edits, data=st.data())
 def test_random_conversations_are_as_if_cold(mix: Mix, edits: list[Any], data: st.DataObject) -> None:
     """Prompts that append, cut, edit or start anew, and requests that end, are closed or are interrupted anywhere."""

@@ -16,8 +16,8 @@ MODULES = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): 
 FLOORS = [
     ["cli", "__main__"],
     ["chat", "doctor", "testing", "testing_models"],
-    ["runner"],
-    ["pipeline", "reserve"],
+    ["runner", "parallel"],
+    ["answer", "pipeline", "reserve"],
     ["models", "plan"],
     ["cache", "sampling", "tokenizer"],
     ["config", "errors", "events", "device", "terminal"],

@@ -86,7 +86,7 @@ def stops(start: int, total: int, message_ends: Sequence[int], interval: int) ->
     chosen = {near} if near > start else set()
     chosen.update(end for end in (*message_ends[:1], *ends[-2:]) if start < end <= near)
     for end in ends:
-        if all(abs(end - other) >= SPACING for other in chosen) and end <= near:
+        if all(abs(end - other) >= SPACING for other in chosen):
             chosen.add(end)
     for left, right in pairwise(sorted({start, *chosen})):
         chosen.update(range(left + interval, right - SPACING, interval))

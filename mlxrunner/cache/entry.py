@@ -151,6 +151,8 @@ class PrefixCache:
         """The layer caches, freed: the same ones each time, so that what was allocated for the whole context stays."""
         if self._caches is None:
             self._caches = self._make_caches()
+        for cache in self._caches:
+            cache.free()  # again: an interrupt may have come between the entry's end and theirs
         return list(self._caches)
 
     def free(self, why: str) -> None:

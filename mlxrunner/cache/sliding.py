@@ -38,14 +38,14 @@ class SlidingWindowCache(Rewinding):
     """
 
     kind = "sliding"
-    counts_forwards = False
+    counts_forwards = True
     needs_checkpoints = True
 
     def __init__(self, window: int, slack: int = 0, context: int | None = None) -> None:
         self.window, self.slack = window, slack
         self.room = window + slack + STEP if context is None else min(window + slack + STEP, max(context, 1))
         self._stored: Stored | None = None
-        self._fetched: tuple[mx.array, mx.array] | None = None  # of a chunk that was not stored whole
+        self._fetched: tuple[mx.array, mx.array] | None = None  # of a chunk that was not stored whole, until its pass has ended
         self._fetched_rows = 0
 
     @property
@@ -98,7 +98,7 @@ class SlidingWindowCache(Rewinding):
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """What the last chunk was given (for layers that share another one's cache)."""
+        """What the last chunk was given (for layers that share another one's cache, later in the same forward pass)."""
         if self._fetched is not None:
             return self._fetched
         if self._stored is None:
@@ -117,7 +117,9 @@ class SlidingWindowCache(Rewinding):
 
     def begin_forward(self) -> None: ...
 
-    def end_forward(self, tokens: int) -> None: ...
+    def end_forward(self, tokens: int) -> None:
+        """No layer asks for the chunk any more: held, it would take more memory than what is stored."""
+        self._fetched = None
 
     def reachable(self, to: int) -> int:
         if self._stored is None or to >= self.offset:
@@ -171,8 +173,9 @@ class SlidingWindowCache(Rewinding):
         return Snapshot(copy, copy.keys.nbytes + copy.values.nbytes, (copy.keys, copy.values))
 
     def restore(self, snapshot: Snapshot, offset: int) -> None:
-        # Never written to: its buffers are full, so that the next token moves its rows to a fresh one.
-        self._stored, self._fetched = snapshot.content, None
+        kept, self._fetched = snapshot.content, None
+        # Arrays of its own, though not memory of its own: writing to them leaves the snapshot's as they are.
+        self._stored = None if kept is None else Stored(kept.keys[:], kept.values[:], kept.first, kept.rows)
 
     def free(self) -> None:
         self._stored = self._fetched = None

@@ -110,6 +110,11 @@ class RecurrentCache(StockCache):
         self._before = (self.offset, list(self.inner.cache))
         self._interrupted = True
 
+    def end_forward(self, tokens: int) -> None:
+        if tokens > 1:  # mlx-lm's models leave a view of the whole chunk
+            self.inner.cache = _copies(self.inner.cache)
+        super().end_forward(tokens)
+
     def reachable(self, to: int) -> int:
         before = self._before[0]
         if to >= self.offset and not self._interrupted:
@@ -130,7 +135,7 @@ class RecurrentCache(StockCache):
         return [Layout(self.kind, fixed_bytes=2 * self.nbytes, checkpoint_fixed=self.nbytes)]
 
     def snapshot(self) -> Snapshot:
-        states = [None if state is None else contiguous(state) for state in self.inner.cache]
+        states = _copies(self.inner.cache)
         return Snapshot(states, tree_bytes(states), leaves(states))
 
     def restore(self, snapshot: Snapshot, offset: int) -> None:
@@ -142,6 +147,10 @@ class RecurrentCache(StockCache):
     def free(self) -> None:
         super().free()
         self._before = (0, [])
+
+
+def _copies(states: Sequence[mx.array | None]) -> list[mx.array | None]:
+    return [None if state is None else contiguous(state) for state in states]
 
 
 class TrimmableCache(StockCache):

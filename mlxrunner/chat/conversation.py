@@ -45,16 +45,28 @@ class Conversation:
         user: Message = {"role": "user", "content": text}
         rendered = self.runner.tokenizer.render([*self._system(), *self.messages, user])
         prompt = self._encode(rendered)
-        chunks = self.runner.generate(prompt, progress=progress, **(self._overflow(prompt) | self.options))
+        chunks = self.runner.generate(prompt, progress=progress, **(self.options | self._overflow(prompt)))
         return self._answer(user, rendered, prompt, chunks)
 
     def _overflow(self, prompt: list[int]) -> dict[str, Any]:
-        """A full context goes on without its oldest turns; the system prompt stays."""
-        tokenizer, keep = self.runner.tokenizer, self.runner.tokenizer.encode("")
+        """A full context goes on without its oldest turns; the system prompt stays, and the new turn has to fit whole."""
+        if self.options.get("overflow", "shift") != "shift":
+            return {}
+        kept = self.options.get("keep")
+        if kept is None:
+            kept = common_prefix(as_tokens(self._system_tokens()), as_tokens(prompt))
+        turn = len(prompt) - common_prefix(as_tokens(self._tokens), as_tokens(prompt))
+        if len(prompt) >= self.runner.context and turn > (self.runner.context - kept) // 2:
+            return {"overflow": "stop"}  # what a shift leaves would begin in the middle of this turn
+        return {"overflow": "shift", "keep": kept}
+
+    def _system_tokens(self) -> list[int]:
+        """The system prompt with BOS, or BOS alone."""
+        tokenizer = self.runner.tokenizer
         if self.system:
             with suppress(PromptError):  # a template that refuses a system prompt alone
-                keep = tokenizer.encode(tokenizer.render(self._system(), add_generation_prompt=False))
-        return {"overflow": "shift", "keep": common_prefix(as_tokens(keep), as_tokens(prompt))}
+                return tokenizer.encode(tokenizer.render(self._system(), add_generation_prompt=False))
+        return tokenizer.encode("")
 
     def _system(self) -> list[Message]:
         return [{"role": "system", "content": self.system}] if self.system else []

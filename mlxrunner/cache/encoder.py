@@ -1,0 +1,170 @@
+"""The cache of what an encoder made of one input, an image say: keys and values for cross-attention, with the input's position.
+
+One output is stored at a time, for one sequence: the latest. Its keys have no positions in them, so nothing is ever re-rotated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import mlx.core as mx
+
+from mlxrunner.cache.causal import Layer
+from mlxrunner.cache.cells import Run
+from mlxrunner.cache.sequences import END, Batch, Cache, CacheConfig, CacheFullError, Commit, Lifecycle, NotSupportedError
+
+
+@dataclass(frozen=True)
+class Contents:
+    """`position`: of the input whose output is stored. `inputs`: positions of all inputs so far, stored or replaced.
+
+    `lengths`: rows stored, per layer.
+    """
+
+    position: int | None = None
+    inputs: frozenset[int] = frozenset()
+    lengths: dict[int, int] = field(default_factory=dict)
+
+    def without(self, begin: int, end: int) -> Contents:
+        by = 0 if end == END else end - begin
+        moved = {
+            position: position - by if position >= end else position for position in self.inputs if not begin <= position < end
+        }
+        position = None if self.position is None else moved.get(self.position)
+        return Contents(position, frozenset(moved.values()), {} if position is None else self.lengths)
+
+
+@dataclass(frozen=True)
+class Forward:
+    """The pass under way: positions of the encoder inputs in the batch, and whether its output has begun to arrive."""
+
+    inputs: tuple[int, ...]
+    is_reserve: bool
+    has_output: bool = False
+
+
+class EncoderCache(Cache):
+    """`put` takes an encoder's output, of any length up to that of the first (which is what a reserve pass is for).
+
+    It belongs to the last of the batch's `encoder_inputs`, or to the first token where none is named. Positions that are removed take
+    the output with them; positions before them are no reason to encode again.
+    """
+
+    def __init__(self) -> None:
+        self._lifecycle = Lifecycle()
+        self._dtype = mx.float32
+        self._layers: dict[int, Layer] = {}
+        self._layer = 0
+        self._contents = Contents()
+        self._forward: Forward | None = None
+        self._undo: tuple[Contents, Forward | None] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.nbytes for layer in self._layers.values())
+
+    @property
+    def position(self) -> int | None:
+        """Of the input whose output is stored in every layer; None: there is none, and cross-attention has nothing to see."""
+        is_whole = self._contents.lengths.keys() == self._layers.keys()
+        return self._contents.position if is_whole else None
+
+    def set_config(self, config: CacheConfig) -> None:
+        """Nothing in it concerns this cache: it has no mask, and its history is what the encoder put out."""
+        self._lifecycle.configure(config)
+
+    def init(self, dtype: mx.Dtype, max_sequences: int, capacity: int, max_batch: int) -> None:
+        if max_sequences > 1:
+            raise NotSupportedError(
+                f"an encoder cache serves 1 sequence, not {max_sequences}: run such a model one sequence at a time"
+            )
+        self._lifecycle.initialize(max_sequences=max_sequences, capacity=capacity, max_batch=max_batch)
+        self._dtype = dtype
+
+    def check_forward(self, batch: Batch) -> None:
+        self._check(*batch.sequences)
+
+    def start_forward(self, batch: Batch, reserve: bool = False) -> None:
+        self._undo = None
+        self.check_forward(batch)
+        self._undo = self._contents, self._forward
+        if self.position is None:  # what an interrupted pass left is in some layers only
+            self._contents = replace(self._contents, position=None, lengths={})
+        inputs = tuple(batch.positions[index] for index in batch.encoder_inputs) or (batch.positions[0],)
+        self._forward = Forward(inputs, reserve)
+
+    def undo_forward(self) -> None:
+        if self._undo is not None:
+            (self._contents, self._forward), self._undo = self._undo, None
+
+    def set_layer(self, layer: int) -> None:
+        self._layer = layer
+
+    def put(self, keys: mx.array, values: mx.array) -> None:
+        forward, length = self._current(), keys.shape[2]
+        layer = self._layers.get(self._layer) or Layer.like(keys, values, length, self._dtype)
+        layer.check(self._layer, keys, values)
+        if values.shape[2] != length:
+            raise ValueError(f"layer {self._layer}: {length} keys, but {values.shape[2]} values")
+        if length > (room := layer.keys.shape[2]):
+            raise CacheFullError(f"layer {self._layer}: an encoder output of {length} rows", length, room, room)
+        self._layers[self._layer] = layer
+        if forward.is_reserve:
+            return
+        self._undo = None
+        if not forward.has_output:  # the one before is gone from the first row that is overwritten
+            self._contents = Contents(forward.inputs[-1], self._contents.inputs.union(forward.inputs))
+            self._forward = replace(forward, has_output=True)
+        self._contents.lengths.pop(self._layer, None)
+        layer.write(0, keys, values)
+        self._contents.lengths[self._layer] = length
+
+    def get(self) -> tuple[mx.array, mx.array, None]:
+        """All that the encoder put out, without a mask."""
+        forward, layer = self._current(), self._layers.get(self._layer)
+        length = layer.keys.shape[2] if layer and forward.is_reserve else self._contents.lengths.get(self._layer)
+        if layer is None or length is None:
+            raise RuntimeError(f"layer {self._layer}: no encoder output is stored")
+        return *layer.read(Run(0, length)), None
+
+    def copy_prefix(self, source: int, target: int, length: int) -> None:
+        self.prepare_copy_prefix(source, target, length)()
+
+    def prepare_copy_prefix(self, source: int, target: int, length: int) -> Commit:
+        self._lifecycle.check()
+        raise NotSupportedError("an encoder cache serves one sequence: there is no other one to share a prefix with")
+
+    def can_resume(self, sequence: int, position: int) -> bool:
+        """Whether the latest input before `position` is the one that is stored; the end of the sequence is not known here."""
+        self._check(sequence)
+        before = [at for at in self._contents.inputs if at < position]
+        return position >= 0 and (not before or max(before) == self.position)
+
+    def remove(self, sequence: int, begin: int, end: int = END) -> None:
+        self.prepare_remove(sequence, begin, end)()
+
+    def prepare_remove(self, sequence: int, begin: int, end: int = END) -> Commit:
+        self._check(sequence)
+        if not 0 <= begin <= end:
+            raise ValueError(f"there are no positions {begin} .. {end}")
+        return partial(self._become, self._contents.without(begin, end))
+
+    def close(self) -> None:
+        self._lifecycle.close()
+        self._layers.clear()
+        self._contents, self._forward, self._undo = Contents(), None, None
+
+    def _check(self, *sequences: int) -> None:
+        self._lifecycle.check()
+        if any(sequences):
+            raise NotSupportedError(f"an encoder cache serves sequence 0 only, not {max(sequences, key=abs)}")
+
+    def _current(self) -> Forward:
+        self._lifecycle.check()
+        if self._forward is None:
+            raise RuntimeError("no forward pass is under way: call start_forward first")
+        return self._forward
+
+    def _become(self, contents: Contents) -> None:
+        self._contents, self._undo = contents, None
