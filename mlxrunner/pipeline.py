@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from mlxrunner.cache.entry import Rotators, Session
 from mlxrunner.cache.tokens import TokenArray
-from mlxrunner.sampling import Decoded, NextToken
+from mlxrunner.sampling import Decoded, NextToken, dispatch
 
 Progress = Callable[[int, int], None]
 """Called with the prompt tokens that are in the entry, and those of the whole prompt."""
@@ -81,7 +81,7 @@ class Pipeline:
         seed = session.remaining
         logits = self._forward(mx.array(seed)[None])[:, -1, :]
         sampled = next_token(logits, history)
-        _dispatch(sampled.arrays)
+        dispatch(sampled.arrays)
         session.record(seed)
         self._checkpoint()
         current = sampled
@@ -100,7 +100,7 @@ class Pipeline:
                     if history is not None:
                         history = mx.concatenate([history, current.token.astype(mx.int32)])
                     sampled = next_token(logits, history)
-                    _dispatch(sampled.arrays)
+                    dispatch(sampled.arrays)
                 token = current.read()
                 if session.forwarded > session.recorded:
                     session.record((token,))
@@ -156,7 +156,7 @@ class Pipeline:
 
     def _checkpoint(self) -> None:
         if self._checkpoints is not None and self._session.recorded:
-            _dispatch(self._session.checkpoint(is_anchor=self._session.recorded == self._checkpoints.anchor))
+            dispatch(self._session.checkpoint(is_anchor=self._session.recorded == self._checkpoints.anchor))
 
     def _forward(self, tokens: mx.array) -> mx.array:
         """`tokens [1, n]` -> logits `[1, n, vocab]`, not evaluated yet."""
@@ -169,6 +169,3 @@ class Pipeline:
     def _report(self, done: int) -> None:
         if self._progress is not None:
             self._progress(done, len(self._session.prompt))
-
-
-_dispatch: Callable[[list[mx.array]], None] = mx.async_eval

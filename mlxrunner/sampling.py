@@ -13,6 +13,8 @@ from mlxrunner.config import GenerateOptions
 
 Sampler = Callable[[mx.array], mx.array]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
+dispatch: Callable[[list[mx.array]], None] = mx.async_eval
+"""Begin to evaluate arrays; whoever reads one waits for it."""
 
 
 @dataclass(frozen=True, slots=True)

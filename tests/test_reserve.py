@@ -13,10 +13,11 @@ import mlx.core as mx
 import pytest
 
 from mlxrunner import Chunk, MemoryPlanError, Runner, Usage, device
+from mlxrunner.cache.checkpoints import HEADER
 from mlxrunner.plan import Batch, Plan
 from mlxrunner.runner import plan_model
 from mlxrunner.terminal import size
-from mlxrunner.testing_models import write_model
+from mlxrunner.testing_models import EOS, write_model
 
 FALCON: dict[str, Any] = {
     "hidden_size": 64, "head_dim": 16, "mamba_d_head": 16, "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_state": 16,
@@ -72,20 +73,23 @@ def caches(plan: Plan) -> int:
 
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "full": ("llama", WIDE, {}),
-    "full in 8 bits": ("llama", {**WIDE, "head_dim": 32}, {"kv_bits": 8, "context": 1024}),
-    "latent, with experts": ("deepseek_v3", WIDE, {}),
-    "experts wider than what the first layer has": ("deepseek_v3", {**WIDE, "moe_intermediate_size": 2048}, {"context": 512}),
+    "full in 8 bits": ("llama", {**WIDE, "head_dim": 32}, {"kv_bits": 8, "context": 512}),
+    "latent": ("deepseek_v3", WIDE, {"context": 1024}),
+    "experts in all layers but the first": ("deepseek_v3", {**WIDE, "moe_intermediate_size": 1024}, {"context": 256}),
     "sliding": ("gemma3_text", {**WIDE, "sliding_window": 256}, {}),
-    "steps longer than the window": ("gemma3_text", {**WIDE, "num_hidden_layers": 9}, {"prefill_step": 1024}),
+    "steps longer than the window": (
+        "gemma3_text", {**WIDE, "num_hidden_layers": 6, "head_dim": 64, "num_key_value_heads": 4},
+        {"context": 1024, "prefill_step": 512},
+    ),
     "convolution": ("lfm2", {**WIDE, "block_dim": 128}, {}),
-    "recurrent": ("jamba", WIDE, {"context": 1024}),
-    "composite": ("baichuan_m1", {**WIDE, **BAICHUAN}, {}),
-    "many words, short steps": ("gemma3_text", {**WIDE, "vocab_size": 20000}, {"prefill_step": 16, "context": 512}),
-}
+    "recurrent": ("jamba", WIDE, {"context": 1024, "prefill_step": 128}),
+    "composite": ("baichuan_m1", {**WIDE, **BAICHUAN}, {"context": 1024}),
+    "many words, short steps": ("gemma3_text", {**WIDE, "vocab_size": 20000}, {"context": 512, "prefill_step": 16}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "config", "options"), MODELS.values(), ids=MODELS.keys())
-def test_a_full_context_needs_no_more_than_was_planned(
+def test_a_full_context_needs_what_was_planned_and_no_more(
     folder: Path, kind: str, config: dict[str, Any], options: dict[str, Any]
 ) -> None:
     """Filled by prefill steps and to the last token, rewound and filled again: neither the peak nor what stays is 5 % over the plan."""
@@ -95,32 +99,20 @@ def test_a_full_context_needs_no_more_than_was_planned(
     at_start, plan, context = active() - before, plan_of(runner), runner.context
     spare = int(TOLERANCE * plan.total)
     planned_to_stay = plan.total - batch(plan)
-    assert at_start <= planned_to_stay
-    prompt = [place * 7 % 250 for place in range(context - 20)]
-    other = [*prompt[: context // 2], *prompt[: context // 2 - 20]]
-    for text in (prompt, other, prompt, [*prompt, 1, 2, 3]):
+    assert at_start <= planned_to_stay + spare
+    prompt = [place * 7 % 250 for place in range(context - 8)]
+    prompt[-HEADER] = EOS  # what follows is evaluated in one piece with its logits, where there are checkpoints
+    again = [*prompt[: context // 2], *prompt[: context // 2 - 8]]
+    peaks = []
+    for text in (prompt, again, [*prompt, 1, 2, 3]):
         chunks = answer(runner, text, context)
         assert len(runner.entry.tokens) == context - 1
-        assert usage_of(chunks).peak_bytes - before <= plan.total + spare
+        peaks.append(usage_of(chunks).peak_bytes - before)
         stays = active() - before
         assert stays <= planned_to_stay + spare
         if set(runner.facts.layers) == {"full"}:
             assert stays - at_start <= spare, "buffers for the whole context were there before"
-
-
-@pytest.mark.parametrize(("kind", "config", "options"), MODELS.values(), ids=MODELS.keys())
-def test_the_batch_was_measured_as_it_is_and_not_larger(
-    folder: Path, kind: str, config: dict[str, Any], options: dict[str, Any]
-) -> None:
-    """A prefill that ends with a full step at the end of the context takes nearly all of it."""
-    write_model(folder, kind, **{"max_position_embeddings": 2048, "vocab_size": 300, **config})
-    before = active()
-    runner = Runner.load(str(folder), **{"prefill_step": 256, "checkpoint_budget": 0, **options})
-    plan = plan_of(runner)
-    prompt = [place * 7 % 250 for place in range(runner.context - 1)]
-    peak = usage_of(answer(runner, prompt[: (len(prompt) - 1) % runner.prefill_step], 1)).peak_bytes
-    peak = max(peak, usage_of(answer(runner, prompt, 1)).peak_bytes)
-    assert peak - before >= 0.85 * plan.total
+    assert 0.8 * plan.total <= max(peaks) <= plan.total + spare
 
 
 @pytest.mark.parametrize("kv_bits", [None, 8], ids=["as computed", "8 bits"])
@@ -184,10 +176,11 @@ def test_what_does_not_fit_fails_before_its_caches_are_taken(folder: Path, offer
     with pytest.raises(MemoryPlanError) as error:
         Runner.load(str(folder), 4096, prefill_step=64)
     too_large = plan_model(str(folder), 4096, prefill_step=64)
-    assert str(error.value) == f"this does not fit into memory\n{too_large.table()}"
-    assert "device offers" in str(error.value)
+    message = str(error.value)
+    del error
+    assert message == f"this does not fit into memory\n{too_large.table()}"
     assert active() - before < too_large.lines[0].total / 10
-    (advised,) = map(int, re.findall(r"this would: --context (\d+)$", str(error.value)))
+    (advised,) = map(int, re.findall(r"this would: --context (\d+)$", message))
     assert advised == 1000
     runner = Runner.load(str(folder), advised, prefill_step=64)
     assert plan_of(runner).fits
@@ -234,11 +227,9 @@ def test_a_batch_that_was_underestimated_fails_at_start_too(
     plan = plan_model(str(folder))
     offer(plan.total)
     before = active()
-    with pytest.raises(
-        MemoryPlanError, match=r"does not fit into memory\nweights .*\nbatch of 2048 tokens \(measured\)"
-    ) as error:
+    with pytest.raises(MemoryPlanError, match=r"does not fit into memory\nweights ") as error:
         Runner.load(str(folder), 1024)
-    assert "a context of 1024 tokens does not fit" in str(error.value)
+    assert "batch of 2048 tokens (measured)" in str(error.value)
     del error
     assert active() - before < plan.lines[0].total / 10
 

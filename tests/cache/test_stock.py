@@ -149,7 +149,6 @@ def test_the_snapshot_of_a_state_does_not_hold_what_it_was_cut_from() -> None:
     cache.inner[0] = mx.random.normal((1, 4000, 64))[:, -3:, :]
     cache.end_forward(1)
     mx.eval(cache.state)
-    assert mx.get_active_memory() - before > 1_000_000
     snapshot = cache.snapshot()
     mx.eval(snapshot.arrays)
     cache.free()

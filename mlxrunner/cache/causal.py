@@ -1,0 +1,297 @@
+"""The cache of causal attention, full, windowed or chunked, for several sequences at once: tensors that follow the plan of the cells.
+
+What Ollama's causal cache does, with the buffers of a whole layer allocated once and written in place. Where rows have to move, the
+cells are empty until all of them have arrived: an interrupt in between leaves a cache that has forgotten, never one that is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import mlx.core as mx
+import numpy as np
+
+from mlxrunner.cache.cells import Bools, Cells, Ints, Lift, Move, Placement, Run, Sight, runs
+from mlxrunner.cache.sequences import END, Batch, Cache, CacheConfig, CacheFullError, Commit, Lifecycle, NotSupportedError
+
+Shift = Callable[[int, mx.array, mx.array], mx.array]
+"""`shift(layer, keys [1, kv_heads, n, head_dim], offsets [n] int32)` -> the keys, re-rotated by so many positions."""
+
+MANY_RUNS = 64
+"""From here on one gather or scatter is faster than a slice for each run."""
+
+
+@dataclass
+class Layer:
+    """The buffers of one layer, `[1, kv_heads, rows, head_dim]` (values may have another head_dim)."""
+
+    keys: mx.array
+    values: mx.array
+
+    @classmethod
+    def like(cls, keys: mx.array, values: mx.array, rows: int, dtype: mx.Dtype) -> Layer:
+        """Allocated now, so that it fails now if it does not fit."""
+        layer = cls(*(mx.zeros((1, part.shape[1], rows, part.shape[3]), dtype) for part in (keys, values)))
+        mx.eval(layer.keys, layer.values)
+        return layer
+
+    @property
+    def nbytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
+
+    def check(self, index: int, keys: mx.array, values: mx.array) -> None:
+        """ValueError unless these are rows of this layer."""
+        for name, rows, buffer in (("keys", keys, self.keys), ("values", values, self.values)):
+            if rows.shape != (expected := (*buffer.shape[:2], rows.shape[2], buffer.shape[3])):
+                raise ValueError(f"layer {index}: {name} of shape {rows.shape}, but the cache was allocated for {expected}")
+
+    def write(self, begin: int, keys: mx.array, values: mx.array) -> None:
+        end = begin + keys.shape[2]
+        self.keys[..., begin:end, :] = keys.astype(self.keys.dtype)
+        self.values[..., begin:end, :] = values.astype(self.values.dtype)
+
+    def read(self, run: Run) -> tuple[mx.array, mx.array]:
+        return self.keys[..., run.begin : run.end, :], self.values[..., run.begin : run.end, :]
+
+
+@dataclass(frozen=True)
+class Forward:
+    """The pass under way: `tokens` that go to the cells from `start` on, and what they see. `start` is None in a reserve pass."""
+
+    tokens: int
+    start: int | None
+    history: Run
+    mask: mx.array
+
+
+class CausalCache(Cache):
+    """A query sees the tokens of its sequence at positions up to its own: all, the last `window`, or those of its `chunk`.
+
+    `memory`: tokens per sequence that are kept, by default `window`; the cells are `max_sequences * memory + max_batch` then, and
+    older tokens are dropped when a batch starts. All sequences share the cells: one may have more than `capacity` tokens while others
+    have fewer. `shift` re-rotates keys; without it, `remove` can't close gaps.
+    """
+
+    def __init__(
+        self, shift: Shift | None = None, window: int | None = None, memory: int | None = None, chunk: int | None = None
+    ) -> None:
+        self._shift, self._sight = shift, Sight(window, memory, chunk)
+        self._lifecycle = Lifecycle()
+        self._dtype, self._max_batch, self._rows = mx.float32, 0, Run(0, 0)
+        self._cells = self._no_cells = Cells.empty(0, 0, self._sight)
+        self._layers: dict[int, Layer] = {}
+        self._layer = 0
+        self._forward: Forward | None = None
+        self._undo: tuple[Cells, Forward | None] | None = None
+
+    @property
+    def window(self) -> int | None:
+        return self._sight.window
+
+    @property
+    def memory(self) -> int | None:
+        """Tokens kept per sequence; None: all."""
+        return self._sight.memory
+
+    @property
+    def mask(self) -> mx.array:
+        """Of the pass under way, for models that ask before their layers write. `[n_tokens, history]`"""
+        return self._current().mask
+
+    @property
+    def state(self) -> list[mx.array]:
+        """All buffers, to be evaluated."""
+        return [buffer for layer in self._layers.values() for buffer in (layer.keys, layer.values)]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.nbytes for layer in self._layers.values())
+
+    @property
+    def num_cells(self) -> int:
+        return self._cells.num_cells
+
+    @property
+    def num_free(self) -> int:
+        return self._cells.num_free
+
+    def num_used_by(self, sequences: Sequence[int]) -> int:
+        """Cells with tokens of any of `sequences`."""
+        return int(np.count_nonzero(self._cells.owners[list(sequences)].any(axis=0)))
+
+    @property
+    def sequences(self) -> tuple[int, ...]:
+        """Those that have tokens."""
+        return self._cells.sequences
+
+    def set_config(self, config: CacheConfig) -> None:
+        self._lifecycle.configure(config)
+
+    def init(self, dtype: mx.Dtype, max_sequences: int, capacity: int, max_batch: int) -> None:
+        self._lifecycle.initialize(max_sequences=max_sequences, capacity=capacity, max_batch=max_batch)
+        self._dtype, self._max_batch = dtype, max_batch
+        num_cells = self._sight.num_cells(max_sequences, capacity, max_batch)
+        self._rows = Run(0, num_cells).padded(self._lifecycle.config.history_multiple)
+        self._cells = self._no_cells = Cells.empty(num_cells, max_sequences, self._sight)
+
+    def check_forward(self, batch: Batch) -> None:
+        self._place(batch)
+
+    def start_forward(self, batch: Batch, reserve: bool = False) -> None:
+        self._undo = None
+        if reserve:
+            self._check_size(batch)
+            self._undo = self._cells, self._forward
+            everything = np.ones((len(batch), self._rows.end), np.bool_)
+            self._forward = Forward(len(batch), None, self._rows, self._as_mask(everything))
+            return
+        before, after, start, move = self._place(batch)
+        history = after.history(batch).padded(self._lifecycle.config.history_multiple)
+        forward = Forward(len(batch), start, history, self._as_mask(after.mask(batch, start, history)))
+        if move is not None:
+            self._move(move, before)
+        self._undo = before, self._forward
+        self._cells, self._forward = after, forward
+
+    def undo_forward(self) -> None:
+        if self._undo is not None:
+            (self._cells, self._forward), self._undo = self._undo, None
+
+    def set_layer(self, layer: int) -> None:
+        self._layer = layer
+
+    def put(self, keys: mx.array, values: mx.array) -> None:
+        forward = self._current()
+        for name, rows in (("keys", keys), ("values", values)):
+            if rows.shape[2] != forward.tokens:
+                raise ValueError(
+                    f"layer {self._layer}: {rows.shape[2]} {name} were put, but start_forward announced {forward.tokens} tokens"
+                )
+        layer = self._layers.get(self._layer) or Layer.like(keys, values, self._rows.end, self._dtype)
+        layer.check(self._layer, keys, values)
+        self._layers[self._layer] = layer
+        if forward.start is not None:
+            self._undo = None
+            layer.write(forward.start, keys, values)
+
+    def get(self) -> tuple[mx.array, mx.array, mx.array]:
+        forward, layer = self._current(), self._layers.get(self._layer)
+        if layer is None:
+            raise RuntimeError(f"layer {self._layer}: get was called before anything was put")
+        return *layer.read(forward.history), forward.mask
+
+    def copy_prefix(self, source: int, target: int, length: int) -> None:
+        self.prepare_copy_prefix(source, target, length)()
+
+    def prepare_copy_prefix(self, source: int, target: int, length: int) -> Commit:
+        self._lifecycle.check()
+        return partial(self._become, self._cells.with_prefix(source, target, length))
+
+    def can_resume(self, sequence: int, position: int) -> bool:
+        self._lifecycle.check()
+        return self._cells.can_resume(sequence, position)
+
+    def remove(self, sequence: int, begin: int, end: int = END) -> None:
+        self.prepare_remove(sequence, begin, end)()
+
+    def prepare_remove(self, sequence: int, begin: int, end: int = END) -> Commit:
+        self._lifecycle.check()
+        if self._shift is None and begin < end and self._cells.holds(sequence, end):
+            raise NotSupportedError(
+                f"the tokens behind position {end - 1} can't move up: this cache was made without a shift function for their keys; "
+                "remove everything from a position on instead, and evaluate the rest again"
+            )
+        after, lift = self._cells.without(sequence, begin, end)
+        if lift is None or self._shift is None:
+            return partial(self._become, after)
+        offsets = mx.full(lift.sources.shape, lift.by, mx.int32)
+        copies = lift.copies
+        rows = {}
+        for index, layer in self._layers.items():
+            keys = self._shift(index, _read(layer.keys, lift.sources), offsets).astype(self._dtype)
+            rows[index] = keys, _read(layer.values, copies.sources)
+            layer.check(index, *rows[index])
+        mx.eval(rows)
+        return partial(self._lift, lift, copies, rows, after)
+
+    def defragment(self) -> None:
+        """Close all holes between cells in use. The forward pass under way, if there is one, has to be started again."""
+        self._lifecycle.check()
+        after, move = self._cells.packed()
+        if move is not None:
+            self._move(move, after)
+
+    def close(self) -> None:
+        self._lifecycle.close()
+        self._layers.clear()
+        self._cells = self._no_cells = Cells.empty(0, 0, self._sight)
+        self._forward = self._undo = None
+
+    def _current(self) -> Forward:
+        self._lifecycle.check()
+        if self._forward is None:
+            raise RuntimeError("no forward pass is under way: call start_forward first")
+        return self._forward
+
+    def _check_size(self, batch: Batch) -> None:
+        self._lifecycle.check()
+        self._cells.check_sequences(*batch.sequences)
+        if len(batch) > self._max_batch:
+            raise CacheFullError(
+                f"a batch of {len(batch)} tokens (more than max_batch)", len(batch), self._max_batch, self.num_cells
+            )
+
+    def _place(self, batch: Batch) -> Placement:
+        self._check_size(batch)
+        return self._cells.place(batch)
+
+    def _as_mask(self, visible: Bools) -> mx.array:
+        mask, dtype = mx.array(visible), self._lifecycle.config.mask_dtype
+        return mask if dtype in (None, mx.bool_) else mx.where(mask, mx.array(0, dtype), mx.array(-np.inf, dtype))
+
+    def _become(self, after: Cells) -> None:
+        self._cells, self._undo = after, None
+
+    def _forget(self) -> None:
+        self._cells, self._forward, self._undo = self._no_cells, None, None
+
+    def _move(self, move: Move, after: Cells) -> None:
+        self._forget()
+        targets = np.arange(move.begin, move.begin + len(move.sources), dtype=np.int32)
+        for layer in self._layers.values():
+            for buffer in (layer.keys, layer.values):
+                _write(buffer, targets, _read(buffer, move.sources))
+        self._cells = after
+
+    def _lift(self, lift: Lift, copies: Lift, rows: dict[int, tuple[mx.array, mx.array]], after: Cells) -> None:
+        self._forget()
+        for index, (keys, values) in rows.items():
+            _write(self._layers[index].keys, lift.targets, keys)
+            _write(self._layers[index].values, copies.targets, values)
+        self._cells = after
+
+
+def _read(buffer: mx.array, cells: Ints) -> mx.array:
+    """A copy of these rows, evaluated: a view would make the next write copy the buffer."""
+    found = runs(cells)
+    if len(found) > MANY_RUNS:
+        rows = mx.take(buffer, mx.array(cells), axis=2)
+    else:
+        rows = mx.contiguous(mx.concatenate([buffer[..., run.begin : run.end, :] for run in found or [Run(0, 0)]], axis=2))
+    mx.eval(rows)
+    return rows
+
+
+def _write(buffer: mx.array, cells: Ints, rows: mx.array) -> None:
+    found = runs(cells)
+    if len(found) > MANY_RUNS:
+        buffer[:, :, mx.array(cells), :] = rows
+    else:
+        done = 0
+        for run in found:
+            following = done + run.end - run.begin
+            buffer[..., run.begin : run.end, :] = rows[..., done:following, :]
+            done = following
+    mx.eval(buffer)

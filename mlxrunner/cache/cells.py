@@ -1,0 +1,276 @@
+"""Who lives where: the position and the owners of each cell. Bookkeeping only: numpy, no tensors.
+
+A cell is one row of every layer's buffers. `Cells` is a value: each operation returns what would be, together with the plan of what
+to do with the rows, and changes nothing. So an operation that fails was never begun, and taking one back is keeping the old value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mlxrunner.cache.sequences import END, Batch, CacheFullError
+
+Ints = NDArray[np.int32]
+Bools = NDArray[np.bool_]
+
+
+class Run(NamedTuple):
+    """Cells `begin .. end - 1`."""
+
+    begin: int
+    end: int
+
+    def padded(self, multiple: int) -> Run:
+        """The smallest run around this one that begins and ends at a multiple."""
+        return Run(self.begin // multiple * multiple, -(-self.end // multiple) * multiple)
+
+
+@dataclass(frozen=True)
+class Sight:
+    """How far back a query sees, and how long a token is stored.
+
+    `window`: a query at position p sees p - window + 1 .. p. `chunk`: it sees from p - p % chunk on. `memory`: tokens of a sequence
+    that are kept, the next one included; no less than the window (which it is by default), so that small rewinds stay possible.
+    """
+
+    window: int | None = None
+    memory: int | None = None
+    chunk: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("window", "memory", "chunk"):
+            if (size := getattr(self, name)) is not None and size < 1:
+                raise ValueError(f"{name} has to be at least 1, not {size}")
+        reach = self.chunk if self.window is None else self.window
+        if self.memory is None:
+            object.__setattr__(self, "memory", self.window)
+        elif reach is None or self.memory < reach:
+            raise ValueError(f"a memory of {self.memory} tokens does not hold what a query may see ({reach or 'everything'})")
+
+    def first_seen(self, positions: Ints) -> Ints:
+        """The first position that each query sees."""
+        first = np.zeros_like(positions) if self.chunk is None else positions - positions % self.chunk
+        return first if self.window is None else np.maximum(first, positions - (self.window - 1))
+
+    def first_kept(self, positions: Ints) -> Ints:
+        """The first position that is kept when a batch begins at each position."""
+        return np.zeros_like(positions) if self.memory is None else positions - (self.memory - 1)
+
+    def num_cells(self, max_sequences: int, capacity: int, max_batch: int) -> int:
+        everything = max_sequences * capacity
+        return everything if self.memory is None else min(everything, max_sequences * self.memory + max_batch)
+
+
+class Move(NamedTuple):
+    """The rows of the cells `sources`, in this order, go to the cells from `begin` on. All are read before one is written."""
+
+    begin: int
+    sources: Ints
+
+
+class Lift(NamedTuple):
+    """Tokens that change their position by `by`: from `sources` to `targets`, another cell where the first one is shared."""
+
+    sources: Ints
+    targets: Ints
+    by: int
+
+    @property
+    def copies(self) -> Lift:
+        """Those that get another cell."""
+        moved = self.sources != self.targets
+        return Lift(self.sources[moved], self.targets[moved], self.by)
+
+
+class Placement(NamedTuple):
+    """Where a batch goes: `after`, with the batch in the cells from `start` on.
+
+    `before`: the same tokens as now, but with the rows moved as `move` says (if there is one).
+    """
+
+    before: Cells
+    after: Cells
+    start: int
+    move: Move | None
+
+
+@dataclass(frozen=True, eq=False)
+class Cells:
+    """`positions`: `[cells]`; `owners`: `[sequences, cells]`, a cell without owners is free. Never written to."""
+
+    positions: Ints
+    owners: Bools
+    sight: Sight = Sight()
+
+    @classmethod
+    def empty(cls, num_cells: int, max_sequences: int, sight: Sight) -> Cells:
+        return cls(np.zeros(num_cells, np.int32), np.zeros((max_sequences, num_cells), np.bool_), sight)
+
+    @property
+    def num_cells(self) -> int:
+        return len(self.positions)
+
+    @property
+    def num_free(self) -> int:
+        return self.num_cells - int(np.count_nonzero(self.used))
+
+    @property
+    def used(self) -> Bools:
+        """`[cells]`"""
+        used: Bools = np.logical_or.reduce(self.owners, axis=0)
+        return used
+
+    @property
+    def sequences(self) -> tuple[int, ...]:
+        """Those that have tokens."""
+        return tuple(np.flatnonzero(self.owners.any(axis=1)).tolist())
+
+    def next_positions(self) -> Ints:
+        """`[sequences]`, 0 for one without tokens."""
+        ends: Ints = (self.owners * (self.positions + 1)).max(axis=1)
+        return ends
+
+    def holds(self, sequence: int, begin: int) -> bool:
+        """Whether it has tokens at positions >= `begin`."""
+        self.check_sequences(sequence)
+        return bool((self.owners[sequence] & (self.positions >= begin)).any())
+
+    def can_resume(self, sequence: int, position: int) -> bool:
+        self.check_sequences(sequence)
+        own = self.owners[sequence]
+        stored = self.positions[own]
+        if not 0 <= position <= max(stored, default=-1) + 1:
+            return False
+        if self.sight.memory is None:
+            return True
+        first = int(self.sight.first_seen(np.array([position], np.int32))[0])
+        return len(np.unique(stored[(stored >= first) & (stored < position)])) == position - first
+
+    def with_prefix(self, source: int, target: int, length: int) -> Cells:
+        """`target` shares the tokens of `source` at positions < `length`, and has no others."""
+        self.check_sequences(source, target)
+        if length < 0:
+            raise ValueError(f"the length of a prefix can't be {length}")
+        owners = self.owners.copy()
+        owners[target] = self.owners[source] & (self.positions < length)
+        return replace(self, owners=owners)
+
+    def without(self, sequence: int, begin: int, end: int) -> tuple[Cells, Lift | None]:
+        """Without `begin .. end - 1`; with an end, what is behind moves up. CacheFullError where shared tokens can't be copied."""
+        self.check_sequences(sequence)
+        if not 0 <= begin <= end:
+            raise ValueError(f"there are no positions {begin} .. {end}")
+        if begin == end:
+            return self, None
+        own, positions, owners = self.owners[sequence], self.positions.copy(), self.owners.copy()
+        lifted = own & (positions >= end)
+        owners[sequence] = own & (positions < begin)
+        sources = np.flatnonzero(lifted).astype(np.int32)
+        shared = owners[:, sources].any(axis=0)
+        owners[sequence, sources[~shared]] = True
+        free = np.flatnonzero(~owners.any(axis=0))
+        if (needed := int(np.count_nonzero(shared))) > len(free):
+            raise CacheFullError(
+                f"removing positions {begin} .. {end - 1} of sequence {sequence}", needed, len(free), self.num_cells
+            )
+        targets = sources.copy()
+        targets[shared] = free[:needed]
+        owners[sequence, targets] = True
+        positions[targets] = self.positions[sources] - (end - begin)
+        after = replace(self, positions=positions, owners=owners)
+        return after, Lift(sources, targets, begin - end) if len(sources) else None
+
+    def place(self, batch: Batch) -> Placement:
+        """Room for the batch, side by side, after dropping what is beyond each memory. CacheFullError where there is none."""
+        self.check_sequences(*batch.sequences)
+        kept, n = self._kept_for(batch), len(batch)
+        if n > kept.num_free:
+            raise CacheFullError(f"a batch of {n} tokens", n, kept.num_free, self.num_cells)
+        before, move, start = self, None, _first_fit(~kept.used, n)
+        if start is None:
+            order, move = self._packing(kept)
+            before, kept, start = self._in_order(order), kept._in_order(order), self.num_cells - kept.num_free
+        positions, owners = kept.positions.copy(), kept.owners.copy()
+        positions[start : start + n] = batch.positions
+        owners[batch.sequences, range(start, start + n)] = True
+        return Placement(before, replace(kept, positions=positions, owners=owners), start, move)
+
+    def packed(self) -> tuple[Cells, Move | None]:
+        """Without holes, in the same order."""
+        order, move = self._packing(self)
+        return self._in_order(order), move
+
+    def history(self, batch: Batch) -> Run:
+        """The cells from the first to the last that a batch, once it is placed, may see."""
+        sequences, lowest = _lowest_positions(batch)
+        seen = self.owners[sequences] & (self.positions >= self.sight.first_seen(lowest)[:, None])
+        cells = np.flatnonzero(seen.any(axis=0))
+        return Run(int(cells[0]), int(cells[-1]) + 1)
+
+    def mask(self, batch: Batch, start: int, history: Run) -> Bools:
+        """`[n_tokens, history]`: what each token of the batch, placed from `start` on, sees. `history` may reach beyond the cells."""
+        queries, sequences = np.array(batch.positions, np.int32), np.array(batch.sequences)
+        positions = self.positions[history.begin : history.end]
+        visible: Bools = self.owners[:, history.begin : history.end][sequences]
+        visible &= positions <= queries[:, None]
+        if self.sight != Sight():
+            visible &= positions >= self.sight.first_seen(queries)[:, None]
+        if ahead := list(batch.sees_forward):
+            forward = (sequences[ahead][:, None] == sequences[ahead]) & (queries[ahead][:, None] < queries[ahead])
+            visible[np.ix_(ahead, [start - history.begin + index for index in ahead])] |= forward
+        missing = history.end - history.begin - visible.shape[1]
+        return np.pad(visible, ((0, 0), (0, missing))) if missing else visible
+
+    def check_sequences(self, *sequences: int) -> None:
+        if not 0 <= min(sequences) <= max(sequences) < len(self.owners):
+            wrong = next(sequence for sequence in sequences if not 0 <= sequence < len(self.owners))
+            raise ValueError(f"there is no sequence {wrong}: the cache was initialized for {len(self.owners)}, counted from 0")
+
+    def _kept_for(self, batch: Batch) -> Cells:
+        """Without what no sequence needs once the batch has begun."""
+        if self.sight.memory is None:
+            return self
+        begins = self.next_positions()
+        sequences, lowest = _lowest_positions(batch)
+        begins[sequences] = lowest
+        return replace(self, owners=self.owners & (self.positions >= self.sight.first_kept(begins)[:, None]))
+
+    def _packing(self, kept: Cells) -> tuple[Ints, Move | None]:
+        """The order in which all cells would be packed, those first that are used in `kept` too, and the move that does it."""
+        rank = np.where(kept.used, 0, np.where(self.used, 1, 2))
+        order = np.argsort(rank, kind="stable").astype(np.int32)
+        displaced = np.flatnonzero((order != np.arange(self.num_cells)) & (rank[order] < 2))
+        if not len(displaced):
+            return order, None
+        begin, end = int(displaced[0]), int(displaced[-1]) + 1
+        return order, Move(begin, order[begin:end])
+
+    def _in_order(self, order: Ints) -> Cells:
+        return replace(self, positions=self.positions[order], owners=self.owners[:, order])
+
+
+def runs(cells: Ints) -> list[Run]:
+    """Neighbours that follow each other, as one."""
+    begins = np.flatnonzero(np.diff(cells, prepend=-2) != 1)
+    lengths = np.diff(begins, append=len(cells))
+    return [Run(first, first + n) for first, n in zip(cells[begins].tolist(), lengths.tolist(), strict=True)]
+
+
+def _first_fit(free: Bools, n: int) -> int | None:
+    """The first of `n` free cells side by side."""
+    edges = np.flatnonzero(np.diff(free, prepend=False, append=False))
+    fitting = np.flatnonzero(edges[1::2] - edges[::2] >= n)
+    return int(edges[2 * fitting[0]]) if len(fitting) else None
+
+
+def _lowest_positions(batch: Batch) -> tuple[Sequence[int], Ints]:
+    """The sequences of a batch and the lowest position of each."""
+    lowest: dict[int, int] = {}
+    for sequence, position in zip(batch.sequences, batch.positions, strict=True):
+        lowest[sequence] = min(position, lowest.get(sequence, END))
+    return list(lowest), np.array(list(lowest.values()), np.int32)

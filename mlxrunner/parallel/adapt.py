@@ -1,0 +1,214 @@
+"""Let a stock mlx-lm model run tokens of many sequences as one row: positions per token, keys and values in shared cells.
+
+mlx-lm's code is not changed: for the life of the adaptation each attention's `rope` is wrapped so that it takes one position per
+token, and the last norm so that only the rows whose logits somebody wants go through the output projection. Whether a model works
+this way is not guessed from its name: two sequences are run in one row and separately, and the logits have to agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlxrunner.cache.causal import CausalCache
+from mlxrunner.cache.factory import CacheOptions, make_layer_caches
+from mlxrunner.cache.sequences import Batch, Cache, NotSupportedError
+from mlxrunner.cache.sliding import SlidingWindowCache
+from mlxrunner.cache.wrapper import WrapperCache
+
+TOLERANCE = 0.02
+"""Of the largest logit: what another order of sums makes in half precision; a wrong position makes far more."""
+
+
+class PerTokenRope(nn.Module):  # type: ignore[misc,name-defined]  # mlx.nn has no annotations
+    """A rope that also takes an offset per token: `x [1, heads, n, head_dim]` with `offset [n]`."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def __call__(self, x: mx.array, offset: Any = 0, **more: Any) -> mx.array:
+        if not isinstance(offset, mx.array) or offset.ndim != 1:
+            same: mx.array = self.inner(x, offset=offset, **more)
+            return same
+        rows: mx.array = self.inner(x.transpose(2, 1, 0, 3), offset=offset, **more)
+        return rows.transpose(2, 1, 0, 3)
+
+
+class SomeRows(nn.Module):  # type: ignore[misc,name-defined]
+    """The last norm, of the wanted rows only."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+        self.rows: mx.array | None = None
+
+    def __call__(self, x: mx.array) -> mx.array:
+        normed: mx.array = self.inner(x if self.rows is None else x[:, self.rows])
+        return normed
+
+
+class LayerView:
+    """What a model's layer is handed instead of a cache of its own: its share of the cells."""
+
+    def __init__(self, step: Adapted, layer: int, group: int) -> None:
+        self._step, self._layer, self._group = step, layer, group
+
+    @property
+    def offset(self) -> mx.array:
+        return self._step.positions
+
+    def make_mask(self, n: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
+        return self._step.masks[self._group]
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        cache = self._step.groups[self._group]
+        cache.set_layer(self._layer)
+        cache.put(keys, values)
+        fetched, stored, _ = cache.get()
+        return fetched, stored
+
+
+class Adapted:
+    """A model that runs rows of many sequences. `close` undoes everything.
+
+    `cache`: one CausalCache, or a WrapperCache of one per kind of layer (full, and each width of window).
+    """
+
+    def __init__(self, model: Any, *, max_sequences: int, capacity: int, max_batch: int, memory: int = 0) -> None:
+        """`capacity`: tokens per sequence; `max_batch`: tokens per step; `memory`: tokens that windows keep beyond themselves.
+
+        NotSupportedError, with nothing changed, names the layer that can't share a row.
+        """
+        self.model = model
+        self._wrapped: list[tuple[Any, str, Any]] = []
+        windows = _windows(model)
+        kinds = sorted(set(windows))
+        self._kinds, self._memory = kinds, memory
+        self.groups = self._make_groups()
+        self.cache = _joined(self.groups)
+        self._views = [LayerView(self, layer, kinds.index(window)) for layer, window in enumerate(windows)]
+        self._head: SomeRows | None = None
+        self.positions = mx.array([], mx.int32)
+        self.masks: list[mx.array] = []
+        self._ropes: list[Any] = []
+        reference = _separately(model)
+        self._wrap()
+        try:
+            self._prove(reference)
+            self.cache.init(_dtype(model), max_sequences, capacity, max_batch)
+        except BaseException:
+            self.close()
+            raise
+
+    def forward(self, tokens: mx.array, batch: Batch, rows: Sequence[int], *, reserve: bool = False) -> mx.array:
+        """`tokens [n]` of `batch` -> logits `[len(rows), vocab]` of the wanted rows, not evaluated yet. CacheFullError changes nothing."""
+        self.cache.start_forward(batch, reserve=reserve)
+        self.positions = mx.array(list(batch.positions), mx.int32)
+        self.masks = [group.mask for group in self.groups]
+        wanted = mx.array(list(rows), mx.int32)
+        if self._head is not None:
+            self._head.rows = wanted
+        logits: mx.array = self.model(tokens[None], cache=self._views)
+        if self._head is not None:
+            self._head.rows = None
+            return logits[0]
+        return logits[0, wanted]
+
+    def state(self) -> list[mx.array]:
+        """All buffers, to be evaluated."""
+        return [array for group in self.groups for array in group.state]
+
+    def close(self) -> None:
+        for owner, name, inner in reversed(self._wrapped):
+            setattr(owner, name, inner)
+        self._wrapped.clear()
+        self.cache.close()
+
+    def _make_groups(self) -> list[CausalCache]:
+        """One cache for the layers with full attention, and one for each width of window."""
+        windows = ((window, window + self._memory) if window else (None, None) for window in self._kinds)
+        return [CausalCache(shift=self._shift, window=window, memory=memory) for window, memory in windows]
+
+    def _wrap(self) -> None:
+        for layer in self.model.layers:
+            ropes = [module for module in layer.modules() if callable(getattr(module, "rope", None))]
+            for module in ropes:
+                self._replace(module, "rope", PerTokenRope(module.rope))
+            self._ropes.append(ropes[0].rope.inner if ropes else None)
+        inner = getattr(self.model, "model", None)
+        if inner is not None and callable(getattr(inner, "norm", None)):
+            self._head = SomeRows(inner.norm)
+            self._replace(inner, "norm", self._head)
+
+    def _replace(self, owner: Any, name: str, wrapper: Any) -> None:
+        self._wrapped.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, wrapper)
+
+    def _shift(self, layer: int, keys: mx.array, offsets: mx.array) -> mx.array:
+        """Re-rotate with the layer's own rope; its amplitude (YaRN), which it would apply twice, is divided out."""
+        rope = self._ropes[layer]
+        if rope is None:
+            return keys
+        amplitude = rope(mx.ones((1, 1, 1, keys.shape[3]), keys.dtype), offset=0)
+        turned: mx.array = rope(keys.transpose(2, 1, 0, 3), offset=offsets) / amplitude
+        return turned.transpose(2, 1, 0, 3)
+
+    def _prove(self, reference: list[mx.array]) -> None:
+        """Two sequences in one row, in two steps, against each one alone."""
+        groups, cache = self.groups, self.cache
+        self.groups = self._make_groups()
+        self.cache = _joined(self.groups)
+        try:
+            self.cache.init(_dtype(self.model), 2, 16, 16)
+            self.forward(mx.array([5, 9, 6, 10]), Batch([0, 0, 1, 1], [0, 1, 0, 1]), [0])
+            logits = self.forward(mx.array([11, 7, 12]), Batch([2, 2, 3], [1, 0, 1]), [1, 2])
+            mx.eval(logits)
+            gap = max(float(mx.abs(a - b).max().item()) for a, b in zip(logits, reference, strict=True))  # type: ignore[arg-type]
+            scale = max(float(mx.abs(b).max().item()) for b in reference)  # type: ignore[arg-type]
+        except Exception as error:
+            text = " ".join(str(error).split())[:200]
+            raise NotSupportedError(
+                f"this model can't run several sequences in one row: {type(error).__name__}: {text}"
+            ) from error
+        finally:
+            self.cache.close()
+            self.groups, self.cache = groups, cache
+        if not gap <= TOLERANCE * max(scale, 1e-6):
+            raise NotSupportedError(
+                f"this model answers otherwise with several sequences in one row (logits differ by {gap:.2g})"
+            )
+
+
+def _joined(groups: list[CausalCache]) -> Cache:
+    return groups[0] if len(groups) == 1 else WrapperCache(*groups)
+
+
+def _windows(model: Any) -> list[int]:
+    """The window of each layer, 0 for full attention. NotSupportedError names the first layer of another kind."""
+    windows = []
+    for number, cache in enumerate(make_layer_caches(model, CacheOptions())):
+        if cache.kind not in ("full", "sliding") or (cache.kind == "sliding" and not isinstance(cache, SlidingWindowCache)):
+            raise NotSupportedError(
+                f"layer {number} is {cache.kind}: only full and sliding-window attention can run several sequences in one row; "
+                "run one at a time"
+            )
+        windows.append(cache.window if isinstance(cache, SlidingWindowCache) else 0)
+    return windows
+
+
+def _separately(model: Any) -> list[mx.array]:
+    """The logits after each of the two sequences of the proof, alone."""
+    logits = [model(mx.array([tokens]), cache=make_prompt_cache(model))[0, -1] for tokens in ([5, 6, 7], [9, 10, 11, 12])]
+    mx.eval(logits)
+    return logits
+
+
+def _dtype(model: Any) -> mx.Dtype:
+    """What the model computes in: keys and values are stored as they come."""
+    logits: mx.array = model(mx.array([[1]]), cache=make_prompt_cache(model))
+    return logits.dtype

@@ -1,0 +1,444 @@
+"""ParallelRunner: many requests at once on one model, beside `Runner`; a prefix that several share is stored and read once.
+
+Each step is one row of tokens through the model: a token of each request that is decoding, and pieces of the prompts of those that
+are not yet. The next step is dispatched before the tokens of the last one are read. There is no thread: whoever iterates a handle
+drives the steps of all.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlxrunner.answer import Answer, Clock
+from mlxrunner.cache.sequences import END, Batch, CacheFullError
+from mlxrunner.cache.tokens import TokenArray
+from mlxrunner.config import GenerateOptions
+from mlxrunner.errors import ContextLengthError, MlxrunnerError, OptionError, PromptError
+from mlxrunner.events import Chunk, FinishReason, Usage, log_lookup
+from mlxrunner.models.facts import ModelFacts
+from mlxrunner.models.load import load_model
+from mlxrunner.parallel.adapt import Adapted
+from mlxrunner.parallel.slots import NoFreeSlotError, Slot, choose, share
+from mlxrunner.sampling import Decoded, NextToken, Sampled, dispatch
+from mlxrunner.tokenizer import Tokenizer
+from mlxrunner.tokenizer.prompt import Prompt, tokenize
+
+DEFAULT_MAX_BATCH = 1024
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished answer."""
+
+    text: str
+    tokens: list[int]
+    finish_reason: FinishReason
+    usage: Usage
+
+
+@dataclass(eq=False)
+class Request:
+    """One sequence on its way. `place`: tokens whose forward pass was dispatched; `sampled`: answers dispatched."""
+
+    slot: Slot
+    prompt: TokenArray
+    options: GenerateOptions
+    limit: int
+    answer: Answer
+    clock: Clock
+    next_token: NextToken
+    matched: int = 0
+    cached: int = 0
+    trimmed: int = 0
+    place: int = 0
+    sampled: int = 0
+    source: tuple[Slot, int] | None = None  # waits until this slot has evaluated so many tokens of the common prefix
+    random: mx.array | None = None
+    shifted: int = 0
+    chunks: deque[Chunk] = field(default_factory=deque)
+    finished: bool = False
+    history: mx.array | None = None
+
+    @property
+    def promised(self) -> int:
+        """Prompt tokens that it will not have to store, because it waits for somebody else's."""
+        return min(self.source[1], len(self.prompt) - 1) if self.source is not None else 0
+
+    @property
+    def left(self) -> int:
+        """Prompt tokens that were not dispatched yet."""
+        return max(0, len(self.prompt) - self.place)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A dispatched forward pass: which requests it sampled for, and the tokens that are on their way."""
+
+    requests: list[Request]
+    sampled: list[Sampled]
+
+
+class Handle:
+    """A request's answer: iterate it for its chunks, as they come; `cancel` ends it without touching the others."""
+
+    def __init__(self, runner: ParallelRunner, request: Request) -> None:
+        self._runner, self._request = runner, request
+
+    def __iter__(self) -> Iterator[Chunk]:
+        request = self._request
+        while True:
+            while request.chunks:
+                yield request.chunks.popleft()
+            if request.finished:
+                return
+            self._runner.step()
+
+    def cancel(self) -> None:
+        """End the request; its slot is free, and what it evaluated can be reused."""
+        self._runner.cancel(self._request)
+
+    def result(self) -> Result:
+        """Wait for the end."""
+        chunks = list(self)
+        if not chunks or chunks[-1].usage is None or chunks[-1].finish_reason is None:
+            raise MlxrunnerError("the request was cancelled before it ended")
+        tokens = [chunk.token for chunk in chunks if chunk.token is not None]
+        return Result("".join(chunk.text for chunk in chunks), tokens, chunks[-1].finish_reason, chunks[-1].usage)
+
+
+class ParallelRunner:
+    """`max_sequences` requests at once, each of up to `capacity` tokens, `max_batch` tokens a step. Use as a context manager, or `close`.
+
+    Not for several threads. NotSupportedError for models with layers that can't share a row: run those one at a time.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Tokenizer,
+        facts: ModelFacts,
+        *,
+        max_sequences: int,
+        capacity: int | None = None,
+        max_batch: int | None = None,
+        cells: int | None = None,
+        name: str = "",
+    ) -> None:
+        """`cells`: tokens that are stored at most, of all sequences together, a shared one once; None: `max_sequences * capacity`, which
+        is always enough. With fewer, a request for which there may not be room to its end is refused at once: CacheFullError."""
+        self.capacity = capacity or facts.context
+        self.cells = cells or max_sequences * self.capacity
+        self.max_batch = min(max_batch or DEFAULT_MAX_BATCH, max_sequences * self.capacity)
+        if max_sequences < 1 or self.capacity < 2 or self.max_batch < max_sequences:
+            raise OptionError(
+                f"max_sequences {max_sequences}, capacity {self.capacity}, max_batch {self.max_batch}: at least one sequence of "
+                "two tokens is needed, and a step has to hold a token of each"
+            )
+        self.model, self.tokenizer, self.facts, self.name = model, tokenizer, facts, name
+        self.slots = [Slot(number) for number in range(max_sequences)]
+        share_of_cells = -(-self.cells // max_sequences)
+        self._adapted = Adapted(model, max_sequences=max_sequences, capacity=share_of_cells, max_batch=self.max_batch)
+        self._requests: list[Request] = []
+        self._pending: Step | None = None
+        self._ticks = 0
+
+    @classmethod
+    def load(
+        cls,
+        model: str = "demo",
+        *,
+        max_sequences: int,
+        capacity: int | None = None,
+        max_batch: int | None = None,
+        cells: int | None = None,
+        reserve: bool = True,
+        trust_remote_code: bool = False,
+    ) -> ParallelRunner:
+        """Load "demo", a directory or a hub id. `reserve`: allocate all cells and run the largest step once, now."""
+        loaded = load_model(model, trust_remote_code=trust_remote_code)
+        runner = cls(
+            loaded.model,
+            loaded.tokenizer,
+            loaded.facts,
+            max_sequences=max_sequences,
+            capacity=capacity,
+            max_batch=max_batch,
+            name=model,
+        )
+        if reserve:
+            runner.reserve()
+        return runner
+
+    def __enter__(self) -> ParallelRunner:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Cancel what runs, free the cells, and give the model back as it was."""
+        for request in list(self._requests):
+            self.cancel(request)
+        self._pending = None
+        self._adapted.close()
+
+    def reserve(self) -> int:
+        """Allocate all cells and run the largest step, with every cell in sight; returns the peak of it in bytes."""
+        mx.reset_peak_memory()
+        batch = Batch(list(range(self.max_batch)), [0] * self.max_batch)
+        mx.eval(self._adapted.forward(mx.zeros((self.max_batch,), mx.int32), batch, [self.max_batch - 1], reserve=True))
+        mx.eval(self._adapted.state())
+        mx.clear_cache()
+        return mx.get_peak_memory()
+
+    def submit(self, prompt: Prompt, **options: Any) -> Handle:
+        """Begin a request; prompt and options as in `Runner.generate`. NoFreeSlotError if every slot has one."""
+        return Handle(self, self._admit(prompt, options))
+
+    def run(self, prompts: Sequence[Prompt], **options: Any) -> list[Result]:
+        """All answers, in the order of the prompts; as many at a time as there are slots."""
+        return [handle.result() for handle in [self._submit_when_possible(prompt, options) for prompt in prompts]]
+
+    def _submit_when_possible(self, prompt: Prompt, options: dict[str, Any]) -> Handle:
+        while True:
+            try:
+                return self.submit(prompt, **options)
+            except (NoFreeSlotError, CacheFullError):
+                if not self._requests:
+                    raise
+                self.step()
+
+    def cancel(self, request: Request) -> None:
+        """End a request without touching the others."""
+        if not request.finished:
+            self._retire(request)
+
+    def step(self) -> None:
+        """Dispatch the next forward pass, then read the tokens of the one before."""
+        self._follow_sources()
+        dispatched = self._dispatch()
+        before, self._pending = self._pending, dispatched
+        if before is not None:
+            for request, sampled in zip(before.requests, before.sampled, strict=True):
+                if not request.finished:
+                    self._deliver(request, sampled)
+
+    def _admit(self, prompt: Prompt, given: dict[str, Any]) -> Request:
+        began = time.perf_counter()
+        options = GenerateOptions.of(**given)
+        tokens = tokenize(self.tokenizer, prompt)
+        self._check(tokens)
+        clock = Clock(began, time.perf_counter())
+        choice = choose(self.slots, tokens)
+        slot, room = choice.slot, self.capacity - len(tokens)
+        limit = (options.max_tokens or self.capacity) if options.overflow == "shift" else min(options.max_tokens or room, room)
+        self._check_room(len(tokens) - choice.matched + limit)
+        next_token = NextToken(replace(options, seed=None), self.facts.vocab)
+        request = Request(slot, tokens, options, limit, Answer(self.tokenizer, tokens, options, limit), clock, next_token)
+        request.random = (
+            mx.random.key(options.seed) if options.seed is not None else mx.random.split(mx.random.key(time.time_ns()))[0]
+        )
+        request.history = mx.array(tokens) if next_token.needs_history else None
+        request.trimmed = len(slot.tokens)
+        slot.is_busy, slot.planned = True, tokens
+        if choice.ready:
+            self._resume(request, choice.source, choice.matched)
+        else:
+            request.source = (choice.source, choice.matched)
+        clock.lookup_s = time.perf_counter() - clock.tokenized
+        self._requests.append(request)
+        return request
+
+    def _check(self, tokens: TokenArray) -> None:
+        if len(tokens) == 0:
+            raise PromptError("the prompt is empty: at least one token is needed")
+        if len(tokens) >= self.capacity:
+            raise ContextLengthError(len(tokens), self.capacity)
+        if self.facts.vocab and int(tokens.max()) >= self.facts.vocab:
+            raise PromptError(f"token id {int(tokens.max())} is beyond the model's vocabulary of {self.facts.vocab}")
+
+    def _check_room(self, wanted: int) -> None:
+        """That `wanted` more tokens will fit, whatever the others still do; idle slots give way."""
+        if self.cells >= len(self.slots) * self.capacity:
+            return
+        busy = [slot.number for slot in self.slots if slot.is_busy]
+        used = max(group.num_used_by(busy) for group in self._adapted.groups)
+        coming = sum(len(r.prompt) - max(r.place, r.promised) + r.limit - r.sampled for r in self._requests)
+        if used + coming + wanted > self.cells:
+            raise CacheFullError("this request", wanted, max(0, self.cells - used - coming), self.cells)
+
+    def _resume(self, request: Request, source: Slot, matched: int) -> None:
+        """Give the request's slot the first `matched` tokens of `source`, as far as it can go on from there."""
+        slot, cache = request.slot, self._adapted.cache
+        request.matched = matched
+        cached = min(matched, len(request.prompt) - 1)
+        if source is not slot:
+            cache.copy_prefix(source.number, slot.number, cached)
+        else:
+            cache.remove(slot.number, cached, END)
+        if not cache.can_resume(slot.number, cached):
+            cache.remove(slot.number, 0, END)
+            cached = 0
+        slot.tokens.truncate(0)
+        slot.tokens.extend(request.prompt[:cached])
+        request.cached = request.place = cached
+        request.trimmed = max(0, request.trimmed - cached) if source is slot else request.trimmed
+        log_lookup(len(request.prompt), matched, cached)
+
+    def _follow_sources(self) -> None:
+        """Requests that wait for a prefix: copy it once it is there, or as much as there is when its request has ended."""
+        for request in self._requests:
+            if request.source is None:
+                continue
+            slot, matched = request.source
+            if len(slot.tokens) >= matched or not slot.is_busy or slot.planned.size < matched:
+                request.source = None
+                again = np.array_equal(slot.tokens.array[:matched], request.prompt[: len(slot.tokens.array[:matched])])
+                self._resume(request, slot, min(matched, len(slot.tokens)) if again else 0)
+
+    def _dispatch(self) -> Step | None:
+        """Build and dispatch the next row; None if there is nothing to do."""
+        decoding = [r for r in self._requests if r.source is None and not r.left and r.sampled < r.limit]
+        prefilling = [r for r in self._requests if r.source is None and r.left]
+        self._ticks += 1
+        shares = share(self.max_batch - len(decoding), [r.left for r in prefilling], self._ticks) if prefilling else []
+        parts: list[mx.array] = []
+        positions: list[int] = []
+        sequences: list[int] = []
+        rows: list[int] = []
+        sampling: list[Request] = []
+        for request in decoding:
+            self._make_room(request)
+            parts.append(self._last_sampled(request))
+            self._place(request, 1, positions, sequences)
+            rows.append(len(positions) - 1)
+            sampling.append(request)
+        for request, count in zip(prefilling, shares, strict=True):
+            if count:
+                piece = request.prompt[request.place : request.place + count]
+                parts.append(mx.array(piece))
+                request.slot.tokens.extend(piece)
+                self._place(request, count, positions, sequences)
+                if not request.left:
+                    rows.append(len(positions) - 1)
+                    sampling.append(request)
+        if not positions:
+            return None
+        logits = self._forward(mx.concatenate(parts), Batch(positions, sequences), rows or [0])
+        step = Step(sampling, self._sample(sampling, logits))
+        dispatch([array for sampled in step.sampled for array in sampled.arrays] or [logits])
+        return step
+
+    def _forward(self, tokens: mx.array, batch: Batch, rows: list[int]) -> mx.array:
+        """Idle slots give way, the least recently used first, where there is no room for the batch."""
+        while True:
+            try:
+                return self._adapted.forward(tokens, batch, rows)
+            except CacheFullError:
+                idle = [slot for slot in self.slots if not slot.is_busy and slot.tokens]
+                if not idle:
+                    raise
+                oldest = min(idle, key=lambda slot: slot.last_used)
+                self._adapted.cache.remove(oldest.number, 0, END)
+                oldest.tokens.truncate(0)
+
+    def _place(self, request: Request, count: int, positions: list[int], sequences: list[int]) -> None:
+        positions += range(request.place, request.place + count)
+        sequences += [request.slot.number] * count
+        request.place += count
+
+    def _last_sampled(self, request: Request) -> mx.array:
+        """The token that was sampled last, `[1]`, maybe still on its way; its value is recorded when it is read."""
+        assert self._pending is not None
+        index = next(i for i, other in enumerate(self._pending.requests) if other is request)
+        token = self._pending.sampled[index].token.astype(mx.int32)
+        if request.history is not None:
+            request.history = mx.concatenate([request.history, token])
+        return token
+
+    def _sample(self, requests: list[Request], logits: mx.array) -> list[Sampled]:
+        """A token for each request, with its own sampler and its own random numbers; plain greedy ones all at once."""
+        plain = [r.options.temperature == 0 and r.options.logprobs is None and not r.next_token.needs_history for r in requests]
+        best = mx.argmax(logits, axis=-1) if any(plain) else None
+        sampled = []
+        for row, request in enumerate(requests):
+            if best is not None and plain[row]:
+                sampled.append(Sampled(best[row : row + 1]))
+            else:
+                sampled.append(self._sample_one(request, logits[row : row + 1]))
+            request.sampled += 1
+        return sampled
+
+    def _sample_one(self, request: Request, logits: mx.array) -> Sampled:
+        """With the request's own random state in place of mlx's."""
+        state: Any = mx.random.state
+        outer, state[0] = state[0], request.random
+        try:
+            return request.next_token(logits, request.history)
+        finally:
+            request.random, state[0] = state[0], outer
+
+    def _deliver(self, request: Request, sampled: Sampled) -> None:
+        decoded: Decoded = sampled.decoded(sampled.read())
+        chunk = request.answer.take(decoded, request.clock)
+        if chunk.finish_reason is None:
+            request.chunks.append(chunk)
+        if request.place > len(request.slot.tokens):
+            request.slot.tokens.append(decoded.token)  # its forward pass was dispatched with this step
+        if chunk.finish_reason is not None:
+            self._retire(request)
+            request.chunks.append(replace(chunk, usage=self._usage(request)))
+
+    def _retire(self, request: Request) -> None:
+        """Free the slot; its tokens stay for whoever shares them. A token of it that is still on its way is dropped."""
+        request.finished = True
+        self._requests.remove(request)
+        slot = request.slot
+        slot.is_busy, slot.last_used = False, self._ticks
+        slot.planned = slot.planned[:0]
+        self._adapted.cache.remove(slot.number, len(slot.tokens), END)
+
+    def _make_room(self, request: Request) -> None:
+        """Before a token that would not fit any more: drop the oldest half after what is kept."""
+        if request.place < self.capacity:
+            return
+        keep = request.options.keep if request.options.keep is not None else 1
+        discard = max(request.place - (self.capacity - max((self.capacity - keep) // 2, 1)), 0)
+        self._adapted.cache.remove(request.slot.number, keep, keep + discard)
+        tokens = list(request.slot.tokens)
+        request.slot.tokens.truncate(keep)
+        request.slot.tokens.extend(tokens[keep + discard :])
+        request.place -= discard
+        request.shifted += discard
+
+    def _usage(self, request: Request) -> Usage:
+        clock, prompt = request.clock, len(request.prompt)
+        return Usage(
+            prompt_tokens=prompt,
+            matched_tokens=request.matched,
+            cached_tokens=request.cached,
+            evaluated_tokens=prompt - request.cached,
+            trimmed_tokens=request.trimmed,
+            completion_tokens=request.answer.count,
+            outcome="miss" if not request.cached else "hit" if request.cached == prompt - 1 else "partial",
+            reason=None if request.cached else "empty",
+            rewind_limited_by=None,
+            checkpoint=None,
+            freed_by=None,
+            shifted_tokens=request.shifted,
+            reevaluated_tokens=0,
+            tokenize_s=clock.tokenized - clock.began,
+            lookup_s=clock.lookup_s,
+            prefill_s=clock.first - clock.tokenized,
+            ttft_s=clock.first - clock.began,
+            decode_s=clock.last - clock.first,
+            cache_bytes=sum(group.nbytes for group in self._adapted.groups),
+            peak_bytes=mx.get_peak_memory(),
+        )
