@@ -165,11 +165,28 @@ def main() -> None:
 @click.option(
     "--repeat", type=click.IntRange(min=1), default=1, metavar="N", help="Run the request N times, to see its cache hits."
 )
+@click.option(
+    "--n", "count", type=click.IntRange(min=1), default=1, metavar="K", help="K answers, the prompt's tokens stored once."
+)
+@click.option(
+    "--parallel", type=click.IntRange(min=1), default=8, metavar="N", help="With --n: at most N at a time.  [default: 8]"
+)
 @json_option
-def generate(model: str, prompt: str | None, system: str | None, raw: bool, repeat: int, as_json: bool, **options: Any) -> None:
+def generate(
+    model: str,
+    prompt: str | None,
+    system: str | None,
+    raw: bool,
+    repeat: int,
+    count: int,
+    parallel: int,
+    as_json: bool,
+    **options: Any,
+) -> None:
     """Answer one prompt. The answer goes to stdout and nothing else does.
 
-    --json prints an object with text, tokens, finish_reason and usage (a line for each --repeat).
+    --json prints an object with text, tokens, finish_reason and usage (a line for each --repeat and each of --n answers). With --n the
+    seeds are SEED, SEED + 1 ..., and an answer has at most 1024 tokens unless --max-tokens says otherwise.
     """
     if raw and system:
         raise OptionError("--system needs the chat template, which --raw leaves out: use one of them")
@@ -178,12 +195,34 @@ def generate(model: str, prompt: str | None, system: str | None, raw: bool, repe
     text = _read_prompt(prompt)
     if not text:
         raise PromptError("the prompt is empty: give one with --prompt TEXT, or send it to standard input")
-    runner = _load(model, _take(options, LOADING), banner=sys.stderr.isatty() and not as_json)
+    loading = _take(options, LOADING)
+    banner = sys.stderr.isatty() and not as_json
     request: Any = text if raw else [{"role": "user", "content": text}]
     if system:
         request.insert(0, {"role": "system", "content": system})
+    if count > 1:
+        _answers(model, request, count, parallel, loading, as_json, options)
+        return
+    runner = _load(model, loading, banner=banner)
     for _ in range(repeat):
         _answer(runner, request, as_json, options)
+
+
+def _answers(
+    model: str, request: Any, count: int, parallel: int, loading: dict[str, Any], as_json: bool, options: dict[str, Any]
+) -> None:
+    """Several answers, an empty line between them."""
+    from mlxrunner.parallel.samples import sample
+    from mlxrunner.terminal import Output
+
+    output = Output()
+    shared = {name: loading[name] for name in ("context", "trust_remote_code")}
+    for number, result in enumerate(sample(model, request, count, parallel=parallel, **shared, **options)):
+        if as_json:
+            answer = {"text": result.text, "tokens": result.tokens, "finish_reason": result.finish_reason}
+            click.echo(json.dumps({"index": number, **answer, "usage": result.usage.as_dict()}))
+        else:
+            output.write(f"{chr(10) if number else ''}{result.text}\n")
 
 
 def _answer(runner: Runner, request: Any, as_json: bool, options: dict[str, Any]) -> None:

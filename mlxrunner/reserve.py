@@ -91,9 +91,9 @@ def reserve(model: Any, caches: Sequence[LayerCache], context: int, prefill_step
     """Allocate `caches` whole, run the worst-case batch once, and leave them empty.
 
     The batch is a full prefill step at the far end of the context, and then the seed of an answer with its logits, the largest of all
-    decode steps. Of the prefill only the first layers are computed, as many as it takes to have met each kind of layer: what one
-    attention layer needs beside its cache is given back before the next one starts, so the others would only cost time. `scratch`:
-    caches like `caches`, for the layers that are not computed.
+    decode steps. Of the prefill only the first layers are computed, as many as it takes to have met each kind of layer, where what one
+    layer needs beside its cache is given back before the next one starts: the others would only cost time. `scratch`: caches like
+    `caches`, for the layers that are not computed.
     """
     before = mx.get_active_memory()
     _compute(model, caches, 1)  # allocates every buffer
@@ -136,16 +136,13 @@ def _layers_of_each_kind(model: Any, caches: Sequence[LayerCache]) -> int:
     and of the last layer only what it stores is computed.
 
     Layers are of one kind if they store the same and have weights of the same shapes: some may have experts and others not. All of
-    them where there is more than attention: MLX computes recurrent states last, and keeps alive what they need of every layer.
+    them if there are states or windows: MLX computes those last, and keeps alive what they are made from, of every layer.
     """
     layers = getattr(model, "layers", ())
-    if len(layers) != len(caches) or not all(cache.kind in ATTENTION for cache in caches):
+    if len(layers) != len(caches) or any(cache.needs_checkpoints for cache in caches):
         return len(caches)
     kinds = [(cache.layouts(), _shapes(layer)) for cache, layer in zip(caches, layers, strict=True)]
     return min(max(map(kinds.index, kinds)) + 3, len(caches))
-
-
-ATTENTION = ("full", "sliding", "chunked")
 
 
 def _shapes(layer: Any) -> list[tuple[str, tuple[int, ...]]]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.sample_utils import make_logits_processors, make_sampler
+from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, make_logits_processors
 
 from mlxrunner.config import GenerateOptions
 
@@ -61,26 +62,28 @@ class Sampled:
 
 
 class NextToken:
-    """Logits `[1, vocab]` -> Sampled, by the options of one request. A seed is set when this is made."""
+    """Logits `[1, vocab]` -> Sampled, by the options of one request. Its random numbers are its own: nobody else's change them."""
 
     def __init__(self, options: GenerateOptions, vocab: int, processors: Sequence[LogitsProcessor] = ()) -> None:
         self._logprobs = None if options.logprobs is None else min(options.logprobs, vocab - 1)
+        self._filters = _filters(options, vocab)
         self._needs_normalized = options.temperature > 0 and options.top_p < 1
         self._processors = [*_penalties(options), *processors]
-        self._sample: Sampler = make_sampler(
-            temp=options.temperature,
-            # mlx-lm takes 0 for "off" here, and would sample from everything: keep the most likely token instead.
-            top_p=options.top_p if options.top_p > 0 else 1e-9,
-            min_p=options.min_p,
-            top_k=options.top_k if options.top_k < vocab else 0,
-        )
-        if options.seed is not None:
-            mx.random.seed(options.seed)
+        self._temperature = options.temperature
+        self._key = mx.random.key(secrets.randbits(64) if options.seed is None else options.seed)
 
     @property
     def needs_history(self) -> bool:
         """Whether `history` has to be given."""
         return bool(self._processors)
+
+    def _sample(self, logprobs: mx.array) -> mx.array:
+        if self._temperature == 0:
+            return mx.argmax(logprobs, axis=-1)
+        for keep_likely in self._filters:
+            logprobs = keep_likely(logprobs)
+        self._key, now = mx.random.split(self._key)
+        return mx.random.categorical(logprobs * (1 / self._temperature), key=now)
 
     def __call__(self, logits: mx.array, history: mx.array | None = None) -> Sampled:
         """`history`: all tokens so far, prompt included, of shape [n]."""
@@ -97,6 +100,19 @@ class NextToken:
             return Sampled(token, row[token])
         best = mx.argpartition(-row, kth=self._logprobs - 1)[: self._logprobs]
         return Sampled(token, row[token], best, row[best])
+
+
+def _filters(options: GenerateOptions, vocab: int) -> list[Sampler]:
+    """top-p, min-p and top-k, in mlx-lm's order."""
+    filters: list[Sampler] = []
+    if options.top_p < 1:
+        # At 0 the most likely token stays.
+        filters.append(lambda logprobs: apply_top_p(logprobs, max(options.top_p, 1e-9)))
+    if options.min_p > 0:
+        filters.append(lambda logprobs: apply_min_p(logprobs, options.min_p))
+    if 0 < options.top_k < vocab:
+        filters.append(lambda logprobs: apply_top_k(logprobs, options.top_k))
+    return filters
 
 
 def _penalties(options: GenerateOptions) -> list[LogitsProcessor]:

@@ -249,7 +249,7 @@ class CausalCache(Cache):
 
     def _as_mask(self, visible: Bools) -> mx.array:
         mask, dtype = mx.array(visible), self._lifecycle.config.mask_dtype
-        return mask if dtype in (None, mx.bool_) else mx.where(mask, mx.array(0, dtype), mx.array(-np.inf, dtype))
+        return mask if dtype is None or dtype == mx.bool_ else mx.where(mask, mx.array(0, dtype), mx.array(-np.inf, dtype))
 
     def _become(self, after: Cells) -> None:
         self._cells, self._undo = after, None

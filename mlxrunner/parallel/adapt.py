@@ -20,6 +20,8 @@ from mlxrunner.cache.sequences import Batch, Cache, NotSupportedError
 from mlxrunner.cache.sliding import SlidingWindowCache
 from mlxrunner.cache.wrapper import WrapperCache
 
+WINDOWS_KEEP = 64
+"""Tokens that a window keeps beyond itself, so that a prompt that differs in its last few tokens can resume."""
 TOLERANCE = 0.02
 """Of the largest logit: what another order of sums makes in half precision; a wrong position makes far more."""
 
@@ -79,7 +81,7 @@ class Adapted:
     `cache`: one CausalCache, or a WrapperCache of one per kind of layer (full, and each width of window).
     """
 
-    def __init__(self, model: Any, *, max_sequences: int, capacity: int, max_batch: int, memory: int = 0) -> None:
+    def __init__(self, model: Any, *, max_sequences: int, capacity: int, max_batch: int, memory: int = WINDOWS_KEEP) -> None:
         """`capacity`: tokens per sequence; `max_batch`: tokens per step; `memory`: tokens that windows keep beyond themselves.
 
         NotSupportedError, with nothing changed, names the layer that can't share a row.

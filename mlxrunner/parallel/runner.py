@@ -9,23 +9,29 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
+from mlxrunner import device
 from mlxrunner.answer import Answer, Clock
+from mlxrunner.cache.factory import CacheOptions, layouts_of
 from mlxrunner.cache.sequences import END, Batch, CacheFullError
 from mlxrunner.cache.tokens import TokenArray
 from mlxrunner.config import GenerateOptions
 from mlxrunner.errors import ContextLengthError, MlxrunnerError, OptionError, PromptError
 from mlxrunner.events import Chunk, FinishReason, Usage, log_lookup
 from mlxrunner.models.facts import ModelFacts
-from mlxrunner.models.load import load_model
-from mlxrunner.parallel.adapt import Adapted
+from mlxrunner.models.load import LoadedModel, load_model
+from mlxrunner.parallel.adapt import WINDOWS_KEEP, Adapted
 from mlxrunner.parallel.slots import NoFreeSlotError, Slot, choose, share
+from mlxrunner.plan import Batch as WorstBatch
+from mlxrunner.plan import Plan
+from mlxrunner.reserve import choose as choose_plan
+from mlxrunner.reserve import demand_of, weights_of
 from mlxrunner.sampling import Decoded, NextToken, Sampled, dispatch
 from mlxrunner.tokenizer import Tokenizer
 from mlxrunner.tokenizer.prompt import Prompt, tokenize
@@ -60,7 +66,6 @@ class Request:
     place: int = 0
     sampled: int = 0
     source: tuple[Slot, int] | None = None  # waits until this slot has evaluated so many tokens of the common prefix
-    random: mx.array | None = None
     shifted: int = 0
     chunks: deque[Chunk] = field(default_factory=deque)
     finished: bool = False
@@ -145,6 +150,7 @@ class ParallelRunner:
         self.slots = [Slot(number) for number in range(max_sequences)]
         share_of_cells = -(-self.cells // max_sequences)
         self._adapted = Adapted(model, max_sequences=max_sequences, capacity=share_of_cells, max_batch=self.max_batch)
+        self.plan: Plan | None = None
         self._requests: list[Request] = []
         self._pending: Step | None = None
         self._ticks = 0
@@ -163,18 +169,56 @@ class ParallelRunner:
     ) -> ParallelRunner:
         """Load "demo", a directory or a hub id. `reserve`: allocate all cells and run the largest step once, now."""
         loaded = load_model(model, trust_remote_code=trust_remote_code)
+        return cls.of(loaded, max_sequences=max_sequences, capacity=capacity, max_batch=max_batch, cells=cells, reserve=reserve)
+
+    @classmethod
+    def of(
+        cls,
+        loaded: LoadedModel,
+        *,
+        max_sequences: int,
+        capacity: int | None = None,
+        max_batch: int | None = None,
+        cells: int | None = None,
+        reserve: bool = True,
+    ) -> ParallelRunner:
+        """On a model that is loaded already; MemoryPlanError, before anything is allocated, if the plan does not fit."""
         runner = cls(
-            loaded.model,
-            loaded.tokenizer,
-            loaded.facts,
-            max_sequences=max_sequences,
-            capacity=capacity,
-            max_batch=max_batch,
-            name=model,
-        )
+            loaded.model, loaded.tokenizer, loaded.facts, max_sequences=max_sequences, capacity=capacity, max_batch=max_batch,
+            cells=cells, name=loaded.name,
+        )  # fmt: skip
         if reserve:
-            runner.reserve()
+            try:
+                runner.plan = runner._reserve(loaded)
+            except BaseException:
+                runner.close()
+                raise
         return runner
+
+    def _reserve(self, loaded: LoadedModel) -> Plan:
+        """Hold the plan against what the device offers, allocate all cells, and run the largest step once with every cell in sight."""
+        windows = len(self.slots) * WINDOWS_KEEP + self.max_batch
+        layouts = [
+            layout if layout.most_rows is None else replace(layout, most_rows=len(self.slots) * layout.checkpoint_rows + windows)
+            for layout in layouts_of(self.model, CacheOptions())
+        ]
+        demand = demand_of(
+            self.model, loaded.config, CacheOptions(), self.max_batch, weights=weights_of(self.model), checkpoint_budget=0
+        )
+        demand = replace(demand, layouts=layouts)
+        offered = device.offered_bytes()
+        choose_plan(demand, self.cells, self.max_batch, offered=offered, limit=self.cells, strict=True)
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        batch = Batch(list(range(self.max_batch)), [0] * self.max_batch)
+        logits = self._adapted.forward(mx.zeros((self.max_batch,), mx.int32), batch, [self.max_batch - 1], reserve=True)
+        mx.eval(logits, self._adapted.state())
+        peak, stored = mx.get_peak_memory(), sum(group.nbytes for group in self._adapted.groups)
+        mx.clear_cache()
+        measured = replace(demand, batch=WorstBatch(max(0, peak - before - stored), is_measured=True))
+        plan = choose_plan(measured, self.cells, self.max_batch, offered=offered, limit=self.cells, strict=True)
+        device.set_limits(plan.total, measured.batch.fixed)
+        return plan
 
     def __enter__(self) -> ParallelRunner:
         return self
@@ -189,22 +233,18 @@ class ParallelRunner:
         self._pending = None
         self._adapted.close()
 
-    def reserve(self) -> int:
-        """Allocate all cells and run the largest step, with every cell in sight; returns the peak of it in bytes."""
-        mx.reset_peak_memory()
-        batch = Batch(list(range(self.max_batch)), [0] * self.max_batch)
-        mx.eval(self._adapted.forward(mx.zeros((self.max_batch,), mx.int32), batch, [self.max_batch - 1], reserve=True))
-        mx.eval(self._adapted.state())
-        mx.clear_cache()
-        return mx.get_peak_memory()
-
     def submit(self, prompt: Prompt, **options: Any) -> Handle:
         """Begin a request; prompt and options as in `Runner.generate`. NoFreeSlotError if every slot has one."""
         return Handle(self, self._admit(prompt, options))
 
     def run(self, prompts: Sequence[Prompt], **options: Any) -> list[Result]:
         """All answers, in the order of the prompts; as many at a time as there are slots."""
-        return [handle.result() for handle in [self._submit_when_possible(prompt, options) for prompt in prompts]]
+        return list(self.run_each((prompt, options) for prompt in prompts))
+
+    def run_each(self, requests: Iterable[tuple[Prompt, dict[str, Any]]]) -> Iterator[Result]:
+        """As `run`, each prompt with options of its own."""
+        for handle in [self._submit_when_possible(prompt, options) for prompt, options in requests]:
+            yield handle.result()
 
     def _submit_when_possible(self, prompt: Prompt, options: dict[str, Any]) -> Handle:
         while True:
@@ -240,11 +280,8 @@ class ParallelRunner:
         slot, room = choice.slot, self.capacity - len(tokens)
         limit = (options.max_tokens or self.capacity) if options.overflow == "shift" else min(options.max_tokens or room, room)
         self._check_room(len(tokens) - choice.matched + limit)
-        next_token = NextToken(replace(options, seed=None), self.facts.vocab)
+        next_token = NextToken(options, self.facts.vocab)
         request = Request(slot, tokens, options, limit, Answer(self.tokenizer, tokens, options, limit), clock, next_token)
-        request.random = (
-            mx.random.key(options.seed) if options.seed is not None else mx.random.split(mx.random.key(time.time_ns()))[0]
-        )
         request.history = mx.array(tokens) if next_token.needs_history else None
         request.trimmed = len(slot.tokens)
         slot.is_busy, slot.planned = True, tokens
@@ -270,7 +307,7 @@ class ParallelRunner:
             return
         busy = [slot.number for slot in self.slots if slot.is_busy]
         used = max(group.num_used_by(busy) for group in self._adapted.groups)
-        coming = sum(len(r.prompt) - max(r.place, r.promised) + r.limit - r.sampled for r in self._requests)
+        coming = sum(max(0, r.left - r.promised) + r.limit - r.sampled for r in self._requests)
         if used + coming + wanted > self.cells:
             raise CacheFullError("this request", wanted, max(0, self.cells - used - coming), self.cells)
 
@@ -364,7 +401,7 @@ class ParallelRunner:
         return token
 
     def _sample(self, requests: list[Request], logits: mx.array) -> list[Sampled]:
-        """A token for each request, with its own sampler and its own random numbers; plain greedy ones all at once."""
+        """A token for each request, with its own sampler; plain greedy ones all at once."""
         plain = [r.options.temperature == 0 and r.options.logprobs is None and not r.next_token.needs_history for r in requests]
         best = mx.argmax(logits, axis=-1) if any(plain) else None
         sampled = []
@@ -372,18 +409,9 @@ class ParallelRunner:
             if best is not None and plain[row]:
                 sampled.append(Sampled(best[row : row + 1]))
             else:
-                sampled.append(self._sample_one(request, logits[row : row + 1]))
+                sampled.append(request.next_token(logits[row : row + 1], request.history))
             request.sampled += 1
         return sampled
-
-    def _sample_one(self, request: Request, logits: mx.array) -> Sampled:
-        """With the request's own random state in place of mlx's."""
-        state: Any = mx.random.state
-        outer, state[0] = state[0], request.random
-        try:
-            return request.next_token(logits, request.history)
-        finally:
-            request.random, state[0] = state[0], outer
 
     def _deliver(self, request: Request, sampled: Sampled) -> None:
         decoded: Decoded = sampled.decoded(sampled.read())

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from mlxrunner.cache.tokens import TokenArray, TokenBuffer, as_tokens, common_prefix
 from mlxrunner.errors import MlxrunnerError
 
-WORTH_WAITING = 32
+WORTH_WAITING = 16
 """Tokens of a prefix that somebody else is evaluating at the moment, for which a new prompt waits instead of evaluating them again."""
 
 

@@ -1,0 +1,53 @@
+"""Several answers to one prompt, whose tokens are stored once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from mlxrunner.cache.sequences import NotSupportedError
+from mlxrunner.errors import ContextLengthError
+from mlxrunner.events import logger
+from mlxrunner.models.load import LoadedModel, load_model
+from mlxrunner.parallel.runner import ParallelRunner, Result
+from mlxrunner.parallel.slots import WORTH_WAITING
+from mlxrunner.runner import Runner
+from mlxrunner.tokenizer.prompt import Prompt, tokenize
+
+DEFAULT_MAX_TOKENS = 1024
+"""Room for each answer where no limit is given: it has to be known before the first token."""
+
+
+def sample(
+    model: str, prompt: Prompt, count: int, *, parallel: int, context: int | None, trust_remote_code: bool, **options: Any
+) -> Iterator[Result]:
+    """`count` answers, at most `parallel` at a time, with the seeds `seed`, `seed + 1` ...; one by one if the model can't share a row."""
+    loaded = load_model(model, trust_remote_code=trust_remote_code)
+    seed = options.pop("seed", None)
+    each = [options | {"seed": None if seed is None else seed + i} for i in range(count)]
+    try:
+        yield from _together(loaded, prompt, each, min(parallel, count), context or loaded.facts.context)
+    except NotSupportedError as error:
+        logger.warning("one at a time: %s", error)
+        runner = Runner(loaded.model, loaded.tokenizer, loaded.facts, name=model, context=context)
+        for one in each:
+            yield _alone(runner, prompt, one)
+
+
+def _together(loaded: LoadedModel, prompt: Prompt, each: list[dict[str, Any]], parallel: int, context: int) -> Iterator[Result]:
+    length = len(tokenize(loaded.tokenizer, prompt))
+    if length >= context:
+        raise ContextLengthError(length, context)
+    room = min(each[0].get("max_tokens") or DEFAULT_MAX_TOKENS, context - length)
+    cells = length + parallel * (room + WORTH_WAITING)
+    with ParallelRunner.of(loaded, max_sequences=parallel, capacity=length + room, cells=cells) as runner:
+        yield from runner.run_each((prompt, one) for one in each)
+
+
+def _alone(runner: Runner, prompt: Prompt, options: dict[str, Any]) -> Result:
+    chunks = list(runner.generate(prompt, **options))
+    last = chunks[-1]
+    assert last.finish_reason is not None
+    assert last.usage is not None
+    tokens = [chunk.token for chunk in chunks if chunk.token is not None]
+    return Result("".join(chunk.text for chunk in chunks), tokens, last.finish_reason, last.usage)

@@ -1,0 +1,312 @@
+"""Many requests at once give each the answer that it would have got alone."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlxrunner import ContextLengthError, MlxrunnerError, OptionError, PromptError, Runner
+from mlxrunner.cache.sequences import CacheFullError, NotSupportedError
+from mlxrunner.models.facts import facts_of
+from mlxrunner.parallel.runner import Handle, ParallelRunner
+from mlxrunner.parallel.samples import sample
+from mlxrunner.parallel.slots import NoFreeSlotError
+from mlxrunner.testing import ByteTokenizer
+from mlxrunner.testing_models import tiny_config, tiny_model
+
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {},
+    "qwen3": {},
+    "gemma3_text": {},
+    "gpt_oss": {},
+    "qwen2": {},
+    "llama with yarn": {
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32, "beta_slow": 1}
+    },
+    "llama with llama3 rope": {
+        "rope_scaling": {
+            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+        }
+    },
+    "phi3": {"rope_theta": 1e4, "pad_token_id": 0, "partial_rotary_factor": 1.0, "original_max_position_embeddings": 4096},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {
+        "num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 1, "mlp_only_layers": [], "moe_intermediate_size": 32,
+        "norm_topk_prob": True, "head_dim": 16, "rope_theta": 1e4,
+    },
+    "gemma2": {
+        "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 4096, "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+}  # fmt: skip
+
+
+def parts(name: str) -> tuple[Any, ByteTokenizer, Any]:
+    config = tiny_config(
+        name.split(" ")[0], **({"max_position_embeddings": 4096, "vocab_size": 300} | ARCHITECTURES.get(name, {}))
+    )
+    model = tiny_model(config)
+    return model, ByteTokenizer(), facts_of(model, config)
+
+
+@pytest.fixture(scope="module")
+def llama() -> tuple[Any, ByteTokenizer, Any]:
+    return parts("llama")
+
+
+def alone(given: tuple[Any, ByteTokenizer, Any], prompt: list[int], **options: Any) -> list[int]:
+    runner = Runner(*given)
+    return [chunk.token for chunk in runner.generate(prompt, **options) if chunk.token is not None]
+
+
+def some_prompts(seed: int, count: int) -> list[list[int]]:
+    """Some share prefixes of several lengths, some share nothing."""
+    rng = random.Random(seed)
+    trunk = [rng.randrange(290) for _ in range(80)]
+    prompts = []
+    for _ in range(count):
+        shared = trunk[: rng.choice([0, 0, 20, 50, 80])]
+        prompts.append(shared + [rng.randrange(290) for _ in range(rng.randint(1, 25))])
+    return prompts
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_each_answer_is_that_of_the_single_runner(name: str) -> None:
+    """For every architecture whose attention takes its positions through a rope, windows and sinks included."""
+    given = parts(name)
+    prompts = some_prompts(1, 12)
+    with ParallelRunner(*given, max_sequences=4, capacity=160, max_batch=37) as runner:
+        results = runner.run(prompts, max_tokens=10, stop_tokens=[])
+    for prompt, result in zip(prompts, results, strict=True):
+        assert result.tokens == alone(given, prompt, max_tokens=10, stop_tokens=[])
+        assert result.finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("lfm2", "layer 0 is recurrent"), ("jamba", "layer 0 is recurrent"), ("llama4", "layer 0 is chunked")]
+)
+def test_a_model_that_cannot_share_a_row_is_refused_with_the_layer(name: str, kind: str) -> None:
+    """And left as it was."""
+    given = parts(name)
+    with pytest.raises(NotSupportedError, match=kind):
+        ParallelRunner(*given, max_sequences=2, capacity=100)
+    assert alone(given, [1, 2, 3], max_tokens=3, stop_tokens=[])
+
+
+def test_closing_gives_the_model_back_as_it_was(llama: tuple[Any, ByteTokenizer, Any]) -> None:
+    """The same ropes and norms, and the single runner works while it is open, too."""
+    model = llama[0]
+    before = [layer.self_attn.rope for layer in model.layers], model.model.norm
+    expected = alone(llama, [5, 6, 7], max_tokens=5, stop_tokens=[])
+    with ParallelRunner(*llama, max_sequences=2, capacity=50):
+        assert model.layers[0].self_attn.rope is not before[0][0]
+        assert alone(llama, [5, 6, 7], max_tokens=5, stop_tokens=[]) == expected
+    assert ([layer.self_attn.rope for layer in model.layers], model.model.norm) == before
+
+
+def test_a_shared_prefix_is_evaluated_and_stored_once(llama: tuple[Any, ByteTokenizer, Any]) -> None:
+    """Also when all prompts come at the same time."""
+    prefix = [i * 7 % 290 for i in range(100)]
+    prompts = [[*prefix, 100 + i, i] for i in range(6)]
+    with ParallelRunner(*llama, max_sequences=6, capacity=120, max_batch=64) as runner:
+        results = runner.run(prompts, max_tokens=4, stop_tokens=[])
+        assert runner._adapted.groups[0].num_used_by(range(6)) == 100 + 6 * (2 + 3)
+    assert [r.usage.cached_tokens for r in results] == [0, *[100] * 5]
+    assert [r.usage.outcome for r in results] == ["miss", *["partial"] * 5]
+    assert all(r.tokens == alone(llama, p, max_tokens=4, stop_tokens=[]) for r, p in zip(results, prompts, strict=True))
+
+
+def test_requests_join_leave_and_stream_at_any_step(llama: tuple[Any, ByteTokenizer, Any]) -> None:
+    """Iterating one drives all; a late one joins; a cancelled one takes nothing from the others."""
+    prompts = some_prompts(2, 4)
+    with ParallelRunner(*llama, max_sequences=4, capacity=200, max_batch=16) as runner:
+        first = runner.submit(prompts[0], max_tokens=30, stop_tokens=[])
+        stream = iter(first)
+        shown = [next(stream).token for _ in range(3)]
+        second = runner.submit(prompts[1], max_tokens=30, stop_tokens=[])
+        third = runner.submit(prompts[2], max_tokens=30, stop_tokens=[])
+        shown += [next(stream).token for _ in range(3)]
+        second.cancel()
+        second.cancel()
+        fourth = runner.submit(prompts[3], max_tokens=5, stop_tokens=[])
+        shown += [chunk.token for chunk in stream]
+        assert shown == alone(llama, prompts[0], max_tokens=30, stop_tokens=[])
+        assert third.result().tokens == alone(llama, prompts[2], max_tokens=30, stop_tokens=[])
+        assert fourth.result().tokens == alone(llama, prompts[3], max_tokens=5, stop_tokens=[])
+        with pytest.raises(MlxrunnerError, match="cancelled"):
+            second.result()
+
+
+def test_each_request_has_its_own_sampler_seed_stops_and_limits(llama: tuple[Any, ByteTokenizer, Any]) -> None:
+    """Whoever else is running."""
+    prompts = some_prompts(3, 6)
+    answer = alone(llama, prompts[3], max_tokens=12, stop_tokens=[])
+    options: list[dict[str, Any]] = [
+        {"max_tokens": 9, "temperature": 1.3, "seed": 5},
+        {"max_tokens": 9, "temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "seed": 6},
+        {"max_tokens": 7, "repetition_penalty": 1.8, "presence_penalty": 0.5, "penalty_context": 100},
+        {"max_tokens": 12, "stop_tokens": [answer[4]]},
+        {"max_tokens": 1},
+        {"max_tokens": 6, "logprobs": 3},
+    ]
+    expected = [alone(llama, p, **({"stop_tokens": []} | o)) for p, o in zip(prompts, options, strict=True)]
+    for seed in range(3):
+        order = random.Random(seed).sample(range(6), 6)
+        with ParallelRunner(*llama, max_sequences=3 + seed, capacity=200, max_batch=20) as runner:
+            requests = [(prompts[i], {"stop_tokens": []} | options[i]) for i in order]
+            results = dict(zip(order, runner.run_each(requests), strict=True))
+        assert [results[i].tokens for i in range(6)] == expected
+        assert results[3].finish_reason == "stop"
+
+
+def test_stop_strings_cut_the_text_and_keep_the_tokens(llama: tuple[Any, ByteTokenizer, Any]) -> None:
+    """As in the single runner."""
+    runner = Runner(*llama)
+    prompt = [72, 73, 74]
+    whole = list(runner.generate(prompt, max_tokens=20, stop_tokens=[]))
+    stop = next((chunk.text for chunk in whole[4:] if chunk.text.strip()), "x")
+    single = list(runner.generate(prompt, max_tokens=20, stop_tokens=[], stop=stop))
+    with ParallelRunner(*llama, max_sequences=2, capacity=100) as parallel:
+        result = parallel.submit(prompt, max_tokens=20, stop_tokens=[], stop=stop).result()
+    assert result.text == "".join(chunk.text for chunk in single)
+    assert result.finish_reason == single[-1].finish_reason
+
+
+def test_a_slot_is_used_again_with_what_it_remembers(llama: tuple[Any, ByteTokenizer, Any]) -> None:
+    """The next turn of a conversation evaluates only what is new; the whole prompt found evaluates one token."""
+    with ParallelRunner(*llama, max_sequences=2, capacity=200) as runner:
+        prompt = list(range(40))
+        first = runner.submit(prompt, max_tokens=5, stop_tokens=[]).result()
+        longer = [*prompt, *first.tokens, 7, 8]
+        second = runner.submit(longer, max_tokens=5, stop_tokens=[]).result()
+        assert second.usage.cached_tokens == 44
+        assert second.tokens == alone(llama, longer, max_tokens=5, stop_tokens=[])
+        again = runner.submit(prompt, max_tokens=5, stop_tokens=[]).result()
+        assert (again.usage.cached_tokens, again.usage.evaluated_tokens) == (39, 1)
+        assert again.tokens == first.tokens
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_a_full_context_shifts_or_stops(name: str) -> None:
+    """Half of what is not kept makes room; the others do not notice."""
+    given = parts(name)
+    prompts = some_prompts(5, 2)
+    with ParallelRunner(*given, max_sequences=2, capacity=120) as runner:
+        shifting = runner.submit(list(range(100)), max_tokens=90, stop_tokens=[], overflow="shift", keep=4)
+        other = runner.submit(prompts[0], max_tokens=15, stop_tokens=[])
+        result = shifting.result()
+        assert len(result.tokens) == 90
+        assert result.usage.shifted_tokens > 0
+        assert other.result().tokens == alone(given, prompts[0], max_tokens=15, stop_tokens=[])
+        stopping = runner.submit(list(range(110)), stop_tokens=[]).result()
+        assert (len(stopping.tokens), stopping.finish_reason) == (10, "length")
+        assert stopping.tokens == alone(given, list(range(110)), max_tokens=10, stop_tokens=[])
+
+
+def test_fewer_cells_than_everybody_could_use(llama: tuple[Any, ByteTokenizer, Any]) -> None:
+    """A request that might not fit to its end is refused, and `run` waits for room; shared tokens count once; idle ones give way."""
+    with ParallelRunner(*llama, max_sequences=4, capacity=100, cells=120) as runner:
+        first = runner.submit(list(range(60)), max_tokens=20, stop_tokens=[])
+        with pytest.raises(CacheFullError, match="this request needs 75 free cells, but 40 of 120 are free"):
+            runner.submit([9] * 60, max_tokens=15, stop_tokens=[])
+        sharing = runner.submit([*range(59), 200], max_tokens=20, stop_tokens=[])
+        assert sharing.result().tokens == alone(llama, [*range(59), 200], max_tokens=20, stop_tokens=[])
+        first.result()
+        prompts = [[i * 13 % 290] * 50 for i in range(1, 7)]
+        for prompt, result in zip(prompts, runner.run(prompts, max_tokens=8, stop_tokens=[]), strict=True):
+            assert result.tokens == alone(llama, prompt, max_tokens=8, stop_tokens=[])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error", "message"),
+    [
+        ([], PromptError, "empty"),
+        (list(range(50)), ContextLengthError, "has 50 tokens.*context of 50"),
+        ([1, 300], PromptError, "vocabulary of 300"),
+    ],
+    ids=["empty", "too-long", "unknown"],
+)
+def test_a_bad_prompt_is_refused_at_once(
+    llama: tuple[Any, ByteTokenizer, Any], prompt: list[int], error: type[Exception], message: str
+) -> None:
+    """And takes no slot."""
+    with ParallelRunner(*llama, max_sequences=1, capacity=50) as runner:
+        with pytest.raises(error, match=message):
+            runner.submit(prompt)
+        running = runner.submit([1, 2], max_tokens=3, stop_tokens=[])
+        with pytest.raises(NoFreeSlotError):
+            runner.submit([3])
+        assert len(running.result().tokens) == 3
+    with pytest.raises(OptionError, match="max_sequences 4"):
+        ParallelRunner(*llama, max_sequences=4, capacity=50, max_batch=3)
+
+
+def test_five_hundred_requests_with_cancels_through_eight_slots(llama: tuple[Any, ByteTokenizer, Any]) -> None:
+    """Random lengths, prefixes, limits and cancels: every finished answer is exact, and every cell is free at the end."""
+    rng = random.Random(8)
+    expected: dict[tuple[int, ...], list[int]] = {}
+    prompts = some_prompts(8, 60)
+    with ParallelRunner(*llama, max_sequences=8, capacity=140, max_batch=48) as runner:
+        running: list[tuple[Handle, list[int], int]] = []
+        finished = cancelled = 0
+        for _ in range(500):
+            prompt, limit = rng.choice(prompts), rng.randint(1, 12)
+            while True:
+                try:
+                    running.append((runner.submit(prompt, max_tokens=limit, stop_tokens=[]), prompt, limit))
+                    break
+                except NoFreeSlotError:
+                    handle, old, count = running.pop(rng.randrange(len(running)))
+                    if rng.random() < 0.25:
+                        handle.cancel()
+                        cancelled += 1
+                    else:
+                        key = tuple(old)
+                        if key not in expected:
+                            expected[key] = alone(llama, old, max_tokens=12, stop_tokens=[])
+                        assert handle.result().tokens == expected[key][:count]
+                        finished += 1
+            if rng.random() < 0.5:
+                runner.step()
+        for handle, old, count in running:
+            assert (
+                handle.result().tokens == (expected.get(tuple(old)) or alone(llama, old, max_tokens=12, stop_tokens=[]))[:count]
+            )
+        assert finished > 300
+        assert cancelled > 50
+        cells = runner._adapted.groups[0]
+        for slot in runner.slots:
+            assert not slot.is_busy
+            cells.remove(slot.number, 0)
+        assert cells.num_free == cells.num_cells
+
+
+def test_buffers_are_allocated_once() -> None:
+    """By the reserving pass, for all cells, and never again; the plan says how much."""
+    with ParallelRunner.load("demo", max_sequences=4, capacity=256, max_batch=64) as runner:
+        assert runner.plan is not None
+        stored = sum(group.nbytes for group in runner._adapted.groups)
+        assert stored == 6 * 2 * 192 * 4 * 4 * 256
+        assert any(line.total == stored for line in runner.plan.lines)
+        before = mx.get_active_memory()
+        runner.run([[1, 2, 3 + i] for i in range(8)], max_tokens=20, stop_tokens=[])
+        assert sum(group.nbytes for group in runner._adapted.groups) == stored
+        assert mx.get_active_memory() - before < stored // 20
+
+
+def test_several_answers_to_one_prompt() -> None:
+    """With seeds that count up, each as `generate` gives it with that seed; one by one where a row can't be shared."""
+    prompt: Any = [{"role": "user", "content": "Tell me a joke."}]
+    results = list(
+        sample("demo", prompt, 5, parallel=3, context=None, trust_remote_code=False, temperature=1.0, seed=10, max_tokens=20)
+    )
+    runner = Runner.load("demo", reserve=False)
+    for i, result in enumerate(results):
+        single = list(runner.generate(prompt, temperature=1.0, seed=10 + i, max_tokens=20))
+        assert result.tokens == [chunk.token for chunk in single]
+        assert result.text == "".join(chunk.text for chunk in single)
+    assert len({result.text for result in results}) > 1
