@@ -79,7 +79,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "sliding": ("gemma3_text", {**WIDE, "sliding_window": 256}, {}),
     "steps longer than the window": (
         "gemma3_text", {**WIDE, "num_hidden_layers": 18, "hidden_size": 64, "head_dim": 64, "num_key_value_heads": 4},
-        {"context": 800, "prefill_step": 364, "rewind_slack": 0},
+        {"context": 800, "prefill_step": 728, "rewind_slack": 0},
     ),
     "convolution": ("lfm2", {**WIDE, "block_dim": 128}, {}),
     "recurrent": ("jamba", WIDE, {"context": 1024, "prefill_step": 128}),
