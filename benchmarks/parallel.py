@@ -33,7 +33,9 @@ SIZES = {"512 x 8": (512, 8, 8), "98 M": (768, 12, 12)}
 def ours(model: Any, prefix: list[int], ends: Prompts, count: int) -> list[list[int]]:
     facts = facts_of(model, vars(model.args))
     capacity = len(prefix) + max(map(len, ends)) + count
-    with ParallelRunner(model, ByteTokenizer(), facts, max_sequences=len(ends), capacity=capacity, cells=cells(prefix, ends, count)) as runner:
+    with ParallelRunner(
+        model, ByteTokenizer(), facts, max_sequences=len(ends), capacity=capacity, cells=cells(prefix, ends, count)
+    ) as runner:
         results = runner.run([prefix + end for end in ends], max_tokens=count, stop_tokens=[])
     return [result.tokens for result in results]
 
@@ -94,12 +96,16 @@ def compare(model: Any, label: str, prefix: int, sequences: int, count: int, rou
     peak = {side: [run[1] / 1e6 for run in runs] for side, runs in figures.items()}
     shared = prefix > 0
     rows = [
-        more_is_better(f"{name}: vs batch_generate", "tok/s", rate[ours], rate[batch_generate], (5 if shared else 1) if targets else None),
+        more_is_better(
+            f"{name}: vs batch_generate", "tok/s", rate[ours], rate[batch_generate], (5 if shared else 1) if targets else None
+        ),
         less_is_better("  peak", "MB", peak[ours], peak[batch_generate]),
     ]
     if shared:
         rows += [
-            more_is_better("  vs prefix prefilled once and copied", "tok/s", rate[ours], rate[prefilled_once], 1.2 if targets else None),
+            more_is_better(
+                "  vs prefix prefilled once and copied", "tok/s", rate[ours], rate[prefilled_once], 1.2 if targets else None
+            ),
             less_is_better("  peak", "MB", peak[ours], peak[prefilled_once]),
         ]
     return rows

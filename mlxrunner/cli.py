@@ -24,7 +24,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Program(click.Group):
-    """Turns errors into one line; `--debug` anywhere shows the traceback instead."""
+    """Turns errors into one line; `--debug` anywhere shows the traceback, too."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -43,7 +43,7 @@ class Program(click.Group):
 
 def _report(ctx: click.Context, line: str) -> None:
     if ctx.meta.get("debug"):
-        traceback.print_exc()
+        click.echo(_visible(traceback.format_exc().rstrip()), err=True)
     click.echo(f"mlxrunner: {_visible(line)}", err=True)
 
 
@@ -148,10 +148,10 @@ def sampling_options(command: F) -> F:
 @debug_option
 def main() -> None:
     """Run language models in a terminal on Apple silicon (MLX). One prefix-cache entry: only what is new in a prompt is evaluated."""
-    for stream in (sys.stdout, sys.stderr):
-        # A model may print what the terminal's encoding lacks.
+    for stream, errors in ((sys.stdout, "backslashreplace"), (sys.stderr, "backslashreplace"), (sys.stdin, "surrogateescape")):
+        # A model may print what the terminal's encoding lacks; what is no text on standard input is refused where it is used.
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")
+            stream.reconfigure(errors=errors)
 
 
 @main.command()
@@ -192,10 +192,13 @@ def generate(
         raise OptionError("--system needs the chat template, which --raw leaves out: use one of them")
     if options["logprobs"] is not None and not as_json:
         raise OptionError("--logprobs needs --json to print them")
+    from mlxrunner.config import GenerateOptions
+
     text = _read_prompt(prompt)
     if not text:
         raise PromptError("the prompt is empty: give one with --prompt TEXT, or send it to standard input")
     loading = _take(options, LOADING)
+    GenerateOptions.of(**options)  # complain before loading
     banner = sys.stderr.isatty() and not as_json
     request: Any = text if raw else [{"role": "user", "content": text}]
     if system:
@@ -383,7 +386,4 @@ def _read_prompt(prompt: str | None) -> str:
         if prompt is None:
             raise OptionError("no prompt: give one with --prompt TEXT, or send it to standard input")
         click.echo("reading the prompt from the terminal, end it with Ctrl-D", err=True)
-    try:
-        return sys.stdin.read().rstrip("\n")
-    except UnicodeDecodeError as error:
-        raise OptionError(f"standard input is not {error.encoding} text: {error.reason} at byte {error.start}") from error
+    return sys.stdin.read().rstrip("\n")

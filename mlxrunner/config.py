@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from numbers import Integral, Real
 from typing import Any
 
 from mlxrunner.errors import OptionError
@@ -14,7 +15,7 @@ OVERFLOW = ("stop", "shift", "error")
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions:
-    """How to continue a prompt. `max_tokens=None`: until the model stops or the context is full; `temperature=0`: greedy.
+    """How to continue a prompt. `max_tokens=None`: until the model stops or the context is full; `temperature=0` (or next to it): greedy.
 
     `overflow`: what happens when the context is full: the answer ends ("stop"), the oldest tokens after the first `keep` make room
     ("shift"), or ContextFullError ("error").
@@ -37,9 +38,11 @@ class GenerateOptions:
     keep: int | None = None
 
     def __post_init__(self) -> None:
+        for name in _WHOLE:
+            _check_whole(name, getattr(self, name))
         _check("max_tokens", self.max_tokens, low=1)
         _check("temperature", self.temperature, low=0, high=100)
-        _check("top_k", self.top_k, low=0)
+        _check("top_k", self.top_k, low=0, high=2**31 - 1)
         _check("top_p", self.top_p, low=0, high=1)
         _check("min_p", self.min_p, low=0, high=1)
         _check("seed", self.seed, low=0, high=2**64 - 1)
@@ -53,6 +56,8 @@ class GenerateOptions:
             raise OptionError(f"overflow: {self.overflow!r} is not known, it has to be one of {', '.join(OVERFLOW)}")
         if any(not isinstance(text, str) or not text for text in self.stop):
             raise OptionError("stop: each stop string has to be a text of at least one character")
+        for token in self.stop_tokens or ():
+            _check_whole("stop_tokens", token)
 
     @classmethod
     def of(cls, **options: Any) -> GenerateOptions:
@@ -64,16 +69,31 @@ class GenerateOptions:
         stop: str | Sequence[str] = options.pop("stop", None) or ()
         stop_tokens: Sequence[int] | None = options.pop("stop_tokens", None)
         return cls(
-            stop=(stop,) if isinstance(stop, str) else tuple(stop),
-            stop_tokens=None if stop_tokens is None else tuple(stop_tokens),
+            stop=(stop,) if isinstance(stop, str) else _tuple("stop", stop),
+            stop_tokens=None if stop_tokens is None else _tuple("stop_tokens", stop_tokens),
             **options,
         )
+
+
+_WHOLE = ("max_tokens", "top_k", "seed", "logprobs", "penalty_context", "keep")
+
+
+def _tuple(name: str, values: Any) -> tuple[Any, ...]:
+    try:
+        return tuple(values)
+    except TypeError as error:
+        raise OptionError(f"{name}: {values!r} is not a list") from error
+
+
+def _check_whole(name: str, value: Any) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, Integral)):
+        raise OptionError(f"{name}: {value!r} is not a whole number")
 
 
 def _check(name: str, value: float | None, *, low: float, high: float | None = None) -> None:
     if value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise OptionError(f"{name}: {value!r} is not a number")
     if not value >= low or (high is not None and not value <= high):
         bounds = f"at least {low}" if high is None else f"between {low} and {high}"

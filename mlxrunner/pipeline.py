@@ -14,7 +14,8 @@ import mlx.core as mx
 
 from mlxrunner.cache.entry import Rotators, Session
 from mlxrunner.cache.tokens import TokenArray
-from mlxrunner.sampling import Decoded, NextToken, dispatch
+from mlxrunner.overflow import Shift
+from mlxrunner.sampling import Decoded, NextToken, Sampled, dispatch
 
 Progress = Callable[[int, int], None]
 """Called with the prompt tokens that are in the entry, and those of the whole prompt."""
@@ -34,24 +35,11 @@ class CheckpointPlan:
     interval: int = 1024
 
 
-@dataclass(frozen=True)
-class Shift:
-    """How to make room in a full context: keep the first `keep` tokens, drop half of the rest, move the others up."""
-
-    context: int
-    keep: int
-    rotate: Rotators
-
-    def discard(self, tokens: int) -> int:
-        """Tokens to drop after the first `keep` of `tokens`, so that half of what is not kept becomes free."""
-        target_free = max((self.context - self.keep) // 2, 1)
-        return max(tokens - (self.context - target_free), 0)
-
-
 class Pipeline:
     """One request on one model. `prefill_s` is valid once the first token has been read.
 
-    `checkpoints`: where the prefill pauses to take one; None for a model that needs none. `shift`: what to do when the context is full;
+    `checkpoints`: where the prefill pauses to take one; None for a model that needs none.
+    `shift`: what to do when the context is full (`rotate`: how keys are moved);
     None: the caller's `max_tokens` ends the answer before. `shifted` counts the tokens that were dropped for it, `reevaluated` those
     that had to be evaluated again because a layer could not move them.
     """
@@ -64,9 +52,10 @@ class Pipeline:
         progress: Progress | None = None,
         checkpoints: CheckpointPlan | None = None,
         shift: Shift | None = None,
+        rotate: Rotators = lambda caches, by: None,
     ) -> None:
         self._model, self._session = model, session
-        self._shift = shift
+        self._shift, self._rotate = shift, rotate
         self.shifted, self.reevaluated = 0, 0
         self._step, self._progress = prefill_step, progress
         self._checkpoints = checkpoints
@@ -84,7 +73,7 @@ class Pipeline:
         dispatch(sampled.arrays)
         session.record(seed)
         self._checkpoint()
-        current = sampled
+        on_its_way: Sampled | None = None  # a token whose forward pass was begun and that is not recorded yet
         try:
             for count in range(1, max_tokens + 1):
                 current = sampled
@@ -96,14 +85,16 @@ class Pipeline:
                     yield current.decoded(token)
                 if count < max_tokens:
                     self._make_room()
+                    on_its_way = current
                     logits = self._forward(current.token[None])[:, -1, :]
                     if history is not None:
                         history = mx.concatenate([history, current.token.astype(mx.int32)])
                     sampled = next_token(logits, history)
                     dispatch(sampled.arrays)
                 token = current.read()
-                if session.forwarded > session.recorded:
+                if on_its_way is not None:
                     session.record((token,))
+                    on_its_way = None
                     if self._checkpoints is not None and session.recorded % self._checkpoints.interval == 0:
                         self._checkpoint()
                 if count > 1:
@@ -111,9 +102,9 @@ class Pipeline:
                 if count % CLEAR_EVERY == 0:
                     mx.clear_cache()
         finally:
-            if session.forwarded > session.recorded:
-                # Interrupted between a forward pass and the reading of its token, which is on its way.
-                session.record((current.read(),))
+            if on_its_way is not None and session.forwarded > session.recorded:
+                # Interrupted between a forward pass and the reading of its token.
+                session.record((on_its_way.read(),))
 
     def _prefill(self) -> None:
         """All but the last tokens of the prompt, in chunks that are evaluated and recorded one by one."""
@@ -141,7 +132,7 @@ class Pipeline:
         tokens = session.tokens
         discard = shift.discard(len(tokens))
         self.shifted += discard
-        if not session.shift(shift.keep, discard, shift.rotate):
+        if not session.shift(shift.keep, discard, self._rotate):
             left = session.restart(tokens[: shift.keep] + tokens[shift.keep + discard :])
             self.reevaluated += len(left)
             for begin in range(0, len(left), self._step):

@@ -73,6 +73,8 @@ def choose(demand: Demand, context: int | None, prefill_step: int, *, offered: i
         if fitting < limit:
             logger.warning("context: %d tokens, the most that fits into %s; the model's own is %d", fitting, size(offered), limit)
         context = fitting
+    if context > limit:
+        logger.warning("context: %d tokens, but the model was made for %d: it may answer badly beyond them", context, limit)
     plan = make_plan(demand, context=context, prefill_step=prefill_step, offered=offered, limit=limit)
     if strict and not plan.fits:
         raise MemoryPlanError(f"this does not fit into memory\n{plan.table()}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,20 +15,22 @@ from mlxrunner.answer import Answer, Clock
 from mlxrunner.cache.checkpoints import stops
 from mlxrunner.cache.entry import CacheEntry, Lookup, PrefixCache, Session
 from mlxrunner.cache.factory import DEFAULT_SLACK, CacheOptions, make_layer_caches
+from mlxrunner.cache.layer import LayerCache
 from mlxrunner.cache.rotate import rotators
-from mlxrunner.cache.tokens import TokenArray, as_tokens, common_prefix
+from mlxrunner.cache.tokens import TokenArray
 from mlxrunner.config import GenerateOptions
 from mlxrunner.errors import ContextFullError, ContextLengthError, MemoryPlanError, OptionError, PromptError
 from mlxrunner.events import Chunk, Usage, log_entry, log_lookup
 from mlxrunner.models.facts import ModelFacts, without_weights
 from mlxrunner.models.load import LoadedModel, load_model
-from mlxrunner.pipeline import CheckpointPlan, Pipeline, Progress, Shift
+from mlxrunner.overflow import Shift
+from mlxrunner.pipeline import CheckpointPlan, Pipeline, Progress
 from mlxrunner.plan import Batch, Demand, Plan, make_plan
 from mlxrunner.reserve import choose, demand_of, weights_of
 from mlxrunner.reserve import reserve as reserve_memory
 from mlxrunner.sampling import LogitsProcessor, NextToken
 from mlxrunner.tokenizer import Tokenizer
-from mlxrunner.tokenizer.prompt import Prompt, tokenize
+from mlxrunner.tokenizer.prompt import Prompt, system_tokens, tokenize
 
 DEFAULT_PREFILL_STEP = 2048
 DEFAULT_INTERVAL = 1024
@@ -59,11 +60,13 @@ class Runner:
         whole: bool = False,
     ) -> None:
         """From parts that are loaded already; `Runner.load` is the usual way, and plans the memory."""
-        self.context = context or facts.context
+        self.context = facts.context if context is None else context
         _check_settings(self.context, prefill_step, kv_bits, rewind_slack, checkpoint_interval, checkpoint_budget)
         self.model, self.tokenizer, self.facts, self.name = model, tokenizer, facts, name
         self.prefill_step, self.checkpoint_interval = prefill_step, checkpoint_interval
         self.plan: Plan | None = None
+        self._pipeline: Pipeline | None = None
+        self._discarded = 0
         self._options = CacheOptions(self.context, whole, rewind_slack, kv_bits)
         self._cache = PrefixCache(lambda: make_layer_caches(model, self._options), checkpoint_budget)
         self._message_ends = np.array(sorted(tokenizer.message_ends), np.int32)
@@ -92,7 +95,9 @@ class Runner:
 
         ModelError names what is missing or broken; MemoryPlanError has the table of what does not fit.
         """
-        _check_settings(context or 2, prefill_step, kv_bits, rewind_slack, checkpoint_interval, checkpoint_budget or 0)
+        _check_settings(
+            2 if context is None else context, prefill_step, kv_bits, rewind_slack, checkpoint_interval, checkpoint_budget or 0
+        )
         loaded: LoadedModel = load_model(model, trust_remote_code=trust_remote_code)
         options = CacheOptions(context or loaded.facts.context, True, rewind_slack, kv_bits)
         demand = demand_of(
@@ -130,9 +135,14 @@ class Runner:
         """The entry as it is between requests."""
         return self._cache.current
 
+    @property
+    def shifted_tokens(self) -> int:
+        """Tokens that the last request, running or not, dropped because the context was full."""
+        return self._discarded + (self._pipeline.shifted if self._pipeline is not None else 0)
+
     def reset(self) -> None:
         """Free the entry: the next request starts cold."""
-        self._cache.free("a reset")
+        self._cache.reset()
         mx.clear_cache()
 
     def tokenize(self, prompt: Prompt) -> TokenArray:
@@ -186,29 +196,21 @@ class Runner:
         shift = self._shift(prompt, tokens, options)
         discard = shift.discard(len(tokens)) if shift is not None and len(tokens) >= self.context else 0
         if shift is not None and discard:
-            self._cache.prepare(tokens, shift.keep, discard, shift.rotate)
+            self._cache.prepare(tokens, shift.keep, discard, self._rotate)
             tokens = np.concatenate([tokens[: shift.keep], tokens[shift.keep + discard :]])
         elif len(tokens) >= self.context:
             raise ContextLengthError(len(tokens), self.context)
+        self._pipeline, self._discarded = None, discard
         return self._run(_Request(self._cache.begin(tokens), options, logits_processors, progress, clock, shift, discard))
 
     def _shift(self, prompt: Prompt, tokens: TokenArray, options: GenerateOptions) -> Shift | None:
         """How to make room in a full context, if that is wanted."""
         if options.overflow != "shift":
             return None
-        keep = self._system_tokens(prompt, tokens) if options.keep is None else options.keep
-        if keep > self.context - 2:
-            raise OptionError(f"keep: {keep} tokens leave no room in the context of {self.context} tokens")
-        return Shift(self.context, keep, lambda caches, by: rotators(self.model, caches, by))
+        return Shift(self.context, system_tokens(self.tokenizer, prompt, tokens) if options.keep is None else options.keep)
 
-    def _system_tokens(self, prompt: Prompt, tokens: TokenArray) -> int:
-        """How many of the prompt's first tokens are its system prompt with BOS, or BOS alone."""
-        first = self.tokenizer.encode("")
-        messages: Any = prompt
-        if not isinstance(prompt, str) and len(prompt) and isinstance(messages[0], dict) and messages[0].get("role") == "system":
-            with suppress(PromptError):
-                first = self.tokenizer.encode(self.tokenizer.render(messages[:1], add_generation_prompt=False))
-        return common_prefix(as_tokens(first), tokens)
+    def _rotate(self, caches: Sequence[LayerCache], by: int) -> Any:
+        return rotators(self.model, caches, by)
 
     def _check(self, tokens: TokenArray) -> None:
         if self.facts.vocab and len(tokens) and int(tokens.max()) >= self.facts.vocab:
@@ -227,8 +229,8 @@ class Runner:
             clock.lookup_s = time.perf_counter() - lookup_began
             lookup = session.lookup
             log_lookup(lookup.prompt_tokens, lookup.matched, lookup.cached)
-            pipeline = Pipeline(
-                self.model, session, self.prefill_step, request.progress, self._checkpoints(session), request.shift
+            pipeline = self._pipeline = Pipeline(
+                self.model, session, self.prefill_step, request.progress, self._checkpoints(session), request.shift, self._rotate
             )
             answer = Answer(self.tokenizer, session.prompt, options, limit)
             decoded = pipeline.run(NextToken(options, self.facts.vocab, request.processors), limit)
@@ -325,6 +327,8 @@ def _check_settings(
         "checkpoint_interval": (checkpoint_interval, 1), "checkpoint_budget": (checkpoint_budget, 0),
     }  # fmt: skip
     for name, (value, low) in lowest.items():
+        if not low <= value < 2**31 and name != "checkpoint_budget":
+            raise OptionError(f"{name}: {value} is out of range, it has to be between {low} and {2**31 - 1}")
         if value < low:
             raise OptionError(f"{name}: {value} is out of range, it has to be at least {low}")
     if kv_bits not in (None, 4, 8):

@@ -12,6 +12,8 @@ from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, make_logi
 
 from mlxrunner.config import GenerateOptions
 
+COLDEST = 1e-4
+"""A lower temperature is greedy: its inverse would overflow."""
 Sampler = Callable[[mx.array], mx.array]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 dispatch: Callable[[list[mx.array]], None] = mx.async_eval
@@ -69,7 +71,7 @@ class NextToken:
         self._filters = _filters(options, vocab)
         self._needs_normalized = options.temperature > 0 and options.top_p < 1
         self._processors = [*_penalties(options), *processors]
-        self._temperature = options.temperature
+        self._temperature = options.temperature if options.temperature >= COLDEST else 0.0
         self._key = mx.random.key(secrets.randbits(64) if options.seed is None else options.seed)
 
     @property

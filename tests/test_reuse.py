@@ -342,6 +342,52 @@ def test_ctrl_c_at_any_line_leaves_a_true_entry(mix: Mix) -> None:
     assert interrupted > 150
 
 
+@pytest.mark.parametrize("kinds", [["full", "full"], ["recurrent", "full"], ["sliding", "full"]], ids=lambda kinds: kinds[0])
+def test_ctrl_c_at_any_line_of_a_full_context_leaves_a_true_entry(kinds: list[str]) -> None:
+    """While room is made and kept tokens are evaluated again."""
+
+    def overflowing(runner: Runner) -> None:
+        tokens(runner, list(range(30)), 25, overflow="shift", keep=4)
+
+    runner = oracle_runner(kinds, context=40)
+    with interrupt_at(-1) as seen:
+        overflowing(runner)
+    for line in range(1, seen[0] + 1, max(1, seen[0] // 250)):
+        runner = oracle_runner(kinds, context=40)
+        with suppress(KeyboardInterrupt), interrupt_at(line):
+            overflowing(runner)
+        assert is_consistent(runner), f"line {line}"
+        follow_up = [*runner.entry.tokens, 7][-39:] if len(runner.entry.tokens) < 39 else list(range(30))
+        assert tokens(runner, follow_up, 1) == cold(kinds, follow_up, 1), f"line {line}"
+
+
+def test_a_reset_during_a_request_is_refused() -> None:
+    """It would take the caches from under it."""
+    runner = oracle_runner()
+    answer = runner.generate(PROMPT, max_tokens=6)
+    first = [next(answer).token for _ in range(3)]
+    with pytest.raises(BusyError):
+        runner.reset()
+    assert first + [chunk.token for chunk in answer] == cold(["full", "full"], PROMPT)
+
+
+def test_unseeded_requests_differ_after_a_seeded_one() -> None:
+    """Each request has random numbers of its own."""
+    runner = oracle_runner()
+    answers = []
+    for _ in range(3):
+        tokens(runner, PROMPT, 5, temperature=5.0, seed=7)
+        answers.append(tuple(tokens(runner, PROMPT, 20, temperature=5.0)))
+    assert len(set(answers)) == 3
+
+
+def test_checkpoints_go_on_after_a_full_context_was_evaluated_again() -> None:
+    """The entry that is begun anew has the same budget."""
+    runner = oracle_runner(["recurrent", "full"], context=60, checkpoint_interval=5, checkpoint_budget=10**6)
+    tokens(runner, list(range(50)), 30, overflow="shift", keep=4)
+    assert runner.entry.checkpoints.budget == 10**6
+
+
 edits = st.lists(
     st.tuples(
         st.sampled_from(["append", "cut", "edit", "new"]),
@@ -434,6 +480,9 @@ def test_only_one_request_at_a_time() -> None:
     [
         pytest.param([], PromptError, "the prompt is empty", id="empty"),
         pytest.param(list(range(100)), ContextLengthError, "has 100 tokens.*context of 100 tokens", id="too-long"),
+        pytest.param([[1, 2], [3]], PromptError, "flat list of integers", id="ragged"),
+        pytest.param(None, PromptError, "a prompt is a text, token ids or messages, not NoneType", id="none"),
+        pytest.param({1, 2}, PromptError, "not set", id="set"),
         pytest.param(
             [1, VOCAB], PromptError, f"token id {VOCAB} is beyond the model's vocabulary of {VOCAB}", id="unknown-token"
         ),
@@ -471,6 +520,13 @@ def test_the_answer_ends_where_the_context_ends() -> None:
         ({"logprobs": 1000}, "logprobs: 1000 is out of range, it has to be between 0 and 100"),
         ({"stop": [""]}, "each stop string"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"top_k": 1.5}, "top_k: 1.5 is not a whole number"),
+        ({"max_tokens": 2.5}, "max_tokens: 2.5 is not a whole number"),
+        ({"max_tokens": float("inf")}, "max_tokens: inf is not a whole number"),
+        ({"seed": 1.5}, "seed"),
+        ({"stop_tokens": "ab"}, "stop_tokens: 'a' is not a whole number"),
+        ({"stop_tokens": 5}, "stop_tokens: 5 is not a list"),
+        ({"stop": 5}, "stop: 5 is not a list"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -20,10 +20,10 @@ FLOORS = [
     ["answer", "pipeline", "reserve"],
     ["models", "plan"],
     ["cache", "sampling", "tokenizer"],
-    ["config", "errors", "events", "device", "terminal"],
+    ["config", "errors", "events", "device", "overflow", "terminal"],
 ]
 BOOKKEEPING = [
-    "cache.checkpoints", "cache.entry", "cache.layer", "cache.layout", "cache.tokens", "config", "errors", "events", "plan", "terminal",
+    "cache.checkpoints", "cache.entry", "cache.layer", "cache.layout", "cache.tokens", "config", "errors", "events", "overflow", "plan", "terminal",
     "tokenizer.stream",
 ]  # fmt: skip
 

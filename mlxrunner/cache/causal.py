@@ -207,14 +207,13 @@ class CausalCache(Cache):
         if lift is None or self._shift is None:
             return partial(self._become, after)
         offsets = mx.full(lift.sources.shape, lift.by, mx.int32)
-        copies = lift.copies
         rows = {}
         for index, layer in self._layers.items():
             keys = self._shift(index, _read(layer.keys, lift.sources), offsets).astype(self._dtype)
-            rows[index] = keys, _read(layer.values, copies.sources)
+            rows[index] = keys, _read(layer.values, lift.copies.sources)
             layer.check(index, *rows[index])
         mx.eval(rows)
-        return partial(self._lift, lift, copies, rows, after)
+        return partial(self._lift, lift, rows, after)
 
     def defragment(self) -> None:
         """Close all holes between cells in use. The forward pass under way, if there is one, has to be started again."""
@@ -238,9 +237,9 @@ class CausalCache(Cache):
     def _check_size(self, batch: Batch) -> None:
         self._lifecycle.check()
         self._cells.check_sequences(*batch.sequences)
-        if len(batch) > self._max_batch:
+        if (n := len(batch)) > (most := self._max_batch):
             raise CacheFullError(
-                f"a batch of {len(batch)} tokens (more than max_batch)", len(batch), self._max_batch, self.num_cells
+                f"a batch of {n} tokens (max_batch is {most})", n, most, most, remedy="split it, or raise max_batch"
             )
 
     def _place(self, batch: Batch) -> Placement:
@@ -265,11 +264,11 @@ class CausalCache(Cache):
                 _write(buffer, targets, _read(buffer, move.sources))
         self._cells = after
 
-    def _lift(self, lift: Lift, copies: Lift, rows: dict[int, tuple[mx.array, mx.array]], after: Cells) -> None:
+    def _lift(self, lift: Lift, rows: dict[int, tuple[mx.array, mx.array]], after: Cells) -> None:
         self._forget()
         for index, (keys, values) in rows.items():
             _write(self._layers[index].keys, lift.targets, keys)
-            _write(self._layers[index].values, copies.targets, values)
+            _write(self._layers[index].values, lift.copies.targets, values)
         self._cells = after
 
 

@@ -144,7 +144,7 @@ class Cells:
         self.check_sequences(sequence)
         own = self.owners[sequence]
         stored = self.positions[own]
-        if not 0 <= position <= max(stored, default=-1) + 1:
+        if not 0 <= position <= stored.max(initial=-1) + 1:
             return False
         if self.sight.memory is None:
             return True
@@ -175,9 +175,8 @@ class Cells:
         owners[sequence, sources[~shared]] = True
         free = np.flatnonzero(~owners.any(axis=0))
         if (needed := int(np.count_nonzero(shared))) > len(free):
-            raise CacheFullError(
-                f"removing positions {begin} .. {end - 1} of sequence {sequence}", needed, len(free), self.num_cells
-            )
+            what = f"removing positions {begin} .. {end - 1} of sequence {sequence}"
+            raise CacheFullError(what, needed, len(free), self.num_cells)
         targets = sources.copy()
         targets[shared] = free[:needed]
         owners[sequence, targets] = True

@@ -59,13 +59,14 @@ class Checkpoints:
         """Drop those beyond `to`."""
         del self._items[bisect_right(self._items, to, key=_offset) :]
 
-    def add(self, new: Checkpoint) -> None:
-        """Keep `new` (unless one is there, or it is larger than the budget) and make room for it."""
+    def add(self, new: Checkpoint) -> bool:
+        """Keep `new` (unless one is there, or it is larger than the budget) and make room for it; returns whether it is kept."""
         if self.at(new.offset) is not None or new.nbytes > self.budget:
-            return
+            return False
         insort(self._items, new, key=_offset)
         while self.nbytes > self.budget:
             self._items.remove(self._least_useful(new))
+        return True
 
     def _least_useful(self, new: Checkpoint) -> Checkpoint:
         """The one whose loss leaves the smallest gap; the anchor last, the new one never."""

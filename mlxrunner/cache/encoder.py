@@ -108,7 +108,8 @@ class EncoderCache(Cache):
         if values.shape[2] != length:
             raise ValueError(f"layer {self._layer}: {length} keys, but {values.shape[2]} values")
         if length > (room := layer.keys.shape[2]):
-            raise CacheFullError(f"layer {self._layer}: an encoder output of {length} rows", length, room, room)
+            what = f"layer {self._layer}: an encoder output of {length} rows"
+            raise CacheFullError(what, length, room, room, remedy="reserve with the longest one")
         self._layers[self._layer] = layer
         if forward.is_reserve:
             return
@@ -116,7 +117,6 @@ class EncoderCache(Cache):
         if not forward.has_output:  # the one before is gone from the first row that is overwritten
             self._contents = Contents(forward.inputs[-1], self._contents.inputs.union(forward.inputs))
             self._forward = replace(forward, has_output=True)
-        self._contents.lengths.pop(self._layer, None)
         layer.write(0, keys, values)
         self._contents.lengths[self._layer] = length
 

@@ -147,6 +147,9 @@ class PrefixCache:
             raise PromptError("the prompt is empty: at least one token is needed")
         return Session(self, tokens)
 
+    def _fresh_entry(self) -> CacheEntry:
+        return CacheEntry(caches=self.empty_caches(), checkpoints=Checkpoints(self._checkpoint_budget))
+
     def empty_caches(self) -> list[LayerCache]:
         """The layer caches, freed: the same ones each time, so that what was allocated for the whole context stays."""
         if self._caches is None:
@@ -155,11 +158,19 @@ class PrefixCache:
             cache.free()  # again: an interrupt may have come between the entry's end and theirs
         return list(self._caches)
 
-    def free(self, why: str) -> None:
-        """Drop the entry; the next request starts cold and says why."""
+    def reset(self) -> None:
+        """Free the entry between requests. BusyError while one is running."""
+        if self.is_busy:
+            raise BusyError()
+        self.free("a reset")
+
+    def free(self, why: str, *, with_buffers: bool = False) -> None:
+        """Drop the entry; the next request starts cold and says why. `with_buffers`: also what is allocated for the whole context."""
         entry, self.entry = self.entry, CacheEntry()
         if entry.tokens:
             self.freed_by = why
+        if with_buffers:
+            self._caches = None
         for cache in entry.caches:
             cache.free()
 
@@ -210,8 +221,7 @@ class PrefixCache:
                 cached, reason, freed_by, checkpoint = 0, "entry_freed", self.freed_by, None
         self.freed_by = None
         if not self.entry.caches:
-            self.entry.caches = self.empty_caches()
-            self.entry.checkpoints.budget = self._checkpoint_budget
+            self.entry = self._fresh_entry()
         freed_by = freed_by if reason == "entry_freed" else None
         return Lookup(len(prompt), before, matched, cached, reason, limited_by, freed_by, checkpoint)
 
@@ -319,8 +329,8 @@ class Session:
         snapshots = [cache.snapshot() if cache.needs_checkpoints else None for cache in entry.caches]
         taken = [snapshot for snapshot in snapshots if snapshot is not None]
         nbytes = sum(snapshot.nbytes for snapshot in taken)
-        entry.checkpoints.add(Checkpoint(len(entry.tokens), nbytes, snapshots, is_anchor))
-        return [array for snapshot in taken for array in snapshot.arrays]
+        kept = entry.checkpoints.add(Checkpoint(len(entry.tokens), nbytes, snapshots, is_anchor))
+        return [array for snapshot in taken for array in snapshot.arrays] if kept else []
 
     def shift(self, keep: int, discard: int, rotate: Rotators) -> bool:
         """Make room in a full context between two forward passes; False where some layer can't move its tokens."""
@@ -335,10 +345,11 @@ class Session:
         entry.tokens.truncate(common_prefix(entry.tokens.array, wanted))
         self._cache.settle()
         if self._cache.entry is not entry:
-            self._cache.entry.caches = self._cache.empty_caches()
+            self._cache.entry = self._cache._fresh_entry()
         self._cache._settled = False
         self._adopt()
         return wanted[self.recorded :]
 
     def free(self, why: str) -> None:
-        self._cache.free(why)
+        """Give up the entry and its buffers, whatever they hold."""
+        self._cache.free(why, with_buffers=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -48,22 +49,18 @@ def _stay(keys: mx.array, by: int) -> mx.array:
 def _ropes(layer: Any) -> list[Rotate]:
     """One for each rope that a module of this layer has."""
     modules = layer.modules() if hasattr(layer, "modules") else []
-    return [_with(module.rope) for module in modules if callable(getattr(module, "rope", None))]
+    return [partial(turned, module.rope) for module in modules if callable(getattr(module, "rope", None))]
 
 
-def _with(rope: Any) -> Rotate:
-    """By calling the layer's own rope (its base, scaling and order of the pairs) with a negative offset.
+def turned(rope: Any, keys: mx.array, by: int | mx.array) -> mx.array:
+    """Keys moved by `by` positions, or each by its own: the layer's rope (its base, scaling, order of the pairs) with that offset.
 
     A rope with an amplitude (YaRN) would apply it twice: what it makes of ones at position 0 is divided out.
     """
-
-    def rotate(keys: mx.array, by: int) -> mx.array:
-        heads = keys.transpose(2, 1, 0, 3)  # each key a sequence of its own, so that all move alike
-        amplitude = rope(mx.ones((1, 1, 1, keys.shape[3]), keys.dtype), offset=0)
-        turned: mx.array = rope(heads, offset=by) / amplitude
-        return turned.transpose(2, 1, 0, 3)
-
-    return rotate
+    heads = keys.transpose(2, 1, 0, 3)  # each key a sequence of its own
+    amplitude = rope(mx.ones((1, 1, 1, keys.shape[3]), keys.dtype), offset=0)
+    moved: mx.array = rope(heads, offset=by) / amplitude
+    return moved.transpose(2, 1, 0, 3)
 
 
 def _keys_at(model: Any, layers: int, position: int) -> list[tuple[mx.array, mx.array]]:

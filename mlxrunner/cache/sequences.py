@@ -26,13 +26,17 @@ Commit = Callable[[], None]
 
 
 class CacheFullError(MlxrunnerError):
-    """There is no room, even after defragmenting; nothing was changed."""
+    """`what` needs more cells than are free, even after defragmenting; nothing was changed."""
 
-    def __init__(self, what: str, needed: int, free: int, total: int) -> None:
-        super().__init__(
-            f"{what} needs {needed} free cells, but {free} of {total} are free: "
-            "remove tokens or sequences, or initialize the cache with a larger capacity"
-        )
+    def __init__(
+        self,
+        what: str,
+        needed: int,
+        free: int,
+        total: int,
+        remedy: str = "remove tokens or sequences, or initialize the cache with a larger capacity",
+    ) -> None:
+        super().__init__(f"{what} needs {needed} free cells, but {free} of {total} are free: {remedy}")
         self.needed, self.free, self.total = needed, free, total
 
 

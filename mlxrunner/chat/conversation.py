@@ -8,34 +8,36 @@ Knows nothing about terminals.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlxrunner.cache.tokens import as_tokens, common_prefix
-from mlxrunner.errors import PromptError
+from mlxrunner.cache.tokens import as_tokens
 from mlxrunner.events import Chunk, Usage
+from mlxrunner.overflow import Shift
 from mlxrunner.pipeline import Progress
 from mlxrunner.runner import Runner
 from mlxrunner.tokenizer import Message
+from mlxrunner.tokenizer.prompt import system_tokens
 
 
 @dataclass
 class Conversation:
-    """`options`: those of `Runner.generate`. `usages`: one for each finished turn."""
+    """`options`: those of `Runner.generate`; `overflow` is "shift" unless they say otherwise. `usages`: one for each finished turn."""
 
     runner: Runner
     system: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
     messages: list[Message] = field(default_factory=list)
     usages: list[Usage] = field(default_factory=list)
+    # `_tokens` spell the rendered text `_spelled`, but for what a full context has dropped of them.
     _spelled: str = ""
     _tokens: list[int] = field(default_factory=list)
+    _first: int = 0  # of the messages that are still rendered
 
     def clear(self) -> None:
         """Forget the turns; the system prompt stays, and so does what the entry can reuse of it."""
         self.messages.clear()
-        self._spelled, self._tokens = "", []
+        self._spelled, self._tokens, self._first = "", [], 0
 
     def send(self, text: str, progress: Progress | None = None) -> Iterator[Chunk]:
         """The answer to `text`. Closing the iterator, or an interrupt, keeps the answer as far as it was given.
@@ -43,41 +45,45 @@ class Conversation:
         A turn that got no answer at all (an error, an interrupted prefill) is taken back.
         """
         user: Message = {"role": "user", "content": text}
-        rendered = self.runner.tokenizer.render([*self._system(), *self.messages, user])
-        prompt = self._encode(rendered)
-        chunks = self.runner.generate(prompt, progress=progress, **(self.options | self._overflow(prompt)))
-        return self._answer(user, rendered, prompt, chunks)
+        rendered, prompt = self._render(user)
+        overflow: dict[str, Any] = {}
+        if self.options.get("overflow", "shift") == "shift":
+            keep = self._keep_tokens(prompt)
+            overflow = {"overflow": "shift", "keep": keep}
+            if len(prompt) >= self.runner.context:
+                shift = Shift(self.runner.context, keep)
+                rendered, prompt = self._without_oldest(user, rendered, prompt, shift)
+                if len(self.runner.tokenizer.encode_more(text)) >= shift.target_free:
+                    overflow = {"overflow": "stop"}  # what a shift leaves would begin in the middle of this turn
+        chunks = self.runner.generate(prompt, progress=progress, **(self.options | overflow))
+        return self._answer(user, rendered, prompt, overflow.get("keep", 0), chunks)
 
-    def _overflow(self, prompt: list[int]) -> dict[str, Any]:
-        """A full context goes on without its oldest turns; the system prompt stays, and the new turn has to fit whole."""
-        if self.options.get("overflow", "shift") != "shift":
-            return {}
-        kept = self.options.get("keep")
-        if kept is None:
-            kept = common_prefix(as_tokens(self._system_tokens()), as_tokens(prompt))
-        turn = len(prompt) - common_prefix(as_tokens(self._tokens), as_tokens(prompt))
-        if len(prompt) >= self.runner.context and turn > (self.runner.context - kept) // 2:
-            return {"overflow": "stop"}  # what a shift leaves would begin in the middle of this turn
-        return {"overflow": "shift", "keep": kept}
-
-    def _system_tokens(self) -> list[int]:
-        """The system prompt with BOS, or BOS alone."""
+    def _render(self, user: Message) -> tuple[str, list[int]]:
+        """The conversation up to `user` as text and as tokens."""
         tokenizer = self.runner.tokenizer
-        if self.system:
-            with suppress(PromptError):  # a template that refuses a system prompt alone
-                return tokenizer.encode(tokenizer.render(self._system(), add_generation_prompt=False))
-        return tokenizer.encode("")
+        rendered = tokenizer.render([*self._system(), *self.messages[self._first :], user])
+        if self._spelled and rendered.startswith(self._spelled):
+            return rendered, self._tokens + tokenizer.encode_more(rendered[len(self._spelled) :])
+        return rendered, tokenizer.encode(rendered)
+
+    def _without_oldest(self, user: Message, rendered: str, prompt: list[int], shift: Shift) -> tuple[str, list[int]]:
+        """Where the tokens can't simply go on, the oldest turns are not rendered any more, so that the next turns have room."""
+        if self._spelled and rendered.startswith(self._spelled):
+            return rendered, prompt
+        while len(prompt) > self.runner.context - shift.target_free and self._first + 2 <= len(self.messages):
+            self._first += 2
+            rendered, prompt = self._render(user)
+        return rendered, prompt
+
+    def _keep_tokens(self, prompt: list[int]) -> int:
+        """What a full context keeps: the system prompt with BOS, or what the options say."""
+        keep: int | None = self.options.get("keep")
+        return system_tokens(self.runner.tokenizer, self._system(), as_tokens(prompt)) if keep is None else keep
 
     def _system(self) -> list[Message]:
         return [{"role": "system", "content": self.system}] if self.system else []
 
-    def _encode(self, rendered: str) -> list[int]:
-        tokenizer = self.runner.tokenizer
-        if self._spelled and rendered.startswith(self._spelled):
-            return self._tokens + tokenizer.encode_more(rendered[len(self._spelled) :])
-        return tokenizer.encode(rendered)
-
-    def _answer(self, user: Message, rendered: str, prompt: list[int], chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+    def _answer(self, user: Message, rendered: str, prompt: list[int], keep: int, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
         shown: list[Chunk] = []
         try:
             for chunk in chunks:
@@ -87,30 +93,25 @@ class Conversation:
                 yield chunk
         finally:
             chunks.close()  # type: ignore[attr-defined]  # a generator
-            if shown:
-                self._keep(user, rendered, prompt, shown)
+            text = "".join(chunk.text for chunk in shown)
+            if text or (shown and shown[-1].finish_reason is not None):
+                self.messages += [user, {"role": "assistant", "content": text}]
+                tokens = [chunk.token for chunk in shown if chunk.token is not None]
+                self._go_on_from(rendered, text, prompt, tokens, keep)
 
-    def _keep(self, user: Message, rendered: str, prompt: list[int], shown: Sequence[Chunk]) -> None:
-        text = "".join(chunk.text for chunk in shown)
-        tokens = [chunk.token for chunk in shown if chunk.token is not None]
-        self.messages += [user, {"role": "assistant", "content": text}]
-        last = shown[-1]
-        if last.finish_reason == "stop" and not last.text and last.token in self.runner.tokenizer.stop_tokens:
-            self._spelled = rendered + text + self.runner.tokenizer.decode([last.token])
-        elif last.finish_reason != "stop":
-            # Ended by the limit or by the reader: tokens whose text is still held back were not shown.
-            while shown and not shown[-1].text:
-                shown = shown[:-1]
-            self._spelled, tokens = rendered + text, tokens[: len(shown)]
-        else:  # a stop string: the tokens say more than the text
-            self._spelled, self._tokens = "", []
-            return
-        self._tokens = self._without_what_was_shifted_out(prompt + tokens)
-
-    def _without_what_was_shifted_out(self, tokens: list[int]) -> list[int]:
-        """The conversation's tokens as the entry has them, where a full context has made it drop some."""
-        entry = list(self.runner.entry.tokens)
-        if common_prefix(as_tokens(entry), as_tokens(tokens)) >= min(len(entry), len(tokens)):
-            return tokens
-        # The entry may lack the last token, which nobody asked to go on from.
-        return entry if entry[-1:] == tokens[-1:] else [*entry, *tokens[-1:]]
+    def _go_on_from(self, rendered: str, text: str, prompt: list[int], tokens: Sequence[int], keep: int) -> None:
+        """Remember the tokens whose text was shown: not those of half a character, nor of a stop string or after it."""
+        tokenizer = self.runner.tokenizer
+        stream, spelled, count = tokenizer.stream(prompt[-8:]), "", 0
+        for place, token in enumerate(tokens, 1):
+            if token in tokenizer.stop_tokens and spelled == text and place == len(tokens):
+                spelled, count = spelled + tokenizer.decode([token]), place
+                break
+            piece = stream.add(token)
+            if not text.startswith(spelled + piece):
+                break
+            if piece:
+                spelled, count = spelled + piece, place
+        dropped = self.runner.shifted_tokens
+        whole = [*prompt, *tokens[:count]]
+        self._spelled, self._tokens = rendered + spelled, whole[:keep] + whole[keep + dropped :]

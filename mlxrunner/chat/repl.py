@@ -49,6 +49,8 @@ class Repl:
                     self._turn(line)
             except EOFError:
                 return failed
+            except KeyboardInterrupt:  # a second one, while the first was being dealt with
+                continue
             except MlxrunnerError as error:
                 _say(f"error: {error}" + ("; /clear begins anew" if isinstance(error, PromptError) and self._interactive else ""))
                 failed = error.exit_code

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from mlxrunner.errors import ModelError
+
 
 @dataclass(frozen=True)
 class CachedModel:
@@ -24,6 +26,8 @@ def cached_models() -> list[CachedModel]:
         repositories = scan_cache_dir().repos
     except CacheNotFound:
         return []
+    except ValueError as error:
+        raise ModelError(f"the hub cache can't be read: {error}") from error
     found = []
     for repository in repositories:
         # First the one that the name stands for.

@@ -16,6 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlxrunner.cache.causal import CausalCache
 from mlxrunner.cache.factory import CacheOptions, make_layer_caches
+from mlxrunner.cache.rotate import turned
 from mlxrunner.cache.sequences import Batch, Cache, NotSupportedError
 from mlxrunner.cache.sliding import SlidingWindowCache
 from mlxrunner.cache.wrapper import WrapperCache
@@ -152,13 +153,9 @@ class Adapted:
         setattr(owner, name, wrapper)
 
     def _shift(self, layer: int, keys: mx.array, offsets: mx.array) -> mx.array:
-        """Re-rotate with the layer's own rope; its amplitude (YaRN), which it would apply twice, is divided out."""
+        """Re-rotate with the layer's own rope."""
         rope = self._ropes[layer]
-        if rope is None:
-            return keys
-        amplitude = rope(mx.ones((1, 1, 1, keys.shape[3]), keys.dtype), offset=0)
-        turned: mx.array = rope(keys.transpose(2, 1, 0, 3), offset=offsets) / amplitude
-        return turned.transpose(2, 1, 0, 3)
+        return keys if rope is None else turned(rope, keys, offsets)
 
     def _prove(self, reference: list[mx.array]) -> None:
         """Two sequences in one row, in two steps, against each one alone."""

@@ -26,6 +26,7 @@ from mlxrunner.errors import ContextLengthError, MlxrunnerError, OptionError, Pr
 from mlxrunner.events import Chunk, FinishReason, Usage, log_lookup
 from mlxrunner.models.facts import ModelFacts
 from mlxrunner.models.load import LoadedModel, load_model
+from mlxrunner.overflow import Shift
 from mlxrunner.parallel.adapt import WINDOWS_KEEP, Adapted
 from mlxrunner.parallel.slots import NoFreeSlotError, Slot, choose, share
 from mlxrunner.plan import Batch as WorstBatch
@@ -34,7 +35,7 @@ from mlxrunner.reserve import choose as choose_plan
 from mlxrunner.reserve import demand_of, weights_of
 from mlxrunner.sampling import Decoded, NextToken, Sampled, dispatch
 from mlxrunner.tokenizer import Tokenizer
-from mlxrunner.tokenizer.prompt import Prompt, tokenize
+from mlxrunner.tokenizer.prompt import Prompt, system_tokens, tokenize
 
 DEFAULT_MAX_BATCH = 1024
 
@@ -66,6 +67,7 @@ class Request:
     place: int = 0
     sampled: int = 0
     source: tuple[Slot, int] | None = None  # waits until this slot has evaluated so many tokens of the common prefix
+    shift: Shift | None = None
     shifted: int = 0
     chunks: deque[Chunk] = field(default_factory=deque)
     finished: bool = False
@@ -234,7 +236,10 @@ class ParallelRunner:
         self._adapted.close()
 
     def submit(self, prompt: Prompt, **options: Any) -> Handle:
-        """Begin a request; prompt and options as in `Runner.generate`. NoFreeSlotError if every slot has one."""
+        """Begin a request; prompt and options as in `Runner.generate`, but for its callbacks and overflow="error".
+
+        NoFreeSlotError if every slot has a request, CacheFullError if there might not be room to its end.
+        """
         return Handle(self, self._admit(prompt, options))
 
     def run(self, prompts: Sequence[Prompt], **options: Any) -> list[Result]:
@@ -273,8 +278,12 @@ class ParallelRunner:
     def _admit(self, prompt: Prompt, given: dict[str, Any]) -> Request:
         began = time.perf_counter()
         options = GenerateOptions.of(**given)
+        if options.overflow == "error":
+            raise OptionError("overflow: a parallel runner can stop or shift, but not fail")
         tokens = tokenize(self.tokenizer, prompt)
         self._check(tokens)
+        keep = system_tokens(self.tokenizer, prompt, tokens) if options.keep is None else options.keep
+        shift = Shift(self.capacity, keep) if options.overflow == "shift" else None
         clock = Clock(began, time.perf_counter())
         choice = choose(self.slots, tokens)
         slot, room = choice.slot, self.capacity - len(tokens)
@@ -282,6 +291,7 @@ class ParallelRunner:
         self._check_room(len(tokens) - choice.matched + limit)
         next_token = NextToken(options, self.facts.vocab)
         request = Request(slot, tokens, options, limit, Answer(self.tokenizer, tokens, options, limit), clock, next_token)
+        request.shift = shift
         request.history = mx.array(tokens) if next_token.needs_history else None
         request.trimmed = len(slot.tokens)
         slot.is_busy, slot.planned = True, tokens
@@ -341,7 +351,22 @@ class ParallelRunner:
                 self._resume(request, slot, min(matched, len(slot.tokens)) if again else 0)
 
     def _dispatch(self) -> Step | None:
-        """Build and dispatch the next row; None if there is nothing to do."""
+        """Build and dispatch the next row; None if there is nothing to do.
+
+        After an error or an interrupt in it nobody knows what was written: the requests are ended and their slots forgotten.
+        """
+        try:
+            return self._build_and_dispatch()
+        except BaseException:
+            self._pending = None
+            for request in list(self._requests):
+                self._retire(request)
+            for slot in self.slots:
+                self._adapted.cache.remove(slot.number, 0, END)
+                slot.tokens.truncate(0)
+            raise
+
+    def _build_and_dispatch(self) -> Step | None:
         decoding = [r for r in self._requests if r.source is None and not r.left and r.sampled < r.limit]
         prefilling = [r for r in self._requests if r.source is None and r.left]
         self._ticks += 1
@@ -435,10 +460,10 @@ class ParallelRunner:
 
     def _make_room(self, request: Request) -> None:
         """Before a token that would not fit any more: drop the oldest half after what is kept."""
-        if request.place < self.capacity:
+        if request.shift is None or request.place < self.capacity:
             return
-        keep = request.options.keep if request.options.keep is not None else 1
-        discard = max(request.place - (self.capacity - max((self.capacity - keep) // 2, 1)), 0)
+        assert request.shift is not None
+        keep, discard = request.shift.keep, request.shift.discard(request.place)
         self._adapted.cache.remove(request.slot.number, keep, keep + discard)
         tokens = list(request.slot.tokens)
         request.slot.tokens.truncate(keep)

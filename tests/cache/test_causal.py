@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -154,6 +154,7 @@ def test_share_a_prefix() -> None:
     free = cache.num_free
     cache.copy_prefix(0, 1, 2)
     assert cache.num_free == free
+    assert [cache.num_used_by(sequences) for sequences in ([0], [1], [0, 1], [])] == [4, 2, 4, 0]
     assert drawn(cache, "56", [2, 3], [1, 1]) == "125 1256"
     assert stored(cache) == {0: [(0, 1), (1, 2), (2, 3), (3, 4)], 1: [(0, 1), (1, 2), (2, 5), (3, 6)]}
 
@@ -172,12 +173,10 @@ def test_full(at_once: bool) -> None:
     """With the sizes; what fitted before still works."""
     cache = made(capacity=4)
     if at_once:
-        with pytest.raises(CacheFullError, match=r"a batch of 5 tokens needs 5 free cells, but 4 of 4 are free"):
+        with pytest.raises(CacheFullError, match=r"a batch of 5 tokens needs 5 free cells, but 4 of 4 are free: remove"):
             cache.start_forward(Batch(range(5), [0] * 5))
     drawn(cache, "1234", [0, 1, 2, 3])
-    with pytest.raises(
-        CacheFullError, match=r"a batch of 1 tokens needs 1 free cells, but 0 of 4 are free: remove tokens or sequences, or"
-    ):
+    with pytest.raises(CacheFullError, match=r"a batch of 1 tokens needs 1 free cells, but 0 of 4 are free: remove tokens"):
         cache.start_forward(Batch([4], [0]))
     _, values, mask = cache.get()
     assert np.array(values)[0, 0, :, 0].tolist() == [1, 2, 3, 4]
@@ -283,6 +282,15 @@ def test_packing_moves_labels_and_data_together(count: int) -> None:
     batch = Batch(range(count - 4), [2] * (count - 4))
     assert forward(cache, batch, range(1000, 1000 + len(batch))) == [[*range(1000, 1001 + row)] for row in range(len(batch))]
     assert stored(cache) == {**held, 2: [(n, 1000 + n) for n in range(len(batch))]}
+
+
+def test_gaps_are_closed_in_however_many_pieces() -> None:
+    """Where a sequence lies in every other cell."""
+    cache, count = made(2, capacity=200, max_batch=400), 400
+    forward(cache, Batch([token // 2 for token in range(count)], [token % 2 for token in range(count)]), range(count))
+    held = stored(cache)
+    cache.remove(0, 10, 20)
+    assert stored(cache) == {0: [(n, 2 * n if n < 10 else 2 * n + 20) for n in range(190)], 1: held[1]}
 
 
 def test_packing_by_hand_ends_the_pass() -> None:
@@ -405,7 +413,7 @@ def test_the_order_of_calls() -> None:
 def test_a_batch_beyond_what_was_agreed(reserve: bool) -> None:
     """Longer than max_batch, or of a sequence that is not there."""
     cache = made(2, capacity=16, max_batch=4)
-    with pytest.raises(CacheFullError, match=r"5 tokens \(more than max_batch\) needs 5 .* 4 of 32"):
+    with pytest.raises(CacheFullError, match=r"\(max_batch is 4\) needs 5 free cells, but 4 of 4 are free: split it, or raise"):
         cache.start_forward(Batch(range(5), [0] * 5), reserve)
     with pytest.raises(ValueError, match="there is no sequence 2"):
         cache.start_forward(Batch([0], [2]), reserve)
@@ -475,7 +483,12 @@ def test_positions_do_not_drift() -> None:
     assert stored(cache) == {0: [(n, n if n < 4 else n + 100) for n in range(20)]}
 
 
-def test_an_interrupt_while_rows_move_leaves_an_empty_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "call", [lambda cache: cache.defragment(), lambda cache: cache.remove(0, 1, 2)], ids=["packing", "a-gap"]
+)
+def test_an_interrupt_while_rows_move_leaves_an_empty_cache(
+    monkeypatch: pytest.MonkeyPatch, call: Callable[[CausalCache], None]
+) -> None:
     """Correct first: nobody is told that half of it is still true."""
     cache = made()
     drawn(cache, "1234", range(4))
@@ -483,7 +496,7 @@ def test_an_interrupt_while_rows_move_leaves_an_empty_cache(monkeypatch: pytest.
     with monkeypatch.context() as patch:
         patch.setattr("mlxrunner.cache.causal._write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            cache.defragment()
+            call(cache)
     assert (cache.sequences, cache.num_free, cache.can_resume(0, 1), cache.can_resume(0, 0)) == ((), 16, False, True)
     assert drawn(cache, "12", [0, 1]) == "1 12"
 
@@ -500,6 +513,21 @@ def test_taking_back_a_step() -> None:
     assert drawn(cache, "5", [4]) == "12345"
     cache.undo_forward()
     assert cache.num_free == 3
+
+
+def test_only_the_last_call_is_taken_back() -> None:
+    """Not a step before a removal, nor one before a step that failed."""
+    cache = made(2, capacity=4, max_batch=4)
+    drawn(cache, "1234", range(4))
+    cache.start_forward(Batch([4], [0]))
+    cache.remove(0, 3)
+    cache.undo_forward()
+    assert (cache.num_free, cache.can_resume(0, 4)) == (5, False)
+    cache.start_forward(Batch([3, 4, 5], [0, 0, 0]))
+    with pytest.raises(CacheFullError):
+        cache.start_forward(Batch([0, 1, 2], [1, 1, 1]))
+    cache.undo_forward()
+    assert cache.num_free == 2
 
 
 @dataclass

@@ -122,7 +122,10 @@ def test_buffers_are_those_of_the_reserve_pass() -> None:
     assert (cache.position, cache.nbytes) == (None, 2 * 2 * 10 * (8 + 6) * 4)
     encoded(cache, 50, at=5, length=7)
     assert contents(cache) == (50, 7)
-    with pytest.raises(CacheFullError, match="layer 3: an encoder output of 11 rows needs 11 free cells, but 10 of 10"):
+    with pytest.raises(
+        CacheFullError,
+        match="layer 3: an encoder output of 11 rows needs 11 free cells, but 10 of 10 are free: reserve with the longest",
+    ):
         encoded(cache, 60, at=8, length=11)
     assert contents(cache) == (50, 7)
 

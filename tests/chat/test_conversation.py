@@ -9,7 +9,7 @@ import pytest
 
 from mlxrunner import ContextLengthError, Runner
 from mlxrunner.chat.conversation import Conversation
-from mlxrunner.testing import EOS, oracle_runner
+from mlxrunner.testing import EOS, ByteTokenizer, oracle_runner
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +129,76 @@ def test_a_stop_string_falls_back_to_the_text() -> None:
     say(conversation, "next")
     text = runner.tokenizer.render(conversation.messages[:-1])
     assert list(runner.entry.tokens)[: len(text.encode()) + 1][1:5] == list(text.encode())[:4]
+
+
+def test_a_stop_string_keeps_the_tokens_of_what_was_shown() -> None:
+    """The next turn is a partial hit up to there, not a new tokenization of everything."""
+    runner = Runner.load("demo", reserve=False)
+    conversation = Conversation(runner, options={"stop": "."})
+    for turn, text in enumerate(("My name is Ana.", "I have a dog.", "What is my name?")):
+        say(conversation, text)
+        usage = conversation.usages[-1]
+        assert usage.cached_tokens >= usage.prompt_tokens - 30 or turn == 0
+    assert conversation.messages[-1]["content"] == "Your name is Ana"
+
+
+@pytest.mark.parametrize(
+    "options", [{"stop": "."}, {"stop": "e", "max_tokens": 20}, {"max_tokens": 3}], ids=["stop", "early", "limit"]
+)
+def test_a_full_context_never_ends_a_chat(options: dict[str, Any]) -> None:
+    """Whatever ends the answers: no turn is refused, and half of the context is not evaluated again each time."""
+    runner = Runner.load("demo", context=200, reserve=False)
+    conversation = Conversation(runner, options=options)
+    for turn in range(30):
+        say(conversation, ("Hello!", "I have a dog.", "How are you?")[turn % 3])
+        assert conversation.usages[-1].evaluated_tokens < 60
+        assert runner.entry.is_true
+    assert sum(usage.shifted_tokens for usage in conversation.usages) > 100
+
+
+class Stripping(ByteTokenizer):
+    """A template that leaves thinking out of earlier answers, so that the tokens never go on."""
+
+    def render(self, messages: Any, *, add_generation_prompt: bool = True) -> str:
+        changed = [{**m, "content": m["content"].upper()} if m["role"] == "assistant" else m for m in messages]
+        return super().render(changed, add_generation_prompt=add_generation_prompt)  # type: ignore[arg-type]
+
+
+def test_a_template_that_rewrites_answers_survives_a_full_context() -> None:
+    """The oldest turns are not rendered any more."""
+    runner = oracle_runner(context=200)
+    runner.tokenizer = Stripping()
+    conversation = endless(runner, max_tokens=4)
+    for turn in range(20):
+        say(conversation, f"turn {turn} and some words")
+    assert len(conversation.usages) == 20
+    assert conversation._first > 0
+    rendered = runner.tokenizer.render(conversation.messages[conversation._first :])
+    assert len(rendered) < 200
+
+
+def test_an_answer_of_repeated_tokens_is_kept_whole_over_a_shift() -> None:
+    """Nothing is lost or doubled where the entry was moved."""
+    runner = Runner.load("demo", context=60, reserve=False)
+    conversation = Conversation(runner, options={"stop_tokens": [], "max_tokens": 40})
+    for _ in range(4):
+        answer = say(conversation, "Hello!")
+        assert runner.tokenizer.decode(conversation._tokens).endswith(answer)
+
+
+def test_a_turn_that_was_interrupted_before_any_text_is_taken_back() -> None:
+    """Even if a token was given already, of which nothing could be shown."""
+    runner = oracle_runner()
+    conversation = endless(runner, stop="\x00" * 3 + "never")
+    chunks = conversation.send("hello")
+    while not next(chunks).text:
+        pass
+    chunks.close()  # type: ignore[attr-defined]
+    assert len(conversation.messages) == 2
+    conversation.clear()
+    chunks = conversation.send("hello")
+    chunks.close()  # type: ignore[attr-defined]
+    assert conversation.messages == []
 
 
 def test_clear_keeps_the_system_prompt_and_its_tokens() -> None:

@@ -245,6 +245,45 @@ def test_a_bad_prompt_is_refused_at_once(
         ParallelRunner(*llama, max_sequences=4, capacity=50, max_batch=3)
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("from a layer")], ids=["interrupt", "error"])
+def test_an_interrupted_step_leaves_nothing_wrong_behind(llama: tuple[Any, ByteTokenizer, Any], error: BaseException) -> None:
+    """Its requests are ended, and what they may have written halfway is never shared."""
+    prompt = list(range(30))
+    for call in range(1, 5):
+        with ParallelRunner(*llama, max_sequences=2, capacity=80, max_batch=16) as runner:
+            running = runner.submit(prompt, max_tokens=5, stop_tokens=[])
+            other = runner.submit([9, 8, 7], max_tokens=5, stop_tokens=[])
+            views, calls = runner._adapted._views, 0
+
+            def fail(view: Any, put: Any, keys: mx.array, values: mx.array, call: int = call) -> Any:
+                nonlocal calls
+                calls += 1
+                if calls == call:
+                    raise error
+                return put(keys, values)
+
+            for view in views:
+                put = view.update_and_fetch
+                view.update_and_fetch = lambda k, v, view=view, put=put: fail(view, put, k, v)  # type: ignore[method-assign]
+            with pytest.raises(type(error)):
+                list(running)
+            for handle in (running, other):
+                with pytest.raises(MlxrunnerError, match="cancelled"):
+                    handle.result()
+            result = runner.submit([*prompt, 1], max_tokens=5, stop_tokens=[]).result()
+            assert result.usage.cached_tokens == 0
+            assert result.tokens == alone(llama, [*prompt, 1], max_tokens=5, stop_tokens=[])
+
+
+def test_what_a_parallel_runner_cannot_do_is_refused(llama: tuple[Any, ByteTokenizer, Any]) -> None:
+    """Not ignored."""
+    with ParallelRunner(*llama, max_sequences=1, capacity=64) as runner:
+        with pytest.raises(OptionError, match="can stop or shift, but not fail"):
+            runner.submit([1, 2], overflow="error")
+        with pytest.raises(OptionError, match="keep: 63 tokens leave no room in the context of 64"):
+            runner.submit([1, 2], overflow="shift", keep=63)
+
+
 def test_five_hundred_requests_with_cancels_through_eight_slots(llama: tuple[Any, ByteTokenizer, Any]) -> None:
     """Random lengths, prefixes, limits and cancels: every finished answer is exact, and every cell is free at the end."""
     rng = random.Random(8)
