@@ -134,8 +134,7 @@ def _longest_seed(caches: Sequence[LayerCache]) -> int:
 
 
 def _layers_of_each_kind(model: Any, caches: Sequence[LayerCache]) -> int:
-    """How many layers from the first on hold one of each kind, and two more: MLX takes memory for the next few operations in advance,
-    and of the last layer only what it stores is computed.
+    """How many layers from the first on hold one of each kind, and one more, whose input is computed from all of theirs.
 
     Layers are of one kind if they store the same and have weights of the same shapes: some may have experts and others not. All of
     them if there are states or windows: MLX computes those last, and keeps alive what they are made from, of every layer.
@@ -144,7 +143,7 @@ def _layers_of_each_kind(model: Any, caches: Sequence[LayerCache]) -> int:
     if len(layers) != len(caches) or any(cache.needs_checkpoints for cache in caches):
         return len(caches)
     kinds = [(cache.layouts(), _shapes(layer)) for cache, layer in zip(caches, layers, strict=True)]
-    return min(max(map(kinds.index, kinds)) + 3, len(caches))
+    return min(max(map(kinds.index, kinds)) + 2, len(caches))
 
 
 def _shapes(layer: Any) -> list[tuple[str, tuple[int, ...]]]:
