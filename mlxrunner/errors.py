@@ -7,6 +7,8 @@ MlxrunnerError          exit code 1
 ├── PromptError         exit code 2: a prompt that can't be run
 │   └── ContextLengthError   longer than the context
 ├── ContextFullError    exit code 1: the answer filled the context, and the caller wanted that to be an error
+├── CacheFullError, NotSupportedError   exit code 1: of caches for many sequences (`mlxrunner.cache.sequences`)
+├── NoFreeSlotError     exit code 1: every slot of a parallel runner is in use (`mlxrunner.parallel.slots`)
 └── BusyError           exit code 1: another request is still using the one entry
 """
 

@@ -46,7 +46,7 @@ def estimate_batch(config: dict[str, Any], prefill_step: int, item: int, *, is_f
     """A rough guess from the model's dimensions, for a plan without weights.
 
     Live at once: about eight rows of the hidden size and three of the feed-forward size per token of the step, and the logits of
-    one token. Without a fused attention kernel (CPU) also the scores, heads x step x context in float32, twice.
+    a prompt's last few tokens. Without a fused attention kernel (CPU) also the scores, heads x step x context in float32, twice.
     """
     text = config.get("text_config") or {}
 
@@ -57,7 +57,7 @@ def estimate_batch(config: dict[str, Any], prefill_step: int, item: int, *, is_f
     wide = max(
         get("intermediate_size", "ffn_dim", "n_inner"), get("moe_intermediate_size") * get("num_experts_per_tok"), 4 * hidden
     )
-    fixed = prefill_step * (8 * hidden + 3 * wide) * item + 2 * vocab * 4
+    fixed = prefill_step * (8 * hidden + 3 * wide) * item + HEADER * vocab * item
     return Batch(fixed, 0 if is_fused else 2 * heads * prefill_step * 4)
 
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import gc
 import logging
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
+from click.testing import CliRunner
 
-from mlxrunner import Chunk, MemoryPlanError, Runner, Usage, device
+from mlxrunner import Chunk, MemoryPlanError, Runner, Usage, cli, device
 from mlxrunner.cache.checkpoints import HEADER
 from mlxrunner.plan import Batch, Plan
 from mlxrunner.runner import plan_model
@@ -249,6 +252,29 @@ def test_without_reserving_it_loads_anyway_and_grows_as_it_goes(folder: Path, of
     assert short < caches(plan) / 10 < runner.entry.nbytes < caches(plan) / 2
 
 
+def test_the_command_line_says_on_stderr_how_much_context_is_left() -> None:
+    """And answers on stdout as ever."""
+    code = (
+        "from mlxrunner import cli, device, runner\n"
+        "total = runner.plan_model('demo', 1000, prefill_step=64).total\n"
+        "device.offered_bytes = lambda: total\n"
+        "cli.main(['generate', '-p', 'Hello!', '--prefill-step', '64'])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (0, "Hello! How can I help you?\n")
+    assert re.fullmatch(r"context: 1000 tokens, the most that fits into \S+ MB; the model's own is 2048\n", result.stderr)
+
+
+def test_the_command_line_fails_with_the_table_unless_told_not_to_reserve(offer: Callable[[int], None]) -> None:
+    """Exit code 2, and the table on stderr."""
+    offer(1000)
+    refused = CliRunner().invoke(cli.main, ["generate", "-p", "Hello!"])
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert refused.stderr == f"mlxrunner: this does not fit into memory\n{plan_model('demo').table()}\n"
+    lazy = CliRunner().invoke(cli.main, ["generate", "-p", "Hello!", "--no-reserve"])
+    assert (lazy.exit_code, lazy.stdout) == (0, "Hello! How can I help you?\n")
+
+
 # What MLX is told.
 
 
@@ -277,4 +303,13 @@ def test_each_limit_is_what_it_says(gpu: bool, total: int, batch: int, monkeypat
     assert told["memory"] >= total
     assert told["cache"] == max(batch, device.SMALLEST_CACHE)
     assert told.get("wired") == (min(total, recommended) if gpu else None)
-    assert device.offered_bytes() == recommended if gpu else device.offered_bytes() > 0
+
+
+def test_what_a_device_offers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU what it recommends; a CPU most of the available memory, and what MLX has taken of it already."""
+    monkeypatch.setattr(device, "describe", lambda: {"max_recommended_working_set_size": 10**10})
+    monkeypatch.setattr(device, "_available", lambda total: 10**9)
+    monkeypatch.setattr(device, "is_gpu", lambda: True)
+    assert device.offered_bytes() == 10**10
+    monkeypatch.setattr(device, "is_gpu", lambda: False)
+    assert device.offered_bytes() == 9 * 10**8 + mx.get_active_memory()

@@ -23,7 +23,7 @@ FLOORS = [
     ["config", "errors", "events", "device", "overflow", "terminal"],
 ]
 BOOKKEEPING = [
-    "cache.checkpoints", "cache.entry", "cache.layer", "cache.layout", "cache.tokens", "config", "errors", "events", "overflow", "plan", "terminal",
+    "cache.cells", "cache.checkpoints", "cache.entry", "cache.sequences", "cache.layer", "cache.layout", "cache.tokens", "config", "errors", "events", "overflow", "plan", "terminal",
     "tokenizer.stream",
 ]  # fmt: skip
 
