@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlxrunner.cache.entry import Rotators, Session
+from mlxrunner.cache.factory import evaluate
 from mlxrunner.cache.tokens import TokenArray
 from mlxrunner.overflow import Shift
 from mlxrunner.sampling import Decoded, NextToken, Sampled, dispatch
@@ -120,7 +121,7 @@ class Pipeline:
 
     def _evaluate(self, chunk: TokenArray) -> None:
         self._forward(mx.array(chunk)[None])
-        mx.eval([cache.state for cache in self._session.caches])
+        evaluate(self._session.caches)
         self._session.record(chunk)
         mx.clear_cache()
 

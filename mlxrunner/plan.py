@@ -31,6 +31,11 @@ class Batch:
     def nbytes(self, context: int) -> int:
         return self.fixed + self.per_token * context
 
+    def measured(self, nbytes: int, context: int) -> Batch:
+        """What took `nbytes` with `context` tokens, growing with them as it was estimated to."""
+        per_token = min(self.per_token, nbytes // context)
+        return Batch(nbytes - per_token * context, per_token, is_measured=True)
+
 
 @dataclass(frozen=True)
 class Demand:

@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten
 
 from mlxrunner import device
 from mlxrunner.cache.checkpoints import HEADER
-from mlxrunner.cache.factory import CacheOptions, layouts_of, run_lazily
+from mlxrunner.cache.factory import CacheOptions, evaluate, layouts_of, run_lazily
 from mlxrunner.cache.layer import LayerCache
 from mlxrunner.errors import MemoryPlanError
 from mlxrunner.events import logger
@@ -61,24 +61,29 @@ def estimate_batch(config: dict[str, Any], prefill_step: int, item: int, *, is_f
     return Batch(fixed, 0 if is_fused else 2 * heads * prefill_step * 4)
 
 
-def choose(demand: Demand, context: int | None, prefill_step: int, *, offered: int, limit: int, strict: bool) -> Plan:
-    """The plan for `context`, or for the model's own (`limit`), or for the most that fits, which is then said in the log.
-
-    MemoryPlanError with the plan's table if it does not fit, unless not `strict`.
-    """
+def choose(demand: Demand, context: int | None, prefill_step: int, *, offered: int, limit: int) -> Plan:
+    """The plan for `context`, or for the model's own (`limit`), or for the most that fits."""
     if context is None:
         fitting = demand.largest_context(offered, limit)
-        if fitting < min(SMALLEST_CONTEXT, limit):
-            fitting = limit  # none is worth it: the plan says so
-        if fitting < limit:
-            logger.warning("context: %d tokens, the most that fits into %s; the model's own is %d", fitting, size(offered), limit)
-        context = fitting
-    if context > limit:
-        logger.warning("context: %d tokens, but the model was made for %d: it may answer badly beyond them", context, limit)
-    plan = make_plan(demand, context=context, prefill_step=prefill_step, offered=offered, limit=limit)
-    if strict and not plan.fits:
+        context = fitting if fitting >= min(SMALLEST_CONTEXT, limit) else limit  # none is worth it: the plan says so
+    return make_plan(demand, context=context, prefill_step=prefill_step, offered=offered, limit=limit)
+
+
+def must_fit(plan: Plan) -> Plan:
+    """MemoryPlanError with the plan's table if it does not fit."""
+    if not plan.fits:
         raise MemoryPlanError(f"this does not fit into memory\n{plan.table()}")
     return plan
+
+
+def announce(plan: Plan, asked: int | None, limit: int) -> None:
+    """Say it in the log if the context is another one than the model's own, `limit`."""
+    if plan.context > limit:
+        logger.warning("context: %d tokens, but the model was made for %d: it may answer badly beyond them", plan.context, limit)
+    elif plan.context < limit and asked is None:
+        logger.warning(
+            "context: %d tokens, the most that fits into %s; the model's own is %d", plan.context, size(plan.offered), limit
+        )
 
 
 @dataclass(frozen=True)
@@ -93,9 +98,9 @@ def reserve(model: Any, caches: Sequence[LayerCache], context: int, prefill_step
     """Allocate `caches` whole, run the worst-case batch once, and leave them empty.
 
     The batch is a full prefill step at the far end of the context, and then the seed of an answer with its logits, the largest of all
-    decode steps. Of the prefill only the first layers are computed, as many as it takes to have met each kind of layer, where what one
-    layer needs beside its cache is given back before the next one starts: the others would only cost time. `scratch`: caches like
-    `caches`, for the layers that are not computed.
+    decode steps. Of the prefill only the first layers are computed, as many as it takes to have met each kind of layer: what one layer needs
+    beside its cache is given back before the next one starts, so the others would only cost time. `scratch`: caches like `caches`, for
+    the layers that are not computed.
     """
     before = mx.get_active_memory()
     _compute(model, caches, 1)  # allocates every buffer
@@ -107,7 +112,7 @@ def reserve(model: Any, caches: Sequence[LayerCache], context: int, prefill_step
     batch = [*caches[:first], *scratch[first:]]
     _pretend(batch, context - step)
     run_lazily(model, batch, step)
-    mx.eval([cache.state for cache in batch[:first]])
+    evaluate(batch[:first])
     del batch
     _pretend(caches, context - seed)
     _compute(model, caches, seed)
@@ -136,11 +141,10 @@ def _longest_seed(caches: Sequence[LayerCache]) -> int:
 def _layers_of_each_kind(model: Any, caches: Sequence[LayerCache]) -> int:
     """How many layers from the first on hold one of each kind, and one more, whose input is computed from all of theirs.
 
-    Layers are of one kind if they store the same and have weights of the same shapes: some may have experts and others not. All of
-    them if there are states or windows: MLX computes those last, and keeps alive what they are made from, of every layer.
+    Layers are of one kind if they store the same and have weights of the same shapes: some may have experts and others not.
     """
     layers = getattr(model, "layers", ())
-    if len(layers) != len(caches) or any(cache.needs_checkpoints for cache in caches):
+    if len(layers) != len(caches):
         return len(caches)
     kinds = [(cache.layouts(), _shapes(layer)) for cache, layer in zip(caches, layers, strict=True)]
     return min(max(map(kinds.index, kinds)) + 2, len(caches))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,14 +20,14 @@ from mlxrunner.cache.layer import LayerCache
 from mlxrunner.cache.rotate import rotators
 from mlxrunner.cache.tokens import TokenArray
 from mlxrunner.config import GenerateOptions
-from mlxrunner.errors import ContextFullError, ContextLengthError, MemoryPlanError, OptionError, PromptError
+from mlxrunner.errors import ContextFullError, ContextLengthError, ModelError, OptionError, PromptError
 from mlxrunner.events import Chunk, Usage, log_entry, log_lookup
 from mlxrunner.models.facts import ModelFacts, without_weights
 from mlxrunner.models.load import LoadedModel, load_model
 from mlxrunner.overflow import Shift
 from mlxrunner.pipeline import CheckpointPlan, Pipeline, Progress
-from mlxrunner.plan import Batch, Demand, Plan, make_plan
-from mlxrunner.reserve import choose, demand_of, weights_of
+from mlxrunner.plan import Demand, Plan, make_plan
+from mlxrunner.reserve import announce, choose, demand_of, must_fit, weights_of
 from mlxrunner.reserve import reserve as reserve_memory
 from mlxrunner.sampling import LogitsProcessor, NextToken
 from mlxrunner.tokenizer import Tokenizer
@@ -98,37 +99,49 @@ class Runner:
         _check_settings(
             2 if context is None else context, prefill_step, kv_bits, rewind_slack, checkpoint_interval, checkpoint_budget or 0
         )
+        if reserve:
+            with suppress(ModelError):  # what is wrong with the model is said better by loading it
+                must_fit(
+                    plan_model(
+                        model, context, prefill_step=prefill_step, kv_bits=kv_bits, rewind_slack=rewind_slack,
+                        checkpoint_budget=checkpoint_budget,
+                    )
+                )  # fmt: skip
         loaded: LoadedModel = load_model(model, trust_remote_code=trust_remote_code)
         options = CacheOptions(context or loaded.facts.context, True, rewind_slack, kv_bits)
+        weights, offered = weights_of(loaded.model), device.offered_bytes()
         demand = demand_of(
-            loaded.model,
-            loaded.config,
-            options,
-            prefill_step,
-            weights=weights_of(loaded.model),
-            checkpoint_budget=checkpoint_budget,
-        )
-        plan = choose(demand, context, prefill_step, offered=device.offered_bytes(), limit=loaded.facts.context, strict=reserve)
-        runner = cls(
-            loaded.model, loaded.tokenizer, loaded.facts, name=model, context=plan.context, prefill_step=prefill_step,
-            kv_bits=kv_bits, rewind_slack=rewind_slack, checkpoint_interval=checkpoint_interval,
-            checkpoint_budget=plan.checkpoint_budget, whole=reserve,
+            loaded.model, loaded.config, options, prefill_step, weights=weights, checkpoint_budget=checkpoint_budget
         )  # fmt: skip
-        runner.plan = runner._reserve(demand, plan) if reserve else plan
+        limit = loaded.facts.context
+        plan = choose(demand, context, prefill_step, offered=offered, limit=limit)
+        while True:
+            runner = cls(
+                loaded.model, loaded.tokenizer, loaded.facts, name=model, context=plan.context, prefill_step=prefill_step,
+                kv_bits=kv_bits, rewind_slack=rewind_slack, checkpoint_interval=checkpoint_interval,
+                checkpoint_budget=plan.checkpoint_budget, whole=reserve,
+            )  # fmt: skip
+            if not reserve:
+                break
+            must_fit(plan)
+            demand = runner._reserve(demand)
+            plan = make_plan(demand, context=plan.context, prefill_step=prefill_step, offered=offered, limit=limit)
+            if plan.fits or context is not None:
+                break
+            # It took more than was estimated, and nobody asked for this context: the most that fits by what was measured.
+            del runner
+            plan = choose(demand, None, prefill_step, offered=offered, limit=plan.context - 1)
+        if reserve:
+            device.set_limits(must_fit(plan).total, demand.batch.nbytes(plan.context))
+        announce(plan, context, limit)
+        runner.plan = plan
         return runner
 
-    def _reserve(self, demand: Demand, plan: Plan) -> Plan:
-        """Allocate the caches, run the worst-case batch, and hold the plan against what it took."""
+    def _reserve(self, demand: Demand) -> Demand:
+        """Allocate the caches and run the worst-case batch; returns `demand` with what that took."""
         caches, scratch = self._cache.empty_caches(), make_layer_caches(self.model, self._options)
         taken = reserve_memory(self.model, caches, self.context, self.prefill_step, scratch)
-        measured = replace(demand, batch=Batch(taken.batch, is_measured=True))
-        plan = make_plan(
-            measured, context=self.context, prefill_step=self.prefill_step, offered=plan.offered, limit=self.facts.context
-        )
-        if not plan.fits:
-            raise MemoryPlanError(f"{self.name} does not fit into memory\n{plan.table()}")
-        device.set_limits(plan.total, taken.batch)
-        return plan
+        return replace(demand, batch=demand.batch.measured(taken.batch, self.context))
 
     @property
     def entry(self) -> CacheEntry:
@@ -303,7 +316,7 @@ def plan_model(
     demand = demand_of(
         shapes.model, shapes.config, options, prefill_step, weights=shapes.weight_bytes, checkpoint_budget=checkpoint_budget
     )
-    return choose(demand, context, prefill_step, offered=device.offered_bytes(), limit=shapes.facts.context, strict=False)
+    return choose(demand, context, prefill_step, offered=device.offered_bytes(), limit=shapes.facts.context)
 
 
 @dataclass(frozen=True)

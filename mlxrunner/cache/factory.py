@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,17 @@ def run_lazily(model: Any, caches: Sequence[LayerCache], tokens: int) -> mx.arra
     for cache in caches:
         cache.end_forward(tokens)
     return logits
+
+
+def evaluate(caches: Sequence[LayerCache]) -> None:
+    """Evaluate what a forward pass stored, layer by layer: asked for all at once, MLX computes windows and states last, and keeps alive
+    what they are made from, of every layer."""
+    for cache in caches:
+        _dispatch(cache.state)
+    mx.eval([cache.state for cache in caches])
+
+
+_dispatch: Callable[[Any], None] = mx.async_eval
 
 
 def layouts_of(model: Any, options: CacheOptions) -> list[Layout]:

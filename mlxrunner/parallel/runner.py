@@ -32,7 +32,7 @@ from mlxrunner.parallel.slots import NoFreeSlotError, Slot, choose, share
 from mlxrunner.plan import Batch as WorstBatch
 from mlxrunner.plan import Plan
 from mlxrunner.reserve import choose as choose_plan
-from mlxrunner.reserve import demand_of, weights_of
+from mlxrunner.reserve import demand_of, must_fit, weights_of
 from mlxrunner.sampling import Decoded, NextToken, Sampled, dispatch
 from mlxrunner.tokenizer import Tokenizer
 from mlxrunner.tokenizer.prompt import Prompt, system_tokens, tokenize
@@ -209,7 +209,7 @@ class ParallelRunner:
         )
         demand = replace(demand, layouts=layouts)
         offered = device.offered_bytes()
-        choose_plan(demand, self.cells, self.max_batch, offered=offered, limit=self.cells, strict=True)
+        must_fit(choose_plan(demand, self.cells, self.max_batch, offered=offered, limit=self.cells))
         before = mx.get_active_memory()
         mx.reset_peak_memory()
         batch = Batch(list(range(self.max_batch)), [0] * self.max_batch)
@@ -218,7 +218,7 @@ class ParallelRunner:
         peak, stored = mx.get_peak_memory(), sum(group.nbytes for group in self._adapted.groups)
         mx.clear_cache()
         measured = replace(demand, batch=WorstBatch(max(0, peak - before - stored), is_measured=True))
-        plan = choose_plan(measured, self.cells, self.max_batch, offered=offered, limit=self.cells, strict=True)
+        plan = must_fit(choose_plan(measured, self.cells, self.max_batch, offered=offered, limit=self.cells))
         device.set_limits(plan.total, measured.batch.fixed)
         return plan
 
