@@ -22,10 +22,10 @@ FLOORS = [
     ["cache", "sampling", "tokenizer"],
     ["config", "errors", "events", "device", "overflow", "terminal"],
 ]
-BOOKKEEPING = [
-    "cache.cells", "cache.checkpoints", "cache.entry", "cache.sequences", "cache.layer", "cache.layout", "cache.tokens", "config", "errors", "events", "overflow", "plan", "terminal",
-    "tokenizer.stream",
-]  # fmt: skip
+BOOKKEEPING = """
+cache.cells cache.checkpoints cache.entry cache.layer cache.layout cache.sequences cache.tokens config errors events overflow
+parallel.slots plan terminal tokenizer.stream
+""".split()
 
 
 def floor(module: str) -> int:
