@@ -7,14 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache, RotatingKVCache, make_prompt_cache
 
+from mlxrunner.cache.composite import CompositeCache
 from mlxrunner.cache.full import FullAttentionCache
 from mlxrunner.cache.layer import LayerCache
 from mlxrunner.cache.layout import Layout
 from mlxrunner.cache.quantized import QuantizedAttentionCache
+from mlxrunner.cache.recurrent import RecurrentCache
 from mlxrunner.cache.sliding import SlidingWindowCache
-from mlxrunner.cache.stock import CompositeCache, wrap
+from mlxrunner.cache.stock import StockCache
+from mlxrunner.cache.trimmable import TrimmableCache
 from mlxrunner.errors import OptionError
 
 DEFAULT_SLACK = 512
@@ -34,7 +37,7 @@ class CacheOptions:
 
 def make_layer_caches(model: Any, options: CacheOptions | None = None) -> list[LayerCache]:
     """Empty caches for an mlx-lm model, in the order in which its layers expect them."""
-    return [_layer_cache(inner, options or CacheOptions()) for inner in make_prompt_cache(model)]
+    return [layer_cache(inner, options or CacheOptions()) for inner in make_prompt_cache(model)]
 
 
 def run_lazily(model: Any, caches: Sequence[LayerCache], tokens: int) -> mx.array:
@@ -70,12 +73,19 @@ def layouts_of(model: Any, options: CacheOptions) -> list[Layout]:
     return [layout for cache in caches for layout in cache.layouts()]
 
 
-def _layer_cache(inner: Any, options: CacheOptions) -> LayerCache:
+def layer_cache(inner: Any, options: CacheOptions) -> LayerCache:
+    """The LayerCache that takes the place of, or looks after, a new mlx-lm layer cache."""
     if type(inner) is KVCache:
         context = options.context if options.whole else None
         return FullAttentionCache(context) if options.kv_bits is None else QuantizedAttentionCache(options.kv_bits, context)
     if type(inner) is RotatingKVCache and not inner.keep:
         return SlidingWindowCache(inner.max_size, options.rewind_slack, options.context)
     if type(inner) is CacheList:
-        return CompositeCache([_layer_cache(part, options) for part in inner.caches])
-    return wrap(inner)
+        return CompositeCache([layer_cache(part, options) for part in inner.caches])
+    if type(inner) is ArraysCache:
+        return RecurrentCache(inner)
+    if type(inner) is RotatingKVCache:
+        return TrimmableCache(inner, "sliding", lambda cache, to: cache.offset < cache.max_size)
+    if type(inner) is ChunkedKVCache:
+        return TrimmableCache(inner, "chunked", lambda cache, to: cache.start_position <= to - to % cache.chunk_size)
+    return StockCache(inner)

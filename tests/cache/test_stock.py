@@ -14,15 +14,22 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache, RotatingKVCache
 
 from mlxrunner.cache import RewindError
-from mlxrunner.cache.factory import CacheOptions, _layer_cache
+from mlxrunner.cache.composite import CompositeCache
+from mlxrunner.cache.factory import CacheOptions, layer_cache
 from mlxrunner.cache.full import FullAttentionCache
 from mlxrunner.cache.quantized import QuantizedAttentionCache
+from mlxrunner.cache.recurrent import RecurrentCache
 from mlxrunner.cache.sliding import SlidingWindowCache
-from mlxrunner.cache.stock import CompositeCache, RecurrentCache, StockCache, TrimmableCache, wrap
+from mlxrunner.cache.stock import StockCache
+from mlxrunner.cache.trimmable import TrimmableCache
 from mlxrunner.testing import UnknownCache
 
 SCRAPS = 16 * 1024
 """Bytes that buffers may be rounded up by."""
+
+
+def wrapped(inner: Any) -> Any:
+    return layer_cache(inner, CacheOptions())
 
 
 def content(cache: Any) -> list[Any]:
@@ -195,7 +202,7 @@ def write(kind: str, cache: Any, n: int, mark: int = 0) -> list[list[float]]:
 
 
 def build(kind: str) -> Any:
-    return _layer_cache(KINDS[kind](), CacheOptions(rewind_slack=2))
+    return layer_cache(KINDS[kind](), CacheOptions(rewind_slack=2))
 
 
 def written(kind: str, *passes: int) -> Any:
@@ -302,7 +309,7 @@ def attend_in_chunks(layer: Any, n: int, mark: int) -> list[list[tuple[int, int]
 def test_a_chunked_layer_sees_the_chunk_and_nothing_else(monkeypatch: pytest.MonkeyPatch, script: list[tuple[str, int]]) -> None:
     """From the chunk's beginning to the token itself, after rewinds to wherever the chunk is still stored from its beginning."""
     monkeypatch.setattr(ChunkedKVCache, "step", 4)
-    cache, tokens = wrap(ChunkedKVCache(CHUNK)), list[tuple[int, int]]()
+    cache, tokens = wrapped(ChunkedKVCache(CHUNK)), list[tuple[int, int]]()
     for mark, (what, n) in enumerate(script):
         if what == "write":
             cache.begin_forward()
@@ -322,7 +329,7 @@ def test_a_chunked_layer_sees_the_chunk_and_nothing_else(monkeypatch: pytest.Mon
 
 def test_what_a_chunked_layer_can_go_back_to() -> None:
     """Drawn for chunks of 6: `#` is a place that it can be rewound to."""
-    cache, drawn = wrap(ChunkedKVCache(CHUNK)), []
+    cache, drawn = wrapped(ChunkedKVCache(CHUNK)), []
     for n in (10, 1, 1, 2, 20):
         cache.begin_forward()
         attend_in_chunks(cache.model_cache, n, 0)
@@ -339,7 +346,7 @@ def test_what_a_chunked_layer_can_go_back_to() -> None:
 
 def test_a_window_that_keeps_its_first_tokens_goes_back_until_it_has_wrapped() -> None:
     """Then it can only stay: what was dropped is gone."""
-    cache = wrap(RotatingKVCache(max_size=9, keep=4))
+    cache = wrapped(RotatingKVCache(max_size=9, keep=4))
     reachable = {}
     for _ in range(11):
         write("sinks", cache, 1)
@@ -366,10 +373,10 @@ def test_a_layer_that_does_not_trim_as_asked_is_never_used(more: int, says: int)
 
 def test_each_part_of_a_composite_is_what_it_would_be_alone() -> None:
     """Full attention quantized too, where that is asked for; the model is handed mlx-lm's CacheList."""
-    parts = _layer_cache(CacheList(KVCache(), CacheList(RotatingKVCache(5), ArraysCache(1))), CacheOptions()).parts  # type: ignore[attr-defined]
+    parts = layer_cache(CacheList(KVCache(), CacheList(RotatingKVCache(5), ArraysCache(1))), CacheOptions()).parts  # type: ignore[attr-defined]
     assert [type(part) for part in parts] == [FullAttentionCache, CompositeCache]
     assert [type(part) for part in parts[1].parts] == [SlidingWindowCache, RecurrentCache]
-    packed = _layer_cache(CacheList(KVCache(), ArraysCache(1)), CacheOptions(kv_bits=4))
+    packed = layer_cache(CacheList(KVCache(), ArraysCache(1)), CacheOptions(kv_bits=4))
     assert isinstance(packed, CompositeCache)
     assert isinstance(packed.parts[0], QuantizedAttentionCache)
     assert isinstance(packed.model_cache, CacheList)
@@ -400,13 +407,13 @@ def test_parts_that_disagree_are_at_no_offset() -> None:
 
 def test_only_the_kinds_that_are_known_are_wrapped_as_such() -> None:
     """A subclass may do anything: it stays where it is, or goes back through a copy."""
-    wrapped = {name: wrap(KINDS[name]()) for name in ("recurrent", "chunked", "sinks", "unknown")}
-    assert {name: (type(cache), cache.kind) for name, cache in wrapped.items()} == {
+    found = {name: wrapped(KINDS[name]()) for name in ("recurrent", "chunked", "sinks", "unknown")}
+    assert {name: (type(cache), cache.kind) for name, cache in found.items()} == {
         "recurrent": (RecurrentCache, "recurrent"),
         "chunked": (TrimmableCache, "chunked"),
         "sinks": (TrimmableCache, "sliding"),
         "unknown": (StockCache, "unknown"),
     }
-    assert all(cache.needs_checkpoints and cache.counts_forwards for cache in wrapped.values())
+    assert all(cache.needs_checkpoints and cache.counts_forwards for cache in found.values())
     unknown = written("unknown", 5, 1)
     assert [to for to in range(8) if unknown.can_rewind(to)] == [0, 6]
