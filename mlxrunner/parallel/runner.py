@@ -8,9 +8,8 @@ drives the steps of all.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -23,11 +22,12 @@ from mlxrunner.cache.sequences import END, Batch, CacheFullError
 from mlxrunner.cache.tokens import TokenArray
 from mlxrunner.config import GenerateOptions
 from mlxrunner.errors import ContextLengthError, MlxrunnerError, OptionError, PromptError
-from mlxrunner.events import Chunk, FinishReason, Usage, log_lookup
+from mlxrunner.events import Chunk, Usage, log_lookup
 from mlxrunner.models.facts import ModelFacts
 from mlxrunner.models.load import LoadedModel, load_model
 from mlxrunner.overflow import Shift
 from mlxrunner.parallel.adapt import WINDOWS_KEEP, Adapted
+from mlxrunner.parallel.request import Request, Result, Step
 from mlxrunner.parallel.slots import NoFreeSlotError, Slot, choose, share
 from mlxrunner.plan import Batch as WorstBatch
 from mlxrunner.plan import Plan
@@ -38,58 +38,6 @@ from mlxrunner.tokenizer import Tokenizer
 from mlxrunner.tokenizer.prompt import Prompt, system_tokens, tokenize
 
 DEFAULT_MAX_BATCH = 1024
-
-
-@dataclass(frozen=True)
-class Result:
-    """A finished answer."""
-
-    text: str
-    tokens: list[int]
-    finish_reason: FinishReason
-    usage: Usage
-
-
-@dataclass(eq=False)
-class Request:
-    """One sequence on its way. `place`: tokens whose forward pass was dispatched; `sampled`: answers dispatched."""
-
-    slot: Slot
-    prompt: TokenArray
-    options: GenerateOptions
-    limit: int
-    answer: Answer
-    clock: Clock
-    next_token: NextToken
-    matched: int = 0
-    cached: int = 0
-    trimmed: int = 0
-    place: int = 0
-    sampled: int = 0
-    source: tuple[Slot, int] | None = None  # waits until this slot has evaluated so many tokens of the common prefix
-    shift: Shift | None = None
-    shifted: int = 0
-    chunks: deque[Chunk] = field(default_factory=deque)
-    finished: bool = False
-    history: mx.array | None = None
-
-    @property
-    def promised(self) -> int:
-        """Prompt tokens that it will not have to store, because it waits for somebody else's."""
-        return min(self.source[1], len(self.prompt) - 1) if self.source is not None else 0
-
-    @property
-    def left(self) -> int:
-        """Prompt tokens that were not dispatched yet."""
-        return max(0, len(self.prompt) - self.place)
-
-
-@dataclass(frozen=True)
-class Step:
-    """A dispatched forward pass: which requests it sampled for, and the tokens that are on their way."""
-
-    requests: list[Request]
-    sampled: list[Sampled]
 
 
 class Handle:

@@ -9,7 +9,8 @@ from mlxrunner.cache.sequences import NotSupportedError
 from mlxrunner.errors import ContextLengthError
 from mlxrunner.events import logger
 from mlxrunner.models.load import LoadedModel, load_model
-from mlxrunner.parallel.runner import ParallelRunner, Result
+from mlxrunner.parallel.request import Result
+from mlxrunner.parallel.runner import ParallelRunner
 from mlxrunner.parallel.slots import WORTH_WAITING
 from mlxrunner.runner import Runner
 from mlxrunner.tokenizer.prompt import Prompt, tokenize

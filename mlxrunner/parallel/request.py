@@ -1,0 +1,68 @@
+"""One request among others: its state, the step that carries it, its answer."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+
+from mlxrunner.answer import Answer, Clock
+from mlxrunner.cache.tokens import TokenArray
+from mlxrunner.config import GenerateOptions
+from mlxrunner.events import Chunk, FinishReason, Usage
+from mlxrunner.overflow import Shift
+from mlxrunner.parallel.slots import Slot
+from mlxrunner.sampling import NextToken, Sampled
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished answer."""
+
+    text: str
+    tokens: list[int]
+    finish_reason: FinishReason
+    usage: Usage
+
+
+@dataclass(eq=False)
+class Request:
+    """One sequence on its way. `place`: tokens whose forward pass was dispatched; `sampled`: answers dispatched."""
+
+    slot: Slot
+    prompt: TokenArray
+    options: GenerateOptions
+    limit: int
+    answer: Answer
+    clock: Clock
+    next_token: NextToken
+    matched: int = 0
+    cached: int = 0
+    trimmed: int = 0
+    place: int = 0
+    sampled: int = 0
+    source: tuple[Slot, int] | None = None  # waits until this slot has evaluated so many tokens of the common prefix
+    shift: Shift | None = None
+    shifted: int = 0
+    chunks: deque[Chunk] = field(default_factory=deque)
+    finished: bool = False
+    history: mx.array | None = None
+
+    @property
+    def promised(self) -> int:
+        """Prompt tokens that it will not have to store, because it waits for somebody else's."""
+        return min(self.source[1], len(self.prompt) - 1) if self.source is not None else 0
+
+    @property
+    def left(self) -> int:
+        """Prompt tokens that were not dispatched yet."""
+        return max(0, len(self.prompt) - self.place)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A dispatched forward pass: which requests it sampled for, and the tokens that are on their way."""
+
+    requests: list[Request]
+    sampled: list[Sampled]
