@@ -10,7 +10,7 @@ import pytest
 
 from mlxrunner import cli
 
-ROOT = Path(cli.__file__).parent
+ROOT = Path(cli.__file__).parent.parent
 MODULES = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path for path in ROOT.rglob("*.py")}
 # From the top of the house to the ground: a module imports only from its own floor or lower ones.
 FLOORS = [
@@ -67,7 +67,7 @@ def test_imports_point_downwards(module: str) -> None:
 
 def test_only_the_command_line_imports_click() -> None:
     """Every job is usable without it."""
-    assert [name for name, path in MODULES.items() if any(i.split(".")[0] == "click" for i in imports(path))] == ["cli"]
+    assert [name for name, path in MODULES.items() if any(i.split(".")[0] == "click" for i in imports(path)) and not name.startswith("cli.")] == []
 
 
 def reachable(module: str) -> set[str]:

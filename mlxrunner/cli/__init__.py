@@ -1,0 +1,28 @@
+"""The command line: parse, call, print. Nothing here computes; a file per command, or per few small ones."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from mlxrunner.cli.chat import chat
+from mlxrunner.cli.describe import doctor, models, plan, show
+from mlxrunner.cli.generate import generate
+from mlxrunner.cli.options import debug_option
+from mlxrunner.cli.program import Program
+
+
+@click.group(cls=Program, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(package_name="mlxrunner", message="mlxrunner %(version)s")
+@debug_option
+def main() -> None:
+    """Run language models in a terminal on Apple silicon (MLX). One prefix-cache entry: only what is new in a prompt is evaluated."""
+    for stream, errors in ((sys.stdout, "backslashreplace"), (sys.stderr, "backslashreplace"), (sys.stdin, "surrogateescape")):
+        # A model may print what the terminal's encoding lacks; what is no text on standard input is refused where it is used.
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors=errors)
+
+
+for command in (generate, chat, models, show, plan, doctor):
+    main.add_command(command)

@@ -1,0 +1,33 @@
+"""`mlxrunner chat`: talk with a model."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import click
+
+from mlxrunner.cli.options import LOADING, load, model_options, overflow_options, sampling_options, take
+
+
+@click.command()
+@model_options
+@click.option("--system", metavar="TEXT", help="The system prompt.")
+@sampling_options
+@overflow_options("shift")
+def chat(model: str, system: str | None, **options: Any) -> None:
+    """Talk with a model. Each turn evaluates only its own tokens.
+
+    In a terminal: line editing, /help for the commands, Ctrl-C stops an answer, Ctrl-D leaves. Otherwise each line of standard
+    input is a turn, and stdout gets the answers.
+    """
+    from mlxrunner.chat.conversation import Conversation
+    from mlxrunner.chat.repl import Repl, pipe_reader, terminal_reader
+    from mlxrunner.config import GenerateOptions
+
+    loading = take(options, LOADING)
+    GenerateOptions.of(**options)  # complain before loading
+    interactive = sys.stdin.isatty() and sys.stdout.isatty()
+    runner = load(model, loading, banner=interactive)
+    conversation = Conversation(runner, system, options)
+    sys.exit(Repl(conversation, terminal_reader() if interactive else pipe_reader(), interactive=interactive).run())

@@ -1,0 +1,97 @@
+"""What is known without generating anything: `models`, `show`, `plan`, `doctor`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import click
+
+from mlxrunner.cli.options import MEMORY_OPTIONS, debug_option, json_option, together
+from mlxrunner.cli.program import visible_text
+
+
+@click.command()
+@json_option
+@debug_option
+def models(as_json: bool) -> None:
+    """List the models in the local hub cache, with their sizes on disk."""
+    from mlxrunner.models.catalog import cached_models
+    from mlxrunner.terminal import size
+
+    found = cached_models()
+    if as_json:
+        click.echo(json.dumps([{"name": m.name, "bytes": m.nbytes, "folder": str(m.folder)} for m in found]))
+    elif not found:
+        click.echo("no models in the hub cache yet: -m mlx-community/Llama-3.2-1B-Instruct-4bit would download one", err=True)
+    else:
+        for one in found:
+            click.echo(f"{size(one.nbytes):>10}  {visible_text(one.name)}")
+
+
+@click.command()
+@click.argument("model")
+@json_option
+@debug_option
+def show(model: str, as_json: bool) -> None:
+    """Say what is known about MODEL without loading its weights: architecture, layers by kind, context, bytes per token."""
+    from mlxrunner.models.facts import describe
+    from mlxrunner.terminal import size
+
+    facts = describe(model)
+    if as_json:
+        click.echo(json.dumps(facts.as_dict()))
+        return
+    context = f"{facts.context} tokens" + ("" if facts.context_is_known else " (not stated: a guess)")
+    rows = {
+        "architecture": facts.architecture,
+        "layers": ", ".join(f"{count} {kind}" for kind, count in facts.layers.items()),
+        "context": context,
+        "vocabulary": f"{facts.vocab} tokens",
+        "weights": size(facts.weight_bytes),
+        "cache": f"{size(facts.cache.per_token)} per token"
+        + (f" and {size(facts.cache.fixed)} whatever the length" if facts.cache.fixed else "")
+        + f"; {size(facts.cache.per_token * facts.context + facts.cache.fixed)} for the whole context",
+    }
+    for name, value in rows.items():
+        click.echo(f"{name:13} {visible_text(value)}")
+
+
+@click.command()
+@click.argument("model")
+@together(MEMORY_OPTIONS)
+@click.option("--measure", is_flag=True, help="Load the model and run the worst-case batch instead of estimating it.")
+@json_option
+@debug_option
+def plan(model: str, measure: bool, as_json: bool, **options: Any) -> None:
+    """Say what MODEL needs for a context, what this device offers, and the largest context that fits.
+
+    Works from config.json and the headers of the weight files, without loading them. Exit code 2 if it does not fit.
+    """
+    from mlxrunner.runner import Runner, plan_model
+
+    made = plan_model(model, **options)
+    if measure and made.fits:
+        made = Runner.load(model, **{**options, "context": made.context}).plan or made
+    click.echo(json.dumps(made.as_dict()) if as_json else made.table())
+    sys.exit(0 if made.fits else 2)
+
+
+@click.command()
+@json_option
+@debug_option
+def doctor(as_json: bool) -> None:
+    """Say what this machine has (device, memory, libraries), and what to do about what it lacks."""
+    from dataclasses import asdict
+
+    from mlxrunner.doctor import findings
+
+    found = findings()
+    if as_json:
+        click.echo(json.dumps([asdict(finding) for finding in found]))
+        return
+    for finding in found:
+        click.echo(f"{'ok ' if finding.ok else '!! '} {finding.name:14} {finding.value}")
+        if finding.advice:
+            click.echo(f"    {'':14} {finding.advice}")

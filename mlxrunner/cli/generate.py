@@ -1,0 +1,129 @@
+"""`mlxrunner generate`: answer one prompt."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mlxrunner.cli.options import LOADING, json_option, load, model_options, overflow_options, sampling_options, take
+from mlxrunner.errors import OptionError, PromptError
+
+if TYPE_CHECKING:
+    from mlxrunner.runner import Runner
+
+
+@click.command()
+@model_options
+@click.option("-p", "--prompt", metavar="TEXT", help="The user's message; - reads it from standard input.  [default: -]")
+@click.option("--system", metavar="TEXT", help="The system prompt.")
+@click.option("--raw", is_flag=True, help="The prompt is plain text to be continued: no chat template.")
+@sampling_options
+@overflow_options("stop")
+@click.option("--logprobs", type=int, metavar="K", help="With --json: each token's log-probability and the K likeliest.")
+@click.option(
+    "--repeat", type=click.IntRange(min=1), default=1, metavar="N", help="Run the request N times, to see its cache hits."
+)
+@click.option(
+    "--n", "count", type=click.IntRange(min=1), default=1, metavar="K", help="K answers, the prompt's tokens stored once."
+)
+@click.option(
+    "--parallel", type=click.IntRange(min=1), default=8, metavar="N", help="With --n: at most N at a time.  [default: 8]"
+)
+@json_option
+def generate(
+    model: str,
+    prompt: str | None,
+    system: str | None,
+    raw: bool,
+    repeat: int,
+    count: int,
+    parallel: int,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Answer one prompt. The answer goes to stdout and nothing else does.
+
+    --json prints an object with text, tokens, finish_reason and usage (a line for each --repeat and each of --n answers). With --n the
+    seeds are SEED, SEED + 1 ..., and an answer has at most 1024 tokens unless --max-tokens says otherwise.
+    """
+    if raw and system:
+        raise OptionError("--system needs the chat template, which --raw leaves out: use one of them")
+    if options["logprobs"] is not None and not as_json:
+        raise OptionError("--logprobs needs --json to print them")
+    from mlxrunner.config import GenerateOptions
+
+    text = _read_prompt(prompt)
+    if not text:
+        raise PromptError("the prompt is empty: give one with --prompt TEXT, or send it to standard input")
+    loading = take(options, LOADING)
+    GenerateOptions.of(**options)  # complain before loading
+    banner = sys.stderr.isatty() and not as_json
+    request: Any = text if raw else [{"role": "user", "content": text}]
+    if system:
+        request.insert(0, {"role": "system", "content": system})
+    if count > 1:
+        _answers(model, request, count, parallel, loading, as_json, options)
+        return
+    runner = load(model, loading, banner=banner)
+    for _ in range(repeat):
+        _answer(runner, request, as_json, options)
+
+
+def _answers(
+    model: str, request: Any, count: int, parallel: int, loading: dict[str, Any], as_json: bool, options: dict[str, Any]
+) -> None:
+    """Several answers, an empty line between them."""
+    from mlxrunner.parallel.samples import sample
+    from mlxrunner.terminal import Output
+
+    output = Output()
+    shared = {name: loading[name] for name in ("context", "trust_remote_code")}
+    for number, result in enumerate(sample(model, request, count, parallel=parallel, **shared, **options)):
+        if as_json:
+            answer = {"text": result.text, "tokens": result.tokens, "finish_reason": result.finish_reason}
+            click.echo(json.dumps({"index": number, **answer, "usage": result.usage.as_dict()}))
+        else:
+            output.write(f"{chr(10) if number else ''}{result.text}\n")
+
+
+def _answer(runner: Runner, request: Any, as_json: bool, options: dict[str, Any]) -> None:
+    from mlxrunner.terminal import Output, PrefillBar
+
+    output, bar = Output(), PrefillBar()
+    chunks = []
+    try:
+        for chunk in runner.generate(request, progress=bar, **options):
+            chunks.append(chunk)
+            if not as_json:
+                output.write(chunk.text)
+    except KeyboardInterrupt:
+        output.write("" if as_json else "\n")
+        raise
+    finally:
+        bar.close()
+    if not as_json:
+        output.write("\n")
+        return
+    last = chunks[-1]
+    result: dict[str, Any] = {
+        "text": "".join(chunk.text for chunk in chunks),
+        "tokens": [chunk.token for chunk in chunks],
+        "finish_reason": last.finish_reason,
+        "usage": last.usage.as_dict() if last.usage else None,
+    }
+    if options["logprobs"] is not None:
+        result["logprobs"] = [{"logprob": chunk.logprob, "top": chunk.top_logprobs} for chunk in chunks]
+    click.echo(json.dumps(result))
+
+
+def _read_prompt(prompt: str | None) -> str:
+    if prompt is not None and prompt != "-":
+        return prompt
+    if sys.stdin.isatty():
+        if prompt is None:
+            raise OptionError("no prompt: give one with --prompt TEXT, or send it to standard input")
+        click.echo("reading the prompt from the terminal, end it with Ctrl-D", err=True)
+    return sys.stdin.read().rstrip("\n")
