@@ -23,7 +23,7 @@ FLOORS = [
     ["config", "errors", "events", "device", "overflow", "terminal"],
 ]
 BOOKKEEPING = """
-cache.cells cache.checkpoints cache.entry cache.layer cache.layout cache.sequences cache.tokens config errors events overflow
+cache.cells cache.checkpoints cache.entry cache.layer cache.layout cache.sequences cache.split cache.tokens config errors events overflow
 parallel.slots plan terminal tokenizer.stream
 """.split()
 
@@ -67,7 +67,11 @@ def test_imports_point_downwards(module: str) -> None:
 
 def test_only_the_command_line_imports_click() -> None:
     """Every job is usable without it."""
-    assert [name for name, path in MODULES.items() if any(i.split(".")[0] == "click" for i in imports(path)) and not name.startswith("cli.")] == []
+    assert [
+        name
+        for name, path in MODULES.items()
+        if any(i.split(".")[0] == "click" for i in imports(path)) and not name.startswith("cli.")
+    ] == []
 
 
 def reachable(module: str) -> set[str]:

@@ -15,6 +15,7 @@ import numpy as np
 
 from mlxrunner.cache.cells import Bools, Cells, Ints, Lift, Move, Placement, Run, Sight, runs
 from mlxrunner.cache.sequences import END, Batch, Cache, CacheConfig, CacheFullError, Commit, Lifecycle, NotSupportedError
+from mlxrunner.cache.split import WORTH_SPLITTING, Split, split
 
 Shift = Callable[[int, mx.array, mx.array], mx.array]
 """`shift(layer, keys [1, kv_heads, n, head_dim], offsets [n] int32)` -> the keys, re-rotated by so many positions."""
@@ -47,10 +48,9 @@ class Layer:
             if rows.shape != (expected := (*buffer.shape[:2], rows.shape[2], buffer.shape[3])):
                 raise ValueError(f"layer {index}: {name} of shape {rows.shape}, but the cache was allocated for {expected}")
 
-    def write(self, begin: int, keys: mx.array, values: mx.array) -> None:
-        end = begin + keys.shape[2]
-        self.keys[..., begin:end, :] = keys.astype(self.keys.dtype)
-        self.values[..., begin:end, :] = values.astype(self.values.dtype)
+    def write(self, cells: Ints, keys: mx.array, values: mx.array) -> None:
+        _put(self.keys, cells, keys.astype(self.keys.dtype))
+        _put(self.values, cells, values.astype(self.values.dtype))
 
     def read(self, run: Run) -> tuple[mx.array, mx.array]:
         return self.keys[..., run.begin : run.end, :], self.values[..., run.begin : run.end, :]
@@ -58,12 +58,14 @@ class Layer:
 
 @dataclass(frozen=True)
 class Forward:
-    """The pass under way: `tokens` that go to the cells from `start` on, and what they see. `start` is None in a reserve pass."""
+    """The pass under way: `tokens` that go to `cells`, and what they see. `cells` is None in a reserve pass."""
 
     tokens: int
-    start: int | None
+    cells: Ints | None
     history: Run
     mask: mx.array
+    visible: Bools
+    sequences: Sequence[int]
 
 
 class CausalCache(Cache):
@@ -117,6 +119,19 @@ class CausalCache(Cache):
     def num_free(self) -> int:
         return self._cells.num_free
 
+    def split(self, worth: float = WORTH_SPLITTING) -> Split | None:
+        """How the attention of the pass under way falls into parts, or None where one part is the better way."""
+        forward = self._current()
+        return split(forward.visible, forward.sequences, worth)
+
+    def expect(self, sequence: int, count: int) -> None:
+        """The next `count` tokens of the sequence should lie side by side. A wish: without room for it nothing changes.
+
+        Not for windows, whose tokens go as they come."""
+        self._lifecycle.check()
+        if self._sight.memory is None:
+            self._become(self._cells.expecting(sequence, count))
+
     def num_used_by(self, sequences: Sequence[int]) -> int:
         """Cells with tokens of any of `sequences`."""
         return int(np.count_nonzero(self._cells.owners[list(sequences)].any(axis=0)))
@@ -145,11 +160,12 @@ class CausalCache(Cache):
             self._check_size(batch)
             self._undo = self._cells, self._forward
             everything = np.ones((len(batch), self._rows.end), np.bool_)
-            self._forward = Forward(len(batch), None, self._rows, self._as_mask(everything))
+            self._forward = Forward(len(batch), None, self._rows, self._as_mask(everything), everything, batch.sequences)
             return
-        before, after, start, move = self._place(batch)
+        before, after, cells, move = self._place(batch)
         history = after.history(batch).padded(self._lifecycle.config.history_multiple)
-        forward = Forward(len(batch), start, history, self._as_mask(after.mask(batch, start, history)))
+        visible = after.mask(batch, cells, history)
+        forward = Forward(len(batch), cells, history, self._as_mask(visible), visible, batch.sequences)
         if move is not None:
             self._move(move, before)
         self._undo = before, self._forward
@@ -172,9 +188,9 @@ class CausalCache(Cache):
         layer = self._layers.get(self._layer) or Layer.like(keys, values, self._rows.end, self._dtype)
         layer.check(self._layer, keys, values)
         self._layers[self._layer] = layer
-        if forward.start is not None:
+        if forward.cells is not None:
             self._undo = None
-            layer.write(forward.start, keys, values)
+            layer.write(forward.cells, keys, values)
 
     def get(self) -> tuple[mx.array, mx.array, mx.array]:
         forward, layer = self._current(), self._layers.get(self._layer)
@@ -284,13 +300,17 @@ def _read(buffer: mx.array, cells: Ints) -> mx.array:
 
 
 def _write(buffer: mx.array, cells: Ints, rows: mx.array) -> None:
+    _put(buffer, cells, rows)
+    mx.eval(buffer)
+
+
+def _put(buffer: mx.array, cells: Ints, rows: mx.array) -> None:
     found = runs(cells)
     if len(found) > MANY_RUNS:
         buffer[:, :, mx.array(cells), :] = rows
-    else:
-        done = 0
-        for run in found:
-            following = done + run.end - run.begin
-            buffer[..., run.begin : run.end, :] = rows[..., done:following, :]
-            done = following
-    mx.eval(buffer)
+        return
+    done = 0
+    for run in found:
+        following = done + run.end - run.begin
+        buffer[..., run.begin : run.end, :] = rows[..., done:following, :]
+        done = following

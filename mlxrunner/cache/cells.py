@@ -6,8 +6,8 @@ to do with the rows, and changes nothing. So an operation that fails was never b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -88,24 +88,29 @@ class Lift(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """Where a batch goes: `after`, with the batch in the cells from `start` on.
+    """Where a batch goes: `after`, with its tokens in `cells`, `[n_tokens]`.
 
     `before`: the same tokens as now, but with the rows moved as `move` says (if there is one).
     """
 
     before: Cells
     after: Cells
-    start: int
+    cells: Ints
     move: Move | None
 
 
 @dataclass(frozen=True, eq=False)
 class Cells:
-    """`positions`: `[cells]`; `owners`: `[sequences, cells]`, a cell without owners is free. Never written to."""
+    """`positions`: `[cells]`; `owners`: `[sequences, cells]`, a cell without owners is free. Never written to.
+
+    `lanes`: free cells that are kept for the next tokens of a sequence, so that they lie side by side. Only a wish: they give way
+    where there is no other room.
+    """
 
     positions: Ints
     owners: Bools
     sight: Sight = Sight()
+    lanes: Mapping[int, Run] = field(default_factory=dict)
 
     @classmethod
     def empty(cls, num_cells: int, max_sequences: int, sight: Sight) -> Cells:
@@ -184,20 +189,35 @@ class Cells:
         after = replace(self, positions=positions, owners=owners)
         return after, Lift(sources, targets, begin - end) if len(sources) else None
 
+    def expecting(self, sequence: int, count: int) -> Cells:
+        """A lane of `count` cells for the sequence, in place of the one it had; none where there is no such room."""
+        self.check_sequences(sequence)
+        lanes = {other: lane for other, lane in self.lanes.items() if other != sequence}
+        start = _first_fit(_without(~self.used, lanes.values()), count) if count > 0 else None
+        if start is not None:
+            lanes[sequence] = Run(start, start + count)
+        return replace(self, lanes=lanes)
+
     def place(self, batch: Batch) -> Placement:
-        """Room for the batch, side by side, after dropping what is beyond each memory. CacheFullError where there is none."""
+        """Room for the batch after dropping what is beyond each memory: in lanes, the rest side by side. CacheFullError without it."""
         self.check_sequences(*batch.sequences)
         kept, n = self._kept_for(batch), len(batch)
         if n > kept.num_free:
             raise CacheFullError(f"a batch of {n} tokens", n, kept.num_free, self.num_cells)
-        before, move, start = self, None, _first_fit(~kept.used, n)
-        if start is None:
+        before, move = self, None
+        placed = kept._in_lanes(batch)
+        if placed is None:
+            before, kept = replace(before, lanes={}), replace(kept, lanes={})
+            placed = kept._in_lanes(batch)
+        if placed is None:
             order, move = self._packing(kept)
-            before, kept, start = self._in_order(order), kept._in_order(order), self.num_cells - kept.num_free
+            before, kept, start = before._in_order(order), kept._in_order(order), self.num_cells - kept.num_free
+            placed = np.arange(start, start + n, dtype=np.int32), {}
+        cells, lanes = placed
         positions, owners = kept.positions.copy(), kept.owners.copy()
-        positions[start : start + n] = batch.positions
-        owners[batch.sequences, range(start, start + n)] = True
-        return Placement(before, replace(kept, positions=positions, owners=owners), start, move)
+        positions[cells] = batch.positions
+        owners[batch.sequences, cells] = True
+        return Placement(before, replace(kept, positions=positions, owners=owners, lanes=lanes), cells, move)
 
     def packed(self) -> tuple[Cells, Move | None]:
         """Without holes, in the same order."""
@@ -211,8 +231,8 @@ class Cells:
         cells = np.flatnonzero(seen.any(axis=0))
         return Run(int(cells[0]), int(cells[-1]) + 1)
 
-    def mask(self, batch: Batch, start: int, history: Run) -> Bools:
-        """`[n_tokens, history]`: what each token of the batch, placed from `start` on, sees. `history` may reach beyond the cells."""
+    def mask(self, batch: Batch, cells: Ints, history: Run) -> Bools:
+        """`[n_tokens, history]`: what each token of the batch, placed in `cells`, sees. `history` may reach beyond all cells."""
         queries, sequences = np.array(batch.positions, np.int32), np.array(batch.sequences)
         positions = self.positions[history.begin : history.end]
         visible: Bools = self.owners[:, history.begin : history.end][sequences]
@@ -221,7 +241,7 @@ class Cells:
             visible &= positions >= self.sight.first_seen(queries)[:, None]
         if ahead := list(batch.sees_forward):
             forward = (sequences[ahead][:, None] == sequences[ahead]) & (queries[ahead][:, None] < queries[ahead])
-            visible[np.ix_(ahead, [start - history.begin + index for index in ahead])] |= forward
+            visible[np.ix_(np.array(ahead), cells[ahead] - history.begin)] |= forward
         missing = history.end - history.begin - visible.shape[1]
         return np.pad(visible, ((0, 0), (0, missing))) if missing else visible
 
@@ -239,6 +259,24 @@ class Cells:
         begins[sequences] = lowest
         return replace(self, owners=self.owners & (self.positions >= self.sight.first_kept(begins)[:, None]))
 
+    def _in_lanes(self, batch: Batch) -> tuple[Ints, dict[int, Run]] | None:
+        """The cells of the batch and the lanes that are left; None where those without a lane find no room beside the lanes."""
+        cells, sequences = np.full(len(batch), -1, np.int32), np.array(batch.sequences)
+        free, lanes = ~self.used, dict(self.lanes)
+        for sequence in lanes.keys() & set(batch.sequences):
+            own, lane = np.flatnonzero(sequences == sequence), lanes.pop(sequence)
+            taken = Run(lane.begin, lane.begin + len(own))
+            if taken.end <= lane.end and free[taken.begin : taken.end].all():
+                cells[own] = range(*taken)
+                free[taken.begin : taken.end] = False
+                lanes[sequence] = Run(taken.end, lane.end)
+        others = np.flatnonzero(cells < 0)
+        start = _first_fit(_without(free, lanes.values()), len(others)) if len(others) else 0
+        if start is None:
+            return None
+        cells[others] = range(start, start + len(others))
+        return cells, lanes
+
     def _packing(self, kept: Cells) -> tuple[Ints, Move | None]:
         """The order in which all cells would be packed, those first that are used in `kept` too, and the move that does it."""
         rank = np.where(kept.used, 0, np.where(self.used, 1, 2))
@@ -250,7 +288,7 @@ class Cells:
         return order, Move(begin, order[begin:end])
 
     def _in_order(self, order: Ints) -> Cells:
-        return replace(self, positions=self.positions[order], owners=self.owners[:, order])
+        return replace(self, positions=self.positions[order], owners=self.owners[:, order], lanes={})
 
 
 def runs(cells: Ints) -> list[Run]:
@@ -258,6 +296,14 @@ def runs(cells: Ints) -> list[Run]:
     begins = np.flatnonzero(np.diff(cells, prepend=-2) != 1)
     lengths = np.diff(begins, append=len(cells))
     return [Run(first, first + n) for first, n in zip(cells[begins].tolist(), lengths.tolist(), strict=True)]
+
+
+def _without(free: Bools, lanes: Iterable[Run]) -> Bools:
+    """Those that are in none of `lanes`."""
+    free = free.copy()
+    for lane in lanes:
+        free[lane.begin : lane.end] = False
+    return free
 
 
 def _first_fit(free: Bools, n: int) -> int | None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import mlx.core as mx
+import numpy as np
 
 from mlxrunner.cache.causal import Layer
 from mlxrunner.cache.cells import Run
@@ -117,7 +118,7 @@ class EncoderCache(Cache):
         if not forward.has_output:  # the one before is gone from the first row that is overwritten
             self._contents = Contents(forward.inputs[-1], self._contents.inputs.union(forward.inputs))
             self._forward = replace(forward, has_output=True)
-        layer.write(0, keys, values)
+        layer.write(np.arange(length, dtype=np.int32), keys, values)
         self._contents.lengths[self._layer] = length
 
     def get(self) -> tuple[mx.array, mx.array, None]:

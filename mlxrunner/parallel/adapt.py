@@ -19,7 +19,9 @@ from mlxrunner.cache.factory import CacheOptions, make_layer_caches
 from mlxrunner.cache.rotate import turned
 from mlxrunner.cache.sequences import Batch, Cache, NotSupportedError
 from mlxrunner.cache.sliding import SlidingWindowCache
+from mlxrunner.cache.split import WORTH_SPLITTING
 from mlxrunner.cache.wrapper import WrapperCache
+from mlxrunner.parallel.attention import Attention, Parts, calls_attention, class_with
 
 WINDOWS_KEEP = 64
 """Tokens that a window keeps beyond itself, so that a prompt that differs in its last few tokens can resume."""
@@ -68,12 +70,32 @@ class LayerView:
     def make_mask(self, n: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
         return self._step.masks[self._group]
 
+    @property
+    def parts(self) -> Parts | None:
+        """How the attention of this step is to be computed, if not at once."""
+        return self._step.parts[self._group]
+
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         cache = self._step.groups[self._group]
         cache.set_layer(self._layer)
         cache.put(keys, values)
         fetched, stored, _ = cache.get()
         return fetched, stored
+
+
+def attention_in_parts(whole: Attention) -> Attention:
+    """mlx-lm's attention function, but in parts where a step of many sequences asks for it."""
+
+    def attend(
+        queries: mx.array, keys: mx.array, values: mx.array, cache: Any, scale: float, mask: Any, sinks: mx.array | None = None
+    ) -> mx.array:
+        parts = cache.parts if isinstance(cache, LayerView) else None
+        if parts is not None:
+            return parts.attend(whole, queries, keys, values, cache, scale, sinks)
+        more = {} if sinks is None else {"sinks": sinks}
+        return whole(queries, keys, values, cache=cache, scale=scale, mask=mask, **more)
+
+    return attend
 
 
 class Adapted:
@@ -98,7 +120,11 @@ class Adapted:
         self._head: SomeRows | None = None
         self.positions = mx.array([], mx.int32)
         self.masks: list[mx.array] = []
+        self.parts: list[Parts | None] = []
+        self._worth_splitting = WORTH_SPLITTING
         self._ropes: list[Any] = []
+        attentions = [module for layer in model.layers for module in layer.modules() if callable(getattr(module, "rope", None))]
+        self.can_split = bool(attentions) and all(map(calls_attention, attentions))
         reference = _separately(model)
         self._wrap()
         try:
@@ -113,6 +139,8 @@ class Adapted:
         self.cache.start_forward(batch, reserve=reserve)
         self.positions = mx.array(list(batch.positions), mx.int32)
         self.masks = [group.mask for group in self.groups]
+        splits = [group.split(self._worth_splitting) if self.can_split else None for group in self.groups]
+        self.parts = [None if split is None else Parts(split) for split in splits]
         wanted = mx.array(list(rows), mx.int32)
         if self._head is not None:
             self._head.rows = wanted
@@ -137,11 +165,19 @@ class Adapted:
         windows = ((window, window + self._memory) if window else (None, None) for window in self._kinds)
         return [CausalCache(shift=self._shift, window=window, memory=memory) for window, memory in windows]
 
+    def expect(self, sequence: int, count: int) -> None:
+        """So many more tokens of the sequence will come; where its attention can be computed by itself, they should lie side by side."""
+        if self.can_split:
+            for group in self.groups:
+                group.expect(sequence, count)
+
     def _wrap(self) -> None:
         for layer in self.model.layers:
             ropes = [module for module in layer.modules() if callable(getattr(module, "rope", None))]
             for module in ropes:
                 self._replace(module, "rope", PerTokenRope(module.rope))
+                if self.can_split:
+                    self._replace(module, "__class__", class_with(module, attention_in_parts))
             self._ropes.append(ropes[0].rope.inner if ropes else None)
         inner = getattr(self.model, "model", None)
         if inner is not None and callable(getattr(inner, "norm", None)):
@@ -165,7 +201,8 @@ class Adapted:
         try:
             self.cache.init(_dtype(self.model), 2, 16, 16)
             self.forward(mx.array([5, 9, 6, 10]), Batch([0, 0, 1, 1], [0, 1, 0, 1]), [0])
-            logits = self.forward(mx.array([11, 7, 12]), Batch([2, 2, 3], [1, 0, 1]), [1, 2])
+            self._worth_splitting = 0  # the first step was one product, this one is in parts
+            logits = self.forward(mx.array([7, 11, 12]), Batch([2, 2, 3], [0, 1, 1]), [0, 2])
             mx.eval(logits)
             gap = max(float(mx.abs(a - b).max().item()) for a, b in zip(logits, reference, strict=True))  # type: ignore[arg-type]
             scale = max(float(mx.abs(b).max().item()) for b in reference)  # type: ignore[arg-type]
@@ -177,6 +214,7 @@ class Adapted:
         finally:
             self.cache.close()
             self.groups, self.cache = groups, cache
+            self._worth_splitting = WORTH_SPLITTING
         if not gap <= TOLERANCE * max(scale, 1e-6):
             raise NotSupportedError(
                 f"this model answers otherwise with several sequences in one row (logits differ by {gap:.2g})"

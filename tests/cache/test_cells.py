@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -49,7 +50,7 @@ def test_without_room_side_by_side_the_cells_are_packed() -> None:
     placement = holes.place(Batch([1, 2, 3], [2, 2, 2]))
     assert drawn(placement.before) == "0@0 0@1 0@2 2@0 . . ."
     assert drawn(placement.after) == "0@0 0@1 0@2 2@0 2@1 2@2 2@3"
-    assert placement.start == 4
+    assert placement.cells.tolist() == [4, 5, 6]
     assert placement.move is not None
     assert (placement.move.begin, runs(placement.move.sources)) == (1, [Run(2, 4), Run(5, 6)])
     assert drawn(holes) == "0@0 . 0@1 0@2 . 2@0 ."  # a value: nothing was done to it
@@ -199,6 +200,7 @@ def test_a_mask_is_what_two_loops_would_make(data: st.DataObject) -> None:
     owners[:, start : start + n] = [[sequence == other for other in batch.sequences] for sequence in range(2)]
     some = Cells(positions, owners, sight)
     history = Run(data.draw(st.integers(0, start)), data.draw(st.integers(start + n, 14)))
+    placed = np.arange(start, start + n, dtype=np.int32)
     expected = []
     for row, (query, sequence) in enumerate(zip(batch.positions, batch.sequences, strict=True)):
         seen = []
@@ -213,9 +215,9 @@ def test_a_mask_is_what_two_loops_would_make(data: st.DataObject) -> None:
             both = row in ahead and cell - start in ahead
             seen.append((at <= query and near) or (at > query and both))
         expected.append(seen)
-    assert some.mask(batch, start, history).tolist() == expected
+    assert some.mask(batch, placed, history).tolist() == expected
     found = some.history(batch)
-    everything = some.mask(batch, start, Run(0, 10))
+    everything = some.mask(batch, placed, Run(0, 10))
     assert not everything[:, : found.begin].any()
     assert not everything[:, found.end :].any()
 
@@ -271,3 +273,43 @@ def test_the_interface_comes_without_mlx() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "module 'mlxrunner.cache' has no attribute 'Nothing'"
+
+
+def test_a_lane_keeps_the_tokens_of_a_sequence_side_by_side() -> None:
+    """The others go beside the lanes, and a lane ends where it was filled."""
+    cells = Cells.empty(20, 3, Sight()).expecting(0, 5).expecting(1, 4)
+    assert cells.lanes == {0: Run(0, 5), 1: Run(5, 9)}
+    first = cells.place(Batch([0, 1, 0, 0, 1], [0, 0, 1, 2, 2]))
+    assert first.cells.tolist() == [0, 1, 5, 9, 10]
+    second = first.after.place(Batch([2, 1, 2], [0, 1, 2]))
+    assert second.cells.tolist() == [2, 6, 11]
+    assert second.after.lanes == {0: Run(3, 5), 1: Run(7, 9)}
+    third = second.after.place(Batch([3, 4, 5], [0, 0, 0]))
+    assert third.cells.tolist() == [12, 13, 14]  # more than was left of the lane
+    assert third.after.lanes == {1: Run(7, 9)}
+
+
+def test_lanes_give_way_where_there_is_no_other_room() -> None:
+    """They are a wish: everything that would fit without them fits."""
+    cells = Cells.empty(8, 2, Sight()).expecting(0, 6)
+    placement = cells.place(Batch([0, 1, 2, 3], [1, 1, 1, 1]))
+    assert placement.cells.tolist() == [0, 1, 2, 3]
+    assert placement.after.lanes == {}
+    assert placement.before.num_free == 8
+    assert cells.expecting(1, 3).lanes == {0: Run(0, 6)}
+    assert cells.expecting(0, 9).lanes == {}
+    assert cells.expecting(0, 0).lanes == {}
+
+
+def test_a_lane_whose_cells_were_taken_is_no_lane() -> None:
+    """Copies that a shift needs may land in it."""
+    cells = Cells.empty(8, 2, Sight()).expecting(0, 6)
+    taken = replace(cells, owners=cells.owners.copy())
+    taken.owners[1, 1] = True
+    assert taken.place(Batch([0, 1], [0, 0])).cells.tolist() == [2, 3]
+
+
+def test_packing_forgets_the_lanes() -> None:
+    """Their cells are somewhere else now."""
+    cells = Cells.empty(8, 2, Sight()).place(Batch([0], [0])).after.expecting(1, 3)
+    assert cells.packed()[0].lanes == {}

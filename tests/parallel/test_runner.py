@@ -10,6 +10,7 @@ import pytest
 
 from mlxrunner import ContextLengthError, MlxrunnerError, OptionError, PromptError, Runner
 from mlxrunner.cache.sequences import CacheFullError, NotSupportedError
+from mlxrunner.cache.split import WORTH_SPLITTING
 from mlxrunner.models.facts import facts_of
 from mlxrunner.parallel.runner import Handle, ParallelRunner
 from mlxrunner.parallel.samples import sample
@@ -74,12 +75,15 @@ def some_prompts(seed: int, count: int) -> list[list[int]]:
     return prompts
 
 
+@pytest.mark.parametrize("worth", [0, WORTH_SPLITTING, float("inf")], ids=["in parts", "as chosen", "at once"])
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_each_answer_is_that_of_the_single_runner(name: str) -> None:
-    """For every architecture whose attention takes its positions through a rope, windows and sinks included."""
+def test_each_answer_is_that_of_the_single_runner(name: str, worth: float) -> None:
+    """For every architecture whose attention takes its positions through a rope, windows and sinks included, however it is computed."""
     given = parts(name)
     prompts = some_prompts(1, 12)
     with ParallelRunner(*given, max_sequences=4, capacity=160, max_batch=37) as runner:
+        assert runner._adapted.can_split == (name != "gemma2")
+        runner._adapted._worth_splitting = worth
         results = runner.run(prompts, max_tokens=10, stop_tokens=[])
     for prompt, result in zip(prompts, results, strict=True):
         assert result.tokens == alone(given, prompt, max_tokens=10, stop_tokens=[])
@@ -101,11 +105,14 @@ def test_closing_gives_the_model_back_as_it_was(llama: tuple[Any, ByteTokenizer,
     """The same ropes and norms, and the single runner works while it is open, too."""
     model = llama[0]
     before = [layer.self_attn.rope for layer in model.layers], model.model.norm
+    kind = type(model.layers[0].self_attn)
     expected = alone(llama, [5, 6, 7], max_tokens=5, stop_tokens=[])
     with ParallelRunner(*llama, max_sequences=2, capacity=50):
         assert model.layers[0].self_attn.rope is not before[0][0]
+        assert type(model.layers[0].self_attn) is not kind
         assert alone(llama, [5, 6, 7], max_tokens=5, stop_tokens=[]) == expected
     assert ([layer.self_attn.rope for layer in model.layers], model.model.norm) == before
+    assert {type(layer.self_attn) for layer in model.layers} == {kind}
 
 
 def test_a_shared_prefix_is_evaluated_and_stored_once(llama: tuple[Any, ByteTokenizer, Any]) -> None:
