@@ -119,10 +119,14 @@ class CausalCache(Cache):
     def num_free(self) -> int:
         return self._cells.num_free
 
+    def buffers(self) -> tuple[mx.array, mx.array]:
+        """Keys and values of the current layer, all cells: for a pass that is split."""
+        return self._layers[self._layer].keys, self._layers[self._layer].values
+
     def split(self, worth: float = WORTH_SPLITTING) -> Split | None:
         """How the attention of the pass under way falls into parts, or None where one part is the better way."""
         forward = self._current()
-        return split(forward.visible, forward.sequences, worth)
+        return split(forward.visible, forward.sequences, forward.history, self._cells.lanes, worth)
 
     def expect(self, sequence: int, count: int) -> None:
         """The next `count` tokens of the sequence should lie side by side. A wish: without room for it nothing changes.

@@ -17,6 +17,8 @@ from mlxrunner.cache.sequences import END, Batch, CacheFullError
 
 Ints = NDArray[np.int32]
 Bools = NDArray[np.bool_]
+SMALLEST_LANE = 32
+"""Lanes have this size or twice as much, four times ..., so that many have the same."""
 
 
 class Run(NamedTuple):
@@ -28,6 +30,16 @@ class Run(NamedTuple):
     def padded(self, multiple: int) -> Run:
         """The smallest run around this one that begins and ends at a multiple."""
         return Run(self.begin // multiple * multiple, -(-self.end // multiple) * multiple)
+
+
+class Lane(NamedTuple):
+    """Cells kept for a sequence, so that its next tokens lie side by side; from `next` on they are not taken yet.
+
+    Lanes of one size begin at multiples of it: then a buffer can be seen as one row of equal pieces.
+    """
+
+    run: Run
+    next: int
 
 
 @dataclass(frozen=True)
@@ -103,14 +115,13 @@ class Placement(NamedTuple):
 class Cells:
     """`positions`: `[cells]`; `owners`: `[sequences, cells]`, a cell without owners is free. Never written to.
 
-    `lanes`: free cells that are kept for the next tokens of a sequence, so that they lie side by side. Only a wish: they give way
-    where there is no other room.
+    `lanes`: of some sequences. Only a wish: they give way where there is no other room.
     """
 
     positions: Ints
     owners: Bools
     sight: Sight = Sight()
-    lanes: Mapping[int, Run] = field(default_factory=dict)
+    lanes: Mapping[int, Lane] = field(default_factory=dict)
 
     @classmethod
     def empty(cls, num_cells: int, max_sequences: int, sight: Sight) -> Cells:
@@ -190,12 +201,18 @@ class Cells:
         return after, Lift(sources, targets, begin - end) if len(sources) else None
 
     def expecting(self, sequence: int, count: int) -> Cells:
-        """A lane of `count` cells for the sequence, in place of the one it had; none where there is no such room."""
+        """A lane of at least `count` cells for the sequence, in place of the one it had; none where there is no such room."""
         self.check_sequences(sequence)
         lanes = {other: lane for other, lane in self.lanes.items() if other != sequence}
-        start = _first_fit(_without(~self.used, lanes.values()), count) if count > 0 else None
-        if start is not None:
-            lanes[sequence] = Run(start, start + count)
+        most = self.num_cells // len(self.owners)
+        if 0 < count <= most:
+            size = min(SMALLEST_LANE << max(0, (-(-count // SMALLEST_LANE) - 1).bit_length()), most)
+            begins = np.arange(0, self.num_cells - size + 1, size)
+            total = np.concatenate([[0], np.cumsum(_without(~self.used, lanes.values()))])
+            fitting = begins[total[begins + size] - total[begins] == size]
+            if len(fitting):
+                begin = int(fitting[0])
+                lanes[sequence] = Lane(Run(begin, begin + size), begin)
         return replace(self, lanes=lanes)
 
     def place(self, batch: Batch) -> Placement:
@@ -259,17 +276,17 @@ class Cells:
         begins[sequences] = lowest
         return replace(self, owners=self.owners & (self.positions >= self.sight.first_kept(begins)[:, None]))
 
-    def _in_lanes(self, batch: Batch) -> tuple[Ints, dict[int, Run]] | None:
+    def _in_lanes(self, batch: Batch) -> tuple[Ints, dict[int, Lane]] | None:
         """The cells of the batch and the lanes that are left; None where those without a lane find no room beside the lanes."""
         cells, sequences = np.full(len(batch), -1, np.int32), np.array(batch.sequences)
         free, lanes = ~self.used, dict(self.lanes)
         for sequence in lanes.keys() & set(batch.sequences):
             own, lane = np.flatnonzero(sequences == sequence), lanes.pop(sequence)
-            taken = Run(lane.begin, lane.begin + len(own))
-            if taken.end <= lane.end and free[taken.begin : taken.end].all():
+            taken = Run(lane.next, lane.next + len(own))
+            if taken.end <= lane.run.end and free[taken.begin : taken.end].all():
                 cells[own] = range(*taken)
                 free[taken.begin : taken.end] = False
-                lanes[sequence] = Run(taken.end, lane.end)
+                lanes[sequence] = lane._replace(next=taken.end)
         others = np.flatnonzero(cells < 0)
         start = _first_fit(_without(free, lanes.values()), len(others)) if len(others) else 0
         if start is None:
@@ -298,11 +315,11 @@ def runs(cells: Ints) -> list[Run]:
     return [Run(first, first + n) for first, n in zip(cells[begins].tolist(), lengths.tolist(), strict=True)]
 
 
-def _without(free: Bools, lanes: Iterable[Run]) -> Bools:
-    """Those that are in none of `lanes`."""
+def _without(free: Bools, lanes: Iterable[Lane]) -> Bools:
+    """Those that are in no lane."""
     free = free.copy()
     for lane in lanes:
-        free[lane.begin : lane.end] = False
+        free[lane.next : lane.run.end] = False
     return free
 
 

@@ -75,6 +75,10 @@ class LayerView:
         """How the attention of this step is to be computed, if not at once."""
         return self._step.parts[self._group]
 
+    def buffers(self) -> tuple[mx.array, mx.array]:
+        """All cells of the layer, once it has written."""
+        return self._step.groups[self._group].buffers()
+
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         cache = self._step.groups[self._group]
         cache.set_layer(self._layer)
@@ -91,7 +95,7 @@ def attention_in_parts(whole: Attention) -> Attention:
     ) -> mx.array:
         parts = cache.parts if isinstance(cache, LayerView) else None
         if parts is not None:
-            return parts.attend(whole, queries, keys, values, cache, scale, sinks)
+            return parts.attend(whole, queries, *cache.buffers(), scale=scale, sinks=sinks, cache=cache)
         more = {} if sinks is None else {"sinks": sinks}
         return whole(queries, keys, values, cache=cache, scale=scale, mask=mask, **more)
 

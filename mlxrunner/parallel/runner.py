@@ -281,9 +281,7 @@ class ParallelRunner:
         if not cache.can_resume(slot.number, cached):
             cache.remove(slot.number, 0, END)
             cached = 0
-        own = len(request.prompt) - cached + request.limit
-        if own > cached:  # otherwise what is shared decides, and that is one product for all
-            self._adapted.expect(slot.number, own)
+        self._adapted.expect(slot.number, len(request.prompt) - cached + request.limit)
         slot.tokens.truncate(0)
         slot.tokens.extend(request.prompt[:cached])
         request.cached = request.place = cached

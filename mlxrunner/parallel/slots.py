@@ -53,7 +53,9 @@ def choose(slots: Sequence[Slot], prompt: TokenArray) -> Choice:
     best_free = max(free, key=lambda slot: (stored[slot.number], -slot.last_used))
     best = max(slots, key=lambda slot: stored[slot.number])
     oldest = min(free, key=lambda slot: slot.last_used)
-    promised = max((slot for slot in slots if slot.is_busy), key=lambda slot: planned[slot.number], default=None)
+    # Where many share a prefix, all take it from the first, whatever else two of them have in common.
+    enough = max(planned.values(), default=0) - WORTH_WAITING
+    promised = next((slot for slot in slots if slot.is_busy and planned[slot.number] > enough), None)
     if promised is not None and planned[promised.number] >= stored[best.number] + WORTH_WAITING:
         return Choice(oldest, promised, planned[promised.number], ready=False)
     if stored[best.number] > stored[best_free.number]:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxrunner.cache import END, Batch, CacheConfig, CacheFullError
-from mlxrunner.cache.cells import Cells, Run, Sight, runs
+from mlxrunner.cache.cells import Cells, Lane, Run, Sight, runs
 
 
 def placed(cells: Cells, *tokens: tuple[int, int]) -> Cells:
@@ -277,39 +277,49 @@ def test_the_interface_comes_without_mlx() -> None:
 
 def test_a_lane_keeps_the_tokens_of_a_sequence_side_by_side() -> None:
     """The others go beside the lanes, and a lane ends where it was filled."""
-    cells = Cells.empty(20, 3, Sight()).expecting(0, 5).expecting(1, 4)
-    assert cells.lanes == {0: Run(0, 5), 1: Run(5, 9)}
+    cells = Cells.empty(200, 3, Sight()).expecting(0, 30).expecting(1, 20)
+    assert cells.lanes == {0: Lane(Run(0, 32), 0), 1: Lane(Run(32, 64), 32)}
     first = cells.place(Batch([0, 1, 0, 0, 1], [0, 0, 1, 2, 2]))
-    assert first.cells.tolist() == [0, 1, 5, 9, 10]
+    assert first.cells.tolist() == [0, 1, 32, 64, 65]
     second = first.after.place(Batch([2, 1, 2], [0, 1, 2]))
-    assert second.cells.tolist() == [2, 6, 11]
-    assert second.after.lanes == {0: Run(3, 5), 1: Run(7, 9)}
-    third = second.after.place(Batch([3, 4, 5], [0, 0, 0]))
-    assert third.cells.tolist() == [12, 13, 14]  # more than was left of the lane
-    assert third.after.lanes == {1: Run(7, 9)}
+    assert second.cells.tolist() == [2, 33, 66]
+    assert second.after.lanes == {0: Lane(Run(0, 32), 3), 1: Lane(Run(32, 64), 34)}
+    third = second.after.place(Batch(range(3, 33), [0] * 30))
+    assert third.cells.tolist() == [*range(67, 97)]  # more than was left of the lane
+    assert third.after.lanes == {1: Lane(Run(32, 64), 34)}
+
+
+def test_lanes_come_in_few_sizes_and_begin_at_multiples_of_them() -> None:
+    """32, 64, 128 ..., up to a sequence's equal share of the cells; more than that is not kept for one."""
+    cells = Cells.empty(300, 3, Sight()).place(Batch([0], [0])).after
+    assert cells.expecting(1, 1).lanes[1].run == Run(32, 64)
+    assert cells.expecting(1, 33).lanes[1].run == Run(64, 128)
+    assert cells.expecting(1, 70).lanes[1].run == Run(100, 200)
+    assert cells.expecting(1, 101).lanes == cells.expecting(1, 0).lanes == {}
 
 
 def test_lanes_give_way_where_there_is_no_other_room() -> None:
     """They are a wish: everything that would fit without them fits."""
-    cells = Cells.empty(8, 2, Sight()).expecting(0, 6)
-    placement = cells.place(Batch([0, 1, 2, 3], [1, 1, 1, 1]))
-    assert placement.cells.tolist() == [0, 1, 2, 3]
+    cells = Cells.empty(64, 2, Sight()).expecting(0, 6)
+    placement = cells.place(Batch(range(40), [1] * 40))
+    assert placement.cells.tolist() == [*range(40)]
     assert placement.after.lanes == {}
-    assert placement.before.num_free == 8
-    assert cells.expecting(1, 3).lanes == {0: Run(0, 6)}
-    assert cells.expecting(0, 9).lanes == {}
-    assert cells.expecting(0, 0).lanes == {}
+    assert placement.before.num_free == 64
+    assert cells.place(Batch(range(20), [1] * 20)).cells.tolist() == [*range(32, 52)]
 
 
 def test_a_lane_whose_cells_were_taken_is_no_lane() -> None:
     """Copies that a shift needs may land in it."""
-    cells = Cells.empty(8, 2, Sight()).expecting(0, 6)
+    cells = Cells.empty(64, 2, Sight()).expecting(0, 6)
     taken = replace(cells, owners=cells.owners.copy())
     taken.owners[1, 1] = True
-    assert taken.place(Batch([0, 1], [0, 0])).cells.tolist() == [2, 3]
+    placement = taken.place(Batch([0, 1], [0, 0]))
+    assert placement.cells.tolist() == [2, 3]
+    assert placement.after.lanes == {}
 
 
 def test_packing_forgets_the_lanes() -> None:
     """Their cells are somewhere else now."""
-    cells = Cells.empty(8, 2, Sight()).place(Batch([0], [0])).after.expecting(1, 3)
+    cells = Cells.empty(64, 2, Sight()).place(Batch([0], [0])).after.expecting(1, 3)
+    assert cells.lanes
     assert cells.packed()[0].lanes == {}

@@ -63,3 +63,12 @@ def test_a_step_is_shared_without_waste_and_nobody_starves(budget: int, wants: l
 def test_turns_go_round() -> None:
     """With one token to give, each is first once."""
     assert [share(1, [5, 5, 5], turn).index(1) for turn in range(3)] == [0, 1, 2]
+
+
+def test_many_with_one_prefix_take_it_from_the_first() -> None:
+    """Not from one that by chance begins its own part with the same token: that one would have to be waited for, too."""
+    trunk = list(range(100))
+    slots = [slot(0, [], busy=True), slot(1, [], busy=True), slot(2, [])]
+    slots[0].planned, slots[1].planned = as_tokens([*trunk, 7]), as_tokens([*trunk, 8])
+    choice = choose(slots, as_tokens([*trunk, 8, 9]))
+    assert (choice.source.number, choice.matched, choice.ready) == (0, 100, False)
