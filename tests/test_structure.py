@@ -67,7 +67,11 @@ def test_imports_point_downwards(module: str) -> None:
 
 def test_only_the_command_line_imports_click() -> None:
     """Every job is usable without it."""
-    assert [name for name, path in MODULES.items() if any(i.split(".")[0] == "click" for i in imports(path)) and not name.startswith("cli.")] == []
+    assert [
+        name
+        for name, path in MODULES.items()
+        if any(i.split(".")[0] == "click" for i in imports(path)) and not name.startswith("cli.")
+    ] == []
 
 
 def reachable(module: str) -> set[str]:
