@@ -112,8 +112,13 @@ def _json_text(schema: Any) -> Any:
 
 
 def _check_form(schema: str | None, choices: tuple[str, ...]) -> None:
-    if any(not isinstance(text, str) or not text for text in choices):
-        raise OptionError("choices: each one has to be a text of at least one character")
+    for text in choices:
+        if not isinstance(text, str) or not text:
+            raise OptionError("choices: each one has to be a text of at least one character")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise OptionError(f"choices: {text!r} is not valid Unicode") from error
     if schema is None:
         return
     if choices:

@@ -14,13 +14,14 @@ from numpy.typing import NDArray
 
 from mlxrunner.config import GenerateOptions
 from mlxrunner.errors import FormError, OptionError
-from mlxrunner.tokenizer import Tokenizer
+from mlxrunner.tokenizer.base import Tokenizer
 from mlxrunner.tokenizer.vocabulary import library
 
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """As json.dumps writes it: a model that loves spaces would never come to an end."""
-TOKENS_ARE_FREE = '%llguidance {"no_forcing": true}\n'
-"""Otherwise text without alternatives is spelled as the tokenizer would, for which every text has to have tokens."""
+HEAD = '%llguidance {"no_forcing": true}\nstart: '
+"""The model decides how a text is spelled, also one without alternatives: llguidance would ask the tokenizer, in Python, whose
+errors and interrupts it can't pass on."""
 
 
 class Constraint:
@@ -41,7 +42,7 @@ class Constraint:
         for token in self._ends:
             if 0 <= token < width:
                 allowed[token] = may_end
-        if self._matcher.is_error() or not allowed.any():
+        if not allowed.any():  # also after an error of llguidance
             raise FormError(self.count, _one_line(self._matcher.get_error()))
         return allowed
 
@@ -65,8 +66,7 @@ def constraint_of(options: GenerateOptions, tokenizer: Tokenizer, width: int) ->
         if not vocabulary.can_spell(text):
             raise OptionError(f"choices: this model's vocabulary can't spell {text[:60]!r}")
     limits = llguidance.LLParserLimits(verbose_errors=False)
-    grammar = _grammar(options, are_tokens_free=not vocabulary.is_complete)
-    matcher = llguidance.LLMatcher(vocabulary.guide, grammar, log_level=0, limits=limits)
+    matcher = llguidance.LLMatcher(vocabulary.guide, _grammar(options), log_level=0, limits=limits)
     _refuse(options, matcher.get_error())
     constraint = Constraint(matcher, len(vocabulary.pieces), options.ends(tokenizer.stop_tokens))
     try:
@@ -79,15 +79,19 @@ def constraint_of(options: GenerateOptions, tokenizer: Tokenizer, width: int) ->
 def check_form(options: GenerateOptions) -> None:
     """OptionError where the library is missing or refuses the form: all that can be known without a model."""
     if options.has_form:
-        _refuse(options, library().LLMatcher.validate_grammar(_grammar(options, are_tokens_free=False)))
+        _refuse(options, library().LLMatcher.validate_grammar(_grammar(options)))
 
 
-def _grammar(options: GenerateOptions, *, are_tokens_free: bool) -> str:
+def _grammar(options: GenerateOptions) -> str:
     """In llguidance's dialect of Lark."""
-    head = TOKENS_ARE_FREE if are_tokens_free else ""
     if options.schema is None:
-        return f"{head}start: {' | '.join(map(json.dumps, options.choices))}"
-    return f"{head}start: %json {json.dumps(json.loads(options.schema) | {'x-guidance': JSON_STYLE})}"
+        return f"{HEAD}/{'|'.join(map(_literal, options.choices))}/"
+    return f"{HEAD}%json {json.dumps(json.loads(options.schema) | {'x-guidance': JSON_STYLE})}"
+
+
+def _literal(text: str) -> str:
+    """As a regular expression: one with thousands of alternatives costs no more than one with two."""
+    return "".join(letter if letter.isascii() and letter.isalnum() else f"\\x{{{ord(letter):x}}}" for letter in text)
 
 
 def _refuse(options: GenerateOptions, message: str) -> None:

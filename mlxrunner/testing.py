@@ -149,7 +149,7 @@ class ByteTokenizer:
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        return Vocabulary([*(bytes([byte]) for byte in range(256)), *[None] * (VOCAB - 256)], lambda text: list(text.encode()))
+        return Vocabulary([*(bytes([byte]) for byte in range(256)), *[None] * (VOCAB - 256)])
 
     @staticmethod
     def _bytes(token: int) -> bytes:

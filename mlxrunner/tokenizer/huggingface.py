@@ -79,7 +79,7 @@ class HuggingFaceTokenizer:
         probe = self._encode(PROBE)
         if b"".join(pieces[token] or b"" for token in probe).strip() != self.decode(probe).strip().encode():
             raise OptionError("schema, choices: this model's tokenizer does not spell its tokens byte by byte, which they need")
-        return Vocabulary(pieces, self._encode)
+        return Vocabulary(pieces)
 
     def _pieces(self) -> list[bytes | None]:
         """The bytes of each token id, None for special and added ones and where the vocabulary has a gap."""

@@ -101,8 +101,7 @@ class SentencePieceTokenizer:
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        pieces = [None if self._is_mark(token) else self.piece_bytes(token) for token in range(self.vocab_size)]
-        return Vocabulary(pieces, self._model.encode)
+        return Vocabulary([None if self._is_mark(token) else self.piece_bytes(token) for token in range(self.vocab_size)])
 
     def _is_mark(self, token: int) -> bool:
         """Whether a token is no text: special, unknown, unused, or a symbol that looks like one of these."""

@@ -2,39 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
 from mlxrunner.errors import OptionError
 
-ANCHOR = "\x02"
-"""A character that merges with none: behind it, no tokenizer puts a space in front of a text."""
 IN_UTF8 = {bytes([byte]) for byte in range(256)} - {bytes([byte]) for byte in (0xC0, 0xC1, *range(0xF5, 0x100))}
 
 
 class Vocabulary:
     """Bytes of each token id. Kept by its tokenizer, so that what the library makes of it is made once."""
 
-    def __init__(self, pieces: Sequence[bytes | None], encode: Callable[[str], list[int]]) -> None:
-        """`pieces`: None for a token that is no text (BOS, the end of a turn); `encode`: text -> token ids, without BOS."""
-        self.pieces, self._encode = pieces, encode
-
-    @cached_property
-    def is_complete(self) -> bool:
-        """Whether every text can be spelled: each byte has a token."""
-        return set(self.pieces) >= IN_UTF8
-
-    def can_spell(self, text: str) -> bool:
-        """Whether some tokens together are exactly `text`."""
-        if self.is_complete:
-            return True
-        data, pieces = text.encode(), {piece for piece in self.pieces if piece}
-        longest = max(map(len, pieces), default=0)
-        ends = [True]  # whether the first so many bytes can be spelled
-        for end in range(1, len(data) + 1):
-            ends.append(any(ends[begin] and data[begin:end] in pieces for begin in range(max(0, end - longest), end)))
-        return ends[-1]
+    def __init__(self, pieces: Sequence[bytes | None]) -> None:
+        """`pieces`: None for a token that is no text (BOS, the end of a turn)."""
+        self.pieces = pieces
 
     @cached_property
     def guide(self) -> Any:
@@ -44,16 +26,22 @@ class Vocabulary:
         """
         from llguidance import LLTokenizer, TokenizerWrapper
 
-        return LLTokenizer(TokenizerWrapper(_Library(self)))
+        return LLTokenizer(TokenizerWrapper(_Library(self.pieces)))
 
-    def tokenize(self, text: str) -> list[int]:
-        """As the tokenizer would within a text; where that is not the text byte by byte, the longest tokens from the left."""
-        head, tokens = self._encode(ANCHOR), self._encode(ANCHOR + text)
-        rest = tokens[len(head) :]
-        if tokens[: len(head)] == head and b"".join(self.pieces[token] or b"" for token in rest) == text.encode():
-            return rest
-        greedy: list[int] = self.guide.greedy_tokenize(text)
-        return greedy
+    @cached_property
+    def _spells_everything(self) -> bool:
+        return set(self.pieces) >= IN_UTF8
+
+    def can_spell(self, text: str) -> bool:
+        """Whether some tokens together are exactly `text`."""
+        if self._spells_everything:
+            return True
+        data, pieces = text.encode(), {piece for piece in self.pieces if piece}
+        longest = max(map(len, pieces), default=0)
+        ends = [True]  # whether the first so many bytes can be spelled
+        for end in range(1, len(data) + 1):
+            ends.append(any(ends[begin] and data[begin:end] in pieces for begin in range(max(0, end - longest), end)))
+        return ends[-1]
 
 
 class _Library:
@@ -62,13 +50,12 @@ class _Library:
     bos_token_id = None
     special_token_ids: Sequence[int] = ()
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self._vocabulary = vocabulary
-        self.tokens = [*(piece or b"" for piece in vocabulary.pieces), b"\xff<end>"]
-        self.eos_token_id = len(vocabulary.pieces)
+    def __init__(self, pieces: Sequence[bytes | None]) -> None:
+        self.tokens = [*(piece or b"" for piece in pieces), b"\xff<end>"]
+        self.eos_token_id = len(pieces)
 
     def __call__(self, text: str) -> list[int]:
-        return self._vocabulary.tokenize(text)
+        raise NotImplementedError("the model decides how a text is spelled")
 
 
 def library() -> Any:
