@@ -34,10 +34,9 @@ class Constraint:
 
     def mask(self, width: int) -> NDArray[np.bool_]:
         """`[width]`, of the logits: True for the tokens that may come next. FormError where there is none."""
-        allowed = np.zeros(width, np.bool_)
-        known = min(width, self._num_tokens)
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        allowed[:known] = np.unpackbits(bits, count=known, bitorder="little")
+        allowed = np.unpackbits(bits, count=width, bitorder="little").view(np.bool_)
+        allowed[self._num_tokens :] = False
         may_end = self._matcher.is_accepting()
         for token in self._ends:
             if 0 <= token < width:

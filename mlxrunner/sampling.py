@@ -81,7 +81,8 @@ class Constrained(Sampled):
         return token
 
     def decoded(self, token: int) -> Decoded:
-        return replace(super().decoded(token), is_last=self.constraint.is_done)
+        decoded = super().decoded(token)
+        return replace(decoded, is_last=True) if self.constraint.is_done else decoded
 
 
 class NextToken:
