@@ -42,7 +42,8 @@ class Constraint:
             if 0 <= token < width:
                 allowed[token] = may_end
         if not allowed.any():  # also after an error of llguidance
-            raise FormError(self.count, _one_line(self._matcher.get_error()))
+            why = _one_line(self._matcher.get_error())
+            raise FormError(self.count, why if " " in why else "")  # one word names a state of llguidance
         return allowed
 
     def advance(self, token: int) -> None:

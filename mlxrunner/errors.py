@@ -71,10 +71,9 @@ class ContextFullError(MlxrunnerError):
 class FormError(MlxrunnerError):
     """No token of the model begins or goes on with an answer in the form that was asked for (`schema`, `choices`)."""
 
-    def __init__(self, tokens: int, why: str) -> None:
-        super().__init__(
-            f"after {tokens} tokens of the answer, the form that was asked for allows none of the model's ({why or 'no token'})"
-        )
+    def __init__(self, tokens: int, why: str = "") -> None:
+        reason = f": {why}" if why else ""
+        super().__init__(f"after {tokens} tokens of the answer, no token of the model fits the form that was asked for{reason}")
         self.tokens = tokens
 
 
