@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mlxrunner.errors import (
         BusyError,
         ContextLengthError,
+        FormError,
         MemoryPlanError,
         MlxrunnerError,
         ModelError,
@@ -31,6 +32,7 @@ __all__ = [
     "Chunk",
     "ContextFullError",
     "ContextLengthError",
+    "FormError",
     "MemoryPlanError",
     "Message",
     "MlxrunnerError",

@@ -31,7 +31,7 @@ class Answer:
     def __init__(self, tokenizer: Tokenizer, prompt: TokenArray, options: GenerateOptions, limit: int) -> None:
         self._stream = tokenizer.stream(prompt[-8:].tolist())
         self._scanner = StopScanner((*options.stop, *tokenizer.template_stops))
-        self._ends = tokenizer.stop_tokens if options.stop_tokens is None else frozenset(options.stop_tokens)
+        self._ends = options.ends(tokenizer.stop_tokens)
         self._limit = limit
         self.count = 0
 
@@ -44,12 +44,13 @@ class Answer:
         if self.count == 0:
             clock.first = clock.last
         self.count += 1
-        reason, text = self._read(one.token)
+        reason, text = self._read(one)
         return Chunk(text, one.token, one.logprob, one.top_logprobs, reason)
 
-    def _read(self, token: int) -> tuple[FinishReason | None, str]:
-        ended = token in self._ends
-        text = "" if ended else self._scanner.add(self._stream.add(token))
+    def _read(self, one: Decoded) -> tuple[FinishReason | None, str]:
+        ended = one.token in self._ends
+        text = "" if ended else self._scanner.add(self._stream.add(one.token))
+        ended = ended or one.is_last
         if self._scanner.stopped:
             return "stop", text
         if not ended and self.count < self._limit:

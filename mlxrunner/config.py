@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
@@ -11,6 +12,8 @@ from mlxrunner.errors import OptionError
 
 MAX_LOGPROBS = 100
 OVERFLOW = ("stop", "shift", "error")
+MAX_SCHEMA = 2**17
+"""Characters of a JSON schema: what takes longer to compile than anybody would wait is refused."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +21,8 @@ class GenerateOptions:
     """How to continue a prompt. `max_tokens=None`: until the model stops or the context is full; `temperature=0` (or next to it): greedy.
 
     `overflow`: what happens when the context is full: the answer ends ("stop"), the oldest tokens after the first `keep` make room
-    ("shift"), or ContextFullError ("error").
+    ("shift"), or ContextFullError ("error"). `schema`: the text of a JSON schema, of which the answer is an instance; `choices`: it is
+    one of these texts (at most one of the two).
     """
 
     max_tokens: int | None = None
@@ -36,6 +40,8 @@ class GenerateOptions:
     penalty_context: int = 20
     overflow: str = "stop"
     keep: int | None = None
+    schema: str | None = None
+    choices: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in _WHOLE:
@@ -58,24 +64,75 @@ class GenerateOptions:
             raise OptionError("stop: each stop string has to be a text of at least one character")
         for token in self.stop_tokens or ():
             _check_whole("stop_tokens", token)
+        _check_form(self.schema, self.choices)
+
+    @property
+    def has_form(self) -> bool:
+        """Whether the answer is held to a schema or to choices."""
+        return self.schema is not None or bool(self.choices)
+
+    def ends(self, default: frozenset[int]) -> frozenset[int]:
+        """The tokens that end the answer; `default`: the tokenizer's."""
+        return default if self.stop_tokens is None else frozenset(self.stop_tokens)
 
     @classmethod
     def of(cls, **options: Any) -> GenerateOptions:
-        """From loosely typed options (`stop` as a string or a list); an unknown name is an error that lists the known ones."""
+        """From loosely typed options: `stop` and `choices` as a string or a list, `schema` also as a dictionary.
+
+        An unknown name is an error that lists the known ones.
+        """
         known = {field.name for field in fields(cls)}
         unknown = sorted(options.keys() - known)
         if unknown:
             raise OptionError(f"unknown option {unknown[0]!r}: known are {', '.join(sorted(known))}")
-        stop: str | Sequence[str] = options.pop("stop", None) or ()
         stop_tokens: Sequence[int] | None = options.pop("stop_tokens", None)
         return cls(
-            stop=(stop,) if isinstance(stop, str) else _tuple("stop", stop),
+            stop=_texts("stop", options.pop("stop", None)),
             stop_tokens=None if stop_tokens is None else _tuple("stop_tokens", stop_tokens),
+            schema=_json_text(options.pop("schema", None)),
+            choices=_texts("choices", options.pop("choices", None)),
             **options,
         )
 
 
 _WHOLE = ("max_tokens", "top_k", "seed", "logprobs", "penalty_context", "keep")
+
+
+def _texts(name: str, given: Any) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) and given else _tuple(name, given or ())
+
+
+def _json_text(schema: Any) -> Any:
+    if not isinstance(schema, dict):
+        return schema
+    try:
+        return json.dumps(schema)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise OptionError(f"schema: it can't be written as JSON: {error}") from error
+
+
+def _check_form(schema: str | None, choices: tuple[str, ...]) -> None:
+    for text in choices:
+        if not isinstance(text, str) or not text:
+            raise OptionError("choices: each one has to be a text of at least one character")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise OptionError(f"choices: {text!r} is not valid Unicode") from error
+    if schema is None:
+        return
+    if choices:
+        raise OptionError("schema, choices: an answer has one form, use one of them")
+    if not isinstance(schema, str):
+        raise OptionError(f"schema: it has to be the text of a JSON object or a dictionary, not {type(schema).__name__}")
+    if len(schema) > MAX_SCHEMA:
+        raise OptionError(f"schema: {len(schema)} characters are too many, it may have at most {MAX_SCHEMA}")
+    try:
+        parsed = json.loads(schema)
+    except (ValueError, RecursionError) as error:
+        raise OptionError(f"schema: not valid JSON: {error}") from error
+    if not isinstance(parsed, dict):
+        raise OptionError(f'schema: it has to be a JSON object, such as {{"type": "object"}}, not {schema.strip()[:40]}')
 
 
 def _tuple(name: str, values: Any) -> tuple[Any, ...]:

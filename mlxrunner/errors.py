@@ -7,6 +7,7 @@ MlxrunnerError          exit code 1
 ├── PromptError         exit code 2: a prompt that can't be run
 │   └── ContextLengthError   longer than the context
 ├── ContextFullError    exit code 1: the answer filled the context, and the caller wanted that to be an error
+├── FormError           exit code 1: an answer that can't go on in the form that was asked for
 ├── CacheFullError, NotSupportedError   exit code 1: of caches for many sequences (`mlxrunner.cache.sequences`)
 ├── NoFreeSlotError     exit code 1: every slot of a parallel runner is in use (`mlxrunner.parallel.slots`)
 └── BusyError           exit code 1: another request is still using the one entry
@@ -65,6 +66,15 @@ class ContextFullError(MlxrunnerError):
             "load the model with a longer --context, or use --overflow shift"
         )
         self.answer, self.context = answer, context
+
+
+class FormError(MlxrunnerError):
+    """No token of the model begins or goes on with an answer in the form that was asked for (`schema`, `choices`)."""
+
+    def __init__(self, tokens: int, why: str = "") -> None:
+        reason = f": {why}" if why else ""
+        super().__init__(f"after {tokens} tokens of the answer, no token of the model fits the form that was asked for{reason}")
+        self.tokens = tokens
 
 
 class BusyError(MlxrunnerError):

@@ -20,6 +20,7 @@ from mlxrunner.cache.layer import LayerCache
 from mlxrunner.cache.rotate import rotators
 from mlxrunner.cache.tokens import TokenArray
 from mlxrunner.config import GenerateOptions
+from mlxrunner.constrain import constraint_of
 from mlxrunner.errors import ContextFullError, ContextLengthError, ModelError, OptionError, PromptError
 from mlxrunner.events import Chunk, Usage, log_entry, log_lookup
 from mlxrunner.models.facts import ModelFacts, without_weights
@@ -181,6 +182,8 @@ class Runner:
         penalty_context: int = 20,
         overflow: str = "stop",
         keep: int | None = None,
+        schema: str | dict[str, Any] | None = None,
+        choices: str | Sequence[str] = (),
         logits_processors: Sequence[LogitsProcessor] = (),
         progress: Progress | None = None,
     ) -> Iterator[Chunk]:
@@ -192,7 +195,9 @@ class Runner:
         `[]`: none does). logprobs: give each token's log-probability and the k most likely ones. penalties: over
         the last `penalty_context` tokens of prompt and answer, reused or not. logits_processors: `(tokens [n], logits [1, vocab])` -> logits.
         overflow: what to do when the context is full: "stop", "shift" (keep the first `keep` tokens, by default the system prompt,
-        drop half of the rest) or "error". progress: called during the prefill with (tokens in the entry, prompt tokens).
+        drop half of the rest) or "error". schema: a JSON schema, of which the answer is an instance; choices: texts, of which it is one.
+        Both need `mlxrunner[structured]`; FormError if the model has no token to go on with.
+        progress: called during the prefill with (tokens in the entry, prompt tokens).
 
         The prompt and the options are checked before this returns: PromptError, ContextLengthError, OptionError. Closing the
         iterator ends the request; however it ends, the entry holds exactly the tokens that were evaluated.
@@ -202,9 +207,11 @@ class Runner:
             max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, stop=stop,
             stop_tokens=stop_tokens, logprobs=logprobs, repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
             frequency_penalty=frequency_penalty, penalty_context=penalty_context, overflow=overflow, keep=keep,
+            schema=schema, choices=choices,
         )  # fmt: skip
         tokens = self.tokenize(prompt)
         self._check(tokens)
+        constraint = constraint_of(options, self.tokenizer, self.facts.vocab)
         clock = Clock(began, time.perf_counter())
         shift = self._shift(prompt, tokens, options)
         discard = shift.discard(len(tokens)) if shift is not None and len(tokens) >= self.context else 0
@@ -214,7 +221,8 @@ class Runner:
         elif len(tokens) >= self.context:
             raise ContextLengthError(len(tokens), self.context)
         self._pipeline, self._discarded = None, discard
-        return self._run(_Request(self._cache.begin(tokens), options, logits_processors, progress, clock, shift, discard))
+        next_token = NextToken(options, self.facts.vocab, logits_processors, constraint)
+        return self._run(_Request(self._cache.begin(tokens), options, next_token, progress, clock, shift, discard))
 
     def _shift(self, prompt: Prompt, tokens: TokenArray, options: GenerateOptions) -> Shift | None:
         """How to make room in a full context, if that is wanted."""
@@ -246,7 +254,7 @@ class Runner:
                 self.model, session, self.prefill_step, request.progress, self._checkpoints(session), request.shift, self._rotate
             )
             answer = Answer(self.tokenizer, session.prompt, options, limit)
-            decoded = pipeline.run(NextToken(options, self.facts.vocab, request.processors), limit)
+            decoded = pipeline.run(request.next_token, limit)
             try:
                 for chunk in answer.chunks(decoded, clock):
                     if chunk.finish_reason is not None:
@@ -325,7 +333,7 @@ class _Request:
 
     session: Session
     options: GenerateOptions
-    processors: Sequence[LogitsProcessor]
+    next_token: NextToken
     progress: Progress | None
     clock: Clock
     shift: Shift | None

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, make_logits_processors
 
 from mlxrunner.config import GenerateOptions
+from mlxrunner.constrain import Constraint
 
 COLDEST = 1e-4
 """A lower temperature is greedy: its inverse would overflow."""
@@ -22,11 +24,12 @@ dispatch: Callable[[list[mx.array]], None] = mx.async_eval
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """A token of the answer, on the host."""
+    """A token of the answer, on the host. `is_last`: the form that was asked for is complete with it."""
 
     token: int
     logprob: float | None = None
     top_logprobs: dict[int, float] | None = None
+    is_last: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,19 +63,54 @@ class Sampled:
             return None
         tokens: Any = self.top_tokens.tolist()
         logprobs: Any = self.top_logprobs.tolist()
-        return dict(sorted(zip(tokens, logprobs, strict=True), key=lambda pair: -pair[1]))
+        possible = [pair for pair in zip(tokens, logprobs, strict=True) if pair[1] > -math.inf]
+        return dict(sorted(possible, key=lambda pair: -pair[1]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constrained(Sampled):
+    """The token at `place` of an answer in a given form: the constraint goes on by it when it is first read."""
+
+    constraint: Constraint
+    place: int
+
+    def read(self) -> int:
+        token = super().read()
+        if self.constraint.count == self.place:
+            self.constraint.advance(token)
+        return token
+
+    def decoded(self, token: int) -> Decoded:
+        decoded = super().decoded(token)
+        return replace(decoded, is_last=True) if self.constraint.is_done else decoded
 
 
 class NextToken:
-    """Logits `[1, vocab]` -> Sampled, by the options of one request. Its random numbers are its own: nobody else's change them."""
+    """Logits `[1, vocab]` -> Sampled, by the options of one request. Its random numbers are its own: nobody else's change them.
 
-    def __init__(self, options: GenerateOptions, vocab: int, processors: Sequence[LogitsProcessor] = ()) -> None:
+    With a `constraint`, the token before is read when the next one is asked for; the device evaluates the logits meanwhile.
+    """
+
+    def __init__(
+        self,
+        options: GenerateOptions,
+        vocab: int,
+        processors: Sequence[LogitsProcessor] = (),
+        constraint: Constraint | None = None,
+    ) -> None:
+        self._constraint = constraint
+        self._before: Constrained | None = None
         self._logprobs = None if options.logprobs is None else min(options.logprobs, vocab - 1)
         self._filters = _filters(options, vocab)
         self._needs_normalized = options.temperature > 0 and options.top_p < 1
         self._processors = [*_penalties(options), *processors]
         self._temperature = options.temperature if options.temperature >= COLDEST else 0.0
         self._key = mx.random.key(secrets.randbits(64) if options.seed is None else options.seed)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is the most likely token, and nothing else is asked for."""
+        return self._temperature == 0 and self._logprobs is None and not self._processors and self._constraint is None
 
     @property
     def needs_history(self) -> bool:
@@ -88,7 +126,25 @@ class NextToken:
         return mx.random.categorical(logprobs * (1 / self._temperature), key=now)
 
     def __call__(self, logits: mx.array, history: mx.array | None = None) -> Sampled:
-        """`history`: all tokens so far, prompt included, of shape [n]."""
+        """`history`: all tokens so far, prompt included, of shape [n]. FormError where no token is in the form."""
+        if self._constraint is None:
+            return self._next(logits, history)
+        masked = self._masked(logits, self._constraint)
+        sampled = self._next(masked, history)
+        arrays = sampled.token, sampled.logprob, sampled.top_tokens, sampled.top_logprobs
+        self._before = Constrained(*arrays, constraint=self._constraint, place=self._constraint.count)
+        return self._before
+
+    def _masked(self, logits: mx.array, constraint: Constraint) -> mx.array:
+        """Only the tokens that may come next; after the last one, whatever comes is not read."""
+        dispatch([logits])
+        if self._before is not None:
+            self._before.read()
+        if constraint.is_done:
+            return logits
+        return mx.where(mx.array(constraint.mask(logits.shape[-1])), logits, -mx.inf)
+
+    def _next(self, logits: mx.array, history: mx.array | None) -> Sampled:
         for process in self._processors:
             logits = process(history, logits) if history is not None else logits
         if self._logprobs is None and not self._needs_normalized:

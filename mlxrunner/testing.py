@@ -7,6 +7,7 @@ caches, so a stale, missing, doubled or shifted key changes the answer. It talks
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
@@ -18,6 +19,7 @@ from mlxrunner.runner import Runner
 from mlxrunner.tokenizer.base import Message
 from mlxrunner.tokenizer.stream import ByteStream
 from mlxrunner.tokenizer.template import check_messages
+from mlxrunner.tokenizer.vocabulary import Vocabulary
 
 VOCAB = 300
 EOS = 299
@@ -144,6 +146,10 @@ class ByteTokenizer:
 
     def stream(self, context: Sequence[int]) -> ByteStream:
         return ByteStream(self._bytes)
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        return Vocabulary([*(bytes([byte]) for byte in range(256)), *[None] * (VOCAB - 256)])
 
     @staticmethod
     def _bytes(token: int) -> bytes:

@@ -349,6 +349,34 @@ def test_ctrl_c_at_any_line_leaves_a_true_entry(mix: Mix) -> None:
     assert interrupted > 150
 
 
+@pytest.mark.parametrize("kinds", [["full", "full"], ["recurrent", "full"]], ids=lambda kinds: kinds[0])
+def test_ctrl_c_at_any_line_of_an_answer_in_a_form_leaves_a_true_entry(kinds: list[str]) -> None:
+    """While what may come next is found out and learned."""
+
+    def held(runner: Runner) -> None:
+        tokens(runner, [*PROMPT[:12], 60, 61], 12, schema={"type": "array", "items": {"const": "ab"}, "minItems": 9})
+
+    follow_up = [*PROMPT[:12], 60, 61, *b'["ab", "a', 5]
+    answer = cold(kinds, follow_up)
+    runner = oracle_runner(kinds)
+    tokens(runner, PROMPT)
+    with interrupt_at(-1) as seen:
+        held(runner)
+    interrupted = 0
+    for line in range(1, seen[0] + 1, max(1, seen[0] // 250)):
+        runner = oracle_runner(kinds)
+        tokens(runner, PROMPT)
+        with suppress(KeyboardInterrupt), interrupt_at(line):
+            try:
+                held(runner)
+            except KeyboardInterrupt:
+                interrupted += 1
+                raise
+        assert is_consistent(runner), f"line {line}"
+        assert tokens(runner, follow_up) == answer, f"line {line}"
+    assert interrupted > 200
+
+
 @pytest.mark.parametrize("kinds", [["full", "full"], ["recurrent", "full"], ["sliding", "full"]], ids=lambda kinds: kinds[0])
 def test_ctrl_c_at_any_line_of_a_full_context_leaves_a_true_entry(kinds: list[str]) -> None:
     """While room is made and kept tokens are evaluated again."""

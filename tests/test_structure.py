@@ -19,12 +19,12 @@ FLOORS = [
     ["runner", "parallel"],
     ["answer", "pipeline", "reserve"],
     ["models", "plan"],
-    ["cache", "sampling", "tokenizer"],
+    ["cache", "constrain", "sampling", "tokenizer"],
     ["config", "errors", "events", "device", "overflow", "terminal"],
 ]
 BOOKKEEPING = """
-cache.cells cache.checkpoints cache.entry cache.layer cache.layout cache.sequences cache.split cache.tokens config errors events overflow
-parallel.slots plan terminal tokenizer.stream
+cache.cells cache.checkpoints cache.entry cache.layer cache.layout cache.sequences cache.split cache.tokens config constrain errors events
+overflow parallel.slots plan terminal tokenizer.stream tokenizer.vocabulary
 """.split()
 
 

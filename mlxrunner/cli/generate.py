@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mlxrunner.cli.options import LOADING, json_option, load, model_options, overflow_options, sampling_options, take
+from mlxrunner.cli.options import (
+    LOADING,
+    check_options,
+    form_options,
+    json_option,
+    load,
+    model_options,
+    overflow_options,
+    sampling_options,
+    take,
+)
 from mlxrunner.errors import OptionError, PromptError
 
 if TYPE_CHECKING:
@@ -21,6 +31,7 @@ if TYPE_CHECKING:
 @click.option("--system", metavar="TEXT", help="The system prompt.")
 @click.option("--raw", is_flag=True, help="The prompt is plain text to be continued: no chat template.")
 @sampling_options
+@form_options
 @overflow_options("stop")
 @click.option("--logprobs", type=int, metavar="K", help="With --json: each token's log-probability and the K likeliest.")
 @click.option(
@@ -53,13 +64,11 @@ def generate(
         raise OptionError("--system needs the chat template, which --raw leaves out: use one of them")
     if options["logprobs"] is not None and not as_json:
         raise OptionError("--logprobs needs --json to print them")
-    from mlxrunner.config import GenerateOptions
-
     text = _read_prompt(prompt)
     if not text:
         raise PromptError("the prompt is empty: give one with --prompt TEXT, or send it to standard input")
     loading = take(options, LOADING)
-    GenerateOptions.of(**options)  # complain before loading
+    check_options(options)
     banner = sys.stderr.isatty() and not as_json
     request: Any = text if raw else [{"role": "user", "content": text}]
     if system:

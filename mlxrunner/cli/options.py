@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from mlxrunner.cli.program import F, set_debug
+from mlxrunner.config import MAX_SCHEMA
+from mlxrunner.errors import OptionError
 
 if TYPE_CHECKING:
     from mlxrunner.runner import Runner
@@ -104,6 +108,48 @@ def sampling_options(command: F) -> F:
         click.option("--seed", type=int, help="Makes sampling repeatable."),
         click.option("--stop", multiple=True, metavar="TEXT", help="End the answer before TEXT; may be given several times."),
     ))(command)  # fmt: skip
+
+
+def _read_schema(ctx: click.Context, parameter: click.Parameter, file: str | None) -> str | None:
+    if file is None:
+        return None
+    try:
+        with Path(file).open(encoding="utf-8-sig") as text:
+            return text.read(MAX_SCHEMA + 1)
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise OptionError(f"--schema {file}: it can't be read: {why}") from error
+
+
+def _split_choices(ctx: click.Context, parameter: click.Parameter, line: str | None) -> tuple[str, ...]:
+    if line is None:
+        return ()
+    try:
+        choices = tuple(text for row in csv.reader([line], skipinitialspace=True, strict=True) for text in row)
+    except csv.Error as error:
+        raise OptionError(
+            f"--choices {line}: the texts are separated by commas, one that has a comma is put in double quotes"
+        ) from error
+    if not choices:
+        raise OptionError("--choices: there is none, give them as yes,no")
+    return choices
+
+
+def form_options(command: F) -> F:
+    """What an answer has to be."""
+    return together((
+        click.option("--schema", metavar="FILE", callback=_read_schema, help="The answer is JSON that fits the JSON schema in FILE."),
+        click.option("--choices", metavar="A,B,...", callback=_split_choices,
+                     help='The answer is one of these; one with a comma is put in double quotes: \'yes,"no, never"\'.'),
+    ))(command)  # fmt: skip
+
+
+def check_options(options: dict[str, Any]) -> None:
+    """Complain before a model is loaded."""
+    from mlxrunner.config import GenerateOptions
+    from mlxrunner.constrain import check_form
+
+    check_form(GenerateOptions.of(**options))
 
 
 def take(options: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:

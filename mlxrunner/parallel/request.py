@@ -10,6 +10,7 @@ import mlx.core as mx
 from mlxrunner.answer import Answer, Clock
 from mlxrunner.cache.tokens import TokenArray
 from mlxrunner.config import GenerateOptions
+from mlxrunner.errors import MlxrunnerError
 from mlxrunner.events import Chunk, FinishReason, Usage
 from mlxrunner.overflow import Shift
 from mlxrunner.parallel.slots import Slot
@@ -47,6 +48,7 @@ class Request:
     shifted: int = 0
     chunks: deque[Chunk] = field(default_factory=deque)
     finished: bool = False
+    error: MlxrunnerError | None = None
     history: mx.array | None = None
 
     @property

@@ -21,7 +21,8 @@ from mlxrunner.cache.factory import CacheOptions, layouts_of
 from mlxrunner.cache.sequences import END, Batch, CacheFullError
 from mlxrunner.cache.tokens import TokenArray
 from mlxrunner.config import GenerateOptions
-from mlxrunner.errors import ContextLengthError, MlxrunnerError, OptionError, PromptError
+from mlxrunner.constrain import constraint_of
+from mlxrunner.errors import ContextLengthError, FormError, MlxrunnerError, OptionError, PromptError
 from mlxrunner.events import Chunk, Usage, log_lookup
 from mlxrunner.models.facts import ModelFacts
 from mlxrunner.models.load import LoadedModel, load_model
@@ -51,6 +52,8 @@ class Handle:
         while True:
             while request.chunks:
                 yield request.chunks.popleft()
+            if request.error is not None:
+                raise request.error
             if request.finished:
                 return
             self._runner.step()
@@ -237,7 +240,7 @@ class ParallelRunner:
         slot, room = choice.slot, self.capacity - len(tokens)
         limit = (options.max_tokens or self.capacity) if options.overflow == "shift" else min(options.max_tokens or room, room)
         self._check_room(len(tokens) - choice.matched + limit)
-        next_token = NextToken(options, self.facts.vocab)
+        next_token = NextToken(options, self.facts.vocab, constraint=constraint_of(options, self.tokenizer, self.facts.vocab))
         request = Request(slot, tokens, options, limit, Answer(self.tokenizer, tokens, options, limit), clock, next_token)
         request.shift = shift
         request.history = mx.array(tokens) if next_token.needs_history else None
@@ -343,7 +346,7 @@ class ParallelRunner:
         if not positions:
             return None
         logits = self._forward(mx.concatenate(parts), Batch(positions, sequences), rows or [0])
-        step = Step(sampling, self._sample(sampling, logits))
+        step = self._sample(sampling, logits)
         dispatch([array for sampled in step.sampled for array in sampled.arrays] or [logits])
         return step
 
@@ -374,18 +377,24 @@ class ParallelRunner:
             request.history = mx.concatenate([request.history, token])
         return token
 
-    def _sample(self, requests: list[Request], logits: mx.array) -> list[Sampled]:
-        """A token for each request, with its own sampler; plain greedy ones all at once."""
-        plain = [r.options.temperature == 0 and r.options.logprobs is None and not r.next_token.needs_history for r in requests]
-        best = mx.argmax(logits, axis=-1) if any(plain) else None
-        sampled = []
+    def _sample(self, requests: list[Request], logits: mx.array) -> Step:
+        """A token for each request, with its own sampler; plain greedy ones all at once. One that can't go on ends with its error."""
+        best = mx.argmax(logits, axis=-1) if any(r.next_token.is_plain for r in requests) else None
+        step = Step([], [])
         for row, request in enumerate(requests):
-            if best is not None and plain[row]:
-                sampled.append(Sampled(best[row : row + 1]))
-            else:
-                sampled.append(request.next_token(logits[row : row + 1], request.history))
+            try:
+                if best is not None and request.next_token.is_plain:
+                    sampled = Sampled(best[row : row + 1])
+                else:
+                    sampled = request.next_token(logits[row : row + 1], request.history)
+            except FormError as error:
+                request.error = error
+                self._retire(request)
+                continue
             request.sampled += 1
-        return sampled
+            step.requests.append(request)
+            step.sampled.append(sampled)
+        return step
 
     def _deliver(self, request: Request, sampled: Sampled) -> None:
         decoded: Decoded = sampled.decoded(sampled.read())

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol, TypedDict
 
 from mlxrunner.errors import PromptError
+from mlxrunner.tokenizer.vocabulary import Vocabulary
 
 
 class Message(TypedDict):
@@ -64,6 +65,11 @@ class Tokenizer(Protocol):
 
     def stream(self, context: Sequence[int]) -> TextStream:
         """A stream for the tokens that follow `context`."""
+        ...
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """The bytes of each token, made when first asked for. OptionError for a tokenizer whose tokens are not made of bytes."""
         ...
 
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mlxrunner.errors import ModelError
+from mlxrunner.errors import ModelError, OptionError
 from mlxrunner.tokenizer.base import Message, checked_text, with_bos
 from mlxrunner.tokenizer.stream import DecodeStream
 from mlxrunner.tokenizer.template import END_OF_MESSAGE, END_OF_TURN, FALLBACK_STOPS, read_json, render_chat
+from mlxrunner.tokenizer.vocabulary import Vocabulary
 
+BYTE = re.compile("<0x([0-9A-F]{2})>")
+PROBE = '{"a": [1, "b c"]}'
 JSON_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
 
@@ -68,12 +73,45 @@ class HuggingFaceTokenizer:
     def stream(self, context: Sequence[int]) -> DecodeStream:
         return DecodeStream(self.decode, context)
 
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        pieces = self._pieces()
+        probe = self._encode(PROBE)
+        if b"".join(pieces[token] or b"" for token in probe).strip() != self.decode(probe).strip().encode():
+            raise OptionError("schema, choices: this model's tokenizer does not spell its tokens byte by byte, which they need")
+        return Vocabulary(pieces)
+
+    def _pieces(self) -> list[bytes | None]:
+        """The bytes of each token id, None for special and added ones and where the vocabulary has a gap."""
+        vocab: dict[str, int] = self._wrapper.get_vocab()
+        special = {*self._wrapper.all_special_ids, *self._wrapper.added_tokens_decoder}
+        decoder = getattr(getattr(self._wrapper, "backend_tokenizer", None), "decoder", None)
+        spell = _spell_byte_level() if "ByteLevel" in str(decoder) else _spell
+        pieces: list[bytes | None] = [None] * (max(vocab.values()) + 1)
+        for text, token in vocab.items():
+            pieces[token] = None if token in special else spell(text)
+        return pieces
+
     def _encode(self, text: str) -> list[int]:
         return list(self._wrapper.encode(text, add_special_tokens=False, verbose=False))
 
     def _apply(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
         text = self._wrapper.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
         return str(text)
+
+
+def _spell(piece: str) -> bytes:
+    """As SentencePiece writes its pieces."""
+    byte = BYTE.fullmatch(piece)
+    return bytes.fromhex(byte[1]) if byte else piece.replace("▁", " ").encode()
+
+
+def _spell_byte_level() -> Callable[[str], bytes | None]:
+    """As GPT-2 writes them: a printable character for each byte."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()}
+    return lambda piece: bytes(byte_of[letter] for letter in piece) if byte_of.keys() >= set(piece) else None
 
 
 def _explain(folder: Path, error: Exception) -> str:

@@ -20,6 +20,7 @@ from mlxrunner.tokenizer.template import (
     read_template,
     render_chat,
 )
+from mlxrunner.tokenizer.vocabulary import Vocabulary
 
 SPACE = "▁"
 
@@ -97,6 +98,20 @@ class SentencePieceTokenizer:
         if self._model.is_byte(token):
             return bytes([int(piece[3:5], 16)])
         return piece.replace(SPACE, " ").encode()
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        return Vocabulary([None if self._is_mark(token) else self.piece_bytes(token) for token in range(self.vocab_size)])
+
+    def _is_mark(self, token: int) -> bool:
+        """Whether a token is no text: special, unknown, unused, or a symbol that looks like one of these."""
+        if token in self._texts or token >= self._pieces:
+            return True
+        if self._model.is_byte(token):
+            return False
+        piece: str = self._model.id_to_piece(token)
+        looks_like_one = len(piece) > 2 and piece.startswith("<") and piece.endswith(">")
+        return looks_like_one or bool(self._model.is_unknown(token) or self._model.is_unused(token))
 
     @cached_property
     def _adds_prefix(self) -> bool:

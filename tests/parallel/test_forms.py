@@ -1,0 +1,152 @@
+"""Answers in a given form among others: each one is that of the single runner, and nobody pays for another one's dead end."""
+
+from __future__ import annotations
+
+import json
+import random
+from functools import cached_property
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from mlxrunner import FormError, OptionError, Runner
+from mlxrunner.models.facts import facts_of
+from mlxrunner.parallel.runner import ParallelRunner
+from mlxrunner.parallel.samples import sample
+from mlxrunner.testing import VOCAB, ByteTokenizer
+from mlxrunner.testing_models import tiny_config, tiny_model
+from mlxrunner.tokenizer.vocabulary import Vocabulary
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "is": {"type": "boolean"}, "of": {"enum": ["größer", 1, None]}},
+    "required": ["name", "is", "of"],
+    "additionalProperties": False,
+}
+OPTIONS: list[dict[str, Any]] = [
+    {"schema": SCHEMA},
+    {"stop_tokens": []},
+    {"choices": ["yes", "yesterday", "no"]},
+    {"schema": SCHEMA, "temperature": 1.2, "seed": 5, "top_k": 30},
+    {"stop_tokens": [], "temperature": 1.0, "seed": 2},
+    {"choices": ["a", "b"], "logprobs": 2},
+    {"schema": SCHEMA, "max_tokens": 9},
+    {"schema": SCHEMA, "repetition_penalty": 1.5, "penalty_context": 50},
+    {"stop_tokens": [], "logprobs": 1},
+    {"schema": {"type": "string", "minLength": 60}, "stop_tokens": []},
+    {"choices": ["x"]},
+]
+
+
+def parts(architecture: str = "llama", tokenizer: ByteTokenizer | None = None) -> tuple[Any, ByteTokenizer, Any]:
+    config = tiny_config(architecture, max_position_embeddings=4096, vocab_size=VOCAB)
+    model = tiny_model(config)
+    return model, tokenizer or ByteTokenizer(), facts_of(model, config)
+
+
+def requests(seed: int) -> list[tuple[list[int], dict[str, Any]]]:
+    """Of all sorts, with prefixes in common."""
+    rng = random.Random(seed)
+    trunk = [rng.randrange(290) for _ in range(60)]
+    pairs = []
+    for options in OPTIONS:
+        shared = trunk[: rng.choice([0, 20, 60])]
+        pairs.append((shared + [rng.randrange(290) for _ in range(rng.randint(1, 20))], {"max_tokens": 60, **options}))
+    rng.shuffle(pairs)
+    return pairs
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3_text", "gpt_oss"])
+def test_each_answer_is_that_of_the_single_runner(architecture: str) -> None:
+    """Held to a form or not, whoever else is in the step, and with slots that others have used before."""
+    given = parts(architecture)
+    for seed in range(3):
+        pairs = requests(seed)
+        with ParallelRunner(*given, max_sequences=4, capacity=160, max_batch=24) as runner:
+            results = list(runner.run_each(pairs))
+            again = list(runner.run_each(reversed(pairs)))[::-1]
+        for (prompt, options), result, second in zip(pairs, results, again, strict=True):
+            chunks = list(Runner(*given).generate(prompt, **options))
+            assert result.tokens == second.tokens == [chunk.token for chunk in chunks]
+            assert result.text == second.text == "".join(chunk.text for chunk in chunks)
+            assert result.finish_reason == second.finish_reason == chunks[-1].finish_reason
+            if options.get("schema") == SCHEMA and result.finish_reason == "stop":
+                Draft202012Validator(SCHEMA).validate(json.loads(result.text))
+
+
+def test_log_probabilities_are_those_of_the_possible_tokens() -> None:
+    """Chunk by chunk as in the single runner."""
+    given, options = parts(), {"choices": ["yes", "no"], "logprobs": 4}
+    with ParallelRunner(*given, max_sequences=2, capacity=60) as runner:
+        other = runner.submit([9, 9], max_tokens=20, stop_tokens=[])
+        chunks = list(runner.submit([1, 2], **options))
+        other.result()
+    for chunk, alone in zip(chunks, Runner(*given).generate([1, 2], **options), strict=True):
+        assert chunk.logprob == pytest.approx(alone.logprob, abs=1e-4)
+        assert chunk.top_logprobs == pytest.approx(alone.top_logprobs, abs=1e-4)
+
+
+def test_an_answer_that_joins_and_one_that_is_cancelled_take_nothing_from_the_others() -> None:
+    """At every step of the first."""
+    given = parts()
+    first, second = ([1, 2, 3], {"schema": SCHEMA}), ([1, 2, 4], {"choices": ["yesterday"]})
+    alone = [[chunk.token for chunk in Runner(*given).generate(prompt, **options)] for prompt, options in (first, second)]
+    for steps in range(len(alone[0])):
+        with ParallelRunner(*given, max_sequences=3, capacity=100) as runner:
+            stream = iter(runner.submit(first[0], **first[1]))
+            shown = [next(stream).token for _ in range(steps)]
+            cancelled = runner.submit([7, 8], schema=SCHEMA)
+            late = runner.submit(second[0], **second[1])
+            next(iter(cancelled))
+            cancelled.cancel()
+            assert late.result().tokens == alone[1]
+            assert shown + [chunk.token for chunk in stream] == alone[0]
+
+
+class NoZ(ByteTokenizer):
+    """It has no token for the letter z."""
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        return Vocabulary([None if byte == ord("z") else bytes([byte]) for byte in range(256)])
+
+
+def test_a_dead_end_is_an_error_of_its_own_request() -> None:
+    """The others go on, and its slot is free and exact for the next one."""
+    given = parts(tokenizer=NoZ())
+    prompt = [5, 6, 7, 8]
+    expected = [chunk.token for chunk in Runner(*given).generate(prompt, max_tokens=25, stop_tokens=[])]
+    with ParallelRunner(*given, max_sequences=2, capacity=60) as runner:
+        other = runner.submit(prompt, max_tokens=25, stop_tokens=[])
+        failing = runner.submit([5, 6, 7, 9], schema={"const": "abz"})
+        shown = []
+        with pytest.raises(FormError, match="after 3 tokens of the answer"):
+            for chunk in failing:
+                shown.append(chunk.token)
+        assert bytes(shown) == b'"ab'[: len(shown)]
+        with pytest.raises(FormError):
+            failing.result()
+        assert other.result().tokens == expected
+        for again in (prompt, [5, 6, 7, 9, *b'"ab', 1]):
+            alone = [chunk.token for chunk in Runner(*given).generate(again, max_tokens=10, stop_tokens=[])]
+            assert runner.submit(again, max_tokens=10, stop_tokens=[]).result().tokens == alone
+
+
+def test_a_form_that_cannot_be_had_takes_no_slot() -> None:
+    """It is refused when it is submitted."""
+    with ParallelRunner(*parts(tokenizer=NoZ()), max_sequences=1, capacity=60) as runner:
+        for form in ({"choices": ["abz"]}, {"schema": {"not": {}}}, {"schema": "{"}, {"schema": {"enum": []}}):
+            with pytest.raises(OptionError):
+                runner.submit([1, 2, 3], **form)
+        assert not any(slot.is_busy for slot in runner.slots)
+        assert runner.submit([1, 2, 3], choices=["ab"]).result().text == "ab"
+
+
+def test_several_answers_to_one_prompt_in_a_form() -> None:
+    """Each with a seed of its own."""
+    options = {"temperature": 1.0, "seed": 3, "choices": ["red", "green", "blue"], "max_tokens": None}
+    results = list(sample("demo", "My favorite color is", 6, parallel=3, context=200, trust_remote_code=False, **options))
+    assert {result.text for result in results} <= {"red", "green", "blue"}
+    assert len({result.text for result in results}) > 1
+    assert all(result.finish_reason == "stop" for result in results)
