@@ -93,7 +93,7 @@ class PaperWindow(PaperLayer):
     def end_forward(self, tokens: int) -> None:
         rows, end = self.offset - self._first, self.offset + tokens
         kept = min(rows, self.window - 1 + self.slack)
-        if rows + tokens > self.room and self.offset:
+        if rows + tokens > self.room:
             rows = kept
         if rows + tokens > self.room:
             rows = min(rows + tokens, self.window - 1 + self.slack, self.room) - tokens
@@ -127,3 +127,40 @@ class PaperWindow(PaperLayer):
 
     def free(self) -> None:
         self._first = self.offset = 0
+
+
+class PaperState(PaperLayer):
+    """A state: it undoes the last forward pass, or goes through a checkpoint."""
+
+    kind = "recurrent"
+    needs_checkpoints = True
+
+    def __init__(self, layout: Layout, count: int = 1) -> None:
+        super().__init__(layout, count)
+        self._before = 0
+
+    def end_forward(self, tokens: int) -> None:
+        self._before = self.offset
+        self.offset += tokens
+
+    def decode(self, tokens: int) -> None:
+        if tokens:
+            self.end_forward(tokens)
+            self._before = self.offset - 1
+
+    def reachable(self, to: int) -> int:
+        if to >= self.offset:
+            return self.offset
+        return self._before if to >= self._before else 0
+
+    def can_shift(self, keep: int, discard: int) -> bool:
+        return False
+
+    def snapshot(self) -> Snapshot:
+        return Snapshot(None, self.count * self.layout.checkpoint_fixed)
+
+    def restore(self, snapshot: Snapshot, offset: int) -> None:
+        self._before = self.offset = offset
+
+    def free(self) -> None:
+        self._before = self.offset = 0
