@@ -75,6 +75,11 @@ class NextToken:
         self._key = mx.random.key(secrets.randbits(64) if options.seed is None else options.seed)
 
     @property
+    def is_greedy(self) -> bool:
+        """Whether the token is the likeliest one by the model's own logits."""
+        return self._temperature == 0 and not self._processors
+
+    @property
     def needs_history(self) -> bool:
         """Whether `history` has to be given."""
         return bool(self._processors)
