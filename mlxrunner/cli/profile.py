@@ -71,6 +71,41 @@ def explain(events: str, request: str | None, last: bool) -> None:
     show(find(sources([events]), request), console(sys.stdout))
 
 
+@click.command()
+@click.argument("log", nargs=-1, required=True, type=FILE)
+@click.option(
+    "--entries",
+    type=click.IntRange(1, 1024),
+    multiple=True,
+    metavar="K",
+    help="Replay with K entries; several times. [default: 2, 4, 8]",
+)
+@click.option("--checkpoint-interval", "intervals", type=click.IntRange(min=1), multiple=True, metavar="N",
+              help="Replay with checkpoints every N tokens; several times. [default: a quarter and four times as many]")  # fmt: skip
+@click.option("--rewind-slack", "slacks", type=click.IntRange(min=0), multiple=True, metavar="N",
+              help="Replay with windows that keep N tokens more; several times. [default: 0 and four times as many]")  # fmt: skip
+@json_option
+@debug_option
+def simulate(
+    log: tuple[str, ...], entries: tuple[int, ...], intervals: tuple[int, ...], slacks: tuple[int, ...], as_json: bool
+) -> None:
+    """Replay LOG, which --log-tokens wrote, without a model: what would have been reused with other settings.
+
+    One thing is changed at a time: more entries, prompts sorted by prefix, thinking kept or stripped, other checkpoint intervals and
+    slacks. The first row is what was run, and has to agree with the log.
+    """
+    from mlxrunner.profiling.files import sources
+    from mlxrunner.profiling.report import skipped_words
+    from mlxrunner.profiling.screen import console, show_simulation
+    from mlxrunner.profiling.whatif import simulate as replay
+
+    with _counter("requests") as progress:
+        made = replay(sources(log), entries, intervals, slacks, progress)
+    click.echo(json.dumps(made.as_dict())) if as_json else show_simulation(made, console(sys.stdout))
+    if made.skipped.total():
+        click.echo(f"mlxrunner: {skipped_words(made.skipped)}", err=True)
+
+
 @contextmanager
 def _counter(what: str) -> Iterator[Callable[[int], None]]:
     """A line on stderr that counts, if that is a terminal; gone when it is done."""

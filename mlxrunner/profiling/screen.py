@@ -1,4 +1,4 @@
-"""A summary in the terminal, with rich: wide or narrow, in colour or piped. All figures are there at every width."""
+"""A summary, or a simulation, in the terminal, with rich: wide or narrow, in colour or piped. All figures are there at every width."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
+    from mlxrunner.profiling.whatif import Simulation
+
 COLOURS = {"hit": "green", "partial": "yellow", "miss": "red"}
 BAR = 24
+FIGURES = ("requests", "tokens", "time", "p50", "p90", "p99", "reused", "requests hit", "evaluated", "against that")
 NARROW = 72
 """Columns below which bars and the longer columns are left out."""
 
@@ -34,6 +37,26 @@ def show(summary: Summary, to: Console) -> None:
     _losses("tokens lost, by reason", summary.reasons, to, with_remedy=True)
     _losses("tokens lost, by place", summary.places, to)
     _costliest(summary.costliest, to)
+
+
+def show_simulation(simulation: Simulation, to: Console) -> None:
+    """A row for each setting, and whether the replay is to be trusted."""
+    is_wide = to.width >= NARROW
+    columns = ("replayed", "reused", "requests hit", "evaluated", "against that", *([""] if is_wide else []))
+    table = _table("", columns)
+    before = simulation.rows[0].evaluated
+    for row in simulation.rows:
+        change = f"{(row.evaluated - before) / before:+.1%}" if before and row is not simulation.rows[0] else ""
+        drawn = [_text(bar(row.hit_rate, BAR, is_ascii=_is_ascii(to)), "green")] if is_wide else []
+        table.add_row(_text(row.what.name), percent(row.hit_rate), number(row.hits), number(row.evaluated), change, *drawn)
+    to.print(table)
+    to.print()
+    agreed, requests = simulation.agreed, simulation.requests
+    if agreed == requests:
+        to.print(_text(f"As it was run, each of the {number(requests)} requests found exactly what the log says it had found."))
+    else:
+        to.print(_text(f"As it was run, {number(agreed)} of {number(requests)} requests found exactly what the log says they had found; "
+                       "the others began with an entry that is not in the log, or followed an interrupt.", "yellow"))  # fmt: skip
 
 
 def bar(share: float, width: int, *, is_ascii: bool) -> str:
@@ -147,9 +170,9 @@ def _grid(rows: list[tuple[str, str]]) -> RenderableType:
 def _table(title: str, columns: tuple[str, ...]) -> Table:
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = Table(title=title or None, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in columns:
-        is_figure = name in ("requests", "tokens", "time", "p50", "p90", "p99")
+        is_figure = name in FIGURES
         table.add_column(name, justify="right" if is_figure else "left", no_wrap=is_figure, overflow="fold", header_style="dim")
     return table
 

@@ -10,7 +10,7 @@ import heapq
 import math
 import random
 from array import array
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -141,7 +141,7 @@ class Summary:
         self.requests = 0
         self.first_time = self.last_time = ""
         self.tokens: Counter[str] = Counter()
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self.outcomes: Counter[str] = Counter()
         self.finishes: Counter[str] = Counter()
         self.models: Counter[str] = Counter()
