@@ -10,7 +10,7 @@ from mlxrunner.profiling.wording import moment, number, percent, rate, remedy, s
 from mlxrunner.terminal import visible
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import Console, JustifyMethod, RenderableType
     from rich.table import Table
     from rich.text import Text
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 COLOURS = {"hit": "green", "partial": "yellow", "miss": "red"}
 BAR = 24
-FIGURES = ("requests", "tokens", "time", "p50", "p90", "p99", "reused", "requests hit", "evaluated", "against that")
+FIGURES = ("requests", "tokens", "time", "p50", "p90", "p99", "reused", "hits", "evaluated", "change")
 NARROW = 72
 """Columns below which bars and the longer columns are left out."""
 
@@ -41,13 +41,15 @@ def show(summary: Summary, to: Console) -> None:
 
 def show_simulation(simulation: Simulation, to: Console) -> None:
     """A row for each setting, and whether the replay is to be trusted."""
-    is_wide = to.width >= NARROW
-    columns = ("replayed", "reused", "requests hit", "evaluated", "against that", *([""] if is_wide else []))
+    from rich.bar import Bar
+
+    is_wide = to.width >= NARROW and not _is_ascii(to)
+    columns = ("replayed", "reused", "hits", "evaluated", "change", *(["bar"] if is_wide else []))
     table = _table("", columns)
     before = simulation.rows[0].evaluated
     for row in simulation.rows:
-        change = f"{(row.evaluated - before) / before:+.1%}" if before and row is not simulation.rows[0] else ""
-        drawn = [_text(bar(row.hit_rate, BAR, is_ascii=_is_ascii(to)), "green")] if is_wide else []
+        change = _change(row.evaluated, before) if row is not simulation.rows[0] else ""
+        drawn = [Bar(1, 0, row.hit_rate, color="green")] if is_wide else []
         table.add_row(_text(row.what.name), percent(row.hit_rate), number(row.hits), number(row.evaluated), change, *drawn)
     to.print(table)
     to.print()
@@ -57,14 +59,6 @@ def show_simulation(simulation: Simulation, to: Console) -> None:
     else:
         to.print(_text(f"As it was run, {number(agreed)} of {number(requests)} requests found exactly what the log says they had found; "
                        "the others began with an entry that is not in the log, or followed an interrupt.", "yellow"))  # fmt: skip
-
-
-def bar(share: float, width: int, *, is_ascii: bool) -> str:
-    """`share` of `width` columns, in eighths of one; anything above 0 is seen."""
-    if is_ascii:
-        return "#" * max(round(share * width), share > 0)
-    eighths = max(round(share * width * 8), share > 0)
-    return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
 
 
 def sparkline(shares: list[float], *, is_ascii: bool) -> str:
@@ -92,6 +86,10 @@ def _totals(summary: Summary, to: Console) -> None:
         rows.append(("verified cold", f"{number(summary.verified)}, of which {number(summary.unequal)} differed"))
     to.print(_grid(rows))
     _over_time(summary, to)
+
+
+def _change(tokens: int, before: int) -> str:
+    return "the same" if tokens == before else f"{(tokens - before) / before:+.1%}" if before else "more"
 
 
 def _counts(summary: Summary) -> str:
@@ -126,13 +124,15 @@ def _first_tokens(summary: Summary, to: Console) -> None:
 
 
 def _losses(title: str, losses: Mapping[str, Loss], to: Console, *, with_remedy: bool = False) -> None:
+    from rich.bar import Bar
+
     if not losses:
         return
-    is_wide = to.width >= NARROW
-    table = _table(title, ("", "requests", "tokens", "time", *([""] if is_wide else [])))
+    is_wide = to.width >= NARROW and not _is_ascii(to)
+    table = _table(title, ("", "requests", "tokens", "time", *(["bar"] if is_wide else [])))
     most = max(loss.tokens for loss in losses.values())
     for name, loss in by_tokens(losses):
-        drawn = [_text(bar(loss.tokens / most, BAR, is_ascii=_is_ascii(to)), "red") if most else ""] if is_wide else []
+        drawn = [Bar(max(most, 1), 0, loss.tokens, color="red")] if is_wide else []
         table.add_row(_text(name), number(loss.requests), number(loss.tokens), seconds(loss.seconds), *drawn)
     _print(table, to)
     if with_remedy:
@@ -172,8 +172,12 @@ def _table(title: str, columns: tuple[str, ...]) -> Table:
 
     table = Table(title=title or None, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in columns:
+        if name == "bar":
+            table.add_column("", min_width=6, max_width=BAR)
+            continue
         is_figure = name in FIGURES
-        table.add_column(name, justify="right" if is_figure else "left", no_wrap=is_figure, overflow="fold", header_style="dim")
+        justify: JustifyMethod = "right" if is_figure else "left"
+        table.add_column(name, justify=justify, no_wrap=is_figure, overflow="fold", header_style="dim", min_width=len(name))
     return table
 
 

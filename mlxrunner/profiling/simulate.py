@@ -7,15 +7,16 @@ just the order in which a request asks for them, which is that of `mlxrunner.pip
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from mlxrunner.cache.checkpoints import stops
-from mlxrunner.cache.entry import Lookup, PrefixCache, Session
+from mlxrunner.cache.entry import CacheEntry, Lookup, PrefixCache, Session
 from mlxrunner.cache.layer import LayerCache
-from mlxrunner.cache.tokens import TokenArray, as_tokens, common_prefix
+from mlxrunner.cache.tokens import TokenArray, TokenBuffer, as_tokens, common_prefix
 from mlxrunner.overflow import Shift
 from mlxrunner.profiling.paper import is_layer, paper_layer
 from mlxrunner.profiling.tokenlog import LoggedRequest
@@ -109,12 +110,14 @@ class Replay:
         return self._entries[-1].cache.current.tokens.array
 
     def _choose(self, prompt: TokenArray) -> _Entry:
-        """The entry that can give most, if that is at least half of what it holds; else an empty one, or the least recently used."""
+        """The entry that has most of the prompt. If half of it or more would be dropped for that, a copy of it in the place of the least
+        recently used one, and it stays as it is."""
         best = max(self._entries, key=lambda entry: entry.matched(prompt))
-        held = len(best.cache.current.tokens)
-        if len(self._entries) == 1 or (held and 2 * best.matched(prompt) >= held):
-            return best
-        return next((entry for entry in self._entries if not entry.cache.current.tokens), self._entries[0])
+        oldest = next((entry for entry in self._entries if entry is not best), best)
+        if oldest is not best and 2 * best.matched(prompt) < len(best.cache.current.tokens):
+            oldest.become(best)
+            return oldest
+        return best
 
     def _prefill(self, session: Session, evaluated: int) -> None:
         """Chunk by chunk, as `Pipeline` does it, up to `evaluated`; what was interrupted there is a pass that was not recorded."""
@@ -200,6 +203,13 @@ class _Entry:
 
     def _caches(self) -> list[LayerCache]:
         return list(self.layers)
+
+    def become(self, other: _Entry) -> None:
+        """Hold what `other` holds."""
+        held = other.cache.current
+        self.layers, checkpoints = deepcopy((other.layers, held.checkpoints))
+        self.cache = PrefixCache(self._caches, checkpoints.budget)
+        self.cache.entry = CacheEntry(TokenBuffer(held.tokens[:]), self._caches(), checkpoints)
 
     def matched(self, prompt: TokenArray) -> int:
         return common_prefix(self.cache.current.tokens.array, prompt)

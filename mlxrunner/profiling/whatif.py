@@ -96,10 +96,10 @@ def what_ifs(
     if any(layer["needs_checkpoints"] for layer in process["layers"]):
         every, slack = process["checkpoint_interval"], process["rewind_slack"]
         usual = sorted({max(every // 4, 1), every * 4} - {every})
-        made += [WhatIf(f"--checkpoint-interval {n}", Settings(interval=n)) for n in intervals or usual]
+        made += [WhatIf(f"interval {n}", Settings(interval=n)) for n in intervals or usual]
         has_window = any(layer["slack"] is not None for layer in process["layers"])
         usual = sorted({0, slack * 4 or 512} - {slack}) if has_window else []
-        made += [WhatIf(f"--rewind-slack {n}", Settings(slack=n)) for n in slacks or usual]
+        made += [WhatIf(f"slack {n}", Settings(slack=n)) for n in slacks or usual]
     return made
 
 
