@@ -17,7 +17,7 @@ from mlxrunner.overflow import Shift
 from mlxrunner.pipeline import Progress
 from mlxrunner.runner import Runner
 from mlxrunner.tokenizer import Message
-from mlxrunner.tokenizer.prompt import system_tokens
+from mlxrunner.tokenizer.prompt import Prepared, system_tokens
 
 
 @dataclass
@@ -55,7 +55,9 @@ class Conversation:
                 rendered, prompt = self._without_oldest(user, rendered, prompt, shift)
                 if len(self.runner.tokenizer.encode_more(text)) >= shift.target_free:
                     overflow = {"overflow": "stop"}  # what a shift leaves would begin in the middle of this turn
-        chunks = self.runner.generate(prompt, progress=progress, **(self.options | overflow))
+        messages = [*self._system(), *self.messages[self._first :], user]
+        prepared = Prepared(as_tokens(prompt), "messages", messages, rendered)
+        chunks = self.runner.generate(prepared, progress=progress, **(self.options | overflow))
         return self._answer(user, rendered, prompt, overflow.get("keep", 0), chunks)
 
     def _render(self, user: Message) -> tuple[str, list[int]]:

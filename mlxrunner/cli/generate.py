@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlxrunner.cli.options import LOADING, json_option, load, model_options, overflow_options, sampling_options, take
+from mlxrunner.cli.recording import recording, recording_options
 from mlxrunner.errors import OptionError, PromptError
 
 if TYPE_CHECKING:
+    from mlxrunner.profiling.profile import Profile
     from mlxrunner.runner import Runner
 
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 @click.option("--raw", is_flag=True, help="The prompt is plain text to be continued: no chat template.")
 @sampling_options
 @overflow_options("stop")
+@recording_options
 @click.option("--logprobs", type=int, metavar="K", help="With --json: each token's log-probability and the K likeliest.")
 @click.option(
     "--repeat", type=click.IntRange(min=1), default=1, metavar="N", help="Run the request N times, to see its cache hits."
@@ -59,29 +62,32 @@ def generate(
     if not text:
         raise PromptError("the prompt is empty: give one with --prompt TEXT, or send it to standard input")
     loading = take(options, LOADING)
-    GenerateOptions.of(**options)  # complain before loading
     banner = sys.stderr.isatty() and not as_json
     request: Any = text if raw else [{"role": "user", "content": text}]
     if system:
         request.insert(0, {"role": "system", "content": system})
-    if count > 1:
-        _answers(model, request, count, parallel, loading, as_json, options)
-        return
-    runner = load(model, loading, banner=banner)
-    for _ in range(repeat):
-        _answer(runner, request, as_json, options)
+    with recording(options, "generate") as profile:
+        GenerateOptions.of(**options)  # complain before loading
+        if count > 1:
+            _answers(model, request, count, parallel, loading, as_json, options, profile)
+            return
+        runner = load(model, loading, banner=banner)
+        profile.attach(runner)
+        for _ in range(repeat):
+            _answer(runner, request, as_json, options)
 
 
 def _answers(
-    model: str, request: Any, count: int, parallel: int, loading: dict[str, Any], as_json: bool, options: dict[str, Any]
-) -> None:
+    model: str, request: Any, count: int, parallel: int, loading: dict[str, Any], as_json: bool, options: dict[str, Any],
+    profile: Profile,
+) -> None:  # fmt: skip
     """Several answers, an empty line between them."""
     from mlxrunner.parallel.samples import sample
     from mlxrunner.terminal import Output
 
     output = Output()
     shared = {name: loading[name] for name in ("context", "trust_remote_code")}
-    for number, result in enumerate(sample(model, request, count, parallel=parallel, **shared, **options)):
+    for number, result in enumerate(sample(model, request, count, parallel=parallel, watch=profile.attach, **shared, **options)):
         if as_json:
             answer = {"text": result.text, "tokens": result.tokens, "finish_reason": result.finish_reason}
             click.echo(json.dumps({"index": number, **answer, "usage": result.usage.as_dict()}))

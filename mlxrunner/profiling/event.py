@@ -7,9 +7,10 @@ import secrets
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mlxrunner.observation import Observation
+if TYPE_CHECKING:
+    from mlxrunner.observation import Observation
 
 SCHEMA, VERSION = "mlxrunner/events", 1
 _FROM_USAGE = (

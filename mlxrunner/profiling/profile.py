@@ -126,11 +126,14 @@ class Profile:
     def _saved_s(self, observed: Observation) -> float | None:
         """What the reused tokens would have cost, by what prefills have cost so far."""
         at = observed.usage.cached_tokens
+        step = self._settings.get("prefill_step")
+        if step is None:  # requests that share their passes: nobody knows whose time it was
+            return None
         if not observed.usage.reevaluated_tokens:
             for begin, end, count in observed.chunks:
                 self._curve.add(at, at + count, end - begin)
                 at += count
-        seconds = self._curve.seconds(observed.usage.cached_tokens, self._settings["prefill_step"])
+        seconds = self._curve.seconds(observed.usage.cached_tokens, step)
         return None if seconds is None else round(seconds, 7)
 
     def _is_chosen(self, observed: Observation) -> bool:

@@ -83,11 +83,12 @@ class Rendered:
                 found.append(Segment(at, self._role(message), True))
             if index == len(marks):
                 return found if at == len(self.text) else []
-            end = self._end_of_content(at, _pieces(self.messages[message]["content"])[int(marks[index][1])], literals[index + 1])
+            pieces, number = _pieces(self.messages[message]), int(marks[index][1])
+            end = self._end_of_content(at, pieces[number], literals[index + 1])
             if end is None:
                 return found
             at = end
-            found.append(Segment(at, self._role(message, "text")))
+            found.append(Segment(at, self._role(message, "thinking" if number < len(pieces) - 1 else "text")))
         return found
 
     def _end_of_content(self, at: int, content: str, following: str) -> int | None:
@@ -105,15 +106,16 @@ class Rendered:
         gap = self.text[begin : segments[index].end]
         here, offset = segments[index].place, at - begin
         before = segments[index - 1].place if index else Place()
+        tools = self._tools()
+        if tools is not None and tools[0] <= at < tools[1]:
+            return (here if before.message is None else before)._replace(part="tools")
         if before.message is not None:
             if before.message == here.message:
-                return _thinking(before, gap, offset)
+                ends = (gap.find(end) + len(end) for _, end in THINKING if end in gap)
+                return before if offset < min(ends, default=0) else here._replace(part="text")
             if offset < len(self._mark_after(before.message, gap)):
                 return before._replace(part="message_end")
         if here.message is not None and here.message < len(self.messages):
-            tools = self._tools()
-            if tools is not None and tools[0] <= at < tools[1]:
-                return here._replace(part="tools")
             return _thinking(here._replace(part="template_header"), gap, offset)
         return Place(len(self.messages), "assistant", "generation_prompt")
 
@@ -139,7 +141,7 @@ class Rendered:
 
     def _marked(self, count: int, add_generation_prompt: bool) -> str:
         marked: list[Message] = [
-            {**message, "content": _mark(index, message["content"])} for index, message in enumerate(self.messages[:count])
+            {**message, "content": _mark(index, message)} for index, message in enumerate(self.messages[:count])
         ]
         return self.render(marked, add_generation_prompt=add_generation_prompt, **self.variables)
 
@@ -156,22 +158,23 @@ def _thinking(place: Place, text: str, at: int) -> Place:
     return place._replace(part="thinking") if place.role == "assistant" and is_thinking(text, at) else place
 
 
-def _pieces(content: str) -> list[str]:
+def _pieces(message: Message) -> list[str]:
     """A content as a thinking block and the rest, or as one piece."""
-    for begin, end in THINKING:
+    content = message["content"]
+    for begin, end in THINKING if message["role"] == "assistant" else ():
         if content.lstrip().startswith(begin) and end in content:
             thought, _, rest = content.lstrip()[len(begin) :].partition(end)
             return [thought, rest]
     return [content]
 
 
-def _mark(message: int, content: str) -> str:
+def _mark(index: int, message: Message) -> str:
     """The content with marks in place of its pieces; what is empty stays empty, as templates ask for that."""
-    pieces = _pieces(content)
-    marks = [f"{_OPEN}{message}.{number}{_CLOSE}" if piece.strip() else piece for number, piece in enumerate(pieces)]
+    pieces = _pieces(message)
+    marks = [f"{_OPEN}{index}.{number}{_CLOSE}" if piece.strip() else piece for number, piece in enumerate(pieces)]
     if len(pieces) == 1:
         return marks[0]
-    begin, end = next(pair for pair in THINKING if content.lstrip().startswith(pair[0]))
+    begin, end = next(pair for pair in THINKING if message["content"].lstrip().startswith(pair[0]))
     return f"{begin}{marks[0]}{end}{marks[1]}"
 
 

@@ -6,18 +6,20 @@ so a conversation of n turns takes n lines of a turn each, not of a conversation
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mlxrunner.cache.tokens import TokenArray, as_tokens, common_prefix
 from mlxrunner.errors import PromptError
 from mlxrunner.profiling.reading import Lines
+
+if TYPE_CHECKING:
+    from mlxrunner.observation import Observation
 
 SCHEMA, VERSION = "mlxrunner/tokens", 1
 ANEW = 64
@@ -55,17 +57,23 @@ class TokenLines:
         """The line of the process."""
         return {"schema": SCHEMA, "version": VERSION, "kind": "process", **self.process}
 
-    def request(self, prompt: TokenArray, answer: Sequence[int] | TokenArray, facts: Mapping[str, Any]) -> dict[str, Any]:
-        """The next request's line; `answer`: the tokens of it that were run through the model."""
+    def request(self, observed: Observation, event: Mapping[str, Any]) -> dict[str, Any]:
+        """The next request's line."""
         self._since += 1
+        prompt, entry = observed.prompt, observed.entry.array
         shared = 0 if self._since >= ANEW else common_prefix(self._before, prompt)
         if not shared:
             self._since = 0
-        evaluated = np.asarray(answer, np.int32)
-        self._before = np.concatenate([prompt, evaluated])
+        goes_on = common_prefix(entry, prompt) == min(len(entry), len(prompt))
+        answer = entry[len(prompt) :] if goes_on else as_tokens([])
+        self._before = np.concatenate([prompt, answer])
         return {
-            "schema": SCHEMA, "version": VERSION, "kind": "request", "process": self.process["process"], **facts,
-            "shared": shared, "prompt": prompt[shared:].tolist(), "answer": evaluated.tolist(),
+            "schema": SCHEMA, "version": VERSION, "kind": "request", "process": self.process["process"],
+            "id": event["id"], "number": event["number"], "shared": shared, "prompt": prompt[shared:].tolist(), "answer": answer.tolist(),
+            "matched": event["matched_tokens"], "cached": event["cached_tokens"], "entry_before": event["entry_tokens"],
+            "entry_after": len(entry), "evaluated": min(len(entry), len(prompt)) if goes_on else len(prompt),
+            "shifted": event["shifted_tokens"], "entry": None if goes_on else entry.tolist(), "freed_by": event["freed_by"],
+            "checkpoints": list(observed.checkpoints),
         }  # fmt: skip
 
 
@@ -108,10 +116,6 @@ def read_token_log(files: Iterable[str | Path]) -> TokenLog:
     return TokenLog(files)
 
 
-def as_line(line: Mapping[str, Any]) -> str:
-    return json.dumps(line, separators=(",", ":"))
-
-
 def _is_valid(line: Any) -> bool:
     wanted = {"process": _PROCESS, "request": _REQUEST}.get(str(line.get("kind")))
     if wanted is None or not all(type(line.get(name)) is kind for name, kind in wanted.items()):
@@ -123,7 +127,7 @@ def _is_valid(line: Any) -> bool:
             as_tokens(line.get(name, []))
     except PromptError:
         return False
-    return line["kind"] == "process" or line["shared"] + len(line["prompt"]) > 0
+    return line["kind"] == "process" or bool(line["shared"] + len(line["prompt"]))
 
 
 def _ids(tokens: list[int]) -> TokenArray:
