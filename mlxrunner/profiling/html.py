@@ -39,7 +39,7 @@ def page(summary: Summary, sources: Sequence[str], skipped: int = 0) -> str:
     left_out = f" {number(skipped)} lines could not be read and were skipped." if skipped else ""
     body = [
         "<header><h1>What the prefix cache reused</h1>",
-        f"<p>{safe(', '.join(sources))}: {number(summary.requests)} requests, {period}. {safe(models)}.{left_out}</p></header>",
+        f"<p>{safe(', '.join(sources))}: {number(summary.requests)} requests, {safe(period)}. {safe(models)}.{left_out}</p></header>",
         _cards(summary),
         '<main class="panels">',
         _timeline(summary),

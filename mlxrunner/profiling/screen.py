@@ -177,7 +177,9 @@ def _table(title: str, columns: tuple[str, ...]) -> Table:
             continue
         is_figure = name in FIGURES
         justify: JustifyMethod = "right" if is_figure else "left"
-        table.add_column(name, justify=justify, no_wrap=is_figure, overflow="fold", header_style="dim", min_width=len(name))
+        table.add_column(
+            name, justify=justify, no_wrap=is_figure or name == "id", overflow="fold", header_style="dim", min_width=len(name)
+        )
     return table
 
 
