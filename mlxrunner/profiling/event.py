@@ -35,7 +35,8 @@ def event_of(observed: Observation, identity: Mapping[str, Any], number: int) ->
     """
     usage, lookup, answered = observed.usage, observed.lookup, observed.usage.completion_tokens
     began = observed.clock.began
-    evaluated, seconds = sum(count for _, _, count in observed.chunks), sum(end - begin for begin, end, _ in observed.chunks)
+    prefill = [chunk for chunk in observed.chunks if not answered or chunk[1] <= observed.clock.first]
+    evaluated, seconds = sum(count for _, _, count in prefill), sum(end - begin for begin, end, _ in prefill)
     started = "cold" if number == 1 else "warm"
     return {
         "schema": SCHEMA,
@@ -97,7 +98,7 @@ def _spans(observed: Observation) -> list[dict[str, Any]]:
         spans.append(("decode", clock.first, usage.decode_s, usage.completion_tokens - 1))
     return [
         {"name": name, "start_s": _seconds(begin - began), "duration_s": _seconds(took), "tokens": count}
-        for name, begin, took, count in spans
+        for name, begin, took, count in sorted(spans, key=lambda span: span[1])
     ]
 
 

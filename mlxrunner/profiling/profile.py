@@ -155,7 +155,9 @@ class Profile:
         self.verified += 1
         if not found["equal"]:
             self.failed += 1
-            why = f"a cold run of request {self.number} differed by {found['logits_difference']:.3g} in its last logits"
+            token, difference = found["first_difference"], found["logits_difference"]
+            what = f"its last logits differ by {difference:.3g}" if token is None else f"answer token {token} is another one"
+            why = f"request {self.number} run again cold: {what}"
             logger.warning("the entry was wrong and is freed: %s", why)
             runner.free(why, "verify_failed")
         return found

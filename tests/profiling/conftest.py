@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +173,7 @@ def scripted(tmp_path: Path) -> Callable[..., Path]:
         tokens = [tokenizer.encode_more(begin)[-1], *tokenizer.encode_more(script + ENDS[family])]
         assert len(set(tokens)) == len(tokens), tokenizer.decode(tokens)
         head = mx.zeros((width, width))
-        for before, after in zip(tokens[:-1], tokens[1:], strict=True):
+        for before, after in pairwise(tokens):
             head[after, before] = 1.0
         model.lm_head.weight = head
         (folder / "config.json").unlink()
@@ -210,7 +211,7 @@ class Talk:
     def ask(self, prompt: Any, answer: str = "", **options: Any) -> dict[str, Any]:
         """The event of a request that is answered with `answer`."""
         tokenizer = self.runner.tokenizer
-        wanted = tokenizer.encode_more(answer) + [sorted(tokenizer.stop_tokens)[-1]]
+        wanted = [*tokenizer.encode_more(answer), sorted(tokenizer.stop_tokens)[-1]]
         start = len(self.runner.tokenize(prompt))
 
         def dictate(tokens: Any, logits: Any) -> Any:
