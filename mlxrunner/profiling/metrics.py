@@ -106,22 +106,19 @@ class Metrics:
         """Take over the counts that are in the file already; a file that is not ours is refused."""
         from prometheus_client.parser import text_string_to_metric_families
 
-        known = {*COUNTERS, *GAUGES, *HISTOGRAMS}
         try:
-            text = self._path.read_text(encoding="utf-8")
-            for family in text_string_to_metric_families(text):
-                if family.name not in known:
-                    raise OptionError(
-                        f"{self._path} holds {family.name}, which is not mlxrunner's: choose another file for --metrics"
-                    )
-                for sample in family.samples:
-                    self._values[sample.name, _labels(sample.labels)] = sample.value
+            families = list(text_string_to_metric_families(self._path.read_text(encoding="utf-8")))
         except FileNotFoundError:
             return
         except OSError as error:
             raise OptionError(f"{self._path}: can't be read: {error.strerror or error}") from error
         except (ValueError, KeyError, IndexError) as error:
             raise OptionError(f"{self._path} is not in Prometheus text format: choose another file for --metrics") from error
+        foreign = {family.name for family in families} - {*COUNTERS, *GAUGES, *HISTOGRAMS}
+        if foreign:
+            raise OptionError(f"{self._path} holds {min(foreign)}, which is not mlxrunner's: choose another file for --metrics")
+        for family in families:
+            self._values |= {(sample.name, _labels(sample.labels)): sample.value for sample in family.samples}
 
     def _write(self) -> None:
         from prometheus_client import write_to_textfile

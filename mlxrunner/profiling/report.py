@@ -19,6 +19,7 @@ SKIPPED = {
     "version": "of another version",
     "invalid": "with missing or wrong fields",
     "lost": "that go on from a lost one",
+    "parallel": "of parallel requests, which have no entry of their own",
 }
 REPORT_EVERY = 2000
 

@@ -113,8 +113,9 @@ class Replay:
         """The entry that has most of the prompt. If half of it or more would be dropped for that, a copy of it in the place of the least
         recently used one, and it stays as it is."""
         best = max(self._entries, key=lambda entry: entry.matched(prompt))
-        oldest = next((entry for entry in self._entries if entry is not best), best)
-        if oldest is not best and 2 * best.matched(prompt) < len(best.cache.current.tokens):
+        matched = best.matched(prompt)
+        oldest = next((entry for entry in self._entries if entry is not best or not matched), best)
+        if oldest is not best and 2 * matched < len(best.cache.current.tokens):
             oldest.become(best)
             return oldest
         return best

@@ -116,10 +116,10 @@ def simulate(
     """
     result, log = Simulation(), read_token_log(files)
     tries: list[_Try] = []
-    broken = 0
+    left_out: Counter[str] = Counter()
     for number, logged in enumerate(log, 1):
-        if not is_usable(logged):
-            broken += 1
+        if not logged.process["layers"] or not is_usable(logged):
+            left_out["invalid" if logged.process["layers"] else "parallel"] += 1
             continue
         if not tries:
             tries = [_Try(what) for what in what_ifs(logged.process, entries, intervals, slacks)]
@@ -128,7 +128,7 @@ def simulate(
             result.agreed += (as_run.matched, as_run.cached) == (logged.facts["matched"], logged.facts["cached"])
         if number % REPORT_EVERY == 0:
             progress(number)
-    result.skipped = log.skipped + Counter(invalid=broken)
+    result.skipped = log.skipped + left_out
     if not tries:
         names = ", ".join(map(str, files))
         skipped = f": {skipped_words(result.skipped)}" if result.skipped.total() else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections import defaultdict
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -71,7 +72,7 @@ def test_requests_that_overlap_get_threads_of_their_own() -> None:
     for entry in requests:
         by_thread[entry["tid"]].append((entry["ts"], entry["ts"] + entry["dur"]))
     for spans in by_thread.values():
-        assert all(earlier[1] <= later[0] for earlier, later in zip(spans, spans[1:], strict=False))
+        assert all(earlier[1] <= later[0] for earlier, later in pairwise(spans))
 
 
 @pytest.mark.parametrize("time", ["yesterday", "", "9999-99-99", "2026-11-20T13:00:00"])
