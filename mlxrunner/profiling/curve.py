@@ -10,22 +10,28 @@ Row = tuple[float, float, float]
 
 
 class PrefillCurve:
-    """Least squares over all chunks so far, with no coefficient below zero; each chunk costs a few microseconds."""
+    """Least squares over all chunks so far, with no coefficient below zero.
+
+    It is fitted again when there are a quarter more chunks than the last time, or one that went further than all before: most
+    requests only add theirs to a list.
+    """
 
     def __init__(self) -> None:
         self._products = [[0.0] * 3 for _ in range(3)]
         self._targets = [0.0] * 3
-        self._reach = 0
-        self._largest = 0
+        self._coming: list[tuple[Row, float]] = []
+        self._fitted: Row = (0.0, 0.0, 0.0)
+        self._count = 0
+        self._reach = self._largest = 0
 
     def add(self, begin: int, end: int, seconds: float) -> None:
         """A chunk that was evaluated."""
-        row = _row(begin, end)
-        for i in range(3):
-            self._targets[i] += row[i] * seconds
-            for j in range(3):
-                self._products[i][j] += row[i] * row[j]
-        self._reach, self._largest = max(self._reach, end), max(self._largest, end - begin)
+        self._coming.append((_row(begin, end), seconds))
+        is_further = end > self._reach or end - begin > self._largest
+        if is_further:
+            self._reach, self._largest = max(self._reach, end), max(self._largest, end - begin)
+        if is_further or 4 * len(self._coming) > self._count:
+            self._fit()
 
     def seconds(self, tokens: int, step: int) -> float | None:
         """What the first `tokens` tokens of a prompt would cost, in chunks of `step`; 0 for none.
@@ -36,8 +42,18 @@ class PrefillCurve:
             return 0.0
         if tokens > 2 * self._reach or min(tokens, step) > 4 * self._largest:
             return None
-        fixed, linear, square = self._solve()
+        fixed, linear, square = self._fitted
         return fixed * -(-tokens // step) + linear * tokens + square * _scaled(tokens)
+
+    def _fit(self) -> None:
+        for row, seconds in self._coming:
+            for i in range(3):
+                self._targets[i] += row[i] * seconds
+                for j in range(3):
+                    self._products[i][j] += row[i] * row[j]
+        self._count += len(self._coming)
+        self._coming.clear()
+        self._fitted = self._solve()
 
     def _solve(self) -> Row:
         """The normal equations, without the columns that would come out negative."""

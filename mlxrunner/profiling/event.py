@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import secrets
 import time
 from collections.abc import Mapping
-from datetime import UTC, datetime
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,6 +17,8 @@ _FROM_USAGE = (
     "reevaluated_tokens", "lost_tokens", "outcome", "reason", "freed_by", "rewind_limited_by", "checkpoint", "used_bytes", "cache_bytes",
     "peak_bytes",
 )  # fmt: skip
+_usage_values = attrgetter(*_FROM_USAGE)
+_encode = json.JSONEncoder(separators=(",", ":")).encode
 _LOGGED = (
     "command", "number", "outcome", "reason", "freed_by", "rewind_limited_by", "prompt_tokens", "matched_tokens", "cached_tokens",
     "evaluated_tokens", "trimmed_tokens", "lost_tokens", "completion_tokens", "shifted_tokens", "entry_tokens_after", "finish", "error",
@@ -41,7 +42,7 @@ def event_of(observed: Observation, identity: Mapping[str, Any], number: int) ->
     return {
         "schema": SCHEMA,
         "version": VERSION,
-        "id": secrets.token_hex(6),
+        "id": f"{number:04x}{identity['process']}",
         "time": _moment(began),
         **identity,
         "number": number,
@@ -51,7 +52,7 @@ def event_of(observed: Observation, identity: Mapping[str, Any], number: int) ->
         "error": observed.error,
         "entry_tokens": lookup.entry_tokens,
         "entry_tokens_after": len(observed.entry),
-        **{name: getattr(usage, name) for name in _FROM_USAGE},
+        **dict(zip(_FROM_USAGE, _usage_values(usage), strict=True)),
         "saved_tokens": usage.cached_tokens,
         "saved_s": None,
         "run": f"{started}-{'restored' if lookup.is_restored else usage.outcome}",
@@ -83,7 +84,7 @@ def logfmt(event: Mapping[str, Any]) -> str:
 
 
 def as_line(event: Mapping[str, Any]) -> str:
-    return json.dumps(event, separators=(",", ":"))
+    return _encode(event)
 
 
 def _spans(observed: Observation) -> list[dict[str, Any]]:
@@ -96,20 +97,22 @@ def _spans(observed: Observation) -> list[dict[str, Any]]:
     spans += [("prefill", begin, end - begin, count) for begin, end, count in observed.chunks]
     if usage.completion_tokens > 1:
         spans.append(("decode", clock.first, usage.decode_s, usage.completion_tokens - 1))
+    if usage.reevaluated_tokens:
+        spans.sort(key=lambda span: span[1])
     return [
         {"name": name, "start_s": _seconds(begin - began), "duration_s": _seconds(took), "tokens": count}
-        for name, begin, took, count in sorted(spans, key=lambda span: span[1])
+        for name, begin, took, count in spans
     ]
 
 
 def _moment(began: float) -> str:
     """A moment on time.perf_counter as UTC."""
-    at = time.time() - (time.perf_counter() - began)
-    return datetime.fromtimestamp(at, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+    seconds, parts = divmod(time.time() - (time.perf_counter() - began), 1)
+    return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(seconds))}.{int(parts * 1e6):06}Z"
 
 
 def _seconds(value: float) -> float:
-    return round(max(0.0, value), 7)
+    return round(value, 7) if value > 0 else 0.0
 
 
 def _value(value: Any) -> str:

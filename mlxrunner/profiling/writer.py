@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,12 +25,17 @@ KEPT = 4
 class LineWriter:
     """Appends to `file`, which is rotated to FILE.1 ... FILE.4 when it would grow beyond `limit` bytes.
 
+    Whether somebody else has rotated the file is looked at when `patience` seconds have gone by since the last time.
+
     OptionError at once where the file can't be opened; what goes wrong later (a full disk) is one warning, and the lines are dropped until
     writing works again. `first`: a line that comes before this writer's others in each file that it writes to.
     """
 
-    def __init__(self, file: str | Path, *, limit: int = LIMIT, first: Callable[[], str] | None = None) -> None:
-        self._file, self._limit, self._first = Path(file), limit, first
+    def __init__(
+        self, file: str | Path, *, limit: int = LIMIT, first: Callable[[], str] | None = None, patience: float = 1.0
+    ) -> None:
+        self._file, self._limit, self._first, self._patience = Path(file), limit, first, patience
+        self._looked = 0.0
         self._warned = self._told = False
         try:
             self._descriptor = self._open()
@@ -62,9 +68,11 @@ class LineWriter:
             data = self._lines(line)
             fcntl.flock(self._descriptor, fcntl.LOCK_EX)
             try:
-                if not self._is_current():
+                size = os.fstat(self._descriptor).st_size
+                is_full = size > 0 and size + len(data) > self._limit
+                if not self._is_current(at_once=is_full):
                     pass  # somebody else has rotated it, or taken it away
-                elif (size := os.fstat(self._descriptor).st_size) and size + len(data) > self._limit and self._is_ours():
+                elif is_full and self._is_ours():
                     self._rotate()
                 else:
                     _write_whole(self._descriptor, data, size)
@@ -83,8 +91,12 @@ class LineWriter:
         # Non-blocking for a pipe that nobody reads.
         return os.open(self._file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
 
-    def _is_current(self) -> bool:
+    def _is_current(self, *, at_once: bool) -> bool:
         """Whether the name still means the file that is open."""
+        now = time.monotonic()
+        if now < self._looked + self._patience and not at_once:
+            return True
+        self._looked = now
         try:
             there = os.stat(self._file)
         except FileNotFoundError:

@@ -76,7 +76,7 @@ def test_a_file_that_was_taken_away_is_made_again(tmp_path: Path) -> None:
     """By logrotate, say; and again after its folder was gone for a while."""
     file = tmp_path / "logs" / "events"
     file.parent.mkdir()
-    writer = LineWriter(file)
+    writer = LineWriter(file, patience=0)
     writer.write("a")
     file.rename(tmp_path / "old")
     writer.write("b")
