@@ -72,7 +72,7 @@ def show(event: Event, to: Console) -> None:
 
 
 def _cost(event: Event) -> str:
-    said = f"{number(event['evaluated_tokens'])} were evaluated"
+    said = f"{number(event['evaluated_tokens'])} {'was' if event['evaluated_tokens'] == 1 else 'were'} evaluated"
     if event["lost_tokens"]:
         said += f", {number(event['lost_tokens'])} of them because of that"
         if event["prefill_rate"]:

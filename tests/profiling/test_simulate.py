@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -101,10 +102,8 @@ def _interrupted(runner: Runner, prompt: list[int], passes: int, monkeypatch: py
 
     with monkeypatch.context() as patch:
         patch.setattr(mlxrunner.pipeline, "evaluate", evaluate)
-        try:
+        with suppress(KeyboardInterrupt):
             list(runner.generate(prompt, max_tokens=2, stop_tokens=[], overflow="shift", keep=8))
-        except KeyboardInterrupt:
-            pass
 
 
 def assert_agrees(logged: list[LoggedRequest]) -> set[str | None]:
