@@ -68,7 +68,9 @@ def explain(events: str, request: str | None, last: bool) -> None:
 
     if (request is None) == (not last):
         raise OptionError("give the ID of an event, or --last" + (", not both" if last else ""))
-    show(find(sources([events]), request), console(sys.stdout))
+    with _counter("events") as progress:
+        event = find(sources([events]), request, progress)
+    show(event, console(sys.stdout))
 
 
 @click.command()

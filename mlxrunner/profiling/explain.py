@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from difflib import SequenceMatcher
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ from mlxrunner.errors import OptionError
 from mlxrunner.profiling.reading import read_events
 from mlxrunner.profiling.reasons import PARTS, REASONS
 from mlxrunner.profiling.reasons import explain as sentence_of
-from mlxrunner.profiling.report import must_have
+from mlxrunner.profiling.report import REPORT_EVERY, must_have
 from mlxrunner.profiling.wording import moment, number, seconds
 from mlxrunner.terminal import visible
 
@@ -30,7 +30,7 @@ HASHED = (
 )
 
 
-def find(files: Iterable[Path], wanted: str | None) -> Event:
+def find(files: Iterable[Path], wanted: str | None, progress: Callable[[int], None] = lambda events: None) -> Event:
     """The event whose id is, or alone begins with, `wanted`; None: the last one. OptionError if there is no such one."""
     paths = list(files)
     events = read_events(paths)
@@ -38,6 +38,8 @@ def find(files: Iterable[Path], wanted: str | None) -> Event:
     count = 0
     for event in events:
         count += 1
+        if count % REPORT_EVERY == 0:
+            progress(count)
         if wanted is None:
             found = {event["id"]: event}
         elif event["id"].startswith(wanted):
