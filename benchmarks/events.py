@@ -1,4 +1,4 @@
-"""What an event of each request costs: python benchmarks/events.py [--tokens 32768] [--rounds 40]
+"""What an event of each request costs: python benchmarks/events.py [--tokens 32768] [--rounds 20]
 
 A tiny Llama with random weights, so that what is measured is not lost in the model; a conversation of 64 messages. "in the observer":
 everything that is done for the event, after the last chunk was read, until its line is in the file, as the clock says; "again": the same
@@ -62,7 +62,7 @@ def request(runner: Runner, messages: Any) -> float:
 def main() -> None:
     options = argparse.ArgumentParser()
     options.add_argument("--tokens", type=int, default=32768)
-    options.add_argument("--rounds", type=int, default=40)
+    options.add_argument("--rounds", type=int, default=20)
     given = options.parse_args()
     config = tiny_config("llama", vocab_size=300, max_position_embeddings=given.tokens + 4096)
     model = tiny_model(config)
@@ -76,7 +76,7 @@ def main() -> None:
         for name, target, rounds, edits in (
             ("hit", 100.0, given.rounds, [("", "")]),
             ("edited", None, given.rounds, [("a", ""), ("b", "")]),
-            ("first edited", None, 2, [("", "a"), ("", "b")]),
+            ("first edited", None, 1, [("", "a"), ("", "b")]),
         ):
             watched: list[float] = []
             unwatched: list[float] = []

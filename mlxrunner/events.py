@@ -22,8 +22,8 @@ class Usage:
     at most.
     `rewind_limited_by`: kind of the layer that could not go back to the match; `checkpoint`: offset of the one that was used.
     `shifted_tokens`: dropped from the middle because the context was full; `reevaluated_tokens`: evaluated once more for that, where a
-    layer could not move what it stores. `cache_bytes`: allocated; `used_bytes`: of these, what holds tokens; `peak_bytes`: of all MLX
-    memory, this request.
+    layer could not move what it stores. `cache_bytes`: allocated for caches and checkpoints; `used_bytes`: of the former, what holds
+    tokens; `peak_bytes`: of all MLX memory, this request.
     """
 
     prompt_tokens: int

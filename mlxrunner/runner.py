@@ -234,7 +234,7 @@ class Runner:
         prepared = prepare(self.tokenizer, prompt)
         tokens = prepared.tokens
         self._check(tokens)
-        clock = Clock(began, time.perf_counter())
+        clock = Clock(began - prepared.seconds, time.perf_counter())
         shift = self._shift(prompt, tokens, options)
         discard = shift.discard(len(tokens)) if shift is not None and len(tokens) >= self.context else 0
         if shift is not None and discard:
@@ -319,7 +319,7 @@ class Runner:
         return CheckpointPlan(places, ends[0] if ends else None, self.checkpoint_interval)
 
     def _usage(self, request: _Request, answer: Answer, pipeline: Pipeline) -> Usage:
-        session, clock = request.session, request.clock
+        session, clock, entry = request.session, request.clock, self._cache.entry
         lookup: Lookup = session.lookup
         return Usage(
             prompt_tokens=lookup.prompt_tokens,
@@ -340,10 +340,10 @@ class Runner:
             prefill_s=pipeline.prefill_s,
             ttft_s=clock.first - clock.began if answer.count else 0.0,
             decode_s=clock.last - clock.first,
-            cache_bytes=sum(cache.nbytes for cache in session.caches),
+            cache_bytes=entry.nbytes,
             peak_bytes=mx.get_peak_memory(),
             lost_tokens=lookup.lost,
-            used_bytes=sum(cache.used_bytes for cache in session.caches),
+            used_bytes=entry.used_bytes,
         )
 
     def _observation(self, request: _Request, usage: Usage) -> Observation:

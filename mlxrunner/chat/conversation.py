@@ -7,6 +7,7 @@ Knows nothing about terminals.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,6 +45,7 @@ class Conversation:
 
         A turn that got no answer at all (an error, an interrupted prefill) is taken back.
         """
+        began = time.perf_counter()
         user: Message = {"role": "user", "content": text}
         rendered, prompt = self._render(user)
         overflow: dict[str, Any] = {}
@@ -56,7 +58,7 @@ class Conversation:
                 if len(self.runner.tokenizer.encode_more(text)) >= shift.target_free:
                     overflow = {"overflow": "stop"}  # what a shift leaves would begin in the middle of this turn
         messages = [*self._system(), *self.messages[self._first :], user]
-        prepared = Prepared(as_tokens(prompt), "messages", messages, rendered)
+        prepared = Prepared(as_tokens(prompt), "messages", messages, rendered, seconds=time.perf_counter() - began)
         chunks = self.runner.generate(prepared, progress=progress, **(self.options | overflow))
         return self._answer(user, rendered, prompt, overflow.get("keep", 0), chunks)
 

@@ -56,6 +56,8 @@ def generate(
         raise OptionError("--system needs the chat template, which --raw leaves out: use one of them")
     if options["logprobs"] is not None and not as_json:
         raise OptionError("--logprobs needs --json to print them")
+    if count > 1 and options["verify_cache"]:
+        raise OptionError("--verify-cache looks at one request at a time, and --n runs several at once: use one of them")
     from mlxrunner.config import GenerateOptions
 
     text = _read_prompt(prompt)

@@ -174,8 +174,10 @@ class Profile:
     def _process(self, runner: Any) -> dict[str, Any]:
         """The token log's line about this process."""
         names = ("process", "model", "fingerprint")
+        alone = {"prefill_step": 0, "checkpoint_interval": 0, "checkpoint_budget": 0, "rewind_slack": 0, "kv_bits": None}
         return {
             **{name: self._identity[name] for name in names},
+            **alone,
             **self._settings,
             "layers": describe_layers(runner.entry.caches) if hasattr(runner, "entry") else [],
             "message_ends": sorted(runner.tokenizer.message_ends),

@@ -17,13 +17,15 @@ from mlxrunner.tokenizer.base import Message, Tokenizer
 @dataclass(frozen=True, eq=False)
 class Prepared:
     """A prompt with its tokens and what they were made of: `messages` and the `text` that the chat template made of them (with
-    `variables`, where it was given some); of a raw prompt, only the text."""
+    `variables`, where it was given some); of a raw prompt, only the text. `seconds`: what a caller has taken for that, which is part of
+    the request's time."""
 
     tokens: TokenArray
     kind: Literal["messages", "text", "tokens"] = "tokens"
     messages: Sequence[Message] = ()
     text: str = ""
     variables: Mapping[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
 
 
 Prompt = str | Sequence[int] | Sequence[Message] | Prepared

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -167,6 +169,32 @@ def test_interrupted(events: Path, lines: Lines) -> None:
     assert (event["reason"], event["cached_tokens"], event["lost_tokens"]) == ("interrupted", 16, 39 - 16)
     assert later["reason"] == "diverged"
     assert explain(event).startswith("the request before it was ended before its prompt was evaluated")
+
+
+def test_interrupted_in_a_terminal(events: Path, lines: Lines) -> None:
+    """A long message, Ctrl-C while it is evaluated, and the same message again."""
+    import pexpect
+
+    command = ["-m", "mlxrunner", "chat", "--prefill-step", "4", "--events", str(events)]
+    environment = {**os.environ, "TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1"}
+    terminal = pexpect.spawn(sys.executable, command, timeout=120, dimensions=(40, 200), env=environment)
+    for requests in (1, 2):
+        terminal.expect(">>>")
+        terminal.send("and then " * 150 + "\r")
+        if requests == 1:
+            terminal.expect("evaluating the prompt")
+            terminal.sendintr()
+            terminal.expect("interrupted")
+        while not events.exists() or len(lines(events)) < requests:
+            terminal.expect([pexpect.TIMEOUT, r"\S"], timeout=1)
+    terminal.sendeof()
+    terminal.expect(pexpect.EOF)
+    stopped, again = lines(events)
+    assert (stopped["finish"], stopped["completion_tokens"], stopped["reason"]) == ("interrupted", 0, "empty")
+    assert again["reason"] == "interrupted"
+    assert again["cached_tokens"] == stopped["entry_tokens_after"]
+    assert again["lost_tokens"] == again["prompt_tokens"] - 1 - again["cached_tokens"]
+    assert "was ended before its prompt was evaluated" in said(events)
 
 
 def test_interrupted_before_anything_was_evaluated() -> None:
