@@ -13,6 +13,10 @@ from mlxrunner.errors import MlxrunnerError
 from mlxrunner.profiling.reading import ReadError, with_rotated
 
 
+ERRORS = "backslashreplace"
+"""JSON can name half characters, which no file can hold."""
+
+
 class WriteError(MlxrunnerError):
     """A report that can't be written; the message names the file."""
 
@@ -44,13 +48,13 @@ def replaced(file: str, inputs: Iterable[Path] = (), *, newline: str | None = No
         if path.exists() and any(path.samefile(one) for one in inputs):
             raise WriteError(f"{file} is what is being read: give the result another name")
         if path.exists() and not path.is_file() and not path.is_dir():
-            with path.open("w", encoding="utf-8", newline=newline) as stream:
+            with path.open("w", encoding="utf-8", errors=ERRORS, newline=newline) as stream:
                 yield stream
             return
         path = Path(os.path.realpath(path))  # of a link, what it points to
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
         try:
-            with open(handle, "w", encoding="utf-8", newline=newline) as stream:
+            with open(handle, "w", encoding="utf-8", errors=ERRORS, newline=newline) as stream:
                 yield stream
             os.replace(name, path)
         except BaseException:

@@ -130,7 +130,8 @@ class Metrics:
 
 
 def _labels(labels: Mapping[str, str]) -> Labels:
-    return tuple(sorted(labels.items()))
+    """In one order; half characters, which no file can hold, as their codes."""
+    return tuple((name, value.encode("utf-8", "backslashreplace").decode()) for name, value in sorted(labels.items()))
 
 
 def _filled(family: Any, samples: Iterable[tuple[str, Labels, float]]) -> Metric:

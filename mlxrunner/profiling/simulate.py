@@ -61,7 +61,7 @@ class Request:
         facts = logged.facts
         answer, entry = logged.answer, None
         if facts.get("entry") is not None:
-            entry = np.array(facts["entry"], np.int32)
+            entry = as_tokens(facts["entry"])
             count = min(len(entry) + facts["shifted"] - len(logged.prompt), len(entry))
             answer = entry[len(entry) - max(count, 0) :]
         return cls(
@@ -189,7 +189,7 @@ def is_usable(logged: LoggedRequest) -> bool:
     try:
         for mark in process["thinking"]:
             as_tokens([*mark["begin"], *mark["end"]])
-        as_tokens(facts["entry"] or [])
+        as_tokens([] if facts["entry"] is None else facts["entry"])
         return all(process[name] >= low for name, low in least.items()) and all(map(is_layer, process["layers"]))
     except (KeyError, TypeError, ValueError):
         return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from mlxrunner import cli
+from mlxrunner.profiling.report import make_report
 from mlxrunner.testing_events import afternoon, example_event
 
 
@@ -104,6 +106,37 @@ def test_what_is_no_events_file_is_one_clear_line(tmp_path: Path, make: Any, mes
     assert message in result.stderr
     assert str(path) in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+JUNK: list[Any] = [None, True, -1, 2**31, 2**63, 1e308, -0.5, "", "x" * 1000, "\x1b[31m", "\ud800", [], [[]], {}, {"a": 1}]
+
+
+def mutated(value: Any, rng: random.Random) -> Any:
+    """Something in it is left out, or is something else."""
+    if rng.random() < 0.2 or not isinstance(value, dict | list) or not value:
+        return rng.choice(JUNK)
+    copy = dict(value) if isinstance(value, dict) else dict(enumerate(value))
+    name = rng.choice(list(copy))
+    if rng.random() < 0.2:
+        del copy[name]
+    else:
+        copy[name] = mutated(copy[name], rng)
+    return copy if isinstance(value, dict) else list(copy.values())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_whatever_the_lines_say_nothing_crashes(tmp_path: Path, seed: int) -> None:
+    """Fields left out, of other types, out of range, hostile: each line is used or counted, and every result is written."""
+    rng = random.Random(seed)
+    events = [mutated(event, rng) if rng.random() < 0.8 else event for _ in range(10) for event in afternoon(20, seed)]
+    file = write(tmp_path / "events.jsonl", *events)
+    results = [tmp_path / name for name in ("p.html", "r.csv", "t.json")]
+    made = make_report([file], html=str(results[0]), csv=str(results[1]), trace=str(results[2]))
+    assert made.summary.requests + made.skipped.total() == len(events)
+    assert all(result.stat().st_size for result in results)
+    json.loads(results[2].read_text())
+    for arguments in (["report", str(file)], ["explain", str(file), "--last"]):
+        assert CliRunner().invoke(cli.main, arguments).exit_code == 0
 
 
 def test_rotated_files_are_read_too_and_none_twice(tmp_path: Path) -> None:

@@ -307,6 +307,18 @@ def test_a_log_that_makes_no_sense_is_refused(log: Path, changes: dict[str, Any]
     assert "no requests in" in result.stderr
 
 
+@pytest.mark.parametrize(
+    "name", ["entry", "evaluated", "shifted", "cached", "matched", "entry_before", "prompt", "answer", "number"]
+)
+def test_requests_that_make_no_sense_crash_nothing(log: Path, name: str) -> None:
+    """Every field in turn, in every third line, of another type or far out of range."""
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    for value in ("", [[]], [], {}, -1, 10**12, [5], [2**40], True, None):
+        changed = [line | {name: value} if index % 3 == 2 else line for index, line in enumerate(lines[:12])]
+        log.write_text("".join(json.dumps(line) + "\n" for line in changed))
+        assert run(log).exit_code == 0
+
+
 def test_parallel_requests_are_left_out(log: Path) -> None:
     """They have slots instead of an entry; the log says so by having no layers."""
     lines = [json.loads(line) for line in log.read_text().splitlines()]
