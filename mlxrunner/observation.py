@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -50,9 +50,10 @@ class Observer(Protocol):
     def __call__(self, runner: Any, observation: Observation) -> None: ...
 
 
-def tell(observer: Observer, runner: Any, observation: Observation) -> None:
+def tell(observer: Observer, runner: Any, observe: Callable[[], Observation]) -> None:
+    """Tell `observer` what `observe` finds."""
     try:
-        observer(runner, observation)
+        observer(runner, observe())
     except Exception as error:
         logger.warning("the request was not recorded: %s: %s", type(error).__name__, error)
 

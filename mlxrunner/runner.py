@@ -268,8 +268,9 @@ class Runner:
             request.error = type(error).__name__
             raise
         finally:
-            if self.observer is not None and request.usage is not None:
-                tell(self.observer, self, self._observation(request, request.usage))
+            usage = request.usage
+            if self.observer is not None and usage is not None:
+                tell(self.observer, self, lambda: self._observation(request, usage))
 
     def _chunks(self, request: _Request) -> Iterator[Chunk]:
         mx.reset_peak_memory()

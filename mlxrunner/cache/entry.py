@@ -263,7 +263,8 @@ class PrefixCache:
         self._session = None
         self.settle()
         there = self.entry.tokens.array
-        if self._loss is None and not self.entry.is_shifted and common_prefix(there, prompt) == len(there) < len(prompt):
+        is_shorter = len(there) < len(prompt) and self._loss is None and not self.entry.is_shifted
+        if is_shorter and common_prefix(there, prompt) == len(there):
             self._loss = Loss("interrupted", None, prompt)
 
     def _rewind_for(self, prompt: TokenArray) -> Lookup:

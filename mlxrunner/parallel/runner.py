@@ -426,7 +426,7 @@ class ParallelRunner:
         self._adapted.cache.remove(slot.number, len(slot.tokens), END)
         usage = self._usage(request)
         if self.observer is not None:
-            tell(self.observer, self, self._observation(request, usage, reason, error))
+            tell(self.observer, self, lambda: self._observation(request, usage, reason, error))
         return usage
 
     def _observation(self, request: Request, usage: Usage, reason: FinishReason | None, error: str | None) -> Observation:

@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
+from mlxrunner.cache.factory import run_lazily
 from mlxrunner.cache.layer import LayerCache
 from mlxrunner.models.facts import ModelFacts
 from mlxrunner.profiling.segments import THINKING
@@ -30,8 +31,9 @@ def fingerprint(model: Any, facts: ModelFacts, settings: Mapping[str, Any]) -> s
     return digest.hexdigest()
 
 
-def describe_layers(caches: Sequence[LayerCache]) -> list[dict[str, Any]]:
-    """The `layers` of a token log's process line. Valid once a token was written."""
+def describe_layers(model: Any, caches: Sequence[LayerCache]) -> list[dict[str, Any]]:
+    """The `layers` of a token log's process line, from the shapes of an unevaluated token; `caches`: empty ones, to be thrown away."""
+    run_lazily(model, caches, 1)
     lines = [_layer(cache) for cache in caches]
     return [line | {"count": lines.count(line)} for index, line in enumerate(lines) if lines.index(line) == index]
 

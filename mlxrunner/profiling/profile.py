@@ -179,7 +179,7 @@ class Profile:
             **{name: self._identity[name] for name in names},
             **alone,
             **self._settings,
-            "layers": describe_layers(runner.entry.caches) if hasattr(runner, "entry") else [],
+            "layers": describe_layers(runner.model, runner.cold_caches()) if hasattr(runner, "cold_caches") else [],
             "message_ends": sorted(runner.tokenizer.message_ends),
             "thinking": thinking_marks(runner.tokenizer),
         }
