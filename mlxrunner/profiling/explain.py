@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from mlxrunner.errors import OptionError
 from mlxrunner.profiling.reading import read_events
-from mlxrunner.profiling.reasons import PARTS, REASONS
+from mlxrunner.profiling.reasons import PARTS
 from mlxrunner.profiling.reasons import explain as sentence_of
 from mlxrunner.profiling.report import REPORT_EVERY, must_have
-from mlxrunner.profiling.wording import moment, number, seconds
+from mlxrunner.profiling.summary import place_of
+from mlxrunner.profiling.wording import moment, number, place_remedy, remedy, seconds
 from mlxrunner.terminal import visible
 
 if TYPE_CHECKING:
@@ -67,10 +68,15 @@ def show(event: Event, to: Console) -> None:
     if event["divergence"] is not None:
         to.print()
         _sides(event["divergence"], to)
-    reason = REASONS.get(event["reason"] or "")
-    if reason is not None and reason.remedy:
+    mend = _remedy(event)
+    if mend:
         to.print()
-        to.print(Text("What to change: ", "bold").append(reason.remedy + ".", "not bold"))
+        to.print(Text("What to change: ", "bold").append(f"{mend}.", "not bold"))
+
+
+def _remedy(event: Event) -> str:
+    """Where prompt and entry part, the place says more than the reason."""
+    return (place_remedy(place_of(event)) if event["reason"] == "diverged" else "") or remedy(event["reason"] or "")
 
 
 def _cost(event: Event) -> str:

@@ -12,7 +12,6 @@ from typing import IO
 from mlxrunner.errors import MlxrunnerError
 from mlxrunner.profiling.reading import ReadError, with_rotated
 
-
 ERRORS = "backslashreplace"
 """JSON can name half characters, which no file can hold."""
 

@@ -9,7 +9,7 @@ from statistics import median
 from mlxrunner.profiling import svg
 from mlxrunner.profiling.summary import OUTCOMES, Sample, Summary, by_tokens
 from mlxrunner.profiling.svg import safe
-from mlxrunner.profiling.wording import moment, number, percent, rate, remedy, seconds, sentence
+from mlxrunner.profiling.wording import moment, number, percent, place_remedy, rate, remedy, seconds, sentence
 from mlxrunner.terminal import size
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
@@ -47,7 +47,6 @@ def page(summary: Summary, sources: Sequence[str], skipped: int = 0) -> str:
         _bytes(summary),
         _reasons(summary),
         _places(summary),
-        _panel("Time to the first token, by outcome", "Of requests that had one.", _outcomes_table(summary)),
         _costliest(summary),
         "</main>",
         "<footer>Made by <code>mlxrunner report</code>. Times are UTC; what was saved is an estimate from this machine's own prefills.</footer>",
@@ -136,7 +135,7 @@ def _first_tokens(summary: Summary) -> str:
         f"Both scales are logarithmic.{drawn}",
         {outcome: outcome for outcome in OUTCOMES},
         plot,
-        _sizes_table(samples),
+        _outcomes_table(summary) + _sizes_table(samples),
     )
 
 
@@ -215,9 +214,13 @@ def _reasons(summary: Summary) -> str:
 
 
 def _places(summary: Summary) -> str:
-    rows = [[name, number(loss.requests), number(loss.tokens), seconds(loss.seconds)] for name, loss in by_tokens(summary.places)]
-    table = _table(["place", "requests", "tokens", "time"], rows)
-    return _panel("Tokens lost, by place", "Where prompt and entry part: the role of the message, and the part of it.", table)
+    rows = [
+        [name, number(loss.requests), number(loss.tokens), seconds(loss.seconds), place_remedy(name)]
+        for name, loss in by_tokens(summary.places)
+    ]
+    table = _table(["place", "requests", "tokens", "time", "what to change"], rows)
+    text = "Where prompt and entry part: the role of the message, and the part of it."
+    return _panel("Tokens lost, by place", text, table, wide=True)
 
 
 def _costliest(summary: Summary) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import IO, TYPE_CHECKING
 
 from mlxrunner.profiling.summary import OUTCOMES, Loss, Miss, Summary, by_tokens
-from mlxrunner.profiling.wording import moment, number, percent, rate, remedy, seconds
+from mlxrunner.profiling.wording import moment, number, percent, place_remedy, rate, remedy, seconds
 from mlxrunner.terminal import visible
 
 if TYPE_CHECKING:
@@ -34,8 +34,8 @@ def show(summary: Summary, to: Console) -> None:
     """The whole report."""
     _totals(summary, to)
     _first_tokens(summary, to)
-    _losses("tokens lost, by reason", summary.reasons, to, with_remedy=True)
-    _losses("tokens lost, by place", summary.places, to)
+    _losses("tokens lost, by reason", summary.reasons, remedy, to)
+    _losses("tokens lost, by place", summary.places, place_remedy, to)
     _costliest(summary.costliest, to)
 
 
@@ -123,7 +123,7 @@ def _first_tokens(summary: Summary, to: Console) -> None:
     _print(table, to)
 
 
-def _losses(title: str, losses: Mapping[str, Loss], to: Console, *, with_remedy: bool = False) -> None:
+def _losses(title: str, losses: Mapping[str, Loss], mend: Callable[[str], str], to: Console) -> None:
     from rich.bar import Bar
 
     if not losses:
@@ -135,12 +135,11 @@ def _losses(title: str, losses: Mapping[str, Loss], to: Console, *, with_remedy:
         drawn = [Bar(max(most, 1), 0, loss.tokens, color="red")] if is_wide else []
         table.add_row(_text(name), number(loss.requests), number(loss.tokens), seconds(loss.seconds), *drawn)
     _print(table, to)
-    if with_remedy:
-        mended = [(name, remedy(name)) for name, loss in by_tokens(losses) if loss.tokens and remedy(name)]
-        if mended:
-            to.print()
-            to.print(_text("what to change", "bold"))
-            to.print(_grid(mended))
+    mended = [(name, mend(name)) for name, loss in by_tokens(losses) if loss.tokens and mend(name)]
+    if mended:
+        to.print()
+        to.print(_text("what to change", "bold"))
+        to.print(_grid(mended))
 
 
 def _costliest(misses: list[Miss], to: Console) -> None:

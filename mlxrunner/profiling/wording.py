@@ -4,6 +4,23 @@ from __future__ import annotations
 
 from mlxrunner.profiling.reasons import REASONS
 
+PLACE_REMEDIES = {
+    "system: text": "keep the system prompt the same; what changes (a date, retrieved text) belongs into the last message",
+    "text": "send earlier messages back to the letter as they were; what changes belongs into the last message",
+    "thinking": "the template leaves out earlier thinking: mlxrunner simulate says what keeping it would do",
+    "tools": "send the same tools, in the same order and words, from the first request on",
+    "template header": "the template's own text changes (a date, say): fix its variables, or use another template",
+    "message end": "a message goes on where it had ended before: send earlier messages back as they were",
+    "generation prompt": "the answer had begun otherwise: choose options of the template (thinking or not) once",
+}
+"""By the part of the message, or by role and part."""
+
+
+def place_remedy(place: str) -> str:
+    """What to change where tokens are lost at `place` (as `summary.place_of` calls it); empty where that is not known."""
+    part = place.rpartition(": ")[2]
+    return PLACE_REMEDIES.get(place, PLACE_REMEDIES.get(part, ""))
+
 
 def number(value: int) -> str:
     return f"{value:,}"

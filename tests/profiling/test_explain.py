@@ -45,7 +45,7 @@ def test_a_divergence_is_shown_with_both_sides_and_the_remedy(events: Path) -> N
     assert "the entry had the thinking block of message 1 (assistant)" in together
     assert "the prompt has the text of message 1 (assistant)" in together
     assert "33 of them because of that (10.1 ms)" in together
-    assert "What to change: put what changes" in together
+    assert "What to change: send earlier messages back to the letter as they were" in together
     (line,) = [line for line in result.stdout.splitlines() if "│<think>" in line]
     assert "│Your name is" in line
 

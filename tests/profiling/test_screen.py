@@ -8,9 +8,10 @@ import re
 import pytest
 from rich.console import Console
 
+from mlxrunner.profiling.reasons import PARTS
 from mlxrunner.profiling.screen import console, show, sparkline
-from mlxrunner.profiling.summary import Summary
-from mlxrunner.profiling.wording import number, percent, rate, seconds
+from mlxrunner.profiling.summary import NOWHERE, Summary, place_of
+from mlxrunner.profiling.wording import number, percent, place_remedy, rate, seconds
 from mlxrunner.testing_events import afternoon, example_event
 
 HOSTILE = "\x1b[31m[bold red]evil[/]\x1b]8;;http://x\x07:smile:\u202e"
@@ -96,6 +97,15 @@ def test_figures_are_honest() -> None:
         "-", "0 s", "12 µs", "12.3 ms", "1.23 s", "119 s", "10 min", "2.5 h",
     ]  # fmt: skip
     assert [rate(value) for value in (None, 1.234, 2345.6)] == ["-", "1.2 tokens/s", "2,346 tokens/s"]
+
+
+def test_every_place_has_a_remedy() -> None:
+    """By the part of the message; of a system prompt, its own; none where the place is not known."""
+    divergence = example_event()["divergence"]
+    for part in PARTS:
+        assert place_remedy(place_of(example_event(divergence=divergence | {"part": part})))
+    assert place_remedy("system: text") != place_remedy("user: text") == place_remedy("a: b: text")
+    assert place_remedy(NOWHERE) == place_remedy("somewhere") == ""
 
 
 def test_the_console_takes_nothing_for_markup() -> None:
