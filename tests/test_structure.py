@@ -24,10 +24,10 @@ FLOORS = [
 ]
 BOOKKEEPING = """
 cache.cells cache.checkpoints cache.entry cache.layer cache.layout cache.sequences cache.tokens config errors events overflow
-parallel.slots plan profiling.curve profiling.divergence profiling.event profiling.explain profiling.files profiling.html profiling.metrics profiling.paper
-profiling.reading profiling.reasons profiling.report profiling.rows profiling.screen profiling.segments profiling.simulate
-profiling.summary profiling.svg profiling.thinking profiling.tokenlog profiling.trace profiling.whatif profiling.wording
-profiling.writer terminal testing_events tokenizer.stream
+parallel.slots plan profiling.curve profiling.divergence profiling.event profiling.explain profiling.files profiling.html profiling.metrics
+profiling.paper profiling.reading profiling.reasons profiling.report profiling.rows profiling.screen profiling.segments
+profiling.simulate profiling.summary profiling.svg profiling.tally profiling.thinking profiling.tokenlog profiling.trace
+profiling.whatif profiling.wording profiling.writer terminal testing_events tokenizer.stream
 """.split()
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 from statistics import median
 
 from mlxrunner.profiling import svg
-from mlxrunner.profiling.summary import OUTCOMES, Sample, Summary, by_tokens
+from mlxrunner.profiling.summary import OUTCOMES, Summary
 from mlxrunner.profiling.svg import safe
+from mlxrunner.profiling.tally import Sample, by_tokens
 from mlxrunner.profiling.wording import moment, number, percent, place_remedy, rate, remedy, seconds, sentence
 from mlxrunner.terminal import size
 
@@ -136,6 +137,7 @@ def _first_tokens(summary: Summary) -> str:
         {outcome: outcome for outcome in OUTCOMES},
         plot,
         _outcomes_table(summary) + _sizes_table(samples),
+        is_open=True,
     )
 
 

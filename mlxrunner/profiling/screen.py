@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import IO, TYPE_CHECKING
 
-from mlxrunner.profiling.summary import OUTCOMES, Loss, Miss, Summary, by_tokens
+from mlxrunner.profiling.summary import OUTCOMES, Summary
+from mlxrunner.profiling.tally import Loss, Miss, by_tokens
 from mlxrunner.profiling.wording import moment, number, percent, place_remedy, rate, remedy, seconds
 from mlxrunner.terminal import visible
 

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from mlxrunner.profiling.html import page
-from mlxrunner.profiling.summary import BINS, Summary
+from mlxrunner.profiling.summary import Summary
 from mlxrunner.profiling.svg import Plot, Scale
+from mlxrunner.profiling.tally import BINS
 from mlxrunner.testing_events import afternoon, example_event
 
 CHROMIUM = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)

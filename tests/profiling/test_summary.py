@@ -8,7 +8,8 @@ import jsonschema
 import pytest
 
 from mlxrunner.profiling.reading import event_schema
-from mlxrunner.profiling.summary import BINS, MOST_PLACES, NOWHERE, SAMPLES, Summary, Times, by_tokens, place_of
+from mlxrunner.profiling.summary import MOST_PLACES, NOWHERE, SAMPLES, Summary, place_of
+from mlxrunner.profiling.tally import BINS, Times, by_tokens
 from mlxrunner.testing_events import afternoon, example_event
 
 
