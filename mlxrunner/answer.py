@@ -20,6 +20,7 @@ class Clock:
 
     began: float
     tokenized: float
+    lookup_began: float = 0.0
     lookup_s: float = 0.0
     first: float = 0.0
     last: float = 0.0

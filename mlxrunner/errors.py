@@ -10,6 +10,7 @@ MlxrunnerError          exit code 1
 ├── FormError           exit code 1: an answer that can't go on in the form that was asked for
 ├── CacheFullError, NotSupportedError   exit code 1: of caches for many sequences (`mlxrunner.cache.sequences`)
 ├── NoFreeSlotError     exit code 1: every slot of a parallel runner is in use (`mlxrunner.parallel.slots`)
+├── VerifyError         exit code 4: what a cold run found, warm requests had got otherwise (`--verify-cache` with `--strict`)
 └── BusyError           exit code 1: another request is still using the one entry
 """
 
@@ -75,6 +76,19 @@ class FormError(MlxrunnerError):
         reason = f": {why}" if why else ""
         super().__init__(f"after {tokens} tokens of the answer, no token of the model fits the form that was asked for{reason}")
         self.tokens = tokens
+
+
+class VerifyError(MlxrunnerError):
+    """A request that was run again cold gave something else than the entry had given."""
+
+    exit_code = 4
+
+    def __init__(self, failed: int, verified: int) -> None:
+        super().__init__(
+            f"{failed} of {verified} verified requests gave something else when they were run again cold: the entry was wrong. "
+            "This is a bug or broken memory; the events with verify.equal false say more"
+        )
+        self.failed, self.verified = failed, verified
 
 
 class BusyError(MlxrunnerError):

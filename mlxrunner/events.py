@@ -18,10 +18,12 @@ class Usage:
     `matched_tokens`: longest common prefix with the entry; `cached_tokens`: those really reused; `evaluated_tokens`: prompt
     tokens run through the model; `trimmed_tokens`: tokens dropped from the entry to get back to the cached ones. `ttft_s` runs
     from the request to the first token, `decode_s` from the first token to the last. `outcome`: "hit" (all that could be was reused),
-    "partial" or "miss"; `reason` says why not more (see `mlxrunner.cache.Lookup`); the tokens lost are matched - cached.
+    "partial" or "miss"; `reason` says why not more (see `mlxrunner.profiling.reasons`), `lost_tokens` how much more that would have been
+    at most.
     `rewind_limited_by`: kind of the layer that could not go back to the match; `checkpoint`: offset of the one that was used.
     `shifted_tokens`: dropped from the middle because the context was full; `reevaluated_tokens`: evaluated once more for that, where a
-    layer could not move what it stores. `peak_bytes`: of all MLX memory, this request.
+    layer could not move what it stores. `cache_bytes`: allocated for caches and checkpoints; `used_bytes`: of the former, what holds
+    tokens; `peak_bytes`: of all MLX memory, this request.
     """
 
     prompt_tokens: int
@@ -44,6 +46,8 @@ class Usage:
     decode_s: float
     cache_bytes: int
     peak_bytes: int
+    lost_tokens: int = 0
+    used_bytes: int = 0
 
     @property
     def prefill_rate(self) -> float:
@@ -76,13 +80,5 @@ class Chunk:
 
 
 def log_lookup(prompt_tokens: int, matched: int, cached: int) -> None:
-    """One line a request: whether the cache was hit, and how much is left to evaluate."""
-    if cached == 0:
-        logger.info("cache miss total=%d left=%d", prompt_tokens, prompt_tokens)
-    else:
-        logger.info("cache hit total=%d matched=%d cached=%d left=%d", prompt_tokens, matched, cached, prompt_tokens - cached)
-
-
-def log_entry(tokens: int, used_bytes: int, nbytes: int) -> None:
-    """The entry after a request."""
-    logger.debug("cache entry tokens=%d used_bytes=%d allocated_bytes=%d", tokens, used_bytes, nbytes)
+    """Before the first token: how much is left to evaluate."""
+    logger.debug("lookup prompt_tokens=%d matched_tokens=%d cached_tokens=%d", prompt_tokens, matched, cached)

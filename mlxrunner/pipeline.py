@@ -42,7 +42,8 @@ class Pipeline:
     `checkpoints`: where the prefill pauses to take one; None for a model that needs none.
     `shift`: what to do when the context is full (`rotate`: how keys are moved);
     None: the caller's `max_tokens` ends the answer before. `shifted` counts the tokens that were dropped for it, `reevaluated` those
-    that had to be evaluated again because a layer could not move them.
+    that had to be evaluated again because a layer could not move them. `chunks`: begin, end and tokens of each forward pass of the
+    prefill, on time.perf_counter. `logits`: those that follow the last token that was run, `[1, vocab]`.
     """
 
     def __init__(
@@ -61,6 +62,8 @@ class Pipeline:
         self._step, self._progress = prefill_step, progress
         self._checkpoints = checkpoints
         self.prefill_s = 0.0
+        self.chunks: list[tuple[float, float, int]] = []
+        self.logits: mx.array | None = None
 
     def run(self, next_token: NextToken, max_tokens: int) -> Generator[Decoded, None, None]:
         """At most `max_tokens` tokens. The last one's forward pass is not run: nobody asked what follows it."""
@@ -68,8 +71,8 @@ class Pipeline:
         session = self._session
         self._prefill()
         history = mx.array(session.prompt) if next_token.needs_history else None
-        seed = session.remaining
-        logits = self._forward(mx.array(seed)[None])[:, -1, :]
+        seed, seed_began = session.remaining, time.perf_counter()
+        logits = self.logits = self._forward(mx.array(seed)[None])[:, -1, :]
         sampled = next_token(logits, history)
         dispatch(sampled.arrays)
         session.record(seed)
@@ -81,13 +84,15 @@ class Pipeline:
                 if count == 1:
                     # Before the next pass is started: on a CPU, async_eval returns only when most of the work is done.
                     token = current.read()
-                    self.prefill_s = time.perf_counter() - began
+                    ended = time.perf_counter()
+                    self.prefill_s = ended - began
+                    self.chunks.append((seed_began, ended, len(seed)))
                     self._report(len(session.prompt))
                     yield current.decoded(token)
                 if count < max_tokens:
                     self._make_room()
                     on_its_way = current
-                    logits = self._forward(current.token[None])[:, -1, :]
+                    logits = self.logits = self._forward(current.token[None])[:, -1, :]
                     if history is not None:
                         history = mx.concatenate([history, current.token.astype(mx.int32)])
                     sampled = next_token(logits, history)
@@ -120,9 +125,11 @@ class Pipeline:
             self._checkpoint()
 
     def _evaluate(self, chunk: TokenArray) -> None:
+        began = time.perf_counter()
         self._forward(mx.array(chunk)[None])
         evaluate(self._session.caches)
         self._session.record(chunk)
+        self.chunks.append((began, time.perf_counter(), len(chunk)))
         mx.clear_cache()
 
     def _make_room(self) -> None:

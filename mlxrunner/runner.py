@@ -22,9 +22,10 @@ from mlxrunner.cache.tokens import TokenArray
 from mlxrunner.config import GenerateOptions
 from mlxrunner.constrain import constraint_of
 from mlxrunner.errors import ContextFullError, ContextLengthError, ModelError, OptionError, PromptError
-from mlxrunner.events import Chunk, Usage, log_entry, log_lookup
+from mlxrunner.events import Chunk, FinishReason, Usage, log_lookup
 from mlxrunner.models.facts import ModelFacts, without_weights
 from mlxrunner.models.load import LoadedModel, load_model
+from mlxrunner.observation import Observation, Observer, finish_of, tell
 from mlxrunner.overflow import Shift
 from mlxrunner.pipeline import CheckpointPlan, Pipeline, Progress
 from mlxrunner.plan import Demand, Plan, make_plan
@@ -32,7 +33,7 @@ from mlxrunner.reserve import announce, choose, demand_of, must_fit, weights_of
 from mlxrunner.reserve import reserve as reserve_memory
 from mlxrunner.sampling import LogitsProcessor, NextToken
 from mlxrunner.tokenizer import Tokenizer
-from mlxrunner.tokenizer.prompt import Prompt, system_tokens, tokenize
+from mlxrunner.tokenizer.prompt import Prepared, Prompt, prepare, system_tokens
 
 DEFAULT_PREFILL_STEP = 2048
 DEFAULT_INTERVAL = 1024
@@ -67,6 +68,8 @@ class Runner:
         self.model, self.tokenizer, self.facts, self.name = model, tokenizer, facts, name
         self.prefill_step, self.checkpoint_interval = prefill_step, checkpoint_interval
         self.plan: Plan | None = None
+        self.observer: Observer | None = None
+        """Is told of every request after it has ended (see `mlxrunner.profiling`)."""
         self._pipeline: Pipeline | None = None
         self._discarded = 0
         self._options = CacheOptions(self.context, whole, rewind_slack, kv_bits)
@@ -145,6 +148,19 @@ class Runner:
         return replace(demand, batch=demand.batch.measured(taken.batch, self.context))
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """The options that decide what is stored, and how far back it can go."""
+        return {
+            "context": self.context, "kv_bits": self._options.kv_bits, "prefill_step": self.prefill_step,
+            "rewind_slack": self._options.rewind_slack, "checkpoint_interval": self.checkpoint_interval,
+            "checkpoint_budget": self._cache.checkpoint_budget,
+        }  # fmt: skip
+
+    def cold_caches(self) -> list[LayerCache]:
+        """Empty caches like the entry's, beside them; they take memory as they grow."""
+        return make_layer_caches(self.model, replace(self._options, whole=False))
+
+    @property
     def entry(self) -> CacheEntry:
         """The entry as it is between requests."""
         return self._cache.current
@@ -159,9 +175,21 @@ class Runner:
         self._cache.reset()
         mx.clear_cache()
 
+    def mark_restored(self, source: str) -> None:
+        """Have the next request say that the entry came from the file `source`."""
+        self._cache.mark_restored(source)
+
+    def explain_loss(self, reason: str, by: str, tokens: TokenArray) -> None:
+        """Have the next request say that an entry with `tokens` was there before this runner, and why it is gone."""
+        self._cache.lose(reason, by, tokens)
+
+    def free(self, why: str, reason: str = "entry_freed") -> None:
+        """Free the entry, and have the next request say why. BusyError while one is running."""
+        self._cache.reset(why, reason)
+
     def tokenize(self, prompt: Prompt) -> TokenArray:
         """A `str` is raw text, integers are taken as they are, messages go through the chat template."""
-        return tokenize(self.tokenizer, prompt)
+        return prepare(self.tokenizer, prompt).tokens
 
     def generate(
         self,
@@ -209,10 +237,11 @@ class Runner:
             frequency_penalty=frequency_penalty, penalty_context=penalty_context, overflow=overflow, keep=keep,
             schema=schema, choices=choices,
         )  # fmt: skip
-        tokens = self.tokenize(prompt)
+        prepared = prepare(self.tokenizer, prompt)
+        tokens = prepared.tokens
         self._check(tokens)
         constraint = constraint_of(options, self.tokenizer, self.facts.vocab)
-        clock = Clock(began, time.perf_counter())
+        clock = Clock(began - prepared.seconds, time.perf_counter())
         shift = self._shift(prompt, tokens, options)
         discard = shift.discard(len(tokens)) if shift is not None and len(tokens) >= self.context else 0
         if shift is not None and discard:
@@ -222,7 +251,8 @@ class Runner:
             raise ContextLengthError(len(tokens), self.context)
         self._pipeline, self._discarded = None, discard
         next_token = NextToken(options, self.facts.vocab, logits_processors, constraint)
-        return self._run(_Request(self._cache.begin(tokens), options, next_token, progress, clock, shift, discard))
+        session = self._cache.begin(tokens)
+        return self._run(_Request(prepared, session, options, next_token, progress, clock, shift, discard))
 
     def _shift(self, prompt: Prompt, tokens: TokenArray, options: GenerateOptions) -> Shift | None:
         """How to make room in a full context, if that is wanted."""
@@ -238,16 +268,29 @@ class Runner:
             raise PromptError(f"token id {int(tokens.max())} is beyond the model's vocabulary of {self.facts.vocab}")
 
     def _run(self, request: _Request) -> Iterator[Chunk]:
+        """The chunks, and then a word to the observer, however the request has ended."""
+        try:
+            yield from self._chunks(request)
+        except Exception as error:
+            request.error = type(error).__name__
+            raise
+        finally:
+            usage = request.usage
+            if self.observer is not None and usage is not None:
+                tell(self.observer, self, lambda: self._observation(request, usage))
+
+    def _chunks(self, request: _Request) -> Iterator[Chunk]:
         mx.reset_peak_memory()
-        lookup_began = time.perf_counter()
+        request.active_bytes = mx.get_active_memory()
         session, options, clock = request.session, request.options, request.clock
+        clock.lookup_began = time.perf_counter()
         with session:
             room = self.context - len(session.prompt)
             # A model that never stops is stopped after a context's worth, even where a full context goes on.
             limit = (options.max_tokens or self.context) if request.shift else min(options.max_tokens or room, room)
             for cache in session.caches:
                 cache.reserve(min(len(session.prompt) + min(limit, options.max_tokens or HEADROOM), self.context))
-            clock.lookup_s = time.perf_counter() - lookup_began
+            clock.lookup_s = time.perf_counter() - clock.lookup_began
             lookup = session.lookup
             log_lookup(lookup.prompt_tokens, lookup.matched, lookup.cached)
             pipeline = self._pipeline = Pipeline(
@@ -265,13 +308,13 @@ class Runner:
                 raise
             finally:
                 decoded.close()  # a token that is on its way is recorded now
-            usage = self._usage(request, answer, pipeline)
-        log_entry(len(self.entry.tokens), self.entry.used_bytes, self.entry.nbytes)
+                request.usage = self._usage(request, answer, pipeline)
+            request.finish_reason = chunk.finish_reason
         if options.overflow == "error" and chunk.finish_reason == "length" and answer.count == room != options.max_tokens:
             yield replace(chunk, finish_reason=None)
             raise ContextFullError(answer.count, self.context)
         # Last of all, so that whoever sees the end of the answer sees the entry as it stays.
-        yield replace(chunk, usage=usage)
+        yield replace(chunk, usage=request.usage)
 
     def _checkpoints(self, session: Session) -> CheckpointPlan | None:
         """Where this prompt's messages end is where the next prompt may differ."""
@@ -282,7 +325,7 @@ class Runner:
         return CheckpointPlan(places, ends[0] if ends else None, self.checkpoint_interval)
 
     def _usage(self, request: _Request, answer: Answer, pipeline: Pipeline) -> Usage:
-        session, clock = request.session, request.clock
+        session, clock, entry = request.session, request.clock, self._cache.entry
         lookup: Lookup = session.lookup
         return Usage(
             prompt_tokens=lookup.prompt_tokens,
@@ -301,10 +344,32 @@ class Runner:
             tokenize_s=clock.tokenized - clock.began,
             lookup_s=clock.lookup_s,
             prefill_s=pipeline.prefill_s,
-            ttft_s=clock.first - clock.began,
+            ttft_s=clock.first - clock.began if answer.count else 0.0,
             decode_s=clock.last - clock.first,
-            cache_bytes=sum(cache.nbytes for cache in session.caches),
+            cache_bytes=entry.nbytes,
             peak_bytes=mx.get_peak_memory(),
+            lost_tokens=lookup.lost,
+            used_bytes=entry.used_bytes,
+        )
+
+    def _observation(self, request: _Request, usage: Usage) -> Observation:
+        entry, session, pipeline = self.entry, request.session, self._pipeline
+        is_known = pipeline is not None and session.forwarded == len(entry.tokens) and not entry.is_shifted
+        return Observation(
+            prepared=request.prepared,
+            prompt=session.prompt,
+            options=request.options,
+            lookup=session.lookup,
+            usage=usage,
+            finish=finish_of(request.finish_reason, request.error),
+            error=request.error,
+            clock=request.clock,
+            chunks=pipeline.chunks if pipeline is not None else (),
+            entry=entry.tokens,
+            active_bytes=request.active_bytes,
+            checkpoints=entry.checkpoints.offsets,
+            logits=pipeline.logits if pipeline is not None and is_known else None,
+            is_greedy=request.next_token.is_greedy,
         )
 
 
@@ -327,10 +392,14 @@ def plan_model(
     return choose(demand, context, prefill_step, offered=device.offered_bytes(), limit=shapes.facts.context)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Request:
-    """What `generate` hands to the generator. `discarded`: tokens of the prompt that were dropped because it was too long."""
+    """What `generate` hands to the generator. `discarded`: tokens of the prompt that were dropped because it was too long.
 
+    `active_bytes`, `usage`, `finish_reason` and `error` are what is known at its end.
+    """
+
+    prepared: Prepared
     session: Session
     options: GenerateOptions
     next_token: NextToken
@@ -338,6 +407,10 @@ class _Request:
     clock: Clock
     shift: Shift | None
     discarded: int
+    active_bytes: int = 0
+    usage: Usage | None = None
+    finish_reason: FinishReason | None = None
+    error: str | None = None
 
 
 def _check_settings(

@@ -108,9 +108,14 @@ class NextToken:
         self._key = mx.random.key(secrets.randbits(64) if options.seed is None else options.seed)
 
     @property
+    def is_greedy(self) -> bool:
+        """Whether the token is the likeliest one by the model's own logits."""
+        return self._temperature == 0 and not self._processors and self._constraint is None
+
+    @property
     def is_plain(self) -> bool:
-        """Whether it is the most likely token, and nothing else is asked for."""
-        return self._temperature == 0 and self._logprobs is None and not self._processors and self._constraint is None
+        """Whether it is that, and nothing else is asked for."""
+        return self.is_greedy and self._logprobs is None
 
     @property
     def needs_history(self) -> bool:

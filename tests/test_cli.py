@@ -89,18 +89,18 @@ def test_sampling_is_repeatable_with_a_seed() -> None:
 
 
 def test_verbose_logs_one_line_a_request() -> None:
-    """-v: the hit; -vv: the entry after it, too."""
+    """-v: what the request reused and what that cost, after it; -vv: what is left to evaluate before it, too."""
     environment = {**os.environ, "COLUMNS": "80"}
     command = [sys.executable, "-m", "mlxrunner", "generate", "-p", "Hello!", "--repeat", "2"]
     once = subprocess.run([*command, "-v"], capture_output=True, text=True, env=environment)
     miss, hit = once.stderr.splitlines()
-    assert miss.startswith("cache miss total=")
-    assert hit.startswith("cache hit total=")
-    assert hit.endswith(" left=1")
+    assert miss.startswith("command=generate number=1 outcome=miss reason=empty prompt_tokens=19 evaluated_tokens=19 ")
+    assert hit.startswith(
+        "command=generate number=2 outcome=hit reason=prompt_shorter prompt_tokens=19 matched_tokens=19 cached_tokens=18 "
+    )
     twice = subprocess.run([*command, "-vv"], capture_output=True, text=True, env=environment)
     assert len(twice.stderr.splitlines()) == 4
-    assert "cache entry tokens=" in twice.stderr
-    assert "used_bytes=" in twice.stderr
+    assert twice.stderr.startswith("lookup prompt_tokens=19 matched_tokens=0 cached_tokens=0\n")
     assert once.stdout == twice.stdout
 
 

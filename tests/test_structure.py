@@ -15,16 +15,19 @@ MODULES = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): 
 # From the top of the house to the ground: a module imports only from its own floor or lower ones.
 FLOORS = [
     ["cli", "__main__"],
-    ["chat", "doctor", "testing", "testing_models"],
+    ["chat", "doctor", "profiling", "testing", "testing_events", "testing_models"],
     ["runner", "parallel"],
-    ["answer", "pipeline", "reserve"],
+    ["answer", "observation", "pipeline", "reserve"],
     ["models", "plan"],
     ["cache", "constrain", "sampling", "tokenizer"],
     ["config", "errors", "events", "device", "overflow", "terminal"],
 ]
 BOOKKEEPING = """
 cache.cells cache.checkpoints cache.entry cache.layer cache.layout cache.sequences cache.split cache.tokens config constrain errors events
-overflow parallel.slots plan terminal tokenizer.stream tokenizer.vocabulary
+overflow parallel.slots plan profiling.curve profiling.divergence profiling.event profiling.explain profiling.files profiling.html
+profiling.metrics profiling.paper profiling.reading profiling.reasons profiling.report profiling.rows profiling.screen
+profiling.segments profiling.simulate profiling.summary profiling.svg profiling.tally profiling.thinking profiling.tokenlog
+profiling.trace profiling.whatif profiling.wording profiling.writer terminal testing_events tokenizer.stream tokenizer.vocabulary
 """.split()
 
 

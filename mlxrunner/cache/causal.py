@@ -112,6 +112,11 @@ class CausalCache(Cache):
         return sum(layer.nbytes for layer in self._layers.values())
 
     @property
+    def used_bytes(self) -> int:
+        """Bytes of the cells that have an owner."""
+        return self.nbytes * (self.num_cells - self.num_free) // max(1, self.num_cells)
+
+    @property
     def num_cells(self) -> int:
         return self._cells.num_cells
 

@@ -7,9 +7,10 @@ moment leaves layers that are at or ahead of the tokens, and settling rewinds th
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Literal
 
@@ -21,6 +22,8 @@ from mlxrunner.errors import BusyError, PromptError
 Rotators = Callable[[Sequence[LayerCache], int], Sequence[Callable[[Any, int], Any]] | None]
 """How each layer's keys move by so many positions, or None where some can't (see `mlxrunner.cache.rotate`)."""
 Outcome = Literal["hit", "partial", "miss"]
+WINDOW = 16
+"""So many of the dropped tokens are remembered, to show what lay where a prompt left the entry."""
 
 
 @dataclass
@@ -30,6 +33,8 @@ class CacheEntry:
     tokens: TokenBuffer = field(default_factory=TokenBuffer)
     caches: list[LayerCache] = field(default_factory=list)
     checkpoints: Checkpoints = field(default_factory=lambda: Checkpoints(0))
+    is_shifted: bool = False
+    """Whether tokens were moved in it: what it holds is then not what a cold run would store (see README, Limits)."""
 
     @property
     def offsets(self) -> list[int]:
@@ -81,6 +86,7 @@ class CacheEntry:
         if ways is None:
             return False
         tail = self.tokens[keep + discard :]
+        self.is_shifted = True
         self.tokens.truncate(keep)
         self.checkpoints.truncate(keep)
         for cache, way in zip(self.caches, ways, strict=True):
@@ -94,7 +100,9 @@ class Lookup:
     """What a prompt found in the entry, and why not more.
 
     `reason`: None when nothing was lost, else "empty", "no_common_token", "diverged", "prompt_shorter", "rewind_limited" (by the
-    layer kind `limited_by`) or "entry_freed" (by what, in `freed_by`).
+    layer kind `limited_by`), "interrupted" (the request before was ended in its prefill), "restored" (from the file `freed_by`), or why
+    the entry was given up: "entry_freed", "model_changed", "options_changed", "verify_failed", each by what `freed_by` says.
+    `lost`: how many more tokens would have been reused at most without that.
     """
 
     prompt_tokens: int
@@ -106,6 +114,12 @@ class Lookup:
     freed_by: str | None = None
     checkpoint: int | None = None
     """Offset of the checkpoint that was used, if one was."""
+    lost: int = 0
+    dropped: tuple[int, ...] = ()
+    """The first tokens of the entry beyond the match."""
+    rewind_s: float = 0.0
+    is_restored: bool = False
+    """Whether the entry had just come from a file."""
 
     @property
     def outcome(self) -> Outcome:
@@ -114,18 +128,55 @@ class Lookup:
         return "hit" if self.cached == min(self.prompt_tokens - 1, self.entry_tokens) else "partial"
 
 
+@dataclass(frozen=True)
+class Loss:
+    """What the next lookup has to say about tokens that were there and are not: `reason` and `by` as in `Lookup`."""
+
+    reason: str
+    by: str | None
+    tokens: TokenArray
+
+
+def explained(
+    found: Lookup, loss: Loss | None = None, prompt: TokenArray | None = None, restored_from: str | None = None
+) -> Lookup:
+    """`found` with its reason and what that cost; `loss`: of tokens that are not in the entry any more, which `prompt` may share."""
+    before, matched, most = found.entry_tokens, found.matched, found.prompt_tokens - 1
+    reason, by, lost = None, None, 0
+    missing = 0 if loss is None or prompt is None else min(common_prefix(loss.tokens, prompt), most) - found.cached
+    if found.limited_by and matched:
+        reason, lost = "rewind_limited", min(matched, most) - found.cached
+    elif loss is not None and matched == before and (before == 0 if loss.reason != "interrupted" else missing > 0):
+        reason, by, lost = loss.reason, loss.by, max(missing, 0)
+    elif before == 0:
+        reason = "empty"
+    elif matched < min(found.prompt_tokens, before):
+        reason, lost = "diverged" if matched else "no_common_token", min(most, before) - found.cached
+    elif restored_from is not None:
+        reason, by = "restored", restored_from
+    elif found.prompt_tokens < before:
+        reason = "prompt_shorter"
+    return replace(found, reason=reason, freed_by=by, lost=lost)
+
+
 class PrefixCache:
     """Keeps one entry and lends it to one request at a time."""
 
     def __init__(self, make_caches: Callable[[], list[LayerCache]], checkpoint_budget: int = 0) -> None:
         """`make_caches`: empty caches for the model; `checkpoint_budget`: bytes that checkpoints may take."""
-        self._make_caches, self._checkpoint_budget = make_caches, checkpoint_budget
+        self._make_caches, self.checkpoint_budget = make_caches, checkpoint_budget
         self._caches: list[LayerCache] | None = None  # made once; freed ones are used again
         self.entry = CacheEntry()
-        self.freed_by: str | None = None
+        self._loss: Loss | None = None
+        self._restored_from: str | None = None
         # Weak: a request whose end was itself interrupted must not keep the entry for ever.
         self._session: weakref.ref[Session] | None = None
         self._settled = True
+
+    @property
+    def freed_by(self) -> str | None:
+        """What gave the entry up, if something did since the last request."""
+        return None if self._loss is None else self._loss.by
 
     @property
     def is_busy(self) -> bool:
@@ -148,7 +199,7 @@ class PrefixCache:
         return Session(self, tokens)
 
     def _fresh_entry(self) -> CacheEntry:
-        return CacheEntry(caches=self.empty_caches(), checkpoints=Checkpoints(self._checkpoint_budget))
+        return CacheEntry(caches=self.empty_caches(), checkpoints=Checkpoints(self.checkpoint_budget))
 
     def empty_caches(self) -> list[LayerCache]:
         """The layer caches, freed: the same ones each time, so that what was allocated for the whole context stays."""
@@ -158,21 +209,29 @@ class PrefixCache:
             cache.free()  # again: an interrupt may have come between the entry's end and theirs
         return list(self._caches)
 
-    def reset(self) -> None:
+    def reset(self, why: str = "a reset", reason: str = "entry_freed") -> None:
         """Free the entry between requests. BusyError while one is running."""
         if self.is_busy:
             raise BusyError()
-        self.free("a reset")
+        self.free(why, reason=reason)
 
-    def free(self, why: str, *, with_buffers: bool = False) -> None:
+    def free(self, why: str, *, reason: str = "entry_freed", with_buffers: bool = False) -> None:
         """Drop the entry; the next request starts cold and says why. `with_buffers`: also what is allocated for the whole context."""
         entry, self.entry = self.entry, CacheEntry()
         if entry.tokens:
-            self.freed_by = why
+            self.lose(reason, why, entry.tokens.array)
         if with_buffers:
             self._caches = None
         for cache in entry.caches:
             cache.free()
+
+    def lose(self, reason: str, by: str | None, tokens: TokenArray) -> None:
+        """Have the next lookup say that `tokens` were there once, and why they are not any more."""
+        self._loss, self._restored_from = Loss(reason, by, tokens), None
+
+    def mark_restored(self, source: str) -> None:
+        """Have the next lookup say that the entry came from a file."""
+        self._restored_from = source
 
     def settle(self) -> None:
         """Make the entry true: every layer to the tokens, or as far back as is needed, or free it. Safe to repeat after an interrupt."""
@@ -197,20 +256,26 @@ class PrefixCache:
             self._settled = False
             return self._rewind_for(session.prompt)
         except BaseException:
-            self._close()
+            self._close(session.prompt)
             raise
 
-    def _close(self) -> None:
+    def _close(self, prompt: TokenArray) -> None:
         self._session = None
         self.settle()
+        there = self.entry.tokens.array
+        is_shorter = len(there) < len(prompt) and self._loss is None and not self.entry.is_shifted
+        if is_shorter and common_prefix(there, prompt) == len(there):
+            self._loss = Loss("interrupted", None, prompt)
 
     def _rewind_for(self, prompt: TokenArray) -> Lookup:
-        entry = self.entry
+        entry, loss, source = self.entry, self._loss, self._restored_from
         before = len(entry.tokens)
         matched = common_prefix(entry.tokens.array, prompt)
         cached, limited_by = entry.reach(min(matched, len(prompt) - 1))
         checkpoint = None if reach(entry.caches, cached)[0] == cached else cached
-        reason, freed_by = self._reason(before, matched, len(prompt), limited_by), self.freed_by
+        dropped = tuple(entry.tokens[matched : matched + WINDOW])
+        began = time.perf_counter()
+        freed: Loss | None = None
         if cached == 0:
             self.free("nothing in common")
         elif cached < before or not entry.is_true:
@@ -218,23 +283,18 @@ class PrefixCache:
             self.settle()
             self._settled = False
             if self.entry is not entry:
-                cached, reason, freed_by, checkpoint = 0, "entry_freed", self.freed_by, None
-        self.freed_by = None
+                freed, cached, checkpoint = self._loss, 0, None
+        rewind_s = time.perf_counter() - began if cached < before else 0.0
+        self._loss = self._restored_from = None
         if not self.entry.caches:
             self.entry = self._fresh_entry()
-        freed_by = freed_by if reason == "entry_freed" else None
-        return Lookup(len(prompt), before, matched, cached, reason, limited_by, freed_by, checkpoint)
-
-    def _reason(self, before: int, matched: int, prompt: int, limited_by: str | None) -> str | None:
-        if before == 0:
-            return "entry_freed" if self.freed_by else "empty"
-        if matched == 0:
-            return "no_common_token"
-        if limited_by:
-            return "rewind_limited"
-        if matched < min(prompt, before):
-            return "diverged"
-        return "prompt_shorter" if prompt < before else None
+        found = Lookup(
+            len(prompt), before, matched, cached, limited_by=limited_by, checkpoint=checkpoint, dropped=dropped, rewind_s=rewind_s,
+            is_restored=source is not None,
+        )  # fmt: skip
+        if freed is not None:
+            return replace(found, reason=freed.reason, freed_by=freed.by, lost=min(matched, len(prompt) - 1))
+        return explained(found, loss, prompt, source)
 
     def prepare(self, prompt: TokenArray, keep: int, discard: int, rotate: Rotators) -> bool:
         """For a prompt that is too long: move what the entry shares with it beyond `keep + discard` up to `keep`.
@@ -283,7 +343,7 @@ class Session:
         self.forwarded = self.recorded
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._cache._close()
+        self._cache._close(self.prompt)
 
     @property
     def caches(self) -> list[LayerCache]:

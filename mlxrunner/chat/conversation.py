@@ -7,6 +7,7 @@ Knows nothing about terminals.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +18,7 @@ from mlxrunner.overflow import Shift
 from mlxrunner.pipeline import Progress
 from mlxrunner.runner import Runner
 from mlxrunner.tokenizer import Message
-from mlxrunner.tokenizer.prompt import system_tokens
+from mlxrunner.tokenizer.prompt import Prepared, system_tokens
 
 
 @dataclass
@@ -44,6 +45,7 @@ class Conversation:
 
         A turn that got no answer at all (an error, an interrupted prefill) is taken back.
         """
+        began = time.perf_counter()
         user: Message = {"role": "user", "content": text}
         rendered, prompt = self._render(user)
         overflow: dict[str, Any] = {}
@@ -55,7 +57,9 @@ class Conversation:
                 rendered, prompt = self._without_oldest(user, rendered, prompt, shift)
                 if len(self.runner.tokenizer.encode_more(text)) >= shift.target_free:
                     overflow = {"overflow": "stop"}  # what a shift leaves would begin in the middle of this turn
-        chunks = self.runner.generate(prompt, progress=progress, **(self.options | overflow))
+        messages = [*self._system(), *self.messages[self._first :], user]
+        prepared = Prepared(as_tokens(prompt), "messages", messages, rendered, seconds=time.perf_counter() - began)
+        chunks = self.runner.generate(prepared, progress=progress, **(self.options | overflow))
         return self._answer(user, rendered, prompt, overflow.get("keep", 0), chunks)
 
     def _render(self, user: Message) -> tuple[str, list[int]]:

@@ -10,6 +10,7 @@ from mlxrunner.cli.chat import chat
 from mlxrunner.cli.describe import doctor, models, plan, show
 from mlxrunner.cli.generate import generate
 from mlxrunner.cli.options import debug_option
+from mlxrunner.cli.profile import explain, report, simulate
 from mlxrunner.cli.program import Program
 
 
@@ -24,5 +25,5 @@ def main() -> None:
             stream.reconfigure(errors=errors)
 
 
-for command in (generate, chat, models, show, plan, doctor):
+for command in (generate, chat, models, show, plan, doctor, report, explain, simulate):
     main.add_command(command)

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from mlxrunner.cli.options import LOADING, load, model_options, overflow_options, sampling_options, take
+from mlxrunner.cli.recording import recording, recording_options
 
 
 @click.command()
@@ -15,6 +16,7 @@ from mlxrunner.cli.options import LOADING, load, model_options, overflow_options
 @click.option("--system", metavar="TEXT", help="The system prompt.")
 @sampling_options
 @overflow_options("shift")
+@recording_options
 def chat(model: str, system: str | None, **options: Any) -> None:
     """Talk with a model. Each turn evaluates only its own tokens.
 
@@ -26,8 +28,11 @@ def chat(model: str, system: str | None, **options: Any) -> None:
     from mlxrunner.config import GenerateOptions
 
     loading = take(options, LOADING)
-    GenerateOptions.of(**options)  # complain before loading
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
-    runner = load(model, loading, banner=interactive)
-    conversation = Conversation(runner, system, options)
-    sys.exit(Repl(conversation, terminal_reader() if interactive else pipe_reader(), interactive=interactive).run())
+    with recording(options, "chat") as profile:
+        GenerateOptions.of(**options)  # complain before loading
+        runner = load(model, loading, banner=interactive)
+        profile.attach(runner)
+        conversation = Conversation(runner, system, options)
+        code = Repl(conversation, terminal_reader() if interactive else pipe_reader(), interactive=interactive).run()
+    sys.exit(code)

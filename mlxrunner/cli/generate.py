@@ -19,9 +19,11 @@ from mlxrunner.cli.options import (
     sampling_options,
     take,
 )
+from mlxrunner.cli.recording import recording, recording_options
 from mlxrunner.errors import OptionError, PromptError
 
 if TYPE_CHECKING:
+    from mlxrunner.profiling.profile import Profile
     from mlxrunner.runner import Runner
 
 
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 @sampling_options
 @form_options
 @overflow_options("stop")
+@recording_options
 @click.option("--logprobs", type=int, metavar="K", help="With --json: each token's log-probability and the K likeliest.")
 @click.option(
     "--repeat", type=click.IntRange(min=1), default=1, metavar="N", help="Run the request N times, to see its cache hits."
@@ -64,33 +67,38 @@ def generate(
         raise OptionError("--system needs the chat template, which --raw leaves out: use one of them")
     if options["logprobs"] is not None and not as_json:
         raise OptionError("--logprobs needs --json to print them")
+    if count > 1 and options["verify_cache"]:
+        raise OptionError("--verify-cache looks at one request at a time, and --n runs several at once: use one of them")
     text = _read_prompt(prompt)
     if not text:
         raise PromptError("the prompt is empty: give one with --prompt TEXT, or send it to standard input")
     loading = take(options, LOADING)
-    check_options(options)
     banner = sys.stderr.isatty() and not as_json
     request: Any = text if raw else [{"role": "user", "content": text}]
     if system:
         request.insert(0, {"role": "system", "content": system})
-    if count > 1:
-        _answers(model, request, count, parallel, loading, as_json, options)
-        return
-    runner = load(model, loading, banner=banner)
-    for _ in range(repeat):
-        _answer(runner, request, as_json, options)
+    with recording(options, "generate") as profile:
+        check_options(options)
+        if count > 1:
+            _answers(model, request, count, parallel, loading, as_json, options, profile)
+            return
+        runner = load(model, loading, banner=banner)
+        profile.attach(runner)
+        for _ in range(repeat):
+            _answer(runner, request, as_json, options)
 
 
 def _answers(
-    model: str, request: Any, count: int, parallel: int, loading: dict[str, Any], as_json: bool, options: dict[str, Any]
-) -> None:
+    model: str, request: Any, count: int, parallel: int, loading: dict[str, Any], as_json: bool, options: dict[str, Any],
+    profile: Profile,
+) -> None:  # fmt: skip
     """Several answers, an empty line between them."""
     from mlxrunner.parallel.samples import sample
     from mlxrunner.terminal import Output
 
     output = Output()
     shared = {name: loading[name] for name in ("context", "trust_remote_code")}
-    for number, result in enumerate(sample(model, request, count, parallel=parallel, **shared, **options)):
+    for number, result in enumerate(sample(model, request, count, parallel=parallel, watch=profile.attach, **shared, **options)):
         if as_json:
             answer = {"text": result.text, "tokens": result.tokens, "finish_reason": result.finish_reason}
             click.echo(json.dumps({"index": number, **answer, "usage": result.usage.as_dict()}))

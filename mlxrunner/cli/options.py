@@ -88,7 +88,7 @@ def model_options(command: F) -> F:
         click.option("--reserve/--no-reserve", default=True, help="Take all memory at start, or as the conversation grows.  [default: reserve]"),
         click.option("--trust-remote-code", is_flag=True, help="Run Python code that the model brings. Only if you trust it."),
         click.option("-v", "--verbose", count=True, expose_value=False, callback=_verbose,
-                     help="Log each request's cache hit to stderr; -vv: the entry after it, too."),
+                     help="Log to stderr what each request reused and what it cost; -vv: also what is left, before it is evaluated."),
         debug_option,
     ))(command)  # fmt: skip
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 
 from mlxrunner.answer import Answer, Clock
+from mlxrunner.cache.entry import Lookup
 from mlxrunner.cache.tokens import TokenArray
 from mlxrunner.config import GenerateOptions
 from mlxrunner.errors import MlxrunnerError
@@ -15,6 +16,7 @@ from mlxrunner.events import Chunk, FinishReason, Usage
 from mlxrunner.overflow import Shift
 from mlxrunner.parallel.slots import Slot
 from mlxrunner.sampling import NextToken, Sampled
+from mlxrunner.tokenizer.prompt import Prepared
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,8 @@ class Request:
     answer: Answer
     clock: Clock
     next_token: NextToken
-    matched: int = 0
-    cached: int = 0
+    prepared: Prepared
+    lookup: Lookup
     trimmed: int = 0
     place: int = 0
     sampled: int = 0
@@ -50,6 +52,7 @@ class Request:
     finished: bool = False
     error: MlxrunnerError | None = None
     history: mx.array | None = None
+    active_bytes: int = 0
 
     @property
     def promised(self) -> int:

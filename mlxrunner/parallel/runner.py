@@ -17,15 +17,17 @@ import numpy as np
 
 from mlxrunner import device
 from mlxrunner.answer import Answer, Clock
+from mlxrunner.cache.entry import WINDOW, Lookup, explained
 from mlxrunner.cache.factory import CacheOptions, layouts_of
 from mlxrunner.cache.sequences import END, Batch, CacheFullError
 from mlxrunner.cache.tokens import TokenArray
 from mlxrunner.config import GenerateOptions
 from mlxrunner.constrain import constraint_of
 from mlxrunner.errors import ContextLengthError, FormError, MlxrunnerError, OptionError, PromptError
-from mlxrunner.events import Chunk, Usage, log_lookup
+from mlxrunner.events import Chunk, FinishReason, Usage, log_lookup
 from mlxrunner.models.facts import ModelFacts
 from mlxrunner.models.load import LoadedModel, load_model
+from mlxrunner.observation import Observation, Observer, finish_of, tell
 from mlxrunner.overflow import Shift
 from mlxrunner.parallel.adapt import WINDOWS_KEEP, Adapted
 from mlxrunner.parallel.request import Request, Result, Step
@@ -36,7 +38,7 @@ from mlxrunner.reserve import choose as choose_plan
 from mlxrunner.reserve import demand_of, must_fit, weights_of
 from mlxrunner.sampling import Decoded, NextToken, Sampled, dispatch
 from mlxrunner.tokenizer import Tokenizer
-from mlxrunner.tokenizer.prompt import Prompt, system_tokens, tokenize
+from mlxrunner.tokenizer.prompt import Prompt, prepare, system_tokens
 
 DEFAULT_MAX_BATCH = 1024
 
@@ -104,6 +106,8 @@ class ParallelRunner:
         share_of_cells = -(-self.cells // max_sequences)
         self._adapted = Adapted(model, max_sequences=max_sequences, capacity=share_of_cells, max_batch=self.max_batch)
         self.plan: Plan | None = None
+        self.observer: Observer | None = None
+        """Is told of every request after it has ended (see `mlxrunner.profiling`)."""
         self._requests: list[Request] = []
         self._pending: Step | None = None
         self._ticks = 0
@@ -173,6 +177,14 @@ class ParallelRunner:
         device.set_limits(plan.total, measured.batch.fixed)
         return plan
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The options that decide what is stored."""
+        return {"context": self.capacity, "cells": self.cells, "max_sequences": len(self.slots), "max_batch": self.max_batch}
+
+    def explain_loss(self, reason: str, by: str, tokens: TokenArray) -> None:
+        """An entry that was there before is none of the slots' affair."""
+
     def __enter__(self) -> ParallelRunner:
         return self
 
@@ -231,7 +243,8 @@ class ParallelRunner:
         options = GenerateOptions.of(**given)
         if options.overflow == "error":
             raise OptionError("overflow: a parallel runner can stop or shift, but not fail")
-        tokens = tokenize(self.tokenizer, prompt)
+        prepared = prepare(self.tokenizer, prompt)
+        tokens = prepared.tokens
         self._check(tokens)
         keep = system_tokens(self.tokenizer, prompt, tokens) if options.keep is None else options.keep
         shift = Shift(self.capacity, keep) if options.overflow == "shift" else None
@@ -241,7 +254,12 @@ class ParallelRunner:
         limit = (options.max_tokens or self.capacity) if options.overflow == "shift" else min(options.max_tokens or room, room)
         self._check_room(len(tokens) - choice.matched + limit)
         next_token = NextToken(options, self.facts.vocab, constraint=constraint_of(options, self.tokenizer, self.facts.vocab))
-        request = Request(slot, tokens, options, limit, Answer(self.tokenizer, tokens, options, limit), clock, next_token)
+        if not self._requests:
+            mx.reset_peak_memory()
+        clock.lookup_began = time.perf_counter()
+        answer, found = Answer(self.tokenizer, tokens, options, limit), Lookup(len(tokens), 0, 0, 0)
+        request = Request(slot, tokens, options, limit, answer, clock, next_token, prepared, found)
+        request.active_bytes = mx.get_active_memory()
         request.shift = shift
         request.history = mx.array(tokens) if next_token.needs_history else None
         request.trimmed = len(slot.tokens)
@@ -275,7 +293,7 @@ class ParallelRunner:
     def _resume(self, request: Request, source: Slot, matched: int) -> None:
         """Give the request's slot the first `matched` tokens of `source`, as far as it can go on from there."""
         slot, cache = request.slot, self._adapted.cache
-        request.matched = matched
+        before, dropped, limited_by = len(source.tokens), tuple(source.tokens[matched : matched + WINDOW]), None
         cached = min(matched, len(request.prompt) - 1)
         if source is not slot:
             cache.copy_prefix(source.number, slot.number, cached)
@@ -283,11 +301,12 @@ class ParallelRunner:
             cache.remove(slot.number, cached, END)
         if not cache.can_resume(slot.number, cached):
             cache.remove(slot.number, 0, END)
-            cached = 0
+            cached, limited_by = 0, "sliding"
         self._adapted.expect(slot.number, len(request.prompt) - cached + request.limit)
         slot.tokens.truncate(0)
         slot.tokens.extend(request.prompt[:cached])
-        request.cached = request.place = cached
+        request.place = cached
+        request.lookup = explained(Lookup(len(request.prompt), before, matched, cached, limited_by=limited_by, dropped=dropped))
         request.trimmed = max(0, request.trimmed - cached) if source is slot else request.trimmed
         log_lookup(len(request.prompt), matched, cached)
 
@@ -309,10 +328,11 @@ class ParallelRunner:
         """
         try:
             return self._build_and_dispatch()
-        except BaseException:
+        except BaseException as error:
             self._pending = None
+            name = type(error).__name__ if isinstance(error, Exception) else None
             for request in list(self._requests):
-                self._retire(request)
+                self._retire(request, error=name)
             for slot in self.slots:
                 self._adapted.cache.remove(slot.number, 0, END)
                 slot.tokens.truncate(0)
@@ -404,10 +424,9 @@ class ParallelRunner:
         if request.place > len(request.slot.tokens):
             request.slot.tokens.append(decoded.token)  # its forward pass was dispatched with this step
         if chunk.finish_reason is not None:
-            self._retire(request)
-            request.chunks.append(replace(chunk, usage=self._usage(request)))
+            request.chunks.append(replace(chunk, usage=self._retire(request, chunk.finish_reason)))
 
-    def _retire(self, request: Request) -> None:
+    def _retire(self, request: Request, reason: FinishReason | None = None, error: str | None = None) -> Usage:
         """Free the slot; its tokens stay for whoever shares them. A token of it that is still on its way is dropped."""
         request.finished = True
         self._requests.remove(request)
@@ -415,6 +434,28 @@ class ParallelRunner:
         slot.is_busy, slot.last_used = False, self._ticks
         slot.planned = slot.planned[:0]
         self._adapted.cache.remove(slot.number, len(slot.tokens), END)
+        usage = self._usage(request)
+        if self.observer is not None:
+            tell(self.observer, self, lambda: self._observation(request, usage, reason, error))
+        return usage
+
+    def _observation(self, request: Request, usage: Usage, reason: FinishReason | None, error: str | None) -> Observation:
+        clock = request.clock
+        began = clock.lookup_began + clock.lookup_s
+        return Observation(
+            prepared=request.prepared,
+            prompt=request.prompt,
+            options=request.options,
+            lookup=request.lookup,
+            usage=usage,
+            finish=finish_of(reason, error),
+            error=error,
+            clock=clock,
+            # One span, as its steps are others' as well.
+            chunks=[(began, clock.first, usage.evaluated_tokens)] if request.answer.count else [],
+            entry=request.slot.tokens,
+            active_bytes=request.active_bytes,
+        )
 
     def _make_room(self, request: Request) -> None:
         """Before a token that would not fit any more: drop the oldest half after what is kept."""
@@ -430,26 +471,28 @@ class ParallelRunner:
         request.shifted += discard
 
     def _usage(self, request: Request) -> Usage:
-        clock, prompt = request.clock, len(request.prompt)
+        clock, found, answered = request.clock, request.lookup, request.answer.count > 0
         return Usage(
-            prompt_tokens=prompt,
-            matched_tokens=request.matched,
-            cached_tokens=request.cached,
-            evaluated_tokens=prompt - request.cached,
+            prompt_tokens=found.prompt_tokens,
+            matched_tokens=found.matched,
+            cached_tokens=found.cached,
+            evaluated_tokens=found.prompt_tokens - found.cached,
             trimmed_tokens=request.trimmed,
             completion_tokens=request.answer.count,
-            outcome="miss" if not request.cached else "hit" if request.cached == prompt - 1 else "partial",
-            reason=None if request.cached else "empty",
-            rewind_limited_by=None,
+            outcome=found.outcome,
+            reason=found.reason,
+            rewind_limited_by=found.limited_by,
             checkpoint=None,
             freed_by=None,
             shifted_tokens=request.shifted,
             reevaluated_tokens=0,
             tokenize_s=clock.tokenized - clock.began,
             lookup_s=clock.lookup_s,
-            prefill_s=clock.first - clock.tokenized,
-            ttft_s=clock.first - clock.began,
+            prefill_s=clock.first - clock.tokenized if answered else 0.0,
+            ttft_s=clock.first - clock.began if answered else 0.0,
             decode_s=clock.last - clock.first,
             cache_bytes=sum(group.nbytes for group in self._adapted.groups),
             peak_bytes=mx.get_peak_memory(),
+            lost_tokens=found.lost,
+            used_bytes=sum(group.used_bytes for group in self._adapted.groups),
         )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import numpy as np
 
@@ -12,26 +13,50 @@ from mlxrunner.cache.tokens import TokenArray, as_tokens, common_prefix
 from mlxrunner.errors import PromptError
 from mlxrunner.tokenizer.base import Message, Tokenizer
 
-Prompt = str | Sequence[int] | Sequence[Message]
-"""Raw text, token ids, or messages for the chat template."""
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A prompt with its tokens and what they were made of: `messages` and the `text` that the chat template made of them (with
+    `variables`, where it was given some); of a raw prompt, only the text. `seconds`: what a caller has taken for that, which is part of
+    the request's time."""
+
+    tokens: TokenArray
+    kind: Literal["messages", "text", "tokens"] = "tokens"
+    messages: Sequence[Message] = ()
+    text: str = ""
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+Prompt = str | Sequence[int] | Sequence[Message] | Prepared
+"""Raw text, token ids, messages for the chat template, or one of these prepared by the caller."""
 
 
 def tokenize(tokenizer: Tokenizer, prompt: Prompt) -> TokenArray:
     """A `str` is raw text, integers are taken as they are, messages go through the chat template."""
+    return prepare(tokenizer, prompt).tokens
+
+
+def prepare(tokenizer: Tokenizer, prompt: Prompt) -> Prepared:
+    """The tokens of `prompt`, and what they were made of."""
+    if isinstance(prompt, Prepared):
+        return prompt
     if isinstance(prompt, str):
-        return as_tokens(tokenizer.encode(prompt))
+        return Prepared(as_tokens(tokenizer.encode(prompt)), "text", text=prompt)
     if not isinstance(prompt, Sequence | np.ndarray):
         raise PromptError(f"a prompt is a text, token ids or messages, not {type(prompt).__name__}")
     if len(prompt) and isinstance(prompt[0], dict):
-        return as_tokens(tokenizer.encode(tokenizer.render(prompt)))  # type: ignore[arg-type]
-    return as_tokens(prompt)  # type: ignore[arg-type]
+        messages: Any = tuple(dict(message) if isinstance(message, dict) else message for message in prompt)
+        text = tokenizer.render(messages)
+        return Prepared(as_tokens(tokenizer.encode(text)), "messages", messages, text)
+    return Prepared(as_tokens(prompt))  # type: ignore[arg-type]
 
 
 def system_tokens(tokenizer: Tokenizer, prompt: Prompt, tokens: TokenArray) -> int:
     """How many of a prompt's first `tokens` are its system prompt with BOS, or BOS alone: what a full context keeps."""
     first = tokenizer.encode("")
-    messages: Any = prompt
-    if not isinstance(prompt, str) and len(prompt) and isinstance(messages[0], dict) and messages[0].get("role") == "system":
+    messages: Any = (prompt.messages or prompt.tokens) if isinstance(prompt, Prepared) else prompt
+    if not isinstance(messages, str) and len(messages) and isinstance(messages[0], dict) and messages[0].get("role") == "system":
         with suppress(PromptError):  # a template that refuses a system prompt alone
             first = tokenizer.encode(tokenizer.render(messages[:1], add_generation_prompt=False))
     return common_prefix(as_tokens(first), tokens)

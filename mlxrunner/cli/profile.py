@@ -1,0 +1,120 @@
+"""What the logs of requests say: `report`, `explain`, `simulate`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import click
+
+from mlxrunner.cli.options import debug_option, json_option
+from mlxrunner.cli.program import visible_text
+from mlxrunner.errors import OptionError
+
+BELOW_RATE = 3
+FILE = click.Path(path_type=str)
+
+
+@click.command()
+@click.argument("events", nargs=-1, required=True, type=FILE, envvar="MLXRUNNER_EVENTS")
+@click.option("--html", type=FILE, metavar="FILE", help="Also write a page with plots, complete in one file.")
+@click.option("--csv", type=FILE, metavar="FILE", help="Also write a row per request, for spreadsheets.")
+@click.option("--trace", type=FILE, metavar="FILE", help="Also write a trace for ui.perfetto.dev or chrome://tracing.")
+@click.option("--min-hit-rate", type=click.FloatRange(0, 1), metavar="RATE",
+              help="Exit code 3 if a smaller share of the prompt tokens was reused, such as 0.8.")  # fmt: skip
+@json_option
+@debug_option
+def report(
+    events: tuple[str, ...], html: str | None, csv: str | None, trace: str | None, min_hit_rate: float | None, as_json: bool
+) -> None:
+    """Say what the requests in EVENTS reused, what was lost to what, where, at what cost, and what to change.
+
+    EVENTS are files that --events wrote; those they were rotated to (FILE.1 ...) are read, too. Lines that can't be read are skipped
+    and counted.
+    """
+    from mlxrunner.profiling.files import sources
+    from mlxrunner.profiling.report import make_report, skipped_words
+    from mlxrunner.profiling.screen import console, show
+    from mlxrunner.profiling.wording import percent
+
+    with _counter("events") as progress:
+        made = make_report(sources(events), html=html, csv=csv, trace=trace, progress=progress)
+    click.echo(json.dumps(made.as_dict())) if as_json else show(made.summary, console(sys.stdout))
+    if made.skipped.total():
+        click.echo(f"mlxrunner: {skipped_words(made.skipped)}", err=True)
+    rate = made.summary.hit_rate
+    if min_hit_rate is not None and rate < min_hit_rate:
+        click.echo(
+            f"mlxrunner: {percent(rate)} of the prompt tokens were reused, less than the wanted {percent(min_hit_rate)}", err=True
+        )
+        sys.exit(BELOW_RATE)
+
+
+@click.command()
+@click.argument("events", type=FILE, envvar="MLXRUNNER_EVENTS")
+@click.argument("request", metavar="[ID]", required=False)
+@click.option("--last", is_flag=True, help="The last request in the file, instead of an ID.")
+@debug_option
+def explain(events: str, request: str | None, last: bool) -> None:
+    """Show why a request in EVENTS did not reuse more: both sides of the place where prompt and entry part, and what to change.
+
+    ID is that of the event, or its beginning.
+    """
+    from mlxrunner.profiling.explain import find, show
+    from mlxrunner.profiling.files import sources
+    from mlxrunner.profiling.screen import console
+
+    if (request is None) == (not last):
+        raise OptionError("give the ID of an event, or --last" + (", not both" if last else ""))
+    with _counter("events") as progress:
+        event = find(sources([events]), request, progress)
+    show(event, console(sys.stdout))
+
+
+@click.command()
+@click.argument("log", nargs=-1, required=True, type=FILE)
+@click.option(
+    "--entries",
+    type=click.IntRange(1, 1024),
+    multiple=True,
+    metavar="K",
+    help="Replay with K entries; several times. [default: 2, 4, 8]",
+)
+@click.option("--checkpoint-interval", "intervals", type=click.IntRange(min=1), multiple=True, metavar="N",
+              help="Replay with checkpoints every N tokens; several times. [default: a quarter and four times as many]")  # fmt: skip
+@click.option("--rewind-slack", "slacks", type=click.IntRange(min=0), multiple=True, metavar="N",
+              help="Replay with windows that keep N tokens more; several times. [default: 0 and four times as many]")  # fmt: skip
+@json_option
+@debug_option
+def simulate(
+    log: tuple[str, ...], entries: tuple[int, ...], intervals: tuple[int, ...], slacks: tuple[int, ...], as_json: bool
+) -> None:
+    """Replay LOG, which --log-tokens wrote, without a model: what would have been reused with other settings.
+
+    One thing is changed at a time: more entries, prompts sorted by prefix, thinking kept or stripped, other checkpoint intervals and
+    slacks. The first row is what was run, and has to agree with the log.
+    """
+    from mlxrunner.profiling.files import sources
+    from mlxrunner.profiling.report import skipped_words
+    from mlxrunner.profiling.screen import console, show_simulation
+    from mlxrunner.profiling.whatif import simulate as replay
+
+    with _counter("requests") as progress:
+        made = replay(sources(log), entries, intervals, slacks, progress)
+    click.echo(json.dumps(made.as_dict())) if as_json else show_simulation(made, console(sys.stdout))
+    if made.skipped.total():
+        click.echo(f"mlxrunner: {skipped_words(made.skipped)}", err=True)
+
+
+@contextmanager
+def _counter(what: str) -> Iterator[Callable[[int], None]]:
+    """A line on stderr that counts, if that is a terminal; gone when it is done."""
+    if not sys.stderr.isatty():
+        yield lambda count: None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(f"reading {visible_text(what)}") as status:
+        yield lambda count: status.update(f"reading {what}: {count:,}")

@@ -1,0 +1,60 @@
+"""Options of every command that generates: what is written down of its requests, and which of them are verified."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mlxrunner.cli.options import take, together
+from mlxrunner.cli.program import F
+from mlxrunner.errors import OptionError
+
+if TYPE_CHECKING:
+    from mlxrunner.profiling.profile import Profile
+
+RECORDING = ("events", "log_text", "log_tokens", "metrics", "verify_cache", "strict")
+
+
+def recording_options(command: F) -> F:
+    """To be used together with `recording`."""
+    return together((
+        click.option("--events", metavar="FILE", envvar="MLXRUNNER_EVENTS", show_envvar=True,
+                     help="Append a JSON line about each request: what it reused, why not more, what that cost."),
+        click.option("--log-text", is_flag=True, help="With --events: a few tokens' text where a prompt leaves the entry, not only hashes."),
+        click.option("--log-tokens", metavar="FILE", envvar="MLXRUNNER_LOG_TOKENS", show_envvar=True,
+                     help="Append each request's token ids, which are its text, for mlxrunner simulate."),
+        click.option("--metrics", metavar="FILE", help="Keep counters of the requests in FILE, in Prometheus text format (textfile collector)."),
+        click.option("--verify-cache", type=float, default=0.0, metavar="RATE",
+                     help="Run this share of the requests that reused something again cold, and compare: 0 to 1.  [default: 0]"),
+        click.option("--strict", is_flag=True, help="With --verify-cache: exit code 4 if one of them differed."),
+    ))(command)  # fmt: skip
+
+
+@contextmanager
+def recording(options: dict[str, Any], command: str) -> Iterator[Profile]:
+    """Takes the options out of `options`; the Profile is to be attached to each runner that is loaded. Closes it at the end."""
+    taken = take(options, RECORDING)
+    if taken["log_text"] and not taken["events"]:
+        raise OptionError("--log-text says what --events writes: give it a file, too")
+    if taken["strict"] and not taken["verify_cache"]:
+        raise OptionError("--strict needs --verify-cache RATE to find a difference")
+    from mlxrunner.profiling.profile import Profile, profiled
+
+    sinks = []
+    if taken["metrics"]:
+        from mlxrunner.profiling.metrics import Metrics
+
+        sinks.append(Metrics(taken["metrics"]))
+    profile = Profile(
+        command,
+        events=taken["events"],
+        tokens=taken["log_tokens"],
+        log_text=taken["log_text"],
+        verify=taken["verify_cache"],
+        sinks=sinks,
+    )
+    with profiled(profile, strict=taken["strict"]):
+        yield profile

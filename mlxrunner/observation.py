@@ -1,0 +1,63 @@
+"""What a runner knows of a request that has ended, for whoever watches it. The runner itself has no use for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from mlxrunner.answer import Clock
+from mlxrunner.cache.entry import Lookup
+from mlxrunner.cache.tokens import TokenArray, TokenBuffer
+from mlxrunner.config import GenerateOptions
+from mlxrunner.events import FinishReason, Usage, logger
+from mlxrunner.tokenizer.prompt import Prepared
+
+Finish = FinishReason | Literal["interrupted", "error"]
+
+
+@dataclass(frozen=True)
+class Observation:
+    """A request, however it ended. Moments are on time.perf_counter.
+
+    `prompt`: the tokens that were evaluated or reused, which are those of `prepared` but for what a full context dropped. `chunks`: begin,
+    end and tokens of each forward pass of the prefill. `entry`: the tokens of the entry afterwards, valid until the next request;
+    `checkpoints`: offsets of those it has. `active_bytes`: MLX memory in use when the request began. `logits`: those that follow
+    the entry's last token, `[1, vocab]`, where they are known; `is_greedy`: each token was the likeliest one, by the model's own logits.
+    """
+
+    prepared: Prepared
+    prompt: TokenArray
+    options: GenerateOptions
+    lookup: Lookup
+    usage: Usage
+    finish: Finish
+    error: str | None
+    clock: Clock
+    chunks: Sequence[tuple[float, float, int]]
+    entry: TokenBuffer
+    active_bytes: int
+    checkpoints: Sequence[int] = ()
+    logits: Any = None
+    is_greedy: bool = False
+    ended: float = field(default_factory=time.perf_counter)
+
+
+class Observer(Protocol):
+    """Is told of each request once, after its last chunk was taken. What it raises is logged and forgotten: no request fails for it."""
+
+    def __call__(self, runner: Any, observation: Observation) -> None: ...
+
+
+def tell(observer: Observer, runner: Any, observe: Callable[[], Observation]) -> None:
+    """Tell `observer` what `observe` finds."""
+    try:
+        observer(runner, observe())
+    except Exception as error:
+        logger.warning("the request was not recorded: %s: %s", type(error).__name__, error)
+
+
+def finish_of(reason: FinishReason | None, error: str | None) -> Finish:
+    """How a request ended: `error` is the name of the exception that ended it, if one did."""
+    return "error" if error is not None else reason or "interrupted"

@@ -1,0 +1,98 @@
+"""What a prefill costs on this machine: a curve fitted to those that were run. Plain arithmetic, no tensors.
+
+A chunk that takes the entry from `a` to `b` tokens costs `fixed + linear * (b - a) + square * (b**2 - a**2)` seconds: something for the
+pass itself, something for each token, and attention, which grows with what is there already.
+"""
+
+from __future__ import annotations
+
+Row = tuple[float, float, float]
+
+
+class PrefillCurve:
+    """Least squares over all chunks so far, with no coefficient below zero.
+
+    It is fitted again when there are a quarter more chunks than the last time, or one that went further than all before: most
+    requests only add theirs to a list.
+    """
+
+    def __init__(self) -> None:
+        self._products = [[0.0] * 3 for _ in range(3)]
+        self._targets = [0.0] * 3
+        self._coming: list[tuple[Row, float]] = []
+        self._fitted: Row = (0.0, 0.0, 0.0)
+        self._count = 0
+        self._reach = self._largest = 0
+
+    def add(self, begin: int, end: int, seconds: float) -> None:
+        """A chunk that was evaluated."""
+        self._coming.append((_row(begin, end), seconds))
+        is_further = end > self._reach or end - begin > self._largest
+        if is_further:
+            self._reach, self._largest = max(self._reach, end), max(self._largest, end - begin)
+        if is_further or 4 * len(self._coming) > self._count:
+            self._fit()
+
+    def seconds(self, tokens: int, step: int) -> float | None:
+        """What the first `tokens` tokens of a prompt would cost, in chunks of `step`; 0 for none.
+
+        None where that would be a guess: they are more than twice as far, or their chunks more than four times as long, as what was measured.
+        """
+        if tokens == 0:
+            return 0.0
+        if tokens > 2 * self._reach or min(tokens, step) > 4 * self._largest:
+            return None
+        fixed, linear, square = self._fitted
+        return fixed * -(-tokens // step) + linear * tokens + square * _scaled(tokens)
+
+    def _fit(self) -> None:
+        for row, seconds in self._coming:
+            for i in range(3):
+                self._targets[i] += row[i] * seconds
+                for j in range(3):
+                    self._products[i][j] += row[i] * row[j]
+        self._count += len(self._coming)
+        self._coming.clear()
+        self._fitted = self._solve()
+
+    def _solve(self) -> Row:
+        """The normal equations, without the columns that would come out negative."""
+        columns = [0, 1, 2]
+        while columns:
+            solved = _gauss([[self._products[i][j] for j in columns] + [self._targets[i]] for i in columns])
+            if solved is not None and min(solved) >= 0:
+                found = dict(zip(columns, solved, strict=True))
+                return found.get(0, 0.0), found.get(1, 0.0), found.get(2, 0.0)
+            worst = columns[solved.index(min(solved))] if solved is not None else None
+            # The time of a token is what there is at least: it goes last.
+            columns.remove(worst if worst is not None and worst != 1 else next(c for c in (2, 0, 1) if c in columns))
+        return 0.0, 0.0, 0.0
+
+
+def _row(begin: int, end: int) -> Row:
+    return 1.0, float(end - begin), _scaled(end) - _scaled(begin)
+
+
+def _scaled(tokens: int) -> float:
+    """Squares in thousands, so that the columns are of one size."""
+    return tokens * tokens / 1000
+
+
+def _gauss(rows: list[list[float]]) -> list[float] | None:
+    """Solve a small system; None where it has no single solution."""
+    size = len(rows)
+    for i in range(size):
+        pivot = max(range(i, size), key=lambda r: abs(rows[r][i]))
+        scale = max(abs(value) for value in rows[pivot])
+        if abs(rows[pivot][i]) <= 1e-9 * scale or scale == 0:
+            return None
+        rows[i], rows[pivot] = rows[pivot], rows[i]
+        for r in range(i + 1, size):
+            factor = rows[r][i] / rows[i][i]
+            for c in range(i, size + 1):
+                rows[r][c] -= factor * rows[i][c]
+    solution = [0.0] * size
+    for i in reversed(range(size)):
+        known = sum(rows[i][c] * solution[c] for c in range(i + 1, size))
+        solution[i] = (rows[i][size] - known) / rows[i][i]
+    return solution

@@ -1,0 +1,64 @@
+"""Files in and out: inputs are looked at before the work begins, outputs are there whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+from mlxrunner.errors import MlxrunnerError
+from mlxrunner.profiling.reading import ReadError, with_rotated
+
+ERRORS = "backslashreplace"
+"""JSON can name half characters, which no file can hold."""
+
+
+class WriteError(MlxrunnerError):
+    """A report that can't be written; the message names the file."""
+
+
+def sources(files: Iterable[str]) -> list[Path]:
+    """The files to read, each with those it was rotated to, none of them twice. ReadError for one that can't be."""
+    found: dict[tuple[int, int], Path] = {}
+    for file in files:
+        for path in with_rotated(file):
+            try:
+                with path.open("rb") as stream:
+                    if path.is_file() and stream.read(2) == b"\x1f\x8b":
+                        raise ReadError(f"{path} is compressed: unpack it first, gzip -dk {path}")
+                    status = os.fstat(stream.fileno())
+            except OSError as error:
+                raise ReadError(f"{path}: can't be read: {error.strerror or error}") from error
+            found.setdefault((status.st_dev, status.st_ino), path)
+    return list(found.values())
+
+
+@contextmanager
+def replaced(file: str, inputs: Iterable[Path] = (), *, newline: str | None = None) -> Iterator[IO[str]]:
+    """A stream whose text takes the place of `file` (0600) when the block has ended well; devices and pipes are written to directly.
+
+    WriteError for what can't be written, and where `file` is one of `inputs`.
+    """
+    path = Path(file)
+    try:
+        if path.exists() and any(path.samefile(one) for one in inputs):
+            raise WriteError(f"{file} is what is being read: give the result another name")
+        if path.exists() and not path.is_file() and not path.is_dir():
+            with path.open("w", encoding="utf-8", errors=ERRORS, newline=newline) as stream:
+                yield stream
+            return
+        path = Path(os.path.realpath(path))  # of a link, what it points to
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        try:
+            with open(handle, "w", encoding="utf-8", errors=ERRORS, newline=newline) as stream:
+                yield stream
+            os.replace(name, path)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(name)
+            raise
+    except OSError as error:
+        raise WriteError(f"{file}: can't be written: {error.strerror or error}") from error

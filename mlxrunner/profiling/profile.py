@@ -1,0 +1,196 @@
+"""The profile of one process: it watches a runner, and makes an event of each request.
+
+Nothing happens while a request runs. What is done afterwards is a few dozen microseconds, unless something was lost (then the place
+is looked for) or the request is one of those that are verified.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mlxrunner.cache.tokens import TokenArray, TokenBuffer
+from mlxrunner.errors import OptionError, VerifyError
+from mlxrunner.events import logger
+from mlxrunner.observation import Observation
+from mlxrunner.profiling.curve import PrefillCurve
+from mlxrunner.profiling.divergence import Divergences
+from mlxrunner.profiling.event import as_line, event_of, logfmt
+from mlxrunner.profiling.identity import describe_layers, fingerprint, thinking_marks
+from mlxrunner.profiling.tokenlog import TokenLines
+from mlxrunner.profiling.writer import LineWriter
+
+if TYPE_CHECKING:
+    from mlxrunner.profiling.verify import Verifier
+
+Sink = Callable[[dict[str, Any]], None]
+"""Is given each event."""
+
+
+class Profile:
+    """Attach it to a runner, and to the next one if another is loaded in the same process; close it at the end.
+
+    `command`: as in the events. `events`, `tokens`: files to append events and the token log to. `log_text`: events show a few tokens'
+    text at a divergence. `verify`: this share of the warm requests (0 to 1) is run again cold. `sinks`: who else wants the events.
+    Every event is also logged, as one line of `logfmt`. OptionError for a file that can't be written, or a share out of range.
+    """
+
+    def __init__(
+        self,
+        command: str = "python",
+        *,
+        events: str | Path | None = None,
+        tokens: str | Path | None = None,
+        log_text: bool = False,
+        verify: float = 0.0,
+        sinks: Sequence[Sink] = (),
+    ) -> None:
+        if not 0 <= verify <= 1:
+            raise OptionError(f"verify_cache: {verify} is out of range, it has to be between 0 and 1")
+        self.process, self.number = secrets.token_hex(4), 0
+        self.verified, self.failed = 0, 0
+        self._command, self._log_text, self._share, self._warm = command, log_text, verify, 0
+        self._sinks = list(sinks)
+        self._events = LineWriter(events) if events is not None else None
+        self._tokens = LineWriter(tokens, first=self._process_line) if tokens is not None else None
+        self._identity: dict[str, Any] = {}
+        self._settings: dict[str, Any] = {}
+        self._entry = TokenBuffer()
+        self._lines: TokenLines | None = None
+        self._verifier: Verifier | None = None
+
+    def attach(self, runner: Any) -> None:
+        """Watch `runner` from now on. If this profile watched another one before, the next event says what became of its entry."""
+        before, settings = self._identity.get("model"), self._settings
+        self._settings = dict(runner.settings)
+        if self._entry and before is not None:
+            changed = [
+                f"{name}: {settings.get(name)} -> {value}"
+                for name, value in self._settings.items()
+                if settings.get(name) != value
+            ]
+            if before != runner.name:
+                runner.explain_loss("model_changed", f"{before} -> {runner.name}", self._entry.array)
+            else:
+                runner.explain_loss("options_changed", ", ".join(changed) or "loaded again", self._entry.array)
+        self._identity = {
+            "process": self.process,
+            "command": self._command,
+            "model": runner.name,
+            "fingerprint": fingerprint(runner.model, runner.facts, self._settings),
+        }
+        self._entry = TokenBuffer()
+        self._divergences = Divergences(runner.tokenizer, self._log_text)
+        self._curve = PrefillCurve()
+        self._lines = self._verifier = None
+        runner.observer = self
+
+    def __call__(self, runner: Any, observed: Observation) -> None:
+        """A request has ended."""
+        began = time.perf_counter()
+        self.number += 1
+        self._entry = observed.entry
+        event = event_of(observed, self._identity, self.number)
+        event["divergence"] = self._divergences.describe(observed.prepared, observed.prompt, observed.lookup)
+        self._divergences.follow(observed.prepared)
+        event["saved_s"] = self._saved_s(observed)
+        event["profile_s"] = round(time.perf_counter() - began, 7)
+        try:
+            event["verify"] = self._verify(runner, observed) if self._is_chosen(observed) else None
+        finally:  # also when somebody does not want to wait for that
+            self._write(runner, observed, event)
+
+    def finish(self, *, strict: bool = False) -> None:
+        """Close the files. VerifyError if `strict` and a verified request was wrong."""
+        for writer in (self._events, self._tokens):
+            if writer is not None:
+                writer.close()
+        if strict and self.failed:
+            raise VerifyError(self.failed, self.verified)
+
+    def _write(self, runner: Any, observed: Observation, event: dict[str, Any]) -> None:
+        if self._events is not None:
+            self._events.write(as_line(event))
+        if self._tokens is not None:
+            self._log_tokens(self._tokens, runner, observed, event)
+        if logger.isEnabledFor(20):
+            logger.info("%s", logfmt(event))
+        for sink in self._sinks:
+            sink(event)
+
+    def _saved_s(self, observed: Observation) -> float | None:
+        """What the reused tokens would have cost, by what prefills have cost so far."""
+        at = observed.usage.cached_tokens
+        step = self._settings.get("prefill_step")
+        if step is None:  # requests that share their passes: nobody knows whose time it was
+            return None
+        if not observed.usage.reevaluated_tokens:
+            for begin, end, count in observed.chunks:
+                self._curve.add(at, at + count, end - begin)
+                at += count
+        seconds = self._curve.seconds(observed.usage.cached_tokens, step)
+        return None if seconds is None else round(seconds, 7)
+
+    def _is_chosen(self, observed: Observation) -> bool:
+        """Every so many warm requests, evenly: the n-th is one if the share makes a whole one of it."""
+        if not self._share or observed.logits is None or not observed.usage.cached_tokens:
+            return False
+        self._warm += 1
+        return math.floor(self._warm * self._share + 1e-9) > math.floor((self._warm - 1) * self._share + 1e-9)
+
+    def _verify(self, runner: Any, observed: Observation) -> dict[str, Any]:
+        from mlxrunner.profiling.verify import Verifier, Warm
+
+        if self._verifier is None:
+            rough = self._settings.get("kv_bits") is not None
+            self._verifier = Verifier(runner.model, runner.cold_caches, runner.prefill_step, is_rough=rough)
+        tokens: TokenArray = observed.entry.array.copy()
+        logger.debug("verifying %d tokens", len(tokens))
+        found = self._verifier.verify(Warm(tokens, len(observed.prompt), observed.logits, observed.is_greedy))
+        self.verified += 1
+        if not found["equal"]:
+            self.failed += 1
+            token, difference = found["first_difference"], found["logits_difference"]
+            what = f"its last logits differ by {difference:.3g}" if token is None else f"answer token {token} is another one"
+            why = f"request {self.number} run again cold: {what}"
+            logger.warning("the entry was wrong and is freed: %s", why)
+            runner.free(why, "verify_failed")
+        return found
+
+    def _log_tokens(self, writer: LineWriter, runner: Any, observed: Observation, event: dict[str, Any]) -> None:
+        if self._lines is None:
+            self._lines = TokenLines(self._process(runner))
+            writer.begin_again()
+        writer.write(as_line(self._lines.request(observed, event)))
+
+    def _process_line(self) -> str:
+        return as_line(self._lines.first()) if self._lines is not None else ""
+
+    def _process(self, runner: Any) -> dict[str, Any]:
+        """The token log's line about this process."""
+        names = ("process", "model", "fingerprint")
+        alone = {"prefill_step": 0, "checkpoint_interval": 0, "checkpoint_budget": 0, "rewind_slack": 0, "kv_bits": None}
+        return {
+            **{name: self._identity[name] for name in names},
+            **alone,
+            **self._settings,
+            "layers": describe_layers(runner.model, runner.cold_caches()) if hasattr(runner, "cold_caches") else [],
+            "message_ends": sorted(runner.tokenizer.message_ends),
+            "thinking": thinking_marks(runner.tokenizer),
+        }
+
+
+@contextmanager
+def profiled(profile: Profile, *, strict: bool = False) -> Iterator[Profile]:
+    """Finish the profile at the end; what `strict` finds comes last, and only if nothing else has gone wrong."""
+    try:
+        yield profile
+    except BaseException:
+        profile.finish()
+        raise
+    profile.finish(strict=strict)

@@ -1,0 +1,244 @@
+"""An event says what happened, in the fields of the schema, however the request ended."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from click.testing import CliRunner
+
+from mlxrunner import cli
+from mlxrunner.errors import ContextFullError
+from mlxrunner.parallel.runner import ParallelRunner
+from mlxrunner.profiling.event import logfmt
+from mlxrunner.profiling.profile import Profile
+from mlxrunner.profiling.reading import event_schema
+from mlxrunner.runner import Runner
+from mlxrunner.testing import oracle_runner
+
+Lines = Callable[[Path], list[dict[str, Any]]]
+
+
+@pytest.fixture
+def events(tmp_path: Path) -> Path:
+    """Where the events go."""
+    return tmp_path / "events.jsonl"
+
+
+@pytest.fixture
+def runner(events: Path) -> Runner:
+    """An oracle runner whose requests are written to `events`."""
+    runner = oracle_runner(("full", "sliding"), prefill_step=16, context=128)
+    Profile("python", events=events).attach(runner)
+    return runner
+
+
+def checked(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The events, after holding them against the schema and against themselves."""
+    for event in events:
+        jsonschema.validate(event, event_schema(), format_checker=jsonschema.FormatChecker())
+        assert event["prompt_tokens"] == event["cached_tokens"] + event["evaluated_tokens"]
+        assert event["trimmed_tokens"] >= 0
+        assert event["used_bytes"] <= event["cache_bytes"]
+        starts = [span["start_s"] for span in event["spans"]]
+        assert starts == sorted(starts)
+        assert all(span["start_s"] + span["duration_s"] <= event["total_s"] + 1e-6 for span in event["spans"])
+    return events
+
+
+def test_each_request_is_one_event_of_the_schema(runner: Runner, events: Path, lines: Lines) -> None:
+    """Cold, appended, repeated, edited; sampled, with logprobs; that ended by a limit, a stop string, a full context."""
+    prompt = list(range(1, 50))
+    list(runner.generate(prompt, max_tokens=3))
+    list(runner.generate([*prompt, 60, 61], max_tokens=1))
+    list(runner.generate(prompt, max_tokens=5, temperature=1, logprobs=2))
+    list(runner.generate([*prompt[:40], 99], max_tokens=5))
+    list(runner.generate("text", max_tokens=60, overflow="shift", keep=1))
+    list(runner.generate([{"role": "user", "content": "x" * 60}], max_tokens=90, overflow="shift"))
+    with pytest.raises(ContextFullError):
+        list(runner.generate("x" * 120, overflow="error"))
+    found = checked(lines(events))
+    assert [event["number"] for event in found] == list(range(1, 8))
+    assert [event["finish"] for event in found] == [*["length"] * 6, "error"]
+    assert [event["prompt_kind"] for event in found] == [*["tokens"] * 4, "text", "messages", "text"]
+    assert found[-1]["error"] == "ContextFullError"
+    assert found[-2]["shifted_tokens"] > 0
+    assert len({event["id"] for event in found}) == 7
+    assert len({event["process"] for event in found}) == 1
+    moment = datetime.fromisoformat(found[0]["time"])
+    assert timedelta(0) <= datetime.now(UTC) - moment < timedelta(minutes=5)
+
+
+def test_the_spans_are_the_chunks_that_were_run(runner: Runner, events: Path, lines: Lines) -> None:
+    """Nothing else is counted in a rate; the first token is not decode's."""
+    usage = list(runner.generate(list(range(1, 50)), max_tokens=7))[-1].usage
+    (event,) = checked(lines(events))
+    assert usage is not None
+    prefill = [span for span in event["spans"] if span["name"] == "prefill"]
+    assert sum(span["tokens"] for span in prefill) == 49
+    assert max(span["tokens"] for span in prefill) <= 16
+    assert event["prefill_rate"] == pytest.approx(49 / sum(span["duration_s"] for span in prefill), rel=0.01)
+    assert event["decode_rate"] == pytest.approx(6 / event["decode_s"], rel=0.01)
+    assert [span["name"] for span in event["spans"]] == ["tokenize", "lookup", *["prefill"] * len(prefill), "decode"]
+    assert event["spans"][-1]["tokens"] == 6
+    list(runner.generate([1, 2, 3, 99], max_tokens=1))
+    again = checked(lines(events))[-1]
+    assert ("rewind", 52) in [(span["name"], span["tokens"]) for span in again["spans"]]
+    assert (again["decode_rate"], again["spans"][-1]["name"]) == (None, "prefill")
+
+
+def test_what_an_event_has_of_usage_is_the_usage(runner: Runner, events: Path, lines: Lines) -> None:
+    """Field by field; an abandoned iterator is an interrupted request."""
+    for prompt in ([1, 2, 3, 4], [1, 2, 3, 9, 9]):
+        usage = list(runner.generate(prompt, max_tokens=4))[-1].usage
+        assert usage is not None
+        event = lines(events)[-1]
+        shared = event.keys() & usage.as_dict().keys() - {"tokenize_s", "lookup_s", "prefill_s", "ttft_s", "decode_s"}
+        assert {name: event[name] for name in shared} == {name: usage.as_dict()[name] for name in shared}
+        assert len(shared) >= 17
+    chunks = runner.generate([1, 2], max_tokens=9)
+    next(chunks)
+    chunks.close()  # type: ignore[attr-defined]
+    event = checked(lines(events))[-1]
+    assert (event["finish"], event["completion_tokens"]) == ("interrupted", 1)
+    assert event["entry_tokens_after"] == len(runner.entry.tokens)
+
+
+def test_an_answer_that_is_not_awaited_to_its_last_end_is_no_interrupt(runner: Runner, events: Path, lines: Lines) -> None:
+    """Whoever stops reading at the last chunk has read all of it."""
+    for chunk in runner.generate([1, 2], max_tokens=2):
+        if chunk.finish_reason:
+            break
+    del chunk
+    runner.reset()
+    assert [event["finish"] for event in lines(events)] == ["length"]
+
+
+def test_an_exception_in_the_model_is_named_without_its_text(runner: Runner, events: Path, lines: Lines) -> None:
+    """Texts of errors may hold what nobody wanted to write down."""
+
+    def fail(*_: Any) -> Any:
+        raise ValueError("secret")
+
+    with pytest.raises(ValueError, match="secret"):
+        list(runner.generate([1, 2], logits_processors=[fail]))
+    assert checked(lines(events))[-1]["error"] == "ValueError"
+    assert "secret" not in events.read_text()
+
+
+def test_an_observer_that_fails_fails_no_request(caplog: pytest.LogCaptureFixture) -> None:
+    """It is a warning."""
+    runner = oracle_runner()
+    runner.observer = lambda runner, observation: 1 / 0
+    assert len(list(runner.generate([1, 2], max_tokens=3))) == 3
+    assert "the request was not recorded: ZeroDivisionError" in caplog.text
+
+
+def test_the_same_answers_with_and_without_events(events: Path) -> None:
+    """Nothing that is watched changes."""
+    answers = []
+    for watched in (False, True):
+        runner = oracle_runner(("full", "sliding"))
+        if watched:
+            Profile(events=events, log_text=True, verify=1).attach(runner)
+        answers.append([[c.token for c in runner.generate(prompt, max_tokens=5)] for prompt in ([1, 2, 3], [1, 2, 9], [1, 2])])
+    assert answers[0] == answers[1]
+
+
+def test_requests_of_a_parallel_runner_are_events(events: Path, lines: Lines) -> None:
+    """Each with what it shared; a cancelled one too."""
+    profile = Profile("python", events=events)
+    messages = [{"role": "user", "content": "My name is Ana. What is my name?"}]
+    with ParallelRunner.load("demo", max_sequences=2, capacity=128) as runner:
+        profile.attach(runner)
+        runner.run([messages, messages], max_tokens=4)
+        runner.run(["My name is Bo"], max_tokens=2)
+        handle = runner.submit(messages)
+        next(iter(handle))
+        handle.cancel()
+    profile.finish()
+    first, second, third, cancelled = checked(lines(events))
+    assert (first["reason"], first["run"]) == ("empty", "cold-miss")
+    assert (second["outcome"], second["cached_tokens"]) == ("hit", second["prompt_tokens"] - 1)
+    assert third["reason"] in ("diverged", "no_common_token")
+    assert (cancelled["finish"], cancelled["completion_tokens"]) == ("interrupted", 1)
+    assert [event["saved_s"] for event in (first, second, third)] == [None] * 3
+
+
+def test_answers_at_once_are_events_of_the_command(events: Path, lines: Lines) -> None:
+    """generate --n."""
+    result = CliRunner().invoke(cli.main, ["generate", "-p", "Hello!", "--n", "3", "--events", str(events)])
+    assert result.exit_code == 0
+    assert [(event["command"], event["number"]) for event in checked(lines(events))] == [("generate", n) for n in (1, 2, 3)]
+
+
+def test_the_file_can_come_from_the_environment(events: Path, lines: Lines) -> None:
+    """MLXRUNNER_EVENTS."""
+    CliRunner().invoke(cli.main, ["generate", "-p", "Hello!"], env={"MLXRUNNER_EVENTS": str(events)})
+    assert len(checked(lines(events))) == 1
+
+
+def test_verbose_logs_the_event_as_logfmt(caplog: pytest.LogCaptureFixture) -> None:
+    """Counts and places, no text; one line."""
+    logged: list[dict[str, Any]] = []
+    runner = oracle_runner()
+    Profile("python", log_text=True, sinks=[logged.append]).attach(runner)
+    with caplog.at_level(logging.INFO, "mlxrunner"):
+        list(runner.generate("hello you", max_tokens=2))
+        list(runner.generate("hello there", max_tokens=2))
+    first, second = caplog.messages
+    assert first.startswith("command=python number=1 outcome=miss reason=empty prompt_tokens=10 evaluated_tokens=10")
+    assert "outcome=partial reason=diverged" in second
+    assert "divergence_index=7 divergence_part=text" in second
+    assert logged[1]["divergence"]["current"]["text"] == "there"
+    assert "there" not in second
+    assert second == logfmt(logged[1])
+
+
+def test_logfmt_quotes_what_has_to_be() -> None:
+    """Spaces, quotes, control characters: a line stays a line."""
+    example = json.loads(Path(__file__).with_name("example.jsonl").read_text().splitlines()[0])
+    line = logfmt(example | {"freed_by": 'a "reset"\n\x1b[31m', "error": "", "command": "a=b"})
+    assert r'freed_by="a \"reset\"\n\u001b[31m"' in line
+    assert 'error=""' in line
+    assert 'command="a=b"' in line
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_killed_process_leaves_whole_lines(tmp_path: Path, lines: Lines, number: signal.Signals) -> None:
+    """In the middle of an endless run; Ctrl-C also leaves the event of the request that it ended."""
+    file = tmp_path / "events"
+    command = [sys.executable, "-m", "mlxrunner", "generate", "-p", "Hello!", "--repeat", "1000000", "--events", str(file)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ)
+    until = time.monotonic() + 60
+    while time.monotonic() < until and (not file.exists() or file.read_bytes().count(b"\n") < 3):
+        time.sleep(0.05)
+    process.send_signal(number)
+    process.wait(timeout=60)
+    found = checked(lines(file))
+    assert [event["number"] for event in found] == list(range(1, len(found) + 1))
+    assert len(found) >= 3
+    if number == signal.SIGINT:
+        assert process.returncode == 130
+
+
+def test_a_full_disk_is_a_warning_and_the_answer_comes() -> None:
+    """On standard error, once."""
+    if not Path("/dev/full").exists():
+        pytest.skip("only Linux has a disk that is always full")
+    command = [sys.executable, "-m", "mlxrunner", "generate", "-p", "Hello!", "--repeat", "3", "--events", "/dev/full"]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert result.stdout == "Hello! How can I help you?\n" * 3
+    assert result.stderr == "/dev/full: not written: No space left on device\n"

@@ -1,0 +1,165 @@
+"""`mlxrunner explain`: both sides, the reason, what to change."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from rich.console import Console
+
+from mlxrunner import cli
+from mlxrunner.profiling.explain import compare, show, words
+from mlxrunner.profiling.reasons import REASONS
+from mlxrunner.testing_events import afternoon, example_event
+
+
+def run(*arguments: str | Path, width: int = 120) -> Result:
+    return CliRunner().invoke(cli.main, ["explain", *map(str, arguments)], env={"COLUMNS": str(width)})
+
+
+@pytest.fixture
+def events(tmp_path: Path) -> Path:
+    file = tmp_path / "events.jsonl"
+    made = [*afternoon(30), example_event()]
+    file.write_text("".join(json.dumps(event) + "\n" for event in made))
+    return file
+
+
+def without_text(event: dict[str, Any]) -> dict[str, Any]:
+    """As it is logged without --log-text."""
+    divergence = dict(event["divergence"])
+    for side in ("common", "previous", "current"):
+        divergence[side] = divergence[side] | {"text": None}
+    return event | {"divergence": divergence}
+
+
+def test_a_divergence_is_shown_with_both_sides_and_the_remedy(events: Path) -> None:
+    """The sentence, where, the two texts side by side, what it cost and what to change."""
+    result = run(events, "00000000002a")
+    assert result.exit_code == 0
+    together = " ".join(result.stdout.split())
+    assert "The prompt leaves the entry in the middle" in together
+    assert "the entry had the thinking block of message 1 (assistant)" in together
+    assert "the prompt has the text of message 1 (assistant)" in together
+    assert "33 of them because of that (10.1 ms)" in together
+    assert "What to change: send earlier messages back to the letter as they were" in together
+    (line,) = [line for line in result.stdout.splitlines() if "│<think>" in line]
+    assert "│Your name is" in line
+
+
+def test_the_last_one_and_the_beginning_of_an_id_will_do(events: Path) -> None:
+    """All ways to the same event."""
+    assert run(events, "--last").stdout == run(events, "00000000002a").stdout == run(events, "00000000002").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nope"], "no event has the id 'nope'"),
+        (["0000000000"], "is the beginning of several ids"),
+        ([], "give the ID of an event, or --last"),
+        (["00000000002a", "--last"], "not both"),
+    ],
+    ids=["unknown", "ambiguous", "neither", "both"],
+)
+def test_what_cannot_be_found_is_said(events: Path, arguments: list[str], message: str) -> None:
+    """One line, exit code 2."""
+    result = run(events, *arguments)
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert message in result.stderr
+
+
+def test_no_file_and_no_event_are_said(tmp_path: Path) -> None:
+    """As report says it."""
+    assert "can't be read" in run(tmp_path / "nope", "--last").stderr
+    (tmp_path / "empty").touch()
+    assert "nothing has been logged yet" in run(tmp_path / "empty", "--last").stderr
+
+
+def test_hashes_are_shown_as_such_with_the_way_to_text(tmp_path: Path) -> None:
+    """Nobody takes them for the text."""
+    file = tmp_path / "events.jsonl"
+    file.write_text(json.dumps(without_text(example_event())) + "\n")
+    text = " ".join(run(file, "--last").stdout.split())
+    assert "00000001 00000002" in text
+    assert "only keyed hashes were logged" in text
+    assert "--log-text" in text
+
+
+@pytest.mark.parametrize("reason", [*REASONS, None])
+def test_every_reason_is_explained(tmp_path: Path, reason: str | None) -> None:
+    """With its sentence, and its remedy where it has one; also without a divergence."""
+    file = tmp_path / "events.jsonl"
+    file.write_text(json.dumps(example_event(reason=reason, divergence=None, ttft_s=None, prefill_rate=None)) + "\n")
+    text = " ".join(run(file, "--last", width=300).stdout.split())
+    if reason is None:
+        assert "Nothing was lost" in text
+        return
+    sentence = REASONS[reason].sentence
+    assert sentence[1:] in text
+    assert (f"What to change: {REASONS[reason].remedy}" in text) == bool(REASONS[reason].remedy)
+
+
+def test_a_prompt_that_ends_is_shown_as_that() -> None:
+    """The other side has nothing there."""
+    divergence = example_event()["divergence"]
+    nothing = {"message": None, "role": None, "part": None, "tokens": [], "text": ""}
+    text = shown(example_event(divergence=divergence | {"current": nothing}))
+    assert "(past its end)" in text
+    assert "(ends here)" in text
+
+
+def test_blanks_that_make_the_difference_are_seen() -> None:
+    """A lost space, tab or line end is why many prompts diverge."""
+    divergence = example_event()["divergence"]
+    sides = {"previous": divergence["previous"] | {"text": "a b\n"}, "current": divergence["current"] | {"text": "a  b\t"}}
+    text = shown(example_event(divergence=divergence | sides))
+    assert "│a·b↵" in text
+    assert "│a··b⇥" in text
+
+
+def test_only_what_differs_is_coloured() -> None:
+    """Words that come again on the other side are plain."""
+    left, right = compare(words("the red fox"), words("the blue fox"))
+    assert left == [("the ", True), ("red", False), (" fox", True)]
+    assert right == [("the ", True), ("blue", False), (" fox", True)]
+    assert "".join(words("any text,\n\n with\t all\u00a0of it\u200b")) == "any text,\n\n with\t all\u00a0of it\u200b"
+    coloured = shown(example_event(), colours=True)
+    assert "\x1b[1;31m" in coloured
+    assert "\x1b[1;32m" in coloured
+
+
+@pytest.mark.parametrize("width", [20, 40, 80, 200])
+def test_both_sides_are_whole_in_a_narrow_terminal(width: int) -> None:
+    """Below each other where there is no room."""
+    together = "".join(shown(example_event(), width=width).split())
+    assert "Thepromptleavestheentry" in together
+    assert "<think>↵" in together
+    assert "Yournameis" in together
+
+
+def test_logged_text_cannot_drive_the_terminal() -> None:
+    """Nor can roles and models."""
+    divergence = example_event()["divergence"]
+    evil = "\x1b]0;evil\x07[red]\u202e"
+    sides = {"previous": divergence["previous"] | {"text": evil}, "current": divergence["current"] | {"text": "x", "role": evil}}
+    text = shown(example_event(model=evil, divergence=divergence | sides), width=300)
+    assert "\x1b" not in text
+    assert "[red]\\u202e" in text
+
+
+def shown(event: dict[str, Any], width: int = 120, *, colours: bool = False) -> str:
+    console = Console(
+        width=width,
+        force_terminal=colours,
+        color_system="standard" if colours else None,
+        markup=False,
+        highlight=False,
+        emoji=False,
+    )
+    with console.capture() as captured:
+        show(event, console)
+    return captured.get()

@@ -1,0 +1,148 @@
+"""Counters for Prometheus's textfile collector."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from prometheus_client.parser import text_string_to_metric_families
+
+from mlxrunner import cli
+from mlxrunner.errors import OptionError
+from mlxrunner.profiling.metrics import Metrics
+from mlxrunner.testing_events import afternoon, example_event
+
+
+def values(file: Path) -> dict[str, float]:
+    """Every sample as the official parser reads it: name and labels -> value."""
+    families = text_string_to_metric_families(file.read_text())
+    return {
+        f"{sample.name}{{{','.join(f'{name}={value}' for name, value in sorted(sample.labels.items()))}}}": sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "mlxrunner.prom"
+
+
+def test_events_are_counted_by_model(file: Path) -> None:
+    """Requests by outcome and end, tokens, seconds, and the entry as it is now."""
+    metrics = Metrics(file)
+    metrics(example_event())
+    metrics(example_event(model="other", outcome="hit", reason=None, lost_tokens=0))
+    metrics(example_event(finish="interrupted", ttft_s=None, prefill_s=None, decode_s=None, entry_tokens_after=5))
+    found = values(file)
+    assert found["mlxrunner_requests_total{finish=stop,model=demo,outcome=partial}"] == 1
+    assert found["mlxrunner_requests_total{finish=interrupted,model=demo,outcome=partial}"] == 1
+    assert found["mlxrunner_requests_total{finish=stop,model=other,outcome=hit}"] == 1
+    assert found["mlxrunner_prompt_tokens_total{model=demo}"] == 128
+    assert found["mlxrunner_cached_tokens_total{model=demo}"] == 60
+    assert found["mlxrunner_lost_tokens_total{model=demo,reason=diverged}"] == 66
+    assert found["mlxrunner_prefill_seconds_total{model=demo}"] == pytest.approx(0.0104)
+    assert found["mlxrunner_entry_tokens{model=demo}"] == 5
+    assert "mlxrunner_lost_tokens_total{model=other,reason=None}" not in found
+
+
+def test_histograms_are_cumulative(file: Path) -> None:
+    """Each bucket has what is below its bound; the last one has all, and the count is that of requests with a first token."""
+    metrics = Metrics(file)
+    for seconds in (0.005, 0.05, 0.05, 500.0):
+        metrics(example_event(ttft_s=seconds))
+    metrics(example_event(ttft_s=None))
+    found = values(file)
+    bucket = "mlxrunner_ttft_seconds_bucket{{le={},model=demo,outcome=partial}}"
+    assert [found[bucket.format(bound)] for bound in ("0.01", "0.03", "0.1", "100.0", "+Inf")] == [1, 1, 3, 3, 4]
+    assert found["mlxrunner_ttft_seconds_count{model=demo,outcome=partial}"] == 4
+    assert found["mlxrunner_ttft_seconds_sum{model=demo,outcome=partial}"] == pytest.approx(500.105)
+
+
+def test_a_second_run_goes_on_counting(file: Path) -> None:
+    """Many short runs count like one long one."""
+    for event in afternoon(20):
+        Metrics(file)(event)
+    one_by_one = values(file)
+    file.unlink()
+    together = Metrics(file)
+    for event in afternoon(20):
+        together(event)
+    assert values(file) == pytest.approx(one_by_one)
+    assert sum(value for name, value in one_by_one.items() if name.startswith("mlxrunner_requests_total")) == 20
+
+
+def test_the_file_is_replaced_as_a_whole(file: Path) -> None:
+    """Whoever reads it while it is written sees the old one or the new one; nothing is left beside it."""
+    metrics = Metrics(file)
+    before = file.stat().st_ino
+    metrics(example_event())
+    assert file.stat().st_ino != before
+    assert [one.name for one in file.parent.iterdir()] == [file.name]
+
+
+def test_labels_are_escaped(file: Path) -> None:
+    """A model's name with quotes, line ends and backslashes comes back as it was."""
+    name = 'a"b\\c\nd'
+    Metrics(file)(example_event(model=name))
+    again = Metrics(file)
+    again(example_event(model=name))
+    assert values(file)[f"mlxrunner_prompt_tokens_total{{model={name}}}"] == 128
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("node_load1 0.5\n", "holds node_load1"),
+        ("{]\n", "not in Prometheus text format"),
+        ("mlxrunner_requests_total{ 1\n", "not in Prom"),
+    ],
+)
+def test_a_file_of_somebody_else_is_refused(file: Path, content: str, message: str) -> None:
+    """And left as it is."""
+    file.write_text(content)
+    with pytest.raises(OptionError, match=message):
+        Metrics(file)
+    assert file.read_text() == content
+
+
+def test_what_cannot_be_written_is_refused_at_start(tmp_path: Path) -> None:
+    """Before a model is loaded, with the file's name."""
+    for target in (tmp_path / "no" / "file.prom", tmp_path):
+        with pytest.raises(OptionError, match="can't be"):
+            Metrics(target)
+
+
+def test_a_disk_that_fills_up_ends_no_request(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is said in the log."""
+    folder = tmp_path / "metrics"
+    folder.mkdir()
+    metrics = Metrics(folder / "m.prom")
+    (folder / "m.prom").unlink()
+    folder.rmdir()
+    metrics(example_event())
+    assert "can't be written" in caplog.text
+
+
+def test_generate_keeps_metrics(file: Path) -> None:
+    """Through the command line, request by request and run after run."""
+    for _ in range(2):
+        result = CliRunner().invoke(cli.main, ["generate", "-p", "Hello!", "--repeat", "2", "--metrics", str(file)])
+        assert result.exit_code == 0, result.output
+    found = values(file)
+    assert found["mlxrunner_requests_total{finish=stop,model=demo,outcome=miss}"] == 2
+    assert found["mlxrunner_requests_total{finish=stop,model=demo,outcome=hit}"] == 2
+
+
+def test_without_the_client_it_says_what_to_install(file: Path) -> None:
+    """One line and exit code 2, not an ImportError."""
+    code = (
+        "import sys; sys.modules['prometheus_client'] = None\n"
+        f"from mlxrunner.cli import main; main(['generate', '-p', 'x', '--metrics', {str(file)!r}])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == "mlxrunner: --metrics needs the package prometheus_client: pip install 'mlxrunner[metrics]'\n"

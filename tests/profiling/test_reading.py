@@ -1,0 +1,126 @@
+"""Lines that somebody else wrote: what can't be used is counted, never an error."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlxrunner.profiling.reading import ReadError, event_schema, read_events, with_rotated
+
+EXAMPLES = Path(__file__).with_name("example.jsonl")
+
+
+def example(number: int = 0) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(EXAMPLES.read_text().splitlines()[number])
+    return found
+
+
+def test_the_examples_are_events() -> None:
+    """By the schema, which is one; and read as they are."""
+    jsonschema.Draft202012Validator.check_schema(event_schema())
+    read = read_events([EXAMPLES])
+    events = list(read)
+    assert events == [json.loads(line) for line in EXAMPLES.read_text().splitlines()]
+    assert read.skipped.total() == 0
+    for event in events:
+        jsonschema.validate(event, event_schema())
+
+
+def test_every_field_says_what_it_is() -> None:
+    """And in which unit, in the schema itself."""
+
+    def undescribed(schema: dict[str, Any], name: str) -> list[str]:
+        own = [] if "description" in schema or "$ref" in schema else [name]
+        inner = [
+            *schema.get("properties", {}).items(),
+            *([("items", schema["items"])] if "properties" in schema.get("items", {}) else []),
+        ]
+        return own + [found for key, value in inner if key != "items" for found in undescribed(value, f"{name}.{key}")]
+
+    assert undescribed(event_schema(), "event") == []
+
+
+BROKEN = {
+    "cut off": (json.dumps(example())[:200].encode(), "unreadable"),
+    "no JSON": (b"hello", "unreadable"),
+    "not UTF-8": (b'{"schema": "\xff\xfe"}', "unreadable"),
+    "zeros": (b"\x00" * 100, "unreadable"),
+    "a list": (b"[1, 2]", "unreadable"),
+    "NaN": (json.dumps(example() | {"ttft_s": float("nan")}).encode(), "unreadable"),
+    "deep": (b"[" * 100_000, "unreadable"),
+    "another tool's": (b'{"level": "info"}', "foreign"),
+    "an older version": (json.dumps(example() | {"version": 0}).encode(), "version"),
+    "a newer version": (json.dumps(example() | {"version": 2}).encode(), "version"),
+    "a field is missing": (json.dumps({k: v for k, v in example().items() if k != "reason"}).encode(), "invalid"),
+    "a wrong type": (json.dumps(example() | {"cached_tokens": "many"}).encode(), "invalid"),
+    "a negative count": (json.dumps(example() | {"cached_tokens": -1}).encode(), "invalid"),
+    "a boolean count": (json.dumps(example() | {"cached_tokens": True}).encode(), "invalid"),
+    "beyond a count": (json.dumps(example() | {"cached_tokens": 10**30}).encode(), "invalid"),
+    "a list for a reason": (json.dumps(example() | {"reason": ["empty"]}).encode(), "invalid"),
+    "an unknown reason": (json.dumps(example() | {"reason": "bad luck"}).encode(), "invalid"),
+    "a broken part": (json.dumps(example() | {"spans": [{"name": "prefill"}]}).encode(), "invalid"),
+    "a broken id": (json.dumps(example() | {"id": "000000000000\n"}).encode(), "invalid"),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_what_can_not_be_used_is_skipped_and_counted(tmp_path: Path, what: str) -> None:
+    """Between two events that are read."""
+    line, kind = BROKEN[what]
+    file, whole = tmp_path / "events", json.dumps(example()).encode()
+    file.write_bytes(b"\n".join([whole, line, b"", whole]))
+    read = read_events([file])
+    assert [event["id"] for event in read] == [example()["id"]] * 2
+    assert dict(read.skipped) == {kind: 1}
+    assert len(list(read)) == 2  # again, and counted anew
+    assert read.skipped.total() == 1
+
+
+def test_fields_that_are_not_known_yet_are_no_mistake(tmp_path: Path) -> None:
+    """A later program may add some."""
+    (tmp_path / "events").write_text(json.dumps(example() | {"mood": "good"}))
+    assert len(list(read_events([tmp_path / "events"]))) == 1
+
+
+@given(st.binary(max_size=300))
+def test_garbage_never_raises(data: bytes) -> None:
+    """Whatever the bytes."""
+    import tempfile
+
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(data)
+        file.flush()
+        assert list(read_events([file.name])) == []
+
+
+@given(st.sampled_from(sorted(example())), st.recursive(st.none() | st.booleans() | st.floats() | st.text(), st.lists))
+def test_the_reader_agrees_with_the_schema(name: str, value: Any) -> None:
+    """About any value of any field, but for what no count can be."""
+    import tempfile
+
+    changed = example(2) | {name: value}
+    is_valid = jsonschema.Draft202012Validator(event_schema()).is_valid(changed)
+    with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as file:
+        json.dump(changed, file)
+        file.flush()
+        taken = bool(list(read_events([file.name])))
+    assert taken == is_valid or (isinstance(value, float) and (abs(value) > 2**53 or value != value))
+
+
+def test_a_file_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    """With its name."""
+    with pytest.raises(ReadError, match=r"nowhere: can't be read: No such file or directory"):
+        list(read_events([tmp_path / "nowhere"]))
+
+
+def test_rotated_files_come_first(tmp_path: Path) -> None:
+    """The oldest of them first of all."""
+    for name in ("events", "events.1", "events.2", "events.4"):
+        (tmp_path / name).touch()
+    assert [path.name for path in with_rotated(tmp_path / "events")] == ["events.2", "events.1", "events"]

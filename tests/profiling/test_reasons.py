@@ -1,0 +1,257 @@
+"""Each reason of the list, produced as a user would come by it, and what the program says about it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from mlxrunner import cli
+from mlxrunner.profiling.profile import Profile
+from mlxrunner.profiling.reading import event_schema
+from mlxrunner.profiling.reasons import PARTS, REASONS, explain
+from mlxrunner.runner import Runner
+from mlxrunner.testing import oracle_runner
+from mlxrunner.testing_models import write_model
+
+Lines = Callable[[Path], list[dict[str, Any]]]
+
+
+def run(*arguments: Any, stdin: str = "", code: int = 0) -> Result:
+    result = CliRunner().invoke(cli.main, [str(argument) for argument in arguments], input=stdin)
+    assert result.exit_code == code, result.stderr
+    return result
+
+
+def said(events: Path) -> str:
+    """What `mlxrunner explain EVENTS --last` prints, as one line in lower case."""
+    return " ".join(run("explain", events, "--last").stdout.lower().split())
+
+
+@pytest.fixture
+def events(tmp_path: Path) -> Path:
+    """Where the events go."""
+    return tmp_path / "events.jsonl"
+
+
+def test_the_list_is_the_schema_s_and_has_a_sentence_each() -> None:
+    """And a remedy where there is something to mend."""
+    properties = event_schema()["properties"]
+    assert [*REASONS, None] == properties["reason"]["enum"]
+    assert [*PARTS, None] == event_schema()["$defs"]["side"]["properties"]["part"]["enum"]
+    assert all(reason.sentence for reason in REASONS.values())
+    assert [name for name, reason in REASONS.items() if not reason.remedy] == ["empty", "prompt_shorter", "restored"]
+
+
+def test_empty_and_prompt_shorter(events: Path, lines: Lines) -> None:
+    """The first request of a process, and the same again."""
+    run("generate", "-p", "Hello!", "--repeat", 2, "--events", events)
+    first, second = lines(events)
+    assert (first["outcome"], first["reason"], first["run"]) == ("miss", "empty", "cold-miss")
+    assert (second["outcome"], second["reason"], second["run"]) == ("hit", "prompt_shorter", "warm-hit")
+    assert (first["lost_tokens"], second["lost_tokens"]) == (0, 0)
+    assert "the prompt is the beginning of the entry" in said(events)
+
+
+def test_nothing_lost(events: Path, lines: Lines) -> None:
+    """The next turn of a chat."""
+    run("chat", "--events", events, stdin="My name is Ana.\nWhat is my name?\n")
+    last = lines(events)[-1]
+    assert (last["outcome"], last["reason"], last["divergence"]) == ("hit", None, None)
+    assert (last["command"], last["prompt_kind"], last["messages"]) == ("chat", "messages", 3)
+    assert "nothing was lost" in said(events)
+
+
+def test_diverged_in_each_family(family: Any, scripted: Callable[..., Path], events: Path, lines: Lines) -> None:
+    """A chat that begins anew with other words: role, message and part are named."""
+    begin = {"mistral": "[/INST]", "harmony": "t"}.get(family.name, "\n")
+    folder = scripted(family.name, begin, "fine")
+    run("chat", "-m", folder, "--events", events, "--log-text", "--no-reserve", stdin="Dear old friend\n/clear\nDear you\n")
+    event = lines(events)[-1]
+    assert event["reason"] == "diverged"
+    assert tuple(event["divergence"][name] for name in ("message", "role", "part")) == (0, "user", "text")
+    assert event["divergence"]["common"]["text"].endswith("Dear ")
+    assert event["divergence"]["previous"]["text"].startswith("old friend")
+    assert event["lost_tokens"] == min(event["prompt_tokens"] - 1, event["entry_tokens"]) - event["cached_tokens"]
+    assert "in the text of message 0 (user)" in said(events)
+
+
+def test_diverged_at_thinking_that_is_stripped(scripted: Callable[..., Path], events: Path, lines: Lines) -> None:
+    """Qwen 3: the model thinks, and the template leaves that out of the next prompt."""
+    folder = scripted("qwen3", "\n", "<think>hm</think>Ok")
+    run("chat", "-m", folder, "--events", events, "--no-reserve", stdin="Hello\nAgain\n")
+    event = lines(events)[-1]
+    assert event["reason"] == "diverged"
+    sides = [tuple(event["divergence"][side][name] for name in ("message", "role", "part")) for side in ("previous", "current")]
+    assert sides == [(1, "assistant", "thinking"), (1, "assistant", "text")]
+    assert "where before was the thinking block of message 1 (assistant)" in said(events)
+
+
+def test_no_common_token(tmp_path: Path, events: Path, lines: Lines) -> None:
+    """A model without BOS: a conversation with a system prompt begins with another token."""
+    write_model(tmp_path / "model")
+    command = ("chat", "-m", tmp_path / "model", "--max-tokens", 4, "--no-reserve", "--events", events)
+    run(*command, stdin="hello\n/system Be brief.\nhello\n")
+    event = lines(events)[-1]
+    assert (event["outcome"], event["reason"]) == ("miss", "no_common_token")
+    assert (event["divergence"]["index"], event["divergence"]["role"]) == (0, "system")
+    assert event["lost_tokens"] == event["entry_tokens"]
+    assert "already the first token differs" in said(events)
+
+
+def test_rewind_limited(tmp_path: Path, events: Path, lines: Lines) -> None:
+    """A recurrent model without checkpoints can't go back over its answer."""
+    write_model(tmp_path / "model", "mamba2")
+    command = ("generate", "-m", tmp_path / "model", "-p", "hello there", "--raw", "--max-tokens", 4, "--no-reserve")
+    run(*command, "--repeat", 2, "--checkpoint-budget", 0, "--events", events)
+    event = lines(events)[-1]
+    assert (event["outcome"], event["reason"], event["rewind_limited_by"]) == ("miss", "rewind_limited", "recurrent")
+    assert event["lost_tokens"] == event["prompt_tokens"] - 1
+    assert "(recurrent)" in said(events)
+    assert "--checkpoint-interval" in said(events)
+
+
+def test_entry_freed(talk: Callable[..., Any], events: Path) -> None:
+    """Given up by its owner; what it would have spared is known."""
+    talking = talk("chatml")
+    first = talking.ask("Hello you", "fine")
+    talking.runner.reset()
+    event = talking.ask("Hello there", "fine")
+    assert (event["outcome"], event["reason"], event["freed_by"]) == ("miss", "entry_freed", "a reset")
+    assert event["lost_tokens"] == len("Hello ")
+    assert first["lost_tokens"] == 0
+    assert "the entry had been given up (a reset)" in said(events)
+
+
+def test_model_changed_and_options_changed(events: Path, lines: Lines) -> None:
+    """Another model in the same process, and the same one with other options; the profile goes with them."""
+    profile = Profile(events=events)
+    for name, bits in (("demo", None), ("demo", 8), ("other", 8), ("other", 8)):
+        runner = Runner.load("demo", kv_bits=bits, reserve=False, context=512)
+        runner.name = name
+        profile.attach(runner)
+        list(runner.generate("My name is Ana.", max_tokens=2))
+    profile.finish()
+    _, options, model, again = lines(events)
+    assert (options["reason"], options["freed_by"], options["run"]) == ("options_changed", "kv_bits: None -> 8", "warm-miss")
+    assert options["lost_tokens"] == options["prompt_tokens"] - 1
+    assert (model["reason"], model["freed_by"]) == ("model_changed", "demo -> other")
+    assert (again["reason"], again["freed_by"]) == ("options_changed", "loaded again")
+    assert len({event["fingerprint"] for event in (options, model, again)}) == 1
+    assert explain(options).startswith("the model was loaded again with options that change what is stored (kv_bits: None -> 8)")
+    assert explain(model).startswith("another model was loaded")
+
+
+def test_interrupted(events: Path, lines: Lines) -> None:
+    """Ctrl-C in a prefill: the next time, the rest of the prompt is what was lost."""
+    runner, profile = oracle_runner(prefill_step=8), Profile(events=events)
+    profile.attach(runner)
+    prompt = list(range(1, 41))
+
+    def press(done: int, total: int) -> None:
+        if done == 16:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        list(runner.generate(prompt, max_tokens=2, progress=press))
+    list(runner.generate(prompt, max_tokens=2))
+    list(runner.generate([*prompt[:30], 90, 91], max_tokens=2))
+    stopped, event, later = lines(events)
+    assert (stopped["finish"], stopped["completion_tokens"], stopped["entry_tokens_after"]) == ("interrupted", 0, 16)
+    assert (stopped["ttft_s"], stopped["decode_s"], stopped["prefill_s"]) == (None, None, None)
+    assert [span["tokens"] for span in stopped["spans"] if span["name"] == "prefill"] == [8, 8]
+    assert (event["reason"], event["cached_tokens"], event["lost_tokens"]) == ("interrupted", 16, 39 - 16)
+    assert later["reason"] == "diverged"
+    assert explain(event).startswith("the request before it was ended before its prompt was evaluated")
+
+
+def test_interrupted_in_a_terminal(events: Path, lines: Lines) -> None:
+    """A long message, Ctrl-C while it is evaluated, and the same message again."""
+    import pexpect
+
+    command = ["-m", "mlxrunner", "chat", "--prefill-step", "4", "--events", str(events)]
+    environment = {**os.environ, "TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1"}
+    terminal = pexpect.spawn(sys.executable, command, timeout=120, dimensions=(40, 200), env=environment)
+    for requests in (1, 2):
+        terminal.expect(">>>")
+        terminal.send("and then " * 150 + "\r")
+        if requests == 1:
+            terminal.expect("evaluating the prompt")
+            terminal.sendintr()
+            terminal.expect("interrupted")
+        while not events.exists() or len(lines(events)) < requests:
+            terminal.expect([pexpect.TIMEOUT, r"\S"], timeout=1)
+    terminal.sendeof()
+    terminal.expect(pexpect.EOF)
+    stopped, again = lines(events)
+    assert (stopped["finish"], stopped["completion_tokens"], stopped["reason"]) == ("interrupted", 0, "empty")
+    assert again["reason"] == "interrupted"
+    assert again["cached_tokens"] == stopped["entry_tokens_after"]
+    assert again["lost_tokens"] == again["prompt_tokens"] - 1 - again["cached_tokens"]
+    assert "was ended before its prompt was evaluated" in said(events)
+
+
+def test_interrupted_before_anything_was_evaluated() -> None:
+    """The entry is empty then, and that is why; for another prompt it is just empty."""
+    runner = oracle_runner(prefill_step=64)
+    for prompt, reason, lost in (([1, 2, 3, 4], "interrupted", 3), ([5, 6], "empty", 0)):
+        runner.reset()
+
+        def press(done: int, total: int) -> None:
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            list(runner.generate([1, 2, 3, 4], max_tokens=2, progress=press))
+        usage = list(runner.generate(prompt, max_tokens=2))[-1].usage
+        assert usage is not None
+        assert (usage.reason, usage.lost_tokens) == (reason, lost)
+
+
+def test_restored(events: Path, lines: Lines) -> None:
+    """An entry that came from a file; once, and only where nothing else was lost."""
+    runner, profile = oracle_runner(), Profile(events=events)
+    profile.attach(runner)
+    list(runner.generate([1, 2, 3], max_tokens=2))
+    told = list(runner.entry.tokens)
+    for prompt in ([*told, 9], [*told, 9, 8], [1, 7]):
+        runner.mark_restored("chat.session")
+        list(runner.generate(prompt, max_tokens=1))
+    list(runner.generate([1, 7, 6], max_tokens=1))
+    _, first, second, parted, last = lines(events)
+    assert (first["reason"], first["freed_by"], first["run"]) == ("restored", "chat.session", "warm-restored")
+    assert second["reason"] == "restored"
+    assert (parted["reason"], parted["run"]) == ("diverged", "warm-restored")
+    assert (last["reason"], last["run"]) == (None, "warm-hit")
+    assert explain(first).startswith("the entry came from a file (chat.session)")
+
+
+def test_verify_failed(events: Path, lines: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rewind that spoils what is stored is found, reported, mended, and an exit code of its own."""
+    from mlxrunner.cache.full import FullAttentionCache
+
+    honest = FullAttentionCache.rewind
+
+    def spoil(cache: Any, to: int) -> None:
+        honest(cache, to)
+        if to:
+            cache.keys[..., : to // 2, :] = -cache.keys[..., : to // 2, :]
+
+    monkeypatch.setattr(FullAttentionCache, "rewind", spoil)
+    command = ("generate", "-p", "My name is Ana. What is my name?", "--repeat", 3, "--events", events)
+    failed = run(*command, "--verify-cache", 1, "--strict", code=4)
+    assert failed.stderr.startswith("mlxrunner: 1 of 1 verified requests gave something else when they were run again cold")
+    _, wrong, after = lines(events)
+    assert wrong["verify"]["equal"] is False
+    assert wrong["verify"]["logits_difference"] > wrong["verify"]["tolerance"]
+    assert (after["outcome"], after["reason"]) == ("miss", "verify_failed")
+    assert after["lost_tokens"] == after["prompt_tokens"] - 1
+    assert after["freed_by"].startswith("request 2 run again cold: ")
+    assert "had found the entry wrong" in said(events)
+    assert run(*command, "--verify-cache", 1).exit_code == 0  # without --strict it is only reported
+    assert json.loads(events.read_text().splitlines()[-1])["reason"] == "verify_failed"

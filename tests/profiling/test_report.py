@@ -1,0 +1,204 @@
+"""`mlxrunner report` as a user meets it."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from mlxrunner import cli
+from mlxrunner.profiling.report import make_report
+from mlxrunner.testing_events import afternoon, example_event
+
+
+def run(*arguments: str | Path, env: dict[str, str] | None = None) -> Result:
+    return CliRunner().invoke(cli.main, ["report", *map(str, arguments)], env=env)
+
+
+def write(file: Path, *events: dict[str, Any], extra: bytes = b"") -> Path:
+    file.write_bytes(b"".join(json.dumps(event).encode() + b"\n" for event in events) + extra)
+    return file
+
+
+@pytest.fixture
+def events(tmp_path: Path) -> Path:
+    return write(tmp_path / "events.jsonl", *afternoon(60))
+
+
+def test_the_report_has_every_figure_of_the_issue(events: Path) -> None:
+    """Totals, both hit rates, times to the first token by outcome, losses by reason with the remedy and by place, the costliest."""
+    result = run(events)
+    assert (result.exit_code, result.stderr) == (0, "")
+    for wanted in ("hit rate by token", "hit rate by request", "p50", "p90", "p99", "partial", "tokens lost, by reason", "what to change",
+                   "put what changes", "tokens lost, by place", "the costliest misses", "hit rate over time", "prefill", "decode"):  # fmt: skip
+        assert wanted in result.stdout, wanted
+
+
+def test_json_is_one_object(events: Path) -> None:
+    """With the same figures and nothing else on stdout."""
+    found = json.loads(run(events, "--json").stdout)
+    assert found["requests"] == 60
+    assert found["files"] == [str(events)]
+    assert found["hit_rate"] == found["tokens"]["cached"] / found["tokens"]["prompt"]
+    assert len(found["costliest"]) == 10
+
+
+def test_a_hit_rate_below_the_wanted_one_is_exit_code_3(events: Path) -> None:
+    """The report is printed all the same; the rate itself is enough."""
+    rate = json.loads(run(events, "--json").stdout)["hit_rate"]
+    assert run(events, "--min-hit-rate", str(rate)).exit_code == 0
+    below = run(events, "--min-hit-rate", str(rate + 0.001))
+    assert below.exit_code == 3
+    assert "less than the wanted" in below.stderr
+    assert "hit rate by token" in below.stdout
+    assert run(events, "--min-hit-rate", "80").exit_code == 2
+
+
+def test_lines_that_cannot_be_read_are_skipped_with_a_count(tmp_path: Path) -> None:
+    """Cut off, garbage, of another version, of another program, with a field missing or wrong: never a crash."""
+    good = example_event()
+    missing = {name: value for name, value in good.items() if name != "outcome"}
+    broken = [
+        json.dumps(good | {"version": 0}).encode(),
+        json.dumps(missing).encode(),
+        json.dumps(good | {"prompt_tokens": "many"}).encode(),
+        json.dumps(good | {"prompt_tokens": -1}).encode(),
+        b'{"level": "info", "msg": "another program"}',
+        b"\xff\xfe\x00 not text",
+        b"[" * 100_000,
+        b"null",
+        json.dumps(good).encode()[:-20],
+    ]
+    file = write(tmp_path / "events.jsonl", good, extra=b"\n".join(broken))
+    result = run(file)
+    assert result.exit_code == 0
+    assert result.stderr.startswith("mlxrunner: 9 lines were skipped: ")
+    assert "1 of another version" in result.stderr
+    found = json.loads(run(file, "--json").stdout)
+    assert (found["requests"], found["skipped"]["version"]) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda path: None, "No such file"),
+        (lambda path: path.mkdir(), "Is a directory"),
+        (lambda path: path.write_bytes(b""), "nothing has been logged yet"),
+        (lambda path: path.write_bytes(b"hello\n"), "1 line was skipped: 1 broken or cut off"),
+        (lambda path: path.write_bytes(b"\x1f\x8b\x08 packed"), "is compressed: unpack it first, gzip -dk"),
+    ],
+    ids=["missing", "directory", "empty", "no event", "gzip"],
+)
+def test_what_is_no_events_file_is_one_clear_line(tmp_path: Path, make: Any, message: str) -> None:
+    """Exit code 2, the file's name, and nothing on stdout."""
+    path = tmp_path / "events.jsonl"
+    make(path)
+    result = run(path)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert message in result.stderr
+    assert str(path) in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+JUNK: list[Any] = [None, True, -1, 2**31, 2**63, 1e308, -0.5, "", "x" * 1000, "\x1b[31m", "\ud800", [], [[]], {}, {"a": 1}]
+
+
+def mutated(value: Any, rng: random.Random) -> Any:
+    """Something in it is left out, or is something else."""
+    if rng.random() < 0.2 or not isinstance(value, dict | list) or not value:
+        return rng.choice(JUNK)
+    copy = dict(value) if isinstance(value, dict) else dict(enumerate(value))
+    name = rng.choice(list(copy))
+    if rng.random() < 0.2:
+        del copy[name]
+    else:
+        copy[name] = mutated(copy[name], rng)
+    return copy if isinstance(value, dict) else list(copy.values())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_whatever_the_lines_say_nothing_crashes(tmp_path: Path, seed: int) -> None:
+    """Fields left out, of other types, out of range, hostile: each line is used or counted, and every result is written."""
+    rng = random.Random(seed)
+    events = [mutated(event, rng) if rng.random() < 0.8 else event for _ in range(10) for event in afternoon(20, seed)]
+    file = write(tmp_path / "events.jsonl", *events)
+    results = [tmp_path / name for name in ("p.html", "r.csv", "t.json")]
+    made = make_report([file], html=str(results[0]), csv=str(results[1]), trace=str(results[2]))
+    assert made.summary.requests + made.skipped.total() == len(events)
+    assert all(result.stat().st_size for result in results)
+    json.loads(results[2].read_text())
+    for arguments in (["report", str(file)], ["explain", str(file), "--last"]):
+        assert CliRunner().invoke(cli.main, arguments).exit_code == 0
+
+
+def test_rotated_files_are_read_too_and_none_twice(tmp_path: Path) -> None:
+    """FILE.1 is older than FILE; a shell's events.jsonl* names both."""
+    first, second = list(afternoon(6))[:3], list(afternoon(6))[3:]
+    write(tmp_path / "e.jsonl.1", *first)
+    file = write(tmp_path / "e.jsonl", *second)
+    found = json.loads(run(file, "--json").stdout)
+    assert found["requests"] == 6
+    assert found["files"] == [f"{file}.1", str(file)]
+    assert json.loads(run(file, f"{file}.1", "--json").stdout)["requests"] == 6
+
+
+def test_the_file_may_come_from_the_environment(events: Path) -> None:
+    """The same variable that says where events are written."""
+    assert json.loads(run("--json", env={"MLXRUNNER_EVENTS": str(events)}).stdout)["requests"] == 60
+
+
+def test_all_results_are_written_in_one_go_for_their_owner_only(events: Path, tmp_path: Path) -> None:
+    """A page, rows and a trace; files of users are 0600."""
+    page, rows, trace = tmp_path / "p.html", tmp_path / "r.csv", tmp_path / "t.json"
+    assert run(events, "--html", page, "--csv", rows, "--trace", trace).exit_code == 0
+    assert page.read_text().startswith("<!doctype html>")
+    assert len(list(csv.DictReader(rows.open(newline="")))) == 60
+    assert json.loads(trace.read_text())["traceEvents"]
+    assert {file.stat().st_mode & 0o777 for file in (page, rows, trace)} == {0o600}
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["events.jsonl", "p.html", "r.csv", "t.json"]
+
+
+def test_what_cannot_be_written_is_one_clear_line(events: Path, tmp_path: Path) -> None:
+    """A missing folder, a folder in its place, a full disk, the events themselves: nothing is left behind, and nothing is lost."""
+    before = events.read_bytes()
+    for option, target, message in (
+        ("--html", tmp_path / "no" / "p.html", "can't be written: No such file"),
+        ("--csv", tmp_path, "can't be written: Is a directory"),
+        ("--trace", "/dev/full", "can't be written: No space left"),
+        ("--csv", events, "is what is being read"),
+    ):
+        if str(target) == "/dev/full" and not Path("/dev/full").exists():
+            continue
+        result = run(events, option, target)
+        assert (result.exit_code, result.stderr.count("\n")) == (1, 1), result.stderr
+        assert message in result.stderr
+    assert events.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["events.jsonl"]
+
+
+def test_a_pipe_closed_early_is_no_error(events: Path) -> None:
+    """report | head ends quietly."""
+    command = f"{sys.executable} -m mlxrunner report {events} | head -2"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"})
+    assert result.stdout.count("\n") == 2
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("command", ["report", "explain", "simulate"])
+def test_help_and_reading_need_no_mlx(command: str) -> None:
+    """Help imports nothing heavy."""
+    code = (
+        "import sys; from mlxrunner.cli import main\n"
+        f"try: main(['{command}', '--help'])\n"
+        "except SystemExit as end: assert not end.code\n"
+        "assert not {'mlx', 'numpy', 'rich'} & {n.split('.')[0] for n in sys.modules}\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0

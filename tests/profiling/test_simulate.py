@@ -1,0 +1,358 @@
+"""A token log replayed on paper finds what the real runner found."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+import mlxrunner.cache.sliding
+import mlxrunner.pipeline
+from mlxrunner import Runner, cli
+from mlxrunner.models.facts import facts_of
+from mlxrunner.profiling import paper, simulate
+from mlxrunner.profiling.paper import is_layer, paper_layer
+from mlxrunner.profiling.profile import Profile
+from mlxrunner.profiling.simulate import Replay, Request, Settings
+from mlxrunner.profiling.tokenlog import LoggedRequest, read_token_log
+from mlxrunner.profiling.whatif import Simulation, by_prefix
+from mlxrunner.profiling.whatif import simulate as replay
+from mlxrunner.testing import EOS, ByteTokenizer, oracle_runner
+from mlxrunner.testing_models import tiny_config, tiny_model
+
+ARCHITECTURES = ["llama", "gemma3_text", "gpt_oss", "mamba2", "lfm2", "jamba", "qwen3_next", "llama4"]
+ORACLES = [["full"], ["full", "sliding"], ["recurrent", "full"], ["chunked"], ["composite", "sliding"], ["unknown", "full"]]
+SMALL: dict[str, Any] = {"prefill_step": 24, "rewind_slack": 10, "checkpoint_interval": 50}
+
+
+@pytest.fixture(autouse=True)
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows that move, and checkpoints that come, every few tokens."""
+    monkeypatch.setattr("mlxrunner.cache.sliding.STEP", 8)
+    monkeypatch.setattr("mlxrunner.profiling.paper.STEP", 8)
+    monkeypatch.setattr("mlxrunner.cache.checkpoints.SPACING", 20)
+
+
+def talk(seed: str, turns: int) -> Iterator[tuple[str, list[list[int]]]]:
+    """The messages of a conversation that goes on, is edited, regenerated, cut, interrupted and begun anew; answers may be added."""
+    rng = random.Random(seed)
+
+    def message() -> list[int]:
+        return [*(rng.randrange(290) for _ in range(rng.randint(1, 30))), EOS]
+
+    messages = [message(), message()]
+    kinds = ["append", "edit", "regenerate", "cut", "interrupt", "strip", "new", "reset"]
+    for kind in ["append", "append", "interrupt", "reset", *rng.choices(kinds, [4, 1, 1, 1, 1, 1, 1, 1], k=turns)]:
+        if kind == "new":
+            del messages[1:]
+        elif kind == "edit":
+            messages[rng.randrange(len(messages))][0] = rng.randrange(290)
+        elif kind == "regenerate":
+            del messages[2:][-1:]
+        elif kind == "cut":
+            del messages[rng.randint(1, len(messages)) :]
+        elif kind == "interrupt":
+            messages[min(1, len(messages) - 1)][0] = rng.randrange(290)  # there is much to evaluate
+        elif kind == "strip":
+            messages[-1] = messages[-1][2:] or [EOS]
+        if kind != "regenerate" or len(messages) < 2:
+            messages.append(message())
+        yield kind, messages
+
+
+def converse(runner: Runner, log: Path, seed: str, monkeypatch: pytest.MonkeyPatch, turns: int = 40) -> list[LoggedRequest]:
+    """Run such a conversation with the token log on; what was logged."""
+    profile = Profile(tokens=log)
+    profile.attach(runner)
+    rng = random.Random(seed)
+    for kind, messages in talk(seed, turns):
+        prompt = [token for message in messages for token in message]
+        if kind == "reset":
+            runner.reset()
+        if kind == "interrupt":
+            _interrupted(runner, prompt, rng.randint(1, 2), monkeypatch)
+        length = rng.choice([1, 2, 10, 40])
+        chunks = runner.generate(prompt, max_tokens=length, stop_tokens=[], overflow="shift", keep=8)
+        answer = [chunk.token for chunk, _ in zip(chunks, range(rng.choice([3, 100])), strict=False)]
+        chunks.close()  # type: ignore[attr-defined]
+        messages.append([token for token in answer if token is not None] + [EOS])
+    profile.finish()
+    requests = read_token_log([log])
+    logged = list(requests)
+    assert not requests.skipped
+    return logged
+
+
+def _interrupted(runner: Runner, prompt: list[int], passes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while that pass of the prefill is evaluated."""
+    real, left = mlxrunner.pipeline.evaluate, [passes]
+
+    def evaluate(caches: Any) -> None:
+        real(caches)
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mlxrunner.pipeline, "evaluate", evaluate)
+        with suppress(KeyboardInterrupt):
+            list(runner.generate(prompt, max_tokens=2, stop_tokens=[], overflow="shift", keep=8))
+
+
+def assert_agrees(logged: list[LoggedRequest]) -> set[str | None]:
+    """Request by request: what matched, what was cached, the entry and its checkpoints before and after. The reasons that occurred."""
+    again = Replay(logged[0].process)
+    seen = set()
+    for one in logged:
+        found, facts = again.run(Request.of(one)), one.facts
+        replayed = (found.matched, found.cached, found.entry_tokens, len(again.tokens), again.checkpoints)
+        real = tuple(facts[name] for name in ("matched", "cached", "entry_before", "entry_after", "checkpoints"))
+        assert replayed == real, f"request {facts['number']}"
+        seen.add(found.reason)
+    return seen
+
+
+def tiny_runner(architecture: str, **options: Any) -> Runner:
+    config = tiny_config(architecture, max_position_embeddings=16384, vocab_size=300)
+    model = tiny_model(config)
+    return Runner(model, ByteTokenizer(), facts_of(model, config), **{**SMALL, **options})
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_replay_agrees_with_the_runner_on_real_architectures(
+    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Full attention, windows, states, chunks, and mixtures of them: exactly, in every request of a long conversation."""
+    logged = converse(tiny_runner(architecture), tmp_path / "log", architecture, monkeypatch)
+    assert {"diverged", "entry_freed", None} <= assert_agrees(logged)
+    assert any(one.facts["evaluated"] < len(one.prompt) for one in logged), "no prefill was interrupted"
+    assert any(one.facts["checkpoints"] for one in logged) == (architecture != "llama")
+
+
+@pytest.mark.parametrize("budget", [2**30, 2000, 0], ids=["large", "small", "none"])
+@pytest.mark.parametrize("kinds", ORACLES, ids="+".join)
+def test_a_replay_agrees_whatever_the_budget_for_checkpoints(
+    kinds: list[str], budget: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For every kind of layer cache there is; the same checkpoints are kept and given up."""
+    runner = oracle_runner(kinds, checkpoint_budget=budget, **SMALL)
+    assert_agrees(converse(runner, tmp_path / "log", "+".join(kinds) + str(budget), monkeypatch))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next", "oracle"])
+def test_a_replay_agrees_in_a_full_context(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens are dropped from the middle, during an answer or before it; what follows is moved, or evaluated again."""
+    runner = oracle_runner(["full", "sliding"], context=200, **SMALL) if name == "oracle" else tiny_runner(name, context=200)
+    logged = converse(runner, tmp_path / "log", name, monkeypatch, turns=70)
+    assert any(one.facts["shifted"] for one in logged)
+    assert_agrees(logged)
+
+
+def test_the_constants_are_the_pipelines() -> None:
+    """A replay that cuts chunks elsewhere would be wrong about states."""
+    assert simulate.SEED_TOKENS == mlxrunner.pipeline.SEED_TOKENS
+    assert paper.STEP == mlxrunner.cache.sliding.STEP
+
+
+@pytest.fixture
+def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    converse(oracle_runner(["full", "sliding", "recurrent"], **SMALL), tmp_path / "log", "some", monkeypatch, 30)
+    return tmp_path / "log"
+
+
+def row(simulation: Simulation, name: str) -> Any:
+    return next(one for one in simulation.rows if one.what.name == name)
+
+
+def test_settings_that_are_those_of_the_run_change_nothing(log: Path) -> None:
+    """The same rate again, with the interval, the slack and the one entry that there were."""
+    simulation = replay([log], entries=[1], intervals=[SMALL["checkpoint_interval"]], slacks=[SMALL["rewind_slack"]])
+    assert simulation.agreed == simulation.requests
+    assert {row(simulation, name).cached for name in ("as it was run", "1 entries", "interval 50", "slack 10")} == {
+        simulation.rows[0].cached
+    }
+
+
+def test_other_slacks_and_intervals_are_what_a_runner_with_them_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replayed with the settings of a second runner, the first one's log gives what the second one did."""
+    prompts = [[token for message in messages for token in message] for _, messages in talk("same", 40)]
+
+    def run(name: str, **options: Any) -> list[LoggedRequest]:
+        runner = oracle_runner(["full", "sliding"], **{**SMALL, **options})
+        profile = Profile(tokens=tmp_path / name)
+        profile.attach(runner)
+        for prompt in prompts:
+            list(runner.generate(prompt, max_tokens=3, stop_tokens=[]))
+        profile.finish()
+        return list(read_token_log([tmp_path / name]))
+
+    first = run("first")
+    for name, options, settings in (
+        ("slack", {"rewind_slack": 60}, Settings(slack=60)),
+        ("interval", {"checkpoint_interval": 13}, Settings(interval=13)),
+    ):
+        again = Replay(first[0].process, settings)
+        assert [again.run(Request.of(one)).cached for one in first] == [one.facts["cached"] for one in run(name, **options)]
+
+
+def request(*tokens: int, answer: tuple[int, ...] = ()) -> Request:
+    return Request(np.array(tokens, np.int32), np.array(answer, np.int32), len(tokens))
+
+
+def process(**changes: Any) -> dict[str, Any]:
+    full = {"kind": "full", "count": 2, "needs_checkpoints": False, "row_bytes": 8, "checkpoint_rows": 0, "checkpoint_fixed": 0}
+    layers = [{**full, "window": None, "slack": None, "room": None}]
+    settings = {"context": 4096, "prefill_step": 8, "checkpoint_interval": 50, "checkpoint_budget": 0, "rewind_slack": 10}
+    return {"process": "p", "layers": layers, "message_ends": [], "thinking": [], **settings, **changes}
+
+
+def test_two_entries_hold_two_conversations() -> None:
+    """With one, each evicts the other; with two, both stay; with two and three conversations, the least recently used one goes."""
+    first, second, third = ([number * 100 + i for i in range(20)] for number in (1, 2, 3))
+
+    def cached(entries: int, *prompts: list[int]) -> list[int]:
+        again = Replay(process(), Settings(entries=entries))
+        return [again.run(request(*prompt)).cached for prompt in prompts]
+
+    assert cached(1, first, second, [*first, 1], [*second, 2]) == [0, 0, 0, 0]
+    assert cached(2, first, second, [*first, 1], [*second, 2]) == [0, 0, 20, 20]
+    assert cached(2, first, second, [*first, 1], third, [*second, 2], [*first, 3]) == [0, 0, 20, 0, 0, 0]
+    assert cached(3, first, second, [*first, 1], third, [*second, 2], [*first, 3]) == [0, 0, 20, 0, 20, 20]
+
+
+def test_a_conversation_that_shares_little_goes_on_in_a_copy() -> None:
+    """What both share is reused, and the first one stays whole."""
+    system = list(range(10))
+    first, second = [*system, *range(100, 130)], [*system, *range(200, 230)]
+    again = Replay(process(), Settings(entries=2))
+    assert [again.run(request(*prompt)).cached for prompt in (first, second, [*first, 1], [*second, 2])] == [0, 10, 40, 40]
+
+
+def test_sorted_by_prefix_alike_comes_together() -> None:
+    """In the order of the tokens as numbers, whatever their bytes."""
+    prompts = [[256, 1], [3, 2], [256], [3], [70000, 1]]
+    assert [one.prompt.tolist() for one in by_prefix([request(*prompt) for prompt in prompts])] == [
+        [3],
+        [3, 2],
+        [256],
+        [256, 1],
+        [70000, 1],
+    ]
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(cli.main, ["simulate", *map(str, arguments)], env={"COLUMNS": "100"})
+
+
+def test_the_command_prints_a_table(log: Path) -> None:
+    """A row for each setting, and that the replay is to be trusted."""
+    result = run(log)
+    assert (result.exit_code, result.stderr) == (0, "")
+    for wanted in (
+        "as it was run",
+        "2 entries",
+        "8 entries",
+        "sorted by prefix",
+        "interval 12",
+        "interval 200",
+        "slack 0",
+        "slack 40",
+        "found exactly",
+    ):
+        assert wanted in result.stdout
+    assert "3 entries" in run(log, "--entries", "3").stdout
+
+
+def test_the_command_prints_json(log: Path) -> None:
+    """The same figures."""
+    found = json.loads(run(log, "--json", "--entries", "2", "--checkpoint-interval", "10", "--rewind-slack", "99").stdout)
+    assert found["agreed"] == found["requests"]
+    assert [one["name"] for one in found["rows"]] == ["as it was run", "2 entries", "sorted by prefix", "interval 10", "slack 99"]
+    assert all(one["cached"] + one["evaluated"] == one["prompt"] for one in found["rows"])
+
+
+def test_a_log_without_anything_to_replay_is_one_clear_line(tmp_path: Path) -> None:
+    """Missing, empty, of something else."""
+    for content, message in (
+        (None, "No such file"),
+        (b"", "it takes a file that --log-tokens wrote"),
+        (b"{}\n", "1 of something else"),
+    ):
+        file = tmp_path / "log.jsonl"
+        if content is not None:
+            file.write_bytes(content)
+        result = run(file)
+        assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+        assert message in result.stderr
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"prefill_step": 0}, {"checkpoint_interval": 0}, {"layers": [{}]}, {"layers": [7]}, {"thinking": [{"begin": "x"}]}, {"context": 0}],
+    ids=str,
+)  # fmt: skip
+def test_a_log_that_makes_no_sense_is_refused(log: Path, changes: dict[str, Any]) -> None:
+    """Zero steps, broken layers: counted, never a crash or a hang."""
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    log.write_text("".join(json.dumps(line | (changes if line["kind"] == "process" else {})) + "\n" for line in lines))
+    result = run(log)
+    assert result.exit_code == 2
+    assert "no requests in" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "name", ["entry", "evaluated", "shifted", "cached", "matched", "entry_before", "prompt", "answer", "number"]
+)
+def test_requests_that_make_no_sense_crash_nothing(log: Path, name: str) -> None:
+    """Every field in turn, in every third line, of another type or far out of range."""
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    for value in ("", [[]], [], {}, -1, 10**12, [5], [2**40], True, None):
+        changed = [line | {name: value} if index % 3 == 2 else line for index, line in enumerate(lines[:12])]
+        log.write_text("".join(json.dumps(line) + "\n" for line in changed))
+        assert run(log).exit_code == 0
+
+
+def test_parallel_requests_are_left_out(log: Path) -> None:
+    """They have slots instead of an entry; the log says so by having no layers."""
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    log.write_text("".join(json.dumps(line | ({"layers": []} if line["kind"] == "process" else {})) + "\n" for line in lines))
+    result = run(log)
+    assert result.exit_code == 2
+    assert "of parallel requests, which have no entry" in result.stderr
+
+
+def test_broken_lines_are_skipped_with_a_count(log: Path) -> None:
+    """And what was lost with them is said, too."""
+    lines = log.read_text().splitlines()
+    lines[3] = lines[3][:40]
+    log.write_text("\n".join(lines) + "\n")
+    result = run(log)
+    assert result.exit_code == 0
+    assert "1 broken or cut off" in result.stderr
+    assert "that go on from a lost one" in result.stderr
+
+
+def test_an_entry_from_elsewhere_is_said(log: Path) -> None:
+    """A log whose first requests are missing can't be replayed exactly, and the table says so."""
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    lines[1] |= {"matched": 5, "cached": 5, "entry_before": 5}
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert f"{len(lines) - 2} of {len(lines) - 1} requests found exactly" in " ".join(run(log).stdout.split())
+
+
+def test_layers_on_paper_store_nothing() -> None:
+    """Asked for keys and values they say so; asked to go where they can't, they refuse as the real ones do."""
+    layer = paper_layer(process()["layers"][0], 100)
+    assert is_layer(process()["layers"][0])
+    with pytest.raises(TypeError, match="on paper"):
+        layer.update_and_fetch(None, None)
+    layer.end_forward(5)
+    with pytest.raises(RuntimeError, match="can't be rewound"):
+        layer.rewind(6)

@@ -1,0 +1,123 @@
+"""Events in, figures out."""
+
+from __future__ import annotations
+
+import json
+
+import jsonschema
+import pytest
+
+from mlxrunner.profiling.reading import event_schema
+from mlxrunner.profiling.summary import MOST_PLACES, NOWHERE, SAMPLES, Summary, place_of
+from mlxrunner.profiling.tally import BINS, Times, by_tokens
+from mlxrunner.testing_events import afternoon, example_event
+
+
+def summary_of(*events: dict) -> Summary:  # type: ignore[type-arg]
+    summary = Summary()
+    for event in events:
+        summary.add(event)
+    return summary
+
+
+def test_made_up_events_are_events() -> None:
+    """By the schema that is shipped: what is proved with them holds for real ones."""
+    validator = jsonschema.Draft202012Validator(event_schema())
+    for event in (example_event(), *afternoon(200)):
+        validator.validate(event)
+
+
+def test_rates_are_of_tokens_and_of_requests() -> None:
+    """A long miss weighs more by token than by request."""
+    hit = example_event(
+        outcome="hit", reason=None, prompt_tokens=100, cached_tokens=99, matched_tokens=99, evaluated_tokens=1, lost_tokens=0
+    )
+    miss = example_event(
+        outcome="miss", reason="empty", prompt_tokens=900, cached_tokens=0, matched_tokens=0, evaluated_tokens=900, lost_tokens=0
+    )
+    summary = summary_of(hit, miss)
+    assert summary.hit_rate == pytest.approx(0.099)
+    assert summary.request_hit_rate == 0.5
+    assert summary.outcomes == {"hit": 1, "miss": 1}
+
+
+def test_rates_per_second_leave_out_what_was_never_evaluated() -> None:
+    """An interrupted prefill counts for nothing, and the first token of an answer belongs to its prefill."""
+    whole = example_event(evaluated_tokens=200, prefill_s=0.1, ttft_s=0.11, completion_tokens=11, decode_s=0.05)
+    broken = example_event(
+        evaluated_tokens=5000, prefill_s=None, ttft_s=None, decode_s=None, completion_tokens=0, finish="interrupted"
+    )
+    summary = summary_of(whole, broken)
+    assert summary.prefill_rate == pytest.approx(2000)
+    assert summary.decode_rate == pytest.approx(200)
+    assert summary.ttft["partial"].as_dict() == {"requests": 1, "p50": 0.11, "p90": 0.11, "p99": 0.11}
+
+
+def test_percentiles_are_times_that_occurred() -> None:
+    """The nearest rank: of 1 .. 100, p99 is 99; of one, itself; of none, nothing."""
+    times = Times()
+    assert times.percentile(0.5) is None
+    times.values.extend(range(1, 101))
+    assert [times.percentile(share) for share in (0.5, 0.9, 0.99, 1)] == [50, 90, 99, 100]
+
+
+def test_losses_are_counted_by_reason_and_by_place_with_what_they_cost() -> None:
+    """Tokens, and seconds at the request's own prefill rate."""
+    diverged = example_event(lost_tokens=100, prefill_rate=1000.0)
+    freed = example_event(reason="entry_freed", divergence=None, lost_tokens=50, prefill_rate=None)
+    summary = summary_of(diverged, diverged, freed, example_event(reason="empty", lost_tokens=0, divergence=None))
+    assert [(name, loss.requests, loss.tokens) for name, loss in by_tokens(summary.reasons)] == [
+        ("diverged", 2, 200),
+        ("entry_freed", 1, 50),
+        ("empty", 1, 0),
+    ]
+    assert summary.reasons["diverged"].seconds == pytest.approx(0.2)
+    assert {place: loss.tokens for place, loss in summary.places.items()} == {"assistant: text": 200, NOWHERE: 50}
+
+
+def test_the_costliest_misses_are_the_ten_that_took_longest() -> None:
+    """In their order, whatever the order of the file."""
+    events = [example_event(id=f"{n:012x}", lost_tokens=(n * 37) % 101, prefill_rate=100.0) for n in range(1, 60)]
+    expected = sorted(events, key=lambda event: -event["lost_tokens"])[:10]
+    assert [miss.id for miss in summary_of(*events).costliest] == [event["id"] for event in expected]
+
+
+@pytest.mark.parametrize("count", [1, BINS, BINS + 1, 5 * BINS + 3])
+def test_the_timeline_has_few_bins_and_all_tokens(count: int) -> None:
+    """Bins are merged, never dropped."""
+    events = list(afternoon(count))
+    timeline = summary_of(*events).timeline
+    assert len(timeline.bins) <= BINS
+    assert sum(one.requests for one in timeline.bins) == count
+    assert all(one.requests == timeline.width for one in timeline.bins[:-1])
+    assert sum(one.prompt for one in timeline.bins) == sum(event["prompt_tokens"] for event in events)
+    assert max(one.peak_bytes for one in timeline.bins) == max(event["peak_bytes"] for event in events)
+
+
+def test_memory_is_bounded_whatever_the_file_says() -> None:
+    """Names that differ in every line, and very long ones."""
+    summary = Summary()
+    for number in range(SAMPLES + 1000):
+        divergence = example_event()["divergence"] | {"role": f"role {number} " + "x" * 10_000}
+        summary.add(example_event(model=f"model {number}", divergence=divergence))
+    assert len(summary.places) <= MOST_PLACES + 1
+    assert max(map(len, summary.places)) < 60
+    assert len(summary.models) <= MOST_PLACES + 1
+    assert sum(summary.models.values()) == SAMPLES + 1000
+    assert len(summary.samples) == SAMPLES
+
+
+def test_a_place_is_named_by_role_and_part() -> None:
+    """As far as they are known."""
+    divergence = example_event()["divergence"]
+    assert place_of(example_event()) == "assistant: text"
+    assert place_of(example_event(divergence=divergence | {"part": "template_header"})) == "assistant: template header"
+    assert place_of(example_event(divergence=divergence | {"role": None, "part": None})) == "somewhere"
+    assert place_of(example_event(divergence=None)) == NOWHERE
+
+
+def test_the_json_form_is_json_without_text_of_prompts() -> None:
+    """What --json prints can be stored anywhere."""
+    printed = json.dumps(summary_of(*afternoon(50), example_event()).as_dict(), allow_nan=False)
+    assert "Your name is" not in printed
+    assert json.loads(printed)["requests"] == 51

@@ -1,0 +1,161 @@
+"""The token log: what the entry was asked, again as it was."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from mlxrunner import cli
+from mlxrunner.profiling.profile import Profile
+from mlxrunner.profiling.tokenlog import ANEW, read_token_log
+from mlxrunner.testing import oracle_runner
+
+Lines = Callable[[Path], list[dict[str, Any]]]
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    """Where the token log goes."""
+    return tmp_path / "tokens.jsonl"
+
+
+def watched(log: Path, **options: Any) -> Any:
+    """An oracle runner whose tokens are logged, and a list of (prompt, entry afterwards) that fills as it is asked."""
+    runner, profile = oracle_runner(**options), Profile(tokens=log)
+    profile.attach(runner)
+    return runner, profile
+
+
+def test_every_request_comes_back_whole(log: Path) -> None:
+    """Prompt, answer, and what the runner did; over appended, edited and repeated prompts, and an interrupted one."""
+    runner, profile = watched(log, prefill_step=4)
+    asked = []
+
+    def ask(prompt: list[int], **options: Any) -> None:
+        usage = list(runner.generate(prompt, max_tokens=3, **options))[-1].usage
+        asked.append((prompt, list(runner.entry.tokens)[len(prompt) :], usage.matched_tokens, usage.cached_tokens))
+
+    ask([1, 2, 3, 4, 5])
+    ask([*runner.entry.tokens, 6, 7])
+    ask([1, 2, 9, 9])
+    ask([1, 2, 9, 9])
+    with pytest.raises(KeyboardInterrupt):
+        list(runner.generate([*range(1, 20)], progress=lambda done, total: 1 / 0 if done < 0 else press(done)))
+    asked.append(([*range(1, 20)], [], 2, 2))
+    ask([*range(1, 20)])
+    profile.finish()
+    read = read_token_log([log])
+    found = [(one.prompt.tolist(), one.answer.tolist(), one.facts["matched"], one.facts["cached"]) for one in read]
+    assert found == asked
+    assert read.skipped.total() == 0
+    interrupted = list(read)[4].facts
+    assert (interrupted["evaluated"], interrupted["entry_after"]) == (10, 10)
+    process = next(iter(read)).process
+    assert (process["context"], process["prefill_step"], process["checkpoint_interval"]) == (4096, 4, 1024)
+    assert [(layer["kind"], layer["count"]) for layer in process["layers"]] == [("full", 2)]
+
+
+def press(done: int) -> None:
+    if done >= 10:
+        raise KeyboardInterrupt
+
+
+def test_a_turn_takes_a_line_of_a_turn(log: Path, lines: Lines) -> None:
+    """Not of a conversation; and now and then one that stands for itself."""
+    runner, profile = watched(log)
+    prompt = list(range(1, 200))
+    for turn in range(ANEW + 2):
+        prompt = [*(list(runner.entry.tokens) or prompt), turn]
+        list(runner.generate(prompt, max_tokens=2))
+    profile.finish()
+    requests = [line for line in lines(log) if line["kind"] == "request"]
+    assert all(len(line["prompt"]) <= 2 for line in requests[1:] if line["shared"])
+    assert [line["number"] for line in requests if not line["shared"]] == [1, ANEW + 1]
+    assert list(read_token_log([log]))[-1].prompt.tolist() == prompt
+
+
+def test_a_shifted_entry_is_written_whole(log: Path) -> None:
+    """It is no longer the beginning of prompt and answer."""
+    runner, profile = watched(log, context=24)
+    list(runner.generate(list(range(1, 20)), max_tokens=10, overflow="shift", keep=2))
+    profile.finish()
+    (request,) = read_token_log([log])
+    assert request.facts["entry"] == list(runner.entry.tokens)
+    assert request.facts["shifted"] > 0
+    assert request.prompt.tolist() == list(range(1, 20))
+
+
+def test_a_lost_line_takes_those_that_share_with_it(log: Path) -> None:
+    """And no more; others are read, each with its count."""
+    runner, profile = watched(log)
+    for prompt in ([1, 2], [1, 2, 3], [1, 2, 4], [7, 8]):
+        list(runner.generate(prompt, max_tokens=1))
+    profile.finish()
+    whole = log.read_text().splitlines()
+    log.write_text("\n".join([whole[0], whole[1], whole[2][:40], "{}", *whole[3:]]))
+    read = read_token_log([log])
+    assert [one.prompt.tolist() for one in read] == [[1, 2], [7, 8]]
+    assert dict(read.skipped) == {"unreadable": 1, "foreign": 1, "lost": 1}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"prompt": [-1]}, {"prompt": "x"}, {"prompt": [1.5]}, {"prompt": [2**40]}, {"answer": None}, {"shared": -1}, {"shared": 10**6},
+        {"number": True},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_line_that_makes_no_sense_is_skipped(log: Path, change: dict[str, Any]) -> None:
+    """Whatever is in it."""
+    runner, profile = watched(log)
+    for prompt in ([1, 2], [1, 2, 3]):
+        list(runner.generate(prompt, max_tokens=1))
+    profile.finish()
+    whole = log.read_text().splitlines()
+    log.write_text("\n".join([*whole[:2], json.dumps(json.loads(whole[2]) | change)]))
+    read = read_token_log([log])
+    assert len(list(read)) == 1
+    assert read.skipped.total() == 1
+
+
+def test_two_processes_in_one_file(log: Path) -> None:
+    """Each with its own facts."""
+    for context in (100, 200):
+        runner, profile = watched(log, context=context)
+        list(runner.generate([1, 2, 3], max_tokens=1))
+        profile.finish()
+    assert [one.process["context"] for one in read_token_log([log])] == [100, 200]
+
+
+def test_the_layers_of_other_models_are_told(log: Path) -> None:
+    """What a window and a state need to be replayed."""
+    runner, profile = watched(log, kinds=("sliding", "full", "recurrent", "sliding"), rewind_slack=5)
+    list(runner.generate([1, 2, 3, 4], max_tokens=2))
+    profile.finish()
+    (request,) = read_token_log([log])
+    told = {layer["kind"]: layer for layer in request.process["layers"]}
+    assert [(kind, layer["count"], layer["needs_checkpoints"]) for kind, layer in told.items()] == [
+        ("sliding", 2, True), ("full", 1, False), ("recurrent", 1, True),
+    ]  # fmt: skip
+    assert told["sliding"]["slack"] == 5
+    assert told["sliding"]["window"] > 0
+    assert told["recurrent"]["checkpoint_fixed"] > 0
+    assert request.facts["checkpoints"] == runner.entry.checkpoints.offsets
+    assert np.array_equal(request.prompt, [1, 2, 3, 4])
+
+
+def test_the_command_line_writes_it(log: Path) -> None:
+    """--log-tokens, for the owner only."""
+    result = CliRunner().invoke(cli.main, ["generate", "-p", "Hello!", "--repeat", "2", "--log-tokens", str(log)])
+    assert result.exit_code == 0
+    first, second = read_token_log([log])
+    assert np.array_equal(first.prompt, second.prompt)
+    assert first.process["model"] == "demo"
+    assert log.stat().st_mode & 0o777 == 0o600

@@ -1,0 +1,88 @@
+"""Traces, as chrome://tracing and Perfetto read them."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections import defaultdict
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from mlxrunner.profiling.trace import Trace
+from mlxrunner.testing_events import afternoon, example_event
+
+
+def trace_of(*events: dict[str, Any]) -> list[dict[str, Any]]:
+    stream = io.StringIO()
+    trace = Trace(stream)
+    for event in events:
+        trace.add(event)
+    trace.close()
+    document = json.loads(stream.getvalue())
+    assert document["displayTimeUnit"] == "ms"
+    entries: list[dict[str, Any]] = document["traceEvents"]
+    return entries
+
+
+def test_a_trace_has_what_the_format_asks_for() -> None:
+    """Complete events with times and places, metadata, counters: the trace event format's own fields and types."""
+    for entry in trace_of(*afternoon(50)):
+        assert isinstance(entry["name"], str)
+        assert isinstance(entry["pid"], int)
+        assert isinstance(entry["tid"], int)
+        assert entry["ph"] in "XMC"
+        if entry["ph"] == "X":
+            assert entry["ts"] >= 0
+            assert entry["dur"] >= 0
+        if entry["ph"] == "C":
+            assert all(isinstance(value, int) for value in entry["args"].values())
+
+
+def test_every_span_is_there_and_lies_in_its_request() -> None:
+    """tokenize, lookup, rewind, each prefill chunk, decode."""
+    entries = [entry for entry in trace_of(example_event()) if entry["ph"] == "X"]
+    request, *spans = entries
+    assert [span["name"] for span in spans] == ["tokenize", "lookup", "rewind", "prefill", "decode"]
+    assert request["dur"] == 37500
+    assert request["args"]["reason"] == "diverged"
+    for span in spans:
+        assert request["ts"] <= span["ts"]
+        assert span["ts"] + span["dur"] <= request["ts"] + request["dur"] + 1
+
+
+def test_requests_lie_where_they_were_in_time() -> None:
+    """Microseconds after the first one, each process by itself."""
+    first = example_event(time="2026-11-20T13:00:00.000000Z")
+    second = example_event(time="2026-11-20T13:00:01.500000Z", process="00ff00ff", model="other")
+    entries = trace_of(first, second)
+    assert [entry["ts"] for entry in entries if entry.get("cat") == "request"] == [0, 1_500_000]
+    names = {entry["pid"]: entry["args"]["name"] for entry in entries if entry["ph"] == "M"}
+    assert names == {1: "demo (a1b2c3d4)", 2: "other (00ff00ff)"}
+
+
+def test_requests_that_overlap_get_threads_of_their_own() -> None:
+    """Spans of one thread have to be nested: parallel requests are not."""
+    begins = [0.0, 0.1, 0.2, 0.9, 1.05]
+    events = [example_event(time=f"2026-11-20T13:00:0{begin:08.6f}Z", total_s=0.5, spans=[]) for begin in begins]
+    requests = [entry for entry in trace_of(*events) if entry.get("cat") == "request"]
+    assert [entry["tid"] for entry in requests] == [1, 2, 3, 1, 2]
+    by_thread = defaultdict(list)
+    for entry in requests:
+        by_thread[entry["tid"]].append((entry["ts"], entry["ts"] + entry["dur"]))
+    for spans in by_thread.values():
+        assert all(earlier[1] <= later[0] for earlier, later in pairwise(spans))
+
+
+@pytest.mark.parametrize("time", ["yesterday", "", "9999-99-99", "2026-11-20T13:00:00"])
+def test_a_time_that_is_none_breaks_nothing(time: str) -> None:
+    """The span is there, at the beginning; a time without a zone is UTC."""
+    entries = trace_of(example_event(time=time), example_event(time=time))
+    assert [entry["ts"] for entry in entries if entry.get("cat") == "request"] == [0, 0]
+
+
+def test_names_of_a_file_stay_text() -> None:
+    """JSON takes care of quotes and control characters."""
+    entries = trace_of(example_event(model='"}],\n\x1b[31m', reason=None))
+    assert entries[0]["args"]["name"] == '"}],\n\x1b[31m (a1b2c3d4)'

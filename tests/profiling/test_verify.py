@@ -1,0 +1,177 @@
+"""--verify-cache: a spoiled entry is caught, a healthy one never accused."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from click.testing import CliRunner
+
+from mlxrunner import cli
+from mlxrunner.errors import OptionError, VerifyError
+from mlxrunner.models.facts import facts_of
+from mlxrunner.profiling.profile import Profile, profiled
+from mlxrunner.runner import Runner
+from mlxrunner.testing import ByteTokenizer
+from mlxrunner.testing_models import tiny_config, tiny_model
+
+ARCHITECTURES = ["llama", "qwen3", "gemma3_text", "lfm2", "deepseek_v3", "qwen3_next", "jamba", "mamba2", "gpt_oss", "llama4"]
+
+
+def watched(
+    architecture: str = "llama", *, verify: float = 1.0, context: int = 512, sizes: dict[str, int] | None = None, **options: Any
+) -> tuple[Runner, list[dict[str, Any]]]:
+    """A runner on a tiny model, and the events of its requests as they come."""
+    config = tiny_config(architecture, vocab_size=300, **(sizes or {}))
+    model = tiny_model(config)
+    events: list[dict[str, Any]] = []
+    runner = Runner(
+        model, ByteTokenizer(), facts_of(model, config), name=architecture, context=context, prefill_step=16, **options
+    )
+    Profile(verify=verify, sinks=[events.append]).attach(runner)
+    return runner, events
+
+
+def ask(runner: Runner, prompt: Any, **options: Any) -> None:
+    list(runner.generate(prompt, **({"max_tokens": 12, "stop_tokens": []} | options)))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_healthy_entry_is_never_accused(architecture: str) -> None:
+    """Appended, edited, regenerated and shortened prompts; every answer token was compared, and the entry is left as it was."""
+    runner, events = watched(architecture)
+    text = "the quick brown fox jumps over the lazy dog " * 2
+    ask(runner, text)
+    for prompt in (f"{text}again", f"{text[:60]}other words", f"{text[:60]}other words", text[:50]):
+        ask(runner, prompt)
+        assert runner.entry.is_true
+    assert [event["verify"] is not None for event in events] == [event["cached_tokens"] > 0 for event in events]
+    found = [event["verify"] for event in events if event["verify"]]
+    assert len(found) >= 2
+    assert all(one["equal"] and one["first_difference"] is None for one in found), found
+    assert all(one["tokens"] == 11 for one in found)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "lfm2", "mamba2"])
+def test_a_spoiled_entry_is_caught(architecture: str, caplog: pytest.LogCaptureFixture) -> None:
+    """What is stored is changed between two requests: it is found, freed and said, and the next request is right again."""
+    runner, events = watched(architecture)
+    ask(runner, "the quick brown fox")
+    for cache in runner.entry.caches:
+        spoil(cache)
+    with caplog.at_level(logging.WARNING, "mlxrunner"):
+        ask(runner, [*runner.entry.tokens, 7, 8])
+    found = events[-1]["verify"]
+    assert found["equal"] is False
+    assert found["logits_difference"] > found["tolerance"] or found["first_difference"] == 0
+    assert "the entry was wrong and is freed: request 2 run again cold: " in caplog.text
+    ask(runner, [*range(1, 30)])
+    assert events[-1]["reason"] == "verify_failed"
+    ask(runner, [*range(1, 30), 3])
+    assert events[-1]["verify"]["equal"] is True
+
+
+def spoil(cache: Any) -> None:
+    """Flip the values that a layer has stored."""
+    inner = getattr(cache, "inner", None)
+    if hasattr(cache, "values"):
+        cache.values = -cache.values
+    elif inner is not None:
+        inner.cache = [None if state is None else -3 * state for state in inner.cache]
+    else:
+        stored = cache._stored
+        cache._stored = type(stored)(stored.keys, -stored.values, stored.first, stored.rows)
+
+
+def test_not_a_number_is_a_difference() -> None:
+    """What compares as false with everything."""
+    runner, events = watched()
+    ask(runner, "the quick brown fox")
+    for cache in runner.entry.caches:
+        cache.values = cache.values * mx.nan  # type: ignore[attr-defined]
+    ask(runner, [*runner.entry.tokens, 7, 8])
+    assert events[-1]["verify"]["equal"] is False
+
+
+@pytest.mark.parametrize(("share", "chosen"), [(0.0, []), (0.25, [5, 9]), (0.5, [3, 5, 7, 9]), (1.0, [2, 3, 4, 5, 6, 7, 8, 9])])
+def test_the_share_is_chosen_evenly(share: float, chosen: list[int]) -> None:
+    """Of the warm requests, always the same ones."""
+    runner, events = watched(verify=share)
+    for _ in range(9):
+        ask(runner, "hello", max_tokens=2)
+    assert [event["number"] for event in events if event["verify"]] == chosen
+
+
+def test_sampled_answers_are_verified_by_their_logits() -> None:
+    """No token is the one that has to come."""
+    runner, events = watched()
+    for _ in range(2):
+        ask(runner, "hello there", temperature=1.5, seed=3)
+    assert events[-1]["verify"] | {"seconds": 0, "tolerance": 0, "logits_difference": 0} == {
+        "equal": True, "tokens": 0, "first_difference": None, "logits_difference": 0, "tolerance": 0, "seconds": 0,
+    }  # fmt: skip
+
+
+def test_a_shifted_entry_is_not_held_against_a_cold_run() -> None:
+    """What a shift keeps was evaluated with the dropped tokens in sight: that is no mistake."""
+    runner, events = watched(context=48)
+    ask(runner, "the quick brown fox", overflow="shift", max_tokens=60)
+    ask(runner, list(runner.entry.tokens), overflow="shift", max_tokens=2)
+    assert events[-1]["cached_tokens"] > 0
+    assert [event["verify"] for event in events] == [None, None]
+
+
+def test_quantized_entries_are_verified_with_more_patience() -> None:
+    """A rounding that went the other way is none of the entry's faults."""
+    runner, events = watched("qwen3", kv_bits=8, sizes={"head_dim": 32})
+    for text in ("the quick brown fox jumps", "the quick brown fox jumps over", "the quick red fox"):
+        ask(runner, text)
+    assert all(event["verify"] is None or event["verify"]["equal"] for event in events)
+    assert sum(event["verify"] is not None for event in events) == 2
+
+
+def test_ctrl_c_while_verifying_loses_no_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request itself had ended."""
+    from mlxrunner.profiling.verify import Verifier
+
+    runner, events = watched()
+    ask(runner, "hello")
+
+    def press(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Verifier, "verify", press)
+    with pytest.raises(KeyboardInterrupt):
+        ask(runner, "hello")
+    assert (len(events), events[-1]["verify"], events[-1]["finish"]) == (2, None, "length")
+    assert runner.entry.is_true
+
+
+def test_strict_raises_at_the_end_and_only_then() -> None:
+    """And never hides another error."""
+    profile = Profile()
+    profile.verified, profile.failed = 3, 1
+    with pytest.raises(VerifyError, match="1 of 3 verified requests"), profiled(profile, strict=True):
+        pass
+    with profiled(profile):
+        pass
+    with pytest.raises(ZeroDivisionError), profiled(profile, strict=True):
+        raise ZeroDivisionError
+
+
+def test_a_share_out_of_range_is_said_before_loading(tmp_path: Path) -> None:
+    """With both numbers; and --strict alone makes no sense."""
+    with pytest.raises(OptionError, match=r"verify_cache: 1.5 is out of range, it has to be between 0 and 1"):
+        Profile(verify=1.5)
+    for arguments, message in (
+        (["--verify-cache", "2"], "mlxrunner: verify_cache: 2.0 is out of range"),
+        (["--n", "2", "--verify-cache", "1"], "mlxrunner: --verify-cache looks at one request at a time"),
+        (["--strict"], "mlxrunner: --strict needs --verify-cache RATE"),
+        (["--log-text"], "mlxrunner: --log-text says what --events writes"),
+        (["--events", str(tmp_path)], f"mlxrunner: {tmp_path}: can't be written: Is a directory"),
+    ):
+        result = CliRunner().invoke(cli.main, ["generate", "-p", "x", "-m", "nowhere", *arguments])
+        assert (result.exit_code, result.stderr.startswith(message)) == (2, True), result.stderr

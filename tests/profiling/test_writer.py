@@ -1,0 +1,138 @@
+"""Lines in a file that others append to: whole, private, bounded, and never a reason for a request to fail."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mlxrunner.errors import OptionError
+from mlxrunner.profiling.reading import with_rotated
+from mlxrunner.profiling.writer import KEPT, LineWriter
+
+
+def test_lines_are_appended_to_what_is_there(tmp_path: Path) -> None:
+    """And only the owner can read a file that was made."""
+    file = tmp_path / "events"
+    for word in ("a", "b"):
+        writer = LineWriter(file)
+        writer.write(word)
+        writer.close()
+    assert file.read_text() == "a\nb\n"
+    assert file.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_full_file_is_rotated(tmp_path: Path) -> None:
+    """The youngest is FILE.1, and no more are kept than said; each begins with the writer's first line."""
+    file = tmp_path / "events"
+    writer = LineWriter(file, limit=30, first=lambda: "head")
+    for number in range(20):
+        writer.write(f"line {number:04}")
+    kept = with_rotated(file)
+    assert [path.name for path in kept] == [*(f"events.{number}" for number in range(KEPT, 0, -1)), "events"]
+    assert all(path.stat().st_size <= 30 for path in kept)
+    assert file.read_text() == "head\nline 0018\nline 0019\n"
+    assert (tmp_path / "events.1").read_text() == "head\nline 0016\nline 0017\n"
+
+
+def test_a_line_longer_than_the_limit_is_written_all_the_same(tmp_path: Path) -> None:
+    """To a file of its own."""
+    writer = LineWriter(tmp_path / "events", limit=10)
+    writer.write("x" * 50)
+    writer.write("y" * 50)
+    assert (tmp_path / "events").read_text() == "y" * 50 + "\n"
+    assert (tmp_path / "events.1").read_text() == "x" * 50 + "\n"
+
+
+WRITE = """
+import sys
+from mlxrunner.profiling.writer import LineWriter
+writer = LineWriter(sys.argv[1], limit=int(sys.argv[3]))
+for number in range(400):
+    writer.write('{"who": "%s", "number": %d, "fill": "%s"}' % (sys.argv[2], number, "x" * (number % 97)))
+"""
+
+
+@pytest.mark.parametrize("limit", [10**9, 30_000])
+def test_several_processes_share_a_file(tmp_path: Path, limit: int) -> None:
+    """Each line whole, in each writer's order, none twice; also while they rotate it."""
+    file = tmp_path / "events"
+    writers = [subprocess.Popen([sys.executable, "-c", WRITE, str(file), name, str(limit)]) for name in "abc"]
+    assert [writer.wait() for writer in writers] == [0, 0, 0]
+    read = [json.loads(line) for path in with_rotated(file) for line in path.read_text().splitlines()]
+    for name in "abc":
+        numbers = [line["number"] for line in read if line["who"] == name]
+        assert numbers == list(range(numbers[0], 400))
+        assert limit < 10**9 or numbers[0] == 0
+
+
+def test_a_file_that_was_taken_away_is_made_again(tmp_path: Path) -> None:
+    """By logrotate, say; and again after its folder was gone for a while."""
+    file = tmp_path / "logs" / "events"
+    file.parent.mkdir()
+    writer = LineWriter(file, patience=0)
+    writer.write("a")
+    file.rename(tmp_path / "old")
+    writer.write("b")
+    assert file.read_text() == "b\n"
+    file.unlink()
+    file.parent.rmdir()
+    writer.write("lost")
+    file.parent.mkdir()
+    writer.write("c")
+    assert file.read_text() == "c\n"
+
+
+def test_a_file_that_can_not_be_written_is_said_at_once(tmp_path: Path) -> None:
+    """A folder, or a folder that is not there."""
+    with pytest.raises(OptionError, match=f"{tmp_path}: can't be written: Is a directory"):
+        LineWriter(tmp_path)
+    with pytest.raises(OptionError, match="No such file or directory"):
+        LineWriter(tmp_path / "nowhere" / "events")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a disk that is always full")
+def test_a_full_disk_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """However many lines are lost to it."""
+    writer = LineWriter("/dev/full")
+    with caplog.at_level(logging.WARNING, "mlxrunner"):
+        for _ in range(3):
+            writer.write("lost")
+    assert [record.message for record in caplog.records] == ["/dev/full: not written: No space left on device"]
+
+
+def test_what_a_full_disk_cut_off_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the next line is whole."""
+    file, write = tmp_path / "events", os.write
+    writer = LineWriter(file)
+    writer.write("first")
+    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:3]))
+    writer.write("second")
+    monkeypatch.setattr(os, "write", write)
+    writer.write("third")
+    assert file.read_text() == "first\nthird\n"
+
+
+def test_what_is_no_file_is_never_renamed(tmp_path: Path) -> None:
+    """Nor is a link, whose target somebody else may look after; and a pipe that nobody reads does not stop anybody."""
+    (tmp_path / "link").symlink_to("target")
+    writer = LineWriter(tmp_path / "link", limit=4)
+    writer.write("abc")
+    writer.write("def")
+    assert (tmp_path / "target").read_text() == "abc\ndef\n"
+    LineWriter("/dev/null", limit=1).write("x")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OptionError, match=os.strerror(errno.ENXIO)):
+        LineWriter(tmp_path / "pipe")
+
+
+def test_what_is_not_unicode_is_escaped(tmp_path: Path) -> None:
+    """A half character in a model's name."""
+    LineWriter(tmp_path / "events").write("a\udcffb")
+    assert (tmp_path / "events").read_text() == "a\\udcffb\n"

@@ -1,0 +1,38 @@
+"""From a token to its character in the conversation's text, with each kind of tokenizer: what divergences are placed by."""
+
+from __future__ import annotations
+
+from mlxrunner.models.resolve import DEMO_FOLDER
+from mlxrunner.profiling.divergence import Divergences
+from mlxrunner.tokenizer import Message, Tokenizer, load_tokenizer
+from mlxrunner.tokenizer.prompt import prepare
+
+CHAT: list[Message] = [
+    {"role": "user", "content": "the quick brown fox größer 日本語 😀"},
+    {"role": "assistant", "content": "jumps over"},
+    {"role": "user", "content": "the lazy dog, again"},
+]
+
+
+def check(tokenizer: Tokenizer) -> None:
+    prepared, divergences = prepare(tokenizer, CHAT), Divergences(tokenizer)
+    parts, before = set(), 0
+    for index, token in enumerate(prepared.tokens.tolist()):
+        at = divergences._character(prepared, prepared.tokens, index)
+        assert at is not None
+        assert at >= before
+        piece = tokenizer.decode([token]).strip()
+        assert index == 0 or "\ufffd" in piece or prepared.text[at:].lstrip().startswith(piece), (index, piece)
+        parts.add(divergences._place(prepared, at).part)
+        before = at
+    assert {"text", "template_header", "message_end"} <= parts
+
+
+def test_every_token_is_found_in_the_text(tokenizer: Tokenizer) -> None:
+    """Also where a decoder adds or drops spaces, BOS stands in front, and a character takes several tokens."""
+    check(tokenizer)
+
+
+def test_every_token_of_the_demo_is_found_in_the_text() -> None:
+    """SentencePiece with marks as tokens."""
+    check(load_tokenizer(DEMO_FOLDER))
