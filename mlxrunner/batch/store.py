@@ -107,43 +107,54 @@ class Store:
     @classmethod
     def create(cls, path: Path | None = None) -> Store:
         """A new, empty store (file mode 0600); None: a private temporary one, gone with the process. StoreError if the file exists."""
-        if path is not None:
-            try:
-                os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
-            except OSError as error:
-                raise StoreError(f"{path}: can't be made: {error.strerror}") from error
-        store = cls._connect(path)
-        with store._explained():
-            store._db.executescript(f"PRAGMA application_id={APPLICATION_ID}; PRAGMA user_version={VERSION}; {_SCHEMA}")
-        return store
+        if path is None:
+            return cls._connect("")
+        try:
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
+        except OSError as error:
+            raise StoreError(f"{path}: can't be made: {error.strerror}") from error
+        return cls._connect(path)
 
     @classmethod
     def open(cls, path: Path) -> Store:
         """An existing store. StoreError if there is none, it is not a store of this version, or another process has it open."""
         if not path.is_file():
             raise StoreError(f"{path}: no such file")
-        store = cls._connect(path)
-        with store._explained():
-            (kind,), (version,) = (store._one(f"PRAGMA {name}") for name in ("application_id", "user_version"))
-            lines = store._one("SELECT lines, broken FROM input") if (kind, version) == (APPLICATION_ID, VERSION) else None
-        if (kind, version) != (APPLICATION_ID, VERSION):
-            store.close()
-            of = f" of version {VERSION}, but of {version}" if kind == APPLICATION_ID else ""
-            raise StoreError(f"{path}: is not a batch store{of}")
-        store._lines, store._broken = lines or (0, 0)
-        return store
+        return cls._connect(path)
 
     @classmethod
-    def _connect(cls, path: Path | None) -> Store:
-        """A connection that holds the file's lock, and whose commits are on the disk. The empty name is SQLite's for a temporary file."""
-        name = "the batch's temporary file" if path is None else str(path)
-        store = cls(name, sqlite3.connect(path or "", timeout=0, isolation_level=None))
-        with store._explained():
-            store._db.executescript(
-                f"PRAGMA locking_mode=EXCLUSIVE; PRAGMA cache_size=-{CACHE_KIB}; PRAGMA foreign_keys=ON; BEGIN EXCLUSIVE; COMMIT;"
-                "PRAGMA journal_mode=TRUNCATE; PRAGMA synchronous=FULL; PRAGMA fullfsync=ON"  # the latter: macOS
-            )
+    def _connect(cls, path: Path | str) -> Store:
+        """A store that holds its file's lock, and whose commits are on the disk. The empty name is SQLite's for a temporary file.
+
+        A file without content becomes a store: a process may have been killed directly after making it.
+        """
+        name = str(path) or "the batch's temporary file"
+        try:
+            store = cls(name, sqlite3.connect(path, timeout=0, isolation_level=None))
+        except sqlite3.Error as error:
+            raise StoreError(f"{name}: {_reason(error)}") from error
+        try:
+            store._set_up()
+        except BaseException:
+            store.close()
+            raise
         return store
+
+    def _set_up(self) -> None:
+        with self._explained():
+            self._db.executescript(
+                f"PRAGMA locking_mode=EXCLUSIVE; PRAGMA cache_size=-{CACHE_KIB}; PRAGMA foreign_keys=ON; BEGIN EXCLUSIVE; COMMIT;"
+                "PRAGMA synchronous=FULL; PRAGMA fullfsync=ON"  # the latter: macOS
+            )
+            if self._one("PRAGMA schema_version") == (0,):
+                marks = f"PRAGMA application_id={APPLICATION_ID}; PRAGMA user_version={VERSION}"
+                self._db.executescript(f"BEGIN; {marks}; {_SCHEMA} COMMIT")
+            (kind,), (version,) = self._one("PRAGMA application_id"), self._one("PRAGMA user_version")
+            if kind != APPLICATION_ID:
+                raise StoreError(f"{self._name}: is not a batch store")
+            if version != VERSION:
+                raise StoreError(f"{self._name}: is a batch store of version {version}; this program knows version {VERSION}")
+            self._lines, self._broken = self._one("SELECT lines, broken FROM input") or (0, 0)
 
     def __enter__(self) -> Store:
         return self
