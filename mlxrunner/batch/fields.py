@@ -108,7 +108,10 @@ def checked_id(name: str, value: Any) -> str | int | None:
 
 
 def checked_options(options: dict[str, Any], response_format: Any, rules: Rules) -> dict[str, Any]:
-    """The line's own options, checked together with the defaults. OptionError."""
+    """A line's own options as JSON has them, checked together with the defaults. OptionError."""
+    unknown = sorted(options.keys() - OPTIONS)
+    if unknown:
+        raise OptionError(f"unknown option {unknown[0]!r:.80}: known are {', '.join(sorted(OPTIONS))}")
     options = options | _structure(options, response_format, rules)
     for name in ("stop", "choices"):
         if name in options:
@@ -121,9 +124,9 @@ def checked_options(options: dict[str, Any], response_format: Any, rules: Rules)
 
 def _texts(name: str, value: Any) -> list[str]:
     values = [value] if isinstance(value, str) and name == "stop" else value
-    if not isinstance(values, list) or not all(isinstance(text, str) and text for text in values):
+    if not isinstance(values, list | tuple) or not all(isinstance(text, str) and text for text in values):
         raise OptionError(f"{name}: {value!r:.80} is not a list of texts of at least one character")
-    return values
+    return list(values)
 
 
 def _structure(options: Mapping[str, Any], response_format: Any, rules: Rules) -> dict[str, Any]:
