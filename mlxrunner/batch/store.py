@@ -197,7 +197,7 @@ class Store:
                 self._insert(entry)
             except sqlite3.IntegrityError:
                 (first,) = self._one("SELECT number FROM lines WHERE id = ? AND format <> 'plain' AND error IS NULL", entry.id)
-                problem = f"custom_id {entry.id!r:.80} was there before, on line {first}"
+                problem = f"line {entry.number}: custom_id {entry.id!r:.80} was there before, on line {first}"
                 entry = replace(entry, error=problem, tokens=as_tokens([]))
                 self._insert(entry)
             self._lines += 1
@@ -282,4 +282,5 @@ def _reason(error: sqlite3.Error) -> str:
             return "is not a batch store, or damaged"
         case sqlite3.SQLITE_CONSTRAINT:
             return f"a line has to be there, and can have one result only ({error})"
-    return " ".join(str(error).split())
+    text = " ".join(str(error).split())
+    return f"{text}; what was committed is kept"
