@@ -120,7 +120,7 @@ def _parsed(record: Record, longest: int) -> dict[str, Any]:
     if isinstance(record, dict):
         return record
     try:
-        value = json.loads(record.decode(), parse_constant=_refuse)
+        value = json.loads(record.rstrip().decode(), parse_constant=_refuse)
         if _SURROGATE.search(record):
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:

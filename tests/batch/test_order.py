@@ -33,12 +33,14 @@ def trie_nodes(prompts: list[TokenArray]) -> int:
     return nodes
 
 
+@settings(deadline=None)
 @given(PROMPTS)
 def test_bytes_are_in_the_order_of_the_tokens(prompts: list[list[int]]) -> None:
     """Sorted by their keys, prompts are sorted as lists of numbers, and the keys give them back."""
     assert [tokens_of(key).tolist() for key in sorted(map(sort_key, arrays(prompts)))] == sorted(prompts)
 
 
+@settings(deadline=None)
 @given(PROMPTS)
 def test_prefix_order_costs_a_nodes_count_and_a_token_per_repeat(prompts: list[list[int]]) -> None:
     """Exactly what a naive tree of the prefixes has, and one more token for each prompt that was there before."""
@@ -49,6 +51,7 @@ def test_prefix_order_costs_a_nodes_count_and_a_token_per_repeat(prompts: list[l
     assert found.evaluated == found.nodes + found.repeats
 
 
+@settings(deadline=None)
 @given(PROMPTS, st.randoms())
 def test_no_order_costs_less_than_prefix_order(prompts: list[list[int]], shuffle: random.Random) -> None:
     """Whatever the order, at least as many tokens are evaluated."""

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxrunner.batch.store import APPLICATION_ID, VERSION, Counts, Entry, Store, StoreError
@@ -54,6 +54,7 @@ def test_an_entry_comes_back_as_it_went_in(name: str | int | None, tmp_path: Pat
         assert {**vars(one), "tokens": 0} == {**vars(other), "tokens": 0}
 
 
+@settings(deadline=None)
 @given(st.lists(st.lists(st.integers(0, 2) | st.sampled_from([255, 256, 65536, 2**31 - 1]), max_size=5), max_size=25))
 def test_prefix_order_is_the_order_of_the_tokens(prompts: list[list[int]]) -> None:
     """As lists of numbers compare, equal ones as they came; input order is the order of the input."""
@@ -62,6 +63,7 @@ def test_prefix_order_is_the_order_of_the_tokens(prompts: list[list[int]]) -> No
         assert indices(store.pending("input")) == list(range(len(prompts)))
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=12), st.data())
 def test_what_is_recorded_during_an_iteration_does_not_come_any_more(tokens: list[int], data: st.DataObject) -> None:
     """Results may come in any order while the entries are read: each entry comes once, or never if it was done before its turn."""
