@@ -13,7 +13,7 @@ from mlxrunner.batch.store import Entry, Store
 from mlxrunner.cache.tokens import TokenArray, as_tokens
 from mlxrunner.errors import ContextLengthError, OptionError, PromptError
 from mlxrunner.tokenizer import Tokenizer
-from mlxrunner.tokenizer.prompt import tokenize
+from mlxrunner.tokenizer.prompt import system_tokens, tokenize
 
 
 def lines_of(requests: Iterable[BatchRequest], defaults: Mapping[str, Any] | None = None) -> Iterator[Line]:
@@ -39,21 +39,31 @@ def spool(
     A prompt that the tokenizer or the chat template refuses, or that leaves no room in `context` (where a full context is not shifted),
     becomes an error.
     """
-    overflow = (defaults or {}).get("overflow")
     for line in lines:
-        tokens, error = as_tokens([]), line.error
+        tokens, options, error = as_tokens([]), line.options, line.error
         if error is None:
             try:
-                tokens = _tokens(line, tokenizer, None if line.options.get("overflow", overflow) == "shift" else context)
+                tokens = _tokens(line, tokenizer)
+                options = _within(context, line, tokens, tokenizer, defaults or {})
             except PromptError as problem:
-                error = f"line {line.number}: {problem}"
-        store.add(Entry(line.index, line.number, tokens, line.id, line.format, line.options, error))
+                tokens, error = as_tokens([]), f"line {line.number}: {problem}"
+        store.add(Entry(line.index, line.number, tokens, line.id, line.format, options, error))
 
 
-def _tokens(line: Line, tokenizer: Tokenizer, context: int | None) -> TokenArray:
+def _tokens(line: Line, tokenizer: Tokenizer) -> TokenArray:
     tokens = tokenize(tokenizer, line.prompt)
     if len(tokens) == 0:
         raise PromptError("the prompt is empty: at least one token is needed")
-    if context is not None and len(tokens) >= context:
-        raise ContextLengthError(len(tokens), context)
     return tokens
+
+
+def _within(context: int, line: Line, tokens: TokenArray, tokenizer: Tokenizer, defaults: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The line's options; with what a shift keeps by default, as only the messages tell where the system prompt ends."""
+    together = {**defaults, **line.options}
+    if together.get("overflow") != "shift":
+        if len(tokens) >= context:
+            raise ContextLengthError(len(tokens), context)
+        return line.options
+    if together.get("keep") is not None:
+        return line.options
+    return {**line.options, "keep": system_tokens(tokenizer, line.prompt, tokens)}

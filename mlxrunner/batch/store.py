@@ -188,9 +188,7 @@ class Store:
     def add(self, entry: Entry) -> None:
         """The next line of the input; its index is one more than the last one's. A `custom_id` that was there becomes that line's error."""
         with self._explained():
-            if not self._db.in_transaction:
-                self._db.execute("BEGIN")
-                self._lines = self._broken = 0
+            self._begin_input()
             if entry.index != self._lines:
                 raise StoreError(f"{self._name}: line {entry.index} was added where line {self._lines} has to come")
             try:
@@ -208,11 +206,18 @@ class Store:
         row = (entry.index, entry.number, entry.id, entry.format, options, entry.error, sort_key(entry.tokens))
         self._db.execute("INSERT INTO lines VALUES (?, ?, ?, ?, ?, ?, ?)", row)
 
+    def _begin_input(self) -> None:
+        if self._db.in_transaction:
+            return
+        if self._one("SELECT lines FROM input") is not None:
+            raise StoreError(f"{self._name}: its input is complete, nothing can be added")
+        self._db.execute("BEGIN")
+        self._lines = self._broken = 0
+
     def finish(self, meta: Mapping[str, str] | None = None) -> None:
         """The input is complete: sort it, and commit everything. Until then the store is as it was."""
         with self._explained():
-            if not self._db.in_transaction:
-                self._db.execute("BEGIN")
+            self._begin_input()
             self._db.execute("INSERT INTO places (line) SELECT line FROM lines ORDER BY tokens, line")
             self._db.executemany("INSERT INTO meta VALUES (?, ?)", (meta or {}).items())
             self._db.execute("INSERT INTO input VALUES (?, ?)", (self._lines, self._broken))
@@ -277,7 +282,7 @@ def _reason(error: sqlite3.Error) -> str:
         case sqlite3.SQLITE_BUSY:
             return "another process is using it: wait for its end"
         case sqlite3.SQLITE_FULL:
-            return "the disk is full: make room and go on; what was committed is kept"
+            return "the disk is full (or that of temporary files): make room and go on; what was committed is kept"
         case sqlite3.SQLITE_NOTADB | sqlite3.SQLITE_CORRUPT:
             return "is not a batch store, or damaged"
         case sqlite3.SQLITE_CONSTRAINT:

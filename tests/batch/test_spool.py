@@ -13,7 +13,7 @@ from mlxrunner.batch.request import BatchRequest
 from mlxrunner.batch.spool import lines_of, spool
 from mlxrunner.batch.store import Entry, Store
 from mlxrunner.errors import PromptError
-from mlxrunner.testing import BOS, ByteTokenizer
+from mlxrunner.testing import BOS, EOS, ByteTokenizer
 
 
 def spooled(lines: Iterable[Line], tokenizer: Any = None, **settings: Any) -> list[Entry]:
@@ -105,3 +105,13 @@ def test_requests_of_a_program() -> None:
         assert error is not None
         assert problem in error
     assert found[4].id == 4
+
+
+@pytest.mark.parametrize(("options", "kept"), [({"overflow": "shift"}, 12), ({"overflow": "shift", "keep": 3}, 3), ({}, None)])
+def test_what_a_shift_keeps(options: dict[str, Any], kept: int | None) -> None:
+    """By default the system prompt with BOS, as for a prompt of messages; that is counted here, as the store has tokens only."""
+    messages: Any = [{"role": "system", "content": "S!"}, {"role": "user", "content": "hi"}]
+    (found,) = spooled([Line(0, 1, messages, options=options)])
+    assert found.options.get("keep") == kept
+    if "keep" not in options and kept is not None:
+        assert found.tokens[:kept].tolist() == [BOS, *b"system: S!", EOS]
