@@ -6,6 +6,7 @@ import sys
 
 import click
 
+from mlxrunner.cli.batch import batch
 from mlxrunner.cli.chat import chat
 from mlxrunner.cli.describe import doctor, models, plan, show
 from mlxrunner.cli.generate import generate
@@ -24,5 +25,5 @@ def main() -> None:
             stream.reconfigure(errors=errors)
 
 
-for command in (generate, chat, models, show, plan, doctor):
+for command in (generate, chat, batch, models, show, plan, doctor):
     main.add_command(command)
