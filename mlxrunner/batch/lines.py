@@ -32,7 +32,7 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 @dataclass(frozen=True)
 class Line:
-    """A line that is not empty. `index`: from 0; `number`: its place in the file, from 1. `error`: one line that begins with the number."""
+    """A line that is not empty. `index`: from 0; `number`: its place in the file, from 1. `error`: one line; of a file it begins with the number."""
 
     index: int
     number: int
@@ -88,8 +88,8 @@ class LineReader:
             key, read = ("id", read_plain) if form == "plain" else ("custom_id", read_openai)
             name = checked_id(key, fields.get(key))
             prompt, options = read(fields, self._rules)
-        except (PromptError, OptionError) as error:
-            text = " ".join(str(error).split())
+        except (PromptError, OptionError, RecursionError) as error:
+            text = "nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
             text = text if len(text) <= LONGEST_ERROR else f"{text[:LONGEST_ERROR]} ..."
             return Line(index, number, id=name, format=form, error=f"line {number}: {text}")
         return Line(index, number, prompt, name, form, options)
@@ -129,8 +129,6 @@ def _parsed(record: Record, longest: int) -> dict[str, Any]:
         raise PromptError("has half a character (a lone surrogate) in it") from error
     except json.JSONDecodeError as error:
         raise PromptError(f"not JSON: {error.msg} at character {error.pos + 1}") from error
-    except RecursionError as error:
-        raise PromptError("not readable as JSON: nested too deeply") from error
     except ValueError as error:  # a number of thousands of digits, NaN
         raise PromptError(f"not JSON: {error}") from error
     if not isinstance(value, dict):

@@ -176,6 +176,16 @@ def test_what_is_said_about_a_bad_line(line: bytes | str, problem: str) -> None:
     assert (bad.prompt, bad.options) == ("", {})
 
 
+@pytest.mark.parametrize("name", ["schema", "messages", "temperature", "other"])
+def test_any_depth_is_a_line_or_an_error(name: str) -> None:
+    """Also where the depth is just what can be read, but not written or quoted any more."""
+    sizes = range(sys.getrecursionlimit() - 250, sys.getrecursionlimit() + 50)
+    lines = read("\n".join(f'{{"prompt": "a", "{name}": ' + '{"a":' * n + "1" + "}" * (n + 1) for n in sizes))
+    assert len(lines) == len(sizes)
+    assert lines[-1].error is not None
+    assert lines[-1].error.endswith("nested too deeply")
+
+
 def test_a_system_prompt_needs_the_template() -> None:
     """A line that asks for one is an error with raw text, which has no place for it."""
     assert one({"prompt": "a", "system": "b"}, raw=True).error == (
