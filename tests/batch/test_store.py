@@ -396,3 +396,31 @@ with Store.open(Path({str(path)!r})) as store:
     with Store.open(path) as store:
         assert store.counts.done == committed
         assert 0 < committed < 50
+
+
+def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
+    """240 MB of tokens are stored, sorted, read in both orders and answered in less than half as much memory."""
+    program = f"""
+import resource, sys
+from pathlib import Path
+from mlxrunner.batch.store import Entry, Store
+import numpy as np
+
+def megabytes():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // (1024 if sys.platform == "linux" else 1024**2)
+
+before = megabytes()
+tokens = np.arange(3000, dtype=np.int32)
+with Store.create(Path({str(tmp_path / "store")!r})) as store:
+    for index in range(20_000):
+        store.add(Entry(index, index + 1, (tokens + index % 97 + 1).astype(np.int32)))
+    store.finish()
+    assert sum(1 for entry in store.pending("input")) == 20_000
+    for entry in store.pending():
+        store.record(entry.index, bytes(1000))
+    store.commit()
+    assert sum(len(body.body) for body in store.bodies()) == 20_000_000
+print(megabytes() - before)
+"""
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert int(said) < 120
