@@ -8,6 +8,7 @@ MlxrunnerError          exit code 1
 │   └── ContextLengthError   longer than the context
 ├── ContextFullError    exit code 1: the answer filled the context, and the caller wanted that to be an error
 ├── CacheFullError, NotSupportedError   exit code 1: of caches for many sequences (`mlxrunner.cache.sequences`)
+├── StoreError          exit code 1: the lines and answers of a batch can not be kept (`mlxrunner.batch.store`)
 ├── NoFreeSlotError     exit code 1: every slot of a parallel runner is in use (`mlxrunner.parallel.slots`)
 └── BusyError           exit code 1: another request is still using the one entry
 """
