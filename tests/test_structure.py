@@ -23,7 +23,8 @@ FLOORS = [
     ["config", "errors", "events", "device", "overflow", "terminal"],
 ]
 BOOKKEEPING = """
-batch.answers batch.fields batch.files batch.fingerprint batch.interrupt batch.job batch.lines batch.openai batch.order batch.output batch.plan batch.progress batch.request batch.speed batch.spool batch.store batch.table batch.writer
+batch.answers batch.fields batch.files batch.fingerprint batch.interrupt batch.job batch.lines
+batch.openai batch.order batch.output batch.plan batch.progress batch.request batch.speed batch.spool batch.store batch.table batch.writer
 cache.cells cache.checkpoints cache.entry cache.layer cache.layout cache.sequences cache.tokens config errors events overflow
 parallel.slots plan terminal tokenizer.stream
 """.split()
