@@ -175,7 +175,7 @@ def test_max_errors_stops_and_can_be_gone_on_with() -> None:
     write({"prompt": "Hello!"}, *BROKEN)
     result = run("in.jsonl", "-o", "out.jsonl", "--max-errors", 3, "--order", "input")
     assert result.exit_code == 1
-    assert "stopped at 3 failed lines (--max-errors 3)" in result.stderr
+    assert "stopped: 4 of 8 lines are done (--max-errors 3)" in result.stderr
     assert "to go on: " in result.stderr
     assert len(answers()) == 4
     run("in.jsonl", "-o", "out.jsonl", "--max-errors", 100, "--resume")
@@ -268,7 +268,9 @@ def test_plan_needs_no_weights_and_keeps_nothing(monkeypatch: pytest.MonkeyPatch
     result = run(write({"prompt": "Hello!"}, {"prompt": "Hello!"}, "x"), "--plan", "-o", "out.jsonl")
     assert (result.exit_code, result.stderr) == (0, "")
     assert "evaluated in prefix order" in result.stdout
-    assert json.loads(run("in.jsonl", "--plan", "--json").stdout)["broken"] == 1
+    assert "2 at a time, as far as they fit into memory" in result.stdout
+    planned = json.loads(run("in.jsonl", "--plan", "--json").stdout)
+    assert (planned["broken"], planned["parallel"]) == (1, 2)
     assert [path.name for path in Path().iterdir()] == ["in.jsonl"]
 
 

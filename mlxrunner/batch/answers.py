@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from mlxrunner.parallel.request import Result
     from mlxrunner.tokenizer import Tokenizer
 
+IMPOSSIBLE = -9999.0
+"""The log-probability of what can't be, as OpenAI's API says it."""
 REFUSED, FAILED = 400, 500
 """HTTP's status codes for a request that is at fault, and for one that is not."""
 
@@ -39,9 +42,9 @@ def line_error(outcome: Outcome) -> str:
 
 def _plain(outcome: Outcome, usage: bool) -> dict[str, Any]:
     written: dict[str, Any] = {"id": outcome.entry.id, "index": outcome.entry.index}
-    result = outcome.result
-    if result is None:
+    if outcome.result is None:
         return written | {"error": line_error(outcome)}
+    result = _finite(outcome.result)
     written |= {"text": result.text, "finish_reason": result.finish_reason}
     if result.logprobs is not None:
         written["logprobs"] = [{"logprob": own, "top": top} for own, top in result.logprobs]
@@ -49,6 +52,7 @@ def _plain(outcome: Outcome, usage: bool) -> dict[str, Any]:
 
 
 def _openai(entry: Entry, result: Result, tokenizer: Tokenizer, model: str, usage: bool) -> dict[str, Any]:
+    result = _finite(result)
     if entry.format == "chat.completion":
         kind: dict[str, Any] = {"message": {"role": "assistant", "content": result.text}}
         logprobs = _chat_logprobs(result, tokenizer)
@@ -82,6 +86,16 @@ def _openai_error(entry: Entry, message: str, status: int) -> dict[str, Any]:
 def _openai_line(entry: Entry, status: int, body: dict[str, Any], error: dict[str, Any] | None) -> dict[str, Any]:
     response = {"status_code": status, "request_id": f"req_{entry.index}", "body": body}
     return {"id": f"batch_req_{entry.index}", "custom_id": entry.id, "response": response, "error": error}
+
+
+def _finite(result: Result) -> Result:
+    """What can't be has a log-probability that JSON has no number for."""
+    if result.logprobs is None:
+        return result
+    logprobs = [
+        (max(own, IMPOSSIBLE), {token: max(value, IMPOSSIBLE) for token, value in top.items()}) for own, top in result.logprobs
+    ]
+    return replace(result, logprobs=logprobs)
 
 
 def _chat_logprobs(result: Result, tokenizer: Tokenizer) -> dict[str, Any] | None:

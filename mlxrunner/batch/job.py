@@ -60,10 +60,11 @@ class Job:
 
     @property
     def store_path(self) -> Path | None:
-        """Beside the output; None where that is no file."""
+        """Beside the output (or the file that it is a link to); None where that is no file."""
         path = Path(self.output)
-        is_stream = self.output == STANDARD or (path.exists() and not path.is_file())
-        return None if is_stream else Path(f"{self.output}.run")
+        if self.output == STANDARD or (path.exists() and not path.is_file()):
+            return None
+        return Path(f"{path.resolve() if path.is_symlink() else self.output}.run")
 
     @property
     def trust_remote_code(self) -> bool:

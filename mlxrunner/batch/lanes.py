@@ -36,16 +36,16 @@ class Survey:
         """That a line has beyond what it shares with the one before."""
         return self.evaluated / self.lines if self.lines else 0.0
 
-    @property
-    def worth(self) -> int:
-        """How many at a time are likely to be fastest."""
-        most = next((lanes for tokens, lanes in STEPS if self.new_tokens <= tokens), 1)
-        return max(1, min(most, self.lines))
-
     def cells(self, lanes: int, context: int) -> int:
         """Tokens that may have to be stored at once, as if nothing was shared."""
         answer = context if self.longest_answer is None else self.longest_answer
         return lanes * min(context, self.longest_prompt + answer)
+
+
+def worth(evaluated: int, lines: int) -> int:
+    """How many lines at a time are likely to be fastest, by the prompt tokens that one entry would evaluate for them."""
+    most = next((lanes for tokens, lanes in STEPS if evaluated <= tokens * lines), 1)
+    return max(1, min(most, lines))
 
 
 def survey(entries: Iterable[Entry], defaults: Mapping[str, Any]) -> Survey:
@@ -74,7 +74,7 @@ def open_runner(
     `wanted`: at a time; None: as many as are worth it and fit into memory. `loading`: options of `Runner.load`. ModelError,
     MemoryPlanError.
     """
-    lanes = found.worth if wanted is None else max(1, min(wanted, found.lines))
+    lanes = worth(found.evaluated, found.lines) if wanted is None else max(1, min(wanted, found.lines))
     if lanes > 1 and loading.get("kv_bits"):
         lanes = say_one("--kv-bits stores one sequence only", say)
     elif lanes == 1 and wanted is None and found.lines > 1:

@@ -31,6 +31,7 @@ class Output:
     def __init__(self, stream: BinaryIO, name: str, *, is_file: bool) -> None:
         self._stream, self.name, self.is_file = stream, name, is_file
         self.place = -1
+        self._end = 0  # of the last whole line
 
     @classmethod
     def open(cls, path: Path) -> Output:
@@ -81,16 +82,19 @@ class Output:
     def _cut(self, end: int) -> None:
         try:
             self._stream.truncate(end)
-            self._stream.seek(end)
         except OSError as error:
             raise OutputError(f"{self.name}: can't be written: {error.strerror}") from error
+        self._end = end
 
     def append(self, bodies: Iterable[Body]) -> None:
-        """Write these lines behind the others; to a file, onto the disk."""
+        """Write these lines behind the others; to a file, onto the disk. A line that was interrupted half-way is written over."""
         try:
+            if self.is_file:
+                self._stream.seek(self._end)
             for body in bodies:
-                self._write(body.body + b"\n")
-                self.place = body.place
+                line = body.body + b"\n"
+                self._write(line)
+                self.place, self._end = body.place, self._end + len(line)
             self._stream.flush()
             if self.is_file:
                 os.fsync(self._stream.fileno())

@@ -105,8 +105,8 @@ class Progress:
     def say(self, line: str) -> None:
         """Something that is worth a line of its own."""
 
-    def reading(self, lines: int) -> None:
-        """So many lines of the input have been read."""
+    def count(self, what: str, lines: int) -> None:
+        """So many lines of the input are through a step that takes no time for a few of them, but for a million does."""
 
     def update(self, tally: Tally) -> None:
         """How far it is. Call it as often as you like."""
@@ -125,9 +125,9 @@ class Lines(Progress):
     def say(self, line: str) -> None:
         print(visible(line), file=self._stream, flush=True)
 
-    def reading(self, lines: int) -> None:
+    def count(self, what: str, lines: int) -> None:
         if self._is_time(EVERY):
-            self.say(f"reading: {lines} lines")
+            self.say(f"{what}: {lines} lines")
 
     def update(self, tally: Tally) -> None:
         if self._is_time(EVERY):
@@ -154,9 +154,9 @@ class Bar(Lines):
         else:
             self._bar.console.print(visible(line), markup=False, highlight=False, soft_wrap=True)
 
-    def reading(self, lines: int) -> None:
+    def count(self, what: str, lines: int) -> None:
         if self._is_time(OFTEN):
-            self._show(f"reading: {lines} lines", None, 0)
+            self._show(f"{what}: {lines} lines", None, 0)
 
     def update(self, tally: Tally) -> None:
         if self._is_time(OFTEN):

@@ -6,10 +6,10 @@ the output and on the disk.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from mlxrunner.batch.answers import line_error, write_line
 from mlxrunner.batch.files import complete_already, digest, open_output, opened_input, opened_store
@@ -17,7 +17,7 @@ from mlxrunner.batch.fingerprint import INPUT, check_same
 from mlxrunner.batch.interrupt import Interrupt
 from mlxrunner.batch.job import Job
 from mlxrunner.batch.lanes import open_runner, survey
-from mlxrunner.batch.lines import Line, LineReader
+from mlxrunner.batch.lines import LineReader
 from mlxrunner.batch.plan import BatchPlan, make_plan
 from mlxrunner.batch.progress import Progress, Tally
 from mlxrunner.batch.run import How, answer
@@ -31,6 +31,7 @@ from mlxrunner.parallel.runner import ParallelRunner
 from mlxrunner.runner import Runner, plan_model
 from mlxrunner.tokenizer import Tokenizer
 
+T = TypeVar("T")
 Stopped = Literal["interrupt", "errors"]
 
 
@@ -96,17 +97,17 @@ def _context(job: Job) -> int:
 
 def _read(job: Job, store: Store, tokenizer: Tokenizer, context: int, parts: dict[str, str], progress: Progress) -> None:
     """The whole input into the store."""
-
-    def counted(reader: LineReader) -> Iterator[Line]:
-        for line in reader:
-            progress.reading(line.index + 1)
-            yield line
-
     with opened_input(job) as stream:
         reader = LineReader(stream, defaults=job.defaults, system=job.system, raw=job.raw, template=job.template)
-        spool(store, counted(reader), tokenizer, context=context, defaults=job.defaults)
+        spool(store, _counted(reader, "reading", progress), tokenizer, context=context, defaults=job.defaults)
         store.finish({**parts, INPUT: reader.digest})
     progress.close()
+
+
+def _counted(items: Iterable[T], what: str, progress: Progress) -> Iterator[T]:
+    for number, item in enumerate(items, 1):
+        progress.count(what, number)
+        yield item
 
 
 def _run(job: Job, how: How, store: Store, writer: Writer, tokenizer: Tokenizer, context: int, progress: Progress) -> Summary:
@@ -139,7 +140,8 @@ def _run(job: Job, how: How, store: Store, writer: Writer, tokenizer: Tokenizer,
 @contextmanager
 def _runner(job: Job, store: Store, context: int, progress: Progress) -> Iterator[Runner | ParallelRunner | None]:
     """None if there is no line that can be run."""
-    found = survey(store.pending(job.order), job.defaults)
+    found = survey(_counted(store.pending(job.order), "planning", progress), job.defaults)
+    progress.close()
     if not found.lines:
         yield None
         return

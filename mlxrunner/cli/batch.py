@@ -69,6 +69,7 @@ def batch(
     --json is for --plan.
     """
     from mlxrunner.batch.job import STANDARD, Job
+    from mlxrunner.batch.lanes import worth
     from mlxrunner.batch.progress import progress_for
     from mlxrunner.batch.work import plan_job, run_job
 
@@ -89,7 +90,9 @@ def batch(
         if only_plan:
             plan = plan_job(job, progress)
             progress.close()
-            click.echo(json.dumps(plan.as_dict()) if as_json else plan.table())
+            parallel = job.parallel or worth(plan.evaluated, plan.lines - plan.broken - plan.done)
+            told = json.dumps(plan.as_dict() | {"parallel": parallel})
+            click.echo(told if as_json else f"{plan.table()}\n{parallel} at a time, as far as they fit into memory")
             return
         summary = run_job(job, progress)
     except BaseException:
@@ -110,8 +113,9 @@ def _report(job: Job, summary: Summary) -> None:
     if summary.failed:
         first = f", the first: {tally.first_error}" if tally.first_error else ""
         click.echo(visible_text(f"{summary.failed} of {summary.lines} lines failed{first}"), err=True)
-    if summary.stopped == "errors":
-        click.echo(f"stopped at {summary.failed} failed lines (--max-errors {job.max_errors})", err=True)
+    if summary.stopped:
+        why = f" (--max-errors {job.max_errors})" if summary.stopped == "errors" else ""
+        click.echo(f"stopped: {summary.done} of {summary.lines} lines are done{why}", err=True)
 
 
 def _say_how_to_go_on(job: Job) -> None:

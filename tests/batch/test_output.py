@@ -77,6 +77,34 @@ def test_what_cannot_be_written_is_one_line(tmp_path: Path) -> None:
             output.append(bodies())
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
+def test_a_line_that_was_half_written_is_written_over(tmp_path: Path, error: Any) -> None:
+    """After an interrupt or an error in the middle of it, by the same process."""
+
+    class Breaking:
+        def __init__(self, inner: Any) -> None:
+            self.inner, self.left = inner, 20
+
+        def write(self, data: memoryview) -> int:
+            if not self.left:
+                self.left = -1
+                raise error
+            count: int = self.inner.write(data[: self.left] if self.left > 0 else data)
+            self.left -= count if self.left > 0 else 0
+            return count
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.inner, name)
+
+    with closing(Output.open(tmp_path / "out")) as output:
+        output._stream = Breaking(output._stream)  # type: ignore[assignment]
+        with pytest.raises((KeyboardInterrupt, OutputError)):
+            output.append(bodies())
+        assert (tmp_path / "out").read_bytes() == WHOLE[:20]
+        output.append(bodies(output.place))
+    assert (tmp_path / "out").read_bytes() == WHOLE
+
+
 def test_the_store_has_everything_before_the_output_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever fails in between: a commit that fails leaves the output as it was, a write that fails loses nothing."""
     with Store.create(tmp_path / "run") as store, closing(Output.open(tmp_path / "out")) as output:
@@ -170,6 +198,14 @@ def test_openai_chat_lines() -> None:
     assert body["usage"] == {
         "prompt_tokens": 30, "completion_tokens": 2, "total_tokens": 32, "prompt_tokens_details": {"cached_tokens": 20},
     }  # fmt: skip
+
+
+def test_what_is_impossible_is_a_number_too() -> None:
+    """JSON has no infinity; as OpenAI's API says it."""
+    infinite = [(float("-inf"), {104: float("-inf")}), (-0.1, {})]
+    assert written(outcome(logprobs=infinite))["logprobs"][0] == {"logprob": -9999.0, "top": {"104": -9999.0}}
+    content = written(outcome("chat.completion", logprobs=infinite))["response"]["body"]["choices"][0]["logprobs"]["content"]
+    assert (content[0]["logprob"], content[0]["top_logprobs"][0]["logprob"]) == (-9999.0, -9999.0)
 
 
 def test_openai_text_lines() -> None:

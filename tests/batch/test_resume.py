@@ -60,7 +60,7 @@ def stop_in_the_middle(*arguments: object) -> None:
     """In input order the sixth line is broken: five answers and an error are there, six lines are left."""
     result = run("in.jsonl", "-o", "out.jsonl", "--no-usage", "--parallel", 1, "--order", "input", "--max-errors", 1, *arguments)
     assert result.exit_code == 1, result.stderr
-    assert "stopped at 1 failed lines" in result.stderr
+    assert "stopped: 6 of 12 lines are done (--max-errors 1)" in result.stderr
     assert "to go on: " in result.stderr
     assert Path("out.jsonl.run").stat().st_mode & 0o777 == 0o600
     assert len(Path("out.jsonl").read_bytes().splitlines()) == 6

@@ -314,3 +314,23 @@ def test_a_busy_runner_is_the_callers_error() -> None:
     next(other)
     with pytest.raises(mlxrunner.BusyError):
         list(run_batch(runner, requests(3)))
+
+
+def test_where_cells_are_few_requests_wait_for_room() -> None:
+    """They are not refused; one that would never fit is an error of its own."""
+    model, facts = llama()
+    asked = [*requests(12, max_tokens=5, stop_tokens=[]), BatchRequest([1, 2, 3], {"max_tokens": 200})]
+    with ParallelRunner(model, ByteTokenizer(), facts, max_sequences=4, capacity=256, cells=130) as runner:
+        results = list(run_batch(runner, asked))
+    expected = texts(list(run_batch(Runner(model, ByteTokenizer(), facts, context=256), asked[:12])))
+    assert texts(results[:12]) == expected
+    assert results[12].result is None
+    assert "130" in str(results[12].error)
+
+
+def test_in_parallel_shared_prefixes_are_evaluated_once(together: ParallelRunner) -> None:
+    """Requests that share a beginning start close together, and wait for whoever evaluates it."""
+    asked = [BatchRequest(prompt) for prompt in prompts(14, seed=3)]
+    results = list(run_batch(together, asked, max_tokens=3, stop_tokens=[]))
+    evaluated = sum(result.result.usage.evaluated_tokens for result in results if result.result is not None)
+    assert evaluated <= 2 * 40 + sum(len(request.prompt) - 40 + 4 for request in asked)
