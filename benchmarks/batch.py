@@ -8,7 +8,7 @@ On Linux first put a fast BLAS in front (`mlxrunner doctor` names it). Sides, on
 - batch_generate: mlx_lm.batch_generate with all prompts, its default sizes
 
 Times are from the first prompt to the last token, for 16 greedy tokens each; ours include the ordering. At --scale 1 the prompts have 388,000
-tokens and up to 1,979 each; S scales the lengths of what they are made of.
+tokens and up to 1,979 each; S scales the lengths of what they are made of, and of the answers.
 """
 
 from __future__ import annotations
@@ -38,48 +38,48 @@ ANSWER = 16
 LANES = STEPS[0][1]
 Prompts = Sequence[TokenArray]
 Answers = list[list[int]]
-Side = Callable[[Runner, Prompts], tuple[Answers, int]]
-"""The answers, and the prompt tokens that were evaluated for them."""
+Side = Callable[[Runner, Prompts, int], tuple[Answers, int]]
+"""The answers of so many tokens each, and the prompt tokens that were evaluated for them."""
 
 
-def alone(runner: Runner, prompts: Prompts) -> tuple[Answers, int]:
+def alone(runner: Runner, prompts: Prompts, length: int) -> tuple[Answers, int]:
     runner.reset()
-    return _ours(runner, prompts)
+    return _ours(runner, prompts, length)
 
 
-def together(runner: Runner, prompts: Prompts) -> tuple[Answers, int]:
-    capacity = max(map(len, prompts)) + ANSWER
+def together(runner: Runner, prompts: Prompts, length: int) -> tuple[Answers, int]:
+    capacity = max(map(len, prompts)) + length
     with ParallelRunner(
         runner.model, runner.tokenizer, runner.facts, max_sequences=LANES, capacity=capacity, max_batch=256
     ) as several:
-        return _ours(several, prompts)
+        return _ours(several, prompts, length)
 
 
-def _ours(runner: Runner | ParallelRunner, prompts: Prompts) -> tuple[Answers, int]:
+def _ours(runner: Runner | ParallelRunner, prompts: Prompts, length: int) -> tuple[Answers, int]:
     requests = (BatchRequest(prompt.tolist()) for prompt in prompts)
-    results = [result.result for result in run_batch(runner, requests, max_tokens=ANSWER, stop_tokens=[])]
+    results = [result.result for result in run_batch(runner, requests, max_tokens=length, stop_tokens=[])]
     answered = [result for result in results if result is not None]
     return [result.tokens for result in answered], sum(result.usage.evaluated_tokens for result in answered)
 
 
-def streamed(runner: Runner, prompts: Prompts) -> tuple[Answers, int]:
+def streamed(runner: Runner, prompts: Prompts, length: int) -> tuple[Answers, int]:
     tokenizer, cache = SameDecoder(runner.tokenizer), make_prompt_cache(runner.model)
     entry, answers, evaluated = np.empty(0, np.int32), [], 0
     for prompt in prompts:
         shared = min(common_prefix(entry, prompt), len(prompt) - 1)
         trim_prompt_cache(cache, len(entry) - shared)
         rest = prompt[shared:].tolist()
-        responses = list(stream_generate(runner.model, tokenizer, rest, max_tokens=ANSWER, prompt_cache=cache))
+        responses = list(stream_generate(runner.model, tokenizer, rest, max_tokens=length, prompt_cache=cache))
         answers.append([response.token for response in responses])
         entry = np.concatenate([prompt, np.array(answers[-1], np.int32)])[: cache[0].offset]
         evaluated += len(rest)
     return answers, evaluated
 
 
-def batched(runner: Runner, prompts: Prompts) -> tuple[Answers, int]:
+def batched(runner: Runner, prompts: Prompts, length: int) -> tuple[Answers, int]:
     tokenizer = TextlessDecoder(runner.tokenizer)
     response = batch_generate(
-        runner.model, tokenizer, [prompt.tolist() for prompt in prompts], max_tokens=ANSWER, return_token_ids=True
+        runner.model, tokenizer, [prompt.tolist() for prompt in prompts], max_tokens=length, return_token_ids=True
     )
     return response.token_ids, sum(map(len, prompts))
 
@@ -97,7 +97,8 @@ def scaled(prompts: Prompts, scale: float) -> list[TokenArray]:
             for prompt in prompts]  # fmt: skip
 
 
-def compare(label: str, runner: Runner, prompts: Prompts, rounds: int) -> list[Row]:
+def compare(label: str, runner: Runner, scale: float, rounds: int, count: int | None = None) -> list[Row]:
+    prompts, length = scaled(shared_prefixes()[:count], scale), max(1, round(ANSWER * scale))
     sides: dict[str, Side] = {"stream_generate": streamed, "batch_generate": batched, "alone": alone, "together": together}
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     found: dict[str, tuple[Answers, int]] = {}
@@ -106,7 +107,7 @@ def compare(label: str, runner: Runner, prompts: Prompts, rounds: int) -> list[R
             gc.collect()
             mx.clear_cache()
             began = time.perf_counter()
-            found[name] = sides[name](runner, prompts)
+            found[name] = sides[name](runner, prompts, length)
             seconds[name].append(time.perf_counter() - began)
             print(f"{label}: {name} {seconds[name][-1]:.1f} s, {found[name][1]} tokens evaluated", flush=True)
     least = cost(sorted(prompts, key=sort_key))
@@ -142,10 +143,10 @@ def main() -> None:
     )
     given = parser.parse_args()
     if given.quick:
-        rows = compare("demo", Runner.load("demo", reserve=False), scaled(shared_prefixes()[:12], 0.1), given.rounds)
+        rows = compare("demo", Runner.load("demo", reserve=False), 0.1, given.rounds, 12)
     else:
-        rows = compare("demo, 3 M", Runner.load("demo", reserve=False), scaled(shared_prefixes(), given.scale), given.rounds)
-        rows += compare("llama, 98 M", random_llama(), scaled(shared_prefixes(), given.large_scale or given.scale), given.rounds)
+        rows = compare("demo, 3 M", Runner.load("demo", reserve=False), given.scale, given.rounds)
+        rows += compare("llama, 98 M", random_llama(), given.large_scale or given.scale, given.rounds)
     print_table(rows)
     print_json(rows, versus="mlx_lm", scale=given.scale, large_scale=given.large_scale or given.scale)
 
