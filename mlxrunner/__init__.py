@@ -13,6 +13,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mlxrunner.batch.request import BatchRequest, BatchResult
+    from mlxrunner.batch.run import run_batch
     from mlxrunner.errors import (
         BusyError,
         ContextLengthError,
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from mlxrunner.tokenizer import Message
 
 __all__ = [
+    "BatchRequest",
+    "BatchResult",
     "BusyError",
     "Chunk",
     "ContextFullError",
@@ -41,8 +45,17 @@ __all__ = [
     "PromptError",
     "Runner",
     "Usage",
+    "run_batch",
 ]
-_HOMES = {"Runner": "runner", "Chunk": "events", "Usage": "events", "Message": "tokenizer"}
+_HOMES = {
+    "BatchRequest": "batch.request",
+    "BatchResult": "batch.request",
+    "Chunk": "events",
+    "Message": "tokenizer",
+    "Runner": "runner",
+    "Usage": "events",
+    "run_batch": "batch.run",
+}
 
 
 def __getattr__(name: str) -> Any:

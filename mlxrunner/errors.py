@@ -9,6 +9,7 @@ MlxrunnerError          exit code 1
 ├── ContextFullError    exit code 1: the answer filled the context, and the caller wanted that to be an error
 ├── FormError           exit code 1: an answer that can't go on in the form that was asked for
 ├── CacheFullError, NotSupportedError   exit code 1: of caches for many sequences (`mlxrunner.cache.sequences`)
+├── StoreError          exit code 1: the lines and answers of a batch can not be kept (`mlxrunner.batch.store`)
 ├── NoFreeSlotError     exit code 1: every slot of a parallel runner is in use (`mlxrunner.parallel.slots`)
 ├── VerifyError         exit code 4: what a cold run found, warm requests had got otherwise (`--verify-cache` with `--strict`)
 └── BusyError           exit code 1: another request is still using the one entry

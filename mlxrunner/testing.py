@@ -16,7 +16,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache,
 
 from mlxrunner.models.facts import ModelFacts
 from mlxrunner.runner import Runner
-from mlxrunner.tokenizer.base import Message
+from mlxrunner.tokenizer.base import Message, checked_text
 from mlxrunner.tokenizer.stream import ByteStream
 from mlxrunner.tokenizer.template import check_messages
 from mlxrunner.tokenizer.vocabulary import Vocabulary
@@ -133,7 +133,7 @@ class ByteTokenizer:
 
     def encode_more(self, text: str) -> list[int]:
         tokens: list[int] = []
-        for index, part in enumerate(text.split("\x1e")):
+        for index, part in enumerate(checked_text(text).split("\x1e")):
             tokens += [EOS] * (index > 0) + list(part.encode())
         return tokens
 

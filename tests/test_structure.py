@@ -15,7 +15,7 @@ MODULES = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): 
 # From the top of the house to the ground: a module imports only from its own floor or lower ones.
 FLOORS = [
     ["cli", "__main__"],
-    ["chat", "doctor", "profiling", "testing", "testing_events", "testing_models"],
+    ["batch", "chat", "doctor", "profiling", "testing", "testing_events", "testing_models", "testing_prompts"],
     ["runner", "parallel"],
     ["answer", "observation", "pipeline", "reserve"],
     ["models", "plan"],
@@ -23,6 +23,8 @@ FLOORS = [
     ["config", "errors", "events", "device", "overflow", "terminal"],
 ]
 BOOKKEEPING = """
+batch.answers batch.fields batch.files batch.fingerprint batch.interrupt batch.job batch.lines
+batch.openai batch.order batch.output batch.plan batch.progress batch.request batch.speed batch.spool batch.store batch.table batch.writer
 cache.cells cache.checkpoints cache.entry cache.layer cache.layout cache.sequences cache.split cache.tokens config constrain errors events
 overflow parallel.slots plan profiling.curve profiling.divergence profiling.event profiling.explain profiling.files profiling.html
 profiling.metrics profiling.paper profiling.reading profiling.reasons profiling.report profiling.rows profiling.screen

@@ -39,6 +39,12 @@ def load_model(name: str, *, trust_remote_code: bool = False) -> LoadedModel:
     return LoadedModel(name, folder, model, tokenizer, facts_of(model, config), config)
 
 
+def tokenizer_of(name: str, *, trust_remote_code: bool = False) -> Tokenizer:
+    """The tokenizer of model `name` alone: no weights are read. ModelError names what is missing or broken."""
+    folder = resolve(name)
+    return load_tokenizer(folder, eos_tokens(folder, read_config(folder)), trust_remote_code=trust_remote_code)
+
+
 def check_model_type(folder: Path, config: dict[str, Any]) -> None:
     """ModelError unless mlx-lm has the architecture."""
     from mlx_lm.utils import MODEL_REMAPPING

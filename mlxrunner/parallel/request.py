@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -21,12 +22,23 @@ from mlxrunner.tokenizer.prompt import Prepared
 
 @dataclass(frozen=True)
 class Result:
-    """A finished answer."""
+    """A finished answer. `logprobs`, if they were asked for: of each token, its own and those of the likeliest ones by id."""
 
     text: str
     tokens: list[int]
     finish_reason: FinishReason
     usage: Usage
+    logprobs: list[tuple[float, dict[int, float]]] | None = None
+
+    @classmethod
+    def of(cls, chunks: Sequence[Chunk]) -> Result:
+        """From all chunks of a request; MlxrunnerError if it was cancelled before it ended."""
+        last = chunks[-1] if chunks else None
+        if last is None or last.usage is None or last.finish_reason is None:
+            raise MlxrunnerError("the request was cancelled before it ended")
+        tokens = [chunk.token for chunk in chunks if chunk.token is not None]
+        logprobs = [(chunk.logprob, chunk.top_logprobs or {}) for chunk in chunks if chunk.logprob is not None]
+        return cls("".join(chunk.text for chunk in chunks), tokens, last.finish_reason, last.usage, logprobs or None)
 
 
 @dataclass(eq=False)

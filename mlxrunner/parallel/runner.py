@@ -8,6 +8,7 @@ drives the steps of all.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,7 +24,7 @@ from mlxrunner.cache.sequences import END, Batch, CacheFullError
 from mlxrunner.cache.tokens import TokenArray
 from mlxrunner.config import GenerateOptions
 from mlxrunner.constrain import constraint_of
-from mlxrunner.errors import ContextLengthError, FormError, MlxrunnerError, OptionError, PromptError
+from mlxrunner.errors import ContextLengthError, FormError, OptionError, PromptError
 from mlxrunner.events import Chunk, FinishReason, Usage, log_lookup
 from mlxrunner.models.facts import ModelFacts
 from mlxrunner.models.load import LoadedModel, load_model
@@ -41,6 +42,8 @@ from mlxrunner.tokenizer import Tokenizer
 from mlxrunner.tokenizer.prompt import Prompt, prepare, system_tokens
 
 DEFAULT_MAX_BATCH = 1024
+AHEAD = 4
+"""Requests per slot that `run_each` has read and not given back yet, at most."""
 
 
 class Handle:
@@ -60,17 +63,24 @@ class Handle:
                 return
             self._runner.step()
 
+    @property
+    def finished(self) -> bool:
+        """Whether no more chunks will come than those that are there."""
+        return self._request.finished
+
+    def poll(self) -> list[Chunk]:
+        """The chunks that came since the last time, without a step: for whoever drives many requests at once."""
+        chunks = list(self._request.chunks)
+        self._request.chunks.clear()
+        return chunks
+
     def cancel(self) -> None:
         """End the request; its slot is free, and what it evaluated can be reused."""
         self._runner.cancel(self._request)
 
     def result(self) -> Result:
         """Wait for the end."""
-        chunks = list(self)
-        if not chunks or chunks[-1].usage is None or chunks[-1].finish_reason is None:
-            raise MlxrunnerError("the request was cancelled before it ended")
-        tokens = [chunk.token for chunk in chunks if chunk.token is not None]
-        return Result("".join(chunk.text for chunk in chunks), tokens, chunks[-1].finish_reason, chunks[-1].usage)
+        return Result.of(list(self))
 
 
 class ParallelRunner:
@@ -210,9 +220,16 @@ class ParallelRunner:
         return list(self.run_each((prompt, options) for prompt in prompts))
 
     def run_each(self, requests: Iterable[tuple[Prompt, dict[str, Any]]]) -> Iterator[Result]:
-        """As `run`, each prompt with options of its own."""
-        for handle in [self._submit_when_possible(prompt, options) for prompt, options in requests]:
-            yield handle.result()
+        """As `run`, each prompt with options of its own. Of `requests` as many are read as can run, and a few of whose answers wait."""
+        handles: deque[Handle] = deque()
+        for prompt, options in requests:
+            handles.append(self._submit_when_possible(prompt, options))
+            while handles[0].finished or len(handles) > AHEAD * len(self.slots):
+                yield handles.popleft().result()
+                if not handles:
+                    break
+        while handles:
+            yield handles.popleft().result()
 
     def _submit_when_possible(self, prompt: Prompt, options: dict[str, Any]) -> Handle:
         while True:

@@ -54,9 +54,4 @@ def _together(
 
 
 def _alone(runner: Runner, prompt: Prompt, options: dict[str, Any]) -> Result:
-    chunks = list(runner.generate(prompt, **options))
-    last = chunks[-1]
-    assert last.finish_reason is not None
-    assert last.usage is not None
-    tokens = [chunk.token for chunk in chunks if chunk.token is not None]
-    return Result("".join(chunk.text for chunk in chunks), tokens, last.finish_reason, last.usage)
+    return Result.of(list(runner.generate(prompt, **options)))

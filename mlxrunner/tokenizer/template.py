@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,8 @@ def render_chat(render: Render | None, messages: Sequence[Message], add_generati
 
 def jinja_renderer(template: str, special: dict[str, str]) -> Render:
     """A renderer for a jinja `template`; `special` are the names it may use (`bos_token`, `eos_token`)."""
+    # As mlx-lm does, which need not be there: transformers would say on stderr that PyTorch is missing.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
     def render(messages: list[dict[str, str]], add_generation_prompt: bool, **variables: Any) -> str:
         from transformers.utils.chat_template_utils import render_jinja_template

@@ -5,6 +5,8 @@ from __future__ import annotations
 import builtins
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlxrunner import ModelError, Runner, device
-from mlxrunner.models.load import load_model
+from mlxrunner.models.load import load_model, tokenizer_of
 from mlxrunner.testing_models import BOS, EOS, save_model, tiny_config, write_model
 
 
@@ -242,3 +244,25 @@ def test_a_tokenizer_with_code_of_its_own_is_refused_unless_trusted(folder: Path
     tokenizer = load_model(str(folder), trust_remote_code=True).tokenizer
     assert ran.exists()
     assert tokenizer.decode(tokenizer.encode("hi")) == "hi"
+
+
+def test_the_tokenizer_alone_needs_no_weights(folder: Path) -> None:
+    """The same tokens and the same ends of an answer as with the model, from a folder without weights."""
+    loaded = load_model(str(folder)).tokenizer
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    alone = tokenizer_of(str(folder))
+    assert alone.encode("Hello there") == loaded.encode("Hello there")
+    assert alone.stop_tokens == loaded.stop_tokens
+    (folder / "config.json").unlink()
+    with pytest.raises(ModelError, match="missing: a model directory needs"):
+        tokenizer_of(str(folder))
+
+
+def test_the_tokenizer_alone_prints_nothing() -> None:
+    """The libraries behind it have nothing to say about what they lack."""
+    program = (
+        "from mlxrunner.models.load import tokenizer_of; tokenizer_of('demo').render([{'role': 'user', 'content': 'Hello'}])"
+    )
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert (said.stdout, said.stderr) == ("", "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -12,7 +13,7 @@ from mlxrunner import ContextLengthError, MlxrunnerError, OptionError, PromptErr
 from mlxrunner.cache.sequences import CacheFullError, NotSupportedError
 from mlxrunner.cache.split import WORTH_SPLITTING
 from mlxrunner.models.facts import facts_of
-from mlxrunner.parallel.runner import Handle, ParallelRunner
+from mlxrunner.parallel.runner import AHEAD, Handle, ParallelRunner
 from mlxrunner.parallel.samples import sample
 from mlxrunner.parallel.slots import NoFreeSlotError
 from mlxrunner.testing import ByteTokenizer
@@ -356,3 +357,35 @@ def test_several_answers_to_one_prompt() -> None:
         assert result.tokens == [chunk.token for chunk in single]
         assert result.text == "".join(chunk.text for chunk in single)
     assert len({result.text for result in results}) > 1
+
+
+def test_run_each_reads_no_further_ahead_than_it_has_to(llama: tuple[Any, ByteTokenizer, Any]) -> None:
+    """A million requests need not be in memory; the first answers come while later requests are not made yet."""
+    read = []
+
+    def requests() -> Iterator[tuple[list[int], dict[str, Any]]]:
+        for index, prompt in enumerate(some_prompts(3, 60)):
+            read.append(index)
+            yield prompt, {"max_tokens": 30 if index == 5 else 2, "stop_tokens": []}
+
+    with ParallelRunner(*llama, max_sequences=2, capacity=160) as runner:
+        ahead = []
+        for number, result in enumerate(runner.run_each(requests())):
+            ahead.append(len(read) - number)
+            assert len(result.tokens) == (30 if number == 5 else 2)
+    assert len(ahead) == 60
+    assert max(ahead) <= AHEAD * 2 + 1
+
+
+def test_polling_gives_the_same_chunks_without_a_step(llama: tuple[Any, ByteTokenizer, Any]) -> None:
+    """For whoever drives many requests; a poll alone never gets further."""
+    prompts = some_prompts(4, 3)
+    with ParallelRunner(*llama, max_sequences=3, capacity=160) as runner:
+        handles = [runner.submit(prompt, max_tokens=4, stop_tokens=[]) for prompt in prompts]
+        assert [handle.poll() for handle in handles] == [[], [], []]
+        tokens: list[list[int | None]] = [[], [], []]
+        while not all(handle.finished for handle in handles):
+            runner.step()
+            for polled, handle in zip(tokens, handles, strict=True):
+                polled += [chunk.token for chunk in handle.poll()]
+    assert tokens == [alone(llama, prompt, max_tokens=4, stop_tokens=[]) for prompt in prompts]

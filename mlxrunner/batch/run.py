@@ -1,0 +1,313 @@
+"""Run requests, one at a time or several at once, so that one that fails is an answer like any other. No files here.
+
+`run_batch` is the way in for programs; `answer` is what it and the command share: entries of a store in, outcomes out as they end.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from mlxrunner.batch.output import OutputError
+from mlxrunner.batch.request import BatchRequest, BatchResult
+from mlxrunner.batch.spool import lines_of, spool
+from mlxrunner.batch.store import Entry, Order, Store, StoreError
+from mlxrunner.cache.sequences import CacheFullError
+from mlxrunner.config import GenerateOptions
+from mlxrunner.errors import BusyError, ContextFullError, MlxrunnerError, OptionError, PromptError
+from mlxrunner.events import Chunk, Usage
+from mlxrunner.parallel.request import Result
+from mlxrunner.parallel.runner import Handle, ParallelRunner
+from mlxrunner.parallel.slots import NoFreeSlotError
+from mlxrunner.runner import Runner
+
+ORDERS: tuple[Order, ...] = ("prefix", "input")
+OUTPUT_ORDERS = ("input", "done")
+FATAL = (BusyError, StoreError, OutputError, BrokenPipeError)
+"""No fault of a request, and no good for the next one."""
+
+
+class TimeLimitError(MlxrunnerError):
+    """A request that did not end in its time."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"stopped after {seconds:g} s without an end: allow more time, or a shorter answer (max_tokens)")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one entry ended: with a `result`, or with an `error` in one line; `is_refused`: the request was at fault, and was not run."""
+
+    entry: Entry
+    result: Result | None = None
+    error: str | None = None
+    is_refused: bool = False
+
+
+@dataclass(frozen=True)
+class How:
+    """What holds for all entries. `defaults`: options of those that don't say otherwise; a default seed S gives number i the seed S + i.
+
+    `retries`: of a request that failed, unless it was refused; `timeout`: seconds for each try. `is_stopping`: when true no further
+    entry is begun. `tick` is called after each token and each piece of a prompt.
+    """
+
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    retries: int = 0
+    timeout: float | None = None
+    is_stopping: Callable[[], bool] = lambda: False
+    tick: Callable[[], None] = lambda: None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.retries, bool) or not isinstance(self.retries, int) or self.retries < 0:
+            raise OptionError(f"retries: {self.retries!r} is out of range, it has to be a whole number of at least 0")
+        if self.timeout is not None and not self.timeout > 0:
+            raise OptionError(f"timeout: {self.timeout!r} is out of range, it has to be more than 0 seconds")
+
+    def options(self, entry: Entry) -> dict[str, Any]:
+        options = {**self.defaults, **entry.options}
+        if options.get("seed") is not None and entry.options.get("seed") is None:
+            options["seed"] = (self.defaults["seed"] + entry.index) % 2**64
+        return options
+
+
+class Deadline:
+    """Call it often: it ticks, and raises TimeLimitError when the time is over."""
+
+    def __init__(self, how: How) -> None:
+        self._how = how
+        self._end = time.monotonic() + (how.timeout or 0)
+
+    def __call__(self, *_: object) -> None:
+        self._how.tick()
+        if self._how.timeout is not None and time.monotonic() > self._end:
+            raise TimeLimitError(self._how.timeout)
+
+
+def run_batch(
+    runner: Runner | ParallelRunner,
+    requests: Iterable[BatchRequest],
+    *,
+    order: Order = "prefix",
+    output_order: str = "input",
+    retries: int = 0,
+    timeout: float | None = None,
+    **defaults: Any,
+) -> Iterator[BatchResult]:
+    """Answer all requests, in the order in which they reuse most of each other, and give the results back in the order they came.
+
+    The requests are read to their end first, into a temporary file; memory does not grow with their number. order: "prefix", or
+    "input" to run them as they come. output_order: "done" gives each result as soon as it is there. retries, timeout: of a request
+    that failed, and seconds for each try. defaults: options of `Runner.generate` for requests that don't say otherwise; with a default
+    seed S, request number i gets S + i. A ParallelRunner runs as many at a time as it has slots; the results are the same.
+
+    A request that can't be run, fails or takes too long is a result with an `error`; it never stops the others. OptionError at once for
+    options of the whole batch that are wrong. Ctrl-C, or closing the iterator, ends what is running and leaves the runner usable.
+    """
+    for name, value, known in (("order", order, ORDERS), ("output_order", output_order, OUTPUT_ORDERS)):
+        if value not in known:
+            raise OptionError(f"{name}: {value!r} is not known, it has to be one of {', '.join(known)}")
+    GenerateOptions.of(**defaults)
+    how = How(defaults, retries, timeout)
+    return _run_batch(runner, requests, order, output_order == "done", how)
+
+
+def _run_batch(
+    runner: Runner | ParallelRunner, requests: Iterable[BatchRequest], order: Order, as_done: bool, how: How
+) -> Iterator[BatchResult]:
+    context = runner.capacity if isinstance(runner, ParallelRunner) else runner.context
+    with Store.create() as store:
+        spool(store, lines_of(requests, how.defaults), runner.tokenizer, context=context, defaults=how.defaults)
+        store.finish()
+        place = -1
+        with closing(answer(runner, store.pending(order), how)) as outcomes:  # type: ignore[type-var]
+            for outcome in outcomes:
+                entry, error = outcome.entry, outcome.error and outcome.error.removeprefix(f"line {outcome.entry.number}: ")
+                result = BatchResult(entry.index, entry.id, outcome.result, error)
+                if as_done:
+                    yield result
+                    continue
+                store.record(result.index, _to_bytes(result))
+                for body in store.bodies(after=place):
+                    place = body.place
+                    yield _from_bytes(body.body)
+
+
+def answer(runner: Runner | ParallelRunner | None, entries: Iterator[Entry], how: How) -> Iterator[Outcome]:
+    """The outcomes, as they end; entries are read one by one, as they can be begun. No runner is needed if none can be run."""
+    return Together(runner, entries, how).run() if isinstance(runner, ParallelRunner) else _one_by_one(runner, entries, how)
+
+
+def _one_by_one(runner: Runner | None, entries: Iterator[Entry], how: How) -> Iterator[Outcome]:
+    for entry in entries:
+        if how.is_stopping():
+            return
+        if entry.error is not None:
+            yield _refused(entry, entry.error)
+        else:
+            assert runner is not None
+            yield _tried(runner, entry, how)
+
+
+def _tried(runner: Runner, entry: Entry, how: How) -> Outcome:
+    for left in range(how.retries, -1, -1):
+        try:
+            deadline, chunks = Deadline(how), []
+            with closing(runner.generate(entry.tokens.tolist(), progress=deadline, **how.options(entry))) as answered:  # type: ignore[type-var]
+                for chunk in answered:
+                    chunks.append(chunk)
+                    if chunk.finish_reason is None:
+                        deadline()
+            return Outcome(entry, Result.of(chunks))
+        except FATAL:
+            raise
+        except (PromptError, OptionError) as error:
+            return _refused(entry, str(error))
+        except Exception as error:
+            if not left:
+                return Outcome(entry, error=_described(error))
+    raise AssertionError  # the last try returns
+
+
+@dataclass(eq=False)
+class Flight:
+    """A request that is running beside others. `left`: retries."""
+
+    entry: Entry
+    handle: Handle
+    deadline: Deadline
+    left: int
+    chunks: list[Chunk] = field(default_factory=list)
+
+
+class Together:
+    """As many requests at once as the runner has slots.
+
+    An error in a step that all share ends all of them, and nobody knows whose fault it was: each is run again, alone.
+    """
+
+    def __init__(self, runner: ParallelRunner, entries: Iterator[Entry], how: How) -> None:
+        self._runner, self._entries, self._how = runner, entries, how
+        self._flights: list[Flight] = []
+        self._waiting: deque[tuple[Entry, int]] = deque()  # with their retries
+        self._suspects: deque[tuple[Entry, int]] = deque()
+
+    def run(self) -> Iterator[Outcome]:
+        try:
+            while True:
+                yield from self._begin()
+                if not self._flights:
+                    return
+                try:
+                    self._runner.step()
+                except Exception as error:
+                    yield from self._fell(error)
+                yield from self._landed()
+        finally:
+            for flight in self._flights:
+                flight.handle.cancel()
+
+    def _begin(self) -> Iterator[Outcome]:
+        """Submit what can begin now."""
+        while (taken := self._next()) is not None:
+            entry, left = taken
+            if entry.error is not None:
+                yield _refused(entry, entry.error)
+                continue
+            options = self._how.options(entry)
+            if options.get("overflow") == "error":
+                options["overflow"] = "stop"  # and looked at when it has ended
+            try:
+                handle = self._runner.submit(entry.tokens.tolist(), **options)
+            except (NoFreeSlotError, CacheFullError) as error:
+                if self._flights:
+                    self._waiting.appendleft(taken)
+                    return
+                yield Outcome(entry, error=_described(error))
+            except (PromptError, OptionError) as error:
+                yield _refused(entry, str(error))
+            else:
+                self._flights.append(Flight(entry, handle, Deadline(self._how), left))
+
+    def _next(self) -> tuple[Entry, int] | None:
+        """What is to be begun; a suspect only where nothing else runs, and nothing beside it."""
+        if self._suspects:
+            return None if self._flights else self._suspects.popleft()
+        if len(self._flights) == len(self._runner.slots):
+            return None
+        if self._waiting:
+            return self._waiting.popleft()
+        entry = None if self._how.is_stopping() else next(self._entries, None)
+        return None if entry is None else (entry, self._how.retries)
+
+    def _landed(self) -> Iterator[Outcome]:
+        """What has ended with this step, or has no time left."""
+        for flight in list(self._flights):
+            flight.chunks += flight.handle.poll()
+            try:
+                if flight.handle.finished:
+                    outcome = Outcome(flight.entry, self._result(flight))
+                else:
+                    flight.deadline()
+                    continue
+            except FATAL:
+                raise
+            except Exception as error:
+                flight.handle.cancel()
+                if flight.left and isinstance(error, TimeLimitError):
+                    self._flights.remove(flight)
+                    self._waiting.append((flight.entry, flight.left - 1))
+                    continue
+                outcome = Outcome(flight.entry, error=_described(error))
+            self._flights.remove(flight)
+            yield outcome
+
+    def _result(self, flight: Flight) -> Result:
+        result, options = Result.of(flight.chunks), self._how.options(flight.entry)
+        room = self._runner.capacity - len(flight.entry.tokens)
+        full = result.finish_reason == "length" and len(result.tokens) == room != options.get("max_tokens")
+        if full and options.get("overflow") == "error":
+            raise ContextFullError(room, self._runner.capacity)
+        return result
+
+    def _fell(self, error: Exception) -> Iterator[Outcome]:
+        """The runner has ended all requests."""
+        flights, self._flights = self._flights, []
+        if len(flights) > 1:
+            self._suspects.extend((flight.entry, flight.left) for flight in flights)
+            return
+        for flight in flights:
+            if flight.left:
+                self._suspects.append((flight.entry, flight.left - 1))
+            else:
+                yield Outcome(flight.entry, error=_described(error))
+
+
+def _refused(entry: Entry, error: str) -> Outcome:
+    return Outcome(entry, error=" ".join(error.split()), is_refused=True)
+
+
+def _described(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text if isinstance(error, MlxrunnerError) else f"{type(error).__name__}: {text}"
+
+
+def _to_bytes(result: BatchResult) -> bytes:
+    return json.dumps(asdict(result)).encode()
+
+
+def _from_bytes(body: bytes) -> BatchResult:
+    stored = json.loads(body)
+    result = stored["result"]
+    if result is not None:
+        result["usage"] = Usage(**result["usage"])
+        logprobs = result["logprobs"]
+        if logprobs is not None:
+            result["logprobs"] = [(own, {int(token): value for token, value in top.items()}) for own, top in logprobs]
+        result = Result(**result)
+    return BatchResult(**{**stored, "result": result})

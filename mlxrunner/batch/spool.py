@@ -1,0 +1,69 @@
+"""From lines or requests to a complete store: each prompt becomes its tokens, one at a time, or an error."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from mlxrunner.batch.fields import Rules, checked_options
+from mlxrunner.batch.lines import Line
+from mlxrunner.batch.request import BatchRequest
+from mlxrunner.batch.store import Entry, Store
+from mlxrunner.cache.tokens import TokenArray, as_tokens
+from mlxrunner.errors import ContextLengthError, OptionError, PromptError
+from mlxrunner.tokenizer import Tokenizer
+from mlxrunner.tokenizer.prompt import system_tokens, tokenize
+
+
+def lines_of(requests: Iterable[BatchRequest], defaults: Mapping[str, Any] | None = None) -> Iterator[Line]:
+    """The requests of a program as lines. Options that are not known or out of range, with the defaults, become the line's error."""
+    rules = Rules(defaults or {})
+    for index, request in enumerate(requests):
+        options: dict[str, Any] = {}
+        error = None
+        try:
+            options = json.loads(json.dumps(checked_options(dict(request.options), None, rules)))
+        except OptionError as problem:
+            error = str(problem)
+        except (TypeError, ValueError, RecursionError) as problem:
+            error = f"the options have to be values that JSON knows: {problem}"
+        yield Line(index, index + 1, request.prompt, request.id, options=options, error=error)
+
+
+def spool(
+    store: Store, lines: Iterable[Line], tokenizer: Tokenizer, *, context: int, defaults: Mapping[str, Any] | None = None
+) -> None:
+    """Add the lines to the store, with their tokens; `finish` it afterwards.
+
+    A prompt that the tokenizer or the chat template refuses, or that leaves no room in `context` (where a full context is not shifted),
+    becomes an error.
+    """
+    for line in lines:
+        tokens, options, error = as_tokens([]), line.options, line.error
+        if error is None:
+            try:
+                tokens = _tokens(line, tokenizer)
+                options = _within(context, line, tokens, tokenizer, defaults or {})
+            except PromptError as problem:
+                tokens, error = as_tokens([]), f"line {line.number}: {problem}"
+        store.add(Entry(line.index, line.number, tokens, line.id, line.format, options, error))
+
+
+def _tokens(line: Line, tokenizer: Tokenizer) -> TokenArray:
+    tokens = tokenize(tokenizer, line.prompt)
+    if len(tokens) == 0:
+        raise PromptError("the prompt is empty: at least one token is needed")
+    return tokens
+
+
+def _within(context: int, line: Line, tokens: TokenArray, tokenizer: Tokenizer, defaults: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The line's options; with what a shift keeps by default, as only the messages tell where the system prompt ends."""
+    together = {**defaults, **line.options}
+    if together.get("overflow") != "shift":
+        if len(tokens) >= context:
+            raise ContextLengthError(len(tokens), context)
+        return line.options
+    if together.get("keep") is not None:
+        return line.options
+    return {**line.options, "keep": system_tokens(tokenizer, line.prompt, tokens)}

@@ -1,0 +1,291 @@
+"""The lines of a batch and their answers in one SQLite file: bounded memory, an order made by a sort on disk, nothing lost, nothing done twice.
+
+Either a whole input is in the store (`is_complete`) or none of it. An answer is there from the `commit` after its `record` on, whatever
+happens then: kill -9, a power cut, a full disk. One process at a time has a store open. Knows nothing about models or files of answers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from mlxrunner.batch.order import sort_key, tokens_of
+from mlxrunner.cache.tokens import TokenArray, as_tokens
+from mlxrunner.errors import MlxrunnerError
+
+Format = Literal["plain", "chat.completion", "text_completion"]
+"""How a line wants to be answered: our own way, or as the OpenAI object of that name."""
+Order = Literal["prefix", "input"]
+
+APPLICATION_ID = 0x6D6C7862  # "mlxb"
+VERSION = 1
+CACHE_KIB = 32 * 1024
+"""Memory for SQLite's pages, and for a run of its sort."""
+
+_SCHEMA = """
+CREATE TABLE input (lines INTEGER NOT NULL, broken INTEGER NOT NULL);
+CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE lines (
+    line INTEGER PRIMARY KEY, number INTEGER NOT NULL, id, format TEXT NOT NULL, options TEXT, error TEXT, tokens BLOB NOT NULL
+);
+CREATE UNIQUE INDEX custom_ids ON lines (id) WHERE format <> 'plain' AND error IS NULL;
+CREATE TABLE places (place INTEGER PRIMARY KEY, line INTEGER NOT NULL);
+CREATE TABLE results (done INTEGER PRIMARY KEY, line INTEGER NOT NULL UNIQUE REFERENCES lines, failed INTEGER NOT NULL, body BLOB NOT NULL);
+CREATE INDEX failures ON results (line) WHERE failed;
+"""
+
+
+class StoreError(MlxrunnerError):
+    """A store that can't be made, opened or written to. What was committed before stays."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A line of the input. `index` from 0, in the order of the input; `number`: its line in the file, from 1. With an `error`, no tokens."""
+
+    index: int
+    number: int
+    tokens: TokenArray
+    id: str | int | None = None
+    format: Format = "plain"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Body:
+    """What was recorded for line `index`. `place`: give it as `after` to go on behind it."""
+
+    place: int
+    index: int
+    body: bytes
+    failed: bool
+
+
+@dataclass(frozen=True)
+class Counts:
+    """`lines`: of a complete input, `broken`: those of them with an error; `done`: lines with a result, `failed`: those that failed."""
+
+    lines: int
+    broken: int
+    done: int
+    failed: int
+
+    @property
+    def left(self) -> int:
+        return self.lines - self.done
+
+
+_PENDING = """
+SELECT {place}, line, number, id, format, options, error, tokens FROM {table}
+WHERE {place} > ? AND line NOT IN (SELECT line FROM results) ORDER BY {place} LIMIT 1
+"""
+_NEXT = {
+    "prefix": _PENDING.format(place="place", table="places CROSS JOIN lines USING (line)"),
+    "input": _PENDING.format(place="line", table="lines"),
+}
+
+
+class Store:
+    """Made by `create` or `open`; a context manager. Any method may raise StoreError; then nothing after the last commit has happened.
+
+    An input goes in by `add` and ends with `finish`; then `pending` gives its entries and `record` and `commit` take their results.
+    """
+
+    def __init__(self, name: str, database: sqlite3.Connection) -> None:
+        """Use `create` or `open`."""
+        self._name, self._db = name, database
+        self._lines = self._broken = 0
+
+    @classmethod
+    def create(cls, path: Path | None = None) -> Store:
+        """A new, empty store (file mode 0600); None: a private temporary one, gone with the process. StoreError if the file exists."""
+        if path is None:
+            return cls._connect("")
+        try:
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
+        except OSError as error:
+            raise StoreError(f"{path}: can't be made: {error.strerror}") from error
+        return cls._connect(path)
+
+    @classmethod
+    def open(cls, path: Path) -> Store:
+        """An existing store. StoreError if there is none, it is not a store of this version, or another process has it open."""
+        if not path.is_file():
+            raise StoreError(f"{path}: no such file")
+        return cls._connect(path)
+
+    @classmethod
+    def _connect(cls, path: Path | str) -> Store:
+        """A store that holds its file's lock, and whose commits are on the disk. The empty name is SQLite's for a temporary file.
+
+        A file without content becomes a store: a process may have been killed directly after making it.
+        """
+        name = str(path) or "the batch's temporary file"
+        try:
+            store = cls(name, sqlite3.connect(path, timeout=0, isolation_level=None))
+        except sqlite3.Error as error:
+            raise StoreError(f"{name}: {_reason(error)}") from error
+        try:
+            store._set_up()
+        except BaseException:
+            store.close()
+            raise
+        return store
+
+    def _set_up(self) -> None:
+        with self._explained():
+            self._db.executescript(
+                f"PRAGMA locking_mode=EXCLUSIVE; PRAGMA cache_size=-{CACHE_KIB}; PRAGMA foreign_keys=ON; BEGIN EXCLUSIVE; COMMIT;"
+                "PRAGMA synchronous=FULL; PRAGMA fullfsync=ON"  # the latter: macOS
+            )
+            if self._one("PRAGMA schema_version") == (0,):
+                marks = f"PRAGMA application_id={APPLICATION_ID}; PRAGMA user_version={VERSION}"
+                self._db.executescript(f"BEGIN; {marks}; {_SCHEMA} COMMIT")
+            (kind,), (version,) = self._one("PRAGMA application_id"), self._one("PRAGMA user_version")
+            if kind != APPLICATION_ID:
+                raise StoreError(f"{self._name}: is not a batch store")
+            if version != VERSION:
+                raise StoreError(f"{self._name}: is a batch store of version {version}; this program knows version {VERSION}")
+            self._lines, self._broken = self._one("SELECT lines, broken FROM input") or (0, 0)
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Safe to repeat. What was recorded since the last commit is dropped."""
+        self._db.close()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether a whole input is there; if not, there is nothing of it."""
+        with self._explained():
+            return self._one("SELECT lines FROM input") is not None
+
+    @property
+    def meta(self) -> dict[str, str]:
+        """What `finish` was given: what the store was made from."""
+        with self._explained():
+            return dict(self._db.execute("SELECT name, value FROM meta"))
+
+    @property
+    def counts(self) -> Counts:
+        """Of what was added and recorded so far."""
+        with self._explained():
+            (done,), (failed,) = (self._one(f"SELECT count(*) FROM results {where}") for where in ("", "WHERE failed"))
+        return Counts(self._lines, self._broken, done, failed)
+
+    def add(self, entry: Entry) -> None:
+        """The next line of the input; its index is one more than the last one's. A `custom_id` that was there becomes that line's error."""
+        with self._explained():
+            self._begin_input()
+            if entry.index != self._lines:
+                raise StoreError(f"{self._name}: line {entry.index} was added where line {self._lines} has to come")
+            try:
+                self._insert(entry)
+            except sqlite3.IntegrityError:
+                (first,) = self._one("SELECT number FROM lines WHERE id = ? AND format <> 'plain' AND error IS NULL", entry.id)
+                problem = f"line {entry.number}: custom_id {entry.id!r:.80} was there before, on line {first}"
+                entry = replace(entry, error=problem, tokens=as_tokens([]))
+                self._insert(entry)
+            self._lines += 1
+            self._broken += entry.error is not None
+
+    def _insert(self, entry: Entry) -> None:
+        options = json.dumps(dict(entry.options)) if entry.options else None
+        row = (entry.index, entry.number, entry.id, entry.format, options, entry.error, sort_key(entry.tokens))
+        self._db.execute("INSERT INTO lines VALUES (?, ?, ?, ?, ?, ?, ?)", row)
+
+    def _begin_input(self) -> None:
+        if self._db.in_transaction:
+            return
+        if self._one("SELECT lines FROM input") is not None:
+            raise StoreError(f"{self._name}: its input is complete, nothing can be added")
+        self._db.execute("BEGIN")
+        self._lines = self._broken = 0
+
+    def finish(self, meta: Mapping[str, str] | None = None) -> None:
+        """The input is complete: sort it, and commit everything. Until then the store is as it was."""
+        with self._explained():
+            self._begin_input()
+            self._db.execute("INSERT INTO places (line) SELECT line FROM lines ORDER BY tokens, line")
+            self._db.executemany("INSERT INTO meta VALUES (?, ?)", (meta or {}).items())
+            self._db.execute("INSERT INTO input VALUES (?, ?)", (self._lines, self._broken))
+            self._db.execute("COMMIT")
+
+    def pending(self, order: Order = "prefix") -> Iterator[Entry]:
+        """Entries without a result, one at a time; those recorded in the meantime don't come any more.
+
+        "prefix": broken lines first, then by token ids, equal ones as they came; "input": as they came.
+        """
+        place = -1
+        while (row := self._next(_NEXT[order], place)) is not None:
+            place, line, number, name, form, options, error, tokens = row
+            yield Entry(line, number, tokens_of(tokens), name, form, json.loads(options) if options else {}, error)
+
+    def record(self, index: int, body: bytes, *, failed: bool = False) -> None:
+        """The result of a line: what is to be written for it. It counts from the next `commit` on. A second one is a StoreError."""
+        with self._explained():
+            if not self._db.in_transaction:
+                self._db.execute("BEGIN")
+            self._db.execute("INSERT INTO results (line, failed, body) VALUES (?, ?, ?)", (index, failed, body))
+
+    def commit(self) -> None:
+        """What was recorded is on the disk when this returns."""
+        with self._explained():
+            if self._db.in_transaction:
+                self._db.execute("COMMIT")
+
+    def bodies(self, order: Literal["input", "done"] = "input", after: int = -1) -> Iterator[Body]:
+        """Results behind `after` (a `Body.place`), one at a time.
+
+        "input": in the order of the input, up to the first line that has none yet (`place` is the index); "done": as they were recorded.
+        """
+        where = "line = ? + 1" if order == "input" else "done > ? ORDER BY done LIMIT 1"
+        place = "line" if order == "input" else "done"
+        while (row := self._next(f"SELECT {place}, line, body, failed FROM results WHERE {where}", after)) is not None:
+            after, line, body, failed = row
+            yield Body(after, line, body, bool(failed))
+
+    def _next(self, query: str, after: int) -> Any:
+        with self._explained():
+            return self._one(query, after)
+
+    def _one(self, query: str, *values: Any) -> Any:
+        return self._db.execute(query, values).fetchone()
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """SQLite's errors in one line, with everything since the last commit undone."""
+        try:
+            yield
+        except (sqlite3.Error, StoreError) as error:
+            with suppress(sqlite3.Error):
+                self._db.rollback()
+            if isinstance(error, StoreError):
+                raise
+            raise StoreError(f"{self._name}: {_reason(error)}") from error
+
+
+def _reason(error: sqlite3.Error) -> str:
+    match getattr(error, "sqlite_errorcode", 0) & 0xFF:
+        case sqlite3.SQLITE_BUSY:
+            return "another process is using it: wait for its end"
+        case sqlite3.SQLITE_FULL:
+            return "the disk is full (or that of temporary files): make room and go on; what was committed is kept"
+        case sqlite3.SQLITE_NOTADB | sqlite3.SQLITE_CORRUPT:
+            return "is not a batch store, or damaged"
+        case sqlite3.SQLITE_CONSTRAINT:
+            return f"a line has to be there, and can have one result only ({error})"
+    text = " ".join(str(error).split())
+    return f"{text}; what was committed is kept"

@@ -1,0 +1,121 @@
+"""CSV: a header, and rows whose columns are put into a template to make the prompts. Python's csv module reads it, in its strict way."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from mlxrunner.errors import OptionError, PromptError
+
+_PART = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
+
+
+class Template:
+    """A text with `{column}`s; `{{` and `}}` stand for braces. OptionError for braces that are neither, and for a text without columns."""
+
+    def __init__(self, text: str) -> None:
+        wrong = next((match for match in _PART.finditer(text) if match[0] in "{}" or match[0] == "{}"), None)
+        if wrong is not None:
+            raise OptionError(
+                f"the prompt template has a {wrong[0]!r} at character {wrong.start()}: write {{column}}, or {{{{ for a brace"
+            )
+        self.columns = list(dict.fromkeys(match[1] for match in _PART.finditer(text) if match[1] is not None))
+        if not self.columns:
+            raise OptionError(f"the prompt template has no {{column}} in it: {text!r:.80}")
+        self._text = text
+
+    def fill(self, row: dict[str, str]) -> str:
+        """The template with the row's values; what they contain is not looked at."""
+        return _PART.sub(lambda match: match[0][0] if match[1] is None else row[match[1]], self._text)
+
+    def check(self, header: list[str]) -> None:
+        """OptionError for a column that the header does not have, or has twice."""
+        missing = [repr(name) for name in self.columns if name not in header]
+        if missing:
+            raise OptionError(f"the CSV file has no column {', '.join(missing)}: it has {', '.join(map(repr, header))}"[:1000])
+        twice = [repr(name) for name in self.columns if header.count(name) > 1]
+        if twice:
+            raise OptionError(f"the CSV file has more than one column {', '.join(twice)}")
+
+
+class _Rows:
+    """Lines for csv.reader, which takes several for a row whose values have line ends in them. `number`: of the last one taken."""
+
+    def __init__(self, lines: Iterable[bytes | None], longest: int) -> None:
+        self._lines, self._longest = iter(lines), longest
+        self.number = self._taken = 0
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        line = next(self._lines)
+        self.number += 1
+        self._taken += self._longest + 1 if line is None else len(line)
+        if line is None or self._taken > self._longest:
+            raise csv.Error(f"a row is longer than {self._longest} bytes (is a quote missing?)")
+        if b"\0" in line:
+            raise csv.Error("there is a NUL byte in it: is it a text file?")
+        return line.decode("utf-8", "surrogateescape")
+
+    def begin(self) -> int:
+        """The next row begins: its number."""
+        self._taken = 0
+        return self.number + 1
+
+
+def read_table(
+    lines: Iterable[bytes | None], template: Template, longest: int
+) -> Iterator[tuple[int, dict[str, Any] | PromptError]]:
+    """Each row's first line number, and its fields `prompt` and (if there is such a column) `id`, or what is wrong with it.
+
+    OptionError at the first step if the header is not there, broken, or lacks a column of the template.
+    """
+    source = _Rows(lines, longest)
+    reader = csv.reader(source, strict=True)
+    header = _header(reader, longest)
+    template.check(header)
+    while True:
+        number = source.begin()
+        try:
+            row = _next(reader, longest)
+        except (csv.Error, ValueError) as error:
+            yield number, PromptError(f"not a CSV row: {error}")
+            continue
+        if row is None:
+            return
+        if row:
+            yield number, _fields(row, header, template)
+
+
+def _header(reader: Any, longest: int) -> list[str]:
+    try:
+        header = _next(reader, longest)
+    except (csv.Error, ValueError) as error:
+        raise OptionError(f"the CSV file's header can't be read: {error}") from error
+    if not header:
+        raise OptionError("the CSV file has no header: its first line has to name the columns")
+    return [name.strip() for name in header]
+
+
+def _next(reader: Any, longest: int) -> list[str] | None:
+    """The next row, None at the end; csv.Error, or ValueError if it is not UTF-8."""
+    before = csv.field_size_limit(longest)  # of the whole module: others keep theirs
+    try:
+        row: list[str] | None = next(reader, None)
+    finally:
+        csv.field_size_limit(before)
+    try:
+        "".join(row or ()).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("it is not UTF-8") from error
+    return row
+
+
+def _fields(row: list[str], header: list[str], template: Template) -> dict[str, Any] | PromptError:
+    if len(row) != len(header):
+        return PromptError(f"the row has {len(row)} values and the header {len(header)} columns")
+    values = dict(zip(header, row, strict=True))
+    return {"prompt": template.fill(values), "id": values.get("id") or None}

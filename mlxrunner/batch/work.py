@@ -1,0 +1,153 @@
+"""A batch over files: read the input into the store, run what has no answer yet, write what is answered. Can be killed at any byte.
+
+The store (OUTPUT.run) is the truth: an answer is committed there before it is written to the output, and it is removed when everything is in
+the output and on the disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+from mlxrunner.batch.answers import line_error, write_line
+from mlxrunner.batch.files import complete_already, digest, open_output, opened_input, opened_store
+from mlxrunner.batch.fingerprint import INPUT, check_same
+from mlxrunner.batch.interrupt import Interrupt
+from mlxrunner.batch.job import Job
+from mlxrunner.batch.lanes import open_runner, survey
+from mlxrunner.batch.lines import LineReader
+from mlxrunner.batch.plan import BatchPlan, make_plan
+from mlxrunner.batch.progress import Progress, Tally
+from mlxrunner.batch.run import How, answer
+from mlxrunner.batch.speed import known_speed, remember_speed
+from mlxrunner.batch.spool import spool
+from mlxrunner.batch.store import Store
+from mlxrunner.batch.writer import Writer
+from mlxrunner.errors import PromptError
+from mlxrunner.models.load import tokenizer_of
+from mlxrunner.parallel.runner import ParallelRunner
+from mlxrunner.runner import Runner, plan_model
+from mlxrunner.tokenizer import Tokenizer
+
+T = TypeVar("T")
+Stopped = Literal["interrupt", "errors"]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """How it ended. `lines`, `done`, `failed`: of the whole batch; `tally`: of this run. `stopped`: by Ctrl-C, or by too many failures."""
+
+    lines: int
+    done: int
+    failed: int
+    tally: Tally
+    stopped: Stopped | None = None
+
+
+def run_job(job: Job, progress: Progress) -> Summary:
+    """Run it, or go on with it. Errors of lines are in the output; what is raised is about the whole batch, in one line."""
+    how, parts = How(job.defaults, job.retries, job.timeout), job.parts()
+    there = complete_already(job) if job.resume else None
+    if there is not None:
+        progress.say(f"{job.output} is complete ({there.lines} lines): nothing to do")
+        return Summary(there.lines, there.done, there.failed, Tally(there.lines, there.done))
+    with opened_store(job) as store:
+        tokenizer = tokenizer_of(job.model, trust_remote_code=job.trust_remote_code)
+        context = _context(job)
+        if store.is_complete:
+            now = digest(job)
+            check_same(store.meta, parts | {INPUT: now or store.meta[INPUT]}, job.output)
+        else:
+            _read(job, store, tokenizer, context, parts, progress)
+        counts = store.counts
+        if job.strict and counts.broken:
+            first = next(store.pending("prefix"), None)
+            begin = f", the first: {first.error}" if first is not None and first.error else ""
+            raise PromptError(f"{counts.broken} of {counts.lines} lines can't be run{begin}")
+        with closing(open_output(job)) as output:
+            writer = Writer(store, output, job.output_order)
+            writer.mend()
+            summary = _run(job, how, store, writer, tokenizer, context, progress)
+            if summary.done == summary.lines:
+                output.seal()
+                if job.store_path is not None:
+                    job.store_path.unlink(missing_ok=True)
+    return summary
+
+
+def plan_job(job: Job, progress: Progress) -> BatchPlan:
+    """What it will cost, or what is left of it will: no weights are read, and nothing is kept."""
+    path = job.store_path if job.resume else None
+    with Store.open(path) if path is not None and path.exists() else Store.create() as store:
+        if not store.is_complete:
+            tokenizer = tokenizer_of(job.model, trust_remote_code=job.trust_remote_code)
+            _read(job, store, tokenizer, _context(job), {}, progress)
+        return make_plan(store, job.order, speed=known_speed(job.model), defaults=job.defaults)
+
+
+def _context(job: Job) -> int:
+    """Most tokens of a prompt and its answer: as asked, or the model's own, or what fits."""
+    names = ("prefill_step", "kv_bits", "rewind_slack", "checkpoint_budget")
+    return plan_model(
+        job.model, job.loading.get("context"), **{name: job.loading[name] for name in names if name in job.loading}
+    ).context
+
+
+def _read(job: Job, store: Store, tokenizer: Tokenizer, context: int, parts: dict[str, str], progress: Progress) -> None:
+    """The whole input into the store."""
+    with opened_input(job) as stream:
+        reader = LineReader(stream, defaults=job.defaults, system=job.system, raw=job.raw, template=job.template)
+        spool(store, _counted(reader, "reading", progress), tokenizer, context=context, defaults=job.defaults)
+        store.finish({**parts, INPUT: reader.digest})
+    progress.close()
+
+
+def _counted(items: Iterable[T], what: str, progress: Progress) -> Iterator[T]:
+    for number, item in enumerate(items, 1):
+        progress.count(what, number)
+        yield item
+
+
+def _run(job: Job, how: How, store: Store, writer: Writer, tokenizer: Tokenizer, context: int, progress: Progress) -> Summary:
+    """All lines that have no answer, or those until it is stopped."""
+    before = store.counts
+    with _runner(job, store, context, progress) as runner, Interrupt() as interrupt, writer:
+        tally = Tally(before.lines, before.done, before.failed)
+
+        def is_stopping() -> bool:
+            return interrupt.asked or (job.max_errors is not None and tally.all_failed >= job.max_errors)
+
+        how = How(how.defaults, how.retries, how.timeout, is_stopping, writer.tick)
+        with closing(answer(runner, store.pending(job.order), how)) as outcomes:  # type: ignore[type-var]
+            for outcome in outcomes:
+                failed = outcome.result is None
+                writer.write(outcome.entry.index, write_line(outcome, tokenizer, model=job.model, usage=job.usage), failed=failed)
+                tally.add(outcome)
+                if failed and tally.first_error is None:
+                    tally.first_error = line_error(outcome)
+                progress.update(tally)
+    progress.close()
+    speed = tally.speed()
+    if speed is not None:
+        remember_speed(job.model, speed)
+    after = store.counts
+    stopped: Stopped | None = ("interrupt" if interrupt.asked else "errors") if after.left else None
+    return Summary(after.lines, after.done, after.failed, tally, stopped)
+
+
+@contextmanager
+def _runner(job: Job, store: Store, context: int, progress: Progress) -> Iterator[Runner | ParallelRunner | None]:
+    """None if there is no line that can be run."""
+    found = survey(_counted(store.pending(job.order), "planning", progress), job.defaults)
+    progress.close()
+    if not found.lines:
+        yield None
+        return
+    runner = open_runner(job.model, job.loading, job.parallel, found, context, progress.say)
+    try:
+        yield runner
+    finally:
+        if isinstance(runner, ParallelRunner):
+            runner.close()

@@ -1,0 +1,144 @@
+"""`mlxrunner batch`: answer a file of prompts."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mlxrunner.cli.options import LOADING, json_option, model_options, overflow_options, sampling_options, take, together
+from mlxrunner.cli.program import INTERRUPTED, visible_text
+from mlxrunner.errors import OptionError
+
+if TYPE_CHECKING:
+    from mlxrunner.batch.job import Job
+    from mlxrunner.batch.work import Summary
+
+_INPUT = (
+    click.option(
+        "--prompt-template", "template", metavar="TEXT", help='INPUT is CSV; each row is put into TEXT: "... {column} ...".'
+    ),
+    click.option("--system", metavar="TEXT", help="The system prompt of lines that bring none."),
+    click.option("--raw", is_flag=True, help="Prompts are plain text to be continued: no chat template."),
+    click.option("--strict", is_flag=True, help="Run nothing if there is any line that can't be run."),
+)
+_RUNNING = (
+    click.option("--order", type=click.Choice(["prefix", "input"]), default="prefix", show_default=True,
+                 help="Run lines so that each reuses most of the one before, or as they come."),
+    click.option("--parallel", type=click.IntRange(min=1), metavar="N", help="Run N lines at a time.  [default: what is likely fastest, and fits]"),
+    click.option("--retries", type=click.IntRange(min=0), default=0, show_default=True, metavar="N", help="Try a line that failed N times more."),
+    click.option("--timeout", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS", help="For each line (each try)."),
+    click.option("--max-errors", type=click.IntRange(min=1), metavar="N", help="Stop when N lines have failed."),
+    click.option("--schema", type=click.Path(path_type=Path), metavar="FILE", help="Answers are JSON of the JSON schema in FILE."),
+    click.option("--choices", metavar="A,B,...", help="Answers are one of these texts."),
+)  # fmt: skip
+_OUTPUT = (
+    click.option("-o", "--output", metavar="FILE", help="Where the answers go; - is standard output."),
+    click.option("--output-order", type=click.Choice(["input", "done"]), default="input", show_default=True,
+                 help="Write answers in the order of the input, or as they finish."),
+    click.option("--no-usage", is_flag=True, help="Leave out counts and times: the same answers are the same bytes."),
+    click.option("--resume", is_flag=True, help="Go on with a run that was stopped or killed."),
+    click.option("--plan", "only_plan", is_flag=True, help="Only say what it will cost, without loading the weights."),
+    click.option("-q", "--quiet", is_flag=True, help="Nothing on stderr but what stops the batch."),
+)  # fmt: skip
+
+
+@click.command()
+@click.argument("input_file", metavar="INPUT")
+@together((*_OUTPUT[:1], *_INPUT, *_RUNNING, *_OUTPUT[1:]))
+@model_options
+@sampling_options
+@overflow_options("stop")
+@click.option("--logprobs", type=int, metavar="K", help="Each token's log-probability and the K likeliest.")
+@json_option
+def batch(
+    input_file: str, output: str | None, model: str, template: str | None, schema: Path | None, choices: str | None,
+    no_usage: bool, only_plan: bool, quiet: bool, as_json: bool, **options: Any,
+) -> None:  # fmt: skip
+    """Answer each line of INPUT, in the order that reuses most, and write a line for each to the output.
+
+    A line of INPUT is {"prompt": ...} or {"messages": [...]}, with an "id" and any sampling option, or a line of an OpenAI batch file; with
+    --prompt-template INPUT is CSV. - is standard input. The options below hold for lines that don't say otherwise; with --seed S line
+    number i (from 0) gets S + i. A line that can't be answered gets an "error" and stops nothing.
+
+    A run that was stopped, killed or cut off goes on with the same command and --resume. Exit code 1 if a line failed, 130 after Ctrl-C.
+    --json is for --plan.
+    """
+    from mlxrunner.batch.job import STANDARD, Job
+    from mlxrunner.batch.lanes import worth
+    from mlxrunner.batch.progress import progress_for
+    from mlxrunner.batch.work import plan_job, run_job
+
+    if output is None and not only_plan:
+        raise OptionError("where do the answers go? -o FILE, or -o - for standard output")
+    if as_json and not only_plan:
+        raise OptionError("--json is for --plan; the answers are JSON lines anyway")
+    own = ("system", "raw", "strict", "order", "parallel", "retries", "timeout", "max_errors", "output_order", "resume")
+    job_options, loading = take(options, own), take(options, LOADING)
+    structure = {"schema": _schema(schema), "choices": _choices(choices)}
+    defaults = options | {name: value for name, value in structure.items() if value is not None}
+    job = Job(
+        input=input_file, output=output or STANDARD, model=model, template=template, loading=loading, defaults=defaults,
+        usage=not no_usage, **job_options,
+    )  # fmt: skip
+    progress = progress_for(quiet=quiet, shares_terminal=job.output == STANDARD and sys.stdout.isatty())
+    try:
+        if only_plan:
+            plan = plan_job(job, progress)
+            progress.close()
+            parallel = job.parallel or worth(plan.evaluated, plan.lines - plan.broken - plan.done)
+            told = json.dumps(plan.as_dict() | {"parallel": parallel})
+            click.echo(told if as_json else f"{plan.table()}\n{parallel} at a time, as far as they fit into memory")
+            return
+        summary = run_job(job, progress)
+    except BaseException:
+        progress.close()
+        _say_how_to_go_on(job)
+        raise
+    if not quiet:
+        _report(job, summary)
+    if summary.stopped:
+        _say_how_to_go_on(job)
+    sys.exit(INTERRUPTED if summary.stopped == "interrupt" else 1 if summary.failed else 0)
+
+
+def _report(job: Job, summary: Summary) -> None:
+    tally = summary.tally
+    if tally.done:
+        click.echo(tally.summary(), err=True)
+    if summary.failed:
+        first = f", the first: {tally.first_error}" if tally.first_error else ""
+        click.echo(visible_text(f"{summary.failed} of {summary.lines} lines failed{first}"), err=True)
+    if summary.stopped:
+        why = f" (--max-errors {job.max_errors})" if summary.stopped == "errors" else ""
+        click.echo(f"stopped: {summary.done} of {summary.lines} lines are done{why}", err=True)
+
+
+def _say_how_to_go_on(job: Job) -> None:
+    path = job.store_path
+    if path is None or not path.exists():
+        return
+    arguments = [*sys.argv[1:], *([] if "--resume" in sys.argv else ["--resume"])]
+    click.echo(visible_text(f"to go on: {shlex.join(['mlxrunner', *arguments])}"), err=True)
+
+
+def _schema(file: Path | None) -> str | None:
+    if file is None:
+        return None
+    try:
+        text = file.read_text(encoding="utf-8")
+        if not isinstance(json.loads(text), dict):
+            raise OptionError(f"{file}: is not a JSON schema, which is an object")
+    except OSError as error:
+        raise OptionError(f"{file}: can't be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise OptionError(f"{file}: is not JSON: {error}") from error
+    return text
+
+
+def _choices(text: str | None) -> tuple[str, ...] | None:
+    return None if text is None else tuple(text.split(","))

@@ -1,0 +1,122 @@
+"""OpenAI's batch lines: what they ask for, and what is refused by name."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+import pytest
+
+from mlxrunner.batch.lines import Line, LineReader
+
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+def one(record: dict[str, Any], **settings: Any) -> Line:
+    (line,) = LineReader(io.BytesIO(json.dumps(record).encode()), **settings)
+    return line
+
+
+def chat(**body: Any) -> Line:
+    return one({
+        "custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "gpt-4o-mini", "messages": HELLO, **body}
+    })  # fmt: skip
+
+
+def test_a_line_of_a_chat() -> None:
+    """Its messages, its options under our names, its id, and how it wants to be answered."""
+    line = chat(max_tokens=5, temperature=0.5, top_p=0.9, seed=1, stop="\n", presence_penalty=1, frequency_penalty=-1)
+    options = {
+        "max_tokens": 5,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "seed": 1,
+        "stop": ["\n"],
+        "presence_penalty": 1,
+        "frequency_penalty": -1,
+    }
+    assert line == Line(0, 1, HELLO, "a", "chat.completion", options)  # type: ignore[arg-type]
+
+
+def test_a_line_of_a_completion() -> None:
+    """Plain text, without a chat template; logprobs is a number there."""
+    line = one({"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "Hello", "logprobs": 3, "echo": False}})
+    assert line == Line(0, 1, "Hello", "a", "text_completion", {"logprobs": 3})
+
+
+@pytest.mark.parametrize(
+    ("body", "options"),
+    [
+        ({"max_completion_tokens": 7}, {"max_tokens": 7}),
+        ({"logprobs": True}, {"logprobs": 0}),
+        ({"logprobs": True, "top_logprobs": 4}, {"logprobs": 4}),
+        ({"logprobs": False}, {}),
+        ({"response_format": {"type": "json_object"}}, {"schema": '{"type": "object"}'}),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}}, {"schema": "{}"}),
+        ({"n": 1, "stream": False, "tools": [], "tool_choice": "none", "logit_bias": {}, "modalities": ["text"]}, {}),
+        ({"n": None, "tools": None, "temperature": None, "stop": None}, {}),
+        ({"user": "me", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "parallel_tool_calls": True}, {}),
+        ({"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1}, {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1}),
+    ],
+)
+def test_options_of_a_body(body: dict[str, Any], options: dict[str, Any]) -> None:
+    """Translated to ours; what asks for nothing and what has no meaning here is left out."""
+    assert chat(**body) == Line(0, 1, HELLO, "a", "chat.completion", options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        ({"n": 2}, "n: 2 is not supported, only 1"),
+        ({"stream": True}, "stream: True is not supported, only false"),
+        ({"tools": [{"type": "function"}]}, "tools: [{'type': 'function'}] is not supported, only []"),
+        ({"tool_choice": "required"}, "tool_choice: 'required' is not supported, only \"none\""),
+        ({"logit_bias": {"5": 1}}, "logit_bias: {'5': 1} is not supported, only {}"),
+        ({"modalities": ["text", "audio"]}, "modalities: ['text', 'audio'] is not supported"),
+        ({"reasoning_effort": "high"}, "'reasoning_effort' is not supported in a body"),
+        ({"max_tokens": 1, "max_completion_tokens": 1}, "max_tokens and max_completion_tokens say the same thing"),
+        ({"logprobs": 5}, "logprobs: 5 is neither true nor false"),
+        ({"top_logprobs": 5}, "top_logprobs needs logprobs to be true"),
+        ({"logprobs": True, "top_logprobs": 101}, "logprobs: 101 is out of range"),
+        ({"temperature": -1}, "temperature: -1 is out of range"),
+        ({"messages": None}, "messages has to be a list of at least one message"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "content of type 'image_url'"),
+        ({"response_format": {"type": "grammar"}}, "response_format: {'type': 'grammar'} is not known"),
+    ],
+)
+def test_what_a_body_asks_for_in_vain(body: dict[str, Any], problem: str) -> None:
+    """An error that names the field and what would be supported; the line keeps its id and its form of answer."""
+    line = chat(**body)
+    assert line.error is not None
+    assert line.error.startswith("line 1: ")
+    assert problem in line.error
+    assert (line.id, line.format) == ("a", "chat.completion")
+
+
+@pytest.mark.parametrize(
+    ("record", "problem"),
+    [
+        ({"body": {"messages": HELLO}}, "custom_id has to be a text"),
+        ({"custom_id": 5, "body": {"messages": HELLO}}, "custom_id has to be a text"),
+        ({"custom_id": "a"}, "body has to be an object, not null"),
+        ({"custom_id": "a", "body": "Hello"}, "body has to be an object, not a text"),
+        ({"custom_id": "a", "body": {"messages": HELLO}, "method": "GET"}, "method 'GET' is not supported, only POST"),
+        ({"custom_id": "a", "body": {"input": "Hello"}, "url": "/v1/embeddings"}, "url '/v1/embeddings' is not supported, only"),
+        ({"custom_id": "a", "body": {"messages": HELLO}, "url": []}, "url [] is not supported"),
+        ({"custom_id": "a", "body": {"messages": HELLO}, "prompt": "Hello"}, "unknown field 'prompt' beside custom_id"),
+        ({"custom_id": "a", "body": {"prompt": ["a", "b"]}, "url": "/v1/completions"}, "prompt has to be a text, not a list"),
+        ({"custom_id": "a", "body": {}, "url": "/v1/completions"}, "prompt has to be a text, not null"),
+    ],
+)
+def test_what_is_wrong_around_the_body(record: dict[str, Any], problem: str) -> None:
+    """Each error names the field."""
+    error = one(record).error
+    assert error is not None
+    assert problem in error
+
+
+def test_a_system_prompt_for_all_lines() -> None:
+    """Goes in front of a chat that has none, as everywhere, and never in front of plain text."""
+    assert one({"custom_id": "a", "body": {"messages": HELLO}}, system="S").prompt == [{"role": "system", "content": "S"}, *HELLO]
+    assert one({"custom_id": "a", "body": {"prompt": "Hello"}, "url": "/v1/completions"}, system="S").prompt == "Hello"

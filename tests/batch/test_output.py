@@ -1,0 +1,270 @@
+"""The file of answers, and what is written into it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxrunner.batch.answers import write_line
+from mlxrunner.batch.fingerprint import DifferentRunError, check_same, model_parts, option_parts
+from mlxrunner.batch.output import Output, OutputError
+from mlxrunner.batch.run import Outcome
+from mlxrunner.batch.store import Body, Entry, Store
+from mlxrunner.batch.writer import Writer
+from mlxrunner.cache.tokens import as_tokens
+from mlxrunner.errors import ModelError
+from mlxrunner.events import Usage
+from mlxrunner.parallel.request import Result
+from mlxrunner.testing import ByteTokenizer
+from mlxrunner.testing_models import write_model
+
+LINES = [b'{"index": 0}', b'{"index": 1, "text": "two"}', b"{}"]
+WHOLE = b"".join(line + b"\n" for line in LINES)
+
+
+def bodies(after: int = -1) -> Iterator[Body]:
+    return (Body(i, i, line, False) for i, line in enumerate(LINES) if i > after)
+
+
+@pytest.mark.parametrize("behind", [b"", b"\0" * 9], ids=["cut off", "zeros behind"])
+@pytest.mark.parametrize("length", range(len(WHOLE) + 1))
+def test_a_file_cut_off_at_any_byte_is_mended(tmp_path: Path, length: int, behind: bytes) -> None:
+    """Also if the file system has put zeros behind: the torn line goes, and what is missing is written."""
+    file = tmp_path / "out"
+    file.write_bytes(WHOLE[:length] + behind)
+    with closing(Output.open(file)) as output:
+        output.mend(bodies())
+        assert file.read_bytes() in (WHOLE[: sum(len(line) + 1 for line in LINES[:count])] for count in range(4))
+        output.append(bodies(output.place))
+    assert file.read_bytes() == WHOLE
+
+
+@pytest.mark.parametrize("content", [b"something else\n", WHOLE + b"more\n", WHOLE[:15].replace(b"0", b"1") + WHOLE[15:], b"\n"])
+def test_a_file_that_somebody_else_wrote_to_is_refused_and_left_alone(tmp_path: Path, content: bytes) -> None:
+    """With what to do."""
+    file = tmp_path / "out"
+    file.write_bytes(content)
+    with closing(Output.open(file)) as output, pytest.raises(OutputError, match="not what this run wrote: move it away"):
+        output.mend(bodies())
+    assert file.read_bytes() == content
+
+
+def test_the_output_is_for_its_owner_only(tmp_path: Path) -> None:
+    """Mode 0600, as answers may be private; a file that is there keeps its own."""
+    Output.open(tmp_path / "new").close()
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o600
+    (tmp_path / "old").touch(0o644)
+    Output.open(tmp_path / "old").close()
+    assert (tmp_path / "old").stat().st_mode & 0o777 == 0o644
+
+
+def test_what_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    """A folder that is not there, a folder, a full device."""
+    for path in (tmp_path / "no" / "out", tmp_path):
+        with pytest.raises(OutputError, match="can't be written: "):
+            Output.open(path)
+    if os.path.exists("/dev/full"):
+        with (
+            closing(Output.streaming(Path("/dev/full"))) as output,
+            pytest.raises(OutputError, match="/dev/full: can't be written: No space"),
+        ):
+            output.append(bodies())
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
+def test_a_line_that_was_half_written_is_written_over(tmp_path: Path, error: Any) -> None:
+    """After an interrupt or an error in the middle of it, by the same process."""
+
+    class Breaking:
+        def __init__(self, inner: Any) -> None:
+            self.inner, self.left = inner, 20
+
+        def write(self, data: memoryview) -> int:
+            if not self.left:
+                self.left = -1
+                raise error
+            count: int = self.inner.write(data[: self.left] if self.left > 0 else data)
+            self.left -= count if self.left > 0 else 0
+            return count
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.inner, name)
+
+    with closing(Output.open(tmp_path / "out")) as output:
+        output._stream = Breaking(output._stream)  # type: ignore[assignment]
+        with pytest.raises((KeyboardInterrupt, OutputError)):
+            output.append(bodies())
+        assert (tmp_path / "out").read_bytes() == WHOLE[:20]
+        output.append(bodies(output.place))
+    assert (tmp_path / "out").read_bytes() == WHOLE
+
+
+def test_the_store_has_everything_before_the_output_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever fails in between: a commit that fails leaves the output as it was, a write that fails loses nothing."""
+    with Store.create(tmp_path / "run") as store, closing(Output.open(tmp_path / "out")) as output:
+        for index in range(3):
+            store.add(Entry(index, index + 1, as_tokens([1])))
+        store.finish()
+        writer = Writer(store, output, "input")
+        store.record(0, LINES[0])
+        monkeypatch.setattr(Output, "append", lambda self, bodies: (_ for _ in ()).throw(OutputError("full")))
+        with pytest.raises(OutputError):
+            writer.flush()
+        monkeypatch.undo()
+        monkeypatch.setattr(Store, "commit", lambda self: (_ for _ in ()).throw(OutputError("full")))
+        store.record(1, LINES[1])
+        with pytest.raises(OutputError):
+            writer.flush()
+        monkeypatch.undo()
+        assert (tmp_path / "out").read_bytes() == b""
+        writer.mend()
+    assert (tmp_path / "out").read_bytes() == WHOLE[: WHOLE.index(b"{}")]
+
+
+def test_a_line_waits_for_its_turn_in_the_store(tmp_path: Path) -> None:
+    """In input order; as they finish with "done"."""
+    for order, expected in (("input", [b"", LINES[0] + b"\n" + LINES[1] + b"\n"]), ("done", [LINES[1] + b"\n"] * 2)):
+        out = tmp_path / order
+        with Store.create() as store, closing(Output.open(out)) as output:
+            for index in range(3):
+                store.add(Entry(index, index + 1, as_tokens([1])))
+            store.finish()
+            with Writer(store, output, order) as writer:  # type: ignore[arg-type]
+                writer.write(1, LINES[1], failed=False)
+                assert out.read_bytes() == expected[0]
+                writer.write(0, LINES[0], failed=False)
+            assert out.read_bytes().startswith(expected[1])
+
+
+USAGE = Usage(
+    prompt_tokens=30, matched_tokens=20, cached_tokens=20, evaluated_tokens=10, trimmed_tokens=0, completion_tokens=2, outcome="hit",
+    reason=None, rewind_limited_by=None, checkpoint=None, freed_by=None, shifted_tokens=0, reevaluated_tokens=0, tokenize_s=0.0,
+    lookup_s=0.0, prefill_s=0.1, ttft_s=0.1, decode_s=0.1, cache_bytes=1, peak_bytes=1,
+)  # fmt: skip
+HOSTILE = 'a"\\\n\r\x1b[2J\u2028\u202eé\U0001f600\x00'
+
+
+def outcome(form: Any = "plain", error: str | None = None, *, refused: bool = True, logprobs: Any = None) -> Outcome:
+    entry = Entry(4, 6, as_tokens([1]), "me" + HOSTILE, form)
+    if error is not None:
+        return Outcome(entry, error=error, is_refused=refused)
+    return Outcome(entry, Result("hi" + HOSTILE, [104, 105], "stop", USAGE, logprobs))
+
+
+def written(made: Outcome, *, usage: bool = True) -> Any:
+    line = write_line(made, ByteTokenizer(), model="demo", usage=usage)
+    assert b"\n" not in line
+    assert all(32 <= byte < 127 for byte in line)
+    return json.loads(line)
+
+
+def test_our_own_lines() -> None:
+    """id, index, text, finish_reason, usage, or error; nothing of the text can break the line or drive a terminal."""
+    found = written(outcome())
+    assert list(found) == ["id", "index", "text", "finish_reason", "usage"]
+    assert (found["id"], found["index"], found["text"]) == ("me" + HOSTILE, 4, "hi" + HOSTILE)
+    assert found["usage"] == USAGE.as_dict()
+    assert list(written(outcome(), usage=False)) == ["id", "index", "text", "finish_reason"]
+    for error in ("line 6: is wrong", "is wrong"):
+        assert written(outcome(error=error)) == {"id": "me" + HOSTILE, "index": 4, "error": "line 6: is wrong"}
+    assert written(outcome(logprobs=[(-0.5, {104: -0.5}), (-0.1, {})]))["logprobs"] == [
+        {"logprob": -0.5, "top": {"104": -0.5}}, {"logprob": -0.1, "top": {}}
+    ]  # fmt: skip
+
+
+def test_openai_chat_lines() -> None:
+    """As OpenAI's batch files have them: a response with a chat completion."""
+    found = written(outcome("chat.completion", logprobs=[(-0.5, {104: -0.5, 33: -1.0}), (-0.1, {})]))
+    assert list(found) == ["id", "custom_id", "response", "error"]
+    assert found["custom_id"] == "me" + HOSTILE
+    assert found["error"] is None
+    assert (found["response"]["status_code"], found["response"]["request_id"]) == (200, "req_4")
+    body = found["response"]["body"]
+    assert body["created"] > 1_600_000_000
+    assert (body["id"], body["object"], body["model"]) == ("chatcmpl-4", "chat.completion", "demo")
+    (choice,) = body["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "hi" + HOSTILE}
+    assert (choice["index"], choice["finish_reason"]) == (0, "stop")
+    assert choice["logprobs"]["content"][0] == {
+        "token": "h", "logprob": -0.5, "bytes": [104],
+        "top_logprobs": [{"token": "h", "logprob": -0.5, "bytes": [104]}, {"token": "!", "logprob": -1.0, "bytes": [33]}],
+    }  # fmt: skip
+    assert body["usage"] == {
+        "prompt_tokens": 30, "completion_tokens": 2, "total_tokens": 32, "prompt_tokens_details": {"cached_tokens": 20},
+    }  # fmt: skip
+
+
+def test_what_is_impossible_is_a_number_too() -> None:
+    """JSON has no infinity; as OpenAI's API says it."""
+    infinite = [(float("-inf"), {104: float("-inf")}), (-0.1, {})]
+    assert written(outcome(logprobs=infinite))["logprobs"][0] == {"logprob": -9999.0, "top": {"104": -9999.0}}
+    content = written(outcome("chat.completion", logprobs=infinite))["response"]["body"]["choices"][0]["logprobs"]["content"]
+    assert (content[0]["logprob"], content[0]["top_logprobs"][0]["logprob"]) == (-9999.0, -9999.0)
+
+
+def test_openai_text_lines() -> None:
+    """A text completion; without usage nothing in it depends on time."""
+    body = written(outcome("text_completion", logprobs=[(-0.5, {104: -0.5}), (-0.1, {})]), usage=False)["response"]["body"]
+    assert (body["object"], body["created"], "usage" in body) == ("text_completion", 0, False)
+    assert body["choices"][0]["text"] == "hi" + HOSTILE
+    assert body["choices"][0]["logprobs"] == {
+        "tokens": ["h", "i"], "token_logprobs": [-0.5, -0.1], "top_logprobs": [{"h": -0.5}, {}]
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("refused", "status", "kind"), [(True, 400, "invalid_request_error"), (False, 500, "server_error")])
+def test_openai_errors(refused: bool, status: int, kind: str) -> None:
+    """The status and the body of the API's own answer, and an error beside them."""
+    found = written(outcome("chat.completion", "no good", refused=refused))
+    assert found["response"]["status_code"] == status
+    assert found["response"]["body"]["error"] == {"message": "line 6: no good", "type": kind, "param": None, "code": None}
+    assert found["error"] == {"code": kind, "message": "line 6: no good"}
+
+
+def test_a_model_is_known_by_its_files(tmp_path: Path) -> None:
+    """Other weights' shapes, another configuration, another tokenizer: another model; the same again: the same."""
+    model = tmp_path / "model"
+    write_model(model)
+    was = model_parts("m", model)
+    assert set(was) == {
+        "model",
+        *(f"model file {name}" for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")),
+    }
+    assert model_parts("m", model) == was
+    for name in ("tokenizer.json", "config.json"):
+        before = (model / name).read_bytes()
+        (model / name).write_bytes(before + b" ")
+        with pytest.raises(DifferentRunError, match=f"another model file {name}: .* then, .* now"):
+            check_same(was, model_parts("m", model), "out")
+        (model / name).write_bytes(before)
+    (model / "model.safetensors").unlink()
+    write_model(model, hidden_size=32)
+    with pytest.raises(DifferentRunError, match=r"another model file model.safetensors: \d+ bytes, sha256 \w+ then, \d+ bytes"):
+        check_same(was, model_parts("m", model), "out")
+    (model / "model.safetensors").unlink()
+    with pytest.raises(ModelError):
+        model_parts("m", model)
+
+
+def test_a_difference_is_named_with_both_values() -> None:
+    """Also one that is only on one side, and long ones not at full length."""
+    was, now = (
+        option_parts({"max_tokens": 5, "stop": (), "top_p": 1.0, "seed": None}),
+        option_parts({"top_p": 0.5, "system": "x" * 500}),
+    )
+    with pytest.raises(
+        DifferentRunError, match=r"^out was begun with another --top-p: 1.0 then, 0.5 now; --resume needs the same"
+    ) as found:
+        check_same(was, now, "out")
+    assert found.value.exit_code == 2
+    with pytest.raises(DifferentRunError, match=r"another --system: not set then, \"x{79} \.\.\. now"):
+        check_same({}, option_parts({"system": "x" * 500}), "out")
+    with pytest.raises(DifferentRunError, match="another --max-tokens: 5 then, not set now"):
+        check_same(was, option_parts({"top_p": 1.0}), "out")
+    check_same(was, dict(was), "out")

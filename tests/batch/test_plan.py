@@ -1,0 +1,149 @@
+"""What a batch will cost: the same numbers as running it, without a model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mlxrunner.batch.lines import LineReader
+from mlxrunner.batch.order import cost, sort_key
+from mlxrunner.batch.plan import BatchPlan, duration, make_plan
+from mlxrunner.batch.speed import Speed
+from mlxrunner.batch.spool import spool
+from mlxrunner.batch.store import Entry, Store
+from mlxrunner.cache.tokens import as_tokens
+from mlxrunner.models.load import tokenizer_of
+from mlxrunner.runner import Runner
+from mlxrunner.testing_prompts import shared_prefixes
+
+SPEED = Speed(prefill_rate=100, decode_rate=10, answer_tokens=20)
+
+
+@pytest.fixture
+def store() -> Store:
+    """Five lines, one of them broken, one of them twice, one with a limit."""
+    store = Store.create()
+    prompts = [[1, 2, 3, 4], [9], [1, 2, 5], [], [9]]
+    for index, tokens in enumerate(prompts):
+        options = {"max_tokens": 5} if index == 2 else {}
+        store.add(Entry(index, index + 1, as_tokens(tokens), options=options, error=None if tokens else "line 4: empty"))
+    store.finish()
+    return store
+
+
+def test_the_plan_of_a_small_batch(store: Store) -> None:
+    """Every number can be counted by hand."""
+    assert make_plan(store, "prefix", speed=SPEED, defaults={"max_tokens": 15}) == BatchPlan(
+        lines=5,
+        broken=1,
+        done=0,
+        tokens=4 + 1 + 3 + 1,
+        evaluated_in_input_order=4 + 1 + 3 + 1,
+        evaluated_in_prefix_order=4 + 1 + 1 + 1,
+        evaluated_at_best=6,
+        order="prefix",
+        answer_tokens=3 * 15 + 5,
+        seconds=7 / 100 + 50 / 10,
+        speed=SPEED,
+    )
+
+
+def test_input_order_and_no_limit(store: Store) -> None:
+    """The time is that of the order which was chosen, with answers as long as the mean was."""
+    plan = make_plan(store, "input", speed=SPEED)
+    assert (plan.evaluated, plan.saved) == (9, 0)
+    assert plan.seconds == pytest.approx(9 / 100 + (3 * 20 + 5) / 10)
+
+
+def test_a_plan_for_what_is_left(store: Store) -> None:
+    """Of a run that is continued only the lines without a result count."""
+    for index in (0, 3, 4):
+        store.record(index, b"")
+    store.commit()
+    plan = make_plan(store)
+    assert (plan.lines, plan.done, plan.tokens, plan.evaluated_in_prefix_order, plan.evaluated_at_best) == (5, 3, 4, 4, 4)
+
+
+def test_without_a_measured_speed(store: Store) -> None:
+    """Nothing is made up: no seconds, and the table says why."""
+    plan = make_plan(store)
+    assert (plan.seconds, plan.answer_tokens, plan.speed) == (None, None, None)
+    assert plan.table().endswith("no estimate of the time: this model's speed is known after its first batch")
+
+
+def test_the_table_and_the_dictionary(store: Store) -> None:
+    """For people: numbers under each other, with what they mean; for programs: everything, as JSON."""
+    plan = make_plan(store, speed=SPEED)
+    assert plan.table().splitlines() == [
+        "lines                      5  1 can't be run",
+        "prompt tokens              9",
+        "evaluated in input order   9  0% saved",
+        "evaluated in prefix order  7  22% saved",
+        "evaluated at best          6  by a cache of any size",
+        "about 6.6 s in prefix order, as fast as last time: prompts 100 tokens/s, answers 10 tokens/s and 20 tokens long",
+    ]
+    found = json.loads(json.dumps(plan.as_dict()))
+    assert found["evaluated"] == 7
+    assert found["saved"] == pytest.approx(2 / 9)
+    assert found["speed"] == {"prefill_rate": 100, "decode_rate": 10, "answer_tokens": 20}
+    assert found.keys() >= set(BatchPlan.__dataclass_fields__)
+
+
+def test_nothing_to_run() -> None:
+    """An empty batch costs nothing."""
+    with Store.create() as store:
+        store.finish()
+        plan = make_plan(store, speed=SPEED)
+    assert (plan.tokens, plan.saved, plan.seconds) == (0, 0, 0)
+    assert "lines                      0" in plan.table()
+
+
+def test_two_hundred_prompts() -> None:
+    """The case of the README: the plan has what the pure functions say."""
+    prompts = shared_prefixes()
+    with Store.create() as store:
+        for index, tokens in enumerate(prompts):
+            store.add(Entry(index, index + 1, tokens))
+        store.finish()
+        plan = make_plan(store)
+    assert plan.tokens == 388_000
+    assert plan.evaluated_in_input_order == cost(prompts).evaluated
+    assert plan.evaluated_in_prefix_order == plan.evaluated_at_best == cost(sorted(prompts, key=sort_key)).nodes
+
+
+def test_the_runner_evaluates_what_was_planned(tmp_path: Path) -> None:
+    """On the demo model, from a file, in prefix order: exactly as many prompt tokens as the plan says."""
+    names = ["Zorblin", "Mia", "Bo", "Zora", "Mia"]
+    file = tmp_path / "input.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"My name is {name}. What is my name?"}) + "\n" for name in names))
+    with Store.create() as store, file.open("rb") as stream:
+        spool(store, LineReader(stream), tokenizer_of("demo"), context=2048)
+        store.finish()
+        plan = make_plan(store)
+        runner = Runner.load("demo", 256, reserve=False)
+        evaluated = 0
+        for entry in store.pending():
+            *_, last = runner.generate(entry.tokens, max_tokens=1, stop_tokens=[])  # type: ignore[arg-type]
+            assert last.usage is not None
+            evaluated += last.usage.evaluated_tokens
+    assert evaluated == plan.evaluated_in_prefix_order == plan.evaluated_at_best + 1
+    assert evaluated < plan.evaluated_in_input_order
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0.0 s"),
+        (0.44, "0.4 s"),
+        (9.94, "9.9 s"),
+        (59.4, "59 s"),
+        (59.6, "1 min 0 s"),
+        (200, "3 min 20 s"),
+        (7500, "2 h 5 min"),
+    ],
+)
+def test_durations(seconds: float, text: str) -> None:
+    """In the two largest units."""
+    assert duration(seconds) == text

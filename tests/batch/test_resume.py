@@ -1,0 +1,445 @@
+"""Runs that are stopped, killed or cut off anywhere, and gone on with: nothing is lost, nothing is done twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from mlxrunner import cli
+from mlxrunner.batch.store import Store
+from mlxrunner.testing_models import write_model
+
+KILLS = 50
+
+
+def run(*arguments: object, stdin: str = "") -> Result:
+    return CliRunner().invoke(cli.main, ["batch", "--no-reserve", *map(str, arguments)], input=stdin)
+
+
+def lines(count: int, *, seed: int = 0, broken: tuple[int, ...] = ()) -> str:
+    """Questions with shared beginnings and short answers, greedy ones and sampled ones with a seed of their own."""
+    chosen = random.Random(seed)
+    written = []
+    for index in range(count):
+        name = chosen.choice(["Ana", "Bo", "Zorblin", "Mira"])
+        line: dict[str, Any] = {
+            "id": index,
+            "prompt": f"My name is {name}. What is my name? {chosen.randrange(1000)}",
+            "max_tokens": 4,
+        }
+        if index % 3 == 0:
+            line |= {"temperature": 1.0, "seed": index}
+        written.append("no JSON" if index in broken else json.dumps(line))
+    return "\n".join(written) + "\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("in.jsonl").write_text(lines(12, broken=(5,)))
+    return tmp_path
+
+
+def unbroken(*arguments: object) -> bytes:
+    result = run("in.jsonl", "-o", "whole.jsonl", "--no-usage", "--parallel", 1, *arguments)
+    assert result.exit_code in (0, 1), result.stderr
+    return Path("whole.jsonl").read_bytes()
+
+
+def stop_in_the_middle(*arguments: object) -> None:
+    """In input order the sixth line is broken: five answers and an error are there, six lines are left."""
+    result = run("in.jsonl", "-o", "out.jsonl", "--no-usage", "--parallel", 1, "--order", "input", "--max-errors", 1, *arguments)
+    assert result.exit_code == 1, result.stderr
+    assert "stopped: 6 of 12 lines are done (--max-errors 1)" in result.stderr
+    assert "to go on: " in result.stderr
+    assert Path("out.jsonl.run").stat().st_mode & 0o777 == 0o600
+    assert len(Path("out.jsonl").read_bytes().splitlines()) == 6
+
+
+def resume(*arguments: object) -> Result:
+    return run("in.jsonl", "-o", "out.jsonl", "--no-usage", "--parallel", 1, "--resume", *arguments)
+
+
+def test_a_run_killed_50_times_at_random_points_equals_an_unbroken_one(folder: Path) -> None:
+    """SIGKILL while it starts, reads, answers, commits and writes: the file is equal byte for byte in the end, and never wrong before."""
+    Path("one.jsonl").write_text(lines(1))
+    Path("in.jsonl").write_text(lines(200, broken=(7, 101)))
+    began = time.monotonic()
+    expected = unbroken("--context", 128)
+    share = (time.monotonic() - began) / KILLS
+    chosen, done = random.Random(1), []
+    with Starter(["--no-usage", "--no-reserve", "--context", "128", "--parallel", "1", "--resume", "-q"]) as starter:
+        beginning = {as_user: starter.seconds("one.jsonl", as_user=as_user) for as_user in (True, False)}
+        for kill in range(KILLS):
+            as_user = kill % 10 == 9
+            process = starter.start("in.jsonl", "out.jsonl", as_user=as_user)
+            time.sleep(chosen.uniform(0, beginning[as_user] + 1.5 * share))
+            process.kill()
+            assert process.wait() == -signal.SIGKILL, "it ended before it was killed: give it more lines"
+            assert expected.startswith(Path("out.jsonl").read_bytes() if Path("out.jsonl").exists() else b"")
+            if kill % 5 == 4 and Path("out.jsonl.run").exists():  # otherwise it is left to the program to look at it first
+                with Store.open(Path("out.jsonl.run")) as store:
+                    done.append(store.counts.done)
+        assert starter.start("in.jsonl", "out.jsonl", as_user=True).wait() == 1  # two lines are broken
+    assert Path("out.jsonl").read_bytes() == expected
+    assert not Path("out.jsonl.run").exists()
+    assert done == sorted(done)
+    assert len(set(done)) > 3, "it was never killed in the middle"
+
+
+class Starter:
+    """Starts the command, as a user does or as a fork of a process that has imported everything, which saves a second each time."""
+
+    def __init__(self, options: list[str]) -> None:
+        self._options = options
+
+    def __enter__(self) -> Starter:
+        code = (
+            "import json, os, sys, mlxrunner.batch.work\n"
+            "from mlxrunner.cli import main\n"
+            "print('ready', flush=True)\n"
+            "for line in sys.stdin:\n"
+            "    pid = os.fork()\n"
+            "    if pid == 0:\n"
+            "        sys.stdin = open(os.devnull)\n"
+            "        main(json.loads(line))\n"
+            "    print(pid, flush=True)\n"
+            "    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)\n"
+        )
+        self._parent = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self._parent.stdout is not None
+        assert self._parent.stdout.readline() == "ready\n"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._parent.communicate()
+
+    def start(self, source: str, target: str, *, as_user: bool) -> Any:
+        arguments = ["batch", source, "-o", target, *self._options]
+        if as_user or sys.platform == "darwin":  # where what Metal has started does not survive a fork
+            return subprocess.Popen([sys.executable, "-m", "mlxrunner", *arguments])
+        return Fork(self._parent, arguments)
+
+    def seconds(self, source: str, *, as_user: bool) -> float:
+        """How long it takes to the end."""
+        began = time.monotonic()
+        assert self.start(source, f"{source}.{as_user}", as_user=as_user).wait() == 0
+        return time.monotonic() - began
+
+
+class Fork:
+    """What is used of Popen, for a grandchild."""
+
+    def __init__(self, parent: subprocess.Popen[str], arguments: list[str]) -> None:
+        self._parent = parent
+        assert parent.stdin is not None
+        parent.stdin.write(json.dumps(arguments) + "\n")
+        parent.stdin.flush()
+        self._pid = int(self._read())
+
+    def kill(self) -> None:
+        os.kill(self._pid, signal.SIGKILL)
+
+    def wait(self) -> int:
+        return int(self._read())
+
+    def _read(self) -> str:
+        assert self._parent.stdout is not None
+        return self._parent.stdout.readline()
+
+
+@pytest.mark.parametrize("output_order", ["input", "done"])
+def test_what_is_left_is_run_and_what_is_there_is_not(folder: Path, output_order: str) -> None:
+    """The store has the answers; the file equals that of an unbroken run in the same order."""
+    expected = unbroken("--order", "input", "--output-order", output_order)
+    stop_in_the_middle("--output-order", output_order)
+    result = resume("--order", "input", "--output-order", output_order)
+    assert result.exit_code == 1  # of the broken line
+    assert "6 lines in " in result.stderr
+    assert Path("out.jsonl").read_bytes() == expected
+    assert not Path("out.jsonl.run").exists()
+
+
+def test_the_order_of_running_and_the_number_at_a_time_may_change(folder: Path) -> None:
+    """They don't change the answers."""
+    expected = unbroken()
+    stop_in_the_middle()
+    result = run("in.jsonl", "-o", "out.jsonl", "--no-usage", "--parallel", 3, "--resume", "--retries", 1, "--timeout", 600)
+    assert "3 lines at a time" in result.stderr
+    assert Path("out.jsonl").read_bytes() == expected
+
+
+@pytest.mark.parametrize("kept", [0, 1, 40, 200, -1], ids=["empty", "one byte", "torn", "later", "newline lost"])
+def test_an_output_that_lost_its_end_gets_it_from_the_store(folder: Path, kept: int) -> None:
+    """A power cut after the store was committed; nothing is run for it."""
+    expected = unbroken()
+    stop_in_the_middle()
+    content = Path("out.jsonl").read_bytes()
+    Path("out.jsonl").write_bytes(content[:kept])
+    assert resume("--max-errors", 1).exit_code == 1  # too many errors already: only mended
+    assert Path("out.jsonl").read_bytes() == content
+    resume()
+    assert Path("out.jsonl").read_bytes() == expected
+
+
+def test_an_output_that_is_gone_is_written_again(folder: Path) -> None:
+    """From the store."""
+    expected = unbroken()
+    stop_in_the_middle()
+    Path("out.jsonl").unlink()
+    resume()
+    assert Path("out.jsonl").read_bytes() == expected
+
+
+def test_an_output_that_somebody_wrote_to_is_not_touched(folder: Path) -> None:
+    """It is refused; moved away, it is written again, and nothing is run twice."""
+    expected = unbroken()
+    stop_in_the_middle()
+    with Path("out.jsonl").open("ab") as file:
+        file.write(b"a note\n")
+    content = Path("out.jsonl").read_bytes()
+    result = resume()
+    assert "its last lines are not what this run wrote: move it away" in result.stderr
+    assert (result.exit_code, Path("out.jsonl").read_bytes()) == (1, content)
+    Path("out.jsonl").rename("mine.jsonl")
+    assert "6 lines in " in resume().stderr
+    assert Path("out.jsonl").read_bytes() == expected
+
+
+def test_killed_after_the_last_answer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything is in the store, and not all in the output: nothing is left to run, no model is loaded."""
+    expected = unbroken()
+    with monkeypatch.context() as patched:
+        patched.setattr("mlxrunner.batch.output.Output.seal", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert resume().exit_code == 130
+    Path("out.jsonl").write_bytes(expected[:-50])
+    monkeypatch.setattr("mlxrunner.batch.work.open_runner", lambda *arguments: pytest.fail("a model is loaded"))
+    assert resume().exit_code == 1
+    assert Path("out.jsonl").read_bytes() == expected
+    assert not Path("out.jsonl.run").exists()
+
+
+def test_killed_while_it_read_the_input(folder: Path) -> None:
+    """There is a store without an input: it begins again, with --resume and without."""
+    expected = unbroken()
+    for arguments in (["--resume"], []):
+        Store.create(Path("out.jsonl.run")).close()
+        run("in.jsonl", "-o", "out.jsonl", "--no-usage", "--parallel", 1, *arguments)
+        assert Path("out.jsonl").read_bytes() == expected
+        Path("out.jsonl").unlink()
+
+
+def test_resume_of_nothing_begins(folder: Path) -> None:
+    """A script may always say --resume."""
+    expected = unbroken()
+    assert resume().exit_code == 1
+    assert Path("out.jsonl").read_bytes() == expected
+
+
+def test_resume_of_a_complete_output_does_nothing_and_says_so(folder: Path) -> None:
+    """The exit code is that of the run: a line failed. With another number of lines it is refused."""
+    expected = unbroken()
+    result = run("in.jsonl", "-o", "whole.jsonl", "--resume")
+    assert "whole.jsonl is complete (12 lines): nothing to do" in result.stderr
+    assert (result.exit_code, Path("whole.jsonl").read_bytes()) == (1, expected)
+    Path("in.jsonl").write_text(lines(13))
+    result = run("in.jsonl", "-o", "whole.jsonl", "--resume")
+    assert "whole.jsonl: has 12 lines for 13 of the input, and there is no whole.jsonl.run" in result.stderr
+    assert (result.exit_code, Path("whole.jsonl").read_bytes()) == (1, expected)
+
+
+def test_without_resume_nothing_is_overwritten(folder: Path) -> None:
+    """Neither an output nor a run that has not ended; the message says what to do. An empty file is taken."""
+    stop_in_the_middle()
+    content = Path("out.jsonl").read_bytes()
+    result = run("in.jsonl", "-o", "out.jsonl")
+    assert (
+        "out.jsonl.run: is there from a run that has not ended: go on with it with --resume, or remove it and out.jsonl"
+        in result.stderr
+    )
+    Path("out.jsonl.run").unlink()
+    result = run("in.jsonl", "-o", "out.jsonl")
+    assert "out.jsonl: is there already: choose another -o, or remove it" in result.stderr
+    assert (result.exit_code, Path("out.jsonl").read_bytes()) == (1, content)
+    Path("out.jsonl").write_bytes(b"")
+    run("in.jsonl", "-o", "out.jsonl")
+    assert len(Path("out.jsonl").read_bytes().splitlines()) == 12
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--max-tokens", 3], "another --max-tokens: not set then, 3 now"),
+        (["--temperature", 0.5], "another --temperature: 0.0 then, 0.5 now"),
+        (["--system", "Be kind."], 'another --system: not set then, "Be kind." now'),
+        (["--stop", "x"], 'another --stop: not set then, ["x"] now'),
+        (["--raw"], "another --raw: not set then, true now"),
+        (["--context", 512], "another --context: not set then, 512 now"),
+        (["--output-order", "done"], 'another --output-order: "input" then, "done" now'),
+        (["-m", "tiny"], "another model: demo then, tiny now"),
+    ],
+)
+def test_other_options_or_another_model_are_refused_with_the_difference(
+    folder: Path, arguments: list[object], message: str
+) -> None:
+    """Both values; what is there stays, and the right command still goes on."""
+    write_model(folder / "tiny")
+    expected = unbroken()
+    stop_in_the_middle()
+    result = resume(*arguments)
+    assert result.exit_code == 2
+    assert f"out.jsonl was begun with {message}" in " ".join(result.stderr.split())
+    resume()
+    assert Path("out.jsonl").read_bytes() == expected
+
+
+def test_another_input_is_refused(folder: Path) -> None:
+    """By its hash: one byte is enough."""
+    stop_in_the_middle()
+    with Path("in.jsonl").open("a") as file:
+        file.write("\n")
+    result = resume()
+    assert result.exit_code == 2
+    assert "was begun with another input: " in result.stderr
+
+
+def test_a_run_from_standard_input_goes_on_with_or_without_it(folder: Path) -> None:
+    """The store has the input; if it comes again it has to be the same."""
+    expected, text = unbroken(), Path("in.jsonl").read_text()
+    for again in ("", text):
+        arguments = ["-", "-o", "out.jsonl", "--no-usage", "--parallel", 1]
+        assert run(*arguments, "--order", "input", "--max-errors", 1, stdin=text).exit_code == 1
+        assert "another input" in run(*arguments, "--resume", stdin="{}").stderr
+        run(*arguments, "--resume", stdin=again)
+        assert Path("out.jsonl").read_bytes() == expected
+        Path("out.jsonl").unlink()
+
+
+def test_a_second_run_at_the_same_time_is_refused(folder: Path) -> None:
+    """In one line, with --resume and without; the first one is not disturbed."""
+    stop_in_the_middle()
+    before = Path("out.jsonl").read_bytes()
+    with Store.open(Path("out.jsonl.run")):
+        for arguments in ([], ["--resume"]):
+            code = [sys.executable, "-m", "mlxrunner", "batch", "in.jsonl", "-o", "out.jsonl", *arguments]
+            result = subprocess.run(code, capture_output=True, text=True)
+            assert result.returncode == 1
+            assert "mlxrunner: out.jsonl.run: another process is using it: wait for its end\n" in result.stderr
+    assert Path("out.jsonl").read_bytes() == before
+
+
+def test_an_error_before_the_first_answer_leaves_nothing_behind(folder: Path) -> None:
+    """No empty output, no store: the same command without --resume is right again."""
+    result = run("in.jsonl", "-o", "out.jsonl", "--strict")
+    assert result.exit_code == 2
+    assert "1 of 12 lines can't be run, the first: line 6: not JSON" in result.stderr
+    assert sorted(path.name for path in folder.iterdir()) == ["in.jsonl"]
+
+
+@pytest.mark.parametrize("limit", [30_000, 200], ids=["the store", "the output"])
+def test_a_file_that_may_not_grow_is_one_line_and_loses_nothing(folder: Path, limit: int) -> None:
+    """Wherever it is met; the run goes on when there is room."""
+    expected = unbroken()
+    if limit < 1000:
+        stop_in_the_middle()
+    code = (
+        "import resource; from mlxrunner.cli import main\n"
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, resource.RLIM_INFINITY))\n"
+        "main(['batch', 'in.jsonl', '-o', 'out.jsonl', '--no-usage', '--no-reserve', '--parallel', '1', '--resume'])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 1
+    assert "Traceback" not in result.stderr
+    assert "disk I/O error; what was committed is kept" in result.stderr or "can't be written: File too large" in result.stderr
+    resume()
+    assert Path("out.jsonl").read_bytes() == expected
+
+
+def test_a_full_disk_is_one_line_and_loses_nothing(folder: Path) -> None:
+    """A disk that gets larger by a page each time it is full, wherever that is. Needs the right to mount one."""
+    expected = unbroken()
+    Path("small").mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "none", "small"], capture_output=True).returncode:
+        pytest.skip("no right to mount")
+    said = []
+    try:
+        for pages in range(5, 100):
+            result = run("in.jsonl", "-o", "small/out.jsonl", "--no-usage", "--parallel", 1, "--resume")
+            said.append(result.stderr)
+            if "the disk is full" not in result.stderr and "No space left on device" not in result.stderr:
+                break
+            assert result.exit_code == 1
+            assert expected.startswith(Path("small/out.jsonl").read_bytes() if Path("small/out.jsonl").exists() else b"")
+            subprocess.run(["mount", "-o", f"remount,size={4 * pages}k", "small"], check=True)
+        assert Path("small/out.jsonl").read_bytes() == expected
+        assert os.listdir("small") == ["out.jsonl"]
+    finally:
+        subprocess.run(["umount", "small"], check=True)
+    assert any("out.jsonl.run: the disk is full" in text for text in said)
+    assert any("out.jsonl: can't be written: No space left on device" in text for text in said)
+    assert len(said) > 5
+
+
+def started(*arguments: str) -> subprocess.Popen[str]:
+    """The command on its way: its first answers are there."""
+    command = [
+        sys.executable,
+        "-m",
+        "mlxrunner",
+        "batch",
+        "in.jsonl",
+        "-o",
+        "out.jsonl",
+        "--no-usage",
+        "--no-reserve",
+        "--parallel",
+        "1",
+    ]
+    process = subprocess.Popen([*command, *arguments], stderr=subprocess.PIPE, text=True)
+    while not (Path("out.jsonl").exists() and Path("out.jsonl").stat().st_size):
+        assert process.poll() is None
+        time.sleep(0.02)
+    return process
+
+
+def test_ctrl_c_finishes_the_current_line_and_says_how_to_go_on(folder: Path) -> None:
+    """Exit code 130; the same command with --resume does the rest."""
+    Path("in.jsonl").write_text(lines(40))
+    expected = unbroken("--order", "input")
+    process = started("--order", "input")
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate()
+    assert process.returncode == 130
+    assert "finishing the lines that are running" in said
+    assert "to go on: mlxrunner batch in.jsonl -o out.jsonl --no-usage --no-reserve --parallel 1 --order input --resume\n" in said
+    with Store.open(Path("out.jsonl.run")) as store:
+        assert 0 < store.counts.done < 40
+        assert len(Path("out.jsonl").read_bytes().splitlines()) == store.counts.done
+    assert expected.startswith(Path("out.jsonl").read_bytes())
+    assert resume("--order", "input").exit_code == 0
+    assert Path("out.jsonl").read_bytes() == expected
+
+
+def test_a_second_ctrl_c_stops_at_once(folder: Path) -> None:
+    """In the middle of an answer, which is not written; what was finished is not lost."""
+    long = [{"prompt": "Hello!", "max_tokens": 2}, {"prompt": "Zebra", "stop_tokens": [], "max_tokens": 1900}]
+    Path("in.jsonl").write_text("\n".join(map(json.dumps, long)))
+    process = started()
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate()
+    assert process.returncode == 130
+    assert "to go on: " in said
+    assert "Traceback" not in said
+    assert len(Path("out.jsonl").read_bytes().splitlines()) == 1

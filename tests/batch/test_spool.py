@@ -1,0 +1,117 @@
+"""Lines and requests become tokens in the store, or errors; nothing of it stops the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mlxrunner.batch.lines import Line
+from mlxrunner.batch.request import BatchRequest
+from mlxrunner.batch.spool import lines_of, spool
+from mlxrunner.batch.store import Entry, Store
+from mlxrunner.errors import PromptError
+from mlxrunner.testing import BOS, EOS, ByteTokenizer
+
+
+def spooled(lines: Iterable[Line], tokenizer: Any = None, **settings: Any) -> list[Entry]:
+    with Store.create() as store:
+        spool(store, lines, tokenizer or ByteTokenizer(), **{"context": 100, **settings})
+        store.finish()
+        return list(store.pending("input"))
+
+
+def test_a_line_becomes_its_tokens() -> None:
+    """Those that the runner would evaluate for the same prompt; everything else of the line stays as it is."""
+    messages: Any = [{"role": "user", "content": "hi"}]
+    lines = [
+        Line(0, 3, "hi", 7, "text_completion", {"max_tokens": 5}),
+        Line(1, 4, messages, "a", "plain"),
+        Line(2, 9, id="b", error="line 9: broken"),
+    ]
+    text, chat, broken = spooled(lines)
+    assert text.tokens.tolist() == [BOS, *b"hi"]
+    assert (text.index, text.number, text.id, text.format, text.options, text.error) == (
+        0,
+        3,
+        7,
+        "text_completion",
+        {"max_tokens": 5},
+        None,
+    )
+    assert chat.tokens.tolist() == ByteTokenizer().encode(ByteTokenizer().render(messages))
+    assert (broken.index, broken.number, broken.id, broken.tokens.tolist(), broken.error) == (2, 9, "b", [], "line 9: broken")
+
+
+@pytest.mark.parametrize("length", [98, 99, 100])
+@pytest.mark.parametrize("overflow", ["stop", "error", "shift"])
+@pytest.mark.parametrize("by", ["line", "default"])
+def test_a_prompt_that_is_too_long(length: int, overflow: str, by: str) -> None:
+    """Is an error with both numbers where it leaves no room for an answer; not where a full context is shifted."""
+    options = {"overflow": overflow}
+    line = Line(0, 1, "x" * (length - 1), options=options if by == "line" else {})
+    (found,) = spooled([line], context=99, defaults=options if by == "default" else {"overflow": "stop"})
+    if length < 99 or overflow == "shift":
+        assert (len(found.tokens), found.error) == (length, None)
+    else:
+        assert found.error is not None
+        assert found.error.startswith(f"line 1: the prompt has {length} tokens, which leaves no room in the context of 99 tokens")
+
+
+def test_what_the_template_or_the_tokenizer_refuses() -> None:
+    """Is the error of that line."""
+
+    class Refusing(ByteTokenizer):
+        def render(self, messages: Any, *, add_generation_prompt: bool = True) -> str:
+            raise PromptError("no such roles")
+
+        def encode(self, text: str) -> list[int]:
+            return []
+
+    chat, empty = spooled([Line(0, 5, [{"role": "user", "content": "a"}]), Line(1, 6, "a")], Refusing())
+    assert chat.error == "line 5: no such roles"
+    assert empty.error == "line 6: the prompt is empty: at least one token is needed"
+
+
+def test_requests_of_a_program() -> None:
+    """Texts, messages and token ids, with options as a program has them; a wrong one is an error of its own."""
+    requests = [
+        BatchRequest("hi", {"stop": ("a", "b"), "max_tokens": 3}, id="x"),
+        BatchRequest([{"role": "user", "content": "hi"}]),
+        BatchRequest([1, 2, 3]),
+        BatchRequest(np.array([4, 5])),  # type: ignore[arg-type]
+        BatchRequest("hi", {"temperature": -1}, id=4),
+        BatchRequest("hi", {"progress": print}),
+        BatchRequest("hi", {"stop_tokens": {1}}),
+        BatchRequest("\ud800"),
+        BatchRequest([-1]),
+        BatchRequest([]),
+        BatchRequest(5),  # type: ignore[arg-type]
+    ]
+    found = spooled(lines_of(requests, {"temperature": 1}))
+    assert [one.index for one in found] == list(range(11))
+    assert (found[0].options, found[0].id) == ({"stop": ["a", "b"], "max_tokens": 3}, "x")
+    assert [one.tokens.tolist() for one in found[2:4]] == [[1, 2, 3], [4, 5]]
+    errors = [one.error for one in found]
+    assert errors[:4] == [None] * 4
+    for error, problem in zip(
+        errors[4:],
+        ["temperature: -1 is out of range", "unknown option 'progress'", "values that JSON knows", "not valid Unicode",
+         "token ids have to be between 0 and", "the prompt is empty", "a prompt is a text, token ids or messages, not int"],
+        strict=True,
+    ):  # fmt: skip
+        assert error is not None
+        assert problem in error
+    assert found[4].id == 4
+
+
+@pytest.mark.parametrize(("options", "kept"), [({"overflow": "shift"}, 12), ({"overflow": "shift", "keep": 3}, 3), ({}, None)])
+def test_what_a_shift_keeps(options: dict[str, Any], kept: int | None) -> None:
+    """By default the system prompt with BOS, as for a prompt of messages; that is counted here, as the store has tokens only."""
+    messages: Any = [{"role": "system", "content": "S!"}, {"role": "user", "content": "hi"}]
+    (found,) = spooled([Line(0, 1, messages, options=options)])
+    assert found.options.get("keep") == kept
+    if "keep" not in options and kept is not None:
+        assert found.tokens[:kept].tolist() == [BOS, *b"system: S!", EOS]

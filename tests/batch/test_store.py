@@ -1,0 +1,426 @@
+"""The store: what goes in comes out, in order; what was committed stays, whatever happens; one process at a time."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sqlite3
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlxrunner.batch.store import APPLICATION_ID, VERSION, Counts, Entry, Store, StoreError
+from mlxrunner.cache.tokens import as_tokens
+
+
+def entry(index: int, tokens: Sequence[int], **fields: object) -> Entry:
+    return Entry(index, index + 1, as_tokens(tokens), **fields)  # type: ignore[arg-type]
+
+
+def filled(prompts: Iterable[Sequence[int]], path: Path | None = None) -> Store:
+    store = Store.create(path)
+    for index, tokens in enumerate(prompts):
+        store.add(entry(index, tokens))
+    store.finish({"model": "demo"})
+    return store
+
+
+def indices(found: Iterable[Entry]) -> list[int]:
+    return [one.index for one in found]
+
+
+@pytest.mark.parametrize("name", ["a", None, 7, -(2**63), "é \0 \u2028", ""])
+def test_an_entry_comes_back_as_it_went_in(name: str | int | None, tmp_path: Path) -> None:
+    """All of its fields, of all their types, also after the file was closed and opened again."""
+    path = tmp_path / "store"
+    given = Entry(0, 17, as_tokens([0, 1, 255, 256, 2**31 - 1]), name, "plain", {"stop": ["\ud800"], "seed": 2**64 - 1}, None)
+    broken = Entry(1, 18, as_tokens([]), name, "chat.completion", error="line 18: nothing in it")
+    with Store.create(path) as store:
+        store.add(given)
+        store.add(broken)
+        store.finish()
+    with Store.open(path) as store:
+        found = list(store.pending("input"))
+    for one, other in zip(found, [given, broken], strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist()
+        assert {**vars(one), "tokens": 0} == {**vars(other), "tokens": 0}
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(st.integers(0, 2) | st.sampled_from([255, 256, 65536, 2**31 - 1]), max_size=5), max_size=25))
+def test_prefix_order_is_the_order_of_the_tokens(prompts: list[list[int]]) -> None:
+    """As lists of numbers compare, equal ones as they came; input order is the order of the input."""
+    with filled(prompts) as store:
+        assert indices(store.pending("prefix")) == sorted(range(len(prompts)), key=lambda index: (prompts[index], index))
+        assert indices(store.pending("input")) == list(range(len(prompts)))
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=12), st.data())
+def test_what_is_recorded_during_an_iteration_does_not_come_any_more(tokens: list[int], data: st.DataObject) -> None:
+    """Results may come in any order while the entries are read: each entry comes once, or never if it was done before its turn."""
+    with filled([[token] for token in tokens]) as store:
+        order = indices(store.pending())
+        done: set[int] = set()
+        seen = []
+        for one in store.pending():
+            assert one.index not in done
+            seen.append(one.index)
+            for index in data.draw(st.sets(st.sampled_from(order))) - done:
+                store.record(index, b"")
+                done.add(index)
+            if data.draw(st.booleans()):
+                store.commit()
+        assert seen == [index for index in order if index in seen]
+        assert set(seen) | done == set(order)
+        assert indices(store.pending()) == [index for index in order if index not in done]
+
+
+def test_results_come_back_in_both_orders(tmp_path: Path) -> None:
+    """As they were recorded; and as the input was, up to the first line that has none, and on from there."""
+    with filled([[1], [2], [3], [4]], tmp_path / "store") as store:
+        for index in (2, 0):
+            store.record(index, b"%d" % index, failed=index == 2)
+        store.commit()
+        assert [(one.index, one.body, one.failed) for one in store.bodies("done")] == [(2, b"2", True), (0, b"0", False)]
+        first = list(store.bodies("input"))
+        assert [one.index for one in first] == [0]
+        store.record(1, b"\xff\0")
+        store.commit()
+        assert [(one.index, one.body) for one in store.bodies("input", after=first[-1].place)] == [(1, b"\xff\0"), (2, b"2")]
+        last = list(store.bodies("done"))[-1]
+        assert last.index == 1
+        assert list(store.bodies("done", after=last.place)) == []
+        assert store.counts == Counts(lines=4, broken=0, done=3, failed=1)
+        assert store.counts.left == 1
+
+
+def test_nothing_is_done_twice() -> None:
+    """A second result of a line is an error, and so is one of a line that is not there; neither changes anything."""
+    with filled([[1], [2]]) as store:
+        store.record(0, b"first")
+        store.commit()
+        for index in (0, 2):
+            with pytest.raises(StoreError, match="one result only"):
+                store.record(index, b"second")
+        assert [one.body for one in store.bodies()] == [b"first"]
+
+
+def test_a_custom_id_that_was_there_is_an_error() -> None:
+    """OpenAI's ids have to be unique; the error names both lines. Our own may repeat, and so may those of broken lines."""
+    with Store.create() as store:
+        store.add(entry(0, [1], id="a", format="chat.completion"))
+        store.add(entry(1, [1], id="a", format="plain"))
+        store.add(entry(2, [1], id="a", format="plain"))
+        store.add(entry(3, [], id="b", format="chat.completion", error="line 4: broken"))
+        store.add(entry(4, [2], id="b", format="chat.completion"))
+        store.add(entry(5, [1], id="a", format="text_completion"))
+        store.finish()
+        errors = {one.index: one.error for one in store.pending() if one.error}
+        assert errors == {3: "line 4: broken", 5: "line 6: custom_id 'a' was there before, on line 1"}
+        assert store.counts == Counts(lines=6, broken=2, done=0, failed=0)
+
+
+def test_lines_come_one_after_the_other() -> None:
+    """An index that is left out, or there twice, is an error, and nothing of that input stays."""
+    with Store.create() as store:
+        store.add(entry(0, [1]))
+        with pytest.raises(StoreError, match="line 2 was added where line 1"):
+            store.add(entry(2, [1]))
+        assert list(store.pending("input")) == []
+        store.add(entry(0, [1]))
+        store.finish()
+        assert store.counts.lines == 1
+
+
+def test_a_complete_input_takes_no_more_lines() -> None:
+    """Neither another line nor another end; what is there stays."""
+    with filled([[1], [2]]) as store:
+        for change in (lambda: store.add(entry(0, [1])), store.finish):
+            with pytest.raises(StoreError, match="its input is complete, nothing can be added"):
+                change()
+        assert store.counts == Counts(lines=2, broken=0, done=0, failed=0)
+        assert indices(store.pending()) == [0, 1]
+
+
+def test_the_whole_input_is_there_or_none_of_it(tmp_path: Path) -> None:
+    """Closed before the input was complete, the store is empty, says so, and takes it again."""
+    path = tmp_path / "store"
+    with Store.create(path) as store:
+        for index in range(1000):
+            store.add(entry(index, range(index)))
+        assert not store.is_complete
+    with Store.open(path) as store:
+        assert not store.is_complete
+        assert store.counts == Counts(0, 0, 0, 0)
+        assert list(store.pending("input")) == []
+        store.add(entry(0, [1]))
+        store.finish({"input": "abc", "model": "demo"})
+    with Store.open(path) as store:
+        assert store.is_complete
+        assert store.counts == Counts(1, 0, 0, 0)
+        assert store.meta == {"input": "abc", "model": "demo"}
+
+
+def test_what_was_not_committed_is_not_there(tmp_path: Path) -> None:
+    """Closing without a commit drops the results since the last one."""
+    path = tmp_path / "store"
+    with filled([[1], [2]], path) as store:
+        store.record(0, b"0")
+        store.commit()
+        store.record(1, b"1")
+    with Store.open(path) as store:
+        assert [one.index for one in store.bodies("done")] == [0]
+        assert indices(store.pending()) == [1]
+
+
+def test_an_empty_input_is_complete() -> None:
+    """No lines are an input, too."""
+    with filled([]) as store:
+        assert store.is_complete
+        assert list(store.pending()) == list(store.bodies()) == []
+
+
+def test_only_its_owner_can_read_it(tmp_path: Path) -> None:
+    """The file and the journal that SQLite keeps beside it have mode 0600; when it is closed only the file is left."""
+    before = os.umask(0)
+    try:
+        with filled([[1]] * 100, tmp_path / "store") as store:
+            store.record(0, b"0")
+            files = list(tmp_path.iterdir())
+            assert len(files) == 2
+            assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
+    finally:
+        os.umask(before)
+    assert [file.name for file in tmp_path.iterdir()] == ["store"]
+
+
+def test_a_temporary_store_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no name that anybody could see, also while it is open and larger than its memory."""
+    monkeypatch.setenv("SQLITE_TMPDIR", str(tmp_path))
+    with Store.create() as store:
+        store._db.execute("PRAGMA cache_size=10")
+        for index in range(500):
+            store.add(entry(index, range(1000)))
+        store.finish()
+        assert len(indices(store.pending())) == 500
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_one_process_at_a_time(tmp_path: Path) -> None:
+    """A second one is refused at once, and can have it when the first one is gone."""
+    path = tmp_path / "store"
+    program = "import sys; from mlxrunner.batch.store import Store; from pathlib import Path; Store.open(Path(sys.argv[1]))"
+    with filled([[1]], path):
+        second = subprocess.run([sys.executable, "-c", program, path], capture_output=True, text=True, check=False)
+        assert "another process is using it" in second.stderr.splitlines()[-1]
+        with pytest.raises(StoreError, match="another process is using it"):
+            Store.open(path)
+    assert subprocess.run([sys.executable, "-c", program, path], check=False).returncode == 0
+
+
+def other_database(path: Path) -> None:
+    with sqlite3.connect(path) as database:
+        database.execute("CREATE TABLE lines (a)")
+    database.close()
+
+
+def other_version(path: Path) -> None:
+    Store.create(path).close()
+    with sqlite3.connect(path) as database:
+        database.execute(f"PRAGMA user_version={VERSION + 1}")
+    database.close()
+
+
+def damaged(path: Path) -> None:
+    filled([range(1000)] * 50, path).close()
+    whole = path.read_bytes()
+    path.write_bytes(whole[:4096] + bytes(len(whole) - 4096))
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (lambda path: None, "no such file"),
+        (lambda path: path.mkdir(), "no such file"),
+        (lambda path: path.write_text("{}\n" * 1000), "not a batch store"),
+        (other_database, "is not a batch store"),
+        (other_version, f"of version {VERSION + 1}; this program knows version {VERSION}"),
+        (damaged, "not a batch store, or damaged"),
+    ],
+    ids=["missing", "a directory", "a text", "another database", "another version", "damaged"],
+)
+def test_what_is_not_a_store_is_refused(make: object, problem: str, tmp_path: Path) -> None:
+    """In one line that names the file and what is wrong with it; the file is left as it is."""
+    path = tmp_path / "store"
+    make(path)  # type: ignore[operator]
+    before = path.read_bytes() if path.is_file() else None
+    with pytest.raises(StoreError, match=problem) as caught:
+        Store.open(path)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert (path.read_bytes() if path.is_file() else None) == before
+
+
+def test_a_file_that_is_there_is_not_overwritten(tmp_path: Path) -> None:
+    """`create` makes new files only, in folders that exist."""
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(StoreError, match="File exists"):
+        Store.create(tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "mine"
+    with pytest.raises(StoreError, match="No such file or directory"):
+        Store.create(tmp_path / "folder" / "file")
+
+
+def test_killed_directly_after_it_was_made(tmp_path: Path) -> None:
+    """A file without content is an empty store."""
+    path = tmp_path / "store"
+    path.touch(mode=0o600)
+    with Store.open(path) as store:
+        assert not store.is_complete
+        assert store._one("PRAGMA application_id") == (APPLICATION_ID,)
+
+
+CHILD = """
+import sys, time
+from pathlib import Path
+from mlxrunner.batch.store import Entry, Store
+from mlxrunner.cache.tokens import as_tokens
+
+with Store.open(Path(sys.argv[1])) as store:
+    if not store.is_complete:
+        for index in range(3000):
+            store.add(Entry(index, index + 1, as_tokens(range(index % 7, 200))))
+        store.finish()
+    print("ready", flush=True)
+    for count, entry in enumerate(store.pending(), 1):
+        store.record(entry.index, b"%d" % entry.index * 50)
+        if count % 3 == 0:
+            store.commit()
+            print(store.counts.done, flush=True)
+"""
+
+
+def test_killed_at_random_points(tmp_path: Path) -> None:
+    """kill -9, twenty times, while it is filled or while results are recorded: what was committed is there, all of it and unchanged."""
+    path = tmp_path / "store"
+    Store.create(path).close()
+    random.seed(0)
+    completed = committed = 0
+    for attempt in range(20):
+        child = subprocess.Popen([sys.executable, "-c", CHILD, path], stdout=subprocess.PIPE, text=True)
+        assert child.stdout is not None
+        if attempt >= 8:
+            child.stdout.readline()
+        time.sleep(random.uniform(0, 0.02) if attempt >= 8 else random.uniform(0.1, 0.5))
+        os.kill(child.pid, signal.SIGKILL)
+        said = child.stdout.read().split()
+        child.stdout.close()
+        child.wait()
+        with Store.open(path) as store:
+            assert store.is_complete or not said
+            completed = store.is_complete
+            done = list(store.bodies("done"))
+            assert len(done) >= max([committed, *(int(number) for number in said if number != "ready")])
+            assert all(one.body == b"%d" % one.index * 50 for one in done)
+            assert [one.index for one in done] == sorted(range(3000 * completed), key=lambda index: (index % 7, index))[
+                : len(done)
+            ]
+            assert len(done) + len(indices(store.pending())) == 3000 * completed
+            committed = len(done)
+    assert committed
+
+
+def test_a_full_disk_while_it_is_filled(tmp_path: Path) -> None:
+    """An error that says so; the store is empty and can be filled when there is room."""
+    path = tmp_path / "store"
+    with Store.create(path) as store:
+        store._db.execute("PRAGMA max_page_count=100")
+        with pytest.raises(StoreError, match=r"the disk is full .*: make room"):
+            for index in range(1000):
+                store.add(entry(index, range(1000)))
+    with Store.open(path) as store:
+        assert not store.is_complete
+        store.add(entry(0, [1]))
+        store.finish()
+
+
+def test_a_full_disk_while_results_are_recorded(tmp_path: Path) -> None:
+    """What was committed before stays, what was not is to be done again."""
+    path = tmp_path / "store"
+    with filled([[index] for index in range(50)], path) as store:
+        (pages,) = store._one("PRAGMA page_count")
+        store._db.execute(f"PRAGMA max_page_count={pages + 20}")
+        committed = 0
+        with pytest.raises(StoreError, match=r"the disk is full .*: make room"):
+            for index in range(50):
+                store.record(index, bytes(10_000))
+                if index % 2:
+                    store.commit()
+                    committed = index + 1
+        assert store.counts.done == committed
+    with Store.open(path) as store:
+        assert [one.index for one in store.bodies("done")] == list(range(committed))
+        assert indices(store.pending()) == list(range(committed, 50))
+        assert 0 < committed < 50
+
+
+def test_a_file_that_may_not_grow(tmp_path: Path) -> None:
+    """Another refusal of the system (a limit on the size of files) is one line, too, and loses nothing."""
+    path = tmp_path / "store"
+    filled([[index] for index in range(50)], path).close()
+    program = f"""
+import resource
+from pathlib import Path
+from mlxrunner.batch.store import Store, StoreError
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+with Store.open(Path({str(path)!r})) as store:
+    try:
+        for index in range(50):
+            store.record(index, bytes(10_000))
+            store.commit()
+    except StoreError as error:
+        print(index, error)
+"""
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    committed = int(said.split()[0])
+    assert "what was committed is kept" in said
+    with Store.open(path) as store:
+        assert store.counts.done == committed
+        assert 0 < committed < 50
+
+
+def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
+    """240 MB of tokens are stored, sorted, read in both orders and answered in less than half as much memory."""
+    program = f"""
+import resource, sys
+from pathlib import Path
+from mlxrunner.batch.store import Entry, Store
+import numpy as np
+
+def megabytes():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // (1024 if sys.platform == "linux" else 1024**2)
+
+before = megabytes()
+tokens = np.arange(3000, dtype=np.int32)
+with Store.create(Path({str(tmp_path / "store")!r})) as store:
+    for index in range(20_000):
+        store.add(Entry(index, index + 1, (tokens + index % 97 + 1).astype(np.int32)))
+    store.finish()
+    assert sum(1 for entry in store.pending("input")) == 20_000
+    for entry in store.pending():
+        store.record(entry.index, bytes(1000))
+    store.commit()
+    assert sum(len(body.body) for body in store.bodies()) == 20_000_000
+print(megabytes() - before)
+"""
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert int(said) < 120

@@ -1,0 +1,123 @@
+"""CSV in a prompt template: Python's csv rules, numbers of the file's lines, one error per bad row."""
+
+from __future__ import annotations
+
+import csv
+import io
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlxrunner.batch.lines import Line, LineReader
+from mlxrunner.batch.table import Template
+from mlxrunner.errors import OptionError
+
+
+def read(content: bytes | str, template: str = "{a}", **settings: Any) -> list[Line]:
+    stream = io.BytesIO(content.encode() if isinstance(content, str) else content)
+    return list(LineReader(stream, template=template, raw=True, **settings))
+
+
+def test_rows_become_prompts() -> None:
+    """The template with the row's values; the numbers are those of the file's lines, where a row begins; a column `id` is the id."""
+    content = 'id,name,place\nx1,Bo,"here, there"\n\nx2,"two\r\nlines ""quoted""",\n,Al,{name}\n'
+    assert read(content, "Who is {name} at {place}? {{{name}}}") == [
+        Line(0, 2, "Who is Bo at here, there? {Bo}", "x1"),
+        Line(1, 4, 'Who is two\r\nlines "quoted" at ? {two\r\nlines "quoted"}', "x2"),
+        Line(2, 6, "Who is Al at {name}? {Al}"),
+    ]
+
+
+def test_a_prompt_is_a_user_message() -> None:
+    """As on any other line, with a system prompt where one is given."""
+    (line,) = LineReader(io.BytesIO(b"a\n1\n"), template="{a}", system="S")
+    assert line.prompt == [{"role": "system", "content": "S"}, {"role": "user", "content": "1"}]
+
+
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+def test_a_header_as_spreadsheets_write_it(mark: bytes) -> None:
+    """With a byte order mark, spaces around names, quotes, names with spaces, Windows line ends."""
+    assert [line.prompt for line in read(mark + b'"a", first name \r\n1,2\r\n', "{a} {first name}")] == ["1 2"]
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        (b"1", "the row has 1 values and the header 2 columns"),
+        (b"1,2,3", "the row has 3 values and the header 2 columns"),
+        (b'"1"x,2', "not a CSV row: ',' expected after '\"'"),
+        (b"\xff,2", "not a CSV row: it is not UTF-8"),
+        (b"1\0,2", "not a CSV row: there is a NUL byte in it: is it a text file?"),
+        (b"1,2" + b"x" * 200, "not a CSV row: a row is longer than 100 bytes"),
+        (b",2", "prompt is empty"),
+    ],
+)
+def test_a_bad_row_is_one_error(row: bytes, problem: str) -> None:
+    """With its number, and the rows around it are read."""
+    first, bad, last = read(b"a,b\n1,2\n" + row + b"\n3,4\n", longest=100)
+    assert (first, last) == (Line(0, 2, "1"), Line(2, 4, "3"))
+    assert bad.error is not None
+    assert bad.error.startswith(f"line 3: {problem}")
+
+
+def test_a_quote_that_is_never_closed() -> None:
+    """The rest of the file is one bad row, and what is read is bounded."""
+    first, bad = read('a,b\n1,2\n"3,4\n' + "5,6\n" * 10)
+    assert (first.prompt, bad.number) == ("1", 3)
+    assert bad.error == "line 3: not a CSV row: unexpected end of data"
+    lines = read('a,b\n1,2\n"3,4\n' + "5,6\n" * 100, longest=100)
+    assert lines[1].error == "line 3: not a CSV row: a row is longer than 100 bytes (is a quote missing?)"
+    assert lines[-1].prompt == "5"
+
+
+def test_a_value_longer_than_csv_takes_by_default() -> None:
+    """Documents fit into a row; the csv module's limit for everybody else stays as it was."""
+    before = csv.field_size_limit()
+    (line,) = read("a\n" + "x" * 300_000 + "\n")
+    assert len(line.prompt) == 300_000
+    assert csv.field_size_limit() == before
+
+
+@pytest.mark.parametrize(
+    ("content", "template", "problem"),
+    [
+        ("a,b\n1,2\n", "{c} {a} {d}", "the CSV file has no column 'c', 'd': it has 'a', 'b'"),
+        ("a,a\n1,2\n", "{a}", "more than one column 'a'"),
+        ("", "{a}", "the CSV file has no header: its first line has to name the columns"),
+        ("\n", "{a}", "the CSV file has no header"),
+        ('"a"x\n', "{a}", "the CSV file's header can't be read: ',' expected after '\"'"),
+        (b"\xff\n", "{a}", "the CSV file's header can't be read: it is not UTF-8"),
+        ("a\n1\n", "no columns", "the prompt template has no {column} in it: 'no columns'"),
+        ("a\n1\n", "{a} {", "the prompt template has a '{' at character 4"),
+        ("a\n1\n", "{a} }", "the prompt template has a '}' at character 4"),
+        ("a\n1\n", "{} {a}", "the prompt template has a '{}' at character 0"),
+    ],
+)
+def test_what_concerns_the_whole_file(content: bytes | str, template: str, problem: str) -> None:
+    """A template that does not fit, or no header, is an error before anything runs, and names the columns."""
+    with pytest.raises(OptionError) as caught:
+        read(content, template)
+    assert problem in str(caught.value)
+
+
+@settings(deadline=None)
+@given(st.dictionaries(st.text("ab {}[].!:0", min_size=1), st.text(max_size=5), min_size=1, max_size=3))
+def test_what_values_contain_is_not_looked_at(row: dict[str, str]) -> None:
+    """Braces in values stay as they are; a column may have any name without braces."""
+    columns = [name for name in row if not {"{", "}"} & set(name)]
+    if columns:
+        template = Template("{{" + "|".join(f"{{{name}}}" for name in columns) + "}}")
+        assert template.columns == columns
+        assert template.fill(row) == "{" + "|".join(row[name] for name in columns) + "}"
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\0")), min_size=2, max_size=2)))
+def test_what_csv_writes_is_read_back(rows: list[list[str]]) -> None:
+    """Whatever the texts: quotes, commas, line ends of any kind."""
+    stream = io.StringIO(newline="")
+    csv.writer(stream, quoting=csv.QUOTE_ALL).writerows([["a", "b"], *rows])
+    lines = read(stream.getvalue(), "x{a}{b}")
+    assert [line.prompt for line in lines] == [f"x{a}{b}" for a, b in rows]
