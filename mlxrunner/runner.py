@@ -15,9 +15,10 @@ from mlxrunner import device
 from mlxrunner.answer import Answer, Clock
 from mlxrunner.cache.checkpoints import stops
 from mlxrunner.cache.entry import CacheEntry, Lookup, PrefixCache, Session
-from mlxrunner.cache.factory import DEFAULT_SLACK, CacheOptions, make_layer_caches
+from mlxrunner.cache.factory import DEFAULT_SLACK, CacheOptions, make_layer_caches, outline_of
 from mlxrunner.cache.layer import LayerCache
 from mlxrunner.cache.rotate import rotators
+from mlxrunner.cache.saved import Saved, SavedEntry
 from mlxrunner.cache.tokens import TokenArray
 from mlxrunner.config import GenerateOptions
 from mlxrunner.errors import ContextFullError, ContextLengthError, ModelError, OptionError, PromptError
@@ -157,6 +158,14 @@ class Runner:
         """Free the entry: the next request starts cold."""
         self._cache.reset()
         mx.clear_cache()
+
+    def adopt(self, saved: SavedEntry) -> None:
+        """Take over a saved entry; it is read when the next request begins, or when `entry` is looked at. BusyError during a request."""
+        self._cache.adopt(saved)
+
+    def outline(self) -> list[Saved]:
+        """What each layer stores, as the shapes of one unevaluated token."""
+        return outline_of(self.model, self._options)
 
     def tokenize(self, prompt: Prompt) -> TokenArray:
         """A `str` is raw text, integers are taken as they are, messages go through the chat template."""
