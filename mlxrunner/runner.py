@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +19,7 @@ from mlxrunner.cache.factory import DEFAULT_SLACK, CacheOptions, make_layer_cach
 from mlxrunner.cache.layer import LayerCache
 from mlxrunner.cache.rotate import rotators
 from mlxrunner.cache.saved import Saved, SavedEntry
-from mlxrunner.cache.tokens import TokenArray
+from mlxrunner.cache.tokens import TokenArray, common_prefix
 from mlxrunner.config import GenerateOptions
 from mlxrunner.errors import ContextFullError, ContextLengthError, ModelError, OptionError, PromptError
 from mlxrunner.events import Chunk, Usage, log_entry, log_lookup
@@ -224,6 +224,28 @@ class Runner:
             raise ContextLengthError(len(tokens), self.context)
         self._pipeline, self._discarded = None, discard
         return self._run(_Request(self._cache.begin(tokens), options, logits_processors, progress, clock, shift, discard))
+
+    def evaluate(self, prompt: Prompt, *, cancelled: Callable[[], bool] = lambda: False) -> int:
+        """Evaluate `prompt` in advance, without an answer: what the entry shares with it stays, the rest is evaluated.
+
+        `cancelled` is asked between small chunks; those that were finished stay in the entry. Returns how many tokens were evaluated.
+        An entry that begins with the whole prompt is left as it is. Errors as for `generate`.
+        """
+        tokens = self.tokenize(prompt)
+        self._check(tokens)
+        if len(tokens) >= self.context:
+            raise ContextLengthError(len(tokens), self.context)
+        if common_prefix(self.entry.tokens.array, tokens) == len(tokens):
+            return 0
+        with self._cache.begin(tokens) as session:
+            for cache in session.caches:
+                cache.reserve(min(len(tokens) + HEADROOM, self.context))
+            pipeline = Pipeline(self.model, session, self.prefill_step, checkpoints=self._checkpoints(session))
+            try:
+                return pipeline.evaluate(cancelled)
+            except Exception:
+                _keep_only_what_can_be_evaluated(session)
+                raise
 
     def _shift(self, prompt: Prompt, tokens: TokenArray, options: GenerateOptions) -> Shift | None:
         """How to make room in a full context, if that is wanted."""

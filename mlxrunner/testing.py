@@ -138,7 +138,7 @@ class ByteTokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         return b"".join(map(self._bytes, tokens)).decode("utf-8", "replace")
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any) -> str:
         text = "".join(f"{message['role']}: {message['content']}\x1e" for message in check_messages(messages))
         return text + ("assistant: " if add_generation_prompt else "")
 

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from mlxrunner.cli.options import LOADING, load, model_options, overflow_options, sampling_options, take
+from mlxrunner.errors import OptionError
 
 
 @click.command()
@@ -15,19 +16,43 @@ from mlxrunner.cli.options import LOADING, load, model_options, overflow_options
 @click.option("--system", metavar="TEXT", help="The system prompt.")
 @sampling_options
 @overflow_options("shift")
-def chat(model: str, system: str | None, **options: Any) -> None:
+@click.option(
+    "--history",
+    type=click.Choice(["exact", "template"]),
+    default="exact",
+    show_default=True,
+    help="Keep the tokens that were evaluated, or spell all turns as the template does.",
+)
+@click.option("--keep-thinking", is_flag=True, help="Keep thinking in the history where the template would leave it out.")
+@click.option("--plain", is_flag=True, help="Answers as plain text.  [default: Markdown in a terminal]")
+@click.option("--no-type-ahead", is_flag=True, help="Evaluate nothing while you type.  [default: do, unless on battery]")
+@click.option("--no-history", is_flag=True, help="Do not keep what you type for the next time.")
+def chat(
+    model: str,
+    system: str | None,
+    history: Any,
+    keep_thinking: bool,
+    plain: bool,
+    no_type_ahead: bool,
+    no_history: bool,
+    **options: Any,
+) -> None:
     """Talk with a model. Each turn evaluates only its own tokens.
 
     In a terminal: line editing, /help for the commands, Ctrl-C stops an answer, Ctrl-D leaves. Otherwise each line of standard
     input is a turn, and stdout gets the answers.
     """
     from mlxrunner.chat.conversation import Conversation
-    from mlxrunner.chat.repl import Repl, pipe_reader, terminal_reader
+    from mlxrunner.chat.start import is_terminal, open_chat
     from mlxrunner.config import GenerateOptions
 
     loading = take(options, LOADING)
     GenerateOptions.of(**options)  # complain before loading
-    interactive = sys.stdin.isatty() and sys.stdout.isatty()
-    runner = load(model, loading, banner=interactive)
-    conversation = Conversation(runner, system, options)
-    sys.exit(Repl(conversation, terminal_reader() if interactive else pipe_reader(), interactive=interactive).run())
+    if history == "template" and keep_thinking:
+        raise OptionError("--keep-thinking needs --history exact: with template, the template decides what stays")
+    runner = load(model, loading, banner=is_terminal())
+    conversation = Conversation(runner, system, options, history, keep_thinking)
+    opened, table = open_chat(
+        conversation, plain=plain, history=not no_history, model=model, loading=loading, type_ahead=not no_type_ahead
+    )  # fmt: skip
+    sys.exit(opened.run(table))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, TypedDict
+from typing import Any, Protocol, TypedDict
 
 from mlxrunner.errors import PromptError
 
@@ -58,8 +58,11 @@ class Tokenizer(Protocol):
 
     def decode(self, tokens: Sequence[int]) -> str: ...
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
-        """The conversation as the model's chat template writes it. PromptError where the template refuses it."""
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any) -> str:
+        """The conversation as the model's chat template writes it. PromptError where the template refuses it.
+
+        variables: what else the template may look at, such as `enable_thinking`.
+        """
         ...
 
     def stream(self, context: Sequence[int]) -> TextStream:

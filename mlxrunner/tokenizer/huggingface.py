@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,8 @@ class HuggingFaceTokenizer:
         text = self._wrapper.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return str(text)
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
-        return render_chat(self._apply if self._has_template else None, messages, add_generation_prompt)
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any) -> str:
+        return render_chat(partial(self._apply, **variables) if self._has_template else None, messages, add_generation_prompt)
 
     def stream(self, context: Sequence[int]) -> DecodeStream:
         return DecodeStream(self.decode, context)
@@ -71,8 +72,10 @@ class HuggingFaceTokenizer:
     def _encode(self, text: str) -> list[int]:
         return list(self._wrapper.encode(text, add_special_tokens=False, verbose=False))
 
-    def _apply(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
-        text = self._wrapper.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+    def _apply(self, messages: list[dict[str, str]], add_generation_prompt: bool, **variables: Any) -> str:
+        text = self._wrapper.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=add_generation_prompt, **variables
+        )
         return str(text)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +81,8 @@ class SentencePieceTokenizer:
         text = b"".join(map(self.piece_bytes, tokens)).decode("utf-8", "replace")
         return text[1:] if self._adds_prefix and text.startswith(" ") else text
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
-        return render_chat(self._render, messages, add_generation_prompt)
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any) -> str:
+        return render_chat(self._render and partial(self._render, **variables), messages, add_generation_prompt)
 
     def stream(self, context: Sequence[int]) -> ByteStream:
         return ByteStream(self.piece_bytes, context)

@@ -16,7 +16,8 @@ END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>")
 END_OF_MESSAGE = ("<|end|>", "[/INST]")
 """Ends of a message that do not end an answer."""
 
-Render = Callable[[list[dict[str, str]], bool], str]
+Render = Callable[..., str]
+"""`(messages, add_generation_prompt, **variables)` -> text."""
 
 
 def check_messages(messages: Sequence[Message]) -> list[dict[str, str]]:
@@ -58,11 +59,11 @@ def render_chat(render: Render | None, messages: Sequence[Message], add_generati
 def jinja_renderer(template: str, special: dict[str, str]) -> Render:
     """A renderer for a jinja `template`; `special` are the names it may use (`bos_token`, `eos_token`)."""
 
-    def render(messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
+    def render(messages: list[dict[str, str]], add_generation_prompt: bool, **variables: Any) -> str:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         rendered: Any = render_jinja_template(
-            [messages], chat_template=template, add_generation_prompt=add_generation_prompt, **special
+            [messages], chat_template=template, add_generation_prompt=add_generation_prompt, **special, **variables
         )
         while not isinstance(rendered, str):  # a list of one text, with or without masks, depending on the version
             rendered = rendered[0]

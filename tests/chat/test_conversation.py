@@ -159,7 +159,7 @@ def test_a_full_context_never_ends_a_chat(options: dict[str, Any]) -> None:
 class Stripping(ByteTokenizer):
     """A template that leaves thinking out of earlier answers, so that the tokens never go on."""
 
-    def render(self, messages: Any, *, add_generation_prompt: bool = True) -> str:
+    def render(self, messages: Any, *, add_generation_prompt: bool = True, **variables: Any) -> str:
         changed = [{**m, "content": m["content"].upper()} if m["role"] == "assistant" else m for m in messages]
         return super().render(changed, add_generation_prompt=add_generation_prompt)  # type: ignore[arg-type]
 
@@ -169,11 +169,12 @@ def test_a_template_that_rewrites_answers_survives_a_full_context() -> None:
     runner = oracle_runner(context=200)
     runner.tokenizer = Stripping()
     conversation = endless(runner, max_tokens=4)
+    conversation.policy = "template"
     for turn in range(20):
         say(conversation, f"turn {turn} and some words")
     assert len(conversation.usages) == 20
-    assert conversation._first > 0
-    rendered = runner.tokenizer.render(conversation.messages[conversation._first :])
+    assert conversation.history.first > 0
+    rendered = runner.tokenizer.render(conversation.messages[2 * conversation.history.first :])
     assert len(rendered) < 200
 
 
@@ -183,7 +184,7 @@ def test_an_answer_of_repeated_tokens_is_kept_whole_over_a_shift() -> None:
     conversation = Conversation(runner, options={"stop_tokens": [], "max_tokens": 40})
     for _ in range(4):
         answer = say(conversation, "Hello!")
-        assert runner.tokenizer.decode(conversation._tokens).endswith(answer)
+        assert runner.tokenizer.decode(conversation.history.spelling.tokens).endswith(answer)
 
 
 def test_a_turn_that_was_interrupted_before_any_text_is_taken_back() -> None:

@@ -21,15 +21,16 @@ PIPE = [sys.executable, "-m", "mlxrunner", "chat"]
 SLOW = """
 import sys, time
 from mlxrunner.chat.conversation import Conversation
-from mlxrunner.chat.repl import Repl, terminal_reader
+from mlxrunner.chat.start import open_chat
 from mlxrunner.testing import OracleModel, oracle_runner
 
 model = OracleModel(["full", "recurrent"], on_layer=lambda index: time.sleep(0.004))
 runner = oracle_runner(model=model, prefill_step=3)
 conversation = Conversation(runner, options={"stop_tokens": [], "max_tokens": 400})
-read = terminal_reader()
+chat, table = open_chat(conversation, history=False)
+read = chat.reader.read
 
-def checked():
+def checked(*arguments):
     model.on_layer = lambda index: None
     assert runner.entry.is_true, "the entry is not true"
     cold = oracle_runner(["full", "recurrent"])
@@ -41,9 +42,10 @@ def checked():
         assert warm == want, (warm, want)
     model.on_layer = lambda index: time.sleep(0.004)
     print(f"<true {len(conversation.messages)}>", flush=True)
-    return read()
+    return read(*arguments)
 
-sys.exit(Repl(conversation, checked, interactive=True).run())
+chat.reader.read = checked
+sys.exit(chat.run(table))
 """
 
 
@@ -78,14 +80,17 @@ def test_commands_work_in_a_pipe_and_talk_on_stderr() -> None:
     assert notes[0] == "no turn yet"
     assert notes[1] == "system prompt: The user's name is Ana."
     assert re.match(
-        r"last turn: miss \(empty\); prompt \d+ = cached 0 \+ evaluated \d+, answer \d+ tokens; first token after", notes[2]
+        r"last turn: miss \(empty\); prompt \d+ = cached 0 \+ evaluated \d+, matched 0; answer \d+ tokens; first token after",
+        notes[2],
     )
     assert re.match(
-        r"session: 1 turns; 0 of \d+ prompt tokens reused \(0%\); entry \d+ of \d+ tokens, .* used, .* allocated", notes[3]
+        r"session: 1 turns; 0 of \d+ prompt tokens reused \(0%\), which saved about 0.0 s; entry \d+ of \d+ tokens, .* used, .* allocated",
+        notes[3],
     )
-    assert notes[4] == "cleared"
-    assert notes[5] == "no such command: /nonsense (see /help)"
-    assert any(note.startswith("/clear") for note in notes[6:])
+    assert notes[4] == "history: exact; drift from the template: none: the 49 tokens that were evaluated are the template's"
+    assert notes[5].startswith("cleared: ")
+    assert notes[6] == "no such command: /nonsense (/help lists them)"
+    assert any(note.startswith("/clear") for note in notes[7:])
 
 
 def test_a_path_is_not_a_command() -> None:
