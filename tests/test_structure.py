@@ -15,7 +15,7 @@ MODULES = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): 
 # From the top of the house to the ground: a module imports only from its own floor or lower ones.
 FLOORS = [
     ["cli", "__main__"],
-    ["chat", "doctor", "testing", "testing_models"],
+    ["chat", "sessions", "doctor", "testing", "testing_models"],
     ["runner", "parallel"],
     ["answer", "pipeline", "reserve"],
     ["models", "plan"],
@@ -23,9 +23,9 @@ FLOORS = [
     ["config", "errors", "events", "device", "folders", "overflow", "power", "terminal"],
 ]
 BOOKKEEPING = """
-cache.cells cache.checkpoints cache.entry cache.layer cache.layout cache.sequences cache.tokens chat.ahead chat.branches chat.clipboard
-chat.commands chat.history chat.keys chat.render chat.thinking config errors events folders overflow parallel.slots plan power terminal
-tokenizer.stream
+cache.cells cache.checkpoints cache.entry cache.layer cache.layout cache.saved cache.sequences cache.tokens chat.ahead chat.branches chat.clipboard
+chat.commands chat.history chat.keys chat.render chat.thinking config errors events folders overflow parallel.slots plan power sessions.files
+sessions.fingerprint sessions.session sessions.store sessions.tensors terminal tokenizer.stream
 """.split()
 
 

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 from mlxrunner.cache.tokens import TokenArray
 
+ROWS = ("full", "quantized", "sliding")
+"""Kinds that store a row per token, and no more."""
 STATES = "recurrent"
 """The kind whose arrays have a shape that does not depend on the number of tokens."""
 
@@ -57,26 +59,27 @@ class Exported:
     checkpoints: Sequence[SavedCheckpoint]
 
 
-def mismatch(saved: Saved, like: Saved) -> str | None:
-    """Why `saved` can't be a layer that, after one token, is `like`; None where it can. Rows may be of any number."""
+def mismatch(saved: Saved, like: Saved, tokens: int) -> str | None:
+    """Why `saved`, of so many tokens, can't be a layer that is `like` after one; None where it can."""
     if not (saved.arrays or saved.numbers or saved.parts):
         return None  # of a checkpoint: a part that needs none
     if saved.kind != like.kind or len(saved.parts) != len(like.parts):
-        return f"a layer is of the kind {saved.kind} instead of {like.kind}"
+        return f"a layer is of the kind {saved.kind!r:.40} instead of {like.kind!r}"
     if set(saved.arrays) != set(like.arrays) or set(saved.numbers) != set(like.numbers):
         return f"a {like.kind} layer lacks a part, or has one too many"
     for name, expected in like.arrays.items():
         found = saved.arrays[name]
         shapes = [_without_rows(like.kind, array.shape) for array in (found, expected)]
-        if shapes[0] != shapes[1] or dtype_name(found.dtype) != dtype_name(expected.dtype):
+        too_many = like.kind in ROWS and len(found.shape) == 4 and found.shape[2] > tokens
+        if too_many or shapes[0] != shapes[1] or dtype_name(found.dtype) != dtype_name(expected.dtype):
             return (
                 f"the {name} of a {like.kind} layer are {dtype_name(found.dtype)} {list(found.shape)}, "
-                f"which does not go with {dtype_name(expected.dtype)} {list(expected.shape)}"
+                f"which does not go with {dtype_name(expected.dtype)} {list(expected.shape)} and {tokens} tokens"
             )
     for name, number in like.numbers.items():
         if type(saved.numbers[name]) is not type(number) or (isinstance(number, int) and not 0 <= saved.numbers[name] < 2**31):
             return f"a number of a {like.kind} layer is {saved.numbers[name]!r:.50}"
-    return next((found for part in zip(saved.parts, like.parts, strict=True) if (found := mismatch(*part))), None)
+    return next((found for part in zip(saved.parts, like.parts, strict=True) if (found := mismatch(*part, tokens))), None)
 
 
 def outline(saved: Saved) -> list[Any]:
