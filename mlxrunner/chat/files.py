@@ -9,21 +9,31 @@ import stat
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from mlxrunner.chat.clipboard import copy
 from mlxrunner.chat.commands import PATH, Command
 from mlxrunner.chat.thinking import without_thinking
 from mlxrunner.errors import OptionError, PromptError
 from mlxrunner.terminal import size
+from mlxrunner.tokenizer import Message
 
 if TYPE_CHECKING:
-    from mlxrunner.chat.conversation import Conversation
     from mlxrunner.chat.repl import Chat
 
 NAMED = re.compile(r"(?<!\S)@(\S+)")
 LONGEST_TOKEN = 32
 """Bytes: a file that has more of them for each token of the context is not even read."""
+
+
+class Said(Protocol):
+    """A conversation, or what was saved of one."""
+
+    @property
+    def system(self) -> str | None: ...
+
+    @property
+    def messages(self) -> list[Message]: ...
 
 
 class FileError(PromptError):
@@ -113,13 +123,13 @@ def export(chat: Chat, argument: str) -> None:
     chat.say(f"{len(chat.conversation.history.turns)} turns written to {name}")
 
 
-def as_markdown(conversation: Conversation) -> str:
+def as_markdown(conversation: Said) -> str:
     system = [f"## System\n\n{conversation.system}\n"] if conversation.system else []
     said = [f"## {message['role'].capitalize()}\n\n{message['content']}\n" for message in conversation.messages]
     return "\n".join([*system, *said])
 
 
-def as_json(conversation: Conversation, model: str) -> str:
+def as_json(conversation: Said, model: str) -> str:
     content = {"model": model, "system": conversation.system, "messages": conversation.messages}
     return json.dumps(content, ensure_ascii=False, indent=1) + "\n"
 

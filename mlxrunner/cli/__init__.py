@@ -6,11 +6,13 @@ import sys
 
 import click
 
+from mlxrunner.cli.cache import cache
 from mlxrunner.cli.chat import chat
 from mlxrunner.cli.describe import doctor, models, plan, show
 from mlxrunner.cli.generate import generate
 from mlxrunner.cli.options import debug_option
 from mlxrunner.cli.program import Program
+from mlxrunner.cli.sessions import sessions
 
 
 @click.group(cls=Program, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -24,5 +26,5 @@ def main() -> None:
             stream.reconfigure(errors=errors)
 
 
-for command in (generate, chat, models, show, plan, doctor):
+for command in (generate, chat, sessions, cache, models, show, plan, doctor):
     main.add_command(command)

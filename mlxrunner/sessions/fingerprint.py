@@ -10,10 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mlxrunner.cache.saved import Saved, outline
 from mlxrunner.models.resolve import check_weights, read_config, read_header
 from mlxrunner.tokenizer.template import read_json, read_template
 
@@ -35,7 +36,7 @@ SAMPLE = 64
 
 
 def fingerprint(folder: Path) -> dict[str, str]:
-    """Of the model directory `folder`; the part "kv" is added by whoever knows the layer caches. ModelError where it is broken."""
+    """Of the model directory `folder`, but for the format of its caches (`with_format`). ModelError where it is broken."""
     settings = read_json(folder / "tokenizer_config.json")
     template = read_template(folder, settings)
     words = [(folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).exists()]
@@ -45,6 +46,11 @@ def fingerprint(folder: Path) -> dict[str, str]:
         "tokenizer": _digest(*words, _canonical({name: value for name, value in settings.items() if name != "chat_template"})),
         "template": _digest((template or "").encode()),
     }
+
+
+def with_format(known: Mapping[str, str], outlines: Sequence[Saved]) -> dict[str, str]:
+    """With the part "kv": the format of a model's layer caches."""
+    return {**known, "kv": digest([outline(layer) for layer in outlines])}
 
 
 def differences(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

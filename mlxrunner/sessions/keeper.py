@@ -6,11 +6,10 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
-from mlxrunner.cache.saved import outline
 from mlxrunner.errors import SessionError
 from mlxrunner.runner import Runner
 from mlxrunner.sessions.entry import Packed, StoredEntry, pack
-from mlxrunner.sessions.fingerprint import PARTS, SPELLING, differences, digest, fingerprint
+from mlxrunner.sessions.fingerprint import PARTS, SPELLING, differences, fingerprint, with_format
 from mlxrunner.sessions.session import Session
 from mlxrunner.sessions.store import Sessions
 from mlxrunner.terminal import size
@@ -35,7 +34,7 @@ class Keeper:
         self._runner, self._caches, self._kv_bits = runner, caches, kv_bits
         self._outline = runner.outline()
         known = fingerprint(model) if isinstance(model, Path) else model
-        self._fingerprint = {**known, "kv": digest([outline(layer) for layer in self._outline])}
+        self._fingerprint = with_format(known, self._outline)
         self._writer: threading.Thread | None = None
         self._failed: SessionError | None = None
         self._behind: str | None = None  # the session whose caches are newer than its file
