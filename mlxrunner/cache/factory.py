@@ -15,7 +15,7 @@ from mlxrunner.cache.layer import LayerCache
 from mlxrunner.cache.layout import Layout
 from mlxrunner.cache.quantized import QuantizedAttentionCache
 from mlxrunner.cache.recurrent import RecurrentCache
-from mlxrunner.cache.saved import Saved
+from mlxrunner.cache.saved import Saved, shapes
 from mlxrunner.cache.sliding import SlidingWindowCache
 from mlxrunner.cache.stock import StockCache
 from mlxrunner.cache.trimmable import TrimmableCache
@@ -66,7 +66,7 @@ def outline_of(model: Any, options: CacheOptions) -> list[Saved]:
     """What each layer of `model` stores, as the shapes of an unevaluated token: a saved layer has to be like it."""
     caches = make_layer_caches(model, CacheOptions(rewind_slack=options.rewind_slack, kv_bits=options.kv_bits))
     run_lazily(model, caches, 1)
-    return [cache.export() for cache in caches]
+    return [shapes(cache.export()) for cache in caches]
 
 
 def layouts_of(model: Any, options: CacheOptions) -> list[Layout]:

@@ -29,6 +29,14 @@ class Saved:
 
 
 @dataclass(frozen=True)
+class Shape:
+    """An array without its content."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class SavedCheckpoint:
     """`layers`: one per layer, None for a layer that needs none."""
 
@@ -80,6 +88,12 @@ def mismatch(saved: Saved, like: Saved, tokens: int) -> str | None:
         if type(saved.numbers[name]) is not type(number) or (isinstance(number, int) and not 0 <= saved.numbers[name] < 2**31):
             return f"a number of a {like.kind} layer is {saved.numbers[name]!r:.50}"
     return next((found for part in zip(saved.parts, like.parts, strict=True) if (found := mismatch(*part, tokens))), None)
+
+
+def shapes(saved: Saved) -> Saved:
+    """The same without any content, and without what that would keep alive."""
+    arrays = {name: Shape(dtype_name(array.dtype), tuple(array.shape)) for name, array in saved.arrays.items()}
+    return Saved(saved.kind, arrays, saved.numbers, [shapes(part) for part in saved.parts])
 
 
 def outline(saved: Saved) -> list[Any]:

@@ -19,9 +19,12 @@ def is_terminal() -> bool:
     return sys.stdin.isatty() and sys.stdout.isatty()
 
 
-def open_chat(conversation: Conversation, *, plain: bool = False, history: bool = True, **options: Any) -> tuple[Chat, Table]:
-    """`plain`: no Markdown; `history`: keep what is typed for the next time. `options`: other fields of `Chat`."""
-    table = commands()
+def open_chat(
+    conversation: Conversation, *more: Command, plain: bool = False, history: bool = True, **options: Any
+) -> tuple[Chat, Table]:
+    """`more`: commands of other rooms; `plain`: no Markdown; `history`: keep what is typed for the next time. `options`: other fields of
+    `Chat`."""
+    table = commands(*more)
     chat = Chat(conversation, interactive=is_terminal(), **options)
     if chat.interactive:
         from mlxrunner.chat.editor import Editor

@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from mlxrunner.cli.options import LOADING, load, model_options, overflow_options, sampling_options, take
 from mlxrunner.errors import OptionError
@@ -27,7 +28,13 @@ from mlxrunner.errors import OptionError
 @click.option("--plain", is_flag=True, help="Answers as plain text.  [default: Markdown in a terminal]")
 @click.option("--no-type-ahead", is_flag=True, help="Evaluate nothing while you type.  [default: do, unless on battery]")
 @click.option("--no-history", is_flag=True, help="Do not keep what you type for the next time.")
+@click.option("--session", metavar="NAME", help="Go on with this saved conversation, or begin it; saved after each turn.")
+@click.option("--no-cache-file", is_flag=True, help="Save the text of sessions only.  [default: what was evaluated, too]")
+@click.option("--session-kv-bits", type=int, metavar="B", help="Save keys and values in 8 or 4 bits. [default: as they are]")
+@click.pass_context
 def chat(
+    ctx: click.Context,
+    /,
     model: str,
     system: str | None,
     history: Any,
@@ -35,6 +42,9 @@ def chat(
     plain: bool,
     no_type_ahead: bool,
     no_history: bool,
+    session: str | None,
+    no_cache_file: bool,
+    session_kv_bits: int | None,
     **options: Any,
 ) -> None:
     """Talk with a model. Each turn evaluates only its own tokens.
@@ -45,14 +55,24 @@ def chat(
     from mlxrunner.chat.conversation import Conversation
     from mlxrunner.chat.start import is_terminal, open_chat
     from mlxrunner.config import GenerateOptions
+    from mlxrunner.sessions.commands import Saving, put_back
 
     loading = take(options, LOADING)
     GenerateOptions.of(**options)  # complain before loading
     if history == "template" and keep_thinking:
         raise OptionError("--keep-thinking needs --history exact: with template, the template decides what stays")
-    runner = load(model, loading, banner=is_terminal())
-    conversation = Conversation(runner, system, options, history, keep_thinking)
-    opened, table = open_chat(
-        conversation, plain=plain, history=not no_history, model=model, loading=loading, type_ahead=not no_type_ahead
-    )  # fmt: skip
-    sys.exit(opened.run(table))
+    saving = Saving(caches=not no_cache_file, kv_bits=session_kv_bits)
+    with saving.opened(session) as resumed:
+        conversation = Conversation(None, system, options, history, keep_thinking)  # type: ignore[arg-type]  # loaded below
+        if resumed is not None:
+            given = {name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+            model = put_back(resumed, conversation, loading, model, given)
+        conversation.runner = load(model, loading, banner=is_terminal())
+        opened, table = open_chat(
+            conversation, *saving.commands, plain=plain, history=not no_history, model=model, loading=loading,
+            type_ahead=not no_type_ahead,
+        )  # fmt: skip
+        saving.begin(opened, resumed is not None)
+        code = opened.run(table)
+        saving.end(opened)
+    sys.exit(code)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -68,7 +69,7 @@ def show(name: str, as_json: bool) -> None:
         "branches": ", ".join(sorted(session.branches)) if len(session.branches) > 1 else "",
         "tokens": f"{about['tokens']}",
         "caches": size(about["cache_bytes"]) if about["cache_bytes"] else "none: the first turn evaluates the conversation anew",
-        "settings": ", ".join(f"{key} {value}" for key, value in session.settings.items() if value not in (None, [], {}, False)),
+        "settings": ", ".join(f"{key} {value}" for key, value in _flat(session.settings) if value not in (None, [], {}, False)),
         "system": session.system or "",
     }
     for row, value in rows.items():
@@ -113,6 +114,14 @@ def export(name: str, file: str, force: bool) -> None:
         raise OptionError(f"{file} is there already: --force overwrites it") from error
     except OSError as error:
         raise OptionError(f"{file}: {error.strerror or error}") from error
+
+
+def _flat(settings: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            yield from _flat(value)
+        else:
+            yield key, value
 
 
 def _about(store: Sessions, name: str) -> dict[str, Any]:

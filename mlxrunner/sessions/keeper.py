@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -31,13 +32,24 @@ class Keeper:
         kv_bits: int | None = None,
     ) -> None:
         self.sessions = Sessions() if sessions is None else sessions
-        self._runner, self._caches, self._kv_bits = runner, caches, kv_bits
+        self._runner = weakref.ref(runner)  # a chat that changes its model gives up the one before at once
+        self._caches, self._kv_bits = caches, kv_bits
         self._outline = runner.outline()
         known = fingerprint(model) if isinstance(model, Path) else model
         self._fingerprint = with_format(known, self._outline)
         self._writer: threading.Thread | None = None
         self._failed: SessionError | None = None
         self._behind: str | None = None  # the session whose caches are newer than its file
+
+    def is_of(self, runner: Runner) -> bool:
+        return self._runner() is runner
+
+    @property
+    def runner(self) -> Runner:
+        runner = self._runner()
+        if runner is None:
+            raise RuntimeError("the runner of this keeper is gone")
+        return runner
 
     def load(self, name: str) -> tuple[Session, str]:
         """The session, its entry taken over by the runner (and read by the next turn) if it can be, and a line about that.
@@ -48,7 +60,7 @@ class Keeper:
         different = differences(session.fingerprint, self._fingerprint)
         if any(part in SPELLING for part in different):
             session.forget_tokens()
-        self._runner.reset()
+        self.runner.reset()
         return session, self._restore(name)
 
     def _restore(self, name: str) -> str:
@@ -60,11 +72,11 @@ class Keeper:
         except SessionError as error:
             return f"its text is kept, its caches are dropped: {error}"
         different = differences(entry.fingerprint, self._fingerprint)
-        if not different and len(entry.tokens) > self._runner.context:
-            different = [f"{len(entry.tokens)} tokens, and the context is {self._runner.context}"]
+        if not different and len(entry.tokens) > self.runner.context:
+            different = [f"{len(entry.tokens)} tokens, and the context is {self.runner.context}"]
         if different:
             return f"its text is kept, its caches are dropped: {', '.join(PARTS.get(part, part) for part in different)}"
-        self._runner.adopt(entry)
+        self.runner.adopt(entry)
         return f"{len(entry.tokens)} tokens restored ({size(entry.nbytes)})"
 
     def save(self, name: str, session: Session) -> None:
@@ -90,7 +102,7 @@ class Keeper:
 
     def _write(self, name: str) -> None:
         self._behind = None
-        entry = self._runner.entry
+        entry = self.runner.entry
         if not entry.tokens:
             self.sessions.drop_cache(name)
             return
