@@ -30,7 +30,7 @@ class Editor:
     def __init__(self, table: Table, words: Callable[[str], Iterable[str]], history: Path | None = None) -> None:
         self._session: PromptSession[str] = PromptSession(
             multiline=True,
-            prompt_continuation=MORE,
+            prompt_continuation=lambda width, line, wraps: "" if wraps else MORE,
             key_bindings=_bindings(),
             completer=ChatCompleter(table, words),
             complete_while_typing=False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.markdown import Markdown
 from rich.segment import Segment
+from rich.text import Text
 
 from mlxrunner.chat.thinking import Thinking
 from mlxrunner.terminal import Output, visible
@@ -128,6 +130,15 @@ class ThinkingApart:
             sys.stdout.write(f"{UNDIM}\n\n" if self._show else ERASE_LINE)
             sys.stdout.flush()
             self._noted = False
+
+
+def wrapped(text: str, width: int | None = None) -> str:
+    """A note in lines of a terminal's width, broken between words; what follows a gap of two spaces stays a column of its own."""
+    console = Console(width=width)
+    gap = re.match(r"\s*\S+(?: \S+)*\s{2,}|\s*", text)
+    indent = gap.end() if gap and gap.end() < console.width // 2 else 0
+    lines = Text(visible(text[indent:])).wrap(console, console.width - indent)
+    return text[:indent] + f"\n{' ' * indent}".join(line.plain.rstrip() for line in lines)
 
 
 class _Block:

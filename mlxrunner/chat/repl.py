@@ -13,7 +13,7 @@ from mlxrunner.chat.commands import Table
 from mlxrunner.chat.conversation import Conversation
 from mlxrunner.chat.files import Attachments
 from mlxrunner.chat.keys import interruptible, unseen_typing
-from mlxrunner.chat.render import Plain, ThinkingApart, View
+from mlxrunner.chat.render import Plain, ThinkingApart, View, wrapped
 from mlxrunner.errors import MlxrunnerError, PromptError
 from mlxrunner.power import on_battery
 from mlxrunner.reserve import must_fit
@@ -64,7 +64,7 @@ class Chat:
         return self.conversation.runner
 
     def run(self, table: Table) -> int:
-        """Until the end of the input or /bye; returns the exit code."""
+        """Until the end of the input or /bye; returns the exit code: in a terminal 0, else that of the last error, 130 after Ctrl-C."""
         failed = 0
         while True:
             try:
@@ -78,7 +78,7 @@ class Chat:
                 self.say(
                     f"error: {error}" + ("; /clear begins anew" if isinstance(error, PromptError) and self.interactive else "")
                 )
-                failed = error.exit_code
+                failed = 0 if self.interactive else error.exit_code
 
     def _read(self, default: str = "") -> str:
         return self.reader.read(Ahead(self._evaluate, types_ahead=lambda: self.type_ahead and not on_battery()), default)
@@ -118,7 +118,7 @@ class Chat:
     def say(self, text: str) -> None:
         """Everything that is not an answer goes to stderr."""
         sys.stdout.flush()
-        Output(sys.stderr).write(text + "\n")
+        Output(sys.stderr).write((wrapped(text) if self.interactive else text) + "\n")
 
     def edit(self, text: str) -> str | None:
         """`text` as the user changes it; None where that was given up."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from mlxrunner.chat.commands import Command
@@ -10,6 +10,7 @@ from mlxrunner.events import Usage
 from mlxrunner.terminal import size
 
 if TYPE_CHECKING:
+    from mlxrunner.chat.conversation import Conversation
     from mlxrunner.chat.repl import Chat
 
 REASONS = {
@@ -27,24 +28,27 @@ def stats(chat: Chat, argument: str) -> None:
     if not usages:
         chat.say("no turn yet")
         return
+    for name, line in table(conversation, usages):
+        chat.say(f"{name:11}{line}")
+
+
+def table(conversation: Conversation, usages: Sequence[Usage]) -> Iterator[tuple[str, str]]:
+    """The lines of /stats."""
     last = usages[-1]
     why = last.freed_by or last.rewind_limited_by
     reason = f" ({last.reason}{f': {why}' if why else ''})" if last.reason else ""
     ahead = f" ({conversation.evaluated_ahead} of them while you typed)" if conversation.evaluated_ahead else ""
-    chat.say(
-        f"last turn: {last.outcome}{reason}; prompt {last.prompt_tokens} = cached {last.cached_tokens}{ahead} + evaluated "
-        f"{last.evaluated_tokens}, matched {last.matched_tokens}; answer {last.completion_tokens} tokens; first token after "
-        f"{last.ttft_s * 1000:.0f} ms, prefill {last.prefill_rate:.0f} tokens/s, decode {last.decode_rate:.0f} tokens/s"
-    )
+    yield "last turn", f"{last.outcome}{reason}: {last.prompt_tokens} prompt tokens, {last.matched_tokens} matched"
+    yield "", f"{last.cached_tokens} cached{ahead}, {last.evaluated_tokens} evaluated, {last.trimmed_tokens} trimmed"
+    yield "", f"first token after {last.ttft_s * 1000:.0f} ms, prefill {last.prefill_rate:.0f} tokens/s"
+    yield "", f"answer of {last.completion_tokens} tokens, {last.decode_rate:.0f} tokens/s"
     prompt, cached = sum(u.prompt_tokens for u in usages), sum(u.cached_tokens for u in usages)
-    entry, context = chat.runner.entry, chat.runner.context
-    chat.say(
-        f"session: {len(usages)} turns; {cached} of {prompt} prompt tokens reused ({cached / prompt:.0%}), which saved about "
-        f"{saved_seconds(usages):.1f} s; entry {len(entry.tokens)} of {context} tokens, {size(entry.used_bytes)} used, "
-        f"{size(entry.nbytes)} allocated"
-    )
-    drift = conversation.drift()
-    chat.say(f"history: {conversation.policy}; drift from the template: {drift or 'not known'}")
+    yield "session", f"{len(usages)} turns; {cached} of {prompt} prompt tokens reused ({cached / prompt:.0%})"
+    yield "", f"which saved about {saved_seconds(usages):.1f} s"
+    entry = conversation.runner.entry
+    yield "entry", f"{len(entry.tokens)} of {conversation.runner.context} tokens"
+    yield "", f"{size(entry.used_bytes)} used, {size(entry.nbytes)} allocated"
+    yield "history", f"{conversation.policy}; drift from the template: {conversation.drift() or 'not known'}"
 
 
 def saved_seconds(usages: Sequence[Usage]) -> float:

@@ -32,7 +32,7 @@ class Drift:
 
     def __str__(self) -> str:
         if self.kind == "none":
-            return f"none: the {self.evaluated} tokens that were evaluated are the template's"
+            return "none"
         what = {
             "retokenized": "the same text in other tokens",
             "whitespace": "other white space",
