@@ -10,6 +10,7 @@ import json
 import math
 import os
 import struct
+import weakref
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -86,6 +87,7 @@ class TensorFile:
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
+        close = weakref.finalize(self, os.close, fd)
         try:
             size = os.fstat(fd).st_size
             header, begin = _read_header(fd, size)
@@ -94,15 +96,13 @@ class TensorFile:
             self.arrays = {
                 name: self._array(name, entry, begin, size) for name, entry in header.items() if name != "__metadata__"
             }
-            if sum(array.nbytes for array in self.arrays.values()) != size - begin:
+            for array in sorted(self.arrays.values(), key=lambda array: (array.begin, array.nbytes)):
+                begin = begin + array.nbytes if array.begin == begin else size + 1
+            if begin != size:
                 raise SessionError(f"the cache is truncated or damaged: its {size} bytes are not those that its header describes")
         except BaseException:
-            os.close(fd)
+            close()
             raise
-
-    def __del__(self) -> None:
-        if hasattr(self, "arrays"):
-            os.close(self.fd)
 
     def _array(self, name: str, entry: Any, begin: int, size: int) -> StoredArray:
         try:

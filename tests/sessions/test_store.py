@@ -70,7 +70,9 @@ def test_the_users_folder_is_where_the_system_has_such_things(tmp_path: Path, mo
     assert Sessions().folder == tmp_path / "chosen" / "sessions"
 
 
-@pytest.mark.parametrize("name", ["../x", "a/b", "/etc/passwd", "", ".", "..", ".hidden", "a b", "a\n", "x" * 49, "-f", "a\0b", "~"])
+@pytest.mark.parametrize(
+    "name", ["../x", "a/b", "/etc/passwd", "", ".", "..", ".hidden", "a b", "a\n", "x" * 49, "-f", "a\0b", "~"]
+)
 def test_a_name_is_no_path(store: Sessions, name: str) -> None:
     """Refused in one line by everything that takes a name; nothing is made anywhere."""
     for act in (store.load, store.remove, store.load_cache, store.exists, lambda name: store.save(name, session())):
@@ -172,7 +174,9 @@ def test_a_full_disk_costs_nothing_that_was_there(store: Sessions) -> None:
     store.save_cache("one", {"x": buffer(1)}, {})
     with files_of_at_most(2000):
         store.save("one", session("new"))
-        with pytest.raises(SessionError, match=r"caches of the session 'one' could not be saved \(its text was\): File too large"):
+        with pytest.raises(
+            SessionError, match=r"caches of the session 'one' could not be saved \(its text was\): File too large"
+        ):
             store.save_cache("one", {"x": buffer(2)}, {})
     with files_of_at_most(10), pytest.raises(SessionError, match="the session 'one' could not be saved: File too large"):
         store.save("one", session("newest"))
