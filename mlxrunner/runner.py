@@ -159,6 +159,10 @@ class Runner:
         self._cache.reset()
         mx.clear_cache()
 
+    def keep(self, tokens: Sequence[int]) -> None:
+        """Rewind the entry to what it shares with `tokens`. BusyError during a request."""
+        self._cache.keep(tokens)
+
     def adopt(self, saved: SavedEntry) -> None:
         """Take over a saved entry; it is read when the next request begins, or when `entry` is looked at. BusyError during a request."""
         self._cache.adopt(saved)

@@ -202,6 +202,17 @@ class PrefixCache:
         self._awaited = None
         self.free("a reset")
 
+    def keep(self, tokens: Sequence[int] | TokenArray) -> None:
+        """Rewind the entry, between requests, to what it shares with `tokens`. BusyError while one is running."""
+        if self.is_busy:
+            raise BusyError()
+        entry = self.current
+        shared = common_prefix(entry.tokens.array, as_tokens(tokens))
+        if shared < len(entry.tokens):
+            self._settled = False
+            entry.tokens.truncate(shared)
+            self.settle("what came after the tokens that were to be kept")
+
     def adopt(self, saved: SavedEntry) -> None:
         """Take over a saved entry in place of the present one. It is read when somebody first needs it: the next request, or `current`.
 
@@ -234,12 +245,12 @@ class PrefixCache:
         for cache in entry.caches:
             cache.free()
 
-    def settle(self) -> None:
+    def settle(self, undone: str = "an interrupted forward pass that could not be undone") -> None:
         """Make the entry true: every layer to the tokens, or as far back as is needed, or free it. Safe to repeat after an interrupt."""
         entry = self.entry
         length = entry.reach(len(entry.tokens))[0]
         if length == 0:
-            self.free("an interrupted forward pass that could not be undone")
+            self.free(undone)
         else:
             entry.tokens.truncate(length)
             entry.rewind(length)

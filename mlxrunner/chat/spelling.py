@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mlxrunner.chat.history import History, Spelling, Turn
-from mlxrunner.chat.thinking import has_thinking
+from mlxrunner.chat.thinking import has_thinking, opens_thinking
 from mlxrunner.tokenizer import Message, Tokenizer
 
 Policy = Literal["exact", "template"]
@@ -90,7 +90,11 @@ class Speller:
 
     def settle(self, history: History, system: str | None) -> None:
         """Spell the last answer as the next turn will see it, where the template leaves out its thinking."""
-        if self.policy != "exact" or self.keep_thinking or not history.turns or not has_thinking(history.turns[-1].answer):
+        if self.policy != "exact" or self.keep_thinking or not history.turns:
+            return
+        turn = history.turns[-1]
+        before = history.spelling.up_to(turn.begins).text if turn.begins else ""
+        if not (has_thinking(turn.answer) or opens_thinking(before)):
             return
         seen = _before(self.render([*messages(history, system), {"role": "user", "content": HERE}]), HERE)
         text = history.spelling.text
@@ -99,7 +103,7 @@ class Speller:
             kept = history.spelling.up_to(mark) if mark else Spelling()
             respelled = self._extend(kept, seen[mark.characters :]) if mark else Spelling(seen, self.tokenizer.encode(seen))
             behind = _before(self._behind_last_answer(history, system, HERE) or "", HERE)
-            history.respell(mark, respelled, history.turns[-1].closing + behind)
+            history.respell(mark, respelled, turn.closing + behind)
 
     def drift(self, history: History, system: str | None) -> Drift:
         """What was evaluated against what the template would have written. A full context must not have dropped anything."""

@@ -73,6 +73,11 @@ def without_thinking(answer: str) -> str:
     return answer
 
 
+def opens_thinking(prompt: str) -> bool:
+    """Whether the template begins an answer with thinking, or with an empty one so that there is none."""
+    return prompt.rstrip().endswith(tuple(tag for tags in TAGS for tag in tags))
+
+
 def has_thinking(answer: str) -> bool:
     """Whether there is any in it."""
     return without_thinking(answer) != answer

@@ -34,6 +34,7 @@ class Saving:
         self._lock = ExitStack()
         self._keeper: Keeper | None = None
         self._own: set[str] = set()  # names that this chat may overwrite
+        self._kept: dict[str, str] = {}  # by name, what was saved or loaded last
         self._is_unsaved = False
         self.commands = (
             Command(
@@ -63,11 +64,12 @@ class Saving:
                 self._resume(chat, self.name, settings=False)
             else:
                 chat.say(f"session {self.name}: a new one")
+                self._kept[self.name] = self._session(chat).to_json()
         chat.after_turn.append(self._after_turn)
 
     def end(self, chat: Chat) -> None:
         """Save what has been changed since the last turn."""
-        if self.name is not None and (chat.conversation.history.turns or self.sessions.exists(self.name)):
+        if self.name is not None and self._session(chat).to_json() != self._kept.get(self.name):
             self._store(chat, self.name)
 
     def _after_turn(self, chat: Chat) -> None:
@@ -106,16 +108,22 @@ class Saving:
         chat.branches.current = session.branch
         others = {branch: (one.system, one.history) for branch, one in session.branches.items() if branch != session.branch}
         chat.branches.others = others
+        self._kept[name] = self._session(chat).to_json()
         self._own.add(name)
         self._is_unsaved = False
         chat.say(f"session {name}: {_turns(chat)}, {caches}")
 
     def _store(self, chat: Chat, name: str) -> None:
+        session = self._session(chat)
+        self._kept[name] = session.to_json()
+        self._keeping(chat).save(name, session)
+
+    def _session(self, chat: Chat) -> Session:
+        """The chat as it is now."""
         conversation = chat.conversation
         others = {branch: Branch(*kept) for branch, kept in chat.branches.others.items()}
         present = {chat.branches.current: Branch(conversation.system, conversation.history)}
-        session = Session(_lasting(chat.model), others | present, chat.branches.current, settings_of(chat))
-        self._keeping(chat).save(name, session)
+        return Session(_lasting(chat.model), others | present, chat.branches.current, settings_of(chat))
 
     def _keeping(self, chat: Chat) -> Keeper:
         """The keeper of the chat's runner, which may have become another one."""

@@ -7,13 +7,15 @@ from pathlib import Path
 
 from mlxrunner.cache.factory import CacheOptions, outline_of
 from mlxrunner.cache.saved import Exported
+from mlxrunner.chat.branches import MAIN
+from mlxrunner.chat.history import History, Spelling
 from mlxrunner.errors import OptionError, SessionError
 from mlxrunner.models.load import unread_model
 from mlxrunner.models.resolve import resolve
 from mlxrunner.sessions.entry import StoredEntry, pack
 from mlxrunner.sessions.fingerprint import PARTS, differences, fingerprint, with_format
 from mlxrunner.sessions.prompt_cache import export_file, import_file
-from mlxrunner.sessions.session import Session
+from mlxrunner.sessions.session import Branch, Session
 from mlxrunner.sessions.store import Sessions
 
 
@@ -56,6 +58,7 @@ def import_session(
     known = with_format(fingerprint(folder), outline_of(unread, options))
     packed = pack(entry.export(), known)
     with sessions.lock(name):
-        sessions.save(name, Session(model, fingerprint=known, settings={"kv_bits": kv_bits} if kv_bits else {}))
+        spelled = Branch(None, History(spelling=Spelling("", entry.tokens[:])))
+        sessions.save(name, Session(model, {MAIN: spelled}, fingerprint=known, settings={"kv_bits": kv_bits}))
         sessions.save_cache(name, packed.arrays, packed.metadata)
     return len(entry.tokens)

@@ -80,9 +80,14 @@ class Keeper:
         return f"{len(entry.tokens)} tokens restored ({size(entry.nbytes)})"
 
     def save(self, name: str, session: Session) -> None:
-        """The text is on the disk when this returns; the caches are copied, and written in a thread. SessionError also for the last one's."""
+        """The text is on the disk when this returns; the caches, as far as they are of its tokens, are copied and written in a thread.
+
+        SessionError also for the last ones.
+        """
         session.fingerprint = dict(self._fingerprint)
         self.sessions.save(name, session)
+        # What was typed and never sent, or taken back, does not belong to it.
+        self.runner.keep(session.history.spelling.tokens)
         if not self._caches:
             self.sessions.drop_cache(name)
         elif self._writer is not None and self._writer.is_alive():
