@@ -56,8 +56,10 @@ class Chat:
         self.wait_until_evaluated(0)
 
     def wait_until_evaluated(self, length: int) -> None:
+        """Until a message of so many characters has been evaluated in advance, since the last call."""
         while str(length) not in self.progress.read_text().split():
             time.sleep(0.05)
+        self.progress.write_text("")
 
     def paste(self, text: str) -> None:
         self.child.send(f"\x1b[200~{text}\x1b[201~")
@@ -91,12 +93,11 @@ class Chat:
 
     def clear(self) -> None:
         """Begin anew, with nothing left of the last message in the entry but its first tokens."""
-        before = self.progress.read_text().count("\n")
+        self.progress.write_text("")
         self.child.send("/clear\r")
         self.child.expect("cleared")
         self.child.expect(">>>")
-        while self.progress.read_text().count("\n") == before:
-            time.sleep(0.05)
+        self.wait_until_evaluated(0)
 
 
 def message(tokens: int, number: int) -> str:

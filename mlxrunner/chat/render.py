@@ -6,7 +6,8 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from itertools import pairwise
+from typing import Protocol
 
 from markdown_it import MarkdownIt
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -60,10 +61,10 @@ class StreamedMarkdown:
         if not self._text.strip() or time.monotonic() - self._drawn < max(REDRAW_S, 4 * self._cost):
             return
         began = time.monotonic()
-        finished, self._text = _split(self._text)
-        if finished:
+        *finished, self._text = _blocks(self._text)
+        for block in finished:
             self._stop()
-            self._print(finished)
+            self._print(block)
         if self._live is None:
             self._live = Live(
                 console=self._console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
@@ -75,8 +76,9 @@ class StreamedMarkdown:
 
     def close(self) -> None:
         self._stop()
-        if self._text.strip() or self._is_first:
-            self._print(self._text)
+        for block in _blocks(self._text):
+            if block.strip() or self._is_first:
+                self._print(block)
         self._text = ""
 
     def _stop(self) -> None:
@@ -180,10 +182,9 @@ def _markdown(text: str) -> Markdown:
     return markdown
 
 
-def _split(text: str) -> tuple[str, str]:
-    """Blocks that are complete, and the last one, which may go on."""
-    begins: list[Any] = [token.map[0] for token in _parser().parse(text) if token.level == 0 and token.map and token.nesting >= 0]
-    if len(begins) < 2:
-        return "", text
+def _blocks(text: str) -> list[str]:
+    """One after the other; the last one may go on."""
+    begins = [token.map[0] for token in _parser().parse(text) if token.level == 0 and token.map and token.nesting >= 0]
     lines = text.split("\n")
-    return "\n".join(lines[: begins[-1]]) + "\n", "\n".join(lines[begins[-1] :])
+    cuts = [0, *begins[1:], len(lines)]
+    return ["\n".join(lines[begin:end]) for begin, end in pairwise(cuts)]
