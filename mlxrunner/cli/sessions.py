@@ -44,7 +44,8 @@ def list_(as_json: bool) -> None:
     width = max((len(one["name"]) for one in found), default=0)
     for one in [] if as_json else found:
         caches = size(one["cache_bytes"]) if one["cache_bytes"] else "none"
-        line = f"{one['name']:{width}}  {one['turns']:>4} turns  text {size(one['text_bytes']):>7}  caches {caches:>7}  {one['saved']}"
+        turns = f"{one['turns']} turn{'' if one['turns'] == 1 else 's'}"
+        line = f"{one['name']:{width}}  {turns:>9}  text {size(one['text_bytes']):>7}  caches {caches:>7}  {one['saved']}"
         click.echo(visible_text(f"{line}  {one['model']}"))
 
 

@@ -91,7 +91,7 @@ class Saving:
     def _load(self, chat: Chat, argument: str) -> None:
         force, name = _forced(argument, None)
         if self._is_unsaved and not force:
-            raise OptionError(f"{_turns(chat)} are not saved: /save NAME saves them, /load -f {name} gives them up")
+            raise OptionError(f"what was said is not saved ({_turns(chat)}): /save NAME saves it, /load -f {name} gives it up")
         self.sessions.load(name)  # complain before giving anything up
         if self.name is not None and name != self.name:
             self.end(chat)

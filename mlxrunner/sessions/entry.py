@@ -79,10 +79,11 @@ class _Packer:
 class StoredEntry:
     """A SavedEntry in a file: `tokens` are read now, the rest when a layer wants it.
 
-    `outline`: what each layer of the model stores (`Runner.outline`). SessionError where the file holds something else.
+    `fingerprint`: what it depends on; where that is the same, `check` says whether the file holds what it should. SessionError where it is
+    damaged.
     """
 
-    def __init__(self, file: TensorFile, outline: Sequence[Saved]) -> None:
+    def __init__(self, file: TensorFile) -> None:
         self._file = file
         try:
             structure = json.loads(file.metadata["entry"])
@@ -100,17 +101,17 @@ class StoredEntry:
                 for place, found in enumerate(structure["checkpoints"])
             ]
             self.tokens = _tokens(file.arrays["tokens"])
-            self._check(outline)
         except (KeyError, TypeError, ValueError, OverflowError, RecursionError, AttributeError, PromptError) as error:
             raise SessionError(f"the cache is damaged, or no cache of a session: {' '.join(str(error).split())[:100]}") from error
 
-    def _check(self, outline: Sequence[Saved]) -> None:
+    def check(self, outline: Sequence[Saved]) -> None:
+        """SessionError unless every array is of the type and shape that the model's layers store (`Runner.outline`)."""
         for layers in (self._layers, *(item.layers for item in self._checkpoints)):
             if len(layers) != len(outline):
                 raise SessionError(f"the cache has {len(layers)} layers, and the model {len(outline)}")
             for layer, like in zip(layers, outline, strict=True):
-                if layer is not None and (why := mismatch(layer, like, len(self.tokens))):
-                    raise SessionError(f"the cache is damaged, or of another model: {why}")
+                if layer is not None and (why := _mismatch(layer, like, len(self.tokens))):
+                    raise SessionError(f"the cache is damaged: {why}")
 
     @property
     def nbytes(self) -> int:
@@ -167,6 +168,13 @@ class _Quantized:
     def read(self) -> mx.array:
         packed, scales, biases = (part.read() for part in self.parts)
         return mx.dequantize(packed, scales, biases, group_size=self.group, bits=self.bits)
+
+
+def _mismatch(layer: Saved, like: Saved, tokens: int) -> str | None:
+    try:
+        return mismatch(layer, like, tokens)
+    except ValueError:
+        return "an array has no rows"
 
 
 def _tokens(array: StoredArray) -> TokenArray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from mlxrunner.cache.factory import CacheOptions, outline_of
@@ -25,20 +26,20 @@ def export_session(name: str, file: Path, sessions: Sessions | None = None) -> i
     session, stored = sessions.load(name), sessions.load_cache(name)
     if stored is None:
         raise SessionError(f"the session {name!r} was saved without caches")
-    folder = resolve(session.model)
+    entry, folder = StoredEntry(stored), resolve(session.model)
     model, known = unread_model(folder), fingerprint(folder)
-    different: list[str] = []
-    for bits in (None, 8, 4):
+    for bits in (None, 8, 4):  # what the chat was started with is not said, but seen
         options = CacheOptions(kv_bits=bits)
-        outlines = outline_of(model, options)
-        different = differences(session.fingerprint, with_format(known, outlines))
-        if "kv" not in different:
-            break
+        with suppress(ValueError):  # heads that can't be quantized
+            outlines = outline_of(model, options)
+            different = differences(entry.fingerprint, with_format(known, outlines))
+            if "kv" not in different:
+                break
     if different:
         raise SessionError(
             f"the session {name!r} was made with {', '.join(PARTS[part] for part in different)} than {session.model} has now"
         )
-    entry = StoredEntry(stored, outlines)
+    entry.check(outlines)
     export_file(file, model, str(folder), options, Exported(entry.tokens, list(entry.layers), []))
     return len(entry.tokens)
 

@@ -68,14 +68,14 @@ class Keeper:
             file = self.sessions.load_cache(name)
             if file is None:
                 return "without caches: the first turn evaluates it anew"
-            entry = StoredEntry(file, self._outline)
+            entry = StoredEntry(file)
+            if different := differences(entry.fingerprint, self._fingerprint):
+                raise SessionError(", ".join(PARTS[part] for part in different))
+            if len(entry.tokens) > self.runner.context:
+                raise SessionError(f"{len(entry.tokens)} tokens, and the context is {self.runner.context}")
+            entry.check(self._outline)
         except SessionError as error:
             return f"its text is kept, its caches are dropped: {error}"
-        different = differences(entry.fingerprint, self._fingerprint)
-        if not different and len(entry.tokens) > self.runner.context:
-            different = [f"{len(entry.tokens)} tokens, and the context is {self.runner.context}"]
-        if different:
-            return f"its text is kept, its caches are dropped: {', '.join(PARTS.get(part, part) for part in different)}"
         self.runner.adopt(entry)
         return f"{len(entry.tokens)} tokens restored ({size(entry.nbytes)})"
 

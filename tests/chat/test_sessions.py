@@ -188,7 +188,7 @@ def test_nothing_is_lost_without_being_said(chat: Chat, data: Path) -> None:
     result = chat([*lines, "What is my name?"])
     said = result.stderr.splitlines()
     assert said[0] == "error: there is a session ana already: /save -f ana overwrites it"
-    assert said[1] == "error: 1 turn are not saved: /save NAME saves them, /load -f ana gives them up"
+    assert said[1] == "error: what was said is not saved (1 turn): /save NAME saves it, /load -f ana gives it up"
     assert said[2].startswith("saved as zor: 1 turn")
     assert said[3].startswith("saved as zor: 1 turn")
     assert said[4].startswith("session ana: 1 turn")

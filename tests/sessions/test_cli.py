@@ -44,8 +44,8 @@ def test_list_and_show() -> None:
     talk("zor", "My name is Zorblin.")
     talk("ana", "My name is Ana.", "/set seed 7")
     first, second = run("sessions", "list").stdout.splitlines()
-    assert first.startswith("ana     1 turns  text ")
-    assert second.startswith("zor     1 turns  text ")
+    assert first.startswith("ana     1 turn  text ")
+    assert second.startswith("zor     1 turn  text ")
     assert second.endswith("  demo")
     listed = json.loads(run("sessions", "list", "--json").stdout)
     assert [(one["name"], one["turns"], one["tokens"]) for one in listed] == [("ana", 1, 29), ("zor", 1, 38)]
@@ -184,3 +184,28 @@ def test_a_session_without_caches_can_not_be_exported(tmp_path: Path) -> None:
     run("chat", "--no-reserve", "--session", "zor", "--no-cache-file", stdin="Hello!\n")
     result = run("cache", "export", "zor", str(tmp_path / "x.safetensors"))
     assert result.stderr == "mlxrunner: the session 'zor' was saved without caches\n"
+
+
+def test_caches_that_the_model_has_left_behind_are_not_exported(tmp_path: Path, data: Path) -> None:
+    """It has other weights now: one line says so."""
+    from mlxrunner.testing_models import write_model
+
+    folder = tmp_path / "model"
+    write_model(folder, vocab_size=300)
+    said = run("chat", "--no-reserve", "-m", str(folder), "--session", "zor", "--max-tokens", "3", stdin="Hello!\n")
+    assert said.exit_code == 0
+    write_model(folder, vocab_size=300, seed=1)
+    result = run("cache", "export", "zor", str(tmp_path / "x.safetensors"))
+    assert result.stderr == f"mlxrunner: the session 'zor' was made with other weights than {folder} has now\n"
+    assert result.exit_code == 1
+
+
+def test_a_quantized_session_goes_out_and_comes_back(tmp_path: Path) -> None:
+    """--kv-bits is seen by the file; the import has to be told."""
+    file = tmp_path / "zor.safetensors"
+    run("chat", "--no-reserve", "--session", "zor", "--kv-bits", "8", stdin="My name is Zorblin.\n")
+    assert run("cache", "export", "zor", str(file)).stderr == "38 tokens\n"
+    assert "instead of 'full'" in run("cache", "import", str(file), "--session", "again").stderr
+    assert run("cache", "import", str(file), "--session", "again", "--kv-bits", "3").exit_code == 2
+    assert run("cache", "import", str(file), "--session", "again", "--kv-bits", "8").exit_code == 0
+    assert talk("again", "My name is Zorblin.").stderr.startswith("session again: 0 turns, 38 tokens restored")

@@ -271,7 +271,7 @@ def test_another_format_of_caches_keeps_the_text_and_says_why(keeper: Make) -> N
     save(keeper(runner))
     for kinds in (["full", "full"], ["full", "sliding", "full"]):
         _, line = keeper(oracle_runner(kinds)).load("one")
-        assert line.startswith("its text is kept, its caches are dropped: ")
+        assert line == "its text is kept, its caches are dropped: caches of another format"
 
 
 def test_a_context_that_is_too_short_keeps_the_text_and_says_why(keeper: Make) -> None:
