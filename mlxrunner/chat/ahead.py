@@ -47,6 +47,10 @@ class Draft:
             seen = self._version
             return self._condition.wait_for(lambda: self._over or self._version != seen, seconds)
 
+    def wait_until_over(self) -> None:
+        while not self._over:
+            self.wait()
+
 
 class Ahead:
     """`evaluate(text, cancelled)` evaluates the prompt that `text` would begin, asking `cancelled` between chunks.

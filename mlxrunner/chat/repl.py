@@ -80,8 +80,10 @@ class Chat:
                 )
                 failed = 0 if self.interactive else error.exit_code
 
-    def _read(self, default: str = "") -> str:
-        return self.reader.read(Ahead(self._evaluate, types_ahead=lambda: self.type_ahead and not on_battery()), default)
+    def _read(self, default: str = "", *, ahead: bool = True) -> str:
+        """`ahead`: whether what comes next is what is sent, and may be evaluated."""
+        work = Ahead(self._evaluate, types_ahead=lambda: self.type_ahead and not on_battery())
+        return self.reader.read(work if ahead else Draft.wait_until_over, default)
 
     def _evaluate(self, draft: str, cancelled: Callable[[], bool]) -> None:
         text = "" if draft.lstrip().startswith("/") else draft.removeprefix('"""')
@@ -120,12 +122,12 @@ class Chat:
         sys.stdout.flush()
         Output(sys.stderr).write((wrapped(text) if self.interactive else text) + "\n")
 
-    def edit(self, text: str) -> str | None:
-        """`text` as the user changes it; None where that was given up."""
+    def edit(self, text: str, *, ahead: bool = True) -> str | None:
+        """`text` as the user changes it; None where that was given up. `ahead`: whether it is the next message."""
         if not self.interactive:
             raise PromptError("there is no line editor without a terminal")
         try:
-            return self._read(text).strip() or None
+            return self._read(text, ahead=ahead).strip() or None
         except (EOFError, KeyboardInterrupt):
             return None
 

@@ -30,17 +30,26 @@ def edit(chat: Chat, argument: str) -> None:
     number = _number(argument, default=len(messages) - 1, low=1)
     if number > len(messages):
         raise OptionError(f"there is no message {number}: the last one is {len(messages)}, see /show")
-    before = messages[number - 1]["content"]
-    text = chat.edit(before)
+    turn, before = (number - 1) // 2, messages[number - 1]["content"]
+    text = chat.edit(before, ahead=False) if number % 2 == 0 else _edited_message(chat, turn, before)
     if text is None or text == before:
         chat.say("nothing changed")
-        return
-    turn = (number - 1) // 2
-    if number % 2 == 0:
+    elif number % 2 == 0:
         chat.conversation.answer_with(turn, text)
         chat.say(f"the answer of turn {turn + 1} is changed, {_turns(turn + 1)} left: {chat.conversation.outlook()}")
     else:
         _again(chat, turn, text)
+
+
+def _edited_message(chat: Chat, turn: int, text: str) -> str | None:
+    """Edited where it will be sent, so that it is evaluated there while it is typed."""
+    history = chat.conversation.history
+    chat.conversation.history = history.copy()
+    chat.conversation.history.cut(turn)
+    try:
+        return chat.edit(text)
+    finally:
+        chat.conversation.history = history
 
 
 def retry(chat: Chat, argument: str) -> None:

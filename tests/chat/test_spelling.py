@@ -159,7 +159,8 @@ def test_a_draft_is_the_beginning_of_what_is_sent() -> None:
 def test_typing_ahead_leaves_only_the_last_tokens() -> None:
     """What was typed is in the entry when it is sent; the answers are those of a conversation without it."""
     runner = Runner.load("demo", reserve=False)
-    ahead, plain = Conversation(runner), Conversation(Runner.load("demo", reserve=False))
+    limit = {"max_tokens": 20}
+    ahead, plain = Conversation(runner, options=limit), Conversation(Runner.load("demo", reserve=False), options=limit)
     for text in ("My name is Ana and I have a very good dog.", "What is my name?"):
         for end in range(0, len(text) + 1, 7):
             ahead.evaluate(text[:end], lambda: False)
