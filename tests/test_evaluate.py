@@ -163,9 +163,9 @@ def test_chunks_grow_and_shrink_with_the_time_they_take(monkeypatch: pytest.Monk
     monkeypatch.setattr(pipeline.time, "perf_counter", passing)
     runner = oracle_runner(prefill_step=100)
     runner.evaluate(numbers(400, 6))
-    assert runner.model.forwards[:4] == [16, 32, 64, 100]
+    assert runner.model.forwards[:5] == [8, 16, 32, 64, 100]
     clock["cost"] = 1.0
     runner.model.forwards.clear()
     runner.reset()
     runner.evaluate(numbers(100, 7))
-    assert set(runner.model.forwards[:-1]) == {16}
+    assert set(runner.model.forwards[:-1]) == {8}

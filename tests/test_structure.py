@@ -23,9 +23,10 @@ FLOORS = [
     ["config", "errors", "events", "device", "folders", "overflow", "power", "terminal"],
 ]
 BOOKKEEPING = """
-cache.cells cache.checkpoints cache.entry cache.layer cache.layout cache.saved cache.sequences cache.tokens chat.ahead chat.branches chat.clipboard
-chat.commands chat.history chat.keys chat.render chat.thinking config errors events folders overflow parallel.slots plan power sessions.files
-sessions.fingerprint sessions.session sessions.store sessions.tensors terminal tokenizer.stream
+cache.cells cache.checkpoints cache.entry cache.layer cache.layout cache.saved cache.sequences cache.tokens chat.ahead
+chat.branches chat.clipboard chat.commands chat.history chat.keys chat.markdown chat.render chat.thinking config errors events
+folders overflow parallel.slots plan power sessions.files sessions.fingerprint sessions.session sessions.store sessions.tensors
+terminal tokenizer.stream
 """.split()
 
 

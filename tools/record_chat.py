@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mlxrunner.chat.start import commands
+from mlxrunner.sessions.commands import Saving
 from screen import Screen
 
 README = Path(__file__).parent.parent / "README.md"
@@ -40,7 +41,7 @@ def parts() -> Iterator[tuple[str, list[str]]]:
     """What the README has between `<!-- NAME -->` and `<!-- end -->`."""
     with tempfile.TemporaryDirectory() as folder:
         yield "chat session", ["```console", "$ mlxrunner chat", *session(folder), "```"]
-    rows = [f"| `{_escaped(command.usage)}` | {_escaped(command.help)} |" for command in commands()]
+    rows = [f"| `{_escaped(command.usage)}` | {_escaped(command.help)} |" for command in commands(*Saving().commands)]
     yield "chat commands", ["| command | what it does |", "|---|---|", *rows]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from threading import Condition
 
 logger = logging.getLogger("mlxrunner")
@@ -62,19 +63,25 @@ class Ahead:
         self._evaluate, self._types_ahead = evaluate, types_ahead
 
     def __call__(self, draft: Draft) -> None:
-        """Work until the draft is over."""
+        """Work until the draft is over: on what comes before it first, then on what has been typed, whenever nothing is for a while."""
         types_ahead = self._types_ahead()
         evaluated: str | None = None
         while not draft.is_over:
-            text = draft.text if types_ahead else ""
+            text = draft.text if types_ahead and evaluated is not None else ""
             if text == evaluated:
                 draft.wait()
             elif evaluated is None or not draft.wait(PAUSE_S):
-                evaluated = text
-                self._work(text, lambda: draft.is_over or draft.text != text)  # noqa: B023
+                outdated = partial(_is_outdated, draft, text)
+                self._work(text, outdated)
+                evaluated = "" if outdated() else text
 
     def _work(self, text: str, cancelled: Callable[[], bool]) -> None:
         try:
             self._evaluate(text, cancelled)
         except Exception as error:  # whatever it is will be said when the turn is sent
             logger.debug("nothing evaluated ahead: %s", error)
+
+
+def _is_outdated(draft: Draft, text: str) -> bool:
+    """Whether evaluating `text` is of no use any more: the draft is over, or begins otherwise."""
+    return draft.is_over or not draft.text.startswith(text)

@@ -5,6 +5,7 @@ A command is a name, what it takes, one line of help and a function. Knows nothi
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -52,12 +53,12 @@ class Table:
     def parse(self, line: str) -> tuple[Command, str] | str | None:
         """A command and its argument; a line that says there is no such command; or None for what is no command at all.
 
-        `/usr/bin` is a text that begins with a slash, not a command.
+        `/usr/bin` and `/* a comment` are texts that begin with a slash, not commands.
         """
         name, _, argument = line.strip().partition(" ")
         if command := self._commands.get(name):
             return command, argument.strip()
-        if not name.startswith("/") or "/" in name[1:] or "\n" in name:
+        if not re.fullmatch("/[a-zA-Z]+", name):
             return None
         similar = get_close_matches(name, self._commands, n=1)
         return f"no such command: {name} ({f'did you mean {similar[0]}? ' if similar else ''}/help lists them)"

@@ -48,6 +48,7 @@ class Conversation:
     evaluated_ahead: int = 0
     asked: Spelling = field(default_factory=Spelling)
     """What the last answer goes on from."""
+    _drift: tuple[Spelling, Drift] | None = field(default=None, repr=False)
 
     @property
     def messages(self) -> list[Message]:
@@ -93,7 +94,9 @@ class Conversation:
         """What was evaluated against what the template says; None before the first turn, and where a full context has dropped some."""
         if not self.history.turns or self.history.dropped or self.history.first:
             return None
-        return self.speller.drift(self.history, self.system)
+        if self._drift is None or self._drift[0] is not self.history.spelling:
+            self._drift = (self.history.spelling, self.speller.drift(self.history, self.system))
+        return self._drift[1]
 
     def evaluate(self, draft: str, cancelled: Callable[[], bool]) -> None:
         """Evaluate what the next prompt begins with, as far as it is known: the conversation, and what has been typed of `draft`."""

@@ -70,7 +70,7 @@ class Editor:
         return unquoted(outcome[0])
 
     def _changed(self, buffer: Buffer) -> None:
-        self._draft.update(buffer.text)
+        self._draft.update(unquoted(buffer.text))
 
     def _leave(self) -> None:
         """End the editing from the other thread."""
@@ -106,10 +106,11 @@ def is_open(text: str) -> bool:
 
 
 def unquoted(text: str) -> str:
-    '''A text of many lines without the """ around it.'''
-    if text.strip().startswith(QUOTES) and not is_open(text):
-        return text.strip()[len(QUOTES) : -len(QUOTES)].strip("\n")
-    return text
+    '''A text of many lines without the """ around it, or before it while it is open.'''
+    if not text.strip().startswith(QUOTES):
+        return text
+    inner = text.strip()[len(QUOTES) :]
+    return inner.lstrip("\n") if is_open(text) else inner[: -len(QUOTES)].strip("\n")
 
 
 class ChatCompleter(Completer):

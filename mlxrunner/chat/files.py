@@ -55,12 +55,21 @@ class Attachments:
     def put_into(self, chat: Chat, text: str) -> str:
         """The message: what was attached, `text`, and behind it the files that it names with `@`."""
         named = []
-        for name in NAMED.findall(text):
-            if Path(name).expanduser().exists():
+        for word in NAMED.findall(text):
+            # What ends a sentence is part of a name only if there is such a file.
+            name = next((name for name in (word, word.rstrip(".,;:!?)'\"")) if _exists(name)), None)
+            if name is not None:
                 named.append("\n\n" + quoted(name, read_text(name, chat)))
-            elif "/" in name or "." in name.strip("."):
-                chat.say(f"no such file: {name}; sent as it is")
+            elif "/" in word or "." in word.strip("."):
+                chat.say(f"no such file: {word}; sent as it is")
         return self.before(text) + "".join(named).rstrip("\n")
+
+
+def _exists(name: str) -> bool:
+    try:
+        return bool(name) and Path(os.path.expanduser(name)).exists()
+    except (OSError, ValueError):  # too long, or not a name at all
+        return False
 
 
 def quoted(name: str, text: str) -> str:
@@ -71,7 +80,7 @@ def quoted(name: str, text: str) -> str:
 
 def read_text(name: str, chat: Chat) -> str:
     """The text of a file that fits into the context. FileError in one line for any other."""
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     context, tokenizer = chat.runner.context, chat.runner.tokenizer
     try:
         found = path.stat()
@@ -112,7 +121,7 @@ def export(chat: Chat, argument: str) -> None:
     force, name = (argument[:2] == "-f", argument[2:].strip() if argument[:2] == "-f" else argument)
     if not name:
         raise OptionError("/export FILE: which file? FILE.json for JSON, anything else is Markdown")
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     text = as_json(chat.conversation, chat.model) if path.suffix == ".json" else as_markdown(chat.conversation)
     try:
         write_new(path, text, force=force)
@@ -147,9 +156,19 @@ def write_new(path: Path, text: str, *, force: bool = False) -> None:
         if force:
             os.replace(temporary, path)
         else:
-            os.link(temporary, path)  # fails where another program was faster
+            _link(temporary, path)
     finally:
         Path(temporary).unlink(missing_ok=True)
+
+
+def _link(temporary: str, path: Path) -> None:
+    """Give a file its name, which fails where another program was faster; not every file system can do that."""
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        raise
+    except OSError:
+        os.rename(temporary, path)
 
 
 COMMANDS = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ from mlxrunner.power import on_battery
 from mlxrunner.reserve import must_fit
 from mlxrunner.runner import Runner, plan_model
 from mlxrunner.terminal import Output, PrefillBar
+
+logger = logging.getLogger("mlxrunner")
 
 INTERRUPTED = 130
 PLANNED = ("context", "prefill_step", "kv_bits", "rewind_slack", "checkpoint_budget")
@@ -79,6 +82,14 @@ class Chat:
                     f"error: {error}" + ("; /clear begins anew" if isinstance(error, PromptError) and self.interactive else "")
                 )
                 failed = 0 if self.interactive else error.exit_code
+            except Exception as error:
+                if not self.interactive:
+                    raise
+                # Nobody should lose a conversation to a bug.
+                logger.debug("internal error", exc_info=True)
+                self.say(
+                    f"internal error: {type(error).__name__}: {' '.join(str(error).split())} (the conversation is still there)"
+                )
 
     def _read(self, default: str = "", *, ahead: bool = True) -> str:
         """`ahead`: whether what comes next is what is sent, and may be evaluated."""
@@ -86,8 +97,10 @@ class Chat:
         return self.reader.read(work if ahead else Draft.wait_until_over, default)
 
     def _evaluate(self, draft: str, cancelled: Callable[[], bool]) -> None:
-        text = "" if draft.lstrip().startswith("/") else draft.removeprefix('"""')
+        text = "" if draft.lstrip().startswith("/") else draft
         self.conversation.evaluate(self.attachments.before(text), cancelled)
+        if not text and not cancelled():
+            self.conversation.drift()  # so that /stats has it at once
 
     def _do(self, table: Table, text: str) -> None:
         parsed = table.parse(text)
@@ -112,9 +125,8 @@ class Chat:
         except BaseException:
             self.conversation.runner = Runner.load(self.model, **self.loading)
             raise
-        finally:
-            if name != self.model:
-                self.conversation.history.forget_tokens()
+        if name != self.model:
+            self.conversation.history.forget_tokens()
         self.model, self.loading = name, loading
 
     def say(self, text: str) -> None:
@@ -133,8 +145,12 @@ class Chat:
 
     def send(self, text: str) -> None:
         """A text of the user, with the files that it names."""
-        self.answer(self.attachments.put_into(self, text))
-        self.attachments.clear()
+        turns = len(self.conversation.history.turns)
+        try:
+            self.answer(self.attachments.put_into(self, text))
+        finally:
+            if len(self.conversation.history.turns) > turns:
+                self.attachments.clear()
 
     def answer(self, text: str, **options: Any) -> None:
         """Send `text` as it is and print what comes; `options` over the conversation's own."""

@@ -37,7 +37,8 @@ def table(conversation: Conversation, usages: Sequence[Usage]) -> Iterator[tuple
     last = usages[-1]
     why = last.freed_by or last.rewind_limited_by
     reason = f" ({last.reason}{f': {why}' if why else ''})" if last.reason else ""
-    ahead = f" ({conversation.evaluated_ahead} of them while you typed)" if conversation.evaluated_ahead else ""
+    early = min(conversation.evaluated_ahead, last.cached_tokens)
+    ahead = f" ({early} of them while you read and typed)" if early else ""
     yield "last turn", f"{last.outcome}{reason}: {last.prompt_tokens} prompt tokens, {last.matched_tokens} matched"
     yield "", f"{last.cached_tokens} cached{ahead}, {last.evaluated_tokens} evaluated, {last.trimmed_tokens} trimmed"
     yield "", f"first token after {last.ttft_s * 1000:.0f} ms, prefill {last.prefill_rate:.0f} tokens/s"

@@ -34,7 +34,7 @@ def open_chat(
     if sys.stdout.isatty() and not plain and os.environ.get("TERM", "dumb") != "dumb":
         from rich.console import Console
 
-        from mlxrunner.chat.render import StreamedMarkdown
+        from mlxrunner.chat.markdown import StreamedMarkdown
 
         chat.view = lambda: StreamedMarkdown(Console())
     return chat, table

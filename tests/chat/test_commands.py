@@ -20,6 +20,7 @@ from mlxrunner.chat.repl import Chat
 from mlxrunner.chat.reports import REASONS, explanation, saved_seconds
 from mlxrunner.chat.start import commands
 from mlxrunner.events import Usage
+from mlxrunner.sessions.commands import Saving
 from mlxrunner.testing_models import write_model
 
 TABLE = commands()
@@ -316,5 +317,5 @@ def test_saved_seconds_are_those_of_the_best_rate() -> None:
 def test_the_readme_lists_the_commands() -> None:
     """As the table has them."""
     readme = (Path(__file__).parent.parent.parent / "README.md").read_text()
-    for command in TABLE:
+    for command in commands(*Saving().commands):
         assert f"| `{command.usage.replace('|', chr(92) + '|')}` | {command.help} |" in readme

@@ -10,7 +10,8 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from mlxrunner.chat.render import StreamedMarkdown, ThinkingApart, wrapped
+from mlxrunner.chat.markdown import StreamedMarkdown
+from mlxrunner.chat.render import ThinkingApart, wrapped
 
 TEXT = """# A title
 
@@ -45,7 +46,7 @@ def pieces(text: str, length: int) -> Iterator[str]:
 
 def drawn(text: str, size: tuple[int, int], length: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What stands on the screen, and has scrolled out of it, after `text` came in pieces and each of them was drawn."""
-    monkeypatch.setattr("mlxrunner.chat.render.REDRAW_S", 0.0)
+    monkeypatch.setattr("mlxrunner.chat.markdown.REDRAW_S", 0.0)
     screen = pyte.HistoryScreen(*size, history=5000, ratio=1)
     screen.set_mode(pyte.modes.LNM)  # a file knows no terminal driver that would do it
     stream = pyte.Stream(screen)
