@@ -55,7 +55,8 @@ def chat(
     from mlxrunner.chat.conversation import Conversation
     from mlxrunner.chat.start import is_terminal, open_chat
     from mlxrunner.config import GenerateOptions
-    from mlxrunner.sessions.commands import Saving, put_back
+    from mlxrunner.sessions.commands import Saving
+    from mlxrunner.sessions.settings import put_back
 
     loading = take(options, LOADING)
     GenerateOptions.of(**options)  # complain before loading

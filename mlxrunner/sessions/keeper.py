@@ -107,7 +107,10 @@ class Keeper:
 
     def _write(self, name: str) -> None:
         self._behind = None
-        entry = self.runner.entry
+        runner = self._runner()
+        if runner is None:  # and with it what was evaluated
+            return
+        entry = runner.entry
         if not entry.tokens:
             self.sessions.drop_cache(name)
             return
