@@ -2,7 +2,8 @@
 
 A chat on a random Llama of 98 M parameters runs in a pseudo-terminal. A message is pasted, read over for as long as its evaluation takes,
 and sent; the time is from the Enter key to the end of an answer of one token. The sides take turns: with typing ahead and without.
-While the pasted message is being evaluated, keys are typed and the time until each is echoed is taken.
+While a pasted message is being evaluated, keys are typed and the time until each is echoed is taken; then it is given up with Ctrl-C, and the
+time until the model is free is taken.
 """
 
 from __future__ import annotations
@@ -25,18 +26,32 @@ def serve(type_ahead: bool, progress: Path) -> None:
     """The chat itself, in the pseudo-terminal. `progress` gets a line for each evaluation in advance that was finished."""
     from sides import random_llama
 
+    from mlxrunner.chat import editor
+    from mlxrunner.chat.ahead import Draft
     from mlxrunner.chat.conversation import Conversation
     from mlxrunner.chat.start import open_chat
 
+    class TimedDraft(Draft):
+        ended = 0.0
+
+        def finish(self) -> None:
+            TimedDraft.ended = time.perf_counter()
+            super().finish()
+
+    editor.Draft = TimedDraft  # type: ignore[misc]
     conversation = Conversation(random_llama(), options={"max_tokens": 1})
     chat, table = open_chat(conversation, plain=True, history=False, type_ahead=type_ahead)
     evaluate = conversation.evaluate
 
     def noted(draft: str, cancelled: object) -> None:
+        began = time.perf_counter()
         evaluate(draft, cancelled)  # type: ignore[arg-type]
         if not cancelled():  # type: ignore[operator]
             with progress.open("a") as stream:
                 stream.write(f"{len(draft)}\n")
+        elif TimedDraft.ended > began:
+            with progress.with_suffix(".stopped").open("a") as stream:
+                stream.write(f"{time.perf_counter() - TimedDraft.ended}\n")
 
     conversation.evaluate = noted  # type: ignore[method-assign]
     chat.after_turn.append(lambda chat: print(f"<answered, ttft {chat.conversation.usages[-1].ttft_s:.4f}>", flush=True))
@@ -49,6 +64,8 @@ class Chat:
     def __init__(self, type_ahead: bool, folder: Path) -> None:
         self.progress = folder / f"evaluated-{type_ahead}"
         self.progress.touch()
+        self.stopped = self.progress.with_suffix(".stopped")
+        self.stopped.touch()
         command = [__file__, "--serve", str(self.progress), *([] if type_ahead else ["--without"])]
         environment = {**os.environ, "PROMPT_TOOLKIT_NO_CPR": "1", "TERM": "xterm"}
         self.child = pexpect.spawn(sys.executable, command, env=environment, dimensions=(40, 120), timeout=120)
@@ -138,6 +155,7 @@ def main() -> None:
                 echo[type_ahead] += chat.echoes()
                 chat.child.send("\x03")
                 chat.child.expect(">>>")
+        stopped = [float(line) for line in sides[True].stopped.read_text().split()]
         for chat in sides.values():
             chat.child.close(force=True)
     first = less_is_better(f"first token after Enter, paste of {options.tokens}", "ms", in_ms(ahead), in_ms(plain))
@@ -145,6 +163,7 @@ def main() -> None:
     rows = [replace(first, target=10), echoes]
     print_table(rows)
     print(f"slowest echo of {len(echo[True])}: {max(echo[True]) * 1e3:.1f} ms; without: {max(echo[False]) * 1e3:.1f} ms")
+    print(f"the model was free {max(stopped) * 1e3:.1f} ms after the key that needed it, at most, of {len(stopped)} times")
     print_json(rows, versus="without typing ahead", rounds=options.rounds)
 
 

@@ -1,4 +1,4 @@
-"""What the keyboard may do while an answer comes: Ctrl-C stops it, and what is typed waits, unseen, for the next text."""
+"""What the keyboard does while no line is edited: Ctrl-C stops an answer, and what is typed waits, unseen, for the next line."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def interruptible() -> Iterator[Callable[[], bool]]:
 
 @contextmanager
 def unseen_typing(terminal: bool) -> Iterator[None]:
-    """What is typed while an answer comes does not get into it: it is there, as it was typed, when the next text is read."""
+    """What is typed while no line is edited does not get into what is printed: it is there, as it was typed, for the next line."""
     if not terminal:
         yield
         return

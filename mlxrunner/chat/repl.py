@@ -68,28 +68,36 @@ class Chat:
 
     def run(self, table: Table) -> int:
         """Until the end of the input or /bye; returns the exit code: in a terminal 0, else that of the last error, 130 after Ctrl-C."""
+        with unseen_typing(self.interactive):
+            return self._run(table)
+
+    def _run(self, table: Table) -> int:
         failed = 0
         while True:
             try:
-                self._do(table, self._read())
+                failed = self._try(table, self._read()) or failed
             except EOFError:
-                return failed
+                return 0 if self.interactive else failed
             except KeyboardInterrupt:
                 if not self.interactive:
                     return INTERRUPTED
-            except MlxrunnerError as error:
-                self.say(
-                    f"error: {error}" + ("; /clear begins anew" if isinstance(error, PromptError) and self.interactive else "")
-                )
-                failed = 0 if self.interactive else error.exit_code
-            except Exception as error:
-                if not self.interactive:
-                    raise
-                # Nobody should lose a conversation to a bug.
-                logger.debug("internal error", exc_info=True)
-                self.say(
-                    f"internal error: {type(error).__name__}: {' '.join(str(error).split())} (the conversation is still there)"
-                )
+
+    def _try(self, table: Table, text: str) -> int:
+        """Do what a text asks for; the exit code of the error that was said about it."""
+        try:
+            self._do(table, text)
+        except MlxrunnerError as error:
+            self.say(f"error: {error}" + ("; /clear begins anew" if isinstance(error, PromptError) and self.interactive else ""))
+            return error.exit_code
+        except EOFError:
+            raise
+        except Exception as error:
+            if not self.interactive:
+                raise
+            # Nobody should lose a conversation to a bug.
+            logger.debug("internal error", exc_info=True)
+            self.say(f"internal error: {type(error).__name__}: {' '.join(str(error).split())} (the conversation is still there)")
+        return 0
 
     def _read(self, default: str = "", *, ahead: bool = True) -> str:
         """`ahead`: whether what comes next is what is sent, and may be evaluated."""
@@ -155,7 +163,7 @@ class Chat:
     def answer(self, text: str, **options: Any) -> None:
         """Send `text` as it is and print what comes; `options` over the conversation's own."""
         turns = len(self.conversation.history.turns)
-        with interruptible() as interrupted, unseen_typing(self.interactive):
+        with interruptible() as interrupted:
             bar = PrefillBar()
 
             def progress(done: int, total: int) -> None:

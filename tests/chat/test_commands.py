@@ -7,6 +7,7 @@ import json
 import re
 import stat
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -261,7 +262,7 @@ def test_an_edit_or_retry_that_is_interrupted_brings_the_turn_back(chat: Chat, d
     lines = do("/retry max_tokens=0")
     assert lines[-1].startswith("error: max_tokens: 0 is out of range")
     chat.interactive = True
-    monkeypatch.setattr("mlxrunner.chat.repl.unseen_typing", lambda interactive: __import__("contextlib").nullcontext())
+    monkeypatch.setattr("mlxrunner.chat.repl.unseen_typing", nullcontext)
     for text in ("word " * 3000, ""):
         do("/edit 1", text)
         assert chat.conversation.history.turns == before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 
@@ -66,3 +67,17 @@ def test_an_error_in_a_pipe_is_a_line_and_an_exit_code() -> None:
     assert result.returncode == 2
     assert result.stderr.startswith("error: the prompt has ")
     assert result.stdout == "Hello! How can I help you?\n"
+
+
+def test_ctrl_c_in_a_pipe_ends_with_130() -> None:
+    """As `generate` does, and as every program does."""
+    child = subprocess.Popen(PIPE, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert child.stdin is not None
+    assert child.stdout is not None
+    child.stdin.write("My name is Ana.\n")
+    child.stdin.flush()
+    assert child.stdout.readline() == "Nice to meet you.\n"
+    child.send_signal(signal.SIGINT)
+    assert child.wait(60) == 130
+    assert child.stderr is not None
+    assert "Traceback" not in child.stderr.read()

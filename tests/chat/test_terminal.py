@@ -57,7 +57,8 @@ def checked(*arguments):
     assert runner.entry.is_true or not kept, "the entry is not true"
     if len(history.turns) > turns:
         assert history.turns[-1].answer == "".join(shown), (history.turns[-1].answer, shown)
-        assert kept[: len(history.spelling.tokens)] == history.spelling.tokens, "the entry lacks what was shown"
+        spelled = history.spelling.tokens  # the last token of an answer that is full is not run through the model
+        assert len(kept) >= len(spelled) - 1 and kept[: len(spelled)] == spelled[: len(kept)], "the entry lacks what was shown"
     if kept:
         assert tail(runner, kept) == tail(oracle_runner(["full", "recurrent"]), kept), "not exact"
     print(f"<true {'decode' if len(history.turns) > turns else 'prefill'}>", flush=True)
@@ -262,3 +263,70 @@ def test_a_resize_while_typing_and_while_answering(open_screen: Any, tmp_path: P
     screen.resize(90, 20)
     screen.until("Your name is Ana.").prompt()
     assert screen.leave() == 0
+
+
+# A model that thinks, with a template that opens the thinking, leaves it out later, and has a switch for it.
+THINKING = r"""
+import sys
+import mlx.core as mx
+from mlxrunner.chat.conversation import Conversation
+from mlxrunner.chat.start import open_chat
+from mlxrunner.testing import EOS, ByteTokenizer, oracle_runner
+
+class Template(ByteTokenizer):
+    def render(self, messages, *, add_generation_prompt=True, enable_thinking=True):
+        last = max(i for i, m in enumerate(messages) if m["role"] == "user")
+        shown = [{**m, "content": m["content"].split("</think>\n\n")[-1]} if i < last else m for i, m in enumerate(messages)]
+        text = super().render(shown, add_generation_prompt=add_generation_prompt)
+        return text + ("" if not add_generation_prompt else "<think>\n" if enable_thinking else "<think>\n\n</think>\n\n")
+
+runner = oracle_runner()
+runner.tokenizer = Template()
+left = []
+
+def script(tokens, logits):
+    global left
+    if tokens[-1].item() == EOS:
+        return logits  # of the step that is always one ahead
+    if not left:
+        thinks = bytes(t for t in tokens.tolist()[-8:] if t < 256) == b"<think>\n"
+        left = [*(b"hmm, well</think>\n\nSo **it** is." if thinks else b"At once."), EOS]
+    return mx.where(mx.arange(logits.shape[-1]) == left.pop(0), 1e4, logits)
+
+chat, table = open_chat(Conversation(runner, options={"logits_processors": [script]}), history=False, model="oracle")
+sys.exit(chat.run(table))
+"""
+
+
+def test_thinking_is_shown_hidden_and_switched_off(open_screen: Any, tmp_path: Path) -> None:
+    """Dimmed, or only that there is some; with /think off the template is told. What it was is not in the next prompt."""
+    script = tmp_path / "thinking.py"
+    script.write_text(THINKING)
+    screen = open_screen(str(script))
+    assert screen.say("Is it?").splitlines() == ["hmm, well", "", "So it is."]
+    assert "\x1b[2mhmm" in screen.raw
+    assert screen.say("/think hide") == "thinking is hidden; it is as the template has it"
+    assert screen.say("Is it?") == "So it is."
+    assert screen.say("/think off") == "thinking is hidden; it is off"
+    assert screen.say("Is it?") == "At once."
+    stats = screen.say("/stats")
+    assert "drift from the template: none" in stats
+    assert re.search(r"\d+ cached \(\d+ of them while you read and typed\)", stats)
+    assert screen.leave() == 0
+
+
+BAR = SLOW.replace('"max_tokens": 400', '"max_tokens": 3').replace("prefill_step=3", "prefill_step=16").replace("0.004", "0.1")
+
+
+def test_a_long_prefill_shows_how_far_it_is(open_screen: Any, tmp_path: Path) -> None:
+    """With the share that came from the cache; it is gone when the answer begins."""
+    script = tmp_path / "slow.py"
+    script.write_text(textwrap.dedent(BAR))
+    screen = open_screen(str(script), "--no-type-ahead", size=(120, 30))
+    screen.until("<true prefill>").prompt()
+    screen.child.send("hello\r")
+    screen.until(lambda: screen.raw.count("<true ") == 2).prompt()
+    screen.child.send("x" * 300 + "\r")
+    screen.until(lambda: re.search(r"evaluating the prompt \(\d+% was cached\).* \d+/3\d\d tokens", screen.shown) is not None)
+    screen.until(lambda: screen.raw.count("<true ") == 3).prompt()
+    assert "evaluating" not in screen.shown
