@@ -7,6 +7,7 @@ MlxrunnerError          exit code 1
 ├── PromptError         exit code 2: a prompt that can't be run
 │   └── ContextLengthError   longer than the context
 ├── SessionError        exit code 1: a saved session that is missing, damaged, in use, or can't be written
+├── FileError           exit code 2: a file that can't be put into a message, or written (`mlxrunner.chat.files`)
 ├── ContextFullError    exit code 1: the answer filled the context, and the caller wanted that to be an error
 ├── CacheFullError, NotSupportedError   exit code 1: of caches for many sequences (`mlxrunner.cache.sequences`)
 ├── NoFreeSlotError     exit code 1: every slot of a parallel runner is in use (`mlxrunner.parallel.slots`)

@@ -30,7 +30,9 @@ def copy(text: str) -> str:
 
 
 def _programs() -> Iterator[list[str]]:
-    """Those that are there and have a screen of this machine to work with."""
+    """Those that are there and have a screen of this machine to work with; from afar only the terminal reaches the right clipboard."""
+    if os.environ.get("SSH_TTY"):
+        return
     if shutil.which("pbcopy"):
         yield ["pbcopy"]
     if os.environ.get("WAYLAND_DISPLAY") and shutil.which("wl-copy"):

@@ -61,10 +61,11 @@ class Editor:
         try:
             idle(draft)
         except BaseException:
-            self._leave()
+            while thread.is_alive():  # which may only just have begun
+                self._leave()
+                thread.join(0.05)
             raise
-        finally:
-            thread.join()
+        thread.join()
         if isinstance(outcome[0], BaseException):
             raise outcome[0]
         return unquoted(outcome[0])

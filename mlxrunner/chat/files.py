@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from mlxrunner.chat.clipboard import copy
 from mlxrunner.chat.commands import PATH, Command
 from mlxrunner.chat.thinking import without_thinking
-from mlxrunner.errors import OptionError, PromptError
+from mlxrunner.errors import MlxrunnerError, OptionError
 from mlxrunner.terminal import size
 from mlxrunner.tokenizer import Message
 
@@ -36,8 +36,10 @@ class Said(Protocol):
     def messages(self) -> list[Message]: ...
 
 
-class FileError(PromptError):
+class FileError(MlxrunnerError):
     """A file that can't be put into a message, or written."""
+
+    exit_code = 2
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,10 @@ class Spelling:
     @property
     def end(self) -> Mark:
         return Mark(len(self.text), len(self.tokens))
+
+    def common(self, other: Spelling) -> Mark:
+        """How far the two are the same."""
+        return Mark(common(self.text, other.text), common(self.tokens, other.tokens))
 
     def up_to(self, mark: Mark) -> Spelling:
         return Spelling(self.text[: mark.characters], self.tokens[: mark.tokens])
@@ -65,19 +70,25 @@ class History:
         self.first = min(self.first, turns)
         mark = self.turns[-1].ends if self.turns else None
         if mark is None:
-            self.dropped = 0
-        self.spelling = self.spelling.up_to(mark) if mark else Spelling()
+            self.forget_tokens()
+        else:
+            self.spelling = self.spelling.up_to(mark)
 
     def add(self, turn: Turn, spelling: Spelling) -> None:
-        """A turn more; `spelling` is that of everything, up to its end."""
+        """A turn more; `spelling` is that of everything, up to its end, and may be another one for the turns before, too."""
+        self._keep_marks(self.spelling.common(spelling))
         self.turns.append(replace(turn, ends=spelling.end))
         self.spelling = spelling
+
+    def _keep_marks(self, common: Mark) -> None:
+        """Forget the places beyond which the spelling changes."""
+        self.turns = [replace(turn, begins=_within(turn.begins, common), ends=_within(turn.ends, common)) for turn in self.turns]
 
     def respell(self, kept: Mark | None, spelling: Spelling, closing: str) -> None:
         """The same turns with other tokens from `kept` on, up to the `closing` text behind the last answer."""
         if kept is None:
             kept, self.dropped = Mark(0, 0), 0
-        self.turns = [replace(turn, begins=_within(turn.begins, kept), ends=_within(turn.ends, kept)) for turn in self.turns]
+        self._keep_marks(kept)
         self.turns[-1] = replace(self.turns[-1], ends=spelling.end, closing=closing)
         self.spelling = spelling
 
@@ -108,4 +119,12 @@ class History:
 
 
 def _within(mark: Mark | None, kept: Mark) -> Mark | None:
-    return mark if mark is not None and mark.tokens <= kept.tokens else None
+    return mark if mark and mark.tokens <= kept.tokens and mark.characters <= kept.characters else None
+
+
+def common(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """Length of the longest common beginning."""
+    short = min(len(a), len(b))
+    if a[:short] == b[:short]:
+        return short
+    return next(index for index, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)

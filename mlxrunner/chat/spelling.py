@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from mlxrunner.chat.history import History, Spelling, Turn
+from mlxrunner.chat.history import History, Spelling, Turn, common
 from mlxrunner.chat.thinking import has_thinking, opens_thinking
 from mlxrunner.tokenizer import Message, Tokenizer
 
@@ -99,7 +99,7 @@ class Speller:
         seen = _before(self.render([*messages(history, system), {"role": "user", "content": HERE}]), HERE)
         text = history.spelling.text
         if not seen.startswith(text):
-            mark = history.last_mark(_common(seen, text))
+            mark = history.last_mark(common(seen, text))
             kept = history.spelling.up_to(mark) if mark else Spelling()
             respelled = self._extend(kept, seen[mark.characters :]) if mark else Spelling(seen, self.tokenizer.encode(seen))
             behind = _before(self._behind_last_answer(history, system, HERE) or "", HERE)
@@ -116,7 +116,7 @@ class Speller:
             tail = self._behind_last_answer(history, system, HERE) or ""
             whole = whole.removesuffix(_before(tail, HERE))
         template = self.tokenizer.encode(whole)
-        at = _common(evaluated, template)
+        at = common(evaluated, template)
         if at == len(evaluated) == len(template):
             return Drift("none", at, at, at)
         kinds = (
@@ -138,11 +138,3 @@ def messages(history: History, system: str | None) -> list[Message]:
 
 def _before(text: str, cut: str) -> str:
     return text.partition(cut)[0] if cut else text
-
-
-def _common(a: Sequence[Any], b: Sequence[Any]) -> int:
-    """Length of the longest common beginning."""
-    for index, (x, y) in enumerate(zip(a, b, strict=False)):
-        if x != y:
-            return index
-    return min(len(a), len(b))

@@ -31,7 +31,7 @@ def open_chat(
 
         words = {command.name: command.words for command in table}
         chat.reader = Editor(table, lambda name: words[name](chat), _history_file() if history else None)
-    if sys.stdout.isatty() and not plain and os.environ.get("TERM", "dumb") != "dumb":
+    if chat.interactive and not plain and os.environ.get("TERM", "dumb") != "dumb":
         from rich.console import Console
 
         from mlxrunner.chat.markdown import StreamedMarkdown

@@ -236,6 +236,7 @@ def test_copy_says_by_what(chat: Chat, do: Do, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("DISPLAY", ":0")
     monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
+    monkeypatch.delenv("SSH_TTY", raising=False)
     assert do("Hello!", "/copy")[-1].startswith("error: there is no clipboard: neither pbcopy, wl-copy nor xclip works")
     program = tmp_path / "xclip"
     program.write_text(f'#!/bin/sh\nexec /bin/cat > "{tmp_path}/copied"\n')
@@ -247,7 +248,7 @@ def test_copy_says_by_what(chat: Chat, do: Do, tmp_path: Path, monkeypatch: pyte
 
 def test_a_terminal_can_be_the_clipboard(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """By OSC 52."""
-    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setenv("SSH_TTY", "/dev/pts/0")  # programs of this machine would reach the wrong one
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     assert clipboard.copy("How é?") == "through the terminal (OSC 52), if it allows that"
     code = re.fullmatch("\x1b]52;c;(.*)\a", capsys.readouterr().out)
