@@ -131,7 +131,8 @@ def export(chat: Chat, argument: str) -> None:
         raise FileError(f"{name} is there already: /export -f {name} overwrites it") from error
     except OSError as error:
         raise FileError(f"{name}: {error.strerror or error}") from error
-    chat.say(f"{len(chat.conversation.history.turns)} turns written to {name}")
+    turns = len(chat.conversation.history.turns)
+    chat.say(f"{turns} turn{'' if turns == 1 else 's'} written to {name}")
 
 
 def as_markdown(conversation: Said) -> str:

@@ -14,7 +14,7 @@ from rich.segment import Segment
 from mlxrunner.terminal import visible
 
 REDRAW_S = 0.05
-"""The least time between two drawings of the block that is still growing."""
+"""The least time between two drawings of the block that is still growing; ten times what the last one took, if that is more."""
 
 
 class StreamedMarkdown:
@@ -28,7 +28,7 @@ class StreamedMarkdown:
 
     def write(self, text: str) -> None:
         self._text += visible(text)
-        if not self._text.strip() or time.monotonic() - self._drawn < max(REDRAW_S, 4 * self._cost):
+        if not self._text.strip() or time.monotonic() - self._drawn < max(REDRAW_S, 10 * self._cost):
             return
         began = time.monotonic()
         *finished, self._text = _blocks(self._text)

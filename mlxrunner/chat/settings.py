@@ -68,7 +68,12 @@ def show_settings(chat: Chat) -> None:
 def show(chat: Chat, argument: str) -> None:
     conversation = chat.conversation
     chat.say(f"model     {chat.model}, context of {chat.runner.context} tokens, history {conversation.policy}")
-    changed = {name: value for name, value in conversation.options.items() if value != getattr(GenerateOptions(), name, None)}
+    usual = {"overflow": "shift"}
+    changed = {
+        name: value
+        for name, value in conversation.options.items()
+        if value not in (usual.get(name, getattr(GenerateOptions(), name, None)), ())
+    }
     chat.say("sampling  " + (", ".join(f"{name} {value}" for name, value in changed.items()) or "greedy"))
     chat.say(f"branch    {chat.branches.current} of {', '.join(chat.branches)}")
     chat.say(f"system    {conversation.system or '(none)'}")
