@@ -11,17 +11,27 @@ from types import FrameType
 
 @contextmanager
 def interruptible() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C sets a flag that is looked at between tokens and prefill chunks; a second one interrupts wherever it comes."""
-    pressed: list[int] = []
+    """Ctrl-C sets a flag that is looked at between tokens and prefill chunks; a second one interrupts what lasts too long.
+
+    Once the flag was seen, or the interrupt was raised, more of them do nothing: what was answered is being put away.
+    """
+    pressed, is_ending = 0, False
 
     def handler(number: int, frame: FrameType | None) -> None:
-        pressed.append(number)
-        if len(pressed) > 1:
+        nonlocal pressed, is_ending
+        pressed += 1
+        if pressed > 1 and not is_ending:
+            is_ending = True
             raise KeyboardInterrupt
+
+    def interrupted() -> bool:
+        nonlocal is_ending
+        is_ending = is_ending or pressed > 0
+        return is_ending
 
     before = signal.signal(signal.SIGINT, handler)
     try:
-        yield lambda: bool(pressed)
+        yield interrupted
     finally:
         signal.signal(signal.SIGINT, before)
 

@@ -14,6 +14,10 @@ from typing import Any
 
 import pytest
 
+import mlxrunner
+from mlxrunner.tokenizer import Message, load_tokenizer
+
+DEMO = Path(mlxrunner.__file__).parent / "models" / "demo"
 CHAT = ("-m", "mlxrunner", "chat")
 ALT_ENTER, CTRL_C, CTRL_J, TAB, UP = "\x1b\r", "\x03", "\n", "\t", "\x1b[A"
 PASTE, PASTED = "\x1b[200~", "\x1b[201~"
@@ -239,11 +243,19 @@ def test_a_paste_of_5000_lines_is_one_message(open_screen: Any, size: tuple[int,
     screen = open_screen(*CHAT, "--no-history", size=size)
     screen.say("My name is Ana.")
     screen.prompt()
-    screen.child.send(PASTE + "\r".join(f"line {number}" for number in range(5000)) + PASTED)
+    lines = [f"line {number}" for number in range(5000)]
+    screen.child.send(PASTE + "\r".join(lines) + PASTED)
     screen.until(lambda: screen.lines[-1].strip().endswith("line 4999"))
     screen.child.send("\r")
     screen.until(lambda: "begins anew" in " ".join(screen.shown.split())).prompt()
-    assert "error: the prompt has" in " ".join("".join(screen.everything[-12:]).split())
+    messages: list[Message] = [
+        {"role": "user", "content": "My name is Ana."},
+        {"role": "assistant", "content": "Nice to meet you."},
+        {"role": "user", "content": "\n".join(lines)},
+    ]
+    tokenizer = load_tokenizer(DEMO)
+    tokens = len(tokenizer.encode(tokenizer.render(messages)))  # not a line of it was lost
+    assert f"error: the prompt has {tokens} tokens" in " ".join(" ".join(screen.everything[-12:]).split())
     assert screen.say("What is my name?") == "Your name is Ana."
     assert screen.leave() == 0
 
