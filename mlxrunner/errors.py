@@ -6,6 +6,8 @@ MlxrunnerError          exit code 1
 ├── OptionError         exit code 2: an option out of range (also a ValueError)
 ├── PromptError         exit code 2: a prompt that can't be run
 │   └── ContextLengthError   longer than the context
+├── SessionError        exit code 1: a saved session that is missing, damaged, in use, or can't be written
+├── FileError           exit code 2: a file that can't be put into a message, or written (`mlxrunner.chat.files`)
 ├── ContextFullError    exit code 1: the answer filled the context, and the caller wanted that to be an error
 ├── FormError           exit code 1: an answer that can't go on in the form that was asked for
 ├── CacheFullError, NotSupportedError   exit code 1: of caches for many sequences (`mlxrunner.cache.sequences`)
@@ -68,6 +70,10 @@ class ContextFullError(MlxrunnerError):
             "load the model with a longer --context, or use --overflow shift"
         )
         self.answer, self.context = answer, context
+
+
+class SessionError(MlxrunnerError):
+    """A saved session, or its caches, that is missing, damaged, open elsewhere, or can't be written."""
 
 
 class FormError(MlxrunnerError):

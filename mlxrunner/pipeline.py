@@ -25,6 +25,8 @@ SEED_TOKENS = 16
 """A rest of at most so many tokens is evaluated in one forward pass: on most devices as fast as a single token."""
 
 CLEAR_EVERY = 256
+FEWEST, PAUSE_S = 8, 0.05
+"""While a prompt is evaluated in advance: tokens of the smallest chunk, and seconds that one should take."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,21 @@ class Pipeline:
             if on_its_way is not None and session.forwarded > session.recorded:
                 # Interrupted between a forward pass and the reading of its token.
                 session.record((on_its_way.read(),))
+
+    def evaluate(self, cancelled: Callable[[], bool]) -> int:
+        """The prompt without an answer, in chunks of about `PAUSE_S` seconds, until `cancelled()`; returns the tokens evaluated."""
+        session, size, done = self._session, FEWEST, 0
+        self._checkpoint()
+        for stop in (*(self._checkpoints.stops if self._checkpoints else ()), len(session.prompt)):
+            while session.recorded < stop and not cancelled():
+                began = time.perf_counter()
+                chunk = session.remaining[: min(size, self._step, stop - session.recorded)]
+                self._evaluate(chunk)
+                done += len(chunk)
+                seconds = time.perf_counter() - began
+                size = 2 * size if seconds < PAUSE_S / 2 else max(size // 2, FEWEST) if seconds > PAUSE_S else size
+            self._checkpoint()
+        return done
 
     def _prefill(self) -> None:
         """All but the last tokens of the prompt, in chunks that are evaluated and recorded one by one."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,10 +15,11 @@ from mlxrunner import device
 from mlxrunner.answer import Answer, Clock
 from mlxrunner.cache.checkpoints import stops
 from mlxrunner.cache.entry import CacheEntry, Lookup, PrefixCache, Session
-from mlxrunner.cache.factory import DEFAULT_SLACK, CacheOptions, make_layer_caches
+from mlxrunner.cache.factory import DEFAULT_SLACK, CacheOptions, make_layer_caches, outline_of
 from mlxrunner.cache.layer import LayerCache
 from mlxrunner.cache.rotate import rotators
-from mlxrunner.cache.tokens import TokenArray
+from mlxrunner.cache.saved import Saved, SavedEntry
+from mlxrunner.cache.tokens import TokenArray, common_prefix
 from mlxrunner.config import GenerateOptions
 from mlxrunner.constrain import constraint_of
 from mlxrunner.errors import ContextFullError, ContextLengthError, ModelError, OptionError, PromptError
@@ -175,10 +176,6 @@ class Runner:
         self._cache.reset()
         mx.clear_cache()
 
-    def mark_restored(self, source: str) -> None:
-        """Have the next request say that the entry came from the file `source`."""
-        self._cache.mark_restored(source)
-
     def explain_loss(self, reason: str, by: str, tokens: TokenArray) -> None:
         """Have the next request say that an entry with `tokens` was there before this runner, and why it is gone."""
         self._cache.lose(reason, by, tokens)
@@ -186,6 +183,20 @@ class Runner:
     def free(self, why: str, reason: str = "entry_freed") -> None:
         """Free the entry, and have the next request say why. BusyError while one is running."""
         self._cache.reset(why, reason)
+
+    def keep(self, tokens: Sequence[int]) -> None:
+        """Rewind the entry to what it shares with `tokens`. BusyError during a request."""
+        self._cache.keep(tokens)
+
+    def adopt(self, saved: SavedEntry, source: str = "a file") -> None:
+        """Take over a saved entry; it is read when the next request begins, or when `entry` is looked at. BusyError during a request.
+
+        `source`: what the next request calls it (reason `restored`)."""
+        self._cache.adopt(saved, source)
+
+    def outline(self) -> list[Saved]:
+        """What each layer stores, as the shapes of one unevaluated token."""
+        return outline_of(self.model, self._options)
 
     def tokenize(self, prompt: Prompt) -> TokenArray:
         """A `str` is raw text, integers are taken as they are, messages go through the chat template."""
@@ -253,6 +264,28 @@ class Runner:
         next_token = NextToken(options, self.facts.vocab, logits_processors, constraint)
         session = self._cache.begin(tokens)
         return self._run(_Request(prepared, session, options, next_token, progress, clock, shift, discard))
+
+    def evaluate(self, prompt: Prompt, *, cancelled: Callable[[], bool] = lambda: False) -> int:
+        """Evaluate `prompt` in advance, without an answer: what the entry shares with it stays, the rest is evaluated.
+
+        `cancelled` is asked between small chunks; those that were finished stay in the entry. Returns how many tokens were evaluated.
+        An entry that begins with the whole prompt is left as it is. Errors as for `generate`.
+        """
+        tokens = self.tokenize(prompt)
+        self._check(tokens)
+        if len(tokens) >= self.context:
+            raise ContextLengthError(len(tokens), self.context)
+        if common_prefix(self.entry.tokens.array, tokens) == len(tokens):
+            return 0
+        with self._cache.begin(tokens) as session:
+            for cache in session.caches:
+                cache.reserve(min(len(tokens) + HEADROOM, self.context))
+            pipeline = Pipeline(self.model, session, self.prefill_step, checkpoints=self._checkpoints(session))
+            try:
+                return pipeline.evaluate(cancelled)
+            except Exception:
+                _keep_only_what_can_be_evaluated(session)
+                raise
 
     def _shift(self, prompt: Prompt, tokens: TokenArray, options: GenerateOptions) -> Shift | None:
         """How to make room in a full context, if that is wanted."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from threading import Lock, Timer
 from typing import IO, TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -39,27 +40,43 @@ class Output:
 
 
 class PrefillBar:
-    """The `progress` of a request: a bar on stderr, if that is a terminal and there is much to evaluate; gone when it is done."""
+    """The `progress` of a request: a bar on stderr, if that is a terminal and the prefill lasts; gone when it is done."""
 
-    WORTH_A_BAR = 512
-    """Tokens that a slow machine evaluates in about a second."""
+    PATIENCE_S = 1.0
+    """A prefill that takes longer shows the bar."""
 
     def __init__(self) -> None:
+        self._lock = Lock()
+        self._timer: Timer | None = None
         self._bar: tuple[Progress, TaskID] | None = None
+        self._cached, self._done, self._total = 0, 0, 0
 
     def __call__(self, done: int, total: int) -> None:
-        if self._bar is None and total - done >= self.WORTH_A_BAR and sys.stderr.isatty():
-            self._bar = self._start(done, total)
-        if self._bar is not None:
-            progress, task = self._bar
-            progress.update(task, completed=done)
-            if done >= total:
-                self.close()
+        with self._lock:
+            self._done, self._total = done, total
+            if self._bar is not None:
+                self._bar[0].update(self._bar[1], completed=done)
+            elif self._timer is None and done < total and sys.stderr.isatty():
+                self._cached = done
+                self._timer = Timer(self.PATIENCE_S, self._show)
+                self._timer.daemon = True
+                self._timer.start()
+        if done >= total:
+            self.close()
 
     def close(self) -> None:
-        if self._bar is not None:
-            self._bar[0].stop()
-            self._bar = None
+        with self._lock:
+            if self._timer is not None:
+                self._timer.cancel()
+            if self._bar is not None:
+                self._bar[0].stop()
+            self._timer, self._bar = None, None
+
+    def _show(self) -> None:
+        with self._lock:
+            if self._timer is not None:
+                self._bar = self._start(self._cached, self._total)
+                self._bar[0].update(self._bar[1], completed=self._done)
 
     def _start(self, cached: int, total: int) -> tuple[Progress, TaskID]:
         from rich.console import Console

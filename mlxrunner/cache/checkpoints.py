@@ -7,7 +7,7 @@ all rewind by themselves the set stays empty and costs nothing.
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -39,6 +39,9 @@ class Checkpoints:
 
     def __len__(self) -> int:
         return len(self._items)
+
+    def __iter__(self) -> Iterator[Checkpoint]:
+        return iter(self._items)
 
     @property
     def offsets(self) -> list[int]:

@@ -10,6 +10,7 @@ from mlx_lm.models.cache import CacheList
 
 from mlxrunner.cache.layer import LayerCache, RewindError, Rewinding, Snapshot, reach
 from mlxrunner.cache.layout import Layout
+from mlxrunner.cache.saved import Saved
 
 
 class CompositeCache(Rewinding):
@@ -92,6 +93,21 @@ class CompositeCache(Rewinding):
             else:
                 part.rewind(offset)
         self._hand_over()
+
+    def export(self, snapshot: Snapshot | None = None) -> Saved:
+        if snapshot is None:
+            return Saved(self.kind, parts=[part.export() for part in self.parts])
+        kept = zip(self.parts, snapshot.content, strict=True)
+        return Saved(self.kind, parts=[part.export(of) if part.needs_checkpoints else Saved(part.kind) for part, of in kept])
+
+    def adopt(self, saved: Saved, offset: int) -> None:
+        for part, kept in zip(self.parts, saved.parts, strict=True):
+            part.adopt(kept, offset)
+        self._hand_over()
+
+    def snapshot_of(self, saved: Saved, offset: int) -> Snapshot:
+        parts = [part.snapshot_of(kept, offset) for part, kept in zip(self.parts, saved.parts, strict=True)]
+        return Snapshot(parts, sum(part.nbytes for part in parts), [array for part in parts for array in part.arrays])
 
     def free(self) -> None:
         for part in self.parts:

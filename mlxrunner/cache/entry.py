@@ -7,6 +7,7 @@ moment leaves layers that are at or ahead of the tokens, and settling rewinds th
 
 from __future__ import annotations
 
+import logging
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -16,8 +17,11 @@ from typing import Any, Literal
 
 from mlxrunner.cache.checkpoints import Checkpoint, Checkpoints
 from mlxrunner.cache.layer import LayerCache, reach
+from mlxrunner.cache.saved import Exported, SavedCheckpoint, SavedEntry
 from mlxrunner.cache.tokens import TokenArray, TokenBuffer, as_tokens, common_prefix
 from mlxrunner.errors import BusyError, PromptError
+
+logger = logging.getLogger("mlxrunner")
 
 Rotators = Callable[[Sequence[LayerCache], int], Sequence[Callable[[Any, int], Any]] | None]
 """How each layer's keys move by so many positions, or None where some can't (see `mlxrunner.cache.rotate`)."""
@@ -74,6 +78,36 @@ class CacheEntry:
     def used_bytes(self) -> int:
         """Bytes that hold the entry's tokens."""
         return sum(cache.used_bytes for cache in self.caches)
+
+    def export(self) -> Exported:
+        """Everything the entry holds, as views of its buffers: to be copied before the next request."""
+        checkpoints = [
+            SavedCheckpoint(
+                item.offset,
+                item.is_anchor,
+                [None if kept is None else cache.export(kept) for cache, kept in zip(self.caches, item.snapshots, strict=True)],
+            )
+            for item in self.checkpoints
+        ]
+        return Exported(self.tokens.array.copy(), [cache.export() for cache in self.caches], checkpoints)
+
+    def adopt(self, saved: SavedEntry) -> None:
+        """Fill an empty entry, layer by layer. ValueError where what was saved does not belong together."""
+        offset = len(saved.tokens)
+        for cache, layer in zip(self.caches, saved.layers, strict=True):
+            cache.adopt(layer, offset)
+        for item in saved.checkpoints:
+            if not 0 < item.offset <= offset:
+                raise ValueError(f"a checkpoint is at {item.offset} of {offset} tokens")
+            pairs = zip(self.caches, item.layers, strict=True)
+            snapshots = [None if kept is None else cache.snapshot_of(kept, item.offset) for cache, kept in pairs]
+            if any(cache.needs_checkpoints and kept is None for cache, kept in zip(self.caches, snapshots, strict=True)):
+                raise ValueError(f"the checkpoint at {item.offset} lacks a layer")
+            nbytes = sum(snapshot.nbytes for snapshot in snapshots if snapshot is not None)
+            self.checkpoints.add(Checkpoint(item.offset, nbytes, snapshots, item.is_anchor))
+        self.tokens.extend(saved.tokens)
+        if not self.is_true:
+            raise ValueError(f"its layers are at {sorted(set(self.offsets))}, and it has {offset} tokens")
 
     def shift(self, keep: int, discard: int, rotate: Rotators) -> bool:
         """Drop the tokens `keep .. keep + discard` and move the others up, in every layer; False, and nothing changed, if one can't.
@@ -169,6 +203,7 @@ class PrefixCache:
         self.entry = CacheEntry()
         self._loss: Loss | None = None
         self._restored_from: str | None = None
+        self._awaited: SavedEntry | None = None
         # Weak: a request whose end was itself interrupted must not keep the entry for ever.
         self._session: weakref.ref[Session] | None = None
         self._settled = True
@@ -184,9 +219,11 @@ class PrefixCache:
 
     @property
     def current(self) -> CacheEntry:
-        """The entry, settled first if the end of the last request was interrupted."""
-        if not self._settled and not self.is_busy:
-            self.settle()
+        """The entry, settled first if the end of the last request was interrupted, and read if it was taken over."""
+        if not self.is_busy:
+            if not self._settled:
+                self.settle()
+            self._read_awaited()
         return self.entry
 
     def begin(self, prompt: Sequence[int] | TokenArray) -> Session:
@@ -213,7 +250,43 @@ class PrefixCache:
         """Free the entry between requests. BusyError while one is running."""
         if self.is_busy:
             raise BusyError()
+        self._awaited = None
         self.free(why, reason=reason)
+
+    def keep(self, tokens: Sequence[int] | TokenArray) -> None:
+        """Rewind the entry, between requests, to what it shares with `tokens`. BusyError while one is running."""
+        if self.is_busy:
+            raise BusyError()
+        entry = self.current
+        shared = common_prefix(entry.tokens.array, as_tokens(tokens))
+        if shared < len(entry.tokens):
+            self._settled = False
+            entry.tokens.truncate(shared)
+            self.settle("what came after the tokens that were to be kept")
+
+    def adopt(self, saved: SavedEntry, source: str = "a file") -> None:
+        """Take over a saved entry in place of the present one. It is read when somebody first needs it: the next request, or `current`.
+
+        One that can't be read after all is dropped, and that request's lookup says so (`entry_freed`). BusyError while one is running.
+        `source`: what the next lookup calls it.
+        """
+        self.reset()
+        self._loss, self._restored_from, self._awaited = None, source, saved
+
+    def _read_awaited(self) -> None:
+        """Safe to repeat after an interrupt."""
+        if self._awaited is None:
+            return
+        entry = self._fresh_entry()
+        try:
+            entry.adopt(self._awaited)
+            self.entry = entry
+        except Exception as error:
+            self.free("", with_buffers=True)
+            why = f"a saved entry that could not be read: {' '.join(str(error).split())[:200] or type(error).__name__}"
+            self.lose("entry_freed", why, self._awaited.tokens)
+            logger.warning("%s", why)
+        self._awaited = None
 
     def free(self, why: str, *, reason: str = "entry_freed", with_buffers: bool = False) -> None:
         """Drop the entry; the next request starts cold and says why. `with_buffers`: also what is allocated for the whole context."""
@@ -229,16 +302,12 @@ class PrefixCache:
         """Have the next lookup say that `tokens` were there once, and why they are not any more."""
         self._loss, self._restored_from = Loss(reason, by, tokens), None
 
-    def mark_restored(self, source: str) -> None:
-        """Have the next lookup say that the entry came from a file."""
-        self._restored_from = source
-
-    def settle(self) -> None:
+    def settle(self, undone: str = "an interrupted forward pass that could not be undone") -> None:
         """Make the entry true: every layer to the tokens, or as far back as is needed, or free it. Safe to repeat after an interrupt."""
         entry = self.entry
         length = entry.reach(len(entry.tokens))[0]
         if length == 0:
-            self.free("an interrupted forward pass that could not be undone")
+            self.free(undone)
         else:
             entry.tokens.truncate(length)
             entry.rewind(length)
@@ -253,6 +322,7 @@ class PrefixCache:
         try:
             if not self._settled:
                 self.settle()
+            self._read_awaited()
             self._settled = False
             return self._rewind_for(session.prompt)
         except BaseException:

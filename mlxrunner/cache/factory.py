@@ -15,6 +15,7 @@ from mlxrunner.cache.layer import LayerCache
 from mlxrunner.cache.layout import Layout
 from mlxrunner.cache.quantized import QuantizedAttentionCache
 from mlxrunner.cache.recurrent import RecurrentCache
+from mlxrunner.cache.saved import Saved, shapes
 from mlxrunner.cache.sliding import SlidingWindowCache
 from mlxrunner.cache.stock import StockCache
 from mlxrunner.cache.trimmable import TrimmableCache
@@ -59,6 +60,13 @@ def evaluate(caches: Sequence[LayerCache]) -> None:
 
 
 _dispatch: Callable[[Any], None] = mx.async_eval
+
+
+def outline_of(model: Any, options: CacheOptions) -> list[Saved]:
+    """What each layer of `model` stores, as the shapes of an unevaluated token: a saved layer has to be like it."""
+    caches = make_layer_caches(model, CacheOptions(rewind_slack=options.rewind_slack, kv_bits=options.kv_bits))
+    run_lazily(model, caches, 1)
+    return [shapes(cache.export()) for cache in caches]
 
 
 def layouts_of(model: Any, options: CacheOptions) -> list[Layout]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -12,6 +12,7 @@ from mlx_lm.models.cache import create_attention_mask
 from mlxrunner.cache.arrays import contiguous, leaves, tree_bytes
 from mlxrunner.cache.layer import RewindError, Rewinding, Snapshot
 from mlxrunner.cache.layout import Layout
+from mlxrunner.cache.saved import Saved
 
 STEP = 256
 
@@ -95,6 +96,15 @@ class OffsetCache(Rewinding, ABC):
     def restore(self, snapshot: Snapshot, offset: int) -> None:
         self.rewind(offset)
 
+    @abstractmethod
+    def export(self, snapshot: Snapshot | None = None) -> Saved: ...
+
+    @abstractmethod
+    def adopt(self, saved: Saved, offset: int) -> None: ...
+
+    def snapshot_of(self, saved: Saved, offset: int) -> Snapshot:
+        return Snapshot(None, 0)
+
     def free(self) -> None:
         """A buffer for the whole context stays: it was planned for."""
         self.offset = 0
@@ -153,6 +163,16 @@ class FullAttentionCache(OffsetCache):
         if to and self._context is None:
             self._give_back(max(to, self._reserved))
 
+    def export(self, snapshot: Snapshot | None = None) -> Saved:
+        cut = [rows[..., : self.offset, :] for rows in self.state]
+        return Saved(self.kind, dict(zip(("keys", "values"), cut, strict=False)))
+
+    def adopt(self, saved: Saved, offset: int) -> None:
+        keys, values = rows_of(saved, ("keys", "values"), offset)
+        self.free()
+        self.update_and_fetch(keys, values)
+        mx.eval(self.state)
+
     def can_shift(self, keep: int, discard: int) -> bool:
         return self.offset >= keep + discard
 
@@ -175,6 +195,16 @@ class FullAttentionCache(OffsetCache):
     def _resize(self, tokens: int) -> None:
         resized = [_resized(buffer, self.offset, tokens) for buffer in (self.keys, self.values)]
         self.keys, self.values = resized
+
+
+def rows_of(saved: Saved, names: Sequence[str], rows: int) -> list[mx.array]:
+    """These arrays, each of which has to have so many rows."""
+    arrays = [saved.arrays[name] for name in names if name in saved.arrays]
+    if len(arrays) != len(names) or any(array.ndim != 4 or array.shape[2] != rows for array in arrays):
+        raise ValueError(
+            f"a {saved.kind} layer has to have {rows} rows, not {' and '.join(str(array.shape) for array in arrays)}"
+        )
+    return arrays
 
 
 def _resized(buffer: mx.array, used: int, tokens: int) -> mx.array:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mlxrunner.cache.layout import Layout
+from mlxrunner.cache.saved import Saved
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,18 @@ class LayerCache(Protocol):
 
     def restore(self, snapshot: Snapshot, offset: int) -> None:
         """Back to what `snapshot` was taken of, at `offset`; the snapshot stays usable."""
+        ...
+
+    def export(self, snapshot: Snapshot | None = None) -> Saved:
+        """What is stored now, or what `snapshot` of this layer holds, as plain data; its arrays are views, to be copied soon."""
+        ...
+
+    def adopt(self, saved: Saved, offset: int) -> None:
+        """Take over what a layer like this one stored of `offset` tokens, and evaluate it. ValueError where that can't be."""
+        ...
+
+    def snapshot_of(self, saved: Saved, offset: int) -> Snapshot:
+        """The snapshot that was exported. ValueError where it is none of `offset` tokens."""
         ...
 
     def free(self) -> None:

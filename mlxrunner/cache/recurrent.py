@@ -10,13 +10,14 @@ import mlx.core as mx
 from mlxrunner.cache.arrays import contiguous, leaves, tree_bytes
 from mlxrunner.cache.layer import RewindError, Snapshot
 from mlxrunner.cache.layout import Layout
+from mlxrunner.cache.saved import STATES, Saved
 from mlxrunner.cache.stock import StockCache
 
 
 class RecurrentCache(StockCache):
     """A state that is overwritten by each forward pass; the state before the last one is kept."""
 
-    kind = "recurrent"
+    kind = STATES
 
     def __init__(self, inner: Any) -> None:
         super().__init__(inner)
@@ -59,6 +60,19 @@ class RecurrentCache(StockCache):
         self._before = (offset, list(snapshot.content))
         self.offset = offset
         self._interrupted = False
+
+    def export(self, snapshot: Snapshot | None = None) -> Saved:
+        """The states, not those before the last forward pass."""
+        states = self.inner.cache if snapshot is None else snapshot.content
+        return Saved(self.kind, {str(index): state for index, state in enumerate(states) if state is not None})
+
+    def adopt(self, saved: Saved, offset: int) -> None:
+        self.restore(self.snapshot_of(saved, offset), offset)
+        mx.eval(self.state)
+
+    def snapshot_of(self, saved: Saved, offset: int) -> Snapshot:
+        states = [saved.arrays.get(str(index)) for index in range(len(self.inner.cache))]
+        return Snapshot(states, tree_bytes(states), leaves(states))
 
     def free(self) -> None:
         super().free()

@@ -12,6 +12,7 @@ from mlx_lm.models.base import create_causal_mask
 from mlxrunner.cache.arrays import contiguous, tree_bytes
 from mlxrunner.cache.layer import RewindError, Rewinding, Snapshot
 from mlxrunner.cache.layout import Layout
+from mlxrunner.cache.saved import Saved
 
 STEP = 256
 
@@ -176,6 +177,31 @@ class SlidingWindowCache(Rewinding):
         kept, self._fetched = snapshot.content, None
         # Arrays of its own, though not memory of its own: writing to them leaves the snapshot's as they are.
         self._stored = None if kept is None else Stored(kept.keys[:], kept.values[:], kept.first, kept.rows)
+
+    def export(self, snapshot: Snapshot | None = None) -> Saved:
+        stored = self._stored if snapshot is None else snapshot.content
+        if stored is None:
+            return Saved(self.kind)
+        cut = slice(0, stored.rows)
+        return Saved(self.kind, {"keys": stored.keys[..., cut, :], "values": stored.values[..., cut, :]})
+
+    def adopt(self, saved: Saved, offset: int) -> None:
+        found, self._fetched = self._read(saved, offset), None
+        self._stored = self._filled(found.keys, found.values, found.first, found.rows, min(found.rows, self.room))
+        mx.eval(self.state)
+
+    def snapshot_of(self, saved: Saved, offset: int) -> Snapshot:
+        found = self._read(saved, offset)
+        if found.rows != min(offset, self.window - 1):
+            raise ValueError(f"a checkpoint at {offset} of a window of {self.window} has {found.rows} rows")
+        return Snapshot(found, found.keys.nbytes + found.values.nbytes, (found.keys, found.values))
+
+    def _read(self, saved: Saved, offset: int) -> Stored:
+        keys, values = saved.arrays["keys"], saved.arrays["values"]
+        rows = keys.shape[2]
+        if values.shape[2] != rows or not min(offset, self.window - 1) <= rows <= offset:
+            raise ValueError(f"{rows} rows of keys and {values.shape[2]} of values are no window of {self.window} at {offset}")
+        return Stored(keys, values, offset - rows, rows)
 
     def free(self) -> None:
         self._stored = self._fetched = None

@@ -9,10 +9,12 @@ import copy
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_flatten, tree_unflatten
 
 from mlxrunner.cache.arrays import leaves, tree_bytes
 from mlxrunner.cache.layer import RewindError, Rewinding, Snapshot
 from mlxrunner.cache.layout import Layout
+from mlxrunner.cache.saved import Saved
 
 
 class StockCache(Rewinding):
@@ -82,6 +84,27 @@ class StockCache(Rewinding):
         self.inner = copy.deepcopy(snapshot.content)
         self.offset = offset
         self._interrupted = False
+
+    def export(self, snapshot: Snapshot | None = None) -> Saved:
+        inner = self.inner if snapshot is None else snapshot.content
+        found: Any = dict(tree_flatten(self._cut(inner)))
+        arrays = {name: leaf for name, leaf in found.items() if isinstance(leaf, mx.array)}
+        return Saved(type(inner).__name__, arrays, {name: leaf for name, leaf in found.items() if name not in arrays})
+
+    def _cut(self, inner: Any) -> Any:
+        """The state of `inner` without rows that were trimmed. Of an unknown kind no row ever is."""
+        return inner.state
+
+    def adopt(self, saved: Saved, offset: int) -> None:
+        self.restore(self.snapshot_of(saved, offset), offset)
+        mx.eval(self.state)
+
+    def snapshot_of(self, saved: Saved, offset: int) -> Snapshot:
+        inner = copy.deepcopy(self._pristine)
+        inner.state = tree_unflatten([*saved.arrays.items(), *saved.numbers.items()])
+        if getattr(inner, "offset", offset) != offset:
+            raise ValueError(f"a {saved.kind} is at {inner.offset} instead of {offset}")
+        return Snapshot(inner, tree_bytes(inner.state), leaves(inner.state))
 
     def free(self) -> None:
         self.inner = copy.deepcopy(self._pristine)

@@ -17,6 +17,11 @@ class TrimmableCache(StockCache):
         super().__init__(inner)
         self.kind, self._holds_enough = kind, holds_enough
 
+    def _cut(self, inner: Any) -> Any:
+        keys, values, *numbers = inner.state
+        rows = inner.offset - getattr(inner, "start_position", 0)
+        return keys[..., :rows, :], values[..., :rows, :], *numbers
+
     def reachable(self, to: int) -> int:
         if self._interrupted or to >= self.offset or not self._holds_enough(self.inner, to):
             return super().reachable(to)

@@ -1,18 +1,15 @@
-"""A conversation whose history is the tokens that were evaluated, not a text that is tokenized again each turn.
-
-A model may split a word otherwise than the tokenizer would; then the text of an answer, tokenized again, would leave the entry in the
-middle of the last turn. So a turn appends only its own tokens wherever the template's rendering goes on from what was evaluated.
-Knows nothing about terminals.
-"""
+"""A conversation whose history is the tokens that were evaluated: a turn appends only its own. Knows nothing about terminals."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mlxrunner.cache.tokens import as_tokens
+from mlxrunner.cache.tokens import as_tokens, common_prefix
+from mlxrunner.chat.history import History, Spelling, Turn
+from mlxrunner.chat.spelling import Drift, Policy, Speller, messages
 from mlxrunner.events import Chunk, Usage
 from mlxrunner.overflow import Shift
 from mlxrunner.pipeline import Progress
@@ -21,73 +18,139 @@ from mlxrunner.tokenizer import Message
 from mlxrunner.tokenizer.prompt import Prepared, system_tokens
 
 
+@dataclass(frozen=True)
+class Outlook:
+    """What a prompt would reuse of the entry as it is: `cached` of its `tokens`."""
+
+    tokens: int
+    cached: int
+
+    def __str__(self) -> str:
+        return f"{self.cached} of {self.tokens} tokens reused, {self.tokens - self.cached} to evaluate"
+
+
 @dataclass
 class Conversation:
-    """`options`: those of `Runner.generate`; `overflow` is "shift" unless they say otherwise. `usages`: one for each finished turn."""
+    """`options`: those of `Runner.generate`; `overflow` is "shift" unless they say otherwise. `usages`: one for each finished answer.
+
+    `policy`, `keep_thinking`, `variables`: see `Speller`.
+    """
 
     runner: Runner
     system: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
-    messages: list[Message] = field(default_factory=list)
+    policy: Policy = "exact"
+    keep_thinking: bool = False
+    variables: dict[str, Any] = field(default_factory=dict)
+    history: History = field(default_factory=History)
     usages: list[Usage] = field(default_factory=list)
-    # `_tokens` spell the rendered text `_spelled`, but for what a full context has dropped of them.
-    _spelled: str = ""
-    _tokens: list[int] = field(default_factory=list)
-    _first: int = 0  # of the messages that are still rendered
+    ahead: int = 0
+    """Tokens of the next prompt that were evaluated before it is sent; `evaluated_ahead`: of the last one."""
+    evaluated_ahead: int = 0
+    asked: Spelling = field(default_factory=Spelling)
+    """What the last answer goes on from."""
+    _drift: tuple[Spelling, Drift] | None = field(default=None, repr=False)
+
+    @property
+    def messages(self) -> list[Message]:
+        """All turns, without the system prompt."""
+        return messages(replace(self.history, first=0), None)
+
+    @property
+    def speller(self) -> Speller:
+        return Speller(self.runner.tokenizer, self.policy, self.keep_thinking, self.variables)
 
     def clear(self) -> None:
         """Forget the turns; the system prompt stays, and so does what the entry can reuse of it."""
-        self.messages.clear()
-        self._spelled, self._tokens, self._first = "", [], 0
+        self.history = History()
 
-    def send(self, text: str, progress: Progress | None = None) -> Iterator[Chunk]:
-        """The answer to `text`. Closing the iterator, or an interrupt, keeps the answer as far as it was given.
+    def undo(self, turns: int = 1) -> list[Turn]:
+        """Take back the last turns, which are returned; the entry is rewound when something else is evaluated."""
+        count = max(len(self.history.turns) - turns, 0)
+        taken = self.history.turns[count:]
+        self.history.cut(count)
+        return taken
+
+    def answer_with(self, number: int, answer: str) -> None:
+        """Put another answer into turn `number` (from 0), and drop the turns after it: the conversation goes on from there."""
+        turn = self.history.turns[number]
+        asked = self.history.spelling.up_to(turn.begins) if turn.begins else None
+        self.history.cut(number)
+        asked = asked or self.speller.spell(self.history, self.system, turn.user)
+        spelling = asked.and_then(answer, self.runner.tokenizer.encode_more(answer))
+        self.history.add(Turn(turn.user, answer, asked.end), spelling)
+        self.speller.settle(self.history, self.system)
+
+    def outlook(self, text: str | None = None) -> Outlook:
+        """What sending `text` would reuse; without it, what of the conversation so far is in the entry."""
+        speller = self.speller
+        spelling = (
+            speller.draft(self.history, self.system, "") if text is None else speller.spell(self.history, self.system, text)
+        )
+        entry, tokens = self.runner.entry, as_tokens(spelling.tokens)
+        matched = common_prefix(entry.tokens.array, tokens)
+        return Outlook(len(tokens), entry.reach(min(matched, len(tokens) - (text is not None)))[0])
+
+    def drift(self) -> Drift | None:
+        """What was evaluated against what the template says; None before the first turn, and where a full context has dropped some."""
+        if not self.history.turns or self.history.dropped or self.history.first:
+            return None
+        if self._drift is None or self._drift[0] is not self.history.spelling:
+            self._drift = (self.history.spelling, self.speller.drift(self.history, self.system))
+        return self._drift[1]
+
+    def evaluate(self, draft: str, cancelled: Callable[[], bool]) -> None:
+        """Evaluate what the next prompt begins with, as far as it is known: the conversation, and what has been typed of `draft`."""
+        tokens = self.speller.draft(self.history, self.system, draft).tokens
+        if draft:
+            tokens = tokens[:-UNSTABLE]
+        if len(tokens) < self.runner.context:
+            self.ahead += self.runner.evaluate(tokens, cancelled=cancelled)
+
+    def send(self, text: str, progress: Progress | None = None, **options: Any) -> Iterator[Chunk]:
+        """The answer to `text`, with `options` over the conversation's own. Closing the iterator, or an interrupt, keeps the answer as
+        far as it was given.
 
         A turn that got no answer at all (an error, an interrupted prefill) is taken back.
         """
         began = time.perf_counter()
-        user: Message = {"role": "user", "content": text}
-        rendered, prompt = self._render(user)
+        options = self.options | options
+        spelling = self.speller.spell(self.history, self.system, text)
         overflow: dict[str, Any] = {}
-        if self.options.get("overflow", "shift") == "shift":
-            keep = self._keep_tokens(prompt)
+        if options.get("overflow", "shift") == "shift":
+            keep = self._keep_tokens(spelling, options)
             overflow = {"overflow": "shift", "keep": keep}
-            if len(prompt) >= self.runner.context:
+            if len(spelling.tokens) >= self.runner.context:
                 shift = Shift(self.runner.context, keep)
-                rendered, prompt = self._without_oldest(user, rendered, prompt, shift)
+                spelling = self._without_oldest(text, spelling, shift)
                 if len(self.runner.tokenizer.encode_more(text)) >= shift.target_free:
                     overflow = {"overflow": "stop"}  # what a shift leaves would begin in the middle of this turn
-        messages = [*self._system(), *self.messages[self._first :], user]
-        prepared = Prepared(as_tokens(prompt), "messages", messages, rendered, seconds=time.perf_counter() - began)
-        chunks = self.runner.generate(prepared, progress=progress, **(self.options | overflow))
-        return self._answer(user, rendered, prompt, overflow.get("keep", 0), chunks)
+        asked: list[Message] = [*messages(self.history, self.system), {"role": "user", "content": text}]
+        prepared = Prepared(
+            as_tokens(spelling.tokens), "messages", asked, spelling.text, self.speller.variables, time.perf_counter() - began
+        )
+        chunks = self.runner.generate(prepared, progress=progress, **(options | overflow))
+        self.asked = spelling
+        self.evaluated_ahead, self.ahead = self.ahead, 0
+        return self._answer(text, spelling, overflow.get("keep", 0), chunks)
 
-    def _render(self, user: Message) -> tuple[str, list[int]]:
-        """The conversation up to `user` as text and as tokens."""
-        tokenizer = self.runner.tokenizer
-        rendered = tokenizer.render([*self._system(), *self.messages[self._first :], user])
-        if self._spelled and rendered.startswith(self._spelled):
-            return rendered, self._tokens + tokenizer.encode_more(rendered[len(self._spelled) :])
-        return rendered, tokenizer.encode(rendered)
-
-    def _without_oldest(self, user: Message, rendered: str, prompt: list[int], shift: Shift) -> tuple[str, list[int]]:
+    def _without_oldest(self, text: str, spelling: Spelling, shift: Shift) -> Spelling:
         """Where the tokens can't simply go on, the oldest turns are not rendered any more, so that the next turns have room."""
-        if self._spelled and rendered.startswith(self._spelled):
-            return rendered, prompt
-        while len(prompt) > self.runner.context - shift.target_free and self._first + 2 <= len(self.messages):
-            self._first += 2
-            rendered, prompt = self._render(user)
-        return rendered, prompt
+        history = self.history
+        if history.spelling.text and spelling.text.startswith(history.spelling.text) and self.policy == "exact":
+            return spelling
+        while len(spelling.tokens) > self.runner.context - shift.target_free and history.first < len(history.turns):
+            history.first += 1
+            spelling = self.speller.spell(history, self.system, text)
+        return spelling
 
-    def _keep_tokens(self, prompt: list[int]) -> int:
+    def _keep_tokens(self, spelling: Spelling, options: dict[str, Any]) -> int:
         """What a full context keeps: the system prompt with BOS, or what the options say."""
-        keep: int | None = self.options.get("keep")
-        return system_tokens(self.runner.tokenizer, self._system(), as_tokens(prompt)) if keep is None else keep
+        keep: int | None = options.get("keep")
+        system = messages(History(), self.system)
+        return system_tokens(self.runner.tokenizer, system, as_tokens(spelling.tokens)) if keep is None else keep
 
-    def _system(self) -> list[Message]:
-        return [{"role": "system", "content": self.system}] if self.system else []
-
-    def _answer(self, user: Message, rendered: str, prompt: list[int], keep: int, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+    def _answer(self, user: str, asked: Spelling, keep: int, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
         shown: list[Chunk] = []
         try:
             for chunk in chunks:
@@ -99,23 +162,26 @@ class Conversation:
             chunks.close()  # type: ignore[attr-defined]  # a generator
             text = "".join(chunk.text for chunk in shown)
             if text or (shown and shown[-1].finish_reason is not None):
-                self.messages += [user, {"role": "assistant", "content": text}]
                 tokens = [chunk.token for chunk in shown if chunk.token is not None]
-                self._go_on_from(rendered, text, prompt, tokens, keep)
+                self._remember(user, asked, text, tokens, keep)
 
-    def _go_on_from(self, rendered: str, text: str, prompt: list[int], tokens: Sequence[int], keep: int) -> None:
+    def _remember(self, user: str, asked: Spelling, text: str, tokens: Sequence[int], keep: int) -> None:
         """Remember the tokens whose text was shown: not those of half a character, nor of a stop string or after it."""
         tokenizer = self.runner.tokenizer
-        stream, spelled, count = tokenizer.stream(prompt[-8:]), "", 0
+        stream, spelled, count, closing = tokenizer.stream(asked.tokens[-8:]), "", 0, ""
         for place, token in enumerate(tokens, 1):
             if token in tokenizer.stop_tokens and spelled == text and place == len(tokens):
-                spelled, count = spelled + tokenizer.decode([token]), place
+                closing, count = tokenizer.decode([token]), place
                 break
             piece = stream.add(token)
             if not text.startswith(spelled + piece):
                 break
             if piece:
                 spelled, count = spelled + piece, place
-        dropped = self.runner.shifted_tokens
-        whole = [*prompt, *tokens[:count]]
-        self._spelled, self._tokens = rendered + spelled, whole[:keep] + whole[keep + dropped :]
+        self.history.add(Turn(user, text, asked.end, closing=closing), asked.and_then(spelled + closing, tokens[:count]))
+        self.history.drop(keep, self.runner.shifted_tokens)
+        self.speller.settle(self.history, self.system)
+
+
+UNSTABLE = 4
+"""The last tokens of what is being typed, which the next key may change."""

@@ -1,62 +1,169 @@
-"""Read a line, print the answer as it comes, again. Commands begin with a slash; everything else is sent."""
+"""The chat: read a text, do the command or print the answer, again. Everything that is not a command is sent."""
 
 from __future__ import annotations
 
-import signal
+import logging
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
+from mlxrunner.chat.ahead import Ahead, Draft
+from mlxrunner.chat.branches import Branches
+from mlxrunner.chat.commands import Table
 from mlxrunner.chat.conversation import Conversation
+from mlxrunner.chat.files import Attachments
+from mlxrunner.chat.keys import interruptible, unseen_typing
+from mlxrunner.chat.render import Plain, ThinkingApart, View, wrapped
 from mlxrunner.errors import MlxrunnerError, PromptError
-from mlxrunner.terminal import Output, PrefillBar, size
+from mlxrunner.power import on_battery
+from mlxrunner.reserve import must_fit
+from mlxrunner.runner import Runner, plan_model
+from mlxrunner.terminal import Output, PrefillBar
 
-Read = Callable[[], str]
-"""Returns the next line; EOFError at the end, KeyboardInterrupt where the line was given up."""
+logger = logging.getLogger("mlxrunner")
+
+INTERRUPTED = 130
+PLANNED = ("context", "prefill_step", "kv_bits", "rewind_slack", "checkpoint_budget")
 
 
-class Repl:
-    """`read` gives the lines, answers go to stdout, everything else to stderr. `run` returns the exit code."""
+class Reader(Protocol):
+    def read(self, idle: Callable[[Draft], None], default: str = "") -> str:
+        """The next text; EOFError at the end, KeyboardInterrupt where it was given up. See `Editor.read`."""
+        ...
 
-    def __init__(self, conversation: Conversation, read: Read, *, interactive: bool) -> None:
-        self._conversation, self._read, self._interactive = conversation, read, interactive
-        self._output = Output()
-        self._commands: dict[str, tuple[Callable[[str], None], str]] = {
-            "/clear": (self._clear, "forget the conversation; the system prompt stays"),
-            "/system": (self._system, "TEXT: set the system prompt and begin anew; without TEXT: show it"),
-            "/stats": (self._stats, "what the last turn and the session reused and evaluated"),
-            "/help": (self._help, "this list"),
-            "/bye": (self._bye, "leave (so does Ctrl-D)"),
-        }
 
-    def run(self) -> int:
+class Lines:
+    """A line of standard input is a text; what begins with `default` can't be edited there."""
+
+    def read(self, idle: Callable[[Draft], None], default: str = "") -> str:
+        line = sys.stdin.readline()
+        if not line:
+            raise EOFError
+        return line.rstrip("\n")
+
+
+@dataclass
+class Chat:
+    """What the commands work on. `loading`: the options of `Runner.load`; `view()`: where an answer goes.
+
+    `after_turn` are called when an answer has been remembered, also one that was interrupted, before the next text is read.
+    """
+
+    conversation: Conversation
+    reader: Reader = field(default_factory=Lines)
+    view: Callable[[], View] = Plain
+    model: str = ""
+    loading: dict[str, Any] = field(default_factory=dict)
+    interactive: bool = False
+    type_ahead: bool = True
+    show_thinking: bool = True
+    branches: Branches = field(default_factory=Branches)
+    attachments: Attachments = field(default_factory=Attachments)
+    after_turn: list[Callable[[Chat], None]] = field(default_factory=list)
+
+    @property
+    def runner(self) -> Runner:
+        return self.conversation.runner
+
+    def run(self, table: Table) -> int:
+        """Until the end of the input or /bye; returns the exit code: in a terminal 0, else that of the last error, 130 after Ctrl-C."""
+        with unseen_typing(self.interactive):
+            return self._run(table)
+
+    def _run(self, table: Table) -> int:
         failed = 0
         while True:
             try:
-                line = self._read()
+                failed = self._try(table, self._read()) or failed
             except EOFError:
-                return failed
+                return 0 if self.interactive else failed
             except KeyboardInterrupt:
-                continue
-            command, _, argument = line.strip().partition(" ")
-            try:
-                if command in self._commands:
-                    self._commands[command][0](argument.strip())
-                elif command.startswith("/") and "/" not in command[1:]:
-                    _say(f"no such command: {command} (see /help)")
-                elif line.strip():
-                    self._turn(line)
-            except EOFError:
-                return failed
-            except KeyboardInterrupt:  # a second one, while the first was being dealt with
-                continue
-            except MlxrunnerError as error:
-                _say(f"error: {error}" + ("; /clear begins anew" if isinstance(error, PromptError) and self._interactive else ""))
-                failed = error.exit_code
+                if not self.interactive:
+                    return INTERRUPTED
 
-    def _turn(self, text: str) -> None:
-        with _interruptible() as interrupted:
+    def _try(self, table: Table, text: str) -> int:
+        """Do what a text asks for; the exit code of the error that was said about it."""
+        try:
+            self._do(table, text)
+        except MlxrunnerError as error:
+            self.say(f"error: {error}" + ("; /clear begins anew" if isinstance(error, PromptError) and self.interactive else ""))
+            return error.exit_code
+        except EOFError:
+            raise
+        except Exception as error:
+            if not self.interactive:
+                raise
+            # Nobody should lose a conversation to a bug.
+            logger.debug("internal error", exc_info=True)
+            self.say(f"internal error: {type(error).__name__}: {' '.join(str(error).split())} (the conversation is still there)")
+        return 0
+
+    def _read(self, default: str = "", *, ahead: bool = True) -> str:
+        """`ahead`: whether what comes next is what is sent, and may be evaluated."""
+        work = Ahead(self._evaluate, types_ahead=lambda: self.type_ahead and not on_battery())
+        return self.reader.read(work if ahead else Draft.wait_until_over, default)
+
+    def _evaluate(self, draft: str, cancelled: Callable[[], bool]) -> None:
+        text = "" if draft.lstrip().startswith("/") else draft
+        self.conversation.evaluate(self.attachments.before(text), cancelled)
+        if not text and not cancelled():
+            self.conversation.drift()  # so that /stats has it at once
+
+    def _do(self, table: Table, text: str) -> None:
+        parsed = table.parse(text)
+        if isinstance(parsed, str):
+            self.say(parsed)
+        elif parsed is not None:
+            command, argument = parsed
+            command.run(self, argument)
+        elif text.strip():
+            self.send(text)
+
+    def reload(self, name: str, **changes: Any) -> None:
+        """Go on with another model, or the same one loaded otherwise. What is wrong with it is said while the present one is still there."""
+        loading = self.loading | changes
+        plan = {option: loading[option] for option in PLANNED if option in loading}
+        must_fit(plan_model(name, **plan))
+        # Two models at a time may be too much: the present one is given up first.
+        before, self.conversation.runner = self.conversation.runner, None  # type: ignore[assignment]
+        del before
+        try:
+            self.conversation.runner = Runner.load(name, **loading)
+        except BaseException:
+            self.conversation.runner = Runner.load(self.model, **self.loading)
+            raise
+        if name != self.model:
+            self.conversation.history.forget_tokens()
+        self.model, self.loading = name, loading
+
+    def say(self, text: str) -> None:
+        """Everything that is not an answer goes to stderr."""
+        sys.stdout.flush()
+        Output(sys.stderr).write((wrapped(text) if self.interactive else text) + "\n")
+
+    def edit(self, text: str, *, ahead: bool = True) -> str | None:
+        """`text` as the user changes it; None where that was given up. `ahead`: whether it is the next message."""
+        if not self.interactive:
+            raise PromptError("there is no line editor without a terminal")
+        try:
+            return self._read(text, ahead=ahead).strip() or None
+        except (EOFError, KeyboardInterrupt):
+            return None
+
+    def send(self, text: str) -> None:
+        """A text of the user, with the files that it names."""
+        turns = len(self.conversation.history.turns)
+        try:
+            self.answer(self.attachments.put_into(self, text))
+        finally:
+            if len(self.conversation.history.turns) > turns:
+                self.attachments.clear()
+
+    def answer(self, text: str, **options: Any) -> None:
+        """Send `text` as it is and print what comes; `options` over the conversation's own."""
+        turns = len(self.conversation.history.turns)
+        with interruptible() as interrupted:
             bar = PrefillBar()
 
             def progress(done: int, total: int) -> None:
@@ -64,99 +171,22 @@ class Repl:
                 if interrupted():
                     raise KeyboardInterrupt
 
-            answer = self._conversation.send(text, progress)
+            chunks = self.conversation.send(text, progress, **options)
+            view = ThinkingApart(self.view, self.conversation.asked.text, self.show_thinking, self.interactive)
             try:
-                for chunk in answer:
-                    self._output.write(chunk.text)
+                for chunk in chunks:
+                    view.write(chunk.text)
                     if interrupted():
                         break
             except KeyboardInterrupt:
                 pass
             finally:
                 bar.close()
-                answer.close()  # type: ignore[attr-defined]  # a generator
-            self._output.write("\n")
+                chunks.close()  # type: ignore[attr-defined]  # a generator
+                view.close()
+            if len(self.conversation.history.turns) > turns:
+                for act in self.after_turn:
+                    act(self)
             if interrupted():
-                _say("(interrupted)")
-                if not self._interactive:
-                    raise EOFError
-
-    def _clear(self, _: str) -> None:
-        self._conversation.clear()
-        _say("cleared")
-
-    def _system(self, text: str) -> None:
-        if text:
-            self._conversation.clear()
-            self._conversation.system = text
-        _say(f"system prompt: {self._conversation.system or '(none)'}")
-
-    def _stats(self, _: str) -> None:
-        usages = self._conversation.usages
-        if not usages:
-            _say("no turn yet")
-            return
-        last = usages[-1]
-        why = last.freed_by or last.rewind_limited_by
-        reason = f" ({last.reason}{f': {why}' if why else ''})" if last.reason else ""
-        _say(
-            f"last turn: {last.outcome}{reason}; prompt {last.prompt_tokens} = cached {last.cached_tokens} + evaluated "
-            f"{last.evaluated_tokens}, answer {last.completion_tokens} tokens; first token after {last.ttft_s * 1000:.0f} ms, "
-            f"prefill {last.prefill_rate:.0f} tokens/s, decode {last.decode_rate:.0f} tokens/s"
-        )
-        prompt, cached = sum(u.prompt_tokens for u in usages), sum(u.cached_tokens for u in usages)
-        entry, context = self._conversation.runner.entry, self._conversation.runner.context
-        _say(
-            f"session: {len(usages)} turns; {cached} of {prompt} prompt tokens reused ({cached / prompt:.0%}); "
-            f"entry {len(entry.tokens)} of {context} tokens, {size(entry.used_bytes)} used, {size(entry.nbytes)} allocated"
-        )
-
-    def _help(self, _: str) -> None:
-        for name, (_action, text) in self._commands.items():
-            _say(f"{name:9}{text}")
-        _say("Ctrl-C stops an answer and keeps what was shown; while typing it clears the line")
-
-    def _bye(self, _: str) -> None:
-        raise EOFError
-
-
-@contextmanager
-def _interruptible() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C sets a flag that is looked at between tokens and prefill chunks; a second one interrupts wherever it comes."""
-    pressed: list[int] = []
-
-    def handler(number: int, frame: FrameType | None) -> None:
-        pressed.append(number)
-        if len(pressed) > 1:
-            raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGINT, handler)
-    try:
-        yield lambda: bool(pressed)
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def terminal_reader() -> Read:
-    """Lines with editing and history in a terminal."""
-    from prompt_toolkit import PromptSession
-
-    session: PromptSession[str] = PromptSession()
-    return lambda: session.prompt(">>> ")
-
-
-def pipe_reader() -> Read:
-    """Lines of standard input, as they are."""
-
-    def read() -> str:
-        line = sys.stdin.readline()
-        if not line:
-            raise EOFError
-        return line.rstrip("\n")
-
-    return read
-
-
-def _say(text: str) -> None:
-    sys.stdout.flush()
-    Output(sys.stderr).write(text + "\n")
+                self.say("(interrupted)")
+                raise KeyboardInterrupt

@@ -7,12 +7,14 @@ import sys
 import click
 
 from mlxrunner.cli.batch import batch
+from mlxrunner.cli.cache import cache
 from mlxrunner.cli.chat import chat
 from mlxrunner.cli.describe import doctor, models, plan, show
 from mlxrunner.cli.generate import generate
 from mlxrunner.cli.options import debug_option
 from mlxrunner.cli.profile import explain, report, simulate
 from mlxrunner.cli.program import Program
+from mlxrunner.cli.sessions import sessions
 
 
 @click.group(cls=Program, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -26,5 +28,5 @@ def main() -> None:
             stream.reconfigure(errors=errors)
 
 
-for command in (generate, chat, batch, models, show, plan, doctor, report, explain, simulate):
+for command in (generate, chat, batch, sessions, cache, models, show, plan, doctor, report, explain, simulate):
     main.add_command(command)

@@ -6,9 +6,11 @@ import sys
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from mlxrunner.cli.options import LOADING, load, model_options, overflow_options, sampling_options, take
 from mlxrunner.cli.recording import recording, recording_options
+from mlxrunner.errors import OptionError
 
 
 @click.command()
@@ -16,23 +18,65 @@ from mlxrunner.cli.recording import recording, recording_options
 @click.option("--system", metavar="TEXT", help="The system prompt.")
 @sampling_options
 @overflow_options("shift")
+@click.option(
+    "--history",
+    type=click.Choice(["exact", "template"]),
+    default="exact",
+    show_default=True,
+    help="Keep the tokens that were evaluated, or spell all turns as the template does.",
+)
+@click.option("--keep-thinking", is_flag=True, help="Keep thinking in the history where the template would leave it out.")
+@click.option("--plain", is_flag=True, help="Answers as plain text.  [default: Markdown in a terminal]")
+@click.option("--no-type-ahead", is_flag=True, help="Evaluate nothing while you type.  [default: do, unless on battery]")
+@click.option("--no-history", is_flag=True, help="Do not keep what you type for the next time.")
+@click.option("--session", metavar="NAME", help="Go on with this saved conversation, or begin it; saved after each turn.")
+@click.option("--no-cache-file", is_flag=True, help="Save the text of sessions only.  [default: what was evaluated, too]")
+@click.option("--session-kv-bits", type=int, metavar="B", help="Save keys and values in 8 or 4 bits. [default: as they are]")
 @recording_options
-def chat(model: str, system: str | None, **options: Any) -> None:
+@click.pass_context
+def chat(
+    ctx: click.Context,
+    /,
+    model: str,
+    system: str | None,
+    history: Any,
+    keep_thinking: bool,
+    plain: bool,
+    no_type_ahead: bool,
+    no_history: bool,
+    session: str | None,
+    no_cache_file: bool,
+    session_kv_bits: int | None,
+    **options: Any,
+) -> None:
     """Talk with a model. Each turn evaluates only its own tokens.
 
     In a terminal: line editing, /help for the commands, Ctrl-C stops an answer, Ctrl-D leaves. Otherwise each line of standard
     input is a turn, and stdout gets the answers.
     """
     from mlxrunner.chat.conversation import Conversation
-    from mlxrunner.chat.repl import Repl, pipe_reader, terminal_reader
+    from mlxrunner.chat.start import is_terminal, open_chat
     from mlxrunner.config import GenerateOptions
+    from mlxrunner.sessions.commands import Saving
+    from mlxrunner.sessions.settings import put_back
 
     loading = take(options, LOADING)
-    interactive = sys.stdin.isatty() and sys.stdout.isatty()
-    with recording(options, "chat") as profile:
+    saving = Saving(caches=not no_cache_file, kv_bits=session_kv_bits)
+    with recording(options, "chat") as profile, saving.opened(session) as resumed:
         GenerateOptions.of(**options)  # complain before loading
-        runner = load(model, loading, banner=interactive)
-        profile.attach(runner)
-        conversation = Conversation(runner, system, options)
-        code = Repl(conversation, terminal_reader() if interactive else pipe_reader(), interactive=interactive).run()
+        if history == "template" and keep_thinking:
+            raise OptionError("--keep-thinking needs --history exact: with template, the template decides what stays")
+        conversation = Conversation(None, system, options, history, keep_thinking)  # type: ignore[arg-type]  # loaded below
+        if resumed is not None:
+            given = {name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+            model = put_back(resumed, conversation, loading, model, given)
+        conversation.runner = load(model, loading, banner=is_terminal())
+        profile.attach(conversation.runner)
+        opened, table = open_chat(
+            conversation, *saving.commands, plain=plain, history=not no_history, model=model, loading=loading,
+            type_ahead=not no_type_ahead,
+        )  # fmt: skip
+        saving.begin(opened, resumed is not None)
+        code = opened.run(table)
+        saving.end(opened)
     sys.exit(code)

@@ -31,12 +31,24 @@ class LoadedModel:
 def load_model(name: str, *, trust_remote_code: bool = False) -> LoadedModel:
     """Load `name` ("demo", a directory or a hub id) and evaluate its weights. ModelError names what is missing or broken."""
     folder = resolve(name)
+    config = _check(folder)
+    tokenizer = load_tokenizer(folder, eos_tokens(folder, config), trust_remote_code=trust_remote_code)
+    model, config = _load_weights(folder, trust_remote_code)
+    _read_weights(folder, model)
+    return LoadedModel(name, folder, model, tokenizer, facts_of(model, config), config)
+
+
+def unread_model(folder: Path) -> Any:
+    """mlx-lm's model in `folder` with the types and shapes that it would have, its weights not read. ModelError as `load_model`."""
+    _check(folder)
+    return _load_weights(folder, trust_remote_code=False)[0]
+
+
+def _check(folder: Path) -> dict[str, Any]:
     config = read_config(folder)
     check_model_type(folder, config)
     check_weights(folder)
-    tokenizer = load_tokenizer(folder, eos_tokens(folder, config), trust_remote_code=trust_remote_code)
-    model, config = _load_weights(folder, trust_remote_code)
-    return LoadedModel(name, folder, model, tokenizer, facts_of(model, config), config)
+    return config
 
 
 def tokenizer_of(name: str, *, trust_remote_code: bool = False) -> Tokenizer:
@@ -65,12 +77,18 @@ def _load_weights(folder: Path, trust_remote_code: bool) -> tuple[Any, dict[str,
         dtype = device.preferred_dtype()
         if dtype is not None and not config.get("quantization"):
             model.set_dtype(dtype)
+    except Exception as error:
+        raise ModelError(f"{folder}: {_explain(error)}") from error
+    return model, config
+
+
+def _read_weights(folder: Path, model: Any) -> None:
+    try:
         mx.eval(model.parameters())
     except MemoryError as error:
         raise ModelError(f"{folder}: not enough memory for the weights") from error
     except Exception as error:
         raise ModelError(f"{folder}: {_explain(error)}") from error
-    return model, config
 
 
 def _explain(error: Exception) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from mlxrunner.cache.layer import RewindError, Rewinding, Snapshot, reach
 from mlxrunner.cache.layout import Layout
+from mlxrunner.cache.saved import Saved
 
 STEP = 256
 """Rows that a window's buffer has beyond window and slack, as in `mlxrunner.cache.sliding`."""
@@ -67,6 +68,15 @@ class PaperLayer(Rewinding):
 
     def update_and_fetch(self, keys: Any, values: Any) -> tuple[Any, Any]:
         raise TypeError("a layer on paper stores no keys and values")
+
+    def export(self, snapshot: Snapshot | None = None) -> Saved:
+        raise TypeError("a layer on paper has nothing to save")
+
+    def adopt(self, saved: Saved, offset: int) -> None:
+        raise TypeError("a layer on paper takes nothing over")
+
+    def snapshot_of(self, saved: Saved, offset: int) -> Snapshot:
+        raise TypeError("a layer on paper takes nothing over")
 
     def reserve(self, tokens: int) -> None: ...
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -159,7 +160,7 @@ def test_a_full_context_never_ends_a_chat(options: dict[str, Any]) -> None:
 class Stripping(ByteTokenizer):
     """A template that leaves thinking out of earlier answers, so that the tokens never go on."""
 
-    def render(self, messages: Any, *, add_generation_prompt: bool = True) -> str:
+    def render(self, messages: Any, *, add_generation_prompt: bool = True, **variables: Any) -> str:
         changed = [{**m, "content": m["content"].upper()} if m["role"] == "assistant" else m for m in messages]
         return super().render(changed, add_generation_prompt=add_generation_prompt)  # type: ignore[arg-type]
 
@@ -169,11 +170,12 @@ def test_a_template_that_rewrites_answers_survives_a_full_context() -> None:
     runner = oracle_runner(context=200)
     runner.tokenizer = Stripping()
     conversation = endless(runner, max_tokens=4)
+    conversation.policy = "template"
     for turn in range(20):
         say(conversation, f"turn {turn} and some words")
     assert len(conversation.usages) == 20
-    assert conversation._first > 0
-    rendered = runner.tokenizer.render(conversation.messages[conversation._first :])
+    assert conversation.history.first > 0
+    rendered = runner.tokenizer.render(conversation.messages[2 * conversation.history.first :])
     assert len(rendered) < 200
 
 
@@ -183,7 +185,7 @@ def test_an_answer_of_repeated_tokens_is_kept_whole_over_a_shift() -> None:
     conversation = Conversation(runner, options={"stop_tokens": [], "max_tokens": 40})
     for _ in range(4):
         answer = say(conversation, "Hello!")
-        assert runner.tokenizer.decode(conversation._tokens).endswith(answer)
+        assert runner.tokenizer.decode(conversation.history.spelling.tokens).endswith(answer)
 
 
 def test_a_turn_that_was_interrupted_before_any_text_is_taken_back() -> None:
@@ -209,3 +211,57 @@ def test_clear_keeps_the_system_prompt_and_its_tokens() -> None:
     conversation.clear()
     say(conversation, "other")
     assert conversation.usages[-1].cached_tokens >= len("system: a system prompt")
+
+
+def act(conversation: Conversation, rng: random.Random, saved: list[Any]) -> None:
+    """Something that a person may do."""
+    turns, number = conversation.history.turns, rng.randrange(100)
+    what = rng.choice(["send", "send", "stop", "type", "type", "type", "undo", "edit", "branch", "switch", "look", "clear"])
+    if what in ("send", "stop"):
+        answer = conversation.send(f"q{number} " + "x" * rng.randrange(20))
+        for _ in range(rng.randrange(3) if what == "stop" else 100):
+            next(answer, None)
+        answer.close()  # type: ignore[attr-defined]
+    elif what == "type":
+        left = iter(range(rng.randrange(6)))
+        conversation.evaluate(f"q{number} " + "y" * rng.randrange(20), lambda: next(left, None) is None)
+    elif what == "undo":
+        conversation.undo(rng.randrange(1, 3))
+    elif what == "edit" and turns:
+        conversation.answer_with(rng.randrange(len(turns)), f"edited {number}")
+    elif what == "branch":
+        saved.append(conversation.history.copy())
+    elif what == "switch" and saved:
+        conversation.history = saved[-1].copy()
+    elif what == "look":
+        conversation.evaluate("", lambda: False)
+        assert conversation.outlook().cached <= conversation.outlook().tokens
+        conversation.drift()
+    elif what == "clear":
+        conversation.clear()
+
+
+@pytest.mark.parametrize("kinds", [["full", "full"], ["full", "recurrent"], ["sliding", "composite"]], ids="+".join)
+@pytest.mark.parametrize("policy", ["exact", "template"])
+@pytest.mark.parametrize("context", [160, 4096], ids=["full context", "much room"])
+def test_whatever_is_done_the_entry_is_exact_and_every_place_is_true(kinds: list[str], policy: Any, context: int) -> None:
+    """Turns, interrupts, typing, going back and forth, in any order."""
+    for seed in range(6):
+        rng = random.Random(seed)
+        runner = oracle_runner(kinds, context=context, prefill_step=7, checkpoint_budget=10**6, checkpoint_interval=16)
+        options = {"stop_tokens": [], "max_tokens": rng.choice([3, 8])}
+        conversation = Conversation(runner, rng.choice([None, "be brief"]), options=options, policy=policy)
+        saved: list[Any] = []
+        for _ in range(40):
+            act(conversation, rng, saved)
+            history, entry = conversation.history, list(runner.entry.tokens)
+            assert runner.entry.is_true or not entry
+            for place in (mark for turn in history.turns for mark in (turn.begins, turn.ends) if mark):
+                assert place.characters <= len(history.spelling.text)
+                assert place.tokens <= len(history.spelling.tokens)
+            if rng.random() < 0.1 and 0 < len(entry) < context - 5 and not any(u.shifted_tokens for u in conversation.usages):
+                warm, cold = (
+                    [c.token for c in r.generate([*entry, 5], max_tokens=3, stop_tokens=[])]
+                    for r in (runner, oracle_runner(kinds))
+                )
+                assert warm == cold

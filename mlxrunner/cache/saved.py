@@ -1,0 +1,112 @@
+"""What an entry holds, as plain data for files: arrays by name, and numbers. No tensors: arrays are known by `shape` and `dtype` only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from mlxrunner.cache.tokens import TokenArray
+
+ROWS = ("full", "quantized", "sliding")
+"""Kinds that store a row per token, and no more."""
+STATES = "recurrent"
+"""The kind whose arrays have a shape that does not depend on the number of tokens."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """One layer, or one checkpoint of it, cut to what counts: nothing that was trimmed is in it.
+
+    `arrays`: keys and values are `[1, kv_heads, rows, ...]`. As a layer gives them they are views of its buffers, to be copied before
+    the next forward pass. `numbers`: what else a cache of mlx-lm keeps. `parts`: the layers within a composite one.
+    """
+
+    kind: str
+    arrays: Mapping[str, Any] = field(default_factory=dict)
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+    parts: Sequence[Saved] = ()
+
+
+@dataclass(frozen=True)
+class Shape:
+    """An array without its content."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """`layers`: one per layer, None for a layer that needs none."""
+
+    offset: int
+    is_anchor: bool
+    layers: Sequence[Saved | None]
+
+
+class SavedEntry(Protocol):
+    """An entry that can be taken over: read from its file a layer at a time, as it is iterated over."""
+
+    @property
+    def tokens(self) -> TokenArray: ...
+
+    @property
+    def layers(self) -> Iterable[Saved]: ...
+
+    @property
+    def checkpoints(self) -> Iterable[SavedCheckpoint]: ...
+
+
+@dataclass(frozen=True)
+class Exported:
+    """An entry as it is now."""
+
+    tokens: TokenArray
+    layers: Sequence[Saved]
+    checkpoints: Sequence[SavedCheckpoint]
+
+
+def mismatch(saved: Saved, like: Saved, tokens: int) -> str | None:
+    """Why `saved`, of so many tokens, can't be a layer that is `like` after one; None where it can."""
+    if not (saved.arrays or saved.numbers or saved.parts):
+        return None  # of a checkpoint: a part that needs none
+    if saved.kind != like.kind or len(saved.parts) != len(like.parts):
+        return f"a layer is of the kind {saved.kind!r:.40} instead of {like.kind!r}"
+    if set(saved.arrays) != set(like.arrays) or set(saved.numbers) != set(like.numbers):
+        return f"a {like.kind} layer lacks a part, or has one too many"
+    for name, expected in like.arrays.items():
+        found = saved.arrays[name]
+        shapes = [_without_rows(like.kind, array.shape) for array in (found, expected)]
+        too_many = like.kind in ROWS and len(found.shape) == 4 and found.shape[2] > tokens
+        if too_many or shapes[0] != shapes[1] or dtype_name(found.dtype) != dtype_name(expected.dtype):
+            return (
+                f"the {name} of a {like.kind} layer are {dtype_name(found.dtype)} {list(found.shape)}, "
+                f"which does not go with {dtype_name(expected.dtype)} {list(expected.shape)} and {tokens} tokens"
+            )
+    for name, number in like.numbers.items():
+        if type(saved.numbers[name]) is not type(number) or (isinstance(number, int) and not 0 <= saved.numbers[name] < 2**31):
+            return f"a number of a {like.kind} layer is {saved.numbers[name]!r:.50}"
+    return next((found for part in zip(saved.parts, like.parts, strict=True) if (found := mismatch(*part, tokens))), None)
+
+
+def shapes(saved: Saved) -> Saved:
+    """The same without any content, and without what that would keep alive."""
+    arrays = {name: Shape(dtype_name(array.dtype), tuple(array.shape)) for name, array in saved.arrays.items()}
+    return Saved(saved.kind, arrays, saved.numbers, [shapes(part) for part in saved.parts])
+
+
+def outline(saved: Saved) -> list[Any]:
+    """What is the same for any number of tokens, for comparing formats: kind, names, types, shapes."""
+    arrays = {name: [dtype_name(array.dtype), _without_rows(saved.kind, array.shape)] for name, array in saved.arrays.items()}
+    return [saved.kind, arrays, sorted(saved.numbers), [outline(part) for part in saved.parts]]
+
+
+def dtype_name(dtype: Any) -> str:
+    """ "float32" of "float32" and of mlx.core.float32."""
+    return str(dtype).rpartition(".")[2]
+
+
+def _without_rows(kind: str, shape: Sequence[int]) -> list[int | None]:
+    """A shape in which the number of rows stands open."""
+    return [None if axis == 2 and len(shape) == 4 and kind != STATES else size for axis, size in enumerate(shape)]

@@ -1,0 +1,157 @@
+"""The line editor of the chat: prompt_toolkit in a thread of its own, while the caller's thread has the model to itself."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from datetime import datetime
+from pathlib import Path
+from threading import Thread
+
+from prompt_toolkit import PromptSession
+from prompt_toolkit.buffer import Buffer
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
+from prompt_toolkit.document import Document
+from prompt_toolkit.enums import DEFAULT_BUFFER
+from prompt_toolkit.filters import has_focus
+from prompt_toolkit.history import FileHistory, InMemoryHistory
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
+from mlxrunner.chat.ahead import Draft
+from mlxrunner.chat.commands import Table
+
+PROMPT, MORE = ">>> ", "... "
+QUOTES = '"""'
+
+
+class Editor:
+    """Reads texts from a terminal. `history`: the file that keeps them, None for none; `words(command)`: what completes its argument."""
+
+    def __init__(self, table: Table, words: Callable[[str], Iterable[str]], history: Path | None = None) -> None:
+        self._session: PromptSession[str] = PromptSession(
+            multiline=True,
+            prompt_continuation=lambda width, line, wraps: "" if wraps else MORE,
+            key_bindings=_bindings(),
+            completer=ChatCompleter(table, words),
+            complete_while_typing=False,
+            history=PrivateHistory(history) if history else InMemoryHistory(),
+            reserve_space_for_menu=4,
+        )
+        self._draft = Draft()
+        self._session.default_buffer.on_text_changed += self._changed
+
+    def read(self, idle: Callable[[Draft], None], default: str = "") -> str:
+        """What was typed. Until then `idle(draft)` works in the caller's thread; it has to return soon after the draft is over.
+
+        EOFError after Ctrl-D, KeyboardInterrupt after Ctrl-C.
+        """
+        draft = self._draft = Draft(default)
+        outcome: list[str | BaseException] = []
+
+        def edit() -> None:
+            try:
+                outcome.append(self._session.prompt(PROMPT, default=default, handle_sigint=False, set_exception_handler=False))
+            except BaseException as error:
+                outcome.append(error)
+            finally:
+                draft.finish()
+
+        thread = Thread(target=edit, name="line editor", daemon=True)
+        thread.start()
+        try:
+            idle(draft)
+        except BaseException:
+            while thread.is_alive():  # which may only just have begun
+                self._leave()
+                thread.join(0.05)
+            raise
+        thread.join()
+        if isinstance(outcome[0], BaseException):
+            raise outcome[0]
+        return unquoted(outcome[0])
+
+    def _changed(self, buffer: Buffer) -> None:
+        self._draft.update(unquoted(buffer.text))
+
+    def _leave(self) -> None:
+        """End the editing from the other thread."""
+        app = self._session.app
+        if app.loop is not None and app.is_running:
+            app.loop.call_soon_threadsafe(lambda: app.is_done or app.exit(exception=KeyboardInterrupt))
+
+
+def _bindings() -> KeyBindings:
+    bindings = KeyBindings()
+    typing = has_focus(DEFAULT_BUFFER)
+
+    @bindings.add("enter", filter=typing)
+    def _(event: KeyPressEvent) -> None:
+        buffer = event.current_buffer
+        if is_open(buffer.text):
+            buffer.newline(copy_margin=False)
+        else:
+            buffer.validate_and_handle()
+
+    @bindings.add("escape", "enter", filter=typing)
+    @bindings.add("c-j", filter=typing)
+    def _(event: KeyPressEvent) -> None:
+        event.current_buffer.newline(copy_margin=False)
+
+    return bindings
+
+
+def is_open(text: str) -> bool:
+    '''Whether a text that began with """ still has to be ended by them.'''
+    text = text.strip()
+    return text.startswith(QUOTES) and not (len(text) >= 2 * len(QUOTES) and text.endswith(QUOTES))
+
+
+def unquoted(text: str) -> str:
+    '''A text of many lines without the """ around it, or before it while it is open.'''
+    if not text.strip().startswith(QUOTES):
+        return text
+    inner = text.strip()[len(QUOTES) :]
+    return inner.lstrip("\n") if is_open(text) else inner[: -len(QUOTES)].strip("\n")
+
+
+class ChatCompleter(Completer):
+    """Commands, what they take, and paths after `@` and where a command takes one."""
+
+    def __init__(self, table: Table, words: Callable[[str], Iterable[str]]) -> None:
+        self._table, self._words = table, words
+        self._paths = PathCompleter(expanduser=True)
+
+    def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
+        line = document.text_before_cursor
+        word = line.split()[-1] if line and not line[-1].isspace() else ""
+        name, space, argument = line.partition(" ")
+        command = next((command for command in self._table if command.name == name), None)
+        if line.startswith("/") and not space:
+            for command in self._table:
+                if command.name.startswith(name):
+                    yield Completion(command.name, -len(name), display_meta=command.help)
+        elif command is not None and command.takes_path:
+            yield from self._paths.get_completions(Document(argument), complete_event)
+        elif command is not None:
+            yield from (Completion(one, -len(word)) for one in self._words(name) if one.startswith(word))
+        elif word.startswith("@"):
+            yield from self._paths.get_completions(Document(word[1:]), complete_event)
+
+
+class PrivateHistory(FileHistory):
+    """Entries of any number of lines, in a file that only its owner can read; a file that can't be written is done without."""
+
+    def load_history_strings(self) -> Iterable[str]:
+        try:
+            return list(super().load_history_strings())
+        except OSError:
+            return []
+
+    def store_string(self, string: str) -> None:
+        lines = "".join(f"+{line}\n" for line in string.split("\n"))
+        try:
+            file = os.open(self.filename, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+            with open(file, "ab") as stream:
+                stream.write(f"\n# {datetime.now()}\n{lines}".encode(errors="replace"))
+        except OSError:
+            return

@@ -1,0 +1,181 @@
+"""Files into a message, and the conversation out to a file or the clipboard."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from mlxrunner.chat.clipboard import copy
+from mlxrunner.chat.commands import PATH, Command
+from mlxrunner.chat.thinking import without_thinking
+from mlxrunner.errors import MlxrunnerError, OptionError
+from mlxrunner.terminal import size
+from mlxrunner.tokenizer import Message
+
+if TYPE_CHECKING:
+    from mlxrunner.chat.repl import Chat
+
+NAMED = re.compile(r"(?<!\S)@(\S+)")
+LONGEST_TOKEN = 32
+"""Bytes: a file that has more of them for each token of the context is not even read."""
+
+
+class Said(Protocol):
+    """A conversation, or what was saved of one."""
+
+    @property
+    def system(self) -> str | None: ...
+
+    @property
+    def messages(self) -> list[Message]: ...
+
+
+class FileError(MlxrunnerError):
+    """A file that can't be put into a message, or written."""
+
+    exit_code = 2
+
+
+@dataclass
+class Attachments:
+    """Texts of files that go before the next message, so that they are evaluated while it is typed."""
+
+    texts: list[str] = field(default_factory=list)
+
+    def before(self, text: str) -> str:
+        return "".join([*self.texts, text])
+
+    def clear(self) -> None:
+        self.texts.clear()
+
+    def put_into(self, chat: Chat, text: str) -> str:
+        """The message: what was attached, `text`, and behind it the files that it names with `@`."""
+        named = []
+        for word in NAMED.findall(text):
+            # What ends a sentence is part of a name only if there is such a file.
+            name = next((name for name in (word, word.rstrip(".,;:!?)'\"")) if _exists(name)), None)
+            if name is not None:
+                named.append("\n\n" + quoted(name, read_text(name, chat)))
+            elif "/" in word or "." in word.strip("."):
+                chat.say(f"no such file: {word}; sent as it is")
+        return self.before(text) + "".join(named).rstrip("\n")
+
+
+def _exists(name: str) -> bool:
+    try:
+        return bool(name) and Path(os.path.expanduser(name)).exists()
+    except (OSError, ValueError):  # too long, or not a name at all
+        return False
+
+
+def quoted(name: str, text: str) -> str:
+    """A file as part of a message, in a fence that its own text does not end."""
+    fence = "`" * max(3, *(len(run) + 1 for run in re.findall("`+", text)), 3)
+    return f"{name}:\n{fence}\n{text.rstrip()}\n{fence}\n"
+
+
+def read_text(name: str, chat: Chat) -> str:
+    """The text of a file that fits into the context. FileError in one line for any other."""
+    path = Path(os.path.expanduser(name))
+    context, tokenizer = chat.runner.context, chat.runner.tokenizer
+    try:
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise FileError(f"{name}: not a file")
+        if found.st_size > LONGEST_TOKEN * context:
+            raise FileError(f"{name}: {size(found.st_size)} are more than the context of {context} tokens holds")
+        text = path.read_bytes().decode()
+    except OSError as error:
+        raise FileError(f"{name}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise FileError(f"{name}: not a text (byte {error.start} is not UTF-8)") from error
+    if "\0" in text:
+        raise FileError(f"{name}: not a text (byte {text.index(chr(0))} is 0)")
+    tokens = len(tokenizer.encode_more(text))
+    if tokens >= context:
+        raise FileError(f"{name}: its {tokens} tokens are more than the context of {context} tokens holds")
+    return text
+
+
+def attach(chat: Chat, argument: str) -> None:
+    if not argument:
+        raise OptionError("/file PATH: which file?")
+    text = read_text(argument, chat)
+    chat.attachments.texts.append(quoted(argument, text) + "\n")
+    chat.say(f"{argument} ({size(len(text.encode()))}) goes with the next message")
+
+
+def copy_answer(chat: Chat, argument: str) -> None:
+    turns = chat.conversation.history.turns
+    if not turns:
+        raise OptionError("there is no answer to copy yet")
+    text = without_thinking(turns[-1].answer)
+    chat.say(f"copied {len(text)} characters {copy(text)}")
+
+
+def export(chat: Chat, argument: str) -> None:
+    force, name = (argument[:2] == "-f", argument[2:].strip() if argument[:2] == "-f" else argument)
+    if not name:
+        raise OptionError("/export FILE: which file? FILE.json for JSON, anything else is Markdown")
+    path = Path(os.path.expanduser(name))
+    text = as_json(chat.conversation, chat.model) if path.suffix == ".json" else as_markdown(chat.conversation)
+    try:
+        write_new(path, text, force=force)
+    except FileExistsError as error:
+        raise FileError(f"{name} is there already: /export -f {name} overwrites it") from error
+    except OSError as error:
+        raise FileError(f"{name}: {error.strerror or error}") from error
+    turns = len(chat.conversation.history.turns)
+    chat.say(f"{turns} turn{'' if turns == 1 else 's'} written to {name}")
+
+
+def as_markdown(conversation: Said) -> str:
+    system = [f"## System\n\n{conversation.system}\n"] if conversation.system else []
+    said = [f"## {message['role'].capitalize()}\n\n{message['content']}\n" for message in conversation.messages]
+    return "\n".join([*system, *said])
+
+
+def as_json(conversation: Said, model: str) -> str:
+    content = {"model": model, "system": conversation.system, "messages": conversation.messages}
+    return json.dumps(content, ensure_ascii=False, indent=1) + "\n"
+
+
+def write_new(path: Path, text: str, *, force: bool = False) -> None:
+    """Write a file whole or not at all, readable by its owner alone; FileExistsError where there is one and not `force`."""
+    if path.exists() and not force:
+        raise FileExistsError
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with open(descriptor, "w", encoding="utf-8", errors="replace") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        if force:
+            os.replace(temporary, path)
+        else:
+            _link(temporary, path)
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+
+
+def _link(temporary: str, path: Path) -> None:
+    """Give a file its name, which fails where another program was faster; not every file system can do that."""
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        raise
+    except OSError:
+        os.rename(temporary, path)
+
+
+COMMANDS = (
+    Command("/file", PATH, "put a text file before the next message; @PATH in a message puts it behind", attach),
+    Command("/copy", "", "copy the last answer to the clipboard", copy_answer),
+    Command("/export", f"[-f] {PATH}", "write the conversation as Markdown, or JSON for PATH.json; -f overwrites", export),
+)

@@ -1,0 +1,56 @@
+"""What the keyboard does while no line is edited: Ctrl-C stops an answer, and what is typed waits, unseen, for the next line."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+@contextmanager
+def interruptible() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C sets a flag that is looked at between tokens and prefill chunks; a second one interrupts what lasts too long.
+
+    Once the flag was seen, or the interrupt was raised, more of them do nothing: what was answered is being put away.
+    """
+    pressed, is_ending = 0, False
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        nonlocal pressed, is_ending
+        pressed += 1
+        if pressed > 1 and not is_ending:
+            is_ending = True
+            raise KeyboardInterrupt
+
+    def interrupted() -> bool:
+        nonlocal is_ending
+        is_ending = is_ending or pressed > 0
+        return is_ending
+
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def unseen_typing(terminal: bool) -> Iterator[None]:
+    """What is typed while no line is edited does not get into what is printed: it is there, as it was typed, for the next line."""
+    if not terminal:
+        yield
+        return
+    import termios
+
+    terminal_in = sys.stdin.fileno()
+    before = termios.tcgetattr(terminal_in)
+    quiet = termios.tcgetattr(terminal_in)
+    quiet[0] &= ~termios.ICRNL
+    quiet[3] &= ~(termios.ECHO | termios.ICANON)
+    termios.tcsetattr(terminal_in, termios.TCSANOW, quiet)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(terminal_in, termios.TCSANOW, before)

@@ -1,0 +1,108 @@
+"""Markdown that is rendered while it streams. Knows nothing about models."""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+
+from markdown_it import MarkdownIt
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.markdown import Markdown
+from rich.segment import Segment
+
+from mlxrunner.terminal import visible
+
+REDRAW_S = 0.05
+"""The least time between two drawings of the block that is still growing; ten times what the last one took, if that is more."""
+
+
+class StreamedMarkdown:
+    """Blocks that are complete are printed for good; the last one is drawn again as it grows, its end only where it is taller than the screen."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._text, self._is_first = "", True
+        self._live: Live | None = None
+        self._drawn, self._cost = 0.0, 0.0
+
+    def write(self, text: str) -> None:
+        self._text += visible(text)
+        if not self._text.strip() or time.monotonic() - self._drawn < max(REDRAW_S, 10 * self._cost):
+            return
+        began = time.monotonic()
+        *finished, self._text = _blocks(self._text)
+        for block in finished:
+            self._stop()
+            self._print(block)
+        if self._live is None:
+            self._live = Live(
+                console=self._console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
+            )
+            self._live.start()
+        self._live.update(_Block(self._text, newest=max(self._console.height - 2, 1), gap=not self._is_first), refresh=True)
+        self._drawn = time.monotonic()
+        self._cost = self._drawn - began
+
+    def close(self) -> None:
+        self._stop()
+        for block in _blocks(self._text):
+            if block.strip() or self._is_first:
+                self._print(block)
+        self._text = ""
+
+    def _stop(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _print(self, text: str) -> None:
+        self._console.print(_Block(text, gap=not self._is_first), end="")
+        self._is_first = False
+
+
+class _Block:
+    """Markdown without the spaces that would fill its lines; `newest`: only so many lines, the last; `gap`: an empty line before."""
+
+    def __init__(self, text: str, newest: int | None = None, gap: bool = False) -> None:
+        self._text, self._newest, self._gap = text, newest, gap
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        lines = [_trimmed(line) for line in console.render_lines(_markdown(self._text), options, pad=False)]
+        lines = [[], *lines] if self._gap else lines
+        for line in lines[-self._newest :] if self._newest else lines:
+            yield from line
+            yield Segment.line()
+
+
+def _trimmed(line: list[Segment]) -> list[Segment]:
+    line = list(line)
+    while line and not line[-1].text.rstrip(" ") and not (line[-1].style and line[-1].style.bgcolor):
+        line.pop()
+    if line and not (line[-1].style and line[-1].style.bgcolor):
+        line[-1] = Segment(line[-1].text.rstrip(" "), line[-1].style)
+    return line
+
+
+def _parser() -> MarkdownIt:
+    """Angle brackets are text, as they are for a model that writes code."""
+    return MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"]).disable("reference")
+
+
+def _markdown(text: str) -> Markdown:
+    """Lines end where the model ended them; links show their address."""
+    markdown = Markdown("", hyperlinks=False)
+    markdown.parsed = _parser().parse(text)
+    for token in markdown.parsed:
+        for child in token.children or ():
+            if child.type == "softbreak":
+                child.type = "hardbreak"
+    return markdown
+
+
+def _blocks(text: str) -> list[str]:
+    """One after the other; the last one may go on."""
+    begins = [token.map[0] for token in _parser().parse(text) if token.level == 0 and token.map and token.nesting >= 0]
+    lines = text.split("\n")
+    cuts = [0, *begins[1:], len(lines)]
+    return ["\n".join(lines[begin:end]) for begin, end in pairwise(cuts)]

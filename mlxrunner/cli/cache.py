@@ -1,0 +1,74 @@
+"""`mlxrunner cache`: a session's caches as a prompt-cache file of mlx-lm, and such a file as a session."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from mlxrunner.cli.options import debug_option
+from mlxrunner.errors import OptionError
+
+
+@click.group()
+@debug_option
+def cache() -> None:
+    """Exchange caches with mlx-lm: its prompt-cache files (mlx_lm.cache_prompt, mlx_lm.generate --prompt-cache-file)."""
+
+
+@cache.command()
+@click.argument("session")
+@click.argument("file", type=click.Path(dir_okay=False))
+@click.option("--force", is_flag=True, help="Overwrite FILE.")
+@debug_option
+def export(session: str, file: str, force: bool) -> None:
+    """Write the caches of SESSION to FILE.safetensors for mlx-lm, with their tokens in its metadata."""
+    from pathlib import Path
+
+    from mlxrunner.sessions.exchange import export_session
+
+    if Path(file).exists() and not force:
+        raise OptionError(f"{file} is there already: --force overwrites it")
+    tokens = export_session(session, Path(file))
+    click.echo(f"{tokens} tokens", err=True)
+
+
+@cache.command(name="import")
+@click.argument("file", type=click.Path(dir_okay=False))
+@click.option("--session", "name", required=True, metavar="NAME", help="The session that is made of it.")
+@click.option(
+    "-m",
+    "--model",
+    default="demo",
+    show_default=True,
+    envvar="MLXRUNNER_MODEL",
+    show_envvar=True,
+    help="The model that the file is of.",
+)
+@click.option(
+    "--tokens", metavar="IDS", help="The tokens that it is of, as [1, 2 ...] or @FILE. [default: as an export of mlxrunner says]"
+)
+@click.option("--kv-bits", type=int, metavar="B", help="8 or 4, for a file with quantized keys and values.")
+@debug_option
+def import_(file: str, name: str, model: str, tokens: str | None, kv_bits: int | None) -> None:
+    """Make a session of FILE, a prompt cache of mlx-lm: a chat whose prompt begins with its tokens goes on from there."""
+    from pathlib import Path
+
+    from mlxrunner.sessions.exchange import import_session
+
+    count = import_session(Path(file), name, model, None if tokens is None else _tokens(tokens), kv_bits)
+    click.echo(f"{count} tokens: `mlxrunner chat --session {name}` goes on from them", err=True)
+
+
+def _tokens(text: str) -> list[int]:
+    from pathlib import Path
+
+    try:
+        found = json.loads(Path(text[1:]).read_text() if text.startswith("@") else text)
+    except (OSError, ValueError, RecursionError) as error:
+        raise OptionError(
+            f"--tokens: {text[:60]} is not readable as a JSON list: {' '.join(str(error).split())[:100]}"
+        ) from error
+    if not isinstance(found, list):
+        raise OptionError(f"--tokens: has to be a list of token ids, as [1, 2, 3], not {text[:60]}")
+    return found

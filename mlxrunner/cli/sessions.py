@@ -1,0 +1,137 @@
+"""`mlxrunner sessions`: the conversations that were saved."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mlxrunner.cli.options import debug_option, json_option
+from mlxrunner.cli.program import visible_text
+
+if TYPE_CHECKING:
+    from mlxrunner.sessions.store import Sessions
+
+
+@click.group()
+@debug_option
+def sessions() -> None:
+    """List, show, export and remove saved conversations (see `chat --session`)."""
+
+
+@sessions.command(name="list")
+@json_option
+@debug_option
+def list_(as_json: bool) -> None:
+    """List the saved sessions: turns, bytes of text and caches, when they were saved, with which model."""
+    from mlxrunner.errors import SessionError
+    from mlxrunner.sessions.store import Sessions
+    from mlxrunner.terminal import size
+
+    store = Sessions()
+    found: list[dict[str, Any]] = []
+    for name in store.names():
+        try:
+            found.append(_about(store, name))
+        except SessionError as error:
+            click.echo(visible_text(f"mlxrunner: {error}"), err=True)
+    if as_json:
+        click.echo(json.dumps(found))
+    elif not found:
+        click.echo("no sessions yet: `mlxrunner chat --session NAME` begins one", err=True)
+    width = max((len(one["name"]) for one in found), default=0)
+    for one in [] if as_json else found:
+        caches = size(one["cache_bytes"]) if one["cache_bytes"] else "none"
+        turns = f"{one['turns']} turn{'' if one['turns'] == 1 else 's'}"
+        line = f"{one['name']:{width}}  {turns:>9}  text {size(one['text_bytes']):>7}  caches {caches:>7}  {one['saved']}"
+        click.echo(visible_text(f"{line}  {one['model']}"))
+
+
+@sessions.command()
+@click.argument("name")
+@json_option
+@debug_option
+def show(name: str, as_json: bool) -> None:
+    """Show session NAME: what is known about it, and what was said."""
+    from mlxrunner.sessions.store import Sessions
+    from mlxrunner.terminal import size
+
+    store = Sessions()
+    about, session = _about(store, name), store.load(name)
+    if as_json:
+        click.echo(json.dumps({**about, "system": session.system, "settings": session.settings, "messages": session.messages}))
+        return
+    rows = {
+        "model": session.model,
+        "saved": about["saved"],
+        "turns": f"{about['turns']}" + (f" on branch {session.branch}" if len(session.branches) > 1 else ""),
+        "branches": ", ".join(sorted(session.branches)) if len(session.branches) > 1 else "",
+        "tokens": f"{about['tokens']}",
+        "caches": size(about["cache_bytes"]) if about["cache_bytes"] else "none: the first turn evaluates the conversation anew",
+        "settings": ", ".join(f"{key} {value}" for key, value in _flat(session.settings) if value not in (None, [], {}, False)),
+        "system": session.system or "",
+    }
+    for row, value in rows.items():
+        if value:
+            click.echo(visible_text(f"{row:9} {value}"))
+    for message in session.messages:
+        click.echo(visible_text(f"{message['role']}: {message['content']}"))
+
+
+@sessions.command()
+@click.argument("names", nargs=-1, required=True, metavar="NAME...")
+@debug_option
+def rm(names: tuple[str, ...]) -> None:
+    """Remove sessions, text and caches. One that is open in a chat stays."""
+    from mlxrunner.sessions.store import Sessions
+
+    for name in names:
+        Sessions().remove(name)
+
+
+@sessions.command()
+@click.argument("name")
+@click.argument("file", type=click.Path(dir_okay=False))
+@click.option("--force", is_flag=True, help="Overwrite FILE.")
+@debug_option
+def export(name: str, file: str, force: bool) -> None:
+    """Write what was said in session NAME to FILE: JSON for FILE.json, else Markdown; - is standard output."""
+    from pathlib import Path
+
+    from mlxrunner.chat.files import as_json, as_markdown, write_new
+    from mlxrunner.errors import OptionError
+    from mlxrunner.sessions.store import Sessions
+
+    session = Sessions().load(name)
+    text = as_json(session, session.model) if file.endswith(".json") else as_markdown(session)
+    if file == "-":
+        click.echo(visible_text(text), nl=False)
+        return
+    try:
+        write_new(Path(file), text, force=force)
+    except FileExistsError as error:
+        raise OptionError(f"{file} is there already: --force overwrites it") from error
+    except OSError as error:
+        raise OptionError(f"{file}: {error.strerror or error}") from error
+
+
+def _flat(settings: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            yield from _flat(value)
+        else:
+            yield key, value
+
+
+def _about(store: Sessions, name: str) -> dict[str, Any]:
+    from datetime import datetime
+
+    session, (text_bytes, cache_bytes) = store.load(name), store.nbytes(name)
+    saved = datetime.fromtimestamp(session.saved_at).strftime("%Y-%m-%d %H:%M")
+    turns, tokens = len(session.history.turns), len(session.history.spelling.tokens)
+    return {
+        "name": name, "model": session.model, "turns": turns, "tokens": tokens, "saved": saved,
+        "text_bytes": text_bytes, "cache_bytes": cache_bytes,
+    }  # fmt: skip

@@ -1,0 +1,40 @@
+"""Whether this machine runs on its battery, where that can be told."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+SUPPLIES = Path("/sys/class/power_supply")
+
+
+def on_battery() -> bool:
+    """False where a mains supply is there, and where it can't be told."""
+    return _macos() if sys.platform == "darwin" else _linux(SUPPLIES)
+
+
+def _macos() -> bool:
+    try:
+        result = subprocess.run(["pmset", "-g", "batt"], capture_output=True, text=True, timeout=2)
+    except (OSError, subprocess.SubprocessError):
+        return False
+    return "'Battery Power'" in result.stdout
+
+
+def _linux(supplies: Path) -> bool:
+    """A battery that discharges, and no mains supply that is online."""
+    try:
+        known = [{name: _read(supply / name) for name in ("type", "online", "status", "scope")} for supply in supplies.iterdir()]
+    except OSError:
+        return False
+    if any(supply["type"] in ("Mains", "USB") and supply["online"] == "1" for supply in known):
+        return False
+    return any(s["type"] == "Battery" and s["status"] == "Discharging" and s["scope"] != "Device" for s in known)
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except (OSError, ValueError):
+        return ""

@@ -1,0 +1,210 @@
+"""The entry as arrays of a file, and back. Copies are made at once, on the thread that owns the model; what is read is read layer by layer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlxrunner.cache.saved import Exported, Saved, SavedCheckpoint, dtype_name, mismatch
+from mlxrunner.cache.tokens import TokenArray, as_tokens
+from mlxrunner.errors import PromptError, SessionError
+from mlxrunner.sessions.tensors import Buffer, StoredArray, TensorFile
+
+QUANTIZED = ("full", "sliding")
+"""Kinds whose keys and values can be stored in fewer bits; states can't be without harm, and adapt to nothing."""
+MOST_TOKENS = 2**24
+PACKED = ("packed", "scales", "biases")
+
+
+@dataclass(frozen=True)
+class Packed:
+    """An entry copied to the host, for `Sessions.save_cache`. `nbytes`: what it takes in memory and in the file."""
+
+    arrays: dict[str, Buffer]
+    metadata: dict[str, str]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.data.nbytes for buffer in self.arrays.values())
+
+
+def pack(entry: Exported, fingerprint: Mapping[str, str], bits: int | None = None) -> Packed:
+    """Copy an entry. `bits`: 8 or 4, to store keys and values in so many bits; what is restored then is close, not equal."""
+    packer = _Packer(bits)
+    packer.arrays["tokens"] = _buffer(mx.array(entry.tokens))
+    structure = {
+        "layers": [packer.layer(f"layers.{index}", layer) for index, layer in enumerate(entry.layers)],
+        "checkpoints": [
+            {
+                "offset": item.offset,
+                "is_anchor": item.is_anchor,
+                "layers": [
+                    None if layer is None else packer.layer(f"checkpoints.{place}.{index}", layer)
+                    for index, layer in enumerate(item.layers)
+                ],
+            }
+            for place, item in enumerate(entry.checkpoints)
+        ],
+    }
+    return Packed(packer.arrays, {"entry": json.dumps(structure), "fingerprint": json.dumps(dict(fingerprint))})
+
+
+class _Packer:
+    def __init__(self, bits: int | None) -> None:
+        self.arrays: dict[str, Buffer] = {}
+        self._bits = bits
+
+    def layer(self, name: str, saved: Saved) -> dict[str, Any]:
+        """The structure of a layer, whose arrays are copied."""
+        arrays = {key: self._array(f"{name}.{key}", array, saved.kind) for key, array in saved.arrays.items()}
+        parts = [self.layer(f"{name}.{index}", part) for index, part in enumerate(saved.parts)]
+        return {"kind": saved.kind, "arrays": arrays, "numbers": dict(saved.numbers), "parts": parts}
+
+    def _array(self, name: str, array: mx.array, kind: str) -> list[int] | None:
+        """Bits and group size, where it was quantized."""
+        size = next((size for size in (64, 32) if array.shape[-1] % size == 0), None) if array.size and array.ndim > 1 else None
+        if self._bits is None or kind not in QUANTIZED or size is None:
+            self.arrays[name] = _buffer(array)
+            return None
+        for part, stored in zip(PACKED, mx.quantize(array, group_size=size, bits=self._bits), strict=True):
+            self.arrays[f"{name}.{part}"] = _buffer(stored)
+        return [self._bits, size]
+
+
+class StoredEntry:
+    """A SavedEntry in a file: `tokens` are read now, the rest when a layer wants it.
+
+    `fingerprint`: what it depends on; where that is the same, `check` says whether the file holds what it should. SessionError where it is
+    damaged.
+    """
+
+    def __init__(self, file: TensorFile) -> None:
+        self._file = file
+        try:
+            structure = json.loads(file.metadata["entry"])
+            self.fingerprint: dict[str, str] = dict(json.loads(file.metadata["fingerprint"]))
+            self._layers = [_layer(file, f"layers.{index}", found) for index, found in enumerate(structure["layers"])]
+            self._checkpoints = [
+                SavedCheckpoint(
+                    int(found["offset"]),
+                    bool(found["is_anchor"]),
+                    [
+                        layer and _layer(file, f"checkpoints.{place}.{index}", layer)
+                        for index, layer in enumerate(found["layers"])
+                    ],
+                )
+                for place, found in enumerate(structure["checkpoints"])
+            ]
+            self.tokens = _tokens(file.arrays["tokens"])
+        except (KeyError, TypeError, ValueError, OverflowError, RecursionError, AttributeError, PromptError) as error:
+            raise SessionError(f"the cache is damaged, or no cache of a session: {' '.join(str(error).split())[:100]}") from error
+
+    def check(self, outline: Sequence[Saved]) -> None:
+        """SessionError unless every array is of the type and shape that the model's layers store (`Runner.outline`)."""
+        for layers in (self._layers, *(item.layers for item in self._checkpoints)):
+            if len(layers) != len(outline):
+                raise SessionError(f"the cache has {len(layers)} layers, and the model {len(outline)}")
+            for layer, like in zip(layers, outline, strict=True):
+                if layer is not None and (why := _mismatch(layer, like, len(self.tokens))):
+                    raise SessionError(f"the cache is damaged: {why}")
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self._file.arrays.values())
+
+    @property
+    def layers(self) -> Iterator[Saved]:
+        return (_read(layer) for layer in self._layers)
+
+    @property
+    def checkpoints(self) -> Iterator[SavedCheckpoint]:
+        for item in self._checkpoints:
+            yield SavedCheckpoint(item.offset, item.is_anchor, [layer and _read(layer) for layer in item.layers])
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """One array as it lies in the file, in one piece."""
+
+    array: StoredArray
+
+    @property
+    def dtype(self) -> str:
+        return self.array.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    def read(self) -> mx.array:
+        data, dtype = self.array.read(), self.dtype
+        if dtype == "bfloat16":
+            return mx.array(np.frombuffer(data, np.uint16).reshape(self.shape)).view(mx.bfloat16)
+        return mx.array(np.frombuffer(data, np.dtype(dtype)).reshape(self.shape))
+
+
+@dataclass(frozen=True)
+class _Quantized:
+    """One that was stored in fewer bits: packed values, scales, biases."""
+
+    parts: Sequence[_Stored]
+    bits: int
+    group: int
+
+    @property
+    def dtype(self) -> str:
+        return self.parts[1].dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        *rows, columns = self.parts[0].shape
+        return (*rows, columns * 32 // self.bits)
+
+    def read(self) -> mx.array:
+        packed, scales, biases = (part.read() for part in self.parts)
+        return mx.dequantize(packed, scales, biases, group_size=self.group, bits=self.bits)
+
+
+def _mismatch(layer: Saved, like: Saved, tokens: int) -> str | None:
+    try:
+        return mismatch(layer, like, tokens)
+    except ValueError:
+        return "an array has no rows"
+
+
+def _tokens(array: StoredArray) -> TokenArray:
+    if array.dtype != "int32" or array.nbytes > MOST_TOKENS * 4:
+        raise SessionError(f"the cache is damaged: its tokens are {array.dtype} {list(array.shape)}")
+    return as_tokens(np.frombuffer(array.read(), np.int32).reshape(array.shape))
+
+
+def _layer(file: TensorFile, name: str, found: Mapping[str, Any]) -> Saved:
+    """A layer whose arrays are still in the file."""
+    arrays: dict[str, _Stored | _Quantized] = {}
+    for key, how in found["arrays"].items():
+        if how is None:
+            arrays[key] = _Stored(file.arrays[f"{name}.{key}"])
+            continue
+        bits, group = how
+        if bits not in (4, 8) or group not in (32, 64):
+            raise ValueError(f"{name}.{key} is stored in {bits!r:.20} bits, in groups of {group!r:.20}")
+        arrays[key] = _Quantized([_Stored(file.arrays[f"{name}.{key}.{part}"]) for part in PACKED], bits, group)
+    parts = [_layer(file, f"{name}.{index}", part) for index, part in enumerate(found["parts"])]
+    return Saved(found["kind"], arrays, dict(found["numbers"]), parts)
+
+
+def _read(layer: Saved) -> Saved:
+    arrays = {key: array.read() for key, array in layer.arrays.items()}
+    return Saved(layer.kind, arrays, layer.numbers, [_read(part) for part in layer.parts])
+
+
+def _buffer(array: mx.array) -> Buffer:
+    """A copy of its own on the host: nothing of it belongs to MLX, so that any thread may have it."""
+    raw = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
+    host = np.array(raw).reshape(-1)
+    return Buffer(dtype_name(array.dtype), array.shape, host.view(np.uint8).data)

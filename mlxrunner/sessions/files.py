@@ -1,0 +1,96 @@
+"""Files that are there as a whole or not at all, readable by their owner alone, in a folder that is held open.
+
+Every name is looked up in that folder and never through a link, whatever somebody else may have put there.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class Folder:
+    """An open directory. OSError where it is missing, or a link; `make`: create it (mode 0700) where it is missing."""
+
+    def __init__(self, path: Path, *, make: bool = False) -> None:
+        if make:
+            with suppress(FileExistsError):
+                path.mkdir(mode=0o700)
+        self.path = path
+        self._fd = os.open(path, FOLDER_FLAGS)
+
+    def __enter__(self) -> Folder:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def lock(self) -> bool:
+        """Take the folder for this process until it is closed; False where another one has it, or has removed it meanwhile."""
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        try:
+            return os.path.samestat(os.fstat(self._fd), os.stat(self.path))
+        except FileNotFoundError:
+            return False
+
+    def open(self, name: str) -> int:
+        """A file to be read. OSError where it is missing, a link, or no regular file."""
+        fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self._fd)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise OSError(f"{name} is no regular file")
+        return fd
+
+    def write(self, name: str, write: Callable[[int], None]) -> None:
+        """`write(fd)` makes the new content; afterwards the file has it, on the disk, or an error came and the file is as it was.
+
+        What a killed process left of an earlier attempt is replaced by the next one. One writer per name at a time.
+        """
+        fresh = f".{name}.new"
+        self.remove(fresh)
+        fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=self._fd)
+        try:
+            try:
+                write(fd)
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            os.rename(fresh, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+        except BaseException:
+            self.remove(fresh)
+            raise
+        os.fsync(self._fd)
+
+    def size(self, name: str) -> int:
+        """Bytes of a file; 0 where there is none."""
+        try:
+            return os.stat(name, dir_fd=self._fd, follow_symlinks=False).st_size
+        except FileNotFoundError:
+            return 0
+
+    def names(self) -> list[str]:
+        return os.listdir(self._fd)
+
+    def remove(self, name: str) -> None:
+        with suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=self._fd)
+
+
+def write_all(fd: int, data: bytes | memoryview) -> None:
+    """Every byte of `data`; a disk that is full is an OSError."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view[: 2**26]) :]

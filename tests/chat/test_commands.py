@@ -1,0 +1,323 @@
+"""Every command: what it does, what it says, and what it says when it can't."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import stat
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxrunner import Runner
+from mlxrunner.chat import clipboard
+from mlxrunner.chat.conversation import Conversation
+from mlxrunner.chat.repl import Chat
+from mlxrunner.chat.reports import REASONS, explanation, saved_seconds
+from mlxrunner.chat.start import commands
+from mlxrunner.events import Usage
+from mlxrunner.sessions.commands import Saving
+from mlxrunner.testing_models import write_model
+
+TABLE = commands()
+
+
+class Typist:
+    """Types what it is given; `seen`: what was there to be edited."""
+
+    def __init__(self, texts: list[str]) -> None:
+        self.texts, self.seen = texts, [""]
+
+    def read(self, idle: Any, default: str = "") -> str:
+        self.seen.append(default)
+        if not self.texts:
+            raise EOFError
+        return self.texts.pop(0)
+
+
+@pytest.fixture(scope="module")
+def demo() -> Runner:
+    return Runner.load("demo", reserve=False)
+
+
+@pytest.fixture
+def chat(demo: Runner) -> Chat:
+    demo.reset()
+    return Chat(Conversation(demo), model="demo", loading={"reserve": False})
+
+
+@pytest.fixture
+def do(chat: Chat, capsys: pytest.CaptureFixture[str]) -> Callable[..., list[str]]:
+    """Types texts; returns the lines that came, answers first."""
+
+    def typed(*texts: str) -> list[str]:
+        chat.reader = Typist(list(texts))
+        chat.run(TABLE)
+        out, err = capsys.readouterr()
+        return [*out.splitlines(), *err.splitlines()]
+
+    return typed
+
+
+Do = Callable[..., list[str]]
+
+
+def test_help_has_every_command(do: Do) -> None:
+    """From the table itself, each with a line of help."""
+    lines = do("/help")
+    for command in TABLE:
+        assert any(line.startswith(command.usage) and line.endswith(command.help) for line in lines)
+        assert command.help
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("/stat", "no such command: /stat (did you mean /stats? /help lists them)"),
+        ("/xyzzy", "no such command: /xyzzy (/help lists them)"),
+        ("/undo x", "error: 'x' is no number from 1 on"),
+        ("/undo 0", "error: '0' is no number from 1 on"),
+        ("/edit 1", "error: there is nothing to edit yet"),
+        ("/retry", "error: there is no answer to try again"),
+        ("/switch", "error: there is no branch '': there are main"),
+        ("/branch two words", "error: 'two words' is no name for a branch: one word"),
+        ("/branch main", "error: there is a branch main already: /switch main goes to it"),
+        ("/stats", "no turn yet"),
+        ("/explain", "no turn yet"),
+        ("/copy", "error: there is no answer to copy yet"),
+        ("/file", "error: /file PATH: which file?"),
+        ("/file nowhere.txt", "error: nowhere.txt: No such file or directory"),
+        ("/file /dev/zero", "error: /dev/zero: not a file"),
+        ("/file /", "error: /: not a file"),
+        ("/export", "error: /export FILE: which file? FILE.json for JSON, anything else is Markdown"),
+        ("/set nonsense 3", "error: there is no setting nonsense: there are temperature"),
+        ("/set temperature warm", "error: temperature: 'warm' is not a number"),
+        ("/set top_k 1.5", "error: top_k: '1.5' is not a whole number"),
+        ("/set top_p 3", "error: top_p: 3.0 is out of range, it has to be between 0 and 1"),
+        ("/set overflow sideways", "error: overflow: 'sideways' is not known, it has to be one of stop, shift, error"),
+        ("/set history perfect", "error: history: 'perfect' is not known, it has to be one of exact, template"),
+        ("/set context 1", "error: context: 1 is out of range"),
+        ("/set stop [1", "error: stop: [1 is not readable as JSON"),
+        ("/set stop [1]", "error: stop: each stop string has to be a text"),
+        ("/model nowhere", "error: nowhere: no such model"),
+        ("/think hard", "error: /think hard: has to be show, hide, on or off"),
+        ("/think on", "error: this model's template has no switch for thinking"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(do: Do, line: str, said: str) -> None:
+    """With what to do instead where there is something; the chat goes on."""
+    lines = do(line, "Hello!")
+    assert lines[0] == "Hello! How can I help you?"
+    assert len(lines) == 2
+    assert lines[1].startswith(said)
+
+
+def test_settings_hold_for_the_answers_that_follow(chat: Chat, do: Do) -> None:
+    """Set, shown, taken back."""
+    assert do("/set stop .", "My name is Ana.", "/set stop default", "/set max-tokens 2", "Hello!", "/set stop") == [
+        "Nice to meet you",
+        "Hell",
+        'stop = "."',
+        "stop = (none)",
+        "max_tokens = 2",
+        "stop = (none)",
+    ]
+    assert do("/set seed 5", '/set stop "a\\n"', '/set stop ["x", "y"]') == ["seed = 5", 'stop = "a\\n"', 'stop = "x", "y"']
+    assert chat.conversation.options == {"max_tokens": 2, "seed": 5, "stop": ("x", "y")}
+    listed = do("/set")
+    assert "seed                5" in listed
+    assert "context             2048" in listed
+
+
+def test_a_context_is_changed_by_loading_again(chat: Chat, do: Do) -> None:
+    """The conversation stays, and goes on as if nothing had been."""
+    lines = do("My name is Ana.", "/set context 512", "What is my name?", "/set context")
+    assert lines[:2] == ["Nice to meet you.", "Your name is Ana."]
+    assert lines[2:] == ["loaded again with a context of 512 tokens; the conversation is evaluated again", "context = 512"]
+    assert chat.loading["context"] == 512
+
+
+def test_another_model_goes_on_with_the_texts(chat: Chat, do: Do, tmp_path: Path) -> None:
+    """Its own tokens spell them; one that is broken leaves the present one in place."""
+    write_model(tmp_path / "tiny")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("{")
+    lines = do(
+        "My name is Ana.",
+        f"/model {tmp_path / 'broken'}",
+        f"/model {tmp_path / 'tiny'}",
+        "/set max_tokens 3",
+        "Hi",
+        "/set max_tokens default",
+        "/model demo",
+        "What is my name?",
+    )
+    assert lines[-1].startswith("model: demo")
+    assert "Your name is Ana." in lines
+    assert chat.model == "demo"
+    assert len(chat.conversation.history.turns) == 3
+
+
+def test_a_text_file_goes_into_the_message(chat: Chat, do: Do, tmp_path: Path) -> None:
+    """With /file before it, so that it is evaluated while one types; with @ behind it."""
+    (tmp_path / "note.txt").write_text("My name is Ana.\n```\nx\n```")
+    (tmp_path / "two words.txt").write_text("spaces")
+    chat.conversation.options["max_tokens"] = 3
+    lines = do(
+        f"/file {tmp_path}/note.txt",
+        "What is in it?",
+        f"/file {tmp_path}/two words.txt",
+        f"And @{tmp_path}/note.txt here?",
+        "and @home?",
+        "or @no/such.txt",
+    )
+    users = [turn.user for turn in chat.conversation.history.turns]
+    quoted = f"{tmp_path}/note.txt:\n````\nMy name is Ana.\n```\nx\n```\n````\n"
+    assert users[0] == f"{quoted}\nWhat is in it?"
+    assert users[1].startswith(f"{tmp_path}/two words.txt:\n```\nspaces\n```\n\nAnd @")
+    assert users[1].endswith(f"here?\n\n{quoted}".rstrip("\n"))
+    assert users[2:] == ["and @home?", "or @no/such.txt"]
+    assert f"{tmp_path}/note.txt (25 B) goes with the next message" in lines
+    assert "no such file: no/such.txt; sent as it is" in lines
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"\xff\xfe\x00", "not a text (byte 0 is not UTF-8)"),
+        (b"abc\x00def", "not a text (byte 3 is 0)"),
+        (b"word " * 20_000, "100 kB are more than the context of 2048 tokens holds"),
+        (b"word " * 5_000, "its 10002 tokens are more than the context of 2048 tokens holds"),
+    ],
+    ids=["binary", "zero", "huge", "long"],
+)
+def test_what_is_no_text_or_too_long_is_one_line(chat: Chat, do: Do, tmp_path: Path, content: bytes, said: str) -> None:
+    """And the message is not sent without it."""
+    file = tmp_path / "file"
+    file.write_bytes(content)
+    for line in (f"/file {file}", f"What is in @{file}"):
+        (shown,) = do(line)
+        assert shown.startswith(f"error: {file}: {said}")
+    assert chat.conversation.history.turns == []
+
+
+def test_a_message_that_failed_keeps_its_files(chat: Chat, do: Do, tmp_path: Path) -> None:
+    """The next one takes them."""
+    (tmp_path / "a.txt").write_text("abc")
+    chat.conversation.options["max_tokens"] = 3
+    do(f"/file {tmp_path}/a.txt", "word " * 3000, "Hello!")
+    assert chat.conversation.history.turns[0].user.startswith(f"{tmp_path}/a.txt:\n```\nabc")
+
+
+def test_exports_are_whole_private_and_overwrite_nothing(chat: Chat, do: Do, tmp_path: Path) -> None:
+    """Markdown, and JSON that can be read again."""
+    chat.conversation.system = "Be brief."
+    lines = do("My name is Ana.", f"/export {tmp_path}/talk.md", f"/export {tmp_path}/talk.json", f"/export {tmp_path}/talk.md")
+    assert (
+        tmp_path / "talk.md"
+    ).read_text() == "## System\n\nBe brief.\n\n## User\n\nMy name is Ana.\n\n## Assistant\n\nNice to meet you.\n"
+    said = json.loads((tmp_path / "talk.json").read_text())
+    assert said == {"model": "demo", "system": "Be brief.", "messages": chat.conversation.messages}
+    assert stat.S_IMODE((tmp_path / "talk.md").stat().st_mode) == 0o600
+    assert lines[-1] == f"error: {tmp_path}/talk.md is there already: /export -f {tmp_path}/talk.md overwrites it"
+    assert do("Hello!", f"/export -f {tmp_path}/talk.md")[-1] == f"2 turns written to {tmp_path}/talk.md"
+    assert "Hello!" in (tmp_path / "talk.md").read_text()
+    assert do(f"/export {tmp_path}/nowhere/talk.md") == [f"error: {tmp_path}/nowhere/talk.md: No such file or directory"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["talk.json", "talk.md"]
+
+
+def test_copy_says_by_what(chat: Chat, do: Do, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first program that works gets the answer without its thinking; with none of them, and no terminal, it is an error."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("DISPLAY", ":0")
+    monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
+    monkeypatch.delenv("SSH_TTY", raising=False)
+    assert do("Hello!", "/copy")[-1].startswith("error: there is no clipboard: neither pbcopy, wl-copy nor xclip works")
+    program = tmp_path / "xclip"
+    program.write_text(f'#!/bin/sh\nexec /bin/cat > "{tmp_path}/copied"\n')
+    program.chmod(0o700)
+    chat.conversation.history.turns[-1] = replace(chat.conversation.history.turns[-1], answer="<think>x</think>\n\nHow é?")
+    assert do("/copy") == ["copied 6 characters with xclip"]
+    assert (tmp_path / "copied").read_text() == "How é?"
+
+
+def test_a_terminal_can_be_the_clipboard(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """By OSC 52."""
+    monkeypatch.setenv("SSH_TTY", "/dev/pts/0")  # programs of this machine would reach the wrong one
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert clipboard.copy("How é?") == "through the terminal (OSC 52), if it allows that"
+    code = re.fullmatch("\x1b]52;c;(.*)\a", capsys.readouterr().out)
+    assert code is not None
+    assert base64.b64decode(code[1]).decode() == "How é?"
+
+
+def test_an_edit_or_retry_that_is_interrupted_brings_the_turn_back(chat: Chat, do: Do, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No work is lost, neither by Ctrl-C in the prefill nor by an error."""
+    do("My name is Ana.", "I have a dog.")
+    before = list(chat.conversation.history.turns)
+    lines = do("/retry max_tokens=0")
+    assert lines[-1].startswith("error: max_tokens: 0 is out of range")
+    chat.interactive = True
+    monkeypatch.setattr("mlxrunner.chat.repl.unseen_typing", nullcontext)
+    for text in ("word " * 3000, ""):
+        do("/edit 1", text)
+        assert chat.conversation.history.turns == before
+
+    def give_up(*arguments: Any, **options: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(chat.conversation.runner, "generate", give_up)
+    do("/retry")
+    assert chat.conversation.history.turns == before
+
+
+def usage(**changes: Any) -> Usage:
+    counts = dict.fromkeys(Usage.__dataclass_fields__, 0) | {"outcome": "hit", "reason": None, "rewind_limited_by": None}
+    return Usage(**(counts | {"checkpoint": None, "freed_by": None} | changes))
+
+
+@pytest.mark.parametrize("reason", [None, *REASONS])
+def test_every_reason_has_its_words(reason: str | None) -> None:
+    """With what limited it, what freed it, what it cost."""
+    lines = explanation(
+        usage(prompt_tokens=50, matched_tokens=40, cached_tokens=30, evaluated_tokens=20, trimmed_tokens=5, reason=reason,
+              rewind_limited_by="sliding", freed_by="a reset", checkpoint=30, shifted_tokens=9, reevaluated_tokens=4)
+    )  # fmt: skip
+    assert lines[0] == "30 of 50 prompt tokens were reused and 20 evaluated"
+    assert ("'sliding'" in lines[1]) == (reason == "rewind_limited")
+    assert ("by a reset" in lines[1]) == (reason == "entry_freed")
+    assert lines[2:] == [
+        "10 tokens that were known were evaluated once more",
+        "a checkpoint at token 30 was used to go back",
+        "5 tokens of the entry were trimmed, as the prompt goes on otherwise",
+        "the context was full: 9 of the oldest tokens were dropped, 4 evaluated again for it",
+    ]
+
+
+def test_explain_and_stats_tell_of_the_last_turn(do: Do) -> None:
+    """After a turn that diverged."""
+    lines = do("My name is Ana.", "I have a dog.", "/undo 2", "My cat is Tom.", "/explain", "/stats")
+    assert "the prompt leaves what was evaluated in the middle: what comes after that place was evaluated anew" in lines
+    assert any(re.fullmatch(r"last turn  partial \(diverged\): \d+ prompt tokens, \d+ matched", line) for line in lines)
+
+
+def test_saved_seconds_are_those_of_the_best_rate() -> None:
+    """Rather too little than too much."""
+    usages = [
+        usage(cached_tokens=0, evaluated_tokens=100, prefill_s=1.0),
+        usage(cached_tokens=300, evaluated_tokens=1, prefill_s=1.0),
+    ]
+    assert saved_seconds(usages) == 3.0
+    assert saved_seconds([]) == 0.0
+
+
+def test_the_readme_lists_the_commands() -> None:
+    """As the table has them."""
+    readme = (Path(__file__).parent.parent.parent / "README.md").read_text()
+    for command in commands(*Saving().commands):
+        assert f"| `{command.usage.replace('|', chr(92) + '|')}` | {command.help} |" in readme

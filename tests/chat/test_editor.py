@@ -1,0 +1,91 @@
+"""The parts of the line editor that need no terminal."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+from prompt_toolkit.completion import CompleteEvent
+from prompt_toolkit.document import Document
+
+from mlxrunner.chat.editor import ChatCompleter, PrivateHistory, is_open, unquoted
+from mlxrunner.chat.start import commands
+
+
+def completions(text: str) -> list[str]:
+    completer = ChatCompleter(commands(), lambda name: {"/switch": ["main", "other"], "/set": ["seed", "stop"]}.get(name, []))
+    return [one.text for one in completer.get_completions(Document(text), CompleteEvent())]
+
+
+@pytest.mark.parametrize(
+    ("text", "offered"),
+    [
+        ("/ex", ["/explain", "/export"]),
+        ("/switch ", ["main", "other"]),
+        ("/switch o", ["other"]),
+        ("/set s", ["seed", "stop"]),
+        ("/nonsense x", []),
+        ("hello", []),
+        ("", []),
+        ("ex", []),
+    ],
+)
+def test_commands_and_what_they_take_are_completed(text: str, offered: list[str]) -> None:
+    """From the table; a text is left alone."""
+    assert completions(text) == offered
+
+
+def test_paths_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a command that takes one, and behind @ anywhere."""
+    (tmp_path / "notes.txt").touch()
+    monkeypatch.chdir(tmp_path)
+    assert completions(f"/file {tmp_path}/no") == ["tes.txt"]
+    assert completions("/export no") == ["tes.txt"]
+    assert completions("what is in @no") == ["tes.txt"]
+    assert completions("what is in no") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "open_", "sent"),
+    [
+        ("hello", False, "hello"),
+        ('"""', True, ""),
+        ('"""hello', True, "hello"),
+        ('"""\na\nb', True, "a\nb"),
+        ('"""a\nb"""', False, "a\nb"),
+        ('"""\na\nb\n"""  ', False, "a\nb"),
+        ('""""""', False, ""),
+        ('say """ twice', False, 'say """ twice'),
+    ],
+)
+def test_quotes_hold_several_lines_together(text: str, open_: bool, sent: str) -> None:
+    """Only at the beginning of a text."""
+    assert is_open(text) == open_
+    assert unquoted(text) == sent
+
+
+def test_history_keeps_texts_whole_and_private(tmp_path: Path) -> None:
+    """Also with half characters in them, and next to what another chat writes."""
+    file = tmp_path / "history"
+    texts = ["one", "two\n\n+lines", "três", "half \udc80"]
+    for text in texts:
+        PrivateHistory(file).store_string(text)
+    assert list(PrivateHistory(file).load_history_strings()) == ["half ?", *texts[2::-1]]
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_history_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
+    """Nothing is said: it is no reason not to talk."""
+    tmp_path.chmod(0o500)
+    PrivateHistory(tmp_path / "history").store_string("one")
+    tmp_path.chmod(0o700)
+
+
+def test_a_history_that_is_a_folder_is_done_without(tmp_path: Path) -> None:
+    """Read and write."""
+    history = PrivateHistory(tmp_path)
+    history.store_string("one")
+    assert list(history.load_history_strings()) == []

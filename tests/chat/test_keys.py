@@ -1,0 +1,42 @@
+"""Ctrl-C while an answer comes, press by press."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from mlxrunner.chat.keys import interruptible
+
+
+def press() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_the_first_one_is_looked_at_and_the_second_interrupts() -> None:
+    """Once: a third one must not hit what the second one began."""
+    with interruptible() as interrupted:
+        press()
+        with pytest.raises(KeyboardInterrupt):
+            press()
+        press()
+        assert interrupted()
+
+
+def test_more_of_them_do_nothing_once_the_first_was_seen() -> None:
+    """The answer is being put away."""
+    with interruptible() as interrupted:
+        assert not interrupted()
+        press()
+        assert interrupted()
+        press()
+        press()
+
+
+def test_afterwards_it_is_as_it_was() -> None:
+    """Also when what is inside fails."""
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(ValueError, match="x"), interruptible():
+        raise ValueError("x")
+    assert signal.getsignal(signal.SIGINT) is before

@@ -1,0 +1,264 @@
+"""A conversation survives leaving: /save, /load and --session, through pipes and on a screen."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from mlxrunner import cli
+from mlxrunner.sessions.store import CACHE, TEXT, Sessions
+
+Chat = Callable[..., Result]
+HIT = "last turn  hit: 58 prompt tokens, 38 matched"
+
+
+@pytest.fixture
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's data folder."""
+    monkeypatch.setenv("MLXRUNNER_DATA", str(tmp_path / "data"))
+    monkeypatch.delenv("MLXRUNNER_MODEL", raising=False)
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def chat(data: Path) -> Chat:
+    """A chat that is given these lines, with these options."""
+
+    def run(lines: list[str], *options: str) -> Result:
+        result = CliRunner().invoke(cli.main, ["chat", "--no-reserve", *options], input="\n".join([*lines, ""]))
+        assert "Traceback" not in result.stderr
+        return result
+
+    return run
+
+
+def content(data: Path, name: str) -> Any:
+    return json.loads((data / "sessions" / name / TEXT).read_text())
+
+
+def test_a_name_is_recalled_across_save_exit_and_session(chat: Chat, data: Path) -> None:
+    """The second chat evaluates only its own tokens."""
+    saved = chat(["My name is Zorblin.", "/save zor"])
+    assert saved.stdout == "Nice to meet you, Zorblin.\n"
+    assert saved.stderr == "saved as zor: 1 turn, 38 tokens\n"
+    again = chat(["What is my name?", "/stats"], "--session", "zor")
+    assert again.stdout == "Your name is Zorblin.\n"
+    assert again.stderr.startswith("session zor: 1 turn, 38 tokens restored (350 kB)\n")
+    assert HIT in again.stderr
+    third = chat(["What is my name?"], "--session", "zor")
+    assert third.stdout == "Your name is Zorblin.\n"
+    assert third.stderr.startswith("session zor: 2 turns, 69 tokens restored")
+    assert [turn["user"] for turn in content(data, "zor")["branches"]["main"]["history"]["turns"]] == [
+        "My name is Zorblin.", "What is my name?", "What is my name?",
+    ]  # fmt: skip
+
+
+def test_a_name_is_recalled_on_a_screen(open_screen: Any) -> None:
+    """/save in one terminal, /load and --session in others."""
+    arguments = ("-m", "mlxrunner", "chat", "--no-reserve")
+    first = open_screen(*arguments)
+    first.prompt()
+    first.say("My name is Zorblin.")
+    assert first.say("/save zor") == "saved as zor: 1 turn, 38 tokens"
+    assert first.leave() == 0
+    second = open_screen(*arguments)
+    second.prompt()
+    assert second.say("/load zor").startswith("session zor: 1 turn, 38 tokens restored (350 kB)")
+    assert second.say("What is my name?") == "Your name is Zorblin."
+    assert second.leave() == 0
+    third = open_screen(*arguments, "--session", "zor")
+    third.prompt()
+    assert "session zor: 1 turn, 38 tokens restored (350 kB)" in third.shown
+    assert third.say("What is my name?") == "Your name is Zorblin."
+    third.child.kill(signal.SIGKILL)
+    fourth = open_screen(*arguments, "--session", "zor")
+    fourth.prompt()
+    assert "session zor: 2 turns," in fourth.shown
+    assert "What is my name?" in fourth.say("/show")
+
+
+def test_a_session_that_is_open_is_refused_at_once(open_screen: Any, tmp_path: Path, chat: Chat) -> None:
+    """The second chat says so in one line, before it loads the model; /save and rm do, too."""
+    first = open_screen("-m", "mlxrunner", "chat", "--no-reserve", "--session", "zor")
+    first.prompt()
+    assert "session zor: a new one" in first.shown
+    first.say("My name is Zorblin.")
+    second = chat(["Hello!"], "--session", "zor", "-m", "nowhere")
+    assert (second.stdout, second.exit_code) == ("", 1)
+    assert second.stderr == "mlxrunner: the session 'zor' is open in another chat: close that, or use another name\n"
+    assert "the session 'zor' is open in another chat" in chat(["Hello!", "/save -f zor"]).stderr
+    removed = CliRunner().invoke(cli.main, ["sessions", "rm", "zor"])
+    assert (removed.exit_code, removed.stderr.count("\n")) == (1, 1)
+    assert first.leave() == 0
+    assert chat(["What is my name?"], "--session", "zor").stdout == "Your name is Zorblin.\n"
+
+
+def test_settings_come_back_unless_others_are_given(chat: Chat, data: Path) -> None:
+    """Sampling, system prompt, history policy, thinking, --kv-bits and the model."""
+    chat(
+        ["My name is Zorblin.", "/set temperature 0.5"],
+        "--session",
+        "zor",
+        "--system",
+        "Be brief.",
+        "--seed",
+        "3",
+        "--kv-bits",
+        "8",
+    )
+    saved = content(data, "zor")
+    assert saved["model"] == "demo"
+    assert saved["settings"]["options"] == {"temperature": 0.5, "seed": 3, "overflow": "shift"}
+    again = chat(["/show", "/set seed", "/set temperature"], "--session", "zor", "--seed", "4")
+    assert "system prompt: Be brief." in again.stderr.replace("\n", " ") or "Be brief." in again.stderr
+    assert "seed = 4" in again.stderr
+    assert "temperature = 0.5" in again.stderr
+    assert "tokens restored" in again.stderr  # with --kv-bits 8 as before
+    assert content(data, "zor")["settings"]["kv_bits"] == 8
+
+
+def test_settings_that_can_not_be_are_left_out(chat: Chat, data: Path) -> None:
+    """Whatever the file says; the rest of it is used."""
+    chat(["My name is Zorblin."], "--session", "zor")
+    saved = content(data, "zor")
+    saved["settings"] = {
+        "options": {"temperature": "hot", "seed": 3, "os.system": "x", "stop": [[]], "top_k": 10**30, "logits_processors": [1]},
+        "history": "../..", "keep_thinking": 7, "variables": {"tools": "x"}, "kv_bits": 3,
+    }  # fmt: skip
+    (data / "sessions" / "zor" / TEXT).write_text(json.dumps(saved))
+    again = chat(["What is my name?", "/set seed"], "--session", "zor")
+    assert again.stdout == "Your name is Zorblin.\n"
+    assert "seed = 3" in again.stderr
+
+
+def test_a_model_that_is_gone_is_one_line(chat: Chat, data: Path) -> None:
+    """And another one can be given: the text is kept."""
+    chat(["My name is Zorblin."], "--session", "zor")
+    saved = content(data, "zor")
+    saved["model"] = "/nowhere/at/all"
+    (data / "sessions" / "zor" / TEXT).write_text(json.dumps(saved))
+    gone = chat(["Hello!"], "--session", "zor")
+    assert (gone.stdout, gone.exit_code, gone.stderr.count("\n")) == ("", 2, 1)
+    assert chat(["What is my name?"], "--session", "zor", "-m", "demo").stdout == "Your name is Zorblin.\n"
+
+
+def test_branches_come_back(chat: Chat) -> None:
+    """With their texts; the one that was talked on is talked on."""
+    chat(["My name is Zorblin.", "/branch other", "/undo", "My name is Ana.", "/switch main"], "--session", "zor")
+    again = chat(["What is my name?", "/switch other", "What is my name?"], "--session", "zor")
+    assert again.stdout == "Your name is Zorblin.\nYour name is Ana.\n"
+
+
+def test_what_was_taken_back_is_saved_when_one_leaves(chat: Chat, data: Path) -> None:
+    """Not only what ends with an answer; nothing of it is left in the file."""
+    chat(["My name is Ana.", "My name is Zorblin.", "/undo"], "--session", "zor")
+    assert "Zorblin" not in (data / "sessions" / "zor" / TEXT).read_text()
+    again = chat(["What is my name?"], "--session", "zor")
+    assert again.stderr.startswith("session zor: 1 turn, ")
+    assert again.stdout == "Your name is Ana.\n"
+
+
+def test_a_session_without_a_turn_leaves_nothing(chat: Chat, data: Path) -> None:
+    """Nor does one whose model could not be loaded."""
+    chat([], "--session", "zor")
+    chat(["Hello!"], "--session", "zor", "-m", "nowhere")
+    assert os.listdir(data / "sessions") == []
+
+
+def test_nothing_is_lost_without_being_said(chat: Chat, data: Path) -> None:
+    """Another session is not overwritten, and unsaved turns are not given up, but with -f."""
+    chat(["My name is Ana."], "--session", "ana")
+    lines = [
+        "My name is Zorblin.",
+        "/save ana",
+        "/load ana",
+        "/save zor",
+        "/save zor",
+        "/load ana",
+        "What is my name?",
+        "/load -f zor",
+    ]
+    result = chat([*lines, "What is my name?"])
+    said = result.stderr.splitlines()
+    assert said[0] == "error: there is a session ana already: /save -f ana overwrites it"
+    assert said[1] == "error: what was said is not saved (1 turn): /save NAME saves it, /load -f ana gives it up"
+    assert said[2].startswith("saved as zor: 1 turn")
+    assert said[3].startswith("saved as zor: 1 turn")
+    assert said[4].startswith("session ana: 1 turn")
+    assert said[5].startswith("session zor: 1 turn")
+    assert result.stdout.splitlines()[1:] == ["Your name is Ana.", "Your name is Zorblin."]
+    assert len(content(data, "ana")["branches"]["main"]["history"]["turns"]) == 1
+
+
+def test_loading_within_a_session_goes_over_to_the_other_one(chat: Chat, data: Path) -> None:
+    """What is said from then on is saved there; the first stays as it was."""
+    chat(["My name is Ana."], "--session", "ana")
+    chat(["My name is Zorblin.", "/load ana", "I have a dog."], "--session", "zor")
+    users = {
+        name: [turn["user"] for turn in content(data, name)["branches"]["main"]["history"]["turns"]] for name in ("ana", "zor")
+    }
+    assert users == {"ana": ["My name is Ana.", "I have a dog."], "zor": ["My name is Zorblin."]}
+
+
+@pytest.mark.parametrize("line", ["/save", "/save a b", "/save ../x", "/load", "/load nothing", "/load ../../etc"])
+def test_names_that_are_none_are_one_line(chat: Chat, data: Path, line: str) -> None:
+    """And the chat goes on."""
+    result = chat([line, "Hello!"])
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    assert result.stdout
+
+
+def test_text_only_and_fewer_bits(chat: Chat, data: Path) -> None:
+    """--no-cache-file leaves the text; --session-kv-bits makes the file smaller."""
+    chat(["My name is Zorblin."], "--session", "zor")
+    whole = (data / "sessions" / "zor" / CACHE).stat().st_size
+    chat(["I have a dog."], "--session", "zor", "--session-kv-bits", "8")
+    assert (data / "sessions" / "zor" / CACHE).stat().st_size < whole
+    chat(["I have a cat."], "--session", "zor", "--no-cache-file")
+    assert os.listdir(data / "sessions" / "zor") == [TEXT]
+    again = chat(["What is my name?"], "--session", "zor")
+    assert again.stderr.startswith("session zor: 3 turns, without caches: the first turn evaluates it anew\n")
+    assert again.stdout == "Your name is Zorblin.\n"
+    wrong = chat(["Hello!"], "--session", "zor", "--session-kv-bits", "3")
+    assert (wrong.exit_code, wrong.stderr) == (2, "mlxrunner: session_kv_bits: 3 is out of range, it has to be 4 or 8\n")
+
+
+def test_a_damaged_cache_file_costs_a_cold_turn(chat: Chat, data: Path) -> None:
+    """One line says so; the conversation goes on, and is whole again afterwards."""
+    chat(["My name is Zorblin."], "--session", "zor")
+    file = data / "sessions" / "zor" / CACHE
+    file.write_bytes(file.read_bytes()[:-100])
+    again = chat(["What is my name?"], "--session", "zor")
+    assert again.stdout == "Your name is Zorblin.\n"
+    assert again.stderr.startswith("session zor: 1 turn, its text is kept, its caches are dropped: the cache is truncated")
+    assert again.stderr.count("\n") == 1
+    assert "69 tokens restored" in chat([], "--session", "zor").stderr
+
+
+def test_another_model_within_a_session(chat: Chat, data: Path) -> None:
+    """/set context loads the model again: what was evaluated is saved as before."""
+    result = chat(["My name is Zorblin.", "/set context 500", "What is my name?"], "--session", "zor")
+    assert result.stdout.endswith("Your name is Zorblin.\n")
+    assert "69 tokens restored" in chat([], "--session", "zor").stderr
+
+
+def test_a_full_disk_is_said_and_the_chat_goes_on(chat: Chat, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After each turn in one line, and by the exit code; the conversation can still be written elsewhere."""
+
+    def full(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("mlxrunner.sessions.store.write_all", full)
+    result = chat(["My name is Zorblin.", "What is my name?"], "--session", "zor")
+    assert result.stdout == "Nice to meet you, Zorblin.\nYour name is Zorblin.\n"
+    assert result.stderr.count("error: the session 'zor' could not be saved: No space left on device\n") == 2
+    assert result.exit_code == 1
+    assert Sessions().names() == []

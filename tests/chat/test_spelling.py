@@ -1,0 +1,226 @@
+"""What is spelled from what was evaluated, and what from the template."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlxrunner.chat.conversation import Conversation
+from mlxrunner.chat.spelling import Drift
+from mlxrunner.chat.thinking import Thinking, has_thinking, without_thinking
+from mlxrunner.runner import Runner
+from mlxrunner.testing import EOS, ByteTokenizer, oracle_runner
+
+
+class Script:
+    """Makes the model say what it is told to: a logits processor, asked once for each token of an answer."""
+
+    def __init__(self) -> None:
+        self.left: list[int] = []
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        return mx.where(mx.arange(logits.shape[-1]) == (self.left.pop(0) if self.left else EOS), 1e4, logits)
+
+
+class Template(ByteTokenizer):
+    """A template of a thinking model: earlier answers are trimmed, and lose their thinking. It may open the thinking itself."""
+
+    def __init__(self, opens: bool = False) -> None:
+        self.opens = opens
+
+    def render(self, messages: Any, *, add_generation_prompt: bool = True, **variables: Any) -> str:
+        last = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=-1)
+        shown = [
+            {**m, "content": m["content"].split("</think>")[-1].strip() if i < last else m["content"].strip()}
+            if m["role"] == "assistant"
+            else m
+            for i, m in enumerate(messages)
+        ]
+        text = super().render(shown, add_generation_prompt=add_generation_prompt)  # type: ignore[arg-type]
+        opening = "<think>\n" if self.opens and add_generation_prompt else ""
+        return text + opening + ("\n</think>\n\n" if add_generation_prompt and variables.get("enable_thinking") is False else "")
+
+
+def talk(tokenizer: ByteTokenizer | None = None, **options: Any) -> tuple[Conversation, Script]:
+    script = Script()
+    runner = oracle_runner()
+    runner.tokenizer = tokenizer or Template()
+    return Conversation(runner, options={"logits_processors": [script]}, **options), script
+
+
+def say(conversation: Conversation, script: Script, text: str, answer: str) -> None:
+    script.left = [*answer.encode(), EOS]
+    assert "".join(chunk.text for chunk in conversation.send(text)) == answer
+
+
+def evaluate_while_reading(conversation: Conversation) -> None:
+    conversation.evaluate("", lambda: False)
+
+
+def is_spelled(conversation: Conversation) -> bool:
+    """The tokens spell the text."""
+    spelling = conversation.history.spelling
+    return conversation.runner.tokenizer.decode(spelling.tokens) == spelling.text
+
+
+@pytest.mark.parametrize("opens", [False, True], ids=["model opens", "template opens"])
+def test_thinking_is_left_out_while_the_user_reads(opens: bool) -> None:
+    """Where the template leaves it out: the entry is rewound, the reply is evaluated as the next turn sees it, and that is a full hit."""
+    conversation, script = talk(Template(opens))
+    say(conversation, script, "first", ("" if opens else "<think>") + "hmm, what is that?</think>\n\nAn answer.")
+    evaluate_while_reading(conversation)
+    entry = conversation.runner.entry
+    seen = conversation.runner.tokenizer.decode(list(entry.tokens))
+    assert seen == "user: first\x1eassistant: An answer.\x1euser: "
+    assert is_spelled(conversation)
+    before = len(entry.tokens)
+    say(conversation, script, "second", ("" if opens else "<think>") + "again</think>\n\nAnother.")
+    usage = conversation.usages[-1]
+    assert usage.cached_tokens == before
+    assert usage.evaluated_tokens == len("second\x1eassistant: ") + (len("<think>\n") if opens else 0)
+    say(conversation, script, "third", "Without thinking.")
+    rendered = conversation.runner.tokenizer.render([*conversation.messages, {"role": "user", "content": "fourth"}])
+    assert rendered.startswith(conversation.history.spelling.text.removesuffix("\x1e"))
+    assert "think>" not in conversation.history.spelling.text
+
+
+def test_thinking_is_kept_on_demand() -> None:
+    """Nothing is rewound; the drift says what the template would have left out."""
+    conversation, script = talk(keep_thinking=True)
+    say(conversation, script, "first", "<think>hmm</think>\n\nAn answer.")
+    evaluate_while_reading(conversation)
+    say(conversation, script, "second", "Good.")
+    assert conversation.usages[-1].trimmed_tokens == 0
+    assert conversation.history.spelling.text == (
+        "user: first\x1eassistant: <think>hmm</think>\n\nAn answer.\x1euser: second\x1eassistant: Good.\x1e"
+    )
+    drift = conversation.drift()
+    assert drift is not None
+    assert drift.kind == "thinking"
+    assert drift.evaluated - drift.template == len("<think>hmm</think>\n\n")
+
+
+def test_exact_keeps_what_was_evaluated_and_says_how_it_differs() -> None:
+    """An answer with spaces around it, which the template trims: no token is evaluated twice."""
+    conversation, script = talk()
+    say(conversation, script, "first", "  An answer.  ")
+    say(conversation, script, "second", "Good.")
+    usage = conversation.usages[-1]
+    assert usage.outcome == "hit"
+    assert usage.trimmed_tokens == 0
+    assert usage.evaluated_tokens == len("user: second\x1eassistant: ")
+    drift = conversation.drift()
+    assert drift is not None
+    assert (drift.kind, drift.evaluated - drift.template) == ("whitespace", 4)
+    assert (
+        str(drift)
+        == f"other white space, after {drift.at} tokens: {drift.evaluated - drift.at} were evaluated, the template has {drift.template - drift.at}"
+    )
+    assert is_spelled(conversation)
+
+
+def test_template_evaluates_from_the_difference() -> None:
+    """The same answers: the entry is what a cold run on the template's text would hold."""
+    conversation, script = talk(policy="template")
+    say(conversation, script, "first", "  An answer.  ")
+    say(conversation, script, "second", "Good.")
+    usage = conversation.usages[-1]
+    assert usage.trimmed_tokens > 0
+    assert conversation.history.spelling.text == "user: first\x1eassistant: An answer.\x1euser: second\x1eassistant: Good.\x1e"
+    assert conversation.drift() == Drift("none", usage.prompt_tokens + 6, usage.prompt_tokens + 6, usage.prompt_tokens + 6)
+
+
+def test_other_tokens_of_the_same_text_are_a_drift_that_exact_keeps() -> None:
+    """As a sampled answer of the demo model, whose words are split otherwise."""
+    runner = Runner.load("demo", reserve=False)
+    conversation = Conversation(runner, options={"temperature": 2.0, "seed": 5, "max_tokens": 40, "stop_tokens": []})
+    list(conversation.send("Hello!"))
+    list(conversation.send("And?"))
+    drift = conversation.drift()
+    assert drift is not None
+    assert drift.kind in ("retokenized", "text")
+    assert conversation.usages[-1].trimmed_tokens == 0
+
+
+def test_a_draft_is_the_beginning_of_what_is_sent() -> None:
+    """However it goes on, and also behind earlier turns."""
+    runner = Runner.load("demo", reserve=False)
+    conversation = Conversation(runner, "Be brief.")
+    for text in ("My name is Ana.", "I have a dog."):
+        whole = conversation.speller.spell(conversation.history, conversation.system, text).tokens
+        for end in range(len(text) + 1):
+            draft = conversation.speller.draft(conversation.history, conversation.system, text[:end]).tokens
+            assert draft[: max(len(draft) - 4, 0)] == whole[: max(len(draft) - 4, 0)]
+        list(conversation.send(text))
+
+
+def test_typing_ahead_leaves_only_the_last_tokens() -> None:
+    """What was typed is in the entry when it is sent; the answers are those of a conversation without it."""
+    runner = Runner.load("demo", reserve=False)
+    limit = {"max_tokens": 20}
+    ahead, plain = Conversation(runner, options=limit), Conversation(Runner.load("demo", reserve=False), options=limit)
+    for text in ("My name is Ana and I have a very good dog.", "What is my name?"):
+        for end in range(0, len(text) + 1, 7):
+            ahead.evaluate(text[:end], lambda: False)
+        ahead.evaluate(text, lambda: False)
+        answers = ["".join(chunk.text for chunk in conversation.send(text)) for conversation in (ahead, plain)]
+        assert answers[0] == answers[1]
+        assert ahead.usages[-1].evaluated_tokens <= 16
+        assert ahead.evaluated_ahead > 0
+        assert ahead.history.spelling == plain.history.spelling
+
+
+def test_going_back_keeps_the_tokens_before() -> None:
+    """Undo, another answer, a branch: the tokens up to there are those that were evaluated."""
+    conversation, script = talk()
+    for number in range(4):
+        say(conversation, script, f"question {number}", f" answer {number} ")
+    spelled = conversation.history.spelling
+    entry = list(conversation.runner.entry.tokens)
+    taken = conversation.undo(2)
+    assert [turn.user for turn in taken] == ["question 2", "question 3"]
+    mark = conversation.history.turns[-1].ends
+    assert mark is not None
+    assert conversation.history.spelling.tokens == spelled.tokens[: mark.tokens] == entry[: mark.tokens]
+    assert conversation.outlook().cached == conversation.outlook().tokens
+    conversation.answer_with(0, "changed")
+    assert [turn.answer for turn in conversation.history.turns] == ["changed"]
+    assert conversation.history.spelling.text.endswith("question 0\x1eassistant: changed")
+    say(conversation, script, "and now?", "Good.")
+    assert conversation.history.spelling.text.endswith("assistant: changed\x1euser: and now?\x1eassistant: Good.\x1e")
+    assert is_spelled(conversation)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "thought", "said"),
+    [
+        ("", "<think>\nhmm\n</think>\n\nHello", "\nhmm\n", "Hello"),
+        ("x<think>\n", "hmm</think>\n\nHello <think>", "hmm", "Hello <think>"),
+        ("", "Hello <think> is a tag </think>", "", "Hello <think> is a tag </think>"),
+        ("", "  <think>never ended", "never ended", ""),
+        ("", "[THINK]a[/THINK]b", "a", "b"),
+        ("", "<thi", "", "<thi"),
+        ("", "", "", ""),
+    ],
+    ids=["model opens", "template opens", "later", "unfinished", "other tags", "half a tag", "nothing"],
+)
+def test_thinking_is_told_from_the_answer_however_it_is_cut(prompt: str, answer: str, thought: str, said: str) -> None:
+    """Piece by piece of every length."""
+    for length in range(1, len(answer) + 2):
+        thinking = Thinking(prompt)
+        pieces = [piece for at in range(0, len(answer), length) for piece in thinking.add(answer[at : at + length])]
+        pieces += thinking.finish()
+        assert "".join(text for is_thinking, text in pieces if is_thinking) == thought
+        assert "".join(text for is_thinking, text in pieces if not is_thinking) == said
+
+
+def test_an_answer_without_its_thinking() -> None:
+    """For the clipboard and for the next turn."""
+    assert without_thinking("<think>a</think>\n\nb") == "b"
+    assert without_thinking("a</think>\n\nb") == "b"
+    assert without_thinking("<think>a") == ""
+    assert without_thinking("b <think>a</think>") == "b <think>a</think>"
+    assert has_thinking("a</think>b")
+    assert not has_thinking("b")

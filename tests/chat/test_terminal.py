@@ -1,0 +1,344 @@
+"""The chat in a real terminal: what is on the screen, key by key."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import stat
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mlxrunner
+from mlxrunner.tokenizer import Message, load_tokenizer
+
+DEMO = Path(mlxrunner.__file__).parent / "models" / "demo"
+CHAT = ("-m", "mlxrunner", "chat")
+ALT_ENTER, CTRL_C, CTRL_J, TAB, UP = "\x1b\r", "\x03", "\n", "\t", "\x1b[A"
+PASTE, PASTED = "\x1b[200~", "\x1b[201~"
+
+# An endless, slow answer: Ctrl-C has something to interrupt. After each turn the entry is compared with the conversation.
+SLOW = """
+import sys, time
+from mlxrunner.chat.conversation import Conversation
+from mlxrunner.chat.render import Plain
+from mlxrunner.chat.start import open_chat
+from mlxrunner.testing import OracleModel, oracle_runner
+
+def slowly(index):
+    time.sleep(0.004)
+
+model = OracleModel(["full", "recurrent"], on_layer=slowly)
+runner = oracle_runner(model=model, prefill_step=3)
+conversation = Conversation(runner, options={"stop_tokens": [], "max_tokens": 400})
+chat, table = open_chat(conversation, plain=True, history=False)
+read, shown, turns = chat.reader.read, [], 0
+
+class Shown(Plain):
+    def __init__(self):
+        super().__init__()
+        shown.clear()
+
+    def write(self, text):
+        shown.append(text)
+        super().write(text)
+
+chat.view = Shown
+
+def tail(runner, prompt):
+    return [chunk.token for chunk in runner.generate([*prompt, 5], max_tokens=4, stop_tokens=[])]
+
+def checked(*arguments):
+    global turns
+    model.on_layer = lambda index: None
+    history = conversation.history
+    kept = list(runner.entry.tokens)
+    assert runner.entry.is_true or not kept, "the entry is not true"
+    if len(history.turns) > turns:
+        assert history.turns[-1].answer == "".join(shown), (history.turns[-1].answer, shown)
+        spelled = history.spelling.tokens  # the last token of an answer that is full is not run through the model
+        assert len(kept) >= len(spelled) - 1 and kept[: len(spelled)] == spelled[: len(kept)], "the entry lacks what was shown"
+    if kept:
+        assert tail(runner, kept) == tail(oracle_runner(["full", "recurrent"]), kept), "not exact"
+    print(f"<true {'decode' if len(history.turns) > turns else 'prefill'}>", flush=True)
+    turns = len(history.turns)
+    chat.type_ahead = not chat.type_ahead
+    model.on_layer = slowly
+    return read(*arguments)
+
+chat.reader.read = checked
+sys.exit(chat.run(table))
+"""
+
+
+def test_there_is_a_banner_a_prompt_and_an_answer(open_screen: Any) -> None:
+    """The exact transcript, as it stands on the screen; Ctrl-D leaves with exit code 0."""
+    screen = open_screen(*CHAT, size=(140, 30))
+    screen.prompt()
+    assert screen.say("My name is Ana.") == "Nice to meet you."
+    assert screen.say("What is my name?") == "Your name is Ana."
+    assert screen.lines == [
+        "This is the embedded demo model: a toy of 2.8 million parameters that remembers small facts you tell it, and nothing else.",
+        "For a real one: -m mlx-community/Llama-3.2-1B-Instruct-4bit (or any MLX model on the hub, or a directory).",
+        ">>> My name is Ana.",
+        "Nice to meet you.",
+        ">>> What is my name?",
+        "Your name is Ana.",
+        ">>>",
+    ]
+    assert screen.leave() == 0
+
+
+def test_line_editing(open_screen: Any, tmp_path: Path) -> None:
+    """Several lines by three ways, a line given up, completion, suggestion, history."""
+    screen = open_screen(*CHAT)
+    screen.prompt()
+    screen.child.send(f"My name{CTRL_J}is{ALT_ENTER}Ana.\r")
+    screen.until("... is\n... Ana.\n").until("Nice to meet you").prompt()
+    screen.child.send('"""What is\rmy name?\r"""\r')
+    screen.until('>>> """What is\n... my name?\n... """\n').until("Your name is Ana.").prompt()
+    screen.child.send("half a line")
+    screen.until(">>> half a line")
+    screen.child.send(CTRL_C)
+    screen.prompt()
+    assert screen.say("/show").splitlines()[-4:] == [
+        "   1 user      My name is Ana.",
+        "   2 assistant Nice to meet you, Ana.",
+        "   3 user      What is my name?",
+        "   4 assistant Your name is Ana.",
+    ]
+    screen.child.send("/expl" + TAB)
+    screen.until(">>> /explain")
+    screen.child.send("\r")
+    screen.until("prompt tokens were reused").prompt()
+    assert screen.say("/clera") == "no such command: /clera (did you mean /clear? /help lists them)"
+    (tmp_path / "a long name.txt").write_text("My dog is called Rex.")
+    screen.child.send(f"/file {tmp_path}/a lo{TAB}")
+    screen.until("a long name.txt")
+    screen.child.send("\r")
+    screen.until("goes with the next message").prompt()
+    screen.child.send(UP + UP + UP)
+    screen.until(">>> /explain")
+    screen.child.send(UP)
+    screen.until(">>> /show")
+    screen.child.send(CTRL_C)
+    screen.prompt()
+    assert screen.leave() == 0
+
+
+def test_texts_are_kept_for_the_next_time(open_screen: Any, tmp_path: Path) -> None:
+    """Of several lines whole, in a file for the owner only; --no-history keeps none."""
+    screen = open_screen(*CHAT)
+    screen.prompt()
+    screen.child.send(f"Hello!{CTRL_J}How are you?\r")
+    screen.until("... How are you?").prompt()
+    screen.leave()
+    file = tmp_path / "data" / "history"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
+    before = file.read_bytes()
+    again = open_screen(*CHAT)
+    again.prompt()
+    again.child.send(UP)
+    again.until(">>> Hello!\n... How are you?")
+    again.child.send(CTRL_C)
+    again.prompt()
+    again.leave()
+    secret = open_screen(*CHAT, "--no-history")
+    secret.say("My name is Ana.")
+    secret.leave()
+    assert file.read_bytes() == before
+
+
+def test_going_back_says_what_is_reused(open_screen: Any) -> None:
+    """/undo, /edit of a message and of an answer, /retry, /branch, /switch, /clear: as a person would use them, one after the other."""
+    screen = open_screen(*CHAT)
+    screen.prompt()
+    assert screen.say("/undo") == "error: there is no turn to take back"
+    assert screen.say("/edit") == "error: there is nothing to edit yet"
+    assert screen.say("/retry") == "error: there is no answer to try again"
+    screen.say("My name is Ana.")
+    screen.say("I have a dog.")
+    undone = screen.say("/undo")
+    assert re.fullmatch(r"1 turn taken back, 1 turn left: (\d+) of \1 tokens reused, 0 to evaluate", undone)
+    assert re.fullmatch(r"on branch other: \d+ of \d+ tokens reused, \d+ to evaluate", screen.say("/branch other"))
+    screen.child.send("/edit 1\r")
+    screen.until(lambda: screen.lines[-1] == ">>> My name is Ana.")
+    screen.child.send("\x7f" * 4 + "Bo.\r")
+    screen.until("Nice to meet you").prompt()
+    assert re.search(r"\n\d+ of \d+ tokens reused, \d+ to evaluate\nNice to meet you.*\n>>>$", screen.shown)
+    assert screen.say("What is my name?") == "Your name is Bo."
+    switched = screen.say("/switch main")
+    assert re.fullmatch(r"on branch main, 1 turn: \d+ of \d+ tokens reused, \d+ to evaluate", switched)
+    assert screen.say("What is my name?") == "Your name is Ana."
+    assert screen.say("/branch").splitlines() == ["* main", "  other"]
+    assert screen.say("/switch nowhere") == "error: there is no branch 'nowhere': there are main, other"
+    screen.child.send("/edit 2\r")
+    screen.until(lambda: screen.lines[-1] == ">>> Nice to meet you.")
+    screen.child.send(" Your cat is Tom.\r")
+    screen.until("the answer of turn 1 is changed").prompt()
+    assert screen.say("/show").splitlines()[-1] == "   2 assistant Nice to meet you. Your cat is Tom."
+    retried = screen.say("/retry temperature=1.5 seed=3").splitlines()
+    assert re.fullmatch(r"(\d+) of \d+ tokens reused, 1 to evaluate", retried[0])
+    assert screen.say("/retry").splitlines()[0].startswith("the temperature is 0, so the answer will be the same")
+    assert screen.say("/retry temperature=hot") == "error: temperature: 'hot' is not a number"
+    assert screen.say("/clear").startswith("cleared: ")
+    assert screen.say("What is my name?") != "Your name is Ana."
+
+
+def test_ctrl_c_at_twenty_random_moments_leaves_an_exact_conversation(open_screen: Any, tmp_path: Path) -> None:
+    """Of prefill and decode, with typing ahead and without; the next turn is that of a cold run, and what was shown is kept."""
+    script = tmp_path / "slow.py"
+    script.write_text(textwrap.dedent(SLOW))
+    rng = random.Random(4)
+    screen = open_screen(str(script), size=(200, 50))
+    met = {"prefill": 0, "decode": 0}
+    for turn in range(22):
+        screen.until(lambda count=turn: screen.raw.count("<true ") == count + 1).prompt()
+        screen.child.send(f"turn {turn}: a question of several chunks")
+        screen.until("several chunks")
+        screen.child.send("\r")
+        time.sleep(rng.uniform(0.0, 0.4))
+        screen.child.send(CTRL_C)
+    screen.until(lambda: screen.raw.count("<true ") == 23).prompt()
+    for kind in re.findall("<true (decode|prefill)>", screen.raw)[1:]:
+        met[kind] += 1
+    assert min(met.values()) >= 4, met
+    assert screen.leave() == 0
+
+
+def test_an_interrupt_from_outside_while_typing_is_a_ctrl_c(open_screen: Any) -> None:
+    """`kill -INT`: the line is given up, the chat goes on."""
+    screen = open_screen(*CHAT)
+    screen.prompt()
+    screen.child.send("half a line")
+    screen.until(">>> half a line")
+    os.kill(screen.child.pid, signal.SIGINT)
+    screen.prompt()
+    assert screen.say("My name is Ana.") == "Nice to meet you."
+    assert screen.leave() == 0
+
+
+def test_what_is_typed_during_an_answer_waits_for_the_next_prompt(open_screen: Any, tmp_path: Path) -> None:
+    """Unseen, and not lost."""
+    script = tmp_path / "slow.py"
+    script.write_text(textwrap.dedent(SLOW).replace('"max_tokens": 400', '"max_tokens": 60'))
+    screen = open_screen(str(script), size=(200, 50))
+    screen.prompt()
+    screen.child.send("hello\r")
+    screen.until(lambda: len(screen.everything[-1]) > 3 and ">>>" not in screen.everything[-1])
+    screen.child.send("/show\r")
+    screen.until("   1 user      hello").prompt()
+    assert screen.shown.count("/show") == 1
+
+
+@pytest.mark.parametrize("size", [(100, 30), (24, 8)], ids=["wide", "narrow"])
+def test_a_paste_of_5000_lines_is_one_message(open_screen: Any, size: tuple[int, int]) -> None:
+    """It does not fit the context, which is said in one line; what was there before still is."""
+    screen = open_screen(*CHAT, "--no-history", size=size)
+    screen.say("My name is Ana.")
+    screen.prompt()
+    lines = [f"line {number}" for number in range(5000)]
+    screen.child.send(PASTE + "\r".join(lines) + PASTED)
+    screen.until(lambda: screen.lines[-1].strip().endswith("line 4999"))
+    screen.child.send("\r")
+    screen.until(lambda: "begins anew" in " ".join(screen.shown.split())).prompt()
+    messages: list[Message] = [
+        {"role": "user", "content": "My name is Ana."},
+        {"role": "assistant", "content": "Nice to meet you."},
+        {"role": "user", "content": "\n".join(lines)},
+    ]
+    tokenizer = load_tokenizer(DEMO)
+    tokens = len(tokenizer.encode(tokenizer.render(messages)))  # not a line of it was lost
+    assert f"error: the prompt has {tokens} tokens" in " ".join(" ".join(screen.everything[-12:]).split())
+    assert screen.say("What is my name?") == "Your name is Ana."
+    assert screen.leave() == 0
+
+
+def test_a_resize_while_typing_and_while_answering(open_screen: Any, tmp_path: Path) -> None:
+    """The line is drawn anew in the new width, and the answers are right."""
+    screen = open_screen(*CHAT)
+    screen.prompt()
+    screen.child.send("Hello! My name ")
+    screen.until(">>> Hello! My name")
+    screen.resize(18, 12)
+    screen.child.send("is Ana.")
+    screen.until(lambda: screen.lines[-2:] == [">>> Hello! My name", " is Ana."])
+    screen.child.send("\r")
+    screen.until("Nice to meet you").prompt()
+    screen.child.send("What is my name?\r")
+    screen.resize(90, 20)
+    screen.until("Your name is Ana.").prompt()
+    assert screen.leave() == 0
+
+
+# A model that thinks, with a template that opens the thinking, leaves it out later, and has a switch for it.
+THINKING = r"""
+import sys
+import mlx.core as mx
+from mlxrunner.chat.conversation import Conversation
+from mlxrunner.chat.start import open_chat
+from mlxrunner.testing import EOS, ByteTokenizer, oracle_runner
+
+class Template(ByteTokenizer):
+    def render(self, messages, *, add_generation_prompt=True, enable_thinking=True):
+        last = max(i for i, m in enumerate(messages) if m["role"] == "user")
+        shown = [{**m, "content": m["content"].split("</think>\n\n")[-1]} if i < last else m for i, m in enumerate(messages)]
+        text = super().render(shown, add_generation_prompt=add_generation_prompt)
+        return text + ("" if not add_generation_prompt else "<think>\n" if enable_thinking else "<think>\n\n</think>\n\n")
+
+runner = oracle_runner()
+runner.tokenizer = Template()
+left = []
+
+def script(tokens, logits):
+    global left
+    if tokens[-1].item() == EOS:
+        return logits  # of the step that is always one ahead
+    if not left:
+        thinks = bytes(t for t in tokens.tolist()[-8:] if t < 256) == b"<think>\n"
+        left = [*(b"hmm, well</think>\n\nSo **it** is." if thinks else b"At once."), EOS]
+    return mx.where(mx.arange(logits.shape[-1]) == left.pop(0), 1e4, logits)
+
+chat, table = open_chat(Conversation(runner, options={"logits_processors": [script]}), history=False, model="oracle")
+sys.exit(chat.run(table))
+"""
+
+
+def test_thinking_is_shown_hidden_and_switched_off(open_screen: Any, tmp_path: Path) -> None:
+    """Dimmed, or only that there is some; with /think off the template is told. What it was is not in the next prompt."""
+    script = tmp_path / "thinking.py"
+    script.write_text(THINKING)
+    screen = open_screen(str(script))
+    assert screen.say("Is it?").splitlines() == ["hmm, well", "", "So it is."]
+    assert "\x1b[2mhmm" in screen.raw
+    assert screen.say("/think hide") == "thinking is hidden; it is as the template has it"
+    assert screen.say("Is it?") == "So it is."
+    assert screen.say("/think off") == "thinking is hidden; it is off"
+    assert screen.say("Is it?") == "At once."
+    stats = screen.say("/stats")
+    assert "drift from the template: none" in stats
+    assert re.search(r"\d+ cached \(\d+ of them while you read and typed\)", stats)
+    assert screen.leave() == 0
+
+
+BAR = SLOW.replace('"max_tokens": 400', '"max_tokens": 3').replace("prefill_step=3", "prefill_step=16").replace("0.004", "0.1")
+
+
+def test_a_long_prefill_shows_how_far_it_is(open_screen: Any, tmp_path: Path) -> None:
+    """With the share that came from the cache; it is gone when the answer begins."""
+    script = tmp_path / "slow.py"
+    script.write_text(textwrap.dedent(BAR))
+    screen = open_screen(str(script), "--no-type-ahead", size=(120, 30))
+    screen.until("<true prefill>").prompt()
+    screen.child.send("hello\r")
+    screen.until(lambda: screen.raw.count("<true ") == 2).prompt()
+    screen.child.send("x" * 300 + "\r")
+    screen.until(lambda: re.search(r"evaluating the prompt \(\d+% was cached\).* \d+/3\d\d tokens", screen.shown) is not None)
+    screen.until(lambda: screen.raw.count("<true ") == 3).prompt()
+    assert "evaluating" not in screen.shown

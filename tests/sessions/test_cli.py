@@ -1,0 +1,211 @@
+"""`mlxrunner sessions` and `mlxrunner cache` as a user meets them."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from mlxrunner import cli
+from mlxrunner.sessions.store import TEXT, Sessions
+
+
+@pytest.fixture(autouse=True)
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's data folder."""
+    monkeypatch.setenv("MLXRUNNER_DATA", str(tmp_path / "data"))
+    monkeypatch.delenv("MLXRUNNER_MODEL", raising=False)
+    return tmp_path / "data"
+
+
+def run(*arguments: str, stdin: str = "") -> Result:
+    result = CliRunner().invoke(cli.main, arguments, input=stdin)
+    assert "Traceback" not in result.stderr
+    return result
+
+
+def talk(name: str, *lines: str) -> Result:
+    return run("chat", "--no-reserve", "--session", name, stdin="".join(f"{line}\n" for line in lines))
+
+
+def test_without_sessions_it_says_how_to_begin_one() -> None:
+    """On stderr; standard output has nothing, or an empty list."""
+    result = run("sessions", "list")
+    assert (result.stdout, result.exit_code) == ("", 0)
+    assert "mlxrunner chat --session NAME" in result.stderr
+    assert json.loads(run("sessions", "list", "--json").stdout) == []
+
+
+def test_list_and_show() -> None:
+    """A line each; and what was said, with the settings that are not the usual ones."""
+    talk("zor", "My name is Zorblin.")
+    talk("ana", "My name is Ana.", "/set seed 7")
+    first, second = run("sessions", "list").stdout.splitlines()
+    assert first.startswith("ana     1 turn  text ")
+    assert second.startswith("zor     1 turn  text ")
+    assert second.endswith("  demo")
+    listed = json.loads(run("sessions", "list", "--json").stdout)
+    assert [(one["name"], one["turns"], one["tokens"]) for one in listed] == [("ana", 1, 29), ("zor", 1, 38)]
+    shown = run("sessions", "show", "ana").stdout
+    assert "seed 7" in shown
+    assert shown.endswith("user: My name is Ana.\nassistant: Nice to meet you.\n")
+    assert json.loads(run("sessions", "show", "ana", "--json").stdout)["messages"][0]["content"] == "My name is Ana."
+
+
+def test_a_broken_session_does_not_hide_the_others(data: Path) -> None:
+    """It is named on stderr, in one line, and can be removed."""
+    talk("zor", "My name is Zorblin.")
+    talk("bad", "Hello!")
+    (data / "sessions" / "bad" / TEXT).write_text("{")
+    result = run("sessions", "list")
+    assert result.stdout.startswith("zor ")
+    assert result.stderr.startswith("mlxrunner: the session 'bad' (")
+    assert result.stderr.count("\n") == 1
+    assert run("sessions", "show", "bad").exit_code == 1
+    assert run("sessions", "rm", "bad").exit_code == 0
+    assert Sessions().names() == ["zor"]
+
+
+def test_what_a_session_says_can_not_drive_the_terminal(data: Path) -> None:
+    """Whoever wrote the file."""
+    talk("zor", "My name is Zorblin.")
+    file = data / "sessions" / "zor" / TEXT
+    file.write_text(
+        file.read_text().replace("My name is Zorblin.", "\\u001b[2J" + 15 * "x").replace('"demo"', '"\\u001b]0;x\\u0007"')
+    )
+    for command in (("list",), ("show", "zor"), ("export", "zor", "-")):
+        result = run("sessions", *command)
+        assert "\x1b" not in result.stdout
+        assert "\\x1b" in result.stdout
+
+
+def test_export(tmp_path: Path) -> None:
+    """Markdown or JSON; a file that is there is not overwritten but with --force; - is standard output."""
+    talk("zor", "My name is Zorblin.")
+    markdown, as_json = tmp_path / "zor.md", tmp_path / "zor.json"
+    assert run("sessions", "export", "zor", str(markdown)).exit_code == 0
+    assert markdown.read_text() == "## User\n\nMy name is Zorblin.\n\n## Assistant\n\nNice to meet you, Zorblin.\n"
+    assert markdown.stat().st_mode & 0o777 == 0o600
+    assert run("sessions", "export", "zor", "-").stdout == markdown.read_text()
+    run("sessions", "export", "zor", str(as_json))
+    assert json.loads(as_json.read_text())["messages"][0] == {"role": "user", "content": "My name is Zorblin."}
+    markdown.write_text("mine")
+    again = run("sessions", "export", "zor", str(markdown))
+    assert (again.exit_code, again.stderr) == (2, f"mlxrunner: {markdown} is there already: --force overwrites it\n")
+    assert markdown.read_text() == "mine"
+    run("sessions", "export", "zor", str(markdown), "--force")
+    assert markdown.read_text() != "mine"
+    assert run("sessions", "export", "zor", str(tmp_path / "no" / "where")).exit_code == 2
+
+
+def test_rm_removes_all_that_it_is_given(data: Path) -> None:
+    """And says in one line what it can't."""
+    talk("zor", "Hello!")
+    talk("ana", "Hello!")
+    assert run("sessions", "rm", "zor", "ana").exit_code == 0
+    assert os.listdir(data / "sessions") == []
+    missing = run("sessions", "rm", "zor")
+    assert missing.stderr == "mlxrunner: no session is called 'zor'; `mlxrunner sessions list` lists them\n"
+    assert missing.exit_code == 1
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", ".", ""])
+@pytest.mark.parametrize(
+    "command", [("sessions", "show"), ("sessions", "rm"), ("sessions", "export"), ("cache", "export")], ids=" ".join
+)
+def test_a_name_is_no_path(command: tuple[str, ...], name: str, tmp_path: Path) -> None:
+    """One line."""
+    file = [str(tmp_path / "x.safetensors")] if command[1] == "export" else []
+    result = run(*command, name, *file)
+    assert result.exit_code == 1
+    assert "can't be a session's name" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_caches_go_out_to_mlx_lm_and_come_back(tmp_path: Path) -> None:
+    """A session made of an exported file goes on where the first one was, and its first turn evaluates only what is new."""
+    talk("zor", "My name is Zorblin.")
+    file = tmp_path / "zor.safetensors"
+    assert run("cache", "export", "zor", str(file)).stderr == "38 tokens\n"
+    assert run("cache", "export", "zor", str(file)).exit_code == 2  # it is there
+    result = run("cache", "import", str(file), "--session", "again")
+    assert result.stderr == "38 tokens: `mlxrunner chat --session again` goes on from them\n"
+    said = talk("again", "/stats", "My name is Zorblin.", "/stats")
+    assert said.stderr.startswith("session again: 0 turns, 38 tokens restored (350 kB)\n")
+    assert "24 cached, 1 evaluated" in said.stderr
+    assert said.stdout == "Nice to meet you, Zorblin.\n"
+    taken = run("cache", "import", str(file), "--session", "zor")
+    assert taken.stderr == "mlxrunner: there is a session 'zor' already: `mlxrunner sessions rm zor` removes it\n"
+
+
+def test_an_imported_session_that_is_not_used_stays(tmp_path: Path) -> None:
+    """Opened and left without a turn."""
+    talk("zor", "My name is Zorblin.")
+    run("cache", "export", "zor", str(tmp_path / "zor.safetensors"))
+    run("cache", "import", str(tmp_path / "zor.safetensors"), "--session", "again")
+    talk("again")
+    assert "38 tokens restored" in talk("again").stderr
+
+
+def test_the_tokens_of_a_foreign_file_are_given(tmp_path: Path) -> None:
+    """As a list, or in a file; what is no list is one line."""
+    from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
+
+    from mlxrunner import Runner
+
+    import mlx.core as mx  # isort: skip
+
+    runner = Runner.load("demo", reserve=False)
+    tokens = [int(token) for token in runner.tokenize([{"role": "user", "content": "My name is Zorblin."}])]
+    cache = make_prompt_cache(runner.model)
+    runner.model(mx.array([tokens]), cache=cache)
+    file, ids = tmp_path / "x.safetensors", tmp_path / "ids.json"
+    save_prompt_cache(str(file), cache)
+    ids.write_text(json.dumps(tokens))
+    arguments = ("cache", "import", str(file), "--session")
+    assert run(*arguments, "none").stderr == f"mlxrunner: {file}: does not say which tokens it is of: give them with --tokens\n"
+    assert run(*arguments, "one", "--tokens", json.dumps(tokens)).exit_code == 0
+    assert run(*arguments, "two", "--tokens", f"@{ids}").exit_code == 0
+    for wrong in ("1 2", "@nowhere", "{}", '["a"]', "[-1]", "[1.5]", "[[1]]", f"{tokens[:-1]}"):
+        result = run(*arguments, "three", "--tokens", wrong)
+        assert result.exit_code in (1, 2), wrong
+        assert result.stderr.count("\n") == 1
+    assert Sessions().names() == ["one", "two"]
+    said = talk("two", "My name is Zorblin.", "/stats")
+    assert said.stdout == "Nice to meet you, Zorblin.\n"
+    assert f"{len(tokens) - 1} cached, 1 evaluated" in said.stderr
+
+
+def test_a_session_without_caches_can_not_be_exported(tmp_path: Path) -> None:
+    """One line."""
+    run("chat", "--no-reserve", "--session", "zor", "--no-cache-file", stdin="Hello!\n")
+    result = run("cache", "export", "zor", str(tmp_path / "x.safetensors"))
+    assert result.stderr == "mlxrunner: the session 'zor' was saved without caches\n"
+
+
+def test_caches_that_the_model_has_left_behind_are_not_exported(tmp_path: Path, data: Path) -> None:
+    """It has other weights now: one line says so."""
+    from mlxrunner.testing_models import write_model
+
+    folder = tmp_path / "model"
+    write_model(folder, vocab_size=300)
+    said = run("chat", "--no-reserve", "-m", str(folder), "--session", "zor", "--max-tokens", "3", stdin="Hello!\n")
+    assert said.exit_code == 0
+    write_model(folder, vocab_size=300, seed=1)
+    result = run("cache", "export", "zor", str(tmp_path / "x.safetensors"))
+    assert result.stderr == f"mlxrunner: the session 'zor' was made with other weights than {folder} has now\n"
+    assert result.exit_code == 1
+
+
+def test_a_quantized_session_goes_out_and_comes_back(tmp_path: Path) -> None:
+    """--kv-bits is seen by the file; the import has to be told."""
+    file = tmp_path / "zor.safetensors"
+    run("chat", "--no-reserve", "--session", "zor", "--kv-bits", "8", stdin="My name is Zorblin.\n")
+    assert run("cache", "export", "zor", str(file)).stderr == "38 tokens\n"
+    assert "instead of 'full'" in run("cache", "import", str(file), "--session", "again").stderr
+    assert run("cache", "import", str(file), "--session", "again", "--kv-bits", "3").exit_code == 2
+    assert run("cache", "import", str(file), "--session", "again", "--kv-bits", "8").exit_code == 0
+    assert talk("again", "My name is Zorblin.").stderr.startswith("session again: 0 turns, 38 tokens restored")

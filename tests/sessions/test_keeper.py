@@ -1,0 +1,605 @@
+"""What a chat evaluated survives: the law holds across saving, leaving and coming back, whatever happened to the file meanwhile."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlxrunner import Runner
+from mlxrunner.chat.history import History, Spelling, Turn
+from mlxrunner.errors import SessionError
+from mlxrunner.models.facts import facts_of
+from mlxrunner.sessions.keeper import Keeper
+from mlxrunner.sessions.session import Branch, Session
+from mlxrunner.sessions.store import CACHE, TEXT, Sessions
+from mlxrunner.testing import ByteTokenizer, oracle_runner
+from mlxrunner.testing_models import tiny_config, tiny_model
+
+ARCHITECTURES = "llama mistral qwen3 deepseek_v3 gemma3_text gpt_oss llama4 qwen3_next lfm2 jamba mamba2".split()
+NO_HELP = {"rewind_slack": 0, "checkpoint_budget": 0}
+CHECKPOINTS = {"rewind_slack": 2, "checkpoint_interval": 7, "checkpoint_budget": 10**6}
+ALL = ["full", "sliding", "recurrent", "composite", "chunked", "unknown"]
+MIXES = [[kind] for kind in ALL] + [ALL]
+PROMPT = [7, 3, 9, 1, 4, 200, 33, 150, 8, 2, 61, 5, 90, 13, 77, 6, 41, 250, 19, 88, 23, 10, 54, 3, 3]
+Make = Callable[..., Keeper]
+PARTS = pytest.mark.parametrize(
+    ("part", "why"),
+    [
+        ("weights", "other weights"), ("config", "another config.json"), ("tokenizer", "another tokenizer"), ("template", "another chat template"),
+    ],
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers that grow and move every few tokens, checkpoints that are close to each other."""
+    monkeypatch.setattr("mlxrunner.cache.sliding.STEP", 4)
+    monkeypatch.setattr("mlxrunner.cache.full.STEP", 8)
+    monkeypatch.setattr("mlxrunner.cache.checkpoints.SPACING", 3)
+
+
+def session(runner: Runner, text: str = "hello") -> Session:
+    return Session("oracle", {"main": Branch(None, History([Turn(text, text)], Spelling(text, list(runner.entry.tokens))))})
+
+
+def answer(runner: Runner, prompt: list[int], n: int = 6) -> list[tuple[int | None, float | None]]:
+    """Tokens and their log-probabilities."""
+    return [(chunk.token, chunk.logprob) for chunk in runner.generate(prompt, max_tokens=n, stop_tokens=[], logprobs=0)]
+
+
+def last(runner: Runner, prompt: list[int], n: int = 6) -> Any:
+    """The usage of a request."""
+    return list(runner.generate(prompt, max_tokens=n, stop_tokens=[]))[-1].usage
+
+
+def save(keeper: Keeper, name: str = "one") -> None:
+    keeper.save(name, session(keeper.runner))
+    keeper.wait()
+
+
+def prompts(said: list[int]) -> dict[str, list[int]]:
+    return {
+        "next turn": [*said, 5, 6, 7],
+        "the same again": said,
+        "last token regenerated": said[:-1],
+        "edited late": [*said[:-4], 9, 9, 9],
+        "edited in the middle": [*said[: len(said) // 2], 8, 8],
+        "edited early": [*said[:3], 8, 8],
+        "another conversation": [99, 98, 97],
+    }
+
+
+@pytest.mark.parametrize("options", [NO_HELP, CHECKPOINTS], ids=["alone", "checkpoints"])
+@pytest.mark.parametrize("kinds", MIXES, ids=lambda kinds: "-".join(kinds))
+def test_every_kind_of_layer_goes_on_as_if_nothing_had_been(keeper: Make, kinds: list[str], options: dict[str, int]) -> None:
+    """The oracle's answers after a restore equal those of a cold run, for every kind of next prompt; only what is new is evaluated."""
+    runner = oracle_runner(kinds, **options)
+    answer(runner, PROMPT)
+    answer(runner, [*PROMPT[:-3], 40, 41], 20)
+    said = list(runner.entry.tokens)
+    save(keeper(runner))
+    for what, prompt in prompts(said).items():
+        restored = oracle_runner(kinds, **options)
+        _, line = keeper(restored).load("one")
+        assert line.startswith(f"{len(said)} tokens restored")
+        assert answer(restored, prompt) == answer(oracle_runner(kinds, **options), prompt), what
+        assert restored.entry.is_true
+    restored = oracle_runner(kinds, **options)
+    keeper(restored).load("one")
+    usage = last(restored, [*said, 5, 6, 7])
+    assert (usage.outcome, usage.cached_tokens, usage.evaluated_tokens, usage.reason) == ("hit", len(said), 3, None)
+
+
+@pytest.mark.parametrize(("architecture", "kv_bits"), [*((name, None) for name in ARCHITECTURES), ("llama", 8), ("qwen3", 4)])
+def test_every_architecture_goes_on_as_if_nothing_had_been(keeper: Make, architecture: str, kv_bits: int | None) -> None:
+    """The next turn's tokens and logits are exactly those of the runner that never left; edited turns have the tokens of a cold run."""
+    sizes = {"hidden_size": 128, "head_dim": 32} if kv_bits else {}
+    config = tiny_config(architecture, max_position_embeddings=16384, vocab_size=300, **sizes)
+    model = tiny_model(config)
+
+    def new() -> Runner:
+        options = {"context": 512, "prefill_step": 24, "rewind_slack": 10, "checkpoint_interval": 50, "kv_bits": kv_bits}
+        return Runner(model, ByteTokenizer(), facts_of(model, config), **options)  # type: ignore[arg-type]
+
+    runner = new()
+    prompt = np.random.default_rng(0).integers(0, 290, 120).tolist()
+    answer(runner, prompt, 20)
+    answer(runner, [*prompt, 5, 6], 20)
+    said = list(runner.entry.tokens)
+    save(keeper(runner))
+    restored = new()
+    keeper(restored).load("one")
+    assert answer(restored, [*said, 5, 6, 7]) == answer(runner, [*said, 5, 6, 7])
+    for what, prompt in prompts(said).items():
+        restored = new()
+        keeper(restored).load("one")
+        cold = new()
+        found, expected = answer(restored, prompt), answer(cold, prompt)
+        assert [token for token, _ in found] == [token for token, _ in expected], what
+        assert np.allclose([p for _, p in found], [p for _, p in expected], atol=1e-4), what  # type: ignore[arg-type]
+        assert restored.entry.is_true
+
+
+def test_a_checkpoint_is_of_use_after_a_restore(keeper: Make) -> None:
+    """A state can't be rewound by itself: what was saved of it earlier is."""
+    runner = oracle_runner(["recurrent", "full"], **CHECKPOINTS)
+    answer(runner, PROMPT)
+    offsets = runner.entry.checkpoints.offsets
+    save(keeper(runner))
+    restored = oracle_runner(["recurrent", "full"], **CHECKPOINTS)
+    keeper(restored).load("one")
+    assert restored.entry.checkpoints.offsets == offsets
+    assert last(restored, [*PROMPT[: offsets[1] + 1], 99, 98]).checkpoint == offsets[1]
+
+
+def rows_beyond(runner: Runner, end: int) -> Iterator[bytes]:
+    """The bytes of each stored row of a token from `end` on."""
+    for cache in runner.entry.caches:
+        for array in cache.state:
+            if isinstance(array, mx.array) and array.ndim == 4:
+                first = cache.offset - cache.export().arrays["keys" if "keys" in cache.export().arrays else "0"].shape[2]
+                host = np.array(array)
+                yield from (host[0, head, end - first + i].tobytes() for head in range(host.shape[1]) for i in range(4))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "llama4"])
+def test_nothing_that_was_trimmed_is_in_the_file(keeper: Make, store: Sessions, architecture: str) -> None:
+    """Keys and values of tokens that were taken back are still in the buffers, and not in the file."""
+    config = tiny_config(architecture, max_position_embeddings=16384, vocab_size=300)
+    model = tiny_model(config)
+    runner = Runner(
+        model, ByteTokenizer(), facts_of(model, config), context=512, rewind_slack=40, checkpoint_budget=0, whole=True
+    )
+    said = np.random.default_rng(0).integers(0, 290, 34).tolist()
+    answer(runner, [*said, 250, 251, 252, 253, 254, 255], 2)
+    trimmed, kept = list(rows_beyond(runner, 36)), list(rows_beyond(runner, 28))
+    answer(runner, said, 1)
+    assert runner.entry.offsets == [34] * len(runner.entry.caches)
+    assert list(rows_beyond(runner, 36)) == trimmed  # the buffers still have them
+    save(keeper(runner))
+    content = (store.folder / "one" / CACHE).read_bytes()
+    assert trimmed
+    assert kept
+    assert [row for row in trimmed if row in content] == []
+    assert [row for row in kept if row not in content] == []
+    used = sum(cache.used_bytes for cache in runner.entry.caches)
+    assert len(content) < used + 4000
+
+
+def test_nothing_is_read_before_somebody_needs_it(keeper: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opening a session costs its header and tokens, the first turn the rest."""
+    runner = oracle_runner()
+    answer(runner, PROMPT)
+    save(keeper(runner))
+    read: list[str] = []
+    from mlxrunner.sessions.tensors import StoredArray
+
+    original = StoredArray.read
+    monkeypatch.setattr(StoredArray, "read", lambda array: (read.append(array.name), original(array))[1])
+    restored = oracle_runner()
+    keeper(restored).load("one")
+    assert read == ["tokens"]
+    last(restored, [*PROMPT, 5])
+    assert sorted(read) == ["layers.0.keys", "layers.0.values", "layers.1.keys", "layers.1.values", "tokens"]
+
+
+def test_a_reset_gives_up_what_was_not_read_yet(keeper: Make) -> None:
+    """The next request starts cold."""
+    runner = oracle_runner()
+    answer(runner, PROMPT)
+    save(keeper(runner))
+    restored = oracle_runner()
+    keeper(restored).load("one")
+    restored.reset()
+    assert last(restored, PROMPT).outcome == "miss"
+
+
+def test_an_interrupt_while_reading_costs_nothing(keeper: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in the middle of it: the next turn reads it."""
+    runner = oracle_runner()
+    answer(runner, PROMPT)
+    said = list(runner.entry.tokens)
+    save(keeper(runner))
+    restored = oracle_runner()
+    keeper(restored).load("one")
+    from mlxrunner.sessions.tensors import StoredArray
+
+    original = StoredArray.read
+
+    def interrupted(array: StoredArray) -> bytearray:
+        if array.name == "layers.1.values":
+            raise KeyboardInterrupt
+        return original(array)
+
+    monkeypatch.setattr(StoredArray, "read", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        last(restored, [*said, 5])
+    monkeypatch.setattr(StoredArray, "read", original)
+    assert last(restored, [*said, 5]).cached_tokens == len(said)
+
+
+@pytest.mark.parametrize("kinds", MIXES, ids=lambda kinds: "-".join(kinds))
+def test_only_what_was_said_is_saved(keeper: Make, store: Sessions, kinds: list[str]) -> None:
+    """Tokens that were evaluated and are not in the conversation (typed ahead, taken back) are in neither file; what goes on is exact."""
+    runner = oracle_runner(kinds, **CHECKPOINTS)
+    answer(runner, PROMPT)
+    said = session(runner)
+    answer(runner, [*runner.entry.tokens, 111, 112, 113, 114])
+    kept = keeper(runner)
+    kept.save("one", said)
+    kept.wait()
+    restored = oracle_runner(kinds, **CHECKPOINTS)
+    keeper(restored).load("one")
+    tokens = said.history.spelling.tokens
+    assert list(restored.entry.tokens) == tokens[: len(restored.entry.tokens)]
+    assert np.array([111, 112, 113], np.int32).tobytes() not in (store.folder / "one" / CACHE).read_bytes()
+    for one in (runner, restored):
+        assert answer(one, [*tokens, 5, 6]) == answer(oracle_runner(kinds), [*tokens, 5, 6])
+
+
+@PARTS
+def test_another_model_keeps_the_text_and_says_why(keeper: Make, part: str, why: str) -> None:
+    """The caches are dropped; the tokens too where they may mean something else."""
+    runner = oracle_runner()
+    answer(runner, PROMPT)
+    save(keeper(runner))
+    other = oracle_runner()
+    found, line = keeper(other, **{part: "another"}).load("one")
+    assert line == f"its text is kept, its caches are dropped: {why}"
+    assert found.messages == [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hello"}]
+    assert len(found.history.spelling.tokens) == (0 if part in ("tokenizer", "template") else len(PROMPT) + 5)
+    assert last(other, PROMPT).outcome == "miss"
+
+
+def test_another_format_of_caches_keeps_the_text_and_says_why(keeper: Make) -> None:
+    """Other kinds of layers, or --kv-bits."""
+    runner = oracle_runner(["full", "sliding"])
+    answer(runner, PROMPT)
+    save(keeper(runner))
+    for kinds in (["full", "full"], ["full", "sliding", "full"]):
+        _, line = keeper(oracle_runner(kinds)).load("one")
+        assert line == "its text is kept, its caches are dropped: caches of another format"
+
+
+def test_a_context_that_is_too_short_keeps_the_text_and_says_why(keeper: Make) -> None:
+    """Both numbers."""
+    runner = oracle_runner()
+    answer(runner, PROMPT)
+    save(keeper(runner))
+    _, line = keeper(oracle_runner(context=20)).load("one")
+    assert line == f"its text is kept, its caches are dropped: {len(PROMPT) + 5} tokens, and the context is 20"
+
+
+def test_text_only(keeper: Make, store: Sessions) -> None:
+    """No cache file, and none that is left from before."""
+    runner = oracle_runner()
+    answer(runner, PROMPT)
+    save(keeper(runner))
+    save(keeper(runner, caches=False))
+    assert os.listdir(store.folder / "one") == [TEXT]
+    _, line = keeper(oracle_runner()).load("one")
+    assert line == "without caches: the first turn evaluates it anew"
+
+
+def test_fewer_bits_in_the_file(keeper: Make, store: Sessions) -> None:
+    """8 bits take under a third of float32, and come back within a hundredth; states stay as they are."""
+    config = tiny_config("gemma3_text", head_dim=64, vocab_size=300)
+    model = tiny_model(config)
+
+    def new() -> Runner:
+        return Runner(model, ByteTokenizer(), facts_of(model, config), context=512)
+
+    runner = new()
+    prompt = np.random.default_rng(0).integers(0, 290, 200).tolist()
+    answer(runner, prompt)
+    save(keeper(runner), "whole")
+    save(keeper(runner, kv_bits=8), "packed")
+    whole, packed = (store.nbytes(name)[1] for name in ("whole", "packed"))
+    assert packed < 0.32 * whole
+    restored = new()
+    assert "tokens restored" in keeper(restored).load("packed")[1]
+    for cache, original in zip(restored.entry.caches, runner.entry.caches, strict=True):
+        for name, array in cache.export().arrays.items():
+            exact = original.export().arrays[name]
+            assert array.shape == exact.shape
+            assert mx.abs(array - exact).max().item() < 0.01 * mx.abs(exact).max().item()  # type: ignore[operator]
+    assert last(restored, [*restored.entry.tokens, 5]).evaluated_tokens == 1
+
+
+def test_bfloat16_comes_back_bit_by_bit(keeper: Make) -> None:
+    """numpy does not know the type."""
+    config = tiny_config("llama", vocab_size=300)
+    model = tiny_model(config)
+    model.set_dtype(mx.bfloat16)
+
+    def new() -> Runner:
+        return Runner(model, ByteTokenizer(), facts_of(model, config), context=512)
+
+    runner = new()
+    answer(runner, PROMPT)
+    save(keeper(runner))
+    restored = new()
+    keeper(restored).load("one")
+    for cache, original in zip(restored.entry.caches, runner.entry.caches, strict=True):
+        for name, array in cache.export().arrays.items():
+            assert array.dtype == mx.bfloat16
+            assert mx.array_equal(array, original.export().arrays[name])
+
+
+def test_the_next_turn_runs_while_the_last_one_is_written(keeper: Make, store: Sessions, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file has the moment of the save; one copy at a time is held; `wait` writes what is newer."""
+    runner = oracle_runner()
+    answer(runner, PROMPT)
+    first = list(runner.entry.tokens)
+    may_write, writes = threading.Event(), []
+    original = store.save_cache
+
+    def slowly(name: str, *arguments: Any) -> None:
+        may_write.wait(30)
+        writes.append(name)
+        original(name, *arguments)
+
+    monkeypatch.setattr(store, "save_cache", slowly)
+    kept = keeper(runner)
+    kept.save("one", session(runner, "first"))
+    answer(runner, [*first, 5, 6])
+    kept.save("one", session(runner, "second"))  # the first is not written yet
+    assert store.load("one").history.turns[0].user == "second"
+    assert writes == []
+    second = list(runner.entry.tokens)
+    answer(runner, [*first, 70, 71, 72, 73, 74, 75, 76, 77])
+    may_write.set()
+    kept.wait()
+    assert writes == ["one", "one"]
+    restored = oracle_runner()
+    keeper(restored).load("one")
+    assert list(restored.entry.tokens) == list(runner.entry.tokens) != second
+
+
+def test_caches_that_could_not_be_written_are_said_later(keeper: Make, store: Sessions, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the next save or by `wait`; the text was saved."""
+    runner = oracle_runner()
+    answer(runner, PROMPT)
+    kept = keeper(runner)
+
+    def full(*arguments: Any) -> None:
+        raise SessionError("no room")
+
+    monkeypatch.setattr(store, "save_cache", full)
+    with pytest.raises(SessionError, match="no room"):
+        kept.save("one", session(runner))
+        kept.wait()
+    kept.wait()  # said once
+    assert store.load("one") is not None
+
+
+# --- files that are not what they were ---------------------------------------------------------------------------------------------
+
+Header = dict[str, Any]
+
+
+def rewrite(file: Path, change: Callable[[Header, bytearray], object], *, sums: bool = True) -> None:
+    """Change header and data of a safetensors file; `sums`: with checksums that are right again."""
+    content = file.read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    header, data = json.loads(content[8 : 8 + length]), bytearray(content[8 + length :])
+    change(header, data)
+    if sums:
+        found = {
+            name: zlib.crc32(data[slice(*entry["data_offsets"])])
+            for name, entry in header.items()
+            if name != "__metadata__" and isinstance(entry, dict) and "data_offsets" in entry
+        }
+        header["__metadata__"]["crc32"] = json.dumps(found)
+    text = json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def structure(change: Callable[[Any], object]) -> Callable[[Header, bytearray], None]:
+    def apply(header: Header, data: bytearray) -> None:
+        entry = json.loads(header["__metadata__"]["entry"])
+        change(entry)
+        header["__metadata__"]["entry"] = json.dumps(entry)
+
+    return apply
+
+
+def cut(name: str) -> Callable[[Header, bytearray], None]:
+    """The last row of an array is not there."""
+
+    def apply(header: Header, data: bytearray) -> None:
+        entry = header[name]
+        entry["shape"][2] -= 1
+        entry["data_offsets"][1] -= 8
+        place = entry["data_offsets"][1]
+        del data[place : place + 8]
+        for other in header.values():
+            if "data_offsets" in other and other["data_offsets"][0] > place:
+                other["data_offsets"] = [offset - 8 for offset in other["data_offsets"]]
+
+    return apply
+
+
+HEADERS: dict[str, Callable[[Header, bytearray], object]] = {
+    "no type": lambda h, d: h["layers.0.keys"].pop("dtype"),
+    "unknown type": lambda h, d: h["layers.0.keys"].update(dtype="F99"),
+    "another type": lambda h, d: h["layers.0.keys"].update(dtype="I32"),
+    "negative shape": lambda h, d: h["layers.0.keys"].update(shape=[-1, -1, 30, 2]),
+    "huge shape": lambda h, d: h["layers.0.keys"].update(shape=[2**40, 2**40, 2**40, 2]),
+    "shape of texts": lambda h, d: h["layers.0.keys"].update(shape=["1", "1", "30", "2"]),
+    "no shape": lambda h, d: h["layers.0.keys"].update(shape=None),
+    "transposed": lambda h, d: h["layers.0.keys"].update(shape=[1, 2, h["layers.0.keys"]["shape"][2], 1]),
+    "flat": lambda h, d: h["layers.0.keys"].update(shape=[h["layers.0.keys"]["shape"][2] * 2]),
+    "beyond the end": lambda h, d: h["layers.1.values"].update(data_offsets=[2**40, 2**40 + 240]),
+    "before the beginning": lambda h, d: h["layers.1.values"].update(data_offsets=[-240, 0]),
+    "overlapping": lambda h, d: h["layers.1.values"].update(data_offsets=h["layers.0.keys"]["data_offsets"]),
+    "no entry": lambda h, d: h["__metadata__"].pop("entry"),
+    "an entry that is no JSON": lambda h, d: h["__metadata__"].update(entry="["),
+    "a nested entry": lambda h, d: h["__metadata__"].update(entry="[" * 10**5),
+    "no fingerprint": lambda h, d: h["__metadata__"].pop("fingerprint"),
+    "metadata of numbers": lambda h, d: h["__metadata__"].update(entry=1),
+    "no tokens": lambda h, d: h.pop("tokens"),
+    "too few tokens": lambda h, d: h["tokens"].update(dtype="I64", shape=[h["tokens"]["shape"][0] // 2]),
+    "negative tokens": lambda h, d: d.__setitem__(slice(h["tokens"]["data_offsets"][0], h["tokens"]["data_offsets"][0] + 4), b"\xff" * 4),
+    "a layer less": structure(lambda e: e["layers"].pop()),
+    "a layer more": structure(lambda e: e["layers"].append(e["layers"][0])),
+    "another kind": structure(lambda e: e["layers"][0].update(kind="../../x")),
+    "a part that is missing": structure(lambda e: e["layers"][0]["arrays"].pop("keys")),
+    "a path for a name": structure(lambda e: e["layers"][0]["arrays"].update({"../../x": None})),
+    "bits that nobody has": structure(lambda e: e["layers"][0]["arrays"].update(keys=[3, 7])),
+    "a number too many": structure(lambda e: e["layers"][0]["numbers"].update(offset=2**70)),
+    "layers that are none": structure(lambda e: e.update(layers=7)),
+    "endless numbers": structure(lambda e: e.update(checkpoints=[{"offset": float("inf"), "is_anchor": True, "layers": []}])),
+}  # fmt: skip
+
+
+@pytest.fixture
+def damaged(keeper: Make, store: Sessions) -> Callable[[], tuple[Runner, str]]:
+    """A saved session, to be damaged; then a runner that has loaded it, and what was said."""
+    runner = oracle_runner(["full", "full"])
+    answer(runner, PROMPT)
+    save(keeper(runner))
+
+    def load() -> tuple[Runner, str]:
+        restored = oracle_runner(["full", "full"])
+        found, line = keeper(restored).load("one")
+        assert found.messages[0]["content"] == "hello"
+        assert "\n" not in line
+        assert len(line) < 600
+        return restored, line
+
+    return load
+
+
+@pytest.mark.parametrize("change", HEADERS.values(), ids=HEADERS)
+def test_a_hostile_header_is_one_line(
+    damaged: Callable[[], tuple[Runner, str]], store: Sessions, change: Callable[[Header, bytearray], object]
+) -> None:
+    """The text is kept, the next turn starts cold and answers as ever."""
+    rewrite(store.folder / "one" / CACHE, change)
+    runner, line = damaged()
+    assert line.startswith("its text is kept, its caches are dropped: the cache ")
+    assert answer(runner, PROMPT) == answer(oracle_runner(["full", "full"]), PROMPT)
+
+
+@pytest.mark.parametrize("keep", [0, 1, 7, 8, 9, 100, 700, -300, -1])
+def test_a_truncated_file_is_one_line(damaged: Callable[[], tuple[Runner, str]], store: Sessions, keep: int) -> None:
+    """Wherever it ends."""
+    file = store.folder / "one" / CACHE
+    file.write_bytes(file.read_bytes()[:keep])
+    runner, line = damaged()
+    assert line.startswith("its text is kept, its caches are dropped: the cache is truncated")
+    assert last(runner, PROMPT).outcome == "miss"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"\xff" * 100, struct.pack("<Q", 2**63) + b"x" * 100, struct.pack("<Q", 90) + b"[" * 90, struct.pack("<Q", 2) + b"[]", b"PK\x03\x04" * 50],
+    ids=["ones", "a huge header", "brackets", "a list", "a zip file"],
+)  # fmt: skip
+def test_a_foreign_file_is_one_line(damaged: Callable[[], tuple[Runner, str]], store: Sessions, content: bytes) -> None:
+    """Of any other kind."""
+    (store.folder / "one" / CACHE).write_bytes(content)
+    assert damaged()[1].startswith("its text is kept, its caches are dropped: the cache ")
+
+
+def test_a_huge_header_is_not_read(damaged: Callable[[], tuple[Runner, str]], store: Sessions) -> None:
+    """A file with holes, of a terabyte."""
+    file = store.folder / "one" / CACHE
+    with file.open("wb") as stream:
+        stream.write(struct.pack("<Q", 2**39))
+        stream.truncate(2**40)
+    assert "no safetensors file" in damaged()[1]
+
+
+def test_rows_without_end_are_not_read(damaged: Callable[[], tuple[Runner, str]], store: Sessions) -> None:
+    """Keys of 2**36 rows, which the file, with a hole, has: more than tokens."""
+
+    def change(header: Header, data: bytearray) -> None:
+        header["layers.1.values"]["shape"][2] = 2**36
+        begin = header["layers.1.values"]["data_offsets"][0]
+        header["layers.1.values"]["data_offsets"][1] = begin + 2**39
+
+    file = store.folder / "one" / CACHE
+    rewrite(file, change, sums=False)
+    length = struct.unpack("<Q", file.read_bytes()[:8])[0]
+    with file.open("r+b") as stream:
+        begin = json.loads(file.read_bytes()[8 : 8 + length])["layers.1.values"]["data_offsets"][1]
+        stream.truncate(8 + length + begin)
+    assert "which does not go with" in damaged()[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (cut("layers.0.keys"), "rows"),
+        (structure(lambda e: e["layers"][0].update(arrays={})), "rows"),
+        (structure(lambda e: e.update(checkpoints=[{"offset": 99, "is_anchor": False, "layers": [None, None]}])), "checkpoint is at 99"),
+    ],
+    ids=["a row less", "an empty layer", "a checkpoint beyond the end"],
+)  # fmt: skip
+def test_what_is_found_when_it_is_read_costs_a_cold_turn(
+    damaged: Callable[[], tuple[Runner, str]], store: Sessions, change: Callable[[Header, bytearray], object], why: str
+) -> None:
+    """It can't be seen from the header: the request says that the entry was given up, and why, and its answer is right."""
+    rewrite(store.folder / "one" / CACHE, change)
+    runner, _ = damaged()
+    usage = last(runner, PROMPT)
+    assert (usage.outcome, usage.reason) == ("miss", "entry_freed")
+    assert why in usage.freed_by
+    assert "\n" not in usage.freed_by
+    assert answer(runner, PROMPT) == answer(oracle_runner(["full", "full"]), PROMPT)
+
+
+def test_a_flipped_bit_is_found(damaged: Callable[[], tuple[Runner, str]], store: Sessions) -> None:
+    """By the checksum, when it is read."""
+
+    def flip(header: Header, data: bytearray) -> None:
+        data[header["layers.1.values"]["data_offsets"][0] + 17] ^= 4
+
+    rewrite(store.folder / "one" / CACHE, flip, sums=False)
+    runner, _ = damaged()
+    usage = last(runner, PROMPT)
+    assert usage.reason == "entry_freed"
+    assert "the checksum of 'layers.1.values' is another one" in usage.freed_by
+
+
+def test_a_link_in_place_of_the_caches_is_not_followed(damaged: Callable[[], tuple[Runner, str]], store: Sessions) -> None:
+    """Even to a file that would do."""
+    file = store.folder / "one" / CACHE
+    file.rename(store.folder / "elsewhere")
+    file.symlink_to(store.folder / "elsewhere")
+    assert damaged()[1].startswith("its text is kept, its caches are dropped: the cache can't be read")
+
+
+def test_a_runner_that_is_gone_is_let_go(keeper: Make, store: Sessions, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chat that changes its model: the keeper does not hold the old one, and has nothing more to write of it."""
+    import gc
+    import weakref
+
+    runner = oracle_runner()
+    answer(runner, PROMPT)
+    may_write = threading.Event()
+    original = store.save_cache
+    monkeypatch.setattr(store, "save_cache", lambda *arguments: (may_write.wait(30), original(*arguments)))
+    kept = keeper(runner)
+    kept.save("one", session(runner))
+    kept.save("one", session(runner))
+    gone = weakref.ref(runner)
+    del runner
+    gc.collect()
+    assert gone() is None
+    may_write.set()
+    kept.wait()
+    _, line = keeper(oracle_runner()).load("one")
+    assert line.startswith("30 tokens restored")

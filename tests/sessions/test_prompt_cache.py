@@ -1,0 +1,206 @@
+"""Prompt caches of mlx-lm: what is continued there equals what is continued here, in both directions, with mlx-lm's own functions."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
+
+from mlxrunner import Runner
+from mlxrunner.cache.factory import CacheOptions
+from mlxrunner.cache.saved import Exported
+from mlxrunner.errors import SessionError
+from mlxrunner.models.facts import facts_of
+from mlxrunner.sessions.prompt_cache import export_file, import_file
+from mlxrunner.testing import ByteTokenizer
+from mlxrunner.testing_models import tiny_config, tiny_model
+
+ARCHITECTURES = "llama mistral qwen3 deepseek_v3 gemma3_text gpt_oss llama4 qwen3_next lfm2 jamba mamba2".split()
+NEXT = [5, 6, 7]
+
+
+class Tiny:
+    """A tiny model, runners of it, and mlx-lm's way to go on."""
+
+    def __init__(self, architecture: str, kv_bits: int | None = None) -> None:
+        sizes = {"hidden_size": 128, "head_dim": 32} if kv_bits else {}
+        self.config = tiny_config(architecture, max_position_embeddings=16384, vocab_size=300, **sizes)
+        self.model, self.kv_bits = tiny_model(self.config), kv_bits
+        self.options = CacheOptions(rewind_slack=10, kv_bits=kv_bits)
+
+    def runner(self) -> Runner:
+        facts = facts_of(self.model, self.config)
+        return Runner(self.model, ByteTokenizer(), facts, context=512, prefill_step=24, rewind_slack=10, kv_bits=self.kv_bits)
+
+    def ours(self, runner: Runner, prompt: list[int], n: int = 8) -> list[int]:
+        return [chunk.token for chunk in runner.generate(prompt, max_tokens=n, stop_tokens=[]) if chunk.token is not None]
+
+    def theirs(self, cache: list[Any], tokens: list[int], n: int = 8) -> list[int]:
+        found: list[int] = []
+        logits = self.model(mx.array([tokens]), cache=cache)[0, -1]
+        for _ in range(n):
+            found.append(int(mx.argmax(logits).item()))  # type: ignore[arg-type]
+            logits = self.model(mx.array([[found[-1]]]), cache=cache)[0, -1]
+        return found
+
+    def their_cache(self, tokens: list[int]) -> list[Any]:
+        """Evaluated in chunks, and the last ones one by one: a window has gone round."""
+        cache: list[Any] = make_prompt_cache(self.model)
+        if self.kv_bits:
+            cache = [layer.to_quantized(group_size=32, bits=self.kv_bits) for layer in cache]
+        for begin in range(0, len(tokens) - 25, 40):
+            self.model(mx.array([tokens[begin : min(begin + 40, len(tokens) - 25)]]), cache=cache)
+        for token in tokens[-25:]:
+            self.model(mx.array([[token]]), cache=cache)
+        return cache
+
+
+tinies = pytest.mark.parametrize(
+    "tiny", [*((name, None) for name in ARCHITECTURES), ("qwen3", 8), ("llama", 4)], ids=lambda made: f"{made[0]} {made[1] or ''}".strip()
+)  # fmt: skip
+
+
+@tinies
+@pytest.mark.parametrize("length", [5, 120])
+def test_mlx_lm_goes_on_from_our_file(tmp_path: Path, tiny: tuple[str, int | None], length: int) -> None:
+    """load_prompt_cache reads it, and the model says there what it says here."""
+    made = Tiny(*tiny)
+    runner = made.runner()
+    made.ours(runner, np.random.default_rng(0).integers(0, 290, length).tolist(), 20)
+    said = list(runner.entry.tokens)
+    exported = runner.entry.export()
+    export_file(tmp_path / "x.safetensors", made.model, "tiny", made.options, Exported(exported.tokens, exported.layers, []))
+    cache, metadata = load_prompt_cache(str(tmp_path / "x.safetensors"), return_metadata=True)
+    assert json.loads(metadata["tokens"]) == said
+    assert {"model", "tokenizer_config"} <= metadata.keys()  # mlx_lm.generate --prompt-cache-file wants them
+    assert made.theirs(cache, NEXT) == made.ours(runner, [*said, *NEXT])
+    assert (tmp_path / "x.safetensors").stat().st_mode & 0o777 == 0o600
+
+
+@tinies
+@pytest.mark.parametrize("length", [30, 140])
+def test_we_go_on_from_a_file_of_mlx_lm(tmp_path: Path, tiny: tuple[str, int | None], length: int) -> None:
+    """What save_prompt_cache wrote is an entry of the given tokens, and the model says here what it says there."""
+    made = Tiny(*tiny)
+    said = np.random.default_rng(1).integers(0, 290, length).tolist()
+    save_prompt_cache(str(tmp_path / "x.safetensors"), made.their_cache(said))
+    entry = import_file(tmp_path / "x.safetensors", made.model, made.options, said)
+    assert entry.offsets == [length] * len(entry.caches)
+    runner = made.runner()
+    runner.adopt(entry.export())
+    chunks = list(runner.generate([*said, *NEXT], max_tokens=8, stop_tokens=[]))
+    assert [chunk.token for chunk in chunks] == made.theirs(made.their_cache(said), NEXT)
+    usage = chunks[-1].usage
+    assert usage is not None
+    assert (usage.outcome, usage.cached_tokens, usage.evaluated_tokens) == ("hit", length, len(NEXT))
+
+
+def test_our_own_file_comes_back_without_being_told_the_tokens(tmp_path: Path) -> None:
+    """They are in its metadata."""
+    made = Tiny("gemma3_text")
+    runner = made.runner()
+    made.ours(runner, list(range(60)))
+    exported = runner.entry.export()
+    export_file(tmp_path / "x.safetensors", made.model, "tiny", made.options, exported)
+    assert list(import_file(tmp_path / "x.safetensors", made.model, made.options, None).tokens) == exported.tokens.tolist()
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """mlx-lm's, of 40 tokens of a tiny Llama."""
+    made = Tiny("llama")
+    save_prompt_cache(str(tmp_path / "x.safetensors"), made.their_cache(list(range(40))))
+    return tmp_path / "x.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "tokens", "why"),
+    [
+        ("llama", None, "does not say which tokens it is of: give them with --tokens"),
+        ("llama", list(range(39)), "39 tokens"),
+        ("llama", list(range(41)), "41 tokens"),
+        ("llama", [], "0 tokens"),
+        ("gemma3_text", list(range(40)), "has 2 layers, and the model 3"),
+        ("deepseek_v3", list(range(40)), "is of another model"),
+        ("mamba2", list(range(40)), "the kind 'full' instead of 'recurrent'"),
+        ("gpt_oss", list(range(40)), "the kind 'full' instead of 'sliding'"),
+    ],
+)
+def test_a_file_that_is_of_something_else_is_one_line(file: Path, architecture: str, tokens: list[int] | None, why: str) -> None:
+    """Another number of tokens, or another model; both numbers are said."""
+    made = Tiny(architecture)
+    with pytest.raises(SessionError, match=why) as caught:
+        import_file(file, made.model, made.options, tokens)
+    assert str(caught.value).startswith(str(file))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_window_of_another_size_is_one_line(tmp_path: Path) -> None:
+    """Both numbers."""
+    made, other = Tiny("gpt_oss"), Tiny("gpt_oss")
+    config = {**other.config, "sliding_window": 24}
+    save_prompt_cache(str(tmp_path / "x.safetensors"), other.their_cache(list(range(40))))
+    with pytest.raises(SessionError, match="a window is of 16 tokens, and the model's of 24"):
+        import_file(tmp_path / "x.safetensors", tiny_model(config), made.options, list(range(40)))
+
+
+def with_header(change: Callable[[dict[str, Any]], object]) -> Callable[[bytes], bytes]:
+    def apply(content: bytes) -> bytes:
+        (length,) = struct.unpack("<Q", content[:8])
+        header = json.loads(content[8 : 8 + length])
+        change(header)
+        text = json.dumps(header).encode()
+        return struct.pack("<Q", len(text)) + text + content[8 + length :]
+
+    return apply
+
+
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda content: b"",
+    "cut off": lambda content: content[:-50],
+    "cut off in the header": lambda content: content[:100],
+    "of another kind": lambda content: b"GGUF" * 100,
+    "no metadata": with_header(lambda h: h.pop("__metadata__")),
+    "a class that is none": with_header(lambda h: h["__metadata__"].update({"1.0": "make_prompt_cache"})),
+    "a class of something else": with_header(lambda h: h["__metadata__"].update({"1.0": "_BaseCache"})),
+    "an unknown class": with_header(lambda h: h["__metadata__"].update({"1.0": "../../xCache"})),
+    "numbers that are none": with_header(lambda h: h["__metadata__"].update({"2.1.1": "eval"})),
+    "tokens that are none": with_header(lambda h: h["__metadata__"].update({"0.tokens": "[[1, 2], [3]]"})),
+    "nested tokens": with_header(lambda h: h["__metadata__"].update({"0.tokens": "[" * 10**5})),
+    "a huge array": with_header(lambda h: h["0.0"].update(shape=[2**40, 2**20, 2**20, 16])),
+    "a path for a name": with_header(lambda h: h.update({"../../x": h.pop("0.0")})),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_file_is_one_line(file: Path, damage: Callable[[bytes], bytes]) -> None:
+    """Whatever mlx-lm would make of it."""
+    made = Tiny("llama")
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(SessionError) as caught:
+        import_file(file, made.model, made.options, None)
+    assert str(caught.value).startswith(str(file))
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 600
+
+
+def test_a_file_that_can_not_be_read_or_written_is_one_line(tmp_path: Path) -> None:
+    """Missing, a folder, or in a folder that is not there."""
+    made = Tiny("llama")
+    runner = made.runner()
+    made.ours(runner, [1, 2, 3])
+    (tmp_path / "folder.safetensors").mkdir()
+    for name in ("nothing.safetensors", "folder.safetensors", "no/where.safetensors"):
+        with pytest.raises(SessionError, match=name):
+            import_file(tmp_path / name, made.model, made.options, [1])
+    for name in ("folder.safetensors", "no/where.safetensors", "x.bin"):
+        with pytest.raises(SessionError, match=name):
+            export_file(tmp_path / name, made.model, "tiny", made.options, runner.entry.export())
+    assert [path.name for path in tmp_path.iterdir()] == ["folder.safetensors"]

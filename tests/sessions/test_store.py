@@ -1,0 +1,302 @@
+"""Sessions on disk: whole or not at all, for their owner alone, one writer at a time, under names that are nothing but names."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mlxrunner.chat.history import History, Spelling, Turn
+from mlxrunner.errors import SessionError
+from mlxrunner.sessions.session import Branch, Session
+from mlxrunner.sessions.store import CACHE, TEXT, Sessions
+from mlxrunner.sessions.tensors import Buffer
+
+
+def session(text: str = "hello", tokens: int = 5) -> Session:
+    history = History([Turn(text, text)], Spelling(text, list(range(tokens))))
+    return Session("demo", {"main": Branch("be brief", history)}, settings={"options": {"temperature": 0.5}})
+
+
+def buffer(value: int, size: int = 1000) -> Buffer:
+    return Buffer("float32", (size,), np.full(size, value, np.float32).view(np.uint8).data)
+
+
+@contextmanager
+def files_of_at_most(nbytes: int) -> Iterator[None]:
+    """As a disk with so much room."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_what_was_saved_is_loaded(store: Sessions) -> None:
+    """Every field, texts of any kind included."""
+    saved = session("naïve \x1b[31m \u2028 🙂 \ud800")
+    saved.branches["other"] = Branch(None, History())
+    store.save("one", saved)
+    assert store.load("one") == saved
+    assert store.names() == ["one"]
+
+
+def test_the_files_are_their_owners_alone(store: Sessions) -> None:
+    """Folders 0700, files 0600, and nothing else is there."""
+    store.save("one", session())
+    store.save_cache("one", {"x": buffer(1)}, {"a": "b"})
+    folder = store.folder / "one"
+    assert sorted(os.listdir(folder)) == [CACHE, TEXT]
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (store.folder, folder, *folder.iterdir())}
+    assert modes == {"sessions": 0o700, "one": 0o700, TEXT: 0o600, CACHE: 0o600}
+
+
+def test_the_users_folder_is_where_the_system_has_such_things(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """XDG_DATA_HOME on Linux; MLXRUNNER_DATA wins."""
+    monkeypatch.delenv("MLXRUNNER_DATA", raising=False)
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "xdg"))
+    assert Sessions().folder == tmp_path / "xdg" / "mlxrunner" / "sessions"
+    monkeypatch.setenv("MLXRUNNER_DATA", str(tmp_path / "chosen"))
+    assert Sessions().folder == tmp_path / "chosen" / "sessions"
+
+
+@pytest.mark.parametrize(
+    "name", ["../x", "a/b", "/etc/passwd", "", ".", "..", ".hidden", "a b", "a\n", "x" * 49, "-f", "a\0b", "~"]
+)
+def test_a_name_is_no_path(store: Sessions, name: str) -> None:
+    """Refused in one line by everything that takes a name; nothing is made anywhere."""
+    for act in (store.load, store.remove, store.load_cache, store.exists, lambda name: store.save(name, session())):
+        with pytest.raises(SessionError, match="can't be a session's name") as caught:
+            act(name)
+        assert "\n" not in str(caught.value)
+    assert list(store.folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["a", "My-Session_2.1", "größe", "日本"])
+def test_names_are_letters_of_any_language(store: Sessions, name: str) -> None:
+    """With digits, dots, dashes and underscores."""
+    store.save(name, session())
+    assert store.names() == [name]
+
+
+def test_links_are_not_followed(store: Sessions, tmp_path: Path) -> None:
+    """Neither in place of a session nor of its files; what they point to stays as it is."""
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / TEXT).write_text("mine")
+    (store.folder / "linked").symlink_to(outside)
+    store.save("one", session())
+    text = store.folder / "one" / TEXT
+    text.unlink()
+    text.symlink_to(outside / TEXT)
+    for name in ("linked", "one"):
+        with pytest.raises(SessionError, match=r"can't be (opened|read)"):
+            store.load(name)
+    with pytest.raises(SessionError):
+        store.save("linked", session())
+    store.save("one", session())  # the link is replaced
+    assert store.load("one").model == "demo"
+    assert (outside / TEXT).read_text() == "mine"
+
+
+def test_what_is_no_file_is_refused(store: Sessions) -> None:
+    """A pipe in place of a file would wait for ever."""
+    store.save("one", session())
+    (store.folder / "one" / TEXT).unlink()
+    os.mkfifo(store.folder / "one" / TEXT)
+    os.mkfifo(store.folder / "one" / CACHE)
+    with pytest.raises(SessionError, match="no regular file"):
+        store.load("one")
+    with pytest.raises(SessionError, match="no regular file"):
+        store.load_cache("one")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "{", "[]", "null", "1", '"x"', "[" * 100_000, '{"a":' * 100_000, "\xff", '{"schema": 1}', '{"schema": 2}', '{"schema": NaN}',
+        '{"schema": ' + "9" * 10_000 + "}",
+    ],
+    ids=range(13),
+)  # fmt: skip
+def test_a_text_that_is_none_of_ours_is_one_line(store: Sessions, text: str) -> None:
+    """Whatever it is."""
+    store.save("one", session())
+    (store.folder / "one" / TEXT).write_bytes(text.encode("latin-1"))
+    with pytest.raises(SessionError) as caught:
+        store.load("one")
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (["model"], 3), (["branch"], "nowhere"), (["branches"], []), (["branches", "main"], None), (["settings"], "x"), (["saved_at"], "now"),
+        (["branches", "main", "system"], 1), (["branches", "main", "history", "turns"], {}), (["branches", "main", "history", "turns", 0], 7),
+        (["branches", "main", "history", "turns", 0, "user"], ["x"]), (["branches", "main", "history", "first"], 9),
+        (["branches", "main", "history", "first"], -1), (["branches", "main", "history", "dropped"], -1),
+        (["branches", "main", "history", "spelling", "tokens"], [1, -1]), (["branches", "main", "history", "spelling", "tokens"], [1.5]),
+        (["branches", "main", "history", "spelling", "tokens"], [2**31]), (["branches", "main", "history", "spelling", "tokens"], [True]),
+        (["branches", "main", "history", "turns", 0, "ends"], {"characters": 0, "tokens": 99}),
+        (["branches", "main", "history", "turns", 0, "begins"], {"characters": -1, "tokens": 0}), (["fingerprint"], None),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_text_with_a_wrong_value_is_one_line(store: Sessions, path: list[str], value: object) -> None:
+    """Types, bounds and what belongs together are checked."""
+    store.save("one", session())
+    file = store.folder / "one" / TEXT
+    content = json.loads(file.read_text())
+    place = content
+    for step in path[:-1]:
+        place = place[step]
+    place[path[-1]] = value
+    file.write_text(json.dumps(content))
+    with pytest.raises(SessionError) as caught:
+        store.load("one")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_full_disk_costs_nothing_that_was_there(store: Sessions) -> None:
+    """Text first: where only the caches have no room, the new text is kept with the old caches; nothing half-written stays."""
+    store.save("one", session("old"))
+    store.save_cache("one", {"x": buffer(1)}, {})
+    with files_of_at_most(2000):
+        store.save("one", session("new"))
+        with pytest.raises(
+            SessionError, match=r"caches of the session 'one' could not be saved \(its text was\): File too large"
+        ):
+            store.save_cache("one", {"x": buffer(2)}, {})
+    with files_of_at_most(10), pytest.raises(SessionError, match="the session 'one' could not be saved: File too large"):
+        store.save("one", session("newest"))
+    assert store.load("one").history.turns[0].user == "new"
+    file = store.load_cache("one")
+    assert file is not None
+    assert np.frombuffer(file.arrays["x"].read(), np.float32).tolist() == [1.0] * 1000
+    assert sorted(os.listdir(store.folder / "one")) == [CACHE, TEXT]
+
+
+def test_a_session_that_could_not_be_begun_is_not_there(store: Sessions) -> None:
+    """Nor is its folder."""
+    with files_of_at_most(10), pytest.raises(SessionError):
+        store.save("one", session())
+    assert list(store.folder.iterdir()) == []
+
+
+def test_a_folder_that_can_not_be_made_is_one_line(tmp_path: Path) -> None:
+    """A file where the data folder should be."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SessionError, match="no folder for sessions can be made"):
+        Sessions(tmp_path / "file" / "sessions").save("one", session())
+
+
+def test_removing(store: Sessions) -> None:
+    """Everything of it goes; what is not there, or open elsewhere, is said."""
+    store.save("one", session())
+    store.save_cache("one", {"x": buffer(1)}, {})
+    with Sessions(store.folder).lock("one"), pytest.raises(SessionError, match="open in another chat"):
+        store.remove("one")
+    store.remove("one")
+    assert list(store.folder.iterdir()) == []
+    with pytest.raises(SessionError, match="no session is called 'one'"):
+        store.remove("one")
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from mlxrunner.sessions.store import Sessions
+with Sessions(Path(sys.argv[1])).lock("one"):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_two_processes_can_not_write_one_session(store: Sessions) -> None:
+    """The second is refused in one line, reading is not; when the first is killed the session is free."""
+    store.save("one", session())
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(store.folder)], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(SessionError, match="the session 'one' is open in another chat: close that, or use another name"):
+            store.save("one", session())
+        assert store.load("one").model == "demo"
+        other.kill()
+    store.save("one", session("later"))
+    assert store.load("one").history.turns[0].user == "later"
+
+
+KILLED = """
+import os, random, signal, sys, time
+from pathlib import Path
+import numpy as np
+from mlxrunner.chat.history import History, Spelling, Turn
+from mlxrunner.sessions.session import Branch, Session
+from mlxrunner.sessions.store import Sessions
+from mlxrunner.sessions.tensors import Buffer
+assert "mlx" not in sys.modules
+
+folder = Path(sys.argv[1])
+kept = 0
+found = {"nothing new": 0, "newer text": 0, "newer caches": 0}
+
+def saving(first):
+    store = Sessions(folder)
+    with store.lock("one"):
+        for n in range(first, first + 10_000):
+            turns = [Turn(f"turn {n}", "x" * (n % 50))] * 20
+            store.save("one", Session("demo", {"main": Branch(None, History(turns, Spelling("", [n] * 2000)))}))
+            rows = np.full(300_000 + n, n, np.int32)
+            store.save_cache("one", {"tokens": Buffer("int32", rows.shape, rows.view(np.uint8).data)}, {"n": str(n)})
+
+caches = 0
+for attempt in range(50):
+    child = os.fork()
+    if child == 0:
+        saving(kept + 1)
+    time.sleep(random.uniform(0.001, 0.05))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    store = Sessions(folder)
+    if not store.exists("one"):
+        continue
+    session = store.load("one")
+    n = session.history.spelling.tokens[0]
+    assert session.history.spelling.tokens == [n] * 2000 and session.messages[0]["content"] == f"turn {n}", n
+    assert n >= kept
+    found["newer text" if n > kept else "nothing new"] += 1
+    kept = n
+    file = store.load_cache("one")
+    if file is not None:
+        stored = np.frombuffer(file.arrays["tokens"].read(), np.int32)
+        assert len(stored) == 300_000 + stored[0] and (stored == stored[0]).all()
+        assert caches <= stored[0] <= n
+        found["newer caches"] += stored[0] > caches
+        caches = int(stored[0])
+print(found["newer text"], found["newer caches"], len(os.listdir(folder / "one")))
+"""
+
+
+def test_killed_fifty_times_while_saving(tmp_path: Path) -> None:
+    """kill -9 at any moment: text and caches are each whole, as they were saved last or once before, and saving goes on."""
+    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    texts, caches, files = map(int, done.stdout.split())
+    assert texts >= 5
+    assert caches >= 1
+    assert files <= 4
+    store = Sessions(tmp_path)
+    store.save("one", session("after all"))
+    store.save_cache("one", {"x": buffer(1)}, {})
+    assert sorted(os.listdir(tmp_path / "one")) == [CACHE, TEXT]
