@@ -6,6 +6,7 @@ is looked for) or the request is one of those that are verified.
 
 from __future__ import annotations
 
+import logging
 import math
 import secrets
 import time
@@ -95,6 +96,8 @@ class Profile:
         began = time.perf_counter()
         self.number += 1
         self._entry = observed.entry
+        if not self._is_wanted:
+            return
         event = event_of(observed, self._identity, self.number)
         event["divergence"] = self._divergences.describe(observed.prepared, observed.prompt, observed.lookup)
         self._divergences.follow(observed.prepared)
@@ -104,6 +107,11 @@ class Profile:
             event["verify"] = self._verify(runner, observed) if self._is_chosen(observed) else None
         finally:  # also when somebody does not want to wait for that
             self._write(runner, observed, event)
+
+    @property
+    def _is_wanted(self) -> bool:
+        """Whether anybody wants the events."""
+        return bool(self._events or self._tokens or self._sinks or self._share) or logger.isEnabledFor(logging.INFO)
 
     def finish(self, *, strict: bool = False) -> None:
         """Close the files. VerifyError if `strict` and a verified request was wrong."""
@@ -118,7 +126,7 @@ class Profile:
             self._events.write(as_line(event))
         if self._tokens is not None:
             self._log_tokens(self._tokens, runner, observed, event)
-        if logger.isEnabledFor(20):
+        if logger.isEnabledFor(logging.INFO):
             logger.info("%s", logfmt(event))
         for sink in self._sinks:
             sink(event)

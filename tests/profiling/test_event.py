@@ -145,6 +145,17 @@ def test_an_observer_that_fails_fails_no_request(caplog: pytest.LogCaptureFixtur
     assert "the request was not recorded: ZeroDivisionError" in caplog.text
 
 
+def test_nothing_is_made_that_nobody_wants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a file, a log level or anybody who listens, a profile only counts."""
+    from mlxrunner.profiling import profile as module
+
+    monkeypatch.setattr(module, "event_of", lambda *_: pytest.fail("an event was made"))
+    runner, profile = oracle_runner(), Profile()
+    profile.attach(runner)
+    list(runner.generate([1, 2], max_tokens=2))
+    assert profile.number == 1
+
+
 def test_the_same_answers_with_and_without_events(events: Path) -> None:
     """Nothing that is watched changes."""
     answers = []
