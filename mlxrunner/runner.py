@@ -311,6 +311,8 @@ class Runner:
             usage = request.usage
             if self.observer is not None and usage is not None:
                 tell(self.observer, self, lambda: self._observation(request, usage))
+            if self._pipeline is not None:
+                self._pipeline.logits = None  # nobody else needs them, and a vocabulary is wide
 
     def _chunks(self, request: _Request) -> Iterator[Chunk]:
         mx.reset_peak_memory()
