@@ -9,6 +9,9 @@ MlxrunnerError          exit code 1
 ├── ContextFullError    exit code 1: the answer filled the context, and the caller wanted that to be an error
 ├── CacheFullError, NotSupportedError   exit code 1: of caches for many sequences (`mlxrunner.cache.sequences`)
 ├── StoreError          exit code 1: the lines and answers of a batch can not be kept (`mlxrunner.batch.store`)
+├── OutputError, CutOffError   exit code 1: answers of a batch can't be written (`mlxrunner.batch.output`, `.work`)
+├── TimeLimitError      a line of a batch that did not end in its time (`mlxrunner.batch.run`)
+├── DifferentRunError   exit code 2: a batch can't be gone on with by other means (`mlxrunner.batch.fingerprint`)
 ├── NoFreeSlotError     exit code 1: every slot of a parallel runner is in use (`mlxrunner.parallel.slots`)
 └── BusyError           exit code 1: another request is still using the one entry
 """
