@@ -18,21 +18,28 @@ from mlxrunner.batch.interrupt import Interrupt
 from mlxrunner.batch.job import Job
 from mlxrunner.batch.lanes import open_runner, survey
 from mlxrunner.batch.lines import LineReader
+from mlxrunner.batch.output import Output, OutputError
 from mlxrunner.batch.plan import BatchPlan, make_plan
 from mlxrunner.batch.progress import Progress, Tally
 from mlxrunner.batch.run import How, answer
 from mlxrunner.batch.speed import known_speed, remember_speed
 from mlxrunner.batch.spool import spool
-from mlxrunner.batch.store import Store
+from mlxrunner.batch.store import Store, StoreError
 from mlxrunner.batch.writer import Writer
-from mlxrunner.errors import PromptError
+from mlxrunner.errors import MlxrunnerError, PromptError
 from mlxrunner.models.load import tokenizer_of
 from mlxrunner.parallel.runner import ParallelRunner
 from mlxrunner.runner import Runner, plan_model
 from mlxrunner.tokenizer import Tokenizer
 
 T = TypeVar("T")
+MANY = 100_000
+"""Lines whose plan takes a while."""
 Stopped = Literal["interrupt", "errors"]
+
+
+class CutOffError(MlxrunnerError):
+    """A batch that could not write any more. What is in the store stays, and is gone on from."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +58,6 @@ def run_job(job: Job, progress: Progress) -> Summary:
     how, parts = How(job.defaults, job.retries, job.timeout), job.parts()
     there = complete_already(job) if job.resume else None
     if there is not None:
-        progress.say(f"{job.output} is complete ({there.lines} lines): nothing to do")
         return Summary(there.lines, there.done, there.failed, Tally(there.lines, there.done))
     with opened_store(job) as store:
         tokenizer = tokenizer_of(job.model, trust_remote_code=job.trust_remote_code)
@@ -66,15 +72,11 @@ def run_job(job: Job, progress: Progress) -> Summary:
             first = next(store.pending("prefix"), None)
             begin = f", the first: {first.error}" if first is not None and first.error else ""
             raise PromptError(f"{counts.broken} of {counts.lines} lines can't be run{begin}")
-        with closing(open_output(job)) as output:
-            writer = Writer(store, output, job.output_order)
-            writer.mend()
-            summary = _run(job, how, store, writer, tokenizer, context, progress)
-            if summary.done == summary.lines:
-                output.seal()
-                if job.store_path is not None:
-                    job.store_path.unlink(missing_ok=True)
-    return summary
+        try:
+            with closing(open_output(job)) as output:
+                return _run(job, how, store, output, tokenizer, context, progress)
+        except (StoreError, OutputError) as error:
+            raise CutOffError(str(error)) from error
 
 
 def plan_job(job: Job, progress: Progress) -> BatchPlan:
@@ -84,6 +86,8 @@ def plan_job(job: Job, progress: Progress) -> BatchPlan:
         if not store.is_complete:
             tokenizer = tokenizer_of(job.model, trust_remote_code=job.trust_remote_code)
             _read(job, store, tokenizer, _context(job), {}, progress)
+        if store.counts.lines >= MANY:
+            progress.say(f"planning {store.counts.lines} lines")
         return make_plan(store, job.order, speed=known_speed(job.model), defaults=job.defaults)
 
 
@@ -110,17 +114,19 @@ def _counted(items: Iterable[T], what: str, progress: Progress) -> Iterator[T]:
         yield item
 
 
-def _run(job: Job, how: How, store: Store, writer: Writer, tokenizer: Tokenizer, context: int, progress: Progress) -> Summary:
-    """All lines that have no answer, or those until it is stopped."""
+def _run(job: Job, how: How, store: Store, output: Output, tokenizer: Tokenizer, context: int, progress: Progress) -> Summary:
+    """All lines that have no answer, or those until it is stopped; when none is left the store goes."""
+    writer = Writer(store, output, job.output_order)
+    writer.mend()
     before = store.counts
-    with _runner(job, store, context, progress) as runner, Interrupt() as interrupt, writer:
+    with _runner(job, store, context, progress) as runner, Interrupt() as interrupt:
         tally = Tally(before.lines, before.done, before.failed)
 
         def is_stopping() -> bool:
             return interrupt.asked or (job.max_errors is not None and tally.all_failed >= job.max_errors)
 
         how = How(how.defaults, how.retries, how.timeout, is_stopping, writer.tick)
-        with closing(answer(runner, store.pending(job.order), how)) as outcomes:  # type: ignore[type-var]
+        with writer, closing(answer(runner, store.pending(job.order), how)) as outcomes:  # type: ignore[type-var]
             for outcome in outcomes:
                 failed = outcome.result is None
                 writer.write(outcome.entry.index, write_line(outcome, tokenizer, model=job.model, usage=job.usage), failed=failed)
@@ -128,11 +134,15 @@ def _run(job: Job, how: How, store: Store, writer: Writer, tokenizer: Tokenizer,
                 if failed and tally.first_error is None:
                     tally.first_error = line_error(outcome)
                 progress.update(tally)
+        after = store.counts
+        if not after.left:
+            output.seal()
+            if job.store_path is not None:
+                job.store_path.unlink()
     progress.close()
     speed = tally.speed()
     if speed is not None:
         remember_speed(job.model, speed)
-    after = store.counts
     stopped: Stopped | None = ("interrupt" if interrupt.asked else "errors") if after.left else None
     return Summary(after.lines, after.done, after.failed, tally, stopped)
 

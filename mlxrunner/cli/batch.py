@@ -71,7 +71,7 @@ def batch(
     from mlxrunner.batch.job import STANDARD, Job
     from mlxrunner.batch.lanes import worth
     from mlxrunner.batch.progress import progress_for
-    from mlxrunner.batch.work import plan_job, run_job
+    from mlxrunner.batch.work import CutOffError, plan_job, run_job
 
     if output is None and not only_plan:
         raise OptionError("where do the answers go? -o FILE, or -o - for standard output")
@@ -95,10 +95,11 @@ def batch(
             click.echo(told if as_json else f"{plan.table()}\n{parallel} at a time, as far as they fit into memory")
             return
         summary = run_job(job, progress)
-    except BaseException:
-        progress.close()
+    except (KeyboardInterrupt, CutOffError):
         _say_how_to_go_on(job)
         raise
+    finally:
+        progress.close()
     if not quiet:
         _report(job, summary)
     if summary.stopped:
@@ -108,10 +109,10 @@ def batch(
 
 def _report(job: Job, summary: Summary) -> None:
     tally = summary.tally
-    if tally.done:
-        click.echo(tally.summary(), err=True)
+    nothing = f"{visible_text(job.output)} is complete ({summary.lines} lines): nothing to do"
+    click.echo(tally.summary() if tally.done or summary.stopped else nothing, err=True)
     if summary.failed:
-        first = f", the first: {tally.first_error}" if tally.first_error else ""
+        first = f", the first: {tally.first_error:.160}" if tally.first_error else ""
         click.echo(visible_text(f"{summary.failed} of {summary.lines} lines failed{first}"), err=True)
     if summary.stopped:
         why = f" (--max-errors {job.max_errors})" if summary.stopped == "errors" else ""
