@@ -10,6 +10,7 @@ from pathlib import Path
 from mlxrunner.errors import SessionError
 from mlxrunner.runner import Runner
 from mlxrunner.sessions.entry import Packed, StoredEntry, pack
+from mlxrunner.sessions.files import Folder
 from mlxrunner.sessions.fingerprint import PARTS, SPELLING, differences, fingerprint, with_format
 from mlxrunner.sessions.session import Session
 from mlxrunner.sessions.store import Sessions
@@ -91,7 +92,7 @@ class Keeper:
         if not self._caches:
             self.sessions.drop_cache(name)
         elif self._writer is not None and self._writer.is_alive():
-            self._behind = name  # not two copies at a time: the next save, or `close`, has the newer ones
+            self._behind = name  # not two copies at a time: the next save, or `wait`, has the newer ones
         else:
             self._write(name)
         self._raise()
@@ -115,10 +116,12 @@ class Keeper:
             self.sessions.drop_cache(name)
             return
         packed = pack(entry.export(), self._fingerprint, self._kv_bits)
-        self._writer = threading.Thread(target=self._run, args=(name, [packed]), name="saving a session")
-        self._writer.start()
+        with self.sessions.lock(name) as held:
+            self._writer = threading.Thread(target=self._run, args=(name, [packed], held), name="saving a session")
+            self._writer.start()
 
-    def _run(self, name: str, packed: list[Packed]) -> None:
+    def _run(self, name: str, packed: list[Packed], held: Folder) -> None:
+        """In the thread, which keeps the session locked as long as it writes."""
         try:
             last = packed.pop()  # nobody else holds it
             self.sessions.save_cache(name, last.arrays, last.metadata)
