@@ -405,13 +405,35 @@ def test_the_next_turn_runs_while_the_last_one_is_written(keeper: Make, store: S
     assert store.load("one").history.turns[0].user == "second"
     assert writes == []
     second = list(runner.entry.tokens)
-    answer(runner, [*first, 70, 71, 72, 73, 74, 75, 76, 77])
+    runner.evaluate([*second, 70, 71, 72, 73, 74, 75, 76, 77])  # typed, and not sent yet
     may_write.set()
     kept.wait()
     assert writes == ["one", "one"]
     restored = oracle_runner()
     keeper(restored).load("one")
-    assert list(restored.entry.tokens) == list(runner.entry.tokens) != second
+    assert list(restored.entry.tokens) == second
+
+
+def test_what_is_not_written_yet_is_written_before_another_session_is_loaded(
+    keeper: Make, store: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each file has its own tokens."""
+    runner = oracle_runner()
+    answer(runner, [99, 98, 97])
+    save(keeper(runner), "other")
+    answer(runner, PROMPT)
+    original = store.save_cache
+    writing = threading.Event()
+    monkeypatch.setattr(store, "save_cache", lambda *arguments: (writing.wait(0.2), original(*arguments)))
+    kept = keeper(runner)
+    kept.save("one", session(runner))
+    answer(runner, [*runner.entry.tokens, 5])
+    said = list(runner.entry.tokens)
+    kept.save("one", session(runner))
+    kept.load("other")
+    assert list(runner.entry.tokens)[:3] == [99, 98, 97]
+    keeper(runner).load("one")
+    assert list(runner.entry.tokens) == said
 
 
 def test_caches_that_could_not_be_written_are_said_later(keeper: Make, store: Sessions, monkeypatch: pytest.MonkeyPatch) -> None:
