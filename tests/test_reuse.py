@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import dis
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from types import FrameType
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import mlx.core as mx
@@ -15,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mlxrunner import BusyError, ContextLengthError, OptionError, PromptError, Runner
-from mlxrunner.testing import EOS, VOCAB, WINDOW, oracle_runner
+from mlxrunner.testing import EOS, VOCAB, WINDOW, interrupt_at, oracle_runner
 
 NO_HELP = {"rewind_slack": 0, "checkpoint_budget": 0}
 SLACK = {"rewind_slack": 4, "checkpoint_budget": 0}
@@ -291,34 +288,6 @@ def test_an_interrupted_prefill_keeps_its_finished_chunks() -> None:
     assert runner.entry.tokens == prompt[:24]
     usage = usage_of(runner, prompt)
     assert (usage.outcome, usage.cached_tokens, usage.evaluated_tokens) == ("hit", 24, 36)
-
-
-NOP = dis.opmap["NOP"]
-
-
-@contextmanager
-def interrupt_at(line: int) -> Iterator[list[int]]:
-    """KeyboardInterrupt before the `line`-th line that is executed in this package, wherever that is.
-
-    But for lines that compile to nothing (a bare `try:`): no signal is handled there, and CPython lets no handler see it.
-    """
-    seen = [0]
-
-    def trace(frame: FrameType, event: str, argument: Any) -> Any:
-        if "/mlxrunner/" not in frame.f_code.co_filename:
-            return None
-        if event == "line" and frame.f_code.co_code[frame.f_lasti] != NOP:
-            seen[0] += 1
-            if seen[0] == line:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return trace
-
-    sys.settrace(trace)
-    try:
-        yield seen
-    finally:
-        sys.settrace(None)
 
 
 def warm_request(runner: Runner) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import partial
 from threading import Condition
 
 logger = logging.getLogger("mlxrunner")
@@ -22,7 +21,7 @@ class Draft:
 
     def __init__(self, text: str = "") -> None:
         self._condition = Condition()
-        self._text, self._over, self._version = text, False, 0
+        self._text, self._over = text, False
 
     @property
     def text(self) -> str:
@@ -34,7 +33,7 @@ class Draft:
 
     def update(self, text: str) -> None:
         with self._condition:
-            self._text, self._version = text, self._version + 1
+            self._text = text
             self._condition.notify_all()
 
     def finish(self) -> None:
@@ -42,15 +41,14 @@ class Draft:
             self._over = True
             self._condition.notify_all()
 
-    def wait(self, seconds: float | None = None) -> bool:
-        """Until it changes or is over; False if neither happened within `seconds`."""
+    def changes(self, text: str, seconds: float | None = None) -> bool:
+        """Wait until it is another text than `text`, or over; False if neither happened within `seconds`."""
         with self._condition:
-            seen = self._version
-            return self._condition.wait_for(lambda: self._over or self._version != seen, seconds)
+            return self._condition.wait_for(lambda: self._over or self._text != text, seconds)
 
     def wait_until_over(self) -> None:
-        while not self._over:
-            self.wait()
+        with self._condition:
+            self._condition.wait_for(lambda: self._over)
 
 
 class Ahead:
@@ -65,23 +63,22 @@ class Ahead:
     def __call__(self, draft: Draft) -> None:
         """Work until the draft is over: on what comes before it first, then on what has been typed, whenever nothing is for a while."""
         types_ahead = self._types_ahead()
-        evaluated: str | None = None
+        evaluated = self._work("", draft)
+        if not types_ahead:
+            draft.wait_until_over()
         while not draft.is_over:
-            text = draft.text if types_ahead and evaluated is not None else ""
-            if text == evaluated:
-                draft.wait()
-            elif evaluated is None or not draft.wait(PAUSE_S):
-                outdated = partial(_is_outdated, draft, text)
-                self._work(text, outdated)
-                evaluated = "" if outdated() else text
+            text = draft.text
+            if not draft.changes(text, None if text == evaluated else PAUSE_S):
+                evaluated = self._work(text, draft)
 
-    def _work(self, text: str, cancelled: Callable[[], bool]) -> None:
+    def _work(self, text: str, draft: Draft) -> str:
+        """Evaluate `text`, as long as the draft begins with it; returns how much of it is done, all or nothing."""
+
+        def outdated() -> bool:
+            return draft.is_over or not draft.text.startswith(text)
+
         try:
-            self._evaluate(text, cancelled)
+            self._evaluate(text, outdated)
         except Exception as error:  # whatever it is will be said when the turn is sent
             logger.debug("nothing evaluated ahead: %s", error)
-
-
-def _is_outdated(draft: Draft, text: str) -> bool:
-    """Whether evaluating `text` is of no use any more: the draft is over, or begins otherwise."""
-    return draft.is_over or not draft.text.startswith(text)
+        return "" if outdated() else text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 
@@ -38,7 +38,10 @@ def interruptible() -> Iterator[Callable[[], bool]]:
 
 @contextmanager
 def unseen_typing(terminal: bool) -> Iterator[None]:
-    """What is typed while no line is edited does not get into what is printed: it is there, as it was typed, for the next line."""
+    """What is typed while no line is edited does not get into what is printed: it is there, as it was typed, for the next line.
+
+    However this is left, also by `kill`, the terminal is as it was before.
+    """
     if not terminal:
         yield
         return
@@ -49,8 +52,16 @@ def unseen_typing(terminal: bool) -> Iterator[None]:
     quiet = termios.tcgetattr(terminal_in)
     quiet[0] &= ~termios.ICRNL
     quiet[3] &= ~(termios.ECHO | termios.ICANON)
+    handlers = {number: signal.signal(number, _leave) for number in (signal.SIGTERM, signal.SIGHUP)}
     termios.tcsetattr(terminal_in, termios.TCSANOW, quiet)
     try:
         yield
     finally:
-        termios.tcsetattr(terminal_in, termios.TCSANOW, before)
+        with suppress(termios.error):  # the terminal is gone
+            termios.tcsetattr(terminal_in, termios.TCSANOW, before)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)

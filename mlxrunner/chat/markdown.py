@@ -69,7 +69,8 @@ class _Block:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         lines = [_trimmed(line) for line in console.render_lines(_markdown(self._text), options, pad=False)]
-        lines = [[], *lines] if self._gap else lines
+        first = next((index for index, line in enumerate(lines) if line), 0)
+        lines = [[], *lines[first:]] if self._gap else lines[first:]
         for line in lines[-self._newest :] if self._newest else lines:
             yield from line
             yield Segment.line()

@@ -187,6 +187,6 @@ class Chat:
             if len(self.conversation.history.turns) > turns:
                 for act in self.after_turn:
                     act(self)
-            if interrupted():
-                self.say("(interrupted)")
-                raise KeyboardInterrupt
+        if interrupted():  # however late it came
+            self.say("(interrupted)")
+            raise KeyboardInterrupt

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mlxrunner.chat.commands import Command
 from mlxrunner.chat.spelling import POLICIES, messages
 from mlxrunner.config import OVERFLOW, GenerateOptions
-from mlxrunner.errors import MlxrunnerError, OptionError
+from mlxrunner.errors import OptionError
 
 if TYPE_CHECKING:
     from mlxrunner.chat.repl import Chat
@@ -144,7 +144,7 @@ def _value(name: str, text: str) -> Any:
         try:
             value = json.loads(text)
         except ValueError as error:
-            raise MlxrunnerError(f'stop: {text} is not readable as JSON; it can be a bare text, "a\\n" or ["a", "b"]') from error
+            raise OptionError(f'stop: {text} is not readable as JSON; it can be a bare text, "a\\n" or ["a", "b"]') from error
         return tuple(value) if isinstance(value, list) else (value,)
     return (text,) if name == "stop" else text
 

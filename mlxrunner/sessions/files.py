@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import os
 import stat
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +18,10 @@ FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Folder:
-    """An open directory. OSError where it is missing, or a link; `make`: create it (mode 0700) where it is missing."""
+    """An open directory. OSError where it is missing, or a link; `make`: create it (mode 0700) where it is missing.
+
+    It is closed, and with that unlocked, when nobody refers to it any more, so that no interrupt can leave it locked.
+    """
 
     def __init__(self, path: Path, *, make: bool = False) -> None:
         if make:
@@ -25,6 +29,7 @@ class Folder:
                 path.mkdir(mode=0o700)
         self.path = path
         self._fd = os.open(path, FOLDER_FLAGS)
+        self.close = weakref.finalize(self, os.close, self._fd)
 
     def __enter__(self) -> Folder:
         return self
@@ -32,11 +37,8 @@ class Folder:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def close(self) -> None:
-        os.close(self._fd)
-
     def lock(self) -> bool:
-        """Take the folder for this process until it is closed; False where another one has it, or has removed it meanwhile."""
+        """Take the folder until it is closed; False where somebody else has it, or has removed it meanwhile."""
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -60,7 +62,8 @@ class Folder:
         What a killed process left of an earlier attempt is replaced by the next one. One writer per name at a time.
         """
         fresh = f".{name}.new"
-        self.remove(fresh)
+        if fresh in self.names():
+            self.remove(fresh)
         fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=self._fd)
         try:
             try:

@@ -10,6 +10,7 @@ from pathlib import Path
 from mlxrunner.errors import SessionError
 from mlxrunner.runner import Runner
 from mlxrunner.sessions.entry import Packed, StoredEntry, pack
+from mlxrunner.sessions.files import Folder
 from mlxrunner.sessions.fingerprint import PARTS, SPELLING, differences, fingerprint, with_format
 from mlxrunner.sessions.session import Session
 from mlxrunner.sessions.store import Sessions
@@ -39,7 +40,7 @@ class Keeper:
         self._fingerprint = with_format(known, self._outline)
         self._writer: threading.Thread | None = None
         self._failed: SessionError | None = None
-        self._behind: str | None = None  # the session whose caches are newer than its file
+        self._behind: tuple[str, list[int]] | None = None  # a session whose caches are newer than its file, and its tokens
 
     def is_of(self, runner: Runner) -> bool:
         return self._runner() is runner
@@ -57,6 +58,7 @@ class Keeper:
         Where it was made with another tokenizer or template its text is all that is left. SessionError where the text can't be read.
         """
         session = self.sessions.load(name)
+        self.wait()  # what is not written yet is of the entry that is given up now
         different = differences(session.fingerprint, self._fingerprint)
         if any(part in SPELLING for part in different):
             session.forget_tokens()
@@ -86,14 +88,13 @@ class Keeper:
         """
         session.fingerprint = dict(self._fingerprint)
         self.sessions.save(name, session)
-        # What was typed and never sent, or taken back, does not belong to it.
-        self.runner.keep(session.history.spelling.tokens)
+        tokens = session.history.spelling.tokens
         if not self._caches:
             self.sessions.drop_cache(name)
         elif self._writer is not None and self._writer.is_alive():
-            self._behind = name  # not two copies at a time: the next save, or `close`, has the newer ones
+            self._behind = name, tokens  # not two copies at a time: the next save, or `wait`, has the newer ones
         else:
-            self._write(name)
+            self._write(name, tokens)
         self._raise()
 
     def wait(self) -> None:
@@ -101,24 +102,27 @@ class Keeper:
         if self._writer is not None:
             self._writer.join()
         if self._behind is not None:
-            self._write(self._behind)
+            self._write(*self._behind)
             self.wait()
         self._raise()
 
-    def _write(self, name: str) -> None:
+    def _write(self, name: str, tokens: list[int]) -> None:
         self._behind = None
         runner = self._runner()
         if runner is None:  # and with it what was evaluated
             return
+        runner.keep(tokens)  # what was typed and never sent, or taken back, is not saved
         entry = runner.entry
         if not entry.tokens:
             self.sessions.drop_cache(name)
             return
         packed = pack(entry.export(), self._fingerprint, self._kv_bits)
-        self._writer = threading.Thread(target=self._run, args=(name, [packed]), name="saving a session")
-        self._writer.start()
+        with self.sessions.lock(name) as held:
+            self._writer = threading.Thread(target=self._run, args=(name, [packed], held), name="saving a session")
+            self._writer.start()
 
-    def _run(self, name: str, packed: list[Packed]) -> None:
+    def _run(self, name: str, packed: list[Packed], held: Folder) -> None:
+        """In the thread, which keeps the session locked as long as it writes."""
         try:
             last = packed.pop()  # nobody else holds it
             self.sessions.save_cache(name, last.arrays, last.metadata)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mlxrunner.chat.branches import MAIN
@@ -57,7 +57,7 @@ class Session:
             branch.history.forget_tokens()
 
     def to_json(self) -> str:
-        return json.dumps({"schema": SCHEMA, **asdict(self)})
+        return json.dumps({"schema": SCHEMA, **vars(self)}, default=vars)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Session:

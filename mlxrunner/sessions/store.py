@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import os
 import re
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 from mlxrunner.errors import SessionError
 from mlxrunner.folders import data_folder
@@ -34,8 +34,7 @@ class Sessions:
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
-        self._held: dict[str, tuple[Folder, int]] = {}
-        self._guard = threading.Lock()
+        self._held: WeakValueDictionary[str, Folder] = WeakValueDictionary()
 
     @property
     def folder(self) -> Path:
@@ -108,28 +107,25 @@ class Sessions:
 
     @contextmanager
     def lock(self, name: str) -> Iterator[Folder]:
-        """Hold the session, which is made if it is not there: nobody else can open it to write. May be nested, and by other threads."""
-        with self._guard:
-            folder, holders = self._held.get(checked(name)) or (self._lock(name), 0)
-            self._held[name] = folder, holders + 1
+        """Hold the session, which is made if it is not there: nobody else can open it to write.
+
+        May be nested; a thread may do so only while the one that made these `Sessions` holds it, or the folder that is yielded.
+        """
+        if checked(name) in self._held:
+            yield self._held[name]
+            return
+        folder = self._held[name] = self._lock(name)
         try:
             yield folder
         finally:
-            with self._guard:
-                folder, holders = self._held.pop(name)
-                if holders > 1:
-                    self._held[name] = folder, holders - 1
-                else:
-                    with suppress(OSError):  # only an empty one can be removed
-                        folder.path.rmdir()
-                    folder.close()
+            with suppress(OSError):  # only an empty one can be removed
+                folder.path.rmdir()
 
     def _lock(self, name: str) -> Folder:
         with _said(f"the session {name!r} can't be opened"):
             folder = Folder(self.folder / name, make=True)
         if folder.lock():
             return folder
-        folder.close()
         raise SessionError(f"the session {name!r} is open in another chat: close that, or use another name")
 
     def _open(self, name: str) -> Folder:

@@ -6,6 +6,8 @@ import base64
 import json
 import re
 import stat
+import threading
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -16,6 +18,7 @@ import pytest
 
 from mlxrunner import Runner
 from mlxrunner.chat import clipboard
+from mlxrunner.chat.ahead import Draft
 from mlxrunner.chat.conversation import Conversation
 from mlxrunner.chat.repl import Chat
 from mlxrunner.chat.reports import REASONS, explanation, saved_seconds
@@ -274,6 +277,28 @@ def test_an_edit_or_retry_that_is_interrupted_brings_the_turn_back(chat: Chat, d
     monkeypatch.setattr(chat.conversation.runner, "generate", give_up)
     do("/retry")
     assert chat.conversation.history.turns == before
+
+
+@pytest.mark.parametrize(("battery", "wanted"), [(False, True), (True, False)], ids=["mains", "battery"])
+def test_nothing_is_typed_ahead_on_battery(chat: Chat, monkeypatch: pytest.MonkeyPatch, battery: bool, wanted: bool) -> None:
+    """What comes before the draft is evaluated on both."""
+    monkeypatch.setattr("mlxrunner.chat.repl.on_battery", lambda: battery)
+    text = "My name is Ana and I have a very good dog."
+
+    class Slow:
+        def read(self, idle: Callable[[Draft], None], default: str = "") -> str:
+            draft = Draft(text)
+            evaluating = threading.Thread(target=lambda: (time.sleep(1.0), draft.finish()))
+            evaluating.start()
+            idle(draft)
+            evaluating.join()
+            raise EOFError
+
+    chat.reader = Slow()
+    chat.run(TABLE)
+    spelled = chat.runner.tokenizer.decode(list(chat.runner.entry.tokens))
+    assert spelled.startswith("<s><|im_start|>user\n")
+    assert ("My name is Ana" in spelled) is wanted
 
 
 def usage(**changes: Any) -> Usage:

@@ -78,6 +78,7 @@ def test_markdown_shows_everything_that_was_written(monkeypatch: pytest.MonkeyPa
         assert part in text
     assert "Some words with code, strong ones" in lines
     assert "and a line of its own. <div> & x < y" in lines
+    assert lines[lines.index(" • one") - 2 :][:2] == ["and a line of its own. <div> & x < y", ""]
 
 
 def test_a_block_that_is_higher_than_the_screen_is_whole_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:

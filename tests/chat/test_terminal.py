@@ -7,11 +7,13 @@ import random
 import re
 import signal
 import stat
+import termios
 import textwrap
 import time
 from pathlib import Path
 from typing import Any
 
+import pexpect
 import pytest
 
 import mlxrunner
@@ -342,3 +344,23 @@ def test_a_long_prefill_shows_how_far_it_is(open_screen: Any, tmp_path: Path) ->
     screen.until(lambda: re.search(r"evaluating the prompt \(\d+% was cached\).* \d+/3\d\d tokens", screen.shown) is not None)
     screen.until(lambda: screen.raw.count("<true ") == 3).prompt()
     assert "evaluating" not in screen.shown
+
+
+@pytest.mark.parametrize("moment", ["typing", "answering"])
+def test_a_killed_chat_leaves_the_terminal_as_it_was(open_screen: Any, tmp_path: Path, moment: str) -> None:
+    """It shows what is typed again; the exit code says what it was."""
+    script = tmp_path / "slow.py"
+    script.write_text(textwrap.dedent(SLOW))
+    screen = open_screen(str(script), size=(200, 50))
+    before = termios.tcgetattr(screen.child.child_fd)
+    screen.until("<true prefill>").prompt()
+    screen.child.send("half a line")
+    screen.until(">>> half a line")
+    if moment == "answering":
+        screen.child.send("\r")
+        screen.until(lambda: not screen.everything[-1].startswith(">>>"))
+    os.kill(screen.child.pid, signal.SIGTERM)
+    screen.child.expect(pexpect.EOF)
+    assert termios.tcgetattr(screen.child.child_fd)[:4] == before[:4]
+    screen.child.close()
+    assert screen.child.exitstatus == 128 + signal.SIGTERM

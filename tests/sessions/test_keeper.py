@@ -8,6 +8,7 @@ import struct
 import threading
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from mlxrunner.models.facts import facts_of
 from mlxrunner.sessions.keeper import Keeper
 from mlxrunner.sessions.session import Branch, Session
 from mlxrunner.sessions.store import CACHE, TEXT, Sessions
-from mlxrunner.testing import ByteTokenizer, oracle_runner
+from mlxrunner.testing import ByteTokenizer, interrupt_at, oracle_runner
 from mlxrunner.testing_models import tiny_config, tiny_model
 
 ARCHITECTURES = "llama mistral qwen3 deepseek_v3 gemma3_text gpt_oss llama4 qwen3_next lfm2 jamba mamba2".split()
@@ -247,6 +248,53 @@ def test_only_what_was_said_is_saved(keeper: Make, store: Sessions, kinds: list[
         assert answer(one, [*tokens, 5, 6]) == answer(oracle_runner(kinds), [*tokens, 5, 6])
 
 
+@pytest.mark.parametrize("kinds", [["full", "full"], ["sliding", "recurrent", "chunked"]], ids=lambda kinds: kinds[0])
+def test_ctrl_c_at_any_line_of_a_restore_costs_nothing(keeper: Make, kinds: list[str]) -> None:
+    """While the first turn reads what was saved: the entry is true, or is read by the next one; its answer is that of a cold run."""
+    runner = oracle_runner(kinds, **CHECKPOINTS)
+    answer(runner, PROMPT)
+    said = list(runner.entry.tokens)
+    save(keeper(runner))
+    cold = answer(oracle_runner(kinds, **CHECKPOINTS), [*said, 5], 3)
+
+    def opened() -> Runner:
+        restored = oracle_runner(kinds, **CHECKPOINTS)
+        keeper(restored).load("one")
+        return restored
+
+    restored = opened()
+    with interrupt_at(-1) as seen:
+        assert answer(restored, [*said, 5], 3) == cold
+    for line in range(1, seen[0] + 1, max(1, seen[0] // 200)):
+        restored = opened()
+        with suppress(KeyboardInterrupt), interrupt_at(line):
+            answer(restored, [*said, 5], 3)
+        assert restored.entry.is_true, line
+        assert answer(restored, [*said, 5], 3) == cold, line
+
+
+def test_ctrl_c_at_any_line_of_a_save_loses_nothing(keeper: Make, store: Sessions) -> None:
+    """The text is the one before or the new one, whole; so are the caches; the session is not left locked, and the runner goes on."""
+    kinds = ["full", "sliding", "recurrent"]
+    runner = oracle_runner(kinds, **CHECKPOINTS)
+    answer(runner, PROMPT)
+    kept, said = keeper(runner), session(runner)
+    with interrupt_at(-1) as seen:
+        kept.save("one", said)
+    kept.wait()
+    cold = answer(oracle_runner(kinds, **CHECKPOINTS), [*said.history.spelling.tokens, 5])
+    for line in range(1, seen[0] + 1, max(1, seen[0] // 150)):
+        with suppress(KeyboardInterrupt), interrupt_at(line):
+            kept.save("one", said)
+        kept.wait()
+        assert store.load("one").history == said.history, line
+        with Sessions(store.folder).lock("one"):
+            pass
+        restored = oracle_runner(kinds, **CHECKPOINTS)
+        assert keeper(restored).load("one")[1].startswith("30 tokens restored"), line
+    assert answer(runner, [*said.history.spelling.tokens, 5]) == cold
+
+
 @PARTS
 def test_another_model_keeps_the_text_and_says_why(keeper: Make, part: str, why: str) -> None:
     """The caches are dropped; the tokens too where they may mean something else."""
@@ -357,13 +405,35 @@ def test_the_next_turn_runs_while_the_last_one_is_written(keeper: Make, store: S
     assert store.load("one").history.turns[0].user == "second"
     assert writes == []
     second = list(runner.entry.tokens)
-    answer(runner, [*first, 70, 71, 72, 73, 74, 75, 76, 77])
+    runner.evaluate([*second, 70, 71, 72, 73, 74, 75, 76, 77])  # typed, and not sent yet
     may_write.set()
     kept.wait()
     assert writes == ["one", "one"]
     restored = oracle_runner()
     keeper(restored).load("one")
-    assert list(restored.entry.tokens) == list(runner.entry.tokens) != second
+    assert list(restored.entry.tokens) == second
+
+
+def test_what_is_not_written_yet_is_written_before_another_session_is_loaded(
+    keeper: Make, store: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each file has its own tokens."""
+    runner = oracle_runner()
+    answer(runner, [99, 98, 97])
+    save(keeper(runner), "other")
+    answer(runner, PROMPT)
+    original = store.save_cache
+    writing = threading.Event()
+    monkeypatch.setattr(store, "save_cache", lambda *arguments: (writing.wait(0.2), original(*arguments)))
+    kept = keeper(runner)
+    kept.save("one", session(runner))
+    answer(runner, [*runner.entry.tokens, 5])
+    said = list(runner.entry.tokens)
+    kept.save("one", session(runner))
+    kept.load("other")
+    assert list(runner.entry.tokens)[:3] == [99, 98, 97]
+    keeper(runner).load("one")
+    assert list(runner.entry.tokens) == said
 
 
 def test_caches_that_could_not_be_written_are_said_later(keeper: Make, store: Sessions, monkeypatch: pytest.MonkeyPatch) -> None:

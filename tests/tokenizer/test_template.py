@@ -177,3 +177,12 @@ def test_a_bad_message_is_a_prompt_error_with_its_index(tokenizer: Tokenizer, me
 def test_more_than_role_and_content_is_passed_over(tokenizer: Tokenizer) -> None:
     """Names, times and the like don't reach the template."""
     assert tokenizer.render([{"role": "user", "content": "hi", "name": "x"}]) == tokenizer.render(USER)  # type: ignore[typeddict-unknown-key]
+
+
+@pytest.mark.parametrize("kind", ["spm_prefix", "byte_level"])
+def test_a_template_is_told_what_it_may_look_at(copy_of: Callable[..., Path], kind: str) -> None:
+    """As `enable_thinking`; what it does not look at changes nothing."""
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if enable_thinking is defined and not enable_thinking %}!{% endif %}"
+    tokenizer = load_tokenizer(copy_of(kind, chat_template=template))
+    assert tokenizer.render(USER, enable_thinking=True, nonsense=3) == "hi"
+    assert tokenizer.render(USER, enable_thinking=False) == "hi!"
