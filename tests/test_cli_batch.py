@@ -7,7 +7,6 @@ import os
 import pty
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,9 @@ from click.testing import CliRunner, Result
 
 from mlxrunner import cli
 from mlxrunner.batch.progress import Bar, Lines, Tally
-from mlxrunner.config import GenerateOptions
 from mlxrunner.testing_models import write_model
 
 FACTS = ["My name is Ana.", "My name is Zorblin."]
-needs_structure = pytest.mark.skipif(
-    "schema" not in {field.name for field in fields(GenerateOptions)}, reason="constrained decoding is not there"
-)
 
 
 @pytest.fixture(autouse=True)
@@ -301,9 +296,9 @@ WRONG: dict[str, tuple[list[object], str]] = {
     "option": (["in.jsonl", "-o", "out.jsonl", "--top-p", 2], "top_p: 2.0 is out of range"),
     "context": (["in.jsonl", "-o", "out.jsonl", "--context", 1], "context: 1 is out of range"),
     "json": (["in.jsonl", "-o", "out.jsonl", "--json"], "--json is for --plan"),
-    "no schema": (["in.jsonl", "-o", "out.jsonl", "--schema", "no.json"], "no.json: can't be read"),
-    "bad schema": (["in.jsonl", "-o", "out.jsonl", "--schema", "in.jsonl"], "in.jsonl: is not JSON"),
-    "list as schema": (["in.jsonl", "-o", "out.jsonl", "--schema", "list.json"], "list.json: is not a JSON schema"),
+    "no schema": (["in.jsonl", "-o", "out.jsonl", "--schema", "no.json"], "--schema no.json: it can't be read"),
+    "bad schema": (["in.jsonl", "-o", "out.jsonl", "--schema", "in.jsonl"], "schema: not valid JSON"),
+    "list as schema": (["in.jsonl", "-o", "out.jsonl", "--schema", "list.json"], "schema: it has to be a JSON object"),
 }
 
 
@@ -386,10 +381,11 @@ def test_the_bar_and_what_is_said_beside_it(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().err == "[bold]x[/bold] \\x1b\n"
 
 
-@needs_structure
 def test_choices_and_schemas() -> None:
     """For all lines, and for one."""
-    Path("schema.json").write_text('{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}')
+    Path("schema.json").write_text(
+        '{"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": false}'
+    )
     shaped = {"type": "json_schema", "json_schema": {"schema": {"type": "boolean"}}}
     lines = [
         {"prompt": "Hello!"},
@@ -401,3 +397,28 @@ def test_choices_and_schemas() -> None:
     run("in.jsonl", "-o", "shaped.jsonl", "--schema", "schema.json", "--max-tokens", 60)
     assert isinstance(json.loads(answers("shaped.jsonl")[0]["text"])["a"], int)
     assert answers("shaped.jsonl")[2]["text"] in ("true", "false")
+
+
+def test_each_line_leaves_an_event(folder: Path) -> None:
+    """With --events: what it reused, one at a time and together; --strict keeps its own meaning."""
+    Path("in.jsonl").write_text('{"prompt": "My name is Ana."}\n{"prompt": "My name is Ana."}\n')
+    for parallel in ("1", "2"):
+        result = run(
+            "in.jsonl", "-o", f"out{parallel}.jsonl", "--parallel", parallel, "--events", f"{parallel}.jsonl", "--strict", "-q"
+        )
+        assert result.exit_code == 0, result.stderr
+        events = [json.loads(line) for line in Path(f"{parallel}.jsonl").read_text().splitlines()]
+        assert [event["command"] for event in events] == ["batch", "batch"]
+    assert [event["outcome"] for event in events] == ["miss", "hit"]
+
+
+def test_verified_lines_run_one_at_a_time(folder: Path) -> None:
+    """And --parallel with it is refused."""
+    Path("in.jsonl").write_text('{"prompt": "My name is Ana."}\n{"prompt": "My name is Ana."}\n')
+    result = run("in.jsonl", "-o", "out.jsonl", "--verify-cache", "1", "--events", "e.jsonl", "-q")
+    assert result.exit_code == 0, result.stderr
+    events = [json.loads(line) for line in Path("e.jsonl").read_text().splitlines()]
+    assert [event["verify"] and event["verify"]["equal"] for event in events] == [None, True]
+    refused = run("in.jsonl", "-o", "other.jsonl", "--verify-cache", "1", "--parallel", "2")
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert "--verify-cache looks at one request at a time" in refused.stderr

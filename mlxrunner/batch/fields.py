@@ -12,8 +12,7 @@ from mlxrunner.errors import OptionError, PromptError
 from mlxrunner.tokenizer.base import Message
 from mlxrunner.tokenizer.prompt import Prompt
 
-_CHECKED = frozenset(option.name for option in fields(GenerateOptions))
-OPTIONS = _CHECKED | {"schema", "choices"}
+OPTIONS = frozenset(option.name for option in fields(GenerateOptions))
 FIELDS = OPTIONS | {"id", "prompt", "messages", "system", "response_format"}
 ANY_OBJECT = '{"type": "object"}'
 """The JSON schema of `response_format` json_object."""
@@ -117,8 +116,7 @@ def checked_options(options: dict[str, Any], response_format: Any, rules: Rules)
         if name in options:
             options[name] = _texts(name, options[name])
     if options:
-        together = {**rules.defaults, **options}
-        GenerateOptions.of(**{name: value for name, value in together.items() if name in _CHECKED})
+        GenerateOptions.of(**{**rules.defaults, **options})
     return options
 
 

@@ -6,7 +6,7 @@ the output and on the disk.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Literal, TypeVar
@@ -33,6 +33,7 @@ from mlxrunner.runner import Runner, plan_model
 from mlxrunner.tokenizer import Tokenizer
 
 T = TypeVar("T")
+Watch = Callable[[Runner | ParallelRunner], None]
 MANY = 100_000
 """Lines whose plan takes a while."""
 Stopped = Literal["interrupt", "errors"]
@@ -53,8 +54,11 @@ class Summary:
     stopped: Stopped | None = None
 
 
-def run_job(job: Job, progress: Progress) -> Summary:
-    """Run it, or go on with it. Errors of lines are in the output; what is raised is about the whole batch, in one line."""
+def run_job(job: Job, progress: Progress, watch: Watch = lambda runner: None) -> Summary:
+    """Run it, or go on with it. Errors of lines are in the output; what is raised is about the whole batch, in one line.
+
+    `watch` is given the runner before it runs anything.
+    """
     how, parts = How(job.defaults, job.retries, job.timeout), job.parts()
     there = complete_already(job) if job.resume else None
     if there is not None:
@@ -74,7 +78,7 @@ def run_job(job: Job, progress: Progress) -> Summary:
             raise PromptError(f"{counts.broken} of {counts.lines} lines can't be run{begin}")
         try:
             with closing(open_output(job)) as output:
-                return _run(job, how, store, output, tokenizer, context, progress)
+                return _run(job, how, store, output, tokenizer, context, progress, watch)
         except (StoreError, OutputError) as error:
             raise CutOffError(str(error)) from error
 
@@ -114,12 +118,16 @@ def _counted(items: Iterable[T], what: str, progress: Progress) -> Iterator[T]:
         yield item
 
 
-def _run(job: Job, how: How, store: Store, output: Output, tokenizer: Tokenizer, context: int, progress: Progress) -> Summary:
+def _run(
+    job: Job, how: How, store: Store, output: Output, tokenizer: Tokenizer, context: int, progress: Progress, watch: Watch
+) -> Summary:
     """All lines that have no answer, or those until it is stopped; when none is left the store goes."""
     writer = Writer(store, output, job.output_order)
     writer.mend()
     before = store.counts
     with _runner(job, store, context, progress) as runner, Interrupt() as interrupt:
+        if runner is not None:
+            watch(runner)
         tally = Tally(before.lines, before.done, before.failed)
 
         def is_stopping() -> bool:

@@ -5,13 +5,23 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from mlxrunner.cli.options import LOADING, json_option, model_options, overflow_options, sampling_options, take, together
+from mlxrunner.cli.options import (
+    LOADING,
+    check_options,
+    form_options,
+    json_option,
+    model_options,
+    overflow_options,
+    sampling_options,
+    take,
+    together,
+)
 from mlxrunner.cli.program import INTERRUPTED, visible_text
+from mlxrunner.cli.recording import WATCHING, recording, watching_options
 from mlxrunner.errors import OptionError
 
 if TYPE_CHECKING:
@@ -24,7 +34,11 @@ _INPUT = (
     ),
     click.option("--system", metavar="TEXT", help="The system prompt of lines that bring none."),
     click.option("--raw", is_flag=True, help="Prompts are plain text to be continued: no chat template."),
-    click.option("--strict", is_flag=True, help="Run nothing if there is any line that can't be run."),
+    click.option(
+        "--strict",
+        is_flag=True,
+        help="Run nothing if a line can't be run. With --verify-cache: exit code 4 if an answer differed.",
+    ),
 )
 _RUNNING = (
     click.option("--order", type=click.Choice(["prefix", "input"]), default="prefix", show_default=True,
@@ -33,8 +47,6 @@ _RUNNING = (
     click.option("--retries", type=click.IntRange(min=0), default=0, show_default=True, metavar="N", help="Try a line that failed N times more."),
     click.option("--timeout", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS", help="For each line (each try)."),
     click.option("--max-errors", type=click.IntRange(min=1), metavar="N", help="Stop when N lines have failed."),
-    click.option("--schema", type=click.Path(path_type=Path), metavar="FILE", help="Answers are JSON of the JSON schema in FILE."),
-    click.option("--choices", metavar="A,B,...", help="Answers are one of these texts."),
 )  # fmt: skip
 _OUTPUT = (
     click.option("-o", "--output", metavar="FILE", help="Where the answers go; - is standard output."),
@@ -52,11 +64,13 @@ _OUTPUT = (
 @together((*_OUTPUT[:1], *_INPUT, *_RUNNING, *_OUTPUT[1:]))
 @model_options
 @sampling_options
+@form_options
 @overflow_options("stop")
+@watching_options
 @click.option("--logprobs", type=int, metavar="K", help="Each token's log-probability and the K likeliest.")
 @json_option
 def batch(
-    input_file: str, output: str | None, model: str, template: str | None, schema: Path | None, choices: str | None,
+    input_file: str, output: str | None, model: str, template: str | None,
     no_usage: bool, only_plan: bool, quiet: bool, as_json: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Answer each line of INPUT, in the order that reuses most, and write a line for each to the output.
@@ -78,11 +92,17 @@ def batch(
     if as_json and not only_plan:
         raise OptionError("--json is for --plan; the answers are JSON lines anyway")
     own = ("system", "raw", "strict", "order", "parallel", "retries", "timeout", "max_errors", "output_order", "resume")
+    recorded = take(options, WATCHING) | {"strict": options["strict"]}
+    if recorded["verify_cache"]:
+        if options["parallel"] not in (None, 1):
+            raise OptionError(
+                "--verify-cache looks at one request at a time, and --parallel runs several at once: use one of them"
+            )
+        options["parallel"] = 1
     job_options, loading = take(options, own), take(options, LOADING)
-    structure = {"schema": _schema(schema), "choices": _choices(choices)}
-    defaults = options | {name: value for name, value in structure.items() if value is not None}
+    check_options(options)
     job = Job(
-        input=input_file, output=output or STANDARD, model=model, template=template, loading=loading, defaults=defaults,
+        input=input_file, output=output or STANDARD, model=model, template=template, loading=loading, defaults=options,
         usage=not no_usage, **job_options,
     )  # fmt: skip
     progress = progress_for(quiet=quiet, shares_terminal=job.output == STANDARD and sys.stdout.isatty())
@@ -94,7 +114,8 @@ def batch(
             told = json.dumps(plan.as_dict() | {"parallel": parallel})
             click.echo(told if as_json else f"{plan.table()}\n{parallel} at a time, as far as they fit into memory")
             return
-        summary = run_job(job, progress)
+        with recording(recorded, "batch") as profile:
+            summary = run_job(job, progress, profile.attach)
     except (KeyboardInterrupt, CutOffError):
         _say_how_to_go_on(job)
         raise
@@ -125,21 +146,3 @@ def _say_how_to_go_on(job: Job) -> None:
         return
     arguments = [*sys.argv[1:], *([] if "--resume" in sys.argv else ["--resume"])]
     click.echo(visible_text(f"to go on: {shlex.join(['mlxrunner', *arguments])}"), err=True)
-
-
-def _schema(file: Path | None) -> str | None:
-    if file is None:
-        return None
-    try:
-        text = file.read_text(encoding="utf-8")
-        if not isinstance(json.loads(text), dict):
-            raise OptionError(f"{file}: is not a JSON schema, which is an object")
-    except OSError as error:
-        raise OptionError(f"{file}: can't be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise OptionError(f"{file}: is not JSON: {error}") from error
-    return text
-
-
-def _choices(text: str | None) -> tuple[str, ...] | None:
-    return None if text is None else tuple(text.split(","))

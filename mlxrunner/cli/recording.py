@@ -15,11 +15,18 @@ from mlxrunner.errors import OptionError
 if TYPE_CHECKING:
     from mlxrunner.profiling.profile import Profile
 
-RECORDING = ("events", "log_text", "log_tokens", "metrics", "verify_cache", "strict")
+WATCHING = ("events", "log_text", "log_tokens", "metrics", "verify_cache")
+RECORDING = (*WATCHING, "strict")
 
 
 def recording_options(command: F) -> F:
     """To be used together with `recording`."""
+    strict = click.option("--strict", is_flag=True, help="With --verify-cache: exit code 4 if one of them differed.")
+    return watching_options(strict(command))
+
+
+def watching_options(command: F) -> F:
+    """The same for a command with a --strict of its own."""
     return together((
         click.option("--events", metavar="FILE", envvar="MLXRUNNER_EVENTS", show_envvar=True,
                      help="Append a JSON line about each request: what it reused, why not more, what that cost."),
@@ -29,7 +36,6 @@ def recording_options(command: F) -> F:
         click.option("--metrics", metavar="FILE", help="Keep counters of the requests in FILE, in Prometheus text format (textfile collector)."),
         click.option("--verify-cache", type=float, default=0.0, metavar="RATE",
                      help="Run this share of the requests that reused something again cold, and compare: 0 to 1.  [default: 0]"),
-        click.option("--strict", is_flag=True, help="With --verify-cache: exit code 4 if one of them differed."),
     ))(command)  # fmt: skip
 
 
@@ -39,7 +45,7 @@ def recording(options: dict[str, Any], command: str) -> Iterator[Profile]:
     taken = take(options, RECORDING)
     if taken["log_text"] and not taken["events"]:
         raise OptionError("--log-text says what --events writes: give it a file, too")
-    if taken["strict"] and not taken["verify_cache"]:
+    if command != "batch" and taken["strict"] and not taken["verify_cache"]:
         raise OptionError("--strict needs --verify-cache RATE to find a difference")
     from mlxrunner.profiling.profile import Profile, profiled
 

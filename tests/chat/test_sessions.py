@@ -16,7 +16,7 @@ from mlxrunner import cli
 from mlxrunner.sessions.store import CACHE, TEXT, Sessions
 
 Chat = Callable[..., Result]
-HIT = "last turn  hit: 58 prompt tokens, 38 matched"
+HIT = "last turn  hit (restored: session zor): 58 prompt tokens, 38 matched"
 
 
 @pytest.fixture
