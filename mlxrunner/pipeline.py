@@ -25,8 +25,8 @@ SEED_TOKENS = 16
 """A rest of at most so many tokens is evaluated in one forward pass: on most devices as fast as a single token."""
 
 CLEAR_EVERY = 256
-FEWEST, PAUSE_S = 8, 0.05
-"""While a prompt is evaluated in advance: tokens of the smallest chunk, and seconds that one should take."""
+FIRST, FEWEST, PAUSE_S = 8, 2, 0.08
+"""While a prompt is evaluated in advance: tokens of the first chunk and of the smallest, and seconds that one may take."""
 
 
 @dataclass(frozen=True)
@@ -115,8 +115,8 @@ class Pipeline:
                 session.record((on_its_way.read(),))
 
     def evaluate(self, cancelled: Callable[[], bool]) -> int:
-        """The prompt without an answer, in chunks of about `PAUSE_S` seconds, until `cancelled()`; returns the tokens evaluated."""
-        session, size, done = self._session, FEWEST, 0
+        """The prompt without an answer, in chunks of at most about `PAUSE_S` seconds, until `cancelled()`; returns the tokens evaluated."""
+        session, size, done = self._session, FIRST, 0
         self._checkpoint()
         for stop in (*(self._checkpoints.stops if self._checkpoints else ()), len(session.prompt)):
             while session.recorded < stop and not cancelled():
@@ -125,7 +125,7 @@ class Pipeline:
                 self._evaluate(chunk)
                 done += len(chunk)
                 seconds = time.perf_counter() - began
-                size = 2 * size if seconds < PAUSE_S / 2 else max(size // 2, FEWEST) if seconds > PAUSE_S else size
+                size = 2 * size if seconds < PAUSE_S / 3 else max(size // 2, FEWEST) if seconds > PAUSE_S else size
             self._checkpoint()
         return done
 

@@ -120,6 +120,7 @@ def test_verbose_logs_one_line_a_request() -> None:
         (["generate", "-p", "x", "--context", "1"], "mlxrunner: context: 1 is out of range"),
         (["generate", "-p", "x", "--prefill-step", "0"], "mlxrunner: prefill_step: 0 is out of range"),
         (["show", "nowhere"], "mlxrunner: nowhere: no such model"),
+        (["chat", "--history", "template", "--keep-thinking"], "mlxrunner: --keep-thinking needs --history exact"),
         (["chat", "--temperature", "-1"], "mlxrunner: temperature: -1.0 is out of range"),
     ],
     ids=lambda value: " ".join(value)[:30] if isinstance(value, list) else "",

@@ -262,6 +262,15 @@ def test_a_paste_of_5000_lines_is_one_message(open_screen: Any, size: tuple[int,
     assert screen.leave() == 0
 
 
+def test_plain_answers_without_work_ahead(open_screen: Any) -> None:
+    """`--plain --no-type-ahead`: the same answers; what comes before a text is evaluated all the same."""
+    screen = open_screen(*CHAT, "--plain", "--no-type-ahead")
+    assert screen.say("My name is Ana.") == "Nice to meet you."
+    assert screen.say("What is my name?") == "Your name is Ana."
+    assert "34 cached (5 of them while you read and typed), 15 evaluated" in screen.say("/stats")
+    assert screen.leave() == 0
+
+
 def test_a_resize_while_typing_and_while_answering(open_screen: Any, tmp_path: Path) -> None:
     """The line is drawn anew in the new width, and the answers are right."""
     screen = open_screen(*CHAT)
