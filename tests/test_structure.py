@@ -30,7 +30,7 @@ chat.branches chat.clipboard chat.commands chat.history chat.keys chat.markdown 
 folders overflow parallel.slots plan power profiling.curve profiling.divergence profiling.event profiling.explain profiling.files
 profiling.html profiling.metrics profiling.paper profiling.reading profiling.reasons profiling.report profiling.rows profiling.screen
 profiling.segments profiling.simulate profiling.summary profiling.svg profiling.tally profiling.thinking profiling.tokenlog
-profiling.trace profiling.whatif profiling.wording profiling.writer sessions.files sessions.fingerprint sessions.session sessions.store
+profiling.trace profiling.whatif profiling.wording profiling.writer sessions.files models.fingerprint sessions.session sessions.store
 sessions.tensors terminal testing_events tokenizer.stream tokenizer.vocabulary
 """.split()
 

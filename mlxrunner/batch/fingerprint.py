@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mlxrunner.errors import MlxrunnerError
-from mlxrunner.models.resolve import check_weights, read_header
+from mlxrunner.models.fingerprint import fingerprint
 
 INPUT = "input"
 """The name of the input's SHA-256 among the parts."""
+NAMES = {"weights": "set of weights", "config": "config.json", "tokenizer": "tokenizer", "template": "chat template"}
+"""How a part of a model is called where it is another one."""
 _SHOWN = 80
 
 
@@ -23,17 +24,8 @@ class DifferentRunError(MlxrunnerError):
 
 
 def model_parts(name: str, folder: Path) -> dict[str, str]:
-    """The model: its name, and of each file in its folder that matters the size and a hash (of weights: of what they are, not of each number)."""
-    parts = {"model": name}
-    for file in check_weights(folder):
-        header = json.dumps(read_header(file), sort_keys=True).encode()
-        parts[f"model file {file.name}"] = f"{file.stat().st_size} bytes, {_hash(header)}"
-    small = {*folder.glob("*.json"), *folder.glob("*.jinja"), *folder.glob("tokenizer.model"), *folder.glob("*.tiktoken")}
-    for file in sorted(small):
-        if not file.name.endswith(".safetensors.index.json"):
-            content = file.read_bytes()
-            parts[f"model file {file.name}"] = f"{len(content)} bytes, {_hash(content)}"
-    return parts
+    """The model: its name, and a hash of each part of it. ModelError where it is broken."""
+    return {"model": name, **{NAMES[part]: found for part, found in fingerprint(folder).items()}}
 
 
 def option_parts(options: Mapping[str, Any]) -> dict[str, str]:
@@ -56,7 +48,3 @@ def _shown(value: str | None) -> str:
     if value is None:
         return "not set"
     return value if len(value) <= _SHOWN else f"{value[:_SHOWN]} ..."
-
-
-def _hash(content: bytes) -> str:
-    return f"sha256 {hashlib.sha256(content).hexdigest()[:16]}"

@@ -11,10 +11,10 @@ from mlxrunner.cache.saved import Exported
 from mlxrunner.chat.branches import MAIN
 from mlxrunner.chat.history import History, Spelling
 from mlxrunner.errors import OptionError, SessionError
+from mlxrunner.models.fingerprint import PARTS, differences, fingerprint, with_format
 from mlxrunner.models.load import unread_model
 from mlxrunner.models.resolve import resolve
 from mlxrunner.sessions.entry import StoredEntry, pack
-from mlxrunner.sessions.fingerprint import PARTS, differences, fingerprint, with_format
 from mlxrunner.sessions.prompt_cache import export_file, import_file
 from mlxrunner.sessions.session import Branch, Session
 from mlxrunner.sessions.store import Sessions

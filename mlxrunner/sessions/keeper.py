@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mlxrunner.errors import SessionError
+from mlxrunner.models.fingerprint import PARTS, SPELLING, differences, fingerprint, with_format
 from mlxrunner.runner import Runner
 from mlxrunner.sessions.entry import Packed, StoredEntry, pack
 from mlxrunner.sessions.files import Folder
-from mlxrunner.sessions.fingerprint import PARTS, SPELLING, differences, fingerprint, with_format
 from mlxrunner.sessions.session import Session
 from mlxrunner.sessions.store import Sessions
 from mlxrunner.terminal import size

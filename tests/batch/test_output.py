@@ -227,25 +227,23 @@ def test_openai_errors(refused: bool, status: int, kind: str) -> None:
     assert found["error"] == {"code": kind, "message": "line 6: no good"}
 
 
-def test_a_model_is_known_by_its_files(tmp_path: Path) -> None:
-    """Other weights' shapes, another configuration, another tokenizer: another model; the same again: the same."""
+def test_a_model_is_known_by_its_parts(tmp_path: Path) -> None:
+    """Other weights, another configuration, another tokenizer: another model, and the part is named; the same again: the same."""
     model = tmp_path / "model"
     write_model(model)
     was = model_parts("m", model)
-    assert set(was) == {
-        "model",
-        *(f"model file {name}" for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")),
-    }
+    assert set(was) == {"model", "set of weights", "config.json", "tokenizer", "chat template"}
     assert model_parts("m", model) == was
-    for name in ("tokenizer.json", "config.json"):
-        before = (model / name).read_bytes()
-        (model / name).write_bytes(before + b" ")
-        with pytest.raises(DifferentRunError, match=f"another model file {name}: .* then, .* now"):
+    for file, part in (("tokenizer.json", "tokenizer"), ("config.json", "config.json")):
+        before = (model / file).read_bytes()
+        changed = before + b" " if part == "tokenizer" else before.replace(b"{", b'{"new": 1, ', 1)
+        (model / file).write_bytes(changed)
+        with pytest.raises(DifferentRunError, match=f"another {part}: .* then, .* now"):
             check_same(was, model_parts("m", model), "out")
-        (model / name).write_bytes(before)
+        (model / file).write_bytes(before)
     (model / "model.safetensors").unlink()
     write_model(model, hidden_size=32)
-    with pytest.raises(DifferentRunError, match=r"another model file model.safetensors: \d+ bytes, sha256 \w+ then, \d+ bytes"):
+    with pytest.raises(DifferentRunError, match=r"another set of weights: \w+ then, \w+ now"):
         check_same(was, model_parts("m", model), "out")
     (model / "model.safetensors").unlink()
     with pytest.raises(ModelError):

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from mlxrunner.models.fingerprint import differences, fingerprint
 from mlxrunner.models.resolve import read_header
-from mlxrunner.sessions.fingerprint import differences, fingerprint
 from mlxrunner.testing_models import save_model, tiny_config, tiny_model, write_model
 
 
