@@ -98,7 +98,7 @@ def test_every_kind_of_layer_goes_on_as_if_nothing_had_been(keeper: Make, kinds:
     restored = oracle_runner(kinds, **options)
     keeper(restored).load("one")
     usage = last(restored, [*said, 5, 6, 7])
-    assert (usage.outcome, usage.cached_tokens, usage.evaluated_tokens, usage.reason) == ("hit", len(said), 3, None)
+    assert (usage.outcome, usage.cached_tokens, usage.evaluated_tokens, usage.reason) == ("hit", len(said), 3, "restored")
 
 
 @pytest.mark.parametrize(("architecture", "kv_bits"), [*((name, None) for name in ARCHITECTURES), ("llama", 8), ("qwen3", 4)])
