@@ -47,7 +47,8 @@ class Lines:
 class Chat:
     """What the commands work on. `loading`: the options of `Runner.load`; `view()`: where an answer goes.
 
-    `after_turn` are called when an answer has been remembered, also one that was interrupted, before the next text is read.
+    `after_turn` are called when an answer has been remembered, also one that was interrupted, before the next text is read; `watch` is
+    given each runner that is loaded after the first.
     """
 
     conversation: Conversation
@@ -61,6 +62,7 @@ class Chat:
     branches: Branches = field(default_factory=Branches)
     attachments: Attachments = field(default_factory=Attachments)
     after_turn: list[Callable[[Chat], None]] = field(default_factory=list)
+    watch: Callable[[Runner], None] = lambda runner: None
 
     @property
     def runner(self) -> Runner:
@@ -133,6 +135,8 @@ class Chat:
         except BaseException:
             self.conversation.runner = Runner.load(self.model, **self.loading)
             raise
+        finally:
+            self.watch(self.conversation.runner)
         if name != self.model:
             self.conversation.history.forget_tokens()
         self.model, self.loading = name, loading

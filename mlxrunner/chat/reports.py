@@ -7,20 +7,12 @@ from typing import TYPE_CHECKING
 
 from mlxrunner.chat.commands import Command
 from mlxrunner.events import Usage
+from mlxrunner.profiling.reasons import REASONS
 from mlxrunner.terminal import size
 
 if TYPE_CHECKING:
     from mlxrunner.chat.conversation import Conversation
     from mlxrunner.chat.repl import Chat
-
-REASONS = {
-    "empty": "there was no entry yet: all of the prompt had to be evaluated",
-    "no_common_token": "already the first token differs from what was evaluated: the beginning of the prompt has changed",
-    "diverged": "the prompt leaves what was evaluated in the middle: what comes after that place was evaluated anew",
-    "prompt_shorter": "the prompt is the beginning of what was evaluated: all of it was reused, the rest was trimmed",
-    "rewind_limited": "more of the prompt was known than a layer of the kind '{limited_by}' could go back to",
-    "entry_freed": "the entry had been given up, by {freed_by}",
-}
 
 
 def stats(chat: Chat, argument: str) -> None:
@@ -72,7 +64,10 @@ def explanation(usage: Usage) -> list[str]:
     if usage.reason is None:
         lines.append("nothing was lost: all that had been evaluated was reused, and only what is new was evaluated")
     else:
-        lines.append(REASONS[usage.reason].format(limited_by=usage.rewind_limited_by, freed_by=usage.freed_by))
+        reason, detail = REASONS[usage.reason], usage.rewind_limited_by if usage.reason == "rewind_limited" else usage.freed_by
+        lines.append(reason.sentence + (f" ({detail})" if detail else ""))
+        if reason.remedy:
+            lines.append(f"what would help: {reason.remedy}")
     lost = usage.matched_tokens - usage.cached_tokens
     if lost > 1:
         lines.append(f"{lost} tokens that were known were evaluated once more")

@@ -74,7 +74,7 @@ def chat(
         profile.attach(conversation.runner)
         opened, table = open_chat(
             conversation, *saving.commands, plain=plain, history=not no_history, model=model, loading=loading,
-            type_ahead=not no_type_ahead,
+            type_ahead=not no_type_ahead, watch=profile.attach,
         )  # fmt: skip
         saving.begin(opened, resumed is not None)
         code = opened.run(table)

@@ -21,9 +21,10 @@ from mlxrunner.chat import clipboard
 from mlxrunner.chat.ahead import Draft
 from mlxrunner.chat.conversation import Conversation
 from mlxrunner.chat.repl import Chat
-from mlxrunner.chat.reports import REASONS, explanation, saved_seconds
+from mlxrunner.chat.reports import explanation, saved_seconds
 from mlxrunner.chat.start import commands
 from mlxrunner.events import Usage
+from mlxrunner.profiling.reasons import REASONS
 from mlxrunner.sessions.commands import Saving
 from mlxrunner.testing_models import write_model
 
@@ -314,9 +315,11 @@ def test_every_reason_has_its_words(reason: str | None) -> None:
               rewind_limited_by="sliding", freed_by="a reset", checkpoint=30, shifted_tokens=9, reevaluated_tokens=4)
     )  # fmt: skip
     assert lines[0] == "30 of 50 prompt tokens were reused and 20 evaluated"
-    assert ("'sliding'" in lines[1]) == (reason == "rewind_limited")
-    assert ("by a reset" in lines[1]) == (reason == "entry_freed")
-    assert lines[2:] == [
+    assert ("(sliding)" in lines[1]) == (reason == "rewind_limited")
+    assert ("(a reset)" in lines[1]) == (reason not in (None, "rewind_limited"))
+    remedy = REASONS[reason].remedy if reason else ""
+    assert lines[2 : -4 or None] == ([f"what would help: {remedy}"] if remedy else [])
+    assert lines[-4:] == [
         "10 tokens that were known were evaluated once more",
         "a checkpoint at token 30 was used to go back",
         "5 tokens of the entry were trimmed, as the prompt goes on otherwise",
@@ -327,7 +330,7 @@ def test_every_reason_has_its_words(reason: str | None) -> None:
 def test_explain_and_stats_tell_of_the_last_turn(do: Do) -> None:
     """After a turn that diverged."""
     lines = do("My name is Ana.", "I have a dog.", "/undo 2", "My cat is Tom.", "/explain", "/stats")
-    assert "the prompt leaves what was evaluated in the middle: what comes after that place was evaluated anew" in lines
+    assert "the prompt leaves the entry in the middle" in lines
     assert any(re.fullmatch(r"last turn  partial \(diverged\): \d+ prompt tokens, \d+ matched", line) for line in lines)
 
 
