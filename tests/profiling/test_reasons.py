@@ -187,6 +187,7 @@ def test_interrupted_in_a_terminal(events: Path, lines: Lines) -> None:
             terminal.sendintr()
             terminal.expect("interrupted")
         while not events.exists() or len(lines(events)) < requests:
+            assert terminal.isalive()
             time.sleep(0.05)
     terminal.close(force=True)
     stopped, again = lines(events)
