@@ -277,7 +277,7 @@ class Runner:
             raise ContextLengthError(len(tokens), self.context)
         if common_prefix(self.entry.tokens.array, tokens) == len(tokens):
             return 0
-        with self._cache.begin(tokens) as session:
+        with self._cache.begin(tokens, ahead=True) as session:
             for cache in session.caches:
                 cache.reserve(min(len(tokens) + HEADROOM, self.context))
             pipeline = Pipeline(self.model, session, self.prefill_step, checkpoints=self._checkpoints(session))

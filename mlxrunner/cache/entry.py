@@ -226,14 +226,17 @@ class PrefixCache:
             self._read_awaited()
         return self.entry
 
-    def begin(self, prompt: Sequence[int] | TokenArray) -> Session:
-        """A session for `prompt`, to be used as a context manager. PromptError for an empty prompt, BusyError if one is open."""
+    def begin(self, prompt: Sequence[int] | TokenArray, *, ahead: bool = False) -> Session:
+        """A session for `prompt`, to be used as a context manager. PromptError for an empty prompt, BusyError if one is open.
+
+        `ahead`: nobody has asked for it yet, so that one that ends early is no interrupted request.
+        """
         if self.is_busy:
             raise BusyError()
         tokens = as_tokens(prompt)
         if len(tokens) == 0:
             raise PromptError("the prompt is empty: at least one token is needed")
-        return Session(self, tokens)
+        return Session(self, tokens, ahead=ahead)
 
     def _fresh_entry(self) -> CacheEntry:
         return CacheEntry(caches=self.empty_caches(), checkpoints=Checkpoints(self.checkpoint_budget))
@@ -326,12 +329,14 @@ class PrefixCache:
             self._settled = False
             return self._rewind_for(session.prompt)
         except BaseException:
-            self._close(session.prompt)
+            self._close(session)
             raise
 
-    def _close(self, prompt: TokenArray) -> None:
-        self._session = None
+    def _close(self, session: Session) -> None:
+        self._session, prompt = None, session.prompt
         self.settle()
+        if session.is_ahead:
+            return
         there = self.entry.tokens.array
         is_shorter = len(there) < len(prompt) and self._loss is None and not self.entry.is_shifted
         if is_shorter and common_prefix(there, prompt) == len(there):
@@ -395,9 +400,9 @@ class Session:
     entry is made true.
     """
 
-    def __init__(self, prefix_cache: PrefixCache, prompt: TokenArray) -> None:
+    def __init__(self, prefix_cache: PrefixCache, prompt: TokenArray, *, ahead: bool = False) -> None:
         self._cache = prefix_cache
-        self.prompt = prompt
+        self.prompt, self.is_ahead = prompt, ahead
         self.lookup = Lookup(len(prompt), 0, 0, 0)
         self.forwarded = 0
 
@@ -413,7 +418,7 @@ class Session:
         self.forwarded = self.recorded
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._cache._close(self.prompt)
+        self._cache._close(self)
 
     @property
     def caches(self) -> list[LayerCache]:

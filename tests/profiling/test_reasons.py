@@ -172,6 +172,18 @@ def test_interrupted(events: Path, lines: Lines) -> None:
     assert explain(event).startswith("the request before it was ended before its prompt was evaluated")
 
 
+def test_what_was_evaluated_in_advance_is_no_interrupted_request(events: Path, lines: Lines) -> None:
+    """It is there or not yet there; nothing was lost."""
+    runner, profile = oracle_runner(prefill_step=8), Profile(events=events)
+    profile.attach(runner)
+    asked = iter([False, False, True])
+    assert 0 < runner.evaluate(list(range(1, 41)), cancelled=lambda: next(asked)) < 40
+    list(runner.generate(list(range(1, 41)), max_tokens=2))
+    (event,) = lines(events)
+    assert (event["outcome"], event["reason"], event["lost_tokens"]) == ("partial", None, 0) or event["outcome"] == "hit"
+    assert event["reason"] is None
+
+
 def test_interrupted_in_a_terminal(events: Path, lines: Lines) -> None:
     """A long message, Ctrl-C while it is evaluated, and the same message again."""
     import pexpect
