@@ -15,7 +15,8 @@ MODULES = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): 
 # From the top of the house to the ground: a module imports only from its own floor or lower ones.
 FLOORS = [
     ["cli", "__main__"],
-    ["chat", "doctor", "testing", "testing_models"],
+    ["verify"],
+    ["bench", "chat", "doctor", "testing", "testing_models"],
     ["runner", "parallel"],
     ["answer", "pipeline", "reserve"],
     ["models", "plan"],
@@ -24,7 +25,7 @@ FLOORS = [
 ]
 BOOKKEEPING = """
 cache.cells cache.checkpoints cache.entry cache.layer cache.layout cache.sequences cache.split cache.tokens config errors events overflow
-parallel.slots plan terminal tokenizer.stream
+parallel.slots plan terminal tokenizer.stream verify.report
 """.split()
 
 

@@ -11,6 +11,7 @@ from mlxrunner.cli.describe import doctor, models, plan, show
 from mlxrunner.cli.generate import generate
 from mlxrunner.cli.options import debug_option
 from mlxrunner.cli.program import Program
+from mlxrunner.cli.verify import verify
 
 
 @click.group(cls=Program, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -24,5 +25,5 @@ def main() -> None:
             stream.reconfigure(errors=errors)
 
 
-for command in (generate, chat, models, show, plan, doctor):
+for command in (generate, chat, models, show, plan, doctor, verify):
     main.add_command(command)
