@@ -6,6 +6,7 @@ import sys
 
 import click
 
+from mlxrunner.cli.bench import bench
 from mlxrunner.cli.chat import chat
 from mlxrunner.cli.describe import doctor, models, plan, show
 from mlxrunner.cli.generate import generate
@@ -25,5 +26,5 @@ def main() -> None:
             stream.reconfigure(errors=errors)
 
 
-for command in (generate, chat, models, show, plan, doctor, verify):
+for command in (generate, chat, models, show, plan, doctor, bench, verify):
     main.add_command(command)
