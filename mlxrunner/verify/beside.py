@@ -36,8 +36,8 @@ def moved_keys(talk: Talk) -> Row:
     moved = _keys(runner.entry.caches[0])
     if moved is None:
         return Row(MOVED_KEYS, untested="the first layer stores no keys as they were computed")
-    if usage is None or usage.reevaluated_tokens or not usage.cached_tokens:
-        return Row(MOVED_KEYS, untested="layers of this model can't move keys; what is kept is evaluated again")
+    if usage is None or usage.cached_tokens <= case.options["keep"]:
+        return Row(MOVED_KEYS, untested="nothing was moved: what is left was evaluated again")
     tokens = list(runner.entry.tokens)
     runner.reset()
     talk.say(tokens, 1)

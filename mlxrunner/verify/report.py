@@ -12,7 +12,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 FACTOR = 8
-"""A warm run may differ by so many times the noise, or by so many units in the last place of the largest logit."""
+"""A warm run may differ by so many times the noise ..."""
+LAST_PLACES = 4
+"""... and always by so many units in the last place of the largest logit."""
 OK, DIFFERENT, NOT_TESTED = "ok", "DIFFERENT", "not tested"
 
 
@@ -67,7 +69,7 @@ class Report:
     @property
     def limit(self) -> float:
         """Of a difference of logits between warm and cold."""
-        return FACTOR * max(self.noise, self.epsilon * self.largest)
+        return _largest([FACTOR * self.noise, LAST_PLACES * self.epsilon * self.largest])
 
     def verdict(self, row: Row) -> str:
         if row.untested is not None:
@@ -79,7 +81,7 @@ class Report:
 
     @property
     def is_blind(self) -> bool:
-        """Whether the noise hides what one wrong token changes: then equal rows prove little."""
+        """Whether the limit hides what one wrong token changes: then equal rows prove little."""
         return self.wrong_token is not None and not self.limit < self.wrong_token
 
     @property
@@ -119,9 +121,7 @@ class Report:
         if self.wrong_token is not None:
             lines.append(f"One wrong token near the end of the prompt makes {_short(self.wrong_token)}.")
         if self.is_blind:
-            lines.append(
-                "That is within the limit: this device's noise is too large for this model to tell reuse from a mistake."
-            )
+            lines.append("That is within the limit: here, a mistake of one token can't be told from how the device rounds.")
         different = [row.name for row in self.rows if self.verdict(row) == DIFFERENT]
         if different:
             lines.append(f"DIFFERENT: {', '.join(different)}. Reuse changes the output here; please report it with this table.")

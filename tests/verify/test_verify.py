@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from click.testing import CliRunner, Result
 
@@ -16,8 +18,9 @@ from mlxrunner.cache.full import FullAttentionCache
 from mlxrunner.cache.recurrent import RecurrentCache
 from mlxrunner.cache.sliding import SlidingWindowCache
 from mlxrunner.parallel.runner import ParallelRunner
+from mlxrunner.terminal import Steps
 from mlxrunner.testing import oracle_runner
-from mlxrunner.testing_models import write_model
+from mlxrunner.testing_models import save_model, tiny_config, tiny_model, write_model, write_tokenizer
 from mlxrunner.verify.run import NUM_PARTS, Verification, _affordable
 from mlxrunner.verify.scenarios import SCENARIOS, SMALLEST, Talk
 
@@ -106,6 +109,21 @@ def test_a_model_that_does_not_exist_is_named() -> None:
     assert "no such model" in run("/nowhere/at/all").stderr
     assert "a random model is named by its size: random:100M" in run("random:many").stderr
     assert run("random:9999G").exit_code == 2
+
+
+def test_half_precision_and_quantized_weights_pass(tmp_path: Path) -> None:
+    """As models on the hub are: their numbers are coarse, and still one wrong token is seen."""
+    config = tiny_config("gpt_oss", max_position_embeddings=4096, quantization={"group_size": 32, "bits": 4})
+    model = tiny_model(config)
+    model.set_dtype(mx.bfloat16)
+    nn.quantize(model, 32, 4, class_predicate=lambda _, m: hasattr(m, "to_quantized") and m.weight.shape[-1] % 32 == 0)
+    save_model(tmp_path / "m", model, config)
+    write_tokenizer(tmp_path / "m")
+    result = run(str(tmp_path / "m"), "--context", str(CONTEXT), "--json")
+    report = json.loads(result.stdout)
+    assert result.exit_code == 0, result.stdout
+    assert report["epsilon"] > 0.005
+    assert not report["is_blind"]
 
 
 @pytest.mark.parametrize("bits", ["8", "4"])
@@ -278,6 +296,22 @@ def test_what_is_done_is_said_on_stderr() -> None:
     assert len(lines) == NUM_PARTS
     assert result.stdout.startswith("demo on ")
     assert "13 of 13 rows tested, and reuse changes nothing in them." in result.stdout
+
+
+def test_a_terminal_shows_a_bar_that_goes_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the step's name, which can't drive the terminal; nothing of it stays."""
+    screen = io.StringIO()
+    screen.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr("sys.stderr", screen)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    steps = Steps("verify", 2)
+    steps("loading \x1b[31mred[bold]")
+    steps("append")
+    steps.close()
+    shown = screen.getvalue()
+    assert "verify: loading \\x1b[31mred[bold]" in shown or "verify: append" in shown
+    assert "\x1b[31mred" not in shown
+    assert shown.endswith("\x1b[2K")
 
 
 def test_the_context_is_chosen_by_the_speed() -> None:
