@@ -24,6 +24,7 @@ FLOORS = [
     ["config", "errors", "events", "device", "overflow", "terminal"],
 ]
 BOOKKEEPING = """
+bench.figures bench.rows
 cache.cells cache.checkpoints cache.entry cache.layer cache.layout cache.sequences cache.split cache.tokens config errors events overflow
 parallel.slots plan terminal tokenizer.stream verify.report
 """.split()

@@ -69,7 +69,8 @@ def spread(values: Sequence[float]) -> tuple[float, float, float]:
 def table_of(rows: Sequence[Row], ours: str = "runner", other: str = "other") -> list[str]:
     """Lines: medians over the rounds, and the spread of the gain ("x") or of the excess ("+")."""
     width = max(len(row.name) for row in rows)
-    lines = [f"{'':{width}}  {'unit':>5}  {ours:>7}  {other:>7}     {'min':>7}  {'median':>7}  {'max':>7}  target"]
+    header = f"{'':{width}}  {'unit':>5}  {ours:>7}  {other:>7}     {'min':>7}  {'median':>7}  {'max':>7}"
+    lines = [header + ("  target" if any(row.target is not None for row in rows) else "")]
     for row in rows:
         low, middle, high = spread(row.compared)
         numbers = f"{short(median(row.ours)):>7g}  {short(median(row.other)):>7g}  {'+' if row.is_excess else 'x'}"

@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from mlxrunner.errors import OptionError
@@ -63,7 +64,8 @@ class Talk:
 
     def changed(self, place: int) -> list[int]:
         """`base` with another token at `place`."""
-        other = next(token for token in self._text(MORE) if token != self.base[place])
+        old, vocab = self.base[place], max(self.runner.facts.vocab, 2)
+        other = next((token for token in self._text(MORE) if token != old), (old + 1) % vocab)
         return [*self.base[:place], other, *self.base[place + 1 :]]
 
     def say(self, prompt: list[int], count: int) -> list[int]:
@@ -76,7 +78,8 @@ class Talk:
         while len(tokens) < count:
             words = [self._random.choice(WORDS) for _ in range(9)] + [str(self._random.randrange(10_000))]
             spelled = self.runner.tokenizer.encode_more(f"{' '.join(words).capitalize()}. ")
-            tokens += [token for token in spelled if not vocab or token < vocab]
+            usable = [token for token in spelled if not vocab or token < vocab]
+            tokens += usable or [self._random.randrange(max(vocab, 2))]  # a tokenizer that has no words for it
         return tokens[:count]
 
 
@@ -125,7 +128,7 @@ def cancel_prefill(talk: Talk) -> Case:
 
 def cancel_decode(talk: Talk) -> Case:
     chunks: Any = talk.runner.generate(talk.base, max_tokens=THINKING * talk.answer, stop_tokens=[])
-    said = [next(chunks).token for _ in range(talk.answer)]
+    said = [chunk.token for chunk in islice(chunks, talk.answer)]
     chunks.close()
     return Case([*talk.base, *said, *talk.more()])
 

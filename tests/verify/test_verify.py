@@ -256,6 +256,16 @@ def test_a_wrong_cache_is_found(
     assert f"DIFFERENT: {', '.join(name for name in verdicts if name in different)}." in table.stdout
 
 
+def test_a_tokenizer_without_words_is_no_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then the text is made of whatever tokens there are."""
+    runner = oracle_runner(context=CONTEXT)
+    monkeypatch.setattr(runner.tokenizer, "encode_more", lambda text: [10**6])
+    talk = Talk(runner, 6)
+    assert len(talk.base) == CONTEXT - 50
+    assert max(talk.base) < runner.facts.vocab
+    assert [i for i, (a, b) in enumerate(zip(talk.base, talk.changed(70), strict=True)) if a != b] == [70]
+
+
 def test_an_untrue_entry_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the logits say: the next request would be wrong."""
     true = Runner.entry.fget  # type: ignore[attr-defined]  # a property
