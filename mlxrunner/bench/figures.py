@@ -11,19 +11,22 @@ from mlxrunner.bench.rows import Row, short, spread, table_of
 
 @dataclass(frozen=True)
 class Figure:
-    """A value per round. `share`: of the ceiling named `ceiling` that the median reaches; None where there is none."""
+    """A value per round. `share`: of the ceiling named `ceiling` that the median reaches; None where there is none. `evaluated`: prompt
+    tokens that were run through the model, where some were in the entry."""
 
     name: str
     unit: str
     values: Sequence[float]
     share: float | None = None
     ceiling: str | None = None
+    evaluated: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
         low, middle, high = spread(self.values)
         share = None if self.share is None else short(self.share)
         return {
             "name": self.name, "unit": self.unit, "min": low, "median": middle, "max": high, "share": share, "ceiling": self.ceiling,
+            "evaluated": self.evaluated,
         }  # fmt: skip
 
 
@@ -56,4 +59,5 @@ class Findings:
 def _line(figure: Figure, width: int) -> str:
     low, middle, high = spread(figure.values)
     share = "" if figure.share is None else f"{figure.share:6.1%} of {figure.ceiling}"
-    return f"{figure.name:{width}}  {figure.unit:>7}  {low:>7g}  {middle:>7g}  {high:>7g}  {share}".rstrip()
+    evaluated = "" if figure.evaluated is None else f"  ({figure.evaluated} evaluated)"
+    return f"{figure.name:{width}}  {figure.unit:>7}  {low:>7g}  {middle:>7g}  {high:>7g}  {share}{evaluated}".rstrip()

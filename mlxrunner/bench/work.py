@@ -149,15 +149,8 @@ class Bench:
             found[again].append(self._ask(prompt, 1))
         for name, usages in found.items():
             seconds, evaluated = median(usage.ttft_s for usage in usages), usages[-1].evaluated_tokens
-            times = [usage.ttft_s * 1e3 for usage in usages]
-            self.findings.figures.append(
-                Figure(
-                    f"{name} ({evaluated} evaluated)",
-                    "ms",
-                    times,
-                    *self._share(seconds, evaluated, self._runner.entry.used_bytes),
-                )
-            )
+            share = self._share(seconds, evaluated, self._runner.entry.used_bytes)
+            self.findings.figures.append(Figure(name, "ms", [usage.ttft_s * 1e3 for usage in usages], *share, evaluated))
 
     def _ask(self, prompt: list[int], count: int) -> Usage:
         wait()
