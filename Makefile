@@ -1,4 +1,4 @@
-# make chat: talk with the demo model.  make test: all tests.  make lint: ruff and mypy.
+# make chat: talk with the demo model.  make test: all tests.  make lint: ruff and mypy.  make bench: measure this machine.
 # Each makes .venv first, with uv where it is installed, else with venv and pip.
 
 PYTHON ?= python3
@@ -30,7 +30,7 @@ lint: $(STAMP)
 
 bench: $(STAMP)
 	$(HINT)
-	$(RUN) $(BIN)/python benchmarks/versus_mlx_lm.py
+	$(RUN) $(BIN)/mlxrunner bench --vs mlx-lm
 
 # Train the demo model again (about 40 minutes on two cores) and judge it. It goes on from where it was stopped.
 demo: $(STAMP)

@@ -19,8 +19,8 @@ import numpy as np
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.llama import Model, ModelArgs
-from report import Row, less_is_better, more_is_better, print_json, print_table
 
+from mlxrunner.bench.rows import Row, less_is_better, more_is_better, print_json, print_table
 from mlxrunner.models.facts import facts_of
 from mlxrunner.parallel.runner import ParallelRunner
 from mlxrunner.testing import ByteTokenizer

@@ -19,10 +19,10 @@ import numpy as np
 from mlx_lm import stream_generate
 from mlx_lm.generate import BatchGenerator, generation_stream
 from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
-from report import Row, less_is_better, more_is_better, print_json, print_table
-from sides import SameDecoder, Tokens, our_side
-from versus_mlx_lm import in_turn, wait
 
+from mlxrunner.bench.harness import in_turn, wait
+from mlxrunner.bench.rows import Row, less_is_better, more_is_better, print_json, print_table
+from mlxrunner.bench.sides import SameDecoder, Tokens, our_side
 from mlxrunner.models.facts import facts_of
 from mlxrunner.runner import Runner
 from mlxrunner.testing import EOS, ByteTokenizer

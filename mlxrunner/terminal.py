@@ -89,6 +89,40 @@ class PrefillBar:
         return progress, progress.add_task("prefill", total=total, completed=cached)
 
 
+class Steps:
+    """What a long command does at the moment, on stderr: a bar that goes away in a terminal, a line each otherwise."""
+
+    def __init__(self, command: str, total: int) -> None:
+        """`total`: how many times it will be called."""
+        self._command, self._total, self._done = command, total, 0
+        self._bar: tuple[Progress, TaskID] | None = None
+
+    def __call__(self, name: str) -> None:
+        """The next step begins."""
+        if not sys.stderr.isatty():
+            print(f"{self._command}: {name}", file=sys.stderr, flush=True)
+            return
+        if self._bar is None:
+            self._bar = self._start()
+        progress, task = self._bar
+        progress.update(task, completed=self._done, step=visible(name))
+        self._done += 1
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar[0].stop()
+            self._bar = None
+
+    def _start(self) -> tuple[Progress, TaskID]:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        text = TextColumn(f"{self._command}: {{task.fields[step]}}", markup=False)
+        progress = Progress(BarColumn(), TimeElapsedColumn(), text, console=Console(stderr=True), transient=True)
+        progress.start()
+        return progress, progress.add_task(self._command, total=self._total, step="")
+
+
 def size(nbytes: float) -> str:
     """Bytes for people: 1.5 MB (decimal, as disks and Apple's tools count)."""
     for unit in ("B", "kB", "MB", "GB"):

@@ -18,7 +18,18 @@ def run(*arguments: str, stdin: str = "", env: dict[str, str] | None = None) -> 
     return CliRunner().invoke(cli.main, arguments, input=stdin, env={"MLXRUNNER_MODEL": "", **(env or {})} if env else None)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["generate", "--help"], ["chat", "--help"], ["show", "--help"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["--version"],
+        ["generate", "--help"],
+        ["chat", "--help"],
+        ["show", "--help"],
+        ["bench", "--help"],
+        ["verify", "--help"],
+    ],
+)
 def test_help_and_version_import_neither_mlx_nor_mlx_lm(arguments: list[str]) -> None:
     """They answer at once."""
     code = (

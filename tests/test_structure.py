@@ -15,7 +15,19 @@ MODULES = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): 
 # From the top of the house to the ground: a module imports only from its own floor or lower ones.
 FLOORS = [
     ["cli", "__main__"],
-    ["batch", "chat", "sessions", "doctor", "profiling", "testing", "testing_events", "testing_models", "testing_prompts"],
+    ["verify"],
+    [
+        "batch",
+        "bench",
+        "chat",
+        "sessions",
+        "doctor",
+        "profiling",
+        "testing",
+        "testing_events",
+        "testing_models",
+        "testing_prompts",
+    ],
     ["runner", "parallel"],
     ["answer", "observation", "pipeline", "reserve"],
     ["models", "plan"],
@@ -25,13 +37,14 @@ FLOORS = [
 BOOKKEEPING = """
 batch.answers batch.fields batch.files batch.fingerprint batch.interrupt batch.job batch.lines
 batch.openai batch.order batch.output batch.plan batch.progress batch.request batch.speed batch.spool batch.store batch.table batch.writer
-cache.cells cache.checkpoints cache.entry cache.layer cache.layout cache.saved cache.sequences cache.split cache.tokens chat.ahead
+bench.figures bench.rows cache.cells cache.checkpoints cache.entry cache.layer cache.layout cache.saved cache.sequences cache.split cache.tokens
+chat.ahead
 chat.branches chat.clipboard chat.commands chat.history chat.keys chat.markdown chat.render chat.thinking config constrain errors events
 folders overflow parallel.slots plan power profiling.curve profiling.divergence profiling.event profiling.explain profiling.files
 profiling.html profiling.metrics profiling.paper profiling.reading profiling.reasons profiling.report profiling.rows profiling.screen
 profiling.segments profiling.simulate profiling.summary profiling.svg profiling.tally profiling.thinking profiling.tokenlog
-profiling.trace profiling.whatif profiling.wording profiling.writer sessions.files models.fingerprint sessions.session sessions.store
-sessions.tensors terminal testing_events tokenizer.stream tokenizer.vocabulary
+profiling.trace profiling.whatif profiling.wording profiling.writer models.fingerprint sessions.files sessions.session sessions.store
+sessions.tensors terminal testing_events tokenizer.stream tokenizer.vocabulary verify.report
 """.split()
 
 

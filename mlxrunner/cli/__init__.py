@@ -7,6 +7,7 @@ import sys
 import click
 
 from mlxrunner.cli.batch import batch
+from mlxrunner.cli.bench import bench
 from mlxrunner.cli.cache import cache
 from mlxrunner.cli.chat import chat
 from mlxrunner.cli.describe import doctor, models, plan, show
@@ -15,6 +16,7 @@ from mlxrunner.cli.options import debug_option
 from mlxrunner.cli.profile import explain, report, simulate
 from mlxrunner.cli.program import Program
 from mlxrunner.cli.sessions import sessions
+from mlxrunner.cli.verify import verify
 
 
 @click.group(cls=Program, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -28,5 +30,5 @@ def main() -> None:
             stream.reconfigure(errors=errors)
 
 
-for command in (generate, chat, batch, sessions, cache, models, show, plan, doctor, report, explain, simulate):
+for command in (generate, chat, batch, sessions, cache, models, show, plan, doctor, report, explain, simulate, verify, bench):
     main.add_command(command)

@@ -5,15 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import closing
 
-import mlx.core as mx
 from mlx_lm import stream_generate
-from mlx_lm.models.llama import Model, ModelArgs
 from mlx_lm.tokenizer_utils import StreamingDetokenizer, TokenizerWrapper
 
-from mlxrunner.cache.factory import make_layer_caches
-from mlxrunner.models.facts import facts_of
 from mlxrunner.runner import Runner
-from mlxrunner.testing import ByteTokenizer
 from mlxrunner.tokenizer import Tokenizer
 
 Tokens = Generator[int, None, None]
@@ -42,35 +37,6 @@ def mlx_lm_side(runner: Runner) -> Side:
     return generate
 
 
-def bare_loop(runner: Runner) -> Side:
-    """The least that decoding one step ahead takes, on the layer caches that the runner uses, and in its order."""
-    model = runner.model
-
-    def generate(prompt: list[int], max_tokens: int) -> Tokens:
-        layers = make_layer_caches(model)
-        for layer in layers:
-            layer.reserve(len(prompt) + max_tokens)
-        cache = [layer.model_cache for layer in layers]
-
-        def following(tokens: mx.array) -> mx.array:
-            token = mx.argmax(model(tokens[None], cache=cache)[:, -1, :], axis=-1)
-            mx.async_eval(token)
-            return token
-
-        model(mx.array(prompt[:-1])[None], cache=cache)
-        mx.eval([layer.state for layer in layers])
-        token = following(mx.array(prompt[-1:]))
-        yield token.item()  # type: ignore[misc]  # of an integer array
-        coming = following(token)
-        for left in range(max_tokens - 1, 0, -1):
-            token = coming
-            if left > 1:
-                coming = following(token)
-            yield token.item()  # type: ignore[misc]  # of an integer array
-
-    return generate
-
-
 class SameDecoder(TokenizerWrapper):  # type: ignore[misc]  # not annotated upstream
     """What mlx-lm's generator needs of a tokenizer: no token that ends, and text from the stream that the runner itself uses."""
 
@@ -95,17 +61,3 @@ class _Detokenizer(StreamingDetokenizer):  # type: ignore[misc]  # not annotated
     @property
     def last_segment(self) -> str:
         return self._segment
-
-
-def random_llama() -> Runner:
-    """About 100 M parameters in float32 that were never trained, which makes them no slower."""
-    args = ModelArgs(
-        model_type="llama", hidden_size=768, num_hidden_layers=12, intermediate_size=2048, num_attention_heads=12,
-        num_key_value_heads=12, rms_norm_eps=1e-5, vocab_size=8192, max_position_embeddings=4096, tie_word_embeddings=False,
-    )  # fmt: skip
-    mx.random.seed(0)
-    model = Model(args)
-    model.eval()
-    mx.eval(model.parameters())
-    # Most of its ids have no text in this tokenizer: equally little to do for both sides.
-    return Runner(model, ByteTokenizer(), facts_of(model, vars(args)), name="llama")

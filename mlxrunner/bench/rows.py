@@ -41,8 +41,8 @@ class Row:
         return {
             "name": self.name,
             "unit": self.unit,
-            "ours": _short(median(self.ours)),
-            "other": _short(median(self.other)),
+            "ours": short(median(self.ours)),
+            "other": short(median(self.other)),
             "excess" if self.is_excess else "gain": {"min": low, "median": middle, "max": high},
             "target": self.target,
             "met": self.is_met,
@@ -63,24 +63,29 @@ def excess(name: str, unit: str, ours: Sequence[float], other: Sequence[float], 
 
 def spread(values: Sequence[float]) -> tuple[float, float, float]:
     """Minimum, median, maximum."""
-    return _short(min(values)), _short(median(values)), _short(max(values))
+    return short(min(values)), short(median(values)), short(max(values))
+
+
+def table_of(rows: Sequence[Row], ours: str = "runner", other: str = "other") -> list[str]:
+    """Lines: medians over the rounds, and the spread of the gain ("x") or of the excess ("+")."""
+    width = max(len(row.name) for row in rows)
+    header = f"{'':{width}}  {'unit':>5}  {ours:>7}  {other:>7}     {'min':>7}  {'median':>7}  {'max':>7}"
+    lines = [header + ("  target" if any(row.target is not None for row in rows) else "")]
+    for row in rows:
+        low, middle, high = spread(row.compared)
+        numbers = f"{short(median(row.ours)):>7g}  {short(median(row.other)):>7g}  {'+' if row.is_excess else 'x'}"
+        lines.append(f"{row.name:{width}}  {row.unit:>5}  {numbers}  {low:>7g}  {middle:>7g}  {high:>7g}  {row.verdict}".rstrip())
+    return lines
 
 
 def print_table(rows: Sequence[Row]) -> None:
-    """Medians over the rounds, and the spread of the gain ("x") or of the excess ("+")."""
-    width = max(len(row.name) for row in rows)
-    print(f"{'':{width}}  {'unit':>5}  {'runner':>7}  {'other':>7}     {'min':>7}  {'median':>7}  {'max':>7}  target")
-    for row in rows:
-        ours, other = _short(median(row.ours)), _short(median(row.other))
-        low, middle, high = spread(row.compared)
-        numbers = f"{ours:>7g}  {other:>7g}  {'+' if row.is_excess else 'x'}  {low:>7g}  {middle:>7g}  {high:>7g}"
-        print(f"{row.name:{width}}  {row.unit:>5}  {numbers}  {row.verdict}".rstrip())
+    print("\n".join(table_of(rows)))
 
 
 def print_json(rows: Sequence[Row], **about: Any) -> None:
     print(json.dumps({**about, "results": [row.as_dict() for row in rows]}))
 
 
-def _short(value: float) -> float:
+def short(value: float) -> float:
     """Four digits are more than such a measurement has."""
     return float(f"{value:.4g}")

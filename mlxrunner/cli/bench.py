@@ -1,0 +1,52 @@
+"""`mlxrunner bench`: how fast a model is on this machine, as shares of what the machine can do."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+from mlxrunner.cli.options import debug_option, json_option
+from mlxrunner.cli.program import visible_text
+
+
+@click.command()
+@click.argument("model", default="demo", envvar="MLXRUNNER_MODEL")
+@click.option(
+    "--context",
+    "contexts",
+    type=int,
+    multiple=True,
+    help="Tokens of a prompt; may be given several times. [default: 512 and 2048]",
+)
+@click.option(
+    "--vs", type=click.Choice(["mlx-lm"]), help="Run the same through mlx-lm on the same weights, alternately, and compare."
+)
+@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="How often each is measured.")
+@click.option("--quick", is_flag=True, help="One round, one short prompt: does it work, not how fast is it.")
+@click.option("--trust-remote-code", is_flag=True, help="Run Python code that the model brings. Only if you trust it.")
+@json_option
+@debug_option
+def bench(
+    model: str, contexts: tuple[int, ...], vs: str | None, rounds: int, quick: bool, as_json: bool, trust_remote_code: bool
+) -> None:
+    """Measure MODEL on this machine: load, cold prefill, first token with 0 to 100 % of the prompt cached, decode, memory.
+
+    Each figure is also given as a share of what the machine can do at most, which is measured first: bytes and operations per second.
+    MODEL is demo, a directory, a hub id, or random:100M for random weights of that size. Ctrl-C prints what was measured so far.
+    """  # fmt: skip
+    from mlxrunner.bench.work import CONTEXTS, QUICK_CONTEXT, Bench
+    from mlxrunner.terminal import Steps
+
+    if quick:
+        contexts, rounds = contexts or (QUICK_CONTEXT,), 1
+    steps = Steps("bench", Bench.num_parts(len(contexts or CONTEXTS), rounds))
+    options: dict[str, Any] = {"contexts": contexts, "rounds": rounds, "quick": quick, "trust_remote_code": trust_remote_code}
+    made = Bench(model, versus=vs is not None, begin=steps, **options)
+    try:
+        made.run()
+    finally:
+        steps.close()
+        if made.findings.about:
+            click.echo(json.dumps(made.findings.as_dict()) if as_json else visible_text(made.findings.table()))

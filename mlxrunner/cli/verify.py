@@ -1,0 +1,54 @@
+"""`mlxrunner verify`: prove on this device, with this model, that reuse changes nothing."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mlxrunner.cli.options import debug_option, json_option
+from mlxrunner.cli.program import visible_text
+
+if TYPE_CHECKING:
+    from mlxrunner.verify.report import Report
+
+DIFFERENT = 4
+"""Exit code."""
+
+
+@click.command()
+@click.argument("model", default="demo", envvar="MLXRUNNER_MODEL")
+@click.option(
+    "--context", type=int, help="Tokens of the longest prompt and answer. [default: by the model's speed, for about two minutes]"
+)
+@click.option("--tokens", type=int, default=8, show_default=True, help="Tokens of each answer that is compared.")
+@click.option("--kv-bits", type=int, metavar="B", help="Verify caches of 8 or 4 bits. [default: as computed]")
+@click.option("--trust-remote-code", is_flag=True, help="Run Python code that the model brings. Only if you trust it.")
+@json_option
+@debug_option
+def verify(model: str, as_json: bool, **options: Any) -> None:
+    """Prove on this device that reuse changes nothing in what MODEL answers.
+
+    Conversations are appended to, edited, regenerated, cancelled and run over the edge of the context; each warm answer is held against a
+    cold one, tokens and logits, and the difference against what the device's own order of sums makes. MODEL is demo, a directory, a hub
+    id, or random:100M for random weights. Exit code 4 if anything differs.
+    """  # fmt: skip
+    from mlxrunner.terminal import Steps
+    from mlxrunner.verify.run import NUM_PARTS, verification
+
+    steps = Steps("verify", NUM_PARTS)
+    made = None
+    try:
+        made = verification(model, begin=steps, **options)
+        report = made.run()
+    finally:
+        steps.close()
+        if made is not None and made.report.rows:
+            _print(made.report, as_json)
+    sys.exit(0 if report.passed else DIFFERENT)
+
+
+def _print(report: Report, as_json: bool) -> None:
+    click.echo(json.dumps(report.as_dict()) if as_json else visible_text(report.table()))

@@ -1,0 +1,151 @@
+"""What was found, and what it means. Arithmetic and text only: knows nothing about models.
+
+A device does not compute the same numbers in every order of sums. So the limit is measured: cold runs are held against cold runs of the
+same prompts in other prefill steps, and a warm run may differ from a cold one by a few times the most that was seen there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+FACTOR = 8
+"""A warm run may differ by so many times the noise ..."""
+LAST_PLACES = 4
+"""... and always by so many units in the last place of the largest logit."""
+OK, DIFFERENT, NOT_TESTED = "ok", "DIFFERENT", "not tested"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Two answers to one prompt: `equal` of `tokens` tokens are the same from the first on; `logits` is the largest difference of the
+    logits up to and including the first token that differs, since what follows has another history."""
+
+    equal: int
+    tokens: int
+    logits: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to come to a warm entry. `found`: warm against cold; `noise`: cold against cold, in other steps.
+
+    `reused` of `prompt` tokens came from the entry. `limit`: of a row that does not compare logits, with its own bound. `fault`: what
+    is wrong whatever the numbers say. `untested`: why there is nothing to compare.
+    """
+
+    name: str
+    found: Difference | None = None
+    noise: Difference | None = None
+    reused: int | None = None
+    prompt: int | None = None
+    limit: float | None = None
+    fault: str | None = None
+    untested: str | None = None
+
+
+@dataclass
+class Report:
+    """`epsilon`: of the logits' type; `largest`: the largest logit seen; `wrong_token`: what one other token near the end of a prompt
+    changes, so that it can be said how small an error would be found. `rows` grow while the verification runs."""
+
+    model: str
+    device: str
+    context: int
+    about: str = ""
+    epsilon: float = 0.0
+    largest: float = 0.0
+    wrong_token: float | None = None
+    is_complete: bool = False
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def noise(self) -> float:
+        """The largest difference between cold runs."""
+        return _largest([row.noise.logits for row in self.rows if row.noise is not None])
+
+    @property
+    def limit(self) -> float:
+        """Of a difference of logits between warm and cold."""
+        return _largest([FACTOR * self.noise, LAST_PLACES * self.epsilon * self.largest])
+
+    def verdict(self, row: Row) -> str:
+        if row.untested is not None:
+            return NOT_TESTED
+        if row.fault is not None or row.found is None:
+            return DIFFERENT
+        # Not `>`: what is not a number is different.
+        return OK if row.found.logits <= (self.limit if row.limit is None else row.limit) else DIFFERENT
+
+    @property
+    def is_blind(self) -> bool:
+        """Whether the limit hides what one wrong token changes: then equal rows prove little."""
+        return self.wrong_token is not None and not self.limit < self.wrong_token
+
+    @property
+    def passed(self) -> bool:
+        """No row is different, and cold runs agree with each other better than with a run on another prompt."""
+        blind = self.wrong_token is not None and not self.noise < self.wrong_token
+        return not blind and all(self.verdict(row) != DIFFERENT for row in self.rows)
+
+    def as_dict(self) -> dict[str, Any]:
+        rows = [asdict(row) | {"verdict": self.verdict(row)} for row in self.rows]
+        sums = {"noise": self.noise, "limit": self.limit, "is_blind": self.is_blind, "passed": self.passed}
+        found: dict[str, Any] = _finite(asdict(self) | sums | {"rows": rows})
+        return found
+
+    def table(self) -> str:
+        """For people: a line per row, then what it means."""
+        lines = [("", "reused", "tokens equal", "warm - cold", "cold - cold", ""), *map(self._line, self.rows)]
+        wide = [max(len(line[i]) for line in lines) for i in range(5)]
+        text = [
+            "  ".join([f"{line[0]:<{wide[0]}}", *(f"{cell:>{width}}" for cell, width in zip(line[1:], wide[1:], strict=False)), line[5]])
+            for line in lines
+        ]  # fmt: skip
+        return "\n".join([self.about, *(line.rstrip() for line in text), *self._conclusion()])
+
+    def _line(self, row: Row) -> tuple[str, ...]:
+        reused = "" if row.reused is None or row.prompt is None else f"{row.reused} of {row.prompt}"
+        tokens = "" if row.found is None or not row.found.tokens else f"{row.found.equal} of {row.found.tokens}"
+        found, noise = (_short(one.logits) if one is not None else "" for one in (row.found, row.noise))
+        remark = row.untested or row.fault
+        return row.name, reused, tokens, found, noise, f"{self.verdict(row)}{f': {remark}' if remark else ''}"
+
+    def _conclusion(self) -> list[str]:
+        lines = [
+            f"Cold runs differ from each other by up to {_short(self.noise)} in their logits (of up to {_short(self.largest)}); "
+            f"a warm run may differ by {_short(self.limit)}."
+        ]
+        if self.wrong_token is not None:
+            lines.append(f"One wrong token near the end of the prompt makes {_short(self.wrong_token)}.")
+        if self.is_blind:
+            lines.append("That is within the limit: here, a mistake of one token can't be told from how the device rounds.")
+        different = [row.name for row in self.rows if self.verdict(row) == DIFFERENT]
+        if different:
+            lines.append(f"DIFFERENT: {', '.join(different)}. Reuse changes the output here; please report it with this table.")
+        tested = [row for row in self.rows if self.verdict(row) != NOT_TESTED]
+        if not self.is_complete:
+            lines.append(f"Interrupted after {len(self.rows)} rows.")
+        elif self.passed:
+            lines.append(f"{len(tested)} of {len(self.rows)} rows tested, and reuse changes nothing in them.")
+        return lines
+
+
+def _largest(values: Sequence[float]) -> float:
+    """As max, but what is not a number stays visible."""
+    return next((value for value in values if value != value), max(values, default=0.0))
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no word for what is not a number: null."""
+    if isinstance(value, dict):
+        return {name: _finite(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _short(value: float) -> str:
+    return f"{value:.2g}"

@@ -1,0 +1,138 @@
+"""`mlxrunner bench`: every figure is there, in a table and in JSON; mlx-lm beside; an interrupt loses nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from mlxrunner import ModelError, cli
+from mlxrunner.bench.ceilings import num_parameters
+from mlxrunner.bench.figures import Findings
+from mlxrunner.bench.models import load_or_make
+from mlxrunner.bench.work import Bench
+from mlxrunner.runner import Runner
+from mlxrunner.testing_models import write_model
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.main, ["bench", *arguments])
+
+
+@pytest.fixture(autouse=True)
+def no_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have tests of their own."""
+    monkeypatch.setattr("mlxrunner.bench.ceilings.bandwidth", lambda dtype, nbytes: 1e10)
+    monkeypatch.setattr("mlxrunner.bench.ceilings.arithmetic", lambda dtype: 1e11)
+
+
+def test_every_figure_of_a_model(tmp_path: Path) -> None:
+    """Load, ceilings, prefill, decode and memory for each context, warm prompts of the longest, each as a share."""
+    write_model(tmp_path / "m")
+    result = run(str(tmp_path / "m"), "--context", "64", "--context", "100", "--rounds", "2", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    figures = {figure["name"]: figure for figure in found["figures"]}
+    assert list(figures) == [
+        "load", "ceiling: bandwidth, float32", "ceiling: arithmetic, float32",
+        "cold prefill of 64", "decode after 64", "peak memory with 64",
+        "cold prefill of 100", "decode after 100", "peak memory with 100",
+        "first token of 100, 0 % cached", "first token of 100, 50 % cached",
+        "first token of 100, 90 % cached", "first token of 100, 99 % cached",
+        "first token of 100, 100 % cached", "first token of 100, regenerated",
+        "weights", "entry of 100 tokens",
+    ]  # fmt: skip
+    assert all(0 < figure["min"] <= figure["median"] <= figure["max"] for figure in figures.values())
+    bound = {name: figure["ceiling"] for name, figure in figures.items() if figure["share"] is not None}
+    assert set(figures) - set(bound) == {"ceiling: bandwidth, float32", "ceiling: arithmetic, float32"}
+    assert [figure["evaluated"] for figure in figures.values() if figure["evaluated"] is not None] == [100, 50, 10, 1, 1, 1]
+    assert bound["decode after 100"] == "bandwidth"
+    assert bound["peak memory with 64"] == "memory"
+    assert found["versus"] == []
+    assert found["rounds"] == 2
+
+
+def test_beside_mlx_lm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same tokens from the same weights, ratios with minimum, median and maximum."""
+    write_model(tmp_path / "m")
+    result = run(str(tmp_path / "m"), "--context", "48", "--rounds", "2", "--vs", "mlx-lm")
+    assert result.exit_code == 0, result.output
+    assert "not the same tokens" not in result.stderr
+    versus = result.stdout.split("against mlx-lm")[1].splitlines()
+    assert [line.split("  ")[0] for line in versus[2:]] == ["cold prefill of 48", "decode after 48", "peak memory with 48"]
+    findings = Bench(str(tmp_path / "m"), contexts=[48], rounds=2, versus=True).run()
+    assert findings.as_dict()["versus"][0]["gain"].keys() == {"min", "median", "max"}
+
+
+def test_what_is_done_is_said_as_often_as_promised() -> None:
+    """So that the bar comes to its end."""
+    said: list[str] = []
+    Bench("demo", contexts=[32, 64], rounds=2, answer=4, begin=said.append).run()
+    assert len(said) == Bench.num_parts(2, 2)
+    assert said[0] == "loading demo"
+    assert said[-1] == "warm prompts of 64, round 2 of 2"
+
+
+def test_quick_is_one_round_of_a_short_prompt() -> None:
+    """Or of the one that is asked for."""
+    result = run("--quick")
+    assert result.exit_code == 0, result.output
+    assert "cold prefill of 128" in result.stdout
+    assert "rounds 1" in result.stdout
+    assert "512" not in result.stdout
+    assert result.stderr.splitlines()[0] == "bench: loading demo"
+
+
+def test_ctrl_c_prints_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The figures so far, and the exit code of an interrupt."""
+    monkeypatch.setattr(Bench, "_warm", lambda self, context: (_ for _ in ()).throw(KeyboardInterrupt))
+    result = run("--quick")
+    assert result.exit_code == 130
+    assert "cold prefill of 128" in result.stdout
+    assert "cached" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--context", "5000"], "context: 5000 to 5000 tokens with an answer of 32 are out of range: at least 16, at most 2015"),
+        (["--context", "3"], "context: 3 to 3 tokens"),
+        (["random:many"], "random:many: a random model is named by its size: random:100M, or random:1.5G"),
+        (["random:5000G"], "the device offers"),
+        (["/nowhere/at/all"], "no such model"),
+    ],
+    ids=["too long", "too short", "no size", "too large", "no model"],
+)
+def test_what_can_not_be_measured_is_said(arguments: list[str], message: str) -> None:
+    """In one line, with both numbers, before anything is measured."""
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stdout == ""
+
+
+def test_a_random_model_has_about_the_size_of_its_name() -> None:
+    """And runs: anybody can compare machines without a download."""
+    loaded = load_or_make("random:2M")
+    assert 1e6 < num_parameters(loaded.model) < 4e6
+    runner = Runner(loaded.model, loaded.tokenizer, loaded.facts, name=loaded.name, context=64)
+    assert len(list(runner.generate([1, 2, 3], max_tokens=4, stop_tokens=[]))) == 4
+    with pytest.raises(ModelError, match="named by its size"):
+        load_or_make("random:-1M")
+
+
+def test_nothing_measured_is_an_empty_table() -> None:
+    """An interrupt may come early."""
+    assert Findings({"model": "demo"}).table() == "model demo"
+
+
+def test_a_model_with_experts_gets_figures_without_shares(tmp_path: Path) -> None:
+    """How many weights a token uses depends on it; windows may evaluate more than what is new, which is said."""
+    write_model(tmp_path / "m", "gpt_oss", max_position_embeddings=512)
+    findings = Bench(str(tmp_path / "m"), contexts=[100], rounds=1, answer=4).run()
+    shares = {figure.name: figure.share for figure in findings.figures}
+    assert shares["cold prefill of 100"] is None
+    assert shares["weights"] is not None
+    assert "cold prefill of 100" in findings.table()

@@ -1,0 +1,332 @@
+"""`mlxrunner verify`: passes on every kind of layer, and fails, with the row named, on caches that are wrong."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from click.testing import CliRunner, Result
+
+from mlxrunner import OptionError, Runner, cli
+from mlxrunner.cache.entry import CacheEntry
+from mlxrunner.cache.full import FullAttentionCache
+from mlxrunner.cache.recurrent import RecurrentCache
+from mlxrunner.cache.sliding import SlidingWindowCache
+from mlxrunner.parallel.runner import ParallelRunner
+from mlxrunner.terminal import Steps
+from mlxrunner.testing import oracle_runner
+from mlxrunner.testing_models import save_model, tiny_config, tiny_model, write_model, write_tokenizer
+from mlxrunner.verify.run import NUM_PARTS, Verification, _affordable
+from mlxrunner.verify.scenarios import SCENARIOS, SMALLEST, Talk
+
+CONTEXT = 200
+TESTED = [*SCENARIOS, "overflow: moved keys", "two in parallel"]
+ARCHITECTURES: dict[str, set[str]] = {
+    "llama": set(),
+    "gemma3_text": set(),
+    "gpt_oss": set(),
+    "lfm2": {"overflow: moved keys", "two in parallel"},
+    "mamba2": {"overflow: moved keys", "two in parallel"},
+    "qwen3_next": {"overflow: moved keys", "two in parallel"},
+}
+"""And what can't be tested on them."""
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.main, ["verify", *arguments])
+
+
+def verify(folder: Path, architecture: str = "llama", *arguments: str, **config: Any) -> tuple[int, dict[str, str]]:
+    """The exit code, and the verdict of each row."""
+    write_model(folder, architecture, **config)
+    result = run(str(folder), "--context", str(CONTEXT), "--tokens", "6", "--json", *arguments)
+    assert result.exit_code in (0, 4), result.output
+    report = json.loads(result.stdout)
+    assert report["passed"] == (result.exit_code == 0)
+    return result.exit_code, {row["name"]: row["verdict"] for row in report["rows"]}
+
+
+def oracle_verification(*kinds: str, budget: int = 2**20) -> Verification:
+    runner, other = (oracle_runner(kinds, context=CONTEXT, checkpoint_budget=b) for b in (budget, 0))
+    return Verification(runner, other, 6)
+
+
+@pytest.fixture(autouse=True)
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows that move and checkpoints that come every few tokens."""
+    monkeypatch.setattr("mlxrunner.cache.sliding.STEP", 8)
+    monkeypatch.setattr("mlxrunner.cache.checkpoints.SPACING", 20)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_kind_of_layer_passes(architecture: str, tmp_path: Path) -> None:
+    """Every row is there, and tested where the model can do what it is about."""
+    code, verdicts = verify(tmp_path / "m", architecture, max_position_embeddings=4096)
+    assert code == 0
+    assert list(verdicts)[1:] == TESTED
+    assert {name for name, verdict in verdicts.items() if verdict == "not tested"} == ARCHITECTURES[architecture]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "untested"),
+    [
+        (["recurrent", "full"], set()),
+        (["composite"], set()),
+        (["chunked", "full"], set()),
+        (
+            ["unknown", "recurrent"],
+            {"edit an early token", "edit a middle token", "edit the last token", "regenerate", "thinking left out"},
+        ),
+    ],
+    ids=["recurrent", "composite", "chunked", "unknown"],
+)
+def test_a_model_that_hides_nothing_passes(kinds: list[str], untested: set[str]) -> None:
+    """The oracle's answer depends on every key in sight; what can't be reused is not called tested."""
+    report = oracle_verification(*kinds, budget=0 if untested else 2**20).run()
+    assert report.passed, report.table()
+    assert not report.is_blind
+    verdicts = {row.name: report.verdict(row) for row in report.rows}
+    assert {name for name in list(SCENARIOS)[:6] if verdicts[name] == "not tested"} == untested
+
+
+def test_too_short_a_context_is_refused() -> None:
+    """With both numbers, before anything runs."""
+    with pytest.raises(OptionError, match=r"context: 90 tokens are too few .* at least 104 are needed"):
+        Verification(oracle_runner(context=90), oracle_runner(context=90), 8)
+    result = run("--context", "20")
+    assert result.exit_code == 2
+    assert "mlxrunner: context: 20 tokens are too few" in result.stderr
+    assert "tokens: 0 is out of range" in run("--tokens", "0").stderr.replace("max_", "")
+
+
+def test_a_model_that_does_not_exist_is_named() -> None:
+    """Also one of random weights."""
+    assert "no such model" in run("/nowhere/at/all").stderr
+    assert "a random model is named by its size: random:100M" in run("random:many").stderr
+    assert run("random:9999G").exit_code == 2
+
+
+def test_half_precision_and_quantized_weights_pass(tmp_path: Path) -> None:
+    """As models on the hub are: their numbers are coarse, and still one wrong token is seen."""
+    config = tiny_config("gpt_oss", max_position_embeddings=4096, quantization={"group_size": 32, "bits": 4})
+    model = tiny_model(config)
+    model.set_dtype(mx.bfloat16)
+    nn.quantize(model, 32, 4, class_predicate=lambda _, m: hasattr(m, "to_quantized") and m.weight.shape[-1] % 32 == 0)
+    save_model(tmp_path / "m", model, config)
+    write_tokenizer(tmp_path / "m")
+    result = run(str(tmp_path / "m"), "--context", str(CONTEXT), "--json")
+    report = json.loads(result.stdout)
+    assert result.exit_code == 0, result.stdout
+    assert report["epsilon"] > 0.005
+    assert not report["is_blind"]
+
+
+@pytest.mark.parametrize("bits", ["8", "4"])
+def test_quantized_caches_pass(bits: str, tmp_path: Path) -> None:
+    """What cold runs differ by there is larger, and measured."""
+    code, verdicts = verify(tmp_path / "m", "llama", "--kv-bits", bits, num_attention_heads=2, hidden_size=64)
+    assert code == 0
+    assert verdicts["append"] == "ok"
+    assert verdicts["two in parallel"] == "not tested"
+
+
+def keep_stale_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a rewind the first row is not overwritten."""
+    write = FullAttentionCache.update_and_fetch
+    rewind = FullAttentionCache.rewind
+    stale: dict[int, int] = {}
+
+    def remember(self: FullAttentionCache, to: int) -> None:
+        if 0 < to < self.offset:
+            stale[id(self)] = to
+        rewind(self, to)
+
+    def forget_to_write(self: FullAttentionCache, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        place = stale.pop(id(self), None)
+        old = None if place != self.offset or self.offset == 0 else mx.contiguous(self.keys[..., place : place + 1, :])
+        if old is not None:
+            keys = mx.concatenate([old, keys[..., 1:, :]], axis=2)
+        return write(self, keys, values)
+
+    monkeypatch.setattr(FullAttentionCache, "rewind", remember)
+    monkeypatch.setattr(FullAttentionCache, "update_and_fetch", forget_to_write)
+
+
+def rotate_by_a_wrong_offset(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a rewind the model is told an offset that is one too large."""
+
+    class Wrong:
+        def __init__(self, cache: FullAttentionCache) -> None:
+            self._cache = cache
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._cache, name)
+
+        @property
+        def offset(self) -> int:
+            return self._cache.offset + (id(self._cache) in rewound)
+
+    rewound: set[int] = set()
+    rewind, free = FullAttentionCache.rewind, FullAttentionCache.free
+
+    def remember(self: FullAttentionCache, to: int) -> None:
+        if 0 < to < self.offset:
+            rewound.add(id(self))
+        rewind(self, to)
+
+    def forget(self: FullAttentionCache) -> None:
+        rewound.discard(id(self))
+        free(self)
+
+    monkeypatch.setattr(FullAttentionCache, "rewind", remember)
+    monkeypatch.setattr(FullAttentionCache, "free", forget)
+    monkeypatch.setattr(FullAttentionCache, "model_cache", property(Wrong))
+
+
+def shift_by_one_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys are moved to a position beside theirs."""
+    from mlxrunner.cache.rotate import rotators
+
+    monkeypatch.setattr("mlxrunner.runner.rotators", lambda model, caches, by: rotators(model, caches, by + 1) and [
+        (lambda keys, _, way=way: way(keys, by + 1)) for way in rotators(model, caches, by + 1) or ()
+    ])  # fmt: skip
+
+
+def restore_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state comes back from its checkpoint as zeros."""
+    restore = RecurrentCache.restore
+
+    def wrong(self: RecurrentCache, snapshot: Any, offset: int) -> None:
+        restore(self, snapshot, offset)
+        inner = self.model_cache
+        inner.cache = [None if state is None else mx.zeros_like(state) for state in inner.cache]
+
+    monkeypatch.setattr(RecurrentCache, "restore", wrong)
+
+
+def window_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rewound window loses its newest row's place: what follows is written one row too early."""
+    rewind = SlidingWindowCache.rewind
+
+    def wrong(self: SlidingWindowCache, to: int) -> None:
+        rewind(self, to)
+        if self._stored is not None:
+            values = mx.roll(self._stored.values, 1, axis=2)
+            self._stored = type(self._stored)(self._stored.keys, values, self._stored.first, self._stored.rows)
+
+    monkeypatch.setattr(SlidingWindowCache, "rewind", wrong)
+
+
+def another_prompt_in_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence sees a token that is not its own."""
+    submit = ParallelRunner.submit
+    monkeypatch.setattr(
+        ParallelRunner, "submit", lambda self, prompt, **options: submit(self, [*prompt[:40], 5, *prompt[41:]], **options)
+    )
+
+
+@pytest.mark.parametrize(
+    ("break_it", "architecture", "rows"),
+    [
+        (keep_stale_keys, "llama", {"edit an early token", "edit a middle token", "edit the last token"}),
+        (rotate_by_a_wrong_offset, "llama", {"edit an early token", "regenerate", "thinking left out"}),
+        (shift_by_one_less, "llama", {"overflow: moved keys"}),
+        (restore_nothing, "lfm2", {"edit an early token", "edit a middle token", "thinking left out"}),
+        (window_off_by_one, "gemma3_text", {"edit the last token", "regenerate"}),
+        (another_prompt_in_parallel, "llama", {"two in parallel"}),
+    ],
+)
+def test_a_wrong_cache_is_found(
+    break_it: Any, architecture: str, rows: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exit code 4, the rows named, and those that it does not concern are not."""
+    break_it(monkeypatch)
+    code, verdicts = verify(tmp_path / "m", architecture, max_position_embeddings=4096)
+    different = {name for name, verdict in verdicts.items() if verdict == "DIFFERENT"}
+    assert code == 4
+    assert rows <= different
+    assert "the same cold run twice" not in different
+    table = run(str(tmp_path / "m"), "--context", str(CONTEXT), "--tokens", "6")
+    assert table.exit_code == 4
+    assert f"DIFFERENT: {', '.join(name for name in verdicts if name in different)}." in table.stdout
+
+
+def test_a_tokenizer_without_words_is_no_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then the text is made of whatever tokens there are."""
+    runner = oracle_runner(context=CONTEXT)
+    monkeypatch.setattr(runner.tokenizer, "encode_more", lambda text: [10**6] if text else [])
+    talk = Talk(runner, 6)
+    assert len(talk.base) == CONTEXT - 50
+    assert max(talk.base) < runner.facts.vocab
+    assert [i for i, (a, b) in enumerate(zip(talk.base, talk.changed(70), strict=True)) if a != b] == [70]
+
+
+def test_an_untrue_entry_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the logits say: the next request would be wrong."""
+    true = Runner.entry.fget  # type: ignore[attr-defined]  # a property
+
+    def one_token_short(runner: Runner) -> CacheEntry:
+        entry = CacheEntry(caches=true(runner).caches)
+        entry.tokens.extend(list(true(runner).tokens)[:-1])
+        return entry
+
+    monkeypatch.setattr(Runner, "entry", property(one_token_short))
+    report = oracle_verification("full", "recurrent").run()
+    assert not report.passed
+    assert "append, edit an early token" in report.table().splitlines()[-1]
+    assert "DIFFERENT: the entry holds 176 tokens, but its layers are at [177]" in report.table()
+
+
+def test_ctrl_c_prints_what_was_found_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And says that it is not all; the exit code is that of an interrupt."""
+
+    def interrupt(talk: Talk) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(SCENARIOS, "regenerate", interrupt)
+    result = run("--context", "160")
+    assert result.exit_code == 130
+    assert "edit the last token" in result.stdout
+    assert "Interrupted after 5 rows." in result.stdout
+    assert "changes nothing" not in result.stdout
+
+
+def test_what_is_done_is_said_on_stderr() -> None:
+    """A line a step where that is no terminal; stdout has the table and nothing else."""
+    result = run("--context", "160", "--tokens", "4")
+    assert result.exit_code == 0, result.output
+    lines = result.stderr.splitlines()
+    assert lines[:3] == ["verify: loading demo", "verify: measuring the model's speed", "verify: the same cold run twice"]
+    assert [line.removeprefix("verify: ") for line in lines[3:]] == TESTED
+    assert len(lines) == NUM_PARTS
+    assert result.stdout.startswith("demo on ")
+    assert "13 of 13 rows tested, and reuse changes nothing in them." in result.stdout
+
+
+def test_a_terminal_shows_a_bar_that_goes_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the step's name, which can't drive the terminal; nothing of it stays."""
+    screen = io.StringIO()
+    screen.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr("sys.stderr", screen)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    steps = Steps("verify", 2)
+    steps("loading \x1b[31mred[bold]")
+    steps("append")
+    steps.close()
+    shown = screen.getvalue()
+    assert "verify: loading \\x1b[31mred[bold]" in shown or "verify: append" in shown
+    assert "\x1b[31mred" not in shown
+    assert shown.endswith("\x1b[2K")
+
+
+def test_the_context_is_chosen_by_the_speed() -> None:
+    """Two minutes for everybody: longer prompts on faster devices, up to a bound."""
+    slow, fast = (_affordable(2048, 1 / rate, 10 / rate, 56) for rate in (30, 3000))
+    assert 2 * SMALLEST + 56 <= slow < fast <= 2048
+    assert _affordable(2048, 1e-6, 1e-6, 56) == 2048
+    assert _affordable(512, 1.0, 1.0, 56) == 2 * SMALLEST + 56
