@@ -25,7 +25,7 @@ SEED_TOKENS = 16
 """A rest of at most so many tokens is evaluated in one forward pass: on most devices as fast as a single token."""
 
 CLEAR_EVERY = 256
-FIRST, FEWEST, PAUSE_S = 8, 2, 0.08
+FIRST, FEWEST, PAUSE_S = 8, 2, 0.05
 """While a prompt is evaluated in advance: tokens of the first chunk and of the smallest, and seconds that one may take."""
 
 
