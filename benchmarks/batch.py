@@ -22,13 +22,14 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm import batch_generate, stream_generate
 from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
-from report import Row, less_is_better, print_json, print_table
-from sides import SameDecoder, random_llama
 
 from mlxrunner.batch.lanes import STEPS
 from mlxrunner.batch.order import cost, sort_key
 from mlxrunner.batch.request import BatchRequest
 from mlxrunner.batch.run import run_batch
+from mlxrunner.bench.models import random_runner
+from mlxrunner.bench.rows import Row, less_is_better, print_json, print_table
+from mlxrunner.bench.sides import SameDecoder
 from mlxrunner.cache.tokens import TokenArray, common_prefix
 from mlxrunner.parallel.runner import ParallelRunner
 from mlxrunner.runner import Runner
@@ -146,7 +147,7 @@ def main() -> None:
         rows = compare("demo", Runner.load("demo", reserve=False), 0.1, given.rounds, 12)
     else:
         rows = compare("demo, 3 M", Runner.load("demo", reserve=False), given.scale, given.rounds)
-        rows += compare("llama, 98 M", random_llama(), given.large_scale or given.scale, given.rounds)
+        rows += compare("llama, 98 M", random_runner(), given.large_scale or given.scale, given.rounds)
     print_table(rows)
     print_json(rows, versus="mlx_lm", scale=given.scale, large_scale=given.large_scale or given.scale)
 

@@ -15,8 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from report import Row, excess, print_json, print_table
-
+from mlxrunner.bench.rows import Row, excess, print_json, print_table
 from mlxrunner.models.facts import facts_of
 from mlxrunner.profiling.profile import Profile
 from mlxrunner.runner import Runner

@@ -20,8 +20,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from parallel import random_llama
-from report import Row, less_is_better, print_json, print_table
 
+from mlxrunner.bench.rows import Row, less_is_better, print_json, print_table
 from mlxrunner.chat.history import History, Spelling
 from mlxrunner.models.facts import facts_of
 from mlxrunner.runner import Runner

@@ -12,10 +12,9 @@ import time
 from contextlib import closing
 from typing import Any
 
-from report import Row, more_is_better, print_json, print_table
-from sides import Side, Tokens, our_side
-from versus_mlx_lm import in_turn, measure, some_tokens, wait
-
+from mlxrunner.bench.harness import in_turn, measure, some_tokens, wait
+from mlxrunner.bench.rows import Row, more_is_better, print_json, print_table
+from mlxrunner.bench.sides import Side, Tokens, our_side
 from mlxrunner.models.load import load_model
 from mlxrunner.parallel.runner import ParallelRunner
 from mlxrunner.runner import Runner
@@ -54,7 +53,7 @@ def alone(runner: Runner, name: str, count: int, rounds: int) -> Row:
     for turn in range(rounds + 1):
         for side in in_turn(sides, turn):
             runner.reset()
-            rates[side].append((count - 1) / measure(sides[side], some_tokens(runner, 64), count).decode)
+            rates[side].append((count - 1) / measure(sides[side], some_tokens(runner, 64), count, runner).decode)
     return more_is_better(f"{name}, decode {count}", "tok/s", rates["held"][1:], rates["free"][1:], target=TARGET)
 
 

@@ -17,15 +17,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pexpect
-from report import less_is_better, print_json, print_table
+
+from mlxrunner.bench.rows import less_is_better, print_json, print_table
 
 KEYS = "the quick brown fox"
 
 
 def serve(type_ahead: bool, progress: Path) -> None:
     """The chat itself, in the pseudo-terminal. `progress` gets a line for each evaluation in advance that was finished."""
-    from sides import random_llama
-
+    from mlxrunner.bench.models import random_runner
     from mlxrunner.chat import editor
     from mlxrunner.chat.ahead import Draft
     from mlxrunner.chat.conversation import Conversation
@@ -39,7 +39,7 @@ def serve(type_ahead: bool, progress: Path) -> None:
             super().finish()
 
     editor.Draft = TimedDraft  # type: ignore[misc]
-    conversation = Conversation(random_llama(), options={"max_tokens": 1})
+    conversation = Conversation(random_runner(), options={"max_tokens": 1})
     chat, table = open_chat(conversation, plain=True, history=False, type_ahead=type_ahead)
     evaluate = conversation.evaluate
 

@@ -12,6 +12,7 @@ from mlxrunner import device
 from mlxrunner.errors import ModelError
 from mlxrunner.models.facts import facts_of
 from mlxrunner.models.load import LoadedModel, load_model
+from mlxrunner.runner import Runner
 from mlxrunner.testing import ByteTokenizer
 
 RANDOM = re.compile(r"random:(\d+(?:\.\d+)?)([MG])", re.IGNORECASE)
@@ -51,6 +52,12 @@ def random_llama(name: str, parameters: float) -> LoadedModel:
     mx.eval(model.parameters())
     # Most of its ids have no text in this tokenizer: as little to do for whoever decodes it.
     return LoadedModel(name, Path(), model, ByteTokenizer(), facts_of(model, vars(args)), vars(args))
+
+
+def random_runner(name: str = "random:98M") -> Runner:
+    """On such a model, without taking any memory in advance."""
+    loaded = load_or_make(name)
+    return Runner(loaded.model, loaded.tokenizer, loaded.facts, name=name)
 
 
 def _parameters(layers: int) -> float:

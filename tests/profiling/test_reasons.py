@@ -188,7 +188,7 @@ def test_interrupted_in_a_terminal(events: Path, lines: Lines) -> None:
     """A long message, Ctrl-C while it is evaluated, and the same message again."""
     import pexpect
 
-    command = ["-m", "mlxrunner", "chat", "--no-type-ahead", "--prefill-step", "4", "--events", str(events)]
+    command = ["-m", "mlxrunner", "chat", "--no-type-ahead", "--prefill-step", "1", "--events", str(events)]
     environment = {**os.environ, "TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1"}
     terminal = pexpect.spawn(sys.executable, command, timeout=120, dimensions=(40, 200), env=environment)
     for requests in (1, 2):
