@@ -422,3 +422,20 @@ def test_verified_lines_run_one_at_a_time(folder: Path) -> None:
     refused = run("in.jsonl", "-o", "other.jsonl", "--verify-cache", "1", "--parallel", "2")
     assert (refused.exit_code, refused.stdout) == (2, "")
     assert "--verify-cache looks at one request at a time" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        (["--choices", "a,b"], {"response_format": {"type": "json_object"}}),
+        (["--schema", "schema.json"], {"choices": ["yes", "no"]}),
+        (["--choices", "a,b"], {"response_format": {"type": "text"}}),
+        (["--schema", "schema.json"], {"response_format": {"type": "text"}}),
+    ],
+)
+def test_the_form_of_a_line_takes_the_place_of_the_batch_s(given: list[str], line: dict[str, Any]) -> None:
+    """Also one of the other kind, or none."""
+    Path("schema.json").write_text('{"enum": [1]}')
+    result = run(write({"prompt": "Hello!"} | line), "-o", "out.jsonl", "--max-tokens", 4, *given)
+    assert result.exit_code == 0, result.stderr
+    assert answers()[0]["text"] not in ("a", "b", "1")

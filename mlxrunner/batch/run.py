@@ -250,6 +250,8 @@ class Together:
         for flight in list(self._flights):
             flight.chunks += flight.handle.poll()
             try:
+                if flight.handle.error is not None:
+                    raise flight.handle.error
                 if flight.handle.finished:
                     outcome = Outcome(flight.entry, self._result(flight))
                 else:
@@ -259,7 +261,7 @@ class Together:
                 raise
             except Exception as error:
                 flight.handle.cancel()
-                if flight.left and isinstance(error, TimeLimitError):
+                if flight.left:
                     self._flights.remove(flight)
                     self._waiting.append((flight.entry, flight.left - 1))
                     continue

@@ -21,7 +21,9 @@ Shift = Callable[[int, mx.array, mx.array], mx.array]
 """`shift(layer, keys [1, kv_heads, n, head_dim], offsets [n] int32)` -> the keys, re-rotated by so many positions."""
 
 MANY_RUNS = 64
-"""From here on one gather or scatter is faster than a slice for each run."""
+"""From here on one gather is faster than a slice for each run."""
+SOME_RUNS, SHORT = 4, 8
+"""More runs than that, and shorter ones: one scatter is faster than a slice for each."""
 
 
 @dataclass
@@ -141,9 +143,11 @@ class CausalCache(Cache):
         if self._sight.memory is None:
             self._become(self._cells.expecting(sequence, count))
 
-    def num_used_by(self, sequences: Sequence[int]) -> int:
-        """Cells with tokens of any of `sequences`."""
-        return int(np.count_nonzero(self._cells.owners[list(sequences)].any(axis=0)))
+    def num_used_by(self, sequences: Sequence[int], prefix: tuple[int, int] = (0, 0)) -> int:
+        """Cells with tokens of any of `sequences`, or with the first so many of another one: `prefix`, (sequence, tokens)."""
+        other, length = prefix
+        used = self._cells.owners[list(sequences)].any(axis=0)
+        return int(np.count_nonzero(used | (self._cells.owners[other] & (self._cells.positions < length))))
 
     @property
     def sequences(self) -> tuple[int, ...]:
@@ -315,7 +319,7 @@ def _write(buffer: mx.array, cells: Ints, rows: mx.array) -> None:
 
 def _put(buffer: mx.array, cells: Ints, rows: mx.array) -> None:
     found = runs(cells)
-    if len(found) > MANY_RUNS:
+    if len(found) > SOME_RUNS and len(cells) < SHORT * len(found):
         buffer[:, :, mx.array(cells), :] = rows
         return
     done = 0

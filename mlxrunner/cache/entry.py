@@ -89,7 +89,7 @@ class CacheEntry:
             )
             for item in self.checkpoints
         ]
-        return Exported(self.tokens.array.copy(), [cache.export() for cache in self.caches], checkpoints)
+        return Exported(self.tokens.array.copy(), [cache.export() for cache in self.caches], checkpoints, not self.is_shifted)
 
     def adopt(self, saved: SavedEntry) -> None:
         """Fill an empty entry, layer by layer. ValueError where what was saved does not belong together."""
@@ -106,6 +106,7 @@ class CacheEntry:
             nbytes = sum(snapshot.nbytes for snapshot in snapshots if snapshot is not None)
             self.checkpoints.add(Checkpoint(item.offset, nbytes, snapshots, item.is_anchor))
         self.tokens.extend(saved.tokens)
+        self.is_shifted = not saved.is_exact
         if not self.is_true:
             raise ValueError(f"its layers are at {sorted(set(self.offsets))}, and it has {offset} tokens")
 
@@ -253,8 +254,10 @@ class PrefixCache:
         """Free the entry between requests. BusyError while one is running."""
         if self.is_busy:
             raise BusyError()
-        self._awaited = None
+        awaited, self._awaited = self._awaited, None
         self.free(why, reason=reason)
+        if awaited is not None:
+            self.lose(reason, why, awaited.tokens)
 
     def keep(self, tokens: Sequence[int] | TokenArray) -> None:
         """Rewind the entry, between requests, to what it shares with `tokens`. BusyError while one is running."""
@@ -327,7 +330,7 @@ class PrefixCache:
                 self.settle()
             self._read_awaited()
             self._settled = False
-            return self._rewind_for(session.prompt)
+            return self._rewind_for(session.prompt, session.is_ahead)
         except BaseException:
             self._close(session)
             raise
@@ -342,7 +345,7 @@ class PrefixCache:
         if is_shorter and common_prefix(there, prompt) == len(there):
             self._loss = Loss("interrupted", None, prompt)
 
-    def _rewind_for(self, prompt: TokenArray) -> Lookup:
+    def _rewind_for(self, prompt: TokenArray, is_ahead: bool) -> Lookup:
         entry, loss, source = self.entry, self._loss, self._restored_from
         before = len(entry.tokens)
         matched = common_prefix(entry.tokens.array, prompt)
@@ -360,7 +363,8 @@ class PrefixCache:
             if self.entry is not entry:
                 freed, cached, checkpoint = self._loss, 0, None
         rewind_s = time.perf_counter() - began if cached < before else 0.0
-        self._loss = self._restored_from = None
+        # What is evaluated in advance leaves the explanation to the request.
+        self._loss, self._restored_from = (loss, source if cached else None) if is_ahead else (None, None)
         if not self.entry.caches:
             self.entry = self._fresh_entry()
         found = Lookup(

@@ -57,14 +57,18 @@ class SavedEntry(Protocol):
     @property
     def checkpoints(self) -> Iterable[SavedCheckpoint]: ...
 
+    @property
+    def is_exact(self) -> bool: ...
+
 
 @dataclass(frozen=True)
 class Exported:
-    """An entry as it is now."""
+    """An entry as it is now. `is_exact`: a cold run on its tokens would store the same, which a shift or fewer bits undo."""
 
     tokens: TokenArray
     layers: Sequence[Saved]
     checkpoints: Sequence[SavedCheckpoint]
+    is_exact: bool = True
 
 
 def mismatch(saved: Saved, like: Saved, tokens: int) -> str | None:

@@ -126,7 +126,9 @@ class Chat:
         """Go on with another model, or the same one loaded otherwise. What is wrong with it is said while the present one is still there."""
         loading = self.loading | changes
         plan = {option: loading[option] for option in PLANNED if option in loading}
-        must_fit(plan_model(name, **plan))
+        found = plan_model(name, **plan)
+        if loading.get("reserve", True):
+            must_fit(found)
         # Two models at a time may be too much: the present one is given up first.
         before, self.conversation.runner = self.conversation.runner, None  # type: ignore[assignment]
         del before
@@ -136,7 +138,8 @@ class Chat:
             self.conversation.runner = Runner.load(self.model, **self.loading)
             raise
         finally:
-            self.watch(self.conversation.runner)
+            if self.conversation.runner is not None:
+                self.watch(self.conversation.runner)
         if name != self.model:
             self.conversation.history.forget_tokens()
         self.model, self.loading = name, loading

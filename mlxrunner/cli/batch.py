@@ -116,15 +116,16 @@ def batch(
             return
         with recording(recorded, "batch") as profile:
             summary = run_job(job, progress, profile.attach)
+            progress.close()
+            if not quiet:
+                _report(job, summary)
+            if summary.stopped:
+                _say_how_to_go_on(job)
     except (KeyboardInterrupt, CutOffError):
         _say_how_to_go_on(job)
         raise
     finally:
         progress.close()
-    if not quiet:
-        _report(job, summary)
-    if summary.stopped:
-        _say_how_to_go_on(job)
     sys.exit(INTERRUPTED if summary.stopped == "interrupt" else 1 if summary.failed else 0)
 
 

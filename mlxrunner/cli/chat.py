@@ -79,4 +79,5 @@ def chat(
         saving.begin(opened, resumed is not None)
         code = opened.run(table)
         saving.end(opened)
-    sys.exit(code)
+        if code:
+            sys.exit(code)

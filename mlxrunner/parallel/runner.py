@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -24,7 +24,7 @@ from mlxrunner.cache.sequences import END, Batch, CacheFullError
 from mlxrunner.cache.tokens import TokenArray
 from mlxrunner.config import GenerateOptions
 from mlxrunner.constrain import constraint_of
-from mlxrunner.errors import ContextLengthError, FormError, OptionError, PromptError
+from mlxrunner.errors import ContextLengthError, FormError, MlxrunnerError, OptionError, PromptError
 from mlxrunner.events import Chunk, FinishReason, Usage, log_lookup
 from mlxrunner.models.facts import ModelFacts
 from mlxrunner.models.load import LoadedModel, load_model
@@ -42,6 +42,7 @@ from mlxrunner.tokenizer import Tokenizer
 from mlxrunner.tokenizer.prompt import Prompt, prepare, system_tokens
 
 DEFAULT_MAX_BATCH = 1024
+T = TypeVar("T")
 AHEAD = 4
 """Requests per slot that `run_each` has read and not given back yet, at most."""
 
@@ -62,6 +63,11 @@ class Handle:
             if request.finished:
                 return
             self._runner.step()
+
+    @property
+    def error(self) -> MlxrunnerError | None:
+        """What ended it, if it was an error of its own."""
+        return self._request.error
 
     @property
     def finished(self) -> bool:
@@ -232,6 +238,7 @@ class ParallelRunner:
             yield handles.popleft().result()
 
     def _submit_when_possible(self, prompt: Prompt, options: dict[str, Any]) -> Handle:
+        prompt = prepare(self.tokenizer, prompt)  # once, however long it waits
         while True:
             try:
                 return self.submit(prompt, **options)
@@ -266,10 +273,11 @@ class ParallelRunner:
         keep = system_tokens(self.tokenizer, prompt, tokens) if options.keep is None else options.keep
         shift = Shift(self.capacity, keep) if options.overflow == "shift" else None
         clock = Clock(began, time.perf_counter())
+        self._follow_sources()  # who waits for a slot that is free again goes on first: it may be given away now
         choice = choose(self.slots, tokens)
         slot, room = choice.slot, self.capacity - len(tokens)
         limit = (options.max_tokens or self.capacity) if options.overflow == "shift" else min(options.max_tokens or room, room)
-        self._check_room(len(tokens) - choice.matched + limit)
+        self._check_room(len(tokens) - choice.matched + limit, (choice.source.number, choice.matched if choice.ready else 0))
         next_token = NextToken(options, self.facts.vocab, constraint=constraint_of(options, self.tokenizer, self.facts.vocab))
         if not self._requests:
             mx.reset_peak_memory()
@@ -297,12 +305,12 @@ class ParallelRunner:
         if self.facts.vocab and int(tokens.max()) >= self.facts.vocab:
             raise PromptError(f"token id {int(tokens.max())} is beyond the model's vocabulary of {self.facts.vocab}")
 
-    def _check_room(self, wanted: int) -> None:
-        """That `wanted` more tokens will fit, whatever the others still do; idle slots give way."""
+    def _check_room(self, wanted: int, prefix: tuple[int, int]) -> None:
+        """That `wanted` more tokens will fit, whatever the others still do; idle slots give way, but for the `prefix` that is shared."""
         if self.cells >= len(self.slots) * self.capacity:
             return
         busy = [slot.number for slot in self.slots if slot.is_busy]
-        used = max(group.num_used_by(busy) for group in self._adapted.groups)
+        used = max(group.num_used_by(busy, prefix) for group in self._adapted.groups)
         coming = sum(max(0, r.left - r.promised) + r.limit - r.sampled for r in self._requests)
         if used + coming + wanted > self.cells:
             raise CacheFullError("this request", wanted, max(0, self.cells - used - coming), self.cells)
@@ -382,16 +390,17 @@ class ParallelRunner:
                     sampling.append(request)
         if not positions:
             return None
-        logits = self._forward(mx.concatenate(parts), Batch(positions, sequences), rows or [0])
+        row, batch = mx.concatenate(parts), Batch(positions, sequences)
+        logits = self._with_room(lambda: self._adapted.forward(row, batch, rows or [0]))
         step = self._sample(sampling, logits)
         dispatch([array for sampled in step.sampled for array in sampled.arrays] or [logits])
         return step
 
-    def _forward(self, tokens: mx.array, batch: Batch, rows: list[int]) -> mx.array:
-        """Idle slots give way, the least recently used first, where there is no room for the batch."""
+    def _with_room(self, act: Callable[[], T]) -> T:
+        """Idle slots give way, the least recently used first, where there is no room for what `act` does."""
         while True:
             try:
-                return self._adapted.forward(tokens, batch, rows)
+                return act()
             except CacheFullError:
                 idle = [slot for slot in self.slots if not slot.is_busy and slot.tokens]
                 if not idle:
@@ -426,7 +435,7 @@ class ParallelRunner:
                     sampled = request.next_token(logits[row : row + 1], request.history)
             except FormError as error:
                 request.error = error
-                self._retire(request)
+                self._retire(request, error=type(error).__name__)
                 continue
             request.sampled += 1
             step.requests.append(request)
@@ -480,7 +489,7 @@ class ParallelRunner:
             return
         assert request.shift is not None
         keep, discard = request.shift.keep, request.shift.discard(request.place)
-        self._adapted.cache.remove(request.slot.number, keep, keep + discard)
+        self._with_room(lambda: self._adapted.cache.remove(request.slot.number, keep, keep + discard))
         tokens = list(request.slot.tokens)
         request.slot.tokens.truncate(keep)
         request.slot.tokens.extend(tokens[keep + discard :])

@@ -39,11 +39,15 @@ class Divergences:
 
     def __post_init__(self) -> None:
         self._key = secrets.token_bytes(16)
-        self._before = Prepared(np.empty(0, np.int32))
+        self.forget()
 
     def follow(self, prepared: Prepared) -> None:
         """What the entry holds now was made of this."""
         self._before = prepared
+
+    def forget(self) -> None:
+        """What the entry holds now was made of something else."""
+        self._before = Prepared(np.empty(0, np.int32))
 
     def describe(self, prepared: Prepared, prompt: TokenArray, lookup: Lookup) -> dict[str, Any] | None:
         """The `divergence` of an event; None where the prompt goes on as the entry does, or one of them ends."""
@@ -51,7 +55,7 @@ class Divergences:
         if lookup.entry_tokens == 0 or index >= min(len(prompt), lookup.entry_tokens):
             return None
         if lookup.is_restored:
-            self._before = Prepared(np.empty(0, np.int32))
+            self.forget()
         dropped, coming = list(lookup.dropped), prompt[index : index + WINDOW].tolist()
         here, before = self._places(prepared, prompt, index, dropped)
         place = here if here.part is not None else before

@@ -27,7 +27,7 @@ from mlxrunner.profiling.tokenlog import TokenLines
 from mlxrunner.profiling.writer import LineWriter
 
 if TYPE_CHECKING:
-    from mlxrunner.profiling.verify import Verifier
+    pass
 
 Sink = Callable[[dict[str, Any]], None]
 """Is given each event."""
@@ -63,7 +63,8 @@ class Profile:
         self._settings: dict[str, Any] = {}
         self._entry = TokenBuffer()
         self._lines: TokenLines | None = None
-        self._verifier: Verifier | None = None
+        self._noise: float | None = None
+        self._entry_tokens = 0
 
     def attach(self, runner: Any) -> None:
         """Watch `runner` from now on. If this profile watched another one before, the next event says what became of its entry."""
@@ -88,7 +89,7 @@ class Profile:
         self._entry = TokenBuffer()
         self._divergences = Divergences(runner.tokenizer, self._log_text)
         self._curve = PrefillCurve()
-        self._lines = self._verifier = None
+        self._entry_tokens, self._noise, self._lines = 0, None, None
         runner.observer = self
 
     def __call__(self, runner: Any, observed: Observation) -> None:
@@ -99,8 +100,11 @@ class Profile:
         if not self._is_wanted:
             return
         event = event_of(observed, self._identity, self.number)
+        if "prefill_step" not in self._settings or observed.lookup.entry_tokens != self._entry_tokens:
+            self._divergences.forget()  # the entry is not what the last request left: others shared it, or it went on in advance
         event["divergence"] = self._divergences.describe(observed.prepared, observed.prompt, observed.lookup)
         self._divergences.follow(observed.prepared)
+        self._entry_tokens = len(observed.entry)
         event["saved_s"] = self._saved_s(observed)
         event["profile_s"] = round(time.perf_counter() - began, 7)
         try:
@@ -154,12 +158,12 @@ class Profile:
     def _verify(self, runner: Any, observed: Observation) -> dict[str, Any]:
         from mlxrunner.profiling.verify import Verifier, Warm
 
-        if self._verifier is None:
-            rough = self._settings.get("kv_bits") is not None
-            self._verifier = Verifier(runner.model, runner.cold_caches, runner.prefill_step, is_rough=rough)
+        rough = self._settings.get("kv_bits") is not None
+        verifier = Verifier(runner.model, runner.cold_caches, runner.prefill_step, self._noise, is_rough=rough)
         tokens: TokenArray = observed.entry.array.copy()
         logger.debug("verifying %d tokens", len(tokens))
-        found = self._verifier.verify(Warm(tokens, len(observed.prompt), observed.logits, observed.is_greedy))
+        found = verifier.verify(Warm(tokens, len(observed.prompt), observed.logits, observed.is_greedy))
+        self._noise = verifier.noise
         self.verified += 1
         if not found["equal"]:
             self.failed += 1

@@ -41,18 +41,27 @@ class Warm:
 class Verifier:
     """Verifies requests of one model. `make_caches`: empty caches like the entry's, but not the entry's."""
 
-    def __init__(self, model: Any, make_caches: Callable[[], list[LayerCache]], step: int, *, is_rough: bool = False) -> None:
-        """`step`: prompt tokens evaluated at once; `is_rough`: keys and values are stored with fewer bits than they are computed with."""
+    def __init__(
+        self,
+        model: Any,
+        make_caches: Callable[[], list[LayerCache]],
+        step: int,
+        noise: float | None = None,
+        *,
+        is_rough: bool = False,
+    ) -> None:
+        """`step`: prompt tokens evaluated at once; `noise`: of this model, if it was measured already; `is_rough`: keys and values are
+        stored with fewer bits than they are computed with."""
         self._model, self._make_caches, self._step = model, make_caches, step
         self._least = _RELATIVE[mx.bfloat16] if is_rough else 0.0
-        self._noise: float | None = None
+        self.noise = noise
 
     def verify(self, warm: Warm) -> dict[str, Any]:
         """The `verify` of an event."""
         began = time.perf_counter()
         last, gaps = self._cold(warm, self._step)
-        if self._noise is None:
-            self._noise = _distance(last, self._cold(warm, max(1, min(self._step, warm.prompt) // 2))[0])
+        if self.noise is None:
+            self.noise = _distance(last, self._cold(warm, max(1, min(self._step, warm.prompt) // 2))[0])
         tolerance = self._tolerance(last)
         difference = _distance(last, warm.logits)
         wrong = [number for number, gap in enumerate(gaps) if not gap <= tolerance]
@@ -68,7 +77,7 @@ class Verifier:
     def _tolerance(self, logits: mx.array) -> float:
         scale = max(1.0, _largest(logits))
         relative = max(self._least, _RELATIVE.get(logits.dtype, _RELATIVE[mx.bfloat16]))
-        return max(relative * scale, NOISE * (self._noise or 0.0))
+        return max(relative * scale, NOISE * (self.noise or 0.0))
 
     def _cold(self, warm: Warm, step: int) -> tuple[mx.array, list[float]]:
         """The last logits, and by how much each answer token was less likely than the likeliest one (none unless greedy)."""

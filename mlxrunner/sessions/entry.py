@@ -38,6 +38,7 @@ def pack(entry: Exported, fingerprint: Mapping[str, str], bits: int | None = Non
     packer = _Packer(bits)
     packer.arrays["tokens"] = _buffer(mx.array(entry.tokens))
     structure = {
+        "is_exact": entry.is_exact and bits is None,
         "layers": [packer.layer(f"layers.{index}", layer) for index, layer in enumerate(entry.layers)],
         "checkpoints": [
             {
@@ -100,6 +101,7 @@ class StoredEntry:
                 )
                 for place, found in enumerate(structure["checkpoints"])
             ]
+            self.is_exact = structure.get("is_exact") is True
             self.tokens = _tokens(file.arrays["tokens"])
         except (KeyError, TypeError, ValueError, OverflowError, RecursionError, AttributeError, PromptError) as error:
             raise SessionError(f"the cache is damaged, or no cache of a session: {' '.join(str(error).split())[:100]}") from error

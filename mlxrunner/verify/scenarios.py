@@ -10,10 +10,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from mlxrunner.errors import OptionError
 from mlxrunner.runner import Runner
+from mlxrunner.sessions.entry import StoredEntry, pack
+from mlxrunner.sessions.store import Sessions
 
 WORDS = """
 the a one many river stone copper lantern morning engine letter winter garden number harbour music paper island window thread
@@ -133,6 +137,21 @@ def cancel_decode(talk: Talk) -> Case:
     return Case([*talk.base, *said, *talk.more()])
 
 
+def restore(talk: Talk) -> Case:
+    """The entry goes into a file, as that of a saved session does, and comes back into caches that were freed."""
+    said = talk.say(talk.base, talk.answer)
+    with TemporaryDirectory() as folder:
+        sessions = Sessions(Path(folder))
+        packed = pack(talk.runner.entry.export(), {})
+        with sessions.lock("verify"):
+            sessions.save_cache("verify", packed.arrays, packed.metadata)
+        file = sessions.load_cache("verify")
+        assert file is not None
+        talk.runner.adopt(StoredEntry(file))
+        assert talk.runner.entry.tokens  # read now: the file goes
+    return Case([*talk.base, *said, *talk.more()])
+
+
 def overflow(talk: Talk) -> Case:
     """A history of two turns, and then a prompt that is longer than the context."""
     talk.say(talk.base[: len(talk.base) // 2], 1)
@@ -165,6 +184,7 @@ SCENARIOS: dict[str, Callable[[Talk], Case]] = {
     "thinking left out": think_strip,
     "cancelled in the prefill": cancel_prefill,
     "cancelled in the answer": cancel_decode,
+    "restored from a file": restore,
     "overflow": overflow,
     "overflow in the answer": overflow_decode,
 }

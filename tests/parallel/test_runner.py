@@ -389,3 +389,31 @@ def test_polling_gives_the_same_chunks_without_a_step(llama: tuple[Any, ByteToke
             for polled, handle in zip(tokens, handles, strict=True):
                 polled += [chunk.token for chunk in handle.poll()]
     assert tokens == [alone(llama, prompt, max_tokens=4, stop_tokens=[]) for prompt in prompts]
+
+
+def test_two_that_wait_for_a_cancelled_prefix_do_not_wait_for_each_other(llama: tuple[Any, ByteTokenizer, Any]) -> None:
+    """The slot that one of them takes its prefix from may be given to the other in between."""
+    prefix = list(range(1, 101))
+    with ParallelRunner(*llama, max_sequences=2, capacity=150) as runner:
+        first = runner.submit([*prefix, 5], max_tokens=3, stop_tokens=[])
+        second = runner.submit([*prefix, 6], max_tokens=3, stop_tokens=[])
+        first.cancel()
+        third = runner.submit([*prefix, 7], max_tokens=3, stop_tokens=[])
+        for _ in range(20):
+            runner.step()
+        assert second.finished
+        assert third.finished
+        assert second.result().tokens == alone(llama, [*prefix, 6], max_tokens=3, stop_tokens=[])
+        assert third.result().tokens == alone(llama, [*prefix, 7], max_tokens=3, stop_tokens=[])
+
+
+def test_a_prefix_of_an_idle_slot_counts_where_cells_are_few(llama: tuple[Any, ByteTokenizer, Any]) -> None:
+    """A request that shares it and might not fit beside those that run is refused at once; those go on."""
+    prefix = list(range(1, 70))
+    with ParallelRunner(*llama, max_sequences=2, capacity=100, cells=100) as runner:
+        runner.submit(prefix, max_tokens=1, stop_tokens=[]).result()
+        running = runner.submit([200, 201, 202], max_tokens=25, stop_tokens=[])
+        runner.step()
+        with pytest.raises(CacheFullError):
+            runner.submit([*prefix, 7], max_tokens=20, stop_tokens=[])
+        assert len(running.result().tokens) == 25

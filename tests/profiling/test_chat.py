@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+from mlxrunner.testing_models import write_model
 
 
 def test_another_model_in_the_middle_of_a_chat_says_why_nothing_was_reused(tmp_path: Path) -> None:
@@ -19,3 +23,35 @@ def test_another_model_in_the_middle_of_a_chat_says_why_nothing_was_reused(tmp_p
     assert (first["reason"], first["command"], first["messages"]) == ("empty", "chat", 1)
     assert (second["reason"], second["messages"]) == ("options_changed", 3)
     assert second["freed_by"] == "context: 2048 -> 1024"
+
+
+def chat(file: Path, said: str, *arguments: str, data: Path) -> list[dict[str, Any]]:
+    """The events of a chat by pipe."""
+    command = [sys.executable, "-m", "mlxrunner", "chat", "--events", str(file), *arguments]
+    environment = {**os.environ, "MLXRUNNER_DATA": str(data)}
+    subprocess.run(command, input=said, capture_output=True, text=True, check=True, timeout=300, env=environment)
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_another_model_says_so(tmp_path: Path) -> None:
+    """`/model` with the same tokenizer's text: nothing of the entry is of use to it."""
+    write_model(tmp_path / "other", "llama", max_position_embeddings=512)
+    first, second = chat(tmp_path / "e", f"Hello!\n/model {tmp_path / 'other'}\nHello!\n", "--max-tokens", "3", data=tmp_path)
+    assert (first["reason"], second["reason"], second["cached_tokens"]) == ("empty", "model_changed", 0)
+    assert second["freed_by"] == f"demo -> {tmp_path / 'other'}"
+
+
+def test_a_session_is_restored_or_says_why_not(tmp_path: Path) -> None:
+    """The first turn of the next process goes on from the file; a damaged file is an entry that was given up."""
+    data = tmp_path / "data"
+    chat(tmp_path / "1", "My name is Ana.\n", "--session", "a", data=data)
+    (restored,) = chat(tmp_path / "2", "What is my name?\n", "--session", "a", data=data)
+    assert (restored["reason"], restored["freed_by"], restored["run"]) == ("restored", "session a", "cold-restored")
+    assert restored["cached_tokens"] == restored["matched_tokens"] > 0
+    (cache,) = data.rglob("cache.safetensors")
+    content = bytearray(cache.read_bytes())
+    content[-1] ^= 1
+    cache.write_bytes(content)
+    (damaged,) = chat(tmp_path / "3", "What is my name?\n", "--session", "a", data=data)
+    assert (damaged["outcome"], damaged["reason"]) == ("miss", "entry_freed")
+    assert damaged["freed_by"].startswith("a saved entry that could not be read")

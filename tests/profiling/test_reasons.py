@@ -270,3 +270,42 @@ def test_verify_failed(events: Path, lines: Lines, monkeypatch: pytest.MonkeyPat
     assert "had found the entry wrong" in said(events)
     assert run(*command, "--verify-cache", 1).exit_code == 0  # without --strict it is only reported
     assert json.loads(events.read_text().splitlines()[-1])["reason"] == "verify_failed"
+
+
+def test_what_is_evaluated_in_advance_leaves_the_explanation_to_the_request(events: Path, lines: Lines) -> None:
+    """In a chat something is evaluated before nearly every turn."""
+    runner, other, profile = oracle_runner(), oracle_runner(), Profile(events=events)
+    profile.attach(runner)
+    list(other.generate([1, 2, 3], max_tokens=2))
+    told = list(other.entry.tokens)
+    runner.adopt(other.entry.export(), "session a")
+    runner.evaluate([*told, 9])
+    list(runner.generate([*told, 9, 8], max_tokens=1))
+    (event,) = lines(events)
+    assert (event["reason"], event["run"]) == ("restored", "cold-restored")
+
+
+def test_a_restored_entry_that_was_given_up_unread_says_so(events: Path, lines: Lines) -> None:
+    """Nothing was restored then."""
+    runner, other, profile = oracle_runner(), oracle_runner(), Profile(events=events)
+    profile.attach(runner)
+    list(other.generate([1, 2, 3], max_tokens=2))
+    runner.adopt(other.entry.export(), "session a")
+    runner.reset()
+    list(runner.generate([1, 2, 3], max_tokens=1))
+    (event,) = lines(events)
+    assert (event["outcome"], event["reason"], event["run"]) == ("miss", "entry_freed", "cold-miss")
+
+
+def test_a_draft_that_was_evaluated_is_not_taken_for_the_answer(events: Path, lines: Lines) -> None:
+    """What the last request left is not what the prompt parts with: the message before is not named."""
+    runner, profile = Runner.load("demo", reserve=False), Profile(events=events, log_text=True)
+    profile.attach(runner)
+    messages = [{"role": "user", "content": "My name is Ana."}]
+    answer = "".join(chunk.text for chunk in runner.generate(messages))
+    messages.append({"role": "assistant", "content": answer})
+    runner.evaluate([*messages, {"role": "user", "content": "I have a parrot and much more to say about it"}])
+    list(runner.generate([*messages, {"role": "user", "content": "I have a dog."}]))
+    _, event = lines(events)
+    assert event["divergence"]["role"] == "user"
+    assert event["divergence"]["previous"]["role"] is None
