@@ -26,6 +26,26 @@ SOME_RUNS, SHORT = 4, 8
 """More runs than that, and shorter ones: one scatter is faster than a slice for each."""
 
 
+class Places:
+    """Cells that rows are written to, looked at once for all layers."""
+
+    def __init__(self, cells: Ints) -> None:
+        self._runs = runs(cells)
+        scattered = len(self._runs) > SOME_RUNS and len(cells) < SHORT * len(self._runs)
+        self._cells = mx.array(cells) if scattered else None
+
+    def put(self, buffer: mx.array, rows: mx.array) -> None:
+        """Write `rows [1, heads, n, dim]` into `buffer [1, heads, cells, dim]`, in place."""
+        if self._cells is not None:
+            buffer[:, :, self._cells, :] = rows
+            return
+        done = 0
+        for run in self._runs:
+            following = done + run.end - run.begin
+            buffer[..., run.begin : run.end, :] = rows[..., done:following, :]
+            done = following
+
+
 @dataclass
 class Layer:
     """The buffers of one layer, `[1, kv_heads, rows, head_dim]` (values may have another head_dim)."""
@@ -50,9 +70,9 @@ class Layer:
             if rows.shape != (expected := (*buffer.shape[:2], rows.shape[2], buffer.shape[3])):
                 raise ValueError(f"layer {index}: {name} of shape {rows.shape}, but the cache was allocated for {expected}")
 
-    def write(self, cells: Ints, keys: mx.array, values: mx.array) -> None:
-        _put(self.keys, cells, keys.astype(self.keys.dtype))
-        _put(self.values, cells, values.astype(self.values.dtype))
+    def write(self, places: Places, keys: mx.array, values: mx.array) -> None:
+        places.put(self.keys, keys.astype(self.keys.dtype))
+        places.put(self.values, values.astype(self.values.dtype))
 
     def read(self, run: Run) -> tuple[mx.array, mx.array]:
         return self.keys[..., run.begin : run.end, :], self.values[..., run.begin : run.end, :]
@@ -60,10 +80,10 @@ class Layer:
 
 @dataclass(frozen=True)
 class Forward:
-    """The pass under way: `tokens` that go to `cells`, and what they see. `cells` is None in a reserve pass."""
+    """The pass under way: `tokens` that go to `places`, and what they see. `places` is None in a reserve pass."""
 
     tokens: int
-    cells: Ints | None
+    places: Places | None
     history: Run
     mask: mx.array
     visible: Bools
@@ -178,7 +198,7 @@ class CausalCache(Cache):
         before, after, cells, move = self._place(batch)
         history = after.history(batch).padded(self._lifecycle.config.history_multiple)
         visible = after.mask(batch, cells, history)
-        forward = Forward(len(batch), cells, history, self._as_mask(visible), visible, batch.sequences)
+        forward = Forward(len(batch), Places(cells), history, self._as_mask(visible), visible, batch.sequences)
         if move is not None:
             self._move(move, before)
         self._undo = before, self._forward
@@ -201,9 +221,9 @@ class CausalCache(Cache):
         layer = self._layers.get(self._layer) or Layer.like(keys, values, self._rows.end, self._dtype)
         layer.check(self._layer, keys, values)
         self._layers[self._layer] = layer
-        if forward.cells is not None:
+        if forward.places is not None:
             self._undo = None
-            layer.write(forward.cells, keys, values)
+            layer.write(forward.places, keys, values)
 
     def get(self) -> tuple[mx.array, mx.array, mx.array]:
         forward, layer = self._current(), self._layers.get(self._layer)
@@ -313,17 +333,5 @@ def _read(buffer: mx.array, cells: Ints) -> mx.array:
 
 
 def _write(buffer: mx.array, cells: Ints, rows: mx.array) -> None:
-    _put(buffer, cells, rows)
+    Places(cells).put(buffer, rows)
     mx.eval(buffer)
-
-
-def _put(buffer: mx.array, cells: Ints, rows: mx.array) -> None:
-    found = runs(cells)
-    if len(found) > SOME_RUNS and len(cells) < SHORT * len(found):
-        buffer[:, :, mx.array(cells), :] = rows
-        return
-    done = 0
-    for run in found:
-        following = done + run.end - run.begin
-        buffer[..., run.begin : run.end, :] = rows[..., done:following, :]
-        done = following

@@ -11,7 +11,7 @@ from functools import partial
 import mlx.core as mx
 import numpy as np
 
-from mlxrunner.cache.causal import Layer
+from mlxrunner.cache.causal import Layer, Places
 from mlxrunner.cache.cells import Run
 from mlxrunner.cache.sequences import END, Batch, Cache, CacheConfig, CacheFullError, Commit, Lifecycle, NotSupportedError
 
@@ -118,7 +118,7 @@ class EncoderCache(Cache):
         if not forward.has_output:  # the one before is gone from the first row that is overwritten
             self._contents = Contents(forward.inputs[-1], self._contents.inputs.union(forward.inputs))
             self._forward = replace(forward, has_output=True)
-        layer.write(np.arange(length, dtype=np.int32), keys, values)
+        layer.write(Places(np.arange(length, dtype=np.int32)), keys, values)
         self._contents.lengths[self._layer] = length
 
     def get(self) -> tuple[mx.array, mx.array, None]:
