@@ -34,7 +34,13 @@ def ours(model: Any, prefix: list[int], ends: Prompts, count: int) -> list[list[
     facts = facts_of(model, vars(model.args))
     capacity = len(prefix) + max(map(len, ends)) + count
     with ParallelRunner(
-        model, ByteTokenizer(), facts, max_sequences=len(ends), capacity=capacity, cells=cells(prefix, ends, count)
+        model,
+        ByteTokenizer(),
+        facts,
+        max_sequences=len(ends),
+        capacity=capacity,
+        cells=cells(prefix, ends, count),
+        max_batch=1280,
     ) as runner:
         results = runner.run([prefix + end for end in ends], max_tokens=count, stop_tokens=[])
     return [result.tokens for result in results]
