@@ -74,7 +74,7 @@ def resume(*arguments: object) -> Result:
 def test_a_run_killed_50_times_at_random_points_equals_an_unbroken_one(folder: Path) -> None:
     """SIGKILL while it starts, reads, answers, commits and writes: the file is equal byte for byte in the end, and never wrong before."""
     Path("one.jsonl").write_text(lines(1))
-    Path("in.jsonl").write_text(lines(120, broken=(7, 61)))
+    Path("in.jsonl").write_text(lines(500, broken=(7, 61)))
     expected = unbroken("--context", 128)
     chosen, done = random.Random(1), []
     with Starter(["--no-usage", "--no-reserve", "--context", "128", "--parallel", "1", "--resume", "-q"]) as starter:

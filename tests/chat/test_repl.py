@@ -71,7 +71,11 @@ def test_an_error_in_a_pipe_is_a_line_and_an_exit_code() -> None:
 
 def test_ctrl_c_in_a_pipe_ends_with_130() -> None:
     """As `generate` does, and as every program does."""
-    child = subprocess.Popen(PIPE, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # Where the tests run in the background of a shell, Ctrl-C is ignored, and that is inherited.
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    child = subprocess.Popen(
+        PIPE, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed
+    )
     assert child.stdin is not None
     assert child.stdout is not None
     child.stdin.write("My name is Ana.\n")
