@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from functools import partial
 
 PIPE = [sys.executable, "-m", "mlxrunner", "chat"]
 
