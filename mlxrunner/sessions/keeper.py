@@ -91,7 +91,7 @@ class Keeper:
         tokens = session.history.spelling.tokens
         if not self._caches:
             self.sessions.drop_cache(name)
-        elif self._writer is not None and self._writer.is_alive():
+        elif (writer := self._started()) is not None and writer.is_alive():
             self._behind = name, tokens  # not two copies at a time: the next save, or `wait`, has the newer ones
         else:
             self._write(name, tokens)
@@ -99,12 +99,19 @@ class Keeper:
 
     def wait(self) -> None:
         """Until the caches are on the disk as they were when `save` was last called. SessionError if they could not be written."""
-        if self._writer is not None:
-            self._writer.join()
+        writer = self._started()
+        if writer is not None:
+            writer.join()
         if self._behind is not None:
             self._write(*self._behind)
             self.wait()
         self._raise()
+
+    def _started(self) -> threading.Thread | None:
+        """The thread; one that an interrupt kept from being started is forgotten, and with it its hold on the session."""
+        if self._writer is not None and self._writer.ident is None:
+            self._writer = None
+        return self._writer
 
     def _write(self, name: str, tokens: list[int]) -> None:
         self._behind = None
