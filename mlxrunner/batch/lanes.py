@@ -17,7 +17,8 @@ from mlxrunner.runner import Runner
 
 STEPS = ((128, 8), (256, 4))
 """Up to so many new tokens a line, so many lines at a time. Measured on MLX's CPU backend (3 M and 98 M parameters, answers of 8 and 32
-tokens): 64 new tokens a line, 8 at a time: 1.7 to 3.7 times as fast as one; 512: 0.4 times, as each token looks at all lines' cells."""
+tokens): 64 new tokens a line, 8 at a time: 1.7 to 3.7 times as fast as one; 512: 0.4 times, when each token still looked
+at all lines' cells; since attention falls into parts that is on the safe side."""
 MAX_BATCH = 256
 """Tokens of a step: pieces of several prompts in one row cost more than they bring where rows are long."""
 
