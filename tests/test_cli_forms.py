@@ -122,6 +122,6 @@ def test_without_the_library_the_command_says_how_to_install_it(monkeypatch: pyt
     result = generate("--choices", "yes,no", "--model", "/no/model")
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == (
-        "mlxrunner: schema, choices: answers in a given form need llguidance, which is not installed: pip install 'mlxrunner[structured]'\n"
+        "mlxrunner: schema, choices: answers in a given form need llguidance, which is not installed: pip install llguidance\n"
     )
     assert generate("--max-tokens", "2").exit_code == 0

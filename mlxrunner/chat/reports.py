@@ -36,7 +36,10 @@ def table(conversation: Conversation, usages: Sequence[Usage]) -> Iterator[tuple
     yield "", f"first token after {last.ttft_s * 1000:.0f} ms, prefill {last.prefill_rate:.0f} tokens/s"
     yield "", f"answer of {last.completion_tokens} tokens, {last.decode_rate:.0f} tokens/s"
     prompt, cached = sum(u.prompt_tokens for u in usages), sum(u.cached_tokens for u in usages)
-    yield "session", f"{len(usages)} turns; {cached} of {prompt} prompt tokens reused ({cached / prompt:.0%})"
+    yield (
+        "session",
+        f"{len(usages)} turn{'s' * (len(usages) != 1)}; {cached} of {prompt} prompt tokens reused ({cached / prompt:.0%})",
+    )
     yield "", f"which saved about {saved_seconds(usages):.1f} s"
     entry = conversation.runner.entry
     yield "entry", f"{len(entry.tokens)} of {conversation.runner.context} tokens"

@@ -49,7 +49,7 @@ class Metrics:
         try:
             from prometheus_client import CollectorRegistry
         except ImportError as error:
-            raise OptionError("--metrics needs the package prometheus_client: pip install 'mlxrunner[metrics]'") from error
+            raise OptionError("--metrics needs the package prometheus_client: pip install prometheus_client") from error
         self._path = Path(file)
         self._values: dict[tuple[str, Labels], float] = {}
         self._registry = CollectorRegistry()

@@ -55,7 +55,8 @@ class _Library:
         self.eos_token_id = len(pieces)
 
     def __call__(self, text: str) -> list[int]:
-        raise NotImplementedError("the model decides how a text is spelled")
+        """How it would spell forced text; it is never asked (`no_forcing` in `constrain.HEAD`), and an error if it were."""
+        raise AssertionError("the model decides how a text is spelled")
 
 
 def library() -> Any:
@@ -64,6 +65,6 @@ def library() -> Any:
         import llguidance
     except ImportError as error:
         raise OptionError(
-            "schema, choices: answers in a given form need llguidance, which is not installed: pip install 'mlxrunner[structured]'"
+            "schema, choices: answers in a given form need llguidance, which is not installed: pip install llguidance"
         ) from error
     return llguidance
