@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from mlxrunner.answer import Clock
-from mlxrunner.cache.entry import Lookup
+from mlxrunner.cache.lookup import Lookup
 from mlxrunner.cache.tokens import TokenArray, TokenBuffer
 from mlxrunner.config import GenerateOptions
 from mlxrunner.events import FinishReason, Usage, logger
@@ -61,3 +61,25 @@ def tell(observer: Observer, runner: Any, observe: Callable[[], Observation]) ->
 def finish_of(reason: FinishReason | None, error: str | None) -> Finish:
     """How a request ended: `error` is the name of the exception that ended it, if one did."""
     return "error" if error is not None else reason or "interrupted"
+
+
+def usage_of(found: Lookup, clock: Clock, completion: int, **more: Any) -> Usage:
+    """What both kinds of runner count alike: what was found, and the times; `more`: the rest of Usage, or what is otherwise."""
+    counted: dict[str, Any] = {
+        "prompt_tokens": found.prompt_tokens,
+        "matched_tokens": found.matched,
+        "cached_tokens": found.cached,
+        "evaluated_tokens": found.prompt_tokens - found.cached,
+        "completion_tokens": completion,
+        "lost_tokens": found.lost,
+        "outcome": found.outcome,
+        "reason": found.reason,
+        "rewind_limited_by": found.limited_by,
+        "checkpoint": found.checkpoint,
+        "freed_by": found.freed_by,
+        "tokenize_s": clock.tokenized - clock.began,
+        "lookup_s": clock.lookup_s,
+        "ttft_s": clock.first - clock.began if completion else 0.0,
+        "decode_s": clock.last - clock.first,
+    }
+    return Usage(**(counted | more))

@@ -14,9 +14,10 @@ import numpy as np
 from mlxrunner import device
 from mlxrunner.answer import Answer, Clock
 from mlxrunner.cache.checkpoints import stops
-from mlxrunner.cache.entry import CacheEntry, Lookup, PrefixCache, Session
+from mlxrunner.cache.entry import CacheEntry, PrefixCache, Session
 from mlxrunner.cache.factory import DEFAULT_SLACK, CacheOptions, make_layer_caches, outline_of
 from mlxrunner.cache.layer import LayerCache
+from mlxrunner.cache.lookup import Lookup
 from mlxrunner.cache.rotate import rotators
 from mlxrunner.cache.saved import Saved, SavedEntry
 from mlxrunner.cache.tokens import TokenArray, common_prefix
@@ -26,7 +27,7 @@ from mlxrunner.errors import ContextFullError, ContextLengthError, ModelError, O
 from mlxrunner.events import Chunk, FinishReason, Usage, log_lookup
 from mlxrunner.models.facts import ModelFacts, without_weights
 from mlxrunner.models.load import LoadedModel, load_model
-from mlxrunner.observation import Observation, Observer, finish_of, tell
+from mlxrunner.observation import Observation, Observer, finish_of, tell, usage_of
 from mlxrunner.overflow import Shift
 from mlxrunner.pipeline import CheckpointPlan, Pipeline, Progress
 from mlxrunner.plan import Demand, Plan, make_plan
@@ -362,30 +363,12 @@ class Runner:
     def _usage(self, request: _Request, answer: Answer, pipeline: Pipeline) -> Usage:
         session, clock, entry = request.session, request.clock, self._cache.entry
         lookup: Lookup = session.lookup
-        return Usage(
-            prompt_tokens=lookup.prompt_tokens,
-            matched_tokens=lookup.matched,
-            cached_tokens=lookup.cached,
-            evaluated_tokens=lookup.prompt_tokens - lookup.cached,
-            trimmed_tokens=lookup.entry_tokens - lookup.cached,
-            completion_tokens=answer.count,
-            outcome=lookup.outcome,
-            reason=lookup.reason,
-            rewind_limited_by=lookup.limited_by,
-            checkpoint=lookup.checkpoint,
-            freed_by=lookup.freed_by,
-            shifted_tokens=request.discarded + pipeline.shifted,
-            reevaluated_tokens=pipeline.reevaluated,
-            tokenize_s=clock.tokenized - clock.began,
-            lookup_s=clock.lookup_s,
-            prefill_s=pipeline.prefill_s,
-            ttft_s=clock.first - clock.began if answer.count else 0.0,
-            decode_s=clock.last - clock.first,
-            cache_bytes=entry.nbytes,
+        return usage_of(
+            lookup, clock, answer.count,
+            trimmed_tokens=lookup.entry_tokens - lookup.cached, shifted_tokens=request.discarded + pipeline.shifted,
+            reevaluated_tokens=pipeline.reevaluated, prefill_s=pipeline.prefill_s, cache_bytes=entry.nbytes, used_bytes=entry.used_bytes,
             peak_bytes=mx.get_peak_memory(),
-            lost_tokens=lookup.lost,
-            used_bytes=entry.used_bytes,
-        )
+        )  # fmt: skip
 
     def _observation(self, request: _Request, usage: Usage) -> Observation:
         entry, session, pipeline = self.entry, request.session, self._pipeline

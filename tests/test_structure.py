@@ -37,7 +37,8 @@ FLOORS = [
 BOOKKEEPING = """
 batch.answers batch.fields batch.files batch.fingerprint batch.interrupt batch.job batch.lines
 batch.openai batch.order batch.output batch.plan batch.progress batch.request batch.speed batch.spool batch.store batch.table batch.writer
-bench.figures bench.rows cache.cells cache.checkpoints cache.entry cache.layer cache.layout cache.saved cache.sequences cache.split cache.tokens
+bench.figures bench.rows cache.cells cache.checkpoints cache.entry cache.layer cache.layout cache.lookup cache.saved cache.sequences cache.split
+cache.tokens
 chat.ahead
 chat.branches chat.clipboard chat.commands chat.history chat.keys chat.markdown chat.render chat.thinking config constrain errors events
 folders overflow parallel.slots plan power profiling.curve profiling.divergence profiling.event profiling.explain profiling.files

@@ -21,8 +21,9 @@ from mlxrunner.cache.sequences import CacheFullError
 from mlxrunner.config import GenerateOptions
 from mlxrunner.errors import BusyError, ContextFullError, MlxrunnerError, OptionError, PromptError
 from mlxrunner.events import Chunk, Usage
+from mlxrunner.parallel.handle import Handle
 from mlxrunner.parallel.request import Result
-from mlxrunner.parallel.runner import Handle, ParallelRunner
+from mlxrunner.parallel.runner import ParallelRunner
 from mlxrunner.parallel.slots import NoFreeSlotError
 from mlxrunner.runner import Runner
 

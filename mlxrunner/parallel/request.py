@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 
 from mlxrunner.answer import Answer, Clock
-from mlxrunner.cache.entry import Lookup
+from mlxrunner.cache.lookup import Lookup
 from mlxrunner.cache.tokens import TokenArray
 from mlxrunner.config import GenerateOptions
 from mlxrunner.errors import MlxrunnerError
 from mlxrunner.events import Chunk, FinishReason, Usage
+from mlxrunner.observation import Observation, finish_of
 from mlxrunner.overflow import Shift
 from mlxrunner.parallel.slots import Slot
 from mlxrunner.sampling import NextToken, Sampled
@@ -75,6 +76,16 @@ class Request:
     def left(self) -> int:
         """Prompt tokens that were not dispatched yet."""
         return max(0, len(self.prompt) - self.place)
+
+    def observation(self, usage: Usage, reason: FinishReason | None, error: str | None) -> Observation:
+        """For whoever watches, at its end."""
+        clock = self.clock
+        # One span, as its steps are others' as well.
+        prefill = (clock.lookup_began + clock.lookup_s, clock.first, usage.evaluated_tokens)
+        return Observation(
+            self.prepared, self.prompt, self.options, self.lookup, usage, finish_of(reason, error), error, clock,
+            chunks=[prefill] if self.answer.count else [], entry=self.slot.tokens, active_bytes=self.active_bytes,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

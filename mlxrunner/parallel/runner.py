@@ -18,19 +18,20 @@ import numpy as np
 
 from mlxrunner import device
 from mlxrunner.answer import Answer, Clock
-from mlxrunner.cache.entry import WINDOW, Lookup, explained
 from mlxrunner.cache.factory import CacheOptions, layouts_of
+from mlxrunner.cache.lookup import WINDOW, Lookup, explained
 from mlxrunner.cache.sequences import END, Batch, CacheFullError
 from mlxrunner.cache.tokens import TokenArray
 from mlxrunner.config import GenerateOptions
 from mlxrunner.constrain import constraint_of
-from mlxrunner.errors import ContextLengthError, FormError, MlxrunnerError, OptionError, PromptError
-from mlxrunner.events import Chunk, FinishReason, Usage, log_lookup
+from mlxrunner.errors import ContextLengthError, FormError, OptionError, PromptError
+from mlxrunner.events import FinishReason, Usage, log_lookup
 from mlxrunner.models.facts import ModelFacts
 from mlxrunner.models.load import LoadedModel, load_model
-from mlxrunner.observation import Observation, Observer, finish_of, tell
+from mlxrunner.observation import Observer, tell, usage_of
 from mlxrunner.overflow import Shift
 from mlxrunner.parallel.adapt import WINDOWS_KEEP, Adapted
+from mlxrunner.parallel.handle import Handle
 from mlxrunner.parallel.request import Request, Result, Step
 from mlxrunner.parallel.slots import NoFreeSlotError, Slot, choose, share
 from mlxrunner.plan import Batch as WorstBatch
@@ -45,48 +46,6 @@ DEFAULT_MAX_BATCH = 1024
 T = TypeVar("T")
 AHEAD = 4
 """Requests per slot that `run_each` has read and not given back yet, at most."""
-
-
-class Handle:
-    """A request's answer: iterate it for its chunks, as they come; `cancel` ends it without touching the others."""
-
-    def __init__(self, runner: ParallelRunner, request: Request) -> None:
-        self._runner, self._request = runner, request
-
-    def __iter__(self) -> Iterator[Chunk]:
-        request = self._request
-        while True:
-            while request.chunks:
-                yield request.chunks.popleft()
-            if request.error is not None:
-                raise request.error
-            if request.finished:
-                return
-            self._runner.step()
-
-    @property
-    def error(self) -> MlxrunnerError | None:
-        """What ended it, if it was an error of its own."""
-        return self._request.error
-
-    @property
-    def finished(self) -> bool:
-        """Whether no more chunks will come than those that are there."""
-        return self._request.finished
-
-    def poll(self) -> list[Chunk]:
-        """The chunks that came since the last time, without a step: for whoever drives many requests at once."""
-        chunks = list(self._request.chunks)
-        self._request.chunks.clear()
-        return chunks
-
-    def cancel(self) -> None:
-        """End the request; its slot is free, and what it evaluated can be reused."""
-        self._runner.cancel(self._request)
-
-    def result(self) -> Result:
-        """Wait for the end."""
-        return Result.of(list(self))
 
 
 class ParallelRunner:
@@ -462,26 +421,8 @@ class ParallelRunner:
         self._adapted.cache.remove(slot.number, len(slot.tokens), END)
         usage = self._usage(request)
         if self.observer is not None:
-            tell(self.observer, self, lambda: self._observation(request, usage, reason, error))
+            tell(self.observer, self, lambda: request.observation(usage, reason, error))
         return usage
-
-    def _observation(self, request: Request, usage: Usage, reason: FinishReason | None, error: str | None) -> Observation:
-        clock = request.clock
-        began = clock.lookup_began + clock.lookup_s
-        return Observation(
-            prepared=request.prepared,
-            prompt=request.prompt,
-            options=request.options,
-            lookup=request.lookup,
-            usage=usage,
-            finish=finish_of(reason, error),
-            error=error,
-            clock=clock,
-            # One span, as its steps are others' as well.
-            chunks=[(began, clock.first, usage.evaluated_tokens)] if request.answer.count else [],
-            entry=request.slot.tokens,
-            active_bytes=request.active_bytes,
-        )
 
     def _make_room(self, request: Request) -> None:
         """Before a token that would not fit any more: drop the oldest half after what is kept."""
@@ -497,28 +438,11 @@ class ParallelRunner:
         request.shifted += discard
 
     def _usage(self, request: Request) -> Usage:
-        clock, found, answered = request.clock, request.lookup, request.answer.count > 0
-        return Usage(
-            prompt_tokens=found.prompt_tokens,
-            matched_tokens=found.matched,
-            cached_tokens=found.cached,
-            evaluated_tokens=found.prompt_tokens - found.cached,
-            trimmed_tokens=request.trimmed,
-            completion_tokens=request.answer.count,
-            outcome=found.outcome,
-            reason=found.reason,
-            rewind_limited_by=found.limited_by,
-            checkpoint=None,
-            freed_by=None,
-            shifted_tokens=request.shifted,
-            reevaluated_tokens=0,
-            tokenize_s=clock.tokenized - clock.began,
-            lookup_s=clock.lookup_s,
-            prefill_s=clock.first - clock.tokenized if answered else 0.0,
-            ttft_s=clock.first - clock.began if answered else 0.0,
-            decode_s=clock.last - clock.first,
-            cache_bytes=sum(group.nbytes for group in self._adapted.groups),
+        clock, groups = request.clock, self._adapted.groups
+        return usage_of(
+            request.lookup, clock, request.answer.count,
+            trimmed_tokens=request.trimmed, shifted_tokens=request.shifted, reevaluated_tokens=0,
+            prefill_s=clock.first - clock.tokenized if request.answer.count else 0.0,
+            cache_bytes=sum(group.nbytes for group in groups), used_bytes=sum(group.used_bytes for group in groups),
             peak_bytes=mx.get_peak_memory(),
-            lost_tokens=found.lost,
-            used_bytes=sum(group.used_bytes for group in self._adapted.groups),
-        )
+        )  # fmt: skip

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from mlxrunner.cache.entry import WINDOW, Lookup
+from mlxrunner.cache.lookup import WINDOW, Lookup
 from mlxrunner.cache.tokens import TokenArray
 from mlxrunner.profiling.segments import THINKING, Place, Rendered, is_thinking
 from mlxrunner.tokenizer import Tokenizer

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from mlxrunner.cache.checkpoints import stops
-from mlxrunner.cache.entry import CacheEntry, Lookup, PrefixCache, Session
+from mlxrunner.cache.entry import CacheEntry, PrefixCache, Session
 from mlxrunner.cache.layer import LayerCache
+from mlxrunner.cache.lookup import Lookup
 from mlxrunner.cache.tokens import TokenArray, TokenBuffer, as_tokens, common_prefix
 from mlxrunner.overflow import Shift
 from mlxrunner.profiling.paper import is_layer, paper_layer

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from mlxrunner.cache.entry import Lookup
+from mlxrunner.cache.lookup import Lookup
 from mlxrunner.profiling.reading import ReadError
 from mlxrunner.profiling.report import skipped_words
 from mlxrunner.profiling.simulate import AS_RUN, Replay, Request, Settings, is_usable

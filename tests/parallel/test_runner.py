@@ -13,7 +13,8 @@ from mlxrunner import ContextLengthError, MlxrunnerError, OptionError, PromptErr
 from mlxrunner.cache.sequences import CacheFullError, NotSupportedError
 from mlxrunner.cache.split import WORTH_SPLITTING
 from mlxrunner.models.facts import facts_of
-from mlxrunner.parallel.runner import AHEAD, Handle, ParallelRunner
+from mlxrunner.parallel.handle import Handle
+from mlxrunner.parallel.runner import AHEAD, ParallelRunner
 from mlxrunner.parallel.samples import sample
 from mlxrunner.parallel.slots import NoFreeSlotError
 from mlxrunner.testing import ByteTokenizer
