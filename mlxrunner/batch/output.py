@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from mlxrunner.errors import MlxrunnerError
+from mlxrunner.writing import whole_sync
 
 if TYPE_CHECKING:
     from mlxrunner.batch.store import Body
@@ -114,7 +115,7 @@ class Output:
         if not self.is_file:
             return
         try:
-            _whole_sync(self._stream.fileno())
+            whole_sync(self._stream.fileno())
             folder = os.open(Path(self.name).resolve().parent, os.O_RDONLY)
             try:
                 os.fsync(folder)
@@ -127,13 +128,3 @@ class Output:
         if self._stream is not sys.stdout.buffer:
             with contextlib.suppress(OSError):
                 self._stream.close()
-
-
-def _whole_sync(handle: int) -> None:
-    """On macOS fsync stops at the drive's cache."""
-    import fcntl
-
-    if hasattr(fcntl, "F_FULLFSYNC"):
-        fcntl.fcntl(handle, fcntl.F_FULLFSYNC)
-    else:
-        os.fsync(handle)

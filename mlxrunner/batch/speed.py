@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 import math
 import os
-import tempfile
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
+
+from mlxrunner.writing import written
 
 MOST_MODELS = 100
 """Those used last; the file stays small."""
@@ -52,7 +53,10 @@ def remember_speed(model: str, speed: Speed) -> None:
     models.pop(_key(model), None)
     models[_key(model)] = asdict(speed)
     with suppress(OSError, RuntimeError):
-        _replace(speed_file(), json.dumps(dict(list(models.items())[-MOST_MODELS:]), indent=1))
+        file = speed_file()
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with written(file) as stream:
+            json.dump(dict(list(models.items())[-MOST_MODELS:]), stream, indent=1)
 
 
 def _is_measured(value: Any) -> bool:
@@ -74,19 +78,3 @@ def _read() -> dict[str, Any]:
         if isinstance(found, dict):
             return found
     return {}
-
-
-def _replace(file: Path, text: str) -> None:
-    """The file has the old content or the new one, whatever happens."""
-    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=file.name)  # made with mode 0600
-    try:
-        with open(handle, "w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, file)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise

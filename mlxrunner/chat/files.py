@@ -6,7 +6,6 @@ import json
 import os
 import re
 import stat
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -17,6 +16,7 @@ from mlxrunner.chat.thinking import without_thinking
 from mlxrunner.errors import MlxrunnerError, OptionError
 from mlxrunner.terminal import size
 from mlxrunner.tokenizer import Message
+from mlxrunner.writing import written
 
 if TYPE_CHECKING:
     from mlxrunner.chat.repl import Chat
@@ -126,7 +126,8 @@ def export(chat: Chat, argument: str) -> None:
     path = Path(os.path.expanduser(name))
     text = as_json(chat.conversation, chat.model) if path.suffix == ".json" else as_markdown(chat.conversation)
     try:
-        write_new(path, text, force=force)
+        with written(path, force=force) as stream:
+            stream.write(text)
     except FileExistsError as error:
         raise FileError(f"{name} is there already: /export -f {name} overwrites it") from error
     except OSError as error:
@@ -144,34 +145,6 @@ def as_markdown(conversation: Said) -> str:
 def as_json(conversation: Said, model: str) -> str:
     content = {"model": model, "system": conversation.system, "messages": conversation.messages}
     return json.dumps(content, ensure_ascii=False, indent=1) + "\n"
-
-
-def write_new(path: Path, text: str, *, force: bool = False) -> None:
-    """Write a file whole or not at all, readable by its owner alone; FileExistsError where there is one and not `force`."""
-    if path.exists() and not force:
-        raise FileExistsError
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with open(descriptor, "w", encoding="utf-8", errors="replace") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        if force:
-            os.replace(temporary, path)
-        else:
-            _link(temporary, path)
-    finally:
-        Path(temporary).unlink(missing_ok=True)
-
-
-def _link(temporary: str, path: Path) -> None:
-    """Give a file its name, which fails where another program was faster; not every file system can do that."""
-    try:
-        os.link(temporary, path)
-    except FileExistsError:
-        raise
-    except OSError:
-        os.rename(temporary, path)
 
 
 COMMANDS = (

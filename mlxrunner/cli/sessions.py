@@ -100,9 +100,10 @@ def export(name: str, file: str, force: bool) -> None:
     """Write what was said in session NAME to FILE: JSON for FILE.json, else Markdown; - is standard output."""
     from pathlib import Path
 
-    from mlxrunner.chat.files import as_json, as_markdown, write_new
+    from mlxrunner.chat.files import as_json, as_markdown
     from mlxrunner.errors import OptionError
     from mlxrunner.sessions.store import Sessions
+    from mlxrunner.writing import written
 
     session = Sessions().load(name)
     text = as_json(session, session.model) if file.endswith(".json") else as_markdown(session)
@@ -110,7 +111,8 @@ def export(name: str, file: str, force: bool) -> None:
         click.echo(visible_text(text), nl=False)
         return
     try:
-        write_new(Path(file), text, force=force)
+        with written(Path(file), force=force) as stream:
+            stream.write(text)
     except FileExistsError as error:
         raise OptionError(f"{file} is there already: --force overwrites it") from error
     except OSError as error:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
 from mlxrunner.errors import MlxrunnerError
 from mlxrunner.profiling.reading import ReadError, with_rotated
+from mlxrunner.writing import written
 
 ERRORS = "backslashreplace"
 """JSON can name half characters, which no file can hold."""
@@ -50,15 +50,7 @@ def replaced(file: str, inputs: Iterable[Path] = (), *, newline: str | None = No
             with path.open("w", encoding="utf-8", errors=ERRORS, newline=newline) as stream:
                 yield stream
             return
-        path = Path(os.path.realpath(path))  # of a link, what it points to
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        try:
-            with open(handle, "w", encoding="utf-8", errors=ERRORS, newline=newline) as stream:
-                yield stream
-            os.replace(name, path)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(name)
-            raise
+        with written(path, newline=newline) as stream:
+            yield stream
     except OSError as error:
         raise WriteError(f"{file}: can't be written: {error.strerror or error}") from error
