@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -107,8 +108,8 @@ def _spans(observed: Observation) -> list[dict[str, Any]]:
 
 def _moment(began: float) -> str:
     """A moment on time.perf_counter as UTC."""
-    seconds, parts = divmod(time.time() - (time.perf_counter() - began), 1)
-    return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(seconds))}.{int(parts * 1e6):06}Z"
+    # time.strftime would look for the time zone each time.
+    return datetime.fromtimestamp(time.time() - (time.perf_counter() - began), UTC).isoformat(timespec="microseconds")[:-6] + "Z"
 
 
 def _seconds(value: float) -> float:
