@@ -184,9 +184,6 @@ class CausalCache(Cache):
         self._rows = Run(0, num_cells).padded(self._lifecycle.config.history_multiple)
         self._cells = self._no_cells = Cells.empty(num_cells, max_sequences, self._sight)
 
-    def check_forward(self, batch: Batch) -> None:
-        self._place(batch)
-
     def start_forward(self, batch: Batch, reserve: bool = False) -> None:
         self._undo = None
         if reserve:

@@ -83,12 +83,9 @@ class EncoderCache(Cache):
         self._lifecycle.initialize(max_sequences=max_sequences, capacity=capacity, max_batch=max_batch)
         self._dtype = dtype
 
-    def check_forward(self, batch: Batch) -> None:
-        self._check(*batch.sequences)
-
     def start_forward(self, batch: Batch, reserve: bool = False) -> None:
         self._undo = None
-        self.check_forward(batch)
+        self._check(*batch.sequences)
         self._undo = self._contents, self._forward
         if self.position is None:  # what an interrupted pass left is in some layers only
             self._contents = replace(self._contents, position=None, lengths={})

@@ -109,9 +109,6 @@ class Cache(ABC):
     def set_config(self, config: CacheConfig) -> None:
         """Once at most, before `init`."""
 
-    def check_forward(self, batch: Batch) -> None:  # noqa: B027 -- nothing to foresee unless a cache says so
-        """Raise what `start_forward` would raise; change nothing."""
-
     @abstractmethod
     def start_forward(self, batch: Batch, reserve: bool = False) -> None:
         """Find room for the batch and build its mask, once for all layers. CacheFullError where there is none.

@@ -18,6 +18,7 @@ class WrapperCache(Cache):
             raise ValueError("a wrapper needs at least one cache")
         self.caches = caches
         self._type = 0
+        self._is_fresh = False
         self._lifecycle = Lifecycle()
 
     @property
@@ -45,13 +46,8 @@ class WrapperCache(Cache):
             self.close()
             raise
 
-    def check_forward(self, batch: Batch) -> None:
-        for cache in self.caches:
-            cache.check_forward(batch)
-
     def start_forward(self, batch: Batch, reserve: bool = False) -> None:
-        if not reserve:
-            self.check_forward(batch)
+        self._is_fresh = False
         started: list[Cache] = []
         try:
             for cache in self.caches:
@@ -61,16 +57,21 @@ class WrapperCache(Cache):
             for cache in reversed(started):
                 cache.undo_forward()
             raise
+        self._is_fresh = True
 
     def undo_forward(self) -> None:
-        for cache in reversed(self.caches):
-            cache.undo_forward()
+        """Nothing once one of the caches has been written to: the others stay with it."""
+        if self._is_fresh:
+            for cache in reversed(self.caches):
+                cache.undo_forward()
+        self._is_fresh = False
 
     def set_layer(self, layer: int) -> None:
         for cache in self.caches:
             cache.set_layer(layer)
 
     def put(self, keys: mx.array, values: mx.array) -> None:
+        self._is_fresh = False
         self.caches[self._type].put(keys, values)
 
     def get(self) -> tuple[mx.array, mx.array, mx.array | None]:

@@ -16,7 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlxrunner.cache.causal import CausalCache
 from mlxrunner.cache.factory import CacheOptions, make_layer_caches
-from mlxrunner.cache.rotate import turned
+from mlxrunner.cache.rotate import Rotate, rotators
 from mlxrunner.cache.sequences import Batch, Cache, NotSupportedError
 from mlxrunner.cache.sliding import SlidingWindowCache
 from mlxrunner.cache.split import WORTH_SPLITTING
@@ -27,6 +27,10 @@ WINDOWS_KEEP = 64
 """Tokens that a window keeps beyond itself, so that a prompt that differs in its last few tokens can resume."""
 TOLERANCE = 0.02
 """Of the largest logit: what another order of sums makes in half precision; a wrong position makes far more."""
+
+
+LAST_NORMS = ("norm", "final_layernorm", "final_norm")
+"""Names under which a model's body has its last norm."""
 
 
 class PerTokenRope(nn.Module):  # type: ignore[misc,name-defined]  # mlx.nn has no annotations
@@ -81,6 +85,7 @@ class LayerView:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         cache = self._step.groups[self._group]
+        self._step.layer = self._layer
         cache.set_layer(self._layer)
         cache.put(keys, values)
         fetched, stored, _ = cache.get()
@@ -126,12 +131,14 @@ class Adapted:
         self.masks: list[mx.array] = []
         self.parts: list[Parts | None] = []
         self._worth_splitting = WORTH_SPLITTING
-        self._ropes: list[Any] = []
+        self._rotations: dict[int, list[Rotate] | None] = {}
+        self.layer = -1
+        """The last one that has written."""
         attentions = [module for layer in model.layers for module in layer.modules() if callable(getattr(module, "rope", None))]
         self.can_split = bool(attentions) and all(map(calls_attention, attentions))
         reference = _separately(model)
-        self._wrap()
         try:
+            self._wrap()
             self._prove(reference)
             self.cache.init(_dtype(model), max_sequences, capacity, max_batch)
         except BaseException:
@@ -146,22 +153,32 @@ class Adapted:
         splits = [group.split(self._worth_splitting) if self.can_split else None for group in self.groups]
         self.parts = [None if split is None else Parts(split) for split in splits]
         wanted = mx.array(list(rows), mx.int32)
-        if self._head is not None:
-            self._head.rows = wanted
-        logits: mx.array = self.model(tokens[None], cache=self._views)
-        if self._head is not None:
+        if self._head is None:
+            return self._logits(tokens)[wanted]
+        self._head.rows = wanted
+        try:
+            return self._logits(tokens)
+        finally:
             self._head.rows = None
-            return logits[0]
-        return logits[0, wanted]
+
+    def _logits(self, tokens: mx.array) -> mx.array:
+        logits: mx.array = self.model(tokens[None], cache=self._views)
+        return logits[0]
+
+    @property
+    def has_windows(self) -> bool:
+        return any(self._kinds)
 
     def state(self) -> list[mx.array]:
         """All buffers, to be evaluated."""
         return [array for group in self.groups for array in group.state]
 
     def close(self) -> None:
-        for owner, name, inner in reversed(self._wrapped):
+        """May be called again, and goes on where it was interrupted."""
+        while self._wrapped:
+            owner, name, inner = self._wrapped[-1]
             setattr(owner, name, inner)
-        self._wrapped.clear()
+            self._wrapped.pop()
         self.cache.close()
 
     def _make_groups(self) -> list[CausalCache]:
@@ -177,25 +194,29 @@ class Adapted:
 
     def _wrap(self) -> None:
         for layer in self.model.layers:
-            ropes = [module for module in layer.modules() if callable(getattr(module, "rope", None))]
-            for module in ropes:
+            for module in [module for module in layer.modules() if callable(getattr(module, "rope", None))]:
                 self._replace(module, "rope", PerTokenRope(module.rope))
                 if self.can_split:
                     self._replace(module, "__class__", class_with(module, attention_in_parts))
-            self._ropes.append(ropes[0].rope.inner if ropes else None)
-        inner = getattr(self.model, "model", None)
-        if inner is not None and callable(getattr(inner, "norm", None)):
-            self._head = SomeRows(inner.norm)
-            self._replace(inner, "norm", self._head)
+        inner = getattr(getattr(self.model, "language_model", self.model), "model", None)
+        name = next((name for name in LAST_NORMS if callable(getattr(inner, name, None))), None)
+        if name is not None:
+            self._head = SomeRows(getattr(inner, name))
+            self._replace(inner, name, self._head)
 
     def _replace(self, owner: Any, name: str, wrapper: Any) -> None:
         self._wrapped.append((owner, name, getattr(owner, name)))
         setattr(owner, name, wrapper)
 
     def _shift(self, layer: int, keys: mx.array, offsets: mx.array) -> mx.array:
-        """Re-rotate with the layer's own rope."""
-        rope = self._ropes[layer]
-        return keys if rope is None else turned(rope, keys, offsets)
+        """Moved as it was proved for this layer. NotSupportedError where some layer's keys can't be moved."""
+        by = int(offsets[0].item())  # type: ignore[arg-type]  # all the same
+        if by not in self._rotations:
+            self._rotations[by] = rotators(self.model, make_layer_caches(self.model, CacheOptions()), by)
+        ways = self._rotations[by]
+        if ways is None:
+            raise NotSupportedError("this model's keys can't be moved to other positions: what is kept has to be evaluated again")
+        return ways[layer](keys, by)
 
     def _prove(self, reference: list[mx.array]) -> None:
         """Two sequences in one row, in two steps, against each one alone."""
@@ -212,8 +233,9 @@ class Adapted:
             scale = max(float(mx.abs(b).max().item()) for b in reference)  # type: ignore[arg-type]
         except Exception as error:
             text = " ".join(str(error).split())[:200]
+            at = "" if self.layer < 0 else f"layer {self.layer} ({type(self.model.layers[self.layer]).__name__}): "
             raise NotSupportedError(
-                f"this model can't run several sequences in one row: {type(error).__name__}: {text}"
+                f"{at}this model can't run several sequences in one row, run one at a time: {type(error).__name__}: {text}"
             ) from error
         finally:
             self.cache.close()

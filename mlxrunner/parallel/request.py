@@ -42,9 +42,17 @@ class Result:
         return cls("".join(chunk.text for chunk in chunks), tokens, last.finish_reason, last.usage, logprobs or None)
 
 
+class StepFailedError(MlxrunnerError):
+    """A step that carried a request failed, maybe because of another one that it carried as well."""
+
+
 @dataclass(eq=False)
 class Request:
-    """One sequence on its way. `place`: tokens whose forward pass was dispatched; `sampled`: answers dispatched."""
+    """One sequence on its way.
+
+    `todo`: tokens that are evaluated before it decodes: the prompt, or what a shift has kept of the conversation where keys can't be moved;
+    empty from then on. `place`: tokens whose forward pass was dispatched; `sampled`: answers dispatched, `last` the last of them.
+    """
 
     slot: Slot
     prompt: TokenArray
@@ -55,12 +63,19 @@ class Request:
     next_token: NextToken
     prepared: Prepared
     lookup: Lookup
+    todo: TokenArray
     trimmed: int = 0
     place: int = 0
     sampled: int = 0
-    source: tuple[Slot, int] | None = None  # waits until this slot has evaluated so many tokens of the common prefix
+    last: mx.array | None = None
+    source: Slot | None = None
+    """Waits until this slot has the `promised` tokens of a common prefix."""
+    promised: int = 0
     shift: Shift | None = None
     shifted: int = 0
+    reevaluated: int = 0
+    is_apart: bool = False
+    """Whether it has shifted, and shares no tokens with others any more but the kept ones."""
     chunks: deque[Chunk] = field(default_factory=deque)
     finished: bool = False
     error: MlxrunnerError | None = None
@@ -68,14 +83,35 @@ class Request:
     active_bytes: int = 0
 
     @property
-    def promised(self) -> int:
-        """Prompt tokens that it will not have to store, because it waits for somebody else's."""
-        return min(self.source[1], len(self.prompt) - 1) if self.source is not None else 0
+    def left(self) -> int:
+        """Tokens to do that were not dispatched yet."""
+        return max(0, len(self.todo) - self.place)
 
     @property
-    def left(self) -> int:
-        """Prompt tokens that were not dispatched yet."""
-        return max(0, len(self.prompt) - self.place)
+    def is_decoding(self) -> bool:
+        """Whether the next thing it needs is the forward pass of the token that was sampled last."""
+        return self.source is None and not self.left and self.sampled < self.limit
+
+    def coming_tokens(self, count: int) -> mx.array:
+        """The next `count` that are to be dispatched, `[count]`; the one that was sampled may still be on its way."""
+        if self.left:
+            return mx.array(self.todo[self.place : self.place + count])
+        assert self.last is not None
+        return self.last
+
+    def advance(self, count: int) -> None:
+        """The forward pass of its next `count` tokens was dispatched."""
+        self.slot.tokens.extend(self.todo[self.place : self.place + count])
+        self.place += count
+        if not self.left:
+            self.todo = self.todo[:0]
+
+    def coming_cells(self, capacity: int) -> int:
+        """Cells that it may still take: to its end, or until it is full and shifts, for which shared cells are copied."""
+        most = min(len(self.prompt) + self.limit, capacity)
+        if self.shift is None:
+            return most - self.place - min(self.promised, len(self.prompt) - 1)
+        return most - self.place + (0 if self.is_apart else self.lookup.cached)
 
     def observation(self, usage: Usage, reason: FinishReason | None, error: str | None) -> Observation:
         """For whoever watches, at its end."""
@@ -88,9 +124,5 @@ class Request:
         )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Step:
-    """A dispatched forward pass: which requests it sampled for, and the tokens that are on their way."""
-
-    requests: list[Request]
-    sampled: list[Sampled]
+Step = list[tuple[Request, Sampled]]
+"""A dispatched forward pass: what it sampled, and for whom."""

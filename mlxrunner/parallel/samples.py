@@ -47,7 +47,8 @@ def _together(
     if length >= context:
         raise ContextLengthError(length, context)
     room = min(each[0].get("max_tokens") or DEFAULT_MAX_TOKENS, context - length)
-    cells = length + parallel * (room + WORTH_WAITING)
+    # What shifts shares nothing in the end.
+    cells = None if each[0].get("overflow") == "shift" else length + parallel * (room + WORTH_WAITING)
     with ParallelRunner.of(loaded, max_sequences=parallel, capacity=length + room, cells=cells) as runner:
         watch(runner)
         yield from runner.run_each((prompt, one) for one in each)

@@ -1,0 +1,191 @@
+"""However a request ends, the others and those to come get what they would have got alone, and no slot is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import mlx.nn as nn
+import pytest
+
+from mlxrunner import ContextLengthError, Runner
+from mlxrunner.models.facts import facts_of
+from mlxrunner.parallel.handle import Handle
+from mlxrunner.parallel.request import StepFailedError
+from mlxrunner.parallel.runner import ParallelRunner
+from mlxrunner.testing import ByteTokenizer, interrupt_at
+from mlxrunner.testing_models import tiny_config, tiny_model
+
+LONG, OTHER = [i * 7 % 290 for i in range(40)], [i * 11 % 290 for i in range(30)]
+SHARING = [*LONG[:25], 9, 9]
+LATER = [[*LONG[:20], 1], [*OTHER[:15], 2], [*SHARING[:26], 4]]
+Parts = tuple[Any, ByteTokenizer, Any]
+Act = Callable[[ParallelRunner], Handle | None]
+
+
+@pytest.fixture(scope="module")
+def llama() -> Parts:
+    config = tiny_config("llama", max_position_embeddings=4096, vocab_size=300)
+    model = tiny_model(config)
+    return model, ByteTokenizer(), facts_of(model, config)
+
+
+def alone(given: Parts, prompt: list[int], count: int) -> list[int]:
+    return [chunk.token for chunk in Runner(*given).generate(prompt, max_tokens=count, stop_tokens=[]) if chunk.token is not None]
+
+
+def is_consistent(runner: ParallelRunner) -> bool:
+    """Each slot has the cells of its tokens, and is busy where it has a request."""
+    ends = runner._adapted.groups[0]._cells.next_positions()
+    busy = {request.slot.number for request in runner._requests}
+    return all(len(slot.tokens) == ends[slot.number] and slot.is_busy == (slot.number in busy) for slot in runner.slots)
+
+
+def interrupted(given: Parts, act: Act, line: int) -> tuple[bool, int]:
+    """Whether `act` was interrupted at a line in the middle of other work, and the lines it has; the rest is held against the answers alone."""
+    with ParallelRunner(*given, max_sequences=3, capacity=80, max_batch=16) as runner:
+        runner.submit(OTHER[:20], max_tokens=2, stop_tokens=[]).result()
+        handles = [(runner.submit(prompt, max_tokens=6, stop_tokens=[]), prompt) for prompt in (LONG, OTHER)]
+        for _ in range(7):
+            runner.step()
+        was_interrupted = False
+        with suppress(KeyboardInterrupt), interrupt_at(line) as seen:
+            try:
+                handle = act(runner)
+            except KeyboardInterrupt:
+                was_interrupted = True
+                raise
+            handles += [(handle, SHARING)] if handle is not None else []
+        for _ in range(60):
+            runner.step()
+        for handle, prompt in handles:
+            tokens = [chunk.token for chunk in handle.poll()]
+            assert handle.finished, f"line {line}"
+            assert tokens == alone(given, prompt, 6)[: len(tokens)], f"line {line}"
+            assert len(tokens) == 6 or isinstance(handle.error, StepFailedError), f"line {line}"
+        assert is_consistent(runner), f"line {line}"
+        for prompt in LATER:
+            assert runner.submit(prompt, max_tokens=3, stop_tokens=[]).result().tokens == alone(given, prompt, 3), f"line {line}"
+    return was_interrupted, seen[0]
+
+
+@pytest.mark.parametrize(
+    "act",
+    [lambda runner: runner.submit(SHARING, max_tokens=6, stop_tokens=[]), lambda runner: runner.step()],
+    ids=["submit", "step"],
+)
+def test_ctrl_c_at_any_line(llama: Parts, act: Act) -> None:
+    """Of a submission or of a step: nobody waits for ever, nobody gets a wrong token, no slot is lost and none claims what it has not."""
+    _, total = interrupted(llama, act, -1)
+    places = range(1, total + 1, max(1, total // 60))
+    assert sum(interrupted(llama, act, line)[0] for line in places) > 50
+
+
+def test_ctrl_c_while_a_model_is_adapted_or_given_back_leaves_it_as_it_was(llama: Parts) -> None:
+    """At any line of the constructor; at any line of `close`, which can be called again."""
+    model = llama[0]
+    with interrupt_at(-1) as seen:
+        runner = ParallelRunner(*llama, max_sequences=2, capacity=20)
+    with interrupt_at(-1) as closing:
+        runner.close()
+    for line in range(1, seen[0], max(1, seen[0] // 60)):
+        with suppress(KeyboardInterrupt), interrupt_at(line):
+            ParallelRunner(*llama, max_sequences=2, capacity=20)
+        assert is_as_it_was(model), f"line {line}"
+    for line in range(1, closing[0] + 1):
+        runner = ParallelRunner(*llama, max_sequences=2, capacity=20)
+        with suppress(KeyboardInterrupt), interrupt_at(line):
+            runner.close()
+        runner.close()
+        assert is_as_it_was(model), f"line {line} of close"
+
+
+def is_as_it_was(model: Any) -> bool:
+    return type(model.model.norm) is nn.RMSNorm and all(type(layer.self_attn.rope) is nn.RoPE for layer in model.layers)
+
+
+def test_an_error_while_tokens_are_read_ends_all_and_says_so(llama: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for a token that was lost, and everybody knows why."""
+    with ParallelRunner(*llama, max_sequences=2, capacity=80) as runner:
+        first = runner.submit(LONG, max_tokens=9, stop_tokens=[])
+        second = runner.submit(OTHER, max_tokens=9, stop_tokens=[])
+        for _ in range(3):
+            runner.step()
+
+        def fail(*_: object) -> None:
+            raise RuntimeError("a tokenizer's fault")
+
+        monkeypatch.setattr(second._request.answer, "take", fail)
+        with pytest.raises(RuntimeError, match="fault"):
+            list(first)
+        for handle in (first, second):
+            with pytest.raises(StepFailedError, match="was ended by RuntimeError: a tokenizer's fault: submit it again"):
+                handle.result()
+        assert [runner.submit(LONG, max_tokens=9, stop_tokens=[]).result().tokens] == [alone(llama, LONG, 9)]
+
+
+def test_run_leaves_nothing_running(llama: Parts) -> None:
+    """Where a prompt can't be run, and where nobody wants the other answers any more."""
+    with ParallelRunner(*llama, max_sequences=1, capacity=60) as runner:
+        with pytest.raises(ContextLengthError):
+            runner.run([[1, 2], list(range(70))], max_tokens=40, stop_tokens=[])
+        answers = runner.run_each(([i], {"max_tokens": 2 + i, "stop_tokens": []}) for i in range(5))
+        assert next(answers).tokens == alone(llama, [0], 2)
+        answers.close()  # type: ignore[attr-defined]
+        assert runner.submit([1], max_tokens=3, stop_tokens=[]).result().tokens == alone(llama, [1], 3)
+
+
+def test_the_single_runner_beside_it_is_not_disturbed_by_an_error(llama: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the same model: which rows are wanted is forgotten however a pass ends."""
+    expected = alone(llama, LONG, 5)
+    with ParallelRunner(*llama, max_sequences=2, capacity=80) as runner:
+        view = runner._adapted._views[1]
+
+        def fail(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(view, "update_and_fetch", fail)
+        with pytest.raises(KeyboardInterrupt):
+            list(runner.submit(OTHER, max_tokens=2))
+        assert alone(llama, LONG, 5) == expected
+
+
+@pytest.mark.parametrize("is_dirty", [False, True])
+def test_a_chain_of_prefixes_is_evaluated_once(llama: Parts, is_dirty: bool) -> None:
+    """Who waits for somebody who waits himself is not taken in by what that one's slot held before."""
+    first = list(range(1, 61))
+    second = [*first, *range(100, 160)]
+    with ParallelRunner(*llama, max_sequences=3, capacity=200, max_batch=16) as runner:
+        if is_dirty:
+            runner.run([[250 + i] * 150 for i in range(3)], max_tokens=1)
+        results = runner.run([[*first, 9], [*second, 9], [*second, 200, 201]], max_tokens=2, stop_tokens=[])
+        assert [result.usage.cached_tokens for result in results] == [0, 60, 120]
+
+
+def test_those_that_wait_for_a_cancelled_prefix_evaluate_it_once(llama: Parts) -> None:
+    """Where cells are few, so that two copies of it would not fit beside an unrelated request."""
+    prefix = list(range(1, 101))
+    with ParallelRunner(*llama, max_sequences=4, capacity=150, cells=200) as runner:
+        first = runner.submit([*prefix, 5], max_tokens=10, stop_tokens=[])
+        waiting = [runner.submit([*prefix, end], max_tokens=10, stop_tokens=[]) for end in (6, 7)]
+        other = runner.submit([290, 291], max_tokens=30, stop_tokens=[])
+        first.cancel()
+        results = [handle.result() for handle in waiting]
+        assert [result.usage.cached_tokens for result in results] == [0, 100]
+        assert [result.tokens for result in results] == [alone(llama, [*prefix, end], 10) for end in (6, 7)]
+        assert other.result().tokens == alone(llama, [290, 291], 30)
+
+
+def test_windows_share_a_prefix_in_every_wave() -> None:
+    """Also when no idle slot can resume at its end any more: the first of the wave evaluates it, the others share it."""
+    config = tiny_config("gemma3_text", max_position_embeddings=4096, vocab_size=300, sliding_window=16)
+    model = tiny_model(config)
+    prefix = [i * 7 % 290 for i in range(200)]
+    with ParallelRunner(model, ByteTokenizer(), facts_of(model, config), max_sequences=4, capacity=400, max_batch=64) as runner:
+        for wave in range(2):
+            prompts = [[*prefix, *((10 * wave + i + 2) * k % 290 for k in range(1, 120))] for i in range(4)]
+            results = runner.run(prompts, max_tokens=3, stop_tokens=[])
+            assert [result.usage.cached_tokens for result in results] == [0, 200, 200, 200]
+            for prompt, result in zip(prompts, results, strict=True):
+                assert result.tokens == alone((model, ByteTokenizer(), facts_of(model, config)), prompt, 3)

@@ -1,0 +1,124 @@
+"""A full context among others: what is dropped, moved or evaluated again is what the single runner drops, moves or evaluates again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mlxrunner import ContextFullError, Runner
+from mlxrunner.cache.sequences import CacheFullError
+from mlxrunner.models.facts import facts_of
+from mlxrunner.parallel.request import Result
+from mlxrunner.parallel.runner import ParallelRunner
+from mlxrunner.parallel.samples import sample
+from mlxrunner.testing import ByteTokenizer
+from mlxrunner.testing_models import tiny_config, tiny_model
+
+CONTEXT = 100
+WINDOWS = {"head_dim": 16, "num_hidden_layers": 4, "sliding_window": 512, "sliding_window_pattern": 4, "rope_theta": 1e4}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {},
+    "cohere2": WINDOWS,  # its full layers have a rope that they do not use
+    "smollm3": {"no_rope_layer_interval": 2, "num_hidden_layers": 4},
+    "exaone4": WINDOWS | {"sliding_window_pattern": "LLLG", "rope_scaling": {"rope_type": "default"}},
+}
+Parts = tuple[Any, ByteTokenizer, Any]
+
+
+def parts(name: str) -> Parts:
+    config = tiny_config(name, **({"max_position_embeddings": 4096, "vocab_size": 300} | ARCHITECTURES[name]))
+    model = tiny_model(config)
+    return model, ByteTokenizer(), facts_of(model, config)
+
+
+def prompt(length: int, seed: int = 7) -> list[int]:
+    return [i * seed % 290 for i in range(length)]
+
+
+def alone(given: Parts, tokens: list[int], **options: Any) -> Result:
+    return Result.of(list(Runner(*given, context=CONTEXT, rewind_slack=600).generate(tokens, **options)))
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("length", [20, 90, 150])
+def test_a_shifted_answer_is_that_of_the_single_runner(name: str, length: int) -> None:
+    """After one shift or several, from a prompt that fits or one that has to be cut, beside another one that shares its beginning."""
+    given, options = parts(name), {"max_tokens": 130, "stop_tokens": [], "overflow": "shift", "keep": 4, "logprobs": 0}
+    expected = alone(given, prompt(length), **options)
+    with ParallelRunner(*given, max_sequences=3, capacity=CONTEXT, max_batch=32) as runner:
+        beside = runner.submit([*prompt(18), 280, 281], max_tokens=70, stop_tokens=[])
+        result = runner.submit(prompt(length), **options).result()
+        assert result.tokens == expected.tokens
+        assert result.usage.shifted_tokens == expected.usage.shifted_tokens > 40
+        assert result.usage.reevaluated_tokens == 0
+        for ours, its in zip(result.logprobs or [], expected.logprobs or [], strict=True):
+            assert ours[0] == pytest.approx(its[0], abs=1e-4)
+        assert beside.result().tokens == alone(given, [*prompt(18), 280, 281], max_tokens=70, stop_tokens=[]).tokens
+
+
+def test_what_cannot_be_moved_is_evaluated_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by the single runner."""
+    for module in ("mlxrunner.parallel.adapt", "mlxrunner.runner"):
+        monkeypatch.setattr(f"{module}.rotators", lambda *_: None)
+    given, options = parts("llama"), {"max_tokens": 130, "stop_tokens": [], "overflow": "shift", "keep": 4}
+    expected = alone(given, prompt(90), **options)
+    with ParallelRunner(*given, max_sequences=2, capacity=CONTEXT, max_batch=32) as runner:
+        beside = runner.submit(prompt(30, 11), max_tokens=60, stop_tokens=[])
+        result = runner.submit(prompt(90), **options).result()
+        assert result.tokens == expected.tokens
+        assert result.usage.reevaluated_tokens == expected.usage.reevaluated_tokens > 0
+        assert beside.result().tokens == alone(given, prompt(30, 11), max_tokens=60, stop_tokens=[]).tokens
+
+
+def test_many_that_shift_and_share_in_few_cells() -> None:
+    """None is begun that might not fit, none is ended because another one had to copy what they shared."""
+    given = parts("llama")
+    requests = [
+        ([*prompt(60), 200 + i], {"max_tokens": 80 + i, "stop_tokens": [], "overflow": "shift", "keep": 40 + i}) for i in range(6)
+    ]
+    for cells in (110, 150, 250):
+        with ParallelRunner(*given, max_sequences=4, capacity=CONTEXT, cells=cells, max_batch=32) as runner:
+            for (tokens, options), result in zip(requests, runner.run_each(requests), strict=True):
+                assert result.tokens == alone(given, tokens, **options).tokens, f"{cells} cells"
+
+
+def test_a_request_that_shifts_needs_no_more_than_a_context() -> None:
+    """Whatever the limit of its answer is."""
+    with ParallelRunner(*parts("llama"), max_sequences=2, capacity=CONTEXT, cells=CONTEXT) as runner:
+        running = runner.submit([1, 2, 3], max_tokens=200, stop_tokens=[], overflow="shift")
+        with pytest.raises(CacheFullError, match="this request needs 2 free cells, but 0 of 100 are free"):
+            runner.submit([4], max_tokens=1)
+        assert len(running.result().tokens) == 200
+
+
+@pytest.mark.parametrize("max_tokens", [None, 100])
+def test_several_answers_that_shift(max_tokens: int | None) -> None:
+    """`generate --n 2 --overflow shift`, where the context is too small for the answers."""
+    text, options = (
+        "word " * 90,
+        {"max_tokens": max_tokens, "overflow": "shift", "stop_tokens": [], "temperature": 1.0, "seed": 3},
+    )
+    runner = Runner.load("demo", context=128, reserve=False)
+    results = list(sample("demo", text[:300], 2, parallel=2, context=128, trust_remote_code=False, **options))
+    for i, result in enumerate(results):
+        single = list(runner.generate(text[:300], **(options | {"seed": 3 + i})))
+        assert result.tokens == [chunk.token for chunk in single]
+        assert result.usage.shifted_tokens > 0
+
+
+def test_an_answer_may_fail_where_the_context_ends() -> None:
+    """overflow="error": what there was, and then an error of this request alone."""
+    given = parts("llama")
+    with ParallelRunner(*given, max_sequences=2, capacity=CONTEXT) as runner:
+        beside = runner.submit(prompt(30, 11), max_tokens=60, stop_tokens=[])
+        failing = runner.submit(prompt(90), overflow="error", stop_tokens=[])
+        seen = []
+        with pytest.raises(ContextFullError, match="10"):
+            seen.extend(failing)
+        with pytest.raises(ContextFullError):
+            for chunk in failing:
+                seen.append(chunk)
+        assert beside.result().tokens == alone(given, prompt(30, 11), max_tokens=60, stop_tokens=[]).tokens
+        assert runner.submit(prompt(90), overflow="error", max_tokens=10, stop_tokens=[]).result().finish_reason == "length"
