@@ -25,6 +25,11 @@ class Clock:
     first: float = 0.0
     last: float = 0.0
 
+    def postpone(self) -> None:
+        """The request begins only now, as if it had just been tokenized."""
+        now = time.perf_counter()
+        self.began, self.tokenized = now - (self.tokenized - self.began), now
+
 
 class Answer:
     """Tokens to chunks: text, stop tokens, stop strings, the limit. The last chunk has a `finish_reason`."""

@@ -54,7 +54,6 @@ class Request:
     empty from then on. `place`: tokens whose forward pass was dispatched; `sampled`: answers dispatched, `last` the last of them.
     """
 
-    slot: Slot
     prompt: TokenArray
     options: GenerateOptions
     limit: int
@@ -63,7 +62,8 @@ class Request:
     next_token: NextToken
     prepared: Prepared
     lookup: Lookup
-    todo: TokenArray
+    slot: Slot = field(init=False)
+    todo: TokenArray = field(init=False)
     trimmed: int = 0
     place: int = 0
     sampled: int = 0
@@ -81,6 +81,9 @@ class Request:
     error: MlxrunnerError | None = None
     history: mx.array | None = None
     active_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self.todo = self.prompt
 
     @property
     def left(self) -> int:

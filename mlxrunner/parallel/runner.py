@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -20,31 +19,31 @@ import numpy as np
 from mlxrunner import device
 from mlxrunner.answer import Answer, Clock
 from mlxrunner.cache.factory import CacheOptions, layouts_of
-from mlxrunner.cache.lookup import WINDOW, Lookup, explained
-from mlxrunner.cache.sequences import END, Batch, CacheFullError, NotSupportedError
-from mlxrunner.cache.tokens import TokenArray, common_prefix
+from mlxrunner.cache.lookup import Lookup
+from mlxrunner.cache.sequences import Batch, CacheFullError
+from mlxrunner.cache.tokens import TokenArray
 from mlxrunner.config import GenerateOptions
 from mlxrunner.constrain import constraint_of
-from mlxrunner.errors import ContextFullError, ContextLengthError, FormError, MlxrunnerError, OptionError, PromptError
-from mlxrunner.events import FinishReason, Usage, log_lookup
+from mlxrunner.errors import ContextLengthError, OptionError, PromptError
+from mlxrunner.events import FinishReason, Usage
 from mlxrunner.models.facts import ModelFacts
 from mlxrunner.models.load import LoadedModel, load_model
 from mlxrunner.observation import Observer, tell, usage_of
 from mlxrunner.overflow import Shift
 from mlxrunner.parallel.adapt import WINDOWS_KEEP, Adapted
 from mlxrunner.parallel.handle import Handle
-from mlxrunner.parallel.request import Request, Result, Step, StepFailedError
-from mlxrunner.parallel.slots import Choice, NoFreeSlotError, Slot, choose, share
+from mlxrunner.parallel.request import Request, Result
+from mlxrunner.parallel.scheduler import Scheduler
+from mlxrunner.parallel.slots import NoFreeSlotError, Slot
 from mlxrunner.plan import Batch as WorstBatch
 from mlxrunner.plan import Plan
 from mlxrunner.reserve import choose as choose_plan
 from mlxrunner.reserve import demand_of, must_fit, weights_of
-from mlxrunner.sampling import Decoded, NextToken, Sampled, dispatch
+from mlxrunner.sampling import NextToken, dispatch
 from mlxrunner.tokenizer import Tokenizer
 from mlxrunner.tokenizer.prompt import Prompt, prepare, system_tokens
 
 DEFAULT_MAX_BATCH = 1024
-T = TypeVar("T")
 AHEAD = 4
 """Requests per slot that `run_each` has read and not given back yet, at most."""
 
@@ -78,15 +77,23 @@ class ParallelRunner:
                 "two tokens is needed, and a step has to hold a token of each"
             )
         self.model, self.tokenizer, self.facts, self.name = model, tokenizer, facts, name
-        self.slots = [Slot(number) for number in range(max_sequences)]
         share_of_cells = -(-self.cells // max_sequences)
         self.plan: Plan | None = None
         self.observer: Observer | None = None
         """Is told of every request after it has ended (see `mlxrunner.profiling`)."""
-        self._requests: list[Request] = []
-        self._pending: Step | None = None
-        self._ticks = 0
         self._adapted = Adapted(model, max_sequences=max_sequences, capacity=share_of_cells, max_batch=self.max_batch)
+        try:
+            self._scheduler = Scheduler(
+                self._adapted,
+                max_sequences,
+                capacity=self.capacity,
+                cells=self.cells,
+                max_batch=self.max_batch,
+                ended=self._ended,
+            )
+        except BaseException:
+            self._adapted.close()
+            raise
 
     @classmethod
     def load(
@@ -166,6 +173,11 @@ class ParallelRunner:
         return arrays
 
     @property
+    def slots(self) -> Sequence[Slot]:
+        """One for each of the sequences."""
+        return self._scheduler.slots
+
+    @property
     def settings(self) -> dict[str, Any]:
         """The options that decide what is stored."""
         return {"context": self.capacity, "cells": self.cells, "max_sequences": len(self.slots), "max_batch": self.max_batch}
@@ -182,10 +194,9 @@ class ParallelRunner:
     def close(self) -> None:
         """Cancel what runs, free the cells, and give the model back as it was. May be called again, also after an interrupt."""
         try:
-            for request in list(self._requests):
+            for request in list(self._scheduler.requests):
                 self.cancel(request)
         finally:
-            self._pending = None
             self._adapted.close()
 
     def submit(self, prompt: Prompt, **options: Any) -> Handle:
@@ -193,7 +204,7 @@ class ParallelRunner:
 
         NoFreeSlotError if every slot has a request, CacheFullError if there might not be room to its end.
         """
-        return Handle(self, self._admit(prompt, options))
+        return self._begin(self._request(prompt, options))
 
     def run(self, prompts: Sequence[Prompt], **options: Any) -> list[Result]:
         """All answers, in the order of the prompts; as many at a time as there are slots."""
@@ -207,7 +218,7 @@ class ParallelRunner:
         handles: deque[Handle] = deque()
         try:
             for prompt, options in requests:
-                handles.append(self._submit_when_possible(prompt, options))
+                handles.append(self._begin_when_possible(self._request(prompt, options)))
                 while handles and (handles[0].finished or len(handles) > AHEAD * len(self.slots)):
                     yield handles.popleft().result()
             while handles:
@@ -216,52 +227,32 @@ class ParallelRunner:
             for handle in handles:
                 handle.cancel()
 
-    def _submit_when_possible(self, prompt: Prompt, options: dict[str, Any]) -> Handle:
-        prompt = prepare(self.tokenizer, prompt)  # once, however long it waits
+    def _begin_when_possible(self, request: Request) -> Handle:
         while True:
             try:
-                return self.submit(prompt, **options)
+                return self._begin(request)
             except (NoFreeSlotError, CacheFullError):
-                if not self._requests:
+                if not self._scheduler.requests:
                     raise
                 self.step()
+                request.clock.postpone()
+
+    def _begin(self, request: Request) -> Handle:
+        if not self._scheduler.requests:
+            mx.reset_peak_memory()
+        request.active_bytes = mx.get_active_memory()
+        self._scheduler.admit(request)
+        return Handle(self, request)
 
     def cancel(self, request: Request) -> None:
         """End a request without touching the others."""
-        if not request.finished:
-            self._retire(request)
+        self._scheduler.cancel(request)
 
     def step(self) -> None:
-        """Dispatch the next forward pass, then read the tokens of the one before.
+        """One forward pass for all that run. Whatever goes wrong in it ends them all, with a StepFailedError each."""
+        self._scheduler.step()
 
-        After an error or an interrupt in it nobody knows what was written: all requests are ended, and what the slots hold is forgotten.
-        """
-        try:
-            self._follow_sources()
-            before, self._pending = self._pending, self._dispatch()
-            for request, sampled in before or ():
-                if not request.finished:
-                    self._deliver(request, sampled)
-        except BaseException as error:
-            self._forget_everything(error)
-            raise
-
-    def _forget_everything(self, error: BaseException) -> None:
-        self._pending = None
-        for slot in self.slots:
-            slot.tokens.truncate(0)
-        why = StepFailedError(f"a step that carried this request, and others, was ended by {_named(error)}: submit it again")
-        for request in list(self._requests):
-            self._fail(request, why, type(error).__name__ if isinstance(error, Exception) else None)
-        for slot in self.slots:
-            self._clear(slot)
-
-    def _clear(self, slot: Slot) -> None:
-        """Forget the tokens of a slot."""
-        slot.tokens.truncate(0)
-        self._adapted.cache.remove(slot.number, 0, END)
-
-    def _admit(self, prompt: Prompt, given: dict[str, Any]) -> Request:
+    def _request(self, prompt: Prompt, given: dict[str, Any]) -> Request:
         began = time.perf_counter()
         options = GenerateOptions.of(**given)
         prepared = prepare(self.tokenizer, prompt)
@@ -276,29 +267,10 @@ class ParallelRunner:
         clock, room = Clock(began, time.perf_counter()), self.capacity - len(tokens)
         limit = (options.max_tokens or self.capacity) if shift else min(options.max_tokens or room, room)
         next_token = NextToken(options, self.facts.vocab, constraint=constraint_of(options, self.tokenizer, self.facts.vocab))
-        self._follow_sources()  # who waits for a slot that is free again goes on first: it may be given away now
-        choice = choose(self.slots, tokens, can_resume=self._can_resume)
-        slot = choice.slot
-        request = Request(
-            slot, tokens, options, limit, Answer(self.tokenizer, tokens, options, limit), clock, next_token, prepared,
-            Lookup(len(tokens), 0, 0, 0), tokens, trimmed=len(slot.tokens), shift=shift, shifted=shifted,
-            history=mx.array(tokens) if next_token.needs_history else None,
+        return Request(
+            tokens, options, limit, Answer(self.tokenizer, tokens, options, limit), clock, next_token, prepared,
+            Lookup(len(tokens), 0, 0, 0), shift=shift, shifted=shifted, history=mx.array(tokens) if next_token.needs_history else None,
         )  # fmt: skip
-        self._check_room(request, choice)
-        if not self._requests:
-            mx.reset_peak_memory()
-        request.active_bytes = mx.get_active_memory()
-        try:
-            clock.lookup_began = time.perf_counter()
-            slot.is_busy, slot.planned = True, tokens
-            self._follow(request, choice)
-            clock.lookup_s = time.perf_counter() - clock.lookup_began
-            self._requests.append(request)
-        except BaseException:
-            self._clear(slot)
-            slot.is_busy, slot.planned = False, tokens[:0]
-            raise
-        return request
 
     def _shift(self, prompt: Prompt, tokens: TokenArray, options: GenerateOptions) -> Shift | None:
         if options.overflow != "shift":
@@ -311,207 +283,11 @@ class ParallelRunner:
         if self.facts.vocab and int(tokens.max()) >= self.facts.vocab:
             raise PromptError(f"token id {int(tokens.max())} is beyond the model's vocabulary of {self.facts.vocab}")
 
-    def _check_room(self, request: Request, choice: Choice) -> None:
-        """That it will fit, whatever the others still do; idle slots give way, but for the prefix that is shared."""
-        if self.cells >= len(self.slots) * self.capacity:
-            return
-        shared = choice.matched if request.shift is None else 0
-        wanted = request.coming_cells(self.capacity) - min(shared, len(request.prompt) - 1)
-        busy = [slot.number for slot in self.slots if slot.is_busy]
-        prefix = choice.source.number, shared if choice.ready else 0
-        used = max(group.num_used_by(busy, prefix) for group in self._adapted.groups)
-        coming = sum(other.coming_cells(self.capacity) for other in self._requests)
-        if used + coming + wanted > self.cells:
-            raise CacheFullError("this request", wanted, max(0, self.cells - used - coming), self.cells)
-
-    def _can_resume(self, slot: Slot, matched: int) -> bool:
-        return matched == 0 or self._adapted.cache.can_resume(slot.number, matched)
-
-    def _follow(self, request: Request, choice: Choice) -> None:
-        """Take what another slot has, or wait for what it will have."""
-        if choice.ready:
-            self._resume(request, choice.source, choice.matched)
-        else:
-            self._clear(request.slot)  # nobody may take what is going to be replaced
-            request.source, request.promised = choice.source, choice.matched
-
-    def _resume(self, request: Request, source: Slot, matched: int) -> None:
-        """Give the request's slot the first `matched` tokens of `source`, as far as it can go on from there."""
-        slot, cache = request.slot, self._adapted.cache
-        before, dropped, limited_by = len(source.tokens), tuple(source.tokens[matched : matched + WINDOW]), None
-        cached = min(matched, len(request.prompt) - 1)
-        slot.tokens.truncate(0)
-        if source is not slot:
-            cache.copy_prefix(source.number, slot.number, cached)
-        else:
-            cache.remove(slot.number, cached, END)
-        if not cache.can_resume(slot.number, cached):
-            cache.remove(slot.number, 0, END)
-            cached, limited_by = 0, "sliding"
-        self._adapted.expect(slot.number, len(request.prompt) - cached + request.limit)
-        slot.tokens.extend(request.prompt[:cached])
-        request.place, request.source, request.promised = cached, None, 0
-        request.lookup = explained(Lookup(len(request.prompt), before, matched, cached, limited_by=limited_by, dropped=dropped))
-        request.trimmed = max(0, request.trimmed - cached) if source is slot else request.trimmed
-        log_lookup(len(request.prompt), matched, cached)
-
-    def _follow_sources(self) -> None:
-        """Requests that wait for a prefix: share it once it is there; look again where it will not come any more."""
-        for number, request in enumerate(self._requests):
-            source, promised = request.source, request.promised
-            if source is None:
-                continue
-            if common_prefix(source.tokens.array, request.prompt) >= promised:
-                self._resume(request, source, promised)
-            elif not source.is_busy or common_prefix(source.planned, request.prompt) < promised:
-                ahead = [other.slot for other in self._requests[:number]]
-                self._follow(
-                    request, choose(self.slots, request.prompt, own=request.slot, ahead=ahead, can_resume=self._can_resume)
-                )
-
-    def _dispatch(self) -> Step | None:
-        """Build and dispatch the next row; None if there is nothing to do. Where cells are missing, the youngest requests end."""
-        self._ticks += 1
-        for request in [request for request in self._requests if request.is_decoding]:
-            try:
-                self._make_room(request)
-            except CacheFullError as error:
-                self._fail(request, error)
-        while row := self._row():
-            try:
-                return self._forward(row)
-            except CacheFullError as error:
-                self._fail(self._requests[-1], error)
-        return None
-
-    def _row(self) -> list[tuple[Request, int]]:
-        """How many tokens of which requests go into the next step."""
-        row = [(request, 1) for request in self._requests if request.is_decoding]
-        prefilling = [request for request in self._requests if request.source is None and request.left]
-        if prefilling:
-            wanted = [request.left for request in prefilling]
-            if self._adapted.has_windows:  # they forget: who shares a prefix has to take it while it is there
-                wanted = [min(left, *self._waited_for(request, left)) for request, left in zip(prefilling, wanted, strict=True)]
-            shares = share(self.max_batch - len(row), wanted, self._ticks)
-            row += [(request, count) for request, count in zip(prefilling, shares, strict=True) if count]
-        return row
-
-    def _waited_for(self, request: Request, left: int) -> list[int]:
-        """How far it is to the ends of the prefixes for which others wait."""
-        ends = [other.promised - request.place for other in self._requests if other.source is request.slot]
-        return [left, *(end for end in ends if end > 0)]
-
-    def _forward(self, row: list[tuple[Request, int]]) -> Step:
-        """Dispatch the forward pass of a row, and what samples from it."""
-        ends = accumulate(count for _, count in row)
-        sampling = {end - 1: request for (request, count), end in zip(row, ends, strict=True) if request.left <= count}
-        batch = Batch(
-            [position for request, count in row for position in range(request.place, request.place + count)],
-            [request.slot.number for request, count in row for _ in range(count)],
-        )
-        tokens = mx.concatenate([request.coming_tokens(count) for request, count in row])
-        logits = self._with_room(lambda: self._adapted.forward(tokens, batch, list(sampling) or [0]))
-        for request, count in row:
-            request.advance(count)
-        step = self._sample(list(sampling.values()), logits)
-        dispatch([array for _, sampled in step for array in sampled.arrays] or [logits])
-        return step
-
-    def _with_room(self, act: Callable[[], T]) -> T:
-        """Idle slots give way, the least recently used first, where there is no room for what `act` does."""
-        while True:
-            try:
-                return act()
-            except CacheFullError:
-                idle = [slot for slot in self.slots if not slot.is_busy and slot.tokens]
-                if not idle:
-                    raise
-                self._clear(min(idle, key=lambda slot: slot.last_used))
-
-    def _sample(self, requests: list[Request], logits: mx.array) -> Step:
-        """A token for each request, with its own sampler; plain greedy ones all at once. One that can't go on ends with its error."""
-        best = mx.argmax(logits, axis=-1) if any(r.next_token.is_plain for r in requests) else None
-        step: Step = []
-        for row, request in enumerate(requests):
-            try:
-                if best is not None and request.next_token.is_plain:
-                    sampled = Sampled(best[row : row + 1])
-                else:
-                    sampled = request.next_token(logits[row : row + 1], request.history)
-            except FormError as error:
-                self._fail(request, error)
-                continue
-            request.sampled += 1
-            request.last = sampled.token.astype(mx.int32)
-            if request.history is not None:
-                request.history = mx.concatenate([request.history, request.last])
-            step.append((request, sampled))
-        return step
-
-    def _deliver(self, request: Request, sampled: Sampled) -> None:
-        decoded: Decoded = sampled.decoded(sampled.read())
-        chunk = request.answer.take(decoded, request.clock)
-        if request.place > len(request.slot.tokens):
-            request.slot.tokens.append(decoded.token)  # its forward pass was dispatched with this step
-        if chunk.finish_reason is None:
-            request.chunks.append(chunk)
-            return
-        room = self.capacity - len(request.prompt)
-        if (
-            request.options.overflow == "error"
-            and chunk.finish_reason == "length"
-            and request.limit == room != request.options.max_tokens
-        ):
-            request.chunks.append(replace(chunk, finish_reason=None))
-            self._fail(request, ContextFullError(room, self.capacity))
-        else:
-            request.chunks.append(replace(chunk, usage=self._retire(request, chunk.finish_reason)))
-
-    def _fail(self, request: Request, error: MlxrunnerError, name: str | None = "") -> None:
-        """End a request with an error of its own; `name`: what is recorded of it, None for an interrupt."""
-        request.error = error
-        self._retire(request, error=type(error).__name__ if name == "" else name)
-
-    def _retire(self, request: Request, reason: FinishReason | None = None, error: str | None = None) -> Usage:
-        """Free the slot; its tokens stay for whoever shares them. A token of it that is still on its way is dropped."""
-        request.finished = True
-        self._requests.remove(request)
-        slot = request.slot
-        slot.is_busy, slot.last_used = False, self._ticks
-        slot.planned = slot.planned[:0]
-        self._adapted.cache.remove(slot.number, len(slot.tokens), END)
+    def _ended(self, request: Request, reason: FinishReason | None, error: str | None) -> Usage:
         usage = self._usage(request)
         if self.observer is not None:
             tell(self.observer, self, lambda: request.observation(usage, reason, error))
         return usage
-
-    def _make_room(self, request: Request) -> None:
-        """Before a token that would not fit any more: drop the oldest half after what is kept.
-
-        Where keys can't be moved, what is left is evaluated again, with the token that was sampled last.
-        """
-        shift, slot = request.shift, request.slot
-        if shift is None or request.place < self.capacity:
-            return
-        keep, discard = shift.keep, shift.discard(request.place)
-        tokens = slot.tokens.array
-        kept = np.concatenate([tokens[:keep], tokens[keep + discard :]])
-        slot.planned, request.shifted = slot.planned[:0], request.shifted + discard
-        try:
-            self._with_room(lambda: self._adapted.cache.remove(slot.number, keep, keep + discard))
-        except NotSupportedError:
-            assert request.last is not None
-            self._adapted.cache.remove(slot.number, keep, END)
-            request.place = keep if self._adapted.cache.can_resume(slot.number, keep) else 0
-            slot.tokens.truncate(request.place)
-            if not request.place:
-                self._clear(slot)
-            request.todo = np.append(kept, np.array(request.last))
-            request.reevaluated += len(kept) - request.place
-        else:
-            slot.tokens.truncate(0)
-            slot.tokens.extend(kept)
-            request.place, request.is_apart = len(kept), True
 
     def _usage(self, request: Request) -> Usage:
         clock, groups = request.clock, self._adapted.groups
@@ -522,7 +298,3 @@ class ParallelRunner:
             cache_bytes=sum(group.nbytes for group in groups), used_bytes=sum(group.used_bytes for group in groups),
             peak_bytes=mx.get_peak_memory(),
         )  # fmt: skip
-
-
-def _named(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

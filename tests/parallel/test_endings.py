@@ -38,7 +38,7 @@ def alone(given: Parts, prompt: list[int], count: int) -> list[int]:
 def is_consistent(runner: ParallelRunner) -> bool:
     """Each slot has the cells of its tokens, and is busy where it has a request."""
     ends = runner._adapted.groups[0]._cells.next_positions()
-    busy = {request.slot.number for request in runner._requests}
+    busy = {request.slot.number for request in runner._scheduler.requests}
     return all(len(slot.tokens) == ends[slot.number] and slot.is_busy == (slot.number in busy) for slot in runner.slots)
 
 

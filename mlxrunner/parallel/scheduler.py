@@ -1,0 +1,300 @@
+"""Which requests share the next step, where their tokens go, and what becomes of them when something fails. No prompts, no loading.
+
+A request waits for a prefix that another one is evaluating, then its prompt is evaluated in pieces, then it decodes; one forward pass
+carries a token or a piece of each. What happens to a slot is done in an order that an interrupt may cut anywhere: see `Slot`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import accumulate
+from typing import TypeVar
+
+import mlx.core as mx
+import numpy as np
+
+from mlxrunner.cache.lookup import WINDOW, Lookup, explained
+from mlxrunner.cache.sequences import END, Batch, CacheFullError, NotSupportedError
+from mlxrunner.cache.tokens import common_prefix
+from mlxrunner.errors import ContextFullError, FormError, MlxrunnerError
+from mlxrunner.events import FinishReason, Usage, log_lookup
+from mlxrunner.parallel.adapt import Adapted
+from mlxrunner.parallel.request import Request, Step, StepFailedError
+from mlxrunner.parallel.slots import Choice, Slot, choose, share
+from mlxrunner.sampling import Decoded, Sampled, dispatch
+
+T = TypeVar("T")
+Ended = Callable[[Request, FinishReason | None, str | None], Usage]
+"""Is told of each request that has ended: why, or the name of its error."""
+
+
+class Scheduler:
+    """Runs requests on `adapted`: at most `max_sequences` of up to `capacity` tokens, `cells` in all, `max_batch` tokens a step."""
+
+    def __init__(self, adapted: Adapted, max_sequences: int, *, capacity: int, cells: int, max_batch: int, ended: Ended) -> None:
+        self.slots = [Slot(number) for number in range(max_sequences)]
+        self.requests: list[Request] = []
+        """Those that run, in the order in which they came: one waits for those before it only."""
+        self._adapted, self._ended = adapted, ended
+        self._capacity, self._cells, self._max_batch = capacity, cells, max_batch
+        self._pending: Step | None = None
+        self._ticks = 0
+
+    def admit(self, request: Request) -> None:
+        """Give it a slot and what it can share. NoFreeSlotError, CacheFullError: it was not admitted, and may be again."""
+        clock = request.clock
+        self._follow_sources()  # who waits for a slot that is free again goes on first: it may be given away now
+        choice = choose(self.slots, request.prompt, can_resume=self._can_resume)
+        self._check_room(request, choice)
+        slot = request.slot = choice.slot
+        request.trimmed = len(slot.tokens)
+        try:
+            clock.lookup_began = time.perf_counter()
+            slot.is_busy, slot.planned = True, request.prompt
+            self._follow(request, choice)
+            clock.lookup_s = time.perf_counter() - clock.lookup_began
+            self.requests.append(request)
+        except BaseException:
+            self._clear(slot)
+            slot.is_busy, slot.planned = False, request.prompt[:0]
+            raise
+
+    def cancel(self, request: Request) -> None:
+        """End a request without touching the others."""
+        if not request.finished:
+            self._retire(request)
+
+    def step(self) -> None:
+        """Dispatch the next forward pass, then read the tokens of the one before.
+
+        After an error or an interrupt in it nobody knows what was written: all requests are ended, and what the slots hold is forgotten.
+        """
+        try:
+            self._follow_sources()
+            before, self._pending = self._pending, self._dispatch()
+            for request, sampled in before or ():
+                if not request.finished:
+                    self._deliver(request, sampled)
+        except BaseException as error:
+            self._forget_everything(error)
+            raise
+
+    def _forget_everything(self, error: BaseException) -> None:
+        self._pending = None
+        for slot in self.slots:
+            slot.tokens.truncate(0)
+        why = StepFailedError(f"a step that carried this request, and others, was ended by {_named(error)}: submit it again")
+        for request in list(self.requests):
+            self._fail(request, why, type(error).__name__ if isinstance(error, Exception) else None)
+        for slot in self.slots:
+            self._clear(slot)
+
+    def _clear(self, slot: Slot) -> None:
+        """Forget the tokens of a slot."""
+        slot.tokens.truncate(0)
+        self._adapted.cache.remove(slot.number, 0, END)
+
+    def _check_room(self, request: Request, choice: Choice) -> None:
+        """That it will fit, whatever the others still do; idle slots give way, but for the prefix that is shared."""
+        if self._cells >= len(self.slots) * self._capacity:
+            return
+        shared = choice.matched if request.shift is None else 0
+        wanted = request.coming_cells(self._capacity) - min(shared, len(request.prompt) - 1)
+        busy = [slot.number for slot in self.slots if slot.is_busy]
+        prefix = choice.source.number, shared if choice.ready else 0
+        used = max(group.num_used_by(busy, prefix) for group in self._adapted.groups)
+        coming = sum(other.coming_cells(self._capacity) for other in self.requests)
+        if used + coming + wanted > self._cells:
+            raise CacheFullError("this request", wanted, max(0, self._cells - used - coming), self._cells)
+
+    def _can_resume(self, slot: Slot, matched: int) -> bool:
+        return matched == 0 or self._adapted.cache.can_resume(slot.number, matched)
+
+    def _follow(self, request: Request, choice: Choice) -> None:
+        """Take what another slot has, or wait for what it will have."""
+        if choice.ready:
+            self._resume(request, choice.source, choice.matched)
+        else:
+            self._clear(request.slot)  # nobody may take what is going to be replaced
+            request.source, request.promised = choice.source, choice.matched
+
+    def _resume(self, request: Request, source: Slot, matched: int) -> None:
+        """Give the request's slot the first `matched` tokens of `source`, as far as it can go on from there."""
+        slot, cache = request.slot, self._adapted.cache
+        before, dropped, limited_by = len(source.tokens), tuple(source.tokens[matched : matched + WINDOW]), None
+        cached = min(matched, len(request.prompt) - 1)
+        slot.tokens.truncate(0)
+        if source is not slot:
+            cache.copy_prefix(source.number, slot.number, cached)
+        else:
+            cache.remove(slot.number, cached, END)
+        if not cache.can_resume(slot.number, cached):
+            cache.remove(slot.number, 0, END)
+            cached, limited_by = 0, "sliding"
+        self._adapted.expect(slot.number, len(request.prompt) - cached + request.limit)
+        slot.tokens.extend(request.prompt[:cached])
+        request.place, request.source, request.promised = cached, None, 0
+        request.lookup = explained(Lookup(len(request.prompt), before, matched, cached, limited_by=limited_by, dropped=dropped))
+        request.trimmed = max(0, request.trimmed - cached) if source is slot else request.trimmed
+        log_lookup(len(request.prompt), matched, cached)
+
+    def _follow_sources(self) -> None:
+        """Requests that wait for a prefix: share it once it is there; look again where it will not come any more."""
+        for number, request in enumerate(self.requests):
+            source, promised = request.source, request.promised
+            if source is None:
+                continue
+            if common_prefix(source.tokens.array, request.prompt) >= promised:
+                self._resume(request, source, promised)
+            elif not source.is_busy or common_prefix(source.planned, request.prompt) < promised:
+                ahead = [other.slot for other in self.requests[:number]]
+                self._follow(
+                    request, choose(self.slots, request.prompt, own=request.slot, ahead=ahead, can_resume=self._can_resume)
+                )
+
+    def _dispatch(self) -> Step | None:
+        """Build and dispatch the next row; None if there is nothing to do. Where cells are missing, the youngest requests end."""
+        self._ticks += 1
+        for request in [request for request in self.requests if request.is_decoding]:
+            try:
+                self._make_room(request)
+            except CacheFullError as error:
+                self._fail(request, error)
+        while row := self._row():
+            try:
+                return self._forward(row)
+            except CacheFullError as error:
+                self._fail(self.requests[-1], error)
+        return None
+
+    def _row(self) -> list[tuple[Request, int]]:
+        """How many tokens of which requests go into the next step."""
+        row = [(request, 1) for request in self.requests if request.is_decoding]
+        prefilling = [request for request in self.requests if request.source is None and request.left]
+        if prefilling:
+            wanted = [request.left for request in prefilling]
+            if self._adapted.has_windows:  # they forget: who shares a prefix has to take it while it is there
+                wanted = [min(left, *self._waited_for(request, left)) for request, left in zip(prefilling, wanted, strict=True)]
+            shares = share(self._max_batch - len(row), wanted, self._ticks)
+            row += [(request, count) for request, count in zip(prefilling, shares, strict=True) if count]
+        return row
+
+    def _waited_for(self, request: Request, left: int) -> list[int]:
+        """How far it is to the ends of the prefixes for which others wait."""
+        ends = [other.promised - request.place for other in self.requests if other.source is request.slot]
+        return [left, *(end for end in ends if end > 0)]
+
+    def _forward(self, row: list[tuple[Request, int]]) -> Step:
+        """Dispatch the forward pass of a row, and what samples from it."""
+        ends = accumulate(count for _, count in row)
+        sampling = {end - 1: request for (request, count), end in zip(row, ends, strict=True) if request.left <= count}
+        batch = Batch(
+            [position for request, count in row for position in range(request.place, request.place + count)],
+            [request.slot.number for request, count in row for _ in range(count)],
+        )
+        tokens = mx.concatenate([request.coming_tokens(count) for request, count in row])
+        logits = self._with_room(lambda: self._adapted.forward(tokens, batch, list(sampling) or [0]))
+        for request, count in row:
+            request.advance(count)
+        step = self._sample(list(sampling.values()), logits)
+        dispatch([array for _, sampled in step for array in sampled.arrays] or [logits])
+        return step
+
+    def _with_room(self, act: Callable[[], T]) -> T:
+        """Idle slots give way, the least recently used first, where there is no room for what `act` does."""
+        while True:
+            try:
+                return act()
+            except CacheFullError:
+                idle = [slot for slot in self.slots if not slot.is_busy and slot.tokens]
+                if not idle:
+                    raise
+                self._clear(min(idle, key=lambda slot: slot.last_used))
+
+    def _sample(self, requests: list[Request], logits: mx.array) -> Step:
+        """A token for each request, with its own sampler; plain greedy ones all at once. One that can't go on ends with its error."""
+        best = mx.argmax(logits, axis=-1) if any(r.next_token.is_plain for r in requests) else None
+        step: Step = []
+        for row, request in enumerate(requests):
+            try:
+                if best is not None and request.next_token.is_plain:
+                    sampled = Sampled(best[row : row + 1])
+                else:
+                    sampled = request.next_token(logits[row : row + 1], request.history)
+            except FormError as error:
+                self._fail(request, error)
+                continue
+            request.sampled += 1
+            request.last = sampled.token.astype(mx.int32)
+            if request.history is not None:
+                request.history = mx.concatenate([request.history, request.last])
+            step.append((request, sampled))
+        return step
+
+    def _deliver(self, request: Request, sampled: Sampled) -> None:
+        decoded: Decoded = sampled.decoded(sampled.read())
+        chunk = request.answer.take(decoded, request.clock)
+        if request.place > len(request.slot.tokens):
+            request.slot.tokens.append(decoded.token)  # its forward pass was dispatched with this step
+        if chunk.finish_reason is None:
+            request.chunks.append(chunk)
+            return
+        room = self._capacity - len(request.prompt)
+        if (
+            request.options.overflow == "error"
+            and chunk.finish_reason == "length"
+            and request.limit == room != request.options.max_tokens
+        ):
+            request.chunks.append(replace(chunk, finish_reason=None))
+            self._fail(request, ContextFullError(room, self._capacity))
+        else:
+            request.chunks.append(replace(chunk, usage=self._retire(request, chunk.finish_reason)))
+
+    def _fail(self, request: Request, error: MlxrunnerError, name: str | None = "") -> None:
+        """End a request with an error of its own; `name`: what is recorded of it, None for an interrupt."""
+        request.error = error
+        self._retire(request, error=type(error).__name__ if name == "" else name)
+
+    def _retire(self, request: Request, reason: FinishReason | None = None, error: str | None = None) -> Usage:
+        """Free the slot; its tokens stay for whoever shares them. A token of it that is still on its way is dropped."""
+        request.finished = True
+        self.requests.remove(request)
+        slot = request.slot
+        slot.is_busy, slot.last_used = False, self._ticks
+        slot.planned = slot.planned[:0]
+        self._adapted.cache.remove(slot.number, len(slot.tokens), END)
+        return self._ended(request, reason, error)
+
+    def _make_room(self, request: Request) -> None:
+        """Before a token that would not fit any more: drop the oldest half after what is kept.
+
+        Where keys can't be moved, what is left is evaluated again, with the token that was sampled last.
+        """
+        shift, slot = request.shift, request.slot
+        if shift is None or request.place < self._capacity:
+            return
+        keep, discard = shift.keep, shift.discard(request.place)
+        tokens = slot.tokens.array
+        kept = np.concatenate([tokens[:keep], tokens[keep + discard :]])
+        slot.planned, request.shifted = slot.planned[:0], request.shifted + discard
+        try:
+            self._with_room(lambda: self._adapted.cache.remove(slot.number, keep, keep + discard))
+        except NotSupportedError:
+            assert request.last is not None
+            self._adapted.cache.remove(slot.number, keep, END)
+            request.place = keep if self._adapted.cache.can_resume(slot.number, keep) else 0
+            slot.tokens.truncate(request.place)
+            if not request.place:
+                self._clear(slot)
+            request.todo = np.append(kept, np.array(request.last))
+            request.reevaluated += len(kept) - request.place
+        else:
+            slot.tokens.truncate(0)
+            slot.tokens.extend(kept)
+            request.place, request.is_apart = len(kept), True
+
+
+def _named(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
