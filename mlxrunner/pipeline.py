@@ -25,7 +25,7 @@ SEED_TOKENS = 16
 """A rest of at most so many tokens is evaluated in one forward pass: on most devices as fast as a single token."""
 
 CLEAR_EVERY = 256
-FIRST, FEWEST, PAUSE_S = 8, 2, 0.05
+FIRST, FEWEST, PAUSE_S = 8, 2, 0.04
 """While a prompt is evaluated in advance: tokens of the first chunk and of the smallest, and seconds that one may take."""
 
 
@@ -125,7 +125,7 @@ class Pipeline:
                 self._evaluate(chunk)
                 done += len(chunk)
                 seconds = time.perf_counter() - began
-                size = 2 * size if seconds < PAUSE_S / 3 else max(size // 2, FEWEST) if seconds > PAUSE_S else size
+                size = max(FEWEST, min(2 * size, int(len(chunk) * PAUSE_S / seconds)))
             self._checkpoint()
         return done
 

@@ -7,7 +7,8 @@ carries a token or a piece of each. What happens to a slot is done in an order t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
 from typing import TypeVar
@@ -57,26 +58,29 @@ class Scheduler:
             clock.lookup_s = time.perf_counter() - clock.lookup_began
             self.requests.append(request)
         except BaseException:
-            self._clear(slot)
-            slot.is_busy, slot.planned = False, request.prompt[:0]
+            self._free(slot)
             raise
 
     def cancel(self, request: Request) -> None:
         """End a request without touching the others."""
-        if not request.finished:
-            self._retire(request)
+        with self._whole():
+            if not request.finished:
+                self._retire(request)
 
     def step(self) -> None:
-        """Dispatch the next forward pass, then read the tokens of the one before.
-
-        After an error or an interrupt in it nobody knows what was written: all requests are ended, and what the slots hold is forgotten.
-        """
-        try:
+        """Dispatch the next forward pass, then read the tokens of the one before."""
+        with self._whole():
             self._follow_sources()
             before, self._pending = self._pending, self._dispatch()
             for request, sampled in before or ():
                 if not request.finished:
                     self._deliver(request, sampled)
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """After an error or an interrupt nobody knows what was written: all requests are ended, and what the slots hold is forgotten."""
+        try:
+            yield
         except BaseException as error:
             self._forget_everything(error)
             raise
@@ -89,12 +93,17 @@ class Scheduler:
         for request in list(self.requests):
             self._fail(request, why, type(error).__name__ if isinstance(error, Exception) else None)
         for slot in self.slots:
-            self._clear(slot)
+            self._free(slot)
 
     def _clear(self, slot: Slot) -> None:
         """Forget the tokens of a slot."""
         slot.tokens.truncate(0)
         self._adapted.cache.remove(slot.number, 0, END)
+
+    def _free(self, slot: Slot) -> None:
+        """Forget its tokens, and that it has a request."""
+        self._clear(slot)
+        slot.is_busy, slot.planned = False, slot.planned[:0]
 
     def _check_room(self, request: Request, choice: Choice) -> None:
         """That it will fit, whatever the others still do; idle slots give way, but for the prefix that is shared."""
