@@ -50,7 +50,7 @@ def open_output(job: Job) -> Output:
 
 @contextmanager
 def opened_store(job: Job) -> Iterator[Store]:
-    """The store: a new one, or that of a run that is gone on with. If an error comes before any answer, nothing is left behind.
+    """The store: a new one, or that of a run that is gone on with. What was begun here and has no answer leaves nothing behind.
 
     OutputError if there are answers already and nobody asked to go on; StoreError if another run is writing to the same output.
     """
@@ -59,13 +59,13 @@ def opened_store(job: Job) -> Iterator[Store]:
         with Store.create() as store:
             yield store
         return
-    was_there = output.exists()
-    with _existing(job, path) if path.exists() else _new(output, path) as store:
+    is_new, was_there = not path.exists(), output.exists()
+    with _new(output, path) if is_new else _existing(job, path) as store:
         try:
             yield store
         except BaseException:
             with suppress(MlxrunnerError, OSError):
-                if not store.is_complete or not store.counts.done:
+                if not store.is_complete or (is_new and not store.counts.done):
                     path.unlink()
                     if not was_there and not output.stat().st_size:
                         output.unlink()

@@ -342,6 +342,20 @@ def test_a_run_from_standard_input_goes_on_with_or_without_it(folder: Path) -> N
         Path("out.jsonl").unlink()
 
 
+def test_a_refused_resume_keeps_a_store_that_has_no_answer_yet(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed between the end of the input and the first answer: what came from standard input is nowhere else."""
+    expected, text = unbroken(), Path("in.jsonl").read_text()
+    arguments = ["-", "-o", "out.jsonl", "--no-usage", "--parallel", 1]
+    with monkeypatch.context() as patched:
+        patched.setattr("mlxrunner.batch.work.open_output", lambda job: (_ for _ in ()).throw(KeyboardInterrupt))
+        patched.setattr(Path, "unlink", lambda self: None)  # a killed process doesn't tidy up
+        assert run(*arguments, stdin=text).exit_code == 130
+    assert "another --temperature: 0.0 then, 1.0 now" in run(*arguments, "--resume", "--temperature", 1).stderr
+    assert run(*arguments, "--resume", "--strict").exit_code == 2
+    run(*arguments, "--resume")
+    assert Path("out.jsonl").read_bytes() == expected
+
+
 def test_a_second_run_at_the_same_time_is_refused(folder: Path) -> None:
     """In one line, with --resume and without; the first one is not disturbed."""
     stop_in_the_middle()
