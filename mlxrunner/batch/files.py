@@ -13,7 +13,7 @@ from typing import BinaryIO
 from mlxrunner.batch.job import STANDARD, Job
 from mlxrunner.batch.lines import LineReader
 from mlxrunner.batch.output import Output, OutputError
-from mlxrunner.batch.store import Counts, Store
+from mlxrunner.batch.store import Counts, Store, StoreError
 from mlxrunner.errors import MlxrunnerError, PromptError
 
 
@@ -85,7 +85,10 @@ def _existing(job: Job, path: Path) -> Store:
 def _new(output: Path, path: Path) -> Store:
     if output.exists() and output.stat().st_size:
         raise OutputError(f"{output}: is there already: choose another -o, or remove it")
-    return Store.create(path)
+    try:
+        return Store.create(path)
+    except StoreError as error:
+        raise OutputError(f"{output}: can't be written: {error}") from error
 
 
 def complete_already(job: Job) -> Counts | None:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 class OutputError(MlxrunnerError):
     """The file of answers can't be written, or is not what this run wrote."""
 
+    exit_code = 2
+
 
 class Output:
     """Lines that are appended to a file (made with mode 0600), or sent down a stream. `place`: the last `Body.place` that is in it.

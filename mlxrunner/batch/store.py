@@ -45,6 +45,8 @@ CREATE INDEX failures ON results (line) WHERE failed;
 class StoreError(MlxrunnerError):
     """A store that can't be made, opened or written to. What was committed before stays."""
 
+    exit_code = 2
+
 
 @dataclass(frozen=True)
 class Entry:

@@ -18,7 +18,7 @@ from mlxrunner.batch.interrupt import Interrupt
 from mlxrunner.batch.job import Job
 from mlxrunner.batch.lanes import open_runner, survey
 from mlxrunner.batch.lines import LineReader
-from mlxrunner.batch.output import Output, OutputError
+from mlxrunner.batch.output import OutputError
 from mlxrunner.batch.plan import BatchPlan, make_plan
 from mlxrunner.batch.progress import Progress, Tally
 from mlxrunner.batch.run import How, answer
@@ -76,11 +76,13 @@ def run_job(job: Job, progress: Progress, watch: Watch = lambda runner: None) ->
             first = next(store.pending("prefix"), None)
             begin = f", the first: {first.error}" if first is not None and first.error else ""
             raise PromptError(f"{counts.broken} of {counts.lines} lines can't be run{begin}")
-        try:
-            with closing(open_output(job)) as output:
-                return _run(job, how, store, output, tokenizer, context, progress, watch)
-        except (StoreError, OutputError) as error:
-            raise CutOffError(str(error)) from error
+        with closing(open_output(job)) as output:
+            writer = Writer(store, output, job.output_order)
+            writer.mend()
+            try:
+                return _run(job, how, store, writer, tokenizer, context, progress, watch)
+            except (StoreError, OutputError) as error:
+                raise CutOffError(str(error)) from error
 
 
 def plan_job(job: Job, progress: Progress) -> BatchPlan:
@@ -119,11 +121,9 @@ def _counted(items: Iterable[T], what: str, progress: Progress) -> Iterator[T]:
 
 
 def _run(
-    job: Job, how: How, store: Store, output: Output, tokenizer: Tokenizer, context: int, progress: Progress, watch: Watch
+    job: Job, how: How, store: Store, writer: Writer, tokenizer: Tokenizer, context: int, progress: Progress, watch: Watch
 ) -> Summary:
     """All lines that have no answer, or those until it is stopped; when none is left the store goes."""
-    writer = Writer(store, output, job.output_order)
-    writer.mend()
     before = store.counts
     with _runner(job, store, context, progress) as runner, Interrupt() as interrupt:
         if runner is not None:
@@ -144,7 +144,7 @@ def _run(
                 progress.update(tally)
         after = store.counts
         if not after.left:
-            output.seal()
+            writer.seal()
             if job.store_path is not None:
                 job.store_path.unlink()
     progress.close()

@@ -225,7 +225,7 @@ def test_an_output_that_somebody_wrote_to_is_not_touched(folder: Path) -> None:
     content = Path("out.jsonl").read_bytes()
     result = resume()
     assert "its last lines are not what this run wrote: move it away" in result.stderr
-    assert (result.exit_code, Path("out.jsonl").read_bytes()) == (1, content)
+    assert (result.exit_code, Path("out.jsonl").read_bytes()) == (2, content)
     Path("out.jsonl").rename("mine.jsonl")
     assert "6 lines in " in resume().stderr
     assert Path("out.jsonl").read_bytes() == expected
@@ -271,7 +271,7 @@ def test_resume_of_a_complete_output_does_nothing_and_says_so(folder: Path) -> N
     Path("in.jsonl").write_text(lines(13))
     result = run("in.jsonl", "-o", "whole.jsonl", "--resume")
     assert "whole.jsonl: has 12 lines for 13 of the input, and there is no whole.jsonl.run" in result.stderr
-    assert (result.exit_code, Path("whole.jsonl").read_bytes()) == (1, expected)
+    assert (result.exit_code, Path("whole.jsonl").read_bytes()) == (2, expected)
 
 
 def test_without_resume_nothing_is_overwritten(folder: Path) -> None:
@@ -286,7 +286,7 @@ def test_without_resume_nothing_is_overwritten(folder: Path) -> None:
     Path("out.jsonl.run").unlink()
     result = run("in.jsonl", "-o", "out.jsonl")
     assert "out.jsonl: is there already: choose another -o, or remove it" in result.stderr
-    assert (result.exit_code, Path("out.jsonl").read_bytes()) == (1, content)
+    assert (result.exit_code, Path("out.jsonl").read_bytes()) == (2, content)
     Path("out.jsonl").write_bytes(b"")
     run("in.jsonl", "-o", "out.jsonl")
     assert len(Path("out.jsonl").read_bytes().splitlines()) == 12
@@ -364,7 +364,7 @@ def test_a_second_run_at_the_same_time_is_refused(folder: Path) -> None:
         for arguments in ([], ["--resume"]):
             code = [sys.executable, "-m", "mlxrunner", "batch", "in.jsonl", "-o", "out.jsonl", *arguments]
             result = subprocess.run(code, capture_output=True, text=True)
-            assert result.returncode == 1
+            assert result.returncode == 2
             assert "mlxrunner: out.jsonl.run: another process is using it: wait for its end\n" in result.stderr
     assert Path("out.jsonl").read_bytes() == before
 
@@ -389,7 +389,7 @@ def test_a_file_that_may_not_grow_is_one_line_and_loses_nothing(folder: Path, li
         "main(['batch', 'in.jsonl', '-o', 'out.jsonl', '--no-usage', '--no-reserve', '--parallel', '1', '--resume'])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert result.returncode == 1
+    assert result.returncode == (1 if limit < 1000 else 2)  # cut off, or never begun
     assert "Traceback" not in result.stderr
     assert "disk I/O error; what was committed is kept" in result.stderr or "can't be written: File too large" in result.stderr
     resume()
@@ -409,7 +409,7 @@ def test_a_full_disk_is_one_line_and_loses_nothing(folder: Path) -> None:
             said.append(result.stderr)
             if "the disk is full" not in result.stderr and "No space left on device" not in result.stderr:
                 break
-            assert result.exit_code == 1
+            assert result.exit_code in (1, 2)
             assert expected.startswith(Path("small/out.jsonl").read_bytes() if Path("small/out.jsonl").exists() else b"")
             subprocess.run(["mount", "-o", f"remount,size={4 * pages}k", "small"], check=True)
         assert Path("small/out.jsonl").read_bytes() == expected
