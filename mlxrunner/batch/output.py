@@ -118,13 +118,14 @@ class Output:
             return
         try:
             whole_sync(self._stream.fileno())
+        except OSError as error:
+            raise OutputError(f"{self.name}: can't be written: {error.strerror}") from error
+        with contextlib.suppress(OSError):  # not every file system can do that
             folder = os.open(Path(self.name).resolve().parent, os.O_RDONLY)
             try:
                 os.fsync(folder)
             finally:
                 os.close(folder)
-        except OSError as error:
-            raise OutputError(f"{self.name}: can't be written: {error.strerror}") from error
 
     def close(self) -> None:
         if self._stream is not sys.stdout.buffer:
