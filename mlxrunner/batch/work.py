@@ -131,7 +131,7 @@ def _run(
         tally = Tally(before.lines, before.done, before.failed)
 
         def is_stopping() -> bool:
-            return interrupt.asked or (job.max_errors is not None and tally.all_failed >= job.max_errors)
+            return interrupt.asked or (job.max_errors is not None and tally.failed >= job.max_errors)
 
         how = How(how.defaults, how.retries, how.timeout, is_stopping, writer.tick)
         with writer, closing(answer(runner, store.pending(job.order), how)) as outcomes:  # type: ignore[type-var]

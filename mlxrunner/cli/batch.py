@@ -46,7 +46,7 @@ _RUNNING = (
     click.option("--parallel", type=click.IntRange(min=1), metavar="N", help="Run N lines at a time.  [default: what is likely fastest, and fits]"),
     click.option("--retries", type=click.IntRange(min=0), default=0, show_default=True, metavar="N", help="Try a line that failed N times more."),
     click.option("--timeout", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS", help="For each line (each try)."),
-    click.option("--max-errors", type=click.IntRange(min=1), metavar="N", help="Stop when N lines have failed."),
+    click.option("--max-errors", type=click.IntRange(min=1), metavar="N", help="Stop when N lines of this run have failed."),
 )  # fmt: skip
 _OUTPUT = (
     click.option("-o", "--output", metavar="FILE", help="Where the answers go; - is standard output."),
