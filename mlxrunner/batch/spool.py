@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from mlxrunner.batch.fields import Rules, checked_options
+from mlxrunner.batch.fields import Rules, checked_id, checked_options
 from mlxrunner.batch.lines import Line
 from mlxrunner.batch.request import BatchRequest
 from mlxrunner.batch.store import Entry, Store
@@ -17,18 +17,19 @@ from mlxrunner.tokenizer.prompt import system_tokens, tokenize
 
 
 def lines_of(requests: Iterable[BatchRequest], defaults: Mapping[str, Any] | None = None) -> Iterator[Line]:
-    """The requests of a program as lines. Options that are not known or out of range, with the defaults, become the line's error."""
+    """The requests of a program as lines. An id or options that can't be, with the defaults, become the line's error."""
     rules = Rules(defaults or {})
     for index, request in enumerate(requests):
         options: dict[str, Any] = {}
-        error = None
+        name = error = None
         try:
+            name = checked_id("id", request.id)
             options = json.loads(json.dumps(checked_options(dict(request.options), None, rules)))
-        except OptionError as problem:
+        except (OptionError, PromptError) as problem:
             error = str(problem)
         except (TypeError, ValueError, RecursionError) as problem:
             error = f"the options have to be values that JSON knows: {problem}"
-        yield Line(index, index + 1, request.prompt, request.id, options=options, error=error)
+        yield Line(index, index + 1, request.prompt, name, options=options, error=error)
 
 
 def spool(

@@ -107,6 +107,17 @@ def test_requests_of_a_program() -> None:
     assert found[4].id == 4
 
 
+@pytest.mark.parametrize(
+    "name", [2**70, (1,), "\ud800", 1.5, True, object()], ids=["long", "tuple", "half", "float", "bool", "object"]
+)
+def test_an_id_that_cannot_be_is_an_error_of_its_request_only(name: Any) -> None:
+    """It can't come back; the index says which one it was."""
+    bad, good = spooled(lines_of([BatchRequest("hi", id=name), BatchRequest("hi", id="b")]))
+    assert (bad.id, good.id, good.error) == (None, "b", None)
+    assert bad.error is not None
+    assert bad.error.startswith("id ")
+
+
 @pytest.mark.parametrize(("options", "kept"), [({"overflow": "shift"}, 12), ({"overflow": "shift", "keep": 3}, 3), ({}, None)])
 def test_what_a_shift_keeps(options: dict[str, Any], kept: int | None) -> None:
     """By default the system prompt with BOS, as for a prompt of messages; that is counted here, as the store has tokens only."""
