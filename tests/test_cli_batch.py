@@ -51,7 +51,7 @@ def test_questions_about_facts_are_answered_in_the_order_of_the_input() -> None:
     ]  # fmt: skip
     assert all(line["finish_reason"] == "stop" and line["usage"]["completion_tokens"] > 2 for line in found)
     assert "3 lines in " in result.stderr
-    assert sorted(path.name for path in Path().iterdir() if path.is_file()) == ["in.jsonl", "out.jsonl"]
+    assert sorted(path.name for path in Path().iterdir() if path.is_file()) == ["in.jsonl", "out.jsonl", "out.jsonl.done"]
 
 
 def test_one_at_a_time_each_line_reuses_what_it_shares_with_the_one_before() -> None:
@@ -268,6 +268,8 @@ def test_plan_needs_no_weights_and_keeps_nothing(monkeypatch: pytest.MonkeyPatch
     assert "2 at a time, as far as they fit into memory" in result.stdout
     planned = json.loads(run("in.jsonl", "--plan", "--json").stdout)
     assert (planned["broken"], planned["parallel"]) == (1, 2)
+    for arguments, lanes in ((["--kv-bits", 8], 1), (["--parallel", 50], 2), (["--parallel", 1], 1)):
+        assert json.loads(run("in.jsonl", "--plan", "--json", *arguments).stdout)["parallel"] == lanes
     assert [path.name for path in Path().iterdir()] == ["in.jsonl"]
 
 

@@ -12,19 +12,19 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from mlxrunner.batch.answers import line_error, write_line
-from mlxrunner.batch.files import complete_already, digest, open_output, opened_input, opened_store
-from mlxrunner.batch.fingerprint import INPUT, check_same
+from mlxrunner.batch.files import check_made_from, finish, finished, open_output, opened_input, opened_store, store_to_plan
+from mlxrunner.batch.fingerprint import INPUT
 from mlxrunner.batch.interrupt import Interrupt
 from mlxrunner.batch.job import Job
-from mlxrunner.batch.lanes import open_runner, survey
+from mlxrunner.batch.lanes import lanes_for, open_runner
 from mlxrunner.batch.lines import LineReader
 from mlxrunner.batch.output import OutputError
-from mlxrunner.batch.plan import BatchPlan, make_plan
+from mlxrunner.batch.plan import BatchPlan, Survey, make_plan, survey
 from mlxrunner.batch.progress import Progress, Tally
-from mlxrunner.batch.run import How, answer
-from mlxrunner.batch.speed import known_speed, remember_speed
+from mlxrunner.batch.run import ORDERS, How, answer
+from mlxrunner.batch.speed import Speed, known_speed, remember_speed
 from mlxrunner.batch.spool import spool
-from mlxrunner.batch.store import Store, StoreError
+from mlxrunner.batch.store import Counts, Order, Store, StoreError
 from mlxrunner.batch.writer import Writer
 from mlxrunner.errors import MlxrunnerError, PromptError
 from mlxrunner.models.load import tokenizer_of
@@ -34,8 +34,6 @@ from mlxrunner.tokenizer import Tokenizer
 
 T = TypeVar("T")
 Watch = Callable[[Runner | ParallelRunner], None]
-MANY = 100_000
-"""Lines whose plan takes a while."""
 Stopped = Literal["interrupt", "errors"]
 
 
@@ -60,15 +58,14 @@ def run_job(job: Job, progress: Progress, watch: Watch = lambda runner: None) ->
     `watch` is given the runner before it runs anything.
     """
     how, parts = How(job.defaults, job.retries, job.timeout), job.parts()
-    there = complete_already(job) if job.resume else None
-    if there is not None:
-        return Summary(there.lines, there.done, there.failed, Tally(there.lines, there.done))
+    done = finished(job, parts)
+    if done is not None:
+        return Summary(done.lines, done.lines, done.failed, Tally(done.lines, done.lines))
     with opened_store(job) as store:
         tokenizer = tokenizer_of(job.model, trust_remote_code=job.trust_remote_code)
         context = _context(job)
         if store.is_complete:
-            now = digest(job)
-            check_same(store.meta, parts | {INPUT: now or store.meta[INPUT]}, job.output)
+            check_made_from(job, store.meta, parts)
         else:
             _read(job, store, tokenizer, context, parts, progress)
         counts = store.counts
@@ -87,14 +84,17 @@ def run_job(job: Job, progress: Progress, watch: Watch = lambda runner: None) ->
 
 def plan_job(job: Job, progress: Progress) -> BatchPlan:
     """What it will cost, or what is left of it will: no weights are read, and nothing is kept."""
-    path = job.store_path if job.resume else None
-    with Store.open(path) if path is not None and path.exists() else Store.create() as store:
-        if not store.is_complete:
-            tokenizer = tokenizer_of(job.model, trust_remote_code=job.trust_remote_code)
-            _read(job, store, tokenizer, _context(job), {}, progress)
-        if store.counts.lines >= MANY:
-            progress.say(f"planning {store.counts.lines} lines")
-        return make_plan(store, job.order, speed=known_speed(job.model), defaults=job.defaults)
+    parts, speed = job.parts() if job.resume else {}, known_speed(job.model)
+    done, context = finished(job, parts), _context(job)
+    with store_to_plan(job) as store:
+        if store.is_complete:
+            check_made_from(job, store.meta, parts)
+        elif done is None:
+            _read(job, store, tokenizer_of(job.model, trust_remote_code=job.trust_remote_code), context, {}, progress)
+        counts = store.counts if done is None else Counts(done.lines, 0, done.lines, done.failed)
+        found = {order: _survey(job, store, order, context, progress, speed) for order in ORDERS}
+    lanes, _ = lanes_for(found[job.order], job.parallel, job.loading)
+    return make_plan(counts, found, job.order, parallel=lanes, speed=speed)
 
 
 def _context(job: Job) -> int:
@@ -112,6 +112,12 @@ def _read(job: Job, store: Store, tokenizer: Tokenizer, context: int, parts: dic
         spool(store, _counted(reader, "reading", progress), tokenizer, context=context, defaults=job.defaults)
         store.finish({**parts, INPUT: reader.digest})
     progress.close()
+
+
+def _survey(job: Job, store: Store, order: Order, context: int, progress: Progress, speed: Speed | None = None) -> Survey:
+    found = survey(_counted(store.pending(order), "planning", progress), job.defaults, context, speed)
+    progress.close()
+    return found
 
 
 def _counted(items: Iterable[T], what: str, progress: Progress) -> Iterator[T]:
@@ -145,8 +151,7 @@ def _run(
         after = store.counts
         if not after.left:
             writer.seal()
-            if job.store_path is not None:
-                job.store_path.unlink()
+            finish(job, store)
     progress.close()
     speed = tally.speed()
     if speed is not None:
@@ -158,8 +163,7 @@ def _run(
 @contextmanager
 def _runner(job: Job, store: Store, context: int, progress: Progress) -> Iterator[Runner | ParallelRunner | None]:
     """None if there is no line that can be run."""
-    found = survey(_counted(store.pending(job.order), "planning", progress), job.defaults)
-    progress.close()
+    found = _survey(job, store, job.order, context, progress)
     if not found.lines:
         yield None
         return

@@ -83,7 +83,6 @@ def batch(
     --json is for --plan.
     """
     from mlxrunner.batch.job import STANDARD, Job
-    from mlxrunner.batch.lanes import worth
     from mlxrunner.batch.progress import progress_for
     from mlxrunner.batch.work import CutOffError, plan_job, run_job
 
@@ -110,9 +109,7 @@ def batch(
         if only_plan:
             plan = plan_job(job, progress)
             progress.close()
-            parallel = job.parallel or worth(plan.evaluated, plan.lines - plan.broken - plan.done)
-            told = json.dumps(plan.as_dict() | {"parallel": parallel})
-            click.echo(told if as_json else f"{plan.table()}\n{parallel} at a time, as far as they fit into memory")
+            click.echo(json.dumps(plan.as_dict()) if as_json else plan.table())
             return
         with recording(recorded, "batch") as profile:
             summary = run_job(job, progress, profile.attach)

@@ -126,3 +126,9 @@ def test_what_a_shift_keeps(options: dict[str, Any], kept: int | None) -> None:
     assert found.options.get("keep") == kept
     if "keep" not in options and kept is not None:
         assert found.tokens[:kept].tolist() == [BOS, *b"system: S!", EOS]
+
+
+def test_more_than_can_be_kept_is_an_error_before_anything_runs() -> None:
+    """As the runner would say it."""
+    (found,) = spooled([Line(0, 1, "hi", options={"overflow": "shift", "keep": 99})])
+    assert found.error == "line 1: keep: 99 tokens leave no room in the context of 100 tokens"
