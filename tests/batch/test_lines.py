@@ -159,6 +159,7 @@ def test_ids_are_kept_as_they_are(name: str | int | None) -> None:
         ('{"prompt": "a", "choices": "yes"}', "choices: 'yes' is not a list of texts"),
         ('{"prompt": "a", "schema": {"not": {}}}', "schema: "),
         ('{"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}}', "schema: "),
+        ('{"prompt": "a", "penalty_context": 1%s}' % ("0" * 30), "penalty_context: 1"),
         ('{"prompt": "a", "schema": 5}', "schema has to be a JSON schema (an object), not a number"),
         ('{"prompt": "a", "response_format": "json"}', "response_format: 'json' is not known"),
         ('{"prompt": "a", "response_format": {"type": "json_schema"}}', "response_format: json_schema has no schema"),
