@@ -205,6 +205,44 @@ def test_openai_batch_files_end_to_end() -> None:
     assert three["error"]["message"].startswith("line 3: ")
 
 
+@pytest.mark.parametrize("broken", [0, 1])
+def test_a_line_that_cannot_be_read_is_answered_in_the_format_of_the_file(broken: int) -> None:
+    """That of the first line that can be read, before or behind it; without a custom_id."""
+    lines: list[Any] = [openai("q1", "Hello!", max_tokens=3)]
+    lines.insert(broken, "{not JSON")
+    run(write(*lines), "-o", "out.jsonl")
+    found = answers()[broken]
+    assert (found["custom_id"], found["response"]["status_code"]) == (None, 400)
+    assert found["error"]["message"].startswith(f"line {broken + 1}: not JSON")
+
+
+def test_the_first_error_is_that_of_the_first_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not of the one that was found first: broken lines come before those that fail; also when it is gone on with."""
+    monkeypatch.setattr("mlxrunner.batch.run.Deadline", lambda how: (_ for _ in ()).throw(ValueError("it fell")))
+    lines = [openai("q1", "Hello!"), "{not JSON", openai("q2", "Hello!")]
+    result = run(write(*lines), "-o", "out.jsonl", "--parallel", 1, "--max-errors", 2)
+    assert "2 of 3 lines failed, the first: line 1: ValueError: it fell" in result.stderr
+    result = run("in.jsonl", "-o", "out.jsonl", "--parallel", 1, "--resume")
+    assert "3 of 3 lines failed, the first: line 1: ValueError: it fell" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("batch - -o out.jsonl <&-", "mlxrunner: standard input is closed\n"),
+        ("batch in.jsonl -o - >&-", "mlxrunner: standard output is closed\n"),
+        ("batch in.jsonl -o out.jsonl -q >&-", ""),
+        ("batch in.jsonl -o out.jsonl 2>&-", ""),
+    ],
+)
+def test_a_closed_standard_stream_is_one_line(command: str, said: str) -> None:
+    """Or none where it is not needed."""
+    write({"prompt": "Hello!", "max_tokens": 2})
+    result = subprocess.run(f"{sys.executable} -m mlxrunner {command}", shell=True, capture_output=True, text=True, timeout=100)
+    assert (result.returncode, result.stderr) == (2 if said else 0, said)
+    assert Path("out.jsonl").exists() == (not said)
+
+
 def test_csv_end_to_end() -> None:
     """A template with columns; quotes, commas and line ends in values."""
     Path("in.csv").write_text('id,name,more\nx,Ana,"a, b"\ny,"Zor\nblin",\nbad,row\n')
@@ -326,8 +364,11 @@ def test_what_is_wrong_with_the_whole_batch_is_one_line(which: str) -> None:
 
 
 def test_an_empty_input_is_an_empty_output() -> None:
-    """Exit code 0."""
-    assert run(write(), "-o", "out.jsonl").exit_code == 0
+    """Exit code 0, and stderr says so."""
+    for arguments in ([], ["--resume"]):
+        result = run(write(), "-o", "out.jsonl", *arguments)
+        assert (result.exit_code, result.stderr) == (0, "in.jsonl has no lines: nothing to do\n")
+    assert run("-", "-o", "other.jsonl").stderr == "standard input has no lines: nothing to do\n"
     assert Path("out.jsonl").read_bytes() == b""
     assert not Path("out.jsonl.run").exists()
 

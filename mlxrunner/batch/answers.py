@@ -43,6 +43,12 @@ def line_error(outcome: Outcome) -> str:
     return number + (outcome.error or "").removeprefix(number)
 
 
+def error_of(line: bytes) -> str:
+    """What was wrong, from the line that was written for it."""
+    error: Any = json.loads(line)["error"]
+    return str(error["message"] if isinstance(error, dict) else error)
+
+
 def _plain(outcome: Outcome, usage: bool) -> dict[str, Any]:
     written: dict[str, Any] = {"id": outcome.entry.id, "index": outcome.entry.index}
     if outcome.result is None:

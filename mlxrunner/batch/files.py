@@ -21,6 +21,8 @@ from mlxrunner.errors import MlxrunnerError, PromptError
 def opened_input(job: Job) -> Iterator[BinaryIO]:
     """PromptError if it can't be read."""
     if job.input == STANDARD:
+        if sys.stdin is None:
+            raise PromptError("standard input is closed")
         yield sys.stdin.buffer
         return
     try:
@@ -32,7 +34,7 @@ def opened_input(job: Job) -> Iterator[BinaryIO]:
 
 def _digest(job: Job) -> str | None:
     """SHA-256 of the input as it is now; None if it was standard input and nothing comes from there any more: the store has it."""
-    if job.input == STANDARD and sys.stdin.isatty():
+    if job.input == STANDARD and (sys.stdin is None or sys.stdin.isatty()):
         return None
     found, size = hashlib.sha256(), 0
     with opened_input(job) as stream:

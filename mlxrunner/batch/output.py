@@ -49,6 +49,8 @@ class Output:
     def streaming(cls, path: Path | None) -> Output:
         """Standard output (None), or what is no file: a pipe, a device. What was sent can't be taken back, or be gone on with."""
         if path is None:
+            if sys.stdout is None:
+                raise OutputError("standard output is closed")
             return cls(sys.stdout.buffer, "standard output", is_file=False)
         try:
             return cls(path.open("wb", buffering=0), str(path), is_file=False)
@@ -128,6 +130,6 @@ class Output:
                 os.close(folder)
 
     def close(self) -> None:
-        if self._stream is not sys.stdout.buffer:
+        if self._stream is not getattr(sys.stdout, "buffer", None):
             with contextlib.suppress(OSError):
                 self._stream.close()

@@ -11,7 +11,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from mlxrunner.batch.answers import line_error, write_line
+from mlxrunner.batch.answers import error_of, write_line
 from mlxrunner.batch.files import check_made_from, finish, finished, open_output, opened_input, opened_store, store_to_plan
 from mlxrunner.batch.fingerprint import INPUT
 from mlxrunner.batch.interrupt import Interrupt
@@ -43,13 +43,17 @@ class CutOffError(MlxrunnerError):
 
 @dataclass(frozen=True)
 class Summary:
-    """How it ended. `lines`, `done`, `failed`: of the whole batch; `tally`: of this run. `stopped`: by Ctrl-C, or by too many failures."""
+    """How it ended. `lines`, `done`, `failed`: of the whole batch; `tally`: of this run. `stopped`: by Ctrl-C, or by too many failures.
+
+    `first_error`: of the first line in the input that failed, if it is known.
+    """
 
     lines: int
     done: int
     failed: int
     tally: Tally
     stopped: Stopped | None = None
+    first_error: str | None = None
 
 
 def run_job(job: Job, progress: Progress, watch: Watch = lambda runner: None) -> Summary:
@@ -145,10 +149,8 @@ def _run(
                 failed = outcome.result is None
                 writer.write(outcome.entry.index, write_line(outcome, tokenizer, model=job.model, usage=job.usage), failed=failed)
                 tally.add(outcome)
-                if failed and tally.first_error is None:
-                    tally.first_error = line_error(outcome)
                 progress.update(tally)
-        after = store.counts
+        after, first = store.counts, store.first_failure()
         if not after.left:
             writer.seal()
             finish(job, store)
@@ -157,7 +159,7 @@ def _run(
     if speed is not None:
         remember_speed(job.model, speed)
     stopped: Stopped | None = ("interrupt" if interrupt.asked else "errors") if after.left else None
-    return Summary(after.lines, after.done, after.failed, tally, stopped)
+    return Summary(after.lines, after.done, after.failed, tally, stopped, error_of(first.body) if first is not None else None)
 
 
 @contextmanager

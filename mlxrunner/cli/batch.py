@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
@@ -104,7 +104,7 @@ def batch(
         input=input_file, output=output or STANDARD, model=model, template=template, loading=loading, defaults=options,
         usage=not no_usage, **job_options,
     )  # fmt: skip
-    progress = progress_for(quiet=quiet, shares_terminal=job.output == STANDARD and sys.stdout.isatty())
+    progress = progress_for(quiet=quiet, shares_terminal=job.output == STANDARD and _is_terminal(sys.stdout))
     try:
         if only_plan:
             plan = plan_job(job, progress)
@@ -126,12 +126,22 @@ def batch(
     sys.exit(INTERRUPTED if summary.stopped == "interrupt" else 1 if summary.failed else 0)
 
 
+def _is_terminal(stream: TextIO | None) -> bool:
+    """None: it is closed."""
+    return stream is not None and stream.isatty()
+
+
 def _report(job: Job, summary: Summary) -> None:
     tally = summary.tally
-    nothing = f"{visible_text(job.output)} is complete ({summary.lines} lines): nothing to do"
-    click.echo(tally.summary() if tally.done or summary.stopped else nothing, err=True)
+    if tally.done or summary.stopped:
+        click.echo(tally.summary(), err=True)
+    elif summary.lines:
+        click.echo(visible_text(f"{job.output} is complete ({summary.lines} lines): nothing to do"), err=True)
+    else:
+        source = "standard input" if job.input == "-" else job.input
+        click.echo(visible_text(f"{source} has no lines: nothing to do"), err=True)
     if summary.failed:
-        first = f", the first: {tally.first_error:.160}" if tally.first_error else ""
+        first = f", the first: {summary.first_error:.160}" if summary.first_error else ""
         click.echo(visible_text(f"{summary.failed} of {summary.lines} lines failed{first}"), err=True)
     if summary.stopped:
         why = f" (--max-errors {job.max_errors})" if summary.stopped == "errors" else ""
