@@ -1,7 +1,7 @@
 """A batch over files: read the input into the store, run what has no answer yet, write what is answered. Can be killed at any byte.
 
-The store (OUTPUT.run) is the truth: an answer is committed there before it is written to the output, and it is removed when everything is in
-the output and on the disk.
+The store (OUTPUT.run) is the truth: an answer is committed there before it is written to the output. When everything is in the output and on
+the disk it is removed, and what the answers were made from stays (OUTPUT.done).
 """
 
 from __future__ import annotations

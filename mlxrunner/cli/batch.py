@@ -79,8 +79,8 @@ def batch(
     --prompt-template INPUT is CSV. - is standard input. The options below hold for lines that don't say otherwise; with --seed S line
     number i (from 0) gets S + i. A line that can't be answered gets an "error" and stops nothing.
 
-    A run that was stopped, killed or cut off goes on with the same command and --resume. Exit code 1 if a line failed, 130 after Ctrl-C.
-    --json is for --plan.
+    A run that was stopped, killed or cut off goes on with the same command and --resume. Exit code 1 if a line failed, 2 if
+    nothing can be run, 130 after Ctrl-C. --json is for --plan.
     """
     from mlxrunner.batch.job import STANDARD, Job
     from mlxrunner.batch.progress import progress_for
