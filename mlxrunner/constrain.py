@@ -80,13 +80,13 @@ def constraint_of(options: GenerateOptions, tokenizer: Tokenizer, width: int) ->
 def check_form(options: GenerateOptions) -> None:
     """OptionError where the library is missing or refuses the form: all that can be known without a model."""
     if options.has_form:
-        _refuse(options, _problem(_grammar(options)))
+        _refuse(options, _problem(library(), _grammar(options)))
 
 
 @lru_cache(maxsize=16)
-def _problem(grammar: str) -> str:
+def _problem(llguidance: Any, grammar: str) -> str:
     """What llguidance has against a grammar; empty: nothing. Many lines of a batch have the same one."""
-    problem: str = library().LLMatcher.validate_grammar(grammar)
+    problem: str = llguidance.LLMatcher.validate_grammar(grammar)
     return problem
 
 
