@@ -22,7 +22,8 @@ import numpy as np
 
 from mlxrunner.batch.lines import LineReader
 from mlxrunner.batch.order import cost
-from mlxrunner.batch.plan import make_plan
+from mlxrunner.batch.plan import survey
+from mlxrunner.batch.run import ORDERS
 from mlxrunner.batch.spool import spool
 from mlxrunner.batch.store import Entry, Store
 from mlxrunner.models.load import tokenizer_of
@@ -76,7 +77,8 @@ def short_lines(count: int, folder: Path) -> Stages:
         with stage(stages, "sorted"):
             store.finish()
         with stage(stages, "planned"):
-            make_plan(store)
+            for order in ORDERS:
+                survey(store.pending(order), {}, 2048)
         with stage(stages, "recorded"):
             for number, entry in enumerate(store.pending()):
                 store.record(entry.index, b'{"id": "a", "index": 0, "text": "It is nice to meet you.", "finish_reason": "stop"}')

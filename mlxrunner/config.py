@@ -56,7 +56,7 @@ class GenerateOptions:
         _check("repetition_penalty", self.repetition_penalty, low=0.01, high=100)
         _check("presence_penalty", self.presence_penalty, low=-100, high=100)
         _check("frequency_penalty", self.frequency_penalty, low=-100, high=100)
-        _check("penalty_context", self.penalty_context, low=1)
+        _check("penalty_context", self.penalty_context, low=1, high=2**31 - 1)
         _check("keep", self.keep, low=0)
         if self.overflow not in OVERFLOW:
             raise OptionError(f"overflow: {self.overflow!r} is not known, it has to be one of {', '.join(OVERFLOW)}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -79,7 +80,14 @@ def constraint_of(options: GenerateOptions, tokenizer: Tokenizer, width: int) ->
 def check_form(options: GenerateOptions) -> None:
     """OptionError where the library is missing or refuses the form: all that can be known without a model."""
     if options.has_form:
-        _refuse(options, library().LLMatcher.validate_grammar(_grammar(options)))
+        _refuse(options, _problem(library(), _grammar(options)))
+
+
+@lru_cache(maxsize=16)
+def _problem(llguidance: Any, grammar: str) -> str:
+    """What llguidance has against a grammar; empty: nothing. Many lines of a batch have the same one."""
+    problem: str = llguidance.LLMatcher.validate_grammar(grammar)
+    return problem
 
 
 def _grammar(options: GenerateOptions) -> str:

@@ -11,8 +11,9 @@ MlxrunnerError          exit code 1
 ├── ContextFullError    exit code 1: the answer filled the context, and the caller wanted that to be an error
 ├── FormError           exit code 1: an answer that can't go on in the form that was asked for
 ├── CacheFullError, NotSupportedError   exit code 1: of caches for many sequences (`mlxrunner.cache.sequences`)
-├── StoreError          exit code 1: the lines and answers of a batch can not be kept (`mlxrunner.batch.store`)
-├── OutputError, CutOffError   exit code 1: answers of a batch can't be written (`mlxrunner.batch.output`, `.work`)
+├── StoreError          exit code 2: the lines and answers of a batch can not be kept (`mlxrunner.batch.store`)
+├── OutputError         exit code 2: answers of a batch can't be written (`mlxrunner.batch.output`)
+├── CutOffError         exit code 1: one of these two, after answers were given (`mlxrunner.batch.work`)
 ├── TimeLimitError      a line of a batch that did not end in its time (`mlxrunner.batch.run`)
 ├── DifferentRunError   exit code 2: a batch can't be gone on with by other means (`mlxrunner.batch.fingerprint`)
 ├── NoFreeSlotError     exit code 1: every slot of a parallel runner is in use (`mlxrunner.parallel.slots`)

@@ -34,11 +34,12 @@ def written(path: Path, *, force: bool = True, newline: str | None = None) -> It
 
 
 def whole_sync(descriptor: int) -> None:
-    """What was written is on the disk: on macOS fsync stops at the drive's cache."""
+    """What was written is on the disk: on macOS fsync stops at the drive's cache, and the other call is not known to each volume."""
     if hasattr(fcntl, "F_FULLFSYNC"):
-        fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
-    else:
-        os.fsync(descriptor)
+        with suppress(OSError):
+            fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
+            return
+    os.fsync(descriptor)
 
 
 def _give_name(name: str, path: Path, force: bool) -> None:

@@ -51,7 +51,7 @@ def test_questions_about_facts_are_answered_in_the_order_of_the_input() -> None:
     ]  # fmt: skip
     assert all(line["finish_reason"] == "stop" and line["usage"]["completion_tokens"] > 2 for line in found)
     assert "3 lines in " in result.stderr
-    assert sorted(path.name for path in Path().iterdir() if path.is_file()) == ["in.jsonl", "out.jsonl"]
+    assert sorted(path.name for path in Path().iterdir() if path.is_file()) == ["in.jsonl", "out.jsonl", "out.jsonl.done"]
 
 
 def test_one_at_a_time_each_line_reuses_what_it_shares_with_the_one_before() -> None:
@@ -166,15 +166,17 @@ def test_strict_runs_nothing_if_a_line_is_bad() -> None:
 
 
 def test_max_errors_stops_and_can_be_gone_on_with() -> None:
-    """With a higher one."""
+    """With the command that it prints: it counts what failed since."""
     write({"prompt": "Hello!"}, *BROKEN)
     result = run("in.jsonl", "-o", "out.jsonl", "--max-errors", 3, "--order", "input")
     assert result.exit_code == 1
     assert "stopped: 4 of 8 lines are done (--max-errors 3)" in result.stderr
     assert "to go on: " in result.stderr
     assert len(answers()) == 4
-    run("in.jsonl", "-o", "out.jsonl", "--max-errors", 100, "--resume")
-    assert len(answers()) == 8
+    for written in (7, 8):
+        result = run("in.jsonl", "-o", "out.jsonl", "--max-errors", 3, "--order", "input", "--resume")
+        assert (result.exit_code, len(answers())) == (1, written)
+    assert "to go on: " not in result.stderr
 
 
 def openai(custom_id: str, content: str, **body: Any) -> dict[str, Any]:
@@ -201,6 +203,44 @@ def test_openai_batch_files_end_to_end() -> None:
     }  # fmt: skip
     assert (three["response"]["status_code"], three["error"]["code"]) == (400, "invalid_request_error")
     assert three["error"]["message"].startswith("line 3: ")
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_a_line_that_cannot_be_read_is_answered_in_the_format_of_the_file(broken: int) -> None:
+    """That of the first line that can be read, before or behind it; without a custom_id."""
+    lines: list[Any] = [openai("q1", "Hello!", max_tokens=3)]
+    lines.insert(broken, "{not JSON")
+    run(write(*lines), "-o", "out.jsonl")
+    found = answers()[broken]
+    assert (found["custom_id"], found["response"]["status_code"]) == (None, 400)
+    assert found["error"]["message"].startswith(f"line {broken + 1}: not JSON")
+
+
+def test_the_first_error_is_that_of_the_first_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not of the one that was found first: broken lines come before those that fail; also when it is gone on with."""
+    monkeypatch.setattr("mlxrunner.batch.run.Deadline", lambda how: (_ for _ in ()).throw(ValueError("it fell")))
+    lines = [openai("q1", "Hello!"), "{not JSON", openai("q2", "Hello!")]
+    result = run(write(*lines), "-o", "out.jsonl", "--parallel", 1, "--max-errors", 2)
+    assert "2 of 3 lines failed, the first: line 1: ValueError: it fell" in result.stderr
+    result = run("in.jsonl", "-o", "out.jsonl", "--parallel", 1, "--resume")
+    assert "3 of 3 lines failed, the first: line 1: ValueError: it fell" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("batch - -o out.jsonl <&-", "mlxrunner: standard input is closed\n"),
+        ("batch in.jsonl -o - >&-", "mlxrunner: standard output is closed\n"),
+        ("batch in.jsonl -o out.jsonl -q >&-", ""),
+        ("batch in.jsonl -o out.jsonl 2>&-", ""),
+    ],
+)
+def test_a_closed_standard_stream_is_one_line(command: str, said: str) -> None:
+    """Or none where it is not needed."""
+    write({"prompt": "Hello!", "max_tokens": 2})
+    result = subprocess.run(f"{sys.executable} -m mlxrunner {command}", shell=True, capture_output=True, text=True, timeout=100)
+    assert (result.returncode, result.stderr) == (2 if said else 0, said)
+    assert Path("out.jsonl").exists() == (not said)
 
 
 def test_csv_end_to_end() -> None:
@@ -266,6 +306,8 @@ def test_plan_needs_no_weights_and_keeps_nothing(monkeypatch: pytest.MonkeyPatch
     assert "2 at a time, as far as they fit into memory" in result.stdout
     planned = json.loads(run("in.jsonl", "--plan", "--json").stdout)
     assert (planned["broken"], planned["parallel"]) == (1, 2)
+    for arguments, lanes in ((["--kv-bits", 8], 1), (["--parallel", 50], 2), (["--parallel", 1], 1)):
+        assert json.loads(run("in.jsonl", "--plan", "--json", *arguments).stdout)["parallel"] == lanes
     assert [path.name for path in Path().iterdir()] == ["in.jsonl"]
 
 
@@ -290,7 +332,12 @@ WRONG: dict[str, tuple[list[object], str]] = {
     "input is output": (["in.jsonl", "-o", "in.jsonl"], "in.jsonl: is the input"),
     "no input": (["no.jsonl", "-o", "out.jsonl"], "no.jsonl: can't be read: No such file or directory"),
     "input is a folder": ([".", "-o", "out.jsonl"], ".: can't be read: Is a directory"),
-    "no folder": (["in.jsonl", "-o", "no/out.jsonl"], "no/out.jsonl.run: can't be made: No such file or directory"),
+    "no folder": (
+        ["in.jsonl", "-o", "no/out.jsonl"],
+        "mlxrunner: no/out.jsonl: can't be written: no/out.jsonl.run: can't be made: No such",
+    ),
+    "a folder": (["in.jsonl", "-o", "/"], "mlxrunner: /: can't be written: Is a directory"),
+    "output is there": (["in.jsonl", "-o", "list.json"], "list.json: is there already"),
     "no model": (["in.jsonl", "-o", "out.jsonl", "-m", "nowhere"], "nowhere: no such model"),
     "raw and system": (["in.jsonl", "-o", "out.jsonl", "--raw", "--system", "x"], "--system needs the chat template"),
     "option": (["in.jsonl", "-o", "out.jsonl", "--top-p", 2], "top_p: 2.0 is out of range"),
@@ -309,7 +356,7 @@ def test_what_is_wrong_with_the_whole_batch_is_one_line(which: str) -> None:
     write([], file="list.json")
     arguments, message = WRONG[which]
     result = run(*arguments)
-    assert result.exit_code in (1, 2), result.stderr
+    assert result.exit_code == 2, result.stderr
     assert result.stderr.startswith("mlxrunner: ")
     assert message in result.stderr
     assert result.stderr.count("\n") == 1
@@ -317,8 +364,11 @@ def test_what_is_wrong_with_the_whole_batch_is_one_line(which: str) -> None:
 
 
 def test_an_empty_input_is_an_empty_output() -> None:
-    """Exit code 0."""
-    assert run(write(), "-o", "out.jsonl").exit_code == 0
+    """Exit code 0, and stderr says so."""
+    for arguments in ([], ["--resume"]):
+        result = run(write(), "-o", "out.jsonl", *arguments)
+        assert (result.exit_code, result.stderr) == (0, "in.jsonl has no lines: nothing to do\n")
+    assert run("-", "-o", "other.jsonl").stderr == "standard input has no lines: nothing to do\n"
     assert Path("out.jsonl").read_bytes() == b""
     assert not Path("out.jsonl.run").exists()
 

@@ -494,3 +494,25 @@ def test_answers_go_on_while_they_are_read(llama: Runner) -> None:
         shown.append(shown[-1] + chunk.text)
     assert all(after.startswith(before) for before, after in pairwise(shown))
     assert json.loads(shown[-1]) == SCHEMAS["const"]["const"]
+
+
+def test_a_form_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many lines of a batch have it; also one that is refused."""
+    from mlxrunner import constrain
+
+    seen = []
+    real = constrain.library().LLMatcher.validate_grammar
+
+    class Counting:
+        class LLMatcher:
+            @staticmethod
+            def validate_grammar(grammar: str) -> Any:
+                seen.append(grammar)
+                return real(grammar)
+
+    monkeypatch.setattr(constrain, "library", lambda: Counting)
+    for _ in range(3):
+        constrain.check_form(GenerateOptions.of(choices=["once", "and again"]))
+        with pytest.raises(OptionError, match="schema: "):
+            constrain.check_form(GenerateOptions.of(schema={"not": {}, "title": "looked at once"}))
+    assert len(seen) == 2

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 from pathlib import Path
 
 import pytest
 
-from mlxrunner.writing import written
+from mlxrunner.writing import whole_sync, written
 
 
 @pytest.fixture
@@ -76,3 +77,20 @@ def test_a_file_system_without_links_is_written_too(file: Path, monkeypatch: pyt
         stream.write("ours")
     assert file.read_text() == "ours"
     assert list(file.parent.iterdir()) == [file]
+
+
+def test_a_volume_that_does_not_know_the_whole_sync(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Network and FUSE volumes of macOS: the plain one is done, and its errors are errors."""
+    synced = []
+
+    def refuse(descriptor: int, command: int) -> None:
+        raise OSError(errno.ENOTSUP, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "F_FULLFSYNC", 51, raising=False)
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    monkeypatch.setattr(os, "fsync", synced.append)
+    whole_sync(7)
+    assert synced == [7]
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error")))
+    with pytest.raises(OSError, match="Input/output error"):
+        whole_sync(7)

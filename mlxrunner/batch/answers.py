@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+from mlxrunner.errors import OptionError
 
 if TYPE_CHECKING:
     from mlxrunner.batch.run import Outcome
@@ -38,6 +41,12 @@ def line_error(outcome: Outcome) -> str:
     """What was wrong, with the number of the line in the file."""
     number = f"line {outcome.entry.number}: "
     return number + (outcome.error or "").removeprefix(number)
+
+
+def error_of(line: bytes) -> str:
+    """What was wrong, from the line that was written for it."""
+    error: Any = json.loads(line)["error"]
+    return str(error["message"] if isinstance(error, dict) else error)
 
 
 def _plain(outcome: Outcome, usage: bool) -> dict[str, Any]:
@@ -102,9 +111,11 @@ def _chat_logprobs(result: Result, tokenizer: Tokenizer) -> dict[str, Any] | Non
     if result.logprobs is None:
         return None
 
+    bytes_of = _spelling(tokenizer)
+
     def shown(token: int, logprob: float) -> dict[str, Any]:
-        text = tokenizer.decode([token])
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        spelled = bytes_of(token)
+        return {"token": _shown(spelled), "logprob": logprob, "bytes": list(spelled)}
 
     pairs = zip(result.tokens, result.logprobs, strict=True)
     return {
@@ -117,8 +128,35 @@ def _chat_logprobs(result: Result, tokenizer: Tokenizer) -> dict[str, Any] | Non
 def _text_logprobs(result: Result, tokenizer: Tokenizer) -> dict[str, Any] | None:
     if result.logprobs is None:
         return None
+    bytes_of = _spelling(tokenizer)
+    tops: list[dict[str, float]] = [{} for _ in result.logprobs]
+    for by_text, (_, top) in zip(tops, result.logprobs, strict=True):
+        for token, value in top.items():  # the likeliest first: of tokens that are spelled alike it is the one that is kept
+            by_text.setdefault(_shown(bytes_of(token)), value)
     return {
-        "tokens": [tokenizer.decode([token]) for token in result.tokens],
+        "tokens": [_shown(bytes_of(token)) for token in result.tokens],
         "token_logprobs": [own for own, _ in result.logprobs],
-        "top_logprobs": [{tokenizer.decode([token]): value for token, value in top.items()} for _, top in result.logprobs],
+        "top_logprobs": tops,
     }
+
+
+def _spelling(tokenizer: Tokenizer) -> Callable[[int], bytes]:
+    """The bytes of a token, which may be part of a character; those of its text where the tokenizer knows no others."""
+    try:
+        pieces = tokenizer.vocabulary.pieces
+    except OptionError:
+        pieces = ()
+
+    def bytes_of(token: int) -> bytes:
+        piece = pieces[token] if token < len(pieces) else None
+        return tokenizer.decode([token]).encode() if piece is None else piece
+
+    return bytes_of
+
+
+def _shown(spelled: bytes) -> str:
+    """As OpenAI's API writes a token: its text, or its bytes where these are none."""
+    try:
+        return spelled.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from mlxrunner.config import GenerateOptions
+from mlxrunner.constrain import check_form
 from mlxrunner.errors import OptionError, PromptError
 from mlxrunner.tokenizer.base import Message
 from mlxrunner.tokenizer.prompt import Prompt
@@ -98,7 +99,12 @@ def _content(number: int, content: Any) -> str:
 
 
 def checked_id(name: str, value: Any) -> str | int | None:
-    """A line's id as it was given: a text or a whole number (of 64 bits)."""
+    """A line's id as it was given: a text or a whole number (of 64 bits). PromptError for anything else."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise PromptError(f"{name} is not valid Unicode: {error.reason} at character {error.start}") from error
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, bool) or not isinstance(value, int) or not -(2**63) <= value < 2**63:
@@ -120,7 +126,9 @@ def checked_options(options: dict[str, Any], response_format: Any, rules: Rules)
         if name in options:
             options[name] = _texts(name, options[name])
     if options:
-        GenerateOptions.of(**{**rules.defaults, **options})
+        together = GenerateOptions.of(**{**rules.defaults, **options})
+        if "schema" in options or "choices" in options:
+            check_form(together)
     return options
 
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from mlxrunner.batch.done import Done, done_path
+from mlxrunner.batch.fingerprint import INPUT, check_same
 from mlxrunner.batch.job import STANDARD, Job
-from mlxrunner.batch.lines import LineReader
 from mlxrunner.batch.output import Output, OutputError
-from mlxrunner.batch.store import Counts, Store
+from mlxrunner.batch.store import Store, StoreError
 from mlxrunner.errors import MlxrunnerError, PromptError
 
 
@@ -21,6 +21,8 @@ from mlxrunner.errors import MlxrunnerError, PromptError
 def opened_input(job: Job) -> Iterator[BinaryIO]:
     """PromptError if it can't be read."""
     if job.input == STANDARD:
+        if sys.stdin is None:
+            raise PromptError("standard input is closed")
         yield sys.stdin.buffer
         return
     try:
@@ -30,9 +32,9 @@ def opened_input(job: Job) -> Iterator[BinaryIO]:
         raise PromptError(f"{job.input}: can't be read: {error.strerror}") from error
 
 
-def digest(job: Job) -> str | None:
+def _digest(job: Job) -> str | None:
     """SHA-256 of the input as it is now; None if it was standard input and nothing comes from there any more: the store has it."""
-    if job.input == STANDARD and sys.stdin.isatty():
+    if job.input == STANDARD and (sys.stdin is None or sys.stdin.isatty()):
         return None
     found, size = hashlib.sha256(), 0
     with opened_input(job) as stream:
@@ -50,7 +52,7 @@ def open_output(job: Job) -> Output:
 
 @contextmanager
 def opened_store(job: Job) -> Iterator[Store]:
-    """The store: a new one, or that of a run that is gone on with. If an error comes before any answer, nothing is left behind.
+    """The store: a new one, or that of a run that is gone on with. What was begun here and has no answer leaves nothing behind.
 
     OutputError if there are answers already and nobody asked to go on; StoreError if another run is writing to the same output.
     """
@@ -59,13 +61,13 @@ def opened_store(job: Job) -> Iterator[Store]:
         with Store.create() as store:
             yield store
         return
-    was_there = output.exists()
-    with _existing(job, path) if path.exists() else _new(output, path) as store:
+    is_new, was_there = not path.exists(), output.exists()
+    with _new(output, path) if is_new else _existing(job, path) as store:
         try:
             yield store
         except BaseException:
             with suppress(MlxrunnerError, OSError):
-                if not store.is_complete or not store.counts.done:
+                if not store.is_complete or (is_new and not store.counts.done):
                     path.unlink()
                     if not was_there and not output.stat().st_size:
                         output.unlink()
@@ -85,33 +87,55 @@ def _existing(job: Job, path: Path) -> Store:
 def _new(output: Path, path: Path) -> Store:
     if output.exists() and output.stat().st_size:
         raise OutputError(f"{output}: is there already: choose another -o, or remove it")
-    return Store.create(path)
+    try:
+        return Store.create(path)
+    except StoreError as error:
+        raise OutputError(f"{output}: can't be written: {error}") from error
 
 
-def complete_already(job: Job) -> Counts | None:
-    """To be gone on with, but there is an output and no store: what it has, if that is an answer for each line of the input.
+def finished(job: Job, parts: Mapping[str, str]) -> Done | None:
+    """To be gone on with, but the run has ended: what is known of it. `parts`: what this one would be made from, but for the input.
 
-    OutputError if it is not; None if there is a store, or nothing at all.
+    DifferentRunError if that is something else; OutputError if nobody knows, or somebody has written to the output since. None if
+    there is a store, or nothing at all.
     """
     path, output = job.store_path, Path(job.output)
-    if path is None or path.exists() or not output.exists() or not output.stat().st_size:
+    if not job.resume or path is None or path.exists() or not output.exists() or not (size := output.stat().st_size):
         return None
-    written = failed = 0
-    with output.open("rb") as answers:
-        for line in answers:
-            written += line.endswith(b"\n")
-            failed += _is_failure(line)
-    with opened_input(job) as stream:
-        lines = sum(1 for _ in LineReader(stream, template=job.template))
-    if written != lines:
+    record, again = done_path(path), "choose another -o, or remove it to begin again"
+    done = Done.read(record)
+    if done is None:
         raise OutputError(
-            f"{output}: has {written} lines for {lines} of the input, and there is no {path.name} to go on from: "
-            "move it away to begin again"
+            f"{output}: is there, and neither {path.name} nor {record.name}, which say what it was made from: {again}"
         )
-    return Counts(lines, 0, lines, failed)
+    check_made_from(job, done.made_from, parts)
+    if size != done.size:
+        raise OutputError(f"{output}: has {size} bytes, and the run that wrote it left {done.size}: {again}")
+    return done
 
 
-def _is_failure(line: bytes) -> bool:
-    with suppress(ValueError, AttributeError, RecursionError):
-        return json.loads(line).get("error") is not None
-    return False
+def finish(job: Job, store: Store) -> None:
+    """Everything is in the output and on the disk: of the store only what the answers were made from stays. OutputError."""
+    path, counts = job.store_path, store.counts
+    if path is not None:
+        Done(counts.lines, counts.failed, Path(job.output).stat().st_size, store.meta).write(done_path(path))
+        path.unlink()
+
+
+def check_made_from(job: Job, was: Mapping[str, str], parts: Mapping[str, str]) -> None:
+    """DifferentRunError unless the run that is to be gone on with was begun with these parts and the input as it is now."""
+    now = _digest(job)
+    check_same(was, {**parts, INPUT: was.get(INPUT, "") if now is None else now}, job.output)
+
+
+@contextmanager
+def store_to_plan(job: Job) -> Iterator[Store]:
+    """The store of the run that is to be gone on with, if its input is complete; else a temporary one. Nothing is written to the former."""
+    path = job.store_path
+    if job.resume and path is not None and path.exists():
+        with Store.open(path) as store:
+            if store.is_complete:
+                yield store
+                return
+    with Store.create() as store:
+        yield store

@@ -39,8 +39,7 @@ def check_same(was: Mapping[str, str], now: Mapping[str, str], what: str) -> Non
         before, after = (_shown(parts.get(name)) for parts in (was, now))
         if was.get(name) != now.get(name):
             raise DifferentRunError(
-                f"{what} was begun with another {name}: {before} then, {after} now; --resume needs the same, "
-                f"or remove {what} and {what}.run to begin again"
+                f"{what} was begun with another {name}: {before} then, {after} now; --resume needs the same, or choose another -o"
             )
 
 

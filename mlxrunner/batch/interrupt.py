@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from types import FrameType
 from typing import Any
@@ -33,4 +34,5 @@ class Interrupt:
         if self.asked:
             raise KeyboardInterrupt
         self.asked = True
-        os.write(2, self._message)  # print may be in the middle of something
+        if sys.stderr is not None:  # otherwise 2 may be any file
+            os.write(2, self._message)  # print may be in the middle of something

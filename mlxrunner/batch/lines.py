@@ -80,7 +80,7 @@ class LineReader:
             yield self._line(index, number, record)
 
     def _line(self, index: int, number: int, record: Record) -> Line:
-        form: Format = "plain"
+        form: Format = "unknown" if self._template is None else "plain"
         name = None
         try:
             fields = _parsed(record, self._longest)

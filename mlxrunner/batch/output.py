@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 class OutputError(MlxrunnerError):
     """The file of answers can't be written, or is not what this run wrote."""
 
+    exit_code = 2
+
 
 class Output:
     """Lines that are appended to a file (made with mode 0600), or sent down a stream. `place`: the last `Body.place` that is in it.
@@ -47,6 +49,8 @@ class Output:
     def streaming(cls, path: Path | None) -> Output:
         """Standard output (None), or what is no file: a pipe, a device. What was sent can't be taken back, or be gone on with."""
         if path is None:
+            if sys.stdout is None:
+                raise OutputError("standard output is closed")
             return cls(sys.stdout.buffer, "standard output", is_file=False)
         try:
             return cls(path.open("wb", buffering=0), str(path), is_file=False)
@@ -116,15 +120,16 @@ class Output:
             return
         try:
             whole_sync(self._stream.fileno())
+        except OSError as error:
+            raise OutputError(f"{self.name}: can't be written: {error.strerror}") from error
+        with contextlib.suppress(OSError):  # not every file system can do that
             folder = os.open(Path(self.name).resolve().parent, os.O_RDONLY)
             try:
                 os.fsync(folder)
             finally:
                 os.close(folder)
-        except OSError as error:
-            raise OutputError(f"{self.name}: can't be written: {error.strerror}") from error
 
     def close(self) -> None:
-        if self._stream is not sys.stdout.buffer:
+        if self._stream is not getattr(sys.stdout, "buffer", None):
             with contextlib.suppress(OSError):
                 self._stream.close()

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+
 from mlxrunner.batch.order import Cost, cost
 from mlxrunner.batch.speed import Speed
-from mlxrunner.batch.store import Order, Store
+from mlxrunner.batch.store import Counts, Entry, Order
 from mlxrunner.cache.tokens import TokenArray
+from mlxrunner.overflow import Shift
+
+_COUNTED = "all of the prompts alone, one line at a time: one that goes on like the answer before it costs less"
 
 
 @dataclass(frozen=True)
@@ -18,7 +23,8 @@ class BatchPlan:
 
     Counts of prompt tokens, of the lines that are left to run: `tokens`, and how many are evaluated with one entry in the order of the
     input, in prefix order, and by a cache of any size (`evaluated_at_best`: the nodes of the tree of prefixes). `answer_tokens`: the most
-    that are expected. `seconds` for `order`, by the `speed` that was measured last; None where there is none.
+    that are expected; `parallel`: how many lines run at a time, as far as they fit. `seconds` for `order`, by the `speed` that was measured
+    last; None where there is none.
     """
 
     lines: int
@@ -29,6 +35,7 @@ class BatchPlan:
     evaluated_in_prefix_order: int
     evaluated_at_best: int
     order: Order
+    parallel: int
     answer_tokens: float | None
     seconds: float | None
     speed: Speed | None
@@ -58,7 +65,7 @@ class BatchPlan:
         ]
         wide = max(len(f"{count:,}") for _, count, _ in rows)
         text = [f"{what:<25}  {count:>{wide},}  {remark}".rstrip() for what, count, remark in rows]
-        return "\n".join([*text, self._time()])
+        return "\n".join([*text, _COUNTED, self._time(), f"{self.parallel} at a time, as far as they fit into memory"])
 
     def _share(self, evaluated: int) -> str:
         return f"{1 - evaluated / self.tokens:.0%} saved" if self.tokens else ""
@@ -74,14 +81,10 @@ class BatchPlan:
 
 
 def make_plan(
-    store: Store, order: Order = "prefix", *, speed: Speed | None = None, defaults: Mapping[str, Any] | None = None
+    counts: Counts, found: Mapping[Order, Survey], order: Order, *, parallel: int, speed: Speed | None = None
 ) -> BatchPlan:
-    """The plan for the lines of a complete store that have no result yet. `defaults`: options of lines that don't say otherwise."""
-    counts = store.counts
-    answers = _Answers(speed, (defaults or {}).get("max_tokens"))
-    by_input = cost(_prompts(store, "input", None))
-    by_prefix: Cost = cost(_prompts(store, "prefix", answers))
-    evaluated = (by_prefix if order == "prefix" else by_input).evaluated
+    """The plan for lines that were surveyed in both orders. `parallel`: at a time; `speed`: the one with which they were surveyed."""
+    by_input, by_prefix, chosen = found["input"].cost, found["prefix"].cost, found[order]
     return BatchPlan(
         lines=counts.lines,
         broken=counts.broken,
@@ -91,31 +94,72 @@ def make_plan(
         evaluated_in_prefix_order=by_prefix.evaluated,
         evaluated_at_best=by_prefix.nodes,
         order=order,
-        answer_tokens=answers.total if speed else None,
-        seconds=speed.seconds(evaluated, answers.total) if speed else None,
+        parallel=parallel,
+        answer_tokens=chosen.answer_tokens if speed else None,
+        seconds=speed.seconds(chosen.evaluated, chosen.answer_tokens) if speed else None,
         speed=speed,
     )
 
 
-class _Answers:
-    """Adds up the expected lengths of answers: as long as the mean was, but no longer than is allowed."""
+@dataclass(frozen=True)
+class Survey:
+    """Of the lines that are to be run, in one order: their `cost`, the `longest_prompt` and `longest_answer` (None: no limit) in tokens.
 
-    def __init__(self, speed: Speed | None, limit: int | None) -> None:
-        self._mean = speed.answer_tokens if speed else 0.0
-        self._limit = limit
-        self.total = 0.0
+    `answer_tokens`: how long all answers are expected to be: as long as the mean was, but no longer than is allowed.
+    """
 
-    def add(self, options: Mapping[str, Any]) -> None:
-        limit = options.get("max_tokens", self._limit)
-        self.total += self._mean if limit is None else min(self._mean, limit)
+    cost: Cost
+    longest_prompt: int
+    longest_answer: int | None
+    answer_tokens: float
+
+    @property
+    def lines(self) -> int:
+        return self.cost.prompts
+
+    @property
+    def evaluated(self) -> int:
+        """By one entry, one line at a time."""
+        return self.cost.evaluated
+
+    @property
+    def new_tokens(self) -> float:
+        """That a line has beyond what it shares with the one before."""
+        return self.evaluated / self.lines if self.lines else 0.0
+
+    def cells(self, lanes: int, context: int) -> int:
+        """Tokens that may have to be stored at once, as if nothing was shared."""
+        answer = context if self.longest_answer is None else self.longest_answer
+        return lanes * min(context, self.longest_prompt + answer)
 
 
-def _prompts(store: Store, order: Order, answers: _Answers | None) -> Iterator[TokenArray]:
-    for entry in store.pending(order):
-        if entry.error is None:
-            if answers is not None:
-                answers.add(entry.options)
-            yield entry.tokens
+def survey(entries: Iterable[Entry], defaults: Mapping[str, Any], context: int, speed: Speed | None = None) -> Survey:
+    """Of the entries that can be run, in their order. One of them is in memory at a time."""
+    mean = speed.answer_tokens if speed else 0.0
+    longest = answer = 0
+    expected, is_limited = 0.0, True
+
+    def prompts() -> Iterator[TokenArray]:
+        nonlocal longest, answer, expected, is_limited
+        for entry in entries:
+            if entry.error is None:
+                options = {**defaults, **entry.options}
+                limit, tokens = options.get("max_tokens"), _within(context, entry.tokens, options)
+                longest, answer = max(longest, len(tokens)), max(answer, limit or 0)
+                expected += mean if limit is None else min(mean, limit)
+                is_limited = is_limited and limit is not None
+                yield tokens
+
+    found = cost(prompts())
+    return Survey(found, longest, answer if is_limited else None, expected)
+
+
+def _within(context: int, tokens: TokenArray, options: Mapping[str, Any]) -> TokenArray:
+    """What is run of a prompt that is shifted because it does not fit."""
+    if options.get("overflow") != "shift" or len(tokens) < context:
+        return tokens
+    shift = Shift(context, min(options.get("keep") or 0, context - 2))
+    return np.concatenate([tokens[: shift.keep], tokens[shift.keep + shift.discard(len(tokens)) :]])
 
 
 def duration(seconds: float) -> str:

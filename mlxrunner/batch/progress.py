@@ -37,7 +37,6 @@ class Tally:
     answer_tokens: int = 0
     prompt_seconds: float = 0.0
     answer_seconds: float = 0.0
-    first_error: str | None = None
     began: float = field(default_factory=time.monotonic)
 
     def add(self, outcome: Outcome) -> None:
@@ -182,6 +181,6 @@ class Bar(Lines):
 
 def progress_for(*, quiet: bool, shares_terminal: bool) -> Progress:
     """`shares_terminal`: the answers go to the terminal, too, where a bar would be in their way."""
-    if quiet:
+    if quiet or sys.stderr is None:
         return Progress()
     return Bar() if sys.stderr.isatty() and not shares_terminal else Lines()

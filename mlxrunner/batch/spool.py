@@ -6,29 +6,31 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from mlxrunner.batch.fields import Rules, checked_options
+from mlxrunner.batch.fields import Rules, checked_id, checked_options
 from mlxrunner.batch.lines import Line
 from mlxrunner.batch.request import BatchRequest
 from mlxrunner.batch.store import Entry, Store
 from mlxrunner.cache.tokens import TokenArray, as_tokens
 from mlxrunner.errors import ContextLengthError, OptionError, PromptError
+from mlxrunner.overflow import Shift
 from mlxrunner.tokenizer import Tokenizer
 from mlxrunner.tokenizer.prompt import system_tokens, tokenize
 
 
 def lines_of(requests: Iterable[BatchRequest], defaults: Mapping[str, Any] | None = None) -> Iterator[Line]:
-    """The requests of a program as lines. Options that are not known or out of range, with the defaults, become the line's error."""
+    """The requests of a program as lines. An id or options that can't be, with the defaults, become the line's error."""
     rules = Rules(defaults or {})
     for index, request in enumerate(requests):
         options: dict[str, Any] = {}
-        error = None
+        name = error = None
         try:
+            name = checked_id("id", request.id)
             options = json.loads(json.dumps(checked_options(dict(request.options), None, rules)))
-        except OptionError as problem:
+        except (OptionError, PromptError) as problem:
             error = str(problem)
         except (TypeError, ValueError, RecursionError) as problem:
             error = f"the options have to be values that JSON knows: {problem}"
-        yield Line(index, index + 1, request.prompt, request.id, options=options, error=error)
+        yield Line(index, index + 1, request.prompt, name, options=options, error=error)
 
 
 def spool(
@@ -36,8 +38,8 @@ def spool(
 ) -> None:
     """Add the lines to the store, with their tokens; `finish` it afterwards.
 
-    A prompt that the tokenizer or the chat template refuses, or that leaves no room in `context` (where a full context is not shifted),
-    becomes an error.
+    A prompt that the tokenizer or the chat template refuses, or that leaves no room in `context` (or what a shift keeps of it, where a full
+    context is shifted), becomes an error.
     """
     for line in lines:
         tokens, options, error = as_tokens([]), line.options, line.error
@@ -45,7 +47,7 @@ def spool(
             try:
                 tokens = _tokens(line, tokenizer)
                 options = _within(context, line, tokens, tokenizer, defaults or {})
-            except PromptError as problem:
+            except (PromptError, OptionError) as problem:
                 tokens, error = as_tokens([]), f"line {line.number}: {problem}"
         store.add(Entry(line.index, line.number, tokens, line.id, line.format, options, error))
 
@@ -64,6 +66,6 @@ def _within(context: int, line: Line, tokens: TokenArray, tokenizer: Tokenizer, 
         if len(tokens) >= context:
             raise ContextLengthError(len(tokens), context)
         return line.options
-    if together.get("keep") is not None:
-        return line.options
-    return {**line.options, "keep": system_tokens(tokenizer, line.prompt, tokens)}
+    keep = together.get("keep")
+    shift = Shift(context, system_tokens(tokenizer, line.prompt, tokens) if keep is None else keep)
+    return {**line.options, "keep": shift.keep}

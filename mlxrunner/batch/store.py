@@ -20,8 +20,9 @@ from mlxrunner.batch.order import sort_key, tokens_of
 from mlxrunner.cache.tokens import TokenArray, as_tokens
 from mlxrunner.errors import MlxrunnerError
 
-Format = Literal["plain", "chat.completion", "text_completion"]
-"""How a line wants to be answered: our own way, or as the OpenAI object of that name."""
+Format = Literal["plain", "chat.completion", "text_completion", "unknown"]
+"""How a line wants to be answered: our own way, or as the OpenAI object of that name. Unknown: a line that can't be read; when the input
+is complete it gets that of the first line that can."""
 Order = Literal["prefix", "input"]
 
 APPLICATION_ID = 0x6D6C7862  # "mlxb"
@@ -44,6 +45,8 @@ CREATE INDEX failures ON results (line) WHERE failed;
 
 class StoreError(MlxrunnerError):
     """A store that can't be made, opened or written to. What was committed before stays."""
+
+    exit_code = 2
 
 
 @dataclass(frozen=True)
@@ -218,6 +221,9 @@ class Store:
         """The input is complete: sort it, and commit everything. Until then the store is as it was."""
         with self._explained():
             self._begin_input()
+            if self._broken:
+                known = "SELECT format FROM lines WHERE format <> 'unknown' ORDER BY line LIMIT 1"
+                self._db.execute(f"UPDATE lines SET format = ifnull(({known}), 'plain') WHERE format = 'unknown'")
             self._db.execute("INSERT INTO places (line) SELECT line FROM lines ORDER BY tokens, line")
             self._db.executemany("INSERT INTO meta VALUES (?, ?)", (meta or {}).items())
             self._db.execute("INSERT INTO input VALUES (?, ?)", (self._lines, self._broken))
@@ -256,6 +262,12 @@ class Store:
         while (row := self._next(f"SELECT {place}, line, body, failed FROM results WHERE {where}", after)) is not None:
             after, line, body, failed = row
             yield Body(after, line, body, bool(failed))
+
+    def first_failure(self) -> Body | None:
+        """The result of the first line of the input that failed so far."""
+        with self._explained():
+            row = self._one("SELECT line, body FROM results WHERE failed ORDER BY line LIMIT 1")
+        return None if row is None else Body(row[0], row[0], row[1], failed=True)
 
     def _next(self, query: str, after: int) -> Any:
         with self._explained():

@@ -9,6 +9,8 @@ from typing import Any
 
 from mlxrunner.errors import OptionError, PromptError
 
+ID = "id"
+"""The name of a column that may be there."""
 _PART = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 
 
@@ -31,13 +33,14 @@ class Template:
         return _PART.sub(lambda match: match[0][0] if match[1] is None else row[match[1]], self._text)
 
     def check(self, header: list[str]) -> None:
-        """OptionError for a column that the header does not have, or has twice."""
+        """OptionError for a column that the header does not have, or has twice; that of the ids may be missing."""
         missing = [repr(name) for name in self.columns if name not in header]
         if missing:
             raise OptionError(f"the CSV file has no column {', '.join(missing)}: it has {', '.join(map(repr, header))}"[:1000])
-        twice = [repr(name) for name in self.columns if header.count(name) > 1]
-        if twice:
-            raise OptionError(f"the CSV file has more than one column {', '.join(twice)}")
+        for name in (*self.columns, ID):
+            places = [str(place) for place, column in enumerate(header, 1) if column == name]
+            if len(places) > 1:
+                raise OptionError(f"the CSV file has more than one column {name!r}: number {' and '.join(places)}")
 
 
 class _Rows:
@@ -92,7 +95,8 @@ def read_table(
 
 def _header(reader: Any, longest: int) -> list[str]:
     try:
-        header = _next(reader, longest)
+        while (header := _next(reader, longest)) == []:  # an empty line
+            pass
     except (csv.Error, ValueError) as error:
         raise OptionError(f"the CSV file's header can't be read: {error}") from error
     if not header:
@@ -105,6 +109,10 @@ def _next(reader: Any, longest: int) -> list[str] | None:
     before = csv.field_size_limit(longest)  # of the whole module: others keep theirs
     try:
         row: list[str] | None = next(reader, None)
+    except csv.Error as error:
+        if str(error).startswith("new-line character"):
+            raise csv.Error("there is a carriage return in it that ends no line: lines have to end with LF or CRLF") from error
+        raise
     finally:
         csv.field_size_limit(before)
     try:
@@ -118,4 +126,4 @@ def _fields(row: list[str], header: list[str], template: Template) -> dict[str, 
     if len(row) != len(header):
         return PromptError(f"the row has {len(row)} values and the header {len(header)} columns")
     values = dict(zip(header, row, strict=True))
-    return {"prompt": template.fill(values), "id": values.get("id") or None}
+    return {"prompt": template.fill(values), "id": values.get(ID) or None}

@@ -51,6 +51,10 @@ class Writer:
         now = time.monotonic()
         self._due = now + max(SHORTEST, SHARE * (now - began))
 
+    def seal(self) -> None:
+        """The whole output stays, whatever happens."""
+        self._output.seal()
+
     def __enter__(self) -> Writer:
         return self
 

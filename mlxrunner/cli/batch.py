@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
@@ -46,7 +46,7 @@ _RUNNING = (
     click.option("--parallel", type=click.IntRange(min=1), metavar="N", help="Run N lines at a time.  [default: what is likely fastest, and fits]"),
     click.option("--retries", type=click.IntRange(min=0), default=0, show_default=True, metavar="N", help="Try a line that failed N times more."),
     click.option("--timeout", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS", help="For each line (each try)."),
-    click.option("--max-errors", type=click.IntRange(min=1), metavar="N", help="Stop when N lines have failed."),
+    click.option("--max-errors", type=click.IntRange(min=1), metavar="N", help="Stop when N lines of this run have failed."),
 )  # fmt: skip
 _OUTPUT = (
     click.option("-o", "--output", metavar="FILE", help="Where the answers go; - is standard output."),
@@ -79,11 +79,10 @@ def batch(
     --prompt-template INPUT is CSV. - is standard input. The options below hold for lines that don't say otherwise; with --seed S line
     number i (from 0) gets S + i. A line that can't be answered gets an "error" and stops nothing.
 
-    A run that was stopped, killed or cut off goes on with the same command and --resume. Exit code 1 if a line failed, 130 after Ctrl-C.
-    --json is for --plan.
+    A run that was stopped, killed or cut off goes on with the same command and --resume. Exit code 1 if a line failed, 2 if
+    nothing can be run, 130 after Ctrl-C. --json is for --plan.
     """
     from mlxrunner.batch.job import STANDARD, Job
-    from mlxrunner.batch.lanes import worth
     from mlxrunner.batch.progress import progress_for
     from mlxrunner.batch.work import CutOffError, plan_job, run_job
 
@@ -105,14 +104,12 @@ def batch(
         input=input_file, output=output or STANDARD, model=model, template=template, loading=loading, defaults=options,
         usage=not no_usage, **job_options,
     )  # fmt: skip
-    progress = progress_for(quiet=quiet, shares_terminal=job.output == STANDARD and sys.stdout.isatty())
+    progress = progress_for(quiet=quiet, shares_terminal=job.output == STANDARD and _is_terminal(sys.stdout))
     try:
         if only_plan:
             plan = plan_job(job, progress)
             progress.close()
-            parallel = job.parallel or worth(plan.evaluated, plan.lines - plan.broken - plan.done)
-            told = json.dumps(plan.as_dict() | {"parallel": parallel})
-            click.echo(told if as_json else f"{plan.table()}\n{parallel} at a time, as far as they fit into memory")
+            click.echo(json.dumps(plan.as_dict()) if as_json else plan.table())
             return
         with recording(recorded, "batch") as profile:
             summary = run_job(job, progress, profile.attach)
@@ -129,12 +126,22 @@ def batch(
     sys.exit(INTERRUPTED if summary.stopped == "interrupt" else 1 if summary.failed else 0)
 
 
+def _is_terminal(stream: TextIO | None) -> bool:
+    """None: it is closed."""
+    return stream is not None and stream.isatty()
+
+
 def _report(job: Job, summary: Summary) -> None:
     tally = summary.tally
-    nothing = f"{visible_text(job.output)} is complete ({summary.lines} lines): nothing to do"
-    click.echo(tally.summary() if tally.done or summary.stopped else nothing, err=True)
+    if tally.done or summary.stopped:
+        click.echo(tally.summary(), err=True)
+    elif summary.lines:
+        click.echo(visible_text(f"{job.output} is complete ({summary.lines} lines): nothing to do"), err=True)
+    else:
+        source = "standard input" if job.input == "-" else job.input
+        click.echo(visible_text(f"{source} has no lines: nothing to do"), err=True)
     if summary.failed:
-        first = f", the first: {tally.first_error:.160}" if tally.first_error else ""
+        first = f", the first: {summary.first_error:.160}" if summary.first_error else ""
         click.echo(visible_text(f"{summary.failed} of {summary.lines} lines failed{first}"), err=True)
     if summary.stopped:
         why = f" (--max-errors {job.max_errors})" if summary.stopped == "errors" else ""

@@ -18,11 +18,12 @@ from mlxrunner.batch.run import Outcome
 from mlxrunner.batch.store import Body, Entry, Store
 from mlxrunner.batch.writer import Writer
 from mlxrunner.cache.tokens import as_tokens
-from mlxrunner.errors import ModelError
+from mlxrunner.errors import ModelError, OptionError
 from mlxrunner.events import Usage
 from mlxrunner.parallel.request import Result
-from mlxrunner.testing import ByteTokenizer
+from mlxrunner.testing import EOS, ByteTokenizer
 from mlxrunner.testing_models import write_model
+from mlxrunner.tokenizer.vocabulary import Vocabulary
 
 LINES = [b'{"index": 0}', b'{"index": 1, "text": "two"}', b"{}"]
 WHOLE = b"".join(line + b"\n" for line in LINES)
@@ -216,6 +217,39 @@ def test_openai_text_lines() -> None:
     assert body["choices"][0]["logprobs"] == {
         "tokens": ["h", "i"], "token_logprobs": [-0.5, -0.1], "top_logprobs": [{"h": -0.5}, {}]
     }  # fmt: skip
+
+
+def test_a_token_that_is_part_of_a_character_has_its_own_bytes() -> None:
+    """Put together they are the answer's; as text it is named by them, so that no two of them have the same name."""
+    first, *rest = "é".encode()
+    partial = [(-0.5, {first: -0.5, rest[0]: -1.0, EOS: -2.0}), (-0.1, {})]
+    token, _ = written(outcome("chat.completion", logprobs=partial))["response"]["body"]["choices"][0]["logprobs"]["content"]
+    found = [(one["token"], one["bytes"]) for one in token["top_logprobs"]]
+    assert found[:2] == [("bytes:\\xc3", [0xC3]), ("bytes:\\xa9", [0xA9])]
+    assert bytes(found[2][1]).decode() == found[2][0] == ByteTokenizer().decode([EOS])
+    choice = written(outcome("text_completion", logprobs=partial))["response"]["body"]["choices"][0]
+    assert list(choice["logprobs"]["top_logprobs"][0].values()) == [-0.5, -1.0, -2.0]
+
+
+def test_of_tokens_that_are_spelled_alike_the_likelier_one_is_kept() -> None:
+    """SentencePiece has a letter, and its byte. A tokenizer without bytes of its own gives those of the text."""
+
+    class Alike(ByteTokenizer):
+        vocabulary = Vocabulary([b"a", b"a", b"b"])
+
+    class Unknown(ByteTokenizer):
+        @property
+        def vocabulary(self) -> Vocabulary:
+            raise OptionError("not byte by byte")
+
+    tops = [(-0.5, {0: -0.5, 1: -1.0, 2: -2.0}), (-0.1, {})]
+    for tokenizer, name in ((Alike(), "text_completion"), (Unknown(), "chat.completion")):
+        line = json.loads(write_line(outcome(name, logprobs=tops), tokenizer, model="demo", usage=False))
+        logprobs = line["response"]["body"]["choices"][0]["logprobs"]
+        if name == "text_completion":
+            assert logprobs["top_logprobs"] == [{"a": -0.5, "b": -2.0}, {}]
+        else:
+            assert [one["bytes"] for one in logprobs["content"][0]["top_logprobs"]] == [[0], [1], [2]]
 
 
 @pytest.mark.parametrize(("refused", "status", "kind"), [(True, 400, "invalid_request_error"), (False, 500, "server_error")])

@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from mlxrunner.batch.lanes import lanes_for
 from mlxrunner.batch.lines import LineReader
 from mlxrunner.batch.order import cost, sort_key
-from mlxrunner.batch.plan import BatchPlan, duration, make_plan
+from mlxrunner.batch.plan import BatchPlan, duration, make_plan, survey
+from mlxrunner.batch.run import ORDERS
 from mlxrunner.batch.speed import Speed
 from mlxrunner.batch.spool import spool
-from mlxrunner.batch.store import Entry, Store
+from mlxrunner.batch.store import Entry, Order, Store
 from mlxrunner.cache.tokens import as_tokens
 from mlxrunner.models.load import tokenizer_of
 from mlxrunner.runner import Runner
 from mlxrunner.testing_prompts import shared_prefixes
 
 SPEED = Speed(prefill_rate=100, decode_rate=10, answer_tokens=20)
+
+
+def planned(store: Store, order: Order = "prefix", *, speed: Speed | None = None, **settings: Any) -> BatchPlan:
+    defaults, context = settings.get("defaults", {}), settings.get("context", 2048)
+    found = {name: survey(store.pending(name), defaults, context, speed) for name in ORDERS}
+    return make_plan(store.counts, found, order, parallel=settings.get("parallel", 1), speed=speed)
 
 
 @pytest.fixture
@@ -35,7 +44,7 @@ def store() -> Store:
 
 def test_the_plan_of_a_small_batch(store: Store) -> None:
     """Every number can be counted by hand."""
-    assert make_plan(store, "prefix", speed=SPEED, defaults={"max_tokens": 15}) == BatchPlan(
+    assert planned(store, "prefix", speed=SPEED, defaults={"max_tokens": 15}, parallel=4) == BatchPlan(
         lines=5,
         broken=1,
         done=0,
@@ -44,6 +53,7 @@ def test_the_plan_of_a_small_batch(store: Store) -> None:
         evaluated_in_prefix_order=4 + 1 + 1 + 1,
         evaluated_at_best=6,
         order="prefix",
+        parallel=4,
         answer_tokens=3 * 15 + 5,
         seconds=7 / 100 + 50 / 10,
         speed=SPEED,
@@ -52,7 +62,7 @@ def test_the_plan_of_a_small_batch(store: Store) -> None:
 
 def test_input_order_and_no_limit(store: Store) -> None:
     """The time is that of the order which was chosen, with answers as long as the mean was."""
-    plan = make_plan(store, "input", speed=SPEED)
+    plan = planned(store, "input", speed=SPEED)
     assert (plan.evaluated, plan.saved) == (9, 0)
     assert plan.seconds == pytest.approx(9 / 100 + (3 * 20 + 5) / 10)
 
@@ -62,27 +72,29 @@ def test_a_plan_for_what_is_left(store: Store) -> None:
     for index in (0, 3, 4):
         store.record(index, b"")
     store.commit()
-    plan = make_plan(store)
+    plan = planned(store)
     assert (plan.lines, plan.done, plan.tokens, plan.evaluated_in_prefix_order, plan.evaluated_at_best) == (5, 3, 4, 4, 4)
 
 
 def test_without_a_measured_speed(store: Store) -> None:
     """Nothing is made up: no seconds, and the table says why."""
-    plan = make_plan(store)
+    plan = planned(store)
     assert (plan.seconds, plan.answer_tokens, plan.speed) == (None, None, None)
-    assert plan.table().endswith("no estimate of the time: this model's speed is known after its first batch")
+    assert "\nno estimate of the time: this model's speed is known after its first batch\n" in plan.table()
 
 
 def test_the_table_and_the_dictionary(store: Store) -> None:
     """For people: numbers under each other, with what they mean; for programs: everything, as JSON."""
-    plan = make_plan(store, speed=SPEED)
+    plan = planned(store, speed=SPEED)
     assert plan.table().splitlines() == [
         "lines                      5  1 can't be run",
         "prompt tokens              9",
         "evaluated in input order   9  0% saved",
         "evaluated in prefix order  7  22% saved",
         "evaluated at best          6  by a cache of any size",
+        "all of the prompts alone, one line at a time: one that goes on like the answer before it costs less",
         "about 6.6 s in prefix order, as fast as last time: prompts 100 tokens/s, answers 10 tokens/s and 20 tokens long",
+        "1 at a time, as far as they fit into memory",
     ]
     found = json.loads(json.dumps(plan.as_dict()))
     assert found["evaluated"] == 7
@@ -95,7 +107,7 @@ def test_nothing_to_run() -> None:
     """An empty batch costs nothing."""
     with Store.create() as store:
         store.finish()
-        plan = make_plan(store, speed=SPEED)
+        plan = planned(store, speed=SPEED)
     assert (plan.tokens, plan.saved, plan.seconds) == (0, 0, 0)
     assert "lines                      0" in plan.table()
 
@@ -107,7 +119,7 @@ def test_two_hundred_prompts() -> None:
         for index, tokens in enumerate(prompts):
             store.add(Entry(index, index + 1, tokens))
         store.finish()
-        plan = make_plan(store)
+        plan = planned(store)
     assert plan.tokens == 388_000
     assert plan.evaluated_in_input_order == cost(prompts).evaluated
     assert plan.evaluated_in_prefix_order == plan.evaluated_at_best == cost(sorted(prompts, key=sort_key)).nodes
@@ -121,7 +133,7 @@ def test_the_runner_evaluates_what_was_planned(tmp_path: Path) -> None:
     with Store.create() as store, file.open("rb") as stream:
         spool(store, LineReader(stream), tokenizer_of("demo"), context=2048)
         store.finish()
-        plan = make_plan(store)
+        plan = planned(store)
         runner = Runner.load("demo", 256, reserve=False)
         evaluated = 0
         for entry in store.pending():
@@ -130,6 +142,35 @@ def test_the_runner_evaluates_what_was_planned(tmp_path: Path) -> None:
             evaluated += last.usage.evaluated_tokens
     assert evaluated == plan.evaluated_in_prefix_order == plan.evaluated_at_best + 1
     assert evaluated < plan.evaluated_in_input_order
+
+
+@pytest.mark.parametrize("keep", [None, 0, 30, 10_000])
+def test_of_a_prompt_that_is_shifted_only_what_is_left_counts(keep: int | None) -> None:
+    """As the runner does it, with whatever is kept."""
+    prompts = [[7, *range(200)], [7, *range(100, 300)], [1, 2]]
+    with Store.create() as store:
+        for index, tokens in enumerate(prompts):
+            store.add(Entry(index, index + 1, as_tokens(tokens), options={"keep": keep} if keep is not None else {}))
+        store.finish()
+        plan = planned(store, defaults={"overflow": "shift"}, context=100)
+        assert planned(store).tokens == 404
+    left = 51 + (keep or 0) // 2 if keep != 10_000 else 99
+    assert (plan.tokens - 2) / 2 == pytest.approx(left, abs=1)
+
+
+def test_the_number_at_a_time_is_that_of_the_run() -> None:
+    """As many as are worth it, no more than there are lines, one where the cache can hold no more; and why."""
+    with Store.create() as store:
+        for index in range(3):
+            store.add(Entry(index, index + 1, as_tokens([index])))
+        store.finish()
+        found = survey(store.pending(), {}, 2048)
+    assert lanes_for(found, None, {}) == (3, "")
+    assert lanes_for(found, 50, {}) == (3, "")
+    assert lanes_for(found, 1, {"kv_bits": 8}) == (1, "")
+    assert (
+        lanes_for(found, None, {"kv_bits": 8}) == lanes_for(found, 2, {"kv_bits": 8}) == (1, "--kv-bits stores one sequence only")
+    )
 
 
 @pytest.mark.parametrize(

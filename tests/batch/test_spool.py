@@ -107,6 +107,17 @@ def test_requests_of_a_program() -> None:
     assert found[4].id == 4
 
 
+@pytest.mark.parametrize(
+    "name", [2**70, (1,), "\ud800", 1.5, True, object()], ids=["long", "tuple", "half", "float", "bool", "object"]
+)
+def test_an_id_that_cannot_be_is_an_error_of_its_request_only(name: Any) -> None:
+    """It can't come back; the index says which one it was."""
+    bad, good = spooled(lines_of([BatchRequest("hi", id=name), BatchRequest("hi", id="b")]))
+    assert (bad.id, good.id, good.error) == (None, "b", None)
+    assert bad.error is not None
+    assert bad.error.startswith("id ")
+
+
 @pytest.mark.parametrize(("options", "kept"), [({"overflow": "shift"}, 12), ({"overflow": "shift", "keep": 3}, 3), ({}, None)])
 def test_what_a_shift_keeps(options: dict[str, Any], kept: int | None) -> None:
     """By default the system prompt with BOS, as for a prompt of messages; that is counted here, as the store has tokens only."""
@@ -115,3 +126,9 @@ def test_what_a_shift_keeps(options: dict[str, Any], kept: int | None) -> None:
     assert found.options.get("keep") == kept
     if "keep" not in options and kept is not None:
         assert found.tokens[:kept].tolist() == [BOS, *b"system: S!", EOS]
+
+
+def test_more_than_can_be_kept_is_an_error_before_anything_runs() -> None:
+    """As the runner would say it."""
+    (found,) = spooled([Line(0, 1, "hi", options={"overflow": "shift", "keep": 99})])
+    assert found.error == "line 1: keep: 99 tokens leave no room in the context of 100 tokens"

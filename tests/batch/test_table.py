@@ -42,6 +42,11 @@ def test_a_header_as_spreadsheets_write_it(mark: bytes) -> None:
     assert [line.prompt for line in read(mark + b'"a", first name \r\n1,2\r\n', "{a} {first name}")] == ["1 2"]
 
 
+def test_empty_lines_before_the_header() -> None:
+    """Are skipped, but counted, as anywhere else."""
+    assert read("\n\r\na,id\n1,x\n") == [Line(0, 4, "1", "x")]
+
+
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
@@ -51,6 +56,7 @@ def test_a_header_as_spreadsheets_write_it(mark: bytes) -> None:
         (b"\xff,2", "not a CSV row: it is not UTF-8"),
         (b"1\0,2", "not a CSV row: there is a NUL byte in it: is it a text file?"),
         (b"1,2" + b"x" * 200, "not a CSV row: a row is longer than 100 bytes"),
+        (b"1\r,2", "not a CSV row: there is a carriage return in it that ends no line"),
         (b",2", "prompt is empty"),
     ],
 )
@@ -84,7 +90,10 @@ def test_a_value_longer_than_csv_takes_by_default() -> None:
     ("content", "template", "problem"),
     [
         ("a,b\n1,2\n", "{c} {a} {d}", "the CSV file has no column 'c', 'd': it has 'a', 'b'"),
-        ("a,a\n1,2\n", "{a}", "more than one column 'a'"),
+        ("a,a\n1,2\n", "{a}", "the CSV file has more than one column 'a': number 1 and 2"),
+        ("id,a, id\n1,2,3\n", "{a}", "the CSV file has more than one column 'id': number 1 and 3"),
+        ("a,b\r1,2\r3,4\r", "{a}", "there is a carriage return in it that ends no line: lines have to end with LF or CRLF"),
+        ("\n\r\n", "{a}", "the CSV file has no header"),
         ("", "{a}", "the CSV file has no header: its first line has to name the columns"),
         ("\n", "{a}", "the CSV file has no header"),
         ('"a"x\n', "{a}", "the CSV file's header can't be read: ',' expected after '\"'"),

@@ -1,0 +1,46 @@
+"""What is known of a batch that has ended, in a small file beside the output (OUTPUT.done): what the answers were made from.
+
+It takes the place of the store, so that --resume can still tell the same batch from another one.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from mlxrunner.batch.output import OutputError
+from mlxrunner.writing import written
+
+
+def done_path(store: Path) -> Path:
+    """Where it is, by the path of the store."""
+    return store.with_suffix(".done")
+
+
+@dataclass(frozen=True)
+class Done:
+    """`lines`, `failed`: of the batch; `size`: bytes of its output; `made_from`: the model, the options and the input, as the store's meta."""
+
+    lines: int
+    failed: int
+    size: int
+    made_from: dict[str, str]
+
+    @classmethod
+    def read(cls, path: Path) -> Done | None:
+        """None if there is no such file, or it is damaged."""
+        with suppress(OSError, ValueError, TypeError, RecursionError):
+            done = cls(**json.loads(path.read_text(encoding="utf-8")))
+            if isinstance(done.made_from, dict):
+                return done
+        return None
+
+    def write(self, path: Path) -> None:
+        """Onto the disk, whole, for its owner only (mode 0600). OutputError."""
+        try:
+            with written(path) as stream:
+                json.dump(asdict(self), stream, indent=1)
+        except OSError as error:
+            raise OutputError(f"{path}: can't be written: {error.strerror}") from error
