@@ -23,7 +23,7 @@ import numpy as np
 from mlx_lm import batch_generate, stream_generate
 from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 
-from mlxrunner.batch.lanes import STEPS
+from mlxrunner.batch.lanes import MOST
 from mlxrunner.batch.order import cost, sort_key
 from mlxrunner.batch.request import BatchRequest
 from mlxrunner.batch.run import run_batch
@@ -36,7 +36,6 @@ from mlxrunner.runner import Runner
 from mlxrunner.testing_prompts import DOCUMENT, SYSTEM, shared_prefixes
 
 ANSWER = 16
-LANES = STEPS[0][1]
 Prompts = Sequence[TokenArray]
 Answers = list[list[int]]
 Side = Callable[[Runner, Prompts, int], tuple[Answers, int]]
@@ -51,7 +50,7 @@ def alone(runner: Runner, prompts: Prompts, length: int) -> tuple[Answers, int]:
 def together(runner: Runner, prompts: Prompts, length: int) -> tuple[Answers, int]:
     capacity = max(map(len, prompts)) + length
     with ParallelRunner(
-        runner.model, runner.tokenizer, runner.facts, max_sequences=LANES, capacity=capacity, max_batch=256
+        runner.model, runner.tokenizer, runner.facts, max_sequences=MOST, capacity=capacity, max_batch=256
     ) as several:
         return _ours(several, prompts, length)
 
@@ -122,7 +121,7 @@ def compare(label: str, runner: Runner, scale: float, rounds: int, count: int | 
     rows = [
         less_is_better(f"{label}: prompt tokens evaluated, vs stream_generate", "", [evaluated], [found["stream_generate"][1]])
     ]
-    for ours, shown in (("alone", "one at a time"), ("together", f"{LANES} at a time")):
+    for ours, shown in (("alone", "one at a time"), ("together", f"{MOST} at a time")):
         for other, target in (("stream_generate", 5.0), ("batch_generate", 2.0)):
             ratio = [b / a for a, b in zip(seconds[ours], seconds[other], strict=True)]
             rows.append(Row(f"{label}: {shown}, vs {other}", "s", seconds[ours], seconds[other], ratio, target=target))

@@ -88,14 +88,6 @@ def test_a_model_that_cannot_share_a_row_runs_one_at_a_time_and_says_why() -> No
     assert len({line["text"] for line in answers()}) == 1
 
 
-def test_long_lines_that_share_little_run_one_at_a_time() -> None:
-    """The plan's choice, said on stderr."""
-    lines = [{"prompt": f"{i} " * 150, "max_tokens": 1} for i in range(3)]
-    result = run(write(*lines), "-o", "out.jsonl")
-    assert "one line at a time: with " in result.stderr
-    assert "new tokens a line that is faster (--parallel N runs N)" in result.stderr
-
-
 def test_options_of_the_command_are_those_of_lines_that_do_not_say_otherwise() -> None:
     """A line's own win."""
     lines = [

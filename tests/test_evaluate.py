@@ -168,5 +168,5 @@ def test_chunks_grow_and_shrink_with_the_time_they_take(monkeypatch: pytest.Monk
     runner.model.forwards.clear()
     runner.reset()
     runner.evaluate(numbers(100, 7))
-    assert runner.model.forwards[:4] == [8, 4, 2, 2]
+    assert runner.model.forwards[:4] == [8, 2, 2, 2]
     assert max(runner.model.forwards) == 8

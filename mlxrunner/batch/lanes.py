@@ -12,18 +12,16 @@ from mlxrunner.models.load import load_model
 from mlxrunner.parallel.runner import ParallelRunner
 from mlxrunner.runner import Runner
 
-STEPS = ((128, 8), (256, 4))
-"""Up to so many new tokens a line, so many lines at a time. Measured on MLX's CPU backend (3 M and 98 M parameters, answers of 8 and 32
-tokens): 64 new tokens a line, 8 at a time: 1.7 to 3.7 times as fast as one; 512: 0.4 times, when each token still looked
-at all lines' cells; since attention falls into parts that is on the safe side."""
+MOST, LONG, FEWER = 8, 1024, 4
+"""So many lines at a time; from so many new tokens a line on, fewer. benchmarks/lanes.py on MLX's CPU backend: 8 bring about as much as 16,
+and the less the longer the new part and the shorter the answer; what they store grows with both."""
 MAX_BATCH = 256
 """Tokens of a step: pieces of several prompts in one row cost more than they bring where rows are long."""
 
 
 def worth(evaluated: int, lines: int) -> int:
     """How many lines at a time are likely to be fastest, by the prompt tokens that one entry would evaluate for them."""
-    most = next((lanes for tokens, lanes in STEPS if evaluated <= tokens * lines), 1)
-    return max(1, min(most, lines))
+    return max(1, min(MOST if evaluated <= LONG * lines else FEWER, lines))
 
 
 def lanes_for(found: Survey, wanted: int | None, loading: Mapping[str, Any]) -> tuple[int, str]:
@@ -34,8 +32,6 @@ def lanes_for(found: Survey, wanted: int | None, loading: Mapping[str, Any]) -> 
     lanes = worth(found.evaluated, found.lines) if wanted is None else max(1, min(wanted, found.lines))
     if lanes > 1 and loading.get("kv_bits"):
         return 1, "--kv-bits stores one sequence only"
-    if lanes == 1 and wanted is None and found.lines > 1:
-        return 1, f"with {found.new_tokens:.0f} new tokens a line that is faster (--parallel N runs N)"
     return lanes, ""
 
 

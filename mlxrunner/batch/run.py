@@ -19,7 +19,7 @@ from mlxrunner.batch.spool import lines_of, spool
 from mlxrunner.batch.store import Entry, Order, Store, StoreError
 from mlxrunner.cache.sequences import CacheFullError
 from mlxrunner.config import GenerateOptions
-from mlxrunner.errors import BusyError, ContextFullError, MlxrunnerError, OptionError, PromptError
+from mlxrunner.errors import BusyError, MlxrunnerError, OptionError, PromptError
 from mlxrunner.events import Chunk, Usage
 from mlxrunner.parallel.handle import Handle
 from mlxrunner.parallel.request import Result
@@ -221,8 +221,6 @@ class Together:
                 yield _refused(entry, entry.error)
                 continue
             options = self._how.options(entry)
-            if options.get("overflow") == "error":
-                options["overflow"] = "stop"  # and looked at when it has ended
             try:
                 handle = self._runner.submit(entry.tokens.tolist(), **options)
             except (NoFreeSlotError, CacheFullError) as error:
@@ -254,7 +252,7 @@ class Together:
                 if flight.handle.error is not None:
                     raise flight.handle.error
                 if flight.handle.finished:
-                    outcome = Outcome(flight.entry, self._result(flight))
+                    outcome = Outcome(flight.entry, Result.of(flight.chunks))
                 else:
                     flight.deadline()
                     continue
@@ -269,14 +267,6 @@ class Together:
                 outcome = Outcome(flight.entry, error=_described(error))
             self._flights.remove(flight)
             yield outcome
-
-    def _result(self, flight: Flight) -> Result:
-        result, options = Result.of(flight.chunks), self._how.options(flight.entry)
-        room = self._runner.capacity - len(flight.entry.tokens)
-        full = result.finish_reason == "length" and len(result.tokens) == room != options.get("max_tokens")
-        if full and options.get("overflow") == "error":
-            raise ContextFullError(room, self._runner.capacity)
-        return result
 
     def _fell(self, error: Exception) -> Iterator[Outcome]:
         """The runner has ended all requests."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mlxrunner.batch.lanes import lanes_for
+from mlxrunner.batch.lanes import lanes_for, worth
 from mlxrunner.batch.lines import LineReader
 from mlxrunner.batch.order import cost, sort_key
 from mlxrunner.batch.plan import BatchPlan, duration, make_plan, survey
@@ -188,3 +188,9 @@ def test_the_number_at_a_time_is_that_of_the_run() -> None:
 def test_durations(seconds: float, text: str) -> None:
     """In the two largest units."""
     assert duration(seconds) == text
+
+
+def test_long_lines_run_fewer_at_a_time() -> None:
+    """By the new tokens of a line, and never more than there are."""
+    assert [worth(tokens * 10, 10) for tokens in (1, 1024, 1025)] == [8, 8, 4]
+    assert [worth(5, lines) for lines in (0, 1, 3)] == [1, 1, 3]
