@@ -80,5 +80,9 @@ def orderly_end() -> Iterator[None]:
 
 def _leave(number: int, frame: FrameType | None) -> None:
     for one in ENDS:
-        signal.signal(one, signal.SIG_IGN)
+        signal.signal(one, _heard)
     raise SystemExit(128 + number)
+
+
+def _heard(number: int, frame: FrameType | None) -> None:
+    """Not SIG_IGN: one that came at the same moment is still to be handled."""

@@ -5,15 +5,21 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pexpect
 import pytest
 from click.testing import CliRunner, Result
 
 from mlxrunner import cli
 from mlxrunner.sessions.store import CACHE, TEXT, Sessions
+from mlxrunner.testing_models import write_model
 
 Chat = Callable[..., Result]
 HIT = "last turn  hit (restored: session zor): 58 prompt tokens, 38 matched"
@@ -262,3 +268,70 @@ def test_a_full_disk_is_said_and_the_chat_goes_on(chat: Chat, data: Path, monkey
     assert result.stderr.count("error: the session 'zor' could not be saved: No space left on device\n") == 2
     assert result.exit_code == 1
     assert Sessions().names() == []
+
+
+@pytest.mark.parametrize("end", ["SIGHUP", "SIGTERM", "closed"])
+def test_a_window_that_is_closed_in_mid_answer_costs_nothing(open_screen: Any, tmp_path: Path, data: Path, end: str) -> None:
+    """The question, and the answer as far as it was shown, are saved; a second signal does no harm."""
+    write_model(tmp_path / "model", vocab_size=300)
+    chat = ("-m", "mlxrunner", "chat", "--no-reserve", "--plain", "--session", "hup")
+    screen = open_screen(*chat, "-m", str(tmp_path / "model"), "--max-tokens", "4000")
+    screen.prompt()
+    screen.child.send("An important question.\r")
+    screen.until(lambda: len(screen.everything) > 4)
+    close(screen, end)
+    (turn,) = content(data, "hup")["branches"]["main"]["history"]["turns"]
+    assert turn["user"] == "An important question."
+    assert len(turn["answer"]) > 50
+
+
+@pytest.mark.parametrize("end", ["SIGHUP", "SIGTERM", "closed"])
+def test_a_window_that_is_closed_at_the_prompt_costs_nothing(open_screen: Any, data: Path, end: str) -> None:
+    """What was changed since the last turn is saved."""
+    screen = open_screen("-m", "mlxrunner", "chat", "--no-reserve", "--session", "hup")
+    screen.prompt()
+    screen.say("My name is Ana.")
+    screen.child.send("/edit 2\r")
+    screen.until(">>> Nice to meet you.")
+    screen.child.send(" A LONG EDIT.\r")
+    screen.until("is changed").prompt()
+    close(screen, end)
+    (turn,) = content(data, "hup")["branches"]["main"]["history"]["turns"]
+    assert turn["answer"] == "Nice to meet you. A LONG EDIT."
+
+
+def test_a_chat_in_a_pipe_that_is_killed_costs_nothing(data: Path) -> None:
+    """By `kill`; nohup protects it from a window that is closed."""
+    nohup = partial(signal.signal, signal.SIGHUP, signal.SIG_IGN)
+    arguments = [sys.executable, "-m", "mlxrunner", "chat", "--no-reserve", "--session", "hup"]
+    with subprocess.Popen(
+        arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=nohup
+    ) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        assert child.stderr is not None
+        child.stdin.write("My name is Ana.\n/undo\n")
+        child.stdin.flush()
+        while not child.stderr.readline().startswith("1 turn taken back"):
+            pass
+        child.send_signal(signal.SIGHUP)
+        child.stdin.write("My name is Zorblin.\n/undo\n")
+        child.stdin.flush()
+        while not child.stderr.readline().startswith("1 turn taken back"):
+            pass
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(60) == 128 + signal.SIGTERM
+    assert content(data, "hup")["branches"]["main"]["history"]["turns"] == []
+
+
+def close(screen: Any, end: str) -> None:
+    """Close the window, or send a signal and a second one; until the program has ended."""
+    if end == "closed":
+        screen.child.ptyproc.fileobj.close()
+        screen.child.ptyproc.closed = True
+    else:
+        os.kill(screen.child.pid, getattr(signal, end))
+        os.kill(screen.child.pid, signal.SIGTERM)
+        screen.child.expect(pexpect.EOF)
+    while screen.child.isalive():
+        time.sleep(0.05)
