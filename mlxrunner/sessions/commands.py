@@ -12,7 +12,7 @@ from mlxrunner.errors import OptionError, SessionError
 from mlxrunner.models.resolve import lasting, resolve
 from mlxrunner.sessions.keeper import Keeper
 from mlxrunner.sessions.session import Branch, Session
-from mlxrunner.sessions.settings import apply, settings_of
+from mlxrunner.sessions.settings import apply, settings_of, with_context
 from mlxrunner.sessions.store import Sessions
 
 
@@ -100,12 +100,14 @@ class Saving:
         goes_over = self.name not in (None, name)
         if not force and not goes_over and self._is_unsaved(chat):
             raise OptionError(f"what was said is not saved ({_turns(chat)}): /save NAME saves it, /load -f {name} gives it up")
-        self.sessions.load(name)  # complain before giving anything up
+        session = self.sessions.load(name)  # complain before giving anything up
         with ExitStack() as held:
             if goes_over:
                 held.enter_context(self.sessions.lock(name))
                 if not force:
                     self.end(chat)
+            self._keeping.wait()
+            with_context(chat, session)
             line = self._resume(chat, name, settings=True)
             if goes_over:
                 self.name = name
@@ -117,8 +119,8 @@ class Saving:
         """Put what was saved into the chat; a line about it."""
         session, caches = self._keeping.load(name)
         conversation = chat.conversation
+        apply(chat, session.settings, begun=settings)
         if settings:
-            apply(chat, session.settings)
             conversation.system = session.system
         elif conversation.system != session.system:
             session.history.forget_tokens()

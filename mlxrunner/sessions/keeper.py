@@ -59,8 +59,9 @@ class Keeper:
         different = differences(session.fingerprint, self._fingerprint)
         if any(part in SPELLING for part in different):
             session.forget_tokens()
+        strange = session.forget_misspelled(self.runner.tokenizer, self.runner.facts.vocab)
         self.runner.reset()
-        return session, self._restore(name)
+        return session, self._restore(name) + ("; it is tokenized anew: its tokens do not spell its text" if strange else "")
 
     def _restore(self, name: str) -> str:
         try:
