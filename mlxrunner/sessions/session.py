@@ -15,6 +15,8 @@ from mlxrunner.tokenizer.base import Message, Tokenizer
 
 SCHEMA = 1
 MOST_TOKENS = 2**31 - 1
+HALF = "\ufffd"
+"""What bytes are decoded to that are no character."""
 
 
 @dataclass
@@ -150,26 +152,37 @@ def _mark(value: Any, most: Mark) -> Mark | None:
 
 
 def _is_spelled(history: History, tokenizer: Tokenizer, vocab: int) -> bool:
-    """Whether the tokens are those of the text, but for white space, which some tokenizers add or take away, and half characters."""
+    """Whether the tokens are those of the text, but for white space, which some tokenizers add or take away, and halves of characters."""
     text, tokens = history.spelling.text, history.spelling.tokens
     if vocab and max(tokens, default=0) >= vocab:
         return False
     if not text and not history.turns:  # as caches come from elsewhere
         return True
     spelled = _bare(tokenizer.decode(tokens))
+    compare = _are_ends if history.dropped else _is_whole
     try:
         # A tokenizer may write some texts otherwise, or put a token in front.
-        return _is_of(spelled, _bare(text), history) or _is_of(spelled, _bare(tokenizer.decode(tokenizer.encode(text))), history)
+        return compare(spelled, _bare(text)) or compare(spelled, _bare(tokenizer.decode(tokenizer.encode(text))))
     except PromptError:
         return False
 
 
-def _is_of(spelled: str, text: str, history: History) -> bool:
-    """All of the text, or its two ends where a full context has dropped what was between them."""
-    if not history.dropped:
-        return spelled == text
-    return common(spelled, text) + common(spelled[::-1], text[::-1]) >= len(spelled)
-
-
 def _bare(text: str) -> str:
-    return "".join(text.replace("\ufffd", "").split())
+    return "".join(text.split())
+
+
+def _is_whole(spelled: str, text: str) -> bool:
+    """Where bytes are no character, those around them may be lost with them: at most a character for each mark."""
+    text, place = text.replace(HALF, ""), 0
+    for part in spelled.split(HALF):
+        found = text.find(part, place)
+        if found < 0:
+            return False
+        place = found + len(part)
+    return len(text) <= len(spelled)
+
+
+def _are_ends(spelled: str, text: str) -> bool:
+    """A full context has dropped what was between them."""
+    spelled, text = spelled.replace(HALF, ""), text.replace(HALF, "")
+    return common(spelled, text) + common(spelled[::-1], text[::-1]) >= len(spelled)

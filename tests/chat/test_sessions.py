@@ -130,13 +130,73 @@ def test_settings_come_back_unless_others_are_given(chat: Chat, data: Path) -> N
     assert content(data, "zor")["settings"]["kv_bits"] == 8
 
 
+def test_context_and_shown_thinking_come_back(chat: Chat, data: Path) -> None:
+    """With --session unless another one is given, and with /load, which loads the model again for it."""
+    chat(["/set context 512", "My name is Zorblin.", "/think hide"], "--session", "zor")
+    asked = ["/set context", "/think"]
+    hidden = "thinking is hidden; it is as the template has it"
+    again = chat(asked, "--session", "zor").stderr.splitlines()
+    assert again == ["session zor: 1 turn, 38 tokens restored (350 kB)", "context = 512", hidden]
+    given = chat(asked, "--session", "zor", "--context", "600").stderr.splitlines()
+    assert given[1:] == ["context = 600", hidden]
+    loaded = chat(["/load zor", *asked, "What is my name?", "/stats", "/load zor"])
+    assert loaded.stderr.splitlines()[:5] == [
+        "loaded again with a context of 512 tokens", again[0], "context = 512", hidden, HIT,
+    ]  # fmt: skip
+    assert loaded.stdout == "Your name is Zorblin.\n"
+
+
+def test_a_context_that_can_not_be_is_left_out_by_a_load(chat: Chat, data: Path) -> None:
+    """And it says so: the conversation is loaded."""
+    chat(["My name is Zorblin."], "--session", "zor")
+    saved = content(data, "zor")
+    saved["settings"]["context"] = 2**31 - 1
+    (data / "sessions" / "zor" / TEXT).write_text(json.dumps(saved))
+    loaded = chat(["/load zor", "What is my name?"], "--reserve")
+    assert loaded.stderr.startswith("its context of 2147483647 tokens is left out: ")
+    assert "session zor: 1 turn" in loaded.stderr
+    assert loaded.stdout == "Your name is Zorblin.\n"
+
+
+@pytest.mark.parametrize(
+    "lines", [["What is my name?"], ["/undo", "My name is Ana.", "What is my name?"]], ids=["goes on", "undo"]
+)
+@pytest.mark.parametrize(
+    "tokens", [[999_999] * 38, [5] * 38, [5] * 3000, []], ids=["none of the model's", "others", "too many", "none"]
+)
+def test_tokens_that_do_not_spell_the_text_are_dropped(chat: Chat, data: Path, tokens: list[int], lines: list[str]) -> None:
+    """And it says so; the answer is that to the text."""
+    chat(["My name is Zorblin."], "--session", "zor")
+    saved = content(data, "zor")
+    history = saved["branches"]["main"]["history"]
+    history["spelling"]["tokens"] = tokens
+    history["turns"][0]["begins"] = history["turns"][0]["ends"] = None
+    (data / "sessions" / "zor" / TEXT).write_text(json.dumps(saved))
+    again = chat(lines, "--session", "zor")
+    first = again.stderr.splitlines()[0]
+    assert first == "session zor: 1 turn, 38 tokens restored (350 kB); it is tokenized anew: its tokens do not spell its text"
+    assert again.stdout.splitlines()[-1] == f"Your name is {'Ana' if lines[1:] else 'Zorblin'}."
+    assert "tokenized anew" not in chat([], "--session", "zor").stderr
+
+
+def test_a_system_prompt_that_is_given_is_the_one_that_is_evaluated(chat: Chat) -> None:
+    """Not the one that the saved tokens begin with."""
+    chat(["Hello!"], "--session", "zor", "--system", "The user's name is Zorblin.")
+    again = chat(["/system", "What is my name?"], "--session", "zor", "--system", "The user's name is Ana.")
+    assert "system prompt: The user's name is Ana.\n" in again.stderr
+    assert again.stdout == "Your name is Ana.\n"
+
+
 def test_settings_that_can_not_be_are_left_out(chat: Chat, data: Path) -> None:
     """Whatever the file says; the rest of it is used."""
     chat(["My name is Zorblin."], "--session", "zor")
     saved = content(data, "zor")
     saved["settings"] = {
-        "options": {"temperature": "hot", "seed": 3, "os.system": "x", "stop": [[]], "top_k": 10**30, "logits_processors": [1]},
-        "history": "../..", "keep_thinking": 7, "variables": {"tools": "x"}, "kv_bits": 3,
+        "options": {
+            "temperature": "hot", "seed": 3, "os.system": "x", "stop": [[]], "top_k": 10**30, "logits_processors": [1],
+            "schema": '{"type": "object"}', "choices": ["a", "b"], "stop_tokens": [3], "logprobs": 5,
+        },
+        "history": "../..", "keep_thinking": 7, "variables": {"tools": "x"}, "kv_bits": 3, "context": 10**30, "show_thinking": "x",
     }  # fmt: skip
     (data / "sessions" / "zor" / TEXT).write_text(json.dumps(saved))
     again = chat(["What is my name?", "/set seed"], "--session", "zor")
