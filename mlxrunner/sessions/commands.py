@@ -43,9 +43,7 @@ class Saving:
             Command(
                 "/save", "[-f] NAME", "save the conversation as session NAME; -f overwrites another one", self._save, self._names
             ),
-            Command(
-                "/load", "[-f] NAME", "go on with session NAME; -f gives up turns that are not saved", self._load, self._names
-            ),
+            Command("/load", "[-f] NAME", "go on with session NAME; -f gives up what is not saved", self._load, self._names),
         )
 
     @contextmanager

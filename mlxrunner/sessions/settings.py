@@ -19,7 +19,7 @@ def settings_of(chat: Chat) -> dict[str, Any]:
     conversation, usual = chat.conversation, vars(GenerateOptions())
     return {
         "options": {name: value for name, value in conversation.options.items() if value is not None and value != usual[name]},
-        "show_thinking": chat.show_thinking,
+        "hide_thinking": not chat.show_thinking,
         "context": chat.loading.get("context"),
         "history": conversation.policy,
         "keep_thinking": conversation.keep_thinking,
@@ -58,7 +58,7 @@ def _checked(settings: dict[str, Any]) -> dict[str, Any]:
         "history": settings.get("history") if settings.get("history") in POLICIES else POLICIES[0],
         "kv_bits": settings.get("kv_bits") if settings.get("kv_bits") in (4, 8) else None,
         "context": context if type(context) is int and 2 <= context < 2**31 else None,
-        "show_thinking": settings.get("show_thinking") is not False,
+        "hide_thinking": settings.get("hide_thinking") is True,
     }
 
 
@@ -78,7 +78,7 @@ def with_context(chat: Chat, session: Session) -> None:
 def apply(chat: Chat, settings: dict[str, Any], *, begun: bool) -> None:
     """Go on with these settings in a chat that has `begun`, or else with what `put_back` could not know of; the model stays."""
     found, conversation = _checked(settings), chat.conversation
-    chat.show_thinking = found["show_thinking"]
+    chat.show_thinking = not found["hide_thinking"]
     if not begun:
         return
     conversation.options, conversation.policy = found["options"], found["history"]

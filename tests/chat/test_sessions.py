@@ -196,7 +196,7 @@ def test_settings_that_can_not_be_are_left_out(chat: Chat, data: Path) -> None:
             "temperature": "hot", "seed": 3, "os.system": "x", "stop": [[]], "top_k": 10**30, "logits_processors": [1],
             "schema": '{"type": "object"}', "choices": ["a", "b"], "stop_tokens": [3], "logprobs": 5,
         },
-        "history": "../..", "keep_thinking": 7, "variables": {"tools": "x"}, "kv_bits": 3, "context": 10**30, "show_thinking": "x",
+        "history": "../..", "keep_thinking": 7, "variables": {"tools": "x"}, "kv_bits": 3, "context": 10**30, "hide_thinking": "x",
     }  # fmt: skip
     (data / "sessions" / "zor" / TEXT).write_text(json.dumps(saved))
     again = chat(["What is my name?", "/set seed"], "--session", "zor")
