@@ -14,6 +14,8 @@ logger = logging.getLogger("mlxrunner")
 
 PAUSE_S = 0.15
 """So long nothing has to be typed before what has been typed is evaluated."""
+SIGNAL_S = 1.0
+"""A signal that comes as a wait begins does not end it: so long it may go unheard."""
 
 
 class Draft:
@@ -44,11 +46,16 @@ class Draft:
     def changes(self, text: str, seconds: float | None = None) -> bool:
         """Wait until it is another text than `text`, or over; False if neither happened within `seconds`."""
         with self._condition:
-            return self._condition.wait_for(lambda: self._over or self._text != text, seconds)
+            return self._wait(lambda: self._over or self._text != text, seconds)
 
     def wait_until_over(self) -> None:
         with self._condition:
-            self._condition.wait_for(lambda: self._over)
+            self._wait(lambda: self._over, None)
+
+    def _wait(self, holds: Callable[[], bool], seconds: float | None) -> bool:
+        while seconds is None and not self._condition.wait_for(holds, SIGNAL_S):
+            pass
+        return self._condition.wait_for(holds, seconds)
 
 
 class Ahead:

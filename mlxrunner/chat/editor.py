@@ -57,8 +57,8 @@ class Editor:
                 draft.finish()
 
         thread = Thread(target=edit, name="line editor", daemon=True)
-        thread.start()
         try:
+            thread.start()
             idle(draft)
         except BaseException:
             while thread.is_alive():  # which may only just have begun

@@ -40,7 +40,7 @@ def interruptible() -> Iterator[Callable[[], bool]]:
 def unseen_typing(terminal: bool) -> Iterator[None]:
     """What is typed while no line is edited does not get into what is printed: it is there, as it was typed, for the next line.
 
-    However this is left, also by `kill`, the terminal is as it was before.
+    However this is left, the terminal is as it was before.
     """
     if not terminal:
         yield
@@ -52,16 +52,37 @@ def unseen_typing(terminal: bool) -> Iterator[None]:
     quiet = termios.tcgetattr(terminal_in)
     quiet[0] &= ~termios.ICRNL
     quiet[3] &= ~(termios.ECHO | termios.ICANON)
-    handlers = {number: signal.signal(number, _leave) for number in (signal.SIGTERM, signal.SIGHUP)}
     termios.tcsetattr(terminal_in, termios.TCSANOW, quiet)
     try:
         yield
     finally:
         with suppress(termios.error):  # the terminal is gone
             termios.tcsetattr(terminal_in, termios.TCSANOW, before)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+
+
+ENDS = (signal.SIGTERM, signal.SIGHUP)
+
+
+@contextmanager
+def orderly_end() -> Iterator[None]:
+    """`kill`, or a window that is closed, is a SystemExit, so that what was said can be put away; more of them do nothing."""
+    handlers = {number: signal.getsignal(number) for number in ENDS}
+    for number in ENDS:
+        if handlers[number] is not signal.SIG_IGN:  # as nohup wants it
+            signal.signal(number, _leave)
+    try:
+        yield
+    finally:
+        for number in ENDS:
+            if signal.getsignal(number) is _leave:
+                signal.signal(number, handlers[number])
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
+    for one in ENDS:
+        signal.signal(one, _heard)
     raise SystemExit(128 + number)
+
+
+def _heard(number: int, frame: FrameType | None) -> None:
+    """Not SIG_IGN: one that came at the same moment is still to be handled."""

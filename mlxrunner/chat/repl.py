@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -13,7 +14,7 @@ from mlxrunner.chat.branches import Branches
 from mlxrunner.chat.commands import Table
 from mlxrunner.chat.conversation import Conversation
 from mlxrunner.chat.files import Attachments
-from mlxrunner.chat.keys import interruptible, unseen_typing
+from mlxrunner.chat.keys import interruptible, orderly_end, unseen_typing
 from mlxrunner.chat.render import Plain, ThinkingApart, View, wrapped
 from mlxrunner.errors import MlxrunnerError, PromptError
 from mlxrunner.power import on_battery
@@ -47,8 +48,8 @@ class Lines:
 class Chat:
     """What the commands work on. `loading`: the options of `Runner.load`; `view()`: where an answer goes.
 
-    `after_turn` are called when an answer has been remembered, also one that was interrupted, before the next text is read; `watch` is
-    given each runner that is loaded after the first.
+    `after_turn` are called when an answer has been remembered, also one that was interrupted or failed, before the next text is read;
+    `after_load` when another runner was loaded than the first.
     """
 
     conversation: Conversation
@@ -62,7 +63,7 @@ class Chat:
     branches: Branches = field(default_factory=Branches)
     attachments: Attachments = field(default_factory=Attachments)
     after_turn: list[Callable[[Chat], None]] = field(default_factory=list)
-    watch: Callable[[Runner], None] = lambda runner: None
+    after_load: list[Callable[[Chat], None]] = field(default_factory=list)
 
     @property
     def runner(self) -> Runner:
@@ -70,7 +71,7 @@ class Chat:
 
     def run(self, table: Table) -> int:
         """Until the end of the input or /bye; returns the exit code: in a terminal 0, else that of the last error, 130 after Ctrl-C."""
-        with unseen_typing(self.interactive):
+        with orderly_end(), unseen_typing(self.interactive):
             return self._run(table)
 
     def _run(self, table: Table) -> int:
@@ -137,12 +138,14 @@ class Chat:
         except BaseException:
             self.conversation.runner = Runner.load(self.model, **self.loading)
             raise
+        else:
+            if name != self.model:
+                self.conversation.history.forget_tokens()
+            self.model, self.loading = name, loading
         finally:
             if self.conversation.runner is not None:
-                self.watch(self.conversation.runner)
-        if name != self.model:
-            self.conversation.history.forget_tokens()
-        self.model, self.loading = name, loading
+                for act in self.after_load:
+                    act(self)
 
     def say(self, text: str) -> None:
         """Everything that is not an answer goes to stderr."""
@@ -170,7 +173,7 @@ class Chat:
     def answer(self, text: str, **options: Any) -> None:
         """Send `text` as it is and print what comes; `options` over the conversation's own."""
         turns = len(self.conversation.history.turns)
-        with interruptible() as interrupted:
+        with interruptible() as interrupted, ExitStack() as ending:
             bar = PrefillBar()
 
             def progress(done: int, total: int) -> None:
@@ -180,20 +183,21 @@ class Chat:
 
             chunks = self.conversation.send(text, progress, **options)
             view = ThinkingApart(self.view, self.conversation.asked.text, self.show_thinking, self.interactive)
-            try:
+            ending.callback(self._answered, turns)
+            # From the last to the first, also where one of them fails: the window may be gone.
+            ending.callback(view.close)
+            ending.callback(chunks.close)  # type: ignore[attr-defined]  # a generator
+            ending.callback(bar.close)
+            with suppress(KeyboardInterrupt):
                 for chunk in chunks:
                     view.write(chunk.text)
                     if interrupted():
                         break
-            except KeyboardInterrupt:
-                pass
-            finally:
-                bar.close()
-                chunks.close()  # type: ignore[attr-defined]  # a generator
-                view.close()
-            if len(self.conversation.history.turns) > turns:
-                for act in self.after_turn:
-                    act(self)
         if interrupted():  # however late it came
             self.say("(interrupted)")
             raise KeyboardInterrupt
+
+    def _answered(self, turns: int) -> None:
+        if len(self.conversation.history.turns) > turns:
+            for act in self.after_turn:
+                act(self)

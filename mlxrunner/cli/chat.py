@@ -74,10 +74,12 @@ def chat(
         profile.attach(conversation.runner)
         opened, table = open_chat(
             conversation, *saving.commands, plain=plain, history=not no_history, model=model, loading=loading,
-            type_ahead=not no_type_ahead, watch=profile.attach,
+            type_ahead=not no_type_ahead, after_load=[lambda chat: profile.attach(chat.runner)],
         )  # fmt: skip
         saving.begin(opened, resumed is not None)
-        code = opened.run(table)
-        saving.end(opened)
+        try:
+            code = opened.run(table)
+        finally:
+            saving.end(opened)
         if code:
             sys.exit(code)

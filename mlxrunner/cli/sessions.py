@@ -84,11 +84,18 @@ def show(name: str, as_json: bool) -> None:
 @click.argument("names", nargs=-1, required=True, metavar="NAME...")
 @debug_option
 def rm(names: tuple[str, ...]) -> None:
-    """Remove sessions, text and caches. One that is open in a chat stays."""
+    """Remove sessions, text and caches. One that is open in a chat stays, the others go."""
+    from mlxrunner.errors import SessionError
     from mlxrunner.sessions.store import Sessions
 
-    for name in names:
-        Sessions().remove(name)
+    store, failed = Sessions(), []
+    for name in dict.fromkeys(names):
+        try:
+            store.remove(name)
+        except SessionError as error:
+            failed.append(str(error))
+    if failed:
+        raise SessionError("; ".join(failed))
 
 
 @sessions.command()

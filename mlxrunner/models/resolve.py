@@ -46,6 +46,12 @@ def resolve(name: str) -> Path:
     raise ModelError(f"{shown}: no such model: neither a directory, nor a hub id (owner/name), nor {DEMO!r}")
 
 
+def lasting(name: str) -> str:
+    """The name that means the same from everywhere: a directory by its whole path."""
+    folder = Path(name).expanduser()
+    return str(folder.resolve()) if name != DEMO and folder.is_dir() else name
+
+
 def _from_hub(name: str) -> Path:
     """From the local hub cache if it is whole there, else downloaded with huggingface_hub's progress bar."""
     from huggingface_hub import snapshot_download

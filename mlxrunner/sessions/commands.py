@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 
 from mlxrunner.chat.commands import Command
 from mlxrunner.chat.repl import Chat
-from mlxrunner.errors import OptionError
-from mlxrunner.models.resolve import DEMO, resolve
+from mlxrunner.errors import OptionError, SessionError
+from mlxrunner.models.resolve import lasting, resolve
 from mlxrunner.sessions.keeper import Keeper
 from mlxrunner.sessions.session import Branch, Session
-from mlxrunner.sessions.settings import apply, settings_of
+from mlxrunner.sessions.settings import apply, settings_of, with_context
 from mlxrunner.sessions.store import Sessions
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A session as this chat has saved or loaded it last: its JSON, and when that was saved (0: not yet)."""
+
+    content: str
+    saved_at: float = 0.0
 
 
 class Saving:
@@ -30,16 +38,12 @@ class Saving:
         self.name: str | None = None
         self._lock = ExitStack()
         self._keeper: Keeper | None = None
-        self._own: set[str] = set()  # names that this chat may overwrite
-        self._kept: dict[str, str] = {}  # by name, what was saved or loaded last
-        self._is_unsaved = False
+        self._kept: dict[str, _Kept] = {}
         self.commands = (
             Command(
                 "/save", "[-f] NAME", "save the conversation as session NAME; -f overwrites another one", self._save, self._names
             ),
-            Command(
-                "/load", "[-f] NAME", "go on with session NAME; -f gives up turns that are not saved", self._load, self._names
-            ),
+            Command("/load", "[-f] NAME", "go on with session NAME; -f gives up what is not saved", self._load, self._names),
         )
 
     @contextmanager
@@ -48,106 +52,126 @@ class Saving:
         with self._lock:
             found = None
             if name is not None:
-                self._take(name)
+                self._lock.enter_context(self.sessions.lock(name))
+                self.name = name
                 found = self.sessions.load(name) if self.sessions.exists(name) else None
-            yield found
-            if self._keeper is not None:
-                self._keeper.wait()
+            try:
+                yield found
+            finally:
+                if self._keeper is not None:
+                    self._keeper.wait()
 
     def begin(self, chat: Chat, resumed: bool) -> None:
         """Put what was saved of the open session into the chat, and save it after each turn from here on."""
+        self._keep(chat)
+        chat.after_load.append(self._keep)
         if self.name is not None:
             if resumed:
-                self._resume(chat, self.name, settings=False)
+                chat.say(self._resume(chat, self.name, settings=False))
             else:
                 chat.say(f"session {self.name}: a new one")
-                self._kept[self.name] = self._session(chat).to_json()
+                self._kept[self.name] = _Kept(self._session(chat).to_json())
         chat.after_turn.append(self._after_turn)
 
     def end(self, chat: Chat) -> None:
         """Save what has been changed since the last turn."""
-        if self.name is not None and self._session(chat).to_json() != self._kept.get(self.name):
+        if self.name is not None and self._session(chat).to_json() != self._kept[self.name].content:
             self._store(chat, self.name)
 
     def _after_turn(self, chat: Chat) -> None:
-        if self.name is None:
-            self._is_unsaved = True
-        else:
+        if self.name is not None:
             self._store(chat, self.name)
 
     def _save(self, chat: Chat, argument: str) -> None:
         force, name = _forced(argument, self.name)
-        if name not in self._own and not force and self.sessions.exists(name):
-            raise OptionError(f"there is a session {name} already: /save -f {name} overwrites it")
-        self._store(chat, name)
-        self._own.add(name)
-        self._is_unsaved = False
+        with self.sessions.lock(name):
+            if not force and self.sessions.exists(name) and self._is_another(name):
+                found = f"session {name} was changed elsewhere" if name in self._kept else f"there is a session {name} already"
+                raise OptionError(f"{found}: /save -f {name} overwrites it")
+            self._store(chat, name)
+        self._keeping.wait()
         tokens = f", {len(chat.runner.entry.tokens)} tokens" if self._caches else ""
         chat.say(f"saved as {name}: {_turns(chat)}{tokens}")
 
     def _load(self, chat: Chat, argument: str) -> None:
         force, name = _forced(argument, None)
-        if self._is_unsaved and not force:
+        goes_over = self.name not in (None, name)
+        if not force and not goes_over and self._is_unsaved(chat):
             raise OptionError(f"what was said is not saved ({_turns(chat)}): /save NAME saves it, /load -f {name} gives it up")
-        self.sessions.load(name)  # complain before giving anything up
-        if self.name is not None and name != self.name:
-            self.end(chat)
-            self._take(name)
-        self._resume(chat, name, settings=True)
+        session = self.sessions.load(name)  # complain before giving anything up
+        with ExitStack() as held:
+            if goes_over:
+                held.enter_context(self.sessions.lock(name))
+                if not force:
+                    self.end(chat)
+            self._keeping.wait()
+            with_context(chat, session)
+            line = self._resume(chat, name, settings=True)
+            if goes_over:
+                self.name = name
+                self._lock.close()
+                self._lock.push(held.pop_all())
+        chat.say(line)
 
-    def _resume(self, chat: Chat, name: str, *, settings: bool) -> None:
-        session, caches = self._keeping(chat).load(name)
+    def _resume(self, chat: Chat, name: str, *, settings: bool) -> str:
+        """Put what was saved into the chat; a line about it."""
+        session, caches = self._keeping.load(name)
         conversation = chat.conversation
+        apply(chat, session.settings, begun=settings)
         if settings:
-            apply(chat, session.settings)
             conversation.system = session.system
+        elif conversation.system != session.system:
+            session.history.forget_tokens()
         conversation.history = session.history
         chat.branches.current = session.branch
         others = {branch: (one.system, one.history) for branch, one in session.branches.items() if branch != session.branch}
         chat.branches.others = others
-        self._kept[name] = self._session(chat).to_json()
-        self._own.add(name)
-        self._is_unsaved = False
-        chat.say(f"session {name}: {_turns(chat)}, {caches}")
+        self._kept[name] = _Kept(self._session(chat).to_json(), session.saved_at)
+        return f"session {name}: {_turns(chat)}, {caches}"
 
     def _store(self, chat: Chat, name: str) -> None:
         session = self._session(chat)
-        self._kept[name] = session.to_json()
-        self._keeping(chat).save(name, session)
+        content = session.to_json()
+        try:
+            self._keeping.save(name, session)
+        finally:
+            if session.saved_at:  # the text is on the disk, whatever became of the caches
+                self._kept[name] = _Kept(content, session.saved_at)
+
+    def _is_unsaved(self, chat: Chat) -> bool:
+        """Whether something was said that no session has as it is now."""
+        session = self._session(chat)
+        said = any(branch.history.turns for branch in session.branches.values())
+        return said and session.to_json() not in {kept.content for kept in self._kept.values()}
+
+    def _is_another(self, name: str) -> bool:
+        """Whether what is saved under this name is not what this chat has saved or loaded."""
+        with suppress(SessionError):
+            return name not in self._kept or self._kept[name].saved_at != self.sessions.load(name).saved_at
+        return True
 
     def _session(self, chat: Chat) -> Session:
         """The chat as it is now."""
         conversation = chat.conversation
         others = {branch: Branch(*kept) for branch, kept in chat.branches.others.items()}
         present = {chat.branches.current: Branch(conversation.system, conversation.history)}
-        return Session(_lasting(chat.model), others | present, chat.branches.current, settings_of(chat))
+        return Session(lasting(chat.model), others | present, chat.branches.current, settings_of(chat))
 
-    def _keeping(self, chat: Chat) -> Keeper:
-        """The keeper of the chat's runner, which may have become another one."""
-        if self._keeper is None or not self._keeper.is_of(chat.runner):
-            if self._keeper is not None:
-                self._keeper.wait()
-            folder = resolve(chat.model)
-            self._keeper = Keeper(chat.runner, folder, self.sessions, caches=self._caches, kv_bits=self._kv_bits)
+    def _keep(self, chat: Chat) -> None:
+        """Keep a runner that was just loaded: its files, which may change later, are still those that it was loaded from."""
+        before, folder = self._keeper, resolve(chat.model)
+        self._keeper = Keeper(chat.runner, folder, self.sessions, caches=self._caches, kv_bits=self._kv_bits)
+        if before is not None:
+            before.wait()
+
+    @property
+    def _keeping(self) -> Keeper:
+        if self._keeper is None:
+            raise RuntimeError("the chat has not begun")
         return self._keeper
-
-    def _take(self, name: str) -> None:
-        """Hold this session, and no other any more."""
-        held = ExitStack()
-        held.enter_context(self.sessions.lock(name))
-        self._lock.close()
-        self._lock.push(held)
-        self.name = name
-        self._own.add(name)
 
     def _names(self, chat: Chat) -> Iterable[str]:
         return self.sessions.names()
-
-
-def _lasting(model: str) -> str:
-    """A directory by its whole path: the next chat may be begun elsewhere."""
-    folder = Path(model).expanduser()
-    return str(folder.resolve()) if model != DEMO and folder.is_dir() else model
 
 
 def _forced(argument: str, default: str | None) -> tuple[bool, str]:

@@ -13,7 +13,7 @@ from mlxrunner.chat.history import History, Spelling
 from mlxrunner.errors import OptionError, SessionError
 from mlxrunner.models.fingerprint import PARTS, differences, fingerprint, with_format
 from mlxrunner.models.load import unread_model
-from mlxrunner.models.resolve import resolve
+from mlxrunner.models.resolve import lasting, resolve
 from mlxrunner.sessions.entry import StoredEntry, pack
 from mlxrunner.sessions.prompt_cache import export_file, import_file
 from mlxrunner.sessions.session import Branch, Session
@@ -60,6 +60,6 @@ def import_session(
     packed = pack(entry.export(), known)
     with sessions.lock(name):
         spelled = Branch(None, History(spelling=Spelling("", entry.tokens[:])))
-        sessions.save(name, Session(model, {MAIN: spelled}, fingerprint=known, settings={"kv_bits": kv_bits}))
+        sessions.save(name, Session(lasting(model), {MAIN: spelled}, fingerprint=known, settings={"kv_bits": kv_bits}))
         sessions.save_cache(name, packed.arrays, packed.metadata)
     return len(entry.tokens)

@@ -14,6 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
+from mlxrunner.writing import whole_sync
+
 FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -68,14 +70,14 @@ class Folder:
         try:
             try:
                 write(fd)
-                os.fsync(fd)
+                whole_sync(fd)
             finally:
                 os.close(fd)
             os.rename(fresh, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
         except BaseException:
             self.remove(fresh)
             raise
-        os.fsync(self._fd)
+        whole_sync(self._fd)
 
     def size(self, name: str) -> int:
         """Bytes of a file; 0 where there is none."""

@@ -39,11 +39,8 @@ class Keeper:
         known = fingerprint(model) if isinstance(model, Path) else model
         self._fingerprint = with_format(known, self._outline)
         self._writer: threading.Thread | None = None
-        self._failed: SessionError | None = None
-        self._behind: tuple[str, list[int]] | None = None  # a session whose caches are newer than its file, and its tokens
-
-    def is_of(self, runner: Runner) -> bool:
-        return self._runner() is runner
+        self._failed: str | None = None  # not the error itself: that knows the folder, and would hold it
+        self._behind: dict[str, list[int]] = {}  # sessions whose caches are newer than their files, and their tokens
 
     @property
     def runner(self) -> Runner:
@@ -62,8 +59,9 @@ class Keeper:
         different = differences(session.fingerprint, self._fingerprint)
         if any(part in SPELLING for part in different):
             session.forget_tokens()
+        strange = session.forget_misspelled(self.runner.tokenizer, self.runner.facts.vocab)
         self.runner.reset()
-        return session, self._restore(name)
+        return session, self._restore(name) + ("; it is tokenized anew: its tokens do not spell its text" if strange else "")
 
     def _restore(self, name: str) -> str:
         try:
@@ -92,7 +90,7 @@ class Keeper:
         if not self._caches:
             self.sessions.drop_cache(name)
         elif (writer := self._started()) is not None and writer.is_alive():
-            self._behind = name, tokens  # not two copies at a time: the next save, or `wait`, has the newer ones
+            self._behind[name] = tokens  # not two copies at a time: the next save, or `wait`, has the newer ones
         else:
             self._write(name, tokens)
         self._raise()
@@ -102,8 +100,8 @@ class Keeper:
         writer = self._started()
         if writer is not None:
             writer.join()
-        if self._behind is not None:
-            self._write(*self._behind)
+        if self._behind:
+            self._write(*self._behind.popitem())
             self.wait()
         self._raise()
 
@@ -114,7 +112,7 @@ class Keeper:
         return self._writer
 
     def _write(self, name: str, tokens: list[int]) -> None:
-        self._behind = None
+        self._behind.pop(name, None)
         runner = self._runner()
         if runner is None:  # and with it what was evaluated
             return
@@ -134,9 +132,9 @@ class Keeper:
             last = packed.pop()  # nobody else holds it
             self.sessions.save_cache(name, last.arrays, last.metadata)
         except SessionError as error:
-            self._failed = error
+            self._failed = str(error)
 
     def _raise(self) -> None:
         failed, self._failed = self._failed, None
         if failed is not None:
-            raise failed
+            raise SessionError(failed)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 from mlxrunner.chat.branches import MAIN
-from mlxrunner.chat.history import History, Mark, Spelling, Turn
+from mlxrunner.chat.history import History, Mark, Spelling, Turn, common
 from mlxrunner.chat.spelling import messages
-from mlxrunner.errors import SessionError
-from mlxrunner.tokenizer.base import Message
+from mlxrunner.errors import PromptError, SessionError
+from mlxrunner.tokenizer.base import Message, Tokenizer
 
 SCHEMA = 1
 MOST_TOKENS = 2**31 - 1
+HALF = "\ufffd"
+"""What bytes are decoded to that are no character."""
 
 
 @dataclass
@@ -55,6 +58,13 @@ class Session:
         """The text stays: for a model that would spell it otherwise."""
         for branch in self.branches.values():
             branch.history.forget_tokens()
+
+    def forget_misspelled(self, tokenizer: Tokenizer, vocab: int) -> bool:
+        """Forget tokens that do not spell the text beside them, or are none of the `vocab` (0: not known); whether there were any."""
+        found = [one.history for one in self.branches.values() if not _is_spelled(one.history, tokenizer, vocab)]
+        for history in found:
+            history.forget_tokens()
+        return bool(found)
 
     def to_json(self) -> str:
         return json.dumps({"schema": SCHEMA, **vars(self)}, default=vars)
@@ -115,6 +125,10 @@ def _history(value: Any) -> History:
     if any(type(token) is not int or not 0 <= token <= MOST_TOKENS for token in tokens):
         raise SessionError("is damaged: a token is no whole number from 0 to 2147483647")
     turns = [_turn(turn, Mark(len(text), len(tokens))) for turn in read.take("turns", list)]
+    marks = [mark for turn in turns for mark in (turn.begins, turn.ends) if mark is not None]
+    for one, other in pairwise(marks):
+        if one.characters > other.characters or one.tokens > other.tokens:
+            raise SessionError(f"is damaged: a mark at {other.tokens} of {len(tokens)} tokens comes after one at {one.tokens}")
     first, dropped = read.take("first", int), read.take("dropped", int)
     if not 0 <= first <= len(turns) or dropped < 0:
         raise SessionError(f"is damaged: the first of {len(turns)} turns is {first}, and {dropped} tokens were dropped")
@@ -135,3 +149,40 @@ def _mark(value: Any, most: Mark) -> Mark | None:
     if not (0 <= mark.characters <= most.characters and 0 <= mark.tokens <= most.tokens):
         raise SessionError(f"is damaged: a mark at {mark.tokens} of {most.tokens} tokens")
     return mark
+
+
+def _is_spelled(history: History, tokenizer: Tokenizer, vocab: int) -> bool:
+    """Whether the tokens are those of the text, but for white space, which some tokenizers add or take away, and halves of characters."""
+    text, tokens = history.spelling.text, history.spelling.tokens
+    if vocab and max(tokens, default=0) >= vocab:
+        return False
+    if not text and not history.turns:  # as caches come from elsewhere
+        return True
+    spelled = _bare(tokenizer.decode(tokens))
+    compare = _are_ends if history.dropped else _is_whole
+    try:
+        # A tokenizer may write some texts otherwise, or put a token in front.
+        return compare(spelled, _bare(text)) or compare(spelled, _bare(tokenizer.decode(tokenizer.encode(text))))
+    except PromptError:
+        return False
+
+
+def _bare(text: str) -> str:
+    return "".join(text.split())
+
+
+def _is_whole(spelled: str, text: str) -> bool:
+    """Where bytes are no character, those around them may be lost with them: at most a character for each mark."""
+    text, place = text.replace(HALF, ""), 0
+    for part in spelled.split(HALF):
+        found = text.find(part, place)
+        if found < 0:
+            return False
+        place = found + len(part)
+    return len(text) <= len(spelled)
+
+
+def _are_ends(spelled: str, text: str) -> bool:
+    """A full context has dropped what was between them."""
+    spelled, text = spelled.replace(HALF, ""), text.replace(HALF, "")
+    return common(spelled, text) + common(spelled[::-1], text[::-1]) >= len(spelled)

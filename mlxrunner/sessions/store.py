@@ -14,6 +14,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -67,11 +68,12 @@ class Sessions:
             raise SessionError(f"the session {name!r} ({folder.path / TEXT}) {error}") from error
 
     def save(self, name: str, session: Session) -> None:
-        """The text. Afterwards it is on the disk; after an error, what was there before is still there."""
-        session.saved_at = time.time()
-        text = session.to_json().encode()
+        """The text. Afterwards it is on the disk, and `session.saved_at` says so; after an error, what was there before is still there."""
+        now = time.time()
+        text = replace(session, saved_at=now).to_json().encode()
         with self.lock(name) as folder, _said(f"the session {name!r} could not be saved"):
             folder.write(TEXT, lambda fd: write_all(fd, text))
+        session.saved_at = now
 
     def save_cache(self, name: str, arrays: Mapping[str, Buffer], metadata: Mapping[str, str]) -> None:
         """The caches, of a session whose text is there. As `save`."""

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from mlxrunner.chat.keys import interruptible
+from mlxrunner.chat.keys import interruptible, orderly_end
 
 
 def press() -> None:
@@ -40,3 +40,18 @@ def test_afterwards_it_is_as_it_was() -> None:
     with pytest.raises(ValueError, match="x"), interruptible():
         raise ValueError("x")
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_signal_to_end_is_an_exit_once() -> None:
+    """A second one, also one that came at the same moment, does not disturb what is put away; afterwards all is as it was."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    with pytest.raises(SystemExit) as caught, orderly_end():
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert caught.value.code == 128 + signal.SIGTERM
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGHUP)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    with orderly_end():
+        assert signal.getsignal(signal.SIGTERM) is not before[signal.SIGTERM]
+    assert {number: signal.getsignal(number) for number in before} == before

@@ -5,15 +5,21 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pexpect
 import pytest
 from click.testing import CliRunner, Result
 
 from mlxrunner import cli
 from mlxrunner.sessions.store import CACHE, TEXT, Sessions
+from mlxrunner.testing_models import write_model
 
 Chat = Callable[..., Result]
 HIT = "last turn  hit (restored: session zor): 58 prompt tokens, 38 matched"
@@ -124,13 +130,73 @@ def test_settings_come_back_unless_others_are_given(chat: Chat, data: Path) -> N
     assert content(data, "zor")["settings"]["kv_bits"] == 8
 
 
+def test_context_and_shown_thinking_come_back(chat: Chat, data: Path) -> None:
+    """With --session unless another one is given, and with /load, which loads the model again for it."""
+    chat(["/set context 512", "My name is Zorblin.", "/think hide"], "--session", "zor")
+    asked = ["/set context", "/think"]
+    hidden = "thinking is hidden; it is as the template has it"
+    again = chat(asked, "--session", "zor").stderr.splitlines()
+    assert again == ["session zor: 1 turn, 38 tokens restored (350 kB)", "context = 512", hidden]
+    given = chat(asked, "--session", "zor", "--context", "600").stderr.splitlines()
+    assert given[1:] == ["context = 600", hidden]
+    loaded = chat(["/load zor", *asked, "What is my name?", "/stats", "/load zor"])
+    assert loaded.stderr.splitlines()[:5] == [
+        "loaded again with a context of 512 tokens", again[0], "context = 512", hidden, HIT,
+    ]  # fmt: skip
+    assert loaded.stdout == "Your name is Zorblin.\n"
+
+
+def test_a_context_that_can_not_be_is_left_out_by_a_load(chat: Chat, data: Path) -> None:
+    """And it says so: the conversation is loaded."""
+    chat(["My name is Zorblin."], "--session", "zor")
+    saved = content(data, "zor")
+    saved["settings"]["context"] = 2**31 - 1
+    (data / "sessions" / "zor" / TEXT).write_text(json.dumps(saved))
+    loaded = chat(["/load zor", "What is my name?"], "--reserve")
+    assert loaded.stderr.startswith("its context of 2147483647 tokens is left out: ")
+    assert "session zor: 1 turn" in loaded.stderr
+    assert loaded.stdout == "Your name is Zorblin.\n"
+
+
+@pytest.mark.parametrize(
+    "lines", [["What is my name?"], ["/undo", "My name is Ana.", "What is my name?"]], ids=["goes on", "undo"]
+)
+@pytest.mark.parametrize(
+    "tokens", [[999_999] * 38, [5] * 38, [5] * 3000, []], ids=["none of the model's", "others", "too many", "none"]
+)
+def test_tokens_that_do_not_spell_the_text_are_dropped(chat: Chat, data: Path, tokens: list[int], lines: list[str]) -> None:
+    """And it says so; the answer is that to the text."""
+    chat(["My name is Zorblin."], "--session", "zor")
+    saved = content(data, "zor")
+    history = saved["branches"]["main"]["history"]
+    history["spelling"]["tokens"] = tokens
+    history["turns"][0]["begins"] = history["turns"][0]["ends"] = None
+    (data / "sessions" / "zor" / TEXT).write_text(json.dumps(saved))
+    again = chat(lines, "--session", "zor")
+    first = again.stderr.splitlines()[0]
+    assert first == "session zor: 1 turn, 38 tokens restored (350 kB); it is tokenized anew: its tokens do not spell its text"
+    assert again.stdout.splitlines()[-1] == f"Your name is {'Ana' if lines[1:] else 'Zorblin'}."
+    assert "tokenized anew" not in chat([], "--session", "zor").stderr
+
+
+def test_a_system_prompt_that_is_given_is_the_one_that_is_evaluated(chat: Chat) -> None:
+    """Not the one that the saved tokens begin with."""
+    chat(["Hello!"], "--session", "zor", "--system", "The user's name is Zorblin.")
+    again = chat(["/system", "What is my name?"], "--session", "zor", "--system", "The user's name is Ana.")
+    assert "system prompt: The user's name is Ana.\n" in again.stderr
+    assert again.stdout == "Your name is Ana.\n"
+
+
 def test_settings_that_can_not_be_are_left_out(chat: Chat, data: Path) -> None:
     """Whatever the file says; the rest of it is used."""
     chat(["My name is Zorblin."], "--session", "zor")
     saved = content(data, "zor")
     saved["settings"] = {
-        "options": {"temperature": "hot", "seed": 3, "os.system": "x", "stop": [[]], "top_k": 10**30, "logits_processors": [1]},
-        "history": "../..", "keep_thinking": 7, "variables": {"tools": "x"}, "kv_bits": 3,
+        "options": {
+            "temperature": "hot", "seed": 3, "os.system": "x", "stop": [[]], "top_k": 10**30, "logits_processors": [1],
+            "schema": '{"type": "object"}', "choices": ["a", "b"], "stop_tokens": [3], "logprobs": 5,
+        },
+        "history": "../..", "keep_thinking": 7, "variables": {"tools": "x"}, "kv_bits": 3, "context": 10**30, "hide_thinking": "x",
     }  # fmt: skip
     (data / "sessions" / "zor" / TEXT).write_text(json.dumps(saved))
     again = chat(["What is my name?", "/set seed"], "--session", "zor")
@@ -262,3 +328,70 @@ def test_a_full_disk_is_said_and_the_chat_goes_on(chat: Chat, data: Path, monkey
     assert result.stderr.count("error: the session 'zor' could not be saved: No space left on device\n") == 2
     assert result.exit_code == 1
     assert Sessions().names() == []
+
+
+@pytest.mark.parametrize("end", ["SIGHUP", "SIGTERM", "closed"])
+def test_a_window_that_is_closed_in_mid_answer_costs_nothing(open_screen: Any, tmp_path: Path, data: Path, end: str) -> None:
+    """The question, and the answer as far as it was shown, are saved; a second signal does no harm."""
+    write_model(tmp_path / "model", vocab_size=300)
+    chat = ("-m", "mlxrunner", "chat", "--no-reserve", "--plain", "--session", "hup")
+    screen = open_screen(*chat, "-m", str(tmp_path / "model"), "--max-tokens", "4000")
+    screen.prompt()
+    screen.child.send("An important question.\r")
+    screen.until(lambda: len(screen.everything) > 4)
+    close(screen, end)
+    (turn,) = content(data, "hup")["branches"]["main"]["history"]["turns"]
+    assert turn["user"] == "An important question."
+    assert len(turn["answer"]) > 50
+
+
+@pytest.mark.parametrize("end", ["SIGHUP", "SIGTERM", "closed"])
+def test_a_window_that_is_closed_at_the_prompt_costs_nothing(open_screen: Any, data: Path, end: str) -> None:
+    """What was changed since the last turn is saved."""
+    screen = open_screen("-m", "mlxrunner", "chat", "--no-reserve", "--session", "hup")
+    screen.prompt()
+    screen.say("My name is Ana.")
+    screen.child.send("/edit 2\r")
+    screen.until(">>> Nice to meet you.")
+    screen.child.send(" A LONG EDIT.\r")
+    screen.until("is changed").prompt()
+    close(screen, end)
+    (turn,) = content(data, "hup")["branches"]["main"]["history"]["turns"]
+    assert turn["answer"] == "Nice to meet you. A LONG EDIT."
+
+
+def test_a_chat_in_a_pipe_that_is_killed_costs_nothing(data: Path) -> None:
+    """By `kill`; nohup protects it from a window that is closed."""
+    nohup = partial(signal.signal, signal.SIGHUP, signal.SIG_IGN)
+    arguments = [sys.executable, "-m", "mlxrunner", "chat", "--no-reserve", "--session", "hup"]
+    with subprocess.Popen(
+        arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=nohup
+    ) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        assert child.stderr is not None
+        child.stdin.write("My name is Ana.\n/undo\n")
+        child.stdin.flush()
+        while not child.stderr.readline().startswith("1 turn taken back"):
+            pass
+        child.send_signal(signal.SIGHUP)
+        child.stdin.write("My name is Zorblin.\n/undo\n")
+        child.stdin.flush()
+        while not child.stderr.readline().startswith("1 turn taken back"):
+            pass
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(60) == 128 + signal.SIGTERM
+    assert content(data, "hup")["branches"]["main"]["history"]["turns"] == []
+
+
+def close(screen: Any, end: str) -> None:
+    """Close the window, or send a signal and a second one; until the program has ended."""
+    if end == "closed":
+        screen.child.ptyproc.fileobj.close()
+        screen.child.ptyproc.closed = True
+    else:
+        os.kill(screen.child.pid, getattr(signal, end))
+        os.kill(screen.child.pid, signal.SIGTERM)
+        screen.child.expect(pexpect.EOF)
+    while screen.child.isalive():
+        time.sleep(0.05)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 from click.testing import CliRunner, Result
 
 from mlxrunner import cli
+from mlxrunner.models.resolve import DEMO_FOLDER
 from mlxrunner.sessions.store import TEXT, Sessions
 
 
@@ -112,6 +114,20 @@ def test_rm_removes_all_that_it_is_given(data: Path) -> None:
     assert missing.exit_code == 1
 
 
+def test_rm_goes_on_where_it_can(data: Path) -> None:
+    """And says at the end what was not there, or is open."""
+    for name in ("zor", "open", "ana"):
+        talk(name, "Hello!")
+    with Sessions().lock("open"):
+        result = run("sessions", "rm", "nope", "zor", "zor", "open", "ana")
+    assert result.stderr == (
+        "mlxrunner: no session is called 'nope'; `mlxrunner sessions list` lists them; "
+        "the session 'open' is open in another chat: close that, or use another name\n"
+    )
+    assert result.exit_code == 1
+    assert Sessions().names() == ["open"]
+
+
 @pytest.mark.parametrize("name", ["../x", "a/b", ".", ""])
 @pytest.mark.parametrize(
     "command", [("sessions", "show"), ("sessions", "rm"), ("sessions", "export"), ("cache", "export")], ids=" ".join
@@ -139,6 +155,19 @@ def test_caches_go_out_to_mlx_lm_and_come_back(tmp_path: Path) -> None:
     assert said.stdout == "Nice to meet you, Zorblin.\n"
     taken = run("cache", "import", str(file), "--session", "zor")
     assert taken.stderr == "mlxrunner: there is a session 'zor' already: `mlxrunner sessions rm zor` removes it\n"
+
+
+def test_an_imported_session_knows_its_model_from_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory is named by its whole path."""
+    copytree(DEMO_FOLDER, tmp_path / "demodir")
+    talk("zor", "My name is Zorblin.")
+    run("cache", "export", "zor", str(tmp_path / "zor.safetensors"))
+    monkeypatch.chdir(tmp_path)
+    assert run("cache", "import", "zor.safetensors", "-m", "./demodir", "--session", "again").exit_code == 0
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert Sessions().load("again").model == str(tmp_path / "demodir")
+    assert talk("again", "My name is Zorblin.").stderr.startswith("session again: 0 turns, 38 tokens restored")
 
 
 def test_an_imported_session_that_is_not_used_stays(tmp_path: Path) -> None:

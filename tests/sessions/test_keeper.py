@@ -50,7 +50,10 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def session(runner: Runner, text: str = "hello") -> Session:
-    return Session("oracle", {"main": Branch(None, History([Turn(text, text)], Spelling(text, list(runner.entry.tokens))))})
+    tokens = list(runner.entry.tokens)
+    return Session(
+        "oracle", {"main": Branch(None, History([Turn(text, text)], Spelling(runner.tokenizer.decode(tokens), tokens)))}
+    )
 
 
 def answer(runner: Runner, prompt: list[int], n: int = 6) -> list[tuple[int | None, float | None]]:

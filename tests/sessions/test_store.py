@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -24,6 +25,10 @@ from mlxrunner.sessions.tensors import Buffer
 def session(text: str = "hello", tokens: int = 5) -> Session:
     history = History([Turn(text, text)], Spelling(text, list(range(tokens))))
     return Session("demo", {"main": Branch("be brief", history)}, settings={"options": {"temperature": 0.5}})
+
+
+TURN: dict[str, object] = {"user": "hello", "answer": "hello", "begins": None, "ends": None, "closing": ""}
+BEGIN, END = {"characters": 0, "tokens": 0}, {"characters": 5, "tokens": 5}
 
 
 def buffer(value: int, size: int = 1000) -> Buffer:
@@ -150,6 +155,9 @@ def test_a_text_that_is_none_of_ours_is_one_line(store: Sessions, text: str) -> 
         (["branches", "main", "history", "spelling", "tokens"], [2**31]), (["branches", "main", "history", "spelling", "tokens"], [True]),
         (["branches", "main", "history", "turns", 0, "ends"], {"characters": 0, "tokens": 99}),
         (["branches", "main", "history", "turns", 0, "begins"], {"characters": -1, "tokens": 0}), (["fingerprint"], None),
+        (["branches", "main", "history", "turns", 0], TURN | {"begins": END | {"characters": 0}, "ends": END | {"tokens": 0}}),
+        (["branches", "main", "history", "turns", 0], TURN | {"begins": END | {"tokens": 0}, "ends": END | {"characters": 0}}),
+        (["branches", "main", "history", "turns"], [TURN | {"ends": END}, TURN | {"begins": BEGIN}]),
     ],
     ids=str,
 )  # fmt: skip
@@ -185,6 +193,15 @@ def test_a_full_disk_costs_nothing_that_was_there(store: Sessions) -> None:
     assert file is not None
     assert np.frombuffer(file.arrays["x"].read(), np.float32).tolist() == [1.0] * 1000
     assert sorted(os.listdir(store.folder / "one")) == [CACHE, TEXT]
+
+
+def test_what_is_saved_is_on_the_disk_in_whole(store: Sessions, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file before it gets its name, then the folder: not only as far as the drive's own memory."""
+    synced: list[str] = []
+    kinds = {stat.S_IFREG: "file", stat.S_IFDIR: "folder"}
+    monkeypatch.setattr("mlxrunner.sessions.files.whole_sync", lambda fd: synced.append(kinds[stat.S_IFMT(os.fstat(fd).st_mode)]))
+    store.save("one", session())
+    assert synced == ["file", "folder"]
 
 
 def test_a_session_that_could_not_be_begun_is_not_there(store: Sessions) -> None:

@@ -1,0 +1,102 @@
+"""Tokens of a session that are those of its text are known as such, whatever was said and by which tokenizer."""
+
+from __future__ import annotations
+
+import pytest
+
+from mlxrunner import Runner
+from mlxrunner.chat.conversation import Conversation
+from mlxrunner.chat.history import History, Spelling, Turn
+from mlxrunner.sessions.session import Branch, Session
+from mlxrunner.testing import ByteTokenizer, oracle_runner
+
+VOCAB = 300
+
+
+def is_kept(history: History, tokenizer: ByteTokenizer | None = None) -> bool:
+    """Whether the tokens stay, with a tokenizer of bytes unless another one is given."""
+    session = Session("x", {"main": Branch(), "other": Branch(None, history)})
+    tokens = list(history.spelling.tokens)
+    found = session.forget_misspelled(tokenizer or ByteTokenizer(), VOCAB)
+    assert history.spelling.tokens == ([] if found else tokens)
+    return not found
+
+
+def spelled(text: str, tokens: list[int], dropped: int = 0) -> History:
+    return History([Turn("a", "b")], Spelling(text, tokens), dropped=dropped)
+
+
+@pytest.mark.parametrize("text", ["hello", "naïve 🙂 日本", " two  spaces\n", "\ufffd as it is"])
+def test_tokens_of_the_text_are_kept(text: str) -> None:
+    """And not where one of them is another one, is missing, is one too many, or is none of the model's."""
+    tokens = list(text.encode())
+    assert is_kept(spelled(text, tokens))
+    for wrong in ([*tokens[:-2], 65, 66], [65, *tokens], [*tokens, 65], [*tokens, VOCAB], tokens[: len(tokens) // 2]):
+        assert not is_kept(spelled(text, wrong))
+
+
+def test_halves_of_characters_may_take_others_with_them() -> None:
+    """As some tokenizers decode them: at most one for each."""
+
+    class Greedy(ByteTokenizer):
+        def decode(self, tokens: object) -> str:
+            return super().decode(tokens).replace("]\ufffd", "\ufffd\ufffd")  # type: ignore[arg-type]
+
+    assert is_kept(spelled("[x]abc", [*b"[x]", 0xE2, *b"abc"]), Greedy())
+    assert not is_kept(spelled("[x]abcdefgh", [*b"[x]", 0xE2, *b"abc"]), Greedy())
+
+
+def test_a_token_in_front_that_is_no_text_is_known() -> None:
+    """BOS, where the template does not write it."""
+
+    class Begins(ByteTokenizer):
+        def decode(self, tokens: object) -> str:
+            return "<s>" * (list(tokens)[:1] == [258]) + super().decode(tokens)  # type: ignore[arg-type,call-overload]
+
+        def encode(self, text: str) -> list[int]:
+            return [258, *self.encode_more(text)]
+
+    assert is_kept(spelled("hello", [258, *b"hello"]), Begins())
+    assert not is_kept(spelled("hello", [258, *b"hallo"]), Begins())
+
+
+def test_tokens_without_a_text_are_those_of_caches_from_elsewhere() -> None:
+    """Before the first turn only."""
+    assert is_kept(History(spelling=Spelling("", [1, 2, 3])))
+    assert not is_kept(spelled("", [1, 2, 3]))
+
+
+def test_a_text_that_is_none_is_not_spelled() -> None:
+    """Half a character, as JSON can name it."""
+    assert not is_kept(spelled("\ud800", [*b"abc"]))
+
+
+@pytest.fixture
+def shifted() -> Conversation:
+    """A conversation that has outgrown its context."""
+    conversation = Conversation(oracle_runner(context=120), options={"stop_tokens": [], "max_tokens": 30})
+    for text in ("hello", "and what else?", "naïve", "go on"):
+        list(conversation.send(text))
+    assert conversation.history.dropped
+    return conversation
+
+
+def test_what_a_full_context_has_dropped_is_not_missed(shifted: Conversation) -> None:
+    """The text is whole, the tokens are its two ends; other tokens are still seen."""
+    history = shifted.history
+    assert is_kept(history.copy())
+    tokens = history.spelling.tokens
+    history.spelling = Spelling(history.spelling.text, [*tokens[:30], *b"other", *tokens[35:]])
+    assert not is_kept(history)
+
+
+def test_tokens_of_a_real_tokenizer_are_known() -> None:
+    """Whatever was said, answers that were stopped in the middle included."""
+    conversation = Conversation(
+        Runner.load("demo", reserve=False), "Be brief.", {"temperature": 3.0, "seed": 1, "max_tokens": 12}
+    )
+    for text in ("My name is Zorblin.", " two  spaces\n\n", "naïve 🙂 日本", "<s>[INST]"):
+        list(conversation.send(text))
+        runner, session = conversation.runner, Session("demo", {"main": Branch(None, conversation.history)})
+        assert conversation.history.spelling.tokens
+        assert not session.forget_misspelled(runner.tokenizer, runner.facts.vocab)
