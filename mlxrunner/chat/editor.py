@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterable
 from datetime import datetime
 from pathlib import Path
@@ -18,10 +19,11 @@ from prompt_toolkit.history import FileHistory, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
 from mlxrunner.chat.ahead import Draft
-from mlxrunner.chat.commands import Table
+from mlxrunner.chat.commands import Table, is_open
 
 PROMPT, MORE = ">>> ", "... "
-QUOTES = '"""'
+NAMED = re.compile(r'(?<!\S)@(?:"[^"\n]*|\S*)$')
+"""A file that is being named in a text."""
 
 
 class Editor:
@@ -68,10 +70,10 @@ class Editor:
         thread.join()
         if isinstance(outcome[0], BaseException):
             raise outcome[0]
-        return unquoted(outcome[0])
+        return outcome[0]
 
     def _changed(self, buffer: Buffer) -> None:
-        self._draft.update(unquoted(buffer.text))
+        self._draft.update(buffer.text)
 
     def _leave(self) -> None:
         """End the editing from the other thread."""
@@ -100,20 +102,6 @@ def _bindings() -> KeyBindings:
     return bindings
 
 
-def is_open(text: str) -> bool:
-    '''Whether a text that began with """ still has to be ended by them.'''
-    text = text.strip()
-    return text.startswith(QUOTES) and not (len(text) >= 2 * len(QUOTES) and text.endswith(QUOTES))
-
-
-def unquoted(text: str) -> str:
-    '''A text of many lines without the """ around it, or before it while it is open.'''
-    if not text.strip().startswith(QUOTES):
-        return text
-    inner = text.strip()[len(QUOTES) :]
-    return inner.lstrip("\n") if is_open(text) else inner[: -len(QUOTES)].strip("\n")
-
-
 class ChatCompleter(Completer):
     """Commands, what they take, and paths after `@` and where a command takes one."""
 
@@ -124,6 +112,7 @@ class ChatCompleter(Completer):
     def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
         line = document.text_before_cursor
         word = line.split()[-1] if line and not line[-1].isspace() else ""
+        named = NAMED.search(line)
         name, space, argument = line.partition(" ")
         command = next((command for command in self._table if command.name == name), None)
         if line.startswith("/") and not space:
@@ -131,11 +120,16 @@ class ChatCompleter(Completer):
                 if command.name.startswith(name):
                     yield Completion(command.name, -len(name), display_meta=command.help)
         elif command is not None and command.takes_path:
-            yield from self._paths.get_completions(Document(argument), complete_event)
+            yield from self._paths.get_completions(Document(re.sub(r"^-\w\s+", "", argument)), complete_event)
         elif command is not None:
             yield from (Completion(one, -len(word)) for one in self._words(name) if one.startswith(word))
-        elif word.startswith("@"):
-            yield from self._paths.get_completions(Document(word[1:]), complete_event)
+        elif named is not None:
+            path = named[0][1:].removeprefix('"')
+            for one in self._paths.get_completions(Document(path), complete_event):
+                whole = path + one.text
+                quote = '"' if named[0][1:2] == '"' or len(whole.split()) > 1 else ""
+                end = "" if one.display_text.endswith("/") else quote  # a folder is gone on with
+                yield Completion(f"@{quote}{whole}{end}", -len(named[0]), display=one.display)
 
 
 class PrivateHistory(FileHistory):

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from mlxrunner.chat.ahead import Ahead, Draft
 from mlxrunner.chat.branches import Branches
-from mlxrunner.chat.commands import Table
+from mlxrunner.chat.commands import Table, is_command, is_open, quoted, unquoted
 from mlxrunner.chat.conversation import Conversation
 from mlxrunner.chat.files import Attachments
 from mlxrunner.chat.keys import interruptible, unseen_typing
@@ -107,20 +107,20 @@ class Chat:
         return self.reader.read(work if ahead else Draft.wait_until_over, default)
 
     def _evaluate(self, draft: str, cancelled: Callable[[], bool]) -> None:
-        text = "" if draft.lstrip().startswith("/") else draft
+        text = "" if is_command(draft) else unquoted(draft)
         self.conversation.evaluate(self.attachments.before(text), cancelled)
         if not text and not cancelled():
             self.conversation.drift()  # so that /stats has it at once
 
     def _do(self, table: Table, text: str) -> None:
         parsed = table.parse(text)
-        if isinstance(parsed, str):
-            self.say(parsed)
-        elif parsed is not None:
+        if parsed is not None:
             command, argument = parsed
             command.run(self, argument)
-        elif text.strip():
-            self.send(text)
+        else:
+            text = text if is_open(text) else unquoted(text)
+            if text.strip():
+                self.send(text)
 
     def reload(self, name: str, **changes: Any) -> None:
         """Go on with another model, or the same one loaded otherwise. What is wrong with it is said while the present one is still there."""
@@ -150,21 +150,23 @@ class Chat:
         Output(sys.stderr).write((wrapped(text) if self.interactive else text) + "\n")
 
     def edit(self, text: str, *, ahead: bool = True) -> str | None:
-        """`text` as the user changes it; None where that was given up. `ahead`: whether it is the next message."""
+        """`text` as the user changes it; None where that was given up, or nothing is changed. `ahead`: whether it is the next message."""
         if not self.interactive:
             raise PromptError("there is no line editor without a terminal")
         try:
-            return self._read(text, ahead=ahead).strip() or None
+            typed = self._read(quoted(text), ahead=ahead)
         except (EOFError, KeyboardInterrupt):
             return None
+        return None if typed == quoted(text) or not typed.strip() else unquoted(typed)
 
-    def send(self, text: str) -> None:
-        """A text of the user, with the files that it names."""
-        turns = len(self.conversation.history.turns)
+    def send(self, text: str, answer: Callable[[str], None] | None = None) -> None:
+        """A text of the user, with the files that wait and those that it names, which `answer` gets (default: the method)."""
+        message = self.attachments.put_into(self, text)
         try:
-            self.answer(self.attachments.put_into(self, text))
+            (answer or self.answer)(message)
         finally:
-            if len(self.conversation.history.turns) > turns:
+            turns = self.conversation.history.turns
+            if turns and turns[-1].user == message:
                 self.attachments.clear()
 
     def answer(self, text: str, **options: Any) -> None:
