@@ -128,7 +128,7 @@ def copy_answer(chat: Chat, argument: str) -> None:
     turns = chat.conversation.history.turns
     if not turns:
         raise OptionError("there is no answer to copy yet")
-    text = without_thinking(turns[-1].answer)
+    text = without_thinking(turns[-1].answer, chat.conversation.asked_for(len(turns) - 1).text)
     chat.say(f"copied {len(text)} characters {copy(text)}")
 
 

@@ -15,7 +15,7 @@ from mlxrunner.chat.conversation import Conversation
 from mlxrunner.chat.files import Attachments
 from mlxrunner.chat.keys import interruptible, unseen_typing
 from mlxrunner.chat.render import Plain, ThinkingApart, View, wrapped
-from mlxrunner.errors import MlxrunnerError, PromptError
+from mlxrunner.errors import ContextLengthError, MlxrunnerError, PromptError
 from mlxrunner.power import on_battery
 from mlxrunner.reserve import must_fit
 from mlxrunner.runner import Runner, plan_model
@@ -89,7 +89,7 @@ class Chat:
         try:
             self._do(table, text)
         except MlxrunnerError as error:
-            self.say(f"error: {error}" + ("; /clear begins anew" if isinstance(error, PromptError) and self.interactive else ""))
+            self.say(f"error: {error}{self._way_out(error) if isinstance(error, ContextLengthError) else ''}")
             return error.exit_code
         except EOFError:
             raise
@@ -100,6 +100,13 @@ class Chat:
             logger.debug("internal error", exc_info=True)
             self.say(f"internal error: {type(error).__name__}: {' '.join(str(error).split())} (the conversation is still there)")
         return 0
+
+    def _way_out(self, error: ContextLengthError) -> str:
+        """What else makes room, where something does."""
+        if self.attachments.texts:
+            return "; /file -d drops the files that wait"
+        is_due_to_turns = error.tokens - len(self.conversation.history.spelling.tokens) < error.context
+        return "; /undo takes turns back, /clear all of them" if is_due_to_turns else ""
 
     def _read(self, default: str = "", *, ahead: bool = True) -> str:
         """`ahead`: whether what comes next is what is sent, and may be evaluated."""
@@ -141,7 +148,8 @@ class Chat:
             if self.conversation.runner is not None:
                 self.watch(self.conversation.runner)
         if name != self.model:
-            self.conversation.history.forget_tokens()
+            for history in (self.conversation.history, *(history for _, history in self.branches.others.values())):
+                history.forget_tokens()
         self.model, self.loading = name, loading
 
     def say(self, text: str) -> None:

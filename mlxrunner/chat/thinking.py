@@ -62,15 +62,10 @@ class Thinking:
             self._held = ""
 
 
-def without_thinking(answer: str) -> str:
-    """The answer proper; also where the template had opened the thinking, so that only its end is in the answer."""
-    for opening, close in TAGS:
-        before, found, rest = answer.partition(close)
-        if found and (before.lstrip().startswith(opening) or opening not in before):
-            return rest.lstrip("\n")
-        if answer.lstrip().startswith(opening):
-            return ""
-    return answer
+def without_thinking(answer: str, prompt: str = "") -> str:
+    """The answer proper; `prompt` as for `Thinking`."""
+    thinking = Thinking(prompt)
+    return "".join(text for is_thinking, text in [*thinking.add(answer), *thinking.finish()] if not is_thinking)
 
 
 def opens_thinking(prompt: str) -> bool:
@@ -79,5 +74,5 @@ def opens_thinking(prompt: str) -> bool:
 
 
 def has_thinking(answer: str) -> bool:
-    """Whether there is any in it."""
-    return without_thinking(answer) != answer
+    """Whether there is any in it that a template may leave out: also where a template had opened it, so that only its end is there."""
+    return without_thinking(answer) != answer or any(close in answer for _, close in TAGS)

@@ -186,6 +186,17 @@ def test_another_model_goes_on_with_the_texts(chat: Chat, do: Do, tmp_path: Path
     assert len(chat.conversation.history.turns) == 3
 
 
+def test_no_branch_keeps_tokens_of_another_model(chat: Chat, do: Do, tmp_path: Path) -> None:
+    """They would be beyond its vocabulary, or say something else; until it has evaluated something nothing has drifted."""
+    write_model(tmp_path / "tiny")
+    chat.conversation.options["max_tokens"] = 3
+    lines = do("My name is Ana.", "/branch b", f"/model {tmp_path / 'tiny'}", "/stats", "/switch main", "Hello!")
+    assert not [line for line in lines if line.startswith("error")]
+    assert "history    exact; drift from the template: not known" in lines
+    assert len(chat.conversation.history.turns) == 2
+    assert chat.conversation.asked.tokens == chat.runner.tokenizer.encode(chat.conversation.asked.text)
+
+
 def test_a_text_file_goes_into_the_message(chat: Chat, do: Do, tmp_path: Path) -> None:
     """With /file before it, so that it is evaluated while one types; with @ behind it."""
     (tmp_path / "note.txt").write_text("My name is Ana.\n```\nx\n```")
@@ -211,6 +222,20 @@ def test_a_text_file_goes_into_the_message(chat: Chat, do: Do, tmp_path: Path) -
     assert f"{tmp_path}/note.txt (25 B) goes with the next message" in lines
     assert "no such file: no/such.txt; sent as it is" in lines
     assert "no such file: no such; sent as it is" in lines
+
+
+def test_clearing_is_offered_only_where_it_makes_room(chat: Chat, do: Do, tmp_path: Path) -> None:
+    """Not for a message that is too long by itself, nor for one that is no text; files that wait are named first."""
+    chat.conversation.options = {"overflow": "stop", "max_tokens": 3}
+    (tmp_path / "a.txt").write_text("word " * 600)
+    too_long, damaged, due_to_turns, *_, with_files = do(
+        "word " * 3000, "half \udc80", "word " * 800, "word " * 800, f"/file {tmp_path}/a.txt", "Hello!"
+    )[1:]
+    assert too_long.endswith("with a longer --context")
+    assert damaged.startswith("error: ")
+    assert "/clear" not in damaged
+    assert due_to_turns.endswith("; /undo takes turns back, /clear all of them")
+    assert with_files.endswith("; /file -d drops the files that wait")
 
 
 def test_files_that_wait_are_listed_and_dropped(chat: Chat, do: Do, tmp_path: Path) -> None:
@@ -294,6 +319,9 @@ def test_copy_says_by_what(chat: Chat, do: Do, tmp_path: Path, monkeypatch: pyte
     chat.conversation.history.turns[-1] = replace(chat.conversation.history.turns[-1], answer="<think>x</think>\n\nHow é?")
     assert do("/copy") == ["copied 6 characters with xclip"]
     assert (tmp_path / "copied").read_text() == "How é?"
+    chat.conversation.answer_with(0, "Write </think> at the end.")
+    do("/copy")
+    assert (tmp_path / "copied").read_text() == "Write </think> at the end."
 
 
 def test_a_terminal_can_be_the_clipboard(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -219,7 +219,8 @@ def test_thinking_is_told_from_the_answer_however_it_is_cut(prompt: str, answer:
 def test_an_answer_without_its_thinking() -> None:
     """For the clipboard and for the next turn."""
     assert without_thinking("<think>a</think>\n\nb") == "b"
-    assert without_thinking("a</think>\n\nb") == "b"
+    assert without_thinking("a</think>\n\nb", "assistant: <think>\n") == "b"
+    assert without_thinking("Write </think> at the end.") == "Write </think> at the end."
     assert without_thinking("<think>a") == ""
     assert without_thinking("b <think>a</think>") == "b <think>a</think>"
     assert has_thinking("a</think>b")
