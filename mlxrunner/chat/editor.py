@@ -17,9 +17,13 @@ from prompt_toolkit.enums import DEFAULT_BUFFER
 from prompt_toolkit.filters import has_focus
 from prompt_toolkit.history import FileHistory, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.layout.screen import Char
+from prompt_toolkit.output import Output
+from prompt_toolkit.output.defaults import create_output
 
 from mlxrunner.chat.ahead import Draft
 from mlxrunner.chat.commands import Table, is_open
+from mlxrunner.terminal import SHOWN
 
 PROMPT, MORE = ">>> ", "... "
 NAMED = re.compile(r'(?<!\S)@(?:"[^"\n]*|\S*)$')
@@ -30,7 +34,9 @@ class Editor:
     """Reads texts from a terminal. `history`: the file that keeps them, None for none; `words(command)`: what completes its argument."""
 
     def __init__(self, table: Table, words: Callable[[str], Iterable[str]], history: Path | None = None) -> None:
+        Char.display_mappings.update({chr(code): shown for code, shown in SHOWN.items()})
         self._session: PromptSession[str] = PromptSession(
+            output=_output(),
             multiline=True,
             prompt_continuation=lambda width, line, wraps: "" if wraps else MORE,
             key_bindings=_bindings(),
@@ -80,6 +86,13 @@ class Editor:
         app = self._session.app
         if app.loop is not None and app.is_running:
             app.loop.call_soon_threadsafe(lambda: app.is_done or app.exit(exception=KeyboardInterrupt))
+
+
+def _output() -> Output:
+    """The terminal, which goes on to say what is pasted after a line is entered: see `keys.unseen_typing`."""
+    output = create_output()
+    output.disable_bracketed_paste = lambda: None  # type: ignore[method-assign]
+    return output
 
 
 def _bindings() -> KeyBindings:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
+
+UNMARK_PASTES = b"\x1b[?2004l"
 
 
 @contextmanager
@@ -40,7 +43,8 @@ def interruptible() -> Iterator[Callable[[], bool]]:
 def unseen_typing(terminal: bool) -> Iterator[None]:
     """What is typed while no line is edited does not get into what is printed: it is there, as it was typed, for the next line.
 
-    However this is left, also by `kill`, the terminal is as it was before.
+    Also what is pasted, which the line editor has the terminal mark as such until this is left. However it is, also by `kill`, the
+    terminal is as it was before.
     """
     if not terminal:
         yield
@@ -59,6 +63,9 @@ def unseen_typing(terminal: bool) -> Iterator[None]:
     finally:
         with suppress(termios.error):  # the terminal is gone
             termios.tcsetattr(terminal_in, termios.TCSANOW, before)
+        if os.environ.get("TERM", "dumb") != "dumb":
+            with suppress(OSError):
+                os.write(sys.stdout.fileno(), UNMARK_PASTES)
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
