@@ -78,7 +78,7 @@ class Conversation:
         self.history.cut(number)
         spelling = asked.and_then(answer, self.runner.tokenizer.encode_more(answer))
         self.history.add(Turn(turn.user, answer, asked.end), spelling)
-        self.speller.settle(self.history, self.system)
+        self.speller.settle(self.history, self.system, is_edited=True)
 
     def asked_for(self, number: int) -> Spelling:
         """What the answer of turn `number` goes on from; where those tokens are not known any more, as it would be spelled now."""
