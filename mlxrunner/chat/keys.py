@@ -63,9 +63,8 @@ def unseen_typing(terminal: bool) -> Iterator[None]:
     finally:
         with suppress(termios.error):  # the terminal is gone
             termios.tcsetattr(terminal_in, termios.TCSANOW, before)
-        if os.environ.get("TERM", "dumb") != "dumb":
-            with suppress(OSError):
-                os.write(sys.stdout.fileno(), UNMARK_PASTES)
+        with suppress(OSError):
+            os.write(sys.stdout.fileno(), UNMARK_PASTES)
         for number, handler in handlers.items():
             signal.signal(number, handler)
 

@@ -122,7 +122,7 @@ def test_line_editing(open_screen: Any, tmp_path: Path) -> None:
     screen.until(">>> /explain")
     screen.child.send("\r")
     screen.until("prompt tokens were reused").prompt()
-    assert screen.say("/clera") == "no such command: /clera (did you mean /clear? /help lists them)"
+    assert screen.say("/clera") == "error: no such command: /clera (did you mean /clear? /help lists them)"
     (tmp_path / "a long name.txt").write_text("My dog is called Rex.")
     screen.child.send(f"/file {tmp_path}/a lo{TAB}")
     screen.until("a long name.txt")
