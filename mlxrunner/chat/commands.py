@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 PATH = "PATH"
 """What `Command.takes` says where paths complete the argument."""
 QUOTES = '"""'
-_COMMAND = re.compile(r"\s*(/[\w-]+)(?:\s+(.*?))?\s*", re.DOTALL)
+_COMMAND = re.compile(r"\s*(/[\w-]+)(?:\s+(.*))?", re.DOTALL)
 
 
 def _nothing(chat: Chat) -> Iterable[str]:
@@ -60,7 +60,7 @@ class Table:
         found = _COMMAND.fullmatch(text)
         if found is None:
             return None
-        name, argument = found[1], found[2] or ""
+        name, argument = found[1], (found[2] or "").strip()
         command = self._commands.get(name)
         if command is None:
             similar = get_close_matches(name, self._commands, n=1)

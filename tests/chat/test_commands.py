@@ -133,6 +133,13 @@ def test_what_is_no_command_is_a_text(text: str) -> None:
     assert not is_command(text)
 
 
+def test_a_command_is_read_at_once_whatever_it_takes() -> None:
+    """Also with more white space in it than anybody types."""
+    parsed = TABLE.parse("/system a" + " " * 500_000 + "b ")
+    assert parsed is not None
+    assert (parsed[0].name, len(parsed[1])) == ("/system", 500_002)
+
+
 @pytest.mark.parametrize("space", [" ", "\t", "\n", "  \n "])
 def test_what_a_command_takes_may_be_of_many_lines(chat: Chat, do: Do, space: str) -> None:
     """As it is pasted."""
