@@ -45,7 +45,7 @@ class Editor:
             history=PrivateHistory(history) if history else InMemoryHistory(),
             reserve_space_for_menu=4,
         )
-        self._draft = Draft()
+        self._draft, self._thread = Draft(), Thread()
         self._session.default_buffer.on_text_changed += self._changed
 
     def read(self, idle: Callable[[Draft], None], default: str = "") -> str:
@@ -53,6 +53,7 @@ class Editor:
 
         EOFError after Ctrl-D, KeyboardInterrupt after Ctrl-C.
         """
+        self._end()  # of a line before, where an interrupt has hit that itself
         draft = self._draft = Draft(default)
         outcome: list[str | BaseException] = []
 
@@ -64,16 +65,14 @@ class Editor:
             finally:
                 draft.finish()
 
-        thread = Thread(target=edit, name="line editor", daemon=True)
-        thread.start()
+        self._thread = Thread(target=edit, name="line editor", daemon=True)
         try:
+            self._thread.start()
             idle(draft)
+            self._thread.join()
         except BaseException:
-            while thread.is_alive():  # which may only just have begun
-                self._leave()
-                thread.join(0.05)
+            self._end()
             raise
-        thread.join()
         if isinstance(outcome[0], BaseException):
             raise outcome[0]
         return outcome[0]
@@ -81,11 +80,13 @@ class Editor:
     def _changed(self, buffer: Buffer) -> None:
         self._draft.update(buffer.text)
 
-    def _leave(self) -> None:
-        """End the editing from the other thread."""
+    def _end(self) -> None:
+        """End the editing, which may only just have begun, from the other thread."""
         app = self._session.app
-        if app.loop is not None and app.is_running:
-            app.loop.call_soon_threadsafe(lambda: app.is_done or app.exit(exception=KeyboardInterrupt))
+        while self._thread.is_alive():
+            if app.loop is not None and app.is_running:
+                app.loop.call_soon_threadsafe(lambda: app.is_done or app.exit(exception=KeyboardInterrupt))
+            self._thread.join(0.05)
 
 
 def _output() -> Output:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import os
 import stat
+import time
 from pathlib import Path
 
 import pytest
+from prompt_toolkit.application import create_app_session
 from prompt_toolkit.completion import CompleteEvent
 from prompt_toolkit.document import Document
+from prompt_toolkit.input import create_pipe_input
+from prompt_toolkit.output import DummyOutput
 
+from mlxrunner.chat.ahead import Draft
 from mlxrunner.chat.commands import is_open, quoted, unquoted
-from mlxrunner.chat.editor import ChatCompleter, PrivateHistory
+from mlxrunner.chat.editor import ChatCompleter, Editor, PrivateHistory
 from mlxrunner.chat.start import commands
 
 
@@ -58,6 +63,24 @@ def test_a_path_with_spaces_is_completed_in_quotes(tmp_path: Path, monkeypatch: 
     assert completions('read @"my notes/') == ['@"my notes/of may.txt"']
     assert completions('read @"my notes/of m') == ['@"my notes/of may.txt"']
     assert completions('read @"my notes/of may.txt" and') == []
+
+
+def test_a_second_interrupt_leaves_no_line_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that comes while the first is still ending the line: the next line is read all the same."""
+    with create_pipe_input() as keys, create_app_session(input=keys, output=DummyOutput()):
+        editor = Editor(commands(), lambda name: [])
+
+        def interrupt(*arguments: object) -> None:
+            while not editor._session.app.is_running:
+                time.sleep(0.01)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr("threading.Thread.join", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                editor.read(interrupt)
+        keys.send_text("hello\r")
+        assert editor.read(Draft.wait_until_over) == "hello"
 
 
 @pytest.mark.parametrize(
