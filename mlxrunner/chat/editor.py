@@ -23,6 +23,7 @@ from prompt_toolkit.output.defaults import create_output
 
 from mlxrunner.chat.ahead import Draft
 from mlxrunner.chat.commands import Table, is_open
+from mlxrunner.chat.keys import uninterrupted
 from mlxrunner.terminal import SHOWN
 
 PROMPT, MORE = ">>> ", "... "
@@ -67,7 +68,8 @@ class Editor:
 
         self._thread = Thread(target=edit, name="line editor", daemon=True)
         try:
-            self._thread.start()
+            with uninterrupted():
+                self._thread.start()
             idle(draft)
             self._thread.join()
         except BaseException:

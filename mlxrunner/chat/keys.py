@@ -40,6 +40,24 @@ def interruptible() -> Iterator[Callable[[], bool]]:
 
 
 @contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits until this is left."""
+    pressed = False
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        nonlocal pressed
+        pressed = True
+
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if pressed:
+        raise KeyboardInterrupt
+
+
+@contextmanager
 def unseen_typing(terminal: bool) -> Iterator[None]:
     """What is typed while no line is edited does not get into what is printed: it is there, as it was typed, for the next line.
 
