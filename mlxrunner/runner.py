@@ -72,6 +72,8 @@ class Runner:
         self.plan: Plan | None = None
         self.observer: Observer | None = None
         """Is told of every request after it has ended (see `mlxrunner.profiling`)."""
+        self.usage: Usage | None = None
+        """Of the last request, once it has ended, however it has."""
         self._pipeline: Pipeline | None = None
         self._discarded = 0
         self._options = CacheOptions(self.context, whole, rewind_slack, kv_bits)
@@ -261,7 +263,7 @@ class Runner:
             tokens = np.concatenate([tokens[: shift.keep], tokens[shift.keep + discard :]])
         elif len(tokens) >= self.context:
             raise ContextLengthError(len(tokens), self.context)
-        self._pipeline, self._discarded = None, discard
+        self._pipeline, self._discarded, self.usage = None, discard, None
         next_token = NextToken(options, self.facts.vocab, logits_processors, constraint)
         session = self._cache.begin(tokens)
         return self._run(_Request(prepared, session, options, next_token, progress, clock, shift, discard))
@@ -309,7 +311,7 @@ class Runner:
             request.error = type(error).__name__
             raise
         finally:
-            usage = request.usage
+            usage = self.usage = request.usage
             if self.observer is not None and usage is not None:
                 tell(self.observer, self, lambda: self._observation(request, usage))
             if self._pipeline is not None:

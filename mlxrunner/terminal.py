@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from threading import Lock, Timer
 from typing import IO, TYPE_CHECKING
@@ -11,19 +10,18 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 # C0 without newline and tab, DEL, C1, and the marks that reorder or hide text: bidirectional controls, line separators, tags.
-_CONTROL = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\U000e0000-\U000e007f]"
-)
+_RANGES = (
+    (0x00, 0x08), (0x0B, 0x1F), (0x7F, 0x9F), (0x61C, 0x61C), (0x200E, 0x200F), (0x2028, 0x202E), (0x2060, 0x206F), (0xFEFF, 0xFEFF),
+    (0xFFF9, 0xFFFB), (0xE0000, 0xE007F),
+)  # fmt: skip
+SHOWN = {code: ascii(chr(code))[1:-1] for first, last in _RANGES for code in range(first, last + 1)}
+r"""Control characters, and what is shown instead of each: `\x1b`, `\u202e`."""
+SHOWN[ord("\r")] = r"\x0d"
 
 
 def visible(text: str) -> str:
-    r"""`text` with control characters shown (`\x1b`, `\u202e`) instead of sent; newline and tab stay."""
-    return _CONTROL.sub(_escape, text)
-
-
-def _escape(match: re.Match[str]) -> str:
-    code = ord(match[0])
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+    """`text` with control characters shown instead of sent; newline and tab stay."""
+    return text.translate(SHOWN)
 
 
 class Output:

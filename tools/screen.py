@@ -85,5 +85,6 @@ class Screen:
         """Ctrl-D; the exit code."""
         self.child.sendeof()
         self.child.expect(pexpect.EOF)
+        self.raw += self.child.before
         self.child.close()
         return int(self.child.exitstatus if self.child.exitstatus is not None else -self.child.signalstatus)

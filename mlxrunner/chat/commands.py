@@ -1,6 +1,7 @@
-"""What begins with a slash: a table of commands, from which /help, completion and the README's list are made.
+"""How what was typed is read: as a command, or as a text, which may be quoted.
 
-A command is a name, what it takes, one line of help and a function. Knows nothing about what the commands do.
+A command is a name, what it takes, one line of help and a function; /help, completion and the README's list are made from a table of them.
+Knows nothing about what the commands do.
 """
 
 from __future__ import annotations
@@ -11,11 +12,15 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
+from mlxrunner.errors import OptionError
+
 if TYPE_CHECKING:
     from mlxrunner.chat.repl import Chat
 
 PATH = "PATH"
 """What `Command.takes` says where paths complete the argument."""
+QUOTES = '"""'
+_COMMAND = re.compile(r"\s*(/[\w-]+)(?:\s+(.*))?", re.DOTALL)
 
 
 def _nothing(chat: Chat) -> Iterable[str]:
@@ -50,20 +55,51 @@ class Table:
     def __iter__(self) -> Iterator[Command]:
         return iter(self._commands.values())
 
-    def parse(self, line: str) -> tuple[Command, str] | str | None:
-        """A command and its argument; a line that says there is no such command; or None for what is no command at all.
-
-        `/usr/bin` and `/* a comment` are texts that begin with a slash, not commands.
-        """
-        name, _, argument = line.strip().partition(" ")
-        if command := self._commands.get(name):
-            return command, argument.strip()
-        if not re.fullmatch("/[a-zA-Z]+", name):
+    def parse(self, text: str) -> tuple[Command, str] | None:
+        """A command and its argument; None for what is no command. OptionError for one that is not there, or takes nothing."""
+        found = _COMMAND.fullmatch(text)
+        if found is None:
             return None
-        similar = get_close_matches(name, self._commands, n=1)
-        return f"no such command: {name} ({f'did you mean {similar[0]}? ' if similar else ''}/help lists them)"
+        name, argument = found[1], (found[2] or "").strip()
+        command = self._commands.get(name)
+        if command is None:
+            similar = get_close_matches(name, self._commands, n=1)
+            raise OptionError(f"no such command: {name} ({f'did you mean {similar[0]}? ' if similar else ''}/help lists them)")
+        if argument and not command.takes:
+            raise OptionError(f"{name} takes nothing behind it; {QUOTES} around a text sends it as it is")
+        return command, argument
 
     def help(self) -> list[str]:
         """One line for each command."""
         width = max(len(command.usage) for command in self) + 2
         return [f"{command.usage:{width}}{command.help}" for command in self]
+
+
+def is_command(text: str) -> bool:
+    """Whether its first word is a slash and letters, digits, `-` or `_`: `/usr/bin` and `/* a comment` are texts."""
+    return _COMMAND.fullmatch(text) is not None
+
+
+def flagged(argument: str, flag: str) -> tuple[bool, str]:
+    """Whether `flag` is the first word of an argument, and what else it is."""
+    first, _, rest = argument.partition(" ")
+    return (True, rest.strip()) if first == flag else (False, argument)
+
+
+def is_open(text: str) -> bool:
+    '''Whether a text that began with """ still has to be ended by them.'''
+    text = text.strip()
+    return text.startswith(QUOTES) and not (len(text) >= 2 * len(QUOTES) and text.endswith(QUOTES))
+
+
+def unquoted(text: str) -> str:
+    '''A text without the """ around it, or before it while it is open.'''
+    if not text.strip().startswith(QUOTES):
+        return text
+    inner = text.strip()[len(QUOTES) :]
+    return inner.lstrip("\n") if is_open(text) else inner[: -len(QUOTES)].strip("\n")
+
+
+def quoted(text: str) -> str:
+    """What has to be typed for `text`, so that it is not taken for something else."""
+    return f"{QUOTES}\n{text}\n{QUOTES}" if text.strip().startswith(QUOTES) else text

@@ -6,8 +6,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import ReferenceType, ref
 
-from mlxrunner.cache.tokens import as_tokens, common_prefix
+from mlxrunner.cache.entry import CacheEntry
+from mlxrunner.cache.tokens import TokenArray, as_tokens, common_prefix
 from mlxrunner.chat.history import History, Spelling, Turn
 from mlxrunner.chat.spelling import Drift, Policy, Speller, messages
 from mlxrunner.events import Chunk, Usage
@@ -31,7 +33,7 @@ class Outlook:
 
 @dataclass
 class Conversation:
-    """`options`: those of `Runner.generate`; `overflow` is "shift" unless they say otherwise. `usages`: one for each finished answer.
+    """`options`: those of `Runner.generate`; `overflow` is "shift" unless they say otherwise. `usages`: one for each turn.
 
     `policy`, `keep_thinking`, `variables`: see `Speller`.
     """
@@ -44,11 +46,12 @@ class Conversation:
     variables: dict[str, Any] = field(default_factory=dict)
     history: History = field(default_factory=History)
     usages: list[Usage] = field(default_factory=list)
-    ahead: int = 0
-    """Tokens of the next prompt that were evaluated before it is sent; `evaluated_ahead`: of the last one."""
     evaluated_ahead: int = 0
+    """Tokens of the last prompt that were evaluated before it was sent."""
     asked: Spelling = field(default_factory=Spelling)
     """What the last answer goes on from."""
+    _before: tuple[ReferenceType[CacheEntry], TokenArray] | None = field(default=None, repr=False)
+    """The entry as evaluating ahead has left it, and its tokens before that."""
     _drift: tuple[Spelling, Drift] | None = field(default=None, repr=False)
 
     @property
@@ -73,13 +76,20 @@ class Conversation:
 
     def answer_with(self, number: int, answer: str) -> None:
         """Put another answer into turn `number` (from 0), and drop the turns after it: the conversation goes on from there."""
-        turn = self.history.turns[number]
-        asked = self.history.spelling.up_to(turn.begins) if turn.begins else None
+        turn, asked = self.history.turns[number], self.asked_for(number)
         self.history.cut(number)
-        asked = asked or self.speller.spell(self.history, self.system, turn.user)
         spelling = asked.and_then(answer, self.runner.tokenizer.encode_more(answer))
         self.history.add(Turn(turn.user, answer, asked.end), spelling)
-        self.speller.settle(self.history, self.system)
+        self.speller.settle(self.history, self.system, is_edited=True)
+
+    def asked_for(self, number: int) -> Spelling:
+        """What the answer of turn `number` goes on from; where those tokens are not known any more, as it would be spelled now."""
+        turn = self.history.turns[number]
+        if turn.begins is not None:
+            return self.history.spelling.up_to(turn.begins)
+        before = self.history.copy()
+        before.cut(number)
+        return self.speller.spell(before, self.system, turn.user)
 
     def outlook(self, text: str | None = None) -> Outlook:
         """What sending `text` would reuse; without it, what of the conversation so far is in the entry."""
@@ -92,8 +102,8 @@ class Conversation:
         return Outlook(len(tokens), entry.reach(min(matched, len(tokens) - (text is not None)))[0])
 
     def drift(self) -> Drift | None:
-        """What was evaluated against what the template says; None before the first turn, and where a full context has dropped some."""
-        if not self.history.turns or self.history.dropped or self.history.first:
+        """What was evaluated against what the template says; None where nothing was yet, and where a full context has dropped some."""
+        if not self.history.spelling.text or self.history.dropped or self.history.first:
             return None
         if self._drift is None or self._drift[0] is not self.history.spelling:
             self._drift = (self.history.spelling, self.speller.drift(self.history, self.system))
@@ -105,7 +115,13 @@ class Conversation:
         if draft:
             tokens = tokens[:-UNSTABLE]
         if len(tokens) < self.runner.context:
-            self.ahead += self.runner.evaluate(tokens, cancelled=cancelled)
+            before = self._tokens_before()
+            if before is None:
+                before = self.runner.entry.tokens.array.copy()
+            try:
+                self.runner.evaluate(tokens, cancelled=cancelled)
+            finally:
+                self._before = ref(self.runner.entry), before
 
     def send(self, text: str, progress: Progress | None = None, **options: Any) -> Iterator[Chunk]:
         """The answer to `text`, with `options` over the conversation's own. Closing the iterator, or an interrupt, keeps the answer as
@@ -115,28 +131,39 @@ class Conversation:
         """
         began = time.perf_counter()
         options = self.options | options
-        spelling = self.speller.spell(self.history, self.system, text)
+        history = self.history.copy()  # what is not rendered any more is so only when there is an answer
+        spelling = self.speller.spell(history, self.system, text)
         overflow: dict[str, Any] = {}
         if options.get("overflow", "shift") == "shift":
             keep = self._keep_tokens(spelling, options)
             overflow = {"overflow": "shift", "keep": keep}
             if len(spelling.tokens) >= self.runner.context:
                 shift = Shift(self.runner.context, keep)
-                spelling = self._without_oldest(text, spelling, shift)
+                spelling = self._without_oldest(history, text, spelling, shift)
                 if len(self.runner.tokenizer.encode_more(text)) >= shift.target_free:
                     overflow = {"overflow": "stop"}  # what a shift leaves would begin in the middle of this turn
-        asked: list[Message] = [*messages(self.history, self.system), {"role": "user", "content": text}]
+        asked: list[Message] = [*messages(history, self.system), {"role": "user", "content": text}]
         prepared = Prepared(
             as_tokens(spelling.tokens), "messages", asked, spelling.text, self.speller.variables, time.perf_counter() - began
         )
+        ahead = self._evaluated_ahead(prepared.tokens)
         chunks = self.runner.generate(prepared, progress=progress, **(options | overflow))
-        self.asked = spelling
-        self.evaluated_ahead, self.ahead = self.ahead, 0
-        return self._answer(text, spelling, overflow.get("keep", 0), chunks)
+        self.asked, self.evaluated_ahead, self._before = spelling, ahead, None
+        return self._answer(text, spelling, history.first, overflow.get("keep", 0), chunks)
 
-    def _without_oldest(self, text: str, spelling: Spelling, shift: Shift) -> Spelling:
+    def _evaluated_ahead(self, prompt: TokenArray) -> int:
+        """How many more tokens of `prompt` the entry has than it had before anything was evaluated ahead."""
+        before = self._tokens_before()
+        if before is None:
+            return 0
+        return max(common_prefix(self.runner.entry.tokens.array, prompt) - common_prefix(before, prompt), 0)
+
+    def _tokens_before(self) -> TokenArray | None:
+        """The entry's tokens before anything was evaluated ahead; None if nothing was, or it has become another one since."""
+        return self._before[1] if self._before is not None and self._before[0]() is self.runner.entry else None
+
+    def _without_oldest(self, history: History, text: str, spelling: Spelling, shift: Shift) -> Spelling:
         """Where the tokens can't simply go on, the oldest turns are not rendered any more, so that the next turns have room."""
-        history = self.history
         if history.spelling.text and spelling.text.startswith(history.spelling.text) and self.policy == "exact":
             return spelling
         while len(spelling.tokens) > self.runner.context - shift.target_free and history.first < len(history.turns):
@@ -150,19 +177,20 @@ class Conversation:
         system = messages(History(), self.system)
         return system_tokens(self.runner.tokenizer, system, as_tokens(spelling.tokens)) if keep is None else keep
 
-    def _answer(self, user: str, asked: Spelling, keep: int, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+    def _answer(self, user: str, asked: Spelling, first: int, keep: int, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
         shown: list[Chunk] = []
         try:
             for chunk in chunks:
                 shown.append(chunk)
-                if chunk.usage is not None:
-                    self.usages.append(chunk.usage)
                 yield chunk
         finally:
             chunks.close()  # type: ignore[attr-defined]  # a generator
             text = "".join(chunk.text for chunk in shown)
             if text or (shown and shown[-1].finish_reason is not None):
                 tokens = [chunk.token for chunk in shown if chunk.token is not None]
+                self.history.first = first
+                if self.runner.usage is not None:
+                    self.usages.append(self.runner.usage)
                 self._remember(user, asked, text, tokens, keep)
 
     def _remember(self, user: str, asked: Spelling, text: str, tokens: Sequence[int], keep: int) -> None:

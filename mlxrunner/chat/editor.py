@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterable
 from datetime import datetime
 from pathlib import Path
@@ -16,19 +17,27 @@ from prompt_toolkit.enums import DEFAULT_BUFFER
 from prompt_toolkit.filters import has_focus
 from prompt_toolkit.history import FileHistory, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.layout.screen import Char
+from prompt_toolkit.output import Output
+from prompt_toolkit.output.defaults import create_output
 
 from mlxrunner.chat.ahead import Draft
-from mlxrunner.chat.commands import Table
+from mlxrunner.chat.commands import Table, is_open
+from mlxrunner.chat.keys import uninterrupted
+from mlxrunner.terminal import SHOWN
 
 PROMPT, MORE = ">>> ", "... "
-QUOTES = '"""'
+NAMED = re.compile(r'(?<!\S)@(?:"[^"\n]*|\S*)$')
+"""A file that is being named in a text."""
 
 
 class Editor:
     """Reads texts from a terminal. `history`: the file that keeps them, None for none; `words(command)`: what completes its argument."""
 
     def __init__(self, table: Table, words: Callable[[str], Iterable[str]], history: Path | None = None) -> None:
+        Char.display_mappings.update({chr(code): shown for code, shown in SHOWN.items()})
         self._session: PromptSession[str] = PromptSession(
+            output=_output(),
             multiline=True,
             prompt_continuation=lambda width, line, wraps: "" if wraps else MORE,
             key_bindings=_bindings(),
@@ -37,7 +46,7 @@ class Editor:
             history=PrivateHistory(history) if history else InMemoryHistory(),
             reserve_space_for_menu=4,
         )
-        self._draft = Draft()
+        self._draft, self._thread = Draft(), Thread()
         self._session.default_buffer.on_text_changed += self._changed
 
     def read(self, idle: Callable[[Draft], None], default: str = "") -> str:
@@ -45,6 +54,7 @@ class Editor:
 
         EOFError after Ctrl-D, KeyboardInterrupt after Ctrl-C.
         """
+        self._end()  # of a line before, where an interrupt has hit that itself
         draft = self._draft = Draft(default)
         outcome: list[str | BaseException] = []
 
@@ -56,28 +66,36 @@ class Editor:
             finally:
                 draft.finish()
 
-        thread = Thread(target=edit, name="line editor", daemon=True)
+        self._thread = Thread(target=edit, name="line editor", daemon=True)
         try:
-            thread.start()
+            with uninterrupted():
+                self._thread.start()
             idle(draft)
+            self._thread.join()
         except BaseException:
-            while thread.is_alive():  # which may only just have begun
-                self._leave()
-                thread.join(0.05)
+            self._end()
             raise
-        thread.join()
         if isinstance(outcome[0], BaseException):
             raise outcome[0]
-        return unquoted(outcome[0])
+        return outcome[0]
 
     def _changed(self, buffer: Buffer) -> None:
-        self._draft.update(unquoted(buffer.text))
+        self._draft.update(buffer.text)
 
-    def _leave(self) -> None:
-        """End the editing from the other thread."""
+    def _end(self) -> None:
+        """End the editing, which may only just have begun, from the other thread."""
         app = self._session.app
-        if app.loop is not None and app.is_running:
-            app.loop.call_soon_threadsafe(lambda: app.is_done or app.exit(exception=KeyboardInterrupt))
+        while self._thread.is_alive():
+            if app.loop is not None and app.is_running:
+                app.loop.call_soon_threadsafe(lambda: app.is_done or app.exit(exception=KeyboardInterrupt))
+            self._thread.join(0.05)
+
+
+def _output() -> Output:
+    """The terminal, which goes on to say what is pasted after a line is entered: see `keys.unseen_typing`."""
+    output = create_output()
+    output.disable_bracketed_paste = lambda: None  # type: ignore[method-assign]
+    return output
 
 
 def _bindings() -> KeyBindings:
@@ -100,20 +118,6 @@ def _bindings() -> KeyBindings:
     return bindings
 
 
-def is_open(text: str) -> bool:
-    '''Whether a text that began with """ still has to be ended by them.'''
-    text = text.strip()
-    return text.startswith(QUOTES) and not (len(text) >= 2 * len(QUOTES) and text.endswith(QUOTES))
-
-
-def unquoted(text: str) -> str:
-    '''A text of many lines without the """ around it, or before it while it is open.'''
-    if not text.strip().startswith(QUOTES):
-        return text
-    inner = text.strip()[len(QUOTES) :]
-    return inner.lstrip("\n") if is_open(text) else inner[: -len(QUOTES)].strip("\n")
-
-
 class ChatCompleter(Completer):
     """Commands, what they take, and paths after `@` and where a command takes one."""
 
@@ -124,6 +128,7 @@ class ChatCompleter(Completer):
     def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
         line = document.text_before_cursor
         word = line.split()[-1] if line and not line[-1].isspace() else ""
+        named = NAMED.search(line)
         name, space, argument = line.partition(" ")
         command = next((command for command in self._table if command.name == name), None)
         if line.startswith("/") and not space:
@@ -131,11 +136,16 @@ class ChatCompleter(Completer):
                 if command.name.startswith(name):
                     yield Completion(command.name, -len(name), display_meta=command.help)
         elif command is not None and command.takes_path:
-            yield from self._paths.get_completions(Document(argument), complete_event)
+            yield from self._paths.get_completions(Document(re.sub(r"^-\w\s+", "", argument)), complete_event)
         elif command is not None:
             yield from (Completion(one, -len(word)) for one in self._words(name) if one.startswith(word))
-        elif word.startswith("@"):
-            yield from self._paths.get_completions(Document(word[1:]), complete_event)
+        elif named is not None:
+            path = named[0][1:].removeprefix('"')
+            for one in self._paths.get_completions(Document(path), complete_event):
+                whole = path + one.text
+                quote = '"' if named[0][1:2] == '"' or len(whole.split()) > 1 else ""
+                end = "" if one.display_text.endswith("/") else quote  # a folder is gone on with
+                yield Completion(f"@{quote}{whole}{end}", -len(named[0]), display=one.display)
 
 
 class PrivateHistory(FileHistory):

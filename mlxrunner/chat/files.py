@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from mlxrunner.chat.clipboard import copy
-from mlxrunner.chat.commands import PATH, Command
+from mlxrunner.chat.commands import PATH, Command, flagged
 from mlxrunner.chat.thinking import without_thinking
 from mlxrunner.errors import MlxrunnerError, OptionError
 from mlxrunner.terminal import size
@@ -21,7 +21,8 @@ from mlxrunner.writing import written
 if TYPE_CHECKING:
     from mlxrunner.chat.repl import Chat
 
-NAMED = re.compile(r"(?<!\S)@(\S+)")
+NAMED = re.compile(r'(?<!\S)@(?:"([^"\n]+)"|(\S+))')
+FENCED = re.compile(r"^(`{3,}).*?(?:^\1`*\s*$|\Z)", re.MULTILINE | re.DOTALL)
 LONGEST_TOKEN = 32
 """Bytes: a file that has more of them for each token of the context is not even read."""
 
@@ -44,27 +45,31 @@ class FileError(MlxrunnerError):
 
 @dataclass
 class Attachments:
-    """Texts of files that go before the next message, so that they are evaluated while it is typed."""
+    """Texts of files, by name, that go before the next message, so that they are evaluated while it is typed."""
 
-    texts: list[str] = field(default_factory=list)
+    texts: dict[str, str] = field(default_factory=dict)
 
     def before(self, text: str) -> str:
-        return "".join([*self.texts, text])
+        return "".join([*(f"{quoted(name, content)}\n" for name, content in self.texts.items()), text])
 
     def clear(self) -> None:
         self.texts.clear()
 
     def put_into(self, chat: Chat, text: str) -> str:
-        """The message: what was attached, `text`, and behind it the files that it names with `@`."""
-        named = []
-        for word in NAMED.findall(text):
+        """The message: what was attached, `text`, and behind it the files that it names with `@`, each once.
+
+        A message that is edited may hold files already: they are not put in again, nor is what they name in their fences looked at.
+        """
+        named: dict[str, str] = {}
+        for in_quotes, word in NAMED.findall(FENCED.sub("", text)):
             # What ends a sentence is part of a name only if there is such a file.
-            name = next((name for name in (word, word.rstrip(".,;:!?)'\"")) if _exists(name)), None)
+            name = next((name for name in (in_quotes, word, word.rstrip(".,;:!?)'\"")) if _exists(name)), None)
             if name is not None:
-                named.append("\n\n" + quoted(name, read_text(name, chat)))
-            elif "/" in word or "." in word.strip("."):
-                chat.say(f"no such file: {word}; sent as it is")
-        return self.before(text) + "".join(named).rstrip("\n")
+                content = quoted(name, read_text(name, chat)).rstrip("\n")
+                named |= {name: content} if content not in text else {}
+            elif in_quotes or "/" in word or "." in word.strip("."):
+                chat.say(f"no such file: {in_quotes or word}; sent as it is")
+        return "\n\n".join([self.before(text), *named.values()])
 
 
 def _exists(name: str) -> bool:
@@ -104,23 +109,31 @@ def read_text(name: str, chat: Chat) -> str:
 
 
 def attach(chat: Chat, argument: str) -> None:
-    if not argument:
-        raise OptionError("/file PATH: which file?")
-    text = read_text(argument, chat)
-    chat.attachments.texts.append(quoted(argument, text) + "\n")
-    chat.say(f"{argument} ({size(len(text.encode()))}) goes with the next message")
+    drop, name = flagged(argument, "-d")
+    waiting = chat.attachments.texts
+    if drop and name and name not in waiting:
+        raise OptionError(f"{name} does not wait for the next message: /file lists those that do")
+    if drop:
+        for one in [name] if name else list(waiting):
+            del waiting[one]
+    elif name:
+        waiting[name] = read_text(name, chat)
+    for one, text in waiting.items():
+        chat.say(f"{one} ({size(len(text.encode()))}) goes with the next message")
+    if not waiting:
+        chat.say("no file goes with the next message")
 
 
 def copy_answer(chat: Chat, argument: str) -> None:
     turns = chat.conversation.history.turns
     if not turns:
         raise OptionError("there is no answer to copy yet")
-    text = without_thinking(turns[-1].answer)
+    text = without_thinking(turns[-1].answer, chat.conversation.asked_for(len(turns) - 1).text)
     chat.say(f"copied {len(text)} characters {copy(text)}")
 
 
 def export(chat: Chat, argument: str) -> None:
-    force, name = (argument[:2] == "-f", argument[2:].strip() if argument[:2] == "-f" else argument)
+    force, name = flagged(argument, "-f")
     if not name:
         raise OptionError("/export FILE: which file? FILE.json for JSON, anything else is Markdown")
     path = Path(os.path.expanduser(name))
@@ -148,7 +161,9 @@ def as_json(conversation: Said, model: str) -> str:
 
 
 COMMANDS = (
-    Command("/file", PATH, "put a text file before the next message; @PATH in a message puts it behind", attach),
+    Command(
+        "/file", f"[-d] [{PATH}]", "put a text file before the next message; without PATH: list them; -d drops it, or all", attach
+    ),
     Command("/copy", "", "copy the last answer to the clipboard", copy_answer),
     Command("/export", f"[-f] {PATH}", "write the conversation as Markdown, or JSON for PATH.json; -f overwrites", export),
 )

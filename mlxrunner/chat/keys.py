@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
+
+UNMARK_PASTES = b"\x1b[?2004l"
+ENDS = (signal.SIGTERM, signal.SIGHUP)
 
 
 @contextmanager
@@ -37,10 +41,29 @@ def interruptible() -> Iterator[Callable[[], bool]]:
 
 
 @contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits until this is left."""
+    pressed = False
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        nonlocal pressed
+        pressed = True
+
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if pressed:
+        raise KeyboardInterrupt
+
+
+@contextmanager
 def unseen_typing(terminal: bool) -> Iterator[None]:
     """What is typed while no line is edited does not get into what is printed: it is there, as it was typed, for the next line.
 
-    However this is left, the terminal is as it was before.
+    Also what is pasted, which the line editor has the terminal mark as such until this is left. However it is, the terminal is as it was
+    before.
     """
     if not terminal:
         yield
@@ -58,9 +81,8 @@ def unseen_typing(terminal: bool) -> Iterator[None]:
     finally:
         with suppress(termios.error):  # the terminal is gone
             termios.tcsetattr(terminal_in, termios.TCSANOW, before)
-
-
-ENDS = (signal.SIGTERM, signal.SIGHUP)
+        with suppress(OSError):
+            os.write(sys.stdout.fileno(), UNMARK_PASTES)
 
 
 @contextmanager

@@ -91,13 +91,18 @@ def _parser() -> MarkdownIt:
 
 
 def _markdown(text: str) -> Markdown:
-    """Lines end where the model ended them; links show their address."""
+    """Lines end where the model ended them; links and images show their address, and entities what they stand for, if that is harmless."""
     markdown = Markdown("", hyperlinks=False)
     markdown.parsed = _parser().parse(text)
     for token in markdown.parsed:
+        token.content = visible(token.content)
         for child in token.children or ():
+            child.content = visible(child.content)
             if child.type == "softbreak":
                 child.type = "hardbreak"
+            elif child.type == "image":
+                child.type, child.children = "text", None
+                child.content = f"{child.content} ({child.attrs['src']})".lstrip()
     return markdown
 
 

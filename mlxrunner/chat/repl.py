@@ -11,12 +11,12 @@ from typing import Any, Protocol
 
 from mlxrunner.chat.ahead import Ahead, Draft
 from mlxrunner.chat.branches import Branches
-from mlxrunner.chat.commands import Table
+from mlxrunner.chat.commands import Table, is_command, is_open, quoted, unquoted
 from mlxrunner.chat.conversation import Conversation
 from mlxrunner.chat.files import Attachments
 from mlxrunner.chat.keys import interruptible, orderly_end, unseen_typing
 from mlxrunner.chat.render import Plain, ThinkingApart, View, wrapped
-from mlxrunner.errors import MlxrunnerError, PromptError
+from mlxrunner.errors import ContextLengthError, MlxrunnerError, PromptError
 from mlxrunner.power import on_battery
 from mlxrunner.reserve import must_fit
 from mlxrunner.runner import Runner, plan_model
@@ -90,7 +90,7 @@ class Chat:
         try:
             self._do(table, text)
         except MlxrunnerError as error:
-            self.say(f"error: {error}" + ("; /clear begins anew" if isinstance(error, PromptError) and self.interactive else ""))
+            self.say(f"error: {error}{self._way_out(error) if isinstance(error, ContextLengthError) else ''}")
             return error.exit_code
         except EOFError:
             raise
@@ -102,26 +102,33 @@ class Chat:
             self.say(f"internal error: {type(error).__name__}: {' '.join(str(error).split())} (the conversation is still there)")
         return 0
 
+    def _way_out(self, error: ContextLengthError) -> str:
+        """What else makes room, where something does."""
+        if self.attachments.texts:
+            return "; /file -d drops the files that wait"
+        is_due_to_turns = error.tokens - len(self.conversation.history.spelling.tokens) < error.context
+        return "; /undo takes turns back, /clear all of them" if is_due_to_turns else ""
+
     def _read(self, default: str = "", *, ahead: bool = True) -> str:
         """`ahead`: whether what comes next is what is sent, and may be evaluated."""
         work = Ahead(self._evaluate, types_ahead=lambda: self.type_ahead and not on_battery())
         return self.reader.read(work if ahead else Draft.wait_until_over, default)
 
     def _evaluate(self, draft: str, cancelled: Callable[[], bool]) -> None:
-        text = "" if draft.lstrip().startswith("/") else draft
+        text = "" if is_command(draft) else unquoted(draft)
         self.conversation.evaluate(self.attachments.before(text), cancelled)
         if not text and not cancelled():
             self.conversation.drift()  # so that /stats has it at once
 
     def _do(self, table: Table, text: str) -> None:
         parsed = table.parse(text)
-        if isinstance(parsed, str):
-            self.say(parsed)
-        elif parsed is not None:
+        if parsed is not None:
             command, argument = parsed
             command.run(self, argument)
-        elif text.strip():
-            self.send(text)
+        else:
+            text = text if is_open(text) else unquoted(text)
+            if text.strip():
+                self.send(text)
 
     def reload(self, name: str, **changes: Any) -> None:
         """Go on with another model, or the same one loaded otherwise. What is wrong with it is said while the present one is still there."""
@@ -140,7 +147,8 @@ class Chat:
             raise
         else:
             if name != self.model:
-                self.conversation.history.forget_tokens()
+                for history in (self.conversation.history, *(history for _, history in self.branches.others.values())):
+                    history.forget_tokens()
             self.model, self.loading = name, loading
         finally:
             if self.conversation.runner is not None:
@@ -153,21 +161,23 @@ class Chat:
         Output(sys.stderr).write((wrapped(text) if self.interactive else text) + "\n")
 
     def edit(self, text: str, *, ahead: bool = True) -> str | None:
-        """`text` as the user changes it; None where that was given up. `ahead`: whether it is the next message."""
+        """`text` as the user changes it; None where that was given up, or nothing is changed. `ahead`: whether it is the next message."""
         if not self.interactive:
             raise PromptError("there is no line editor without a terminal")
         try:
-            return self._read(text, ahead=ahead).strip() or None
+            typed = self._read(quoted(text), ahead=ahead)
         except (EOFError, KeyboardInterrupt):
             return None
+        return None if typed == quoted(text) or not typed.strip() else unquoted(typed)
 
-    def send(self, text: str) -> None:
-        """A text of the user, with the files that it names."""
-        turns = len(self.conversation.history.turns)
+    def send(self, text: str, answer: Callable[[str], None] | None = None) -> None:
+        """A text of the user, with the files that wait and those that it names, which `answer` gets (default: the method)."""
+        message = self.attachments.put_into(self, text)
         try:
-            self.answer(self.attachments.put_into(self, text))
+            (answer or self.answer)(message)
         finally:
-            if len(self.conversation.history.turns) > turns:
+            turns = self.conversation.history.turns
+            if turns and turns[-1].user == message:
                 self.attachments.clear()
 
     def answer(self, text: str, **options: Any) -> None:

@@ -19,6 +19,8 @@ WHOLE = ("max_tokens", "top_k", "seed", "penalty_context", "keep")
 REAL = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 SAMPLING = (*REAL, *WHOLE, "stop", "overflow")
 DEFAULT = "default"
+STANDARD = vars(GenerateOptions()) | {"overflow": "shift"}
+"""What holds for a chat where nothing is set."""
 
 
 def parse_settings(text: str) -> dict[str, Any]:
@@ -68,12 +70,7 @@ def show_settings(chat: Chat) -> None:
 def show(chat: Chat, argument: str) -> None:
     conversation = chat.conversation
     chat.say(f"model     {chat.model}, context of {chat.runner.context} tokens, history {conversation.policy}")
-    usual = {"overflow": "shift"}
-    changed = {
-        name: value
-        for name, value in conversation.options.items()
-        if value not in (usual.get(name, getattr(GenerateOptions(), name, None)), ())
-    }
+    changed = {name: value for name, value in conversation.options.items() if value not in (STANDARD.get(name), ())}
     chat.say("sampling  " + (", ".join(f"{name} {value}" for name, value in changed.items()) or "greedy"))
     chat.say(f"branch    {chat.branches.current} of {', '.join(chat.branches)}")
     chat.say(f"system    {conversation.system or '(none)'}")
@@ -121,8 +118,7 @@ def _shown(chat: Chat, name: str) -> str:
     if name == "history":
         return chat.conversation.policy
     value = chat.conversation.options.get(name)
-    standard = "shift" if name == "overflow" else getattr(GenerateOptions(), name)
-    value = standard if value is None or value == () else value
+    value = STANDARD[name] if value is None or value == () else value
     if name == "stop":
         return ", ".join(map(json.dumps, [value] if isinstance(value, str) else value)) or "(none)"
     return "(none)" if value is None else str(value)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mlxrunner.chat.history import History, Spelling, Turn, common
-from mlxrunner.chat.thinking import has_thinking, opens_thinking
+from mlxrunner.chat.thinking import for_template, has_thinking, opens_thinking
 from mlxrunner.tokenizer import Message, Tokenizer
 
 Policy = Literal["exact", "template"]
@@ -83,18 +83,23 @@ class Speller:
 
         Less the text of the token that ended the answer, which was evaluated.
         """
+        tail = self._tail(history, system, user)
+        return None if tail is None else tail.removeprefix(history.turns[-1].closing)
+
+    def _tail(self, history: History, system: str | None, user: str) -> str | None:
+        """The same, but with all that the template writes."""
         last = history.turns[-1]
         before = messages(History([*history.turns[:-1], Turn(last.user, HERE)], first=history.first), system)
         _, found, tail = self.render([*before, {"role": "user", "content": user}]).partition(HERE)
-        return tail.removeprefix(last.closing) if found else None
+        return tail if found else None
 
-    def settle(self, history: History, system: str | None) -> None:
-        """Spell the last answer as the next turn will see it, where the template leaves out its thinking."""
+    def settle(self, history: History, system: str | None, *, is_edited: bool = False) -> None:
+        """Spell the last answer as the next turn will see it, where the template leaves out its thinking, or nothing of it is evaluated."""
         if self.policy != "exact" or self.keep_thinking or not history.turns:
             return
         turn = history.turns[-1]
         before = history.spelling.up_to(turn.begins).text if turn.begins else ""
-        if not (has_thinking(turn.answer) or opens_thinking(before)):
+        if not (is_edited or has_thinking(turn.answer) or opens_thinking(before)):
             return
         seen = _before(self.render([*messages(history, system), {"role": "user", "content": HERE}]), HERE)
         text = history.spelling.text
@@ -102,8 +107,7 @@ class Speller:
             mark = history.last_mark(common(seen, text))
             kept = history.spelling.up_to(mark) if mark else Spelling()
             respelled = self._extend(kept, seen[mark.characters :]) if mark else Spelling(seen, self.tokenizer.encode(seen))
-            behind = _before(self._behind_last_answer(history, system, HERE) or "", HERE)
-            history.respell(mark, respelled, turn.closing + behind)
+            history.respell(mark, respelled, _before(self._tail(history, system, HERE) or "", HERE))
 
     def drift(self, history: History, system: str | None) -> Drift:
         """What was evaluated against what the template would have written. A full context must not have dropped anything."""
@@ -132,7 +136,7 @@ def messages(history: History, system: str | None) -> list[Message]:
     """What the template is given: the system prompt, and the turns that are still rendered."""
     spoken: list[Message] = [{"role": "system", "content": system}] if system else []
     for turn in history.turns[history.first :]:
-        spoken += [{"role": "user", "content": turn.user}, {"role": "assistant", "content": turn.answer}]
+        spoken += [{"role": "user", "content": turn.user}, {"role": "assistant", "content": for_template(turn.answer)}]
     return spoken
 
 

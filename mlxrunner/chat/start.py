@@ -46,7 +46,8 @@ def commands(*more: Command) -> Table:
     def show_help(chat: Chat, argument: str) -> None:
         for line in table.help():
             chat.say(line)
-        chat.say('Alt-Enter, Ctrl-J or """ around it: a text of several lines. @PATH in a text: that file goes with it.')
+        chat.say('Alt-Enter, Ctrl-J or """ around it: a text of several lines. In """, a text is sent whatever it begins with.')
+        chat.say('@PATH in a text, or @"PATH" where that has spaces: the file goes with it.')
         chat.say("Ctrl-C stops an answer and keeps what was shown; while typing it clears the line.")
 
     def leave(chat: Chat, argument: str) -> None:

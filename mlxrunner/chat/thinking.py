@@ -10,8 +10,10 @@ TAGS = (
     ("<|think:start|>", "<|think:end|>"),
     ("<|channel>thought", "<channel|>"),
     ("[THINK]", "[/THINK]"),
+    ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>"),
+    ("<|channel|>final<|message|>", ""),
 )
-"""What models write around their thinking; that of gpt-oss, which is a message of its own, is not among them."""
+"""What models write around their thinking. That of gpt-oss is a message of its own; where there is none, its answer is named all the same."""
 
 
 class Thinking:
@@ -62,22 +64,22 @@ class Thinking:
             self._held = ""
 
 
-def without_thinking(answer: str) -> str:
-    """The answer proper; also where the template had opened the thinking, so that only its end is in the answer."""
-    for opening, close in TAGS:
-        before, found, rest = answer.partition(close)
-        if found and (before.lstrip().startswith(opening) or opening not in before):
-            return rest.lstrip("\n")
-        if answer.lstrip().startswith(opening):
-            return ""
-    return answer
+def without_thinking(answer: str, prompt: str = "") -> str:
+    """The answer proper; `prompt` as for `Thinking`."""
+    thinking = Thinking(prompt)
+    return "".join(text for is_thinking, text in [*thinking.add(answer), *thinking.finish()] if not is_thinking)
 
 
 def opens_thinking(prompt: str) -> bool:
     """Whether the template begins an answer with thinking, or with an empty one so that there is none."""
-    return prompt.rstrip().endswith(tuple(tag for tags in TAGS for tag in tags))
+    return prompt.rstrip().endswith(tuple(tag for tags in TAGS for tag in tags if tag))
 
 
 def has_thinking(answer: str) -> bool:
-    """Whether there is any in it."""
-    return without_thinking(answer) != answer
+    """Whether there is any in it that a template may leave out: also where a template had opened it, so that only its end is there."""
+    return without_thinking(answer) != answer or any(close in answer for _, close in TAGS if close)
+
+
+def for_template(answer: str) -> str:
+    """What a template is given of it: the template of gpt-oss refuses messages that name their channels."""
+    return without_thinking(answer) if answer.startswith("<|channel|>") else answer

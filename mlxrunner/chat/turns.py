@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mlxrunner.chat.commands import Command
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def undo(chat: Chat, argument: str) -> None:
-    taken = chat.conversation.undo(_number(argument, default=1, low=1))
+    taken = chat.conversation.undo(_number(argument, default=1))
     if not taken:
         raise OptionError("there is no turn to take back")
     chat.say(
@@ -27,18 +29,18 @@ def edit(chat: Chat, argument: str) -> None:
     messages = chat.conversation.messages
     if not messages:
         raise OptionError("there is nothing to edit yet")
-    number = _number(argument, default=len(messages) - 1, low=1)
+    number = _number(argument, default=len(messages) - 1)
     if number > len(messages):
         raise OptionError(f"there is no message {number}: the last one is {len(messages)}, see /show")
     turn, before = (number - 1) // 2, messages[number - 1]["content"]
     text = chat.edit(before, ahead=False) if number % 2 == 0 else _edited_message(chat, turn, before)
-    if text is None or text == before:
+    if text is None:
         chat.say("nothing changed")
     elif number % 2 == 0:
         chat.conversation.answer_with(turn, text)
         chat.say(f"the answer of turn {turn + 1} is changed, {_turns(turn + 1)} left: {chat.conversation.outlook()}")
     else:
-        _again(chat, turn, text)
+        chat.send(text, partial(_again, chat, turn))
 
 
 def _edited_message(chat: Chat, turn: int, text: str) -> str | None:
@@ -102,11 +104,11 @@ def _names(chat: Chat) -> Iterable[str]:
     return chat.branches
 
 
-def _number(argument: str, *, default: int, low: int) -> int:
+def _number(argument: str, *, default: int) -> int:
     if not argument:
         return default
-    if not argument.isdecimal() or int(argument) < low:
-        raise OptionError(f"{argument!r} is no number from {low} on")
+    if not re.fullmatch("0*[1-9][0-9]{0,8}", argument):
+        raise OptionError(f"{argument[:20]!r} is no number from 1 to 999999999")
     return int(argument)
 
 

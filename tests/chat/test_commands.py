@@ -19,6 +19,7 @@ import pytest
 from mlxrunner import Runner
 from mlxrunner.chat import clipboard
 from mlxrunner.chat.ahead import Draft
+from mlxrunner.chat.commands import is_command
 from mlxrunner.chat.conversation import Conversation
 from mlxrunner.chat.repl import Chat
 from mlxrunner.chat.reports import explanation, saved_seconds
@@ -82,10 +83,13 @@ def test_help_has_every_command(do: Do) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("/stat", "no such command: /stat (did you mean /stats? /help lists them)"),
-        ("/xyzzy", "no such command: /xyzzy (/help lists them)"),
-        ("/undo x", "error: 'x' is no number from 1 on"),
-        ("/undo 0", "error: '0' is no number from 1 on"),
+        ("/stat", "error: no such command: /stat (did you mean /stats? /help lists them)"),
+        ("/stats2", "error: no such command: /stats2 (did you mean /stats? /help lists them)"),
+        ("/x-y_z", "error: no such command: /x-y_z (/help lists them)"),
+        ("/clear the table please", 'error: /clear takes nothing behind it; """ around a text sends it as it is'),
+        ("/undo x", "error: 'x' is no number from 1 to 999999999"),
+        ("/undo 0", "error: '0' is no number from 1 to 999999999"),
+        ("/undo " + "1" * 5000, "error: '11111111111111111111' is no number from 1 to 999999999"),
         ("/edit 1", "error: there is nothing to edit yet"),
         ("/retry", "error: there is no answer to try again"),
         ("/switch", "error: there is no branch '': there are main"),
@@ -94,7 +98,8 @@ def test_help_has_every_command(do: Do) -> None:
         ("/stats", "no turn yet"),
         ("/explain", "no turn yet"),
         ("/copy", "error: there is no answer to copy yet"),
-        ("/file", "error: /file PATH: which file?"),
+        ("/file", "no file goes with the next message"),
+        ("/file -d a.txt", "error: a.txt does not wait for the next message: /file lists those that do"),
         ("/file nowhere.txt", "error: nowhere.txt: No such file or directory"),
         ("/file /dev/zero", "error: /dev/zero: not a file"),
         ("/file /", "error: /: not a file"),
@@ -119,6 +124,27 @@ def test_what_cannot_be_done_is_one_line(do: Do, line: str, said: str) -> None:
     assert lines[0] == "Hello! How can I help you?"
     assert len(lines) == 2
     assert lines[1].startswith(said)
+
+
+@pytest.mark.parametrize("text", ["/usr/bin", "/* a comment */", "/", "//", "/etc/hosts is a file", "1/2", '"""/clear"""', ""])
+def test_what_is_no_command_is_a_text(text: str) -> None:
+    """A slash and letters, digits, - and _ are one; a path, or what is quoted, is not."""
+    assert TABLE.parse(text) is None
+    assert not is_command(text)
+
+
+def test_a_command_is_read_at_once_whatever_it_takes() -> None:
+    """Also with more white space in it than anybody types."""
+    parsed = TABLE.parse("/system a" + " " * 500_000 + "b ")
+    assert parsed is not None
+    assert (parsed[0].name, len(parsed[1])) == ("/system", 500_002)
+
+
+@pytest.mark.parametrize("space", [" ", "\t", "\n", "  \n "])
+def test_what_a_command_takes_may_be_of_many_lines(chat: Chat, do: Do, space: str) -> None:
+    """As it is pasted."""
+    do(f"/system{space}You are nice.\nAnd brief. ")
+    assert chat.conversation.system == "You are nice.\nAnd brief."
 
 
 def test_settings_hold_for_the_answers_that_follow(chat: Chat, do: Do) -> None:
@@ -167,6 +193,17 @@ def test_another_model_goes_on_with_the_texts(chat: Chat, do: Do, tmp_path: Path
     assert len(chat.conversation.history.turns) == 3
 
 
+def test_no_branch_keeps_tokens_of_another_model(chat: Chat, do: Do, tmp_path: Path) -> None:
+    """They would be beyond its vocabulary, or say something else; until it has evaluated something nothing has drifted."""
+    write_model(tmp_path / "tiny")
+    chat.conversation.options["max_tokens"] = 3
+    lines = do("My name is Ana.", "/branch b", f"/model {tmp_path / 'tiny'}", "/stats", "/switch main", "Hello!")
+    assert not [line for line in lines if line.startswith("error")]
+    assert "history    exact; drift from the template: not known" in lines
+    assert len(chat.conversation.history.turns) == 2
+    assert chat.conversation.asked.tokens == chat.runner.tokenizer.encode(chat.conversation.asked.text)
+
+
 def test_a_text_file_goes_into_the_message(chat: Chat, do: Do, tmp_path: Path) -> None:
     """With /file before it, so that it is evaluated while one types; with @ behind it."""
     (tmp_path / "note.txt").write_text("My name is Ana.\n```\nx\n```")
@@ -179,15 +216,48 @@ def test_a_text_file_goes_into_the_message(chat: Chat, do: Do, tmp_path: Path) -
         f"And @{tmp_path}/note.txt here?",
         "and @home?",
         "or @no/such.txt",
+        f'both @"{tmp_path}/two words.txt" and @"{tmp_path}/two words.txt" and @"no such"',
     )
     users = [turn.user for turn in chat.conversation.history.turns]
     quoted = f"{tmp_path}/note.txt:\n````\nMy name is Ana.\n```\nx\n```\n````\n"
     assert users[0] == f"{quoted}\nWhat is in it?"
     assert users[1].startswith(f"{tmp_path}/two words.txt:\n```\nspaces\n```\n\nAnd @")
     assert users[1].endswith(f"here?\n\n{quoted}".rstrip("\n"))
-    assert users[2:] == ["and @home?", "or @no/such.txt"]
+    assert users[2:4] == ["and @home?", "or @no/such.txt"]
+    assert users[4].endswith(f'and @"no such"\n\n{tmp_path}/two words.txt:\n```\nspaces\n```')
+    assert users[4].count("\nspaces\n") == 1
     assert f"{tmp_path}/note.txt (25 B) goes with the next message" in lines
     assert "no such file: no/such.txt; sent as it is" in lines
+    assert "no such file: no such; sent as it is" in lines
+
+
+def test_clearing_is_offered_only_where_it_makes_room(chat: Chat, do: Do, tmp_path: Path) -> None:
+    """Not for a message that is too long by itself, nor for one that is no text; files that wait are named first."""
+    chat.conversation.options = {"overflow": "stop", "max_tokens": 3}
+    (tmp_path / "a.txt").write_text("word " * 600)
+    too_long, damaged, due_to_turns, *_, with_files = do(
+        "word " * 3000, "half \udc80", "word " * 800, "word " * 800, f"/file {tmp_path}/a.txt", "Hello!"
+    )[1:]
+    assert too_long.endswith("with a longer --context")
+    assert damaged.startswith("error: ")
+    assert "/clear" not in damaged
+    assert due_to_turns.endswith("; /undo takes turns back, /clear all of them")
+    assert with_files.endswith("; /file -d drops the files that wait")
+
+
+def test_files_that_wait_are_listed_and_dropped(chat: Chat, do: Do, tmp_path: Path) -> None:
+    """So that what does not fit costs no conversation; a file waits once, as it was last."""
+    first, second = tmp_path / "a b.txt", tmp_path / "c.txt"
+    first.write_text("abc")
+    second.write_text("word " * 990)
+    lines = do("My name is Ana.", f"/file {first}", f"/file {second}", f"/file {first}", "word " * 600, "/file")
+    waiting = [f"{first} (3 B) goes with the next message", f"{second} (4.95 kB) goes with the next message"]
+    assert lines[1:6] == [waiting[0], *waiting, *waiting]
+    assert lines[6].startswith("error: the prompt has")
+    assert lines[7:] == waiting
+    assert do(f"/file -d {second}") == waiting[:1]
+    assert do("/file -d", "What is my name?") == ["Your name is Ana.", "no file goes with the next message"]
+    assert len(chat.conversation.history.turns) == 2
 
 
 @pytest.mark.parametrize(
@@ -235,6 +305,14 @@ def test_exports_are_whole_private_and_overwrite_nothing(chat: Chat, do: Do, tmp
     assert sorted(path.name for path in tmp_path.iterdir()) == ["talk.json", "talk.md"]
 
 
+def test_a_name_that_begins_like_a_flag_is_a_name(do: Do, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It forces nothing, and is whole."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "inal.md").write_text("mine")
+    assert do("Hello!", "/export -final.md")[-1] == "1 turn written to -final.md"
+    assert (tmp_path / "inal.md").read_text() == "mine"
+
+
 def test_copy_says_by_what(chat: Chat, do: Do, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first program that works gets the answer without its thinking; with none of them, and no terminal, it is an error."""
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -248,6 +326,9 @@ def test_copy_says_by_what(chat: Chat, do: Do, tmp_path: Path, monkeypatch: pyte
     chat.conversation.history.turns[-1] = replace(chat.conversation.history.turns[-1], answer="<think>x</think>\n\nHow é?")
     assert do("/copy") == ["copied 6 characters with xclip"]
     assert (tmp_path / "copied").read_text() == "How é?"
+    chat.conversation.answer_with(0, "Write </think> at the end.")
+    do("/copy")
+    assert (tmp_path / "copied").read_text() == "Write </think> at the end."
 
 
 def test_a_terminal_can_be_the_clipboard(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -260,14 +341,51 @@ def test_a_terminal_can_be_the_clipboard(monkeypatch: pytest.MonkeyPatch, capsys
     assert base64.b64decode(code[1]).decode() == "How é?"
 
 
+def interactive(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+    chat.interactive = True
+    monkeypatch.setattr("mlxrunner.chat.repl.unseen_typing", nullcontext)
+
+
+@pytest.mark.parametrize("text", ["My name is Ana. ", '"""/clear"""', '"""x""" is a docstring', "two\nlines\n"])
+def test_an_edit_that_changes_nothing_drops_nothing(chat: Chat, do: Do, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """Whatever white space or quotes the text begins or ends with."""
+    interactive(chat, monkeypatch)
+    do(text, "I have a dog.")
+    before = list(chat.conversation.history.turns)
+
+    class Enter(Typist):
+        def read(self, idle: Any, default: str = "") -> str:
+            return default or super().read(idle)
+
+    chat.reader = Enter(["/edit 1", "/edit 2"])
+    chat.run(TABLE)
+    assert chat.conversation.history.turns == before
+
+
+def test_files_go_into_a_message_that_is_edited(chat: Chat, do: Do, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that wait and those that it names; once, however often it is edited, and none that a file of it names."""
+    interactive(chat, monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "note.txt").write_text("My name is Ana.\n@other.py and @no/such.txt")
+    (tmp_path / "other.py").write_text("x = 1")
+    (tmp_path / "last.txt").write_text("last")
+    chat.conversation.options["max_tokens"] = 3
+    note = "note.txt:\n```\nMy name is Ana.\n@other.py and @no/such.txt\n```"
+    do("Hello!", "I have a dog.", "/file last.txt", "/edit 1", "See @note.txt!")
+    (turn,) = chat.conversation.history.turns
+    assert turn.user == f"last.txt:\n```\nlast\n```\n\nSee @note.txt!\n\n{note}"
+    assert chat.attachments.texts == {}
+    assert not any("no such file" in line for line in do("/edit 1", turn.user.replace("See", "Read")))
+    assert chat.conversation.history.turns[0].user == turn.user.replace("See", "Read")
+
+
 def test_an_edit_or_retry_that_is_interrupted_brings_the_turn_back(chat: Chat, do: Do, monkeypatch: pytest.MonkeyPatch) -> None:
     """No work is lost, neither by Ctrl-C in the prefill nor by an error."""
     do("My name is Ana.", "I have a dog.")
     before = list(chat.conversation.history.turns)
     lines = do("/retry max_tokens=0")
     assert lines[-1].startswith("error: max_tokens: 0 is out of range")
-    chat.interactive = True
-    monkeypatch.setattr("mlxrunner.chat.repl.unseen_typing", nullcontext)
+    interactive(chat, monkeypatch)
     for text in ("word " * 3000, ""):
         do("/edit 1", text)
         assert chat.conversation.history.turns == before

@@ -179,6 +179,59 @@ def test_a_template_that_rewrites_answers_survives_a_full_context() -> None:
     assert len(rendered) < 200
 
 
+def test_a_message_that_fails_costs_no_older_turn() -> None:
+    """The turns that would have had to give room for it are still said to the model."""
+    runner = Runner.load("demo", reserve=False)
+    conversation = Conversation(runner, policy="template")
+    say(conversation, "My name is Ana.")
+    with pytest.raises(ContextLengthError):
+        conversation.send("word " * 3000)
+    assert conversation.history.first == 0
+    assert say(conversation, "What is my name?") == "Your name is Ana."
+
+
+def test_an_answer_that_is_stopped_is_counted() -> None:
+    """What it reused and evaluated is that of a turn; one that is taken back is none."""
+    conversation = endless(oracle_runner())
+    for _ in range(2):
+        answer = conversation.send("hello")
+        for _ in range(4):
+            next(answer)
+        answer.close()  # type: ignore[attr-defined]
+    conversation.send("never begun").close()  # type: ignore[attr-defined]
+    first, second = conversation.usages
+    assert (first.outcome, first.completion_tokens) == ("miss", 4)
+    assert (second.outcome, second.completion_tokens) == ("hit", 4)
+    assert second.cached_tokens == first.prompt_tokens + 4
+
+
+def test_drafts_that_are_given_up_are_not_counted_as_evaluated_ahead() -> None:
+    """Only what the message that is sent has of them."""
+    runner = oracle_runner()
+    conversation = endless(runner, max_tokens=3)
+    say(conversation, "hello")
+    before = len(runner.entry.tokens)
+    conversation.evaluate("a long draft that is given up in the end", lambda: False)
+    shared = len(conversation.speller.draft(conversation.history, None, "").tokens)
+    say(conversation, "short")
+    assert conversation.usages[-1].cached_tokens == shared
+    assert conversation.evaluated_ahead == shared - before
+    say(conversation, "more")
+    assert conversation.evaluated_ahead == 0
+
+
+def test_an_entry_that_was_put_in_place_is_not_counted_as_evaluated_ahead() -> None:
+    """As when a session is loaded after something was evaluated."""
+    runner = oracle_runner()
+    conversation = endless(runner, max_tokens=3)
+    conversation.evaluate("", lambda: False)
+    runner.reset()
+    runner.evaluate(conversation.speller.spell(conversation.history, None, "hello").tokens)
+    say(conversation, "hello")
+    assert conversation.evaluated_ahead == 0
+    assert conversation.usages[-1].outcome == "hit"
+
+
 def test_an_answer_of_repeated_tokens_is_kept_whole_over_a_shift() -> None:
     """Nothing is lost or doubled where the entry was moved."""
     runner = Runner.load("demo", context=60, reserve=False)

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import os
 import stat
+import time
 from pathlib import Path
 
 import pytest
+from prompt_toolkit.application import create_app_session
 from prompt_toolkit.completion import CompleteEvent
 from prompt_toolkit.document import Document
+from prompt_toolkit.input import create_pipe_input
+from prompt_toolkit.output import DummyOutput
 
-from mlxrunner.chat.editor import ChatCompleter, PrivateHistory, is_open, unquoted
+from mlxrunner.chat.ahead import Draft
+from mlxrunner.chat.commands import is_open, quoted, unquoted
+from mlxrunner.chat.editor import ChatCompleter, Editor, PrivateHistory
 from mlxrunner.chat.start import commands
 
 
@@ -43,8 +49,38 @@ def test_paths_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.chdir(tmp_path)
     assert completions(f"/file {tmp_path}/no") == ["tes.txt"]
     assert completions("/export no") == ["tes.txt"]
-    assert completions("what is in @no") == ["tes.txt"]
+    assert completions("/export -f no") == ["tes.txt"]
+    assert completions("what is in @no") == ["@notes.txt"]
     assert completions("what is in no") == []
+
+
+def test_a_path_with_spaces_is_completed_in_quotes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which a folder leaves open, as it is gone on with."""
+    (tmp_path / "my notes").mkdir()
+    (tmp_path / "my notes" / "of may.txt").touch()
+    monkeypatch.chdir(tmp_path)
+    assert completions("read @my") == ['@"my notes']
+    assert completions('read @"my notes/') == ['@"my notes/of may.txt"']
+    assert completions('read @"my notes/of m') == ['@"my notes/of may.txt"']
+    assert completions('read @"my notes/of may.txt" and') == []
+
+
+def test_a_second_interrupt_leaves_no_line_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that comes while the first is still ending the line: the next line is read all the same."""
+    with create_pipe_input() as keys, create_app_session(input=keys, output=DummyOutput()):
+        editor = Editor(commands(), lambda name: [])
+
+        def interrupt(*arguments: object) -> None:
+            while not editor._session.app.is_running:
+                time.sleep(0.01)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr("threading.Thread.join", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                editor.read(interrupt)
+        keys.send_text("hello\r")
+        assert editor.read(Draft.wait_until_over) == "hello"
 
 
 @pytest.mark.parametrize(
@@ -64,6 +100,13 @@ def test_quotes_hold_several_lines_together(text: str, open_: bool, sent: str) -
     """Only at the beginning of a text."""
     assert is_open(text) == open_
     assert unquoted(text) == sent
+
+
+@pytest.mark.parametrize("text", ["hello", "two\nlines ", '"""x""" is a docstring', '"""all of it"""', ' """ open'])
+def test_what_is_quoted_for_editing_is_the_same_text_again(text: str) -> None:
+    """Also where it begins with quotes of its own."""
+    assert unquoted(quoted(text)) == text
+    assert not is_open(quoted(text))
 
 
 def test_history_keeps_texts_whole_and_private(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from mlxrunner.chat.keys import interruptible, orderly_end
+from mlxrunner.chat.keys import interruptible, orderly_end, uninterrupted
 
 
 def press() -> None:
@@ -32,6 +32,17 @@ def test_more_of_them_do_nothing_once_the_first_was_seen() -> None:
         assert interrupted()
         press()
         press()
+
+
+def test_what_must_not_be_interrupted_is_not() -> None:
+    """The interrupt comes when it is over; without one nothing does."""
+    done = []
+    with pytest.raises(KeyboardInterrupt), uninterrupted():
+        press()
+        done.append(True)
+    assert done
+    with uninterrupted():
+        pass
 
 
 def test_afterwards_it_is_as_it_was() -> None:

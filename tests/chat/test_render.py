@@ -12,6 +12,7 @@ from rich.console import Console
 
 from mlxrunner.chat.markdown import StreamedMarkdown
 from mlxrunner.chat.render import ThinkingApart, wrapped
+from mlxrunner.terminal import visible
 
 TEXT = """# A title
 
@@ -79,6 +80,28 @@ def test_markdown_shows_everything_that_was_written(monkeypatch: pytest.MonkeyPa
     assert "Some words with code, strong ones" in lines
     assert "and a line of its own. <div> & x < y" in lines
     assert lines[lines.index(" • one") - 2 :][:2] == ["and a line of its own. <div> & x < y", ""]
+
+
+def test_an_image_shows_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in a link, and without a text of its own."""
+    text = "See ![a *cat*](http://example.org/cat.png), ![](http://example.org/dog.png) [![x](http://example.org/y)](http://example.org/z)"
+    assert drawn(text, (200, 5), 1000, monkeypatch) == [
+        "See a *cat* (http://example.org/cat.png), (http://example.org/dog.png) x (http://example.org/y) (http://example.org/z)"
+    ]
+
+
+@pytest.mark.parametrize("entity", ["&#x202e;", "&#x2066;", "&rlm;", "&#xe0041;", "&#8238;"])
+@pytest.mark.parametrize(
+    "text", ["a{}b", "**a{}b**", "[a{}b](http://x.org/{})", "![a{}b](x{})", "| a{}b |\n|---|\n| c |", "# a{}b"]
+)
+def test_an_entity_cannot_hide_or_reorder_text(text: str, entity: str) -> None:
+    """Wherever it stands; so does an address."""
+    out = io.StringIO()
+    view = StreamedMarkdown(Console(file=out, force_terminal=False, width=200))
+    view.write(text.replace("{}", entity) + " <http://x.org/%E2%80%AE>")
+    view.close()
+    assert out.getvalue() == visible(out.getvalue())
+    assert "a\\" in out.getvalue() or "a&" in out.getvalue()
 
 
 def test_a_block_that_is_higher_than_the_screen_is_whole_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:

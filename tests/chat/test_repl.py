@@ -51,15 +51,24 @@ def test_commands_work_in_a_pipe_and_talk_on_stderr() -> None:
     assert re.fullmatch(r"           .* used, .* allocated", notes[9])
     assert notes[10] == "history    exact; drift from the template: none"
     assert notes[11].startswith("cleared: ")
-    assert notes[12] == "no such command: /nonsense (/help lists them)"
+    assert notes[12] == "error: no such command: /nonsense (/help lists them)"
     assert any(note.startswith("/clear") for note in notes[13:])
 
 
+def test_a_mistyped_command_in_a_pipe_is_an_error() -> None:
+    """With its exit code; so is one that takes nothing and got something."""
+    for line in ("/clera", "/stats2", "/clear the table please"):
+        result = piped(f"{line}\n")
+        assert (result.returncode, result.stdout) == (2, "")
+
+
 def test_a_path_is_not_a_command() -> None:
-    """Everything that is not a command is sent."""
-    result = piped("/usr/bin is a folder\n")
-    assert "no such command" not in result.stderr
-    assert result.stdout.strip()
+    """Everything that is not a command is sent, and so is what is quoted."""
+    result = piped('/usr/bin is a folder\n"""/clear"""\n/show\n')
+    assert result.returncode == 0
+    assert len(result.stdout.splitlines()) == 2
+    assert result.stderr.splitlines()[-4].endswith("user      /usr/bin is a folder")
+    assert result.stderr.splitlines()[-2].endswith("user      /clear")
 
 
 def test_an_error_in_a_pipe_is_a_line_and_an_exit_code() -> None:

@@ -86,6 +86,43 @@ def test_thinking_is_left_out_while_the_user_reads(opens: bool) -> None:
     assert "think>" not in conversation.history.spelling.text
 
 
+class Harmony(ByteTokenizer):
+    """The template of gpt-oss in short: an answer is a message of its own in the channel "final", and may not name its channel."""
+
+    def render(self, messages: Any, *, add_generation_prompt: bool = True, **variables: Any) -> str:
+        text = ""
+        for message in messages:
+            is_answer = message["role"] == "assistant"
+            assert not is_answer or "<|channel|>" not in message["content"]
+            text += f"<|start|>{message['role']}{'<|channel|>final' * is_answer}<|message|>{message['content']}<|end|>"
+        return text + "<|start|>assistant" * add_generation_prompt
+
+
+def test_thinking_that_is_a_message_of_its_own_is_left_out_too() -> None:
+    """The template is given the answer proper, every turn goes on, and each is a full hit."""
+    conversation, script = talk(Harmony())
+    analysis, end, final = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant", "<|channel|>final<|message|>"
+    evaluated = 0
+    for number, thought in enumerate((f"{analysis}hmm{end}", "", f"{analysis}x{end}")):
+        say(conversation, script, f"question {number}", f"{thought}{final}Answer {number}.")
+        assert conversation.usages[-1].cached_tokens == evaluated
+        evaluate_while_reading(conversation)
+        evaluated = len(conversation.runner.entry.tokens)
+        assert is_spelled(conversation)
+    seen = conversation.runner.tokenizer.decode(list(conversation.runner.entry.tokens))
+    turns = [f"<|start|>user<|message|>question {n}<|end|><|start|>assistant{final}Answer {n}.<|end|>" for n in range(3)]
+    assert seen == "".join(turns) + "<|start|>user<|message|>"
+    assert [message["content"] for message in conversation.messages[1::2]] == ["Answer 0.", "Answer 1.", "Answer 2."]
+    drift = conversation.drift()
+    assert drift is not None
+    assert drift.kind == "none"
+    conversation.answer_with(1, "Changed.")
+    assert (
+        conversation.history.spelling.text
+        == "".join([turns[0], turns[1].replace("Answer 1.", "Changed.")]) + "<|start|>user<|message|>"
+    )
+
+
 def test_thinking_is_kept_on_demand() -> None:
     """Nothing is rewound; the drift says what the template would have left out."""
     conversation, script = talk(keep_thinking=True)
@@ -201,10 +238,22 @@ def test_going_back_keeps_the_tokens_before() -> None:
         ("", "Hello <think> is a tag </think>", "", "Hello <think> is a tag </think>"),
         ("", "  <think>never ended", "never ended", ""),
         ("", "[THINK]a[/THINK]b", "a", "b"),
+        ("", "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b", "a", "b"),
+        ("", "<|channel|>final<|message|>b", "", "b"),
         ("", "<thi", "", "<thi"),
         ("", "", "", ""),
     ],
-    ids=["model opens", "template opens", "later", "unfinished", "other tags", "half a tag", "nothing"],
+    ids=[
+        "model opens",
+        "template opens",
+        "later",
+        "unfinished",
+        "other tags",
+        "channels",
+        "no analysis",
+        "half a tag",
+        "nothing",
+    ],
 )
 def test_thinking_is_told_from_the_answer_however_it_is_cut(prompt: str, answer: str, thought: str, said: str) -> None:
     """Piece by piece of every length."""
@@ -219,7 +268,8 @@ def test_thinking_is_told_from_the_answer_however_it_is_cut(prompt: str, answer:
 def test_an_answer_without_its_thinking() -> None:
     """For the clipboard and for the next turn."""
     assert without_thinking("<think>a</think>\n\nb") == "b"
-    assert without_thinking("a</think>\n\nb") == "b"
+    assert without_thinking("a</think>\n\nb", "assistant: <think>\n") == "b"
+    assert without_thinking("Write </think> at the end.") == "Write </think> at the end."
     assert without_thinking("<think>a") == ""
     assert without_thinking("b <think>a</think>") == "b <think>a</think>"
     assert has_thinking("a</think>b")

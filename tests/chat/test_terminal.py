@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import random
 import re
@@ -17,6 +18,9 @@ import pexpect
 import pytest
 
 import mlxrunner
+from mlxrunner.chat.start import commands
+from mlxrunner.sessions.commands import Saving
+from mlxrunner.sessions.store import Sessions
 from mlxrunner.tokenizer import Message, load_tokenizer
 
 DEMO = Path(mlxrunner.__file__).parent / "models" / "demo"
@@ -118,7 +122,7 @@ def test_line_editing(open_screen: Any, tmp_path: Path) -> None:
     screen.until(">>> /explain")
     screen.child.send("\r")
     screen.until("prompt tokens were reused").prompt()
-    assert screen.say("/clera") == "no such command: /clera (did you mean /clear? /help lists them)"
+    assert screen.say("/clera") == "error: no such command: /clera (did you mean /clear? /help lists them)"
     (tmp_path / "a long name.txt").write_text("My dog is called Rex.")
     screen.child.send(f"/file {tmp_path}/a lo{TAB}")
     screen.until("a long name.txt")
@@ -239,6 +243,88 @@ def test_what_is_typed_during_an_answer_waits_for_the_next_prompt(open_screen: A
     assert screen.shown.count("/show") == 1
 
 
+def marks_pastes(screen: Any) -> bool:
+    """Whether the terminal was last told to say what is pasted."""
+    return bool(screen.raw.rfind("\x1b[?2004h") > screen.raw.rfind("\x1b[?2004l"))
+
+
+def test_what_is_pasted_during_an_answer_is_one_text(open_screen: Any, tmp_path: Path) -> None:
+    """Of as many lines as it has, which wait for Enter."""
+    script = tmp_path / "slow.py"
+    script.write_text(textwrap.dedent(SLOW).replace('"max_tokens": 400', '"max_tokens": 60'))
+    screen = open_screen(str(script), size=(200, 50))
+    screen.prompt()
+    screen.child.send("hello\r")
+    screen.until(lambda: len(screen.everything[-1]) > 3 and ">>>" not in screen.everything[-1])
+    assert marks_pastes(screen)
+    screen.child.send(f"{PASTE}line a\rline b\rline c{PASTED}")
+    screen.until(">>> line a\n... line b\n... line c")
+    screen.child.send(CTRL_C)
+    assert screen.leave() == 0
+    assert not marks_pastes(screen)
+
+
+def test_what_is_edited_cannot_drive_the_terminal(open_screen: Any) -> None:
+    """What hides or reorders text is shown, and stays in the text."""
+    screen = open_screen(*CHAT)
+    screen.say("My name is \u202eAna.")
+    screen.child.send("/edit 1\r")
+    screen.until(r">>> My name is \u202eAna.")
+    screen.child.send("\x7f!\r")
+    screen.until("to evaluate").prompt()
+    assert "user      My name is \\u202eAna!" in screen.say("/show")
+    assert "\u202e" not in screen.raw
+
+
+def test_every_command_works_in_a_terminal(open_screen: Any, tmp_path: Path) -> None:
+    """Typed one after the other, as a person would; a command that is new has to be typed here, too."""
+    (tmp_path / "note.txt").write_text("My cat is Tom.")
+    tokens = r"\d+ of \d+ tokens reused, \d+ to evaluate"
+    said = {
+        "/help": "(?s)/undo .*/bye  .*Ctrl-C stops",
+        "/system The user's name is Ana.": "system prompt: The user's name is Ana.",
+        "What is my name?": r"Your name is Ana\.",
+        "/set temperature 0.5": r"temperature = 0\.5",
+        "/show": r"(?s)sampling  temperature 0\.5.*system    The user's name is Ana.*2 assistant Your name is Ana",
+        "/set temperature default": r"temperature = 0\.0",
+        "/think hide": "thinking is hidden; it is as the template has it",
+        "/stats": "(?s)last turn  .*history    exact; drift from the template: none",
+        "/explain": r"\d+ of \d+ prompt tokens were reused and \d+ evaluated",
+        "/copy": r"copied 17 characters through the terminal \(OSC 52\), if it allows that",
+        f"/export {tmp_path}/talk.md": f"1 turn written to {tmp_path}/talk.md",
+        f"/file {tmp_path}/note.txt": r"note.txt \(14 B\) goes with the next message",
+        "/file -d": "no file goes with the next message",
+        "/save trip": r"saved as trip: 1 turn, \d+ tokens",
+        "/branch other": f"on branch other: {tokens}",
+        "/undo": f"1 turn taken back, 0 turns left: {tokens}",
+        "/switch main": f"on branch main, 1 turn: {tokens}",
+        "/retry temperature=0": rf"(?s){tokens}\nYour name is Ana\.",
+        "/edit": ">>> What is my name\\?$",  # which Ctrl-C then gives up
+        "/model demo": "model: demo, context of 2048 tokens",
+        "/clear": f"cleared: {tokens}",
+        "/load -f trip": "session trip: 1 turn, ",
+    }
+    typed = {text.split()[0] for text in said if text.startswith("/")}
+    assert typed | {"/bye"} == {command.name for command in commands(*Saving(Sessions(tmp_path)).commands)}
+    screen = open_screen(*CHAT, size=(140, 60), SSH_TTY="/dev/pts/0")
+    for text, answer in said.items():
+        if text == "/edit":
+            screen.child.send("/edit\r")
+            screen.until(lambda answer=answer: re.search(answer, screen.shown) is not None)
+            screen.child.send(CTRL_C)
+            screen.until("nothing changed").prompt()
+        else:
+            assert re.search(answer, screen.say(text)), text
+    copied = re.search("\x1b]52;c;(.*?)\a", screen.raw)
+    assert copied is not None
+    assert base64.b64decode(copied[1]) == b"Your name is Ana."
+    assert (tmp_path / "talk.md").read_text().endswith("## Assistant\n\nYour name is Ana.\n")
+    screen.child.send("/bye\r")
+    screen.child.expect(pexpect.EOF)
+    screen.child.close()
+    assert screen.child.exitstatus == 0
+
+
 @pytest.mark.parametrize("size", [(100, 30), (24, 8)], ids=["wide", "narrow"])
 def test_a_paste_of_5000_lines_is_one_message(open_screen: Any, size: tuple[int, int]) -> None:
     """It does not fit the context, which is said in one line; what was there before still is."""
@@ -249,7 +335,7 @@ def test_a_paste_of_5000_lines_is_one_message(open_screen: Any, size: tuple[int,
     screen.child.send(PASTE + "\r".join(lines) + PASTED)
     screen.until(lambda: screen.lines[-1].strip().endswith("line 4999"))
     screen.child.send("\r")
-    screen.until(lambda: "begins anew" in " ".join(screen.shown.split())).prompt()
+    screen.until(lambda: "a longer --context" in " ".join(screen.shown.split())).prompt()
     messages: list[Message] = [
         {"role": "user", "content": "My name is Ana."},
         {"role": "assistant", "content": "Nice to meet you."},
@@ -257,7 +343,9 @@ def test_a_paste_of_5000_lines_is_one_message(open_screen: Any, size: tuple[int,
     ]
     tokenizer = load_tokenizer(DEMO)
     tokens = len(tokenizer.encode(tokenizer.render(messages)))  # not a line of it was lost
-    assert f"error: the prompt has {tokens} tokens" in " ".join(" ".join(screen.everything[-12:]).split())
+    said = " ".join(" ".join(screen.everything[-12:]).split())
+    assert f"error: the prompt has {tokens} tokens" in said
+    assert "/clear" not in said
     assert screen.say("What is my name?") == "Your name is Ana."
     assert screen.leave() == 0
 
@@ -370,6 +458,8 @@ def test_a_killed_chat_leaves_the_terminal_as_it_was(open_screen: Any, tmp_path:
         screen.until(lambda: not screen.everything[-1].startswith(">>>"))
     os.kill(screen.child.pid, signal.SIGTERM)
     screen.child.expect(pexpect.EOF)
+    screen.raw += screen.child.before
+    assert not marks_pastes(screen)
     assert termios.tcgetattr(screen.child.child_fd)[:4] == before[:4]
     screen.child.close()
     assert screen.child.exitstatus == 128 + signal.SIGTERM
