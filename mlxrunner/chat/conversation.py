@@ -76,8 +76,10 @@ class Conversation:
 
     def answer_with(self, number: int, answer: str) -> None:
         """Put another answer into turn `number` (from 0), and drop the turns after it: the conversation goes on from there."""
-        turn, asked = self.history.turns[number], self.asked_for(number)
+        turn, asked, dropped = self.history.turns[number], self.asked_for(number), self.history.dropped
         self.history.cut(number)
+        if turn.begins is not None:  # the tokens stay as they are, and so does what they lack
+            self.history.dropped = dropped
         spelling = asked.and_then(answer, self.runner.tokenizer.encode_more(answer))
         self.history.add(Turn(turn.user, answer, asked.end), spelling)
         self.speller.settle(self.history, self.system, is_edited=True)

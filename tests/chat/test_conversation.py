@@ -318,3 +318,17 @@ def test_whatever_is_done_the_entry_is_exact_and_every_place_is_true(kinds: list
                     for r in (runner, oracle_runner(kinds))
                 )
                 assert warm == cold
+
+
+def test_an_edited_answer_behind_a_gap_is_known_to_lack_tokens() -> None:
+    """The first answer filled the context, so that its question lost tokens; what is saved would look damaged otherwise."""
+    conversation = Conversation(
+        oracle_runner(context=100), options={"max_tokens": 30, "stop_tokens": [], "overflow": "shift", "keep": 2}
+    )
+    say(conversation, "x" * 60)
+    assert conversation.history.dropped > 0
+    turn = conversation.history.turns[0]
+    conversation.answer_with(0, "no")
+    history, tokenizer = conversation.history, conversation.runner.tokenizer
+    spells = tokenizer.decode(history.spelling.tokens) == history.spelling.text
+    assert spells != bool(history.dropped), turn
