@@ -69,6 +69,7 @@ def usage_of(found: Lookup, clock: Clock, completion: int, **more: Any) -> Usage
         "prompt_tokens": found.prompt_tokens,
         "matched_tokens": found.matched,
         "cached_tokens": found.cached,
+        "ahead_tokens": found.ahead,
         "evaluated_tokens": found.prompt_tokens - found.cached,
         "completion_tokens": completion,
         "lost_tokens": found.lost,

@@ -365,7 +365,7 @@ class Runner:
         lookup: Lookup = session.lookup
         return usage_of(
             lookup, clock, answer.count,
-            trimmed_tokens=lookup.entry_tokens - lookup.cached, shifted_tokens=request.discarded + pipeline.shifted,
+            trimmed_tokens=lookup.entry_tokens - lookup.reused, shifted_tokens=request.discarded + pipeline.shifted,
             reevaluated_tokens=pipeline.reevaluated, prefill_s=pipeline.prefill_s, cache_bytes=entry.nbytes, used_bytes=entry.used_bytes,
             peak_bytes=mx.get_peak_memory(),
         )  # fmt: skip

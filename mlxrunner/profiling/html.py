@@ -68,10 +68,11 @@ def _cards(summary: Summary) -> str:
         (
             "Hit rate by token",
             percent(summary.hit_rate),
-            f"{number(tokens['cached'])} of {number(tokens['prompt'])} prompt tokens",
+            f"{number(tokens['saved'])} of {number(tokens['prompt'])} prompt tokens",
         ),
         ("Hit rate by request", percent(summary.request_hit_rate), counts),
         ("Tokens lost", number(tokens["lost"]), "evaluated, though they need not have been"),
+        *([("Evaluated in advance", number(tokens["ahead"]), "before their requests came")] if tokens["ahead"] else []),
         ("Time saved", seconds(summary.seconds["saved"]), "by what was reused, an estimate"),
         ("Prefill", rate(summary.prefill_rate), "over the tokens that were evaluated"),
         ("Decode", rate(summary.decode_rate), "without each answer's first token"),

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mlxrunner.cache.tokens import TokenArray, TokenBuffer
 from mlxrunner.errors import OptionError, VerifyError
@@ -25,9 +25,6 @@ from mlxrunner.profiling.event import as_line, event_of, logfmt
 from mlxrunner.profiling.identity import describe_layers, fingerprint, thinking_marks
 from mlxrunner.profiling.tokenlog import TokenLines
 from mlxrunner.profiling.writer import LineWriter
-
-if TYPE_CHECKING:
-    pass
 
 Sink = Callable[[dict[str, Any]], None]
 """Is given each event."""
@@ -101,7 +98,7 @@ class Profile:
             return
         event = event_of(observed, self._identity, self.number)
         if "prefill_step" not in self._settings or observed.lookup.entry_tokens != self._entry_tokens:
-            self._divergences.forget()  # the entry is not what the last request left: others shared it, or it went on in advance
+            self._divergences.forget()  # the entry is not what the last request left: others shared it, or it was taken back
         event["divergence"] = self._divergences.describe(observed.prepared, observed.prompt, observed.lookup)
         self._divergences.follow(observed.prepared)
         self._entry_tokens = len(observed.entry)
@@ -145,7 +142,7 @@ class Profile:
             for begin, end, count in observed.chunks:
                 self._curve.add(at, at + count, end - begin)
                 at += count
-        seconds = self._curve.seconds(observed.usage.cached_tokens, step)
+        seconds = self._curve.seconds(observed.lookup.reused, step)
         return None if seconds is None else round(seconds, 7)
 
     def _is_chosen(self, observed: Observation) -> bool:

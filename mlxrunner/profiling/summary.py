@@ -16,6 +16,7 @@ from typing import Any
 from mlxrunner.profiling.tally import Bin, Loss, Miss, Sample, Timeline, Times, by_tokens
 
 Event = Mapping[str, Any]
+COUNTED = ("prompt", "matched", "cached", "ahead", "saved", "evaluated", "lost", "completion")
 OUTCOMES = ("hit", "partial", "miss")
 SAMPLES = 1500
 COSTLIEST = 10
@@ -62,8 +63,8 @@ class Summary:
 
     @property
     def hit_rate(self) -> float:
-        """Share of all prompt tokens that were reused."""
-        return self.tokens["cached"] / self.tokens["prompt"] if self.tokens["prompt"] else 0.0
+        """Share of all prompt tokens that were reused; what was evaluated in advance was not."""
+        return self.tokens["saved"] / self.tokens["prompt"] if self.tokens["prompt"] else 0.0
 
     @property
     def request_hit_rate(self) -> float:
@@ -92,7 +93,7 @@ class Summary:
             "last_time": self.last_time or None,
             "hit_rate": self.hit_rate,
             "request_hit_rate": self.request_hit_rate,
-            "tokens": {name: self.tokens[name] for name in ("prompt", "matched", "cached", "evaluated", "lost", "completion")},
+            "tokens": {name: self.tokens[name] for name in COUNTED},
             "saved_s": self.seconds["saved"],
             "prefill_rate": self.prefill_rate,
             "decode_rate": self.decode_rate,
@@ -111,7 +112,7 @@ class Summary:
         }
 
     def _add_counts(self, event: Event) -> None:
-        for name in ("prompt", "matched", "cached", "evaluated", "lost", "completion"):
+        for name in COUNTED:
             self.tokens[name] += event[f"{name}_tokens"]
         self.outcomes[event["outcome"]] += 1
         self.finishes[event["finish"]] += 1
@@ -154,10 +155,10 @@ class Summary:
         push(self._misses, (miss.order, self.requests, miss))
 
     def _add_bin(self, event: Event) -> None:
-        lost = min(event["lost_tokens"], event["evaluated_tokens"])
+        lost, evaluated = event["lost_tokens"], event["evaluated_tokens"] + event["ahead_tokens"]
         self.timeline.add(
             Bin(
-                event["time"], 1, event["matched_tokens"], event["cached_tokens"], lost, event["evaluated_tokens"] - lost,
+                event["time"], 1, event["matched_tokens"], event["saved_tokens"], lost, evaluated - lost,
                 event["used_bytes"], event["cache_bytes"], event["peak_bytes"],
             )
         )  # fmt: skip
