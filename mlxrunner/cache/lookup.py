@@ -107,7 +107,8 @@ def explained(
     elif found.limited_by and matched:
         reason, lost = "rewind_limited", min(matched, most) - found.reused
     elif loss is not None and matched == before and (before == 0 if loss.reason != "interrupted" else missing > 0):
-        reason, by, lost = loss.reason, loss.by, max(missing, 0)
+        # What an interrupt has left out had to be evaluated anyway.
+        reason, by, lost = loss.reason, loss.by, max(missing, 0) if loss.reason != "interrupted" else 0
     elif before == 0:
         reason = "empty"
     elif matched < min(found.prompt_tokens, before):

@@ -61,7 +61,6 @@ _ALL = (
     Reason(
         "interrupted",
         "the request before it was ended before its prompt was evaluated, so the rest of it was missing",
-        "let a prefill finish whose prompt comes again; the chunks that were finished are reused in any case",
     ),
     Reason(
         "verify_failed",

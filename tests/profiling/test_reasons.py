@@ -46,7 +46,9 @@ def test_the_list_is_the_schema_s_and_has_a_sentence_each() -> None:
     assert [*REASONS, None] == properties["reason"]["enum"]
     assert [*PARTS, None] == event_schema()["$defs"]["side"]["properties"]["part"]["enum"]
     assert all(reason.sentence for reason in REASONS.values())
-    assert [name for name, reason in REASONS.items() if not reason.remedy] == ["empty", "prompt_shorter", "restored"]
+    assert [name for name, reason in REASONS.items() if not reason.remedy] == [
+        "empty", "prompt_shorter", "interrupted", "restored",
+    ]  # fmt: skip
 
 
 def test_empty_and_prompt_shorter(events: Path, lines: Lines) -> None:
@@ -149,7 +151,7 @@ def test_model_changed_and_options_changed(events: Path, lines: Lines) -> None:
 
 
 def test_interrupted(events: Path, lines: Lines) -> None:
-    """Ctrl-C in a prefill: the next time, the rest of the prompt is what was lost."""
+    """Ctrl-C in a prefill: what was finished counts as evaluated, and the rest, which had to be evaluated anyway, is not lost."""
     runner, profile = oracle_runner(prefill_step=8), Profile(events=events)
     profile.attach(runner)
     prompt = list(range(1, 41))
@@ -166,7 +168,13 @@ def test_interrupted(events: Path, lines: Lines) -> None:
     assert (stopped["finish"], stopped["completion_tokens"], stopped["entry_tokens_after"]) == ("interrupted", 0, 16)
     assert (stopped["ttft_s"], stopped["decode_s"], stopped["prefill_s"]) == (None, None, None)
     assert [span["tokens"] for span in stopped["spans"] if span["name"] == "prefill"] == [8, 8]
-    assert (event["reason"], event["cached_tokens"], event["lost_tokens"]) == ("interrupted", 16, 39 - 16)
+    assert (stopped["evaluated_tokens"], stopped["lost_tokens"]) == (16, 0)
+    assert (event["reason"], event["cached_tokens"], event["evaluated_tokens"], event["lost_tokens"]) == (
+        "interrupted",
+        16,
+        24,
+        0,
+    )
     assert later["reason"] == "diverged"
     assert explain(event).startswith("the request before it was ended before its prompt was evaluated")
 
@@ -207,7 +215,8 @@ def test_interrupted_in_a_terminal(events: Path, lines: Lines) -> None:
     assert (stopped["finish"], stopped["completion_tokens"]) == ("interrupted", 0)
     assert again["reason"] == "interrupted"
     assert again["cached_tokens"] == stopped["entry_tokens_after"]
-    assert again["lost_tokens"] == again["prompt_tokens"] - 1 - again["cached_tokens"]
+    assert stopped["evaluated_tokens"] == stopped["entry_tokens_after"] - stopped["cached_tokens"]
+    assert (again["outcome"], again["lost_tokens"]) == ("hit", 0)
     assert "was ended before its prompt was evaluated" in said(events)
 
 
@@ -235,10 +244,28 @@ def test_typing_ahead_hides_no_loss_in_a_terminal(events: Path, lines: Lines) ->
     assert second["ahead_tokens"] > 0
 
 
+def test_what_an_interrupted_request_lost_is_counted_once() -> None:
+    """It diverged, and evaluated 50 of 500; the next one evaluates the others, which nobody has evaluated before."""
+    runner, seen = oracle_runner(prefill_step=50, context=2000), []
+    Profile(sinks=[seen.append]).attach(runner)
+    list(runner.generate([1] * 1000, max_tokens=1))
+    prompt = [1] * 500 + [2] * 500
+
+    def press(done: int, total: int) -> None:
+        if done == 550:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        list(runner.generate(prompt, max_tokens=1, progress=press))
+    list(runner.generate(prompt, max_tokens=1))
+    counts = [(event["reason"], event["evaluated_tokens"], event["lost_tokens"]) for event in seen[1:]]
+    assert counts == [("diverged", 50, 50), ("interrupted", 450, 0)]
+
+
 def test_interrupted_before_anything_was_evaluated() -> None:
     """The entry is empty then, and that is why; for another prompt it is just empty."""
     runner = oracle_runner(prefill_step=64)
-    for prompt, reason, lost in (([1, 2, 3, 4], "interrupted", 3), ([5, 6], "empty", 0)):
+    for prompt, reason, lost in (([1, 2, 3, 4], "interrupted", 0), ([5, 6], "empty", 0)):
         runner.reset()
 
         def press(done: int, total: int) -> None:
