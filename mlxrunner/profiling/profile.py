@@ -7,7 +7,7 @@ is looked for) or the request is one of those that are verified.
 from __future__ import annotations
 
 import logging
-import math
+import random
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +34,8 @@ class Profile:
     """Attach it to a runner, and to the next one if another is loaded in the same process; close it at the end.
 
     `command`: as in the events. `events`, `tokens`: files to append events and the token log to. `log_text`: events show a few tokens'
-    text at a divergence. `verify`: this share of the warm requests (0 to 1) is run again cold. `sinks`: who else wants the events.
+    text at a divergence. `verify`: this share of the warm requests (0 to 1) is run again cold, as `chance` says; `eligible`, `verified` and
+    `failed` count them. `sinks`: who else wants the events.
     Every event is also logged, as one line of `logfmt`. OptionError for a file that can't be written, or a share out of range.
     """
 
@@ -47,12 +48,13 @@ class Profile:
         log_text: bool = False,
         verify: float = 0.0,
         sinks: Sequence[Sink] = (),
+        chance: Callable[[], float] = random.random,
     ) -> None:
         if not 0 <= verify <= 1:
             raise OptionError(f"verify_cache: {verify} is out of range, it has to be between 0 and 1")
         self.process, self.number = secrets.token_hex(4), 0
-        self.verified, self.failed = 0, 0
-        self._command, self._log_text, self._share, self._warm = command, log_text, verify, 0
+        self.eligible, self.verified, self.failed = 0, 0, 0
+        self._command, self._log_text, self._share, self._chance = command, log_text, verify, chance
         self._sinks = list(sinks)
         self._events = LineWriter(events) if events is not None else None
         self._tokens = LineWriter(tokens, first=self._process_line) if tokens is not None else None
@@ -81,6 +83,7 @@ class Profile:
             "process": self.process,
             "command": self._command,
             "model": runner.name,
+            "max_sequences": self._settings.get("max_sequences", 1),
             "fingerprint": fingerprint(runner.model, runner.facts, self._settings),
         }
         self._entry = TokenBuffer()
@@ -146,11 +149,11 @@ class Profile:
         return None if seconds is None else round(seconds, 7)
 
     def _is_chosen(self, observed: Observation) -> bool:
-        """Every so many warm requests, evenly: the n-th is one if the share makes a whole one of it."""
+        """That share of the requests that reused something, by chance: processes of one request each are chosen as often as others."""
         if not self._share or observed.logits is None or not observed.usage.cached_tokens:
             return False
-        self._warm += 1
-        return math.floor(self._warm * self._share + 1e-9) > math.floor((self._warm - 1) * self._share + 1e-9)
+        self.eligible += 1
+        return self._chance() < self._share
 
     def _verify(self, runner: Any, observed: Observation) -> dict[str, Any]:
         from mlxrunner.profiling.verify import Verifier, Warm

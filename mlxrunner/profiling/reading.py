@@ -17,6 +17,8 @@ from typing import Any
 from mlxrunner.errors import MlxrunnerError
 
 Check = Callable[[Any], bool]
+SLOWEST = 0.05
+"""Tokens per second, but for 0."""
 LONGEST_LINE = 64 * 2**20
 """Bytes; no line of ours comes near it."""
 
@@ -108,11 +110,12 @@ def _event_check() -> Check:
 
 
 def _adds_up(event: Mapping[str, Any]) -> bool:
-    """Whether the counts can be those of one prompt."""
+    """Whether the counts can be those of one prompt, and its rate one that was measured (they are rounded to tenths)."""
     prompt, cached, ahead, saved, evaluated, lost = (
         event[f"{name}_tokens"] for name in ("prompt", "cached", "ahead", "saved", "evaluated", "lost")
     )
-    return bool(saved + ahead == cached and cached + evaluated <= prompt and lost <= evaluated + ahead)
+    is_slow = 0 < (event["prefill_rate"] or 0) < SLOWEST
+    return bool(saved + ahead == cached and cached + evaluated <= prompt and lost <= evaluated + ahead and not is_slow)
 
 
 _TYPES: Mapping[str, Check] = {

@@ -45,6 +45,7 @@ class Summary:
         self.timeline = Timeline()
         self.samples: list[Sample] = []
         self.verified = self.unequal = 0
+        self.estimated = self.side_by_side = 0
         self._sampled = 0
         self._misses: list[tuple[tuple[float, int, str], int, Miss]] = []
         self._random = random.Random(0)
@@ -72,6 +73,11 @@ class Summary:
         return self.outcomes["hit"] / self.requests if self.requests else 0.0
 
     @property
+    def saved_s(self) -> float | None:
+        """Seconds that were saved in the `estimated` requests; None where there is none."""
+        return self.seconds["saved"] if self.estimated else None
+
+    @property
     def prefill_rate(self) -> float | None:
         """Tokens per second over the prompt tokens that were evaluated, of requests that had a first token."""
         return self.tokens["prefilled"] / self.seconds["prefill"] if self.seconds["prefill"] else None
@@ -94,7 +100,9 @@ class Summary:
             "hit_rate": self.hit_rate,
             "request_hit_rate": self.request_hit_rate,
             "tokens": {name: self.tokens[name] for name in COUNTED},
-            "saved_s": self.seconds["saved"],
+            "saved_s": self.saved_s,
+            "estimated": self.estimated,
+            "side_by_side": self.side_by_side,
             "prefill_rate": self.prefill_rate,
             "decode_rate": self.decode_rate,
             "profile_s": self.seconds["profile"],
@@ -120,6 +128,8 @@ class Summary:
         self.runs[event["run"]] += 1
 
     def _add_times(self, event: Event) -> None:
+        self.estimated += event["saved_s"] is not None
+        self.side_by_side += event["max_sequences"] > 1
         self.seconds["saved"] += event["saved_s"] or 0.0
         self.seconds["profile"] += event["profile_s"]
         self.seconds["total"] += event["total_s"]
@@ -142,15 +152,15 @@ class Summary:
         if reason is None:
             return
         rate = event["prefill_rate"]
-        seconds = tokens / rate if rate else 0.0
-        self.reasons.setdefault(reason, Loss()).add(tokens, seconds)
+        took = tokens / rate if rate else 0.0
+        self.reasons.setdefault(reason, Loss()).add(tokens, took)
         if not tokens:
             return
         place = place_of(event)
         if place not in self.places and len(self.places) >= MOST_PLACES:
             place = "elsewhere"
-        self.places.setdefault(place, Loss()).add(tokens, seconds)
-        miss = Miss(seconds, tokens, event["id"], event["time"], event["model"], event["outcome"], reason, place)
+        self.places.setdefault(place, Loss()).add(tokens, took)
+        miss = Miss(took, tokens, event["id"], event["time"], event["model"], event["outcome"], reason, place)
         push = heapq.heappush if len(self._misses) < COSTLIEST else heapq.heappushpop
         push(self._misses, (miss.order, self.requests, miss))
 

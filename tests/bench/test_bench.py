@@ -83,6 +83,7 @@ def test_quick_is_one_round_of_a_short_prompt() -> None:
     assert "rounds 1" in result.stdout
     assert "512" not in result.stdout
     assert result.stderr.splitlines()[0] == "bench: loading demo"
+    assert "rounds 2" in run("--quick", "--rounds", "2").stdout
 
 
 def test_ctrl_c_prints_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,17 @@ ORACLES = [["full"], ["full", "sliding"], ["recurrent", "full"], ["chunked"], ["
 SMALL: dict[str, Any] = {"prefill_step": 24, "rewind_slack": 10, "checkpoint_interval": 50}
 
 
+def nested(depth: int) -> dict[str, Any]:
+    """A layer in so many others."""
+    line: dict[str, Any] = dict.fromkeys(("window", "slack", "room")) | dict.fromkeys(
+        ("row_bytes", "checkpoint_rows", "checkpoint_fixed"), 0
+    )
+    line |= {"kind": "composite", "needs_checkpoints": False, "count": 1}
+    for _ in range(depth):
+        line = line | {"parts": [line]}
+    return line
+
+
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows that move, and checkpoints that come, every few tokens."""
@@ -295,8 +306,9 @@ def test_a_log_without_anything_to_replay_is_one_clear_line(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     "changes",
-    [{"prefill_step": 0}, {"checkpoint_interval": 0}, {"layers": [{}]}, {"layers": [7]}, {"thinking": [{"begin": "x"}]}, {"context": 0}],
-    ids=str,
+    [{"prefill_step": 0}, {"checkpoint_interval": 0}, {"layers": [{}]}, {"layers": [7]}, {"layers": [nested(440)]},
+     {"thinking": [{"begin": "x"}]}, {"context": 0}],
+    ids=lambda changes: str(changes)[:40],
 )  # fmt: skip
 def test_a_log_that_makes_no_sense_is_refused(log: Path, changes: dict[str, Any]) -> None:
     """Zero steps, broken layers: counted, never a crash or a hang."""
