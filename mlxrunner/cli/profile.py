@@ -108,6 +108,8 @@ def simulate(
     with _counter("requests") as progress:
         made = replay(sources(log), entries, intervals, slacks, progress)
     click.echo(json.dumps(made.as_dict())) if as_json else show_simulation(made, console(sys.stdout))
+    for line in made.idle:
+        click.echo(f"mlxrunner: {line}", err=True)
     if made.skipped.total():
         click.echo(f"mlxrunner: {skipped_words(made.skipped)}", err=True)
 
