@@ -205,7 +205,7 @@ class _Try:
             return
         for request in by_prefix(run.waiting):
             self.row.add(run.replay.run(request))
-        self._changed = self._changed or (run.rewriter is not None and run.rewriter.changed)
+        self._changed = self._changed or (run.rewriter is not None and run.rewriter.changed > 0)
 
 
 class _Run:
