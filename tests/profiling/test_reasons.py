@@ -119,6 +119,23 @@ def test_rewind_limited(tmp_path: Path, events: Path, lines: Lines) -> None:
     assert "--checkpoint-interval" in said(events)
 
 
+def test_rewind_limited_names_the_place_in_each_family(
+    family: Any, write_family: Callable[[Path, str], None], tmp_path: Path, events: Path, lines: Lines
+) -> None:
+    """Where the conversation was edited, and the layer that could not go back to there."""
+    write_model(tmp_path / "model", "mamba2", vocab_size=300)
+    config = (tmp_path / "model" / "config.json").read_bytes()
+    write_family(tmp_path / "model", family.name)
+    (tmp_path / "model" / "config.json").write_bytes(config)
+    command = ("chat", "-m", tmp_path / "model", "--max-tokens", 2, "--no-reserve", "--checkpoint-budget", 0, "--events", events)
+    run(*command, stdin="Dear old friend\n/clear\nDear you\n")
+    event = lines(events)[-1]
+    assert (event["reason"], event["rewind_limited_by"], event["cached_tokens"]) == ("rewind_limited", "recurrent", 0)
+    assert tuple(event["divergence"][name] for name in ("message", "role", "part")) == (0, "user", "text")
+    assert event["lost_tokens"] == event["matched_tokens"] == event["divergence"]["index"] > 0
+    assert "in the text of message 0 (user)" in said(events)
+
+
 def test_entry_freed(talk: Callable[..., Any], events: Path) -> None:
     """Given up by its owner; what it would have spared is known."""
     talking = talk("chatml")
