@@ -50,11 +50,12 @@ def table(conversation: Conversation, usages: Sequence[Usage]) -> Iterator[tuple
 
 def saved_seconds(usages: Sequence[Usage], step: int) -> float:
     """What evaluating the reused tokens would have taken, in chunks of `step`, as far as the prefills that were seen can tell."""
-    curve = PrefillCurve()
+    curve, saved = PrefillCurve(), 0.0
     for usage in usages:
         if usage.evaluated_tokens and not usage.reevaluated_tokens:
             curve.add(usage.cached_tokens, usage.cached_tokens + usage.evaluated_tokens, usage.prefill_s)
-    return sum(curve.seconds(usage.cached_tokens - usage.ahead_tokens, step) or 0.0 for usage in usages)
+        saved += curve.seconds(usage.cached_tokens - usage.ahead_tokens, step) or 0.0
+    return saved
 
 
 def explain(chat: Chat, argument: str) -> None:
