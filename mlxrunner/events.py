@@ -15,8 +15,9 @@ FinishReason = Literal["stop", "length"]
 class Usage:
     """Counts in tokens, times in seconds, sizes in bytes.
 
-    `matched_tokens`: longest common prefix with the entry; `cached_tokens`: those really reused; `evaluated_tokens`: prompt
-    tokens run through the model; `trimmed_tokens`: tokens dropped from the entry to get back to the cached ones. `ttft_s` runs
+    `matched_tokens`: longest common prefix with the entry, as the request before had left it; `cached_tokens`: those not evaluated now,
+    `ahead_tokens` of them because they had been evaluated in advance since then; `evaluated_tokens`: prompt tokens run through the model by
+    this request; `trimmed_tokens`: tokens dropped from the entry to get back to the cached ones. `ttft_s` runs
     from the request to the first token, `decode_s` from the first token to the last. `outcome`: "hit" (all that could be was reused),
     "partial" or "miss"; `reason` says why not more (see `mlxrunner.profiling.reasons`), `lost_tokens` how much more that would have been
     at most.
@@ -47,6 +48,7 @@ class Usage:
     cache_bytes: int
     peak_bytes: int
     lost_tokens: int = 0
+    ahead_tokens: int = 0
     used_bytes: int = 0
 
     @property

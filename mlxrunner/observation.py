@@ -64,14 +64,17 @@ def finish_of(reason: FinishReason | None, error: str | None) -> Finish:
 
 
 def usage_of(found: Lookup, clock: Clock, completion: int, **more: Any) -> Usage:
-    """What both kinds of runner count alike: what was found, and the times; `more`: the rest of Usage, or what is otherwise."""
+    """What both kinds of runner count alike: what was found, and the times; `more`: the rest of Usage, or what is otherwise (as
+    `evaluated_tokens` after an interrupted prefill: what was not evaluated was not lost either)."""
+    evaluated = more.get("evaluated_tokens", found.prompt_tokens - found.cached)
     counted: dict[str, Any] = {
         "prompt_tokens": found.prompt_tokens,
         "matched_tokens": found.matched,
         "cached_tokens": found.cached,
-        "evaluated_tokens": found.prompt_tokens - found.cached,
+        "ahead_tokens": found.ahead,
+        "evaluated_tokens": evaluated,
         "completion_tokens": completion,
-        "lost_tokens": found.lost,
+        "lost_tokens": min(found.lost, evaluated + found.ahead),
         "outcome": found.outcome,
         "reason": found.reason,
         "rewind_limited_by": found.limited_by,

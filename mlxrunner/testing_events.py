@@ -20,9 +20,10 @@ def example_event(**changes: Any) -> dict[str, Any]:
     tokens = [f"{number:08x}" for number in range(1, 16)]
     event: dict[str, Any] = {
         "schema": "mlxrunner/events", "version": 1, "id": "00000000002a", "time": _rfc3339(BEGIN), "process": "a1b2c3d4", "number": 3,
-        "command": "chat", "model": "demo", "fingerprint": "0123456789abcdef", "prompt_kind": "messages", "messages": 3, "finish": "stop",
-        "error": None, "prompt_tokens": 64, "entry_tokens": 68, "matched_tokens": 30, "cached_tokens": 30, "evaluated_tokens": 34,
-        "trimmed_tokens": 38, "completion_tokens": 12, "shifted_tokens": 0, "reevaluated_tokens": 0, "entry_tokens_after": 75,
+        "command": "chat", "model": "demo", "max_sequences": 1, "fingerprint": "0123456789abcdef", "prompt_kind": "messages",
+        "messages": 3, "finish": "stop", "error": None,
+        "prompt_tokens": 64, "entry_tokens": 68, "matched_tokens": 30, "cached_tokens": 30, "ahead_tokens": 0,
+        "evaluated_tokens": 34, "trimmed_tokens": 38, "completion_tokens": 12, "shifted_tokens": 0, "reevaluated_tokens": 0, "entry_tokens_after": 75,
         "lost_tokens": 33, "saved_tokens": 30, "saved_s": 0.0101, "outcome": "partial", "reason": "diverged", "freed_by": None,
         "rewind_limited_by": None, "checkpoint": None, "run": "warm-partial", "divergence": {
             "index": 30, "message": 1, "role": "assistant", "part": "text", "common": {"tokens": tokens[:8], "text": "assistant\n"},

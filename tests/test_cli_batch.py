@@ -454,6 +454,22 @@ def test_each_line_leaves_an_event(folder: Path) -> None:
     assert [event["outcome"] for event in events] == ["miss", "hit"]
 
 
+@pytest.mark.parametrize("parallel", ["1", "2"])
+def test_an_event_of_a_line_names_the_place(folder: Path, parallel: str) -> None:
+    """Message, role and part of it, as in a chat; one at a time and together."""
+    ask = '{{"messages": [{{"role": "system", "content": "Be brief."}}, {{"role": "user", "content": "My {}"}}]}}\n'
+    Path("in.jsonl").write_text(ask.format("name is Ana.") + ask.format("dog is Rex.") + '{"prompt": "Hello there!"}\n')
+    run("in.jsonl", "-o", "out.jsonl", "--parallel", parallel, "--max-tokens", 3, "--events", "e.jsonl", "-q")
+    events = [json.loads(line) for line in Path("e.jsonl").read_text().splitlines()]
+    assert sorted((event["prompt_kind"], event["messages"]) for event in events) == [
+        ("messages", 1),
+        ("messages", 2),
+        ("messages", 2),
+    ]
+    (place,) = [event["divergence"] for event in events if event["divergence"] and event["messages"] == 2][-1:]
+    assert (place["message"], place["role"], place["part"]) == (1, "user", "text")
+
+
 def test_verified_lines_run_one_at_a_time(folder: Path) -> None:
     """And --parallel with it is refused."""
     Path("in.jsonl").write_text('{"prompt": "My name is Ana."}\n{"prompt": "My name is Ana."}\n')

@@ -26,6 +26,7 @@ from mlxrunner.parallel.request import Result
 from mlxrunner.parallel.runner import ParallelRunner
 from mlxrunner.parallel.slots import NoFreeSlotError
 from mlxrunner.runner import Runner
+from mlxrunner.tokenizer.prompt import Prepared
 
 ORDERS: tuple[Order, ...] = ("prefix", "input")
 OUTPUT_ORDERS = ("input", "done")
@@ -159,7 +160,7 @@ def _tried(runner: Runner, entry: Entry, how: How) -> Outcome:
     for left in range(how.retries, -1, -1):
         try:
             deadline, chunks = Deadline(how), []
-            with closing(runner.generate(entry.tokens.tolist(), progress=deadline, **how.options(entry))) as answered:  # type: ignore[type-var]
+            with closing(runner.generate(prompt_of(entry, runner), progress=deadline, **how.options(entry))) as answered:  # type: ignore[type-var]
                 for chunk in answered:
                     chunks.append(chunk)
                     if chunk.finish_reason is None:
@@ -173,6 +174,15 @@ def _tried(runner: Runner, entry: Entry, how: How) -> Outcome:
             if not left:
                 return Outcome(entry, error=_described(error))
     raise AssertionError  # the last try returns
+
+
+def prompt_of(entry: Entry, runner: Runner | ParallelRunner) -> Prepared:
+    """Its tokens; for whoever watches the runner also what they were made of."""
+    if runner.observer is None or entry.prompt is None:
+        return Prepared(entry.tokens)
+    if isinstance(entry.prompt, str):
+        return Prepared(entry.tokens, "text", text=entry.prompt)
+    return Prepared(entry.tokens, "messages", entry.prompt, runner.tokenizer.render(entry.prompt))
 
 
 @dataclass(eq=False)
@@ -222,7 +232,7 @@ class Together:
                 continue
             options = self._how.options(entry)
             try:
-                handle = self._runner.submit(entry.tokens.tolist(), **options)
+                handle = self._runner.submit(prompt_of(entry, self._runner), **options)
             except (NoFreeSlotError, CacheFullError) as error:
                 if self._flights:
                     self._waiting.appendleft(taken)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeGuard
 
 from mlxrunner.batch.fields import Rules, checked_id, checked_options
 from mlxrunner.batch.lines import Line
@@ -13,8 +13,8 @@ from mlxrunner.batch.store import Entry, Store
 from mlxrunner.cache.tokens import TokenArray, as_tokens
 from mlxrunner.errors import ContextLengthError, OptionError, PromptError
 from mlxrunner.overflow import Shift
-from mlxrunner.tokenizer import Tokenizer
-from mlxrunner.tokenizer.prompt import system_tokens, tokenize
+from mlxrunner.tokenizer import Message, Tokenizer
+from mlxrunner.tokenizer.prompt import Prompt, system_tokens, tokenize
 
 
 def lines_of(requests: Iterable[BatchRequest], defaults: Mapping[str, Any] | None = None) -> Iterator[Line]:
@@ -49,7 +49,13 @@ def spool(
                 options = _within(context, line, tokens, tokenizer, defaults or {})
             except (PromptError, OptionError) as problem:
                 tokens, error = as_tokens([]), f"line {line.number}: {problem}"
-        store.add(Entry(line.index, line.number, tokens, line.id, line.format, options, error))
+        prompt = line.prompt if error is None and made_of_text(line.prompt) else None
+        store.add(Entry(line.index, line.number, tokens, line.id, line.format, options, error, prompt))
+
+
+def made_of_text(prompt: Prompt) -> TypeGuard[str | Sequence[Message]]:
+    """Whether it is a text or messages, not tokens."""
+    return isinstance(prompt, str) or (isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping))
 
 
 def _tokens(line: Line, tokenizer: Tokenizer) -> TokenArray:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any, Literal
 from mlxrunner.batch.order import sort_key, tokens_of
 from mlxrunner.cache.tokens import TokenArray, as_tokens
 from mlxrunner.errors import MlxrunnerError
+from mlxrunner.tokenizer.base import Message
 
 Format = Literal["plain", "chat.completion", "text_completion", "unknown"]
 """How a line wants to be answered: our own way, or as the OpenAI object of that name. Unknown: a line that can't be read; when the input
@@ -26,7 +27,7 @@ is complete it gets that of the first line that can."""
 Order = Literal["prefix", "input"]
 
 APPLICATION_ID = 0x6D6C7862  # "mlxb"
-VERSION = 1
+VERSION = 2
 CACHE_KIB = 32 * 1024
 """Memory for SQLite's pages, and for a run of its sort."""
 
@@ -34,7 +35,7 @@ _SCHEMA = """
 CREATE TABLE input (lines INTEGER NOT NULL, broken INTEGER NOT NULL);
 CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE lines (
-    line INTEGER PRIMARY KEY, number INTEGER NOT NULL, id, format TEXT NOT NULL, options TEXT, error TEXT, tokens BLOB NOT NULL
+    line INTEGER PRIMARY KEY, number INTEGER NOT NULL, id, format TEXT NOT NULL, options TEXT, error TEXT, tokens BLOB NOT NULL, prompt TEXT
 );
 CREATE UNIQUE INDEX custom_ids ON lines (id) WHERE format <> 'plain' AND error IS NULL;
 CREATE TABLE places (place INTEGER PRIMARY KEY, line INTEGER NOT NULL);
@@ -51,7 +52,9 @@ class StoreError(MlxrunnerError):
 
 @dataclass(frozen=True)
 class Entry:
-    """A line of the input. `index` from 0, in the order of the input; `number`: its line in the file, from 1. With an `error`, no tokens."""
+    """A line of the input. `index` from 0, in the order of the input; `number`: its line in the file, from 1. With an `error`, no tokens.
+
+    `prompt`: the text or the messages that `tokens` were made of, if they were."""
 
     index: int
     number: int
@@ -60,6 +63,7 @@ class Entry:
     format: Format = "plain"
     options: Mapping[str, Any] = field(default_factory=dict)
     error: str | None = None
+    prompt: str | Sequence[Message] | None = None
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,7 @@ class Counts:
 
 
 _PENDING = """
-SELECT {place}, line, number, id, format, options, error, tokens FROM {table}
+SELECT {place}, line, number, id, format, options, error, tokens, prompt FROM {table}
 WHERE {place} > ? AND line NOT IN (SELECT line FROM results) ORDER BY {place} LIMIT 1
 """
 _NEXT = {
@@ -206,8 +210,17 @@ class Store:
 
     def _insert(self, entry: Entry) -> None:
         options = json.dumps(dict(entry.options)) if entry.options else None
-        row = (entry.index, entry.number, entry.id, entry.format, options, entry.error, sort_key(entry.tokens))
-        self._db.execute("INSERT INTO lines VALUES (?, ?, ?, ?, ?, ?, ?)", row)
+        row = (
+            entry.index,
+            entry.number,
+            entry.id,
+            entry.format,
+            options,
+            entry.error,
+            sort_key(entry.tokens),
+            _as_text(entry.prompt),
+        )
+        self._db.execute("INSERT INTO lines VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
 
     def _begin_input(self) -> None:
         if self._db.in_transaction:
@@ -236,8 +249,9 @@ class Store:
         """
         place = -1
         while (row := self._next(_NEXT[order], place)) is not None:
-            place, line, number, name, form, options, error, tokens = row
-            yield Entry(line, number, tokens_of(tokens), name, form, json.loads(options) if options else {}, error)
+            place, line, number, name, form, options, error, tokens, prompt = row
+            options, prompt = json.loads(options) if options else {}, None if prompt is None else json.loads(prompt)
+            yield Entry(line, number, tokens_of(tokens), name, form, options, error, prompt)
 
     def record(self, index: int, body: bytes, *, failed: bool = False) -> None:
         """The result of a line: what is to be written for it. It counts from the next `commit` on. A second one is a StoreError."""
@@ -287,6 +301,10 @@ class Store:
             if isinstance(error, StoreError):
                 raise
             raise StoreError(f"{self._name}: {_reason(error)}") from error
+
+
+def _as_text(prompt: str | Sequence[Message] | None) -> str | None:
+    return None if prompt is None else json.dumps(prompt, default=str)
 
 
 def _reason(error: sqlite3.Error) -> str:

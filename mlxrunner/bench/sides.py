@@ -6,8 +6,10 @@ from collections.abc import Callable, Generator
 from contextlib import closing
 
 from mlx_lm import stream_generate
+from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 from mlx_lm.tokenizer_utils import StreamingDetokenizer, TokenizerWrapper
 
+from mlxrunner.cache.tokens import as_tokens, common_prefix
 from mlxrunner.runner import Runner
 from mlxrunner.tokenizer import Tokenizer
 
@@ -35,6 +37,32 @@ def mlx_lm_side(runner: Runner) -> Side:
                 yield response.token
 
     return generate
+
+
+class PromptCacheSide:
+    """mlx-lm with a prompt cache of its own, trimmed by hand to what a prompt shares with what it holds; anew where it can't be trimmed."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._model, self._tokenizer = runner.model, SameDecoder(runner.tokenizer)
+        self.reset()
+
+    def reset(self) -> None:
+        self._cache, self._held = make_prompt_cache(self._model), as_tokens([])
+
+    def __call__(self, prompt: list[int], max_tokens: int) -> Tokens:
+        shared = min(common_prefix(self._held, as_tokens(prompt)), len(prompt) - 1)
+        if trim_prompt_cache(self._cache, len(self._held) - shared) != len(self._held) - shared:
+            self.reset()
+            shared = 0
+        given, rest = list(prompt), prompt[shared:]
+        try:
+            responses = stream_generate(self._model, self._tokenizer, rest, max_tokens=max_tokens, prompt_cache=self._cache)
+            with closing(responses):
+                for response in responses:
+                    given.append(response.token)
+                    yield response.token
+        finally:
+            self._held = as_tokens(given[: getattr(self._cache[0], "offset", len(given))])
 
 
 class SameDecoder(TokenizerWrapper):  # type: ignore[misc]  # not annotated upstream

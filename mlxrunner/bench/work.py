@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from statistics import median
+from typing import Any
 
 import mlx.core as mx
+import mlx_lm
 
 from mlxrunner import device
 from mlxrunner.bench.ceilings import Ceilings, cost_of, measure_ceilings, num_parameters
 from mlxrunner.bench.figures import Figure, Findings
-from mlxrunner.bench.harness import Begin, alternate, some_tokens, wait
+from mlxrunner.bench.harness import Begin, alternate, in_turn, measure, some_tokens, wait
 from mlxrunner.bench.models import load_or_make
 from mlxrunner.bench.rows import less_is_better, more_is_better
-from mlxrunner.bench.sides import Side, mlx_lm_side, our_side
-from mlxrunner.errors import OptionError
-from mlxrunner.events import Usage
+from mlxrunner.bench.sides import PromptCacheSide, Side, mlx_lm_side, our_side
+from mlxrunner.errors import MlxrunnerError, OptionError
+from mlxrunner.models.resolve import resolve
+from mlxrunner.observation import Observation
 from mlxrunner.reserve import must_fit, weights_of
 from mlxrunner.runner import Runner, plan_model
 from mlxrunner.terminal import size
@@ -73,9 +77,10 @@ class Bench:
         self._begin(f"loading {self._model}")
         if not self._model.startswith("random:"):
             must_fit(plan_model(self._model, max(self._contexts) + self._answer if self._contexts else None))
+        self._loads = self._compare_loads() if self._versus and not self._model.startswith("random:") else {}
         began = time.perf_counter()
         loaded = load_or_make(self._model, trust_remote_code=self._trust)
-        seconds = time.perf_counter() - began
+        self._loads.setdefault("ours", [time.perf_counter() - began])
         most = loaded.facts.context - self._answer - 1
         self._contexts = sorted(set(self._contexts or (min(context, most) for context in CONTEXTS)))
         if not SHORTEST <= self._contexts[0] <= self._contexts[-1] <= most:
@@ -87,7 +92,29 @@ class Bench:
         self._runner = Runner(loaded.model, loaded.tokenizer, loaded.facts, name=self._model, context=context)
         self._cost = cost_of(loaded.model, loaded.config)
         self._weights = weights_of(loaded.model)
-        self._load_s = seconds
+        self._runner.observer, self._evaluated = self._observe, 0
+
+    def _compare_loads(self) -> dict[str, list[float]]:
+        """Seconds of each side, with its tokenizer, one after the other; nothing of one is there while the other loads."""
+        folder = str(resolve(self._model))
+        ways: dict[str, Callable[[], object]] = {
+            "ours": lambda: load_or_make(self._model, trust_remote_code=self._trust),
+            "mlx-lm": lambda: mlx_lm.load(folder, tokenizer_config={"trust_remote_code": self._trust}),
+        }
+        found: dict[str, list[float]] = {side: [] for side in ways}
+        for turn in range(self._rounds + 1):
+            for side in in_turn(ways, turn):
+                wait()
+                began = time.perf_counter()
+                try:
+                    ways[side]()
+                except MlxrunnerError:
+                    raise
+                except Exception as error:  # a tokenizer that only we know, say
+                    print(f"mlx-lm can't load it by itself: {type(error).__name__}", file=sys.stderr)
+                    return {}
+                found[side].append(time.perf_counter() - began)
+        return {side: those[1:] for side, those in found.items()}
 
     def _say_what(self, ceilings: Ceilings) -> None:
         self.findings.about = {
@@ -100,9 +127,12 @@ class Bench:
             "BLAS": device.blas().value,
             "rounds": self._rounds,
         }
-        share = self._weights / ceilings.bandwidth / self._load_s
+        ours = self._loads["ours"]
+        share = self._weights / ceilings.bandwidth / median(ours)
+        if "mlx-lm" in self._loads:
+            self.findings.rows.append(less_is_better("load", "s", ours, self._loads["mlx-lm"]))
         self.findings.figures += [
-            Figure("load", "s", [self._load_s], share, "bandwidth"),
+            Figure("load", "s", ours, share, "bandwidth"),
             Figure(f"ceiling: bandwidth, {ceilings.dtype}", "GB/s", [ceilings.bandwidth / 1e9]),
             Figure(f"ceiling: arithmetic, {ceilings.dtype}", "GFLOP/s", [ceilings.arithmetic / 1e9]),
         ]
@@ -133,30 +163,41 @@ class Bench:
 
     def _warm(self, context: int) -> None:
         """Time to the first token of a prompt whose beginning is in the entry, and of the same prompt after its answer."""
-        found: dict[str, list[Usage]] = {f"first token of {context}, {percent} % cached": [] for percent in CACHED}
-        again = f"first token of {context}, regenerated"
-        found[again] = []
+        sides: dict[str, Side] = {"ours": our_side(self._runner)}
+        if self._versus:
+            sides["mlx-lm"] = other = PromptCacheSide(self._runner)
+        names = [f"first token of {context}, {percent} % cached" for percent in CACHED]
+        found: dict[str, dict[str, list[float]]] = {}
+        evaluated: dict[str, int] = {}
+
+        def ask(name: str, prompt: list[int]) -> None:
+            for side in in_turn(sides, turn):
+                run = measure(sides[side], prompt, 1, self._runner)
+                found.setdefault(name, {}).setdefault(side, []).append(run.ttft * 1e3)
+            evaluated[name] = self._evaluated
+
         for turn in range(self._rounds):
             self._begin(f"warm prompts of {context}, round {turn + 1} of {self._rounds}")
             self._runner.reset()
+            if self._versus:
+                other.reset()
             prompt = some_tokens(self._runner, context, seed=turn)
-            for percent, name in zip(CACHED, found, strict=False):
+            for percent, name in zip(CACHED, names, strict=True):
                 kept = context * percent // 100
                 # Different from its first token on, so that no more than `kept` can be reused of the entry that the last one left.
                 prompt = prompt[:kept] + [(token + 1) % self._runner.facts.vocab for token in prompt[kept:]]
-                found[name].append(self._ask(prompt, 1))
-            self._ask(prompt, self._answer)
-            found[again].append(self._ask(prompt, 1))
-        for name, usages in found.items():
-            seconds, evaluated = median(usage.ttft_s for usage in usages), usages[-1].evaluated_tokens
-            share = self._share(seconds, evaluated, self._runner.entry.used_bytes)
-            self.findings.figures.append(Figure(name, "ms", [usage.ttft_s * 1e3 for usage in usages], *share, evaluated))
+                ask(name, prompt)
+            for side in sides.values():
+                measure(side, prompt, self._answer, self._runner)
+            ask(f"first token of {context}, regenerated", prompt)
+        for name, ms in found.items():
+            share = self._share(median(ms["ours"]) / 1e3, evaluated[name], self._runner.entry.used_bytes)
+            self.findings.figures.append(Figure(name, "ms", ms["ours"], *share, evaluated[name]))
+            if self._versus and name != names[0]:  # the cold one is compared as a rate
+                self.findings.rows.append(less_is_better(name, "ms", ms["ours"], ms["mlx-lm"]))
 
-    def _ask(self, prompt: list[int], count: int) -> Usage:
-        wait()
-        usage = [chunk.usage for chunk in self._runner.generate(prompt, max_tokens=count, stop_tokens=[])][-1]
-        assert usage is not None  # the last chunk has it
-        return usage
+    def _observe(self, runner: Any, observation: Observation) -> None:
+        self._evaluated = observation.usage.evaluated_tokens
 
     def _memory(self) -> None:
         offered = device.offered_bytes()

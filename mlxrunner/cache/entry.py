@@ -17,7 +17,7 @@ from typing import Any
 
 from mlxrunner.cache.checkpoints import Checkpoint, Checkpoints
 from mlxrunner.cache.layer import LayerCache, reach
-from mlxrunner.cache.lookup import WINDOW, Lookup, Loss, explained
+from mlxrunner.cache.lookup import WINDOW, Early, Lookup, Loss, explained
 from mlxrunner.cache.saved import Exported, SavedCheckpoint, SavedEntry
 from mlxrunner.cache.tokens import TokenArray, TokenBuffer, as_tokens, common_prefix
 from mlxrunner.errors import BusyError, PromptError
@@ -138,6 +138,7 @@ class PrefixCache:
         self.entry = CacheEntry()
         self._loss: Loss | None = None
         self._restored_from: str | None = None
+        self._early: Early | None = None
         self._awaited: SavedEntry | None = None
         # Weak: a request whose end was itself interrupted must not keep the entry for ever.
         self._session: weakref.ref[Session] | None = None
@@ -211,7 +212,7 @@ class PrefixCache:
         `source`: what the next lookup calls it.
         """
         self.reset()
-        self._loss, self._restored_from, self._awaited = None, source, saved
+        self._loss, self._early, self._restored_from, self._awaited = None, None, source, saved
 
     def _read_awaited(self) -> None:
         """Safe to repeat after an interrupt."""
@@ -240,7 +241,8 @@ class PrefixCache:
 
     def lose(self, reason: str, by: str | None, tokens: TokenArray) -> None:
         """Have the next lookup say that `tokens` were there once, and why they are not any more."""
-        self._loss, self._restored_from = Loss(reason, by, tokens), None
+        early, self._early = self._early, None
+        self._loss, self._restored_from = Loss(reason, by, early.tokens if early is not None else tokens), None
 
     def settle(self, undone: str = "an interrupted forward pass that could not be undone") -> None:
         """Make the entry true: every layer to the tokens, or as far back as is needed, or free it. Safe to repeat after an interrupt."""
@@ -280,8 +282,10 @@ class PrefixCache:
             self._loss = Loss("interrupted", None, prompt)
 
     def _rewind_for(self, prompt: TokenArray, is_ahead: bool) -> Lookup:
-        entry, loss, source = self.entry, self._loss, self._restored_from
+        entry, loss, source, early = self.entry, self._loss, self._restored_from, self._early
         before = len(entry.tokens)
+        if is_ahead and early is None:
+            early = Early(entry.tokens.array.copy(), before)
         matched = common_prefix(entry.tokens.array, prompt)
         cached, limited_by = entry.reach(min(matched, len(prompt) - 1))
         checkpoint = None if reach(entry.caches, cached)[0] == cached else cached
@@ -297,8 +301,7 @@ class PrefixCache:
             if self.entry is not entry:
                 freed, cached, checkpoint = self._loss, 0, None
         rewind_s = time.perf_counter() - began if cached < before else 0.0
-        # What is evaluated in advance leaves the explanation to the request.
-        self._loss, self._restored_from = (loss, source if cached else None) if is_ahead else (None, None)
+        self._loss = self._restored_from = self._early = None
         if not self.entry.caches:
             self.entry = self._fresh_entry()
         found = Lookup(
@@ -306,7 +309,11 @@ class PrefixCache:
             is_restored=source is not None,
         )  # fmt: skip
         if freed is not None:
-            return replace(found, reason=freed.reason, freed_by=freed.by, lost=min(matched, len(prompt) - 1))
+            found = replace(found, reason=freed.reason, freed_by=freed.by)
+        if is_ahead and early is not None:  # the explanation is left to the request
+            self._loss, self._restored_from, self._early = loss, source, early.after(found)
+        elif early is not None:
+            found = early.described(found, prompt)
         return explained(found, loss, prompt, source)
 
     def prepare(self, prompt: TokenArray, keep: int, discard: int, rotate: Rotators) -> bool:
@@ -326,6 +333,10 @@ class PrefixCache:
             return False
         self._settled = False
         moved = self.entry.shift(keep, discard, rotate)
+        if moved and self._early is not None:
+            kept = self._early.kept
+            kept = max(keep, kept - discard) if kept > keep else kept
+            self._early = Early(self.entry.tokens.array[:kept].copy(), kept)
         self.settle()
         return moved
 

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 from mlxrunner.chat.commands import Command
 from mlxrunner.events import Usage
-from mlxrunner.profiling.reasons import REASONS
+from mlxrunner.profiling import reasons
+from mlxrunner.profiling.curve import PrefillCurve
+from mlxrunner.profiling.wording import remedy, seconds
 from mlxrunner.terminal import size
 
 if TYPE_CHECKING:
@@ -29,28 +31,31 @@ def table(conversation: Conversation, usages: Sequence[Usage]) -> Iterator[tuple
     last = usages[-1]
     why = last.freed_by or last.rewind_limited_by
     reason = f" ({last.reason}{f': {why}' if why else ''})" if last.reason else ""
-    early = min(conversation.evaluated_ahead, last.cached_tokens)
-    ahead = f" ({early} of them while you read and typed)" if early else ""
+    ahead = f" ({last.ahead_tokens} of them while you read and typed)" if last.ahead_tokens else ""
     yield "last turn", f"{last.outcome}{reason}: {last.prompt_tokens} prompt tokens, {last.matched_tokens} matched"
     yield "", f"{last.cached_tokens} cached{ahead}, {last.evaluated_tokens} evaluated, {last.trimmed_tokens} trimmed"
     yield "", f"first token after {last.ttft_s * 1000:.0f} ms, prefill {last.prefill_rate:.0f} tokens/s"
     yield "", f"answer of {last.completion_tokens} tokens, {last.decode_rate:.0f} tokens/s"
-    prompt, cached = sum(u.prompt_tokens for u in usages), sum(u.cached_tokens for u in usages)
+    prompt, cached = sum(u.prompt_tokens for u in usages), sum(u.cached_tokens - u.ahead_tokens for u in usages)
     yield (
         "session",
         f"{len(usages)} turn{'s' * (len(usages) != 1)}; {cached} of {prompt} prompt tokens reused ({cached / prompt:.0%})",
     )
-    yield "", f"which saved about {saved_seconds(usages):.1f} s"
+    yield "", f"which saved about {seconds(saved_seconds(usages, conversation.runner.prefill_step))}"
     entry = conversation.runner.entry
     yield "entry", f"{len(entry.tokens)} of {conversation.runner.context} tokens"
     yield "", f"{size(entry.used_bytes)} used, {size(entry.nbytes)} allocated"
     yield "history", f"{conversation.policy}; drift from the template: {conversation.drift() or 'not known'}"
 
 
-def saved_seconds(usages: Sequence[Usage]) -> float:
-    """What evaluating the reused tokens would have taken, at the best rate that was seen: rather too little than too much."""
-    rate = max((usage.prefill_rate for usage in usages), default=0.0)
-    return sum(usage.cached_tokens for usage in usages) / rate if rate else 0.0
+def saved_seconds(usages: Sequence[Usage], step: int) -> float:
+    """What evaluating the reused tokens would have taken, in chunks of `step`, as far as the prefills that were seen can tell."""
+    curve, saved = PrefillCurve(), 0.0
+    for usage in usages:
+        if usage.evaluated_tokens and not usage.reevaluated_tokens:
+            curve.add(usage.cached_tokens, usage.cached_tokens + usage.evaluated_tokens, usage.prefill_s)
+        saved += curve.seconds(usage.cached_tokens - usage.ahead_tokens, step) or 0.0
+    return saved
 
 
 def explain(chat: Chat, argument: str) -> None:
@@ -63,17 +68,11 @@ def explain(chat: Chat, argument: str) -> None:
 
 def explanation(usage: Usage) -> list[str]:
     """Why a turn did not reuse more, in words."""
-    lines = [f"{usage.cached_tokens} of {usage.prompt_tokens} prompt tokens were reused and {usage.evaluated_tokens} evaluated"]
-    if usage.reason is None:
-        lines.append("nothing was lost: all that had been evaluated was reused, and only what is new was evaluated")
-    else:
-        reason, detail = REASONS[usage.reason], usage.rewind_limited_by if usage.reason == "rewind_limited" else usage.freed_by
-        lines.append(reason.sentence + (f" ({detail})" if detail else ""))
-        if reason.remedy:
-            lines.append(f"what would help: {reason.remedy}")
-    lost = usage.matched_tokens - usage.cached_tokens
-    if lost > 1:
-        lines.append(f"{lost} tokens that were known were evaluated once more")
+    lines = [reasons.explain(usage.as_dict())]
+    if mend := remedy(usage.reason):
+        lines.append(f"what would help: {mend}")
+    if usage.lost_tokens:
+        lines.append(f"{usage.lost_tokens} tokens were evaluated that need not have been")
     if usage.checkpoint is not None:
         lines.append(f"a checkpoint at token {usage.checkpoint} was used to go back")
     if usage.trimmed_tokens:

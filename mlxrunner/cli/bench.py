@@ -23,13 +23,13 @@ from mlxrunner.cli.program import visible_text
 @click.option(
     "--vs", type=click.Choice(["mlx-lm"]), help="Run the same through mlx-lm on the same weights, alternately, and compare."
 )
-@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="How often each is measured.")
+@click.option("--rounds", type=click.IntRange(min=1), help="How often each is measured. [default: 3, with --quick 1]")
 @click.option("--quick", is_flag=True, help="One round, one short prompt: does it work, not how fast is it.")
 @click.option("--trust-remote-code", is_flag=True, help="Run Python code that the model brings. Only if you trust it.")
 @json_option
 @debug_option
 def bench(
-    model: str, contexts: tuple[int, ...], vs: str | None, rounds: int, quick: bool, as_json: bool, trust_remote_code: bool
+    model: str, contexts: tuple[int, ...], vs: str | None, rounds: int | None, quick: bool, as_json: bool, trust_remote_code: bool
 ) -> None:
     """Measure MODEL on this machine: load, cold prefill, first token with 0 to 100 % of the prompt cached, decode, memory.
 
@@ -39,8 +39,9 @@ def bench(
     from mlxrunner.bench.work import CONTEXTS, QUICK_CONTEXT, Bench
     from mlxrunner.terminal import Steps
 
+    rounds = rounds or (1 if quick else 3)
     if quick:
-        contexts, rounds = contexts or (QUICK_CONTEXT,), 1
+        contexts = contexts or (QUICK_CONTEXT,)
     steps = Steps("bench", Bench.num_parts(len(contexts or CONTEXTS), rounds))
     options: dict[str, Any] = {"contexts": contexts, "rounds": rounds, "quick": quick, "trust_remote_code": trust_remote_code}
     made = Bench(model, versus=vs is not None, begin=steps, **options)

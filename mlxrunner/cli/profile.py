@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -37,17 +38,17 @@ def report(
     from mlxrunner.profiling.files import sources
     from mlxrunner.profiling.report import make_report, skipped_words
     from mlxrunner.profiling.screen import console, show
-    from mlxrunner.profiling.wording import percent
+    from mlxrunner.profiling.wording import number, percent
 
     with _counter("events") as progress:
         made = make_report(sources(events), html=html, csv=csv, trace=trace, progress=progress)
     click.echo(json.dumps(made.as_dict())) if as_json else show(made.summary, console(sys.stdout))
     if made.skipped.total():
         click.echo(f"mlxrunner: {skipped_words(made.skipped)}", err=True)
-    rate = made.summary.hit_rate
-    if min_hit_rate is not None and rate < min_hit_rate:
+    if min_hit_rate is not None and made.summary.hit_rate < min_hit_rate:
+        reused, prompt = (number(made.summary.tokens[name]) for name in ("saved", "prompt"))
         click.echo(
-            f"mlxrunner: {percent(rate)} of the prompt tokens were reused, less than the wanted {percent(min_hit_rate)}", err=True
+            f"mlxrunner: {reused} of {prompt} prompt tokens were reused, less than the wanted {percent(min_hit_rate)}", err=True
         )
         sys.exit(BELOW_RATE)
 
@@ -60,12 +61,15 @@ def report(
 def explain(events: str, request: str | None, last: bool) -> None:
     """Show why a request in EVENTS did not reuse more: both sides of the place where prompt and entry part, and what to change.
 
-    ID is that of the event, or its beginning.
+    ID is that of the event, or its beginning. Where MLXRUNNER_EVENTS is set, EVENTS may be left out.
     """
     from mlxrunner.profiling.explain import find, show
     from mlxrunner.profiling.files import sources
     from mlxrunner.profiling.screen import console
 
+    known = os.environ.get("MLXRUNNER_EVENTS")
+    if known and request is None and not last and events != known:
+        events, request = known, events
     if (request is None) == (not last):
         raise OptionError("give the ID of an event, or --last" + (", not both" if last else ""))
     with _counter("events") as progress:
@@ -74,7 +78,7 @@ def explain(events: str, request: str | None, last: bool) -> None:
 
 
 @click.command()
-@click.argument("log", nargs=-1, required=True, type=FILE)
+@click.argument("log", nargs=-1, required=True, type=FILE, envvar="MLXRUNNER_LOG_TOKENS")
 @click.option(
     "--entries",
     type=click.IntRange(1, 1024),
@@ -104,6 +108,8 @@ def simulate(
     with _counter("requests") as progress:
         made = replay(sources(log), entries, intervals, slacks, progress)
     click.echo(json.dumps(made.as_dict())) if as_json else show_simulation(made, console(sys.stdout))
+    for line in made.idle:
+        click.echo(f"mlxrunner: {line}", err=True)
     if made.skipped.total():
         click.echo(f"mlxrunner: {skipped_words(made.skipped)}", err=True)
 

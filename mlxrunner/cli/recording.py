@@ -47,6 +47,9 @@ def recording(options: dict[str, Any], command: str) -> Iterator[Profile]:
         raise OptionError("--log-text says what --events writes: give it a file, too")
     if command != "batch" and taken["strict"] and not taken["verify_cache"]:
         raise OptionError("--strict needs --verify-cache RATE to find a difference")
+    from mlxrunner.profiling.files import must_differ
+
+    must_differ({"--events": taken["events"], "--log-tokens": taken["log_tokens"], "--metrics": taken["metrics"]})
     from mlxrunner.profiling.profile import Profile, profiled
 
     sinks = []
@@ -64,3 +67,5 @@ def recording(options: dict[str, Any], command: str) -> Iterator[Profile]:
     )
     with profiled(profile, strict=taken["strict"]):
         yield profile
+    if taken["strict"] and taken["verify_cache"]:
+        click.echo(f"mlxrunner: {profile.verified} of {profile.eligible} requests that reused something were verified", err=True)

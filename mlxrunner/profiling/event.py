@@ -14,16 +14,17 @@ if TYPE_CHECKING:
 
 SCHEMA, VERSION = "mlxrunner/events", 1
 _FROM_USAGE = (
-    "prompt_tokens", "matched_tokens", "cached_tokens", "evaluated_tokens", "trimmed_tokens", "completion_tokens", "shifted_tokens",
-    "reevaluated_tokens", "lost_tokens", "outcome", "reason", "freed_by", "rewind_limited_by", "checkpoint", "used_bytes", "cache_bytes",
-    "peak_bytes",
+    "prompt_tokens", "matched_tokens", "cached_tokens", "ahead_tokens", "evaluated_tokens", "trimmed_tokens", "completion_tokens",
+    "shifted_tokens", "reevaluated_tokens", "lost_tokens", "outcome", "reason", "freed_by", "rewind_limited_by", "checkpoint",
+    "used_bytes", "cache_bytes", "peak_bytes",
 )  # fmt: skip
 _usage_values = attrgetter(*_FROM_USAGE)
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 _LOGGED = (
     "command", "number", "outcome", "reason", "freed_by", "rewind_limited_by", "prompt_tokens", "matched_tokens", "cached_tokens",
-    "evaluated_tokens", "trimmed_tokens", "lost_tokens", "completion_tokens", "shifted_tokens", "entry_tokens_after", "finish", "error",
-    "ttft_s", "total_s", "prefill_rate", "decode_rate", "saved_s", "cache_bytes", "request_bytes", "id",
+    "ahead_tokens", "evaluated_tokens", "trimmed_tokens", "lost_tokens", "completion_tokens", "shifted_tokens",
+    "entry_tokens_after", "finish", "error", "ttft_s", "total_s", "prefill_rate", "decode_rate", "saved_s", "cache_bytes",
+    "request_bytes", "id",
 )  # fmt: skip
 
 
@@ -54,7 +55,7 @@ def event_of(observed: Observation, identity: Mapping[str, Any], number: int) ->
         "entry_tokens": lookup.entry_tokens,
         "entry_tokens_after": len(observed.entry),
         **dict(zip(_FROM_USAGE, _usage_values(usage), strict=True)),
-        "saved_tokens": usage.cached_tokens,
+        "saved_tokens": lookup.reused,
         "saved_s": None,
         "run": f"{started}-{'restored' if lookup.is_restored else usage.outcome}",
         "divergence": None,

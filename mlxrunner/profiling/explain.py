@@ -76,11 +76,14 @@ def show(event: Event, to: Console) -> None:
 
 def _remedy(event: Event) -> str:
     """Where prompt and entry part, the place says more than the reason."""
-    return (place_remedy(place_of(event)) if event["reason"] == "diverged" else "") or remedy(event["reason"] or "")
+    return (place_remedy(place_of(event)) if event["reason"] == "diverged" else "") or remedy(event["reason"])
 
 
 def _cost(event: Event) -> str:
-    said = f"{number(event['evaluated_tokens'])} {'was' if event['evaluated_tokens'] == 1 else 'were'} evaluated"
+    evaluated, ahead = event["evaluated_tokens"], event["ahead_tokens"]
+    said = f"{number(evaluated)} {'was' if evaluated == 1 else 'were'} evaluated"
+    if ahead:
+        said += f" and {number(ahead)} had been in advance"
     if event["lost_tokens"]:
         said += f", {number(event['lost_tokens'])} of them because of that"
         if event["prefill_rate"]:

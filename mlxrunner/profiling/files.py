@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from mlxrunner.errors import MlxrunnerError
+from mlxrunner.errors import MlxrunnerError, OptionError
 from mlxrunner.profiling.reading import ReadError, with_rotated
 from mlxrunner.writing import written
 
@@ -18,6 +18,36 @@ ERRORS = "backslashreplace"
 
 class WriteError(MlxrunnerError):
     """A report that can't be written; the message names the file."""
+
+    exit_code = 2
+
+    @classmethod
+    def of(cls, file: str, error: OSError) -> WriteError:
+        return cls(f"{file}: can't be written: {error.strerror or error}")
+
+
+class Output:
+    """What is written goes to `stream`; what goes wrong with it names `file`, whatever else is being written."""
+
+    def __init__(self, file: str, stream: IO[str]) -> None:
+        self._file, self._stream = file, stream
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            raise WriteError.of(self._file, error) from error
+
+
+def must_differ(files: Mapping[str, str | None]) -> None:
+    """OptionError if two of the options write to the same file."""
+    seen: dict[str, str] = {}
+    for option, file in files.items():
+        if file is None or (os.path.exists(file) and not os.path.isfile(file)):
+            continue  # a device or a pipe takes several
+        other = seen.setdefault(os.path.realpath(file), option)
+        if other != option:
+            raise OptionError(f"{other} and {option} are the same file, {file}: give each its own")
 
 
 def sources(files: Iterable[str]) -> list[Path]:
@@ -37,7 +67,7 @@ def sources(files: Iterable[str]) -> list[Path]:
 
 
 @contextmanager
-def replaced(file: str, inputs: Iterable[Path] = (), *, newline: str | None = None) -> Iterator[IO[str]]:
+def replaced(file: str, inputs: Iterable[Path] = (), *, newline: str | None = None) -> Iterator[Output]:
     """A stream whose text takes the place of `file` (0600) when the block has ended well; devices and pipes are written to directly.
 
     WriteError for what can't be written, and where `file` is one of `inputs`.
@@ -48,9 +78,9 @@ def replaced(file: str, inputs: Iterable[Path] = (), *, newline: str | None = No
             raise WriteError(f"{file} is what is being read: give the result another name")
         if path.exists() and not path.is_file() and not path.is_dir():
             with path.open("w", encoding="utf-8", errors=ERRORS, newline=newline) as stream:
-                yield stream
+                yield Output(file, stream)
             return
         with written(path, newline=newline) as stream:
-            yield stream
+            yield Output(file, stream)
     except OSError as error:
-        raise WriteError(f"{file}: can't be written: {error.strerror or error}") from error
+        raise WriteError.of(file, error) from error

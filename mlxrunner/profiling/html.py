@@ -56,7 +56,7 @@ def page(summary: Summary, sources: Sequence[str], skipped: int = 0) -> str:
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>mlxrunner report: {percent(summary.hit_rate)} of the prompt tokens reused</title>"
+        f"<title>mlxrunner report: {safe(percent(summary.hit_rate))} of the prompt tokens reused</title>"
         f"<style>\n{style}</style></head>\n<body>\n" + "\n".join(body) + "\n</body></html>\n"
     )
 
@@ -64,17 +64,22 @@ def page(summary: Summary, sources: Sequence[str], skipped: int = 0) -> str:
 def _cards(summary: Summary) -> str:
     tokens, outcomes = summary.tokens, summary.outcomes
     counts = ", ".join(f"{number(outcomes[outcome])} {outcome}" for outcome in OUTCOMES)
+    known = (
+        f" for {number(summary.estimated)} of {number(summary.requests)} requests" if summary.estimated < summary.requests else ""
+    )
+    overlap = ", for each of several at a time" if summary.side_by_side else ""
     cards = [
         (
             "Hit rate by token",
             percent(summary.hit_rate),
-            f"{number(tokens['cached'])} of {number(tokens['prompt'])} prompt tokens",
+            f"{number(tokens['saved'])} of {number(tokens['prompt'])} prompt tokens",
         ),
         ("Hit rate by request", percent(summary.request_hit_rate), counts),
         ("Tokens lost", number(tokens["lost"]), "evaluated, though they need not have been"),
-        ("Time saved", seconds(summary.seconds["saved"]), "by what was reused, an estimate"),
-        ("Prefill", rate(summary.prefill_rate), "over the tokens that were evaluated"),
-        ("Decode", rate(summary.decode_rate), "without each answer's first token"),
+        *([("Evaluated in advance", number(tokens["ahead"]), "before their requests came")] if tokens["ahead"] else []),
+        ("Time saved", seconds(summary.saved_s), f"by what was reused, an estimate{known}"),
+        ("Prefill", rate(summary.prefill_rate), f"over the tokens that were evaluated{overlap}"),
+        ("Decode", rate(summary.decode_rate), f"without each answer's first token{overlap}"),
     ]
     if summary.verified:
         cards.append(("Verified cold", number(summary.verified), f"of which {number(summary.unequal)} differed"))
@@ -83,8 +88,8 @@ def _cards(summary: Summary) -> str:
 
 
 def _with_small_unit(value: str) -> str:
-    figure, _, unit = value.partition(" ")
-    return f"{figure} <span>{unit}</span>" if unit else figure
+    figure, _, unit = value.rpartition(" ")
+    return f"{safe(figure)} <span>{safe(unit)}</span>" if figure else safe(unit)
 
 
 def _timeline(summary: Summary) -> str:

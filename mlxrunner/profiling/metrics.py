@@ -21,8 +21,9 @@ Labels = tuple[tuple[str, str], ...]
 COUNTERS = {
     "mlxrunner_requests": "Requests, by what they found and how they ended.",
     "mlxrunner_prompt_tokens": "Prompt tokens asked for.",
-    "mlxrunner_cached_tokens": "Prompt tokens that were reused.",
-    "mlxrunner_evaluated_tokens": "Prompt tokens that were not.",
+    "mlxrunner_cached_tokens": "Prompt tokens that requests did not evaluate.",
+    "mlxrunner_ahead_tokens": "Of these, the ones that were evaluated in advance.",
+    "mlxrunner_evaluated_tokens": "Prompt tokens that requests evaluated.",
     "mlxrunner_lost_tokens": "Prompt tokens evaluated that need not have been, by reason.",
     "mlxrunner_completion_tokens": "Tokens of answers.",
     "mlxrunner_prefill_seconds": "Time spent on evaluating prompts.",
@@ -60,7 +61,7 @@ class Metrics:
     def __call__(self, event: Event) -> None:
         model = {"model": event["model"]}
         self._add("mlxrunner_requests_total", 1, **model, outcome=event["outcome"], finish=event["finish"])
-        for name in ("prompt", "cached", "evaluated", "completion"):
+        for name in ("prompt", "cached", "ahead", "evaluated", "completion"):
             self._add(f"mlxrunner_{name}_tokens_total", event[f"{name}_tokens"], **model)
         if event["lost_tokens"]:
             self._add("mlxrunner_lost_tokens_total", event["lost_tokens"], **model, reason=str(event["reason"]))

@@ -15,6 +15,8 @@ from mlxrunner.cache.saved import Saved
 
 STEP = 256
 """Rows that a window's buffer has beyond window and slack, as in `mlxrunner.cache.sliding`."""
+DEEPEST = 8
+"""Layers that may be in each other."""
 STOCK_STEP = 256
 """Rows by which the buffers of mlx-lm's own caches grow."""
 
@@ -36,8 +38,8 @@ def paper_layer(line: Mapping[str, Any], context: int, slack: int | None = None)
     return PaperStock(line)
 
 
-def is_layer(line: Any) -> bool:
-    """Whether `line` has what a paper layer needs."""
+def is_layer(line: Any, depth: int = 0) -> bool:
+    """Whether `line`, in so many others, has what a paper layer needs."""
     sizes = [line[name] for name in ("row_bytes", "checkpoint_rows", "checkpoint_fixed")]
     optional = [line[name] for name in ("window", "slack", "room") if line[name] is not None]
     numbers = [*sizes, *optional, line.get("count", 1)]
@@ -47,7 +49,8 @@ def is_layer(line: Any) -> bool:
         and all(type(value) is int and 0 <= value <= 2**53 for value in numbers)
         and line["window"] != 0
         and (line["room"] is None or None not in (line["window"], line["slack"]))
-        and all(map(is_layer, line.get("parts", [])))
+        and depth < DEEPEST
+        and all(is_layer(part, depth + 1) for part in line.get("parts", []))
     )
 
 

@@ -7,13 +7,13 @@ is looked for) or the request is one of those that are verified.
 from __future__ import annotations
 
 import logging
-import math
+import random
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mlxrunner.cache.tokens import TokenArray, TokenBuffer
 from mlxrunner.errors import OptionError, VerifyError
@@ -26,9 +26,6 @@ from mlxrunner.profiling.identity import describe_layers, fingerprint, thinking_
 from mlxrunner.profiling.tokenlog import TokenLines
 from mlxrunner.profiling.writer import LineWriter
 
-if TYPE_CHECKING:
-    pass
-
 Sink = Callable[[dict[str, Any]], None]
 """Is given each event."""
 
@@ -37,7 +34,8 @@ class Profile:
     """Attach it to a runner, and to the next one if another is loaded in the same process; close it at the end.
 
     `command`: as in the events. `events`, `tokens`: files to append events and the token log to. `log_text`: events show a few tokens'
-    text at a divergence. `verify`: this share of the warm requests (0 to 1) is run again cold. `sinks`: who else wants the events.
+    text at a divergence. `verify`: this share of the warm requests (0 to 1) is run again cold, as `chance` says; `eligible`, `verified` and
+    `failed` count them. `sinks`: who else wants the events.
     Every event is also logged, as one line of `logfmt`. OptionError for a file that can't be written, or a share out of range.
     """
 
@@ -50,12 +48,13 @@ class Profile:
         log_text: bool = False,
         verify: float = 0.0,
         sinks: Sequence[Sink] = (),
+        chance: Callable[[], float] = random.random,
     ) -> None:
         if not 0 <= verify <= 1:
             raise OptionError(f"verify_cache: {verify} is out of range, it has to be between 0 and 1")
         self.process, self.number = secrets.token_hex(4), 0
-        self.verified, self.failed = 0, 0
-        self._command, self._log_text, self._share, self._warm = command, log_text, verify, 0
+        self.eligible, self.verified, self.failed = 0, 0, 0
+        self._command, self._log_text, self._share, self._chance = command, log_text, verify, chance
         self._sinks = list(sinks)
         self._events = LineWriter(events) if events is not None else None
         self._tokens = LineWriter(tokens, first=self._process_line) if tokens is not None else None
@@ -84,6 +83,7 @@ class Profile:
             "process": self.process,
             "command": self._command,
             "model": runner.name,
+            "max_sequences": self._settings.get("max_sequences", 1),
             "fingerprint": fingerprint(runner.model, runner.facts, self._settings),
         }
         self._entry = TokenBuffer()
@@ -101,7 +101,7 @@ class Profile:
             return
         event = event_of(observed, self._identity, self.number)
         if "prefill_step" not in self._settings or observed.lookup.entry_tokens != self._entry_tokens:
-            self._divergences.forget()  # the entry is not what the last request left: others shared it, or it went on in advance
+            self._divergences.forget()  # the entry is not what the last request left: others shared it, or it was taken back
         event["divergence"] = self._divergences.describe(observed.prepared, observed.prompt, observed.lookup)
         self._divergences.follow(observed.prepared)
         self._entry_tokens = len(observed.entry)
@@ -145,15 +145,15 @@ class Profile:
             for begin, end, count in observed.chunks:
                 self._curve.add(at, at + count, end - begin)
                 at += count
-        seconds = self._curve.seconds(observed.usage.cached_tokens, step)
+        seconds = self._curve.seconds(observed.lookup.reused, step)
         return None if seconds is None else round(seconds, 7)
 
     def _is_chosen(self, observed: Observation) -> bool:
-        """Every so many warm requests, evenly: the n-th is one if the share makes a whole one of it."""
+        """That share of the requests that reused something, by chance: processes of one request each are chosen as often as others."""
         if not self._share or observed.logits is None or not observed.usage.cached_tokens:
             return False
-        self._warm += 1
-        return math.floor(self._warm * self._share + 1e-9) > math.floor((self._warm - 1) * self._share + 1e-9)
+        self.eligible += 1
+        return self._chance() < self._share
 
     def _verify(self, runner: Any, observed: Observation) -> dict[str, Any]:
         from mlxrunner.profiling.verify import Verifier, Warm

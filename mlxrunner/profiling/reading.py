@@ -17,6 +17,8 @@ from typing import Any
 from mlxrunner.errors import MlxrunnerError
 
 Check = Callable[[Any], bool]
+SLOWEST = 0.05
+"""Tokens per second, but for 0."""
 LONGEST_LINE = 64 * 2**20
 """Bytes; no line of ours comes near it."""
 
@@ -31,7 +33,7 @@ class Lines:
     """The JSON objects of `files` that have this `schema` and `version`; `skipped` counts the others while it is iterated.
 
     `skipped`: "unreadable" (no JSON object, cut off, not UTF-8), "foreign" (another schema), "version" (another version of it),
-    "invalid" (a field is missing or of the wrong type, as `check` finds).
+    "invalid" (a field is missing, of the wrong type, or of no possible value, as `check` finds).
     """
 
     def __init__(self, files: Iterable[str | Path], schema: str, version: int, check: Check = lambda line: True) -> None:
@@ -103,7 +105,17 @@ def _refuse(constant: str) -> Any:
 @cache
 def _event_check() -> Check:
     schema = event_schema()
-    return _compile(schema, schema["$defs"])
+    has_fields = _compile(schema, schema["$defs"])
+    return lambda event: has_fields(event) and _adds_up(event)
+
+
+def _adds_up(event: Mapping[str, Any]) -> bool:
+    """Whether the counts can be those of one prompt, and its rate one that was measured (they are rounded to tenths)."""
+    prompt, cached, ahead, saved, evaluated, lost = (
+        event[f"{name}_tokens"] for name in ("prompt", "cached", "ahead", "saved", "evaluated", "lost")
+    )
+    is_slow = 0 < (event["prefill_rate"] or 0) < SLOWEST
+    return bool(saved + ahead == cached and cached + evaluated <= prompt and lost <= evaluated + ahead and not is_slow)
 
 
 _TYPES: Mapping[str, Check] = {

@@ -61,7 +61,6 @@ _ALL = (
     Reason(
         "interrupted",
         "the request before it was ended before its prompt was evaluated, so the rest of it was missing",
-        "let a prefill finish whose prompt comes again; the chunks that were finished are reused in any case",
     ),
     Reason(
         "verify_failed",
@@ -74,20 +73,23 @@ REASONS: Mapping[str, Reason] = {reason.name: reason for reason in _ALL}
 
 
 def explain(event: Mapping[str, Any]) -> str:
-    """One sentence on what `event` (a dict of an events file) did not reuse, and where; plain text of this program's making.
+    """One sentence on what `event` (a dict of an events file, or of a Usage) did not reuse, and where; plain text of this program's making.
 
     Names that come from the file (roles, kinds, what freed the entry) are in it as they are: filter them before a terminal.
     """
-    cached, prompt = event["cached_tokens"], event["prompt_tokens"]
+    ahead = event["ahead_tokens"]
+    counts = f"{event['cached_tokens'] - ahead} of {event['prompt_tokens']} prompt tokens were reused"
+    if ahead:
+        counts += f", {ahead} had been evaluated in advance"
     if event["reason"] is None:
-        return f"nothing was lost: {cached} of {prompt} prompt tokens were reused"
+        return f"nothing was lost: {counts}"
     sentence = REASONS[event["reason"]].sentence
     detail = event["rewind_limited_by"] if event["reason"] == "rewind_limited" else event["freed_by"]
     if detail:
         sentence += f" ({detail})"
-    if event["divergence"]:
-        sentence += f"; they part at token {event['divergence']['index']}, {place(event['divergence'])}"
-    return f"{sentence}; {cached} of {prompt} prompt tokens were reused"
+    if divergence := event.get("divergence"):
+        sentence += f"; they part at token {divergence['index']}, {place(divergence)}"
+    return f"{sentence}; {counts}"
 
 
 def place(divergence: Mapping[str, Any]) -> str:

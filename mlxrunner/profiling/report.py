@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mlxrunner.profiling.files import replaced
+from mlxrunner.profiling.files import must_differ, replaced
 from mlxrunner.profiling.reading import ReadError, event_schema, read_events
 from mlxrunner.profiling.summary import Summary
 
@@ -46,8 +46,9 @@ def make_report(
 ) -> Report:
     """One pass over `files`; the page, the rows and the trace are written beside it. `progress`: called with the events read so far.
 
-    ReadError where a file can't be read or no event is in any of them, WriteError for a result.
+    ReadError where a file can't be read or no event is in any of them, WriteError for a result, OptionError where two are one file.
     """
+    must_differ({"--html": html, "--csv": csv, "--trace": trace})
     report = Report(files)
     events = read_events(files)
     with ExitStack() as stack:

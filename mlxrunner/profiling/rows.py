@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Mapping
-from typing import IO, Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
 
 Event = Mapping[str, Any]
 NESTED = ("divergence", "spans", "verify")
@@ -15,7 +18,7 @@ FORMULAS = ("=", "+", "-", "@", "\t", "\r", "\n")
 class Rows:
     """Writes the header and a row per event to `stream` (opened with newline="")."""
 
-    def __init__(self, stream: IO[str], fields: list[str]) -> None:
+    def __init__(self, stream: SupportsWrite[str], fields: list[str]) -> None:
         """`fields`: those of schema.json, in its order."""
         self._fields = [name for name in fields if name not in NESTED]
         self._writer = csv.writer(stream)

@@ -70,16 +70,22 @@ def sparkline(shares: list[float], *, is_ascii: bool) -> str:
 
 def _totals(summary: Summary, to: Console) -> None:
     tokens = summary.tokens
-    new = tokens["evaluated"] - tokens["lost"]
+    new = tokens["evaluated"] + tokens["ahead"] - tokens["lost"]
+    ahead = f" ({number(tokens['ahead'])} of these evaluated in advance)" if tokens["ahead"] else ""
     models = ", ".join(visible(name) for name, _ in summary.models.most_common(3)) + (" ..." if len(summary.models) > 3 else "")
+    known = f", in {number(summary.estimated)} of the requests" if summary.estimated < summary.requests else ""
+    overlap = " for each of several at a time" if summary.side_by_side else ""
     rows = [
         ("requests", f"{number(summary.requests)}, {moment(summary.first_time)} to {moment(summary.last_time)} UTC"),
         ("models", models),
         ("hit rate by token", f"{percent(summary.hit_rate)} of {number(tokens['prompt'])} prompt tokens were reused"),
-        ("", f"cached {number(tokens['cached'])} + lost {number(tokens['lost'])} + new {number(new)}"),
+        ("", f"reused {number(tokens['saved'])} + lost {number(tokens['lost'])} + new {number(new)}{ahead}"),
         ("hit rate by request", f"{percent(summary.request_hit_rate)}: {_counts(summary)}"),
-        ("time saved", f"{seconds(summary.seconds['saved'])}, as estimated from this machine's own prefills"),
-        ("rates", f"prefill {rate(summary.prefill_rate)}, decode {rate(summary.decode_rate)}"),
+        (
+            "time saved",
+            f"{seconds(summary.saved_s)}, as estimated from this machine's own prefills{known}" if summary.estimated else "-",
+        ),
+        ("rates", f"prefill {rate(summary.prefill_rate)}, decode {rate(summary.decode_rate)}{overlap}"),
     ]
     if summary.finishes["interrupted"] or summary.finishes["error"]:
         rows.append(("ended early", f"{summary.finishes['interrupted']} interrupted, {summary.finishes['error']} by an error"))

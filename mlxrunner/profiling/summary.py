@@ -16,6 +16,7 @@ from typing import Any
 from mlxrunner.profiling.tally import Bin, Loss, Miss, Sample, Timeline, Times, by_tokens
 
 Event = Mapping[str, Any]
+COUNTED = ("prompt", "matched", "cached", "ahead", "saved", "evaluated", "lost", "completion")
 OUTCOMES = ("hit", "partial", "miss")
 SAMPLES = 1500
 COSTLIEST = 10
@@ -44,6 +45,7 @@ class Summary:
         self.timeline = Timeline()
         self.samples: list[Sample] = []
         self.verified = self.unequal = 0
+        self.estimated = self.side_by_side = 0
         self._sampled = 0
         self._misses: list[tuple[tuple[float, int, str], int, Miss]] = []
         self._random = random.Random(0)
@@ -62,13 +64,18 @@ class Summary:
 
     @property
     def hit_rate(self) -> float:
-        """Share of all prompt tokens that were reused."""
-        return self.tokens["cached"] / self.tokens["prompt"] if self.tokens["prompt"] else 0.0
+        """Share of all prompt tokens that were reused; what was evaluated in advance was not."""
+        return self.tokens["saved"] / self.tokens["prompt"] if self.tokens["prompt"] else 0.0
 
     @property
     def request_hit_rate(self) -> float:
         """Share of all requests that reused all they could."""
         return self.outcomes["hit"] / self.requests if self.requests else 0.0
+
+    @property
+    def saved_s(self) -> float | None:
+        """Seconds that were saved in the `estimated` requests; None where there is none."""
+        return self.seconds["saved"] if self.estimated else None
 
     @property
     def prefill_rate(self) -> float | None:
@@ -92,8 +99,10 @@ class Summary:
             "last_time": self.last_time or None,
             "hit_rate": self.hit_rate,
             "request_hit_rate": self.request_hit_rate,
-            "tokens": {name: self.tokens[name] for name in ("prompt", "matched", "cached", "evaluated", "lost", "completion")},
-            "saved_s": self.seconds["saved"],
+            "tokens": {name: self.tokens[name] for name in COUNTED},
+            "saved_s": self.saved_s,
+            "estimated": self.estimated,
+            "side_by_side": self.side_by_side,
             "prefill_rate": self.prefill_rate,
             "decode_rate": self.decode_rate,
             "profile_s": self.seconds["profile"],
@@ -111,7 +120,7 @@ class Summary:
         }
 
     def _add_counts(self, event: Event) -> None:
-        for name in ("prompt", "matched", "cached", "evaluated", "lost", "completion"):
+        for name in COUNTED:
             self.tokens[name] += event[f"{name}_tokens"]
         self.outcomes[event["outcome"]] += 1
         self.finishes[event["finish"]] += 1
@@ -119,6 +128,8 @@ class Summary:
         self.runs[event["run"]] += 1
 
     def _add_times(self, event: Event) -> None:
+        self.estimated += event["saved_s"] is not None
+        self.side_by_side += event["max_sequences"] > 1
         self.seconds["saved"] += event["saved_s"] or 0.0
         self.seconds["profile"] += event["profile_s"]
         self.seconds["total"] += event["total_s"]
@@ -141,23 +152,23 @@ class Summary:
         if reason is None:
             return
         rate = event["prefill_rate"]
-        seconds = tokens / rate if rate else 0.0
-        self.reasons.setdefault(reason, Loss()).add(tokens, seconds)
+        took = tokens / rate if rate else 0.0
+        self.reasons.setdefault(reason, Loss()).add(tokens, took)
         if not tokens:
             return
         place = place_of(event)
         if place not in self.places and len(self.places) >= MOST_PLACES:
             place = "elsewhere"
-        self.places.setdefault(place, Loss()).add(tokens, seconds)
-        miss = Miss(seconds, tokens, event["id"], event["time"], event["model"], event["outcome"], reason, place)
+        self.places.setdefault(place, Loss()).add(tokens, took)
+        miss = Miss(took, tokens, event["id"], event["time"], event["model"], event["outcome"], reason, place)
         push = heapq.heappush if len(self._misses) < COSTLIEST else heapq.heappushpop
         push(self._misses, (miss.order, self.requests, miss))
 
     def _add_bin(self, event: Event) -> None:
-        lost = min(event["lost_tokens"], event["evaluated_tokens"])
+        lost, evaluated = event["lost_tokens"], event["evaluated_tokens"] + event["ahead_tokens"]
         self.timeline.add(
             Bin(
-                event["time"], 1, event["matched_tokens"], event["cached_tokens"], lost, event["evaluated_tokens"] - lost,
+                event["time"], 1, event["matched_tokens"], event["saved_tokens"], lost, evaluated - lost,
                 event["used_bytes"], event["cache_bytes"], event["peak_bytes"],
             )
         )  # fmt: skip

@@ -10,6 +10,8 @@ from html import escape
 from mlxrunner.terminal import visible
 
 LEFT, RIGHT, TOP, BOTTOM = 66, 20, 12, 42
+LEAST = 1e-9
+"""What is smaller is drawn as that: nothing that is measured here is."""
 Format = Callable[[float], str]
 
 
@@ -31,7 +33,7 @@ class Scale:
     @classmethod
     def around(cls, values: Iterable[float], begin: float, end: float, *, is_log: bool = False) -> Scale:
         """One that holds `values` and ends at round numbers."""
-        known = [value for value in values if value > 0] or [1.0]
+        known = [max(value, LEAST) for value in values if value > 0] or [1.0]
         if is_log:
             low, high = 10.0 ** math.floor(math.log10(min(known))), 10.0 ** math.ceil(math.log10(max(known)))
             return cls(low, high if high > low else low * 10, begin, end, True)

@@ -43,7 +43,8 @@ class Loss:
 
 @dataclass
 class Bin:
-    """Consecutive requests: sums of prompt tokens (`new`: evaluated and not lost), the largest of the bytes, when the first began."""
+    """Consecutive requests: sums of prompt tokens (`cached`: reused; `new`: evaluated, maybe in advance, and not lost), the largest
+    of the bytes, when the first began."""
 
     time: str = ""
     requests: int = 0

@@ -70,7 +70,7 @@ class TokenLines:
         return {
             "schema": SCHEMA, "version": VERSION, "kind": "request", "process": self.process["process"],
             "id": event["id"], "number": event["number"], "shared": shared, "prompt": prompt[shared:].tolist(), "answer": answer.tolist(),
-            "matched": event["matched_tokens"], "cached": event["cached_tokens"], "entry_before": event["entry_tokens"],
+            "matched": event["matched_tokens"], "cached": event["saved_tokens"], "entry_before": event["entry_tokens"],
             "entry_after": len(entry), "evaluated": min(len(entry), len(prompt)) if goes_on else len(prompt),
             "shifted": event["shifted_tokens"], "entry": None if goes_on else entry.tolist(), "freed_by": event["freed_by"],
             "checkpoints": list(observed.checkpoints),

@@ -8,7 +8,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import IO, Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
 
 Event = Mapping[str, Any]
 ARGS = ("id", "command", "reason", "finish", "prompt_tokens", "matched_tokens", "cached_tokens", "evaluated_tokens", "lost_tokens",
@@ -16,38 +19,36 @@ ARGS = ("id", "command", "reason", "finish", "prompt_tokens", "matched_tokens", 
 
 
 class Trace:
-    """Writes events to `stream`; `close` ends the document. Times are microseconds since the first event's begin.
+    """Writes events to `stream`; `close` ends the document. Times are whole microseconds since 1970, so that the order of the file does not
+    matter; a request of which nobody knows when it was lies with the one before it.
 
     Requests of one process that overlap, as parallel ones do, get threads of their own: spans of a thread have to be nested.
     """
 
-    def __init__(self, stream: IO[str]) -> None:
+    def __init__(self, stream: SupportsWrite[str]) -> None:
         self._stream = stream
-        self._begin: float | None = None
+        self._begin = 0
         self._processes: dict[str, int] = {}
-        self._lanes: dict[int, list[float]] = {}
+        self._lanes: dict[int, list[int]] = {}
         self._is_first = True
         stream.write('{"displayTimeUnit":"ms","traceEvents":[')
 
     def add(self, event: Event) -> None:
-        at = _epoch_us(event["time"])
-        self._begin = at if self._begin is None else self._begin
-        begin = max(round(at - self._begin, 1), 0.0)
+        begin = self._begin = _epoch_us(event["time"], self._begin)
+        end = begin + _us(event["total_s"])
         pid = self._process(event)
-        tid = self._lane(pid, begin, begin + event["total_s"] * 1e6)
+        tid = self._lane(pid, begin, end)
         place = {"ph": "X", "pid": pid, "tid": tid}
         args = {name: event[name] for name in ARGS}
-        self._write(
-            {"name": event["outcome"], "cat": "request", "ts": begin, "dur": _us(event["total_s"]), **place, "args": args}
-        )
+        self._write({"name": event["outcome"], "cat": "request", "ts": begin, "dur": end - begin, **place, "args": args})
         for span in event["spans"]:
+            first, last = _us(span["start_s"]), _us(span["start_s"] + span["duration_s"])
             self._write(
                 {
-                    "name": span["name"], "cat": "span", "ts": begin + _us(span["start_s"]), "dur": _us(span["duration_s"]), **place,
+                    "name": span["name"], "cat": "span", "ts": begin + first, "dur": last - first, **place,
                     "args": {"tokens": span["tokens"]},
                 }
             )  # fmt: skip
-        end = begin + _us(event["total_s"])
         counted = {"used": event["used_bytes"], "allocated": event["cache_bytes"]}
         self._write({"name": "bytes", "ph": "C", "pid": pid, "tid": tid, "ts": end, "args": counted})
 
@@ -62,7 +63,7 @@ class Trace:
             self._write({"name": "process_name", "ph": "M", "pid": pid, "tid": 0, "args": {"name": name}})
         return pid
 
-    def _lane(self, pid: int, begin: float, end: float) -> int:
+    def _lane(self, pid: int, begin: int, end: int) -> int:
         """The first thread of the process that has nothing at `begin`."""
         ends = self._lanes.setdefault(pid, [])
         lane = next((i for i, busy_until in enumerate(ends) if busy_until <= begin), len(ends))
@@ -74,14 +75,15 @@ class Trace:
         self._is_first = False
 
 
-def _epoch_us(time: str) -> float:
-    """0 for what is no time."""
+def _epoch_us(time: str, otherwise: int) -> int:
+    """`otherwise` for what is no time."""
     try:
         moment = datetime.fromisoformat(time)
-        return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp() * 1e6
+        return round((moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp() * 1e6)
     except (ValueError, OverflowError):
-        return 0.0
+        return otherwise
 
 
-def _us(seconds: float) -> float:
-    return round(seconds * 1e6, 1)
+def _us(seconds: float) -> int:
+    """Rounded down, so that what lies in something else still does."""
+    return int(seconds * 1e6)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -29,6 +29,20 @@ class WhatIf:
     settings: Settings = AS_RUN
     order: Order = "input"
     thinking: Thinking = "logged"
+
+    def acts_on(self, process: Mapping[str, Any]) -> bool:
+        """Whether it can change anything for the requests of a process."""
+        layers = list(_every(process["layers"]))
+        has_checkpoints = any(layer["needs_checkpoints"] for layer in layers)
+        has_window = any(layer["slack"] is not None for layer in layers)
+        return (
+            (self.thinking == "logged" or bool(process["thinking"]))
+            and (self.settings.interval is None or has_checkpoints)
+            and (self.settings.slack is None or has_window)
+        )
+
+
+AS_IT_WAS = WhatIf("as it was run")
 
 
 @dataclass
@@ -69,11 +83,13 @@ class Row:
 
 @dataclass
 class Simulation:
-    """`rows`: the first one is what was run. `agreed`: requests for which it found exactly what the runner had found."""
+    """`rows`: the first one is what was run. `agreed`: requests for which it found exactly what the runner had found. `idle`: what is to be
+    said of options that have nothing to act on."""
 
     rows: list[Row] = field(default_factory=list)
     agreed: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
+    idle: list[str] = field(default_factory=list)
 
     @property
     def requests(self) -> int:
@@ -88,19 +104,19 @@ def what_ifs(
     process: Mapping[str, Any], entries: Sequence[int] = (), intervals: Sequence[int] = (), slacks: Sequence[int] = ()
 ) -> list[WhatIf]:
     """What is worth trying for a process: one change at a time. Given ones take the place of the usual ones."""
-    made = [WhatIf("as it was run")]
-    made += [WhatIf(f"{count} entries", Settings(entries=count)) for count in entries or ENTRIES]
-    made.append(WhatIf("sorted by prefix", order="prefix"))
-    if process["thinking"]:
-        made += [WhatIf("thinking kept", thinking="kept"), WhatIf("thinking stripped", thinking="stripped")]
-    if any(layer["needs_checkpoints"] for layer in process["layers"]):
-        every, slack = process["checkpoint_interval"], process["rewind_slack"]
-        usual = sorted({max(every // 4, 1), every * 4} - {every})
-        made += [WhatIf(f"interval {n}", Settings(interval=n)) for n in intervals or usual]
-        has_window = any(layer["slack"] is not None for layer in process["layers"])
-        usual = sorted({0, slack * 4 or 512} - {slack}) if has_window else []
-        made += [WhatIf(f"slack {n}", Settings(slack=n)) for n in slacks or usual]
-    return made
+    every, slack = process["checkpoint_interval"], process["rewind_slack"]
+    intervals = intervals or sorted({max(every // 4, 1), every * 4} - {every})
+    slacks = slacks or sorted({0, slack * 4 or 512} - {slack})
+    made = [
+        AS_IT_WAS,
+        *(WhatIf(f"{count} entries", Settings(entries=count)) for count in entries or ENTRIES),
+        WhatIf("sorted by prefix", order="prefix"),
+        WhatIf("thinking kept", thinking="kept"),
+        WhatIf("thinking stripped", thinking="stripped"),
+        *(WhatIf(f"interval {n}", Settings(interval=n)) for n in intervals),
+        *(WhatIf(f"slack {n}", Settings(slack=n)) for n in slacks),
+    ]
+    return [what for what in made if what.acts_on(process)]
 
 
 def simulate(
@@ -112,66 +128,102 @@ def simulate(
 ) -> Simulation:
     """One pass over the token logs; all settings side by side. Sorting by prefix keeps every prompt, four bytes a token.
 
-    ReadError where a file can't be read or holds no request.
+    A setting that has nothing to act on in a process leaves it as it was run. ReadError where a file can't be read or holds no request.
     """
     result, log = Simulation(), read_token_log(files)
-    tries: list[_Try] = []
+    as_run = _Try(AS_IT_WAS)
+    tries = {AS_IT_WAS: as_run}
+    process: Mapping[str, Any] | None = None
     left_out: Counter[str] = Counter()
     for number, logged in enumerate(log, 1):
         if not logged.process["layers"] or not is_usable(logged):
             left_out["invalid" if logged.process["layers"] else "parallel"] += 1
             continue
-        if not tries:
-            tries = [_Try(what) for what in what_ifs(logged.process, entries, intervals, slacks)]
-        as_run, *_ = [one.run(logged) for one in tries]
-        if as_run is not None:
-            result.agreed += (as_run.matched, as_run.cached) == (logged.facts["matched"], logged.facts["cached"])
+        if logged.process is not process:
+            process = logged.process
+            for what in what_ifs(process, entries, intervals, slacks):
+                if what not in tries:
+                    tries[what] = _Try(what, as_run.row)
+        found = as_run.replay(logged)
+        assert found is not None  # in the order of the log
+        result.agreed += (found.matched, found.cached) == (logged.facts["matched"], logged.facts["cached"])
+        for one in tries.values():
+            if one is as_run:
+                continue
+            if one.row.what.acts_on(logged.process):
+                one.replay(logged)
+            else:
+                one.row.add(found)
         if number % REPORT_EVERY == 0:
             progress(number)
     result.skipped = log.skipped + left_out
-    if not tries:
+    if process is None:
         names = ", ".join(map(str, files))
         skipped = f": {skipped_words(result.skipped)}" if result.skipped.total() else ""
         raise ReadError(f"no requests in {names}{skipped}; it takes a file that --log-tokens wrote")
-    result.rows = [row for row in (one.finish() for one in tries) if row is not None]
+    result.rows = [row for row in (one.finish() for one in tries.values()) if row is not None]
+    tried = [row.what.settings for row in result.rows]
+    if intervals and not any(settings.interval for settings in tried):
+        result.idle.append("--checkpoint-interval has nothing to act on: no layer in the log takes checkpoints")
+    if slacks and all(settings.slack is None for settings in tried):
+        result.idle.append("--rewind-slack has nothing to act on: no layer in the log has a window")
     return result
 
 
 class _Try:
-    """One of the settings over all processes of the log."""
+    """One of the settings over all processes of the log; `before`: what the requests before came to."""
 
-    def __init__(self, what: WhatIf) -> None:
-        self._what, self._row = what, Row(what)
-        self._replays: dict[str, Replay] = {}
-        self._rewriters: dict[str, Rewriter] = {}
-        self._waiting: dict[str, list[Request]] = {}
+    def __init__(self, what: WhatIf, before: Row | None = None) -> None:
+        self.row = replace(before, what=what) if before is not None else Row(what)
+        self._changed = what.thinking == "logged"
+        self._runs: dict[str, _Run] = {}
 
-    def run(self, logged: LoggedRequest) -> Lookup | None:
+    def replay(self, logged: LoggedRequest) -> Lookup | None:
         """What the request finds; None if it has to wait for its turn."""
         name, request = logged.process["process"], Request.of(logged)
-        if name not in self._replays:
-            self._replays[name] = Replay(logged.process, self._what.settings)
-        if self._what.thinking != "logged":
-            if name not in self._rewriters:
-                self._rewriters[name] = Rewriter(logged.process, self._what.thinking)
-            request = self._rewriters[name].rewrite(request)
-        if self._what.order == "prefix":
-            self._waiting.setdefault(name, []).append(replace(request, freed=False, shortened=False))
+        run = self._runs.get(name)
+        if run is None or run.process != logged.process:
+            self._end(run)
+            run = self._runs[name] = _Run(logged.process, self.row.what)
+        if run.rewriter is not None:
+            request = run.rewriter.rewrite(request)
+        if self.row.what.order == "prefix":
+            run.waiting.append(replace(request, freed=False, shortened=False))
             return None
-        found = self._replays[name].run(request)
-        self._row.add(found)
+        found = run.replay.run(request)
+        self.row.add(found)
         return found
 
     def finish(self) -> Row | None:
         """None if it would have changed nothing: no prompt had any thinking."""
-        for name, waiting in self._waiting.items():
-            for request in by_prefix(waiting):
-                self._row.add(self._replays[name].run(request))
-        if self._rewriters and not any(rewriter.changed for rewriter in self._rewriters.values()):
-            return None
-        return self._row
+        for run in self._runs.values():
+            self._end(run)
+        return self.row if self._changed else None
+
+    def _end(self, run: _Run | None) -> None:
+        if run is None:
+            return
+        for request in by_prefix(run.waiting):
+            self.row.add(run.replay.run(request))
+        self._changed = self._changed or (run.rewriter is not None and run.rewriter.changed > 0)
+
+
+class _Run:
+    """What a process has asked one model, with one set of options: another has an entry of its own."""
+
+    def __init__(self, process: Mapping[str, Any], what: WhatIf) -> None:
+        self.process, self.replay = process, Replay(process, what.settings)
+        self.rewriter = Rewriter(process, what.thinking) if what.thinking != "logged" else None
+        self.waiting: list[Request] = []
 
 
 def by_prefix(requests: Iterable[Request]) -> list[Request]:
     """In the order of their tokens: what begins alike comes together, a prompt after those that it goes on from."""
     return sorted(requests, key=lambda request: request.prompt.astype(">i4").tobytes())
+
+
+def _every(layers: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """The layers, and those that are parts of them."""
+    for layer in layers:
+        yield layer
+        yield from _every(layer.get("parts", ()))

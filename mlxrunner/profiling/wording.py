@@ -61,10 +61,10 @@ def moment(time: str) -> str:
     return time[:19].replace("T", " ")
 
 
-def remedy(reason: str) -> str:
-    """What to change; empty where there is nothing to mend, or the reason is not known to this version."""
-    return REASONS[reason].remedy if reason in REASONS else ""
+def remedy(reason: str | None) -> str:
+    """What to change; empty where there is nothing to mend."""
+    return REASONS[reason].remedy if reason is not None else ""
 
 
 def sentence(reason: str) -> str:
-    return REASONS[reason].sentence if reason in REASONS else ""
+    return REASONS[reason].sentence

@@ -1,7 +1,7 @@
 """Append lines to a file that others append to as well, and never let that fail a request. No tensors.
 
 A line is one `write` to a file opened for appending, under a lock that is held for that long: several processes can share a file, and each
-line stays whole. Only its owner can read the file, which says what somebody asked.
+line stays whole, also behind one that was cut off. Only its owner can read the file, which says what somebody asked.
 """
 
 from __future__ import annotations
@@ -75,6 +75,8 @@ class LineWriter:
                 elif is_full and self._is_ours():
                     self._rotate()
                 else:
+                    if size and not self._told and self._is_cut_off():
+                        data = b"\n" + data
                     _write_whole(self._descriptor, data, size)
                     self._told = True
                     return
@@ -103,6 +105,14 @@ class LineWriter:
             return False
         opened = os.fstat(self._descriptor)
         return (there.st_dev, there.st_ino) == (opened.st_dev, opened.st_ino)
+
+    def _is_cut_off(self) -> bool:
+        """Whether the file's last line has no end: what is appended would be lost with it."""
+        try:
+            with self._file.open("rb") as stream:
+                return stream.seek(-1, os.SEEK_END) >= 0 and stream.read(1) != b"\n"
+        except OSError:
+            return False
 
     def _is_ours(self) -> bool:
         """Whether it is a plain file: /dev/null, a pipe or a link to one is never renamed."""

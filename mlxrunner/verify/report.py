@@ -86,9 +86,9 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """No row is different, and cold runs agree with each other better than with a run on another prompt."""
+        """All was run, no row is different, and cold runs agree with each other better than with a run on another prompt."""
         blind = self.wrong_token is not None and not self.noise < self.wrong_token
-        return not blind and all(self.verdict(row) != DIFFERENT for row in self.rows)
+        return self.is_complete and not blind and all(self.verdict(row) != DIFFERENT for row in self.rows)
 
     def as_dict(self) -> dict[str, Any]:
         rows = [asdict(row) | {"verdict": self.verdict(row)} for row in self.rows]

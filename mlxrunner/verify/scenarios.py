@@ -164,7 +164,7 @@ def overflow(talk: Talk) -> Case:
 def overflow_decode(talk: Talk) -> Case:
     """An answer that goes over the edge of the context."""
     talk.say(talk.base, 1)
-    return Case([*talk.base, *talk.more(talk.runner.context - len(talk.base) - talk.answer // 2)], _shift(talk))
+    return Case([*talk.base, *talk.more(talk.runner.context - len(talk.base) - max(talk.answer // 2, 1))], _shift(talk))
 
 
 def _shift(talk: Talk) -> dict[str, Any]:

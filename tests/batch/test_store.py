@@ -41,7 +41,8 @@ def indices(found: Iterable[Entry]) -> list[int]:
 def test_an_entry_comes_back_as_it_went_in(name: str | int | None, tmp_path: Path) -> None:
     """All of its fields, of all their types, also after the file was closed and opened again."""
     path = tmp_path / "store"
-    given = Entry(0, 17, as_tokens([0, 1, 255, 256, 2**31 - 1]), name, "plain", {"stop": ["\ud800"], "seed": 2**64 - 1}, None)
+    given = Entry(0, 17, as_tokens([0, 1, 255, 256, 2**31 - 1]), name, "plain", {"stop": ["\ud800"], "seed": 2**64 - 1}, None,
+                  [{"role": "user", "content": "\ud800"}])  # fmt: skip
     broken = Entry(1, 18, as_tokens([]), name, "chat.completion", error="line 18: nothing in it")
     with Store.create(path) as store:
         store.add(given)

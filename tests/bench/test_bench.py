@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
 from mlxrunner import ModelError, cli
+from mlxrunner.bench import sides
 from mlxrunner.bench.ceilings import num_parameters
 from mlxrunner.bench.figures import Findings
 from mlxrunner.bench.models import load_or_make
+from mlxrunner.bench.sides import PromptCacheSide, mlx_lm_side
 from mlxrunner.bench.work import Bench
 from mlxrunner.runner import Runner
 from mlxrunner.testing_models import write_model
@@ -61,9 +64,54 @@ def test_beside_mlx_lm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert result.exit_code == 0, result.output
     assert "not the same tokens" not in result.stderr
     versus = result.stdout.split("against mlx-lm")[1].splitlines()
-    assert [line.split("  ")[0] for line in versus[2:]] == ["cold prefill of 48", "decode after 48", "peak memory with 48"]
+    assert [line.split("  ")[0] for line in versus[2:]] == [
+        "load", "cold prefill of 48", "decode after 48", "peak memory with 48", *(f"first token of 48, {p} % cached" for p in (50, 90, 99, 100)),
+        "first token of 48, regenerated",
+    ]  # fmt: skip
     findings = Bench(str(tmp_path / "m"), contexts=[48], rounds=2, versus=True).run()
     assert findings.as_dict()["versus"][0]["gain"].keys() == {"min", "median", "max"}
+
+
+def test_what_mlx_lm_can_not_load_by_itself_has_no_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All else is compared on the weights that we have loaded."""
+    write_model(tmp_path / "m")
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ValueError
+
+    monkeypatch.setattr("mlx_lm.load", refuse)
+    findings = Bench(str(tmp_path / "m"), contexts=[32], rounds=1, versus=True).run()
+    assert "mlx-lm can't load it by itself: ValueError" in capsys.readouterr().err
+    assert findings.rows[0].name == "cold prefill of 32"
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "mamba2"])
+def test_mlx_lm_s_prompt_cache_is_trimmed_to_what_is_shared(
+    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same tokens as a cold run, and no more evaluated than is new; anew where a cache can't be trimmed."""
+    write_model(tmp_path / "m", architecture)
+    runner = Runner.load(str(tmp_path / "m"), reserve=False)
+    side, cold = PromptCacheSide(runner), mlx_lm_side(runner)
+    given: list[int] = []
+    generate = sides.stream_generate
+
+    def counted(model: Any, tokenizer: Any, prompt: list[int], **options: Any) -> Any:
+        given.append(len(prompt))
+        return generate(model, tokenizer, prompt, **options)
+
+    monkeypatch.setattr(sides, "stream_generate", counted)
+    base = list(range(1, 31))
+    prompts = [base, [*base[:20], 40, 41], [*base[:20], 40, 41], base]
+    for prompt in prompts:
+        answer = side(prompt, 4)
+        first = next(answer)
+        answer.close()
+        assert first == next(cold(prompt, 4))
+    trimmed = [30, 2, 1, 10] if architecture == "llama" else [30, 22, 22, 30]
+    assert given[::2] == trimmed
 
 
 def test_what_is_done_is_said_as_often_as_promised() -> None:
@@ -83,6 +131,7 @@ def test_quick_is_one_round_of_a_short_prompt() -> None:
     assert "rounds 1" in result.stdout
     assert "512" not in result.stdout
     assert result.stderr.splitlines()[0] == "bench: loading demo"
+    assert "rounds 2" in run("--quick", "--rounds", "2").stdout
 
 
 def test_ctrl_c_prints_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:

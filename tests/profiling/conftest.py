@@ -124,6 +124,12 @@ def write_family(folder: Path, family: str) -> None:
     (folder / "config.json").write_text('{"model_type": "llama"}')
 
 
+@pytest.fixture(name="write_family")
+def _write_family() -> Callable[[Path, str], None]:
+    """Writes the tokenizer of a family into a folder."""
+    return write_family
+
+
 @dataclass(frozen=True)
 class Family:
     """A family's tokenizer, loaded."""

@@ -55,6 +55,15 @@ def test_the_last_one_and_the_beginning_of_an_id_will_do(events: Path) -> None:
     assert run(events, "--last").stdout == run(events, "00000000002a").stdout == run(events, "00000000002").stdout
 
 
+def test_the_file_may_come_from_the_environment(events: Path) -> None:
+    """Then the one argument is the ID."""
+    for arguments in (["--last"], ["00000000002a"], ["00000000002"], [str(events), "--last"]):
+        result = CliRunner().invoke(cli.main, ["explain", *arguments], env={"MLXRUNNER_EVENTS": str(events), "COLUMNS": "120"})
+        assert result.stdout == run(events, "--last").stdout
+    result = CliRunner().invoke(cli.main, ["explain"], env={"MLXRUNNER_EVENTS": str(events)})
+    assert "give the ID of an event, or --last" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

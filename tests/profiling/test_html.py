@@ -94,7 +94,11 @@ def test_each_plot_has_a_name_a_description_and_its_figures_as_a_table() -> None
 def test_the_timeline_draws_what_was_cached_lost_and_new() -> None:
     """A bar's parts are as high as their tokens, one upon the other."""
     summary = Summary()
-    summary.add(example_event(prompt_tokens=100, matched_tokens=60, cached_tokens=50, evaluated_tokens=50, lost_tokens=20))
+    summary.add(
+        example_event(
+            prompt_tokens=100, matched_tokens=60, cached_tokens=50, saved_tokens=50, evaluated_tokens=50, lost_tokens=20
+        )
+    )
     figure = re.search(r"<figure.*?</figure>", page(summary, ["e"]), re.DOTALL)
     assert figure is not None
     heights = {kind: float(high) for kind, high in re.findall(r'<rect class="(\w+)" x=[^>]*height="([\d.]+)"><title>', figure[0])}
@@ -102,7 +106,9 @@ def test_the_timeline_draws_what_was_cached_lost_and_new() -> None:
     assert heights["new"] == pytest.approx(1.5 * heights["lost"], rel=0.02)
 
 
-NOTHING = dict.fromkeys(("prompt_tokens", "matched_tokens", "cached_tokens", "evaluated_tokens", "lost_tokens"), 0)
+NOTHING = dict.fromkeys(
+    ("prompt_tokens", "matched_tokens", "cached_tokens", "saved_tokens", "evaluated_tokens", "lost_tokens"), 0
+)
 
 
 @pytest.mark.parametrize(
@@ -127,6 +133,20 @@ def test_every_page_is_whole(count: int, changes: dict[str, object]) -> None:
 def test_a_page_of_many_requests_is_small() -> None:
     """What is drawn does not grow with the file."""
     assert len(page(summary_of(3000), ["events.jsonl"])) < 600_000
+
+
+def test_a_share_that_is_not_quite_nothing_is_written_in_one_size() -> None:
+    """Only the unit is small."""
+    summary = Summary()
+    summary.add(
+        example_event(
+            prompt_tokens=10**6, cached_tokens=50, saved_tokens=50, evaluated_tokens=999_950, saved_s=None, max_sequences=4
+        )
+    )
+    text = page(summary, ["e"])
+    assert "<dd>&lt; 0.1 <span>%</span>" in text
+    assert "<dd>-<small>by what was reused, an estimate for 0 of 1 requests" in text
+    assert "over the tokens that were evaluated, for each of several at a time" in text
 
 
 def test_scales_end_at_round_numbers() -> None:

@@ -46,7 +46,9 @@ def test_the_list_is_the_schema_s_and_has_a_sentence_each() -> None:
     assert [*REASONS, None] == properties["reason"]["enum"]
     assert [*PARTS, None] == event_schema()["$defs"]["side"]["properties"]["part"]["enum"]
     assert all(reason.sentence for reason in REASONS.values())
-    assert [name for name, reason in REASONS.items() if not reason.remedy] == ["empty", "prompt_shorter", "restored"]
+    assert [name for name, reason in REASONS.items() if not reason.remedy] == [
+        "empty", "prompt_shorter", "interrupted", "restored",
+    ]  # fmt: skip
 
 
 def test_empty_and_prompt_shorter(events: Path, lines: Lines) -> None:
@@ -117,6 +119,23 @@ def test_rewind_limited(tmp_path: Path, events: Path, lines: Lines) -> None:
     assert "--checkpoint-interval" in said(events)
 
 
+def test_rewind_limited_names_the_place_in_each_family(
+    family: Any, write_family: Callable[[Path, str], None], tmp_path: Path, events: Path, lines: Lines
+) -> None:
+    """Where the conversation was edited, and the layer that could not go back to there."""
+    write_model(tmp_path / "model", "mamba2", vocab_size=300)
+    config = (tmp_path / "model" / "config.json").read_bytes()
+    write_family(tmp_path / "model", family.name)
+    (tmp_path / "model" / "config.json").write_bytes(config)
+    command = ("chat", "-m", tmp_path / "model", "--max-tokens", 2, "--no-reserve", "--checkpoint-budget", 0, "--events", events)
+    run(*command, stdin="Dear old friend\n/clear\nDear you\n")
+    event = lines(events)[-1]
+    assert (event["reason"], event["rewind_limited_by"], event["cached_tokens"]) == ("rewind_limited", "recurrent", 0)
+    assert tuple(event["divergence"][name] for name in ("message", "role", "part")) == (0, "user", "text")
+    assert event["lost_tokens"] == event["matched_tokens"] == event["divergence"]["index"] > 0
+    assert "in the text of message 0 (user)" in said(events)
+
+
 def test_entry_freed(talk: Callable[..., Any], events: Path) -> None:
     """Given up by its owner; what it would have spared is known."""
     talking = talk("chatml")
@@ -149,7 +168,7 @@ def test_model_changed_and_options_changed(events: Path, lines: Lines) -> None:
 
 
 def test_interrupted(events: Path, lines: Lines) -> None:
-    """Ctrl-C in a prefill: the next time, the rest of the prompt is what was lost."""
+    """Ctrl-C in a prefill: what was finished counts as evaluated, and the rest, which had to be evaluated anyway, is not lost."""
     runner, profile = oracle_runner(prefill_step=8), Profile(events=events)
     profile.attach(runner)
     prompt = list(range(1, 41))
@@ -166,21 +185,28 @@ def test_interrupted(events: Path, lines: Lines) -> None:
     assert (stopped["finish"], stopped["completion_tokens"], stopped["entry_tokens_after"]) == ("interrupted", 0, 16)
     assert (stopped["ttft_s"], stopped["decode_s"], stopped["prefill_s"]) == (None, None, None)
     assert [span["tokens"] for span in stopped["spans"] if span["name"] == "prefill"] == [8, 8]
-    assert (event["reason"], event["cached_tokens"], event["lost_tokens"]) == ("interrupted", 16, 39 - 16)
+    assert (stopped["evaluated_tokens"], stopped["lost_tokens"]) == (16, 0)
+    assert (event["reason"], event["cached_tokens"], event["evaluated_tokens"], event["lost_tokens"]) == (
+        "interrupted",
+        16,
+        24,
+        0,
+    )
     assert later["reason"] == "diverged"
     assert explain(event).startswith("the request before it was ended before its prompt was evaluated")
 
 
 def test_what_was_evaluated_in_advance_is_no_interrupted_request(events: Path, lines: Lines) -> None:
-    """It is there or not yet there; nothing was lost."""
+    """It is there or not yet there; nothing was lost, and nothing was saved."""
     runner, profile = oracle_runner(prefill_step=8), Profile(events=events)
     profile.attach(runner)
     asked = iter([False, False, True])
     assert 0 < runner.evaluate(list(range(1, 41)), cancelled=lambda: next(asked)) < 40
     list(runner.generate(list(range(1, 41)), max_tokens=2))
     (event,) = lines(events)
-    assert (event["outcome"], event["reason"], event["lost_tokens"]) == ("partial", None, 0) or event["outcome"] == "hit"
-    assert event["reason"] is None
+    assert (event["outcome"], event["reason"], event["lost_tokens"]) == ("miss", "empty", 0)
+    assert (event["saved_tokens"], event["saved_s"]) == (0, 0.0)
+    assert event["ahead_tokens"] == event["cached_tokens"] > 0
 
 
 def test_interrupted_in_a_terminal(events: Path, lines: Lines) -> None:
@@ -206,14 +232,57 @@ def test_interrupted_in_a_terminal(events: Path, lines: Lines) -> None:
     assert (stopped["finish"], stopped["completion_tokens"]) == ("interrupted", 0)
     assert again["reason"] == "interrupted"
     assert again["cached_tokens"] == stopped["entry_tokens_after"]
-    assert again["lost_tokens"] == again["prompt_tokens"] - 1 - again["cached_tokens"]
+    assert stopped["evaluated_tokens"] == stopped["entry_tokens_after"] - stopped["cached_tokens"]
+    assert (again["outcome"], again["lost_tokens"]) == ("hit", 0)
     assert "was ended before its prompt was evaluated" in said(events)
+
+
+def test_typing_ahead_hides_no_loss_in_a_terminal(events: Path, lines: Lines) -> None:
+    """A turn, /clear, another one, all of it evaluated while it is typed."""
+    import pexpect
+
+    command = ["-m", "mlxrunner", "chat", "--no-history", "--events", str(events)]
+    environment = {**os.environ, "TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1"}
+    terminal = pexpect.spawn(sys.executable, command, timeout=120, dimensions=(40, 200), env=environment)
+    for requests, text in enumerate(("My name is Ana and I live in Rome.", "/clear", "My name is Tom and I live in Oslo.")):
+        terminal.expect(">>>")
+        terminal.send(text)
+        terminal.expect([pexpect.TIMEOUT, pexpect.EOF], timeout=1.5)  # it is evaluated
+        terminal.send("\r")
+        while requests != 1 and (not events.exists() or len(lines(events)) < requests / 2 + 1):
+            terminal.expect([pexpect.TIMEOUT, pexpect.EOF], timeout=0.1)
+    terminal.close(force=True)
+    first, second = lines(events)
+    assert (first["run"], first["saved_tokens"]) == ("cold-miss", 0)
+    assert (second["run"], second["reason"]) == ("warm-partial", "diverged")
+    assert second["divergence"].items() >= {"message": 0, "role": "user", "part": "text"}.items()
+    assert second["lost_tokens"] > 20
+    assert first["ahead_tokens"] > 0
+    assert second["ahead_tokens"] > 0
+
+
+def test_what_an_interrupted_request_lost_is_counted_once() -> None:
+    """It diverged, and evaluated 50 of 500; the next one evaluates the others, which nobody has evaluated before."""
+    runner, seen = oracle_runner(prefill_step=50, context=2000), []
+    Profile(sinks=[seen.append]).attach(runner)
+    list(runner.generate([1] * 1000, max_tokens=1))
+    prompt = [1] * 500 + [2] * 500
+
+    def press(done: int, total: int) -> None:
+        if done == 550:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        list(runner.generate(prompt, max_tokens=1, progress=press))
+    list(runner.generate(prompt, max_tokens=1))
+    counts = [(event["reason"], event["evaluated_tokens"], event["lost_tokens"]) for event in seen[1:]]
+    assert counts == [("diverged", 50, 50), ("interrupted", 450, 0)]
 
 
 def test_interrupted_before_anything_was_evaluated() -> None:
     """The entry is empty then, and that is why; for another prompt it is just empty."""
     runner = oracle_runner(prefill_step=64)
-    for prompt, reason, lost in (([1, 2, 3, 4], "interrupted", 3), ([5, 6], "empty", 0)):
+    for prompt, reason, lost in (([1, 2, 3, 4], "interrupted", 0), ([5, 6], "empty", 0)):
         runner.reset()
 
         def press(done: int, total: int) -> None:
@@ -297,8 +366,8 @@ def test_a_restored_entry_that_was_given_up_unread_says_so(events: Path, lines: 
     assert (event["outcome"], event["reason"], event["run"]) == ("miss", "entry_freed", "cold-miss")
 
 
-def test_a_draft_that_was_evaluated_is_not_taken_for_the_answer(events: Path, lines: Lines) -> None:
-    """What the last request left is not what the prompt parts with: the message before is not named."""
+def test_a_draft_that_was_evaluated_and_not_sent_costs_nothing(events: Path, lines: Lines) -> None:
+    """What the last request left is all there, and what of the draft was used is not counted as saved."""
     runner, profile = Runner.load("demo", reserve=False), Profile(events=events, log_text=True)
     profile.attach(runner)
     messages = [{"role": "user", "content": "My name is Ana."}]
@@ -307,5 +376,64 @@ def test_a_draft_that_was_evaluated_is_not_taken_for_the_answer(events: Path, li
     runner.evaluate([*messages, {"role": "user", "content": "I have a parrot and much more to say about it"}])
     list(runner.generate([*messages, {"role": "user", "content": "I have a dog."}]))
     _, event = lines(events)
-    assert event["divergence"]["role"] == "user"
-    assert event["divergence"]["previous"]["role"] is None
+    assert (event["outcome"], event["reason"], event["divergence"], event["lost_tokens"]) == ("hit", None, None, 0)
+    assert event["saved_tokens"] == event["entry_tokens"] == event["matched_tokens"]
+    assert 0 < event["ahead_tokens"] < event["prompt_tokens"] - event["saved_tokens"]
+
+
+@pytest.mark.parametrize("drafts", [[], [""], ["you"], ["me", "you"]], ids=["none", "before", "typed", "changed"])
+def test_what_is_evaluated_in_advance_hides_no_loss(family: Any, talk: Callable[..., Any], drafts: list[str]) -> None:
+    """A conversation that begins anew: the same reason, place and loss as without it."""
+    talking = talk(family.name, log_text=True)
+    talking.ask([{"role": "user", "content": "Dear old friend"}], "fine")
+    for draft in drafts:
+        talking.runner.evaluate([{"role": "user", "content": "Dear " + draft}])
+    event = talking.ask([{"role": "user", "content": "Dear you"}], "fine")
+    place = {"message": 0, "role": "user", "part": "text"}
+    assert (event["reason"], event["outcome"], event["run"]) == ("diverged", "partial", "warm-partial")
+    assert event["divergence"].items() >= place.items()
+    assert event["divergence"]["previous"].items() >= place.items()
+    assert event["divergence"]["previous"]["text"].startswith("old friend")
+    assert event["saved_tokens"] <= event["matched_tokens"] == event["divergence"]["index"] <= event["saved_tokens"] + 1
+    assert event["lost_tokens"] == min(event["prompt_tokens"] - 1, event["entry_tokens"]) - event["saved_tokens"]
+    assert (event["ahead_tokens"] > 0) == ("you" in drafts)
+
+
+def test_what_was_evaluated_in_advance_for_nothing_may_be_what_freed_the_rest() -> None:
+    """A draft that left the entry earlier than the prompt does; and one that a layer could not go back for."""
+    for kind, budget, reason in (("full", 0, "entry_freed"), ("recurrent", 0, "rewind_limited")):
+        runner, seen = oracle_runner((kind,), checkpoint_budget=budget), []
+        Profile(sinks=[seen.append]).attach(runner)
+        prompt = list(range(1, 41))
+        list(runner.generate(prompt, max_tokens=1))
+        runner.evaluate([*prompt[:30], 99])
+        list(runner.generate([*prompt, 98], max_tokens=2))
+        event = seen[-1]
+        kept = 30 if kind == "full" else 0
+        assert (event["reason"], event["saved_tokens"], event["lost_tokens"]) == (reason, kept, 40 - kept)
+        assert event["rewind_limited_by"] == (None if kind == "full" else kind)
+
+
+def test_a_reset_after_something_was_evaluated_in_advance_says_what_it_cost() -> None:
+    """The tokens of the last request count, not those of the draft."""
+    runner, seen = oracle_runner(), []
+    Profile(sinks=[seen.append]).attach(runner)
+    list(runner.generate([1, 2, 3, 4], max_tokens=1))
+    runner.evaluate([1, 2, 9, 9])
+    runner.reset()
+    list(runner.generate([1, 2, 3, 5], max_tokens=1))
+    assert (seen[-1]["reason"], seen[-1]["lost_tokens"], seen[-1]["ahead_tokens"]) == ("entry_freed", 3, 0)
+
+
+def test_a_shift_moves_what_was_evaluated_in_advance_too() -> None:
+    """A full context before the request: the share of the draft is no saving."""
+    runner, seen = Runner.load("demo", reserve=False, context=64), []
+    Profile(sinks=[seen.append]).attach(runner)
+    prompt = list(range(1, 41))
+    list(runner.generate(prompt, max_tokens=1))
+    runner.evaluate([*prompt, *range(101, 121)])
+    list(runner.generate([*prompt, *range(101, 131)], max_tokens=1, overflow="shift", keep=4))
+    event = seen[-1]
+    assert event["shifted_tokens"] > 0
+    assert event["ahead_tokens"] == 20
+    assert event["saved_tokens"] == event["cached_tokens"] - 20 == 40 - event["shifted_tokens"]

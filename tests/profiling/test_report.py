@@ -57,7 +57,8 @@ def test_a_hit_rate_below_the_wanted_one_is_exit_code_3(events: Path) -> None:
     assert run(events, "--min-hit-rate", str(rate)).exit_code == 0
     below = run(events, "--min-hit-rate", str(rate + 0.001))
     assert below.exit_code == 3
-    assert "less than the wanted" in below.stderr
+    found = json.loads(run(events, "--json").stdout)["tokens"]
+    assert f"mlxrunner: {found['saved']:,} of {found['prompt']:,} prompt tokens were reused, less than the wanted" in below.stderr
     assert "hit rate by token" in below.stdout
     assert run(events, "--min-hit-rate", "80").exit_code == 2
 
@@ -173,15 +174,43 @@ def test_what_cannot_be_written_is_one_clear_line(events: Path, tmp_path: Path) 
         ("--html", tmp_path / "no" / "p.html", "can't be written: No such file"),
         ("--csv", tmp_path, "can't be written: Is a directory"),
         ("--trace", "/dev/full", "can't be written: No space left"),
+        ("--csv", "/dev/full", "/dev/full: can't be written: No space left"),
         ("--csv", events, "is what is being read"),
     ):
         if str(target) == "/dev/full" and not Path("/dev/full").exists():
             continue
-        result = run(events, option, target)
-        assert (result.exit_code, result.stderr.count("\n")) == (1, 1), result.stderr
+        other = [] if option == "--trace" else ["--trace", tmp_path / "o.trace"]
+        result = run(events, option, target, *other)
+        assert (result.exit_code, result.stderr.count("\n")) == (2, 1), result.stderr
         assert message in result.stderr
+        assert "o.trace" not in result.stderr
     assert events.read_bytes() == before
-    assert [file.name for file in tmp_path.iterdir()] == ["events.jsonl"]
+    assert {file.name for file in tmp_path.iterdir()} - {"o.trace"} == {"events.jsonl"}  # a trace may have been whole before
+
+
+def test_one_file_for_two_results_is_refused(events: Path, tmp_path: Path) -> None:
+    """By whatever names; a device takes any number."""
+    (tmp_path / "link").symlink_to("result")
+    result = run(events, "--csv", tmp_path / "result", "--html", tmp_path / "link")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "mlxrunner: --html and --csv are the same file" in result.stderr
+    assert not (tmp_path / "result").exists()
+    assert run(events, "--csv", "/dev/null", "--trace", "/dev/null").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"ttft_s": 5e-324}, {"prefill_rate": 1e-305}, {"cached_tokens": 65}, {"lost_tokens": 35}, {"saved_tokens": 29}],
+    ids=["time", "rate", "cached", "lost", "saved"],
+)
+def test_counts_and_rates_that_can_not_be_are_skipped_or_harmless(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """Whoever wrote them: the figures stay numbers, and shares stay within all."""
+    file = write(tmp_path / "e", example_event(), example_event(**changes))
+    result = run(file, "--json", "--html", tmp_path / "p.html")
+    found = json.loads(result.stdout, parse_constant=pytest.fail)
+    assert found["requests"] == (2 if "ttft_s" in changes else 1)
+    assert 0 <= found["hit_rate"] <= 1
+    assert run(file).exit_code == 0
 
 
 def test_a_pipe_closed_early_is_no_error(events: Path) -> None:

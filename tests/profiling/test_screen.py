@@ -55,6 +55,19 @@ def test_every_figure_is_there_at_every_width(summary: Summary, width: int) -> N
     assert max(map(len, text.splitlines())) <= width
 
 
+def test_what_is_not_known_is_not_called_nothing() -> None:
+    """Of parallel requests nobody knows what was saved, and their times overlap."""
+    made = Summary()
+    made.add(example_event(saved_s=None, max_sequences=4))
+    assert re.search(r"time saved +- *\n", printed(made, 200))
+    assert "decode 438 tokens/s for each of several at a time" in printed(made, 200)
+    made.add(example_event(saved_s=1.0, ahead_tokens=7, saved_tokens=23))
+    text = printed(made, 200)
+    assert "1 s, as estimated from this machine's own prefills, in 1 of the requests" in text
+    assert "(7 of these evaluated in advance)" in text
+    assert made.as_dict()["saved_s"] == 1.0
+
+
 def test_a_pipe_gets_no_colours(summary: Summary) -> None:
     """Plain text, for grep."""
     assert "\x1b" not in printed(summary, 80)

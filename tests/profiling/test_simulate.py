@@ -32,6 +32,17 @@ ORACLES = [["full"], ["full", "sliding"], ["recurrent", "full"], ["chunked"], ["
 SMALL: dict[str, Any] = {"prefill_step": 24, "rewind_slack": 10, "checkpoint_interval": 50}
 
 
+def nested(depth: int) -> dict[str, Any]:
+    """A layer in so many others."""
+    line: dict[str, Any] = dict.fromkeys(("window", "slack", "room")) | dict.fromkeys(
+        ("row_bytes", "checkpoint_rows", "checkpoint_fixed"), 0
+    )
+    line |= {"kind": "composite", "needs_checkpoints": False, "count": 1}
+    for _ in range(depth):
+        line = line | {"parts": [line]}
+    return line
+
+
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows that move, and checkpoints that come, every few tokens."""
@@ -180,6 +191,60 @@ def test_settings_that_are_those_of_the_run_change_nothing(log: Path) -> None:
     }
 
 
+def log_of(file: Path, *models: tuple[list[str], bool]) -> None:
+    """The same edited prompts asked of each model (kinds of its layers, whether it begins a process of its own)."""
+    profile = None
+    for number, (kinds, is_new) in enumerate(models):
+        if profile is None or is_new:
+            profile = Profile(tokens=file)
+        runner = oracle_runner(kinds, **SMALL)
+        runner.name = f"model {number}"
+        profile.attach(runner)
+        for place in (0, 120, 30, 90, 60):
+            prompt = [1 + i % 250 for i in range(150)]
+            prompt[place] += 1
+            list(runner.generate(prompt, max_tokens=3))
+
+
+@pytest.mark.parametrize("is_new", [False, True], ids=["one process", "two"])
+@pytest.mark.parametrize("first", [["full"], ["full", "sliding"]], ids=["full", "sliding"])
+def test_each_model_is_replayed_with_its_own_layers(tmp_path: Path, first: list[str], is_new: bool) -> None:
+    """Of one process or of several, in whichever order: what acts on any of them is tried, and none finds what another has evaluated."""
+    second = ["full", "sliding"] if first == ["full"] else ["full"]
+    log_of(tmp_path / "log", (first, True), (second, is_new))
+    log_of(tmp_path / "1", (first, True))
+    log_of(tmp_path / "2", (second, True))
+    together = replay([tmp_path / "log"], intervals=[10], slacks=[100])
+    alone = [replay([tmp_path / name], intervals=[10], slacks=[100]) for name in "12"]
+    assert together.agreed == together.requests == 10
+    assert [one.what.name for one in together.rows][-3:] == ["sorted by prefix", "interval 10", "slack 100"]
+    for one in together.rows:
+        names = [one.what.name if one.what in [row.what for row in each.rows] else "as it was run" for each in alone]
+        assert one.cached == sum(row(each, name).cached for each, name in zip(alone, names, strict=True))
+    assert row(together, "interval 10").cached > together.rows[0].cached
+
+
+def test_options_with_nothing_to_act_on_are_said(tmp_path: Path) -> None:
+    """One line each, and no row."""
+    log_of(tmp_path / "full", (["full"], True))
+    log_of(tmp_path / "recurrent", (["recurrent"], True))
+    options = ("--checkpoint-interval", "10", "--rewind-slack", "9")
+    both = run(tmp_path / "full", *options)
+    assert both.exit_code == 0
+    assert "mlxrunner: --checkpoint-interval has nothing to act on: no layer in the log takes checkpoints\n" in both.stderr
+    assert "mlxrunner: --rewind-slack has nothing to act on: no layer in the log has a window\n" in both.stderr
+    assert "slack 9" not in both.stdout
+    one = run(tmp_path / "recurrent", *options)
+    assert one.stderr.count("nothing to act on") == 1
+    assert "interval 10" in one.stdout
+
+
+def test_the_log_may_come_from_the_environment(log: Path) -> None:
+    """The same variable that says where tokens are written."""
+    result = CliRunner().invoke(cli.main, ["simulate", "--json"], env={"MLXRUNNER_LOG_TOKENS": str(log)})
+    assert json.loads(result.stdout)["requests"] > 0
+
+
 def test_other_slacks_and_intervals_are_what_a_runner_with_them_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replayed with the settings of a second runner, the first one's log gives what the second one did."""
     prompts = [[token for message in messages for token in message] for _, messages in talk("same", 40)]
@@ -295,8 +360,9 @@ def test_a_log_without_anything_to_replay_is_one_clear_line(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     "changes",
-    [{"prefill_step": 0}, {"checkpoint_interval": 0}, {"layers": [{}]}, {"layers": [7]}, {"thinking": [{"begin": "x"}]}, {"context": 0}],
-    ids=str,
+    [{"prefill_step": 0}, {"checkpoint_interval": 0}, {"layers": [{}]}, {"layers": [7]}, {"layers": [nested(440)]},
+     {"thinking": [{"begin": "x"}]}, {"context": 0}],
+    ids=lambda changes: str(changes)[:40],
 )  # fmt: skip
 def test_a_log_that_makes_no_sense_is_refused(log: Path, changes: dict[str, Any]) -> None:
     """Zero steps, broken layers: counted, never a crash or a hang."""

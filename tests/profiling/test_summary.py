@@ -30,15 +30,26 @@ def test_made_up_events_are_events() -> None:
 def test_rates_are_of_tokens_and_of_requests() -> None:
     """A long miss weighs more by token than by request."""
     hit = example_event(
-        outcome="hit", reason=None, prompt_tokens=100, cached_tokens=99, matched_tokens=99, evaluated_tokens=1, lost_tokens=0
-    )
+        outcome="hit", reason=None, prompt_tokens=100, cached_tokens=99, saved_tokens=99, matched_tokens=99, evaluated_tokens=1, lost_tokens=0
+    )  # fmt: skip
     miss = example_event(
-        outcome="miss", reason="empty", prompt_tokens=900, cached_tokens=0, matched_tokens=0, evaluated_tokens=900, lost_tokens=0
-    )
+        outcome="miss", reason="empty", prompt_tokens=900, cached_tokens=0, saved_tokens=0, matched_tokens=0, evaluated_tokens=900, lost_tokens=0
+    )  # fmt: skip
     summary = summary_of(hit, miss)
     assert summary.hit_rate == pytest.approx(0.099)
     assert summary.request_hit_rate == 0.5
     assert summary.outcomes == {"hit": 1, "miss": 1}
+
+
+def test_what_was_evaluated_in_advance_is_nothing_reused() -> None:
+    """Neither by token, nor in the timeline."""
+    summary = summary_of(
+        example_event(prompt_tokens=64, cached_tokens=60, ahead_tokens=50, saved_tokens=10, evaluated_tokens=4, lost_tokens=33)
+    )
+    assert summary.hit_rate == pytest.approx(10 / 64)
+    (one,) = summary.timeline.bins
+    assert (one.cached, one.lost, one.new, one.prompt) == (10, 33, 21, 64)
+    assert summary.as_dict()["tokens"]["ahead"] == 50
 
 
 def test_rates_per_second_leave_out_what_was_never_evaluated() -> None:

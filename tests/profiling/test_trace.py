@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections import defaultdict
+from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Any
 
@@ -12,6 +13,8 @@ import pytest
 
 from mlxrunner.profiling.trace import Trace
 from mlxrunner.testing_events import afternoon, example_event
+
+NOON = int(datetime(2026, 11, 20, 13, tzinfo=UTC).timestamp()) * 10**6
 
 
 def trace_of(*events: dict[str, Any]) -> list[dict[str, Any]]:
@@ -53,13 +56,24 @@ def test_every_span_is_there_and_lies_in_its_request() -> None:
 
 
 def test_requests_lie_where_they_were_in_time() -> None:
-    """Microseconds after the first one, each process by itself."""
+    """Each process by itself."""
     first = example_event(time="2026-11-20T13:00:00.000000Z")
     second = example_event(time="2026-11-20T13:00:01.500000Z", process="00ff00ff", model="other")
     entries = trace_of(first, second)
-    assert [entry["ts"] for entry in entries if entry.get("cat") == "request"] == [0, 1_500_000]
+    assert [entry["ts"] for entry in entries if entry.get("cat") == "request"] == [NOON, NOON + 1_500_000]
     names = {entry["pid"]: entry["args"]["name"] for entry in entries if entry["ph"] == "M"}
     assert names == {1: "demo (a1b2c3d4)", 2: "other (00ff00ff)"}
+
+
+def test_a_request_that_began_before_the_first_one_lies_before_it() -> None:
+    """Of several at a time, the shorter one ends, and is written, first; files may come in any order."""
+    late, early = (
+        example_event(time="2026-11-20T13:00:05.000000Z"),
+        example_event(time="2026-11-20T13:00:00.000000Z", total_s=10.0),
+    )
+    requests = [entry for entry in trace_of(late, early) if entry.get("cat") == "request"]
+    assert [entry["ts"] - NOON for entry in requests] == [5_000_000, 0]
+    assert [entry["tid"] for entry in requests] == [1, 2]
 
 
 def test_requests_that_overlap_get_threads_of_their_own() -> None:
@@ -77,9 +91,9 @@ def test_requests_that_overlap_get_threads_of_their_own() -> None:
 
 @pytest.mark.parametrize("time", ["yesterday", "", "9999-99-99", "2026-11-20T13:00:00"])
 def test_a_time_that_is_none_breaks_nothing(time: str) -> None:
-    """The span is there, at the beginning; a time without a zone is UTC."""
-    entries = trace_of(example_event(time=time), example_event(time=time))
-    assert [entry["ts"] for entry in entries if entry.get("cat") == "request"] == [0, 0]
+    """The span is there, with the one before it; a time without a zone is UTC."""
+    entries = trace_of(example_event(time="2026-11-20T13:00:00.000000Z"), example_event(time=time))
+    assert [entry["ts"] for entry in entries if entry.get("cat") == "request"] == [NOON, NOON]
 
 
 def test_names_of_a_file_stay_text() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,13 @@ ARCHITECTURES = ["llama", "qwen3", "gemma3_text", "lfm2", "deepseek_v3", "qwen3_
 
 
 def watched(
-    architecture: str = "llama", *, verify: float = 1.0, context: int = 512, sizes: dict[str, int] | None = None, **options: Any
+    architecture: str = "llama",
+    *,
+    verify: float = 1.0,
+    context: int = 512,
+    sizes: dict[str, int] | None = None,
+    chance: Callable[[], float] = random.random,
+    **options: Any,
 ) -> tuple[Runner, list[dict[str, Any]]]:
     """A runner on a tiny model, and the events of its requests as they come."""
     config = tiny_config(architecture, vocab_size=300, **(sizes or {}))
@@ -31,7 +39,7 @@ def watched(
     runner = Runner(
         model, ByteTokenizer(), facts_of(model, config), name=architecture, context=context, prefill_step=16, **options
     )
-    Profile(verify=verify, sinks=[events.append]).attach(runner)
+    Profile(verify=verify, sinks=[events.append], chance=chance).attach(runner)
     return runner, events
 
 
@@ -96,13 +104,24 @@ def test_not_a_number_is_a_difference() -> None:
     assert events[-1]["verify"]["equal"] is False
 
 
-@pytest.mark.parametrize(("share", "chosen"), [(0.0, []), (0.25, [5, 9]), (0.5, [3, 5, 7, 9]), (1.0, [2, 3, 4, 5, 6, 7, 8, 9])])
-def test_the_share_is_chosen_evenly(share: float, chosen: list[int]) -> None:
-    """Of the warm requests, always the same ones."""
-    runner, events = watched(verify=share)
-    for _ in range(9):
+@pytest.mark.parametrize(("share", "chosen"), [(0.0, []), (0.25, [4]), (0.5, [3, 4]), (1.0, [2, 3, 4, 5])])
+def test_the_share_is_chosen_by_chance(share: float, chosen: list[int]) -> None:
+    """Of the warm requests, each by itself: a process of few requests is no exception."""
+    numbers = iter([0.7, 0.4, 0.1, 0.99])
+    runner, events = watched(verify=share, chance=lambda: next(numbers))
+    for _ in range(5):
         ask(runner, "hello", max_tokens=2)
     assert [event["number"] for event in events if event["verify"]] == chosen
+
+
+def test_strict_says_how_many_were_verified() -> None:
+    """Passing may mean that nothing was looked at."""
+    command = ["generate", "-p", "Hello!", "--repeat", "3", "--verify-cache"]
+    for share, message in (("1e-12", "0 of 2"), ("1", "2 of 2")):
+        result = CliRunner().invoke(cli.main, [*command, share, "--strict"])
+        assert result.exit_code == 0
+        assert f"mlxrunner: {message} requests that reused something were verified" in result.stderr
+    assert "were verified" not in CliRunner().invoke(cli.main, [*command, "1"]).stderr
 
 
 def test_sampled_answers_are_verified_by_their_logits() -> None:
@@ -171,6 +190,10 @@ def test_a_share_out_of_range_is_said_before_loading(tmp_path: Path) -> None:
         (["--n", "2", "--verify-cache", "1"], "mlxrunner: --verify-cache looks at one request at a time"),
         (["--strict"], "mlxrunner: --strict needs --verify-cache RATE"),
         (["--log-text"], "mlxrunner: --log-text says what --events writes"),
+        (
+            ["--events", str(tmp_path / "f"), "--metrics", str(tmp_path / "f")],
+            "mlxrunner: --events and --metrics are the same file",
+        ),
         (["--events", str(tmp_path)], f"mlxrunner: {tmp_path}: can't be written: Is a directory"),
     ):
         result = CliRunner().invoke(cli.main, ["generate", "-p", "x", "-m", "nowhere", *arguments])

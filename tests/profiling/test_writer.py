@@ -119,6 +119,16 @@ def test_what_a_full_disk_cut_off_is_taken_back(tmp_path: Path, monkeypatch: pyt
     assert file.read_text() == "first\nthird\n"
 
 
+def test_a_line_behind_one_that_was_cut_off_is_whole(tmp_path: Path) -> None:
+    """Somebody else's, or of a machine that lost its power."""
+    file = tmp_path / "events"
+    file.write_text('{"cut": ')
+    writer = LineWriter(file, first=lambda: "head")
+    writer.write("a")
+    writer.write("b")
+    assert file.read_text() == '{"cut": \nhead\na\nb\n'
+
+
 def test_what_is_no_file_is_never_renamed(tmp_path: Path) -> None:
     """Nor is a link, whose target somebody else may look after; and a pipe that nobody reads does not stop anybody."""
     (tmp_path / "link").symlink_to("target")

@@ -69,3 +69,4 @@ def test_an_interrupted_report_does_not_say_that_all_is_well() -> None:
     made.is_complete = False
     assert "changes nothing" not in made.table()
     assert "Interrupted after 2 rows" in made.table()
+    assert made.as_dict()["passed"] is False

@@ -94,6 +94,14 @@ def test_a_model_that_hides_nothing_passes(kinds: list[str], untested: set[str])
     assert {name for name in list(SCENARIOS)[:6] if verdicts[name] == "not tested"} == untested
 
 
+@pytest.mark.parametrize("context", [128, 200])
+def test_answers_of_one_token_are_no_difference(context: int) -> None:
+    """The answer that goes over the edge of the context leaves its prompt room for one."""
+    result = run("--context", str(context), "--tokens", "1", "--json")
+    assert result.exit_code == 0, result.stdout
+    assert json.loads(result.stdout)["passed"] is True
+
+
 def test_too_short_a_context_is_refused() -> None:
     """With both numbers, before anything runs."""
     with pytest.raises(OptionError, match=r"context: 90 tokens are too few .* at least 104 are needed"):
