@@ -91,6 +91,11 @@ class Request:
         return max(0, len(self.todo) - self.place)
 
     @property
+    def evaluated(self) -> int:
+        """Tokens of its prompt whose forward pass was dispatched."""
+        return (len(self.prompt) if self.sampled else self.place) - self.lookup.cached
+
+    @property
     def is_decoding(self) -> bool:
         """Whether the next thing it needs is the forward pass of the token that was sampled last."""
         return self.source is None and not self.left and self.sampled < self.limit

@@ -248,3 +248,18 @@ def test_any_mixture_ends_with_every_cell_free(name: str, cells: int | None) -> 
         for slot in runner.slots:
             runner._adapted.cache.remove(slot.number, 0)
         assert all(group.num_free == group.num_cells for group in runner._adapted.groups)
+
+
+def test_a_prompt_that_was_cancelled_counts_what_was_evaluated_of_it(llama: Parts) -> None:
+    """Not what would have been."""
+    with ParallelRunner(*llama, max_sequences=2, capacity=80, max_batch=16) as runner:
+        seen: list[Any] = []
+        runner.observer = lambda _, observation: seen.append(observation.usage)
+        first = runner.submit(LONG, max_tokens=3, stop_tokens=[])
+        waiting = runner.submit(SHARING, max_tokens=3, stop_tokens=[])
+        runner.step()
+        waiting.cancel()
+        first.cancel()
+        assert [(usage.evaluated_tokens, usage.completion_tokens) for usage in seen] == [(0, 0), (16, 0)]
+        runner.submit(LONG, max_tokens=3, stop_tokens=[]).result()
+        assert (seen[2].cached_tokens, seen[2].evaluated_tokens) == (16, 24)
