@@ -6,10 +6,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
-from weakref import ReferenceType, ref
 
-from mlxrunner.cache.entry import CacheEntry
-from mlxrunner.cache.tokens import TokenArray, as_tokens, common_prefix
+from mlxrunner.cache.tokens import as_tokens, common_prefix
 from mlxrunner.chat.history import History, Spelling, Turn
 from mlxrunner.chat.spelling import Drift, Policy, Speller, messages
 from mlxrunner.events import Chunk, Usage
@@ -46,12 +44,8 @@ class Conversation:
     variables: dict[str, Any] = field(default_factory=dict)
     history: History = field(default_factory=History)
     usages: list[Usage] = field(default_factory=list)
-    evaluated_ahead: int = 0
-    """Tokens of the last prompt that were evaluated before it was sent."""
     asked: Spelling = field(default_factory=Spelling)
     """What the last answer goes on from."""
-    _before: tuple[ReferenceType[CacheEntry], TokenArray] | None = field(default=None, repr=False)
-    """The entry as evaluating ahead has left it, and its tokens before that."""
     _drift: tuple[Spelling, Drift] | None = field(default=None, repr=False)
 
     @property
@@ -117,13 +111,7 @@ class Conversation:
         if draft:
             tokens = tokens[:-UNSTABLE]
         if len(tokens) < self.runner.context:
-            before = self._tokens_before()
-            if before is None:
-                before = self.runner.entry.tokens.array.copy()
-            try:
-                self.runner.evaluate(tokens, cancelled=cancelled)
-            finally:
-                self._before = ref(self.runner.entry), before
+            self.runner.evaluate(tokens, cancelled=cancelled)
 
     def send(self, text: str, progress: Progress | None = None, **options: Any) -> Iterator[Chunk]:
         """The answer to `text`, with `options` over the conversation's own. Closing the iterator, or an interrupt, keeps the answer as
@@ -148,21 +136,9 @@ class Conversation:
         prepared = Prepared(
             as_tokens(spelling.tokens), "messages", asked, spelling.text, self.speller.variables, time.perf_counter() - began
         )
-        ahead = self._evaluated_ahead(prepared.tokens)
         chunks = self.runner.generate(prepared, progress=progress, **(options | overflow))
-        self.asked, self.evaluated_ahead, self._before = spelling, ahead, None
+        self.asked = spelling
         return self._answer(text, spelling, history.first, overflow.get("keep", 0), chunks)
-
-    def _evaluated_ahead(self, prompt: TokenArray) -> int:
-        """How many more tokens of `prompt` the entry has than it had before anything was evaluated ahead."""
-        before = self._tokens_before()
-        if before is None:
-            return 0
-        return max(common_prefix(self.runner.entry.tokens.array, prompt) - common_prefix(before, prompt), 0)
-
-    def _tokens_before(self) -> TokenArray | None:
-        """The entry's tokens before anything was evaluated ahead; None if nothing was, or it has become another one since."""
-        return self._before[1] if self._before is not None and self._before[0]() is self.runner.entry else None
 
     def _without_oldest(self, history: History, text: str, spelling: Spelling, shift: Shift) -> Spelling:
         """Where the tokens can't simply go on, the oldest turns are not rendered any more, so that the next turns have room."""

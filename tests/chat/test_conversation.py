@@ -215,21 +215,9 @@ def test_drafts_that_are_given_up_are_not_counted_as_evaluated_ahead() -> None:
     shared = len(conversation.speller.draft(conversation.history, None, "").tokens)
     say(conversation, "short")
     assert conversation.usages[-1].cached_tokens == shared
-    assert conversation.evaluated_ahead == shared - before
+    assert conversation.usages[-1].ahead_tokens == shared - before
     say(conversation, "more")
     assert conversation.evaluated_ahead == 0
-
-
-def test_an_entry_that_was_put_in_place_is_not_counted_as_evaluated_ahead() -> None:
-    """As when a session is loaded after something was evaluated."""
-    runner = oracle_runner()
-    conversation = endless(runner, max_tokens=3)
-    conversation.evaluate("", lambda: False)
-    runner.reset()
-    runner.evaluate(conversation.speller.spell(conversation.history, None, "hello").tokens)
-    say(conversation, "hello")
-    assert conversation.evaluated_ahead == 0
-    assert conversation.usages[-1].outcome == "hit"
 
 
 def test_an_answer_of_repeated_tokens_is_kept_whole_over_a_shift() -> None:
