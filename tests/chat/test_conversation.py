@@ -217,7 +217,7 @@ def test_drafts_that_are_given_up_are_not_counted_as_evaluated_ahead() -> None:
     assert conversation.usages[-1].cached_tokens == shared
     assert conversation.usages[-1].ahead_tokens == shared - before
     say(conversation, "more")
-    assert conversation.evaluated_ahead == 0
+    assert conversation.usages[-1].ahead_tokens == 0
 
 
 def test_an_answer_of_repeated_tokens_is_kept_whole_over_a_shift() -> None:
