@@ -17,6 +17,7 @@ MlxrunnerError          exit code 1
 ├── TimeLimitError      a line of a batch that did not end in its time (`mlxrunner.batch.run`)
 ├── DifferentRunError   exit code 2: a batch can't be gone on with by other means (`mlxrunner.batch.fingerprint`)
 ├── NoFreeSlotError     exit code 1: every slot of a parallel runner is in use (`mlxrunner.parallel.slots`)
+├── StepFailedError     exit code 1: a step that carried several requests failed (`mlxrunner.parallel.request`)
 ├── VerifyError         exit code 4: what a cold run found, warm requests had got otherwise (`--verify-cache` with `--strict`)
 └── BusyError           exit code 1: another request is still using the one entry
 """
