@@ -1,4 +1,4 @@
-"""A batch of 200 prompts that share prefixes, against mlx-lm: python benchmarks/batch.py [--scale S] [--rounds N] [--quick]
+"""A batch of 200 prompts that share prefixes, against mlx-lm: python benchmarks/batch.py [--scale S] [--only MODEL] [--rounds N] [--quick]
 
 On Linux first put a fast BLAS in front (`mlxrunner doctor` names it). Sides, on the same weights, in one process, in turn:
 
@@ -137,6 +137,7 @@ def main() -> None:
         help="of the prompts' lengths (default: 1, as long as the demo model's context allows)",
     )
     parser.add_argument("--large-scale", type=float, help="of those for the 98 M model (default: the same)")
+    parser.add_argument("--only", choices=("demo", "llama"), help="one of the two models")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument(
         "--quick", action="store_true", help="few, short prompts on the demo model: does it work, not how fast is it"
@@ -145,8 +146,11 @@ def main() -> None:
     if given.quick:
         rows = compare("demo", Runner.load("demo", reserve=False), 0.1, given.rounds, 12)
     else:
-        rows = compare("demo, 3 M", Runner.load("demo", reserve=False), given.scale, given.rounds)
-        rows += compare("llama, 98 M", random_runner(), given.large_scale or given.scale, given.rounds)
+        rows = []
+        if given.only != "llama":
+            rows += compare("demo, 3 M", Runner.load("demo", reserve=False), given.scale, given.rounds)
+        if given.only != "demo":
+            rows += compare("llama, 98 M", random_runner(), given.large_scale or given.scale, given.rounds)
     print_table(rows)
     print_json(rows, versus="mlx_lm", scale=given.scale, large_scale=given.large_scale or given.scale)
 
