@@ -57,7 +57,10 @@ def import_(file: str, name: str, model: str, tokens: str | None, kv_bits: int |
     from mlxrunner.sessions.exchange import import_session
 
     count = import_session(Path(file), name, model, None if tokens is None else _tokens(tokens), kv_bits)
-    click.echo(f"{count} tokens: `mlxrunner chat --session {name}` goes on from them", err=True)
+    click.echo(
+        f"{count} tokens: in `mlxrunner chat --session {name}`, a prompt that begins with them does not evaluate them again",
+        err=True,
+    )
 
 
 def _tokens(text: str) -> list[int]:

@@ -94,7 +94,8 @@ def _against(chunks: list[Any], alone: Answer) -> Difference:
     equal = same_tokens(tokens, alone.tokens)
     worst = 0.0
     for chunk, logits in list(zip(chunks, alone.logits, strict=False))[: equal + 1]:
-        logprobs = logits - np.logaddexp.reduce(logits)
+        exact = logits.astype(np.float64)  # a sum over a vocabulary in float32 would differ more than the two runs
+        logprobs = exact - np.logaddexp.reduce(exact)
         apart = [abs(value - float(logprobs[token])) for token, value in chunk.top_logprobs.items()]
         worst = float(np.max([worst, *apart]))  # what is not a number stays
     return Difference(equal, max(len(tokens), len(alone.tokens)), worst)

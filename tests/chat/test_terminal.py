@@ -230,14 +230,20 @@ def test_an_interrupt_from_outside_while_typing_is_a_ctrl_c(open_screen: Any) ->
     assert screen.leave() == 0
 
 
-def test_what_is_typed_during_an_answer_waits_for_the_next_prompt(open_screen: Any, tmp_path: Path) -> None:
-    """Unseen, and not lost."""
-    script = tmp_path / "slow.py"
+def answering(open_screen: Any, folder: Path) -> Any:
+    """A chat in the middle of a slow answer."""
+    script = folder / "slow.py"
     script.write_text(textwrap.dedent(SLOW).replace('"max_tokens": 400', '"max_tokens": 60'))
     screen = open_screen(str(script), size=(200, 50))
     screen.prompt()
     screen.child.send("hello\r")
     screen.until(lambda: len(screen.everything[-1]) > 3 and ">>>" not in screen.everything[-1])
+    return screen
+
+
+def test_what_is_typed_during_an_answer_waits_for_the_next_prompt(open_screen: Any, tmp_path: Path) -> None:
+    """Unseen, and not lost."""
+    screen = answering(open_screen, tmp_path)
     screen.child.send("/show\r")
     screen.until("   1 user      hello").prompt()
     assert screen.shown.count("/show") == 1
@@ -250,12 +256,7 @@ def marks_pastes(screen: Any) -> bool:
 
 def test_what_is_pasted_during_an_answer_is_one_text(open_screen: Any, tmp_path: Path) -> None:
     """Of as many lines as it has, which wait for Enter."""
-    script = tmp_path / "slow.py"
-    script.write_text(textwrap.dedent(SLOW).replace('"max_tokens": 400', '"max_tokens": 60'))
-    screen = open_screen(str(script), size=(200, 50))
-    screen.prompt()
-    screen.child.send("hello\r")
-    screen.until(lambda: len(screen.everything[-1]) > 3 and ">>>" not in screen.everything[-1])
+    screen = answering(open_screen, tmp_path)
     assert marks_pastes(screen)
     screen.child.send(f"{PASTE}line a\rline b\rline c{PASTED}")
     screen.until(">>> line a\n... line b\n... line c")

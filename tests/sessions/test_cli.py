@@ -148,7 +148,9 @@ def test_caches_go_out_to_mlx_lm_and_come_back(tmp_path: Path) -> None:
     assert run("cache", "export", "zor", str(file)).stderr == "38 tokens\n"
     assert run("cache", "export", "zor", str(file)).exit_code == 2  # it is there
     result = run("cache", "import", str(file), "--session", "again")
-    assert result.stderr == "38 tokens: `mlxrunner chat --session again` goes on from them\n"
+    assert result.stderr == (
+        "38 tokens: in `mlxrunner chat --session again`, a prompt that begins with them does not evaluate them again\n"
+    )
     said = talk("again", "/stats", "My name is Zorblin.", "/stats")
     assert said.stderr.startswith("session again: 0 turns, 38 tokens restored (350 kB)\n")
     assert "24 cached, 1 evaluated" in said.stderr
