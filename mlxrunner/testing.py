@@ -7,6 +7,7 @@ caches, so a stale, missing, doubled or shifted key changes the answer. It talks
 from __future__ import annotations
 
 import dis
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,6 +31,8 @@ EOS = 299
 BOS = 298
 PRIME = 4093
 WINDOW = 12
+PACKAGE = os.path.join(os.path.dirname(__file__), "")
+"""The folder of this package, whatever the folders above it are called."""
 LAYERS: dict[str, Callable[[], Any]] = {
     "full": KVCache,
     "sliding": lambda: RotatingKVCache(max_size=WINDOW),
@@ -184,7 +187,7 @@ def interrupt_at(line: int) -> Iterator[list[int]]:
     seen = [0]
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
-        if "/mlxrunner/" not in frame.f_code.co_filename:
+        if not frame.f_code.co_filename.startswith(PACKAGE):
             return None
         if event == "line" and frame.f_code.co_code[frame.f_lasti] != dis.opmap["NOP"]:
             seen[0] += 1
