@@ -1,14 +1,14 @@
-"""Render a conversation with a chat template, in jinja's sandbox (transformers' renderer), or with a plain fallback."""
+"""Render a conversation with a chat template, in a sandbox as transformers has it, or with a plain fallback."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlxrunner.errors import ModelError, PromptError
+from mlxrunner.errors import ModelError, PromptError, TemplateLimitError
 from mlxrunner.tokenizer.base import Message
 
 FALLBACK_STOPS = ("\nUser:", "\nSystem:")
@@ -47,6 +47,8 @@ def render_chat(render: Render | None, messages: Sequence[Message], add_generati
         return _fallback(plain, add_generation_prompt)
     try:
         return render(plain, add_generation_prompt)
+    except TemplateLimitError as error:
+        raise TemplateLimitError(f"the model's chat template does not end well: {error}; another model, or --raw") from error
     except Exception as error:
         folded = _fold_system(plain)
         if folded is not None:
@@ -59,20 +61,33 @@ def render_chat(render: Render | None, messages: Sequence[Message], add_generati
 
 def jinja_renderer(template: str, special: dict[str, str]) -> Render:
     """A renderer for a jinja `template`; `special` are the names it may use (`bos_token`, `eos_token`)."""
-    # As mlx-lm does, which need not be there: transformers would say on stderr that PyTorch is missing.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
     def render(messages: list[dict[str, str]], add_generation_prompt: bool, **variables: Any) -> str:
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        rendered: Any = render_jinja_template(
-            [messages], chat_template=template, add_generation_prompt=add_generation_prompt, **special, **variables
-        )
-        while not isinstance(rendered, str):  # a list of one text, with or without masks, depending on the version
-            rendered = rendered[0]
-        return rendered
+        return render_jinja(template, messages, add_generation_prompt, **special, **variables)
 
     return render
+
+
+def render_jinja(template: str, messages: Sequence[Any], add_generation_prompt: bool, **variables: Any) -> str:
+    """What jinja `template` makes of `messages`. All that it can see is a copy, of plain data."""
+    # As mlx-lm does, which need not be there: transformers would say on stderr that PyTorch is missing.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    from mlxrunner.tokenizer import sandbox
+
+    given = {"tools": None, "documents": None, **variables, "messages": messages, "add_generation_prompt": add_generation_prompt}
+    return sandbox.render(template, {name: _plain(value) for name, value in given.items()})
+
+
+def _plain(value: Any) -> Any:
+    """A copy made of what JSON knows; of anything else the name of its kind, so that no template calls its methods."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, Mapping):
+        return {_plain(name): _plain(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    simple = next((kind for kind in (str, int, float) if isinstance(value, kind)), None)
+    return f"<{type(value).__name__}>" if simple is None else simple(value)
 
 
 def read_template(folder: Path, config: dict[str, Any]) -> str | None:
