@@ -6,13 +6,17 @@ Knows nothing about what the files mean.
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 from mlxrunner.errors import MlxrunnerError
 
 FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+MOST_NESTED = 100
+"""Lists and objects within each other in a JSON file; what is deeper breaks who copies or writes it."""
 PIECE = 2**20
 """Bytes asked for at once: a file that lies about its size costs no memory before it is read."""
 KINDS = (
@@ -78,7 +82,38 @@ def read_text(path: str | os.PathLike[str], limit: int, *, dir_fd: int | None = 
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ReadError(f"{os.fspath(path)}: not UTF-8 (byte {error.start}): save it as UTF-8 text") from error
+        raise ReadError(f"{os.fspath(path)}: can't be read: not UTF-8 (byte {error.start}), save it as UTF-8 text") from error
+
+
+def read_json(path: str | os.PathLike[str], limit: int) -> Any:
+    """The value in a JSON file of at most `limit` bytes. ReadError as `open_file`, and for what is no JSON or says two things."""
+    content = read_bytes(path, limit)
+    try:
+        found = json.loads(content.decode("utf-8-sig"), object_pairs_hook=_said_once)
+        if _depth(found) > MOST_NESTED:
+            raise ValueError(f"nested more than {MOST_NESTED} times")
+    except (ValueError, RecursionError) as error:
+        raise ReadError(f"{os.fspath(path)}: not readable as JSON: {' '.join(str(error).split())[:300]}") from error
+    return found
+
+
+def _said_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object; ValueError where a name has two different values, of which each reader takes the one it likes."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next((name for name, value in pairs if found[name] is not value and found[name] != value), None)
+        if twice is not None:
+            values = [repr(value)[:40] for name, value in pairs if name == twice]
+            raise ValueError(f"{twice[:80]!r} is there twice, as {values[0]} and as {values[-1]}: keep one of them")
+    return found
+
+
+def _depth(value: Any) -> int:
+    depth, level = 0, [value]
+    while level := [one for one in level if isinstance(one, list | dict)]:
+        depth += 1
+        level = [part for one in level for part in (one.values() if isinstance(one, dict) else one)]
+    return depth
 
 
 def is_there(path: str | os.PathLike[str]) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxrunner.reading import MissingFileError, ReadError, is_there, open_file, read_bytes, read_text
+from mlxrunner.reading import MissingFileError, ReadError, is_there, open_file, read_bytes, read_json, read_text
 
 
 def test_a_file_is_read_up_to_its_limit(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_a_text_is_utf8(tmp_path: Path) -> None:
     file.write_bytes(b"\xef\xbb\xbfcaf\xc3\xa9")
     assert read_text(file, 100) == "café"
     file.write_bytes(b"abc\xff")
-    with pytest.raises(ReadError, match=r"text: not UTF-8 \(byte 3\)"):
+    with pytest.raises(ReadError, match=r"text: can't be read: not UTF-8 \(byte 3\)"):
         read_text(file, 100)
 
 
@@ -129,3 +129,32 @@ def test_a_file_is_found_in_an_open_directory(tmp_path: Path) -> None:
     with pytest.raises(MissingFileError):
         read_text("other", 100, dir_fd=folder)
     os.close(folder)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{", "not readable as JSON"),
+        (b"\xff", "not readable as JSON"),
+        (b"[" * 100_000, "not readable as JSON"),
+        (b"[" * 101 + b"]" * 101, "nested more than 100 times"),
+        (b'{"a": {"b": 1, "b": 2}}', "'b' is there twice, as 1 and as 2: keep one"),
+        (b"9" * 5000, "not readable as JSON"),
+    ],
+    ids=["cut off", "no UTF-8", "endless", "deep", "two values", "digits"],
+)
+def test_what_is_no_json_is_one_line(content: bytes, message: str, tmp_path: Path) -> None:
+    """With the name of the file."""
+    file = tmp_path / "x.json"
+    file.write_bytes(content)
+    with pytest.raises(ReadError, match=message) as error:
+        read_json(file, 2**20)
+    assert str(error.value).startswith(f"{file}: not readable as JSON: ")
+    assert "\n" not in str(error.value)
+
+
+def test_json_may_say_a_thing_twice_if_it_is_the_same(tmp_path: Path) -> None:
+    """As some published files do."""
+    file = tmp_path / "x.json"
+    file.write_text('{"a": [1, {"b": null}], "a": [1, {"b": null}]}')
+    assert read_json(file, 100) == {"a": [1, {"b": None}]}

@@ -149,7 +149,8 @@ class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return checked
 
     def _generate(self, source: nodes.Template, name: Any, filename: Any, defer_init: bool = False) -> str:
-        for node in source.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
+        repeated: list[Any] = list(source.find_all((nodes.For, nodes.Macro, nodes.CallBlock)))
+        for node in repeated:
             size = sum(len(data.data) for data in node.find_all(nodes.TemplateData))
             tick = nodes.Call(nodes.EnvironmentAttribute("tick"), [nodes.Const(size)], [], None, None)
             node.body.insert(0, nodes.ExprStmt(tick, lineno=node.lineno))

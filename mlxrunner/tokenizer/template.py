@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mlxrunner import reading
 from mlxrunner.errors import ModelError, PromptError, TemplateLimitError
+from mlxrunner.reading import ReadError, is_there, read_text
 from mlxrunner.tokenizer.base import Message
 
 FALLBACK_STOPS = ("\nUser:", "\nSystem:")
@@ -16,6 +17,11 @@ END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>")
 """Ends of a turn that some conversions forget to list as end-of-sequence tokens; used only if the template writes them."""
 END_OF_MESSAGE = ("<|end|>", "[/INST]")
 """Ends of a message that do not end an answer."""
+
+MOST_TEMPLATE = 2**20
+"""Bytes of a file that holds a template."""
+MOST_JSON = 2**27
+"""Of a file of tokens; the largest in use have 35 million."""
 
 Render = Callable[..., str]
 """`(messages, add_generation_prompt, **variables)` -> text."""
@@ -93,25 +99,25 @@ def _plain(value: Any) -> Any:
 def read_template(folder: Path, config: dict[str, Any]) -> str | None:
     """A model directory's chat template: chat_template.jinja, else `chat_template` of tokenizer_config.json."""
     file = folder / "chat_template.jinja"
-    if file.exists():
+    if is_there(file):
         try:
-            return file.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise ModelError(f"{file}: can't be read: {_one_line(error)}") from error
+            return read_text(file, MOST_TEMPLATE)
+        except ReadError as error:
+            raise ModelError(str(error)) from error
     template = (read_json(folder / "chat_template.json") | config).get("chat_template")
     if isinstance(template, list):  # several, by name
-        template = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}.get("default")
+        template = {str(one.get("name")): one.get("template") for one in template if isinstance(one, dict)}.get("default")
     return template if isinstance(template, str) else None
 
 
 def read_json(file: Path) -> dict[str, Any]:
     """A JSON object, empty where there is no such file. ModelError where it is something else."""
-    if not file.exists():
+    if not is_there(file):
         return {}
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{file}: not readable as JSON: {_one_line(error)}") from error
+        content = reading.read_json(file, MOST_JSON)
+    except ReadError as error:
+        raise ModelError(str(error)) from error
     if not isinstance(content, dict):
         raise ModelError(f"{file}: has to be a JSON object, not {type(content).__name__}")
     return content

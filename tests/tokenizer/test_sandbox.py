@@ -34,9 +34,12 @@ EVERYDAY = {
         "{{ messages[1].content|trim|upper|replace('B', 'x')|indent(4) }} {{ messages[0]|tojson(indent=2) }} {{ none|default('d') }}"
         "{{ messages|groupby('role')|first|first }} {{ 'abc' is in 'xabcx' }} {{ [3, 1]|sort }} {{ (1, 2)|sum }} {{ '%s-%03d'|format('a', 7) }}"
     ),
-    "methods": "{{ '{}:{:>5}'.format('a', 3) ~ '%s|%r' % ('x', [1]) ~ 'ab'.center(9, '*') ~ dict(a=1, b=[2]).items()|list ~ '-'.join(['a', 'b']) }}",
-    "blocks": "{% set x %}{% for m in messages %}{{ m.role }},{% endfor %}{% endset %}{% filter upper %}{{ x }}{% endfilter %}{{ x|length }}",
-    "loop controls, conditions": "{% for m in messages if m.role != 'system' %}{% if loop.index > 2 %}{% break %}{% endif %}{{ loop.cycle('a', 'b') }}{% else %}none{% endfor %}",
+    "methods": "{{ '{}:{:>5}'.format('a', 3) ~ '%s|%r' % ('x', [1]) ~ 'ab'.center(9, '*') ~ "
+    "dict(a=1, b=[2]).items()|list ~ '-'.join(['a', 'b']) }}",
+    "blocks": "{% set x %}{% for m in messages %}{{ m.role }},{% endfor %}{% endset %}"
+    "{% filter upper %}{{ x }}{% endfilter %}{{ x|length }}",
+    "loop controls": "{% for m in messages if m.role != 'system' %}"
+    "{% if loop.index > 2 %}{% break %}{% endif %}{{ loop.cycle('a', 'b') }}{% else %}none{% endfor %}",
     "arithmetic": "{{ (2 ** 10 - 24) // 3 % 7 * 'ab' ~ 7 / 2 ~ [1] * 3 ~ -5 ~ ('a' 'b') ~ 1.5|round }}",
     "escaping": "{% autoescape true %}{{ messages[1].content ~ '<' }}{{ '<i>'|safe }}{% endautoescape %}",
     "generation": "{% generation %}{{ messages[2].content }}{% endgeneration %}",
