@@ -46,7 +46,7 @@ WIDTHS = frozenset(
 """Filters and methods whose whole numbers are widths or counts."""
 BACKWARDS = frozenset({"rfind", "rindex", "rsplit", "rpartition", "strip", "lstrip", "rstrip", "trim"})
 """Those whose time is the product of two lengths."""
-CONTAINERS = (list, tuple, dict, set, frozenset, type({}.keys()), type({}.values()), type({}.items()))
+CONTAINERS: tuple[type, ...] = (list, tuple, dict, set, frozenset, type({}.keys()), type({}.values()), type({}.items()))
 SIZED = (str, bytes, range, *CONTAINERS)
 WIDE_FIELD = {
     "{": re.compile(r"\{[^{}:]*:[^{}]*(?:\d{5}|\{)"),
