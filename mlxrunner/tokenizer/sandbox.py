@@ -46,8 +46,8 @@ WIDTHS = frozenset(
 """Filters and methods whose whole numbers are widths or counts."""
 BACKWARDS = frozenset({"rfind", "rindex", "rsplit", "rpartition", "strip", "lstrip", "rstrip", "trim"})
 """Those whose time is the product of two lengths."""
-CONTAINERS: tuple[type, ...] = (list, tuple, dict, set, frozenset, type({}.keys()), type({}.values()), type({}.items()))
-SIZED = (str, bytes, range, *CONTAINERS)
+CONTAINERS: Any = (list, tuple, dict, set, frozenset, type({}.keys()), type({}.values()), type({}.items()))
+SIZED: Any = (str, bytes, range, *CONTAINERS)
 WIDE_FIELD = {
     "{": re.compile(r"\{[^{}:]*:[^{}]*(?:\d{5}|\{)"),
     "%": re.compile(r"(?<!\d)\d{5,}(?:\.\d*)?[hlL]?[A-Za-z]|%[^%A-Za-z(]*\*"),
