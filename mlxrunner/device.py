@@ -11,6 +11,9 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlxrunner.limits import MACHINE, limits
+from mlxrunner.terminal import size
+
 
 def is_gpu() -> bool:
     """Whether MLX computes on a GPU (Metal or CUDA) by default."""
@@ -38,7 +41,7 @@ def describe() -> dict[str, Any]:
 
 
 def memory_bytes() -> tuple[int, int]:
-    """(in all, available to MLX): the recommended working set on Metal, available memory on a CPU."""
+    """(in all, available to MLX): the recommended working set on Metal; on a CPU available memory, or less where a limit is set."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     offered = describe().get("max_recommended_working_set_size") if is_gpu() else None
     return total, int(offered) if offered else _available(total)
@@ -64,12 +67,7 @@ SMALLEST_CACHE = 64 * 2**20
 
 
 def _available(total: int) -> int:
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return total
+    return min([total, *(limit.nbytes for limit in limits())])
 
 
 @dataclass(frozen=True)
@@ -80,6 +78,14 @@ class Finding:
     value: str
     ok: bool = True
     advice: str = ""
+
+
+def memory() -> Finding:
+    """What there is, and which limit makes it less than the machine has."""
+    total, available = memory_bytes()
+    limit = None if is_gpu() else next(iter(limits()), None)
+    by = f" (limited by {limit.name})" if limit and limit.name != MACHINE and limit.nbytes <= available else ""
+    return Finding("memory", f"{size(total)} in all, {size(available)} for MLX{by}")
 
 
 def blas() -> Finding:

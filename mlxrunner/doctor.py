@@ -7,20 +7,18 @@ from importlib.metadata import PackageNotFoundError, version
 
 from mlxrunner import device
 from mlxrunner.device import Finding
-from mlxrunner.terminal import size
 
 PACKAGES = ("mlxrunner", "mlx", "mlx-lm", "transformers", "numpy", "sentencepiece")
 
 
 def findings() -> list[Finding]:
     """Device, memory, libraries and versions, in that order."""
-    total, available = device.memory_bytes()
     facts = device.describe()
     name = str(facts.get("device_name") or facts.get("architecture") or platform.processor() or platform.machine())
     found = [
         Finding("device", f"{name} ({platform.system()} {platform.machine()})"),
         Finding("backend", device.backend()),
-        Finding("memory", f"{size(total)} in all, {size(available)} for MLX"),
+        device.memory(),
         device.blas(),
         device.compiler(),
         Finding("python", platform.python_version()),

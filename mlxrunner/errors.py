@@ -5,7 +5,10 @@ MlxrunnerError          exit code 1
 ├── MemoryPlanError     exit code 2: what was asked for does not fit into the memory that the device offers
 ├── OptionError         exit code 2: an option out of range (also a ValueError)
 ├── PromptError         exit code 2: a prompt that can't be run
-│   └── ContextLengthError   longer than the context
+│   ├── ContextLengthError   longer than the context
+│   └── TemplateLimitError   made by a chat template that does not end
+├── ReadError           exit code 2: a file that can't be read (`mlxrunner.reading`)
+│   └── MissingFileError     that is not there
 ├── SessionError        exit code 1: a saved session that is missing, damaged, in use, or can't be written
 ├── FileError           exit code 2: a file that can't be put into a message, or written (`mlxrunner.chat.files`)
 ├── ContextFullError    exit code 1: the answer filled the context, and the caller wanted that to be an error
@@ -64,6 +67,10 @@ class ContextLengthError(PromptError):
             "shorten it or load the model with a longer --context"
         )
         self.tokens, self.context = tokens, context
+
+
+class TemplateLimitError(PromptError):
+    """A chat template that was stopped: it took too long, or made too much text."""
 
 
 class ContextFullError(MlxrunnerError):

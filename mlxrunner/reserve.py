@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -15,6 +16,7 @@ from mlxrunner.cache.factory import CacheOptions, evaluate, layouts_of, run_lazi
 from mlxrunner.cache.layer import LayerCache
 from mlxrunner.errors import MemoryPlanError
 from mlxrunner.events import logger
+from mlxrunner.models.settings import size_of
 from mlxrunner.pipeline import SEED_TOKENS
 from mlxrunner.plan import SMALLEST_CONTEXT, Batch, Demand, Plan, make_plan
 from mlxrunner.terminal import size
@@ -48,11 +50,7 @@ def estimate_batch(config: dict[str, Any], prefill_step: int, item: int, *, is_f
     Live at once: about eight rows of the hidden size and three of the feed-forward size per token of the step, and the logits of
     a prompt's last few tokens. Without a fused attention kernel (CPU) also the scores, heads x step x context in float32, twice.
     """
-    text = config.get("text_config") or {}
-
-    def get(*names: str) -> int:
-        return next((int(s[n]) for n in names for s in (config, text) if isinstance(s.get(n), int)), 0)
-
+    get = partial(size_of, config)
     hidden, heads, vocab = get("hidden_size", "d_model", "n_embd"), get("num_attention_heads", "n_head"), get("vocab_size")
     wide = max(
         get("intermediate_size", "ffn_dim", "n_inner"), get("moe_intermediate_size") * get("num_experts_per_tok"), 4 * hidden

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -56,15 +57,15 @@ def test_an_answer_that_is_one_of_the_choices(given: str, answers: set[str]) -> 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "it can't be read: No such file or directory"),
-        (b"\xff\xfe{}", "it can't be read: 'utf-8' codec can't decode"),
+        (None, "schema.json: no such file"),
+        (b"\xff\xfe{}", "can't be read: not UTF-8 (byte 0)"),
         (b"", "schema: not valid JSON"),
         (b"{}, {}", "schema: not valid JSON: Extra data"),
         (b"[]", "schema: it has to be a JSON object"),
         (b'{"not": {}}', 'schema: Unimplemented keys: ["not"]'),
         (b'{"enum": []}', "schema: Unsatisfiable schema"),
         (b'{"const": "\x1b[2J"}', "schema: not valid JSON: Invalid control character"),
-        (b" " * 200_000, "schema: 131073 characters are too many, it may have at most 131072"),
+        (b" " * 200_000, "schema: 200000 characters are too many, it may have at most 131072"),
     ],
     ids=str,
 )
@@ -83,11 +84,20 @@ def test_a_schema_that_is_no_use_is_one_line_before_the_model_is_loaded(
     assert "\x1b" not in result.stderr
 
 
-def test_a_schema_that_is_a_directory_or_endless(tmp_path: Path) -> None:
-    """One line, and no more is read of a file than a schema may have."""
-    assert "Is a directory" in generate("--schema", str(tmp_path)).stderr
-    if Path("/dev/zero").exists():
-        assert "characters are too many" in generate("--schema", "/dev/zero").stderr
+def test_a_schema_that_is_no_ordinary_file(tmp_path: Path) -> None:
+    """One line, which says what it is, and nothing waits for it."""
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "large").write_bytes(b" " * 2**20)
+    for name, message in (
+        (".", "is a directory, not a regular file"),
+        ("fifo", "is a FIFO, not a regular file"),
+        ("none", "none: no such file"),
+        ("large", "1,048,576 bytes or more, and at most 524,288 are read"),
+    ):
+        said = generate("--schema", str(tmp_path / name)).stderr
+        assert message in said
+        assert said.startswith("mlxrunner: --schema ")
+        assert said.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,10 @@ import click
 
 from mlxrunner.cli.options import debug_option
 from mlxrunner.errors import OptionError
+from mlxrunner.reading import ReadError, read_json
+
+MOST_TOKENS = 2**25
+"""Bytes of a file of token ids: four million of them."""
 
 
 @click.group()
@@ -64,11 +68,11 @@ def import_(file: str, name: str, model: str, tokens: str | None, kv_bits: int |
 
 
 def _tokens(text: str) -> list[int]:
-    from pathlib import Path
-
     try:
-        found = json.loads(Path(text[1:]).read_text() if text.startswith("@") else text)
-    except (OSError, ValueError, RecursionError) as error:
+        found = read_json(text[1:], MOST_TOKENS) if text.startswith("@") else json.loads(text)
+    except ReadError as error:
+        raise OptionError(f"--tokens: {error}") from error
+    except (ValueError, RecursionError) as error:
         raise OptionError(
             f"--tokens: {text[:60]} is not readable as a JSON list: {' '.join(str(error).split())[:100]}"
         ) from error

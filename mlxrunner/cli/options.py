@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,6 +11,7 @@ import click
 from mlxrunner.cli.program import F, set_debug
 from mlxrunner.config import MAX_SCHEMA
 from mlxrunner.errors import OptionError
+from mlxrunner.reading import ReadError, read_text
 
 if TYPE_CHECKING:
     from mlxrunner.runner import Runner
@@ -114,11 +114,9 @@ def _read_schema(ctx: click.Context, parameter: click.Parameter, file: str | Non
     if file is None:
         return None
     try:
-        with Path(file).open(encoding="utf-8-sig") as text:
-            return text.read(MAX_SCHEMA + 1)
-    except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise OptionError(f"--schema {file}: it can't be read: {why}") from error
+        return read_text(file, 4 * MAX_SCHEMA)
+    except ReadError as error:
+        raise OptionError(f"--schema {error}") from error
 
 
 def _split_choices(ctx: click.Context, parameter: click.Parameter, line: str | None) -> tuple[str, ...]:

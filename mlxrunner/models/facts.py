@@ -14,7 +14,8 @@ from mlx.utils import tree_flatten
 
 from mlxrunner import device
 from mlxrunner.errors import ModelError
-from mlxrunner.models.resolve import check_weights, read_config, read_header, resolve, rope_settings
+from mlxrunner.models.resolve import check_files, check_weights, read_config, read_header, resolve, rope_settings
+from mlxrunner.models.settings import size_of, text_settings
 
 DEFAULT_CONTEXT = 4096
 _CONTEXT_NAMES = ("max_position_embeddings", "max_sequence_length", "seq_length", "n_positions", "n_ctx", "model_max_length")
@@ -43,10 +44,10 @@ def facts_of(model: Any, config: dict[str, Any]) -> ModelFacts:
     """The facts of a model that was built from `config`; nothing is evaluated."""
     from mlxrunner.cache.factory import make_layer_caches
 
-    text = config.get("text_config") or {}
-    context = next((c for c in (source.get(name) for source in (config, text) for name in _CONTEXT_NAMES) if _is_size(c)), None)
+    sources = (config, text_settings(config))
+    context = next((c for c in (source.get(name) for source in sources for name in _CONTEXT_NAMES) if _is_size(c)), None)
     kinds = Counter(cache.kind for cache in make_layer_caches(model))
-    vocab = config.get("vocab_size") or text.get("vocab_size") or _width_of_logits(model)
+    vocab = size_of(config, "vocab_size") or _width_of_logits(model)
     return ModelFacts(config["model_type"], context or DEFAULT_CONTEXT, context is not None, dict(kinds), vocab)
 
 
@@ -87,9 +88,30 @@ class Shapes:
 def without_weights(name: str) -> Shapes:
     """Model `name` from its config.json and the headers of its weight files."""
     folder = resolve(name)
+    check_files(folder)
+    nbytes = loaded_bytes(folder, read_config(folder))  # the files first: a model can be built without them, for nothing
     model, config = build(folder)
     _set_dtype(model, config)
-    return Shapes(model, config, facts_of(model, config), loaded_bytes(folder, config))
+    return Shapes(model, config, usable_facts(folder, model, config), nbytes)
+
+
+def usable_facts(folder: Path, model: Any, config: dict[str, Any]) -> ModelFacts:
+    """`facts_of` a model through which a token can be run, as far as its shapes say; ModelError otherwise. Nothing is evaluated."""
+    from mlxrunner.cache.factory import make_layer_caches, run_lazily
+
+    try:
+        caches = make_layer_caches(model)
+        logits = run_lazily(model, caches, 1)
+        if logits.ndim != 3 or not logits.size:
+            raise ValueError(f"its logits have the shape {logits.shape}")
+        for cache in caches:
+            cache.layouts()
+        return facts_of(model, config)
+    except Exception as error:
+        raise ModelError(
+            f"{folder / 'config.json'}: no token can be run through the model that it describes: "
+            f"{' '.join(str(error).split())[:300] or type(error).__name__}"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -144,7 +166,7 @@ def _set_dtype(model: Any, config: dict[str, Any]) -> None:
 
 
 def _is_size(value: Any) -> bool:
-    return isinstance(value, int) and 0 < value < 10**9
+    return type(value) is int and 0 < value < 10**9
 
 
 def _width_of_logits(model: Any) -> int:

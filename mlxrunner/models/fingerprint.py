@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from mlxrunner.cache.saved import Saved, outline
-from mlxrunner.models.resolve import check_weights, read_config, read_header
+from mlxrunner.errors import ModelError
+from mlxrunner.models.resolve import MOST_BYTES, check_weights, read_config, read_header
+from mlxrunner.reading import ReadError, is_there, read_bytes
 from mlxrunner.tokenizer.template import read_json, read_template
 
 PARTS = {
@@ -39,7 +41,7 @@ def fingerprint(folder: Path) -> dict[str, str]:
     """Of the model directory `folder`, but for the format of its caches (`with_format`). ModelError where it is broken."""
     settings = read_json(folder / "tokenizer_config.json")
     template = read_template(folder, settings)
-    words = [(folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).exists()]
+    words = [_content(folder / name) for name in TOKENIZER_FILES if is_there(folder / name)]
     return {
         "weights": _digest(*(part for file in check_weights(folder) for part in _samples(file))),
         "config": digest({name: value for name, value in read_config(folder).items() if name not in UNIMPORTANT}),
@@ -61,6 +63,13 @@ def differences(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 def digest(value: Any) -> str:
     """Of anything that JSON knows."""
     return _digest(_canonical(value))
+
+
+def _content(file: Path) -> bytes:
+    try:
+        return read_bytes(file, MOST_BYTES[file.suffix])
+    except ReadError as error:
+        raise ModelError(str(error)) from error
 
 
 def _samples(file: Path) -> list[bytes]:

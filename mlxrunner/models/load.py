@@ -8,12 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
 from mlxrunner import device
 from mlxrunner.errors import ModelError
-from mlxrunner.models.facts import ModelFacts, facts_of
-from mlxrunner.models.resolve import check_weights, eos_tokens, read_config, resolve, rope_settings
+from mlxrunner.models.facts import ModelFacts, usable_facts
+from mlxrunner.models.resolve import check_files, check_weights, eos_tokens, read_config, resolve, rope_settings
 from mlxrunner.tokenizer import Tokenizer, load_tokenizer
+
+LOOKED_AT = 64
+"""Values of each tensor that are looked at."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ def load_model(name: str, *, trust_remote_code: bool = False) -> LoadedModel:
     tokenizer = load_tokenizer(folder, eos_tokens(folder, config), trust_remote_code=trust_remote_code)
     model, config = _load_weights(folder, trust_remote_code)
     _read_weights(folder, model)
-    return LoadedModel(name, folder, model, tokenizer, facts_of(model, config), config)
+    return LoadedModel(name, folder, model, tokenizer, usable_facts(folder, model, config), config)
 
 
 def unread_model(folder: Path) -> Any:
@@ -46,6 +50,7 @@ def unread_model(folder: Path) -> Any:
 
 def _check(folder: Path) -> dict[str, Any]:
     config = read_config(folder)
+    check_files(folder)
     check_model_type(folder, config)
     check_weights(folder)
     return config
@@ -54,6 +59,7 @@ def _check(folder: Path) -> dict[str, Any]:
 def tokenizer_of(name: str, *, trust_remote_code: bool = False) -> Tokenizer:
     """The tokenizer of model `name` alone: no weights are read. ModelError names what is missing or broken."""
     folder = resolve(name)
+    check_files(folder)
     return load_tokenizer(folder, eos_tokens(folder, read_config(folder)), trust_remote_code=trust_remote_code)
 
 
@@ -63,9 +69,9 @@ def check_model_type(folder: Path, config: dict[str, Any]) -> None:
 
     kind = config["model_type"]
     module = MODEL_REMAPPING.get(kind, kind)
-    known = "." not in module and importlib.util.find_spec(f"mlx_lm.models.{module}") is not None
+    known = module.isidentifier() and importlib.util.find_spec(f"mlx_lm.models.{module}") is not None
     if config.get("model_file") is None and not known:
-        raise ModelError(f"{folder / 'config.json'}: model_type {kind!r} is not one that mlx-lm supports")
+        raise ModelError(f"{folder / 'config.json'}: model_type {kind[:80]!r} is not one that mlx-lm supports")
 
 
 def _load_weights(folder: Path, trust_remote_code: bool) -> tuple[Any, dict[str, Any]]:
@@ -89,6 +95,25 @@ def _read_weights(folder: Path, model: Any) -> None:
         raise ModelError(f"{folder}: not enough memory for the weights") from error
     except Exception as error:
         raise ModelError(f"{folder}: {_explain(error)}") from error
+    _check_numbers(folder, model)
+
+
+def _check_numbers(folder: Path, model: Any) -> None:
+    """ModelError for a tensor without one number in it, as damaged files have them. A few places are looked at, and all of it only if
+    those are bad."""
+    parameters: Any = tree_flatten(model.parameters())
+    floats = [(name, array.reshape(-1)) for name, array in parameters if _may_be_nan(array)]
+    places = [mx.all(mx.isnan(array[:: max(1, array.size // LOOKED_AT)])) for _, array in floats]
+    mx.eval(places)
+    for (name, array), is_bad in zip(floats, places, strict=True):
+        if is_bad.item() and mx.all(mx.isnan(array)).item():
+            raise ModelError(
+                f"{folder}: the {array.size} values of the tensor {name} are all NaN: the weights are damaged, download them again"
+            )
+
+
+def _may_be_nan(array: mx.array) -> bool:
+    return bool(array.size) and mx.issubdtype(array.dtype, mx.floating)
 
 
 def _explain(error: Exception) -> str:

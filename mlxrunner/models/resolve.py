@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import json
+import os
 import re
-import struct
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from mlxrunner.errors import ModelError
+from mlxrunner.models.settings import check_settings
+from mlxrunner.reading import MissingFileError, ReadError, is_there, open_file, read_json
+from mlxrunner.tensorfile import HeaderError
+from mlxrunner.tensorfile import read_header as read_tensors
 
 DEMO = "demo"
 DEMO_FOLDER = Path(__file__).parent / "demo"
@@ -26,6 +29,16 @@ HUB_FILES = [
     "*.py",
 ]
 """What mlx-lm needs of a repository; *.py is only run with --trust-remote-code."""
+
+MOST_SETTINGS = 2**24
+"""Bytes of a config.json; the largest in use, with a setting for each of a hundred thousand tensors, have half of that."""
+MOST_HEADER = 2**26
+"""Of the header of one weight file."""
+MOST_SIDE = 2**31 - 1
+"""Of a tensor: what MLX counts with."""
+MOST_BYTES = {".json": 2**27, ".jinja": 2**20, ".jsonl": 2**27, ".txt": 2**26, ".model": 2**27, ".tiktoken": 2**26, ".py": 2**22}
+"""Of a file that a tokenizer is made from, by its suffix: several times what the largest ones in use have."""
+LAST_TOKEN = 2**31 - 1
 
 
 def resolve(name: str) -> Path:
@@ -100,29 +113,33 @@ def _is_whole(folder: Path) -> bool:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json with the end tokens of generation_config.json; ModelError where it is missing or broken."""
+    """config.json, its values within bounds; ModelError where it is missing or broken."""
     file = folder / "config.json"
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
+        config = read_json(file, MOST_SETTINGS)
+    except MissingFileError as error:
+        if is_there(file):
+            raise ModelError(str(error)) from error
         raise ModelError(f"{file}: missing: a model directory needs config.json, *.safetensors and tokenizer files") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{file}: not readable as JSON: {_one_line(error)}") from error
+    except ReadError as error:
+        raise ModelError(str(error)) from error
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ModelError(f"{file}: has no model_type")
+    check_settings(file, config)
     return config
 
 
 def eos_tokens(folder: Path, config: dict[str, Any]) -> list[int]:
-    """The end-of-sequence ids of config.json (its text_config too) and generation_config.json together."""
-    sources = [config, config.get("text_config") or {}]
-    with suppress(OSError, ValueError):
-        sources.append(json.loads((folder / "generation_config.json").read_text(encoding="utf-8")))
-    found: list[int] = []
+    """The end-of-sequence ids of config.json (its text_config too) and generation_config.json together; what is no id is passed over."""
+    sources = [config, config.get("text_config")]
+    with suppress(ReadError):
+        sources.append(read_json(folder / "generation_config.json", MOST_SETTINGS))
+    found: dict[int, None] = {}
     for source in sources:
         ids = source.get("eos_token_id") if isinstance(source, dict) else None
-        found += [i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int) and i not in found]
-    return found
+        given = ids if isinstance(ids, list) else [ids]
+        found |= dict.fromkeys(token for token in given if type(token) is int and 0 <= token <= LAST_TOKEN)
+    return list(found)
 
 
 def rope_settings(config: dict[str, Any]) -> dict[str, Any]:
@@ -139,16 +156,43 @@ def rope_settings(config: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if value is not None and config.get(name) is None}
 
 
+def check_files(folder: Path) -> None:
+    """ModelError where a file that a library would open for us is not a regular file of a sensible size.
+
+    The libraries open them by name, without asking: a FIFO would keep them waiting, a device feed them for ever.
+    """
+    for place in (folder, folder / "additional_chat_templates"):
+        try:
+            names = sorted(os.listdir(place))
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise ModelError(f"{place}: can't be read: {error.strerror or error}") from error
+        for name in names:
+            suffix = os.path.splitext(name)[1]
+            if suffix in MOST_BYTES or suffix == ".safetensors":
+                _check_file(place / name, MOST_BYTES.get(suffix))
+
+
+def _check_file(file: Path, limit: int | None) -> None:
+    try:
+        os.close(open_file(file, limit)[0])
+    except ReadError as error:
+        raise ModelError(str(error)) from error
+
+
 def check_weights(folder: Path) -> list[Path]:
-    """The weight files, each one's header read and its size compared with it; ModelError names the first bad one."""
+    """The weight files, each one's header read and compared with the file; ModelError names the first bad one."""
     files = sorted(folder.glob("model*.safetensors"))
     index = folder / "model.safetensors.index.json"
-    if index.exists():
+    if is_there(index):
         try:
-            shards = {str(shard) for shard in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
-            missing = sorted(shard for shard in shards if not (folder / shard).exists())
-        except (OSError, ValueError, RecursionError, KeyError, AttributeError, TypeError) as error:
+            shards = {str(shard) for shard in read_json(index, MOST_BYTES[".json"])["weight_map"].values()}
+        except ReadError as error:
+            raise ModelError(f"{error}; it is the weight index") from error
+        except (KeyError, AttributeError, TypeError) as error:
             raise ModelError(f"{index}: not a readable weight index: {_one_line(error)}") from error
+        missing = sorted(shard for shard in shards if not is_there(folder / shard))
         if missing:
             raise ModelError(
                 f"{folder / missing[0]}: missing: {len(missing)} of {len(shards)} weight files that {index.name} lists"
@@ -163,20 +207,19 @@ def check_weights(folder: Path) -> list[Path]:
 def read_header(file: Path) -> dict[str, Any]:
     """A safetensors file's header (name -> dtype, shape, data_offsets); ModelError where it is cut off or not one."""
     try:
-        size = file.stat().st_size
-        with file.open("rb") as stream:
-            prefix = stream.read(8)
-            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
-            if length + 8 > size:
-                raise ModelError(f"{file}: truncated, or not a safetensors file ({size} bytes): download it again")
-            header = json.loads(stream.read(length))
-        ends = [int(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__"]
-    except (OSError, ValueError, RecursionError, KeyError, TypeError, IndexError, AttributeError) as error:
-        raise ModelError(f"{file}: not a readable safetensors file: {_one_line(error)}") from error
-    need = 8 + length + max(ends, default=0)
-    if need != size:
-        raise ModelError(f"{file}: truncated or damaged: {size} bytes, but its header describes {need}: download it again")
-    return dict(header)
+        descriptor, size = open_file(file)
+    except ReadError as error:
+        raise ModelError(str(error)) from error
+    try:
+        header = read_tensors(descriptor, size, MOST_HEADER)
+        for name, place in header.tensors.items():
+            if max(place.shape, default=0) > MOST_SIDE:
+                raise HeaderError(f"damaged: {name[:80]!r} has the shape {place.shape}, and {MOST_SIDE:,} is the longest side")
+        return header.entries
+    except (HeaderError, OSError) as error:
+        raise ModelError(f"{file}: {_one_line(error)}: download it again") from error
+    finally:
+        os.close(descriptor)
 
 
 def _one_line(error: BaseException) -> str:

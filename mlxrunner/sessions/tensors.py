@@ -7,7 +7,6 @@ anything is allocated, and the file that was opened is the one that is read, wha
 from __future__ import annotations
 
 import json
-import math
 import os
 import struct
 import weakref
@@ -18,14 +17,14 @@ from typing import Any
 
 from mlxrunner.errors import SessionError
 from mlxrunner.sessions.files import write_all
+from mlxrunner.tensorfile import HeaderError, Place, read_header
 
 TYPES = {
-    "float32": ("F32", 4), "float16": ("F16", 2), "bfloat16": ("BF16", 2), "float64": ("F64", 8), "bool": ("BOOL", 1),
-    "int8": ("I8", 1), "int16": ("I16", 2), "int32": ("I32", 4), "int64": ("I64", 8),
-    "uint8": ("U8", 1), "uint16": ("U16", 2), "uint32": ("U32", 4), "uint64": ("U64", 8), "complex64": ("C64", 8),
+    "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64", "complex64": "C64", "bool": "BOOL",
+    "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64", "uint8": "U8", "uint16": "U16", "uint32": "U32", "uint64": "U64",
 }  # fmt: skip
-"""Their names in a safetensors file, and bytes each."""
-NAMES = {name: dtype for dtype, (name, _) in TYPES.items()}
+"""Their names in a safetensors file."""
+NAMES = {name: dtype for dtype, name in TYPES.items()}
 MOST_HEADER = 16 * 2**20
 CHECKSUMS = "crc32"
 
@@ -46,7 +45,7 @@ def write(fd: int, arrays: Mapping[str, Buffer], metadata: Mapping[str, str]) ->
     end = 0
     for name, buffer in arrays.items():
         begin, end = end, end + buffer.data.nbytes
-        header[name] = {"dtype": TYPES[buffer.dtype][0], "shape": list(buffer.shape), "data_offsets": [begin, end]}
+        header[name] = {"dtype": TYPES[buffer.dtype], "shape": list(buffer.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     write_all(fd, struct.pack("<Q", len(text)) + text)
@@ -89,51 +88,21 @@ class TensorFile:
         self.fd = fd
         close = weakref.finalize(self, os.close, fd)
         try:
-            size = os.fstat(fd).st_size
-            header, begin = _read_header(fd, size)
-            self.metadata = _metadata(header)
+            header = read_header(fd, os.fstat(fd).st_size, MOST_HEADER)
+            self.metadata = header.metadata
             self.sums = _sums(self.metadata)
-            self.arrays = {
-                name: self._array(name, entry, begin, size) for name, entry in header.items() if name != "__metadata__"
-            }
-            for array in sorted(self.arrays.values(), key=lambda array: (array.begin, array.nbytes)):
-                begin = begin + array.nbytes if array.begin == begin else size + 1
-            if begin != size:
-                raise SessionError(f"the cache is truncated or damaged: its {size} bytes are not those that its header describes")
+            self.arrays = {name: self._array(name, place) for name, place in header.tensors.items()}
+        except HeaderError as error:
+            close()
+            raise SessionError(f"the cache is {error}") from error
         except BaseException:
             close()
             raise
 
-    def _array(self, name: str, entry: Any, begin: int, size: int) -> StoredArray:
-        try:
-            dtype, shape, (first, last) = NAMES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
-            whole = all(type(number) is int and number >= 0 for number in (*shape, first, last))
-        except (KeyError, TypeError, ValueError) as error:
-            raise SessionError(f"the cache is damaged: its header describes {name[:50]!r} as {repr(entry)[:80]}") from error
-        if not whole or last - first != math.prod(shape) * TYPES[dtype][1] or begin + last > size:
-            raise SessionError(f"the cache is truncated or damaged: {name[:50]!r} should be {repr(entry)[:80]} of {size} bytes")
-        return StoredArray(self, name, dtype, shape, begin + first, last - first)
-
-
-def _read_header(fd: int, size: int) -> tuple[dict[str, Any], int]:
-    prefix = os.pread(fd, 8, 0)
-    length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
-    if length + 8 > size or length > MOST_HEADER:
-        raise SessionError(f"the cache is truncated, or no safetensors file ({size} bytes)")
-    try:
-        header = json.loads(os.pread(fd, length, 8))
-    except (ValueError, RecursionError) as error:
-        raise SessionError(f"the cache is damaged: its header is no JSON ({' '.join(str(error).split())[:100]})") from error
-    if not isinstance(header, dict):
-        raise SessionError("the cache is damaged: its header is no object")
-    return header, 8 + length
-
-
-def _metadata(header: dict[str, Any]) -> dict[str, str]:
-    found = header.get("__metadata__", {})
-    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
-        raise SessionError("the cache is damaged: its header has no texts")
-    return found
+    def _array(self, name: str, place: Place) -> StoredArray:
+        if place.dtype not in NAMES:
+            raise SessionError(f"the cache is damaged: {name[:50]!r} is of type {place.dtype}, which no cache has")
+        return StoredArray(self, name, NAMES[place.dtype], place.shape, place.begin, place.nbytes)
 
 
 def _sums(metadata: Mapping[str, str]) -> dict[str, int]:

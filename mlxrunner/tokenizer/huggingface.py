@@ -11,7 +11,7 @@ from typing import Any
 from mlxrunner.errors import ModelError, OptionError
 from mlxrunner.tokenizer.base import Message, checked_text, with_bos
 from mlxrunner.tokenizer.stream import DecodeStream
-from mlxrunner.tokenizer.template import END_OF_MESSAGE, END_OF_TURN, FALLBACK_STOPS, read_json, render_chat
+from mlxrunner.tokenizer.template import END_OF_MESSAGE, END_OF_TURN, FALLBACK_STOPS, read_json, render_chat, render_jinja
 from mlxrunner.tokenizer.vocabulary import Vocabulary
 
 BYTE = re.compile("<0x([0-9A-F]{2})>")
@@ -33,6 +33,7 @@ class HuggingFaceTokenizer:
             for name in JSON_FILES:
                 read_json(folder / name)  # says so if it is the one that is broken
             raise ModelError(f"{folder}: no tokenizer could be loaded: {_explain(folder, error)}") from error
+        _bound_template(self._wrapper)
         bos: int | None = self._wrapper.bos_token_id
         # Asked, not read from the configuration: the post-processor of tokenizer.json has the last word.
         wants_bos = bos is not None and self._wrapper.encode("a", add_special_tokens=True)[:1] == [bos]
@@ -100,6 +101,24 @@ class HuggingFaceTokenizer:
             messages, tokenize=False, add_generation_prompt=add_generation_prompt, **variables
         )
         return str(text)
+
+
+def _bound_template(wrapper: Any) -> None:
+    """Have transformers' tokenizer behind `wrapper` render within our limits. One that renders in its own way keeps it: that is no jinja."""
+    from transformers import PreTrainedTokenizerBase
+
+    tokenizer = wrapper._tokenizer
+    if type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
+        return
+
+    def apply_chat_template(messages: list[Any], *, add_generation_prompt: bool = False, tools: Any = None, **given: Any) -> str:
+        variables = {name: value for name, value in given.items() if name not in ("tokenize", "return_dict")}
+        template = tokenizer.get_chat_template(None, tools)
+        return render_jinja(
+            template, messages, add_generation_prompt, tools=tools, **{**tokenizer.special_tokens_map, **variables}
+        )
+
+    tokenizer.apply_chat_template = apply_chat_template
 
 
 def _spell(piece: str) -> bytes:

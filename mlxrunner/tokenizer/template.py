@@ -1,14 +1,15 @@
-"""Render a conversation with a chat template, in jinja's sandbox (transformers' renderer), or with a plain fallback."""
+"""Render a conversation with a chat template, in a sandbox as transformers has it, or with a plain fallback."""
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlxrunner.errors import ModelError, PromptError
+from mlxrunner import reading
+from mlxrunner.errors import ModelError, PromptError, TemplateLimitError
+from mlxrunner.reading import ReadError, is_there, read_text
 from mlxrunner.tokenizer.base import Message
 
 FALLBACK_STOPS = ("\nUser:", "\nSystem:")
@@ -16,6 +17,11 @@ END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>")
 """Ends of a turn that some conversions forget to list as end-of-sequence tokens; used only if the template writes them."""
 END_OF_MESSAGE = ("<|end|>", "[/INST]")
 """Ends of a message that do not end an answer."""
+
+MOST_TEMPLATE = 2**20
+"""Bytes of a file that holds a template."""
+MOST_JSON = 2**27
+"""Of a file of tokens; the largest in use have 35 million."""
 
 Render = Callable[..., str]
 """`(messages, add_generation_prompt, **variables)` -> text."""
@@ -47,6 +53,8 @@ def render_chat(render: Render | None, messages: Sequence[Message], add_generati
         return _fallback(plain, add_generation_prompt)
     try:
         return render(plain, add_generation_prompt)
+    except TemplateLimitError as error:
+        raise TemplateLimitError(f"the model's chat template does not end well: {error}; another model, or --raw") from error
     except Exception as error:
         folded = _fold_system(plain)
         if folded is not None:
@@ -59,44 +67,57 @@ def render_chat(render: Render | None, messages: Sequence[Message], add_generati
 
 def jinja_renderer(template: str, special: dict[str, str]) -> Render:
     """A renderer for a jinja `template`; `special` are the names it may use (`bos_token`, `eos_token`)."""
-    # As mlx-lm does, which need not be there: transformers would say on stderr that PyTorch is missing.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
     def render(messages: list[dict[str, str]], add_generation_prompt: bool, **variables: Any) -> str:
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        rendered: Any = render_jinja_template(
-            [messages], chat_template=template, add_generation_prompt=add_generation_prompt, **special, **variables
-        )
-        while not isinstance(rendered, str):  # a list of one text, with or without masks, depending on the version
-            rendered = rendered[0]
-        return rendered
+        return render_jinja(template, messages, add_generation_prompt, **special, **variables)
 
     return render
+
+
+def render_jinja(template: str, messages: Sequence[Any], add_generation_prompt: bool, **variables: Any) -> str:
+    """What jinja `template` makes of `messages`. All that it can see is a copy, of plain data."""
+    # As mlx-lm does, which need not be there: transformers would say on stderr that PyTorch is missing.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    from mlxrunner.tokenizer import sandbox
+
+    given = {"tools": None, "documents": None, **variables, "messages": messages, "add_generation_prompt": add_generation_prompt}
+    return sandbox.render(template, {name: _plain(value) for name, value in given.items()})
+
+
+def _plain(value: Any) -> Any:
+    """A copy made of what JSON knows; of anything else the name of its kind, so that no template calls its methods."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, Mapping):
+        return {_plain(name): _plain(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    simple = next((kind for kind in (str, int, float) if isinstance(value, kind)), None)
+    return f"<{type(value).__name__}>" if simple is None else simple(value)
 
 
 def read_template(folder: Path, config: dict[str, Any]) -> str | None:
     """A model directory's chat template: chat_template.jinja, else `chat_template` of tokenizer_config.json."""
     file = folder / "chat_template.jinja"
-    if file.exists():
+    if is_there(file):
         try:
-            return file.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise ModelError(f"{file}: can't be read: {_one_line(error)}") from error
+            return read_text(file, MOST_TEMPLATE)
+        except ReadError as error:
+            raise ModelError(str(error)) from error
     template = (read_json(folder / "chat_template.json") | config).get("chat_template")
     if isinstance(template, list):  # several, by name
-        template = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}.get("default")
+        template = {str(one.get("name")): one.get("template") for one in template if isinstance(one, dict)}.get("default")
     return template if isinstance(template, str) else None
 
 
 def read_json(file: Path) -> dict[str, Any]:
     """A JSON object, empty where there is no such file. ModelError where it is something else."""
-    if not file.exists():
+    if not is_there(file):
         return {}
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{file}: not readable as JSON: {_one_line(error)}") from error
+        content = reading.read_json(file, MOST_JSON)
+    except ReadError as error:
+        raise ModelError(str(error)) from error
     if not isinstance(content, dict):
         raise ModelError(f"{file}: has to be a JSON object, not {type(content).__name__}")
     return content

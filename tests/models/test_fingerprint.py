@@ -71,7 +71,8 @@ def test_few_bytes_of_the_weights_are_read(folder: Path, monkeypatch: pytest.Mon
 
     read: list[int] = []
     pread = os.pread
-    monkeypatch.setattr(os, "pread", lambda fd, n, at: (read.append(n), pread(fd, n, at))[1])
-    fingerprint(folder)
     tensors = len(read_header(folder / "model.safetensors")) - 1
+    begin = 8 + int.from_bytes((folder / "model.safetensors").read_bytes()[:8], "little")
+    monkeypatch.setattr(os, "pread", lambda fd, n, at: (read.append(n if at >= begin else 0), pread(fd, n, at))[1])
+    fingerprint(folder)
     assert 0 < sum(read) <= 192 * tensors
