@@ -25,6 +25,7 @@ FLOORS = [
         "profiling",
         "testing",
         "testing_events",
+        "testing_families",
         "testing_models",
         "testing_prompts",
     ],
