@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlxrunner.errors import OptionError
 from mlxrunner.profiling.reading import read_events
-from mlxrunner.profiling.reasons import PARTS
+from mlxrunner.profiling.reasons import PARTING, PARTS
 from mlxrunner.profiling.reasons import explain as sentence_of
 from mlxrunner.profiling.report import REPORT_EVERY, must_have
 from mlxrunner.profiling.summary import place_of
@@ -79,7 +79,9 @@ def show(event: Event, to: Console) -> None:
 
 
 def _remedy(event: Event) -> str:
-    """Where prompt and entry part, the place says more than the reason."""
+    """Where prompt and entry part, the place says more than the reason. Nothing where nothing was lost."""
+    if not event["lost_tokens"] and event["reason"] in PARTING:
+        return ""
     return (place_remedy(place_of(event)) if event["reason"] == "diverged" else "") or remedy(event["reason"])
 
 
