@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from mlxrunner.answer import Clock
-from mlxrunner.cache.lookup import Lookup
+from mlxrunner.cache.lookup import Earlier, Lookup
 from mlxrunner.cache.tokens import TokenArray, TokenBuffer
 from mlxrunner.config import GenerateOptions
 from mlxrunner.events import FinishReason, Usage, logger
@@ -63,10 +63,12 @@ def finish_of(reason: FinishReason | None, error: str | None) -> Finish:
     return "error" if error is not None else reason or "interrupted"
 
 
-def usage_of(found: Lookup, clock: Clock, completion: int, **more: Any) -> Usage:
-    """What both kinds of runner count alike: what was found, and the times; `more`: the rest of Usage, or what is otherwise (as
-    `evaluated_tokens` after an interrupted prefill: what was not evaluated was not lost either)."""
+def usage_of(found: Lookup, clock: Clock, completion: int, earlier: Earlier | None = None, **more: Any) -> Usage:
+    """What both kinds of runner count alike: what was found, and the times; `earlier`: of a line of a batch; `more`: the rest of Usage, or
+    what is otherwise (as `evaluated_tokens` after an interrupted prefill: what was not evaluated was not lost either)."""
     evaluated = more.get("evaluated_tokens", found.prompt_tokens - found.cached)
+    if earlier is not None:
+        found = earlier.judged(found, evaluated)
     counted: dict[str, Any] = {
         "prompt_tokens": found.prompt_tokens,
         "matched_tokens": found.matched,

@@ -367,7 +367,7 @@ class Runner:
         lookup: Lookup = session.lookup
         evaluated = min(sum(count for _, _, count in pipeline.chunks), lookup.prompt_tokens - lookup.cached)
         return usage_of(
-            lookup, clock, answer.count, evaluated_tokens=evaluated,
+            lookup, clock, answer.count, request.prepared.earlier, evaluated_tokens=evaluated,
             trimmed_tokens=lookup.entry_tokens - lookup.reused, shifted_tokens=request.discarded + pipeline.shifted,
             reevaluated_tokens=pipeline.reevaluated, prefill_s=pipeline.prefill_s, cache_bytes=entry.nbytes, used_bytes=entry.used_bytes,
             peak_bytes=mx.get_peak_memory(),

@@ -25,6 +25,7 @@ FLOORS = [
         "profiling",
         "testing",
         "testing_events",
+        "testing_families",
         "testing_models",
         "testing_prompts",
     ],
@@ -35,7 +36,7 @@ FLOORS = [
     ["config", "errors", "events", "device", "folders", "limits", "overflow", "power", "reading", "tensorfile", "terminal", "writing"],
 ]
 BOOKKEEPING = """
-batch.answers batch.done batch.fields batch.files batch.fingerprint batch.interrupt batch.job batch.lines
+batch.answers batch.done batch.earlier batch.fields batch.files batch.fingerprint batch.interrupt batch.job batch.lines
 batch.openai batch.order batch.output batch.plan batch.progress batch.request batch.speed batch.spool batch.store batch.table batch.writer
 bench.figures bench.rows cache.cells cache.checkpoints cache.entry cache.layer cache.layout cache.lookup cache.saved cache.sequences cache.split
 cache.tokens

@@ -19,7 +19,8 @@ _COUNTED = "all of the prompts alone, one line at a time: one that goes on like 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Counts of lines: of the input, `broken` ones (they get an error and are not run), and `done` ones (of a run that is continued).
+    """Counts of lines: of the input, `broken` ones (they get an error and are not run), `done` ones (of a run that is continued),
+    and those `to_run`.
 
     Counts of prompt tokens, of the lines that are left to run: `tokens`, and how many are evaluated with one entry in the order of the
     input, in prefix order, and by a cache of any size (`evaluated_at_best`: the nodes of the tree of prefixes). `answer_tokens`: the most
@@ -30,6 +31,7 @@ class BatchPlan:
     lines: int
     broken: int
     done: int
+    to_run: int
     tokens: int
     evaluated_in_input_order: int
     evaluated_in_prefix_order: int
@@ -74,9 +76,12 @@ class BatchPlan:
         if self.seconds is None or self.speed is None:
             return "no estimate of the time: this model's speed is known after its first batch"
         speed = self.speed
+        answers = f"answers {speed.decode_rate:.0f} tokens/s"
+        if self.to_run and self.answer_tokens is not None:
+            answers += f" and {self.answer_tokens / self.to_run:.0f} tokens long"
         return (
-            f"about {duration(self.seconds)} in {self.order} order, as fast as last time: prompts {speed.prefill_rate:.0f} tokens/s, "
-            f"answers {speed.decode_rate:.0f} tokens/s and {speed.answer_tokens:.0f} tokens long"
+            f"about {duration(self.seconds)} in {self.order} order, as fast as last time: "
+            f"prompts {speed.prefill_rate:.0f} tokens/s, {answers}"
         )
 
 
@@ -89,6 +94,7 @@ def make_plan(
         lines=counts.lines,
         broken=counts.broken,
         done=counts.done,
+        to_run=chosen.lines,
         tokens=by_input.tokens,
         evaluated_in_input_order=by_input.evaluated,
         evaluated_in_prefix_order=by_prefix.evaluated,

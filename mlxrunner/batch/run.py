@@ -13,6 +13,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from mlxrunner.batch.earlier import Begun, begun_of
 from mlxrunner.batch.output import OutputError
 from mlxrunner.batch.request import BatchRequest, BatchResult
 from mlxrunner.batch.spool import lines_of, spool
@@ -79,13 +80,14 @@ class How:
 
 
 class Deadline:
-    """Call it often: it ticks, and raises TimeLimitError when the time is over."""
+    """Call it often: it ticks, and raises TimeLimitError when the time is over. `reached`: tokens of the prompt that are evaluated."""
 
     def __init__(self, how: How) -> None:
-        self._how = how
+        self._how, self.reached = how, 0
         self._end = time.monotonic() + (how.timeout or 0)
 
-    def __call__(self, *_: object) -> None:
+    def __call__(self, reached: int = 0, *_: object) -> None:
+        self.reached = max(self.reached, reached)
         self._how.tick()
         if self._how.timeout is not None and time.monotonic() > self._end:
             raise TimeLimitError(self._how.timeout)
@@ -122,12 +124,12 @@ def run_batch(
 def _run_batch(
     runner: Runner | ParallelRunner, requests: Iterable[BatchRequest], order: Order, as_done: bool, how: How
 ) -> Iterator[BatchResult]:
-    context = runner.capacity if isinstance(runner, ParallelRunner) else runner.context
     with Store.create() as store:
-        spool(store, lines_of(requests, how.defaults), runner.tokenizer, context=context, defaults=how.defaults)
+        spool(store, lines_of(requests, how.defaults), runner.tokenizer, context=context_of(runner), defaults=how.defaults)
         store.finish()
         place = -1
-        with closing(answer(runner, store.pending(order), how)) as outcomes:  # type: ignore[type-var]
+        begun = begun_of(store, order, parallel=isinstance(runner, ParallelRunner))
+        with closing(answer(runner, store.pending(order), how, begun)) as outcomes:  # type: ignore[type-var]
             for outcome in outcomes:
                 entry, error = outcome.entry, outcome.error and outcome.error.removeprefix(f"line {outcome.entry.number}: ")
                 result = BatchResult(entry.index, entry.id, outcome.result, error)
@@ -140,12 +142,14 @@ def _run_batch(
                     yield _from_bytes(body.body)
 
 
-def answer(runner: Runner | ParallelRunner | None, entries: Iterator[Entry], how: How) -> Iterator[Outcome]:
+def answer(runner: Runner | ParallelRunner | None, entries: Iterator[Entry], how: How, begun: Begun) -> Iterator[Outcome]:
     """The outcomes, as they end; entries are read one by one, as they can be begun. No runner is needed if none can be run."""
-    return Together(runner, entries, how).run() if isinstance(runner, ParallelRunner) else _one_by_one(runner, entries, how)
+    if isinstance(runner, ParallelRunner):
+        return Together(runner, entries, how, begun).run()
+    return _one_by_one(runner, entries, how, begun)
 
 
-def _one_by_one(runner: Runner | None, entries: Iterator[Entry], how: How) -> Iterator[Outcome]:
+def _one_by_one(runner: Runner | None, entries: Iterator[Entry], how: How, begun: Begun) -> Iterator[Outcome]:
     for entry in entries:
         if how.is_stopping():
             return
@@ -153,14 +157,15 @@ def _one_by_one(runner: Runner | None, entries: Iterator[Entry], how: How) -> It
             yield _refused(entry, entry.error)
         else:
             assert runner is not None
-            yield _tried(runner, entry, how)
+            yield _tried(runner, entry, how, begun)
 
 
-def _tried(runner: Runner, entry: Entry, how: How) -> Outcome:
+def _tried(runner: Runner, entry: Entry, how: How, begun: Begun) -> Outcome:
     for left in range(how.retries, -1, -1):
         try:
             deadline, chunks = Deadline(how), []
-            with closing(runner.generate(prompt_of(entry, runner), progress=deadline, **how.options(entry))) as answered:  # type: ignore[type-var]
+            prompt = prompt_of(entry, runner, begun)
+            with closing(runner.generate(prompt, progress=deadline, **how.options(entry))) as answered:  # type: ignore[type-var]
                 for chunk in answered:
                     chunks.append(chunk)
                     if chunk.finish_reason is None:
@@ -169,20 +174,30 @@ def _tried(runner: Runner, entry: Entry, how: How) -> Outcome:
         except FATAL:
             raise
         except (PromptError, OptionError) as error:
+            begun.failed(entry.index, 0)
             return _refused(entry, str(error))
         except Exception as error:
+            begun.failed(entry.index, len(entry.tokens) if chunks else deadline.reached)
             if not left:
                 return Outcome(entry, error=_described(error))
     raise AssertionError  # the last try returns
 
 
-def prompt_of(entry: Entry, runner: Runner | ParallelRunner) -> Prepared:
-    """Its tokens; for whoever watches the runner also what they were made of."""
+def prompt_of(entry: Entry, runner: Runner | ParallelRunner, begun: Begun) -> Prepared:
+    """Its tokens, and what other lines have of them; for whoever watches the runner also what they were made of."""
+    earlier = begun.begin(entry.index, entry.tokens)
+    if len(entry.tokens) >= context_of(runner):
+        earlier = None  # what is left of it is another prompt
     if runner.observer is None or entry.prompt is None:
-        return Prepared(entry.tokens)
+        return Prepared(entry.tokens, earlier=earlier)
     if isinstance(entry.prompt, str):
-        return Prepared(entry.tokens, "text", text=entry.prompt)
-    return Prepared(entry.tokens, "messages", entry.prompt, runner.tokenizer.render(entry.prompt))
+        return Prepared(entry.tokens, "text", text=entry.prompt, earlier=earlier)
+    return Prepared(entry.tokens, "messages", entry.prompt, runner.tokenizer.render(entry.prompt), earlier=earlier)
+
+
+def context_of(runner: Runner | ParallelRunner) -> int:
+    """Most tokens of a prompt and its answer."""
+    return runner.capacity if isinstance(runner, ParallelRunner) else runner.context
 
 
 @dataclass(eq=False)
@@ -202,8 +217,8 @@ class Together:
     An error in a step that all share ends all of them, and nobody knows whose fault it was: each is run again, alone.
     """
 
-    def __init__(self, runner: ParallelRunner, entries: Iterator[Entry], how: How) -> None:
-        self._runner, self._entries, self._how = runner, entries, how
+    def __init__(self, runner: ParallelRunner, entries: Iterator[Entry], how: How, begun: Begun) -> None:
+        self._runner, self._entries, self._how, self._begun = runner, entries, how, begun
         self._flights: list[Flight] = []
         self._waiting: deque[tuple[Entry, int]] = deque()  # with their retries
         self._suspects: deque[tuple[Entry, int]] = deque()
@@ -232,13 +247,15 @@ class Together:
                 continue
             options = self._how.options(entry)
             try:
-                handle = self._runner.submit(prompt_of(entry, self._runner), **options)
+                handle = self._runner.submit(prompt_of(entry, self._runner, self._begun), **options)
             except (NoFreeSlotError, CacheFullError) as error:
+                self._begun.failed(entry.index, 0)
                 if self._flights:
                     self._waiting.appendleft(taken)
                     return
                 yield Outcome(entry, error=_described(error))
             except (PromptError, OptionError) as error:
+                self._begun.failed(entry.index, 0)
                 yield _refused(entry, str(error))
             else:
                 self._flights.append(Flight(entry, handle, Deadline(self._how), left))
@@ -270,6 +287,7 @@ class Together:
                 raise
             except Exception as error:
                 flight.handle.cancel()
+                self._begun.failed(flight.entry.index, flight.handle.reached)
                 if flight.left:
                     self._flights.remove(flight)
                     self._waiting.append((flight.entry, flight.left - 1))
@@ -281,6 +299,8 @@ class Together:
     def _fell(self, error: Exception) -> Iterator[Outcome]:
         """The runner has ended all requests."""
         flights, self._flights = self._flights, []
+        for flight in flights:
+            self._begun.failed(flight.entry.index, flight.handle.reached)
         if len(flights) > 1:
             self._suspects.extend((flight.entry, flight.left) for flight in flights)
             return

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from mlxrunner.batch.answers import error_of, write_line
+from mlxrunner.batch.earlier import begun_of
 from mlxrunner.batch.files import check_made_from, finish, finished, open_output, opened_input, opened_store, store_to_plan
 from mlxrunner.batch.fingerprint import INPUT
 from mlxrunner.batch.interrupt import Interrupt
@@ -144,7 +145,8 @@ def _run(
             return interrupt.asked or (job.max_errors is not None and tally.failed >= job.max_errors)
 
         how = How(how.defaults, how.retries, how.timeout, is_stopping, writer.tick)
-        with writer, closing(answer(runner, store.pending(job.order), how)) as outcomes:  # type: ignore[type-var]
+        begun = begun_of(store, job.order, parallel=isinstance(runner, ParallelRunner))
+        with writer, closing(answer(runner, store.pending(job.order), how, begun)) as outcomes:  # type: ignore[type-var]
             for outcome in outcomes:
                 failed = outcome.result is None
                 writer.write(outcome.entry.index, write_line(outcome, tokenizer, model=job.model, usage=job.usage), failed=failed)

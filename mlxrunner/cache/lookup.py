@@ -53,6 +53,28 @@ class Lookup:
 
 
 @dataclass(frozen=True)
+class Earlier:
+    """What lines of a batch that began before have of a prompt: its first `tokens`; `is_repeat`: one of them was the same prompt.
+
+    `reason`: why the entry lacks some of it, where it says nothing better than what its own last prompt was.
+    """
+
+    tokens: int
+    is_repeat: bool = False
+    reason: str = ""
+
+    def judged(self, found: Lookup, evaluated: int) -> Lookup:
+        """`found` with the loss against the tree of all prefixes, of a prompt of which `evaluated` tokens were evaluated.
+
+        What no other line had evaluated had to be; of a prompt that is there twice the last token has to be, for its logits.
+        """
+        is_whole = found.cached + evaluated == found.prompt_tokens
+        lost = max(0, min(self.tokens - found.cached, evaluated) - (self.is_repeat and is_whole))
+        is_own = found.reason in ("rewind_limited", "entry_freed", "verify_failed", "model_changed", "options_changed")
+        return replace(found, lost=lost, reason=self.reason if lost and not is_own else found.reason)
+
+
+@dataclass(frozen=True)
 class Loss:
     """What the next lookup has to say about tokens that were there and are not: `reason` and `by` as in `Lookup`."""
 

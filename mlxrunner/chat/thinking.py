@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mlxrunner.tokenizer.thinking import ANALYSIS, THINKING
+
+_FINAL = "<|channel|>final<|message|>"
 TAGS = (
-    ("<think>", "</think>"),
-    ("<longcat_think>", "</longcat_think>"),
-    ("<|think:start|>", "<|think:end|>"),
-    ("<|channel>thought", "<channel|>"),
-    ("[THINK]", "[/THINK]"),
-    ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>"),
-    ("<|channel|>final<|message|>", ""),
+    *((begin, f"{end}<|start|>assistant{_FINAL}" if begin == ANALYSIS else end) for begin, end in THINKING),
+    (_FINAL, ""),
 )
-"""What models write around their thinking. That of gpt-oss is a message of its own; where there is none, its answer is named all the same."""
+"""The tags, and what of gpt-oss stands between thinking and answer; where it does not think, its answer is named all the same."""
 
 
 class Thinking:

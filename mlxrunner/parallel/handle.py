@@ -40,6 +40,11 @@ class Handle:
         """Whether no more chunks will come than those that are there."""
         return self._request.finished
 
+    @property
+    def reached(self) -> int:
+        """Tokens of the prompt that were evaluated or reused so far."""
+        return min(self._request.place, len(self._request.prompt))
+
     def poll(self) -> list[Chunk]:
         """The chunks that came since the last time, without a step: for whoever drives many requests at once."""
         chunks = list(self._request.chunks)

@@ -292,7 +292,7 @@ class ParallelRunner:
     def _usage(self, request: Request) -> Usage:
         clock, groups = request.clock, self._adapted.groups
         return usage_of(
-            request.lookup, clock, request.answer.count, evaluated_tokens=request.evaluated,
+            request.lookup, clock, request.answer.count, request.prepared.earlier, evaluated_tokens=request.evaluated,
             trimmed_tokens=request.trimmed, shifted_tokens=request.shifted, reevaluated_tokens=request.reevaluated,
             prefill_s=clock.first - clock.tokenized if request.answer.count else 0.0,
             cache_bytes=sum(group.nbytes for group in groups), used_bytes=sum(group.used_bytes for group in groups),

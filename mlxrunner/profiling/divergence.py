@@ -17,9 +17,10 @@ import numpy as np
 
 from mlxrunner.cache.lookup import WINDOW, Lookup
 from mlxrunner.cache.tokens import TokenArray
-from mlxrunner.profiling.segments import THINKING, Place, Rendered, is_thinking
+from mlxrunner.profiling.segments import Place, Rendered, common, is_thinking
 from mlxrunner.tokenizer import Tokenizer
 from mlxrunner.tokenizer.prompt import Prepared
+from mlxrunner.tokenizer.thinking import THINKING
 
 COMMON = 8
 """Tokens that are shown of what both sides share."""
@@ -59,30 +60,55 @@ class Divergences:
         dropped, coming = list(lookup.dropped), prompt[index : index + WINDOW].tolist()
         here, before = self._places(prepared, prompt, index, dropped)
         place = here if here.part is not None else before
-        common = prompt[max(0, index - COMMON) : index].tolist()
+        shared = prompt[max(0, index - COMMON) : index].tolist()
         return {
             "index": index,
             **place._asdict(),
-            "common": {"tokens": self._hashes(common), "text": self._text(common)},
+            "common": {"tokens": self._hashes(shared), "text": self._text(shared)},
             "previous": {**before._asdict(), "tokens": self._hashes(dropped), "text": self._text(dropped)},
             "current": {**here._asdict(), "tokens": self._hashes(coming), "text": self._text(coming)},
         }
 
     def _places(self, prepared: Prepared, prompt: TokenArray, index: int, dropped: Sequence[int]) -> tuple[Place, Place]:
-        """Where the first tokens that differ lie, in the prompt and in the entry."""
+        """Where the first characters that differ lie, in the prompt and in the entry."""
         at = self._character(prepared, prompt, index)
+        if at is None:
+            return self._place(prepared, None), Place()
+        before, text = self._before, prepared.text
+        known = before.text[:at] == text[: len(before.text)][:at]
+        old = self._goes_on(before.text[at:] if known else "", dropped)
+        same = common(old, text[at:])
+        if same == len(old):  # the same text in other tokens, farther than is remembered: where the first two tokens part
+            same = common(*(self.tokenizer.decode(tokens[:1]) for tokens in (dropped, prompt[index:].tolist())))
+        at, old = min(at + same, len(text) - 1), old[same:]
         here = self._place(prepared, at)
-        before, known = self._before, at is not None and self._before.text[:at] == prepared.text[: len(self._before.text)][:at]
-        if at is None or not known:
+        if not known:
             return here, Place()
         if at < len(before.text):
             return here, self._place(before, at)
         if not before.messages:
             return here, Place(part="text" if before.kind == "text" else None)
-        # Beyond the prompt before: in its answer. A thinking block may have begun with what both share.
-        shared = before.text[-_LONGEST_MARK:] + prepared.text[len(before.text) : at]
-        thinks = is_thinking(shared + self.tokenizer.decode(dropped), len(shared))
-        return here, Place(len(before.messages), "assistant", "thinking" if thinks else "text")
+        return here, Place(len(before.messages), "assistant", self._part_of_answer(text[len(before.text) : at], old))
+
+    def _goes_on(self, rest: str, dropped: Sequence[int]) -> str:
+        """What the entry held from a place on: the `rest` of its prompt, and then of its answer, as far as the `dropped` tokens go."""
+        spelled = self.tokenizer.decode(dropped)
+        return spelled if spelled.startswith(rest) else rest or spelled
+
+    def _part_of_answer(self, begun: str, rest: str) -> str:
+        """What `rest` goes on with, behind what has `begun` an answer. A thinking block may have begun with what both share."""
+        shared = self._before.text[-_LONGEST_MARK:] + begun
+        if is_thinking(shared + rest, len(shared)):
+            return "thinking"
+        ends = (self.tokenizer.decode([token]) for token in self.tokenizer.message_ends)
+        whole = shared + rest
+        is_end = any(
+            whole.startswith(end, begin)
+            for end in ends
+            if end
+            for begin in range(max(0, len(shared) - len(end) + 1), len(shared) + 1)
+        )
+        return "message_end" if is_end else "text"
 
     def _place(self, prepared: Prepared, at: int | None) -> Place:
         if at is None or prepared.kind == "tokens":

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlxrunner.errors import OptionError
 from mlxrunner.profiling.reading import read_events
-from mlxrunner.profiling.reasons import PARTS
+from mlxrunner.profiling.reasons import PARTING, PARTS
 from mlxrunner.profiling.reasons import explain as sentence_of
 from mlxrunner.profiling.report import REPORT_EVERY, must_have
 from mlxrunner.profiling.summary import place_of
@@ -25,6 +25,10 @@ Event = Mapping[str, Any]
 Pieces = list[tuple[str, bool]]
 """Text in pieces, and whether the other side has each, too."""
 NARROW = 50
+MOST = 200
+"""Words of a side that are compared and shown. Our events hold 16 tokens of it; comparing takes the cube of that in the worst case."""
+LONGEST_WORD = 400
+"""Characters of a word that are shown."""
 HASHED = (
     "Of tokens, only keyed hashes were logged: equal ones are equal tokens. To see the text next time, run the program with --log-text "
     "(the events then hold text of your prompts)."
@@ -75,7 +79,9 @@ def show(event: Event, to: Console) -> None:
 
 
 def _remedy(event: Event) -> str:
-    """Where prompt and entry part, the place says more than the reason."""
+    """Where prompt and entry part, the place says more than the reason. Nothing where nothing was lost."""
+    if not event["lost_tokens"] and event["reason"] in PARTING:
+        return ""
     return (place_remedy(place_of(event)) if event["reason"] == "diverged" else "") or remedy(event["reason"])
 
 
@@ -99,10 +105,10 @@ def _sides(divergence: Mapping[str, Any], to: Console) -> None:
     common, previous, current = divergence["common"], divergence["previous"], divergence["current"]
     is_text = common["text"] is not None or previous["text"] is not None or current["text"] is not None
     if is_text:
-        before = [(common["text"] or "", True)]
+        before = [(_shortened(word), True) for word in words(common["text"] or "")[-MOST:]]
         left, right = compare(words(previous["text"] or ""), words(current["text"] or ""))
     else:
-        before = [(f"{token} ", True) for token in common["tokens"]]
+        before = [(f"{_shortened(token)} ", True) for token in common["tokens"][-MOST:]]
         left, right = compare([f"{token} " for token in previous["tokens"]], [f"{token} " for token in current["tokens"]])
     columns = [
         (f"the entry had {_whereabouts(previous)}", _marked(before, left, "red", is_text)),
@@ -129,14 +135,22 @@ def words(text: str) -> list[str]:
 
 
 def compare(left: list[str], right: list[str]) -> tuple[Pieces, Pieces]:
-    """Both sides in pieces that the other one has, too, and pieces that it has not."""
-    matcher = SequenceMatcher(None, left, right, autojunk=False)
+    """Both sides in pieces that the other one has, too, and pieces that it has not; of a long side its first words."""
+    compared = left[:MOST], right[:MOST]
+    matcher = SequenceMatcher(None, *compared, autojunk=False)
     sides: tuple[Pieces, Pieces] = ([], [])
     for kind, left_begin, left_end, right_begin, right_end in matcher.get_opcodes():
         for side, pieces in ((sides[0], left[left_begin:left_end]), (sides[1], right[right_begin:right_end])):
             if pieces:
-                side.append(("".join(pieces), kind == "equal"))
+                side.append(("".join(map(_shortened, pieces)), kind == "equal"))
+    for side, whole in zip(sides, (left, right), strict=True):
+        if len(whole) > MOST:
+            side.append((f" ... and {number(len(whole) - MOST)} more", True))
     return sides
+
+
+def _shortened(word: str) -> str:
+    return word if len(word) <= LONGEST_WORD else f"{word[:LONGEST_WORD]}..."
 
 
 def _marked(before: Pieces, pieces: Pieces, colour: str, is_text: bool) -> Text:

@@ -206,7 +206,14 @@ def _reasons(summary: Summary) -> str:
     table = _table(
         columns,
         (
-            [name, number(loss.requests), number(loss.tokens), seconds(loss.seconds), sentence(name), remedy(name)]
+            [
+                name,
+                number(loss.requests),
+                number(loss.tokens),
+                seconds(loss.seconds),
+                sentence(name),
+                remedy(name) if loss.tokens else "",
+            ]
             for name, loss in ordered
         ),
     )

@@ -13,8 +13,8 @@ from mlx.utils import tree_flatten
 from mlxrunner.cache.factory import run_lazily
 from mlxrunner.cache.layer import LayerCache
 from mlxrunner.models.facts import ModelFacts
-from mlxrunner.profiling.segments import THINKING
 from mlxrunner.tokenizer import Tokenizer
+from mlxrunner.tokenizer.thinking import THINKING
 
 SAMPLE = 16
 """So many weights go into a fingerprint, with as many values of each."""

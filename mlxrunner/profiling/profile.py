@@ -10,11 +10,13 @@ import logging
 import random
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from mlxrunner.cache.factory import DEFAULT_SLACK, CacheOptions, make_layer_caches
+from mlxrunner.cache.layer import LayerCache
 from mlxrunner.cache.tokens import TokenArray, TokenBuffer
 from mlxrunner.errors import OptionError, VerifyError
 from mlxrunner.events import logger
@@ -25,9 +27,17 @@ from mlxrunner.profiling.event import as_line, event_of, logfmt
 from mlxrunner.profiling.identity import describe_layers, fingerprint, thinking_marks
 from mlxrunner.profiling.tokenlog import TokenLines
 from mlxrunner.profiling.writer import LineWriter
+from mlxrunner.runner import DEFAULT_INTERVAL, DEFAULT_PREFILL_STEP
 
 Sink = Callable[[dict[str, Any]], None]
 """Is given each event."""
+
+
+ALONE: Mapping[str, Any] = {
+    "prefill_step": DEFAULT_PREFILL_STEP, "checkpoint_interval": DEFAULT_INTERVAL, "checkpoint_budget": 2**30,
+    "rewind_slack": DEFAULT_SLACK, "kv_bits": None,
+}  # fmt: skip
+"""What a token log says of a runner that has none of these, so that its requests can be replayed one at a time."""
 
 
 class Profile:
@@ -58,6 +68,7 @@ class Profile:
         self._sinks = list(sinks)
         self._events = LineWriter(events) if events is not None else None
         self._tokens = LineWriter(tokens, first=self._process_line) if tokens is not None else None
+        self._layers: list[dict[str, Any]] = []
         self._identity: dict[str, Any] = {}
         self._settings: dict[str, Any] = {}
         self._entry = TokenBuffer()
@@ -90,6 +101,8 @@ class Profile:
         self._divergences = Divergences(runner.tokenizer, self._log_text)
         self._curve = PrefillCurve()
         self._entry_tokens, self._noise, self._lines = 0, None, None
+        if self._tokens is not None:
+            self._layers = describe_layers(runner.model, self._caches(runner))
         runner.observer = self
 
     def __call__(self, runner: Any, observed: Observation) -> None:
@@ -183,15 +196,20 @@ class Profile:
     def _process_line(self) -> str:
         return as_line(self._lines.first()) if self._lines is not None else ""
 
+    def _caches(self, runner: Any) -> list[LayerCache]:
+        """Empty ones, as a runner of one request at a time has them."""
+        if self._settings.get("max_sequences", 1) == 1:
+            return list(runner.cold_caches())
+        return make_layer_caches(runner.model, CacheOptions(context=self._settings["context"]))
+
     def _process(self, runner: Any) -> dict[str, Any]:
         """The token log's line about this process."""
         names = ("process", "model", "fingerprint")
-        alone = {"prefill_step": 0, "checkpoint_interval": 0, "checkpoint_budget": 0, "rewind_slack": 0, "kv_bits": None}
         return {
             **{name: self._identity[name] for name in names},
-            **alone,
+            **ALONE,
             **self._settings,
-            "layers": describe_layers(runner.model, runner.cold_caches()) if hasattr(runner, "cold_caches") else [],
+            "layers": self._layers,
             "message_ends": sorted(runner.tokenizer.message_ends),
             "thinking": thinking_marks(runner.tokenizer),
         }

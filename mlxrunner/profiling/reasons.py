@@ -68,7 +68,22 @@ _ALL = (
         "this is a bug or broken memory: please report it with the event, and run with --verify-cache 1 to see how often",
     ),
     Reason("restored", "the entry came from a file"),
+    Reason(
+        "batch_order",
+        "an earlier line of the batch had evaluated it, and the entry had gone on to others",
+        "run the lines in prefix order (--order prefix, which is the default): it evaluates each prefix once",
+    ),
+    Reason(
+        "line_failed",
+        "it had been evaluated, and was lost as a line failed or was tried again",
+        "see why lines failed: the errors are in the output",
+    ),
+    Reason("side_by_side", "lines that ran at the same time evaluated the same few tokens, instead of waiting for each other"),
 )
+PARTING = ("diverged", "no_common_token", "rewind_limited")
+"""These may have cost nothing: of a line of a batch, where the rest of the prompt is new to all lines."""
+BATCH = ("batch_order", "line_failed", "side_by_side")
+"""Losses of a line to other lines: where it parts from the entry is no matter of its text."""
 REASONS: Mapping[str, Reason] = {reason.name: reason for reason in _ALL}
 
 
@@ -84,6 +99,8 @@ def explain(event: Mapping[str, Any]) -> str:
     if event["reason"] is None:
         return f"nothing was lost: {counts}"
     sentence = REASONS[event["reason"]].sentence
+    if event["reason"] in PARTING and not event["lost_tokens"]:
+        counts += "; nothing was lost by that"
     detail = event["rewind_limited_by"] if event["reason"] == "rewind_limited" else event["freed_by"]
     if detail:
         sentence += f" ({detail})"

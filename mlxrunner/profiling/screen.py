@@ -54,7 +54,12 @@ def show_simulation(simulation: Simulation, to: Console) -> None:
         table.add_row(_text(row.what.name), percent(row.hit_rate), number(row.hits), number(row.evaluated), change, *drawn)
     to.print(table)
     to.print()
-    agreed, requests = simulation.agreed, simulation.requests
+    agreed, requests = simulation.agreed, simulation.requests - simulation.side_by_side
+    if simulation.side_by_side:
+        to.print(_text(f"{number(simulation.side_by_side)} requests ran side by side, in slots of their own. Their first row is what the "
+                       "log says they had found; all others replay them one at a time, in the order in which they began."))  # fmt: skip
+    if not requests:
+        return
     if agreed == requests:
         to.print(_text(f"As it was run, each of the {number(requests)} requests found exactly what the log says it had found."))
     else:

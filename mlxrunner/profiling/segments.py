@@ -11,14 +11,14 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import SequenceMatcher
 from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from mlxrunner.errors import PromptError
 from mlxrunner.tokenizer.base import Message
-
-THINKING = (("<think>", "</think>"), ("<|channel|>analysis<|message|>", "<|end|>"), ("[THINK]", "[/THINK]"))
-"""What encloses a thinking block: Qwen, DeepSeek and others; gpt-oss; Mistral."""
+from mlxrunner.tokenizer.thinking import THINKING
 
 _OPEN, _CLOSE = "\ue0f0", "\ue0f1"
 _MARK = re.compile(f"{_OPEN}(\\d+)\\.(\\d+){_CLOSE}")
@@ -34,11 +34,11 @@ class Place(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """The text up to character `end` belongs to `place`; `is_gap`: it is the template's, between two contents."""
+    """The text up to character `end` belongs to `place`. `gap`: its number, if it is the template's, between two contents."""
 
     end: int
     place: Place
-    is_gap: bool = False
+    gap: int | None = None
 
 
 @dataclass
@@ -49,6 +49,8 @@ class Rendered:
     messages: Sequence[Message]
     text: str
     variables: Mapping[str, Any] = field(default_factory=dict)
+    _fills: bool = field(default=True, init=False)
+    """Whether there is a mark in place of an empty content, too. Templates may ask whether there is a content."""
 
     def place(self, at: int) -> Place:
         """What the character at index `at` belongs to; past the end: nothing."""
@@ -60,13 +62,24 @@ class Rendered:
             return Place()
         begin = segments[index - 1].end if index else 0
         segment = segments[index]
-        if not segment.is_gap:
+        if segment.gap is None:
             return _thinking(segment.place, self.text[begin : segment.end], at - begin)
-        return self._in_gap(segments, index, begin, at)
+        before = segments[index - 1].place if index else Place()
+        return self._in_gap(segment.gap, before, segment.place, self.text[begin : segment.end], at - begin)
 
     @cached_property
     def segments(self) -> list[Segment]:
         """The contents and the gaps between them; shorter than the text where the template does something that was not foreseen."""
+        ways = []
+        for self._fills in (True, False):
+            ways.append(self._segments())
+            if ways[-1] and ways[-1][-1].end == len(self.text):
+                return ways[-1]
+        reached = [found[-1].end if found else 0 for found in ways]
+        self._fills = reached[0] >= reached[1]
+        return ways[not self._fills]
+
+    def _segments(self) -> list[Segment]:
         try:
             template = self._marked(len(self.messages), True)
         except PromptError:
@@ -80,7 +93,7 @@ class Rendered:
                 return found
             at += len(literal)
             if literal:
-                found.append(Segment(at, self._role(message), True))
+                found.append(Segment(at, self._role(message), index))
             if index == len(marks):
                 return found if at == len(self.text) else []
             pieces, number = _pieces(self.messages[message]), int(marks[index][1])
@@ -98,52 +111,86 @@ class Rendered:
             if self.text.startswith(variant, at) and self.text.startswith(following, end):
                 return end
         # Something that the template would not have written (thinking that was kept) stands before it.
-        found = self.text.find(content.strip() + following, at) if following else -1
+        found = self.text.find(content.strip() + following, at) if following and content.strip() else -1
         return None if found < 0 else found + len(content.strip())
 
-    def _in_gap(self, segments: list[Segment], index: int, begin: int, at: int) -> Place:
-        """Between two contents: the end mark of the one, then the header of the other or the generation prompt."""
-        gap = self.text[begin : segments[index].end]
-        here, offset = segments[index].place, at - begin
-        before = segments[index - 1].place if index else Place()
-        tools = self._tools()
-        if tools is not None and tools[0] <= at < tools[1]:
-            return (here if before.message is None else before)._replace(part="tools")
-        if before.message is not None:
-            if before.message == here.message:
-                ends = (gap.find(end) + len(end) for _, end in THINKING if end in gap)
-                return before if offset < min(ends, default=0) else here._replace(part="text")
-            if offset < len(self._mark_after(before.message, gap)):
-                return before._replace(part="message_end")
-        if here.message is not None and here.message < len(self.messages):
+    def _in_gap(self, number: int, before: Place, here: Place, gap: str, offset: int) -> Place:
+        """Between two contents: the end mark of the one, messages without any content, the header of the other or the generation prompt."""
+        first, following = -1 if before.message is None else before.message, here.message or 0
+        if before.part == "thinking" and offset < min((gap.find(end) + len(end) for _, end in THINKING if end in gap), default=0):
+            return before
+        if first == following:  # its thinking, and its text
+            return here._replace(part="text")
+        held = [first, *(message for message in range(first + 1, following) if message not in self._shown)]
+        ends = [self._end_of(message, gap) if message >= 0 else 0 for message in held]
+        for begin, end in self._tools(number):
+            if begin <= offset < end:
+                return self._role(
+                    next((message for message, to in zip(held, ends, strict=True) if begin < to), following), "tools"
+                )
+        if offset < ends[0]:
+            return before._replace(part="message_end")
+        for message, (begin, end) in zip(held[1:], pairwise(ends), strict=True):
+            if begin <= offset < end:
+                return self._in_empty(message, gap[begin:end], gap[: ends[0]], offset - begin)
+        if following < len(self.messages):
             return _thinking(here._replace(part="template_header"), gap, offset)
         return Place(len(self.messages), "assistant", "generation_prompt")
 
-    def _mark_after(self, message: int, gap: str) -> str:
-        """What the template writes behind `message` at the end of a conversation, if the gap begins with it."""
+    def _in_empty(self, message: int, text: str, mark: str, offset: int) -> Place:
+        """In a message without any content: all that the template writes for it; `mark`: what ends another one."""
+        is_end = bool(mark) and text.endswith(mark) and offset >= len(text) - len(mark)
+        return _thinking(self._role(message, "message_end" if is_end else "template_header"), text, offset)
+
+    @cached_property
+    def _shown(self) -> set[int | None]:
+        """Messages whose content the text has."""
+        return {segment.place.message for segment in self.segments if segment.gap is None}
+
+    def _end_of(self, message: int, gap: str) -> int:
+        """How much of the gap behind a content belongs to messages up to this one: what stands there when nothing, or an answer, follows."""
+        ended = self._tail(message, False)
+        begun = self._tail(message, True).removesuffix(self._generation_prompt)
+        whole = [len(tail) for tail in (ended, begun) if gap.startswith(tail)]
+        return max(whole) if whole else max(common(gap, ended), common(gap, begun))
+
+    @cached_property
+    def _generation_prompt(self) -> str:
+        last = len(self.messages) - 1
+        ended, begun = self._tail(last, False), self._tail(last, True)
+        return begun.removeprefix(ended) if begun.startswith(ended) else ""
+
+    def _tail(self, message: int, add_generation_prompt: bool) -> str:
+        """What the template writes behind the last content of a conversation that ends with `message`."""
         try:
-            ended = _MARK.split(self._marked(message + 1, False))[-1]
+            return _MARK.split(self._marked(message + 1, add_generation_prompt))[-1]
         except PromptError:
             return ""
-        return ended if gap.startswith(ended) else ""
 
-    def _tools(self) -> tuple[int, int] | None:
-        """Begin and end of what the template adds for the tools it was given."""
+    def _tools(self, number: int) -> list[tuple[int, int]]:
+        """Begin and end of each piece that the template adds, in this gap, for the tools that it was given."""
+        listed, unlisted = self._gaps
+        if len(listed) != len(unlisted) or number >= len(listed):
+            return []
+        return _added(listed[number], unlisted[number])
+
+    @cached_property
+    def _gaps(self) -> tuple[list[str], list[str]]:
+        """All gaps with the tools that the template was given, and without; nothing where it was given none, or refuses that."""
         if not self.variables.get("tools"):
-            return None
+            return [], []
         try:
-            without = self.render(self.messages, **{**self.variables, "tools": None})
+            both = [self._marked(len(self.messages), True, tools=tools) for tools in (self.variables["tools"], None)]
         except PromptError:
-            return None
-        begin = _common(self.text, without)
-        end = _common(self.text[begin:][::-1], without[begin:][::-1])
-        return begin, len(self.text) - end
+            return [], []
+        return _MARK.split(both[0])[::3], _MARK.split(both[1])[::3]
 
-    def _marked(self, count: int, add_generation_prompt: bool) -> str:
+    def _marked(self, count: int, add_generation_prompt: bool, **changed: Any) -> str:
         marked: list[Message] = [
-            {**message, "content": _mark(index, message)} for index, message in enumerate(self.messages[:count])
+            {**message, "content": _mark(index, message, fills=self._fills)}
+            for index, message in enumerate(self.messages[:count])
         ]
-        return self.render(marked, add_generation_prompt=add_generation_prompt, **self.variables)
+        return self.render(marked, add_generation_prompt=add_generation_prompt, **{**self.variables, **changed})
 
     def _role(self, message: int, part: str | None = None) -> Place:
         return Place(message, self.messages[message]["role"] if message < len(self.messages) else "assistant", part)
@@ -168,17 +215,44 @@ def _pieces(message: Message) -> list[str]:
     return [content]
 
 
-def _mark(index: int, message: Message) -> str:
-    """The content with marks in place of its pieces; what is empty stays empty, as templates ask for that."""
+def _mark(index: int, message: Message, *, fills: bool) -> str:
+    """The content with marks in place of its pieces. What is empty stays empty; if `fills`, only thinking does."""
     pieces = _pieces(message)
-    marks = [f"{_OPEN}{index}.{number}{_CLOSE}" if piece.strip() else piece for number, piece in enumerate(pieces)]
+    marks = [
+        f"{_OPEN}{index}.{number}{_CLOSE}" if piece.strip() or (fills and number == len(pieces) - 1) else piece
+        for number, piece in enumerate(pieces)
+    ]
     if len(pieces) == 1:
         return marks[0]
     begin, end = next(pair for pair in THINKING if message["content"].lstrip().startswith(pair[0]))
     return f"{begin}{marks[0]}{end}{marks[1]}"
 
 
-def _common(a: str, b: str) -> int:
+def _added(text: str, without: str) -> list[tuple[int, int]]:
+    """Begin and end of what `text` has and `without` has not: one piece if that explains it, else line by line."""
+    (begin, end), is_all = _middle(text, without)
+    if is_all:
+        return [(begin, end)] if begin < end else []
+    lines, old = (one.splitlines(keepends=True) for one in (text, without))
+    found, at = [], [0, *accumulate(map(len, lines))]
+    for kind, first, last, old_first, old_last in SequenceMatcher(None, lines, old, autojunk=False).get_opcodes():
+        if kind in ("delete", "replace"):
+            (begin, end), _ = _middle("".join(lines[first:last]), "".join(old[old_first:old_last]))
+            found.append((at[first] + begin, at[first] + end))
+    return found
+
+
+def _middle(text: str, without: str) -> tuple[tuple[int, int], bool]:
+    """What is between the beginning and the end that both have, and whether that is all that is different."""
+    begin = common(text, without)
+    after = common(text[begin:][::-1], without[begin:][::-1])
+    end, is_all = len(text) - after, begin + after == len(without)
+    while is_all and 0 < begin < end and text[begin - 1] == text[end - 1]:  # it may as well be said to begin earlier
+        begin, end = begin - 1, end - 1
+    return (begin, end), is_all
+
+
+def common(a: str, b: str) -> int:
     """Length of the common prefix."""
     low, high = 0, min(len(a), len(b))
     while low < high:

@@ -191,6 +191,9 @@ def is_usable(logged: LoggedRequest) -> bool:
         for mark in process["thinking"]:
             as_tokens([*mark["begin"], *mark["end"]])
         as_tokens([] if facts["entry"] is None else facts["entry"])
+        began = facts.get("began_s", 0)
+        if isinstance(began, bool) or not -(2**53) <= began <= 2**53:
+            return False
         return all(process[name] >= low for name, low in least.items()) and all(map(is_layer, process["layers"]))
     except (KeyError, TypeError, ValueError):
         return False

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from mlxrunner.profiling.reasons import BATCH
 from mlxrunner.profiling.tally import Bin, Loss, Miss, Sample, Timeline, Times, by_tokens
 
 Event = Mapping[str, Any]
@@ -22,6 +23,8 @@ SAMPLES = 1500
 COSTLIEST = 10
 NOWHERE = "(not in the entry)"
 """Where tokens were lost though prompt and entry did not part: what the entry had lacked, or there was none."""
+OTHER_LINES = "(evaluated for other lines)"
+"""Where tokens were lost that other lines of a batch had evaluated."""
 LONGEST_ROLE = 40
 MOST_PLACES = 200
 """Roles come from whoever wrote the messages: there may be any number of them."""
@@ -175,8 +178,10 @@ class Summary:
 
 
 def place_of(event: Event) -> str:
-    """Where prompt and entry part, in words: "assistant: thinking", or NOWHERE."""
+    """Where prompt and entry part, in words: "assistant: thinking", or NOWHERE, or OTHER_LINES where that is not what cost tokens."""
     divergence = event["divergence"]
+    if event["reason"] in BATCH:
+        return OTHER_LINES
     if divergence is None:
         return NOWHERE
     part = (divergence["part"] or "somewhere").replace("_", " ")

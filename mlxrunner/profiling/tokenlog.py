@@ -6,6 +6,7 @@ so a conversation of n turns takes n lines of a turn each, not of a conversation
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -52,6 +53,7 @@ class TokenLines:
     process: Mapping[str, Any]
     _before: TokenArray = field(default_factory=lambda: as_tokens([]))
     _since: int = 0
+    _began: float = field(default_factory=time.perf_counter)
 
     def first(self) -> dict[str, Any]:
         """The line of the process."""
@@ -73,7 +75,7 @@ class TokenLines:
             "matched": event["matched_tokens"], "cached": event["saved_tokens"], "entry_before": event["entry_tokens"],
             "entry_after": len(entry), "evaluated": min(len(entry), len(prompt)) if goes_on else len(prompt),
             "shifted": event["shifted_tokens"], "entry": None if goes_on else entry.tolist(), "freed_by": event["freed_by"],
-            "checkpoints": list(observed.checkpoints),
+            "checkpoints": list(observed.checkpoints), "began_s": round(observed.clock.began - self._began, 6),
         }  # fmt: skip
 
 

@@ -43,6 +43,8 @@ class WhatIf:
 
 
 AS_IT_WAS = WhatIf("as it was run")
+ONE_AT_A_TIME = WhatIf("one at a time")
+"""Of requests that ran side by side in slots: on one entry, in the order in which they began."""
 
 
 @dataclass
@@ -60,6 +62,15 @@ class Row:
         self.hits += found.outcome == "hit"
         self.prompt += found.prompt_tokens
         self.cached += found.cached
+
+    def add_logged(self, logged: LoggedRequest) -> None:
+        """As it was run, by the log itself."""
+        facts, prompt = logged.facts, len(logged.prompt)
+        cached = min(facts["cached"], max(prompt - 1, 0))
+        self.requests += 1
+        self.hits += 0 < cached == min(prompt - 1, facts["entry_before"])
+        self.prompt += prompt
+        self.cached += cached
 
     @property
     def evaluated(self) -> int:
@@ -83,11 +94,13 @@ class Row:
 
 @dataclass
 class Simulation:
-    """`rows`: the first one is what was run. `agreed`: requests for which it found exactly what the runner had found. `idle`: what is to be
-    said of options that have nothing to act on."""
+    """`rows`: the first one is what was run. `agreed`: requests for which it found exactly what the runner had found; `side_by_side`: those of
+    a runner of several at a time, of which the first row is what the log says, and the others replay them one at a time. `idle`: what is
+    to be said of options that have nothing to act on."""
 
     rows: list[Row] = field(default_factory=list)
     agreed: int = 0
+    side_by_side: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
     idle: list[str] = field(default_factory=list)
 
@@ -97,7 +110,8 @@ class Simulation:
 
     def as_dict(self) -> dict[str, Any]:
         rows = [row.as_dict() for row in self.rows]
-        return {"requests": self.requests, "agreed": self.agreed, "skipped": dict(self.skipped), "rows": rows}
+        counts = {"requests": self.requests, "agreed": self.agreed, "side_by_side": self.side_by_side}
+        return {**counts, "skipped": dict(self.skipped), "rows": rows}
 
 
 def what_ifs(
@@ -109,6 +123,7 @@ def what_ifs(
     slacks = slacks or sorted({0, slack * 4 or 512} - {slack})
     made = [
         AS_IT_WAS,
+        *([ONE_AT_A_TIME] if is_side_by_side(process) else []),
         *(WhatIf(f"{count} entries", Settings(entries=count)) for count in entries or ENTRIES),
         WhatIf("sorted by prefix", order="prefix"),
         WhatIf("thinking kept", thinking="kept"),
@@ -144,13 +159,16 @@ def simulate(
             for what in what_ifs(process, entries, intervals, slacks):
                 if what not in tries:
                     tries[what] = _Try(what, as_run.row)
-        found = as_run.replay(logged)
-        assert found is not None  # in the order of the log
-        result.agreed += (found.matched, found.cached) == (logged.facts["matched"], logged.facts["cached"])
+        found = None if is_side_by_side(process) else as_run.replay(logged)
+        if found is None:
+            as_run.row.add_logged(logged)
+            result.side_by_side += 1
+        else:
+            result.agreed += (found.matched, found.cached) == (logged.facts["matched"], logged.facts["cached"])
         for one in tries.values():
             if one is as_run:
                 continue
-            if one.row.what.acts_on(logged.process):
+            if found is None or (one.row.what.acts_on(logged.process) and one.row.what is not ONE_AT_A_TIME):
                 one.replay(logged)
             else:
                 one.row.add(found)
@@ -187,8 +205,8 @@ class _Try:
             run = self._runs[name] = _Run(logged.process, self.row.what)
         if run.rewriter is not None:
             request = run.rewriter.rewrite(request)
-        if self.row.what.order == "prefix":
-            run.waiting.append(replace(request, freed=False, shortened=False))
+        if self.row.what.order == "prefix" or run.is_side_by_side:
+            run.waiting.append((logged.facts.get("began_s", 0), replace(request, freed=False, shortened=False)))
             return None
         found = run.replay.run(request)
         self.row.add(found)
@@ -203,7 +221,8 @@ class _Try:
     def _end(self, run: _Run | None) -> None:
         if run is None:
             return
-        for request in by_prefix(run.waiting):
+        waiting = [request for _, request in sorted(run.waiting, key=lambda one: one[0])]
+        for request in by_prefix(waiting) if self.row.what.order == "prefix" else waiting:
             self.row.add(run.replay.run(request))
         self._changed = self._changed or (run.rewriter is not None and run.rewriter.changed > 0)
 
@@ -214,7 +233,15 @@ class _Run:
     def __init__(self, process: Mapping[str, Any], what: WhatIf) -> None:
         self.process, self.replay = process, Replay(process, what.settings)
         self.rewriter = Rewriter(process, what.thinking) if what.thinking != "logged" else None
-        self.waiting: list[Request] = []
+        self.is_side_by_side = is_side_by_side(process)
+        self.waiting: list[tuple[float, Request]] = []
+        """Those that are replayed at the end, in another order, and when they began."""
+
+
+def is_side_by_side(process: Mapping[str, Any]) -> bool:
+    """Whether its runner has slots instead of one entry."""
+    slots = process.get("max_sequences", 1)
+    return type(slots) is int and slots > 1
 
 
 def by_prefix(requests: Iterable[Request]) -> list[Request]:

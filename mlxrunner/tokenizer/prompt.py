@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from mlxrunner.cache.lookup import Earlier
 from mlxrunner.cache.tokens import TokenArray, as_tokens, common_prefix
 from mlxrunner.errors import PromptError
 from mlxrunner.tokenizer.base import Message, Tokenizer
@@ -18,7 +19,7 @@ from mlxrunner.tokenizer.base import Message, Tokenizer
 class Prepared:
     """A prompt with its tokens and what they were made of: `messages` and the `text` that the chat template made of them (with
     `variables`, where it was given some); of a raw prompt, only the text. `seconds`: what a caller has taken for that, which is part of
-    the request's time."""
+    the request's time. `earlier`: of a line of a batch, what lines before it have of it."""
 
     tokens: TokenArray
     kind: Literal["messages", "text", "tokens"] = "tokens"
@@ -26,6 +27,7 @@ class Prepared:
     text: str = ""
     variables: Mapping[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
+    earlier: Earlier | None = None
 
 
 Prompt = str | Sequence[int] | Sequence[Message] | Prepared

@@ -48,6 +48,7 @@ def test_the_plan_of_a_small_batch(store: Store) -> None:
         lines=5,
         broken=1,
         done=0,
+        to_run=4,
         tokens=4 + 1 + 3 + 1,
         evaluated_in_input_order=4 + 1 + 3 + 1,
         evaluated_in_prefix_order=4 + 1 + 1 + 1,
@@ -93,7 +94,7 @@ def test_the_table_and_the_dictionary(store: Store) -> None:
         "evaluated in prefix order  7  22% saved",
         "evaluated at best          6  by a cache of any size",
         "all of the prompts alone, one line at a time: one that goes on like the answer before it costs less",
-        "about 6.6 s in prefix order, as fast as last time: prompts 100 tokens/s, answers 10 tokens/s and 20 tokens long",
+        "about 6.6 s in prefix order, as fast as last time: prompts 100 tokens/s, answers 10 tokens/s and 16 tokens long",
         "1 at a time, as far as they fit into memory",
     ]
     found = json.loads(json.dumps(plan.as_dict()))
@@ -101,6 +102,20 @@ def test_the_table_and_the_dictionary(store: Store) -> None:
     assert found["saved"] == pytest.approx(2 / 9)
     assert found["speed"] == {"prefill_rate": 100, "decode_rate": 10, "answer_tokens": 20}
     assert found.keys() >= set(BatchPlan.__dataclass_fields__)
+
+
+def test_the_length_of_answers_is_what_the_lines_allow() -> None:
+    """Not the mean of the last batch: the time is made of what the lines may take."""
+    with Store.create() as store:
+        for index, limit in enumerate((6, 6, 6, None)):
+            options = {} if limit is None else {"max_tokens": limit}
+            store.add(Entry(index, index + 1, as_tokens([1, 2, index]), options=options))
+        store.finish()
+        speed = Speed(prefill_rate=100, decode_rate=10, answer_tokens=10)
+        lines = survey(store.pending("prefix"), {}, 100, speed)
+        plan = make_plan(store.counts, {"input": lines, "prefix": lines}, "prefix", parallel=1, speed=speed)
+        assert plan.answer_tokens == 6 * 3 + 10
+        assert "answers 10 tokens/s and 7 tokens long" in plan.table()
 
 
 def test_nothing_to_run() -> None:

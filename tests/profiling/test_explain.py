@@ -11,7 +11,8 @@ from click.testing import CliRunner, Result
 from rich.console import Console
 
 from mlxrunner import cli
-from mlxrunner.profiling.explain import compare, show, words
+from mlxrunner.profiling import explain
+from mlxrunner.profiling.explain import MOST, compare, show, words
 from mlxrunner.profiling.reasons import REASONS
 from mlxrunner.testing_events import afternoon, example_event
 
@@ -172,3 +173,34 @@ def shown(event: dict[str, Any], width: int = 120, *, colours: bool = False) -> 
     with console.capture() as captured:
         show(event, console)
     return captured.get()
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [(["a "] * 4000, ["a "] * 6000), (["a", "b"] * 2000, ["b", "a", "c"] * 2000)],
+    ids=["one word", "two words"],
+)
+def test_long_sides_are_compared_by_their_first_words(left: list[str], right: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Comparing all of them takes minutes; how many more there are is said."""
+    sizes = []
+
+    class Matcher(explain.SequenceMatcher[str]):
+        def __init__(self, junk: Any, a: list[str], b: list[str], *, autojunk: bool) -> None:
+            sizes.append((len(a), len(b)))
+            super().__init__(junk, a, b, autojunk)
+
+    monkeypatch.setattr(explain, "SequenceMatcher", Matcher)
+    before, after = compare(left, right)
+    assert sizes == [(MOST, MOST)]
+    assert "".join(text for text, _ in before).startswith("".join(left[:MOST]))
+    assert (before[-1][0], after[-1][0]) == (" ... and 3,800 more", " ... and 5,800 more")
+
+
+def test_a_word_that_fills_the_screen_is_cut(tmp_path: Path) -> None:
+    """Whatever a file holds, a side has a bounded size."""
+    event = example_event()
+    for side in ("common", "previous", "current"):
+        event["divergence"][side]["text"] = "x" * 10**6
+    file = tmp_path / "events.jsonl"
+    file.write_text(json.dumps(event) + "\n")
+    assert len(run(file, "--last").stdout) < 10**4

@@ -47,7 +47,7 @@ def test_the_list_is_the_schema_s_and_has_a_sentence_each() -> None:
     assert [*PARTS, None] == event_schema()["$defs"]["side"]["properties"]["part"]["enum"]
     assert all(reason.sentence for reason in REASONS.values())
     assert [name for name, reason in REASONS.items() if not reason.remedy] == [
-        "empty", "prompt_shorter", "interrupted", "restored",
+        "empty", "prompt_shorter", "interrupted", "restored", "side_by_side",
     ]  # fmt: skip
 
 
@@ -437,3 +437,50 @@ def test_a_shift_moves_what_was_evaluated_in_advance_too() -> None:
     assert event["shifted_tokens"] > 0
     assert event["ahead_tokens"] == 20
     assert event["saved_tokens"] == event["cached_tokens"] - 20 == 40 - event["shifted_tokens"]
+
+
+@pytest.fixture
+def batch(tmp_path: Path) -> Path:
+    """Lines about two documents, in turn: in input order each prefix is evaluated again and again."""
+    file = tmp_path / "in.jsonl"
+    texts = [f"{'abcdefgh'[number % 2] * 60} question {number}" for number in range(8)]
+    file.write_text("".join(json.dumps({"prompt": text, "max_tokens": 2}) + "\n" for text in texts))
+    return file
+
+
+def told(events: Path, page: Path) -> tuple[dict[str, Any], str, str, str]:
+    """The report as JSON, in words and as a page, and all that `explain` says of each event."""
+    made = json.loads(run("report", events, "--json").stdout)
+    words = " ".join(run("report", events, "--html", page).stdout.split())
+    ids = [json.loads(line)["id"] for line in events.read_text().splitlines()]
+    explained = " ".join(" ".join(run("explain", events, one).stdout for one in ids).split())
+    return made, words, page.read_text(), explained
+
+
+@pytest.mark.parametrize("parallel", [1, 4])
+def test_a_batch_that_evaluates_the_tree_has_lost_nothing(
+    parallel: int, batch: Path, events: Path, tmp_path: Path, lines: Lines
+) -> None:
+    """And nobody is told to change anything: report, page and explain say the same."""
+    run("batch", batch, "-o", tmp_path / "out", "--parallel", parallel, "--events", events)
+    made, words, page, explained = told(events, tmp_path / "page.html")
+    assert made["tokens"]["lost"] <= (0 if parallel == 1 else 16)
+    assert {reason for reason, loss in made["reasons"].items() if loss["tokens"]} <= {"side_by_side"}
+    for text in (words, page, explained):
+        assert "put what changes" not in text
+        assert "send earlier messages back" not in text
+    assert "What to change" not in explained
+    assert "nothing was lost by that" in explained
+
+
+def test_a_batch_in_input_order_is_told_to_sort(batch: Path, events: Path, tmp_path: Path, lines: Lines) -> None:
+    """The loss is against the tree; its remedy is the order, not the text of the prompts."""
+    run("batch", batch, "-o", tmp_path / "out", "--parallel", 1, "--order", "input", "--events", events)
+    made, words, page, explained = told(events, tmp_path / "page.html")
+    plan = json.loads(run("batch", batch, "--plan", "--json").stdout)
+    assert made["tokens"]["lost"] == made["tokens"]["evaluated"] - plan["evaluated_at_best"] > 0
+    assert made["reasons"]["batch_order"]["tokens"] == made["tokens"]["lost"]
+    assert list(made["places"]) == ["(evaluated for other lines)"]
+    for text in (words, page, explained):
+        assert "run the lines in prefix order" in text
+        assert "send earlier messages back" not in text

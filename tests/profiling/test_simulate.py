@@ -17,6 +17,7 @@ import mlxrunner.cache.sliding
 import mlxrunner.pipeline
 from mlxrunner import Runner, cli
 from mlxrunner.models.facts import facts_of
+from mlxrunner.parallel.runner import ParallelRunner
 from mlxrunner.profiling import paper, simulate
 from mlxrunner.profiling.paper import is_layer, paper_layer
 from mlxrunner.profiling.profile import Profile
@@ -385,8 +386,34 @@ def test_requests_that_make_no_sense_crash_nothing(log: Path, name: str) -> None
         assert run(log).exit_code == 0
 
 
-def test_parallel_requests_are_left_out(log: Path) -> None:
-    """They have slots instead of an entry; the log says so by having no layers."""
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "gpt_oss"])
+def test_requests_side_by_side_are_replayed_one_at_a_time(architecture: str, tmp_path: Path) -> None:
+    """What they found is the first row; the others are what a runner of one at a time finds, in the order in which they began."""
+    log, rng = tmp_path / "log", random.Random(architecture)
+    shared = [rng.randrange(290) for _ in range(120)]
+    prompts = [[*shared[: 20 * (number % 6)], *(rng.randrange(290) for _ in range(9))] for number in range(20)]
+    lengths = [rng.choice([1, 2, 9]) for _ in prompts]
+    config = tiny_config(architecture, max_position_embeddings=512, vocab_size=300)
+    model = tiny_model(config)
+    with ParallelRunner(model, ByteTokenizer(), facts_of(model, config), max_sequences=3, capacity=160) as several:
+        profile = Profile(tokens=log)
+        profile.attach(several)
+        requests = [(prompt, {"max_tokens": most, "stop_tokens": []}) for prompt, most in zip(prompts, lengths, strict=True)]
+        results = list(several.run_each(requests))
+        profile.finish()
+    simulation = replay([log])
+    assert (simulation.requests, simulation.side_by_side, simulation.agreed) == (20, 20, 0)
+    assert simulation.rows[0].cached == sum(result.usage.cached_tokens for result in results)
+
+    alone = Runner(model, ByteTokenizer(), facts_of(model, config), context=160)
+    chunks = [list(alone.generate(prompt, **options))[-1] for prompt, options in requests]
+    assert row(simulation, "one at a time").cached == sum(chunk.usage.cached_tokens for chunk in chunks if chunk.usage)
+    assert "20 requests ran side by side" in run(log).stdout
+    assert json.loads(run(log, "--json").stdout)["side_by_side"] == 20
+
+
+def test_parallel_requests_of_older_logs_are_left_out(log: Path) -> None:
+    """Without their layers they can't be replayed."""
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     log.write_text("".join(json.dumps(line | ({"layers": []} if line["kind"] == "process" else {})) + "\n" for line in lines))
     result = run(log)

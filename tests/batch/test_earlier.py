@@ -1,0 +1,149 @@
+"""What a batch lost: the tokens that another order or a larger cache would have kept, and no others."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from mlxrunner.batch.earlier import shared_before
+from mlxrunner.batch.request import BatchRequest, BatchResult
+from mlxrunner.batch.run import run_batch
+from mlxrunner.batch.store import Entry, Order, Store
+from mlxrunner.cache.tokens import as_tokens, common_prefix
+from mlxrunner.models.facts import facts_of
+from mlxrunner.observation import Observation
+from mlxrunner.parallel.runner import ParallelRunner
+from mlxrunner.runner import Runner
+from mlxrunner.testing import ByteTokenizer, oracle_runner
+from mlxrunner.testing_models import tiny_config, tiny_model
+
+Prompts = Sequence[Sequence[int]]
+
+
+def optimum(prompts: Prompts) -> int:
+    """Nodes of the tree of all prefixes, and the last token of each prompt that is there again."""
+    nodes = {tuple(prompt[:end]) for prompt in prompts for end in range(1, len(prompt) + 1)}
+    return len(nodes) + len(prompts) - len({tuple(prompt) for prompt in prompts})
+
+
+def some_prompts(seed: int, most: int = 40) -> list[list[int]]:
+    """Prompts that share prefixes of all lengths; some are there twice, some are the beginning of others."""
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(1, 250) for _ in range(rng.randint(1, 60))]]
+    while len(prompts) < rng.randint(2, most):
+        base = rng.choice(prompts)
+        cut = rng.randint(0, len(base))
+        tail = [rng.randrange(1, 4) for _ in range(rng.choice([0, 1, 5, 30]))]
+        prompts.append((base[:cut] + tail) or [7])
+    rng.shuffle(prompts)
+    return prompts
+
+
+def single(**options: Any) -> Runner:
+    return oracle_runner(["full", "full"], context=512, **options)
+
+
+def several(slots: int = 4) -> ParallelRunner:
+    config = tiny_config("llama", max_position_embeddings=512, vocab_size=300)
+    model = tiny_model(config)
+    return ParallelRunner(model, ByteTokenizer(), facts_of(model, config), max_sequences=slots, capacity=128, max_batch=64)
+
+
+class Watch:
+    """Sums over all requests of a runner, those that failed too."""
+
+    def __init__(self, runner: Runner | ParallelRunner) -> None:
+        self.evaluated = self.lost = 0
+        self.reasons: dict[str | None, int] = {}
+        runner.observer = self
+
+    def __call__(self, runner: Any, observed: Observation) -> None:
+        usage = observed.usage
+        self.evaluated += usage.evaluated_tokens
+        self.lost += usage.lost_tokens
+        if usage.lost_tokens:
+            self.reasons[usage.reason] = self.reasons.get(usage.reason, 0) + usage.lost_tokens
+
+
+def run(runner: Runner | ParallelRunner, prompts: Prompts, order: Order = "prefix", **options: Any) -> list[BatchResult]:
+    requests = [BatchRequest(list(prompt)) for prompt in prompts]
+    return list(run_batch(runner, requests, order=order, **{"max_tokens": 1, **options}))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_batch_in_prefix_order_has_lost_nothing(seed: int) -> None:
+    """It evaluates the nodes of the tree; where its prompts part, nothing could have been kept."""
+    prompts, runner = some_prompts(seed), single()
+    watch = Watch(runner)
+    run(runner, prompts)
+    assert (watch.evaluated, watch.lost) == (optimum(prompts), 0)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_in_input_order_lost_is_what_was_evaluated_beyond_the_tree(seed: int) -> None:
+    """Exactly, with a reason that says what would mend it."""
+    prompts, runner = some_prompts(seed), single()
+    watch = Watch(runner)
+    run(runner, prompts, "input")
+    assert watch.lost == watch.evaluated - optimum(prompts)
+    assert set(watch.reasons) <= {"batch_order"}
+
+
+@pytest.mark.parametrize("order", ["prefix", "input"])
+@pytest.mark.parametrize("seed", range(3))
+def test_side_by_side_too(seed: int, order: Order) -> None:
+    """Lines that run at the same time evaluate a few tokens twice."""
+    prompts = some_prompts(seed, 25)
+    with several() as runner:
+        watch = Watch(runner)
+        run(runner, prompts, order)
+    assert watch.lost == watch.evaluated - optimum(prompts)
+    assert set(watch.reasons) <= {"side_by_side" if order == "prefix" else "batch_order"}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_windows_that_can_not_be_rewound_are_the_reason_themselves(seed: int) -> None:
+    """What a layer could not keep another order would have saved, or a checkpoint."""
+    prompts, runner = some_prompts(seed), oracle_runner(["full", "sliding"], context=512, checkpoint_budget=0)
+    watch = Watch(runner)
+    run(runner, prompts)
+    assert watch.lost == watch.evaluated - optimum(prompts)
+    assert set(watch.reasons) <= {"rewind_limited"}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_lines_that_fail_and_are_tried_again(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a failure throws away is lost, and what it had not reached is not."""
+    prompts, runner = some_prompts(seed), single(prefill_step=8)
+    watch, rng = Watch(runner), random.Random(seed)
+    real = runner.model.on_layer
+
+    def fail(index: int) -> None:
+        real(index)
+        if rng.random() < 0.05:
+            raise RuntimeError("a layer fails")
+
+    runner.model.on_layer = fail
+    results = run(runner, prompts, retries=20)
+    assert all(result.error is None for result in results)
+    assert watch.lost == watch.evaluated - optimum(prompts)
+    assert set(watch.reasons) <= {"line_failed", "entry_freed"}
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_what_a_line_shares_with_those_before_it(seed: int) -> None:
+    """In one pass over the sorted lines, what comparing all pairs gives."""
+    prompts = [as_tokens(prompt) for prompt in some_prompts(seed)]
+    with Store.create() as store:
+        for index, prompt in enumerate(prompts):
+            store.add(Entry(index, index + 1, prompt))
+        store.finish()
+        found = shared_before(store.pending("prefix"), len(prompts))
+    for index, prompt in enumerate(prompts):
+        before = prompts[:index]
+        shared = max((common_prefix(other, prompt) for other in before), default=0)
+        is_repeat = any(len(other) == len(prompt) == common_prefix(other, prompt) for other in before)
+        assert (found[index] >> 1, bool(found[index] & 1)) == (shared, is_repeat)
