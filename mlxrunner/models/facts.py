@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten
 from mlxrunner import device
 from mlxrunner.errors import ModelError
 from mlxrunner.models.resolve import check_files, check_weights, read_config, read_header, resolve, rope_settings
-from mlxrunner.models.settings import size_of, text_settings
+from mlxrunner.models.settings import check_layers, size_of, text_settings
 
 DEFAULT_CONTEXT = 4096
 _CONTEXT_NAMES = ("max_position_embeddings", "max_sequence_length", "seq_length", "n_positions", "n_ctx", "model_max_length")
@@ -89,7 +89,10 @@ def without_weights(name: str) -> Shapes:
     """Model `name` from its config.json and the headers of its weight files."""
     folder = resolve(name)
     check_files(folder)
-    nbytes = loaded_bytes(folder, read_config(folder))  # the files first: a model can be built without them, for nothing
+    config = read_config(folder)
+    # The files first: a model can be built without them, for nothing.
+    check_layers(folder / "config.json", config, sum(1 for _ in _tensors(folder)))
+    nbytes = loaded_bytes(folder, config)
     model, config = build(folder)
     _set_dtype(model, config)
     return Shapes(model, config, usable_facts(folder, model, config), nbytes)

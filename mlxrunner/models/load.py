@@ -13,7 +13,8 @@ from mlx.utils import tree_flatten
 from mlxrunner import device
 from mlxrunner.errors import ModelError
 from mlxrunner.models.facts import ModelFacts, usable_facts
-from mlxrunner.models.resolve import check_files, check_weights, eos_tokens, read_config, resolve, rope_settings
+from mlxrunner.models.resolve import check_files, check_weights, eos_tokens, read_config, read_header, resolve, rope_settings
+from mlxrunner.models.settings import check_layers
 from mlxrunner.tokenizer import Tokenizer, load_tokenizer
 
 LOOKED_AT = 64
@@ -52,7 +53,8 @@ def _check(folder: Path) -> dict[str, Any]:
     config = read_config(folder)
     check_files(folder)
     check_model_type(folder, config)
-    check_weights(folder)
+    headers = [read_header(file) for file in check_weights(folder)]
+    check_layers(folder / "config.json", config, sum(map(len, headers)))
     return config
 
 

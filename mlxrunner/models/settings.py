@@ -13,6 +13,8 @@ COUNTS = re.compile(r"(?!.*(?:size|dim|tokens)_)(?:.*_)?(?:layers?|experts?|loop
 """Settings that say how many parts are built, each of them in Python."""
 MOST_PARTS = 1024
 """The deepest models have 200 layers, the widest 512 experts."""
+ALWAYS_BUILT = 64
+"""Layers that cost nothing to build."""
 SIZES = re.compile(r"(?:.*_)?(?:(?:hidden|intermediate|vocab)_size|d_model|n_embd|n_inner|dim|heads?|rank)")
 MOST_SIZE = 2**27
 """Of one side of a matrix."""
@@ -30,6 +32,15 @@ def check_settings(file: Path, config: dict[str, Any]) -> None:
             if isinstance(value, int | float) and pattern.fullmatch(last) and not -1 <= value <= most:
                 shown = repr(value) if abs(value) < 10**20 else f"{value:.0e}" if abs(value) < 10**300 else "a huge number"
                 raise ModelError(f"{file}: {name[:200]} is {shown}; no model has more than {most:,}: download the file again")
+
+
+def check_layers(file: Path, config: dict[str, Any], tensors: int) -> None:
+    """ModelError where there are to be more layers than tensors in the weight files: each layer has at least one of its own."""
+    layers = size_of(config, "num_hidden_layers", "n_layers", "n_layer", "num_layers")
+    if layers > max(tensors, ALWAYS_BUILT):
+        raise ModelError(
+            f"{file}: {layers:,} layers, but the weight files have {tensors:,} tensors in all: they are not of one model"
+        )
 
 
 def size_of(config: dict[str, Any], *names: str) -> int:

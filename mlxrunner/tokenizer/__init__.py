@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from mlxrunner.reading import is_there
 from mlxrunner.tokenizer.base import Message, TextStream, Tokenizer
+from mlxrunner.tokenizer.tables import check_tables
 
 __all__ = ["Message", "TextStream", "Tokenizer", "load_tokenizer"]
 
@@ -16,7 +18,8 @@ def load_tokenizer(folder: Path, eos_tokens: Iterable[int] = (), *, trust_remote
     A tokenizer.json wins where there is one: it also holds what the publisher added after training the tokenizer.model.
     ModelError where no tokenizer is there or it is damaged.
     """
-    if (folder / "tokenizer.model").exists() and not (folder / "tokenizer.json").exists():
+    check_tables(folder)
+    if is_there(folder / "tokenizer.model") and not is_there(folder / "tokenizer.json"):
         from mlxrunner.tokenizer.sentencepiece import SentencePieceTokenizer
 
         return SentencePieceTokenizer(folder, eos_tokens)

@@ -8,14 +8,18 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from mlxrunner.errors import ModelError, OptionError
+from mlxrunner.errors import ModelError, OptionError, PromptError
 from mlxrunner.tokenizer.base import Message, checked_text, with_bos
+from mlxrunner.tokenizer.native import panics_as_errors, quiet
 from mlxrunner.tokenizer.stream import DecodeStream
+from mlxrunner.tokenizer.tables import check_ids
 from mlxrunner.tokenizer.template import END_OF_MESSAGE, END_OF_TURN, FALLBACK_STOPS, read_json, render_chat, render_jinja
 from mlxrunner.tokenizer.vocabulary import Vocabulary
 
 BYTE = re.compile("<0x([0-9A-F]{2})>")
 PROBE = '{"a": [1, "b c"]}'
+PROBED = 100
+"""Tokens that are turned back into text at load."""
 JSON_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
 
@@ -23,16 +27,21 @@ class HuggingFaceTokenizer:
     """mlx-lm's TokenizerWrapper (for its chat templates and end tokens) around a transformers tokenizer."""
 
     def __init__(self, folder: Path, eos_tokens: Iterable[int] = (), *, trust_remote_code: bool = False) -> None:
-        from mlx_lm.utils import load_tokenizer
-
         try:
-            # Said either way: left open, transformers would ask on the terminal.
-            trust = {"trust_remote_code": trust_remote_code}
-            self._wrapper: Any = load_tokenizer(folder, trust, eos_token_ids=list(eos_tokens) or None)
+            with quiet(), panics_as_errors():
+                self._load(folder, list(eos_tokens), trust_remote_code)
         except Exception as error:
             for name in JSON_FILES:
                 read_json(folder / name)  # says so if it is the one that is broken
             raise ModelError(f"{folder}: no tokenizer could be loaded: {_explain(folder, error)}") from error
+
+    def _load(self, folder: Path, eos_tokens: list[int], trust_remote_code: bool) -> None:
+        """With everything asked for once, so that a tokenizer that can't answer is found here."""
+        from mlx_lm.utils import load_tokenizer
+
+        # Said either way: left open, transformers would ask on the terminal.
+        trust = {"trust_remote_code": trust_remote_code}
+        self._wrapper: Any = load_tokenizer(folder, trust, eos_token_ids=eos_tokens or None)
         _bound_template(self._wrapper)
         bos: int | None = self._wrapper.bos_token_id
         # Asked, not read from the configuration: the post-processor of tokenizer.json has the last word.
@@ -41,9 +50,12 @@ class HuggingFaceTokenizer:
         self._anchor = str(self._wrapper.eos_token or "")
         self._has_template = bool(self._wrapper.has_chat_template)
         template, vocab = str(self._wrapper.chat_template), self._wrapper.get_vocab()
+        check_ids(folder / "tokenizer.json", vocab.values())
         ends = {vocab[text] for text in END_OF_TURN if text in template and text in vocab}
         self._stop_tokens = frozenset({*self._wrapper.eos_token_ids, *ends})
         self.message_ends = self._stop_tokens | {vocab[text] for text in END_OF_MESSAGE if text in vocab}
+        check_ids(folder / "tokenizer.json", self.message_ends)
+        self._wrapper.decode(self._encode(self._anchor + PROBE)[:PROBED])
 
     @property
     def vocab_size(self) -> int:
@@ -94,7 +106,11 @@ class HuggingFaceTokenizer:
         return pieces
 
     def _encode(self, text: str) -> list[int]:
-        return list(self._wrapper.encode(text, add_special_tokens=False, verbose=False))
+        try:
+            with panics_as_errors():
+                return list(self._wrapper.encode(text, add_special_tokens=False, verbose=False))
+        except Exception as error:
+            raise PromptError(f"the model's tokenizer can't encode this text: {' '.join(str(error).split())[:300]}") from error
 
     def _apply(self, messages: list[dict[str, str]], add_generation_prompt: bool, **variables: Any) -> str:
         text = self._wrapper.apply_chat_template(

@@ -1,0 +1,57 @@
+"""Calls of libraries that are not written in Python, whose failures are no ordinary exceptions."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+PANIC = "PanicException"
+"""What Rust's panics are in Python: a BaseException, of a class that each library has for itself."""
+
+
+class NativeError(Exception):
+    """A library gave up; the first line of what it said."""
+
+
+@contextmanager
+def panics_as_errors() -> Iterator[None]:
+    """NativeError instead of a panic of Rust."""
+    try:
+        yield
+    except Exception:
+        raise
+    except BaseException as error:
+        if type(error).__name__ != PANIC:
+            raise
+        raise NativeError((str(error).splitlines() or ["it panicked"])[0][:300]) from error
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """What is written to stderr meanwhile, by this whole process, is shown afterwards; after a panic it is not, being its debug print."""
+    sys.stderr.flush()
+    try:
+        shown = os.dup(2)
+    except OSError:  # there is none
+        yield
+        return
+    with tempfile.TemporaryFile() as kept:
+        os.dup2(kept.fileno(), 2)
+        panicked = False
+        try:
+            yield
+        except NativeError:
+            panicked = True
+            raise
+        finally:
+            with suppress(OSError, ValueError):
+                sys.stderr.flush()
+            os.dup2(shown, 2)
+            os.close(shown)
+            kept.seek(0)
+            if not panicked:
+                with suppress(OSError):
+                    os.write(2, kept.read())
