@@ -124,9 +124,16 @@ def open_database(path: Name, *, new: bool) -> sqlite3.Connection:
     return database
 
 
+def open_temporary_database() -> sqlite3.Connection:
+    """A SQLite file without a name, which is gone with the process."""
+    return sqlite3.connect("", timeout=0, isolation_level=None)
+
+
 @contextmanager
-def written(path: Path, *, force: bool = True, newline: str | None = None, shared: bool = False) -> Iterator[IO[str]]:
-    """A stream whose text becomes the file `path` (mode 0600), on the disk, when the block has ended well.
+def written(
+    path: Path, *, force: bool = True, newline: str | None = None, shared: bool = False, sync: bool = True
+) -> Iterator[IO[str]]:
+    """A stream whose text becomes the file `path` (mode 0600), on the disk (`sync`), when the block has ended well.
 
     FileExistsError, before the block and after it, where there is anything already and not `force`; RefusedFileError
     for what is no regular file of ours, also a link. Half characters, which JSON can name and no file can hold, are
@@ -146,11 +153,19 @@ def written(path: Path, *, force: bool = True, newline: str | None = None, share
             yield stream
             stream.flush()
             os.fchmod(handle, mode)
-            whole_sync(handle)
+            if sync:
+                whole_sync(handle)
         _give_name(name, path, force)
     finally:
         with suppress(OSError):
             os.unlink(name)
+
+
+def write_all(descriptor: int, data: bytes | memoryview) -> None:
+    """Every byte of `data`; a disk that is full is an OSError."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view[: 2**26]) :]
 
 
 def whole_sync(descriptor: int) -> None:
@@ -193,6 +208,8 @@ def _check(path: Name, status: os.stat_result, *, replaced: bool = False) -> Non
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
     if stat.S_ISLNK(mode):
+        if is_stream(path):
+            raise RefusedFileError(path, "it is a stream, not a regular file: choose another name")
         raise RefusedFileError(path, f"it is a link{_target(path)}: name the file itself, or remove the link")
     if not stat.S_ISREG(mode):
         kind = next((name for is_one, name in _KINDS if is_one(mode)), "something else")

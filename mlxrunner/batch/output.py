@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from mlxrunner.errors import MlxrunnerError
-from mlxrunner.writing import whole_sync
+from mlxrunner.writing import open_own, open_stream, whole_sync
 
 if TYPE_CHECKING:
     from mlxrunner.batch.store import Body
@@ -40,20 +40,19 @@ class Output:
     def open(cls, path: Path) -> Output:
         """The file `path`, made if it is not there. Call `mend` before anything is appended to one that has something in it."""
         try:
-            handle = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
-            return cls(open(handle, "r+b", buffering=0), str(path), is_file=True)
+            return cls(os.fdopen(open_own(path), "r+b", buffering=0), str(path), is_file=True)
         except OSError as error:
             raise OutputError(f"{path}: can't be written: {error.strerror}") from error
 
     @classmethod
     def streaming(cls, path: Path | None) -> Output:
-        """Standard output (None), or what is no file: a pipe, a device. What was sent can't be taken back, or be gone on with."""
+        """Standard output (None), or another stream: what was sent can't be taken back, or be gone on with."""
         if path is None:
             if sys.stdout is None:
                 raise OutputError("standard output is closed")
             return cls(sys.stdout.buffer, "standard output", is_file=False)
         try:
-            return cls(path.open("wb", buffering=0), str(path), is_file=False)
+            return cls(os.fdopen(open_stream(path), "wb", buffering=0), str(path), is_file=False)
         except OSError as error:
             raise OutputError(f"{path}: can't be written: {error.strerror}") from error
 

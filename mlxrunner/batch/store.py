@@ -7,7 +7,6 @@ happens then: kill -9, a power cut, a full disk. One process at a time has a sto
 from __future__ import annotations
 
 import json
-import os
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -20,6 +19,7 @@ from mlxrunner.batch.order import sort_key, tokens_of
 from mlxrunner.cache.tokens import TokenArray, as_tokens
 from mlxrunner.errors import MlxrunnerError
 from mlxrunner.tokenizer.base import Message
+from mlxrunner.writing import open_database, open_temporary_database
 
 Format = Literal["plain", "chat.completion", "text_completion", "unknown"]
 """How a line wants to be answered: our own way, or as the OpenAI object of that name. Unknown: a line that can't be read; when the input
@@ -114,30 +114,25 @@ class Store:
     @classmethod
     def create(cls, path: Path | None = None) -> Store:
         """A new, empty store (file mode 0600); None: a private temporary one, gone with the process. StoreError if the file exists."""
-        if path is None:
-            return cls._connect("")
-        try:
-            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
-        except OSError as error:
-            raise StoreError(f"{path}: can't be made: {error.strerror}") from error
-        return cls._connect(path)
+        return cls._connect(path, new=True)
 
     @classmethod
     def open(cls, path: Path) -> Store:
         """An existing store. StoreError if there is none, it is not a store of this version, or another process has it open."""
-        if not path.is_file():
-            raise StoreError(f"{path}: no such file")
-        return cls._connect(path)
+        return cls._connect(path, new=False)
 
     @classmethod
-    def _connect(cls, path: Path | str) -> Store:
-        """A store that holds its file's lock, and whose commits are on the disk. The empty name is SQLite's for a temporary file.
+    def _connect(cls, path: Path | None, *, new: bool) -> Store:
+        """A store that holds its file's lock, and whose commits are on the disk.
 
         A file without content becomes a store: a process may have been killed directly after making it.
         """
-        name = str(path) or "the batch's temporary file"
+        name = "the batch's temporary file" if path is None else str(path)
         try:
-            store = cls(name, sqlite3.connect(path, timeout=0, isolation_level=None))
+            store = cls(name, open_temporary_database() if path is None else open_database(path, new=new))
+        except OSError as error:
+            problem = "can't be made" if new else "can't be opened"
+            raise StoreError(f"{error.filename or name}: {problem}: {error.strerror}") from error
         except sqlite3.Error as error:
             raise StoreError(f"{name}: {_reason(error)}") from error
         try:

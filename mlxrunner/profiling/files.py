@@ -10,7 +10,7 @@ from typing import IO
 
 from mlxrunner.errors import MlxrunnerError, OptionError
 from mlxrunner.profiling.reading import ReadError, with_rotated
-from mlxrunner.writing import written
+from mlxrunner.writing import is_stream, open_stream, written
 
 ERRORS = "backslashreplace"
 """JSON can name half characters, which no file can hold."""
@@ -43,8 +43,8 @@ def must_differ(files: Mapping[str, str | None]) -> None:
     """OptionError if two of the options write to the same file."""
     seen: dict[str, str] = {}
     for option, file in files.items():
-        if file is None or (os.path.exists(file) and not os.path.isfile(file)):
-            continue  # a device or a pipe takes several
+        if file is None or is_stream(file):
+            continue  # it takes several
         other = seen.setdefault(os.path.realpath(file), option)
         if other != option:
             raise OptionError(f"{other} and {option} are the same file, {file}: give each its own")
@@ -68,7 +68,7 @@ def sources(files: Iterable[str]) -> list[Path]:
 
 @contextmanager
 def replaced(file: str, inputs: Iterable[Path] = (), *, newline: str | None = None) -> Iterator[Output]:
-    """A stream whose text takes the place of `file` (0600) when the block has ended well; devices and pipes are written to directly.
+    """A stream whose text takes the place of `file` (0600) when the block has ended well; a stream (`is_stream`) is written to directly.
 
     WriteError for what can't be written, and where `file` is one of `inputs`.
     """
@@ -76,8 +76,8 @@ def replaced(file: str, inputs: Iterable[Path] = (), *, newline: str | None = No
     try:
         if path.exists() and any(path.samefile(one) for one in inputs):
             raise WriteError(f"{file} is what is being read: give the result another name")
-        if path.exists() and not path.is_file() and not path.is_dir():
-            with path.open("w", encoding="utf-8", errors=ERRORS, newline=newline) as stream:
+        if is_stream(path):
+            with os.fdopen(open_stream(path), "w", encoding="utf-8", errors=ERRORS, newline=newline) as stream:
                 yield Output(file, stream)
             return
         with written(path, newline=newline) as stream:

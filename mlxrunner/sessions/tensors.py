@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlxrunner.errors import SessionError
-from mlxrunner.sessions.files import write_all
+from mlxrunner.writing import write_all
 
 TYPES = {
     "float32": ("F32", 4), "float16": ("F16", 2), "bfloat16": ("BF16", 2), "float64": ("F64", 8), "bool": ("BOOL", 1),

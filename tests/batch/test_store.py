@@ -250,8 +250,8 @@ def damaged(path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "problem"),
     [
-        (lambda path: None, "no such file"),
-        (lambda path: path.mkdir(), "no such file"),
+        (lambda path: None, "No such file"),
+        (lambda path: path.mkdir(), "Is a directory"),
         (lambda path: path.write_text("{}\n" * 1000), "not a batch store"),
         (other_database, "is not a batch store"),
         (other_version, f"of version {VERSION + 1}; this program knows version {VERSION}"),
