@@ -84,7 +84,16 @@ def is_stream(path: Name) -> bool:
 
     That are the descriptors which this program was given (/dev/stdout, and /dev/fd/N for `>(command)`), and the null device.
     """
-    return bool(_GIVEN.fullmatch(os.fspath(path))) or _is_null(path)
+    return bool(_GIVEN.fullmatch(os.fspath(path))) or is_null(path)
+
+
+def is_null(path: Name | int) -> bool:
+    """Return True if `path`, or an open descriptor, is the null device, which may have any name."""
+    try:
+        status = os.fstat(path) if isinstance(path, int) else os.lstat(path)
+        return stat.S_ISCHR(status.st_mode) and status.st_rdev == os.stat(os.devnull).st_rdev
+    except (OSError, ValueError):
+        return False
 
 
 def open_stream(path: Name) -> int:
@@ -92,7 +101,7 @@ def open_stream(path: Name) -> int:
     given = _GIVEN.fullmatch(os.fspath(path))
     if given is None:
         descriptor = os.open(path, os.O_WRONLY | FLAGS)
-        if _is_null_device(os.fstat(descriptor)):
+        if is_null(descriptor):
             return descriptor
         os.close(descriptor)
         raise RefusedFileError(path, "it is not the null device any more: choose another name")
@@ -250,14 +259,3 @@ def _names_checked(path: Name) -> Iterator[None]:
         raise RefusedFileError(path, f"it is not a file name ({error}): choose another") from error
 
 
-def _is_null(path: Name) -> bool:
-    try:
-        return _is_null_device(os.lstat(path))
-    except (OSError, ValueError):
-        return False
-
-
-def _is_null_device(status: os.stat_result) -> bool:
-    with suppress(OSError):
-        return stat.S_ISCHR(status.st_mode) and status.st_rdev == os.stat(os.devnull).st_rdev
-    return False

@@ -6,6 +6,7 @@ Knows nothing about what a line means.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import sys
 from collections.abc import Iterable
@@ -35,6 +36,12 @@ class Output:
         self._stream, self.name, self.is_file = stream, name, is_file
         self.place = -1
         self._end = 0  # of the last whole line
+        self._hash = hashlib.sha256()  # of all whole lines
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of what this run has written, or found there to be its own, in hexadecimal."""
+        return self._hash.hexdigest()
 
     @classmethod
     def open(cls, path: Path) -> Output:
@@ -56,6 +63,11 @@ class Output:
         except OSError as error:
             raise OutputError(f"{path}: can't be written: {error.strerror}") from error
 
+    @property
+    def size(self) -> int:
+        """Bytes of it."""
+        return self._end
+
     def mend(self, bodies: Iterable[Body]) -> None:
         """Hold what is there against the store's lines, cut off an end that is torn, and stand behind the last whole line.
 
@@ -71,6 +83,7 @@ class Output:
                     self._check_torn(found, line, number)
                     break
                 end, self.place = end + len(line), body.place
+                self._hash.update(line)
             else:
                 self._check_torn(reader.read(1), b"", number=-1)
         self._cut(end)
@@ -99,6 +112,7 @@ class Output:
                 line = body.body + b"\n"
                 self._write(line)
                 self.place, self._end = body.place, self._end + len(line)
+                self._hash.update(line)
             self._stream.flush()
             if self.is_file:
                 os.fsync(self._stream.fileno())

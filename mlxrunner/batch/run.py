@@ -26,6 +26,7 @@ from mlxrunner.parallel.request import Result
 from mlxrunner.parallel.runner import ParallelRunner
 from mlxrunner.parallel.slots import NoFreeSlotError
 from mlxrunner.runner import Runner
+from mlxrunner.terminal import one_line
 from mlxrunner.tokenizer.prompt import Prepared
 
 ORDERS: tuple[Order, ...] = ("prefix", "input")
@@ -292,11 +293,11 @@ class Together:
 
 
 def _refused(entry: Entry, error: str) -> Outcome:
-    return Outcome(entry, error=" ".join(error.split()), is_refused=True)
+    return Outcome(entry, error=one_line(error), is_refused=True)
 
 
 def _described(error: Exception) -> str:
-    text = " ".join(str(error).split())
+    text = one_line(str(error))
     return text if isinstance(error, MlxrunnerError) else f"{type(error).__name__}: {text}"
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from mlxrunner.batch.order import sort_key, tokens_of
 from mlxrunner.cache.tokens import TokenArray, as_tokens
@@ -27,7 +27,7 @@ is complete it gets that of the first line that can."""
 Order = Literal["prefix", "input"]
 
 APPLICATION_ID = 0x6D6C7862  # "mlxb"
-VERSION = 2
+VERSION = 3
 CACHE_KIB = 32 * 1024
 """Memory for SQLite's pages, and for a run of its sort."""
 
@@ -37,7 +37,7 @@ CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE lines (
     line INTEGER PRIMARY KEY, number INTEGER NOT NULL, id, format TEXT NOT NULL, options TEXT, error TEXT, tokens BLOB NOT NULL, prompt TEXT
 );
-CREATE UNIQUE INDEX custom_ids ON lines (id) WHERE format <> 'plain' AND error IS NULL;
+CREATE UNIQUE INDEX ids ON lines (id) WHERE id IS NOT NULL AND error IS NULL;
 CREATE TABLE places (place INTEGER PRIMARY KEY, line INTEGER NOT NULL);
 CREATE TABLE results (done INTEGER PRIMARY KEY, line INTEGER NOT NULL UNIQUE REFERENCES lines, failed INTEGER NOT NULL, body BLOB NOT NULL);
 CREATE INDEX failures ON results (line) WHERE failed;
@@ -48,6 +48,16 @@ class StoreError(MlxrunnerError):
     """A store that can't be made, opened or written to. What was committed before stays."""
 
     exit_code = 2
+
+
+class DamagedStoreError(StoreError):
+    """A file that is no store, or not as this program wrote it. A run can't be gone on with from it."""
+
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(
+            f"{name}: {why}: no run can be gone on with from it. Remove it and begin again with another -o; the answers "
+            "in the output stay"
+        )
 
 
 @dataclass(frozen=True)
@@ -90,6 +100,7 @@ class Counts:
         return self.lines - self.done
 
 
+_TABLES = "SELECT type, name, tbl_name, sql FROM sqlite_master ORDER BY name"
 _PENDING = """
 SELECT {place}, line, number, id, format, options, error, tokens, prompt FROM {table}
 WHERE {place} > ? AND line NOT IN (SELECT line FROM results) ORDER BY {place} LIMIT 1
@@ -146,17 +157,38 @@ class Store:
         with self._explained():
             self._db.executescript(
                 f"PRAGMA locking_mode=EXCLUSIVE; PRAGMA cache_size=-{CACHE_KIB}; PRAGMA foreign_keys=ON; BEGIN EXCLUSIVE; COMMIT;"
-                "PRAGMA synchronous=FULL; PRAGMA fullfsync=ON"  # the latter: macOS
+                "PRAGMA synchronous=FULL; PRAGMA fullfsync=ON;"  # the latter: macOS
+                "PRAGMA trusted_schema=OFF; PRAGMA cell_size_check=ON"
             )
             if self._one("PRAGMA schema_version") == (0,):
                 marks = f"PRAGMA application_id={APPLICATION_ID}; PRAGMA user_version={VERSION}"
                 self._db.executescript(f"BEGIN; {marks}; {_SCHEMA} COMMIT")
             (kind,), (version,) = self._one("PRAGMA application_id"), self._one("PRAGMA user_version")
             if kind != APPLICATION_ID:
-                raise StoreError(f"{self._name}: is not a batch store")
+                raise DamagedStoreError(self._name, "is not a batch store")
             if version != VERSION:
-                raise StoreError(f"{self._name}: is a batch store of version {version}; this program knows version {VERSION}")
-            self._lines, self._broken = self._one("SELECT lines, broken FROM input") or (0, 0)
+                why = f"is a batch store of version {version}, and this program knows version {VERSION}"
+                raise DamagedStoreError(self._name, why)
+            self._check()
+
+    def _check(self) -> None:
+        """DamagedStoreError where the tables are others, or don't agree with each other: SQLite itself looks at little."""
+        if self._db.execute(_TABLES).fetchall() != _tables():
+            raise self._damaged("its tables are not those of a batch store")
+        inputs = self._db.execute("SELECT lines, broken FROM input").fetchall()
+        (last,), (place,) = self._one("SELECT max(line) FROM lines"), self._one("SELECT max(place) FROM places")
+        if inputs:
+            lines, broken = inputs[0]
+            if len(inputs) > 1 or not _are_ints(lines, broken) or not 0 <= broken <= lines:
+                raise self._damaged("it does not say how many lines there are")
+            if (-1 if last is None else last) != lines - 1 or (place or 0) != lines:
+                raise self._damaged(f"{lines} lines should be in it, and are not")
+            self._lines, self._broken = lines, broken
+        elif last is not None or place is not None:
+            raise self._damaged("it has lines, and no end of them")
+
+    def _damaged(self, why: str) -> DamagedStoreError:
+        return DamagedStoreError(self._name, f"is damaged ({why})")
 
     def __enter__(self) -> Store:
         return self
@@ -178,7 +210,10 @@ class Store:
     def meta(self) -> dict[str, str]:
         """What `finish` was given: what the store was made from."""
         with self._explained():
-            return dict(self._db.execute("SELECT name, value FROM meta"))
+            found = self._db.execute("SELECT name, value FROM meta").fetchall()
+            if not all(isinstance(text, str) for row in found for text in row):
+                raise self._damaged("what it was made from is not text")
+            return dict(found)
 
     @property
     def counts(self) -> Counts:
@@ -188,7 +223,7 @@ class Store:
         return Counts(self._lines, self._broken, done, failed)
 
     def add(self, entry: Entry) -> None:
-        """The next line of the input; its index is one more than the last one's. A `custom_id` that was there becomes that line's error."""
+        """The next line of the input; its index is one more than the last one's. An id that was there becomes that line's error."""
         with self._explained():
             self._begin_input()
             if entry.index != self._lines:
@@ -196,8 +231,9 @@ class Store:
             try:
                 self._insert(entry)
             except sqlite3.IntegrityError:
-                (first,) = self._one("SELECT number FROM lines WHERE id = ? AND format <> 'plain' AND error IS NULL", entry.id)
-                problem = f"line {entry.number}: custom_id {entry.id!r:.80} was there before, on line {first}"
+                (first,) = self._one("SELECT number FROM lines WHERE id = ? AND error IS NULL", entry.id)
+                name = "id" if entry.format == "plain" else "custom_id"
+                problem = f"line {entry.number}: {name} {entry.id!r:.80} was there before, on line {first}"
                 entry = replace(entry, error=problem, tokens=as_tokens([]))
                 self._insert(entry)
             self._lines += 1
@@ -244,9 +280,28 @@ class Store:
         """
         place = -1
         while (row := self._next(_NEXT[order], place)) is not None:
-            place, line, number, name, form, options, error, tokens, prompt = row
-            options, prompt = json.loads(options) if options else {}, None if prompt is None else json.loads(prompt)
-            yield Entry(line, number, tokens_of(tokens), name, form, options, error, prompt)
+            place, *columns = row
+            yield self._entry(*columns)
+
+    def _entry(self, line: Any, number: Any, name: Any, form: Any, options: Any, error: Any, tokens: Any, prompt: Any) -> Entry:
+        """The line as `add` was given it. DamagedStoreError where it can't have been given so."""
+        try:
+            options = json.loads(options) if options else {}
+            prompt = None if prompt is None else json.loads(prompt)
+            found = tokens_of(tokens)
+        except (ValueError, TypeError, RecursionError) as problem:
+            raise self._damaged(f"line {line} can't be read") from problem
+        if not (
+            _are_ints(line, number)
+            and isinstance(name, str | int | None)
+            and form in get_args(Format)
+            and isinstance(options, dict)
+            and isinstance(error, str | None)
+            and isinstance(prompt, str | list | None)
+            and (found >= 0).all()
+        ):
+            raise self._damaged(f"line {line} is not a line")
+        return Entry(line, number, found, name, form, options, error, prompt)
 
     def record(self, index: int, body: bytes, *, failed: bool = False) -> None:
         """The result of a line: what is to be written for it. It counts from the next `commit` on. A second one is a StoreError."""
@@ -270,13 +325,18 @@ class Store:
         place = "line" if order == "input" else "done"
         while (row := self._next(f"SELECT {place}, line, body, failed FROM results WHERE {where}", after)) is not None:
             after, line, body, failed = row
-            yield Body(after, line, body, bool(failed))
+            yield self._body(after, line, body, failed)
+
+    def _body(self, place: Any, line: Any, body: Any, failed: Any) -> Body:
+        if not _are_ints(place, line, failed) or not isinstance(body, bytes) or not 0 <= line < self._lines:
+            raise self._damaged(f"the answer of line {line!r:.20} is not one")
+        return Body(place, line, body, bool(failed))
 
     def first_failure(self) -> Body | None:
         """The result of the first line of the input that failed so far."""
         with self._explained():
             row = self._one("SELECT line, body FROM results WHERE failed ORDER BY line LIMIT 1")
-        return None if row is None else Body(row[0], row[0], row[1], failed=True)
+        return None if row is None else self._body(row[0], row[0], row[1], 1)
 
     def _next(self, query: str, after: int) -> Any:
         with self._explained():
@@ -295,7 +355,26 @@ class Store:
                 self._db.rollback()
             if isinstance(error, StoreError):
                 raise
+            if _is_damage(error):
+                raise DamagedStoreError(self._name, "is not a batch store, or damaged") from error
             raise StoreError(f"{self._name}: {_reason(error)}") from error
+
+
+def _tables() -> list[Any]:
+    with closing(sqlite3.connect(":memory:")) as database:
+        database.executescript(_SCHEMA)
+        return database.execute(_TABLES).fetchall()
+
+
+def _are_ints(*values: Any) -> bool:
+    return all(isinstance(value, int) for value in values)
+
+
+def _is_damage(error: sqlite3.Error) -> bool:
+    """A text in the file that is not UTF-8 has no code of SQLite's."""
+    code = getattr(error, "sqlite_errorcode", None)
+    damage = (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_FORMAT, sqlite3.SQLITE_MISMATCH)
+    return code & 0xFF in damage if code is not None else isinstance(error, sqlite3.OperationalError)
 
 
 def _as_text(prompt: str | Sequence[Message] | None) -> str | None:
@@ -308,8 +387,6 @@ def _reason(error: sqlite3.Error) -> str:
             return "another process is using it: wait for its end"
         case sqlite3.SQLITE_FULL:
             return "the disk is full (or that of temporary files): make room and go on; what was committed is kept"
-        case sqlite3.SQLITE_NOTADB | sqlite3.SQLITE_CORRUPT:
-            return "is not a batch store, or damaged"
         case sqlite3.SQLITE_CONSTRAINT:
             return f"a line has to be there, and can have one result only ({error})"
     text = " ".join(str(error).split())

@@ -161,7 +161,7 @@ class PrivateHistory(FileHistory):
     def store_string(self, string: str) -> None:
         lines = "".join(f"+{line}\n" for line in string.split("\n"))
         try:
-            with os.fdopen(open_own(self.filename, append=True), "ab") as stream:
+            with os.fdopen(open_own(os.fsdecode(self.filename), append=True), "ab") as stream:
                 stream.write(f"\n# {datetime.now()}\n{lines}".encode(errors="replace"))
         except OSError:
             return

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mlxrunner.batch.lines import LONGEST_ERROR, Line, LineReader
+from mlxrunner.batch.lines import Line, LineReader
+from mlxrunner.terminal import LONGEST_LINE
 
 
 def read(content: bytes | str, **settings: Any) -> list[Line]:
@@ -174,7 +175,7 @@ def test_what_is_said_about_a_bad_line(line: bytes | str, problem: str) -> None:
     assert bad.error is not None
     assert bad.error.startswith("line 2: ")
     assert problem in bad.error
-    assert len(bad.error) < LONGEST_ERROR + 50
+    assert len(bad.error) < LONGEST_LINE + 60
     assert "\n" not in bad.error
     assert (bad.prompt, bad.options) == ("", {})
 
