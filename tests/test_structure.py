@@ -134,7 +134,7 @@ def opens_for_writing(call: ast.Call) -> bool:
     if name in ("open", "io.open") or (method == "open" and name not in ("os.open", "webbrowser.open")):
         texts = [node.value for node in (*call.args, *(k.value for k in call.keywords)) if isinstance(node, ast.Constant)]
         return any(isinstance(text, str) and re.fullmatch(r"[rwxab+t]*[wxa+][rwxab+t]*", text) for text in texts)
-    if name == "os.open":
+    if name == "os.open" and ast.unparse(call.args[0]) != "os.devnull":
         return any(flag in ast.unparse(call) for flag in ("O_WRONLY", "O_RDWR", "O_CREAT", "O_APPEND", "O_TRUNC"))
     return method in (
         "write_text", "write_bytes", "touch", "mkstemp", "mktemp", "NamedTemporaryFile", "TemporaryFile", "connect",

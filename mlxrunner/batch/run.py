@@ -124,7 +124,7 @@ def _run_batch(
     runner: Runner | ParallelRunner, requests: Iterable[BatchRequest], order: Order, as_done: bool, how: How
 ) -> Iterator[BatchResult]:
     context = runner.capacity if isinstance(runner, ParallelRunner) else runner.context
-    with Store.create() as store:
+    with Store.create(unique_ids=False) as store:
         spool(store, lines_of(requests, how.defaults), runner.tokenizer, context=context, defaults=how.defaults)
         store.finish()
         place = -1
@@ -297,7 +297,7 @@ def _refused(entry: Entry, error: str) -> Outcome:
 
 
 def _described(error: Exception) -> str:
-    text = one_line(str(error))
+    text = one_line(" ".join(str(error).split()))
     return text if isinstance(error, MlxrunnerError) else f"{type(error).__name__}: {text}"
 
 

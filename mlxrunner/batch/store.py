@@ -123,9 +123,15 @@ class Store:
         self._lines = self._broken = 0
 
     @classmethod
-    def create(cls, path: Path | None = None) -> Store:
-        """A new, empty store (file mode 0600); None: a private temporary one, gone with the process. StoreError if the file exists."""
-        return cls._connect(path, new=True)
+    def create(cls, path: Path | None = None, *, unique_ids: bool = True) -> Store:
+        """A new, empty store (file mode 0600); None: a private temporary one, gone with the process. StoreError if the file exists.
+
+        `unique_ids`: an id that was there becomes an error; to a program, which gets its answers in order, they mean nothing.
+        """
+        store = cls._connect(path, new=True)
+        if not unique_ids:
+            store._db.execute("DROP INDEX ids")
+        return store
 
     @classmethod
     def open(cls, path: Path) -> Store:
@@ -361,7 +367,7 @@ class Store:
 
 
 def _tables() -> list[Any]:
-    with closing(sqlite3.connect(":memory:")) as database:
+    with closing(open_temporary_database()) as database:
         database.executescript(_SCHEMA)
         return database.execute(_TABLES).fetchall()
 

@@ -48,7 +48,9 @@ class Program(click.Group):
             _report(ctx, visible_text(str(error)) if error.is_table else line_text(str(error)))
             sys.exit(error.exit_code)
         except Exception as error:
-            _report(ctx, line_text(f"internal error: {type(error).__name__}: {error} (--debug shows where)"))
+            _report(
+                ctx, line_text(f"internal error: {type(error).__name__}: {' '.join(str(error).split())} (--debug shows where)")
+            )
             sys.exit(1)
 
 
