@@ -81,6 +81,13 @@ def read_text(path: str | os.PathLike[str], limit: int, *, dir_fd: int | None = 
         raise ReadError(f"{os.fspath(path)}: not UTF-8 (byte {error.start}): save it as UTF-8 text") from error
 
 
+def is_endless(descriptor: int) -> bool:
+    """Return True if an open descriptor is of a device which may never end: not a terminal, and not the null device."""
+    status = os.fstat(descriptor)
+    is_device = stat.S_ISCHR(status.st_mode) or stat.S_ISBLK(status.st_mode)
+    return is_device and not os.isatty(descriptor) and status.st_rdev != os.stat(os.devnull).st_rdev
+
+
 def is_there(path: str | os.PathLike[str]) -> bool:
     """Return True if `path` names anything, a link to nothing included, so that nobody takes a broken file for none."""
     try:

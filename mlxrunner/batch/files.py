@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import stat
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -17,8 +15,8 @@ from mlxrunner.batch.job import STANDARD, Job
 from mlxrunner.batch.output import Output, OutputError
 from mlxrunner.batch.store import Store, StoreError
 from mlxrunner.errors import MlxrunnerError, PromptError
-from mlxrunner.reading import ReadError, open_file
-from mlxrunner.writing import check_own, is_null
+from mlxrunner.reading import ReadError, is_endless, open_file
+from mlxrunner.writing import check_own
 
 
 @contextmanager
@@ -42,10 +40,9 @@ def _opened(name: str) -> BinaryIO:
         stream = open(name, "rb")  # noqa: SIM115  # by who asked for it
     except ValueError as error:  # a NUL in it
         raise PromptError(f"{name}: can't be read: it is not a file name ({error})") from error
-    mode = os.fstat(stream.fileno()).st_mode
-    if (stat.S_ISCHR(mode) or stat.S_ISBLK(mode)) and not stream.isatty() and not is_null(stream.fileno()):
+    if is_endless(stream.fileno()):
         stream.close()
-        raise PromptError(f"{name}: can't be read: it is a device; - is standard input")
+        raise PromptError(f"{name}: can't be read: it is a device, which may never end: name a file")
     return stream
 
 

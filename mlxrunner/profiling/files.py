@@ -10,6 +10,7 @@ from typing import IO
 
 from mlxrunner.errors import MlxrunnerError, OptionError
 from mlxrunner.profiling.reading import ReadError, with_rotated
+from mlxrunner.reading import is_endless
 from mlxrunner.writing import is_stream, open_stream, written
 
 ERRORS = "backslashreplace"
@@ -57,11 +58,14 @@ def sources(files: Iterable[str]) -> list[Path]:
         for path in with_rotated(file):
             try:
                 with path.open("rb") as stream:
+                    if is_endless(stream.fileno()):
+                        raise ReadError(f"{path}: can't be read: it is a device, which may never end: name a file")
                     if path.is_file() and stream.read(2) == b"\x1f\x8b":
                         raise ReadError(f"{path} is compressed: unpack it first, gzip -dk {path}")
                     status = os.fstat(stream.fileno())
-            except OSError as error:
-                raise ReadError(f"{path}: can't be read: {error.strerror or error}") from error
+            except (OSError, ValueError) as error:  # a NUL in the name
+                why = error.strerror if isinstance(error, OSError) else f"it is not a file name ({error})"
+                raise ReadError(f"{path}: can't be read: {why or error}") from error
             found.setdefault((status.st_dev, status.st_ino), path)
     return list(found.values())
 
