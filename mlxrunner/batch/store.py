@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -35,11 +36,14 @@ _SCHEMA = """
 CREATE TABLE input (lines INTEGER NOT NULL, broken INTEGER NOT NULL);
 CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE lines (
-    line INTEGER PRIMARY KEY, number INTEGER NOT NULL, id, format TEXT NOT NULL, options TEXT, error TEXT, tokens BLOB NOT NULL, prompt TEXT
+    line INTEGER PRIMARY KEY, number INTEGER NOT NULL, id, format TEXT NOT NULL, options TEXT, error TEXT, tokens BLOB NOT NULL, prompt TEXT,
+    sum INTEGER NOT NULL
 );
 CREATE UNIQUE INDEX ids ON lines (id) WHERE id IS NOT NULL AND error IS NULL;
 CREATE TABLE places (place INTEGER PRIMARY KEY, line INTEGER NOT NULL);
-CREATE TABLE results (done INTEGER PRIMARY KEY, line INTEGER NOT NULL UNIQUE REFERENCES lines, failed INTEGER NOT NULL, body BLOB NOT NULL);
+CREATE TABLE results (done INTEGER PRIMARY KEY, line INTEGER NOT NULL UNIQUE REFERENCES lines, failed INTEGER NOT NULL, body BLOB NOT NULL,
+    sum INTEGER NOT NULL
+);
 CREATE INDEX failures ON results (line) WHERE failed;
 """
 
@@ -101,8 +105,11 @@ class Counts:
 
 
 _TABLES = "SELECT type, name, tbl_name, sql FROM sqlite_master ORDER BY name"
+_INSERT_LINE = """
+INSERT INTO lines (line, number, id, options, error, tokens, prompt, format, sum) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)
+"""
 _PENDING = """
-SELECT {place}, line, number, id, format, options, error, tokens, prompt FROM {table}
+SELECT {place}, line, number, id, options, error, tokens, prompt, format, sum FROM {table}
 WHERE {place} > ? AND line NOT IN (SELECT line FROM results) ORDER BY {place} LIMIT 1
 """
 _NEXT = {
@@ -180,20 +187,21 @@ class Store:
     def _check(self) -> None:
         """DamagedStoreError where the tables are others, or don't agree with each other: SQLite itself looks at little."""
         if self._db.execute(_TABLES).fetchall() != _tables():
-            raise self._damaged("its tables are not those of a batch store")
+            raise self.damaged("its tables are not those of a batch store")
         inputs = self._db.execute("SELECT lines, broken FROM input").fetchall()
         (last,), (place,) = self._one("SELECT max(line) FROM lines"), self._one("SELECT max(place) FROM places")
         if inputs:
             lines, broken = inputs[0]
             if len(inputs) > 1 or not _are_ints(lines, broken) or not 0 <= broken <= lines:
-                raise self._damaged("it does not say how many lines there are")
+                raise self.damaged("it does not say how many lines there are")
             if (-1 if last is None else last) != lines - 1 or (place or 0) != lines:
-                raise self._damaged(f"{lines} lines should be in it, and are not")
+                raise self.damaged(f"{lines} lines should be in it, and are not")
             self._lines, self._broken = lines, broken
         elif last is not None or place is not None:
-            raise self._damaged("it has lines, and no end of them")
+            raise self.damaged("it has lines, and no end of them")
 
-    def _damaged(self, why: str) -> DamagedStoreError:
+    def damaged(self, why: str) -> DamagedStoreError:
+        """The error to raise for what can't have been written here."""
         return DamagedStoreError(self._name, f"is damaged ({why})")
 
     def __enter__(self) -> Store:
@@ -218,7 +226,7 @@ class Store:
         with self._explained():
             found = self._db.execute("SELECT name, value FROM meta").fetchall()
             if not all(isinstance(text, str) for row in found for text in row):
-                raise self._damaged("what it was made from is not text")
+                raise self.damaged("what it was made from is not text")
             return dict(found)
 
     @property
@@ -247,17 +255,8 @@ class Store:
 
     def _insert(self, entry: Entry) -> None:
         options = json.dumps(dict(entry.options)) if entry.options else None
-        row = (
-            entry.index,
-            entry.number,
-            entry.id,
-            entry.format,
-            options,
-            entry.error,
-            sort_key(entry.tokens),
-            _as_text(entry.prompt),
-        )
-        self._db.execute("INSERT INTO lines VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
+        columns = (entry.index, entry.number, entry.id, options, entry.error, sort_key(entry.tokens), _as_text(entry.prompt))
+        self._db.execute(_INSERT_LINE, (*columns, entry.format, _sum(*columns)))
 
     def _begin_input(self) -> None:
         if self._db.in_transaction:
@@ -286,35 +285,20 @@ class Store:
         """
         place = -1
         while (row := self._next(_NEXT[order], place)) is not None:
-            place, *columns = row
-            yield self._entry(*columns)
-
-    def _entry(self, line: Any, number: Any, name: Any, form: Any, options: Any, error: Any, tokens: Any, prompt: Any) -> Entry:
-        """The line as `add` was given it. DamagedStoreError where it can't have been given so."""
-        try:
-            options = json.loads(options) if options else {}
-            prompt = None if prompt is None else json.loads(prompt)
-            found = tokens_of(tokens)
-        except (ValueError, TypeError, RecursionError) as problem:
-            raise self._damaged(f"line {line} can't be read") from problem
-        if not (
-            _are_ints(line, number)
-            and isinstance(name, str | int | None)
-            and form in get_args(Format)
-            and isinstance(options, dict)
-            and isinstance(error, str | None)
-            and isinstance(prompt, str | list | None)
-            and (found >= 0).all()
-        ):
-            raise self._damaged(f"line {line} is not a line")
-        return Entry(line, number, found, name, form, options, error, prompt)
+            place, *columns, form, written = row
+            if _sum(*columns) != written or form not in get_args(Format):
+                raise self.damaged(f"line {columns[0]!r:.20} of it has changed")
+            line, number, name, options, error, tokens, prompt = columns
+            options, prompt = json.loads(options) if options else {}, None if prompt is None else json.loads(prompt)
+            yield Entry(line, number, tokens_of(tokens), name, form, options, error, prompt)
 
     def record(self, index: int, body: bytes, *, failed: bool = False) -> None:
         """The result of a line: what is to be written for it. It counts from the next `commit` on. A second one is a StoreError."""
         with self._explained():
             if not self._db.in_transaction:
                 self._db.execute("BEGIN")
-            self._db.execute("INSERT INTO results (line, failed, body) VALUES (?, ?, ?)", (index, failed, body))
+            row = (index, int(failed), body, _sum(index, int(failed), body))
+            self._db.execute("INSERT INTO results (line, failed, body, sum) VALUES (?, ?, ?, ?)", row)
 
     def commit(self) -> None:
         """What was recorded is on the disk when this returns."""
@@ -329,20 +313,21 @@ class Store:
         """
         where = "line = ? + 1" if order == "input" else "done > ? ORDER BY done LIMIT 1"
         place = "line" if order == "input" else "done"
-        while (row := self._next(f"SELECT {place}, line, body, failed FROM results WHERE {where}", after)) is not None:
-            after, line, body, failed = row
-            yield self._body(after, line, body, failed)
+        while (row := self._next(f"SELECT {place}, line, failed, body, sum FROM results WHERE {where}", after)) is not None:
+            body = self._body(*row)
+            after = body.place
+            yield body
 
-    def _body(self, place: Any, line: Any, body: Any, failed: Any) -> Body:
-        if not _are_ints(place, line, failed) or not isinstance(body, bytes) or not 0 <= line < self._lines:
-            raise self._damaged(f"the answer of line {line!r:.20} is not one")
+    def _body(self, place: Any, line: Any, failed: Any, body: Any, written: Any) -> Body:
+        if _sum(line, failed, body) != written or not _are_ints(place, line) or not 0 <= line < self._lines:
+            raise self.damaged(f"the answer of line {line!r:.20} has changed")
         return Body(place, line, body, bool(failed))
 
     def first_failure(self) -> Body | None:
         """The result of the first line of the input that failed so far."""
         with self._explained():
-            row = self._one("SELECT line, body FROM results WHERE failed ORDER BY line LIMIT 1")
-        return None if row is None else self._body(row[0], row[0], row[1], 1)
+            row = self._one("SELECT line, line, failed, body, sum FROM results WHERE failed ORDER BY line LIMIT 1")
+        return None if row is None else self._body(*row)
 
     def _next(self, query: str, after: int) -> Any:
         with self._explained():
@@ -356,12 +341,12 @@ class Store:
         """SQLite's errors in one line, with everything since the last commit undone."""
         try:
             yield
-        except (sqlite3.Error, StoreError) as error:
+        except (sqlite3.Error, UnicodeDecodeError, StoreError) as error:  # the second: SQLite quotes the file
             with suppress(sqlite3.Error):
                 self._db.rollback()
             if isinstance(error, StoreError):
                 raise
-            if _is_damage(error):
+            if isinstance(error, UnicodeDecodeError) or _is_damage(error):
                 raise DamagedStoreError(self._name, "is not a batch store, or damaged") from error
             raise StoreError(f"{self._name}: {_reason(error)}") from error
 
@@ -370,6 +355,15 @@ def _tables() -> list[Any]:
     with closing(open_temporary_database()) as database:
         database.executescript(_SCHEMA)
         return database.execute(_TABLES).fetchall()
+
+
+def _sum(*columns: str | bytes | int | None) -> int:
+    """Of what is in a row, so that a bit that a disk has turned does not become another answer."""
+    total = 0
+    for column in columns:
+        data = column if isinstance(column, bytes) else str(column).encode("utf-8", "surrogatepass")
+        total = zlib.crc32(data, zlib.crc32(type(column).__name__.encode(), total))
+    return total
 
 
 def _are_ints(*values: Any) -> bool:

@@ -153,6 +153,8 @@ def _run(
                 tally.add(outcome)
                 progress.update(tally)
         after, first = store.counts, store.first_failure()
+        if after.left and not is_stopping():
+            raise store.damaged(f"{after.left} of {after.lines} lines are not found in it")
         if not after.left:
             writer.seal()
             finish(job, store, writer.output)
