@@ -32,6 +32,8 @@ class MlxrunnerError(Exception):
     """Base of all errors that mlxrunner raises on purpose."""
 
     exit_code = 1
+    is_table = False
+    """The message has several lines, and nothing in it comes from a file."""
 
 
 class ModelError(MlxrunnerError):
@@ -44,6 +46,7 @@ class MemoryPlanError(MlxrunnerError):
     """The plan does not fit; the message is its table, with the settings that would."""
 
     exit_code = 2
+    is_table = True
 
 
 class OptionError(MlxrunnerError, ValueError):

@@ -114,6 +114,14 @@ def _depth(value: Any) -> int:
         depth += 1
         level = [part for one in level for part in (one.values() if isinstance(one, dict) else one)]
     return depth
+        raise ReadError(f"{os.fspath(path)}: not UTF-8 (byte {error.start}): save it as UTF-8 text") from error
+
+
+def is_endless(descriptor: int) -> bool:
+    """Return True if an open descriptor is of a device which may never end: not a terminal, and not the null device."""
+    status = os.fstat(descriptor)
+    is_device = stat.S_ISCHR(status.st_mode) or stat.S_ISBLK(status.st_mode)
+    return is_device and not os.isatty(descriptor) and status.st_rdev != os.stat(os.devnull).st_rdev
 
 
 def is_there(path: str | os.PathLike[str]) -> bool:

@@ -3,25 +3,53 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from threading import Lock, Timer
 from typing import IO, TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-# C0 without newline and tab, DEL, C1, and the marks that reorder or hide text: bidirectional controls, line separators, tags.
+# C0 without newline and tab, DEL, C1, and what reorders or hides text: bidirectional controls, line
+# separators, tags, and characters without a width. Those that writing systems and emoji need stay.
 _RANGES = (
-    (0x00, 0x08), (0x0B, 0x1F), (0x7F, 0x9F), (0x61C, 0x61C), (0x200E, 0x200F), (0x2028, 0x202E), (0x2060, 0x206F), (0xFEFF, 0xFEFF),
-    (0xFFF9, 0xFFFB), (0xE0000, 0xE007F),
+    (0x00, 0x08), (0x0B, 0x1F), (0x7F, 0x9F), (0xAD, 0xAD), (0x34F, 0x34F), (0x61C, 0x61C),
+    (0x115F, 0x1160), (0x17B4, 0x17B5), (0x180B, 0x180F), (0x200B, 0x200B), (0x200E, 0x200F),
+    (0x2028, 0x202E), (0x2060, 0x206F), (0x3164, 0x3164), (0xFEFF, 0xFEFF), (0xFFA0, 0xFFA0),
+    (0xFFF0, 0xFFFB), (0x1BCA0, 0x1BCA3), (0x1D173, 0x1D17A), (0xE0000, 0xE00FF), (0xE01F0, 0xE0FFF),
 )  # fmt: skip
-SHOWN = {code: ascii(chr(code))[1:-1] for first, last in _RANGES for code in range(first, last + 1)}
+# Names and errors have no need of joiners and variation selectors, of more than one line, or of half characters.
+_RANGES_OF_LINES = (
+    (0x09, 0x0A), (0x200C, 0x200D), (0xD800, 0xDFFF), (0xFE00, 0xFE0F), (0xE0100, 0xE01EF),
+)  # fmt: skip
+
+
+def _shown(ranges: Iterable[tuple[int, int]]) -> dict[int, str]:
+    return {code: ascii(chr(code))[1:-1] for first, last in ranges for code in range(first, last + 1)}
+
+
+SHOWN = _shown(_RANGES)
 r"""Control characters, and what is shown instead of each: `\x1b`, `\u202e`."""
 SHOWN[ord("\r")] = r"\x0d"
+_SHOWN_IN_LINES = SHOWN | _shown(_RANGES_OF_LINES)
+LONGEST_LINE = 500
+"""Characters of a text in an error."""
 
 
 def visible(text: str) -> str:
     """`text` with control characters shown instead of sent; newline and tab stay."""
     return text.translate(SHOWN)
+
+
+def one_line(text: str, longest: int = LONGEST_LINE) -> str:
+    """`text` of a file, a model or a client as a part of one line: nothing in it ends the line, drives the terminal or hides.
+
+    Of more than `longest` characters the middle is left out, and how much that is said: what to do stands at the end.
+    """
+    if len(text) > longest:
+        begin, end = text[: longest * 3 // 5], text[len(text) - longest * 2 // 5 :]
+        text = f"{begin} ... ({len(text) - len(begin) - len(end):,} characters left out) ... {end}"
+    return text.translate(_SHOWN_IN_LINES)
 
 
 class Output:

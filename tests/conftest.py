@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import stat
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -39,3 +42,27 @@ def no_process_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         if process.poll() is None:
             process.kill()
             process.wait()
+
+
+@pytest.fixture
+def full(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """A descriptor of a disk that is always full: of a copy of the device, so that nothing can replace the real one."""
+    device = tmp_path_factory.mktemp("device") / "full"
+    try:
+        os.mknod(device, stat.S_IFCHR | 0o600, os.makedev(1, 7))
+        descriptor = os.open(device, os.O_WRONLY)
+    except OSError:
+        pytest.skip("only root, on Linux, can make a disk that is always full")
+    yield descriptor
+    os.close(descriptor)
+
+
+@pytest.fixture
+def null(tmp_path: Path) -> Path:
+    """A copy of the null device."""
+    device = tmp_path / "null"
+    try:
+        os.mknod(device, stat.S_IFCHR | 0o600, os.stat(os.devnull).st_rdev)
+    except OSError:
+        pytest.skip("only root can make devices")
+    return device

@@ -50,6 +50,44 @@ def test_importing_the_package_imports_no_mlx() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.parametrize("command", ["doctor", "--help", "generate -p Hello!", "generate -p Hello! --json", "show demo"])
+def test_a_standard_output_that_is_closed_or_full_is_one_line(command: str, full: int) -> None:
+    """And exit code 2: what was asked for did not come."""
+    for redirection, problem in (
+        (">&-", "standard output is closed"),
+        ("", "standard output can't be written: No space left on device"),
+    ):
+        line = f"{sys.executable} -m mlxrunner {command} {redirection}"
+        result = subprocess.run(line, shell=True, stdout=full, stderr=subprocess.PIPE, text=True, timeout=100)
+        assert (result.returncode, result.stderr) == (2, f"mlxrunner: {problem}\n")
+
+
+def test_a_standard_error_that_is_closed_or_full_stops_nothing(full: int, tmp_path: Path) -> None:
+    """Nor does what goes there end up in a file that was opened instead."""
+    (tmp_path / "in.jsonl").write_text('{"prompt": "Hello!"}\n')
+    for redirection in ("2>&-", "", "<&-"):
+        line = f"{sys.executable} -m mlxrunner batch in.jsonl -o out.jsonl --events e.jsonl --no-reserve {redirection}"
+        result = subprocess.run(line, shell=True, stdout=subprocess.PIPE, stderr=full, text=True, timeout=100, cwd=tmp_path)
+        assert (result.returncode, result.stdout) == (0, "")
+        assert [json.loads(one)["text"] for one in (tmp_path / "out.jsonl").read_text().splitlines()] == [
+            "Hello! How can I help you?"
+        ]
+        assert [json.loads(one)["command"] for one in (tmp_path / "e.jsonl").read_text().splitlines()] == ["batch"]
+        for file in ("out.jsonl", "out.jsonl.done", "e.jsonl"):
+            (tmp_path / file).unlink()
+
+
+@pytest.mark.parametrize("name", ["a\nmlxrunner: all is well", "b\x1b[2J", "zero\u200bwidth", "n" * 5000])
+def test_a_name_cannot_forge_a_line_of_an_error(name: str) -> None:
+    """One line of bounded length, whatever a name has in it."""
+    for arguments in (["show", f"./{name}"], ["batch", name, "-o", "out"], ["report", name], ["generate", "-p", "x", "-m", name]):
+        result = run(*arguments)
+        assert result.exit_code == 2
+        assert result.stderr.count("\n") == 1, result.stderr
+        assert len(result.stderr) < 700
+        assert not {"\x1b", "\u200b"} & set(result.stderr)
+
+
 def test_generate_prints_the_answer_and_nothing_else() -> None:
     """On stdout, ended by a newline."""
     result = run("generate", "--prompt", "My name is Ana. What is my name?")

@@ -271,12 +271,30 @@ def test_a_closed_pipe_ends_it_quietly() -> None:
     assert result.stderr == ""
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
-def test_a_full_device_is_one_line() -> None:
-    """What is no file is written to as it comes, and can't be gone on with."""
-    result = run(write({"prompt": "Hello!"}), "-o", "/dev/full", "-q")
-    assert (result.exit_code, result.stderr) == (1, "mlxrunner: /dev/full: can't be written: No space left on device\n")
-    assert not os.path.exists("/dev/full.run")
+def test_a_stream_on_a_full_disk_is_one_line(full: int) -> None:
+    """It is written to as answers come, and can't be gone on with."""
+    stream = f"/dev/fd/{full}"
+    result = run(write({"prompt": "Hello!"}), "-o", stream, "-q")
+    assert (result.exit_code, result.stderr) == (1, f"mlxrunner: {stream}: can't be written: No space left on device\n")
+    refused = run(write({"prompt": "Hello!"}), "-o", stream, "--resume")
+    assert (refused.exit_code, refused.stderr) == (
+        2,
+        "mlxrunner: --resume needs an output file: what went to standard output or a device can't be gone on with\n",
+    )
+
+
+def test_an_output_that_is_no_file_is_refused_at_once(null: Path) -> None:
+    """A FIFO, which nobody may ever read, and a link; the null device is written to, and stays one."""
+    os.mkfifo("fifo")
+    os.symlink("elsewhere", "link")
+    for name, why in (("fifo", "it is a FIFO, not a regular file"), ("link", "it is a link to elsewhere: name the file itself")):
+        result = run(write({"prompt": "Hello!"}), "-o", name)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert f"mlxrunner: {name}: can't be written: {why}" in result.stderr
+        assert not os.path.exists(f"{name}.run")
+    before = null.lstat()
+    assert run("in.jsonl", "-o", null, "-q").exit_code == 0
+    assert os.path.samestat(before, null.lstat())
 
 
 def test_output_order_done_writes_as_they_finish() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import click
@@ -33,7 +34,20 @@ FLOORS = [
     ["answer", "observation", "pipeline", "reserve"],
     ["models", "plan"],
     ["cache", "constrain", "sampling", "tokenizer"],
-    ["config", "errors", "events", "device", "folders", "limits", "overflow", "power", "reading", "tensorfile", "terminal", "writing"],
+    [
+        "config",
+        "errors",
+        "events",
+        "device",
+        "folders",
+        "limits",
+        "overflow",
+        "power",
+        "reading",
+        "tensorfile",
+        "terminal",
+        "writing",
+    ],
 ]
 BOOKKEEPING = """
 batch.answers batch.done batch.earlier batch.fields batch.files batch.fingerprint batch.interrupt batch.job batch.lines
@@ -125,6 +139,49 @@ def test_only_one_module_asks_for_the_device() -> None:
     names = ("default_device", "mx.metal", "device_info", "is_available")
     asking = [name for name, path in MODULES.items() if any(word in path.read_text() for word in names)]
     assert asking == ["device"]
+
+
+def opens_for_writing(call: ast.Call) -> bool:
+    """Whether a call opens a file by its name, to write to it."""
+    name = ast.unparse(call.func)
+    method = name.rsplit(".")[-1]
+    if name in ("open", "io.open") or (method == "open" and name not in ("os.open", "webbrowser.open")):
+        texts = [node.value for node in (*call.args, *(k.value for k in call.keywords)) if isinstance(node, ast.Constant)]
+        return any(isinstance(text, str) and re.fullmatch(r"[rwxab+t]*[wxa+][rwxab+t]*", text) for text in texts)
+    if name == "os.open" and ast.unparse(call.args[0]) != "os.devnull":
+        return any(flag in ast.unparse(call) for flag in ("O_WRONLY", "O_RDWR", "O_CREAT", "O_APPEND", "O_TRUNC"))
+    return method in (
+        "write_text", "write_bytes", "touch", "mkstemp", "mktemp", "NamedTemporaryFile", "TemporaryFile", "connect",
+        "write_to_textfile", "save_safetensors", "savez", "mkfifo", "mknod", "copyfile", "copy2", "FileHandler",
+    )  # fmt: skip
+
+
+def test_only_one_module_opens_files_for_writing() -> None:
+    """All others go through its opener, which asks what a name means; models for tests are made in folders of their own."""
+    found = {
+        f"{name}: {ast.unparse(node)[:80]}"
+        for name, path in MODULES.items()
+        if name not in ("writing", "testing_models")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and opens_for_writing(node)
+    }
+    assert not found
+
+
+@pytest.mark.parametrize(
+    ("code", "is_one"),
+    [
+        ("open(path, 'w')", True), ("path.open('ab')", True), ("path.open(mode='r+b')", True), ("open(path)", False),
+        ("path.open('rb')", False), ("os.open(path, os.O_WRONLY)", True), ("os.open(path, os.O_RDONLY)", False),
+        ("path.write_text(text)", True), ("sqlite3.connect(path)", True), ("store.open('name')", False),
+    ],
+)  # fmt: skip
+def test_the_check_knows_what_opens_for_writing(code: str, is_one: bool) -> None:
+    """So that it proves something."""
+    (statement,) = ast.parse(code).body
+    assert isinstance(statement, ast.Expr)
+    assert isinstance(statement.value, ast.Call)
+    assert opens_for_writing(statement.value) == is_one
 
 
 def test_every_command_is_in_the_readme() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -44,9 +45,11 @@ def line_error(outcome: Outcome) -> str:
 
 
 def error_of(line: bytes) -> str:
-    """What was wrong, from the line that was written for it."""
-    error: Any = json.loads(line)["error"]
-    return str(error["message"] if isinstance(error, dict) else error)
+    """What was wrong, from the line that was written for it; empty where the line does not say."""
+    with suppress(ValueError, KeyError, TypeError, RecursionError):
+        error: Any = json.loads(line)["error"]
+        return str(error["message"] if isinstance(error, dict) else error)
+    return ""
 
 
 def _plain(outcome: Outcome, usage: bool) -> dict[str, Any]:

@@ -11,7 +11,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mlxrunner.batch.output import OutputError
+from mlxrunner.reading import ReadError, read_text
 from mlxrunner.writing import written
+
+LARGEST = 2**22
+"""Bytes of such a file: a schema or a template of the command line may be in it."""
 
 
 def done_path(store: Path) -> Path:
@@ -21,21 +25,34 @@ def done_path(store: Path) -> Path:
 
 @dataclass(frozen=True)
 class Done:
-    """`lines`, `failed`: of the batch; `size`: bytes of its output; `made_from`: the model, the options and the input, as the store's meta."""
+    """`lines`, `failed`: of the batch; `size`, `digest`: bytes of its output, and their SHA-256.
+
+    `made_from`: the model, the options and the input, as the store's meta.
+    """
 
     lines: int
     failed: int
     size: int
+    digest: str
     made_from: dict[str, str]
 
     @classmethod
     def read(cls, path: Path) -> Done | None:
         """None if there is no such file, or it is damaged."""
-        with suppress(OSError, ValueError, TypeError, RecursionError):
-            done = cls(**json.loads(path.read_text(encoding="utf-8")))
-            if isinstance(done.made_from, dict):
+        with suppress(ReadError, ValueError, TypeError, RecursionError):
+            done = cls(**json.loads(read_text(path, LARGEST)))
+            if done._is_whole():
                 return done
         return None
+
+    def _is_whole(self) -> bool:
+        counts, made_from = (self.lines, self.failed, self.size), self.made_from
+        return (
+            all(type(count) is int and count >= 0 for count in counts)
+            and isinstance(self.digest, str)
+            and isinstance(made_from, dict)
+            and all(isinstance(value, str) for value in made_from.values())
+        )
 
     def write(self, path: Path) -> None:
         """Onto the disk, whole, for its owner only (mode 0600). OutputError."""

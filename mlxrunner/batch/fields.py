@@ -19,6 +19,17 @@ ANY_OBJECT = '{"type": "object"}'
 """The JSON schema of `response_format` json_object."""
 
 
+ROLES = ("system", "user", "assistant")
+
+
+class BrokenLineError(PromptError):
+    """A line that can't be run as it is, of which some `fields` can be told all the same: its id."""
+
+    def __init__(self, problem: str, fields: Mapping[str, Any]) -> None:
+        super().__init__(problem)
+        self.fields = fields
+
+
 @dataclass(frozen=True)
 class Rules:
     """What holds for all lines: `defaults` of options, the `system` prompt of those that bring none, whether a prompt is `raw` text."""
@@ -82,6 +93,8 @@ def _message(number: int, message: Any) -> Message:
         raise PromptError(f"message {number} has a field that is not supported: {extra[0]!r:.80}")
     # OpenAI's newer name for it; no chat template knows that.
     role = "system" if message["role"] == "developer" else message["role"]
+    if role not in ROLES:
+        raise PromptError(f"message {number}: role {role!r:.80} is not known, it has to be one of {', '.join(ROLES)}")
     return {"role": role, "content": _content(number, message.get("content"))}
 
 

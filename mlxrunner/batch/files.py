@@ -15,6 +15,8 @@ from mlxrunner.batch.job import STANDARD, Job
 from mlxrunner.batch.output import Output, OutputError
 from mlxrunner.batch.store import Store, StoreError
 from mlxrunner.errors import MlxrunnerError, PromptError
+from mlxrunner.reading import ReadError, is_endless, open_file
+from mlxrunner.writing import check_own
 
 
 @contextmanager
@@ -26,22 +28,40 @@ def opened_input(job: Job) -> Iterator[BinaryIO]:
         yield sys.stdin.buffer
         return
     try:
-        with open(job.input, "rb") as stream:
+        with _opened(job.input) as stream:
             yield stream
     except OSError as error:
-        raise PromptError(f"{job.input}: can't be read: {error.strerror}") from error
+        raise PromptError(f"{job.input}: can't be read: {error.strerror or error}") from error
 
 
-def _digest(job: Job) -> str | None:
+def _opened(name: str) -> BinaryIO:
+    """A file, or a pipe (`<(command)`): not a device, which may never end."""
+    try:
+        stream = open(name, "rb")  # noqa: SIM115  # by who asked for it
+    except ValueError as error:  # a NUL in it
+        raise PromptError(f"{name}: can't be read: it is not a file name ({error})") from error
+    if is_endless(stream.fileno()):
+        stream.close()
+        raise PromptError(f"{name}: can't be read: it is a device, which may never end: name a file")
+    return stream
+
+
+def _input_digest(job: Job) -> str | None:
     """SHA-256 of the input as it is now; None if it was standard input and nothing comes from there any more: the store has it."""
     if job.input == STANDARD and (sys.stdin is None or sys.stdin.isatty()):
         return None
-    found, size = hashlib.sha256(), 0
     with opened_input(job) as stream:
-        while part := stream.read(2**20):
-            found.update(part)
-            size += len(part)
-    return found.hexdigest() if size or job.input != STANDARD else None
+        digest, size = _digest(stream)
+    return digest if size or job.input != STANDARD else None
+
+
+def _digest(stream: BinaryIO) -> tuple[str, int]:
+    """SHA-256 of the rest of a stream, and its bytes."""
+    found, size = hashlib.sha256(), 0
+    while part := stream.read(2**20):
+        found.update(part)
+        size += len(part)
+    return found.hexdigest(), size
 
 
 def open_output(job: Job) -> Output:
@@ -85,6 +105,12 @@ def _existing(job: Job, path: Path) -> Store:
 
 
 def _new(output: Path, path: Path) -> Store:
+    try:
+        check_own(output)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise OutputError(f"{output}: can't be written: {error.strerror}") from error
     if output.exists() and output.stat().st_size:
         raise OutputError(f"{output}: is there already: choose another -o, or remove it")
     try:
@@ -111,20 +137,33 @@ def finished(job: Job, parts: Mapping[str, str]) -> Done | None:
     check_made_from(job, done.made_from, parts)
     if size != done.size:
         raise OutputError(f"{output}: has {size} bytes, and the run that wrote it left {done.size}: {again}")
+    if _output_digest(output) != done.digest:
+        raise OutputError(f"{output}: is not what the run left, somebody has changed it: {again}")
     return done
 
 
-def finish(job: Job, store: Store) -> None:
+def _output_digest(output: Path) -> str:
+    try:
+        descriptor, _ = open_file(output)
+        with open(descriptor, "rb") as stream:
+            return _digest(stream)[0]
+    except ReadError as error:
+        raise OutputError(str(error)) from error
+    except OSError as error:
+        raise OutputError(f"{output}: can't be read: {error.strerror}") from error
+
+
+def finish(job: Job, store: Store, output: Output) -> None:
     """Everything is in the output and on the disk: of the store only what the answers were made from stays. OutputError."""
     path, counts = job.store_path, store.counts
     if path is not None:
-        Done(counts.lines, counts.failed, Path(job.output).stat().st_size, store.meta).write(done_path(path))
+        Done(counts.lines, counts.failed, output.size, output.digest, store.meta).write(done_path(path))
         path.unlink()
 
 
 def check_made_from(job: Job, was: Mapping[str, str], parts: Mapping[str, str]) -> None:
     """DifferentRunError unless the run that is to be gone on with was begun with these parts and the input as it is now."""
-    now = _digest(job)
+    now = _input_digest(job)
     check_same(was, {**parts, INPUT: was.get(INPUT, "") if now is None else now}, job.output)
 
 

@@ -14,6 +14,7 @@ from mlxrunner.batch.store import Order
 from mlxrunner.config import GenerateOptions
 from mlxrunner.errors import OptionError
 from mlxrunner.models.resolve import resolve
+from mlxrunner.writing import is_stream
 
 STANDARD = "-"
 """Standard input or output."""
@@ -54,17 +55,14 @@ class Job:
             raise OptionError('a CSV file needs --prompt-template "... {column} ...", which says what to ask about a row')
         if self.resume and self.store_path is None:
             raise OptionError("--resume needs an output file: what went to standard output or a device can't be gone on with")
-        with suppress(OSError):
+        with suppress(OSError, ValueError):
             if self.input != STANDARD and os.path.samefile(self.input, self.output):
                 raise OptionError(f"{self.output}: is the input; choose another file for the output")
 
     @property
     def store_path(self) -> Path | None:
-        """Beside the output (or the file that it is a link to); None where that is no file."""
-        path = Path(self.output)
-        if self.output == STANDARD or (path.exists() and not path.is_file()):
-            return None
-        return Path(f"{path.resolve() if path.is_symlink() else self.output}.run")
+        """Beside the output; None where that is a stream."""
+        return None if self.output == STANDARD or is_stream(self.output) else Path(f"{self.output}.run")
 
     @property
     def trust_remote_code(self) -> bool:

@@ -13,17 +13,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
-from mlxrunner.batch.fields import Rules, checked_id, kind, read_plain
+from mlxrunner.batch.fields import BrokenLineError, Rules, checked_id, kind, read_plain
 from mlxrunner.batch.openai import format_of, read_openai
 from mlxrunner.batch.store import Format
 from mlxrunner.batch.table import Template, read_table
 from mlxrunner.errors import OptionError, PromptError
+from mlxrunner.terminal import one_line
 from mlxrunner.tokenizer.prompt import Prompt
 
 LONGEST = 2**24
 """Bytes of the longest line (or row of a CSV file)."""
-LONGEST_ERROR = 500
-"""Characters; an error may quote the line."""
 BOM = b"\xef\xbb\xbf"
 Record = bytes | dict[str, Any] | Exception | None
 """A line, or fields, or what was wrong with them; None: it was too long."""
@@ -83,14 +82,19 @@ class LineReader:
         form: Format = "unknown" if self._template is None else "plain"
         name = None
         try:
-            fields = _parsed(record, self._longest)
+            problem = None
+            try:
+                fields: Mapping[str, Any] = _parsed(record, self._longest)
+            except BrokenLineError as error:
+                fields, problem = error.fields, error
             form = format_of(fields)
             key, read = ("id", read_plain) if form == "plain" else ("custom_id", read_openai)
             name = checked_id(key, fields.get(key))
+            if problem is not None:
+                raise problem
             prompt, options = read(fields, self._rules)
         except (PromptError, OptionError, RecursionError) as error:
-            text = "nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
-            text = text if len(text) <= LONGEST_ERROR else f"{text[:LONGEST_ERROR]} ..."
+            text = "nested too deeply" if isinstance(error, RecursionError) else one_line(str(error))
             return Line(index, number, id=name, format=form, error=f"line {number}: {text}")
         return Line(index, number, prompt, name, form, options)
 
@@ -120,7 +124,8 @@ def _parsed(record: Record, longest: int) -> dict[str, Any]:
     if isinstance(record, dict):
         return record
     try:
-        value = json.loads(record.rstrip().decode(), parse_constant=_refuse)
+        twice = _Twice()
+        value = json.loads(record.rstrip().decode(), parse_constant=_refuse, object_pairs_hook=twice)
         if _SURROGATE.search(record):
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
@@ -133,7 +138,23 @@ def _parsed(record: Record, longest: int) -> dict[str, Any]:
         raise PromptError(f"not JSON: {error}") from error
     if not isinstance(value, dict):
         raise PromptError(f"has to be a JSON object, not {kind(value)}")
+    if twice.name is not None:
+        known = {name: field for name, field in value.items() if name != twice.name}
+        raise BrokenLineError(f"the key {twice.name!r:.80} is there twice in one object: which value counts?", known)
     return value
+
+
+class _Twice:
+    """Makes the objects of a line; `name`: the first key that one of them has twice."""
+
+    name: str | None = None
+
+    def __call__(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(pairs)
+        if len(made) < len(pairs) and self.name is None:
+            seen: set[str] = set()
+            self.name = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        return made
 
 
 def _refuse(constant: str) -> None:

@@ -6,6 +6,7 @@ Knows nothing about what a line means.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import sys
 from collections.abc import Iterable
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from mlxrunner.errors import MlxrunnerError
-from mlxrunner.writing import whole_sync
+from mlxrunner.writing import open_own, open_stream, whole_sync
 
 if TYPE_CHECKING:
     from mlxrunner.batch.store import Body
@@ -35,27 +36,37 @@ class Output:
         self._stream, self.name, self.is_file = stream, name, is_file
         self.place = -1
         self._end = 0  # of the last whole line
+        self._hash = hashlib.sha256()  # of all whole lines
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of what this run has written, or found there to be its own, in hexadecimal."""
+        return self._hash.hexdigest()
 
     @classmethod
     def open(cls, path: Path) -> Output:
         """The file `path`, made if it is not there. Call `mend` before anything is appended to one that has something in it."""
         try:
-            handle = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
-            return cls(open(handle, "r+b", buffering=0), str(path), is_file=True)
+            return cls(os.fdopen(open_own(path), "r+b", buffering=0), str(path), is_file=True)
         except OSError as error:
             raise OutputError(f"{path}: can't be written: {error.strerror}") from error
 
     @classmethod
     def streaming(cls, path: Path | None) -> Output:
-        """Standard output (None), or what is no file: a pipe, a device. What was sent can't be taken back, or be gone on with."""
+        """Standard output (None), or another stream: what was sent can't be taken back, or be gone on with."""
         if path is None:
             if sys.stdout is None:
                 raise OutputError("standard output is closed")
             return cls(sys.stdout.buffer, "standard output", is_file=False)
         try:
-            return cls(path.open("wb", buffering=0), str(path), is_file=False)
+            return cls(os.fdopen(open_stream(path), "wb", buffering=0), str(path), is_file=False)
         except OSError as error:
             raise OutputError(f"{path}: can't be written: {error.strerror}") from error
+
+    @property
+    def size(self) -> int:
+        """Bytes of it."""
+        return self._end
 
     def mend(self, bodies: Iterable[Body]) -> None:
         """Hold what is there against the store's lines, cut off an end that is torn, and stand behind the last whole line.
@@ -72,6 +83,7 @@ class Output:
                     self._check_torn(found, line, number)
                     break
                 end, self.place = end + len(line), body.place
+                self._hash.update(line)
             else:
                 self._check_torn(reader.read(1), b"", number=-1)
         self._cut(end)
@@ -100,6 +112,7 @@ class Output:
                 line = body.body + b"\n"
                 self._write(line)
                 self.place, self._end = body.place, self._end + len(line)
+                self._hash.update(line)
             self._stream.flush()
             if self.is_file:
                 os.fsync(self._stream.fileno())

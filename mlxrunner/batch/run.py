@@ -27,6 +27,7 @@ from mlxrunner.parallel.request import Result
 from mlxrunner.parallel.runner import ParallelRunner
 from mlxrunner.parallel.slots import NoFreeSlotError
 from mlxrunner.runner import Runner
+from mlxrunner.terminal import one_line
 from mlxrunner.tokenizer.prompt import Prepared
 
 ORDERS: tuple[Order, ...] = ("prefix", "input")
@@ -124,7 +125,7 @@ def run_batch(
 def _run_batch(
     runner: Runner | ParallelRunner, requests: Iterable[BatchRequest], order: Order, as_done: bool, how: How
 ) -> Iterator[BatchResult]:
-    with Store.create() as store:
+    with Store.create(unique_ids=False) as store:
         spool(store, lines_of(requests, how.defaults), runner.tokenizer, context=context_of(runner), defaults=how.defaults)
         store.finish()
         place = -1
@@ -312,11 +313,11 @@ class Together:
 
 
 def _refused(entry: Entry, error: str) -> Outcome:
-    return Outcome(entry, error=" ".join(error.split()), is_refused=True)
+    return Outcome(entry, error=one_line(error), is_refused=True)
 
 
 def _described(error: Exception) -> str:
-    text = " ".join(str(error).split())
+    text = one_line(" ".join(str(error).split()))
     return text if isinstance(error, MlxrunnerError) else f"{type(error).__name__}: {text}"
 
 

@@ -13,6 +13,7 @@ from mlxrunner.batch.store import Entry, Store
 from mlxrunner.cache.tokens import TokenArray, as_tokens
 from mlxrunner.errors import ContextLengthError, OptionError, PromptError
 from mlxrunner.overflow import Shift
+from mlxrunner.terminal import one_line
 from mlxrunner.tokenizer import Message, Tokenizer
 from mlxrunner.tokenizer.prompt import Prompt, system_tokens, tokenize
 
@@ -48,7 +49,7 @@ def spool(
                 tokens = _tokens(line, tokenizer)
                 options = _within(context, line, tokens, tokenizer, defaults or {})
             except (PromptError, OptionError) as problem:
-                tokens, error = as_tokens([]), f"line {line.number}: {problem}"
+                tokens, error = as_tokens([]), f"line {line.number}: {one_line(str(problem))}"
         prompt = line.prompt if error is None and made_of_text(line.prompt) else None
         store.add(Entry(line.index, line.number, tokens, line.id, line.format, options, error, prompt))
 

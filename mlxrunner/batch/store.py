@@ -7,19 +7,20 @@ happens then: kill -9, a power cut, a full disk. One process at a time has a sto
 from __future__ import annotations
 
 import json
-import os
 import sqlite3
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from mlxrunner.batch.order import sort_key, tokens_of
 from mlxrunner.cache.tokens import TokenArray, as_tokens
 from mlxrunner.errors import MlxrunnerError
 from mlxrunner.tokenizer.base import Message
+from mlxrunner.writing import open_database, open_temporary_database
 
 Format = Literal["plain", "chat.completion", "text_completion", "unknown"]
 """How a line wants to be answered: our own way, or as the OpenAI object of that name. Unknown: a line that can't be read; when the input
@@ -27,7 +28,7 @@ is complete it gets that of the first line that can."""
 Order = Literal["prefix", "input"]
 
 APPLICATION_ID = 0x6D6C7862  # "mlxb"
-VERSION = 2
+VERSION = 3
 CACHE_KIB = 32 * 1024
 """Memory for SQLite's pages, and for a run of its sort."""
 
@@ -35,11 +36,14 @@ _SCHEMA = """
 CREATE TABLE input (lines INTEGER NOT NULL, broken INTEGER NOT NULL);
 CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE lines (
-    line INTEGER PRIMARY KEY, number INTEGER NOT NULL, id, format TEXT NOT NULL, options TEXT, error TEXT, tokens BLOB NOT NULL, prompt TEXT
+    line INTEGER PRIMARY KEY, number INTEGER NOT NULL, id, format TEXT NOT NULL, options TEXT, error TEXT, tokens BLOB NOT NULL, prompt TEXT,
+    sum INTEGER NOT NULL
 );
-CREATE UNIQUE INDEX custom_ids ON lines (id) WHERE format <> 'plain' AND error IS NULL;
+CREATE UNIQUE INDEX ids ON lines (id) WHERE id IS NOT NULL AND error IS NULL;
 CREATE TABLE places (place INTEGER PRIMARY KEY, line INTEGER NOT NULL);
-CREATE TABLE results (done INTEGER PRIMARY KEY, line INTEGER NOT NULL UNIQUE REFERENCES lines, failed INTEGER NOT NULL, body BLOB NOT NULL);
+CREATE TABLE results (done INTEGER PRIMARY KEY, line INTEGER NOT NULL UNIQUE REFERENCES lines, failed INTEGER NOT NULL, body BLOB NOT NULL,
+    sum INTEGER NOT NULL
+);
 CREATE INDEX failures ON results (line) WHERE failed;
 """
 
@@ -48,6 +52,16 @@ class StoreError(MlxrunnerError):
     """A store that can't be made, opened or written to. What was committed before stays."""
 
     exit_code = 2
+
+
+class DamagedStoreError(StoreError):
+    """A file that is no store, or not as this program wrote it. A run can't be gone on with from it."""
+
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(
+            f"{name}: {why}: no run can be gone on with from it. Remove it and begin again with another -o; the answers "
+            "in the output stay"
+        )
 
 
 @dataclass(frozen=True)
@@ -90,8 +104,12 @@ class Counts:
         return self.lines - self.done
 
 
+_TABLES = "SELECT type, name, tbl_name, sql FROM sqlite_master ORDER BY name"
+_INSERT_LINE = """
+INSERT INTO lines (line, number, id, options, error, tokens, prompt, format, sum) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)
+"""
 _PENDING = """
-SELECT {place}, line, number, id, format, options, error, tokens, prompt FROM {table}
+SELECT {place}, line, number, id, options, error, tokens, prompt, format, sum FROM {table}
 WHERE {place} > ? AND line NOT IN (SELECT line FROM results) ORDER BY {place} LIMIT 1
 """
 _NEXT = {
@@ -112,32 +130,33 @@ class Store:
         self._lines = self._broken = 0
 
     @classmethod
-    def create(cls, path: Path | None = None) -> Store:
-        """A new, empty store (file mode 0600); None: a private temporary one, gone with the process. StoreError if the file exists."""
-        if path is None:
-            return cls._connect("")
-        try:
-            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
-        except OSError as error:
-            raise StoreError(f"{path}: can't be made: {error.strerror}") from error
-        return cls._connect(path)
+    def create(cls, path: Path | None = None, *, unique_ids: bool = True) -> Store:
+        """A new, empty store (file mode 0600); None: a private temporary one, gone with the process. StoreError if the file exists.
+
+        `unique_ids`: an id that was there becomes an error; to a program, which gets its answers in order, they mean nothing.
+        """
+        store = cls._connect(path, new=True)
+        if not unique_ids:
+            store._db.execute("DROP INDEX ids")
+        return store
 
     @classmethod
     def open(cls, path: Path) -> Store:
         """An existing store. StoreError if there is none, it is not a store of this version, or another process has it open."""
-        if not path.is_file():
-            raise StoreError(f"{path}: no such file")
-        return cls._connect(path)
+        return cls._connect(path, new=False)
 
     @classmethod
-    def _connect(cls, path: Path | str) -> Store:
-        """A store that holds its file's lock, and whose commits are on the disk. The empty name is SQLite's for a temporary file.
+    def _connect(cls, path: Path | None, *, new: bool) -> Store:
+        """A store that holds its file's lock, and whose commits are on the disk.
 
         A file without content becomes a store: a process may have been killed directly after making it.
         """
-        name = str(path) or "the batch's temporary file"
+        name = "the batch's temporary file" if path is None else str(path)
         try:
-            store = cls(name, sqlite3.connect(path, timeout=0, isolation_level=None))
+            store = cls(name, open_temporary_database() if path is None else open_database(path, new=new))
+        except OSError as error:
+            problem = "can't be made" if new else "can't be opened"
+            raise StoreError(f"{error.filename or name}: {problem}: {error.strerror}") from error
         except sqlite3.Error as error:
             raise StoreError(f"{name}: {_reason(error)}") from error
         try:
@@ -151,17 +170,39 @@ class Store:
         with self._explained():
             self._db.executescript(
                 f"PRAGMA locking_mode=EXCLUSIVE; PRAGMA cache_size=-{CACHE_KIB}; PRAGMA foreign_keys=ON; BEGIN EXCLUSIVE; COMMIT;"
-                "PRAGMA synchronous=FULL; PRAGMA fullfsync=ON"  # the latter: macOS
+                "PRAGMA synchronous=FULL; PRAGMA fullfsync=ON;"  # the latter: macOS
+                "PRAGMA trusted_schema=OFF; PRAGMA cell_size_check=ON"
             )
             if self._one("PRAGMA schema_version") == (0,):
                 marks = f"PRAGMA application_id={APPLICATION_ID}; PRAGMA user_version={VERSION}"
                 self._db.executescript(f"BEGIN; {marks}; {_SCHEMA} COMMIT")
             (kind,), (version,) = self._one("PRAGMA application_id"), self._one("PRAGMA user_version")
             if kind != APPLICATION_ID:
-                raise StoreError(f"{self._name}: is not a batch store")
+                raise DamagedStoreError(self._name, "is not a batch store")
             if version != VERSION:
-                raise StoreError(f"{self._name}: is a batch store of version {version}; this program knows version {VERSION}")
-            self._lines, self._broken = self._one("SELECT lines, broken FROM input") or (0, 0)
+                why = f"is a batch store of version {version}, and this program knows version {VERSION}"
+                raise DamagedStoreError(self._name, why)
+            self._check()
+
+    def _check(self) -> None:
+        """DamagedStoreError where the tables are others, or don't agree with each other: SQLite itself looks at little."""
+        if self._db.execute(_TABLES).fetchall() != _tables():
+            raise self.damaged("its tables are not those of a batch store")
+        inputs = self._db.execute("SELECT lines, broken FROM input").fetchall()
+        (last,), (place,) = self._one("SELECT max(line) FROM lines"), self._one("SELECT max(place) FROM places")
+        if inputs:
+            lines, broken = inputs[0]
+            if len(inputs) > 1 or not _are_ints(lines, broken) or not 0 <= broken <= lines:
+                raise self.damaged("it does not say how many lines there are")
+            if (-1 if last is None else last) != lines - 1 or (place or 0) != lines:
+                raise self.damaged(f"{lines} lines should be in it, and are not")
+            self._lines, self._broken = lines, broken
+        elif last is not None or place is not None:
+            raise self.damaged("it has lines, and no end of them")
+
+    def damaged(self, why: str) -> DamagedStoreError:
+        """The error to raise for what can't have been written here."""
+        return DamagedStoreError(self._name, f"is damaged ({why})")
 
     def __enter__(self) -> Store:
         return self
@@ -183,7 +224,10 @@ class Store:
     def meta(self) -> dict[str, str]:
         """What `finish` was given: what the store was made from."""
         with self._explained():
-            return dict(self._db.execute("SELECT name, value FROM meta"))
+            found = self._db.execute("SELECT name, value FROM meta").fetchall()
+            if not all(isinstance(text, str) for row in found for text in row):
+                raise self.damaged("what it was made from is not text")
+            return dict(found)
 
     @property
     def counts(self) -> Counts:
@@ -193,7 +237,7 @@ class Store:
         return Counts(self._lines, self._broken, done, failed)
 
     def add(self, entry: Entry) -> None:
-        """The next line of the input; its index is one more than the last one's. A `custom_id` that was there becomes that line's error."""
+        """The next line of the input; its index is one more than the last one's. An id that was there becomes that line's error."""
         with self._explained():
             self._begin_input()
             if entry.index != self._lines:
@@ -201,8 +245,9 @@ class Store:
             try:
                 self._insert(entry)
             except sqlite3.IntegrityError:
-                (first,) = self._one("SELECT number FROM lines WHERE id = ? AND format <> 'plain' AND error IS NULL", entry.id)
-                problem = f"line {entry.number}: custom_id {entry.id!r:.80} was there before, on line {first}"
+                (first,) = self._one("SELECT number FROM lines WHERE id = ? AND error IS NULL", entry.id)
+                name = "id" if entry.format == "plain" else "custom_id"
+                problem = f"line {entry.number}: {name} {entry.id!r:.80} was there before, on line {first}"
                 entry = replace(entry, error=problem, tokens=as_tokens([]))
                 self._insert(entry)
             self._lines += 1
@@ -210,17 +255,8 @@ class Store:
 
     def _insert(self, entry: Entry) -> None:
         options = json.dumps(dict(entry.options)) if entry.options else None
-        row = (
-            entry.index,
-            entry.number,
-            entry.id,
-            entry.format,
-            options,
-            entry.error,
-            sort_key(entry.tokens),
-            _as_text(entry.prompt),
-        )
-        self._db.execute("INSERT INTO lines VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
+        columns = (entry.index, entry.number, entry.id, options, entry.error, sort_key(entry.tokens), _as_text(entry.prompt))
+        self._db.execute(_INSERT_LINE, (*columns, entry.format, _sum(*columns)))
 
     def _begin_input(self) -> None:
         if self._db.in_transaction:
@@ -249,7 +285,10 @@ class Store:
         """
         place = -1
         while (row := self._next(_NEXT[order], place)) is not None:
-            place, line, number, name, form, options, error, tokens, prompt = row
+            place, *columns, form, written = row
+            if _sum(*columns) != written or form not in get_args(Format):
+                raise self.damaged(f"line {columns[0]!r:.20} of it has changed")
+            line, number, name, options, error, tokens, prompt = columns
             options, prompt = json.loads(options) if options else {}, None if prompt is None else json.loads(prompt)
             yield Entry(line, number, tokens_of(tokens), name, form, options, error, prompt)
 
@@ -258,7 +297,8 @@ class Store:
         with self._explained():
             if not self._db.in_transaction:
                 self._db.execute("BEGIN")
-            self._db.execute("INSERT INTO results (line, failed, body) VALUES (?, ?, ?)", (index, failed, body))
+            row = (index, int(failed), body, _sum(index, int(failed), body))
+            self._db.execute("INSERT INTO results (line, failed, body, sum) VALUES (?, ?, ?, ?)", row)
 
     def commit(self) -> None:
         """What was recorded is on the disk when this returns."""
@@ -273,15 +313,21 @@ class Store:
         """
         where = "line = ? + 1" if order == "input" else "done > ? ORDER BY done LIMIT 1"
         place = "line" if order == "input" else "done"
-        while (row := self._next(f"SELECT {place}, line, body, failed FROM results WHERE {where}", after)) is not None:
-            after, line, body, failed = row
-            yield Body(after, line, body, bool(failed))
+        while (row := self._next(f"SELECT {place}, line, failed, body, sum FROM results WHERE {where}", after)) is not None:
+            body = self._body(*row)
+            after = body.place
+            yield body
+
+    def _body(self, place: Any, line: Any, failed: Any, body: Any, written: Any) -> Body:
+        if _sum(line, failed, body) != written or not _are_ints(place, line) or not 0 <= line < self._lines:
+            raise self.damaged(f"the answer of line {line!r:.20} has changed")
+        return Body(place, line, body, bool(failed))
 
     def first_failure(self) -> Body | None:
         """The result of the first line of the input that failed so far."""
         with self._explained():
-            row = self._one("SELECT line, body FROM results WHERE failed ORDER BY line LIMIT 1")
-        return None if row is None else Body(row[0], row[0], row[1], failed=True)
+            row = self._one("SELECT line, line, failed, body, sum FROM results WHERE failed ORDER BY line LIMIT 1")
+        return None if row is None else self._body(*row)
 
     def _next(self, query: str, after: int) -> Any:
         with self._explained():
@@ -295,12 +341,40 @@ class Store:
         """SQLite's errors in one line, with everything since the last commit undone."""
         try:
             yield
-        except (sqlite3.Error, StoreError) as error:
+        except (sqlite3.Error, UnicodeDecodeError, StoreError) as error:  # the second: SQLite quotes the file
             with suppress(sqlite3.Error):
                 self._db.rollback()
             if isinstance(error, StoreError):
                 raise
+            if isinstance(error, UnicodeDecodeError) or _is_damage(error):
+                raise DamagedStoreError(self._name, "is not a batch store, or damaged") from error
             raise StoreError(f"{self._name}: {_reason(error)}") from error
+
+
+def _tables() -> list[Any]:
+    with closing(open_temporary_database()) as database:
+        database.executescript(_SCHEMA)
+        return database.execute(_TABLES).fetchall()
+
+
+def _sum(*columns: str | bytes | int | None) -> int:
+    """Of what is in a row, so that a bit that a disk has turned does not become another answer."""
+    total = 0
+    for column in columns:
+        data = column if isinstance(column, bytes) else str(column).encode("utf-8", "surrogatepass")
+        total = zlib.crc32(data, zlib.crc32(type(column).__name__.encode(), total))
+    return total
+
+
+def _are_ints(*values: Any) -> bool:
+    return all(isinstance(value, int) for value in values)
+
+
+def _is_damage(error: sqlite3.Error) -> bool:
+    """A text in the file that is not UTF-8 has no code of SQLite's."""
+    code = getattr(error, "sqlite_errorcode", None)
+    damage = (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_FORMAT, sqlite3.SQLITE_MISMATCH)
+    return code & 0xFF in damage if code is not None else isinstance(error, sqlite3.OperationalError)
 
 
 def _as_text(prompt: str | Sequence[Message] | None) -> str | None:
@@ -313,8 +387,6 @@ def _reason(error: sqlite3.Error) -> str:
             return "another process is using it: wait for its end"
         case sqlite3.SQLITE_FULL:
             return "the disk is full (or that of temporary files): make room and go on; what was committed is kept"
-        case sqlite3.SQLITE_NOTADB | sqlite3.SQLITE_CORRUPT:
-            return "is not a batch store, or damaged"
         case sqlite3.SQLITE_CONSTRAINT:
             return f"a line has to be there, and can have one result only ({error})"
     text = " ".join(str(error).split())

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from mlxrunner.batch.fields import BrokenLineError
 from mlxrunner.errors import OptionError, PromptError
 
 ID = "id"
@@ -80,17 +81,20 @@ def read_table(
     reader = csv.reader(source, strict=True)
     header = _header(reader, longest)
     template.check(header)
+    count = 0
     while True:
         number = source.begin()
         try:
             row = _next(reader, longest)
         except (csv.Error, ValueError) as error:
+            count += 1
             yield number, PromptError(f"not a CSV row: {error}")
             continue
         if row is None:
             return
         if row:
-            yield number, _fields(row, header, template)
+            count += 1
+            yield number, _fields(count, row, header, template)
 
 
 def _header(reader: Any, longest: int) -> list[str]:
@@ -122,8 +126,15 @@ def _next(reader: Any, longest: int) -> list[str] | None:
     return row
 
 
-def _fields(row: list[str], header: list[str], template: Template) -> dict[str, Any] | PromptError:
-    if len(row) != len(header):
-        return PromptError(f"the row has {len(row)} values and the header {len(header)} columns")
-    values = dict(zip(header, row, strict=True))
-    return {"prompt": template.fill(values), "id": values.get(ID) or None}
+def _fields(number: int, row: list[str], header: list[str], template: Template) -> dict[str, Any] | PromptError:
+    """Of a row with too few or too many values the id is what stands in its column."""
+    values = dict(zip(header, row, strict=False))
+    name = {"id": values.get(ID) or None}
+    if len(row) == len(header):
+        return {"prompt": template.fill(values), **name}
+    problem = f"row {number} has {len(row)} values and the header {len(header)} columns: "
+    if len(row) < len(header):
+        missing = ", ".join(map(repr, header[len(row) :]))
+        return BrokenLineError(f"{problem}none for {missing:.200} (is a comma missing?)", name)
+    beyond = ", ".join(map(repr, row[len(header) :]))
+    return BrokenLineError(f"{problem}{beyond:.200} is behind the last, {header[-1]!r:.80} (are quotes missing?)", name)

@@ -25,7 +25,7 @@ from mlxrunner.batch.progress import Progress, Tally
 from mlxrunner.batch.run import ORDERS, How, answer
 from mlxrunner.batch.speed import Speed, known_speed, remember_speed
 from mlxrunner.batch.spool import spool
-from mlxrunner.batch.store import Counts, Order, Store, StoreError
+from mlxrunner.batch.store import Counts, DamagedStoreError, Order, Store, StoreError
 from mlxrunner.batch.writer import Writer
 from mlxrunner.errors import MlxrunnerError, PromptError
 from mlxrunner.models.load import tokenizer_of
@@ -83,6 +83,8 @@ def run_job(job: Job, progress: Progress, watch: Watch = lambda runner: None) ->
             writer.mend()
             try:
                 return _run(job, how, store, writer, tokenizer, context, progress, watch)
+            except DamagedStoreError:
+                raise
             except (StoreError, OutputError) as error:
                 raise CutOffError(str(error)) from error
 
@@ -153,9 +155,11 @@ def _run(
                 tally.add(outcome)
                 progress.update(tally)
         after, first = store.counts, store.first_failure()
+        if after.left and not is_stopping():
+            raise store.damaged(f"{after.left} of {after.lines} lines are not found in it")
         if not after.left:
             writer.seal()
-            finish(job, store)
+            finish(job, store, writer.output)
     progress.close()
     speed = tally.speed()
     if speed is not None:

@@ -21,14 +21,14 @@ class Writer:
     """A context manager: when it is left, however that is, what was written is on the disk. StoreError, OutputError."""
 
     def __init__(self, store: Store, output: Output, order: Literal["input", "done"]) -> None:
-        self._store, self._output, self._order = store, output, order
+        self._store, self.output, self._order = store, output, order
         self._is_waiting = False
         self._due = 0.0
 
     def mend(self) -> None:
         """Bring the output to what the store has: cut off a torn end, add what is missing."""
-        if self._output.is_file:
-            self._output.mend(self._store.bodies(self._order))
+        if self.output.is_file:
+            self.output.mend(self._store.bodies(self._order))
         self.flush()
 
     def write(self, index: int, line: bytes, *, failed: bool) -> None:
@@ -47,13 +47,13 @@ class Writer:
         began = time.monotonic()
         self._is_waiting = False
         self._store.commit()
-        self._output.append(self._store.bodies(self._order, after=self._output.place))
+        self.output.append(self._store.bodies(self._order, after=self.output.place))
         now = time.monotonic()
         self._due = now + max(SHORTEST, SHARE * (now - began))
 
     def seal(self) -> None:
         """The whole output stays, whatever happens."""
-        self._output.seal()
+        self.output.seal()
 
     def __enter__(self) -> Writer:
         return self

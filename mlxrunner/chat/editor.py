@@ -25,6 +25,7 @@ from mlxrunner.chat.ahead import Draft
 from mlxrunner.chat.commands import Table, is_open
 from mlxrunner.chat.keys import uninterrupted
 from mlxrunner.terminal import SHOWN
+from mlxrunner.writing import open_own
 
 PROMPT, MORE = ">>> ", "... "
 NAMED = re.compile(r'(?<!\S)@(?:"[^"\n]*|\S*)$')
@@ -160,8 +161,7 @@ class PrivateHistory(FileHistory):
     def store_string(self, string: str) -> None:
         lines = "".join(f"+{line}\n" for line in string.split("\n"))
         try:
-            file = os.open(self.filename, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-            with open(file, "ab") as stream:
+            with os.fdopen(open_own(os.fsdecode(self.filename), append=True), "ab") as stream:
                 stream.write(f"\n# {datetime.now()}\n{lines}".encode(errors="replace"))
         except OSError:
             return

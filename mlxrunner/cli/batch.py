@@ -20,7 +20,7 @@ from mlxrunner.cli.options import (
     take,
     together,
 )
-from mlxrunner.cli.program import INTERRUPTED, visible_text
+from mlxrunner.cli.program import INTERRUPTED, line_text, visible_text
 from mlxrunner.cli.recording import WATCHING, recording, watching_options
 from mlxrunner.errors import OptionError
 
@@ -80,11 +80,10 @@ def batch(
     number i (from 0) gets S + i. A line that can't be answered gets an "error" and stops nothing.
 
     A run that was stopped, killed or cut off goes on with the same command and --resume. Exit code 1 if a line failed, 2 if
-    nothing can be run, 130 after Ctrl-C. --json is for --plan.
+    nothing can be run, 130 after Ctrl-C, 143 after kill. --json is for --plan.
     """
     from mlxrunner.batch.job import STANDARD, Job
-    from mlxrunner.batch.progress import progress_for
-    from mlxrunner.batch.work import CutOffError, plan_job, run_job
+    from mlxrunner.chat.keys import orderly_end
 
     if output is None and not only_plan:
         raise OptionError("where do the answers go? -o FILE, or -o - for standard output")
@@ -104,6 +103,16 @@ def batch(
         input=input_file, output=output or STANDARD, model=model, template=template, loading=loading, defaults=options,
         usage=not no_usage, **job_options,
     )  # fmt: skip
+    with orderly_end():
+        _run(job, recorded, only_plan=only_plan, quiet=quiet, as_json=as_json)
+
+
+def _run(job: Job, recorded: dict[str, Any], *, only_plan: bool, quiet: bool, as_json: bool) -> None:
+    """Ends with the exit code."""
+    from mlxrunner.batch.job import STANDARD
+    from mlxrunner.batch.progress import progress_for
+    from mlxrunner.batch.work import CutOffError, plan_job, run_job
+
     progress = progress_for(quiet=quiet, shares_terminal=job.output == STANDARD and _is_terminal(sys.stdout))
     try:
         if only_plan:
@@ -118,7 +127,7 @@ def batch(
                 _report(job, summary)
             if summary.stopped:
                 _say_how_to_go_on(job)
-    except (KeyboardInterrupt, CutOffError):
+    except (KeyboardInterrupt, SystemExit, CutOffError):
         _say_how_to_go_on(job)
         raise
     finally:
@@ -136,13 +145,13 @@ def _report(job: Job, summary: Summary) -> None:
     if tally.done or summary.stopped:
         click.echo(tally.summary(), err=True)
     elif summary.lines:
-        click.echo(visible_text(f"{job.output} is complete ({summary.lines} lines): nothing to do"), err=True)
+        click.echo(f"{line_text(job.output)} is complete ({summary.lines} lines): nothing to do", err=True)
     else:
-        source = "standard input" if job.input == "-" else job.input
-        click.echo(visible_text(f"{source} has no lines: nothing to do"), err=True)
+        source = "standard input" if job.input == "-" else line_text(job.input)
+        click.echo(f"{source} has no lines: nothing to do", err=True)
     if summary.failed:
-        first = f", the first: {summary.first_error:.160}" if summary.first_error else ""
-        click.echo(visible_text(f"{summary.failed} of {summary.lines} lines failed{first}"), err=True)
+        first = f", the first: {line_text(summary.first_error)}" if summary.first_error else ""
+        click.echo(f"{summary.failed} of {summary.lines} lines failed{first}", err=True)
     if summary.stopped:
         why = f" (--max-errors {job.max_errors})" if summary.stopped == "errors" else ""
         click.echo(f"stopped: {summary.done} of {summary.lines} lines are done{why}", err=True)

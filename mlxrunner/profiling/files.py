@@ -10,7 +10,8 @@ from typing import IO
 
 from mlxrunner.errors import MlxrunnerError, OptionError
 from mlxrunner.profiling.reading import ReadError, with_rotated
-from mlxrunner.writing import written
+from mlxrunner.reading import is_endless
+from mlxrunner.writing import is_stream, open_stream, written
 
 ERRORS = "backslashreplace"
 """JSON can name half characters, which no file can hold."""
@@ -43,8 +44,8 @@ def must_differ(files: Mapping[str, str | None]) -> None:
     """OptionError if two of the options write to the same file."""
     seen: dict[str, str] = {}
     for option, file in files.items():
-        if file is None or (os.path.exists(file) and not os.path.isfile(file)):
-            continue  # a device or a pipe takes several
+        if file is None or is_stream(file):
+            continue  # it takes several
         other = seen.setdefault(os.path.realpath(file), option)
         if other != option:
             raise OptionError(f"{other} and {option} are the same file, {file}: give each its own")
@@ -57,18 +58,21 @@ def sources(files: Iterable[str]) -> list[Path]:
         for path in with_rotated(file):
             try:
                 with path.open("rb") as stream:
+                    if is_endless(stream.fileno()):
+                        raise ReadError(f"{path}: can't be read: it is a device, which may never end: name a file")
                     if path.is_file() and stream.read(2) == b"\x1f\x8b":
                         raise ReadError(f"{path} is compressed: unpack it first, gzip -dk {path}")
                     status = os.fstat(stream.fileno())
-            except OSError as error:
-                raise ReadError(f"{path}: can't be read: {error.strerror or error}") from error
+            except (OSError, ValueError) as error:  # a NUL in the name
+                why = error.strerror if isinstance(error, OSError) else f"it is not a file name ({error})"
+                raise ReadError(f"{path}: can't be read: {why or error}") from error
             found.setdefault((status.st_dev, status.st_ino), path)
     return list(found.values())
 
 
 @contextmanager
 def replaced(file: str, inputs: Iterable[Path] = (), *, newline: str | None = None) -> Iterator[Output]:
-    """A stream whose text takes the place of `file` (0600) when the block has ended well; devices and pipes are written to directly.
+    """A stream whose text takes the place of `file` (0600) when the block has ended well; a stream (`is_stream`) is written to directly.
 
     WriteError for what can't be written, and where `file` is one of `inputs`.
     """
@@ -76,8 +80,8 @@ def replaced(file: str, inputs: Iterable[Path] = (), *, newline: str | None = No
     try:
         if path.exists() and any(path.samefile(one) for one in inputs):
             raise WriteError(f"{file} is what is being read: give the result another name")
-        if path.exists() and not path.is_file() and not path.is_dir():
-            with path.open("w", encoding="utf-8", errors=ERRORS, newline=newline) as stream:
+        if is_stream(path):
+            with os.fdopen(open_stream(path), "w", encoding="utf-8", errors=ERRORS, newline=newline) as stream:
                 yield Output(file, stream)
             return
         with written(path, newline=newline) as stream:

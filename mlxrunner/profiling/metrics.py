@@ -12,10 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from mlxrunner.errors import OptionError
 from mlxrunner.events import logger
+from mlxrunner.reading import ReadError, read_text
+from mlxrunner.writing import check_own, written
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
+LARGEST = 2**24
+"""Bytes of a file that is gone on from."""
 Event = Mapping[str, Any]
 Labels = tuple[tuple[str, str], ...]
 COUNTERS = {
@@ -42,6 +46,8 @@ HISTOGRAMS = {
 
 class Metrics:
     """A sink of events: call it with each. The file is replaced after each of them, as a whole.
+
+    Its owner can read it, and who else could read the one before.
 
     OptionError where prometheus_client is missing or the file can't be written.
     """
@@ -108,11 +114,14 @@ class Metrics:
         from prometheus_client.parser import text_string_to_metric_families
 
         try:
-            families = list(text_string_to_metric_families(self._path.read_text(encoding="utf-8")))
+            check_own(self._path, replaced=True)
+            families = list(text_string_to_metric_families(read_text(self._path, LARGEST)))
         except FileNotFoundError:
             return
         except OSError as error:
-            raise OptionError(f"{self._path}: can't be read: {error.strerror or error}") from error
+            raise OptionError(f"{self._path}: can't be written: {error.strerror or error}") from error
+        except ReadError as error:
+            raise OptionError(str(error)) from error
         except (ValueError, KeyError, IndexError) as error:
             raise OptionError(f"{self._path} is not in Prometheus text format: choose another file for --metrics") from error
         foreign = {family.name for family in families} - {*COUNTERS, *GAUGES, *HISTOGRAMS}
@@ -122,10 +131,13 @@ class Metrics:
             self._values |= {(sample.name, _labels(sample.labels)): sample.value for sample in family.samples}
 
     def _write(self) -> None:
-        from prometheus_client import write_to_textfile
+        from prometheus_client import generate_latest
+        from prometheus_client.openmetrics.exposition import ALLOWUTF8
 
+        text = generate_latest(self._registry, ALLOWUTF8).decode()
         try:
-            write_to_textfile(str(self._path), self._registry)
+            with written(self._path, shared=True, sync=False) as stream:
+                stream.write(text)
         except OSError as error:
             raise OptionError(f"{self._path}: can't be written: {error.strerror or error}") from error
 

@@ -7,6 +7,7 @@ skipped with a count by kind.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -76,11 +77,10 @@ def read_events(files: Iterable[str | Path]) -> Lines:
 
 def with_rotated(file: str | Path) -> list[Path]:
     """`file` and those that it was rotated to (FILE.1 is the youngest of them), the oldest first."""
-    path = Path(file)
     older: list[Path] = []
-    while (one := path.with_name(f"{path.name}.{len(older) + 1}")).exists():
-        older.append(one)
-    return [*reversed(older), path]
+    while os.path.exists(one := f"{file}.{len(older) + 1}"):  # False for what can't be a name, too
+        older.append(Path(one))
+    return [*reversed(older), Path(file)]
 
 
 def event_schema() -> dict[str, Any]:

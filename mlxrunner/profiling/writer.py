@@ -15,6 +15,7 @@ from pathlib import Path
 
 from mlxrunner.errors import OptionError
 from mlxrunner.events import logger
+from mlxrunner.writing import is_stream, open_own, open_stream, write_all
 
 LIMIT = 64 * 10**6
 """Bytes of a file before it is rotated."""
@@ -35,6 +36,7 @@ class LineWriter:
         self, file: str | Path, *, limit: int = LIMIT, first: Callable[[], str] | None = None, patience: float = 1.0
     ) -> None:
         self._file, self._limit, self._first, self._patience = Path(file), limit, first, patience
+        self._is_stream = is_stream(file)
         self._looked = 0.0
         self._warned = self._told = False
         try:
@@ -64,6 +66,10 @@ class LineWriter:
     def _append(self, line: str) -> None:
         if self._descriptor < 0:
             self._descriptor = self._open()
+        if self._is_stream:
+            write_all(self._descriptor, self._lines(line))
+            self._told = True
+            return
         while True:
             data = self._lines(line)
             fcntl.flock(self._descriptor, fcntl.LOCK_EX)
@@ -72,10 +78,10 @@ class LineWriter:
                 is_full = size > 0 and size + len(data) > self._limit
                 if not self._is_current(at_once=is_full):
                     pass  # somebody else has rotated it, or taken it away
-                elif is_full and self._is_ours():
+                elif is_full:
                     self._rotate()
                 else:
-                    if size and not self._told and self._is_cut_off():
+                    if size and not self._told and self._is_cut_off(size):
                         data = b"\n" + data
                     _write_whole(self._descriptor, data, size)
                     self._told = True
@@ -90,8 +96,7 @@ class LineWriter:
         return f"{first}{line}\n".encode("utf-8", "backslashreplace")
 
     def _open(self) -> int:
-        # Non-blocking for a pipe that nobody reads.
-        return os.open(self._file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+        return open_stream(self._file) if self._is_stream else open_own(self._file, append=True)
 
     def _is_current(self, *, at_once: bool) -> bool:
         """Whether the name still means the file that is open."""
@@ -100,23 +105,18 @@ class LineWriter:
             return True
         self._looked = now
         try:
-            there = os.stat(self._file)
+            there = os.lstat(self._file)
         except FileNotFoundError:
             return False
         opened = os.fstat(self._descriptor)
         return (there.st_dev, there.st_ino) == (opened.st_dev, opened.st_ino)
 
-    def _is_cut_off(self) -> bool:
+    def _is_cut_off(self, size: int) -> bool:
         """Whether the file's last line has no end: what is appended would be lost with it."""
         try:
-            with self._file.open("rb") as stream:
-                return stream.seek(-1, os.SEEK_END) >= 0 and stream.read(1) != b"\n"
+            return os.pread(self._descriptor, 1, size - 1) != b"\n"
         except OSError:
             return False
-
-    def _is_ours(self) -> bool:
-        """Whether it is a plain file: /dev/null, a pipe or a link to one is never renamed."""
-        return self._file.is_file() and not self._file.is_symlink()
 
     def _rotate(self) -> None:
         names = [self._file, *(self._file.with_name(f"{self._file.name}.{number}") for number in range(1, KEPT + 1))]

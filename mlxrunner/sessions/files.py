@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from mlxrunner.writing import whole_sync
+from mlxrunner.writing import open_new, whole_sync
 
 FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -66,7 +66,7 @@ class Folder:
         fresh = f".{name}.new"
         if fresh in self.names():
             self.remove(fresh)
-        fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=self._fd)
+        fd = open_new(fresh, dir_fd=self._fd)
         try:
             try:
                 write(fd)
@@ -92,10 +92,3 @@ class Folder:
     def remove(self, name: str) -> None:
         with suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self._fd)
-
-
-def write_all(fd: int, data: bytes | memoryview) -> None:
-    """Every byte of `data`; a disk that is full is an OSError."""
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view[: 2**26]) :]

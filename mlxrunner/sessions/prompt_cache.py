@@ -6,7 +6,9 @@ Written and read by mlx-lm's own functions, so that it is the format of the vers
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from mlxrunner.cache.tokens import TokenArray, as_tokens
 from mlxrunner.errors import PromptError, SessionError
 from mlxrunner.sessions.files import Folder
 from mlxrunner.sessions.tensors import TensorFile
+from mlxrunner.writing import check_own
 
 SUFFIX = ".safetensors"
 TOKENS = "tokens"
@@ -41,7 +44,9 @@ def export_file(file: Path, model: Any, model_name: str, options: CacheOptions, 
     caches = [to_mlx_lm(cache, layer, offset) for cache, layer in layers]
     about = {"model": model_name, "tokenizer_config": "{}", TOKENS: json.dumps(saved.tokens.tolist())}
     try:
-        with Folder(file.absolute().parent) as folder:
+        with suppress(FileNotFoundError):
+            check_own(file, replaced=True)
+        with Folder(file.absolute().parent.resolve()) as folder:
             folder.write(file.name, lambda fd: _write(fd, caches, about))
     except (OSError, RuntimeError) as error:
         raise SessionError(f"{file}: could not be written: {' '.join(str(error).split())[:200]}") from error
@@ -118,7 +123,7 @@ def from_mlx_lm(layer: LayerCache, cache: Any) -> Saved:
 
 
 def _write(fd: int, caches: list[Any], about: dict[str, str]) -> None:
-    with open(fd, "wb", closefd=False) as stream:
+    with os.fdopen(fd, "wb", closefd=False) as stream:
         mlx_lm_cache.save_prompt_cache(stream, caches, about)
 
 
@@ -141,7 +146,7 @@ def _last(rows: mx.array, count: int) -> mx.array:
 def _load(file: Path) -> tuple[list[Any], TokenArray | None]:
     """mlx-lm's caches, and the tokens if the file has them."""
     try:
-        with Folder(file.absolute().parent) as folder:
+        with Folder(file.absolute().parent.resolve()) as folder:
             header = TensorFile(folder.open(file.name)).metadata
         classes = {value for name, value in header.items() if name.startswith("1.")}
         strange = [name for name in sorted(classes) if not name.endswith("Cache") and name != "CacheList"]

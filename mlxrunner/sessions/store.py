@@ -20,9 +20,10 @@ from weakref import WeakValueDictionary
 
 from mlxrunner.errors import SessionError
 from mlxrunner.folders import data_folder
-from mlxrunner.sessions.files import Folder, write_all
+from mlxrunner.sessions.files import Folder
 from mlxrunner.sessions.session import Session
 from mlxrunner.sessions.tensors import Buffer, TensorFile, write
+from mlxrunner.writing import write_all
 
 NAME = re.compile(r"\w[\w.-]{0,47}")
 TEXT, CACHE = "conversation.json", "cache.safetensors"

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlxrunner.errors import SessionError
-from mlxrunner.sessions.files import write_all
 from mlxrunner.tensorfile import HeaderError, Place, read_header
+from mlxrunner.writing import write_all
 
 TYPES = {
     "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64", "complex64": "C64", "bool": "BOOL",

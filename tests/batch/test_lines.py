@@ -13,7 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mlxrunner.batch.lines import LONGEST_ERROR, Line, LineReader
+from mlxrunner.batch.lines import Line, LineReader
+from mlxrunner.terminal import LONGEST_LINE
 
 
 def read(content: bytes | str, **settings: Any) -> list[Line]:
@@ -174,9 +175,34 @@ def test_what_is_said_about_a_bad_line(line: bytes | str, problem: str) -> None:
     assert bad.error is not None
     assert bad.error.startswith("line 2: ")
     assert problem in bad.error
-    assert len(bad.error) < LONGEST_ERROR + 50
+    assert len(bad.error) < LONGEST_LINE + 60
     assert "\n" not in bad.error
     assert (bad.prompt, bad.options) == ("", {})
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "problem"),
+    [
+        ('{"id": 1, "prompt": "a", "prompt": "b"}', 1, "the key 'prompt' is there twice"),
+        ('{"id": 1, "id": 2, "prompt": "a"}', None, "the key 'id' is there twice"),
+        ('{"id": 1, "prompt": "a", "schema": {"enum": [1], "enum": [2]}}', 1, "the key 'enum' is there twice in one object"),
+        ('{"id": 1, "messages": [{"role": "user", "role": "system", "content": "a"}]}', 1, "the key 'role' is there twice"),
+        ('{"custom_id": "x", "body": {"prompt": "a", "max_tokens": 1, "max_tokens": 2}}', "x", "the key 'max_tokens' is"),
+        (
+            '{"id": 1, "messages": [{"role": "usr", "content": "a"}]}',
+            1,
+            "message 0: role 'usr' is not known, it has to be one of",
+        ),
+        ('{"id": 1, "messages": [{"role": "tool", "content": "a"}]}', 1, "role 'tool' is not known"),
+        ('{"custom_id": "x", "body": {"messages": [{"role": "", "content": "a"}]}}', "x", "role '' is not known"),
+    ],
+)
+def test_what_could_be_read_in_two_ways_is_an_error(line: str, name: str | int | None, problem: str) -> None:
+    """Of its line only, with the line's id: a key that is there twice, a role that a template would leave out in silence."""
+    (bad,) = read(line)
+    assert bad.error is not None
+    assert problem in bad.error
+    assert bad.id == name
 
 
 @pytest.mark.parametrize("name", ["schema", "messages", "temperature", "other"])

@@ -57,25 +57,25 @@ def test_a_file_that_somebody_else_wrote_to_is_refused_and_left_alone(tmp_path: 
 
 
 def test_the_output_is_for_its_owner_only(tmp_path: Path) -> None:
-    """Mode 0600, as answers may be private; a file that is there keeps its own."""
+    """Mode 0600, as answers may be private; also of a file that is there."""
     Output.open(tmp_path / "new").close()
     assert (tmp_path / "new").stat().st_mode & 0o777 == 0o600
     (tmp_path / "old").touch(0o644)
     Output.open(tmp_path / "old").close()
-    assert (tmp_path / "old").stat().st_mode & 0o777 == 0o644
+    assert (tmp_path / "old").stat().st_mode & 0o777 == 0o600
 
 
-def test_what_cannot_be_written_is_one_line(tmp_path: Path) -> None:
-    """A folder that is not there, a folder, a full device."""
-    for path in (tmp_path / "no" / "out", tmp_path):
+def test_what_cannot_be_written_is_one_line(tmp_path: Path, full: int) -> None:
+    """A folder that is not there, a folder, a FIFO, a stream whose disk is full."""
+    os.mkfifo(tmp_path / "fifo")
+    for path in (tmp_path / "no" / "out", tmp_path, tmp_path / "fifo"):
         with pytest.raises(OutputError, match="can't be written: "):
             Output.open(path)
-    if os.path.exists("/dev/full"):
-        with (
-            closing(Output.streaming(Path("/dev/full"))) as output,
-            pytest.raises(OutputError, match="/dev/full: can't be written: No space"),
-        ):
-            output.append(bodies())
+    with (
+        closing(Output.streaming(Path(f"/dev/fd/{full}"))) as output,
+        pytest.raises(OutputError, match=rf"/dev/fd/{full}: can't be written: No space"),
+    ):
+        output.append(bodies())
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])

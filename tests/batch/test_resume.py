@@ -6,10 +6,11 @@ import json
 import os
 import random
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -318,6 +319,76 @@ def test_resume_of_an_output_that_nothing_is_known_of_is_refused(folder: Path) -
     Path("whole.jsonl").unlink()
     assert run(*again, "--max-tokens", 3).exit_code == 1
     assert "nothing to do" in run(*again, "--max-tokens", 3).stderr
+
+
+def test_an_output_that_was_changed_and_kept_its_size_is_not_complete(folder: Path) -> None:
+    """One letter of an answer: it is not what the run left, and stays as somebody made it."""
+    expected = unbroken()
+    changed = expected.replace(b"name", b"Name", 1)
+    assert changed != expected
+    Path("whole.jsonl").write_bytes(changed)
+    result = run("in.jsonl", "-o", "whole.jsonl", "--no-usage", "--resume")
+    assert result.exit_code == 2
+    assert "whole.jsonl: is not what the run left, somebody has changed it: choose another -o, or remove it" in result.stderr
+    assert Path("whole.jsonl").read_bytes() == changed
+    Path("whole.jsonl").write_bytes(expected)
+    assert "nothing to do" in run("in.jsonl", "-o", "whole.jsonl", "--no-usage", "--resume").stderr
+
+
+@pytest.mark.parametrize("at", ["begin", "middle", "answers"])
+def test_a_damaged_store_says_so_and_offers_no_resume(folder: Path, at: str) -> None:
+    """Which could not work: with what can be done, and the answers stay."""
+    stop_in_the_middle()
+    store, answers = Path("out.jsonl.run"), Path("out.jsonl").read_bytes()
+    if at == "answers":
+        with closing(sqlite3.connect(store)) as database:
+            database.execute("UPDATE results SET body = 5 WHERE line = 3")
+            database.commit()
+    else:
+        content = bytearray(store.read_bytes())
+        begin = {"begin": 0, "middle": len(content) // 2}[at]
+        content[begin : begin + 5000] = b"x" * 5000
+        store.write_bytes(content)
+    result = resume()
+    assert result.exit_code == 2, result.stderr
+    assert result.stderr.startswith("mlxrunner: out.jsonl.run: is ")
+    assert "no run can be gone on with from it. Remove it and begin again with another -o" in result.stderr
+    assert "to go on" not in result.stderr
+    assert Path("out.jsonl").read_bytes() == answers
+    assert store.exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_run_that_is_told_to_end_says_how_to_go_on(folder: Path, number: signal.Signals) -> None:
+    """By `kill`, or a window that is closed: the answers that are there stay, and the rest equals an unbroken run."""
+    Path("in.jsonl").write_text(lines(300))
+    expected = unbroken("--context", 128)
+    command = ["batch", "in.jsonl", "-o", "out.jsonl", "--no-usage", "--no-reserve", "--context", "128", "--parallel", "1"]
+    process = subprocess.Popen([sys.executable, "-m", "mlxrunner", *command], stderr=subprocess.PIPE, text=True)
+    while not (Path("out.jsonl").exists() and Path("out.jsonl").stat().st_size):
+        assert process.poll() is None
+        time.sleep(0.005)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 128 + number, said
+    assert said.splitlines()[-1] == f"to go on: mlxrunner {' '.join(command)} --resume"
+    assert 0 < len(Path("out.jsonl").read_bytes()) < len(expected)
+    assert expected.startswith(Path("out.jsonl").read_bytes())
+    assert run(*command[1:], "--resume").exit_code == 0
+    assert Path("out.jsonl").read_bytes() == expected
+
+
+def test_nohup_protects_a_run(folder: Path) -> None:
+    """A window that is closed does not end it."""
+    code = "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN); from mlxrunner.cli import main; main(sys.argv[1:])"
+    command = ["batch", "in.jsonl", "-o", "out.jsonl", "--no-usage", "--no-reserve", "--parallel", "1", "-q"]
+    process = subprocess.Popen([sys.executable, "-c", code, *command])
+    while not Path("out.jsonl").exists():
+        time.sleep(0.005)
+        assert process.poll() is None
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(timeout=60) == 1  # of the broken line
+    assert len(Path("out.jsonl").read_text().splitlines()) == 12
 
 
 def test_killed_between_the_last_two_files(folder: Path) -> None:

@@ -115,19 +115,37 @@ def test_nothing_is_done_twice() -> None:
         assert [one.body for one in store.bodies()] == [b"first"]
 
 
-def test_a_custom_id_that_was_there_is_an_error() -> None:
-    """OpenAI's ids have to be unique; the error names both lines. Our own may repeat, and so may those of broken lines."""
+def test_an_id_that_was_there_is_an_error() -> None:
+    """OpenAI's and our own; the error names both lines. Those of broken lines may repeat, as may lines without one."""
     with Store.create() as store:
         store.add(entry(0, [1], id="a", format="chat.completion"))
         store.add(entry(1, [1], id="a", format="plain"))
-        store.add(entry(2, [1], id="a", format="plain"))
+        store.add(entry(2, [1], id=1, format="plain"))
         store.add(entry(3, [], id="b", format="chat.completion", error="line 4: broken"))
         store.add(entry(4, [2], id="b", format="chat.completion"))
         store.add(entry(5, [1], id="a", format="text_completion"))
+        store.add(entry(6, [1], id="1", format="plain"))
+        store.add(entry(7, [1], id=None))
+        store.add(entry(8, [1], id=None))
+        store.add(entry(9, [1], id=1))
         store.finish()
         errors = {one.index: one.error for one in store.pending() if one.error}
-        assert errors == {3: "line 4: broken", 5: "line 6: custom_id 'a' was there before, on line 1"}
-        assert store.counts == Counts(lines=6, broken=2, done=0, failed=0)
+        assert errors == {
+            1: "line 2: id 'a' was there before, on line 1",
+            3: "line 4: broken",
+            5: "line 6: custom_id 'a' was there before, on line 1",
+            9: "line 10: id 1 was there before, on line 3",
+        }
+        assert store.counts == Counts(lines=10, broken=4, done=0, failed=0)
+
+
+def test_ids_of_a_program_may_repeat() -> None:
+    """It gets its answers in order."""
+    with Store.create(unique_ids=False) as store:
+        store.add(entry(0, [1], id="a"))
+        store.add(entry(1, [1], id="a"))
+        store.finish()
+        assert store.counts.broken == 0
 
 
 def test_lines_come_one_after_the_other() -> None:
@@ -250,11 +268,11 @@ def damaged(path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "problem"),
     [
-        (lambda path: None, "no such file"),
-        (lambda path: path.mkdir(), "no such file"),
+        (lambda path: None, "No such file"),
+        (lambda path: path.mkdir(), "Is a directory"),
         (lambda path: path.write_text("{}\n" * 1000), "not a batch store"),
         (other_database, "is not a batch store"),
-        (other_version, f"of version {VERSION + 1}; this program knows version {VERSION}"),
+        (other_version, f"of version {VERSION + 1}, and this program knows version {VERSION}: no run can be gone on with"),
         (damaged, "not a batch store, or damaged"),
     ],
     ids=["missing", "a directory", "a text", "another database", "another version", "damaged"],

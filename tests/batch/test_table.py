@@ -50,8 +50,8 @@ def test_empty_lines_before_the_header() -> None:
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
-        (b"1", "the row has 1 values and the header 2 columns"),
-        (b"1,2,3", "the row has 3 values and the header 2 columns"),
+        (b"1", "row 2 has 1 values and the header 2 columns: none for 'b' (is a comma missing?)"),
+        (b"1,2,3", "row 2 has 3 values and the header 2 columns: '3' is behind the last, 'b' (are quotes missing?)"),
         (b'"1"x,2', "not a CSV row: ',' expected after '\"'"),
         (b"\xff,2", "not a CSV row: it is not UTF-8"),
         (b"1\0,2", "not a CSV row: there is a NUL byte in it: is it a text file?"),
@@ -66,6 +66,15 @@ def test_a_bad_row_is_one_error(row: bytes, problem: str) -> None:
     assert (first, last) == (Line(0, 2, "1"), Line(2, 4, "3"))
     assert bad.error is not None
     assert bad.error.startswith(f"line 3: {problem}")
+
+
+@pytest.mark.parametrize(("row", "name"), [("7", "7"), ("7,a", "7"), ("7,a,b,c", "7"), (",a", None)])
+def test_a_row_of_another_length_keeps_its_id(row: str, name: str | None) -> None:
+    """So that it can be found in the answers."""
+    (bad,) = read(f"id,a,b\n{row}\n")
+    assert bad.id == name
+    assert bad.error is not None
+    assert bad.error.startswith("line 2: row 1 has ")
 
 
 def test_a_quote_that_is_never_closed() -> None:

@@ -7,11 +7,9 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from os.path import commonprefix
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-
 
 from mlxrunner.cache.lookup import WINDOW, Lookup
 from mlxrunner.cache.tokens import TokenArray, as_tokens, common_prefix

@@ -247,11 +247,10 @@ def test_a_killed_process_leaves_whole_lines(tmp_path: Path, lines: Lines, numbe
         assert process.returncode == 130
 
 
-def test_a_full_disk_is_a_warning_and_the_answer_comes() -> None:
+def test_a_full_disk_is_a_warning_and_the_answer_comes(full: int) -> None:
     """On standard error, once."""
-    if not Path("/dev/full").exists():
-        pytest.skip("only Linux has a disk that is always full")
-    command = [sys.executable, "-m", "mlxrunner", "generate", "-p", "Hello!", "--repeat", "3", "--events", "/dev/full"]
-    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    stream = f"/dev/fd/{full}"
+    command = [sys.executable, "-m", "mlxrunner", "generate", "-p", "Hello!", "--repeat", "3", "--events", stream]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, pass_fds=[full])
     assert result.stdout == "Hello! How can I help you?\n" * 3
-    assert result.stderr == "/dev/full: not written: No space left on device\n"
+    assert result.stderr == f"{stream}: not written: No space left on device\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -114,6 +115,32 @@ def test_what_cannot_be_written_is_refused_at_start(tmp_path: Path) -> None:
     for target in (tmp_path / "no" / "file.prom", tmp_path):
         with pytest.raises(OptionError, match="can't be"):
             Metrics(target)
+
+
+def test_what_is_no_file_is_neither_read_nor_replaced(tmp_path: Path, null: Path, full: int) -> None:
+    """A FIFO that nobody writes to, devices, a link, standard output: they stay what they are."""
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "link").symlink_to("elsewhere")
+    reasons = {
+        tmp_path / "fifo": "it is a FIFO",
+        null: "it is a device",
+        tmp_path / "link": "it is a link to elsewhere",
+        f"/dev/fd/{full}": "it is a stream",
+    }
+    before = {path: os.lstat(path) for path in reasons}
+    for path, why in reasons.items():
+        with pytest.raises(OptionError, match=f"{path}: can't be written: {why}"):
+            Metrics(path)
+    assert all(os.path.samestat(os.lstat(path), status) for path, status in before.items())
+
+
+def test_only_its_owner_and_who_could_before_can_read_it(file: Path) -> None:
+    """A new file is private; one that the collector was let into stays so."""
+    metrics = Metrics(file)
+    assert file.stat().st_mode & 0o777 == 0o600
+    file.chmod(0o664)
+    metrics(example_event())
+    assert file.stat().st_mode & 0o777 == 0o644
 
 
 def test_a_disk_that_fills_up_ends_no_request(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -97,14 +97,14 @@ def test_a_file_that_can_not_be_written_is_said_at_once(tmp_path: Path) -> None:
         LineWriter(tmp_path / "nowhere" / "events")
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a disk that is always full")
-def test_a_full_disk_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many lines are lost to it."""
-    writer = LineWriter("/dev/full")
+    writer = LineWriter(tmp_path / "events")
+    monkeypatch.setattr(os, "write", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device")))
     with caplog.at_level(logging.WARNING, "mlxrunner"):
         for _ in range(3):
             writer.write("lost")
-    assert [record.message for record in caplog.records] == ["/dev/full: not written: No space left on device"]
+    assert [record.message for record in caplog.records] == [f"{tmp_path}/events: not written: No space left on device"]
 
 
 def test_what_a_full_disk_cut_off_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,17 +129,28 @@ def test_a_line_behind_one_that_was_cut_off_is_whole(tmp_path: Path) -> None:
     assert file.read_text() == '{"cut": \nhead\na\nb\n'
 
 
-def test_what_is_no_file_is_never_renamed(tmp_path: Path) -> None:
-    """Nor is a link, whose target somebody else may look after; and a pipe that nobody reads does not stop anybody."""
+def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+    """A link, a FIFO that nobody reads, and what others may write to: with what it is, and as it was."""
     (tmp_path / "link").symlink_to("target")
-    writer = LineWriter(tmp_path / "link", limit=4)
-    writer.write("abc")
-    writer.write("def")
-    assert (tmp_path / "target").read_text() == "abc\ndef\n"
-    LineWriter("/dev/null", limit=1).write("x")
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(OptionError, match=os.strerror(errno.ENXIO)):
-        LineWriter(tmp_path / "pipe")
+    (tmp_path / "open").touch()
+    (tmp_path / "open").chmod(0o666)
+    for name, why in (("link", "it is a link to target"), ("pipe", "it is a FIFO"), ("open", "others may write to it")):
+        with pytest.raises(OptionError, match=f"{name}: can't be written: {why}"):
+            LineWriter(tmp_path / name)
+    assert not (tmp_path / "target").exists()
+    assert (tmp_path / "open").stat().st_mode & 0o777 == 0o666
+
+
+def test_a_stream_gets_lines_and_is_never_rotated(tmp_path: Path) -> None:
+    """What a shell gave: `--events >(command)`, /dev/stderr."""
+    with (tmp_path / "out").open("wb") as stream:
+        writer = LineWriter(f"/dev/fd/{stream.fileno()}", limit=4, first=lambda: "head")
+        writer.write("abc")
+        writer.write("def")
+        writer.close()
+    assert (tmp_path / "out").read_text() == "head\nabc\ndef\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_what_is_not_unicode_is_escaped(tmp_path: Path) -> None:
