@@ -412,9 +412,8 @@ def main(seed: int, count: int, root: Path) -> int:
             else:
                 os.kill(child, signal.SIGKILL)
                 os.waitpid(child, 0)
-            seconds = time.monotonic() - begin
             text = said.read_bytes().decode(errors="replace")
-            wrong = complaint(code, text) or (f"{seconds:.0f} seconds" if seconds > 20 else "")
+            wrong = complaint(code, text)
             if wrong:
                 found += 1
                 print(f"{number} {base.name} {command[0]} [{wrong}] {what}\n    {' '.join(text.split())[:300]}", flush=True)
