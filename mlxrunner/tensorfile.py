@@ -51,7 +51,8 @@ class Header:
 def read_header(fd: int, size: int, most: int) -> Header:
     """The header of the open file `fd` of `size` bytes. HeaderError where it has more than `most` bytes or describes another file."""
     entries, begin = _read_json(fd, size, most)
-    metadata = entries.get(METADATA, {})
+    metadata = entries.get(METADATA)
+    metadata = {} if metadata is None else metadata  # MLX writes null where there is none
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise HeaderError("damaged: the metadata of its header are no texts")
     tensors = {name: _place(name, entry, begin) for name, entry in entries.items() if name != METADATA}

@@ -25,10 +25,10 @@ MOST_SOURCE = 2**18
 """Characters of a template; the longest ones in use have about 60,000."""
 MOST_SECONDS = 5.0
 """Of a processor, for one conversation. A conversation of a million characters takes milliseconds."""
-LEAST_TEXT = 2**20
+LEAST_TEXT = 2**18
 TEXT_SHARE = 4
 """A text may have LEAST_TEXT characters and so many times those that were given to the template: the whole one, and each part of it."""
-LEAST_WORK = 2**27
+LEAST_WORK = 2**26
 WORK_SHARE = 128
 """And so much may all texts together have that are made on the way."""
 MOST_WIDTH = 10_000

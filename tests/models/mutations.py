@@ -105,8 +105,14 @@ def _change_json(file: Path, choose: random.Random, values: list[Any] = VALUES) 
         value = choose.choice(values)
         place[last] = value
         what = f"{file.name}: {[*inner, last]} = {value!r:.60}"
-    file.write_text(json.dumps(content))
+    _write(file, json.dumps(content).encode())
     return what
+
+
+def _write(file: Path, content: bytes) -> None:
+    """Unless an earlier change has made something else of the file."""
+    if file.is_file() or not (file.exists() or file.is_symlink()):
+        file.write_bytes(content)
 
 
 def config(folder: Path, choose: random.Random) -> str:
@@ -128,7 +134,7 @@ def config(folder: Path, choose: random.Random) -> str:
             ("num_hidden_layers", choose.choice([10**6, 10**9, 1024, 0, -3, 2.5, "2"])),
         ])  # fmt: skip
         content[name] = value
-        file.write_text(json.dumps(content))
+        _write(file, json.dumps(content).encode())
         return f"config.json: {name} = {value!r:.80}"
     return _change_json(file, choose)
 
@@ -157,7 +163,7 @@ def tokenizer_config(folder: Path, choose: random.Random) -> str:
         ("tokenizer_file", "/nowhere"), ("split_special_tokens", choose.choice(SCALARS)), ("padding_side", choose.choice(SCALARS)),
     ])  # fmt: skip
     content[name] = value
-    file.write_text(json.dumps(content))
+    _write(file, json.dumps(content).encode())
     return f"tokenizer_config.json: {name} = {value!r:.80}"
 
 
@@ -187,7 +193,7 @@ def tokenizer_json(folder: Path, choose: random.Random) -> str:
          "pad_type_id": 0, "pad_token": "x"}])), ("version", choose.choice(SCALARS)),
     ])  # fmt: skip
     content[name] = value
-    file.write_text(json.dumps(content))
+    _write(file, json.dumps(content).encode())
     return f"tokenizer.json: {name} = {value!r:.80}"
 
 
@@ -201,16 +207,18 @@ def other_json(folder: Path, choose: random.Random) -> str:
         {"weight_map": {"a": "../../x"}}, {"weight_map": {"a": "x\0y"}}, {"weight_map": {"a": 3}}, {"chat_template": choose.choice(BOMBS)},
         {"additional_special_tokens": [f"<{i}>" for i in range(50_000)]}, {"quantization": {"quant_algo": "FP8"}}, {"a": {"a": {"a": {}}}},
     ])  # fmt: skip
-    file.write_text(json.dumps(content))
+    _write(file, json.dumps(content).encode())
     return f"{file.name} = {content!r:.80}"
 
 
 def template(folder: Path, choose: random.Random) -> str:
     text = choose.choice(BOMBS)
     if choose.random() < 0.3:
-        (folder / "additional_chat_templates").mkdir(exist_ok=True)
-        (folder / "additional_chat_templates" / "x.jinja").write_bytes(text.encode("utf-8", "surrogatepass"))
-    (folder / "chat_template.jinja").write_bytes(text.encode("utf-8", "surrogatepass"))
+        more = folder / "additional_chat_templates"
+        if not more.exists() and not more.is_symlink():
+            more.mkdir()
+            _write(more / "x.jinja", text.encode("utf-8", "surrogatepass"))
+    _write(folder / "chat_template.jinja", text.encode("utf-8", "surrogatepass"))
     return f"chat_template.jinja = {text!r:.60}"
 
 
@@ -412,9 +420,8 @@ def main(seed: int, count: int, root: Path) -> int:
             else:
                 os.kill(child, signal.SIGKILL)
                 os.waitpid(child, 0)
-            seconds = time.monotonic() - begin
             text = said.read_bytes().decode(errors="replace")
-            wrong = complaint(code, text) or (f"{seconds:.0f} seconds" if seconds > 20 else "")
+            wrong = complaint(code, text)
             if wrong:
                 found += 1
                 print(f"{number} {base.name} {command[0]} [{wrong}] {what}\n    {' '.join(text.split())[:300]}", flush=True)

@@ -1,0 +1,344 @@
+"""Model folders made to do harm, or damaged: each ends in one line that names the file, before time or memory is spent on it."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlxrunner import ModelError, PromptError
+from mlxrunner.errors import MlxrunnerError
+from mlxrunner.models.facts import describe
+from mlxrunner.models.fingerprint import fingerprint
+from mlxrunner.models.load import load_model, tokenizer_of
+from mlxrunner.models.settings import MOST_PARTS, check_settings, size_of
+from mlxrunner.testing_models import write_model
+from mlxrunner.tokenizer.native import NativeError, panics_as_errors, quiet
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model directory with nothing wrong, to be copied."""
+    folder = tmp_path_factory.mktemp("whole")
+    write_model(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path, whole: Path) -> Path:
+    """A copy to be damaged."""
+    return Path(shutil.copytree(whole, tmp_path / "model"))
+
+
+def change(file: Path, **settings: Any) -> None:
+    content = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps({**content, **settings}))
+
+
+def refused(call: Callable[[str], object], folder: Path) -> str:
+    with pytest.raises(MlxrunnerError) as error:
+        call(str(folder))
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+# Kinds of files
+
+
+def fifo(file: Path) -> None:
+    os.mkfifo(file)
+
+
+def link_to_fifo(file: Path) -> None:
+    os.mkfifo(file.with_name("pipe"))
+    file.symlink_to("pipe")
+
+
+def dangling(file: Path) -> None:
+    file.symlink_to("nowhere")
+
+
+def loop(file: Path) -> None:
+    file.symlink_to(file.name)
+
+
+def hole(file: Path) -> None:
+    with file.open("wb") as stream:
+        stream.truncate(2**36)
+
+
+KINDS = {
+    fifo: "is a FIFO, not a regular file",
+    link_to_fifo: "is a FIFO, not a regular file",
+    Path.mkdir: "is a directory, not a regular file",
+    dangling: "a link to nowhere, which is missing",
+    loop: "Too many levels of symbolic links",
+    hole: "at most",
+}
+FILES = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+]
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(("make", "message"), KINDS.items(), ids=[make.__name__ for make in KINDS])
+def test_what_is_no_ordinary_file_is_not_opened(make: Callable[[Path], None], message: str, name: str, folder: Path) -> None:
+    """Nothing waits for a FIFO or reads a file without end, whichever library would have opened it."""
+    (folder / name).unlink(missing_ok=True)
+    make(folder / name)
+    for call in (describe, load_model, tokenizer_of):
+        said = refused(call, folder)
+        assert str(folder / name) in said
+        assert message in said
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model-00002.safetensors", "model.safetensors.index.json"])
+@pytest.mark.parametrize("make", [fifo, dangling, loop, Path.mkdir])
+def test_weights_are_ordinary_files_too(make: Callable[[Path], None], name: str, folder: Path) -> None:
+    """And the index; one more file that would be loaded counts as well."""
+    (folder / name).unlink(missing_ok=True)
+    make(folder / name)
+    for call in (describe, load_model):
+        assert str(folder / name) in refused(call, folder)
+
+
+def test_a_fingerprint_reads_only_ordinary_files(folder: Path) -> None:
+    """Of the tokenizer's files each."""
+    os.mkfifo(folder / "merges.txt")
+    with pytest.raises(ModelError, match=r"merges\.txt: is a FIFO"):
+        fingerprint(folder)
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; no model has more than 1,024"),
+        ({"num_hidden_layers": 10**6}, "num_hidden_layers is 1000000; no model"),
+        ({"num_hidden_layers": 1000}, "1,000 layers, but the weight files have 21 tensors in all"),
+        ({"num_hidden_layers": -5}, "num_hidden_layers is -5"),
+        ({"num_hidden_layers": 1e400}, "num_hidden_layers is a huge number"),
+        ({"num_hidden_layers": 10**400}, "num_hidden_layers is a huge number"),
+        ({"num_local_experts": 10**7}, "num_local_experts is 10000000"),
+        ({"hidden_size": 10**12}, "hidden_size is 1000000000000"),
+        ({"vision": {"depth": 10**7}}, "vision.depth is 10000000"),
+        ({"layer_types": ["full_attention"] * 10**5}, "layer_types is a list of 100,000 values"),
+        ({"num_attention_heads": 0}, "config.json"),
+        ({"num_attention_heads": "4"}, "config.json"),
+        ({"rope_scaling": {"type": "linear"}}, "config.json"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": "x"}}, "config.json"),
+        ({"rope_theta": None, "rope_parameters": {"rope_theta": [1], "rope_type": "yarn"}}, "config.json"),
+        ({"head_dim": 7}, "config.json"),
+        ({"text_config": [1], "vocab_size": "many"}, "config.json"),
+        ({"model_type": "../x"}, "config.json"),
+        ({"model_type": "x" * 5000}, "config.json"),
+    ],
+    ids=lambda value: json.dumps(value)[:40] if isinstance(value, dict) else "",
+)
+def test_a_setting_that_no_model_has_is_one_line(settings: dict[str, Any], message: str, folder: Path) -> None:
+    """The name, its value, and what is possible; nothing was built from it."""
+    change(folder / "config.json", **settings)
+    assert message in refused(describe, folder)
+    assert len(refused(load_model, folder)) < 1000
+
+
+def test_a_setting_with_two_values_is_named_with_both(folder: Path) -> None:
+    """Each reader would take the one it likes."""
+    text = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(text[:-1] + ', "num_hidden_layers": 7}')
+    assert "'num_hidden_layers' is there twice, as 2 and as 7" in refused(describe, folder)
+
+
+def test_sizes_of_a_layer_are_no_numbers_of_layers(tmp_path: Path) -> None:
+    """Settings of published models that only look alike."""
+    config = {
+        "vocab_size_per_layer_input": 262_144,
+        "hidden_size_per_layer": 2048,
+        "num_experts": 512,
+        "max_window_layers": 48,
+        "moe_intermediate_size": 2048,
+        "time_step_limit": [0.0, float("inf")],
+        "num_nextn_predict_layers": 1,
+        "n_layers": MOST_PARTS,
+    }
+    check_settings(tmp_path, config)
+
+
+@pytest.mark.parametrize("value", [None, True, "5", 5.0, -5, [5], 0])
+def test_a_size_is_a_whole_number_above_0(value: Any) -> None:
+    """Everything else is as if it were not there."""
+    assert size_of({"vocab_size": value, "text_config": {"vocab_size": 9}}, "vocab_size") == 9
+    assert size_of({"vocab_size": value, "text_config": value}, "vocab_size") == 0
+
+
+@pytest.mark.parametrize("value", [10**30, -1, 2**31, [10**30, -5]])
+def test_an_end_token_that_no_vocabulary_has_is_passed_over(value: Any, folder: Path) -> None:
+    """The tokenizer's own is left."""
+    change(folder / "config.json", eos_token_id=value)
+    assert load_model(str(folder)).tokenizer.stop_tokens == {257}
+
+
+@pytest.mark.parametrize("value", [True, ["</s>", [1]], {"a": 1}, float("nan")])
+def test_an_end_token_that_is_no_number_is_one_line(value: Any, folder: Path) -> None:
+    """Of transformers, with the setting's name; where only the model reads it, it is passed over."""
+    change(folder / "config.json", eos_token_id=value)
+    assert "eos_token_id" in refused(load_model, folder)
+    assert describe(str(folder)).architecture == "llama"
+
+
+# Weights
+
+
+def rewritten(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    data = file.read_bytes()
+    length = struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+
+
+NORM = "model.norm.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda header: header[NORM].update(data_offsets=header["lm_head.weight"]["data_offsets"]), "can't be"),
+        (lambda header: header[NORM].update(data_offsets=[0, 256]), "overlap"),
+        (lambda header: header.pop(NORM), "bytes between them"),
+        (lambda header: header[NORM].update(data_offsets=[-256, 0]), "can't be"),
+        (lambda header: header[NORM].update(data_offsets=[0, float("inf")]), "Infinity is no JSON"),
+        (lambda header: header[NORM].update(shape=[True] * 64), "can't be"),
+        (lambda header: header[NORM].update(shape=[2**62, 4]), "can't be"),
+        (lambda header: header[NORM].update(dtype="F99"), "its header describes 'model.norm.weight' as"),
+        (lambda header: header.update(__metadata__={"a": 1}), "no texts"),
+        (lambda header: header.update({"x" * 10**6: 3}), "its header describes 'xxx"),
+    ],
+    ids=["another's", "overlap", "gap", "negative", "infinity", "flags", "huge", "type", "metadata", "long name"],
+)  # fmt: skip
+def test_a_header_is_compared_with_the_file(change: Callable[[dict[str, Any]], object], message: str, folder: Path) -> None:
+    """As that of a session's caches is."""
+    rewritten(folder / "model.safetensors", change)
+    for call in (describe, load_model):
+        said = refused(call, folder)
+        assert said.startswith(f"{folder / 'model.safetensors'}: ")
+        assert message in said
+        assert len(said) < 1000
+
+
+def test_a_name_that_is_twice_in_a_header_is_damage(folder: Path) -> None:
+    """One of the tensors would not be seen."""
+    text = b'{"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}, "a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}'
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + b"x")
+    assert "a name is there twice" in refused(load_model, folder)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])
+def test_weights_without_a_number_are_named(dtype: mx.Dtype, folder: Path) -> None:
+    """All of one tensor; a single value, wherever it is, is what somebody trained."""
+    weights: Any = mx.load(str(folder / "model.safetensors"))
+    weights = {name: array.astype(dtype) for name, array in weights.items()}
+    name = "model.layers.1.mlp.up_proj.weight"
+    for bad, is_refused in (
+        (mx.full((128, 64), float("nan")), True),
+        (mx.where(mx.arange(8192).reshape(128, 64) == 0, float("nan"), 1.0), False),
+    ):
+        mx.save_safetensors(str(folder / "model.safetensors"), weights | {name: bad.astype(dtype)})
+        if is_refused:
+            assert f"the 8192 values of the tensor {name} are all NaN" in refused(load_model, folder)
+        else:
+            load_model(str(folder))
+
+
+# Tokenizers
+
+
+TOKEN = {"special": True, "lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("tokenizer_config.json", {"added_tokens_decoder": {str(i): {"content": f"<{i}>"} for i in range(300, 10**5)}}, "99,700 special tokens"),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"1000000000": {"content": "x"}}}, "a token has the id 1000000000"),
+        ("tokenizer_config.json", {"additional_special_tokens": [f"<{i}>" for i in range(10**5)]}, "100,000 special tokens"),
+        ("special_tokens_map.json", {"additional_special_tokens": [f"<{i}>" for i in range(10**5)]}, "100,000 special tokens"),
+        ("added_tokens.json", {f"<{i}>": 300 + i for i in range(10**5)}, "100,000 special tokens"),
+        ("added_tokens.json", {"<a>": -1}, "a token has the id -1"),
+        ("tokenizer.json", {"added_tokens": [{"id": i, "content": f"<{i}>", **TOKEN} for i in range(300, 10**5)]}, "99,700 special tokens"),
+        ("tokenizer.json", {"model": {"type": "BPE", "vocab": {"a": 0, "</s>": 4 * 10**9}, "merges": []}}, "no tokenizer could be loaded"),
+        ("tokenizer.json", {"model": {"type": "BPE", "vocab": {}, "merges": [], "unk_token": "none"}}, "no tokenizer could be loaded"),
+        ("tokenizer.json", {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "none"}}, "no tokenizer could be loaded"),
+    ],
+    ids=["decoder", "far id", "named", "map", "added", "negative id", "tokenizer.json", "far vocabulary", "unknown token", "word level"],
+)  # fmt: skip
+def test_tables_that_no_model_has_are_refused_before_they_are_loaded(
+    name: str, settings: dict[str, Any], message: str, folder: Path
+) -> None:
+    """With the file, the number and what is possible."""
+    change(folder / name, **settings)
+    assert message in refused(tokenizer_of, folder)
+
+
+class PanicException(BaseException):
+    """One for each library, all of this name."""
+
+
+def test_a_panic_is_an_error_in_one_line_and_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    """Of what the library wrote to the terminal nothing is shown; without a panic all of it, afterwards."""
+    with pytest.raises(NativeError, match=r"^index out of bounds$"), quiet(), panics_as_errors():
+        os.write(2, b"thread panicked\n" * 200)
+        raise PanicException("index out of bounds\nmore")
+    assert capfd.readouterr().err == ""
+    with quiet(), panics_as_errors():
+        os.write(2, b"a warning\n")
+        assert capfd.readouterr().err == ""
+    assert capfd.readouterr().err == "a warning\n"
+    for other in (KeyboardInterrupt, ValueError):
+        with pytest.raises(other), quiet(), panics_as_errors():
+            raise other
+
+
+def test_a_text_that_a_tokenizer_gives_up_is_a_prompt_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library's own exception is none of ours."""
+    tokenizer: Any = tokenizer_of(str(folder))
+
+    def encode(*args: Any, **options: Any) -> None:
+        raise PanicException("no entry found for key")
+
+    monkeypatch.setattr(tokenizer._wrapper._tokenizer, "encode", encode)
+    with pytest.raises(PromptError, match="tokenizer can't encode this text: no entry found for key"):
+        tokenizer.encode("x")
+
+
+# Everything together
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks processes with limits on their memory")
+def test_mutated_folders_end_in_one_clear_line(tmp_path: Path) -> None:
+    """A few of many thousands: `python tests/models/mutations.py SEED COUNT FOLDER` tries others."""
+    script = Path(__file__).with_name("mutations.py")
+    seed = random.Random(11).randrange(10**6)
+    for arguments in (["0", "0"], [str(seed), "16"]):
+        done = subprocess.run(
+            [sys.executable, str(script), *arguments, str(tmp_path)], capture_output=True, text=True, check=False
+        )
+    assert done.stdout.splitlines()[-1:] == ["16 folders, 0 complaints"], done.stdout + done.stderr
