@@ -6,6 +6,8 @@ MlxrunnerError          exit code 1
 ├── OptionError         exit code 2: an option out of range (also a ValueError)
 ├── PromptError         exit code 2: a prompt that can't be run
 │   └── ContextLengthError   longer than the context
+├── ReadError           exit code 2: a file that can't be read (`mlxrunner.reading`)
+│   └── MissingFileError     that is not there
 ├── SessionError        exit code 1: a saved session that is missing, damaged, in use, or can't be written
 ├── FileError           exit code 2: a file that can't be put into a message, or written (`mlxrunner.chat.files`)
 ├── ContextFullError    exit code 1: the answer filled the context, and the caller wanted that to be an error

@@ -32,7 +32,7 @@ FLOORS = [
     ["answer", "observation", "pipeline", "reserve"],
     ["models", "plan"],
     ["cache", "constrain", "sampling", "tokenizer"],
-    ["config", "errors", "events", "device", "folders", "overflow", "power", "terminal", "writing"],
+    ["config", "errors", "events", "device", "folders", "overflow", "power", "reading", "terminal", "writing"],
 ]
 BOOKKEEPING = """
 batch.answers batch.done batch.fields batch.files batch.fingerprint batch.interrupt batch.job batch.lines
@@ -45,7 +45,7 @@ folders overflow parallel.slots plan power profiling.curve profiling.divergence 
 profiling.html profiling.metrics profiling.paper profiling.reading profiling.reasons profiling.report profiling.rows profiling.screen
 profiling.segments profiling.simulate profiling.summary profiling.svg profiling.tally profiling.thinking profiling.tokenlog
 profiling.trace profiling.whatif profiling.wording profiling.writer models.fingerprint sessions.files sessions.session sessions.store
-sessions.tensors terminal testing_events tokenizer.stream tokenizer.vocabulary verify.report writing
+reading sessions.tensors terminal testing_events tokenizer.stream tokenizer.vocabulary verify.report writing
 """.split()
 
 

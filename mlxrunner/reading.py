@@ -1,0 +1,116 @@
+"""Read whole files that somebody else may have made: regular files only, never more than a limit, never waiting.
+
+A FIFO, a socket or a device (also behind a link) would block, never end or do something when it is opened; none is.
+Knows nothing about what the files mean.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from mlxrunner.errors import MlxrunnerError
+
+FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+PIECE = 2**20
+"""Bytes asked for at once: a file that lies about its size costs no memory before it is read."""
+KINDS = (
+    (stat.S_ISDIR, "a directory"),
+    (stat.S_ISFIFO, "a FIFO"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+
+
+class ReadError(MlxrunnerError):
+    """A file that can't be read. The message begins with its path and says what to do."""
+
+    exit_code = 2
+
+
+class MissingFileError(ReadError):
+    """No file has this name; it may be a link to nothing."""
+
+
+def open_file(path: str | os.PathLike[str], limit: int | None = None, *, dir_fd: int | None = None) -> tuple[int, int]:
+    """Open a regular file: its descriptor, which the caller closes, and its size in bytes.
+
+    Links are followed. `dir_fd`: the open directory that a relative `path` is looked up in.
+    ReadError where `path` is something else, can't be opened, or has more than `limit` bytes.
+    """
+    try:
+        _check_kind(path, os.stat(path, dir_fd=dir_fd).st_mode)  # before it is opened: opening a device may act on it
+        descriptor = os.open(path, FLAGS, dir_fd=dir_fd)
+    except FileNotFoundError as error:
+        raise MissingFileError(f"{os.fspath(path)}: {_missing(path, dir_fd)}") from error
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error) from error
+    try:
+        found = os.fstat(descriptor)
+        _check_kind(path, found.st_mode)
+        _check_size(path, found.st_size, limit)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor, found.st_size
+
+
+def read_bytes(path: str | os.PathLike[str], limit: int, *, dir_fd: int | None = None) -> bytes:
+    """All of a regular file of at most `limit` bytes. ReadError as `open_file`."""
+    descriptor, _ = open_file(path, limit, dir_fd=dir_fd)
+    try:
+        content = bytearray()
+        while piece := os.read(descriptor, min(PIECE, limit + 1 - len(content))):
+            content += piece
+            _check_size(path, len(content), limit)  # it may grow, and some files say that they are empty
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    finally:
+        os.close(descriptor)
+    return bytes(content)
+
+
+def read_text(path: str | os.PathLike[str], limit: int, *, dir_fd: int | None = None) -> str:
+    """The text of a regular file of at most `limit` bytes: UTF-8, without a byte order mark. ReadError as `open_file`."""
+    content = read_bytes(path, limit, dir_fd=dir_fd)
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ReadError(f"{os.fspath(path)}: not UTF-8 (byte {error.start}): save it as UTF-8 text") from error
+
+
+def is_there(path: str | os.PathLike[str]) -> bool:
+    """Return True if `path` names anything, a link to nothing included, so that nobody takes a broken file for none."""
+    try:
+        return os.path.lexists(path)
+    except ValueError:  # a NUL in it
+        return False
+
+
+def _check_kind(path: str | os.PathLike[str], mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        kind = next((name for is_one, name in KINDS if is_one(mode)), "something else")
+        advice = "name a file in it" if stat.S_ISDIR(mode) else "copy what it holds into a file"
+        raise ReadError(f"{Path(path)}: is {kind}, not a regular file: {advice}")
+
+
+def _check_size(path: str | os.PathLike[str], nbytes: int, limit: int | None) -> None:
+    if limit is not None and nbytes > limit:
+        raise ReadError(
+            f"{os.fspath(path)}: {nbytes:,} bytes or more, and at most {limit:,} are read here: is it the right file?"
+        )
+
+
+def _missing(path: str | os.PathLike[str], dir_fd: int | None) -> str:
+    try:
+        return f"a link to {os.readlink(path, dir_fd=dir_fd)}, which is missing: make the file or the link anew"
+    except OSError:
+        return "no such file"
+
+
+def _unreadable(path: str | os.PathLike[str], error: OSError | ValueError) -> ReadError:
+    """For a NUL or half characters in the name, too, which no file system knows."""
+    why = error.strerror or str(error) if isinstance(error, OSError) else f"not a file name ({error})"
+    return ReadError(f"{os.fspath(path)}: can't be read: {why}")
