@@ -5,11 +5,24 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import socket
+import stat
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from mlxrunner.writing import whole_sync, written
+from mlxrunner.writing import (
+    SQLITE_ENDS,
+    RefusedFileError,
+    is_stream,
+    open_database,
+    open_new,
+    open_own,
+    open_stream,
+    whole_sync,
+    written,
+)
 
 
 @pytest.fixture
@@ -45,14 +58,167 @@ def test_a_name_that_cannot_be_given_leaves_nothing_behind(file: Path) -> None:
     assert list(file.parent.iterdir()) == [file]
 
 
-def test_a_link_stays_a_link(file: Path, tmp_path: Path) -> None:
-    """What it points to is written."""
+def test_a_link_is_refused_and_stays(file: Path, tmp_path: Path) -> None:
+    """Somebody else may have put it there: neither it nor what it points to is written."""
     link = tmp_path / "link"
     link.symlink_to(file)
-    with written(link) as stream:
-        stream.write("new")
+    for writer in (lambda: written(link).__enter__(), lambda: open_own(link), lambda: open_database(link, new=False)):
+        with pytest.raises(RefusedFileError, match=f"link: it is a link to {file}: name the file itself"):
+            writer()
     assert link.is_symlink()
-    assert file.read_text() == "new"
+    assert not file.exists()
+
+
+def test_a_folder_may_be_a_link(tmp_path: Path) -> None:
+    """It is the user's own way to keep files elsewhere."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    with written(tmp_path / "link" / "file") as stream:
+        stream.write("new")
+    os.close(open_own(tmp_path / "link" / "other"))
+    assert {path.name for path in (tmp_path / "real").iterdir()} == {"file", "other"}
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device", "socket"])
+def test_what_is_no_file_is_never_opened_or_replaced(file: Path, kind: str) -> None:
+    """It would hang, or be gone; a device is a copy of the one that is always full."""
+    _make(file, kind)
+    before = file.lstat()
+    for writer in (
+        lambda: written(file).__enter__(),
+        lambda: open_own(file),
+        lambda: open_own(file, append=True),
+        lambda: open_database(file, new=False),
+    ):
+        with pytest.raises(RefusedFileError, match=r"file: it is a (FIFO|device|socket), not a regular file: choose"):
+            writer()
+    for new in (lambda: written(file, force=False).__enter__(), lambda: open_new(file), lambda: open_database(file, new=True)):
+        with pytest.raises(FileExistsError):
+            new()
+    assert os.path.samestat(before, file.lstat())
+    assert list(file.parent.iterdir()) == [file]
+
+
+def _make(file: Path, kind: str) -> None:
+    if kind == "fifo":
+        os.mkfifo(file)
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as own, pytest.MonkeyPatch.context() as patch:
+            patch.chdir(file.parent)  # the names of sockets are short
+            own.bind(file.name)
+    else:
+        try:
+            os.mknod(file, stat.S_IFCHR | 0o600, os.makedev(1, 7))
+        except OSError:
+            pytest.skip("only root can make devices")
+
+
+@pytest.mark.parametrize("mode", [0o666, 0o620, 0o602])
+def test_a_file_that_others_may_write_to_is_refused(file: Path, mode: int) -> None:
+    """With the remedy; a new file takes its place all the same."""
+    file.touch()
+    file.chmod(mode)
+    for opened in (lambda: open_own(file), lambda: open_database(file, new=False)):
+        with pytest.raises(RefusedFileError, match=f"others may write to it .mode {mode:04o}.: chmod 600 it, or remove it"):
+            opened()
+    assert file.stat().st_mode & 0o777 == mode
+    with written(file) as stream:
+        stream.write("new")
+    assert file.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_file_of_another_user_is_refused(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who could read what is written to it, or change it."""
+    file.touch(0o600)
+    monkeypatch.setattr(os, "geteuid", lambda: file.stat().st_uid + 1)
+    for opened in (lambda: written(file).__enter__(), lambda: open_own(file), lambda: open_database(file, new=False)):
+        with pytest.raises(RefusedFileError, match=r"it belongs to the user .*: choose another name, or remove it"):
+            opened()
+
+
+def test_what_others_could_read_is_closed_to_them(file: Path) -> None:
+    """When it is opened; metrics keep what their reader needs, but never a right to write."""
+    file.touch()
+    file.chmod(0o644)
+    os.close(open_own(file))
+    assert file.stat().st_mode & 0o777 == 0o600
+    file.chmod(0o664)
+    with written(file, shared=True) as stream:
+        stream.write("new")
+    assert file.stat().st_mode & 0o777 == 0o644
+
+
+@pytest.mark.parametrize("end", SQLITE_ENDS)
+def test_what_lies_beside_a_database_is_looked_at(file: Path, end: str) -> None:
+    """SQLite would believe it: a journal of somebody else changes the database."""
+    Path(f"{file}{end}").symlink_to("/etc/passwd")
+    with pytest.raises(RefusedFileError, match=f"file{end}: it is a link to /etc/passwd"):
+        open_database(file, new=True)
+
+
+def test_a_database_of_any_name(tmp_path: Path) -> None:
+    """Also one that is not UTF-8, and one that an address would read otherwise."""
+    for name in ("a?mode=memory#%41", os.fsdecode(b"caf\xe9")):
+        with closing(open_database(tmp_path / name, new=True)) as database:
+            database.execute("CREATE TABLE one (a)")
+        with closing(open_database(tmp_path / name, new=False)) as database:
+            assert database.execute("SELECT count(*) FROM one").fetchone() == (0,)
+        assert (tmp_path / name).stat().st_size
+
+
+@pytest.mark.parametrize("name", ["a\0b", "a\ud800b"])
+def test_what_is_no_name_is_an_error_of_the_file(tmp_path: Path, name: str) -> None:
+    """NUL, and half characters."""
+    for opened in (
+        lambda: written(tmp_path / name).__enter__(),
+        lambda: open_own(tmp_path / name),
+        lambda: open_new(tmp_path / name),
+        lambda: open_database(tmp_path / name, new=False),
+    ):
+        with pytest.raises(RefusedFileError, match="not a file name"):
+            opened()
+    assert not is_stream(tmp_path / name)
+
+
+def test_a_stream_is_what_the_program_was_given(tmp_path: Path) -> None:
+    """By a redirection or `>(command)`: it is written to from where it stands, and not opened again."""
+    with (tmp_path / "out").open("wb") as stream:
+        stream.write(b"before ")
+        stream.flush()
+        for folder in ("/dev/fd", "/proc/self/fd"):
+            name = f"{folder}/{stream.fileno()}"
+            assert is_stream(name)
+            with os.fdopen(open_stream(name), "wb") as again:
+                again.write(b"ours ")
+    assert (tmp_path / "out").read_bytes() == b"before ours ours "
+    assert is_stream("/dev/stdout")
+    assert is_stream("/dev/stderr")
+    assert not is_stream(tmp_path / "out")
+    assert not is_stream(tmp_path / "none")
+
+
+def test_a_stream_that_cannot_be_written_to_is_said(file: Path) -> None:
+    """Open for reading only, or closed."""
+    file.touch()
+    with file.open("rb") as stream:
+        name = f"/dev/fd/{stream.fileno()}"
+        with pytest.raises(RefusedFileError, match="it is open for reading only"):
+            open_stream(name)
+    with pytest.raises(RefusedFileError, match="it is closed"):
+        open_stream(name)
+
+
+def test_the_null_device_is_a_stream_by_any_name(file: Path) -> None:
+    """A copy of it: what is written is gone, and it stays what it is."""
+    try:
+        os.mknod(file, stat.S_IFCHR | 0o600, os.stat(os.devnull).st_rdev)
+    except OSError:
+        pytest.skip("only root can make devices")
+    before = file.lstat()
+    assert is_stream(file)
+    with os.fdopen(open_stream(file), "wb") as stream:
+        stream.write(b"gone")
+    assert os.path.samestat(before, file.lstat())
 
 
 def test_without_force_a_file_is_never_overwritten(file: Path) -> None:
