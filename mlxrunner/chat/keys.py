@@ -14,16 +14,19 @@ ENDS = (signal.SIGTERM, signal.SIGHUP)
 
 
 @contextmanager
-def interruptible() -> Iterator[Callable[[], bool]]:
+def interruptible(first: Callable[[], None] = lambda: None) -> Iterator[Callable[[], bool]]:
     """Ctrl-C sets a flag that is looked at between tokens and prefill chunks; a second one interrupts what lasts too long.
 
     Once the flag was seen, or the interrupt was raised, more of them do nothing: what was answered is being put away.
+    `first` is called when Ctrl-C comes for the first time.
     """
     pressed, is_ending = 0, False
 
     def handler(number: int, frame: FrameType | None) -> None:
         nonlocal pressed, is_ending
         pressed += 1
+        if pressed == 1:
+            first()
         if pressed > 1 and not is_ending:
             is_ending = True
             raise KeyboardInterrupt
@@ -38,6 +41,40 @@ def interruptible() -> Iterator[Callable[[], bool]]:
         yield interrupted
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+class Interrupts:
+    """Ctrl-C is one KeyboardInterrupt while `listening`, however often it is pressed, and nothing while not.
+
+    So what handles an interrupt is not interrupted itself. For the main thread.
+    """
+
+    def __init__(self) -> None:
+        self._listens = False
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        self._listens = True
+        try:
+            yield
+        finally:
+            self._listens = False
+
+    def ignore(self) -> None:
+        """Stop listening: an interrupt is on its way already."""
+        self._listens = False
+
+    def __enter__(self) -> Interrupts:
+        self._before = signal.signal(signal.SIGINT, self._heard)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def _heard(self, number: int, frame: FrameType | None) -> None:
+        if self._listens:
+            self._listens = False
+            raise KeyboardInterrupt
 
 
 @contextmanager
@@ -55,7 +92,7 @@ def uninterrupted() -> Iterator[None]:
     finally:
         signal.signal(signal.SIGINT, before)
     if pressed:
-        raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
 
 
 @contextmanager

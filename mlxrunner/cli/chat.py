@@ -55,6 +55,7 @@ def chat(
     input is a turn, and stdout gets the answers.
     """
     from mlxrunner.chat.conversation import Conversation
+    from mlxrunner.chat.keys import uninterrupted
     from mlxrunner.chat.start import is_terminal, open_chat
     from mlxrunner.config import GenerateOptions
     from mlxrunner.sessions.commands import Saving
@@ -80,6 +81,7 @@ def chat(
         try:
             code = opened.run(table)
         finally:
-            saving.end(opened)
+            with uninterrupted():
+                saving.end(opened)
         if code:
             sys.exit(code)

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Mapping
 from pathlib import Path
 
-from mlxrunner.errors import SessionError
+from mlxrunner.errors import ModelError, SessionError
 from mlxrunner.models.fingerprint import PARTS, SPELLING, differences, fingerprint, with_format
 from mlxrunner.runner import Runner
 from mlxrunner.sessions.entry import Packed, StoredEntry, pack
@@ -46,7 +46,7 @@ class Keeper:
     def runner(self) -> Runner:
         runner = self._runner()
         if runner is None:
-            raise RuntimeError("the runner of this keeper is gone")
+            raise ModelError("no model is loaded: /model NAME loads one")
         return runner
 
     def load(self, name: str) -> tuple[Session, str]:
