@@ -13,10 +13,12 @@ from typing import Any, NoReturn, Protocol
 
 from mlxrunner.chat.ahead import Ahead, Draft
 from mlxrunner.chat.branches import Branches
-from mlxrunner.chat.commands import Table, is_command, is_open, quoted, unquoted
+from mlxrunner.chat.commands import Table, is_open, quoted, unquoted
 from mlxrunner.chat.conversation import Conversation
 from mlxrunner.chat.files import Attachments
-from mlxrunner.chat.keys import Interrupts, interruptible, orderly_end, uninterrupted, unseen_typing
+from mlxrunner.chat.keyboard import Keyboard
+from mlxrunner.chat.keys import Interrupts, interruptible, orderly_end, uninterrupted
+from mlxrunner.chat.log import held_log
 from mlxrunner.chat.render import Plain, ThinkingApart, View, wrapped
 from mlxrunner.errors import ContextLengthError, MlxrunnerError, ModelError, PromptError
 from mlxrunner.power import on_battery
@@ -37,13 +39,15 @@ class Reader(Protocol):
 
 
 class Lines:
-    """A line of standard input is a text; what begins with `default` can't be edited there."""
+    """A line of standard input is a text, or the lines between quotes are; what begins with `default` can't be edited there."""
 
     def read(self, idle: Callable[[Draft], None], default: str = "") -> str:
-        line = sys.stdin.readline()
-        if not line:
+        text = sys.stdin.readline()
+        if not text:
             raise EOFError
-        return line.rstrip("\n")
+        while is_open(text) and (line := sys.stdin.readline()):
+            text += line
+        return text.rstrip("\n")
 
 
 class NoRunner:
@@ -81,9 +85,11 @@ class Chat:
     after_load: list[Callable[[Chat], None]] = field(default_factory=list)
     after_command: list[Callable[[Chat], None]] = field(default_factory=list)
     interrupts: Interrupts = field(default_factory=Interrupts)
+    keyboard: Keyboard = field(default_factory=Keyboard)
 
     def __post_init__(self) -> None:
         self._known_runner = self.conversation.runner  # that `after_load` need not be told of
+        self._table = Table(())
 
     @property
     def runner(self) -> Runner:
@@ -91,17 +97,18 @@ class Chat:
 
     def run(self, table: Table) -> int:
         """Until the end of the input or /bye; returns the exit code: in a terminal 0, else that of the last error, 130 after Ctrl-C."""
-        with orderly_end(), unseen_typing(self.interactive), self.interrupts:
-            return self._run(table)
+        self._table = table
+        with orderly_end(), self.keyboard, self.interrupts:
+            return self._run()
 
-    def _run(self, table: Table) -> int:
+    def _run(self) -> int:
         failed = 0
         while True:
             try:
                 with self.interrupts.listening():
                     failed = self._try(self._complete_model) or failed
                     text = self._read()
-                    failed = self._try(partial(self._do, table, text)) or failed
+                    failed = self._try(partial(self._do, text)) or failed
             except EOFError:
                 return 0 if self.interactive else failed
             except KeyboardInterrupt:
@@ -135,16 +142,17 @@ class Chat:
     def _read(self, default: str = "", *, ahead: bool = True) -> str:
         """`ahead`: whether what comes next is what is sent, and may be evaluated."""
         work = Ahead(self._evaluate, types_ahead=lambda: self.type_ahead and not on_battery())
-        return self.reader.read(work if ahead else Draft.wait_until_over, default)
+        with held_log(self.interactive):
+            return self.reader.read(work if ahead else Draft.wait_until_over, default)
 
     def _evaluate(self, draft: str, cancelled: Callable[[], bool]) -> None:
-        text = "" if is_command(draft) else unquoted(draft)
+        text = "" if self._table.parses(draft) else unquoted(draft)
         self.conversation.evaluate(self.attachments.before(text), cancelled)
         if not text and not cancelled():
             self.conversation.drift()  # so that /stats has it at once
 
-    def _do(self, table: Table, text: str) -> None:
-        parsed = table.parse(text)
+    def _do(self, text: str) -> None:
+        parsed = self._table.parse(text)
         if parsed is not None:
             command, argument = parsed
             command.run(self, argument)
@@ -224,10 +232,16 @@ class Chat:
     def answer(self, text: str, **options: Any) -> None:
         """Send `text` as it is and print what comes; `options` over the conversation's own."""
         turns = len(self.conversation.history.turns)
-        with interruptible(self.interrupts.ignore) as interrupted, ExitStack() as ending:
+        with (
+            interruptible(self.interrupts.ignore) as interrupted, self.keyboard.answering(),
+            held_log(self.interactive), ExitStack() as ending,
+        ):  # fmt: skip
             bar = PrefillBar()
 
             def progress(done: int, total: int) -> None:
+                if self.keyboard.asks_to_stop:
+                    bar.pause()
+                    self.keyboard.stop()
                 bar(done, total)
                 if interrupted():
                     raise KeyboardInterrupt
@@ -241,6 +255,9 @@ class Chat:
             ending.callback(bar.close)
             with suppress(KeyboardInterrupt):
                 for chunk in chunks:
+                    if self.keyboard.asks_to_stop:
+                        view.pause()
+                        self.keyboard.stop()
                     view.write(chunk.text)
                     if interrupted():
                         break

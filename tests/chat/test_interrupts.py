@@ -7,7 +7,7 @@ import random
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -92,7 +92,6 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr("mlxrunner.chat.repl.Runner.load", load)
     monkeypatch.setattr("mlxrunner.chat.repl.plan_model", lambda name, **plan: None)
     monkeypatch.setattr("mlxrunner.chat.repl.must_fit", lambda plan: None)
-    monkeypatch.setattr("mlxrunner.chat.repl.unseen_typing", lambda terminal: nullcontext())
     before = signal.getsignal(signal.SIGINT)
     yield loaded
     sys.settrace(None)
