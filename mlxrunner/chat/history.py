@@ -73,6 +73,10 @@ class History:
         last = turns[-1].user == others[-1].user and others[-1].answer.startswith(turns[-1].answer) if others else False
         return len(others) == len(turns) and same and last
 
+    def shared(self, other: History) -> int:
+        """How many turns the two begin with that are the same."""
+        return common([(turn.user, turn.answer) for turn in self.turns], [(turn.user, turn.answer) for turn in other.turns])
+
     def cut(self, turns: int) -> None:
         """Keep the first so many turns, and their tokens where those are known."""
         self.turns = self.turns[:turns]

@@ -74,9 +74,11 @@ class Saving:
                 found = self.sessions.load(name) if self.sessions.exists(name) else None
             try:
                 yield found
-            finally:
-                if self._keeper is not None:
-                    self._keeper.wait()
+            except BaseException:
+                with suppress(SessionError):  # which would hide the other one
+                    self._wait()
+                raise
+            self._wait()
 
     def begin(self, chat: Chat, resumed: bool) -> None:
         """Put what was saved of the open session into the chat, and save it after each turn from here on."""
@@ -93,12 +95,33 @@ class Saving:
 
     def end(self, chat: Chat) -> None:
         """Save what has been changed since the last turn."""
-        if self.name is not None and self._session(chat).to_json() != self._kept[self.name].content:
-            self._store(chat, self.name)
+        if self.name is not None:
+            with self._said_what_is_safe(chat, self.name):
+                if self._session(chat).to_json() != self._kept[self.name].content:
+                    self._store(chat, self.name)
+                self._wait()
+
+    def _wait(self) -> None:
+        """Until all caches are written."""
+        if self._keeper is not None:
+            self._keeper.wait()
 
     def _after_turn(self, chat: Chat) -> None:
         if self.name is not None:
-            self._store(chat, self.name)
+            with self._said_what_is_safe(chat, self.name):
+                self._store(chat, self.name)
+
+    @contextmanager
+    def _said_what_is_safe(self, chat: Chat, name: str) -> Iterator[None]:
+        """Say with an error which turns are on the disk all the same."""
+        try:
+            yield
+        except SessionError as error:
+            history = chat.conversation.history
+            kept = self._kept.get(name, _Kept(""))
+            safe, said = max((history.shared(one.history) for one in kept.branches.values()), default=0), len(history.turns)
+            which = "all of" if safe == said else f"the first {safe} of" if safe else "none of"
+            raise SessionError(f"{error}; on the disk: {which} {_count(said)}") from error
 
     def _after_command(self, chat: Chat) -> None:
         if self.name is not None:
@@ -118,8 +141,9 @@ class Saving:
             if not force and self.sessions.exists(name) and self._is_another(name):
                 found = f"session {name} was changed elsewhere" if name in self._kept else f"there is a session {name} already"
                 raise OptionError(f"{found}: /save -f {name} overwrites it")
-            self._store(chat, name, force=force)
-        self._keeping.wait()
+            with self._said_what_is_safe(chat, name):
+                self._store(chat, name, force=force)
+                self._keeping.wait()
         tokens = f", {len(chat.runner.entry.tokens)} tokens" if self._caches else ""
         chat.say(f"saved as {name}: {_turns(chat)}{tokens}")
 

@@ -15,6 +15,8 @@ from mlxrunner.tokenizer.base import Message, Tokenizer
 
 SCHEMA = 1
 MOST_TOKENS = 2**31 - 1
+LATEST = 4e9
+"""The end of what a session can say about when it was saved, in seconds since 1970: in 2096."""
 HALF = "\ufffd"
 """What bytes are decoded to that are no character."""
 
@@ -87,7 +89,7 @@ class Session:
             branch=read.take("branch", str),
             settings=read.take("settings", dict),
             fingerprint={str(name): str(value) for name, value in read.take("fingerprint", dict).items()},
-            saved_at=min(max(float(read.take("saved_at", float, int)), 0.0), 1e11),
+            saved_at=float(min(max(read.take("saved_at", float, int), 0), LATEST)),
         )
         if session.branch not in branches:
             raise SessionError(f"has no branch {session.branch[:50]!r}, which it says is the present one")

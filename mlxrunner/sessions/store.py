@@ -77,7 +77,7 @@ class Sessions:
 
     def save_cache(self, name: str, arrays: Mapping[str, Buffer], metadata: Mapping[str, str]) -> None:
         """The caches, of a session whose text is there. As `save`."""
-        with self.lock(name) as folder, _said(f"the caches of the session {name!r} could not be saved (its text was)"):
+        with self.lock(name) as folder, _said(f"the caches of the session {name!r} could not be saved"):
             folder.write(CACHE, lambda fd: write(fd, arrays, metadata))
 
     def load_cache(self, name: str) -> TensorFile | None:

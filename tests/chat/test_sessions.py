@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -390,9 +391,68 @@ def test_a_full_disk_is_said_and_the_chat_goes_on(chat: Chat, data: Path, monkey
     monkeypatch.setattr("mlxrunner.sessions.store.write_all", full)
     result = chat(["My name is Zorblin.", "What is my name?"], "--session", "zor")
     assert result.stdout == "Nice to meet you, Zorblin.\nYour name is Zorblin.\n"
-    assert result.stderr.count("error: the session 'zor' could not be saved: No space left on device\n") == 2
+    full = "error: the session 'zor' could not be saved: No space left on device; "
+    assert f"{full}on the disk: none of 1 turn\n" in result.stderr
+    assert f"{full}on the disk: none of 2 turns\n" in result.stderr
     assert result.exit_code == 1
     assert Sessions().names() == []
+
+
+class Disk:
+    """A disk of `size` bytes, as far as sessions write to it."""
+
+    def __init__(self, folder: Path, size: int) -> None:
+        self._folder, self._size = folder, size
+
+    def write_all(self, fd: int, data: bytes | memoryview) -> None:
+        used = sum(file.stat().st_size for file in self._folder.rglob("*") if file.is_file())
+        os.write(fd, data[: max(self._size - used, 0)])
+        if used + len(data) > self._size:
+            raise OSError(28, "No space left on device")
+
+
+@pytest.fixture
+def disk(data: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """`disk(SIZE)`: so many bytes from now on."""
+
+    def limit(size: int) -> None:
+        for module in ("store", "tensors"):
+            monkeypatch.setattr(f"mlxrunner.sessions.{module}.write_all", Disk(data, size).write_all)
+
+    return limit
+
+
+SAFE = re.compile(
+    r"(?:error|mlxrunner): the (caches of the )?session 'zor' could not be saved: No space left on device; on the disk: (.*)"
+)
+
+
+@pytest.mark.parametrize("size", [500, 1500, 3000, 9000, 300_000, 500_000, 700_000])
+def test_a_full_disk_says_which_turns_are_safe(chat: Chat, data: Path, disk: Callable[[int], None], size: int) -> None:
+    """And they are; the text goes before the caches, of which there need not be any."""
+    disk(size)
+    result = chat([f"My name is Zorblin {number}." for number in range(7)], "--session", "zor")
+    said = [found for line in result.stderr.splitlines() if (found := SAFE.match(line))]
+    kept = content(data, "zor")["branches"]["main"]["history"]["turns"] if "zor" in Sessions().names() else []
+    assert said
+    which = {0: "none of 7 turns", 7: "all of 7 turns"}.get(len(kept), f"the first {len(kept)} of 7 turns")
+    assert said[-1][2] == which
+    assert (len(kept) == 7) == (size >= 9000)
+    assert "its text was" not in result.stderr
+    assert not kept or len(Sessions().load("zor").history.turns) == len(kept)
+
+
+def test_caches_give_way_to_the_text(chat: Chat, data: Path, disk: Callable[[int], None]) -> None:
+    """Those that lie on a disk which is full by now."""
+    chat(["My name is Zorblin."], "--session", "zor")
+    disk(sum(file.stat().st_size for file in (data / "sessions" / "zor").iterdir()) + 100)
+    result = chat(["What is my name?"], "--session", "zor")
+    assert result.stdout == "Your name is Zorblin.\n"
+    assert (
+        "the caches of the session 'zor' could not be saved: No space left on device; on the disk: all of 2 turns"
+        in result.stderr
+    )
+    assert len(content(data, "zor")["branches"]["main"]["history"]["turns"]) == 2
 
 
 @pytest.mark.parametrize("end", ["SIGHUP", "SIGTERM", "closed"])
