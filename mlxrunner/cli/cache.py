@@ -9,6 +9,9 @@ import click
 from mlxrunner.cli.options import debug_option
 from mlxrunner.errors import OptionError
 
+MOST_TOKENS_TEXT = 64 * 2**20
+"""Bytes of a file of token ids."""
+
 
 @click.group()
 @debug_option
@@ -64,10 +67,10 @@ def import_(file: str, name: str, model: str, tokens: str | None, kv_bits: int |
 
 
 def _tokens(text: str) -> list[int]:
-    from pathlib import Path
+    from mlxrunner.reading import read_text
 
     try:
-        found = json.loads(Path(text[1:]).read_text() if text.startswith("@") else text)
+        found = json.loads(read_text(text[1:], MOST_TOKENS_TEXT) if text.startswith("@") else text)
     except (OSError, ValueError, RecursionError) as error:
         raise OptionError(
             f"--tokens: {text[:60]} is not readable as a JSON list: {' '.join(str(error).split())[:100]}"
