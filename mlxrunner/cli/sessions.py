@@ -48,7 +48,7 @@ def list_(as_json: bool) -> None:
         turns = f"{one['turns']} turn{'' if one['turns'] == 1 else 's'}"
         line = f"{one['name']:{width}}  {turns:>9}  text {size(one['text_bytes']):>7}  caches {caches:>7}  {one['saved']}"
         others = f"  and {', '.join(one['branches'])}" if one["branches"] else ""
-        click.echo(visible_text(f"{line}  {one['model']}{others}"))
+        click.echo(visible_text(f"{line}  {' '.join(one['model'].split())}{others}"))
 
 
 branch_option = click.option("--branch", metavar="NAME", help="Another branch than the one that was talked on last.")
@@ -71,7 +71,7 @@ def show(name: str, branch: str | None, as_json: bool) -> None:
         click.echo(json.dumps({**about, "system": session.system, "settings": session.settings, "messages": session.messages}))
         return
     rows = {
-        "model": session.model,
+        "model": " ".join(session.model.split()),
         "saved": about["saved"],
         "turns": f"{about['turns']}" + (f" on branch {session.branch}" if len(session.branches) > 1 else ""),
         "branches": ", ".join(sorted(session.branches)) if len(session.branches) > 1 else "",

@@ -82,7 +82,7 @@ class Session:
         schema = read.take("schema", int)
         if schema != SCHEMA:
             raise SessionError(f"was written in format {schema}, and this version reads format {SCHEMA}")
-        branches = {name: _branch(value) for name, value in read.take("branches", dict).items()}
+        branches = {_one_word(name): _branch(value) for name, value in read.take("branches", dict).items()}
         session = cls(
             model=read.take("model", str),
             branches=branches,
@@ -113,6 +113,12 @@ class _Reader:
         if not any(value is None if one is None else type(value) is one for one in types):
             raise SessionError(f"is damaged: {name!r} of {self._what} is {repr(value)[:50]}")
         return value
+
+
+def _one_word(name: str) -> str:
+    if name.split() != [name]:
+        raise SessionError(f"is damaged: {name[:50]!r} is no name for a branch")
+    return name
 
 
 def _branch(value: Any) -> Branch:

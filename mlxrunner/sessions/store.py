@@ -71,6 +71,11 @@ class Sessions:
         """The text. Afterwards it is on the disk, and `session.saved_at` says so; after an error, what was there before is still there."""
         now = time.time()
         text = replace(session, saved_at=now).to_json().encode()
+        if len(text) > MOST_TEXT:
+            raise SessionError(
+                f"the session {name!r} could not be saved: {len(text)} of at most {MOST_TEXT} bytes: "
+                "/branch -d drops a branch, /export writes the text elsewhere"
+            )
         with self.lock(name) as folder, _said(f"the session {name!r} could not be saved"):
             folder.write(TEXT, lambda fd: write_all(fd, text))
         session.saved_at = now
