@@ -114,7 +114,6 @@ def _depth(value: Any) -> int:
         depth += 1
         level = [part for one in level for part in (one.values() if isinstance(one, dict) else one)]
     return depth
-        raise ReadError(f"{os.fspath(path)}: not UTF-8 (byte {error.start}): save it as UTF-8 text") from error
 
 
 def is_endless(descriptor: int) -> bool:

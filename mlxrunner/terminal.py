@@ -76,10 +76,13 @@ class PrefillBar:
         self._timer: Timer | None = None
         self._bar: tuple[Progress, TaskID] | None = None
         self._cached, self._done, self._total = 0, 0, 0
+        self._is_paused = False
 
     def __call__(self, done: int, total: int) -> None:
         with self._lock:
             self._done, self._total = done, total
+            if self._is_paused:
+                self._bar, self._is_paused = self._start(self._cached, total), False
             if self._bar is not None:
                 self._bar[0].update(self._bar[1], completed=done)
             elif self._timer is None and done < total and sys.stderr.isatty():
@@ -90,8 +93,16 @@ class PrefillBar:
         if done >= total:
             self.close()
 
+    def pause(self) -> None:
+        """Take the bar away; the next call shows it again."""
+        with self._lock:
+            if self._bar is not None:
+                self._bar[0].stop()
+                self._bar, self._is_paused = None, True
+
     def close(self) -> None:
         with self._lock:
+            self._is_paused = False
             if self._timer is not None:
                 self._timer.cancel()
             if self._bar is not None:

@@ -55,7 +55,8 @@ batch.openai batch.order batch.output batch.plan batch.progress batch.request ba
 bench.figures bench.rows cache.cells cache.checkpoints cache.entry cache.layer cache.layout cache.lookup cache.saved cache.sequences cache.split
 cache.tokens
 chat.ahead
-chat.branches chat.clipboard chat.commands chat.history chat.keys chat.markdown chat.render chat.thinking config constrain errors events
+chat.branches chat.clipboard chat.commands chat.history chat.keyboard chat.keys chat.log
+chat.markdown chat.render chat.thinking config constrain errors events
 folders limits overflow parallel.slots plan power profiling.curve profiling.divergence profiling.event profiling.explain profiling.files
 profiling.html profiling.metrics profiling.paper profiling.reading profiling.reasons profiling.report profiling.rows profiling.screen
 profiling.segments profiling.simulate profiling.summary profiling.svg profiling.tally profiling.thinking profiling.tokenlog

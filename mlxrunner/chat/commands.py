@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 PATH = "PATH"
 """What `Command.takes` says where paths complete the argument."""
 QUOTES = '"""'
+_QUOTED = re.compile(rf"\s*(?:/[\w-]+\s+)?{QUOTES}")
 _COMMAND = re.compile(r"\s*(/[\w-]+)(?:\s+(.*))?", re.DOTALL)
 
 
@@ -56,11 +57,14 @@ class Table:
         return iter(self._commands.values())
 
     def parse(self, text: str) -> tuple[Command, str] | None:
-        """A command and its argument; None for what is no command. OptionError for one that is not there, or takes nothing."""
-        found = _COMMAND.fullmatch(text)
-        if found is None:
+        """A command and its argument, which may be quoted; None for what is no command.
+
+        OptionError for one that is not there, or takes nothing.
+        """
+        if not self.parses(text) or (found := _COMMAND.fullmatch(text)) is None:
             return None
         name, argument = found[1], (found[2] or "").strip()
+        argument = argument if is_open(argument) else unquoted(argument).strip()
         command = self._commands.get(name)
         if command is None:
             similar = get_close_matches(name, self._commands, n=1)
@@ -69,15 +73,18 @@ class Table:
             raise OptionError(f"{name} takes nothing behind it; {QUOTES} around a text sends it as it is")
         return command, argument
 
+    def parses(self, text: str) -> bool:
+        """Whether its first word is a slash and letters, digits, `-` or `_`: `/usr/bin` and `/* a comment` are texts.
+
+        So are several lines that begin with a word that is no command: `/etc` and a listing below it.
+        """
+        found = _COMMAND.fullmatch(text)
+        return found is not None and (found[1] in self._commands or "\n" not in text.strip())
+
     def help(self) -> list[str]:
         """One line for each command."""
         width = max(len(command.usage) for command in self) + 2
         return [f"{command.usage:{width}}{command.help}" for command in self]
-
-
-def is_command(text: str) -> bool:
-    """Whether its first word is a slash and letters, digits, `-` or `_`: `/usr/bin` and `/* a comment` are texts."""
-    return _COMMAND.fullmatch(text) is not None
 
 
 def flagged(argument: str, flag: str) -> tuple[bool, str]:
@@ -87,9 +94,10 @@ def flagged(argument: str, flag: str) -> tuple[bool, str]:
 
 
 def is_open(text: str) -> bool:
-    '''Whether a text that began with """ still has to be ended by them.'''
-    text = text.strip()
-    return text.startswith(QUOTES) and not (len(text) >= 2 * len(QUOTES) and text.endswith(QUOTES))
+    '''Whether a text, or what a command takes, began with """ and still has to be ended by them.'''
+    found = _QUOTED.match(text)
+    rest = text[found.end() :].strip() if found else QUOTES
+    return found is not None and not rest.endswith(QUOTES)
 
 
 def unquoted(text: str) -> str:
@@ -102,4 +110,4 @@ def unquoted(text: str) -> str:
 
 def quoted(text: str) -> str:
     """What has to be typed for `text`, so that it is not taken for something else."""
-    return f"{QUOTES}\n{text}\n{QUOTES}" if text.strip().startswith(QUOTES) else text
+    return f"{QUOTES}\n{text}\n{QUOTES}" if _QUOTED.match(text) else text

@@ -10,19 +10,23 @@ from pathlib import Path
 from threading import Thread
 
 from prompt_toolkit import PromptSession
+from prompt_toolkit.application import run_in_terminal
 from prompt_toolkit.buffer import Buffer
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
 from prompt_toolkit.document import Document
 from prompt_toolkit.enums import DEFAULT_BUFFER
 from prompt_toolkit.filters import has_focus
 from prompt_toolkit.history import FileHistory, InMemoryHistory
-from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.input.typeahead import store_typeahead
+from prompt_toolkit.input.vt100_parser import Vt100Parser
+from prompt_toolkit.key_binding import KeyBindings, KeyPress, KeyPressEvent
 from prompt_toolkit.layout.screen import Char
 from prompt_toolkit.output import Output
 from prompt_toolkit.output.defaults import create_output
 
 from mlxrunner.chat.ahead import Draft
 from mlxrunner.chat.commands import Table, is_open
+from mlxrunner.chat.keyboard import Keyboard
 from mlxrunner.chat.keys import uninterrupted
 from mlxrunner.terminal import SHOWN
 from mlxrunner.writing import open_own
@@ -33,15 +37,25 @@ NAMED = re.compile(r'(?<!\S)@(?:"[^"\n]*|\S*)$')
 
 
 class Editor:
-    """Reads texts from a terminal. `history`: the file that keeps them, None for none; `words(command)`: what completes its argument."""
+    """Reads texts from a terminal. `history`: the file that keeps them, None for none; `words(command)`: what completes its argument.
 
-    def __init__(self, table: Table, words: Callable[[str], Iterable[str]], history: Path | None = None) -> None:
+    `keyboard`: what has the terminal while no line is edited.
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        words: Callable[[str], Iterable[str]],
+        history: Path | None = None,
+        keyboard: Keyboard | None = None,
+    ) -> None:
         Char.display_mappings.update({chr(code): shown for code, shown in SHOWN.items()})
+        self._keyboard = keyboard or Keyboard()
         self._session: PromptSession[str] = PromptSession(
             output=_output(),
             multiline=True,
             prompt_continuation=lambda width, line, wraps: "" if wraps else MORE,
-            key_bindings=_bindings(),
+            key_bindings=_bindings(self._keyboard),
             completer=ChatCompleter(table, words),
             complete_while_typing=False,
             history=PrivateHistory(history) if history else InMemoryHistory(),
@@ -56,6 +70,11 @@ class Editor:
         EOFError after Ctrl-D, KeyboardInterrupt after Ctrl-C.
         """
         self._end()  # of a line before, where an interrupt has hit that itself
+        self._feed(self._keyboard.typed_before())
+        with self._keyboard.editing():
+            return self._edited(idle, default)
+
+    def _edited(self, idle: Callable[[Draft], None], default: str) -> str:
         draft = self._draft = Draft(default)
         outcome: list[str | BaseException] = []
 
@@ -80,6 +99,15 @@ class Editor:
             raise outcome[0]
         return outcome[0]
 
+    def _feed(self, typed: str) -> None:
+        """Let the next line begin with what was typed before it, and those after that go on from there."""
+        if typed:
+            keys: list[KeyPress] = []
+            parser = Vt100Parser(keys.append)
+            parser.feed(typed)
+            parser.flush()
+            store_typeahead(self._session.app.input, keys)
+
     def _changed(self, buffer: Buffer) -> None:
         self._draft.update(buffer.text)
 
@@ -93,13 +121,13 @@ class Editor:
 
 
 def _output() -> Output:
-    """The terminal, which goes on to say what is pasted after a line is entered: see `keys.unseen_typing`."""
+    """The terminal, which goes on to say what is pasted after a line is entered: see `Keyboard`."""
     output = create_output()
     output.disable_bracketed_paste = lambda: None  # type: ignore[method-assign]
     return output
 
 
-def _bindings() -> KeyBindings:
+def _bindings(keyboard: Keyboard) -> KeyBindings:
     bindings = KeyBindings()
     typing = has_focus(DEFAULT_BUFFER)
 
@@ -110,6 +138,10 @@ def _bindings() -> KeyBindings:
             buffer.newline(copy_margin=False)
         else:
             buffer.validate_and_handle()
+
+    @bindings.add("c-z")
+    def _(event: KeyPressEvent) -> None:
+        run_in_terminal(keyboard.stop_group)
 
     @bindings.add("escape", "enter", filter=typing)
     @bindings.add("c-j", filter=typing)

@@ -100,6 +100,8 @@ def read_text(name: str, chat: Chat) -> str:
         raise FileError(f"{name}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise FileError(f"{name}: not a text (byte {error.start} is not UTF-8)") from error
+    except ValueError as error:  # a NUL, or half a character
+        raise FileError(f"{name}: not a file name ({error})") from error
     if "\0" in text:
         raise FileError(f"{name}: not a text (byte {text.index(chr(0))} is 0)")
     tokens = len(tokenizer.encode_more(text))

@@ -64,6 +64,19 @@ class History:
     def copy(self) -> History:
         return replace(self, turns=list(self.turns))
 
+    def is_within(self, other: History) -> bool:
+        """Return True if everything that was said here was said in `other`, too, which may go on behind it."""
+        turns, others = self.turns, other.turns[: len(self.turns)]
+        if not turns:
+            return True
+        same = [(turn.user, turn.answer) for turn in turns[:-1]] == [(turn.user, turn.answer) for turn in others[:-1]]
+        last = turns[-1].user == others[-1].user and others[-1].answer.startswith(turns[-1].answer) if others else False
+        return len(others) == len(turns) and same and last
+
+    def shared(self, other: History) -> int:
+        """How many turns the two begin with that are the same."""
+        return common([(turn.user, turn.answer) for turn in self.turns], [(turn.user, turn.answer) for turn in other.turns])
+
     def cut(self, turns: int) -> None:
         """Keep the first so many turns, and their tokens where those are known."""
         self.turns = self.turns[:turns]

@@ -1,29 +1,29 @@
-"""What the keyboard does while no line is edited: Ctrl-C stops an answer, and what is typed waits, unseen, for the next line."""
+"""What signals do: Ctrl-C stops an answer, and `kill` or a window that is closed ends the chat in order."""
 
 from __future__ import annotations
 
-import os
 import signal
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import FrameType
 
-UNMARK_PASTES = b"\x1b[?2004l"
 ENDS = (signal.SIGTERM, signal.SIGHUP)
 
 
 @contextmanager
-def interruptible() -> Iterator[Callable[[], bool]]:
+def interruptible(first: Callable[[], None] = lambda: None) -> Iterator[Callable[[], bool]]:
     """Ctrl-C sets a flag that is looked at between tokens and prefill chunks; a second one interrupts what lasts too long.
 
     Once the flag was seen, or the interrupt was raised, more of them do nothing: what was answered is being put away.
+    `first` is called when Ctrl-C comes for the first time.
     """
     pressed, is_ending = 0, False
 
     def handler(number: int, frame: FrameType | None) -> None:
         nonlocal pressed, is_ending
         pressed += 1
+        if pressed == 1:
+            first()
         if pressed > 1 and not is_ending:
             is_ending = True
             raise KeyboardInterrupt
@@ -38,6 +38,47 @@ def interruptible() -> Iterator[Callable[[], bool]]:
         yield interrupted
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+class Interrupts:
+    """Ctrl-C is one KeyboardInterrupt while `listening`, however often it is pressed, so that what handles it is not interrupted.
+
+    One that is pressed between two times of listening comes with the second. For the main thread.
+    """
+
+    def __init__(self) -> None:
+        self._listens = self._is_handled = self._waits = False
+
+    def __enter__(self) -> Interrupts:
+        self._before = signal.getsignal(signal.SIGINT)
+        if self._before is not signal.SIG_IGN:  # as a shell wants it in the background
+            signal.signal(signal.SIGINT, self._heard)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._before is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, self._before)
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        self._is_handled, self._listens = False, True
+        try:
+            if self._waits:
+                self.ignore()
+                raise KeyboardInterrupt
+            yield
+        finally:
+            self._listens = False
+
+    def ignore(self) -> None:
+        """Stop listening: an interrupt is on its way already."""
+        self._listens, self._waits, self._is_handled = False, False, True
+
+    def _heard(self, number: int, frame: FrameType | None) -> None:
+        if self._listens:
+            self.ignore()
+            raise KeyboardInterrupt
+        self._waits = not self._is_handled
 
 
 @contextmanager
@@ -55,34 +96,7 @@ def uninterrupted() -> Iterator[None]:
     finally:
         signal.signal(signal.SIGINT, before)
     if pressed:
-        raise KeyboardInterrupt
-
-
-@contextmanager
-def unseen_typing(terminal: bool) -> Iterator[None]:
-    """What is typed while no line is edited does not get into what is printed: it is there, as it was typed, for the next line.
-
-    Also what is pasted, which the line editor has the terminal mark as such until this is left. However it is, the terminal is as it was
-    before.
-    """
-    if not terminal:
-        yield
-        return
-    import termios
-
-    terminal_in = sys.stdin.fileno()
-    before = termios.tcgetattr(terminal_in)
-    quiet = termios.tcgetattr(terminal_in)
-    quiet[0] &= ~termios.ICRNL
-    quiet[3] &= ~(termios.ECHO | termios.ICANON)
-    termios.tcsetattr(terminal_in, termios.TCSANOW, quiet)
-    try:
-        yield
-    finally:
-        with suppress(termios.error):  # the terminal is gone
-            termios.tcsetattr(terminal_in, termios.TCSANOW, before)
-        with suppress(OSError):
-            os.write(sys.stdout.fileno(), UNMARK_PASTES)
+        signal.raise_signal(signal.SIGINT)
 
 
 @contextmanager

@@ -44,6 +44,10 @@ class StreamedMarkdown:
         self._drawn = time.monotonic()
         self._cost = self._drawn - began
 
+    def pause(self) -> None:
+        self._stop()
+        self._drawn = 0.0
+
     def close(self) -> None:
         self._stop()
         for block in _blocks(self._text):

@@ -18,6 +18,10 @@ class View(Protocol):
 
     def write(self, text: str) -> None: ...
 
+    def pause(self) -> None:
+        """Leave the screen to others for a while: what is not on it for good is taken away, and drawn again by the next `write`."""
+        ...
+
     def close(self) -> None:
         """The answer has ended."""
         ...
@@ -31,6 +35,9 @@ class Plain:
 
     def write(self, text: str) -> None:
         self._output.write(text)
+
+    def pause(self) -> None:
+        pass
 
     def close(self) -> None:
         self._output.write("\n")
@@ -49,6 +56,13 @@ class ThinkingApart:
             self._view.write(text)
         else:
             self._pieces(self._thinking.add(text))
+
+    def pause(self) -> None:
+        if self._noted:
+            sys.stdout.write(UNDIM if self._show else ERASE_LINE)
+            sys.stdout.flush()
+            self._noted = False
+        self._view.pause()
 
     def close(self) -> None:
         self._pieces(self._thinking.finish())

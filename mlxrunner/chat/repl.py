@@ -7,16 +7,20 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import partial
+from traceback import clear_frames
+from typing import Any, NoReturn, Protocol
 
 from mlxrunner.chat.ahead import Ahead, Draft
 from mlxrunner.chat.branches import Branches
-from mlxrunner.chat.commands import Table, is_command, is_open, quoted, unquoted
+from mlxrunner.chat.commands import Table, is_open, quoted, unquoted
 from mlxrunner.chat.conversation import Conversation
 from mlxrunner.chat.files import Attachments
-from mlxrunner.chat.keys import interruptible, orderly_end, unseen_typing
+from mlxrunner.chat.keyboard import Keyboard
+from mlxrunner.chat.keys import Interrupts, interruptible, orderly_end, uninterrupted
+from mlxrunner.chat.log import held_log
 from mlxrunner.chat.render import Plain, ThinkingApart, View, wrapped
-from mlxrunner.errors import ContextLengthError, MlxrunnerError, PromptError
+from mlxrunner.errors import ContextLengthError, MlxrunnerError, ModelError, PromptError
 from mlxrunner.power import on_battery
 from mlxrunner.reserve import must_fit
 from mlxrunner.runner import Runner, plan_model
@@ -35,13 +39,28 @@ class Reader(Protocol):
 
 
 class Lines:
-    """A line of standard input is a text; what begins with `default` can't be edited there."""
+    """A line of standard input is a text, or the lines between quotes are; what begins with `default` can't be edited there."""
 
     def read(self, idle: Callable[[Draft], None], default: str = "") -> str:
-        line = sys.stdin.readline()
-        if not line:
+        text = sys.stdin.readline()
+        if not text:
             raise EOFError
-        return line.rstrip("\n")
+        while is_open(text) and (line := sys.stdin.readline()):
+            text += line
+        return text.rstrip("\n")
+
+
+class NoRunner:
+    """In the place of a runner that was given up for another one. Whoever needs it gets a ModelError of one line.
+
+    `why`: it could not be loaded again; None as long as that was not tried.
+    """
+
+    def __init__(self, why: str | None = None) -> None:
+        self.why = why
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise ModelError(f"no model is loaded{f' ({self.why})' if self.why else ''}: /model NAME loads one")
 
 
 @dataclass
@@ -49,7 +68,7 @@ class Chat:
     """What the commands work on. `loading`: the options of `Runner.load`; `view()`: where an answer goes.
 
     `after_turn` are called when an answer has been remembered, also one that was interrupted or failed, before the next text is read;
-    `after_load` when another runner was loaded than the first.
+    `after_load` when another runner was loaded than the first, `after_command` when a command has been done.
     """
 
     conversation: Conversation
@@ -64,6 +83,13 @@ class Chat:
     attachments: Attachments = field(default_factory=Attachments)
     after_turn: list[Callable[[Chat], None]] = field(default_factory=list)
     after_load: list[Callable[[Chat], None]] = field(default_factory=list)
+    after_command: list[Callable[[Chat], None]] = field(default_factory=list)
+    interrupts: Interrupts = field(default_factory=Interrupts)
+    keyboard: Keyboard = field(default_factory=Keyboard)
+
+    def __post_init__(self) -> None:
+        self._known_runner = self.conversation.runner  # that `after_load` need not be told of
+        self._table = Table(())
 
     @property
     def runner(self) -> Runner:
@@ -71,24 +97,28 @@ class Chat:
 
     def run(self, table: Table) -> int:
         """Until the end of the input or /bye; returns the exit code: in a terminal 0, else that of the last error, 130 after Ctrl-C."""
-        with orderly_end(), unseen_typing(self.interactive):
-            return self._run(table)
+        self._table = table
+        with orderly_end(), self.keyboard, self.interrupts:
+            return self._run()
 
-    def _run(self, table: Table) -> int:
+    def _run(self) -> int:
         failed = 0
         while True:
             try:
-                failed = self._try(table, self._read()) or failed
+                with self.interrupts.listening():
+                    failed = self._try(self._complete_model) or failed
+                    text = self._read()
+                    failed = self._try(partial(self._do, text)) or failed
             except EOFError:
                 return 0 if self.interactive else failed
             except KeyboardInterrupt:
                 if not self.interactive:
                     return INTERRUPTED
 
-    def _try(self, table: Table, text: str) -> int:
-        """Do what a text asks for; the exit code of the error that was said about it."""
+    def _try(self, act: Callable[[], None]) -> int:
+        """Do it; the exit code of the error that was said about it."""
         try:
-            self._do(table, text)
+            act()
         except MlxrunnerError as error:
             self.say(f"error: {error}{self._way_out(error) if isinstance(error, ContextLengthError) else ''}")
             return error.exit_code
@@ -112,19 +142,22 @@ class Chat:
     def _read(self, default: str = "", *, ahead: bool = True) -> str:
         """`ahead`: whether what comes next is what is sent, and may be evaluated."""
         work = Ahead(self._evaluate, types_ahead=lambda: self.type_ahead and not on_battery())
-        return self.reader.read(work if ahead else Draft.wait_until_over, default)
+        with held_log(self.interactive):
+            return self.reader.read(work if ahead else Draft.wait_until_over, default)
 
     def _evaluate(self, draft: str, cancelled: Callable[[], bool]) -> None:
-        text = "" if is_command(draft) else unquoted(draft)
+        text = "" if self._table.parses(draft) else unquoted(draft)
         self.conversation.evaluate(self.attachments.before(text), cancelled)
         if not text and not cancelled():
             self.conversation.drift()  # so that /stats has it at once
 
-    def _do(self, table: Table, text: str) -> None:
-        parsed = table.parse(text)
+    def _do(self, text: str) -> None:
+        parsed = self._table.parse(text)
         if parsed is not None:
             command, argument = parsed
             command.run(self, argument)
+            for act in self.after_command:
+                act(self)
         else:
             text = text if is_open(text) else unquoted(text)
             if text.strip():
@@ -137,23 +170,39 @@ class Chat:
         found = plan_model(name, **plan)
         if loading.get("reserve", True):
             must_fit(found)
-        # Two models at a time may be too much: the present one is given up first.
-        before, self.conversation.runner = self.conversation.runner, None  # type: ignore[assignment]
-        del before
+        # Two models at a time may be too much: the present one is given up first. An interrupt leaves it at that: see `_run`.
+        self._known_runner = self.conversation.runner = NoRunner()  # type: ignore[assignment]
         try:
-            self.conversation.runner = Runner.load(name, **loading)
-        except BaseException:
-            self.conversation.runner = Runner.load(self.model, **self.loading)
+            runner = Runner.load(name, **loading)
+        except Exception as error:
+            clear_frames(error.__traceback__)  # which hold what was loaded so far
+            self._try(self._complete_model)
             raise
-        else:
-            if name != self.model:
-                for history in (self.conversation.history, *(history for _, history in self.branches.others.values())):
-                    history.forget_tokens()
-            self.model, self.loading = name, loading
-        finally:
-            if self.conversation.runner is not None:
+        if name != self.model:
+            for history in (self.conversation.history, *(history for _, history in self.branches.others.values())):
+                history.forget_tokens()
+        self.model, self.loading, self.conversation.runner = name, loading, runner
+        self._complete_model()
+
+    def _complete_model(self) -> None:
+        """Bring what an interrupt or an error left of a change of models to its end: there is a model, and all who keep it know it."""
+        runner = self.conversation.runner
+        if isinstance(runner, NoRunner) and runner.why is None:
+            self.say(f"{self.model} is loaded again: it had been given up for the other model")
+            with uninterrupted():
+                self.conversation.runner = self._loaded_again()
+        if self.conversation.runner is not self._known_runner and not isinstance(self.conversation.runner, NoRunner):
+            with uninterrupted():
                 for act in self.after_load:
                     act(self)
+                self._known_runner = self.conversation.runner
+
+    def _loaded_again(self) -> Runner:
+        try:
+            return Runner.load(self.model, **self.loading)
+        except Exception as error:
+            self.conversation.runner = NoRunner(" ".join(str(error).split()))  # type: ignore[assignment]
+            raise
 
     def say(self, text: str) -> None:
         """Everything that is not an answer goes to stderr."""
@@ -183,10 +232,16 @@ class Chat:
     def answer(self, text: str, **options: Any) -> None:
         """Send `text` as it is and print what comes; `options` over the conversation's own."""
         turns = len(self.conversation.history.turns)
-        with interruptible() as interrupted, ExitStack() as ending:
+        with (
+            interruptible(self.interrupts.ignore) as interrupted, self.keyboard.answering(),
+            held_log(self.interactive), ExitStack() as ending,
+        ):  # fmt: skip
             bar = PrefillBar()
 
             def progress(done: int, total: int) -> None:
+                if self.keyboard.asks_to_stop:
+                    bar.pause()
+                    self.keyboard.stop()
                 bar(done, total)
                 if interrupted():
                     raise KeyboardInterrupt
@@ -200,6 +255,9 @@ class Chat:
             ending.callback(bar.close)
             with suppress(KeyboardInterrupt):
                 for chunk in chunks:
+                    if self.keyboard.asks_to_stop:
+                        view.pause()
+                        self.keyboard.stop()
                     view.write(chunk.text)
                     if interrupted():
                         break

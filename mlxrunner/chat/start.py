@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 from mlxrunner.chat import files, reports, settings, turns
 from mlxrunner.chat.commands import Command, Table
 from mlxrunner.chat.conversation import Conversation
+from mlxrunner.chat.keyboard import Keyboard, is_terminal
 from mlxrunner.chat.repl import Chat
 from mlxrunner.folders import data_folder
 
 
-def is_terminal() -> bool:
-    """Whether somebody is there to talk with."""
-    return sys.stdin.isatty() and sys.stdout.isatty()
-
-
 def open_chat(
-    conversation: Conversation, *more: Command, plain: bool = False, history: bool = True, **options: Any
+    conversation: Conversation,
+    *more: Command,
+    plain: bool = False,
+    history: bool = True,
+    keyboard: Keyboard | None = None,
+    **options: Any,
 ) -> tuple[Chat, Table]:
     """`more`: commands of other rooms; `plain`: no Markdown; `history`: keep what is typed for the next time. `options`: other fields of
     `Chat`."""
@@ -30,7 +30,8 @@ def open_chat(
         from mlxrunner.chat.editor import Editor
 
         words = {command.name: command.words for command in table}
-        chat.reader = Editor(table, lambda name: words[name](chat), _history_file() if history else None)
+        chat.keyboard = keyboard or Keyboard(terminal=True)
+        chat.reader = Editor(table, lambda name: words[name](chat), _history_file() if history else None, chat.keyboard)
     if chat.interactive and not plain and os.environ.get("TERM", "dumb") != "dumb":
         from rich.console import Console
 
@@ -48,7 +49,7 @@ def commands(*more: Command) -> Table:
             chat.say(line)
         chat.say('Alt-Enter, Ctrl-J or """ around it: a text of several lines. In """, a text is sent whatever it begins with.')
         chat.say('@PATH in a text, or @"PATH" where that has spaces: the file goes with it.')
-        chat.say("Ctrl-C stops an answer and keeps what was shown; while typing it clears the line.")
+        chat.say("Ctrl-C stops an answer and keeps what was shown; while typing it clears the line. Ctrl-Z suspends the chat.")
 
     def leave(chat: Chat, argument: str) -> None:
         raise EOFError

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from mlxrunner.chat.commands import Command
+from mlxrunner.chat.commands import Command, flagged
 from mlxrunner.chat.settings import parse_settings
 from mlxrunner.errors import OptionError
 
@@ -80,7 +80,10 @@ def _again(chat: Chat, turn: int, text: str, **options: Any) -> None:
 
 def branch(chat: Chat, argument: str) -> None:
     conversation, branches = chat.conversation, chat.branches
-    if argument:
+    drop, name = flagged(argument, "-d")
+    if drop:
+        chat.say(f"branch {name} is dropped, with {_turns(len(branches.drop(name).turns))}")
+    elif argument:
         branches.fork(argument, conversation.system, conversation.history)
         chat.say(f"on branch {argument}: {conversation.outlook()}")
     else:
@@ -120,7 +123,10 @@ COMMANDS = (
     Command("/undo", "[N]", "take the last turn back, or the last N", undo),
     Command("/edit", "[N]", "edit message N of /show (else your last one) and go on from there; answers, too", edit),
     Command("/retry", "[NAME=VALUE ...]", "answer the last message again, with other sampling", retry),
-    Command("/branch", "[NAME]", "go on under another name, leaving this branch as it is; without NAME: list them", branch),
+    Command(
+        "/branch", "[-d] [NAME]", "go on as branch NAME, leaving this one as it is; without NAME: list them; -d drops one",
+        branch, _names,
+    ),
     Command("/switch", "NAME", "go on with another branch", switch, _names),
     Command("/clear", "", "forget the conversation; the system prompt stays", clear),
-)
+)  # fmt: skip

@@ -54,32 +54,37 @@ def chat(
     In a terminal: line editing, /help for the commands, Ctrl-C stops an answer, Ctrl-D leaves. Otherwise each line of standard
     input is a turn, and stdout gets the answers.
     """
-    from mlxrunner.chat.conversation import Conversation
-    from mlxrunner.chat.start import is_terminal, open_chat
-    from mlxrunner.config import GenerateOptions
-    from mlxrunner.sessions.commands import Saving
-    from mlxrunner.sessions.settings import put_back
+    from mlxrunner.chat.keyboard import Keyboard, is_terminal
 
-    loading = take(options, LOADING)
-    saving = Saving(caches=not no_cache_file, kv_bits=session_kv_bits)
-    with recording(options, "chat") as profile, saving.opened(session) as resumed:
-        GenerateOptions.of(**options)  # complain before loading
-        if history == "template" and keep_thinking:
-            raise OptionError("--keep-thinking needs --history exact: with template, the template decides what stays")
-        conversation = Conversation(None, system, options, history, keep_thinking)  # type: ignore[arg-type]  # loaded below
-        if resumed is not None:
-            given = {name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
-            model = put_back(resumed, conversation, loading, model, given)
-        conversation.runner = load(model, loading, banner=is_terminal())
-        profile.attach(conversation.runner)
-        opened, table = open_chat(
-            conversation, *saving.commands, plain=plain, history=not no_history, model=model, loading=loading,
-            type_ahead=not no_type_ahead, after_load=[lambda chat: profile.attach(chat.runner)],
-        )  # fmt: skip
-        saving.begin(opened, resumed is not None)
-        try:
-            code = opened.run(table)
-        finally:
-            saving.end(opened)
-        if code:
-            sys.exit(code)
+    loading, keyboard = take(options, LOADING), Keyboard(is_terminal())
+    with keyboard:  # before what takes its time: all that is typed meanwhile is kept, as it was typed
+        from mlxrunner.chat.conversation import Conversation
+        from mlxrunner.chat.keys import uninterrupted
+        from mlxrunner.chat.start import open_chat
+        from mlxrunner.config import GenerateOptions
+        from mlxrunner.sessions.commands import Saving
+        from mlxrunner.sessions.settings import put_back
+
+        saving = Saving(caches=not no_cache_file, kv_bits=session_kv_bits)
+        with recording(options, "chat") as profile, saving.opened(session) as resumed:
+            GenerateOptions.of(**options)  # complain before loading
+            if history == "template" and keep_thinking:
+                raise OptionError("--keep-thinking needs --history exact: with template, the template decides what stays")
+            conversation = Conversation(None, system, options, history, keep_thinking)  # type: ignore[arg-type]  # loaded below
+            if resumed is not None:
+                given = {name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+                model = put_back(resumed, conversation, loading, model, given)
+            conversation.runner = load(model, loading, banner=is_terminal())
+            profile.attach(conversation.runner)
+            opened, table = open_chat(
+                conversation, *saving.commands, plain=plain, history=not no_history, model=model, loading=loading,
+                type_ahead=not no_type_ahead, keyboard=keyboard, after_load=[lambda chat: profile.attach(chat.runner)],
+            )  # fmt: skip
+            saving.begin(opened, resumed is not None)
+            try:
+                code = opened.run(table)
+            finally:
+                with uninterrupted():
+                    saving.end(opened)
+            if code:
+                sys.exit(code)

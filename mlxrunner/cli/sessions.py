@@ -12,6 +12,7 @@ from mlxrunner.cli.options import debug_option, json_option
 from mlxrunner.cli.program import visible_text
 
 if TYPE_CHECKING:
+    from mlxrunner.sessions.session import Session
     from mlxrunner.sessions.store import Sessions
 
 
@@ -34,7 +35,7 @@ def list_(as_json: bool) -> None:
     found: list[dict[str, Any]] = []
     for name in store.names():
         try:
-            found.append(_about(store, name))
+            found.append(_described(store, name, store.load(name)))
         except SessionError as error:
             click.echo(visible_text(f"mlxrunner: {error}"), err=True)
     if as_json:
@@ -46,25 +47,31 @@ def list_(as_json: bool) -> None:
         caches = size(one["cache_bytes"]) if one["cache_bytes"] else "none"
         turns = f"{one['turns']} turn{'' if one['turns'] == 1 else 's'}"
         line = f"{one['name']:{width}}  {turns:>9}  text {size(one['text_bytes']):>7}  caches {caches:>7}  {one['saved']}"
-        click.echo(visible_text(f"{line}  {one['model']}"))
+        others = f"  and {', '.join(one['branches'])}" if one["branches"] else ""
+        click.echo(visible_text(f"{line}  {' '.join(one['model'].split())}{others}"))
+
+
+branch_option = click.option("--branch", metavar="NAME", help="Another branch than the one that was talked on last.")
 
 
 @sessions.command()
 @click.argument("name")
+@branch_option
 @json_option
 @debug_option
-def show(name: str, as_json: bool) -> None:
+def show(name: str, branch: str | None, as_json: bool) -> None:
     """Show session NAME: what is known about it, and what was said."""
     from mlxrunner.sessions.store import Sessions
     from mlxrunner.terminal import size
 
     store = Sessions()
-    about, session = _about(store, name), store.load(name)
+    session = _on_branch(store, name, branch)
+    about = _described(store, name, session)
     if as_json:
         click.echo(json.dumps({**about, "system": session.system, "settings": session.settings, "messages": session.messages}))
         return
     rows = {
-        "model": session.model,
+        "model": " ".join(session.model.split()),
         "saved": about["saved"],
         "turns": f"{about['turns']}" + (f" on branch {session.branch}" if len(session.branches) > 1 else ""),
         "branches": ", ".join(sorted(session.branches)) if len(session.branches) > 1 else "",
@@ -101,9 +108,10 @@ def rm(names: tuple[str, ...]) -> None:
 @sessions.command()
 @click.argument("name")
 @click.argument("file", type=click.Path(dir_okay=False))
+@branch_option
 @click.option("--force", is_flag=True, help="Overwrite FILE.")
 @debug_option
-def export(name: str, file: str, force: bool) -> None:
+def export(name: str, file: str, branch: str | None, force: bool) -> None:
     """Write what was said in session NAME to FILE: JSON for FILE.json, else Markdown; - is standard output."""
     from pathlib import Path
 
@@ -112,7 +120,7 @@ def export(name: str, file: str, force: bool) -> None:
     from mlxrunner.sessions.store import Sessions
     from mlxrunner.writing import written
 
-    session = Sessions().load(name)
+    session = _on_branch(Sessions(), name, branch)
     text = as_json(session, session.model) if file.endswith(".json") else as_markdown(session)
     if file == "-":
         click.echo(visible_text(text), nl=False)
@@ -134,13 +142,24 @@ def _flat(settings: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             yield key, value
 
 
-def _about(store: Sessions, name: str) -> dict[str, Any]:
+def _on_branch(store: Sessions, name: str, branch: str | None) -> Session:
+    """The session, as if `branch` were the one that was talked on last. SessionError where it has none of that name."""
+    from mlxrunner.errors import SessionError
+
+    session = store.load(name)
+    if branch is not None and branch not in session.branches:
+        raise SessionError(f"the session {name!r} has no branch {branch!r}: there are {', '.join(sorted(session.branches))}")
+    session.branch = session.branch if branch is None else branch
+    return session
+
+
+def _described(store: Sessions, name: str, session: Session) -> dict[str, Any]:
     from datetime import datetime
 
-    session, (text_bytes, cache_bytes) = store.load(name), store.nbytes(name)
+    text_bytes, cache_bytes = store.nbytes(name)
     saved = datetime.fromtimestamp(session.saved_at).strftime("%Y-%m-%d %H:%M")
     turns, tokens = len(session.history.turns), len(session.history.spelling.tokens)
     return {
         "name": name, "model": session.model, "turns": turns, "tokens": tokens, "saved": saved,
-        "text_bytes": text_bytes, "cache_bytes": cache_bytes,
+        "text_bytes": text_bytes, "cache_bytes": cache_bytes, "branches": sorted({*session.branches} - {session.branch}),
     }  # fmt: skip

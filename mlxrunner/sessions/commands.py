@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from mlxrunner.chat.commands import Command
 from mlxrunner.chat.repl import Chat
@@ -18,10 +18,27 @@ from mlxrunner.sessions.store import Sessions
 
 @dataclass(frozen=True)
 class _Kept:
-    """A session as this chat has saved or loaded it last: its JSON, and when that was saved (0: not yet)."""
+    """A session as this chat has saved or loaded it last: its JSON, its branches, and when that was saved (0: not yet)."""
 
     content: str
+    branches: Mapping[str, Branch] = field(default_factory=dict)
     saved_at: float = 0.0
+
+    @classmethod
+    def of(cls, session: Session, saved_at: float) -> _Kept:
+        """`session` may be changed afterwards."""
+        branches = {name: Branch(branch.system, branch.history.copy()) for name, branch in session.branches.items()}
+        return cls(session.to_json(), branches, saved_at)
+
+    def dropped(self, chat: Chat, now: Session) -> list[tuple[str, Branch]]:
+        """The branches, with their names, whose turns no branch has `now`, but for those that the user has given up."""
+        others = [branch.history for branch in now.branches.values()]
+        others += [history for _, history in chat.branches.given_up]
+        return [
+            (name, branch)
+            for name, branch in self.branches.items()
+            if not any(branch.history.is_within(other) for other in others)
+        ]
 
 
 class Saving:
@@ -57,9 +74,11 @@ class Saving:
                 found = self.sessions.load(name) if self.sessions.exists(name) else None
             try:
                 yield found
-            finally:
-                if self._keeper is not None:
-                    self._keeper.wait()
+            except BaseException:
+                with suppress(SessionError):  # which would hide the other one
+                    self._wait()
+                raise
+            self._wait()
 
     def begin(self, chat: Chat, resumed: bool) -> None:
         """Put what was saved of the open session into the chat, and save it after each turn from here on."""
@@ -70,17 +89,51 @@ class Saving:
                 chat.say(self._resume(chat, self.name, settings=False))
             else:
                 chat.say(f"session {self.name}: a new one")
-                self._kept[self.name] = _Kept(self._session(chat).to_json())
+                self._kept[self.name] = _Kept.of(self._session(chat), 0.0)
         chat.after_turn.append(self._after_turn)
+        chat.after_command.append(self._after_command)
 
     def end(self, chat: Chat) -> None:
         """Save what has been changed since the last turn."""
-        if self.name is not None and self._session(chat).to_json() != self._kept[self.name].content:
-            self._store(chat, self.name)
+        if self.name is not None:
+            with self._said_what_is_safe(chat, self.name):
+                if self._session(chat).to_json() != self._kept[self.name].content:
+                    self._store(chat, self.name)
+                self._wait()
+
+    def _wait(self) -> None:
+        """Until all caches are written."""
+        if self._keeper is not None:
+            self._keeper.wait()
 
     def _after_turn(self, chat: Chat) -> None:
         if self.name is not None:
-            self._store(chat, self.name)
+            with self._said_what_is_safe(chat, self.name):
+                self._store(chat, self.name)
+
+    @contextmanager
+    def _said_what_is_safe(self, chat: Chat, name: str) -> Iterator[None]:
+        """Say with an error which turns are on the disk all the same."""
+        try:
+            yield
+        except SessionError as error:
+            history = chat.conversation.history
+            kept = self._kept.get(name, _Kept(""))
+            safe, said = max((history.shared(one.history) for one in kept.branches.values()), default=0), len(history.turns)
+            which = "all of" if safe == said else f"the first {safe} of" if safe else "none of"
+            raise SessionError(f"{error}; on the disk: {which} {_count(said)}") from error
+
+    def _after_command(self, chat: Chat) -> None:
+        if self.name is not None:
+            self._keep_dropped(chat, self.name)
+
+    def _keep_dropped(self, chat: Chat, name: str) -> None:
+        """Keep as branches, and say so, what the next save of session `name` would drop of its turns."""
+        kept = self._kept.get(name)
+        for branch, dropped in kept.dropped(chat, self._session(chat)) if kept else ():
+            place = chat.branches.keep(branch, dropped.system, dropped.history.copy())
+            turns = _count(len(dropped.history.turns))
+            chat.say(f"what was saved is kept as branch {place} ({turns}): /switch {place} goes back to it")
 
     def _save(self, chat: Chat, argument: str) -> None:
         force, name = _forced(argument, self.name)
@@ -88,8 +141,9 @@ class Saving:
             if not force and self.sessions.exists(name) and self._is_another(name):
                 found = f"session {name} was changed elsewhere" if name in self._kept else f"there is a session {name} already"
                 raise OptionError(f"{found}: /save -f {name} overwrites it")
-            self._store(chat, name)
-        self._keeping.wait()
+            with self._said_what_is_safe(chat, name):
+                self._store(chat, name, force=force)
+                self._keeping.wait()
         tokens = f", {len(chat.runner.entry.tokens)} tokens" if self._caches else ""
         chat.say(f"saved as {name}: {_turns(chat)}{tokens}")
 
@@ -126,17 +180,20 @@ class Saving:
         chat.branches.current = session.branch
         others = {branch: (one.system, one.history) for branch, one in session.branches.items() if branch != session.branch}
         chat.branches.others = others
-        self._kept[name] = _Kept(self._session(chat).to_json(), session.saved_at)
+        self._kept[name] = _Kept.of(self._session(chat), session.saved_at)
         return f"session {name}: {_turns(chat)}, {caches}"
 
-    def _store(self, chat: Chat, name: str) -> None:
+    def _store(self, chat: Chat, name: str, *, force: bool = False) -> None:
+        """Save the chat; `force`: whatever was saved under that name before."""
+        if not force:
+            self._keep_dropped(chat, name)
         session = self._session(chat)
-        content = session.to_json()
+        kept = _Kept.of(session, 0.0)
         try:
             self._keeping.save(name, session)
         finally:
             if session.saved_at:  # the text is on the disk, whatever became of the caches
-                self._kept[name] = _Kept(content, session.saved_at)
+                self._kept[name] = replace(kept, saved_at=session.saved_at)
 
     def _is_unsaved(self, chat: Chat) -> bool:
         """Whether something was said that no session has as it is now."""
@@ -185,5 +242,8 @@ def _forced(argument: str, default: str | None) -> tuple[bool, str]:
 
 
 def _turns(chat: Chat) -> str:
-    count = len(chat.conversation.history.turns)
-    return f"{count} turn{'' if count == 1 else 's'}"
+    return _count(len(chat.conversation.history.turns))
+
+
+def _count(turns: int) -> str:
+    return f"{turns} turn{'' if turns == 1 else 's'}"

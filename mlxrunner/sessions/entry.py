@@ -172,6 +172,17 @@ class _Quantized:
         return mx.dequantize(packed, scales, biases, group_size=self.group, bits=self.bits)
 
 
+def _quantized(parts: Sequence[_Stored], bits: int, group: int) -> _Quantized:
+    """ValueError where the parts don't belong together."""
+    found = _Quantized(parts, bits, group)
+    *rows, columns = found.shape
+    like = [("uint32", parts[0].shape), *[(found.dtype, (*rows, columns // group))] * 2]
+    if [(part.dtype, part.shape) for part in parts] != like or columns % group:
+        shapes = ", ".join(f"{part.dtype} {list(part.shape)}"[:50] for part in parts)
+        raise ValueError(f"arrays stored in {bits} bits are {shapes}")
+    return found
+
+
 def _mismatch(layer: Saved, like: Saved, tokens: int) -> str | None:
     try:
         return mismatch(layer, like, tokens)
@@ -195,7 +206,7 @@ def _layer(file: TensorFile, name: str, found: Mapping[str, Any]) -> Saved:
         bits, group = how
         if bits not in (4, 8) or group not in (32, 64):
             raise ValueError(f"{name}.{key} is stored in {bits!r:.20} bits, in groups of {group!r:.20}")
-        arrays[key] = _Quantized([_Stored(file.arrays[f"{name}.{key}.{part}"]) for part in PACKED], bits, group)
+        arrays[key] = _quantized([_Stored(file.arrays[f"{name}.{key}.{part}"]) for part in PACKED], bits, group)
     parts = [_layer(file, f"{name}.{index}", part) for index, part in enumerate(found["parts"])]
     return Saved(found["kind"], arrays, dict(found["numbers"]), parts)
 

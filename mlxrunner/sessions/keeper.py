@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
 
-from mlxrunner.errors import SessionError
+from mlxrunner.errors import ModelError, SessionError
 from mlxrunner.models.fingerprint import PARTS, SPELLING, differences, fingerprint, with_format
 from mlxrunner.runner import Runner
 from mlxrunner.sessions.entry import Packed, StoredEntry, pack
@@ -46,7 +47,7 @@ class Keeper:
     def runner(self) -> Runner:
         runner = self._runner()
         if runner is None:
-            raise RuntimeError("the runner of this keeper is gone")
+            raise ModelError("no model is loaded: /model NAME loads one")
         return runner
 
     def load(self, name: str) -> tuple[Session, str]:
@@ -82,10 +83,15 @@ class Keeper:
     def save(self, name: str, session: Session) -> None:
         """The text is on the disk when this returns; the caches, as far as they are of its tokens, are copied and written in a thread.
 
-        SessionError also for the last ones.
+        Where the disk is full, the caches give way to the text. SessionError also for the last ones.
         """
         session.fingerprint = dict(self._fingerprint)
-        self.sessions.save(name, session)
+        try:
+            self.sessions.save(name, session)
+        except SessionError as error:
+            if not _is_full(error):
+                raise
+            self._save_in_their_place(name, session)
         tokens = session.history.spelling.tokens
         if not self._caches:
             self.sessions.drop_cache(name)
@@ -94,6 +100,18 @@ class Keeper:
         else:
             self._write(name, tokens)
         self._raise()
+
+    def _save_in_their_place(self, name: str, session: Session) -> None:
+        """Save the text on a disk that is full: once the caches are not being written any more, or else instead of them."""
+        if (writer := self._started()) is not None:
+            writer.join()
+        try:
+            self.sessions.save(name, session)
+        except SessionError as error:
+            if not _is_full(error) or not self.sessions.nbytes(name)[1]:
+                raise
+            self.sessions.drop_cache(name)
+            self.sessions.save(name, session)
 
     def wait(self) -> None:
         """Until the caches are on the disk as they were when `save` was last called. SessionError if they could not be written."""
@@ -138,3 +156,7 @@ class Keeper:
         failed, self._failed = self._failed, None
         if failed is not None:
             raise SessionError(failed)
+
+
+def _is_full(error: SessionError) -> bool:
+    return isinstance(error.__cause__, OSError) and error.__cause__.errno in (errno.ENOSPC, errno.EDQUOT)

@@ -15,6 +15,8 @@ from mlxrunner.tokenizer.base import Message, Tokenizer
 
 SCHEMA = 1
 MOST_TOKENS = 2**31 - 1
+LATEST = 4e9
+"""The end of what a session can say about when it was saved, in seconds since 1970: in 2096."""
 HALF = "\ufffd"
 """What bytes are decoded to that are no character."""
 
@@ -80,14 +82,14 @@ class Session:
         schema = read.take("schema", int)
         if schema != SCHEMA:
             raise SessionError(f"was written in format {schema}, and this version reads format {SCHEMA}")
-        branches = {name: _branch(value) for name, value in read.take("branches", dict).items()}
+        branches = {_one_word(name): _branch(value) for name, value in read.take("branches", dict).items()}
         session = cls(
             model=read.take("model", str),
             branches=branches,
             branch=read.take("branch", str),
             settings=read.take("settings", dict),
             fingerprint={str(name): str(value) for name, value in read.take("fingerprint", dict).items()},
-            saved_at=min(max(float(read.take("saved_at", float, int)), 0.0), 1e11),
+            saved_at=float(min(max(read.take("saved_at", float, int), 0), LATEST)),
         )
         if session.branch not in branches:
             raise SessionError(f"has no branch {session.branch[:50]!r}, which it says is the present one")
@@ -111,6 +113,12 @@ class _Reader:
         if not any(value is None if one is None else type(value) is one for one in types):
             raise SessionError(f"is damaged: {name!r} of {self._what} is {repr(value)[:50]}")
         return value
+
+
+def _one_word(name: str) -> str:
+    if name.split() != [name]:
+        raise SessionError(f"is damaged: {name[:50]!r} is no name for a branch")
+    return name
 
 
 def _branch(value: Any) -> Branch:

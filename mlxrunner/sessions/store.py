@@ -72,13 +72,18 @@ class Sessions:
         """The text. Afterwards it is on the disk, and `session.saved_at` says so; after an error, what was there before is still there."""
         now = time.time()
         text = replace(session, saved_at=now).to_json().encode()
+        if len(text) > MOST_TEXT:
+            raise SessionError(
+                f"the session {name!r} could not be saved: {len(text)} of at most {MOST_TEXT} bytes: "
+                "/branch -d drops a branch, /export writes the text elsewhere"
+            )
         with self.lock(name) as folder, _said(f"the session {name!r} could not be saved"):
             folder.write(TEXT, lambda fd: write_all(fd, text))
         session.saved_at = now
 
     def save_cache(self, name: str, arrays: Mapping[str, Buffer], metadata: Mapping[str, str]) -> None:
         """The caches, of a session whose text is there. As `save`."""
-        with self.lock(name) as folder, _said(f"the caches of the session {name!r} could not be saved (its text was)"):
+        with self.lock(name) as folder, _said(f"the caches of the session {name!r} could not be saved"):
             folder.write(CACHE, lambda fd: write(fd, arrays, metadata))
 
     def load_cache(self, name: str) -> TensorFile | None:

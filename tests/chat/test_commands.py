@@ -9,7 +9,6 @@ import stat
 import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import pytest
 from mlxrunner import Runner
 from mlxrunner.chat import clipboard
 from mlxrunner.chat.ahead import Draft
-from mlxrunner.chat.commands import is_command
+from mlxrunner.chat.commands import is_open
 from mlxrunner.chat.conversation import Conversation
 from mlxrunner.chat.repl import Chat
 from mlxrunner.chat.reports import explanation, saved_seconds
@@ -126,11 +125,14 @@ def test_what_cannot_be_done_is_one_line(do: Do, line: str, said: str) -> None:
     assert lines[1].startswith(said)
 
 
-@pytest.mark.parametrize("text", ["/usr/bin", "/* a comment */", "/", "//", "/etc/hosts is a file", "1/2", '"""/clear"""', ""])
+@pytest.mark.parametrize(
+    "text",
+    ["/usr/bin", "/* a comment */", "/", "//", "/etc/hosts is a file", "1/2", '"""/clear"""', "", "/etc\npasswd", " /a\n/b"],
+)
 def test_what_is_no_command_is_a_text(text: str) -> None:
     """A slash and letters, digits, - and _ are one; a path, or what is quoted, is not."""
     assert TABLE.parse(text) is None
-    assert not is_command(text)
+    assert not commands().parses(text)
 
 
 def test_a_command_is_read_at_once_whatever_it_takes() -> None:
@@ -145,6 +147,24 @@ def test_what_a_command_takes_may_be_of_many_lines(chat: Chat, do: Do, space: st
     """As it is pasted."""
     do(f"/system{space}You are nice.\nAnd brief. ")
     assert chat.conversation.system == "You are nice.\nAnd brief."
+
+
+@pytest.mark.parametrize(
+    ("text", "argument"),
+    [
+        ('/system """You are nice.\nAnd brief."""', "You are nice.\nAnd brief."),
+        ('/system\n"""\n/show\n"""', "/show"),
+        ('/system """open', '"""open'),
+        ('/system say """x"""', 'say """x"""'),
+    ],
+    ids=["lines", "own lines", "open", "within"],
+)
+def test_what_a_command_takes_may_be_quoted(text: str, argument: str) -> None:
+    """As a text may; it is open until the quotes are closed."""
+    parsed = TABLE.parse(text)
+    assert parsed is not None
+    assert parsed[1] == argument
+    assert is_open(text) == (argument == '"""open')
 
 
 def test_settings_hold_for_the_answers_that_follow(chat: Chat, do: Do) -> None:
@@ -341,15 +361,10 @@ def test_a_terminal_can_be_the_clipboard(monkeypatch: pytest.MonkeyPatch, capsys
     assert base64.b64decode(code[1]).decode() == "How é?"
 
 
-def interactive(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
-    chat.interactive = True
-    monkeypatch.setattr("mlxrunner.chat.repl.unseen_typing", nullcontext)
-
-
 @pytest.mark.parametrize("text", ["My name is Ana. ", '"""/clear"""', '"""x""" is a docstring', "two\nlines\n"])
 def test_an_edit_that_changes_nothing_drops_nothing(chat: Chat, do: Do, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     """Whatever white space or quotes the text begins or ends with."""
-    interactive(chat, monkeypatch)
+    chat.interactive = True
     do(text, "I have a dog.")
     before = list(chat.conversation.history.turns)
 
@@ -364,7 +379,7 @@ def test_an_edit_that_changes_nothing_drops_nothing(chat: Chat, do: Do, monkeypa
 
 def test_files_go_into_a_message_that_is_edited(chat: Chat, do: Do, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that wait and those that it names; once, however often it is edited, and none that a file of it names."""
-    interactive(chat, monkeypatch)
+    chat.interactive = True
     monkeypatch.chdir(tmp_path)
     (tmp_path / "note.txt").write_text("My name is Ana.\n@other.py and @no/such.txt")
     (tmp_path / "other.py").write_text("x = 1")
@@ -385,7 +400,7 @@ def test_an_edit_or_retry_that_is_interrupted_brings_the_turn_back(chat: Chat, d
     before = list(chat.conversation.history.turns)
     lines = do("/retry max_tokens=0")
     assert lines[-1].startswith("error: max_tokens: 0 is out of range")
-    interactive(chat, monkeypatch)
+    chat.interactive = True
     for text in ("word " * 3000, ""):
         do("/edit 1", text)
         assert chat.conversation.history.turns == before

@@ -79,6 +79,33 @@ def test_an_error_in_a_pipe_is_a_line_and_an_exit_code() -> None:
     assert result.stdout == "Hello! How can I help you?\n"
 
 
+def test_quotes_in_a_pipe_are_one_text() -> None:
+    """Of as many lines as are between them, for a message as for /system; without their end, what there is."""
+    lines = [
+        '/system """The user has a dog.',
+        'The user\'s name is Ana."""',
+        '"""What is',
+        "my name?",
+        '"""',
+        "/show",
+        '"""Hello',
+        "you",
+    ]
+    result = piped("\n".join(lines))
+    assert result.stdout.splitlines()[0] == "Your name is Ana."
+    assert len(result.stdout.splitlines()) == 2
+    assert "system prompt: The user has a dog.\nThe user's name is Ana.\n" in result.stderr
+    assert "   1 user      What is my name?\n" in result.stderr
+    assert result.stderr.count("user   ") == 1
+
+
+def test_lines_that_begin_with_a_path_are_a_text() -> None:
+    """Between quotes in a pipe as in a terminal; a single word that is no command is still refused."""
+    result = piped('"""\n/etc\nMy name is Ana.\n"""\nWhat is my name?\n/xyzzy\n')
+    assert result.stdout.splitlines()[1] == "Your name is Ana."
+    assert result.stderr == "error: no such command: /xyzzy (/help lists them)\n"
+
+
 def test_ctrl_c_in_a_pipe_ends_with_130() -> None:
     """As `generate` does, and as every program does."""
     # Where the tests run in the background of a shell, Ctrl-C is ignored, and that is inherited.

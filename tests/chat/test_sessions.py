@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -223,12 +224,77 @@ def test_branches_come_back(chat: Chat) -> None:
 
 
 def test_what_was_taken_back_is_saved_when_one_leaves(chat: Chat, data: Path) -> None:
-    """Not only what ends with an answer; nothing of it is left in the file."""
-    chat(["My name is Ana.", "My name is Zorblin.", "/undo"], "--session", "zor")
+    """Not only what ends with an answer; once its branch is dropped, nothing of it is left in the file."""
+    chat(["My name is Ana.", "My name is Zorblin.", "/undo", "/branch -d main~1"], "--session", "zor")
     assert "Zorblin" not in (data / "sessions" / "zor" / TEXT).read_text()
     again = chat(["What is my name?"], "--session", "zor")
     assert again.stderr.startswith("session zor: 1 turn, ")
     assert again.stdout == "Your name is Ana.\n"
+
+
+WIPES = {
+    "undo": ["/undo 99"],
+    "clear": ["/clear"],
+    "system": ["/system Be brief."],
+    "undo twice": ["/undo", "/undo"],
+    "clear and go on": ["/clear", "My name is Quib."],
+    "undo and go on": ["/undo", "My name is Quib."],
+    "undo on a branch": ["/branch other", "/undo 99", "/switch main", "/undo 99"],
+    "two ways on": ["/undo", "My name is Quib.", "/undo 99", "I have a dog."],
+}
+
+
+@pytest.mark.parametrize("wipes", WIPES.values(), ids=WIPES)
+def test_no_command_wipes_what_was_saved(chat: Chat, data: Path, wipes: list[str]) -> None:
+    """It is kept as a branch, which the chat and `sessions` name, and /switch goes back to; a question that is asked there is answered."""
+    chat(["My name is Ana.", "I have a parrot."], "--session", "zor")
+    before = [(turn["user"], turn["answer"]) for turn in content(data, "zor")["branches"]["main"]["history"]["turns"]]
+    wiped = chat([*wipes, "/bye"], "--session", "zor")
+    line = "what was saved is kept as branch main~1 (2 turns): /switch main~1 goes back to it"
+    assert wiped.stderr.count(line) == 1
+    kept = content(data, "zor")["branches"]["main~1"]["history"]["turns"]
+    assert [(turn["user"], turn["answer"]) for turn in kept] == before
+    run = CliRunner().invoke
+    assert "main~1" in run(cli.main, ["sessions", "list"]).stdout
+    assert "user: I have a parrot." in run(cli.main, ["sessions", "show", "zor", "--branch", "main~1"]).stdout
+    assert "I have a parrot." in run(cli.main, ["sessions", "export", "zor", "-", "--branch", "main~1"]).stdout
+    wrong = run(cli.main, ["sessions", "show", "zor", "--branch", "x"])
+    assert wrong.stderr.startswith("mlxrunner: the session 'zor' has no branch 'x': there are main")
+    back = chat(["/switch main~1", "What is my name?"], "--session", "zor")
+    assert "on branch main~1, 2 turns" in back.stderr
+    assert back.stdout == "Your name is Ana.\n"
+
+
+def test_an_answer_that_is_changed_or_tried_again_is_kept(chat: Chat, data: Path) -> None:
+    """Where another one takes its place; not where the same one comes again."""
+    chat(["My name is Ana."], "--session", "zor")
+    same = chat(["/retry temperature=0"], "--session", "zor")
+    assert "kept as" not in same.stderr
+    other = chat(["/retry temperature=3 seed=5 max_tokens=8", "/retry temperature=3 seed=6 max_tokens=8"], "--session", "zor")
+    assert other.stderr.count("what was saved is kept as branch main~") == 2
+    answers = {branch["history"]["turns"][0]["answer"] for branch in content(data, "zor")["branches"].values()}
+    assert len(answers) == 3
+    assert "Nice to meet you." in answers
+
+
+def test_an_explicit_flag_overwrites(chat: Chat, data: Path) -> None:
+    """/save -f keeps nothing of what was there; /save under the name that this chat has saved to keeps it."""
+    result = chat(["My name is Ana.", "/save zor", "/clear", "My name is Quib.", "/save zor"])
+    assert result.stderr.count("kept as branch main~1 (1 turn)") == 1
+    assert list(content(data, "zor")["branches"]) == ["main~1", "main"]
+    chat(["My name is Bo.", "/save -f zor"])
+    assert list(content(data, "zor")["branches"]) == ["main"]
+    assert "Ana" not in (data / "sessions" / "zor" / TEXT).read_text()
+
+
+def test_the_branch_that_is_talked_on_can_not_be_dropped(chat: Chat) -> None:
+    """Nor one that is not there."""
+    result = chat(["/branch -d main", "/branch -d other", "/branch other", "/branch -d main"])
+    assert result.stderr.splitlines()[:2] == [
+        "error: branch main is the one that is talked on: /switch to another one first",
+        "error: there is no branch 'other': there are main",
+    ]
+    assert result.stderr.splitlines()[3] == "branch main is dropped, with 0 turns"
 
 
 def test_a_session_without_a_turn_leaves_nothing(chat: Chat, data: Path) -> None:
@@ -325,9 +391,68 @@ def test_a_full_disk_is_said_and_the_chat_goes_on(chat: Chat, data: Path, monkey
     monkeypatch.setattr("mlxrunner.sessions.store.write_all", full)
     result = chat(["My name is Zorblin.", "What is my name?"], "--session", "zor")
     assert result.stdout == "Nice to meet you, Zorblin.\nYour name is Zorblin.\n"
-    assert result.stderr.count("error: the session 'zor' could not be saved: No space left on device\n") == 2
+    full = "error: the session 'zor' could not be saved: No space left on device; "
+    assert f"{full}on the disk: none of 1 turn\n" in result.stderr
+    assert f"{full}on the disk: none of 2 turns\n" in result.stderr
     assert result.exit_code == 1
     assert Sessions().names() == []
+
+
+class Disk:
+    """A disk of `size` bytes, as far as sessions write to it."""
+
+    def __init__(self, folder: Path, size: int) -> None:
+        self._folder, self._size = folder, size
+
+    def write_all(self, fd: int, data: bytes | memoryview) -> None:
+        used = sum(file.stat().st_size for file in self._folder.rglob("*") if file.is_file())
+        os.write(fd, data[: max(self._size - used, 0)])
+        if used + len(data) > self._size:
+            raise OSError(28, "No space left on device")
+
+
+@pytest.fixture
+def disk(data: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """`disk(SIZE)`: so many bytes from now on."""
+
+    def limit(size: int) -> None:
+        for module in ("store", "tensors"):
+            monkeypatch.setattr(f"mlxrunner.sessions.{module}.write_all", Disk(data, size).write_all)
+
+    return limit
+
+
+SAFE = re.compile(
+    r"(?:error|mlxrunner): the (caches of the )?session 'zor' could not be saved: No space left on device; on the disk: (.*)"
+)
+
+
+@pytest.mark.parametrize("size", [500, 1500, 3000, 9000, 300_000, 500_000, 700_000])
+def test_a_full_disk_says_which_turns_are_safe(chat: Chat, data: Path, disk: Callable[[int], None], size: int) -> None:
+    """And they are; the text goes before the caches, of which there need not be any."""
+    disk(size)
+    result = chat([f"My name is Zorblin {number}." for number in range(7)], "--session", "zor")
+    said = [found for line in result.stderr.splitlines() if (found := SAFE.match(line))]
+    kept = content(data, "zor")["branches"]["main"]["history"]["turns"] if "zor" in Sessions().names() else []
+    assert said
+    which = {0: "none of 7 turns", 7: "all of 7 turns"}.get(len(kept), f"the first {len(kept)} of 7 turns")
+    assert said[-1][2] == which
+    assert (len(kept) == 7) == (size >= 9000)
+    assert "its text was" not in result.stderr
+    assert not kept or len(Sessions().load("zor").history.turns) == len(kept)
+
+
+def test_caches_give_way_to_the_text(chat: Chat, data: Path, disk: Callable[[int], None]) -> None:
+    """Those that lie on a disk which is full by now."""
+    chat(["My name is Zorblin."], "--session", "zor")
+    disk(sum(file.stat().st_size for file in (data / "sessions" / "zor").iterdir()) + 100)
+    result = chat(["What is my name?"], "--session", "zor")
+    assert result.stdout == "Your name is Zorblin.\n"
+    assert (
+        "the caches of the session 'zor' could not be saved: No space left on device; on the disk: all of 2 turns"
+        in result.stderr
+    )
+    assert len(content(data, "zor")["branches"]["main"]["history"]["turns"]) == 2
 
 
 @pytest.mark.parametrize("end", ["SIGHUP", "SIGTERM", "closed"])

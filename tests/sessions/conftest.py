@@ -21,9 +21,11 @@ def store(tmp_path: Path) -> Sessions:
 
 @pytest.fixture
 def keeper(store: Sessions) -> Callable[..., Keeper]:
-    """Of a runner, with a fingerprint of which parts can be given."""
+    """Of a runner, which lives as long as the test unless `holds` is false, with a fingerprint of which parts can be given."""
+    runners: list[Runner] = []
 
-    def make(runner: Runner, **options: object) -> Keeper:
+    def make(runner: Runner, *, holds: bool = True, **options: object) -> Keeper:
+        runners.extend([runner] * holds)
         parts = {name: str(options.pop(name, value)) for name, value in MODEL.items()}
         return Keeper(runner, parts, store, **options)  # type: ignore[arg-type]
 

@@ -109,7 +109,7 @@ def test_a_load_that_fails_leaves_both_sessions_as_they_were(
     with monkeypatch.context() as patch:
         patch.setattr(sessions, "save_cache", failing)
         patch.setattr(sessions, "load", lambda name: (loading.set(), load(name))[1])
-        assert one(ZORBLIN, "/load other")[-1] == "error: no room"
+        assert one(ZORBLIN, "/load other")[-1] == "error: no room; on the disk: all of 1 turn"
     assert one(WHO) == ["Your name is Zorblin."]
     assert (users(store, "other"), users(store, "one")) == ([ANA], [ZORBLIN, WHO])
     with store.lock("other"):

@@ -665,7 +665,7 @@ def test_a_runner_that_is_gone_is_let_go(keeper: Make, store: Sessions, monkeypa
     may_write = threading.Event()
     original = store.save_cache
     monkeypatch.setattr(store, "save_cache", lambda *arguments: (may_write.wait(30), original(*arguments)))
-    kept = keeper(runner)
+    kept = keeper(runner, holds=False)
     kept.save("one", session(runner))
     kept.save("one", session(runner))
     gone = weakref.ref(runner)

@@ -1,0 +1,183 @@
+"""Session folders that somebody damaged, or made to do harm: each command ends in one line or in what is asked for."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from mlxrunner import cli
+from mlxrunner.sessions.store import CACHE, TEXT
+
+Change = Callable[[random.Random, Path], None]
+DEEP = "[" * 5000 + "]" * 5000
+VALUES = [
+    "null", "true", "-1", "1.5", "1" * 401, "1" * 5000, "-" + "9" * 400, "1e999", "NaN", "-Infinity", "9223372036854775808", '""',
+    '"a\\u0000b"', '"\\ud800"', '"\\u202e\\u001b[31m"', '"a\\nb"', json.dumps("x" * 100_000), "[]", "{}", "[null]", "[[1]]", DEEP,
+    '{"\\ud800": {"": []}}', '"../.."', '"/dev/zero"', "[0, 1, 2, 3, 4, 5]",
+]  # fmt: skip
+
+
+class Raw(str):
+    """JSON as it stands."""
+
+
+def encoded(value: Any) -> str:
+    if isinstance(value, Raw):
+        return value
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{json.dumps(name)}:{encoded(one)}" for name, one in value.items()) + "}"
+    return "[" + ",".join(map(encoded, value)) + "]" if isinstance(value, list) else json.dumps(value)
+
+
+def places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Every container in it, with each of its keys; of long lists the first three."""
+    keys = list(value) if isinstance(value, dict) else list(range(min(len(value), 3))) if isinstance(value, list) else []
+    for key in keys:
+        yield value, key
+        yield from places(value[key])
+
+
+def changed(rng: random.Random, value: Any) -> Any:
+    """With another value somewhere, or without one, or with one twice."""
+    container, key = rng.choice(list(places(value)))
+    how = rng.random()
+    if how < 0.7:
+        container[key] = Raw(rng.choice(VALUES))
+    elif how < 0.85:
+        del container[key]
+    else:
+        container[key] = [container[key], container[key]]
+    return value
+
+
+def change_text(rng: random.Random, folder: Path) -> None:
+    file = folder / TEXT
+    file.write_text(encoded(changed(rng, json.loads(file.read_text()))))
+
+
+def change_bytes(rng: random.Random, folder: Path) -> None:
+    file = folder / rng.choice([TEXT, CACHE])
+    found = bytearray(file.read_bytes())
+    place = rng.randrange(min(len(found), 4000))
+    if rng.random() < 0.5:
+        del found[place : place + rng.choice([1, 8, len(found)])]
+    else:
+        found[place] = rng.randrange(256)
+    file.write_bytes(found)
+
+
+def change_header(rng: random.Random, folder: Path) -> None:
+    file = folder / CACHE
+    found = file.read_bytes()
+    size = struct.unpack("<Q", found[:8])[0]
+    header = json.loads(found[8 : 8 + size])
+    inner = rng.choice(["entry", "fingerprint", "crc32"])
+    if rng.random() < 0.5:
+        header["__metadata__"][inner] = encoded(changed(rng, json.loads(header["__metadata__"][inner])))
+    else:
+        header = changed(rng, header)
+    text = encoded(header).encode()
+    file.write_bytes(struct.pack("<Q", len(text) + rng.choice([0, 0, 0, -1, 2**40])) + text + found[8 + size :])
+
+
+def change_size(rng: random.Random, folder: Path) -> None:
+    """Sparse: no disk is needed for it."""
+    os.truncate(folder / rng.choice([TEXT, CACHE]), rng.choice([0, 7, 8, 2**33, 2**40]))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A session with two branches and a system prompt, its arrays as they are, and one with them in 8 bits."""
+    data = tmp_path_factory.mktemp("made")
+    for name, options in (("a", []), ("b", ["--session-kv-bits", "8"])):
+        run(
+            data,
+            ["chat", "--no-reserve", "--session", name, *options],
+            "My name is Ana.\n/branch x\n/undo\n/system Hi.\nHello!\n",
+        )
+    return data
+
+
+def run(data: Path, arguments: list[str], lines: str = "") -> str:
+    """What a command says about it, which is never an internal error."""
+    result = CliRunner().invoke(cli.main, arguments, input=lines, env={"MLXRUNNER_DATA": str(data), "HF_HUB_OFFLINE": "1"})
+    said = result.stderr
+    assert result.exception is None or isinstance(result.exception, SystemExit), (arguments, result.exception)
+    assert "internal error" not in said, (arguments, said)
+    assert "Traceback" not in said, (arguments, said)
+    assert max(map(len, said.splitlines()), default=0) < 1000, (arguments, said[:200])
+    return said
+
+
+@pytest.mark.parametrize("change", [change_text, change_bytes, change_header, change_size], ids=lambda one: one.__name__)
+def test_no_session_ends_a_command_in_an_internal_error(made: Path, tmp_path: Path, change: Change) -> None:
+    """List, show, export, resume, load, and remove: of a sample."""
+    rng = random.Random(change.__name__)
+    for number in range(30):
+        data = tmp_path / str(number)
+        shutil.copytree(made, data)
+        name = rng.choice("ab")
+        change(rng, data / "sessions" / name)
+        run(data, ["sessions", "list"])
+        run(data, ["sessions", "show", name, *["--json"] * (number % 2)])
+        run(data, ["sessions", "export", name, str(tmp_path / "said.json"), "--force"])
+        if change is not change_text:
+            run(data, ["cache", "export", name, str(tmp_path / "cache.safetensors"), "--force"])
+        if number % 6 == 0:
+            run(data, ["chat", "--no-reserve", "--session", name], "Hello!\n/show\n/undo\n")
+            run(data, ["chat", "--no-reserve"], f"/load {name}\nHello!\n/branch\n")
+        run(data, ["sessions", "rm", name])
+        shutil.rmtree(data)
+
+
+def test_a_session_from_the_end_of_time_is_listed(made: Path, tmp_path: Path) -> None:
+    """Whatever it says about when it was saved, and whatever lies beside it."""
+    shutil.copytree(made, tmp_path / "data")
+    for saved_at in ("1" + "0" * 400, "-" + "1" * 400, "1e308", "1e999", "-1"):
+        file = tmp_path / "data" / "sessions" / "a" / TEXT
+        found = json.loads(file.read_text())
+        file.write_text(encoded(found | {"saved_at": Raw(saved_at)}))
+        assert run(tmp_path / "data", ["sessions", "list"]) == ""
+        assert run(tmp_path / "data", ["sessions", "show", "a"]) == ""
+
+
+def test_names_that_are_none_are_one_line(made: Path, tmp_path: Path) -> None:
+    """With a NUL, of half characters, of devices; for every command that takes a name."""
+    shutil.copytree(made, tmp_path / "data")
+    os.mkfifo(tmp_path / "fifo")
+    commands = [
+        "/save",
+        "/save -f",
+        "/load",
+        "/load -f",
+        "/file",
+        "/export",
+        "/export -f",
+        "/branch",
+        "/branch -d",
+        "/switch",
+        "/model",
+    ]
+    names = ["a\0b", "\0", "..", "../a", "a/b", ".", "x" * 300, str(tmp_path / "fifo"), "١\0"]
+    said = run(tmp_path / "data", ["chat", "--no-reserve"], "".join(f"{one} {name}\n" for one in commands for name in names))
+    assert len(said.splitlines()) == len(commands) * len(names)
+
+
+@pytest.mark.parametrize(
+    "tokens", ["@/dev/zero", "@fifo", "@nowhere", "@a\ud800", "[1e999]", "[" * 9999, "[99999999999999999999]", "x"]
+)
+def test_token_ids_that_are_none_are_one_line(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens: str) -> None:
+    """From a file, too, which is read if it is one."""
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("fifo")
+    run(made, ["cache", "export", "a", "a.safetensors", "--force"])
+    assert run(made, ["cache", "import", "a.safetensors", "--session", "new", "--tokens", tokens]).count("\n") == 1
