@@ -134,7 +134,8 @@ MISTRAL = """\
 {%- for message in messages %}{% if message.role == 'user' %}{% set last.user = loop.index0 %}{% endif %}{% endfor %}
 {%- for message in messages %}
 {%- if message.role == 'user' %}
-{%- if tools and loop.index0 == last.user %}[AVAILABLE_TOOLS] {{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}[INST] {% if loop.last and system %}{{ system }}
+{%- if tools and loop.index0 == last.user %}[AVAILABLE_TOOLS] {{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif -%}
+[INST] {% if loop.last and system %}{{ system }}
 
 {% endif %}{{ message.content }}[/INST]
 {%- elif message.role == 'assistant' %} {{ message.content | trim }}</s>

@@ -18,6 +18,7 @@ from mlxrunner.batch.output import OutputError
 from mlxrunner.batch.request import BatchRequest, BatchResult
 from mlxrunner.batch.spool import lines_of, spool
 from mlxrunner.batch.store import Entry, Order, Store, StoreError
+from mlxrunner.cache.lookup import Earlier
 from mlxrunner.cache.sequences import CacheFullError
 from mlxrunner.config import GenerateOptions
 from mlxrunner.errors import BusyError, MlxrunnerError, OptionError, PromptError
@@ -186,7 +187,7 @@ def _tried(runner: Runner, entry: Entry, how: How, begun: Begun) -> Outcome:
 
 def prompt_of(entry: Entry, runner: Runner | ParallelRunner, begun: Begun) -> Prepared:
     """Its tokens, and what other lines have of them; for whoever watches the runner also what they were made of."""
-    earlier = begun.begin(entry.index, entry.tokens)
+    earlier: Earlier | None = begun.begin(entry.index, entry.tokens)
     if len(entry.tokens) >= context_of(runner):
         earlier = None  # what is left of it is another prompt
     if runner.observer is None or entry.prompt is None:

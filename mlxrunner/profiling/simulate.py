@@ -20,8 +20,10 @@ from mlxrunner.cache.lookup import Lookup
 from mlxrunner.cache.tokens import TokenArray, TokenBuffer, as_tokens, common_prefix
 from mlxrunner.overflow import Shift
 from mlxrunner.profiling.paper import is_layer, paper_layer
-from mlxrunner.profiling.tokenlog import LoggedRequest
+from mlxrunner.profiling.tokenlog import LoggedRequest, are_ids
 
+MOST_MARKS = 32
+"""Kinds of thinking blocks that a model may have."""
 SEED_TOKENS = 16
 """As in `mlxrunner.pipeline`: a rest of so many tokens is evaluated in one pass."""
 
@@ -188,9 +190,9 @@ def is_usable(logged: LoggedRequest) -> bool:
     process, facts = logged.process, logged.facts
     least = {"context": 2, "prefill_step": 1, "checkpoint_interval": 1, "checkpoint_budget": 0, "rewind_slack": 0}
     try:
-        for mark in process["thinking"]:
-            as_tokens([*mark["begin"], *mark["end"]])
-        as_tokens([] if facts["entry"] is None else facts["entry"])
+        marks = [mark[side] for mark in process["thinking"] for side in ("begin", "end")]
+        if not all(map(are_ids, [*marks, facts["entry"] or []])) or len(process["thinking"]) > MOST_MARKS:
+            return False
         began = facts.get("began_s", 0)
         if isinstance(began, bool) or not -(2**53) <= began <= 2**53:
             return False

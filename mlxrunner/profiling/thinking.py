@@ -80,23 +80,21 @@ class Rewriter:
 
     def _resumed(self, logged: TokenArray, prompt: TokenArray, common: int) -> int:
         """Where `logged` goes on as `prompt` does from `common` on, after a thinking block; `common` if it does not."""
-        for begin, end in self._blocks(logged):
-            if begin - BLANKS <= common < end:
-                for place in range(end, min(end + BLANKS, len(logged))):
-                    same = common_prefix(logged[place:], prompt[common:])
-                    if same >= min(PROOF, len(logged) - place):
-                        return place
+        for end in sorted({end for begin, end in self._blocks(logged) if begin - BLANKS <= common < end}):
+            for place in range(end, min(end + BLANKS, len(logged))):
+                same = common_prefix(logged[place:], prompt[common:])
+                if same >= min(PROOF, len(logged) - place):
+                    return place
         return common
 
     def _blocks(self, tokens: TokenArray) -> list[tuple[int, int]]:
         """Begin and end of each thinking block, its marks included."""
-        blocks = []
+        blocks: list[tuple[int, int]] = []
         for begin, end in self._marks:
-            ends = _places(tokens, end)
-            for place in _places(tokens, begin).tolist():
-                after = int(np.searchsorted(ends, place + len(begin)))
-                if after < len(ends):
-                    blocks.append((place, int(ends[after]) + len(end)))
+            ends, begins = _places(tokens, end), _places(tokens, begin)
+            after = np.searchsorted(ends, begins + len(begin))
+            ended = after < len(ends)
+            blocks += zip(begins[ended].tolist(), (ends[after[ended]] + len(end)).tolist(), strict=True)
         return blocks
 
 

@@ -124,12 +124,20 @@ def _is_valid(line: Any) -> bool:
         return False
     if any(isinstance(value, int) and not 0 <= value <= 2**53 for value in line.values()):
         return False
-    try:
-        for name in ("prompt", "answer", "message_ends", "checkpoints"):
-            as_tokens(line.get(name, []))
-    except PromptError:
+    if not all(are_ids(line.get(name, [])) for name in ("prompt", "answer", "message_ends", "checkpoints")):
         return False
     return line["kind"] == "process" or bool(line["shared"] + len(line["prompt"]))
+
+
+def are_ids(tokens: Any) -> bool:
+    """Whether it is a list of token ids. A text among them would make numpy allocate its length for each."""
+    if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
+        return False
+    try:
+        as_tokens(tokens)
+    except PromptError:
+        return False
+    return True
 
 
 def _ids(tokens: list[int]) -> TokenArray:

@@ -6,7 +6,6 @@ import json
 import random
 from collections import Counter
 from collections.abc import Iterator
-from os.path import commonprefix
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,6 +14,7 @@ from mlxrunner.cache.lookup import WINDOW, Lookup
 from mlxrunner.cache.tokens import TokenArray, as_tokens, common_prefix
 from mlxrunner.errors import PromptError
 from mlxrunner.profiling.divergence import Divergences
+from mlxrunner.profiling.segments import common
 from mlxrunner.testing_families import KINDS, Piece
 from mlxrunner.testing_models import write_tokenizer
 from mlxrunner.tokenizer import Tokenizer, load_tokenizer
@@ -37,8 +37,8 @@ class Case(NamedTuple):
     answer: str
     ended: bool
     after: list[dict[str, str]]
-    before_variables: dict[str, Any] = {}
-    variables: dict[str, Any] = {}
+    before_variables: dict[str, Any]
+    variables: dict[str, Any]
 
 
 def text(rng: random.Random, most: int = 12) -> str:
@@ -200,7 +200,7 @@ def _differs(tokenizer: Tokenizer, index: int, entry: TokenArray, prompt: TokenA
     if at < len(remembered):
         return at
     one, other = (tokenizer.decode(tokens[index : index + 1].tolist()) for tokens in (entry, prompt))
-    return len(tokenizer.decode(entry[:index].tolist())) + len(commonprefix([one, other]))
+    return len(tokenizer.decode(entry[:index].tolist())) + common(one, other)
 
 
 @pytest.mark.parametrize("family", KINDS)
@@ -224,7 +224,7 @@ def test_the_place_is_the_one_of_the_first_character_that_differs(family: str, m
             found = _found(tokenizer, before, entry, after)
             if found is None:
                 continue
-            at = _differs(tokenizer, found["index"], entry, after.tokens, len(commonprefix([_spelled(old), _spelled(new)])))
+            at = _differs(tokenizer, found["index"], entry, after.tokens, common(_spelled(old), _spelled(new)))
             truth = _at(old, at), _at(new, at)
             said = tuple(tuple(found[side][key] for key in ("message", "role", "part")) for side in ("previous", "current"))
             assert tuple(found[key] for key in ("message", "role", "part")) == said[1]

@@ -8,7 +8,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxrunner.profiling.reading import ReadError, event_schema, read_events, with_rotated
@@ -99,6 +99,7 @@ def test_garbage_never_raises(data: bytes) -> None:
         assert list(read_events([file.name])) == []
 
 
+@settings(deadline=None)
 @given(st.sampled_from(sorted(example())), st.recursive(st.none() | st.booleans() | st.floats() | st.text(), st.lists))
 def test_the_reader_agrees_with_the_schema(name: str, value: Any) -> None:
     """About any value of any field, but for what no count can be."""
