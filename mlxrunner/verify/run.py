@@ -27,7 +27,7 @@ SECONDS = 120
 """What a verification should take at most, about."""
 MOST = 2048
 """Tokens of context beyond which a longer one proves nothing new."""
-RUNS = 3 * len(SCENARIOS) + 7
+RUNS = 3 * len(SCENARIOS) + 10
 """Prompts that are evaluated whole, about."""
 NEAR_END = 3
 """Where a wrong token is put to see what it changes: a state forgets what is far away."""
