@@ -22,13 +22,18 @@ _CONTEXT_NAMES = ("max_position_embeddings", "max_sequence_length", "seq_length"
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """`context`: tokens that the model was made for; `layers`: layers by kind of cache; `vocab`: width of the logits."""
+    """`context`: tokens that the model was made for; `layers`: layers by kind of cache; `vocab`: width of the logits.
+
+    `depends_on_chunks`: whether its answer is another one when its prompt comes in other chunks (see `mlxrunner.models.chunks`), so that
+    nothing that was evaluated is used again; None where that was not tried, for lack of weights.
+    """
 
     architecture: str
     context: int
     context_is_known: bool
     layers: dict[str, int]
     vocab: int
+    depends_on_chunks: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -94,7 +99,7 @@ def without_weights(name: str) -> Shapes:
 
 @dataclass(frozen=True)
 class Description:
-    """What `mlxrunner show` says: ModelFacts, and bytes."""
+    """What `mlxrunner show` says: of ModelFacts, what needs no weights, and bytes."""
 
     architecture: str
     context: int
@@ -111,7 +116,8 @@ class Description:
 def describe(name: str) -> Description:
     """Everything about a model that can be said without loading its weights."""
     shapes = without_weights(name)
-    return Description(**vars(shapes.facts), weight_bytes=weight_bytes(resolve(name)), cache=cache_cost(shapes.model))
+    known = {name: value for name, value in vars(shapes.facts).items() if name != "depends_on_chunks"}
+    return Description(**known, weight_bytes=weight_bytes(resolve(name)), cache=cache_cost(shapes.model))
 
 
 def weight_bytes(folder: Path) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,8 @@ import mlx.core as mx
 
 from mlxrunner import device
 from mlxrunner.errors import ModelError
+from mlxrunner.events import logger
+from mlxrunner.models.chunks import DEPENDS, depends_on_chunks
 from mlxrunner.models.facts import ModelFacts, facts_of
 from mlxrunner.models.resolve import check_weights, eos_tokens, read_config, resolve, rope_settings
 from mlxrunner.tokenizer import Tokenizer, load_tokenizer
@@ -35,7 +37,15 @@ def load_model(name: str, *, trust_remote_code: bool = False) -> LoadedModel:
     tokenizer = load_tokenizer(folder, eos_tokens(folder, config), trust_remote_code=trust_remote_code)
     model, config = _load_weights(folder, trust_remote_code)
     _read_weights(folder, model)
-    return LoadedModel(name, folder, model, tokenizer, facts_of(model, config), config)
+    return LoadedModel(name, folder, model, tokenizer, _tried(name, model, facts_of(model, config)), config)
+
+
+def _tried(name: str, model: Any, facts: ModelFacts) -> ModelFacts:
+    """What a few tokens say about it; a model whose answers depend on chunks is named in the log."""
+    found = depends_on_chunks(model, facts.vocab)
+    if found:
+        logger.warning("%s: %s, so nothing is reused: every prompt is evaluated whole", name, DEPENDS)
+    return replace(facts, depends_on_chunks=found)
 
 
 def unread_model(folder: Path) -> Any:

@@ -10,6 +10,7 @@ from mlxrunner import device
 from mlxrunner.bench.models import load_or_make
 from mlxrunner.config import GenerateOptions
 from mlxrunner.errors import OptionError
+from mlxrunner.models.chunks import DEPENDS
 from mlxrunner.models.load import LoadedModel
 from mlxrunner.reserve import must_fit
 from mlxrunner.runner import Runner, plan_model
@@ -124,6 +125,8 @@ def verification(
         context = _affordable(limit, token_s, step_s, THINKING * tokens + 2 * MORE)
     make = partial(Runner, loaded.model, loaded.tokenizer, loaded.facts, name=model, context=context, kv_bits=kv_bits)
     about = f"{model} on {device.backend()}: context {context}, answers of {tokens} tokens, prefill {1 / token_s:.0f} tokens/s"
+    if loaded.facts.depends_on_chunks:
+        about += f"; {DEPENDS}, and nothing is reused"
     return Verification(make(whole=True), make(checkpoint_budget=0), tokens, about=about, begin=begin)
 
 
