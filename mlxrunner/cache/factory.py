@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -39,43 +38,7 @@ class CacheOptions:
 
 def make_layer_caches(model: Any, options: CacheOptions | None = None) -> list[LayerCache]:
     """Empty caches for an mlx-lm model, in the order in which its layers expect them."""
-    inners = make_prompt_cache(model)
-    widths = _masks_asked(model) if any(_windows(inners)) else {}
-    for window in _windows(inners):
-        window.max_size = max(window.max_size, widths.get(window.max_size, 0))
-    return [layer_cache(inner, options or CacheOptions()) for inner in inners]
-
-
-def _windows(inners: Sequence[Any]) -> Iterator[RotatingKVCache]:
-    for inner in inners:
-        if isinstance(inner, CacheList):
-            yield from _windows(inner.caches)
-        elif type(inner) is RotatingKVCache and not inner.keep:
-            yield inner
-
-
-def _masks_asked(model: Any) -> dict[int, int]:
-    """By size of a window, the widest mask that `model` asks a window of that size for; nothing is computed.
-
-    What a query sees is what the mask says. mlx-lm's PLaMo 3 asks for one token more than it has its caches keep: with those, a query
-    sees that token if it is in the same chunk, and misses it if not, so that the answer depends on how a prompt was cut.
-    """
-    asked: dict[int, int] = {}
-    inners = make_prompt_cache(model)
-    for window in _windows(inners):
-        window.make_mask = partial(_note, asked, window.max_size, window.make_mask)
-    try:
-        model(mx.zeros((1, 1), mx.int32), cache=inners)
-    except Exception:  # a model that can't be run says so to who runs it
-        return {}
-    return asked
-
-
-def _note(
-    asked: dict[int, int], size: int, make: Callable[..., Any], *args: Any, window_size: int | None = None, **more: Any
-) -> Any:
-    asked[size] = max(asked.get(size, 0), window_size or 0)
-    return make(*args, window_size=window_size, **more)
+    return [layer_cache(inner, options or CacheOptions()) for inner in make_prompt_cache(model)]
 
 
 def run_lazily(model: Any, caches: Sequence[LayerCache], tokens: int) -> mx.array:

@@ -45,9 +45,11 @@ class CacheCost:
 
 
 def facts_of(model: Any, config: dict[str, Any]) -> ModelFacts:
-    """The facts of a model that was built from `config`; nothing is evaluated."""
+    """The facts of a model that was built from `config`, once its windows hold what it asks for; nothing is evaluated."""
     from mlxrunner.cache.factory import make_layer_caches
+    from mlxrunner.models.windows import widen_windows
 
+    widen_windows(model)
     text = config.get("text_config") or {}
     context = next((c for c in (source.get(name) for source in (config, text) for name in _CONTEXT_NAMES) if _is_size(c)), None)
     kinds = Counter(cache.kind for cache in make_layer_caches(model))

@@ -15,6 +15,7 @@ from mlxrunner.events import logger
 from mlxrunner.models.chunks import DEPENDS, depends_on_chunks
 from mlxrunner.models.facts import ModelFacts, facts_of
 from mlxrunner.models.resolve import check_weights, eos_tokens, read_config, resolve, rope_settings
+from mlxrunner.models.windows import widen_windows
 from mlxrunner.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -51,7 +52,9 @@ def _tried(name: str, model: Any, facts: ModelFacts) -> ModelFacts:
 def unread_model(folder: Path) -> Any:
     """mlx-lm's model in `folder` with the types and shapes that it would have, its weights not read. ModelError as `load_model`."""
     _check(folder)
-    return _load_weights(folder, trust_remote_code=False)[0]
+    model = _load_weights(folder, trust_remote_code=False)[0]
+    widen_windows(model)
+    return model
 
 
 def _check(folder: Path) -> dict[str, Any]:

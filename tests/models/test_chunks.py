@@ -32,7 +32,7 @@ PLAMO: dict[str, Any] = {"head_dim": 16, "sliding_window": 12, "sliding_window_p
 @pytest.fixture
 def as_mlx_lm_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows hold what mlx-lm's caches hold, not what its PLaMo 3 asks a mask for."""
-    monkeypatch.setattr("mlxrunner.cache.factory._masks_asked", lambda model: {})
+    monkeypatch.setattr("mlxrunner.models.windows.masks_asked", lambda model: {})
 
 
 def plamo(seed: int = 0, **config: Any) -> tuple[Any, dict[str, Any]]:
@@ -54,9 +54,9 @@ def answer(runner: Runner, prompt: list[int], count: int = 6) -> list[tuple[int 
 def test_a_window_holds_what_its_model_asks_for(seed: int, options: dict[str, int]) -> None:
     """mlx-lm's PLaMo 3 wants one token more than it has its caches keep: random histories, warm and cold, and no reuse lost."""
     model, config = plamo(seed)
+    warm, dice, said = runner_of(model, config, prefill_step=17, **options), random.Random(seed), [1]
     windows = [cache for cache in make_layer_caches(model) if isinstance(cache, SlidingWindowCache)]
     assert {cache.window for cache in windows} == {13}
-    warm, dice, said = runner_of(model, config, prefill_step=17, **options), random.Random(seed), [1]
     reused = 0
     for _ in range(12):
         kept = said[: dice.randrange(len(said) + 1)] if dice.random() < 0.5 else said
@@ -120,13 +120,15 @@ def test_no_model_of_ours_is_accused(name: str) -> None:
 def test_it_is_found_with_a_few_tokens(window: int, dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """However wide its window is; and with windows that hold what is asked for there is nothing to find."""
     for seed in range(5):
-        model, _ = plamo(seed, sliding_window=window)
+        model, config = plamo(seed, sliding_window=window)
         model.set_dtype(dtype)
+        facts_of(model, config)
         assert not depends_on_chunks(model, 300)
-    monkeypatch.setattr("mlxrunner.cache.factory._masks_asked", lambda model: {})
+    monkeypatch.setattr("mlxrunner.models.windows.masks_asked", lambda model: {})
     for seed in range(5):
-        model, _ = plamo(seed, sliding_window=window)
+        model, config = plamo(seed, sliding_window=window)
         model.set_dtype(dtype)
+        facts_of(model, config)
         assert depends_on_chunks(model, 300)
 
 
