@@ -33,7 +33,7 @@ def demand_of(
 ) -> Demand:
     """What `model` needs, its batch estimated. `model` may be without weights; `weights`: their bytes."""
     gpu = device.is_gpu()
-    batch = estimate_batch(config, prefill_step, 2 if gpu else 4, is_fused=gpu)
+    batch = estimate_batch(config, prefill_step, 2 if gpu else 4, is_fused=gpu, has_sinks=_has_sinks(model))
     return Demand(weights, layouts_of(model, options), batch, checkpoint_budget)
 
 
@@ -44,19 +44,28 @@ def weights_of(model: Any) -> int:
     return tree_bytes(model.parameters())
 
 
-def estimate_batch(config: dict[str, Any], prefill_step: int, item: int, *, is_fused: bool) -> Batch:
+def _has_sinks(model: Any) -> bool:
+    """Whether an attention of `model` has sinks: scores that are put beside those of the keys."""
+    parameters: Any = tree_flatten(model.parameters())
+    return any(name.endswith("sinks") for name, _ in parameters)
+
+
+def estimate_batch(config: dict[str, Any], prefill_step: int, item: int, *, is_fused: bool, has_sinks: bool = False) -> Batch:
     """A rough guess from the model's dimensions, for a plan without weights.
 
-    Live at once: about eight rows of the hidden size and three of the feed-forward size per token of the step, and the logits of
-    a prompt's last few tokens. Without a fused attention kernel (CPU) also the scores, heads x step x context in float32, twice.
+    Live at once: about eight rows of the hidden size and three of the feed-forward size (five of all experts of a token together, and an
+    input and an output for each) per token of the step, and the logits of a prompt's last few tokens. Without a fused attention kernel
+    (CPU) also the mask and the scores, heads x step x context in float32, twice; a third time with sinks, which lengthen each row of
+    scores by one.
     """
     get = partial(size_of, config)
     hidden, heads, vocab = get("hidden_size", "d_model", "n_embd"), get("num_attention_heads", "n_head"), get("vocab_size")
-    wide = max(
-        get("intermediate_size", "ffn_dim", "n_inner"), get("moe_intermediate_size") * get("num_experts_per_tok"), 4 * hidden
-    )
-    fixed = prefill_step * (8 * hidden + 3 * wide) * item + HEADER * vocab * item
-    return Batch(fixed, 0 if is_fused else 2 * heads * prefill_step * 4)
+    experts, dense = get("num_experts_per_tok"), get("intermediate_size", "ffn_dim", "n_inner")
+    chosen = (get("moe_intermediate_size") or dense) * experts
+    wide = max(3 * max(dense, 4 * hidden), 5 * chosen)
+    fixed = prefill_step * ((8 + 2 * experts) * hidden + wide) * item + HEADER * vocab * item
+    scores = (3 if has_sinks else 2) * heads * prefill_step * 4
+    return Batch(fixed, 0 if is_fused else scores + prefill_step)
 
 
 def choose(demand: Demand, context: int | None, prefill_step: int, *, offered: int, limit: int) -> Plan:

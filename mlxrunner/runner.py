@@ -25,6 +25,7 @@ from mlxrunner.config import GenerateOptions
 from mlxrunner.constrain import constraint_of
 from mlxrunner.errors import ContextFullError, ContextLengthError, ModelError, OptionError, PromptError
 from mlxrunner.events import Chunk, FinishReason, Usage, log_lookup
+from mlxrunner.models.chunks import DEPENDS
 from mlxrunner.models.facts import ModelFacts, without_weights
 from mlxrunner.models.load import LoadedModel, load_model
 from mlxrunner.observation import Observation, Observer, finish_of, tell, usage_of
@@ -256,6 +257,7 @@ class Runner:
         self._check(tokens)
         constraint = constraint_of(options, self.tokenizer, self.facts.vocab)
         clock = Clock(began - prepared.seconds, time.perf_counter())
+        self._forget_what_may_differ()
         shift = self._shift(prompt, tokens, options)
         discard = shift.discard(len(tokens)) if shift is not None and len(tokens) >= self.context else 0
         if shift is not None and discard:
@@ -272,13 +274,13 @@ class Runner:
         """Evaluate `prompt` in advance, without an answer: what the entry shares with it stays, the rest is evaluated.
 
         `cancelled` is asked between small chunks; those that were finished stay in the entry. Returns how many tokens were evaluated.
-        An entry that begins with the whole prompt is left as it is. Errors as for `generate`.
+        An entry that begins with the whole prompt is left as it is, and so is one that can't be reused. Errors as for `generate`.
         """
         tokens = self.tokenize(prompt)
         self._check(tokens)
         if len(tokens) >= self.context:
             raise ContextLengthError(len(tokens), self.context)
-        if common_prefix(self.entry.tokens.array, tokens) == len(tokens):
+        if self.facts.depends_on_chunks or common_prefix(self.entry.tokens.array, tokens) == len(tokens):
             return 0
         with self._cache.begin(tokens, ahead=True) as session:
             for cache in session.caches:
@@ -295,6 +297,11 @@ class Runner:
         if options.overflow != "shift":
             return None
         return Shift(self.context, system_tokens(self.tokenizer, prompt, tokens) if options.keep is None else options.keep)
+
+    def _forget_what_may_differ(self) -> None:
+        """Of a model whose answers depend on chunks no token is reused: each request is a cold one, and says why."""
+        if self.facts.depends_on_chunks and not self._cache.is_busy:
+            self._cache.reset(DEPENDS)
 
     def _rotate(self, caches: Sequence[LayerCache], by: int) -> Any:
         return rotators(self.model, caches, by)

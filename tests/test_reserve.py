@@ -237,6 +237,19 @@ def test_a_batch_that_was_underestimated_fails_at_start_too(
     assert active() - before < plan.lines[0].total / 10
 
 
+@pytest.mark.parametrize("experts", [2, 4])
+@pytest.mark.parametrize(("step", "context"), [(512, 1024), (128, 4096), (64, 256)])
+def test_the_batch_of_a_model_with_sinks_is_not_underestimated(folder: Path, step: int, context: int, experts: int) -> None:
+    """Sinks are put beside the scores, which takes them once more; each expert of a token has rows of its own."""
+    sizes = {"hidden_size": 128, "num_attention_heads": 8, "head_dim": 32, "intermediate_size": 256, "num_hidden_layers": 4}
+    layers = ["sliding_attention", "full_attention"] * 2
+    write_model(folder, "gpt_oss", max_position_embeddings=8192, num_experts_per_tok=experts, layer_types=layers, **sizes)
+    options = {"context": context, "prefill_step": step}
+    estimated, measured = plan_model(str(folder), **options), plan_of(Runner.load(str(folder), **options))  # type: ignore[arg-type]
+    assert measured.batch_is_measured
+    assert 0.95 * measured.lines[-1].total < estimated.lines[-1].total < 2 * measured.lines[-1].total
+
+
 def test_without_reserving_it_loads_anyway_and_grows_as_it_goes(folder: Path, offer: Callable[[int], None]) -> None:
     """The plan is there to be read."""
     write_model(folder, max_position_embeddings=4096)

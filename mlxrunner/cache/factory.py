@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models import cache as mlx_lm_caches
 from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache, RotatingKVCache, make_prompt_cache
 
 from mlxrunner.cache.composite import CompositeCache
@@ -15,13 +16,17 @@ from mlxrunner.cache.layer import LayerCache
 from mlxrunner.cache.layout import Layout
 from mlxrunner.cache.quantized import QuantizedAttentionCache
 from mlxrunner.cache.recurrent import RecurrentCache
-from mlxrunner.cache.saved import Saved, shapes
+from mlxrunner.cache.saved import ROWS, STATES, Saved, combined, shapes
 from mlxrunner.cache.sliding import SlidingWindowCache
 from mlxrunner.cache.stock import StockCache
 from mlxrunner.cache.trimmable import TrimmableCache
 from mlxrunner.errors import OptionError
 
 DEFAULT_SLACK = 512
+FIRST_TOKENS = (2, 3, 7)
+"""In which a state may still grow: convolutions and n-grams look back over a few tokens."""
+MANY_TOKENS = 300
+"""After which a cache of an unknown kind should have stored all that it ever stores: groups of up to 256 tokens."""
 
 
 @dataclass(frozen=True)
@@ -63,10 +68,33 @@ _dispatch: Callable[[Any], None] = mx.async_eval
 
 
 def outline_of(model: Any, options: CacheOptions) -> list[Saved]:
-    """What each layer of `model` stores, as the shapes of an unevaluated token: a saved layer has to be like it."""
-    caches = make_layer_caches(model, CacheOptions(rewind_slack=options.rewind_slack, kv_bits=options.kv_bits))
-    run_lazily(model, caches, 1)
+    """What each layer of `model` stores, as the shapes of unevaluated tokens: a saved layer has to be like it.
+
+    One token says all about rows. A state may grow with the first few tokens, and a cache of an unknown kind with every so many.
+    """
+    like = CacheOptions(rewind_slack=options.rewind_slack, kv_bits=options.kv_bits)
+    first = _outline_after(model, like, 1)
+    kinds = {kind for layer in first for kind in _kinds(layer)}
+    more = () if kinds <= set(ROWS) else FIRST_TOKENS if all(map(_is_known, kinds)) else (*FIRST_TOKENS, MANY_TOKENS)
+    outlines = [first, *(_outline_after(model, like, tokens) for tokens in more)]
+    return [combined(layers) for layers in zip(*outlines, strict=True)]
+
+
+def _outline_after(model: Any, options: CacheOptions, tokens: int) -> list[Saved]:
+    caches = make_layer_caches(model, options)
+    run_lazily(model, caches, tokens)
     return [shapes(cache.export()) for cache in caches]
+
+
+def _kinds(layer: Saved) -> Iterator[str]:
+    yield layer.kind
+    for part in layer.parts:
+        yield from _kinds(part)
+
+
+def _is_known(kind: str) -> bool:
+    """Whether it is a kind of this package, or a class of mlx-lm's caches."""
+    return kind in (*ROWS, STATES, CompositeCache.kind) or hasattr(mlx_lm_caches, kind)
 
 
 def layouts_of(model: Any, options: CacheOptions) -> list[Layout]:

@@ -11,7 +11,7 @@ from mlxrunner.cache.tokens import TokenArray
 ROWS = ("full", "quantized", "sliding")
 """Kinds that store a row per token, and no more."""
 STATES = "recurrent"
-"""The kind whose arrays have a shape that does not depend on the number of tokens."""
+"""The kind whose arrays have no rows: as a rule, their shape does not depend on the number of tokens."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,11 @@ class Saved:
 
 @dataclass(frozen=True)
 class Shape:
-    """An array without its content."""
+    """An array without its content; None for an axis that depends on the number of tokens. `may_lack`: it comes with later tokens only."""
 
     dtype: str
-    shape: tuple[int, ...]
+    shape: tuple[int | None, ...]
+    may_lack: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,18 +73,20 @@ class Exported:
 
 
 def mismatch(saved: Saved, like: Saved, tokens: int) -> str | None:
-    """Why `saved`, of so many tokens, can't be a layer that is `like` after one; None where it can."""
+    """Why `saved`, of so many tokens, can't be a layer that is `like` this outline of one; None where it can."""
     if not (saved.arrays or saved.numbers or saved.parts):
         return None  # of a checkpoint: a part that needs none
     if saved.kind != like.kind or len(saved.parts) != len(like.parts):
         return f"a layer is of the kind {saved.kind!r:.40} instead of {like.kind!r}"
-    if set(saved.arrays) != set(like.arrays) or set(saved.numbers) != set(like.numbers):
+    lacking = {name for name, expected in like.arrays.items() if name not in saved.arrays and not expected.may_lack}
+    empty = {name for name, expected in like.arrays.items() if expected.may_lack and saved.numbers.get(name, "") is None}
+    if lacking or set(saved.arrays) - set(like.arrays) or set(saved.numbers) - empty != set(like.numbers):
         return f"a {like.kind} layer lacks a part, or has one too many"
-    for name, expected in like.arrays.items():
-        found = saved.arrays[name]
+    for name, found in saved.arrays.items():
+        expected = like.arrays[name]
         shapes = [_without_rows(like.kind, array.shape) for array in (found, expected)]
         too_many = like.kind in ROWS and len(found.shape) == 4 and found.shape[2] > tokens
-        if too_many or shapes[0] != shapes[1] or dtype_name(found.dtype) != dtype_name(expected.dtype):
+        if too_many or not _fits(*shapes) or dtype_name(found.dtype) != dtype_name(expected.dtype):
             return (
                 f"the {name} of a {like.kind} layer are {dtype_name(found.dtype)} {list(found.shape)}, "
                 f"which does not go with {dtype_name(expected.dtype)} {list(expected.shape)} and {tokens} tokens"
@@ -100,6 +103,26 @@ def shapes(saved: Saved) -> Saved:
     return Saved(saved.kind, arrays, saved.numbers, [shapes(part) for part in saved.parts])
 
 
+def combined(found: Sequence[Saved]) -> Saved:
+    """The outline of a layer from its `shapes` after several numbers of tokens: axes that are not the same stand open, and what is an
+    array in some and nothing in others may lack."""
+    first = found[0]
+    names = dict.fromkeys(name for one in found for name in one.arrays)
+    numbers = {name: value for name, value in first.numbers.items() if name not in names}
+    parts = [combined(parts) for parts in zip(*(one.parts for one in found), strict=True)]
+    return Saved(first.kind, {name: _common([one.arrays.get(name) for one in found]) for name in names}, numbers, parts)
+
+
+def _common(found: Sequence[Shape | None]) -> Shape:
+    there = [shape for shape in found if shape is not None]
+    open_axes = [axis[0] if len(set(axis)) == 1 else None for axis in zip(*(shape.shape for shape in there), strict=True)]
+    return Shape(there[0].dtype, tuple(open_axes), may_lack=len(there) < len(found))
+
+
+def _fits(shape: Sequence[int | None], expected: Sequence[int | None]) -> bool:
+    return len(shape) == len(expected) and all(size is None or size == one for one, size in zip(shape, expected, strict=True))
+
+
 def outline(saved: Saved) -> list[Any]:
     """What is the same for any number of tokens, for comparing formats: kind, names, types, shapes."""
     arrays = {name: [dtype_name(array.dtype), _without_rows(saved.kind, array.shape)] for name, array in saved.arrays.items()}
@@ -111,6 +134,6 @@ def dtype_name(dtype: Any) -> str:
     return str(dtype).rpartition(".")[2]
 
 
-def _without_rows(kind: str, shape: Sequence[int]) -> list[int | None]:
+def _without_rows(kind: str, shape: Sequence[int | None]) -> list[int | None]:
     """A shape in which the number of rows stands open."""
     return [None if axis == 2 and len(shape) == 4 and kind != STATES else size for axis, size in enumerate(shape)]

@@ -87,7 +87,7 @@ class StockCache(Rewinding):
 
     def export(self, snapshot: Snapshot | None = None) -> Saved:
         inner = self.inner if snapshot is None else snapshot.content
-        found: Any = dict(tree_flatten(self._cut(inner)))
+        found: Any = dict(tree_flatten(self._cut(inner) if _has_settable_state(inner) else vars(inner)))
         arrays = {name: leaf for name, leaf in found.items() if isinstance(leaf, mx.array)}
         return Saved(type(inner).__name__, arrays, {name: leaf for name, leaf in found.items() if name not in arrays})
 
@@ -101,7 +101,11 @@ class StockCache(Rewinding):
 
     def snapshot_of(self, saved: Saved, offset: int) -> Snapshot:
         inner = copy.deepcopy(self._pristine)
-        inner.state = tree_unflatten([*saved.arrays.items(), *saved.numbers.items()])
+        content = tree_unflatten([*saved.arrays.items(), *saved.numbers.items()])
+        if _has_settable_state(inner):
+            inner.state = content
+        else:
+            vars(inner).update(content)
         if getattr(inner, "offset", offset) != offset:
             raise ValueError(f"a {saved.kind} is at {inner.offset} instead of {offset}")
         return Snapshot(inner, tree_bytes(inner.state), leaves(inner.state))
@@ -110,3 +114,9 @@ class StockCache(Rewinding):
         self.inner = copy.deepcopy(self._pristine)
         self.offset = 0
         self._interrupted = False
+
+
+def _has_settable_state(inner: Any) -> bool:
+    """As mlx-lm's own caches have; of one that a model brings (DeepSeek-V4.1), what its attributes hold is all there is."""
+    state = getattr(type(inner), "state", None)
+    return not isinstance(state, property) or state.fset is not None

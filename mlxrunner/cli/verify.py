@@ -14,8 +14,8 @@ from mlxrunner.cli.program import visible_text
 if TYPE_CHECKING:
     from mlxrunner.verify.report import Report
 
-DIFFERENT = 4
-"""Exit code."""
+DIFFERENT, UNTESTED = 4, 5
+"""Exit codes."""
 
 
 @click.command()
@@ -33,7 +33,8 @@ def verify(model: str, as_json: bool, **options: Any) -> None:
 
     Conversations are appended to, edited, regenerated, cancelled and run over the edge of the context; each warm answer is held against a
     cold one, tokens and logits, and the difference against what the device's own order of sums makes. MODEL is demo, a directory, a hub
-    id, or random:100M for random weights. Exit code 4 if anything differs.
+    id, or random:100M for random weights. Exit code 4 if anything differs, 5 if nothing could be proved: where cold runs differ from each
+    other as much as one wrong token makes.
     """  # fmt: skip
     from mlxrunner.terminal import Steps
     from mlxrunner.verify.run import NUM_PARTS, verification
@@ -47,7 +48,7 @@ def verify(model: str, as_json: bool, **options: Any) -> None:
         steps.close()
         if made is not None and made.report.rows:
             _print(made.report, as_json)
-    sys.exit(0 if report.passed else DIFFERENT)
+    sys.exit(0 if report.passed else DIFFERENT if report.is_different else UNTESTED)
 
 
 def _print(report: Report, as_json: bool) -> None:

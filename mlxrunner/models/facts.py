@@ -23,13 +23,18 @@ _CONTEXT_NAMES = ("max_position_embeddings", "max_sequence_length", "seq_length"
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """`context`: tokens that the model was made for; `layers`: layers by kind of cache; `vocab`: width of the logits."""
+    """`context`: tokens that the model was made for; `layers`: layers by kind of cache; `vocab`: width of the logits.
+
+    `depends_on_chunks`: whether its answer is another one when its prompt comes in other chunks (see `mlxrunner.models.chunks`), so that
+    nothing that was evaluated is used again; None where that was not tried, for lack of weights.
+    """
 
     architecture: str
     context: int
     context_is_known: bool
     layers: dict[str, int]
     vocab: int
+    depends_on_chunks: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -41,9 +46,11 @@ class CacheCost:
 
 
 def facts_of(model: Any, config: dict[str, Any]) -> ModelFacts:
-    """The facts of a model that was built from `config`; nothing is evaluated."""
+    """The facts of a model that was built from `config`, once its windows hold what it asks for; nothing is evaluated."""
     from mlxrunner.cache.factory import make_layer_caches
+    from mlxrunner.models.windows import widen_windows
 
+    widen_windows(model)
     sources = (config, text_settings(config))
     context = next((c for c in (source.get(name) for source in sources for name in _CONTEXT_NAMES) if _is_size(c)), None)
     kinds = Counter(cache.kind for cache in make_layer_caches(model))
@@ -119,7 +126,7 @@ def usable_facts(folder: Path, model: Any, config: dict[str, Any]) -> ModelFacts
 
 @dataclass(frozen=True)
 class Description:
-    """What `mlxrunner show` says: ModelFacts, and bytes."""
+    """What `mlxrunner show` says: of ModelFacts, what needs no weights, and bytes."""
 
     architecture: str
     context: int
@@ -136,7 +143,8 @@ class Description:
 def describe(name: str) -> Description:
     """Everything about a model that can be said without loading its weights."""
     shapes = without_weights(name)
-    return Description(**vars(shapes.facts), weight_bytes=weight_bytes(resolve(name)), cache=cache_cost(shapes.model))
+    known = {name: value for name, value in vars(shapes.facts).items() if name != "depends_on_chunks"}
+    return Description(**known, weight_bytes=weight_bytes(resolve(name)), cache=cache_cost(shapes.model))
 
 
 def weight_bytes(folder: Path) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,12 @@ from mlx.utils import tree_flatten
 
 from mlxrunner import device
 from mlxrunner.errors import ModelError
+from mlxrunner.events import logger
+from mlxrunner.models.chunks import DEPENDS, depends_on_chunks
 from mlxrunner.models.facts import ModelFacts, usable_facts
 from mlxrunner.models.resolve import check_files, check_weights, eos_tokens, read_config, read_header, resolve, rope_settings
 from mlxrunner.models.settings import check_layers
+from mlxrunner.models.windows import widen_windows
 from mlxrunner.tokenizer import Tokenizer, load_tokenizer
 
 LOOKED_AT = 64
@@ -40,13 +43,24 @@ def load_model(name: str, *, trust_remote_code: bool = False) -> LoadedModel:
     tokenizer = load_tokenizer(folder, eos_tokens(folder, config), trust_remote_code=trust_remote_code)
     model, config = _load_weights(folder, trust_remote_code)
     _read_weights(folder, model)
-    return LoadedModel(name, folder, model, tokenizer, usable_facts(folder, model, config), config)
+    facts = _tried(name, model, usable_facts(folder, model, config))
+    return LoadedModel(name, folder, model, tokenizer, facts, config)
+
+
+def _tried(name: str, model: Any, facts: ModelFacts) -> ModelFacts:
+    """What a few tokens say about it; a model whose answers depend on chunks is named in the log."""
+    found = depends_on_chunks(model, facts.vocab)
+    if found:
+        logger.warning("%s: %s, so nothing is reused: every prompt is evaluated whole", name, DEPENDS)
+    return replace(facts, depends_on_chunks=found)
 
 
 def unread_model(folder: Path) -> Any:
     """mlx-lm's model in `folder` with the types and shapes that it would have, its weights not read. ModelError as `load_model`."""
     _check(folder)
-    return _load_weights(folder, trust_remote_code=False)[0]
+    model = _load_weights(folder, trust_remote_code=False)[0]
+    widen_windows(model)
+    return model
 
 
 def _check(folder: Path) -> dict[str, Any]:

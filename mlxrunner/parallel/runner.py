@@ -20,12 +20,13 @@ from mlxrunner import device
 from mlxrunner.answer import Answer, Clock
 from mlxrunner.cache.factory import CacheOptions, layouts_of
 from mlxrunner.cache.lookup import Lookup
-from mlxrunner.cache.sequences import Batch, CacheFullError
+from mlxrunner.cache.sequences import Batch, CacheFullError, NotSupportedError
 from mlxrunner.cache.tokens import TokenArray
 from mlxrunner.config import GenerateOptions
 from mlxrunner.constrain import constraint_of
 from mlxrunner.errors import ContextLengthError, OptionError, PromptError
 from mlxrunner.events import FinishReason, Usage
+from mlxrunner.models.chunks import DEPENDS
 from mlxrunner.models.facts import ModelFacts
 from mlxrunner.models.load import LoadedModel, load_model
 from mlxrunner.observation import Observer, tell, usage_of
@@ -76,6 +77,8 @@ class ParallelRunner:
                 f"max_sequences {max_sequences}, capacity {self.capacity}, max_batch {self.max_batch}: at least one sequence of "
                 "two tokens is needed, and a step has to hold a token of each"
             )
+        if facts.depends_on_chunks:
+            raise NotSupportedError(f"{DEPENDS}: run one at a time")
         self.model, self.tokenizer, self.facts, self.name = model, tokenizer, facts, name
         share_of_cells = -(-self.cells // max_sequences)
         self.plan: Plan | None = None

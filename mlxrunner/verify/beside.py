@@ -12,6 +12,7 @@ from mlxrunner.cache.layer import LayerCache
 from mlxrunner.cache.quantized import QuantizedAttentionCache
 from mlxrunner.cache.sequences import NotSupportedError
 from mlxrunner.cache.sliding import SlidingWindowCache
+from mlxrunner.events import Usage
 from mlxrunner.parallel.runner import ParallelRunner
 from mlxrunner.verify.answer import Answer, ask, same_tokens
 from mlxrunner.verify.report import FACTOR, Difference, Row
@@ -25,7 +26,8 @@ LIKELIEST = 20
 def moved_keys(talk: Talk) -> Row:
     """The first layer's keys after a shift against those of the same tokens evaluated where they are now: they depend on nothing else.
 
-    Relative to the largest. A key was rotated three times, by angles that are as large as positions and are rounded like them.
+    Relative to the largest of each channel: a channel with large keys would hide the others. A key was rotated three times, by angles that
+    are as large as positions and are rounded like them.
     """
     runner = talk.runner
     runner.reset()
@@ -44,7 +46,8 @@ def moved_keys(talk: Talk) -> Row:
     computed = _keys(runner.entry.caches[0])
     assert computed is not None
     count = min(moved.shape[2], computed.shape[2])
-    apart = mx.abs(moved[:, :, -count:] - computed[:, :, -count:]).max() / mx.abs(computed).max()
+    gaps = mx.abs(moved[:, :, -count:].astype(mx.float32) - computed[:, :, -count:].astype(mx.float32)).max(axis=(0, 2))
+    apart = mx.where(gaps == 0, 0, gaps / mx.abs(computed.astype(mx.float32)).max(axis=(0, 2))).max()
     limit = FACTOR * (2 * float(mx.finfo(moved.dtype).eps) + runner.context * float(mx.finfo(mx.float32).eps))
     return Row(MOVED_KEYS, found=Difference(0, 0, float(apart.item())), limit=limit)  # type: ignore[arg-type]  # a float array
 
@@ -59,33 +62,46 @@ def _keys(cache: LayerCache) -> mx.array | None:
 
 
 def parallel(talk: Talk) -> Row:
-    """Two prompts with half of their tokens in common, at once and each alone."""
+    """Two prompts with half of their tokens in common, at once and each alone; and the same with nothing in common, for the noise of
+    a row that holds tokens of two."""
     runner, half = talk.runner, len(talk.base) // 2
-    prompts = [talk.base, [*talk.base[:half], *talk.more(half // 2)]]
-    runner.reset()
-    alone = []
-    for prompt in prompts:
-        runner.reset()
-        alone.append(ask(runner, Case(prompt), talk.answer))
+    shared = [talk.base, [*talk.base[:half], *talk.more(half // 2)]]
+    apart = [talk.base, talk.unlike(talk.base)]
+    alone = {tuple(prompt): _alone(talk, prompt) for prompt in (*shared, apart[1])}
     if any(isinstance(cache, QuantizedAttentionCache) for cache in runner.entry.caches):
         return Row(PARALLEL, untested="parallel requests have no quantized caches")
     runner.reset()
     try:
-        with ParallelRunner(
-            runner.model, runner.tokenizer, runner.facts, max_sequences=len(prompts), capacity=runner.context
-        ) as together:
-            handles = [together.submit(prompt, max_tokens=talk.answer, stop_tokens=[], logprobs=LIKELIEST) for prompt in prompts]
-            answers = [list(handle) for handle in handles]
+        (found, usages), (noise, none) = (_together(talk, prompts, alone) for prompts in (shared, apart))
     except NotSupportedError as error:
         return Row(PARALLEL, untested=str(error))
-    found = [_against(chunks, one) for chunks, one in zip(answers, alone, strict=True)]
-    usages = [chunks[-1].usage for chunks in answers]
+    reused = sum(usage.cached_tokens for usage in none)
     return Row(
         PARALLEL,
-        found=Difference(sum(d.equal for d in found), sum(d.tokens for d in found), max(d.logits for d in found)),
-        reused=sum(usage.cached_tokens for usage in usages if usage),
-        prompt=sum(usage.prompt_tokens for usage in usages if usage),
+        found=found,
+        apart=noise,
+        reused=sum(usage.cached_tokens for usage in usages),
+        prompt=sum(usage.prompt_tokens for usage in usages),
+        fault=f"{reused} tokens were shared by prompts with nothing in common" if reused else None,
     )
+
+
+def _alone(talk: Talk, prompt: list[int]) -> Answer:
+    talk.runner.reset()
+    return ask(talk.runner, Case(prompt), talk.answer)
+
+
+def _together(talk: Talk, prompts: list[list[int]], alone: dict[tuple[int, ...], Answer]) -> tuple[Difference, list[Usage]]:
+    """How the answers to `prompts`, given at once, differ from those `alone`."""
+    runner = talk.runner
+    with ParallelRunner(
+        runner.model, runner.tokenizer, runner.facts, max_sequences=len(prompts), capacity=runner.context
+    ) as together:
+        handles = [together.submit(prompt, max_tokens=talk.answer, stop_tokens=[], logprobs=LIKELIEST) for prompt in prompts]
+        answers = [list(handle) for handle in handles]
+    found = [_against(chunks, alone[tuple(prompt)]) for chunks, prompt in zip(answers, prompts, strict=True)]
+    whole = Difference(sum(d.equal for d in found), sum(d.tokens for d in found), float(np.max([d.logits for d in found])))
+    return whole, [chunks[-1].usage for chunks in answers if chunks[-1].usage is not None]
 
 
 def _against(chunks: list[Any], alone: Answer) -> Difference:

@@ -10,6 +10,7 @@ from mlxrunner import device
 from mlxrunner.bench.models import load_or_make
 from mlxrunner.config import GenerateOptions
 from mlxrunner.errors import OptionError
+from mlxrunner.models.chunks import DEPENDS
 from mlxrunner.models.load import LoadedModel
 from mlxrunner.reserve import must_fit
 from mlxrunner.runner import Runner, plan_model
@@ -27,7 +28,7 @@ SECONDS = 120
 """What a verification should take at most, about."""
 MOST = 2048
 """Tokens of context beyond which a longer one proves nothing new."""
-RUNS = 3 * len(SCENARIOS) + 7
+RUNS = 3 * len(SCENARIOS) + 10
 """Prompts that are evaluated whole, about."""
 NEAR_END = 3
 """Where a wrong token is put to see what it changes: a state forgets what is far away."""
@@ -124,6 +125,8 @@ def verification(
         context = _affordable(limit, token_s, step_s, THINKING * tokens + 2 * MORE)
     make = partial(Runner, loaded.model, loaded.tokenizer, loaded.facts, name=model, context=context, kv_bits=kv_bits)
     about = f"{model} on {device.backend()}: context {context}, answers of {tokens} tokens, prefill {1 / token_s:.0f} tokens/s"
+    if loaded.facts.depends_on_chunks:
+        about += f"; {DEPENDS}, and nothing is reused"
     return Verification(make(whole=True), make(checkpoint_budget=0), tokens, about=about, begin=begin)
 
 

@@ -72,6 +72,12 @@ class Talk:
         other = next((token for token in self._text(MORE) if token != old), (old + 1) % vocab)
         return [*self.base[:place], other, *self.base[place + 1 :]]
 
+    def unlike(self, prompt: list[int]) -> list[int]:
+        """Another prompt of that length, no token of which is that of `prompt` in its place."""
+        vocab = max(self.runner.facts.vocab, 2)
+        text = self._text(len(prompt))
+        return [(token + 1) % vocab if token == other else token for token, other in zip(text, prompt, strict=True)]
+
     def say(self, prompt: list[int], count: int) -> list[int]:
         """The tokens of a greedy answer, which the entry holds afterwards but for the last."""
         return [chunk.token or 0 for chunk in self.runner.generate(prompt, max_tokens=count, stop_tokens=[])]

@@ -50,16 +50,58 @@ def test_the_limit_is_at_least_some_units_in_the_last_place() -> None:
     assert quiet.limit == pytest.approx(LAST_PLACES * 0.02)
 
 
-def test_noise_that_hides_a_wrong_token_is_said() -> None:
-    """Beyond the limit it is a remark; where cold runs differ as much as different prompts, nothing has been verified."""
-    assert not report().is_blind
-    assert "can't be told" not in report().table()
-    hidden = report(wrong_token=0.05)
+@pytest.mark.parametrize("wrong_token", [0.08, 0.05, 0.01, math.nan])
+def test_what_a_limit_hides_is_untested(wrong_token: float) -> None:
+    """Where one wrong token makes no more than the limit, no row is called equal, and nothing is proved."""
+    append = Row("append", found=Difference(0, 8, 0.07), reused=9, prompt=10)
+    assert not report(append).is_blind
+    assert "2 of 2 rows tested, and reuse changes nothing" in report(append).table()
+    hidden = report(append, wrong_token=wrong_token)
     assert hidden.is_blind
-    assert hidden.passed
-    assert "can't be told" in hidden.table()
-    assert not report(wrong_token=0.01).passed
-    assert not report(wrong_token=math.nan).passed
+    assert not hidden.passed
+    assert not hidden.is_different
+    assert {hidden.verdict(row) for row in hidden.rows} == {NOT_TESTED}
+    assert "not tested: one wrong token would be within the limit" in hidden.table()
+    assert "Nothing is proved." in hidden.table()
+    assert "changes nothing" not in hidden.table()
+
+
+def test_what_is_beyond_a_limit_that_hides_is_different() -> None:
+    """And a row with a bound of its own is judged by that."""
+    hidden = report(Row("append", Difference(0, 8, 3.0)), Row("moved", Difference(0, 0, 0.5), limit=1.0), wrong_token=0.05)
+    assert [hidden.verdict(row) for row in hidden.rows] == [NOT_TESTED, DIFFERENT, OK]
+    assert hidden.is_different
+    assert not hidden.passed
+
+
+@pytest.mark.parametrize(
+    ("found", "apart", "verdict"),
+    [
+        (0.07, 0.0, OK),
+        (0.09, 0.0, DIFFERENT),
+        (0.09, 0.02, OK),
+        (0.17, 0.02, DIFFERENT),
+        (0.07, 0.65, DIFFERENT),
+        (0.0, math.nan, DIFFERENT),
+        (0.0, math.inf, DIFFERENT),
+    ],
+)
+def test_prompts_at_once_have_a_noise_of_their_own(found: float, apart: float, verdict: str) -> None:
+    """It widens that row's limit, no other's, and only as far as a device may differ: a wrong row is not its own excuse."""
+    made = report(Row("two", found=Difference(8, 8, found), apart=Difference(8, 8, apart)))
+    assert made.limit == pytest.approx(FACTOR * 0.01)
+    assert made.verdict(made.rows[1]) == verdict
+    assert ("even prompts with nothing in common differ" in made.table()) == (not apart <= 0.64)
+    assert made.passed == (verdict == OK)
+
+
+def test_a_quiet_device_may_still_have_noise_in_a_row_of_two() -> None:
+    """Up to a thousandth of what a wrong token makes; beyond, the row's limit would hide one."""
+    quiet = Row("the same cold run twice", Difference(8, 8, 0.0), Difference(8, 8, 0.0))
+    for apart, verdict in ((0.004, OK), (0.006, DIFFERENT)):
+        made = report(Row("two", found=Difference(8, 8, 8 * apart), apart=Difference(8, 8, apart)))
+        made.rows[0] = quiet
+        assert made.verdict(made.rows[1]) == verdict
 
 
 def test_an_interrupted_report_does_not_say_that_all_is_well() -> None:

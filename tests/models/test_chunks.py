@@ -1,0 +1,210 @@
+"""Models whose answers depend on how a prompt is cut into chunks: mended where it is a window, named and never reused where not."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from click.testing import CliRunner
+
+from mlxrunner import Runner, cli
+from mlxrunner.cache.factory import make_layer_caches
+from mlxrunner.cache.sequences import NotSupportedError
+from mlxrunner.cache.sliding import SlidingWindowCache
+from mlxrunner.models.chunks import DEPENDS, depends_on_chunks
+from mlxrunner.models.facts import facts_of
+from mlxrunner.models.load import load_model
+from mlxrunner.parallel.runner import ParallelRunner
+from mlxrunner.profiling.profile import Profile
+from mlxrunner.sessions.entry import StoredEntry, pack
+from mlxrunner.sessions.store import Sessions
+from mlxrunner.testing import ByteTokenizer
+from mlxrunner.testing_models import _TINY, tiny_config, tiny_model, write_model
+
+PLAMO: dict[str, Any] = {"head_dim": 16, "sliding_window": 12, "sliding_window_pattern": 2, "max_position_embeddings": 4096}
+
+
+@pytest.fixture
+def as_mlx_lm_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows hold what mlx-lm's caches hold, not what its PLaMo 3 asks a mask for."""
+    monkeypatch.setattr("mlxrunner.models.windows.masks_asked", lambda model: {})
+
+
+def plamo(seed: int = 0, **config: Any) -> tuple[Any, dict[str, Any]]:
+    settings = tiny_config("plamo3", **{"num_hidden_layers": 4, "vocab_size": 300, **PLAMO, **config})
+    return tiny_model(settings, seed), settings
+
+
+def runner_of(model: Any, config: dict[str, Any], **options: Any) -> Runner:
+    return Runner(model, ByteTokenizer(), facts_of(model, config), context=400, **options)
+
+
+def answer(runner: Runner, prompt: list[int], count: int = 6) -> list[tuple[int | None, float]]:
+    chunks = runner.generate(prompt, max_tokens=count, stop_tokens=[], logprobs=0)
+    return [(chunk.token, pytest.approx(chunk.logprob, abs=2e-4)) for chunk in chunks]
+
+
+@pytest.mark.parametrize("options", [{}, {"rewind_slack": 0, "checkpoint_interval": 20}], ids=["usual", "checkpoints"])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_window_holds_what_its_model_asks_for(seed: int, options: dict[str, int]) -> None:
+    """mlx-lm's PLaMo 3 wants one token more than it has its caches keep: random histories, warm and cold, and no reuse lost."""
+    model, config = plamo(seed)
+    warm, dice, said = runner_of(model, config, prefill_step=17, **options), random.Random(seed), [1]
+    windows = [cache for cache in make_layer_caches(model) if isinstance(cache, SlidingWindowCache)]
+    assert {cache.window for cache in windows} == {13}
+    reused = 0
+    for _ in range(12):
+        kept = said[: dice.randrange(len(said) + 1)] if dice.random() < 0.5 else said
+        prompt = [*kept, *(dice.randrange(290) for _ in range(dice.randrange(1, 40)))][-300:]
+        cold = runner_of(model, config, prefill_step=dice.choice((5, 64)))
+        found = answer(warm, prompt)
+        assert found == answer(cold, prompt)
+        assert warm.usage is not None
+        reused += warm.usage.cached_tokens
+        said = [*prompt, *(token or 0 for token, _ in found)]
+    assert reused > 100
+
+
+def test_its_prompts_are_evaluated_as_without_any_cache() -> None:
+    """The mask alone says what a query sees: cut anywhere, the logits are those of one piece."""
+    model, config = plamo()
+    prompt = [i * 37 % 290 for i in range(70)]
+    logits = model(mx.array([prompt]))[0, -1]
+    expected = logits - mx.logsumexp(logits)
+    for step in (1, 7, 13, 69):
+        (chunk,) = runner_of(model, config, prefill_step=step).generate(prompt, max_tokens=1, stop_tokens=[], logprobs=0)
+        assert chunk.token == mx.argmax(logits).item()
+        assert chunk.logprob == pytest.approx(expected[chunk.token].item(), abs=1e-4)  # type: ignore[index]
+
+
+def test_it_is_the_same_in_parallel_and_after_a_session(tmp_path: Path) -> None:
+    """Two at once, and an entry that came back from a file."""
+    model, config = plamo()
+    prompts = [[i * 37 % 290 for i in range(60)], [i * 37 % 290 for i in range(40)] + [5] * 30]
+    alone = [answer(runner_of(model, config), prompt, 20) for prompt in prompts]
+    with ParallelRunner(model, ByteTokenizer(), facts_of(model, config), max_sequences=2, capacity=200) as together:
+        handles = [together.submit(prompt, max_tokens=20, stop_tokens=[], logprobs=0) for prompt in prompts]
+        assert [[(chunk.token, chunk.logprob) for chunk in handle] for handle in handles] == alone
+    runner, sessions = runner_of(model, config), Sessions(tmp_path)
+    said = [*prompts[0], *(token or 0 for token, _ in answer(runner, prompts[0]))]
+    restore(runner, sessions)
+    following = [*said, 7, 8, 9]
+    assert answer(runner, following) == answer(runner_of(model, config), following)
+    assert runner.usage is not None
+    assert runner.usage.cached_tokens == len(said) - 1
+
+
+def restore(runner: Runner, sessions: Sessions) -> None:
+    packed = pack(runner.entry.export(), {})
+    with sessions.lock("one"):
+        sessions.save_cache("one", packed.arrays, packed.metadata)
+    file = sessions.load_cache("one")
+    assert file is not None
+    runner.adopt(StoredEntry(file))
+
+
+@pytest.mark.parametrize("name", ["llama", *_TINY])
+def test_no_model_of_ours_is_accused(name: str) -> None:
+    """Every kind of layer, with windows, chunks and states."""
+    model = tiny_model(tiny_config(name))
+    assert not depends_on_chunks(model, 288)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16], ids=["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("window", [2, 12, 4096])
+def test_it_is_found_with_a_few_tokens(window: int, dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However wide its window is; and with windows that hold what is asked for there is nothing to find."""
+    for seed in range(5):
+        model, config = plamo(seed, sliding_window=window)
+        model.set_dtype(dtype)
+        facts_of(model, config)
+        assert not depends_on_chunks(model, 300)
+    monkeypatch.setattr("mlxrunner.models.windows.masks_asked", lambda model: {})
+    for seed in range(5):
+        model, config = plamo(seed, sliding_window=window)
+        model.set_dtype(dtype)
+        facts_of(model, config)
+        assert depends_on_chunks(model, 300)
+
+
+def test_a_model_that_cannot_be_run_is_not_accused() -> None:
+    """Whoever runs it will hear why; one whose logits are no numbers proves nothing."""
+    model, _ = plamo()
+    model.lm_head.weight = mx.full(model.lm_head.weight.shape, float("nan"))
+    assert not depends_on_chunks(model, 300)
+    del model.lm_head
+    assert not depends_on_chunks(model, 300)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, as_mlx_lm_has_it: None) -> Path:
+    write_model(tmp_path / "plamo", "plamo3", num_hidden_layers=4, **PLAMO)
+    return tmp_path / "plamo"
+
+
+def test_it_is_named_at_load_and_never_reused(folder: Path, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    """Each request is a cold one and says why; a session comes back as text; nothing is evaluated in advance."""
+    with caplog.at_level(logging.WARNING, "mlxrunner"):
+        runner = Runner.load(str(folder), 400, reserve=False)
+    assert [record.message for record in caplog.records if record.name == "mlxrunner"] == [
+        f"{folder}: {DEPENDS}, so nothing is reused: every prompt is evaluated whole"
+    ]
+    assert runner.facts.depends_on_chunks
+    said: list[int] = [i * 37 % 250 for i in range(60)]
+    for number in range(4):
+        if number == 3:
+            restore(runner, Sessions(tmp_path / "sessions"))
+        found = answer(runner, said)
+        assert found == answer(Runner.load(str(folder), 400, reserve=False), said)
+        assert runner.usage is not None
+        assert runner.usage.cached_tokens == 0
+        if number:
+            assert (runner.usage.reason, runner.usage.freed_by) == ("entry_freed", DEPENDS)
+        said = [*said, *(token or 0 for token, _ in found), 9]
+    assert runner.evaluate(said) == 0
+    too_long = [*said, *range(200), *range(200)]
+    options: dict[str, Any] = {"max_tokens": 5, "stop_tokens": [], "overflow": "shift", "keep": 3}
+    cold = Runner.load(str(folder), 400, reserve=False)
+    assert [c.token for c in runner.generate(too_long, **options)] == [c.token for c in cold.generate(too_long, **options)]
+
+
+def test_it_runs_one_request_at_a_time(folder: Path) -> None:
+    """With the reason, for those that would rather run several."""
+    loaded = load_model(str(folder))
+    with pytest.raises(NotSupportedError, match=f"{DEPENDS}: run one at a time"):
+        ParallelRunner.of(loaded, max_sequences=2, capacity=100, reserve=False)
+
+
+def test_nothing_of_it_is_verified_and_nothing_accused(folder: Path, tmp_path: Path) -> None:
+    """--verify-cache looks at what was reused."""
+    runner = Runner.load(str(folder), 400, reserve=False)
+    profile = Profile(events=tmp_path / "events.jsonl", verify=1.0)
+    profile.attach(runner)
+    for count in (40, 50, 70):
+        answer(runner, [i * 37 % 250 for i in range(count)])
+    profile.finish(strict=True)
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [event["verify"] for event in events] == [None] * 3
+
+
+@pytest.mark.parametrize("is_tried", [True, False], ids=["named", "not tried"])
+def test_verify_proves_nothing_about_it(folder: Path, is_tried: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exit code 5, whether it was found at load or not: cold runs differ as much as one wrong token makes."""
+    if not is_tried:
+        monkeypatch.setattr("mlxrunner.models.load.depends_on_chunks", lambda model, vocab: False)
+    result = CliRunner().invoke(cli.main, ["verify", str(folder), "--context", "200", "--tokens", "6"])
+    assert "changes nothing" not in result.stdout
+    assert result.exit_code in ((5,) if is_tried else (4, 5)), result.stdout
+
+
+def test_verify_passes_where_windows_hold_what_is_asked_for(tmp_path: Path) -> None:
+    """The whole of it, parallel and moved keys included."""
+    write_model(tmp_path / "m", "plamo3", num_hidden_layers=4, **PLAMO)
+    result = CliRunner().invoke(cli.main, ["verify", str(tmp_path / "m"), "--context", "200", "--tokens", "6"])
+    assert result.exit_code == 0, result.stdout
+    assert "14 of 14 rows tested, and reuse changes nothing in them." in result.stdout
