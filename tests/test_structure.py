@@ -32,7 +32,7 @@ FLOORS = [
     ["answer", "observation", "pipeline", "reserve"],
     ["models", "plan"],
     ["cache", "constrain", "sampling", "tokenizer"],
-    ["config", "errors", "events", "device", "folders", "overflow", "power", "terminal", "writing"],
+    ["config", "errors", "events", "device", "folders", "overflow", "owner", "power", "terminal", "writing"],
 ]
 BOOKKEEPING = """
 batch.answers batch.done batch.fields batch.files batch.fingerprint batch.interrupt batch.job batch.lines
@@ -41,7 +41,7 @@ bench.figures bench.rows cache.cells cache.checkpoints cache.entry cache.layer c
 cache.tokens
 chat.ahead
 chat.branches chat.clipboard chat.commands chat.history chat.keys chat.markdown chat.render chat.thinking config constrain errors events
-folders overflow parallel.slots plan power profiling.curve profiling.divergence profiling.event profiling.explain profiling.files
+folders overflow owner parallel.slots plan power profiling.curve profiling.divergence profiling.event profiling.explain profiling.files
 profiling.html profiling.metrics profiling.paper profiling.reading profiling.reasons profiling.report profiling.rows profiling.screen
 profiling.segments profiling.simulate profiling.summary profiling.svg profiling.tally profiling.thinking profiling.tokenlog
 profiling.trace profiling.whatif profiling.wording profiling.writer models.fingerprint sessions.files sessions.session sessions.store
