@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -25,7 +24,7 @@ from mlxrunner.events import Chunk, FinishReason, Usage, log_lookup
 from mlxrunner.parallel.adapt import Adapted
 from mlxrunner.parallel.request import Request, Step, StepFailedError
 from mlxrunner.parallel.room import Room
-from mlxrunner.parallel.slots import SHORT_TAIL, Choice, Slot, choose, share
+from mlxrunner.parallel.slots import Choice, Slot, choose, share
 from mlxrunner.sampling import Decoded, Sampled, dispatch
 
 Ended = Callable[[Request, FinishReason | None, str | None], Usage]
@@ -51,7 +50,7 @@ class Scheduler:
         clock = request.clock
         self._mend()
         self._place_waiting()  # who waits for a slot that is free again goes on first: it may be given away now
-        choice = self._choose(request)
+        choice = choose(self.slots, request.prompt, can_resume=self._can_resume)
         self._room.check(request, choice, self.requests)
         slot = request.slot = choice.slot
         request.trimmed = len(slot.tokens)
@@ -122,11 +121,6 @@ class Scheduler:
         self._clear(slot)
         slot.is_busy, slot.planned = False, slot.planned[:0]
 
-    def _choose(self, request: Request, **among: Any) -> Choice:
-        """Where windows forget, a slot that goes on can't be resumed any more where it was: an empty one is better."""
-        short = 0 if self._adapted.has_windows else SHORT_TAIL
-        return choose(self.slots, request.prompt, can_resume=self._can_resume, short_tail=short, **among)
-
     def _can_resume(self, slot: Slot, matched: int) -> bool:
         return matched == 0 or self._adapted.cache.can_resume(slot.number, matched)
 
@@ -173,7 +167,8 @@ class Scheduler:
     def _place_again(self, request: Request, ahead: Sequence[Request]) -> None:
         """By what the slots have now; where there is no room for it, it waits."""
         request.source, request.promised = None, 0
-        choice = self._choose(request, own=request.slot, ahead=[other.slot for other in ahead])
+        before = [other.slot for other in ahead]
+        choice = choose(self.slots, request.prompt, own=request.slot, ahead=before, can_resume=self._can_resume)
         others = [other for other in self.requests if other.is_placed or other.source is not None]
         with suppress(CacheFullError):
             self._room.check(request, choice, others)

@@ -11,8 +11,8 @@ from mlxrunner.errors import MlxrunnerError
 
 WORTH_WAITING = 16
 """Tokens of a prefix that somebody else is evaluating at the moment, for which a new prompt waits instead of evaluating them again."""
-SHORT_TAIL = 16
-"""Tokens that a slot may lose although another one is empty: one short pass evaluates them again."""
+SHORT_TAIL = 4
+"""Tokens by which a conversation may differ and still be the one that goes on: templates end an answer otherwise than the model did."""
 EDITED = 4
 """Where no slot is empty, a prompt that shares all but a quarter (one in EDITED) of a slot's last prompt edits that conversation."""
 
@@ -67,14 +67,12 @@ def choose(
     own: Slot | None = None,
     ahead: Sequence[Slot] | None = None,
     can_resume: Callable[[Slot, int], bool] = lambda slot, matched: True,
-    short_tail: int = SHORT_TAIL,
 ) -> Choice:
     """Choose the slot for `prompt`, and the slot, busy or not, whose prefix it shares.
 
     At least one token of `prompt` is left to evaluate. A much longer prefix that another request is about to evaluate is waited for.
     `own`: the only slot that comes into question; None: any that is free, NoFreeSlotError if all are busy. `ahead`: those that may be
     waited for (all that are busy). `can_resume(slot, n)`: whether everything is stored that a query behind its first n tokens sees.
-    `short_tail`: tokens that a slot may lose although another one is empty.
     """
     free = [slot for slot in slots if not slot.is_busy] if own is None else [own]
     if not free:
@@ -84,7 +82,7 @@ def choose(
     shared = {slot.number: slot.shared_with(prompt) for slot in slots}
     ready = {number: min(count, most) for number, count in shared.items()}
     ready = {slot.number: ready[slot.number] if can_resume(slot, ready[slot.number]) else 0 for slot in slots}
-    target = own or _going_on(free, shared, short_tail)
+    target = own or _going_on(free, shared)
     best = max(slots, key=lambda slot: (ready[slot.number], slot is target))
     source, matched, is_ready = _awaited(busy, prompt, most, ready[best.number]) or (best, ready[best.number], True)
     if target is None or (own is None and matched > shared[target.number]):
@@ -103,13 +101,14 @@ def _awaited(busy: Sequence[Slot], prompt: TokenArray, most: int, ready: int) ->
     return None
 
 
-def _going_on(free: Sequence[Slot], shared: dict[int, int], short_tail: int) -> Slot | None:
+def _going_on(free: Sequence[Slot], shared: dict[int, int]) -> Slot | None:
     """The slot whose conversation goes on: where the prompt has all of its tokens but a short tail.
 
     Where no slot is empty, also where the prompt edits its last message or asks for another answer to it.
     """
     alike = sorted((slot for slot in free if shared[slot.number]), key=lambda slot: (-shared[slot.number], slot.last_used))
-    whole = (slot for slot in alike if len(slot.tokens) - shared[slot.number] <= short_tail)
+    tails = {slot.number: len(slot.tokens) - shared[slot.number] for slot in alike}
+    whole = (slot for slot in alike if tails[slot.number] <= min(SHORT_TAIL, shared[slot.number] // 2))
     edited = (slot for slot in alike if shared[slot.number] >= slot.asked - slot.asked // EDITED)
     return next(whole, next(edited, None) if all(slot.tokens for slot in free) else None)
 

@@ -95,7 +95,7 @@ def test_a_third_conversation_replaces_the_one_that_was_used_least_recently() ->
 
 @pytest.mark.parametrize(
     ("prompt", "place"),
-    [([*A, 1, 2, 3], "in place"), ([*A[:-10], 9], "in place"), ([*A[:-30], 9], "empty"), (A[:-30], "empty")],
+    [([*A, 1, 2, 3], "in place"), ([*A[:-3], 9], "in place"), ([*A[:-30], 9], "empty"), (A[:-30], "empty")],
     ids=["next turn", "short tail", "edit", "regenerate"],
 )
 def test_a_conversation_goes_on_in_place_if_all_but_a_short_tail_of_it_does(prompt: list[int], place: str) -> None:
