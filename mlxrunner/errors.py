@@ -22,6 +22,7 @@ MlxrunnerError          exit code 1
 ├── NoFreeSlotError     exit code 1: every slot of a parallel runner is in use (`mlxrunner.parallel.slots`)
 ├── StepFailedError     exit code 1: a step that carried several requests failed (`mlxrunner.parallel.request`)
 ├── VerifyError         exit code 4: what a cold run found, warm requests had got otherwise (`--verify-cache` with `--strict`)
+├── WrongThreadError    exit code 1: a call from another thread than the one that owns the runner (`mlxrunner.owner`)
 └── BusyError           exit code 1: another request is still using the one entry
 """
 
@@ -118,3 +119,14 @@ class BusyError(MlxrunnerError):
 
     def __init__(self) -> None:
         super().__init__("another request still uses the entry: finish it or close its iterator first")
+
+
+class WrongThreadError(MlxrunnerError):
+    """A call from another thread than the one that opened `what`; nothing was touched."""
+
+    def __init__(self, what: str, owner: str, caller: str) -> None:
+        super().__init__(
+            f"this {what} belongs to the thread {owner!r}, which opened it, but thread {caller!r} called it: make all calls in "
+            f"{owner!r} (other threads can hand it requests through a queue.Queue), or open a {what} in {caller!r}"
+        )
+        self.what, self.owner, self.caller = what, owner, caller

@@ -7,6 +7,15 @@ from dataclasses import dataclass
 from mlxrunner.errors import OptionError
 
 
+def window_closes(window: int, tokens: int, keep: int, discard: int) -> bool:
+    """Return True if a window can close the gap after `keep .. keep + discard - 1` of `tokens` tokens were dropped.
+
+    The next token sees `window` tokens with itself. They are there if nothing has left the window yet, or if what lies behind the gap
+    fills it. Rows that happen to be stored beyond the window don't count: an answer must not depend on what was reused.
+    """
+    return tokens < window or max(0, tokens - discard - window + 1) >= keep
+
+
 @dataclass(frozen=True)
 class Shift:
     """Keep the first `keep` tokens, drop half of the rest, move the others up."""

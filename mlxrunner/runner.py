@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,6 +30,7 @@ from mlxrunner.models.facts import ModelFacts, without_weights
 from mlxrunner.models.load import LoadedModel, load_model
 from mlxrunner.observation import Observation, Observer, finish_of, tell, usage_of
 from mlxrunner.overflow import Shift
+from mlxrunner.owner import Owned, Owner
 from mlxrunner.pipeline import CheckpointPlan, Pipeline, Progress
 from mlxrunner.plan import Demand, Plan, make_plan
 from mlxrunner.reserve import announce, choose, demand_of, must_fit, weights_of
@@ -47,7 +48,7 @@ HEADROOM = 256
 class Runner:
     """Generates text with one model and keeps what it evaluated for the next prompt.
 
-    Not for several threads: one thread owns the model, and one request at a time owns the entry (BusyError otherwise).
+    The thread that opened it owns the model: WrongThreadError from any other. One request at a time owns the entry: BusyError otherwise.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Runner:
         whole: bool = False,
     ) -> None:
         """From parts that are loaded already; `Runner.load` is the usual way, and plans the memory."""
+        self.owner = Owner("Runner")
         self.context = facts.context if context is None else context
         _check_settings(self.context, prefill_step, kv_bits, rewind_slack, checkpoint_interval, checkpoint_budget)
         self.model, self.tokenizer, self.facts, self.name = model, tokenizer, facts, name
@@ -168,6 +170,7 @@ class Runner:
     @property
     def entry(self) -> CacheEntry:
         """The entry as it is between requests."""
+        self.owner.check()
         return self._cache.current
 
     @property
@@ -177,6 +180,7 @@ class Runner:
 
     def reset(self) -> None:
         """Free the entry: the next request starts cold."""
+        self.owner.check()
         self._cache.reset()
         mx.clear_cache()
 
@@ -186,16 +190,19 @@ class Runner:
 
     def free(self, why: str, reason: str = "entry_freed") -> None:
         """Free the entry, and have the next request say why. BusyError while one is running."""
+        self.owner.check()
         self._cache.reset(why, reason)
 
     def keep(self, tokens: Sequence[int]) -> None:
         """Rewind the entry to what it shares with `tokens`. BusyError during a request."""
+        self.owner.check()
         self._cache.keep(tokens)
 
     def adopt(self, saved: SavedEntry, source: str = "a file") -> None:
         """Take over a saved entry; it is read when the next request begins, or when `entry` is looked at. BusyError during a request.
 
         `source`: what the next request calls it (reason `restored`)."""
+        self.owner.check()
         self._cache.adopt(saved, source)
 
     def outline(self) -> list[Saved]:
@@ -245,6 +252,7 @@ class Runner:
         The prompt and the options are checked before this returns: PromptError, ContextLengthError, OptionError. Closing the
         iterator ends the request; however it ends, the entry holds exactly the tokens that were evaluated.
         """
+        self.owner.check()
         began = time.perf_counter()
         options = GenerateOptions.of(
             max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, stop=stop,
@@ -268,7 +276,7 @@ class Runner:
         self._pipeline, self._discarded, self.usage = None, discard, None
         next_token = NextToken(options, self.facts.vocab, logits_processors, constraint)
         session = self._cache.begin(tokens)
-        return self._run(_Request(prepared, session, options, next_token, progress, clock, shift, discard))
+        return Owned(self._run(_Request(prepared, session, options, next_token, progress, clock, shift, discard)), self.owner)
 
     def evaluate(self, prompt: Prompt, *, cancelled: Callable[[], bool] = lambda: False) -> int:
         """Evaluate `prompt` in advance, without an answer: what the entry shares with it stays, the rest is evaluated.
@@ -276,6 +284,7 @@ class Runner:
         `cancelled` is asked between small chunks; those that were finished stay in the entry. Returns how many tokens were evaluated.
         An entry that begins with the whole prompt is left as it is, and so is one that can't be reused. Errors as for `generate`.
         """
+        self.owner.check()
         tokens = self.tokenize(prompt)
         self._check(tokens)
         if len(tokens) >= self.context:
@@ -310,7 +319,7 @@ class Runner:
         if self.facts.vocab and len(tokens) and int(tokens.max()) >= self.facts.vocab:
             raise PromptError(f"token id {int(tokens.max())} is beyond the model's vocabulary of {self.facts.vocab}")
 
-    def _run(self, request: _Request) -> Iterator[Chunk]:
+    def _run(self, request: _Request) -> Generator[Chunk, None, None]:
         """The chunks, and then a word to the observer, however the request has ended."""
         try:
             yield from self._chunks(request)

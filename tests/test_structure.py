@@ -42,6 +42,7 @@ FLOORS = [
         "folders",
         "limits",
         "overflow",
+        "owner",
         "power",
         "reading",
         "tensorfile",
@@ -57,7 +58,7 @@ cache.tokens
 chat.ahead
 chat.branches chat.clipboard chat.commands chat.history chat.keyboard chat.keys chat.log
 chat.markdown chat.render chat.thinking config constrain errors events
-folders limits overflow parallel.slots plan power profiling.curve profiling.divergence profiling.event profiling.explain profiling.files
+folders limits overflow owner parallel.slots plan power profiling.curve profiling.divergence profiling.event profiling.explain profiling.files
 profiling.html profiling.metrics profiling.paper profiling.reading profiling.reasons profiling.report profiling.rows profiling.screen
 profiling.segments profiling.simulate profiling.summary profiling.svg profiling.tally profiling.thinking profiling.tokenlog
 profiling.trace profiling.whatif profiling.wording profiling.writer models.fingerprint sessions.files sessions.session sessions.store

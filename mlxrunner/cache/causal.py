@@ -169,6 +169,12 @@ class CausalCache(Cache):
         used = self._cells.owners[list(sequences)].any(axis=0)
         return int(np.count_nonzero(used | (self._cells.owners[other] & (self._cells.positions < length))))
 
+    def num_shared(self, sequence: int, others: Sequence[int], begin: int = 0) -> int:
+        """Cells with a token of `sequence`, at `begin` or behind, that is also one of `others`."""
+        owners = self._cells.owners
+        shared = owners[sequence] & owners[list(others)].any(axis=0)
+        return int(np.count_nonzero(shared & (self._cells.positions >= begin)))
+
     @property
     def sequences(self) -> tuple[int, ...]:
         """Those that have tokens."""

@@ -13,6 +13,7 @@ from mlxrunner.cache.arrays import contiguous, tree_bytes
 from mlxrunner.cache.layer import RewindError, Rewinding, Snapshot
 from mlxrunner.cache.layout import Layout
 from mlxrunner.cache.saved import Saved
+from mlxrunner.overflow import window_closes
 
 STEP = 256
 
@@ -136,11 +137,8 @@ class SlidingWindowCache(Rewinding):
             self._stored = Stored(self._stored.keys, self._stored.values, self._stored.first, to - self._stored.first)
 
     def can_shift(self, keep: int, discard: int) -> bool:
-        """The window before the next token has to be there: after the gap, or on both sides of it."""
-        if self._stored is None or self.offset < keep + discard:
-            return False
-        lowest = max(0, self.offset - discard - self.window + 1)
-        return lowest >= keep or self._stored.first <= lowest
+        """The window before the next token has to be there, whatever else is stored: after the gap, or on both sides of it."""
+        return self.offset >= keep + discard and window_closes(self.window, self.offset, keep, discard)
 
     def shift(self, keep: int, discard: int, rotate: Callable[[mx.array, int], mx.array]) -> None:
         stored = self._stored

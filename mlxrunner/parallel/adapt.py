@@ -21,6 +21,7 @@ from mlxrunner.cache.sequences import Batch, Cache, NotSupportedError
 from mlxrunner.cache.sliding import SlidingWindowCache
 from mlxrunner.cache.split import WORTH_SPLITTING
 from mlxrunner.cache.wrapper import WrapperCache
+from mlxrunner.overflow import window_closes
 from mlxrunner.parallel.attention import Attention, Parts, calls_attention, class_with
 
 WINDOWS_KEEP = 64
@@ -168,6 +169,10 @@ class Adapted:
     @property
     def has_windows(self) -> bool:
         return any(self._kinds)
+
+    def can_shift(self, tokens: int, keep: int, discard: int) -> bool:
+        """Return True if no window lacks what the next token of a sequence sees once `keep .. keep + discard - 1` of `tokens` are gone."""
+        return all(window_closes(window, tokens, keep, discard) for window in self._kinds if window)
 
     def state(self) -> list[mx.array]:
         """All buffers, to be evaluated."""

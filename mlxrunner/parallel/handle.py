@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 
 class Handle:
-    """A request's answer: iterate it for its chunks, as they come; `cancel` ends it without touching the others."""
+    """A request's answer: iterate it for its chunks, as they come; `cancel` ends it without touching the others.
+
+    WrongThreadError from any thread but the runner's; only `error` and `finished` may be read from others.
+    """
 
     def __init__(self, runner: ParallelRunner, request: Request) -> None:
         self._runner, self._request = runner, request
@@ -22,8 +25,10 @@ class Handle:
     def __iter__(self) -> Iterator[Chunk]:
         request = self._request
         while True:
-            while request.chunks:
+            self._runner.owner.check()
+            if request.chunks:
                 yield request.chunks.popleft()
+                continue
             if request.error is not None:
                 raise request.error
             if request.finished:
@@ -47,6 +52,7 @@ class Handle:
 
     def poll(self) -> list[Chunk]:
         """The chunks that came since the last time, without a step: for whoever drives many requests at once."""
+        self._runner.owner.check()
         chunks = list(self._request.chunks)
         self._request.chunks.clear()
         return chunks

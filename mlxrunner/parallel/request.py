@@ -68,14 +68,14 @@ class Request:
     place: int = 0
     sampled: int = 0
     last: mx.array | None = None
+    is_placed: bool = False
+    """Whether its slot has what it shares with others, so that the rest can be evaluated."""
     source: Slot | None = None
-    """Waits until this slot has the `promised` tokens of a common prefix."""
+    """Until it is placed: waits until this slot has the `promised` tokens of a common prefix; None: waits for room."""
     promised: int = 0
     shift: Shift | None = None
     shifted: int = 0
     reevaluated: int = 0
-    is_apart: bool = False
-    """Whether it has shifted, and shares no tokens with others any more but the kept ones."""
     chunks: deque[Chunk] = field(default_factory=deque)
     finished: bool = False
     error: MlxrunnerError | None = None
@@ -98,7 +98,7 @@ class Request:
     @property
     def is_decoding(self) -> bool:
         """Whether the next thing it needs is the forward pass of the token that was sampled last."""
-        return self.source is None and not self.left and self.sampled < self.limit
+        return self.is_placed and not self.left and self.sampled < self.limit
 
     def coming_tokens(self, count: int) -> mx.array:
         """The next `count` that are to be dispatched, `[count]`; the one that was sampled may still be on its way."""
@@ -113,13 +113,6 @@ class Request:
         self.place += count
         if not self.left:
             self.todo = self.todo[:0]
-
-    def coming_cells(self, capacity: int) -> int:
-        """Cells that it may still take: to its end, or until it is full and shifts, for which shared cells are copied."""
-        most = min(len(self.prompt) + self.limit, capacity)
-        if self.shift is None:
-            return most - self.place - min(self.promised, len(self.prompt) - 1)
-        return most - self.place + (0 if self.is_apart else self.lookup.cached)
 
     def observation(self, usage: Usage, reason: FinishReason | None, error: str | None) -> Observation:
         """For whoever watches, at its end."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +31,7 @@ from mlxrunner.models.facts import ModelFacts
 from mlxrunner.models.load import LoadedModel, load_model
 from mlxrunner.observation import Observer, tell, usage_of
 from mlxrunner.overflow import Shift
+from mlxrunner.owner import Owned, Owner
 from mlxrunner.parallel.adapt import WINDOWS_KEEP, Adapted
 from mlxrunner.parallel.handle import Handle
 from mlxrunner.parallel.request import Request, Result
@@ -52,7 +53,8 @@ AHEAD = 4
 class ParallelRunner:
     """`max_sequences` requests at once, each of up to `capacity` tokens, `max_batch` tokens a step. Use as a context manager, or `close`.
 
-    Not for several threads. NotSupportedError for models with layers that can't share a row: run those one at a time.
+    All calls come from the thread that opened it: WrongThreadError from any other. NotSupportedError for models with layers that can't
+    share a row: run those one at a time.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class ParallelRunner:
     ) -> None:
         """`cells`: tokens that are stored at most, of all sequences together, a shared one once; None: `max_sequences * capacity`, which
         is always enough. With fewer, a request for which there may not be room to its end is refused at once: CacheFullError."""
+        self.owner = Owner("ParallelRunner")
         self.capacity = capacity or facts.context
         self.cells = cells or max_sequences * self.capacity
         self.max_batch = min(max_batch or DEFAULT_MAX_BATCH, max_sequences * self.capacity)
@@ -196,6 +199,7 @@ class ParallelRunner:
 
     def close(self) -> None:
         """Cancel what runs, free the cells, and give the model back as it was. May be called again, also after an interrupt."""
+        self.owner.check()
         try:
             for request in list(self._scheduler.requests):
                 self.cancel(request)
@@ -207,6 +211,7 @@ class ParallelRunner:
 
         NoFreeSlotError if every slot has a request, CacheFullError if there might not be room to its end.
         """
+        self.owner.check()
         return self._begin(self._request(prompt, options))
 
     def run(self, prompts: Sequence[Prompt], **options: Any) -> list[Result]:
@@ -218,6 +223,10 @@ class ParallelRunner:
 
         What runs is cancelled when one of them can't be submitted or fails, or when the iterator is closed.
         """
+        self.owner.check()
+        return Owned(self._run_each(requests), self.owner)
+
+    def _run_each(self, requests: Iterable[tuple[Prompt, dict[str, Any]]]) -> Generator[Result, None, None]:
         handles: deque[Handle] = deque()
         try:
             for prompt, options in requests:
@@ -249,10 +258,12 @@ class ParallelRunner:
 
     def cancel(self, request: Request) -> None:
         """End a request without touching the others."""
+        self.owner.check()
         self._scheduler.cancel(request)
 
     def step(self) -> None:
         """One forward pass for all that run. Whatever goes wrong in it ends them all, with a StepFailedError each."""
+        self.owner.check()
         self._scheduler.step()
 
     def _request(self, prompt: Prompt, given: dict[str, Any]) -> Request:

@@ -1,32 +1,32 @@
 """Which requests share the next step, where their tokens go, and what becomes of them when something fails. No prompts, no loading.
 
 A request waits for a prefix that another one is evaluating, then its prompt is evaluated in pieces, then it decodes; one forward pass
-carries a token or a piece of each. What happens to a slot is done in an order that an interrupt may cut anywhere: see `Slot`.
+carries a token or a piece of each. One whose prefix does not come after all may wait for room: none is ended for want of it. What happens
+to a slot is done in an order that an interrupt may cut anywhere: see `Slot`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import accumulate
-from typing import TypeVar
 
 import mlx.core as mx
 import numpy as np
 
 from mlxrunner.cache.lookup import WINDOW, Lookup, explained
 from mlxrunner.cache.sequences import END, Batch, CacheFullError, NotSupportedError
-from mlxrunner.cache.tokens import common_prefix
+from mlxrunner.cache.tokens import TokenArray
 from mlxrunner.errors import ContextFullError, FormError, MlxrunnerError
-from mlxrunner.events import FinishReason, Usage, log_lookup
+from mlxrunner.events import Chunk, FinishReason, Usage, log_lookup
 from mlxrunner.parallel.adapt import Adapted
 from mlxrunner.parallel.request import Request, Step, StepFailedError
+from mlxrunner.parallel.room import Room
 from mlxrunner.parallel.slots import Choice, Slot, choose, share
 from mlxrunner.sampling import Decoded, Sampled, dispatch
 
-T = TypeVar("T")
 Ended = Callable[[Request, FinishReason | None, str | None], Usage]
 """Is told of each request that has ended: why, or the name of its error."""
 
@@ -39,16 +39,19 @@ class Scheduler:
         self.requests: list[Request] = []
         """Those that run, in the order in which they came: one waits for those before it only."""
         self._adapted, self._ended = adapted, ended
-        self._capacity, self._cells, self._max_batch = capacity, cells, max_batch
+        self._capacity, self._max_batch = capacity, max_batch
+        self._room = Room(adapted, self.slots, self.requests, capacity=capacity, cells=cells)
         self._pending: Step | None = None
         self._ticks = 0
+        self._is_whole = True
 
     def admit(self, request: Request) -> None:
         """Give it a slot and what it can share. NoFreeSlotError, CacheFullError: it was not admitted, and may be again."""
         clock = request.clock
-        self._follow_sources()  # who waits for a slot that is free again goes on first: it may be given away now
+        self._mend()
+        self._place_waiting()  # who waits for a slot that is free again goes on first: it may be given away now
         choice = choose(self.slots, request.prompt, can_resume=self._can_resume)
-        self._check_room(request, choice)
+        self._room.check(request, choice, self.requests)
         slot = request.slot = choice.slot
         request.trimmed = len(slot.tokens)
         try:
@@ -70,7 +73,7 @@ class Scheduler:
     def step(self) -> None:
         """Dispatch the next forward pass, then read the tokens of the one before."""
         with self._whole():
-            self._follow_sources()
+            self._place_waiting()
             before, self._pending = self._pending, self._dispatch()
             for request, sampled in before or ():
                 if not request.finished:
@@ -79,11 +82,19 @@ class Scheduler:
     @contextmanager
     def _whole(self) -> Iterator[None]:
         """After an error or an interrupt nobody knows what was written: all requests are ended, and what the slots hold is forgotten."""
+        self._mend()
+        self._is_whole = False
         try:
             yield
         except BaseException as error:
             self._forget_everything(error)
             raise
+        self._is_whole = True
+
+    def _mend(self) -> None:
+        """Finish what a second interrupt has kept from being forgotten after the first one."""
+        if not self._is_whole:
+            self._forget_everything(KeyboardInterrupt())
 
     def _forget_everything(self, error: BaseException) -> None:
         self._pending = None
@@ -91,32 +102,24 @@ class Scheduler:
             slot.tokens.truncate(0)
         why = StepFailedError(f"a step that carried this request, and others, was ended by {_named(error)}: submit it again")
         for request in list(self.requests):
-            self._fail(request, why, type(error).__name__ if isinstance(error, Exception) else None)
+            if request.finished:  # all but for its slot
+                self.requests.remove(request)
+            else:
+                self._fail(request, why, type(error).__name__ if isinstance(error, Exception) else None)
         for slot in self.slots:
             self._free(slot)
+        self._is_whole = True
 
     def _clear(self, slot: Slot) -> None:
         """Forget the tokens of a slot."""
         slot.tokens.truncate(0)
+        slot.exact = END
         self._adapted.cache.remove(slot.number, 0, END)
 
     def _free(self, slot: Slot) -> None:
         """Forget its tokens, and that it has a request."""
         self._clear(slot)
         slot.is_busy, slot.planned = False, slot.planned[:0]
-
-    def _check_room(self, request: Request, choice: Choice) -> None:
-        """That it will fit, whatever the others still do; idle slots give way, but for the prefix that is shared."""
-        if self._cells >= len(self.slots) * self._capacity:
-            return
-        shared = choice.matched if request.shift is None else 0
-        wanted = request.coming_cells(self._capacity) - min(shared, len(request.prompt) - 1)
-        busy = [slot.number for slot in self.slots if slot.is_busy]
-        prefix = choice.source.number, shared if choice.ready else 0
-        used = max(group.num_used_by(busy, prefix) for group in self._adapted.groups)
-        coming = sum(other.coming_cells(self._capacity) for other in self.requests)
-        if used + coming + wanted > self._cells:
-            raise CacheFullError("this request", wanted, max(0, self._cells - used - coming), self._cells)
 
     def _can_resume(self, slot: Slot, matched: int) -> bool:
         return matched == 0 or self._adapted.cache.can_resume(slot.number, matched)
@@ -129,39 +132,47 @@ class Scheduler:
             self._clear(request.slot)  # nobody may take what is going to be replaced
             request.source, request.promised = choice.source, choice.matched
 
-    def _resume(self, request: Request, source: Slot, matched: int) -> None:
-        """Give the request's slot the first `matched` tokens of `source`, as far as it can go on from there."""
+    def _resume(self, request: Request, source: Slot, cached: int) -> None:
+        """Give the request's slot the first `cached` tokens of `source`."""
         slot, cache = request.slot, self._adapted.cache
-        before, dropped, limited_by = len(source.tokens), tuple(source.tokens[matched : matched + WINDOW]), None
-        cached = min(matched, len(request.prompt) - 1)
+        before, matched = len(source.tokens), source.shared_with(request.prompt)
+        dropped = tuple(source.tokens[matched : matched + WINDOW])
+        limited_by = "sliding" if cached < min(matched, len(request.prompt) - 1) else None
         slot.tokens.truncate(0)
         if source is not slot:
             cache.copy_prefix(source.number, slot.number, cached)
         else:
             cache.remove(slot.number, cached, END)
-        if not cache.can_resume(slot.number, cached):
-            cache.remove(slot.number, 0, END)
-            cached, limited_by = 0, "sliding"
+        slot.exact = END
         self._adapted.expect(slot.number, len(request.prompt) - cached + request.limit)
         slot.tokens.extend(request.prompt[:cached])
-        request.place, request.source, request.promised = cached, None, 0
+        request.place, request.is_placed = cached, True
         request.lookup = explained(Lookup(len(request.prompt), before, matched, cached, limited_by=limited_by, dropped=dropped))
         request.trimmed = max(0, request.trimmed - cached) if source is slot else request.trimmed
         log_lookup(len(request.prompt), matched, cached)
 
-    def _follow_sources(self) -> None:
-        """Requests that wait for a prefix: share it once it is there; look again where it will not come any more."""
+    def _place_waiting(self) -> None:
+        """Share a prefix with those that wait for it, once it is there; look again where it will not come any more, or room was lacking."""
         for number, request in enumerate(self.requests):
+            if request.is_placed:
+                continue
             source, promised = request.source, request.promised
             if source is None:
-                continue
-            if common_prefix(source.tokens.array, request.prompt) >= promised:
+                self._place_again(request, self.requests[:number])
+            elif source.shared_with(request.prompt) >= promised and self._can_resume(source, promised):
                 self._resume(request, source, promised)
-            elif not source.is_busy or common_prefix(source.planned, request.prompt) < promised:
-                ahead = [other.slot for other in self.requests[:number]]
-                self._follow(
-                    request, choose(self.slots, request.prompt, own=request.slot, ahead=ahead, can_resume=self._can_resume)
-                )
+            elif not source.is_busy or source.will_share_with(request.prompt) < promised:
+                self._place_again(request, self.requests[:number])
+
+    def _place_again(self, request: Request, ahead: Sequence[Request]) -> None:
+        """By what the slots have now; where there is no room for it, it waits."""
+        request.source, request.promised = None, 0
+        before = [other.slot for other in ahead]
+        choice = choose(self.slots, request.prompt, own=request.slot, ahead=before, can_resume=self._can_resume)
+        others = [other for other in self.requests if other.is_placed or other.source is not None]
+        with suppress(CacheFullError):
+            self._room.check(request, choice, others)
+            self._follow(request, choice)
 
     def _dispatch(self) -> Step | None:
         """Build and dispatch the next row; None if there is nothing to do. Where cells are missing, the youngest requests end."""
@@ -181,7 +192,7 @@ class Scheduler:
     def _row(self) -> list[tuple[Request, int]]:
         """How many tokens of which requests go into the next step."""
         row = [(request, 1) for request in self.requests if request.is_decoding]
-        prefilling = [request for request in self.requests if request.source is None and request.left]
+        prefilling = [request for request in self.requests if request.is_placed and request.left]
         if prefilling:
             wanted = [request.left for request in prefilling]
             if self._adapted.has_windows:  # they forget: who shares a prefix has to take it while it is there
@@ -192,7 +203,7 @@ class Scheduler:
 
     def _waited_for(self, request: Request, left: int) -> list[int]:
         """How far it is to the ends of the prefixes for which others wait."""
-        ends = [other.promised - request.place for other in self.requests if other.source is request.slot]
+        ends = [other.promised - request.place for other in self.requests if not other.is_placed and other.source is request.slot]
         return [left, *(end for end in ends if end > 0)]
 
     def _forward(self, row: list[tuple[Request, int]]) -> Step:
@@ -204,23 +215,12 @@ class Scheduler:
             [request.slot.number for request, count in row for _ in range(count)],
         )
         tokens = mx.concatenate([request.coming_tokens(count) for request, count in row])
-        logits = self._with_room(lambda: self._adapted.forward(tokens, batch, list(sampling) or [0]))
+        logits = self._room.make(lambda: self._adapted.forward(tokens, batch, list(sampling) or [0]), self._clear)
         for request, count in row:
             request.advance(count)
         step = self._sample(list(sampling.values()), logits)
         dispatch([array for _, sampled in step for array in sampled.arrays] or [logits])
         return step
-
-    def _with_room(self, act: Callable[[], T]) -> T:
-        """Idle slots give way, the least recently used first, where there is no room for what `act` does."""
-        while True:
-            try:
-                return act()
-            except CacheFullError:
-                idle = [slot for slot in self.slots if not slot.is_busy and slot.tokens]
-                if not idle:
-                    raise
-                self._clear(min(idle, key=lambda slot: slot.last_used))
 
     def _sample(self, requests: list[Request], logits: mx.array) -> Step:
         """A token for each request, with its own sampler; plain greedy ones all at once. One that can't go on ends with its error."""
@@ -259,27 +259,32 @@ class Scheduler:
             request.chunks.append(replace(chunk, finish_reason=None))
             self._fail(request, ContextFullError(room, self._capacity))
         else:
-            request.chunks.append(replace(chunk, usage=self._retire(request, chunk.finish_reason)))
+            self._retire(request, chunk.finish_reason, last=chunk)
 
     def _fail(self, request: Request, error: MlxrunnerError, name: str | None = "") -> None:
         """End a request with an error of its own; `name`: what is recorded of it, None for an interrupt."""
         request.error = error
         self._retire(request, error=type(error).__name__ if name == "" else name)
 
-    def _retire(self, request: Request, reason: FinishReason | None = None, error: str | None = None) -> Usage:
+    def _retire(
+        self, request: Request, reason: FinishReason | None = None, error: str | None = None, last: Chunk | None = None
+    ) -> None:
         """Free the slot; its tokens stay for whoever shares them. A token of it that is still on its way is dropped."""
+        slot = request.slot
+        slot.tokens.truncate(slot.exact)
+        self._adapted.cache.remove(slot.number, len(slot.tokens), END)
+        usage = self._ended(request, reason, error)
+        if last is not None:
+            request.chunks.append(replace(last, usage=usage))
         request.finished = True
         self.requests.remove(request)
-        slot = request.slot
-        slot.is_busy, slot.last_used = False, self._ticks
-        slot.planned = slot.planned[:0]
-        self._adapted.cache.remove(slot.number, len(slot.tokens), END)
-        return self._ended(request, reason, error)
+        slot.is_busy, slot.last_used, slot.asked = False, self._ticks, min(len(request.prompt), len(slot.tokens))
+        slot.planned, slot.exact = slot.planned[:0], END
 
     def _make_room(self, request: Request) -> None:
         """Before a token that would not fit any more: drop the oldest half after what is kept.
 
-        Where keys can't be moved, what is left is evaluated again, with the token that was sampled last.
+        Where keys can't be moved, or a window lacks what the next token sees, what is left is evaluated again.
         """
         shift, slot = request.shift, request.slot
         if shift is None or request.place < self._capacity:
@@ -288,21 +293,32 @@ class Scheduler:
         tokens = slot.tokens.array
         kept = np.concatenate([tokens[:keep], tokens[keep + discard :]])
         slot.planned, request.shifted = slot.planned[:0], request.shifted + discard
+        if not self._adapted.can_shift(len(tokens), keep, discard):
+            self._evaluate_again(request, kept)
+            return
         try:
-            self._with_room(lambda: self._adapted.cache.remove(slot.number, keep, keep + discard))
+            self._room.make(lambda: self._adapted.cache.remove(slot.number, keep, keep + discard), self._clear)
         except NotSupportedError:
-            assert request.last is not None
-            self._adapted.cache.remove(slot.number, keep, END)
-            request.place = keep if self._adapted.cache.can_resume(slot.number, keep) else 0
-            slot.tokens.truncate(request.place)
-            if not request.place:
-                self._clear(slot)
-            request.todo = np.append(kept, np.array(request.last))
-            request.reevaluated += len(kept) - request.place
+            self._evaluate_again(request, kept)
         else:
             slot.tokens.truncate(0)
+            slot.exact = min(slot.exact, keep)
             slot.tokens.extend(kept)
-            request.place, request.is_apart = len(kept), True
+            request.place = len(kept)
+
+    def _evaluate_again(self, request: Request, kept: TokenArray) -> None:
+        """Go back to where it can resume, and evaluate the rest of `kept` once more, with the token that was sampled last."""
+        assert request.shift is not None
+        assert request.last is not None
+        slot, keep = request.slot, request.shift.keep
+        self._adapted.cache.remove(slot.number, keep, END)
+        request.place = keep if self._adapted.cache.can_resume(slot.number, keep) else 0
+        slot.tokens.truncate(request.place)
+        slot.exact = END
+        if not request.place:
+            self._clear(slot)
+        request.todo = np.append(kept, np.array(request.last))
+        request.reevaluated += len(kept) - request.place
 
 
 def _named(error: BaseException) -> str:

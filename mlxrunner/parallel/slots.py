@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from mlxrunner.cache.sequences import END
 from mlxrunner.cache.tokens import TokenArray, TokenBuffer, as_tokens, common_prefix
 from mlxrunner.errors import MlxrunnerError
 
 WORTH_WAITING = 16
 """Tokens of a prefix that somebody else is evaluating at the moment, for which a new prompt waits instead of evaluating them again."""
+SHORT_TAIL = 4
+"""Tokens by which a conversation may differ and still be the one that goes on: templates end an answer otherwise than the model did."""
+EDITED = 4
+"""Where no slot is empty, a prompt that shares all but a quarter (one in EDITED) of a slot's last prompt edits that conversation."""
 
 
 class NoFreeSlotError(MlxrunnerError):
@@ -23,6 +28,7 @@ class NoFreeSlotError(MlxrunnerError):
 class Slot:
     """A sequence of the cache. `tokens`: those whose forward pass was dispatched; `planned`: what its request is about to evaluate.
 
+    `asked`: tokens of the last request's prompt. `exact`: as many of `tokens` as a cold run would store the same keys for.
     Tokens are forgotten before their cells are touched, and noted after they are there: a slot never claims what it does not have.
     """
 
@@ -31,11 +37,22 @@ class Slot:
     planned: TokenArray = field(default_factory=lambda: as_tokens([]))
     is_busy: bool = False
     last_used: int = 0
+    asked: int = 0
+    exact: int = END
+
+    def shared_with(self, prompt: TokenArray) -> int:
+        """The first tokens of `prompt` that are in this slot, as a cold run would store them."""
+        return min(common_prefix(self.tokens.array, prompt), self.exact)
+
+    def will_share_with(self, prompt: TokenArray) -> int:
+        """The first tokens of `prompt` that its request has still to evaluate the end of; 0 if it has evaluated all that they share."""
+        shared = common_prefix(self.planned, prompt)
+        return shared if shared > len(self.tokens) else 0
 
 
 @dataclass(frozen=True)
 class Choice:
-    """`slot` is to be used with `matched` tokens of `source`'s; `ready`: whether they have been evaluated yet."""
+    """`slot` is to be used with the first `matched` tokens of `source`; `ready`: whether they have been evaluated yet."""
 
     slot: Slot
     source: Slot
@@ -51,30 +68,49 @@ def choose(
     ahead: Sequence[Slot] | None = None,
     can_resume: Callable[[Slot, int], bool] = lambda slot, matched: True,
 ) -> Choice:
-    """The free slot with the longest common prefix, or the least recently used free one to which a longer prefix is copied.
+    """Choose the slot for `prompt`, and the slot, busy or not, whose prefix it shares.
 
-    A still longer prefix that another request is about to evaluate is worth waiting for. `own`: the only slot that comes into question;
-    None: any that is free, NoFreeSlotError if all are busy. `ahead`: those that may be waited for (all that are busy); `can_resume`: whether
-    all is there that a query behind the first so many tokens of a slot looks at.
+    At least one token of `prompt` is left to evaluate. A much longer prefix that another request is about to evaluate is waited for.
+    `own`: the only slot that comes into question; None: any that is free, NoFreeSlotError if all are busy. `ahead`: those that may be
+    waited for (all that are busy). `can_resume(slot, n)`: whether everything is stored that a query behind its first n tokens sees.
     """
     free = [slot for slot in slots if not slot.is_busy] if own is None else [own]
     if not free:
         raise NoFreeSlotError(len(slots))
     busy = [slot for slot in slots if slot.is_busy] if ahead is None else ahead
-    stored = {slot.number: common_prefix(slot.tokens.array, prompt) for slot in slots}
-    stored = {slot.number: stored[slot.number] if can_resume(slot, stored[slot.number]) else 0 for slot in slots}
-    planned = {slot.number: common_prefix(slot.planned, prompt) for slot in busy}
-    best_free = max(free, key=lambda slot: (stored[slot.number], -slot.last_used))
-    best = max(slots, key=lambda slot: stored[slot.number])
-    oldest = min(free, key=lambda slot: slot.last_used)
+    most = len(prompt) - 1
+    shared = {slot.number: slot.shared_with(prompt) for slot in slots}
+    ready = {number: min(count, most) for number, count in shared.items()}
+    ready = {slot.number: ready[slot.number] if can_resume(slot, ready[slot.number]) else 0 for slot in slots}
+    target = own or _going_on(free, shared)
+    best = max(slots, key=lambda slot: (ready[slot.number], slot is target))
+    source, matched, is_ready = _awaited(busy, prompt, most, ready[best.number]) or (best, ready[best.number], True)
+    if target is None or (own is None and matched > shared[target.number]):
+        target = min(free, key=lambda slot: (bool(slot.tokens), slot.last_used))
+    return Choice(target, source, matched, is_ready)
+
+
+def _awaited(busy: Sequence[Slot], prompt: TokenArray, most: int, ready: int) -> tuple[Slot, int, bool] | None:
+    """The slot that is about to have so much more of `prompt` than is `ready` that it is worth waiting for."""
+    coming = [min(slot.will_share_with(prompt), most) for slot in busy]
     # Where many share a prefix, all take it from the first, whatever else two of them have in common.
-    enough = max(planned.values(), default=0) - WORTH_WAITING
-    promised = next((slot for slot in busy if planned[slot.number] > enough), None)
-    if promised is not None and planned[promised.number] >= stored[best.number] + WORTH_WAITING:
-        return Choice(oldest, promised, planned[promised.number], ready=False)
-    if stored[best.number] > stored[best_free.number]:
-        return Choice(oldest, best, stored[best.number])
-    return Choice(best_free, best_free, stored[best_free.number])
+    enough = max(coming, default=0) - WORTH_WAITING
+    for slot, count in zip(busy, coming, strict=True):
+        if count > enough:
+            return (slot, count, False) if count >= ready + WORTH_WAITING else None
+    return None
+
+
+def _going_on(free: Sequence[Slot], shared: dict[int, int]) -> Slot | None:
+    """The slot whose conversation goes on: where the prompt has all of its tokens but a short tail.
+
+    Where no slot is empty, also where the prompt edits its last message or asks for another answer to it.
+    """
+    alike = sorted((slot for slot in free if shared[slot.number]), key=lambda slot: (-shared[slot.number], slot.last_used))
+    tails = {slot.number: len(slot.tokens) - shared[slot.number] for slot in alike}
+    whole = (slot for slot in alike if tails[slot.number] <= min(SHORT_TAIL, shared[slot.number] // 2))
+    edited = (slot for slot in alike if shared[slot.number] >= slot.asked - slot.asked // EDITED)
+    return next(whole, next(edited, None) if all(slot.tokens for slot in free) else None)
 
 
 def share(budget: int, wants: Sequence[int], first: int) -> list[int]:

@@ -12,6 +12,7 @@ from typing import Any
 from mlxrunner.cache.layer import RewindError, Rewinding, Snapshot, reach
 from mlxrunner.cache.layout import Layout
 from mlxrunner.cache.saved import Saved
+from mlxrunner.overflow import window_closes
 
 STEP = 256
 """Rows that a window's buffer has beyond window and slack, as in `mlxrunner.cache.sliding`."""
@@ -159,8 +160,7 @@ class PaperWindow(PaperLayer):
         return to if max(0, to - self.window + 1) >= self._first else 0
 
     def can_shift(self, keep: int, discard: int) -> bool:
-        lowest = max(0, self.offset - discard - self.window + 1)
-        return self.offset >= keep + discard and (lowest >= keep or self._first <= lowest)
+        return self.offset >= keep + discard and window_closes(self.window, self.offset, keep, discard)
 
     def shift(self, keep: int, discard: int, rotate: Callable[[Any, int], Any]) -> None:
         self.offset -= discard

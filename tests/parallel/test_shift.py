@@ -58,6 +58,58 @@ def test_a_shifted_answer_is_that_of_the_single_runner(name: str, length: int) -
         assert beside.result().tokens == alone(given, [*prompt(18), 280, 281], max_tokens=70, stop_tokens=[]).tokens
 
 
+@pytest.mark.parametrize("window", [8, 40, 90, 99, 100, 120])
+@pytest.mark.parametrize("keep", [0, 20])
+@pytest.mark.parametrize("name", ["gemma3_text", "olmo3", "cohere2", "gpt_oss"])
+def test_a_window_that_lacks_what_the_next_token_sees_is_evaluated_again(name: str, keep: int, window: int) -> None:
+    """Narrow windows and those that hold the whole context are moved; the answer is the single runner's, whatever the window."""
+    layers = {"layer_types": ["sliding_attention", "full_attention"] * 2} if name in ("olmo3", "gpt_oss") else {}
+    config = WINDOWS | {"max_position_embeddings": 4096, "vocab_size": 300, "sliding_window": window, "sliding_window_pattern": 2}
+    model = tiny_model(tiny_config(name, **(config | layers)))
+    given = model, ByteTokenizer(), facts_of(model, tiny_config(name, **(config | layers)))
+    options = {"max_tokens": 110, "stop_tokens": [], "overflow": "shift", "keep": keep, "logprobs": 0}
+    expected = Result.of(list(Runner(*given, context=CONTEXT).generate(prompt(90), **options)))
+    is_moved = window > CONTEXT or keep == 0 or CONTEXT - (CONTEXT - keep) // 2 - window + 1 >= keep
+    with ParallelRunner(*given, max_sequences=3, capacity=CONTEXT, max_batch=32) as runner:
+        beside = runner.submit([*prompt(18), 280, 281], max_tokens=70, stop_tokens=[])
+        result = runner.submit(prompt(90), **options).result()
+        assert result.tokens == expected.tokens
+        assert (result.usage.reevaluated_tokens == 0) == (expected.usage.reevaluated_tokens == 0) == is_moved
+        for ours, its in zip(result.logprobs or [], expected.logprobs or [], strict=True):
+            assert ours[0] == pytest.approx(its[0], abs=1e-4)
+        assert beside.result().tokens == alone(given, [*prompt(18), 280, 281], max_tokens=70, stop_tokens=[]).tokens
+
+
+@pytest.mark.parametrize("reused", [0, 30, 60])
+def test_whether_a_window_is_moved_does_not_depend_on_what_was_reused(reused: int) -> None:
+    """The single runner's window stores more than it shows; how much more depends on the requests before."""
+    config = WINDOWS | {"max_position_embeddings": 4096, "vocab_size": 300, "sliding_window": 70, "sliding_window_pattern": 2}
+    model = tiny_model(tiny_config("gemma3_text", **config))
+    given = model, ByteTokenizer(), facts_of(model, tiny_config("gemma3_text", **config))
+    options = {"max_tokens": 60, "stop_tokens": [], "overflow": "shift", "keep": 20}
+    runner = Runner(*given, context=CONTEXT, rewind_slack=5)
+    if reused:
+        list(runner.generate(prompt(reused) + [290] * 8, max_tokens=1, stop_tokens=[]))
+    expected = Result.of(list(Runner(*given, context=CONTEXT).generate(prompt(90), **options)))
+    assert Result.of(list(runner.generate(prompt(90), **options))).tokens == expected.tokens
+
+
+def test_a_shifted_conversation_is_shared_only_as_far_as_a_cold_run_would_store_it() -> None:
+    """Another prompt that happens to be what the shift has left gets the answer that it would have got alone."""
+    given, options = parts("llama"), {"max_tokens": 40, "stop_tokens": [], "overflow": "shift", "keep": 4}
+    with ParallelRunner(*given, max_sequences=3, capacity=CONTEXT, max_batch=32) as runner:
+        shifting = runner.submit(prompt(90), **options)
+        while not shifting._request.shifted:
+            runner.step()
+        left = shifting._request.slot.tokens.array.tolist()
+        during = runner.submit([*left[:45], 5], max_tokens=8, stop_tokens=[]).result()
+        shifting.result()
+        after = runner.submit([*left[:45], 6], max_tokens=8, stop_tokens=[]).result()
+    assert during.usage.cached_tokens == 4
+    assert during.tokens == alone(given, [*left[:45], 5], max_tokens=8, stop_tokens=[]).tokens
+    assert after.tokens == alone(given, [*left[:45], 6], max_tokens=8, stop_tokens=[]).tokens
+
+
 def test_what_cannot_be_moved_is_evaluated_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """As by the single runner."""
     for module in ("mlxrunner.parallel.adapt", "mlxrunner.runner"):

@@ -1,0 +1,58 @@
+"""One thread owns a model and everything that runs on it: calls from others are refused, before anything is touched."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Generator, Iterator
+from typing import TypeVar
+
+from mlxrunner.errors import WrongThreadError
+
+T = TypeVar("T")
+
+
+class Owner:
+    """The thread that opened `what`. Iterators of its that other threads dropped are closed at its next call."""
+
+    def __init__(self, what: str) -> None:
+        self._what, self._thread = what, threading.current_thread()
+        self._left: deque[Generator[object, None, None]] = deque()
+
+    @property
+    def is_here(self) -> bool:
+        return threading.current_thread() is self._thread
+
+    def check(self) -> None:
+        """WrongThreadError, with both names, in any other thread than the owner."""
+        if not self.is_here:
+            raise WrongThreadError(self._what, self._thread.name, threading.current_thread().name)
+        while self._left:
+            self._left.popleft().close()
+
+    def leave(self, inner: Generator[object, None, None]) -> None:
+        """Have the owner close `inner`: its end touches what only the owner may touch."""
+        self._left.append(inner)
+
+
+class Owned(Iterator[T]):
+    """A generator that only its owner advances and closes, wherever the last reference to it is dropped."""
+
+    def __init__(self, inner: Generator[T, None, None], owner: Owner) -> None:
+        self._inner, self._owner = inner, owner
+
+    def __iter__(self) -> Owned[T]:
+        return self
+
+    def __next__(self) -> T:
+        self._owner.check()
+        return next(self._inner)
+
+    def close(self) -> None:
+        """End it now. May be called again."""
+        self._owner.check()
+        self._inner.close()
+
+    def __del__(self) -> None:
+        if not self._owner.is_here:
+            self._owner.leave(self._inner)

@@ -1,0 +1,110 @@
+"""Who keeps what, and who waits, where slots and cells are few: nothing reusable is lost, nobody who was admitted fails."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from mlxrunner import Runner
+from mlxrunner.cache.sequences import CacheFullError
+from mlxrunner.models.facts import facts_of
+from mlxrunner.parallel.handle import Handle
+from mlxrunner.parallel.runner import ParallelRunner
+from mlxrunner.parallel.slots import NoFreeSlotError
+from mlxrunner.testing import ByteTokenizer
+from mlxrunner.testing_models import tiny_config, tiny_model
+
+Parts = tuple[Any, ByteTokenizer, Any]
+
+
+def parts(name: str) -> Parts:
+    windows = {} if name == "llama" else {"sliding_window": 32}
+    config = tiny_config(name, **({"max_position_embeddings": 4096, "vocab_size": 300} | windows))
+    model = tiny_model(config)
+    return model, ByteTokenizer(), facts_of(model, config)
+
+
+def alone(given: Parts, prompt: list[int], count: int) -> list[int]:
+    chunks = Runner(*given).generate(prompt, max_tokens=count, stop_tokens=[])
+    return [chunk.token for chunk in chunks if chunk.token is not None]
+
+
+def some(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(290) for _ in range(count)]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize("header", [0, 1, 20, 200])
+def test_users_with_a_common_header_keep_their_own_conversations(name: str, header: int) -> None:
+    """From the second turn on each evaluates only what is new of its own, short first messages or long ones."""
+    given, rng = parts(name), random.Random(header)
+    shared = some(rng, header)
+    talks = [[*shared, *some(rng, length)] for length in (10, 60, 10, 100)]
+    with ParallelRunner(*given, max_sequences=4, capacity=600, max_batch=256) as runner:
+        before = [0] * 4
+        for turn in range(4):
+            for user, talk in enumerate(talks):
+                result = runner.submit(talk, max_tokens=5, stop_tokens=[]).result()
+                assert turn == 0 or result.usage.cached_tokens == before[user]
+                assert result.tokens == alone(given, talk, 5)
+                before[user] = len(talk) + 4  # nobody ran the last token
+                talk += result.tokens + some(rng, 30)
+
+
+def test_a_prefix_that_a_window_has_left_is_taken_from_who_still_has_it() -> None:
+    """A busy slot that is past it promises nothing."""
+    given, rng = parts("gemma3_text"), random.Random(1)
+    trunk = some(rng, 280)
+    with ParallelRunner(*given, max_sequences=4, capacity=300, max_batch=64) as runner:
+        runner.submit(trunk[:98] + some(rng, 6), max_tokens=2, stop_tokens=[]).result()
+        ahead = runner.submit(trunk[:250] + some(rng, 5), max_tokens=30, stop_tokens=[])
+        for _ in range(12):
+            runner.step()
+        late = runner.submit(trunk[:130] + some(rng, 10), max_tokens=1, stop_tokens=[])
+        assert late.result().usage.cached_tokens == 98
+        assert len(ahead.result().tokens) == 30
+
+
+def test_who_lacks_room_when_a_prefix_does_not_come_waits_for_it() -> None:
+    """And is not ended: its answer comes once it can share what another one evaluates now."""
+    given, trunk = parts("llama"), list(range(1, 21))
+    with ParallelRunner(*given, max_sequences=3, capacity=30, max_batch=10, cells=38) as runner:
+        first, *others = [runner.submit([*trunk, 100 + i], max_tokens=5, stop_tokens=[]) for i in range(3)]
+        runner.step()
+        first.cancel()
+        runner.step()
+        assert [handle._request.is_placed for handle in others] == [True, False]
+        for i, handle in enumerate(others):
+            assert handle.result().tokens == alone(given, [*trunk, 101 + i], 5)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss"])
+def test_none_that_was_admitted_lacks_room(name: str) -> None:
+    """With few cells, prefixes of many lengths, some that shift, and cancels."""
+    given = parts(name)
+    admitted = 0
+    for seed in range(6):
+        rng = random.Random(f"{name} {seed}")
+        trunk = some(rng, 280)
+        cells = rng.choice([310, 400, 500])
+        with ParallelRunner(*given, max_sequences=4, capacity=300, max_batch=64, cells=cells) as runner:
+            running: list[Handle] = []
+            for _ in range(14):
+                base = trunk[: rng.choice([60, 97, 98, 120, 160, 200, 250])]
+                shift: dict[str, Any] = {"overflow": "shift", "keep": 10} if rng.random() < 0.2 else {}
+                limit = 120 if shift else rng.randint(1, 20)
+                try:
+                    prompt = base + some(rng, rng.choice([0, 0, 1, 5, 30]))
+                    running.append(runner.submit(prompt, max_tokens=limit, stop_tokens=[], **shift))
+                    admitted += 1
+                except (NoFreeSlotError, CacheFullError):
+                    pass
+                for _ in range(rng.randint(1, 6)):
+                    runner.step()
+                if running and rng.random() < 0.1:
+                    running.pop(rng.randrange(len(running))).cancel()
+            for handle in running:
+                assert handle.result().finish_reason == "length"
+    assert admitted > 40
