@@ -224,7 +224,7 @@ class Runner:
         overflow: str = "stop",
         keep: int | None = None,
         schema: str | dict[str, Any] | None = None,
-        choices: str | Sequence[str] = (),
+        choices: str | Sequence[str] | None = None,
         logits_processors: Sequence[LogitsProcessor] = (),
         progress: Progress | None = None,
     ) -> Iterator[Chunk]:
@@ -237,7 +237,8 @@ class Runner:
         the last `penalty_context` tokens of prompt and answer, reused or not. logits_processors: `(tokens [n], logits [1, vocab])` -> logits.
         overflow: what to do when the context is full: "stop", "shift" (keep the first `keep` tokens, by default the system prompt,
         drop half of the rest) or "error". schema: a JSON schema, of which the answer is an instance; choices: texts, of which it is one.
-        Both need the package llguidance; FormError if the model has no token to go on with.
+        Both need the package llguidance; FormError if the model has no token to go on with. Such an answer ends where its form is complete, or
+        at `max_tokens`: `stop` has no effect on it, and stop tokens can only come there.
         progress: called during the prefill with (tokens in the entry, prompt tokens).
 
         The prompt and the options are checked before this returns: PromptError, ContextLengthError, OptionError. Closing the
