@@ -36,7 +36,7 @@ class Answer:
 
     def __init__(self, tokenizer: Tokenizer, prompt: TokenArray, options: GenerateOptions, limit: int) -> None:
         self._stream = tokenizer.stream(prompt[-8:].tolist())
-        self._scanner = StopScanner((*options.stop, *tokenizer.template_stops))
+        self._scanner = StopScanner(options.stops(tokenizer.template_stops))
         self._ends = options.ends(tokenizer.stop_tokens)
         self._limit = limit
         self.count = 0

@@ -22,7 +22,8 @@ class GenerateOptions:
 
     `overflow`: what happens when the context is full: the answer ends ("stop"), the oldest tokens after the first `keep` make room
     ("shift"), or ContextFullError ("error"). `schema`: the text of a JSON schema, of which the answer is an instance; `choices`: it is
-    one of these texts (at most one of the two).
+    one of these texts (at most one of the two). Such an answer ends where its form is complete: `stop`, which would cut it
+    elsewhere, has no effect on it, and stop tokens can only come there.
     """
 
     max_tokens: int | None = None
@@ -75,9 +76,13 @@ class GenerateOptions:
         """The tokens that end the answer; `default`: the tokenizer's."""
         return default if self.stop_tokens is None else frozenset(self.stop_tokens)
 
+    def stops(self, default: Sequence[str]) -> tuple[str, ...]:
+        """The texts before which the answer ends; `default`: the chat template's."""
+        return () if self.has_form else (*self.stop, *default)
+
     @classmethod
     def of(cls, **options: Any) -> GenerateOptions:
-        """From loosely typed options: `stop` and `choices` as a string or a list, `schema` also as a dictionary.
+        """From loosely typed options: `stop` and `choices` as a string or a list, `schema` also as a dictionary; None: not given.
 
         An unknown name is an error that lists the known ones.
         """
@@ -90,7 +95,7 @@ class GenerateOptions:
             stop=_texts("stop", options.pop("stop", None)),
             stop_tokens=None if stop_tokens is None else _tuple("stop_tokens", stop_tokens),
             schema=_json_text(options.pop("schema", None)),
-            choices=_texts("choices", options.pop("choices", None)),
+            choices=_choices(options.pop("choices", None)),
             **options,
         )
 
@@ -99,7 +104,14 @@ _WHOLE = ("max_tokens", "top_k", "seed", "logprobs", "penalty_context", "keep")
 
 
 def _texts(name: str, given: Any) -> tuple[str, ...]:
-    return (given,) if isinstance(given, str) and given else _tuple(name, given or ())
+    return (given,) if isinstance(given, str) else _tuple(name, () if given is None else given)
+
+
+def _choices(given: Any) -> tuple[str, ...]:
+    choices = _texts("choices", given)
+    if given is not None and not choices:
+        raise OptionError("choices: the list is empty, it has to have at least one text (leave the option out for a free answer)")
+    return choices
 
 
 def _json_text(schema: Any) -> Any:

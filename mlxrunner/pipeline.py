@@ -5,9 +5,9 @@ Knows nothing about text. Every token that was run through the model is recorded
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator
 from typing import Any
 
 import mlx.core as mx
@@ -29,19 +29,10 @@ FIRST, FEWEST, PAUSE_S = 8, 2, 0.04
 """While a prompt is evaluated in advance: tokens of the first chunk and of the smallest, and seconds that one may take."""
 
 
-@dataclass(frozen=True)
-class CheckpointPlan:
-    """Where to take checkpoints: offsets in the prompt, the one that is never given up lightly, and how often while decoding."""
-
-    stops: Sequence[int] = ()
-    anchor: int | None = None
-    interval: int = 1024
-
-
 class Pipeline:
     """One request on one model. `prefill_s` is valid once the first token has been read.
 
-    `checkpoints`: where the prefill pauses to take one; None for a model that needs none.
+    `takes_checkpoints`: whether the prefill pauses, and the decode stops for a moment, where the session wants one.
     `shift`: what to do when the context is full (`rotate`: how keys are moved);
     None: the caller's `max_tokens` ends the answer before. `shifted` counts the tokens that were dropped for it, `reevaluated` those
     that had to be evaluated again because a layer could not move them. `chunks`: begin, end and tokens of each forward pass of the
@@ -54,7 +45,7 @@ class Pipeline:
         session: Session,
         prefill_step: int,
         progress: Progress | None = None,
-        checkpoints: CheckpointPlan | None = None,
+        takes_checkpoints: bool = False,
         shift: Shift | None = None,
         rotate: Rotators = lambda caches, by: None,
     ) -> None:
@@ -62,7 +53,7 @@ class Pipeline:
         self._shift, self._rotate = shift, rotate
         self.shifted, self.reevaluated = 0, 0
         self._step, self._progress = prefill_step, progress
-        self._checkpoints = checkpoints
+        self._takes_checkpoints, self._due = takes_checkpoints, math.inf
         self.prefill_s = 0.0
         self.chunks: list[tuple[float, float, int]] = []
         self.logits: mx.array | None = None
@@ -78,7 +69,7 @@ class Pipeline:
         sampled = next_token(logits, history)
         dispatch(sampled.arrays)
         session.record(seed)
-        self._checkpoint()
+        self._checkpoint_if_due()
         on_its_way: Sampled | None = None  # a token whose forward pass was begun and that is not recorded yet
         try:
             for count in range(1, max_tokens + 1):
@@ -103,8 +94,8 @@ class Pipeline:
                 if on_its_way is not None:
                     session.record((token,))
                     on_its_way = None
-                    if self._checkpoints is not None and session.recorded % self._checkpoints.interval == 0:
-                        self._checkpoint()
+                    if session.recorded >= self._due:
+                        self._checkpoint_if_due()
                 if count > 1:
                     yield current.decoded(token)
                 if count % CLEAR_EVERY == 0:
@@ -116,25 +107,27 @@ class Pipeline:
 
     def evaluate(self, cancelled: Callable[[], bool]) -> int:
         """The prompt without an answer, in chunks of at most about `PAUSE_S` seconds, until `cancelled()`; returns the tokens evaluated."""
-        session, size, done = self._session, FIRST, 0
-        self._checkpoint()
-        for stop in (*(self._checkpoints.stops if self._checkpoints else ()), len(session.prompt)):
-            while session.recorded < stop and not cancelled():
-                began = time.perf_counter()
-                chunk = session.remaining[: min(size, self._step, stop - session.recorded)]
-                self._evaluate(chunk)
-                done += len(chunk)
-                seconds = time.perf_counter() - began
-                size = max(FEWEST, min(2 * size, int(len(chunk) * PAUSE_S / seconds)))
-            self._checkpoint()
+        session, size, done, total = self._session, FIRST, 0, len(self._session.prompt)
+        self._checkpoint_if_due()
+        stop = session.next_stop if self._takes_checkpoints else total
+        while session.recorded < total and not cancelled():
+            began = time.perf_counter()
+            chunk = session.remaining[: min(size, self._step, stop - session.recorded)]
+            self._evaluate(chunk)
+            done += len(chunk)
+            seconds = time.perf_counter() - began
+            size = max(FEWEST, min(2 * size, int(len(chunk) * PAUSE_S / seconds)))
+            if session.recorded == stop:
+                self._checkpoint()
+                stop = session.next_stop if self._takes_checkpoints else total
         return done
 
     def _prefill(self) -> None:
         """All but the last tokens of the prompt, in chunks that are evaluated and recorded one by one."""
         session = self._session
         self._report(session.recorded)
-        self._checkpoint()
-        for stop in self._stops():
+        self._checkpoint_if_due()
+        while (stop := self._next_stop()) < len(session.prompt):
             while session.recorded < stop:
                 chunk = session.remaining[: min(self._step, stop - session.recorded)]
                 self._evaluate(chunk)
@@ -162,17 +155,25 @@ class Pipeline:
             self.reevaluated += len(left)
             for begin in range(0, len(left), self._step):
                 self._evaluate(left[begin : begin + self._step])
+        self._due = 0  # offsets have moved: ask again
 
-    def _stops(self) -> Sequence[int]:
-        """Where chunks have to end; what is left after the last one is the seed of the answer."""
-        if self._checkpoints is not None:
-            return self._checkpoints.stops
-        left = len(self._session.remaining)
-        return [] if left <= SEED_TOKENS else [len(self._session.prompt) - 1]
+    def _next_stop(self) -> int:
+        """Where the next chunks have to end; from the last stop on to the prompt's end it is the seed of the answer."""
+        session = self._session
+        if self._takes_checkpoints:
+            return session.next_stop
+        return len(session.prompt) - (len(session.remaining) > SEED_TOKENS)
 
     def _checkpoint(self) -> None:
-        if self._checkpoints is not None and self._session.recorded:
-            dispatch(self._session.checkpoint(is_anchor=self._session.recorded == self._checkpoints.anchor))
+        if self._takes_checkpoints:
+            dispatch(self._session.checkpoint())
+
+    def _checkpoint_if_due(self) -> None:
+        """Also look up from which offset on the next one will be."""
+        if self._takes_checkpoints:
+            if self._session.recorded >= self._session.checkpoint_due:
+                self._checkpoint()
+            self._due = self._session.checkpoint_due
 
     def _forward(self, tokens: mx.array) -> mx.array:
         """`tokens [1, n]` -> logits `[1, n, vocab]`, not evaluated yet."""

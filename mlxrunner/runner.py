@@ -13,7 +13,7 @@ import numpy as np
 
 from mlxrunner import device
 from mlxrunner.answer import Answer, Clock
-from mlxrunner.cache.checkpoints import stops
+from mlxrunner.cache.checkpoints import INTERVAL, places_of
 from mlxrunner.cache.entry import CacheEntry, PrefixCache, Session
 from mlxrunner.cache.factory import DEFAULT_SLACK, CacheOptions, make_layer_caches, outline_of
 from mlxrunner.cache.layer import LayerCache
@@ -31,7 +31,7 @@ from mlxrunner.models.load import LoadedModel, load_model
 from mlxrunner.observation import Observation, Observer, finish_of, tell, usage_of
 from mlxrunner.overflow import Shift
 from mlxrunner.owner import Owned, Owner
-from mlxrunner.pipeline import CheckpointPlan, Pipeline, Progress
+from mlxrunner.pipeline import Pipeline, Progress
 from mlxrunner.plan import Demand, Plan, make_plan
 from mlxrunner.reserve import announce, choose, demand_of, must_fit, weights_of
 from mlxrunner.reserve import reserve as reserve_memory
@@ -40,7 +40,6 @@ from mlxrunner.tokenizer import Tokenizer
 from mlxrunner.tokenizer.prompt import Prepared, Prompt, prepare, system_tokens
 
 DEFAULT_PREFILL_STEP = 2048
-DEFAULT_INTERVAL = 1024
 HEADROOM = 256
 """Tokens of an answer of unknown length for which room is made in advance."""
 
@@ -62,7 +61,7 @@ class Runner:
         prefill_step: int = DEFAULT_PREFILL_STEP,
         kv_bits: int | None = None,
         rewind_slack: int = DEFAULT_SLACK,
-        checkpoint_interval: int = DEFAULT_INTERVAL,
+        checkpoint_interval: int = INTERVAL,
         checkpoint_budget: int = 2**30,
         whole: bool = False,
     ) -> None:
@@ -80,7 +79,7 @@ class Runner:
         self._pipeline: Pipeline | None = None
         self._discarded = 0
         self._options = CacheOptions(self.context, whole, rewind_slack, kv_bits)
-        self._cache = PrefixCache(lambda: make_layer_caches(model, self._options), checkpoint_budget)
+        self._cache = PrefixCache(lambda: make_layer_caches(model, self._options), checkpoint_budget, checkpoint_interval)
         self._message_ends = np.array(sorted(tokenizer.message_ends), np.int32)
 
     @classmethod
@@ -92,7 +91,7 @@ class Runner:
         prefill_step: int = DEFAULT_PREFILL_STEP,
         kv_bits: int | None = None,
         rewind_slack: int = DEFAULT_SLACK,
-        checkpoint_interval: int = DEFAULT_INTERVAL,
+        checkpoint_interval: int = INTERVAL,
         checkpoint_budget: int | None = None,
         reserve: bool = True,
         trust_remote_code: bool = False,
@@ -233,7 +232,7 @@ class Runner:
         overflow: str = "stop",
         keep: int | None = None,
         schema: str | dict[str, Any] | None = None,
-        choices: str | Sequence[str] = (),
+        choices: str | Sequence[str] | None = None,
         logits_processors: Sequence[LogitsProcessor] = (),
         progress: Progress | None = None,
     ) -> Iterator[Chunk]:
@@ -246,7 +245,8 @@ class Runner:
         the last `penalty_context` tokens of prompt and answer, reused or not. logits_processors: `(tokens [n], logits [1, vocab])` -> logits.
         overflow: what to do when the context is full: "stop", "shift" (keep the first `keep` tokens, by default the system prompt,
         drop half of the rest) or "error". schema: a JSON schema, of which the answer is an instance; choices: texts, of which it is one.
-        Both need the package llguidance; FormError if the model has no token to go on with.
+        Both need the package llguidance; FormError if the model has no token to go on with. Such an answer ends where its form is complete, or
+        at `max_tokens`: `stop` has no effect on it, and stop tokens can only come there.
         progress: called during the prefill with (tokens in the entry, prompt tokens).
 
         The prompt and the options are checked before this returns: PromptError, ContextLengthError, OptionError. Closing the
@@ -291,10 +291,17 @@ class Runner:
             raise ContextLengthError(len(tokens), self.context)
         if self.facts.depends_on_chunks or common_prefix(self.entry.tokens.array, tokens) == len(tokens):
             return 0
-        with self._cache.begin(tokens, ahead=True) as session:
+        session = self._cache.begin(tokens, ahead=True)
+        try:
+            return self._evaluate(session, cancelled)
+        finally:
+            session.close()  # again: Ctrl-C may have come on the way in or out
+
+    def _evaluate(self, session: Session, cancelled: Callable[[], bool]) -> int:
+        with session:
             for cache in session.caches:
-                cache.reserve(min(len(tokens) + HEADROOM, self.context))
-            pipeline = Pipeline(self.model, session, self.prefill_step, checkpoints=self._checkpoints(session))
+                cache.reserve(min(len(session.prompt) + HEADROOM, self.context))
+            pipeline = Pipeline(self.model, session, self.prefill_step, takes_checkpoints=self._mark(session))
             try:
                 return pipeline.evaluate(cancelled)
             except Exception:
@@ -327,6 +334,7 @@ class Runner:
             request.error = type(error).__name__
             raise
         finally:
+            request.session.close()  # again: Ctrl-C may have come on the way in or out
             usage = self.usage = request.usage
             if self.observer is not None and usage is not None:
                 tell(self.observer, self, lambda: self._observation(request, usage))
@@ -348,7 +356,7 @@ class Runner:
             lookup = session.lookup
             log_lookup(lookup.prompt_tokens, lookup.matched, lookup.cached)
             pipeline = self._pipeline = Pipeline(
-                self.model, session, self.prefill_step, request.progress, self._checkpoints(session), request.shift, self._rotate
+                self.model, session, self.prefill_step, request.progress, self._mark(session), request.shift, self._rotate
             )
             answer = Answer(self.tokenizer, session.prompt, options, limit)
             decoded = pipeline.run(request.next_token, limit)
@@ -370,13 +378,12 @@ class Runner:
         # Last of all, so that whoever sees the end of the answer sees the entry as it stays.
         yield replace(chunk, usage=request.usage)
 
-    def _checkpoints(self, session: Session) -> CheckpointPlan | None:
-        """Where this prompt's messages end is where the next prompt may differ."""
-        if not session.needs_checkpoints:
-            return None
-        ends = (np.flatnonzero(np.isin(session.prompt, self._message_ends)) + 1).tolist()
-        places = stops(session.recorded, len(session.prompt), ends, self.checkpoint_interval)
-        return CheckpointPlan(places, ends[0] if ends else None, self.checkpoint_interval)
+    def _mark(self, session: Session) -> bool:
+        """Whether checkpoints are to be taken. Where this prompt's messages end is where the next prompt may differ."""
+        if session.needs_checkpoints:
+            ends = (np.flatnonzero(np.isin(session.prompt, self._message_ends)) + 1).tolist()
+            session.mark(places_of(len(session.prompt), ends, ahead=session.is_ahead))
+        return session.needs_checkpoints
 
     def _usage(self, request: _Request, answer: Answer, pipeline: Pipeline) -> Usage:
         session, clock, entry = request.session, request.clock, self._cache.entry

@@ -251,14 +251,6 @@ def test_the_limit_cuts_with_the_reason_length(llama: Runner) -> None:
         assert chunks[-1].finish_reason == ("stop" if limit == len(whole) else "length")
 
 
-def test_stop_strings_still_work(llama: Runner) -> None:
-    """The answer ends before one, whole or not."""
-    whole = text(ask(llama, schema=SCHEMAS["object"]))
-    chunks = ask(llama, schema=SCHEMAS["object"], stop='"age"')
-    assert text(chunks) == whole[: whole.index('"age"')]
-    assert chunks[-1].finish_reason == "stop"
-
-
 def test_sampling_sees_only_what_the_form_allows(llama: Runner) -> None:
     """Log-probabilities of impossible tokens are left out, top_k counts possible ones, top_p adds those up, a seed decides."""
     for chunk in ask(llama, choices=["yes", "no"], logprobs=5):
@@ -516,3 +508,61 @@ def test_a_form_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(OptionError, match="schema: "):
             constrain.check_form(GenerateOptions.of(schema={"not": {}, "title": "looked at once"}))
     assert len(seen) == 2
+
+
+CUTS: list[dict[str, Any]] = [
+    {"stop": "e"}, {"stop": ["s", "o", '"', "}"]}, {"stop": ["yes", "no", "{"]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+@pytest.mark.parametrize("form", [{"choices": ["yes", "no"]}, {"schema": SCHEMAS["object"]}], ids=["choices", "schema"])
+def test_no_stop_string_cuts_an_answer_in_a_form(llama: Runner, form: dict[str, Any], cut: dict[str, Any]) -> None:
+    """They have no effect on it: the same tokens as without them, to the end of the form; also at another temperature."""
+    for sampling in ({}, {"temperature": 1.5, "seed": 4}):
+        plain, with_stop = (ask(llama, **form, **sampling, **more) for more in ({}, cut))
+        assert tokens(with_stop) == tokens(plain)
+        assert text(with_stop) == text(plain)
+        assert with_stop[-1].finish_reason == plain[-1].finish_reason == "stop"
+
+
+class _Marked(ByteTokenizer):
+    template_stops = ("es",)
+
+
+def test_a_template_that_ends_messages_by_a_text_cuts_no_form() -> None:
+    """The text may be part of what was asked for."""
+    model = llama_model()
+    assert text(ask(Runner(model[0], _Marked(), model[1]), choices=["yes"])) == "yes"
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        pytest.param({"choices": []}, "choices: the list is empty", id="no-choice"),
+        pytest.param({"choices": ()}, "choices: the list is empty", id="no-choice-tuple"),
+        pytest.param({"choices": ""}, "choices: each one has to be a text of at least one character", id="an-empty-text"),
+        pytest.param({"choices": ["yes", ""]}, "choices: each one has to be a text of at least one character", id="one-empty"),
+        pytest.param({"choices": ["yes"], "schema": {}}, "schema, choices: an answer has one form", id="both"),
+        pytest.param({"choices": [], "schema": {}}, "choices: the list is empty", id="both-one-empty"),
+        pytest.param({"stop": ""}, "stop: each stop string has to be a text of at least one character", id="empty-stop"),
+        pytest.param(
+            {"stop": ["a", ""]}, "stop: each stop string has to be a text of at least one character", id="one-empty-stop"
+        ),
+        pytest.param({"schema": ""}, "schema: not valid JSON", id="empty-schema"),
+        pytest.param({"max_tokens": 0}, "max_tokens: 0 is out of range", id="no-token"),
+    ],
+)
+def test_what_is_empty_is_an_error(llama: Runner, options: dict[str, Any], complaint: str) -> None:
+    """And never a free answer."""
+    with pytest.raises(OptionError, match=re.escape(complaint)):
+        ask(llama, **options)
+
+
+def test_a_choice_given_twice_is_one(llama: Runner) -> None:
+    """Duplicates, and one that another begins with, change nothing."""
+    once, twice = (
+        tokens(ask(llama, choices=choices))
+        for choices in (["no", "yes", "yes, please"], ["no", "yes", "no", "yes, please", "yes"])
+    )
+    assert once == twice

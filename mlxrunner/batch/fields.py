@@ -132,11 +132,11 @@ def checked_options(options: dict[str, Any], response_format: Any, rules: Rules)
         raise OptionError(f"unknown option {unknown[0]!r:.80}: known are {', '.join(sorted(OPTIONS))}")
     options = options | _structure(options, response_format, rules)
     if options.get("schema") is not None and "choices" not in options and rules.defaults.get("choices"):
-        options["choices"] = []  # a line's form takes the place of the other kind
+        options["choices"] = None  # a line's form takes the place of the other kind
     if options.get("choices") and "schema" not in options and rules.defaults.get("schema") is not None:
         options["schema"] = None
     for name in ("stop", "choices"):
-        if name in options:
+        if options.get(name) is not None:
             options[name] = _texts(name, options[name])
     if options:
         together = GenerateOptions.of(**{**rules.defaults, **options})
@@ -162,8 +162,8 @@ def _structure(options: Mapping[str, Any], response_format: Any, rules: Rules) -
     form = response_format.get("type") if isinstance(response_format, dict) else None
     match form:
         case "text":
-            lifted: dict[str, Any] = {"schema": None, "choices": []}
-            return {name: nothing for name, nothing in lifted.items() if rules.defaults.get(name)}
+            lifted = ("schema", "choices")
+            return {name: None for name in lifted if rules.defaults.get(name)}
         case "json_object":
             return {"schema": ANY_OBJECT}
         case "json_schema":

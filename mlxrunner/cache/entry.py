@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
-from mlxrunner.cache.checkpoints import Checkpoint, Checkpoints
+from mlxrunner.cache.checkpoints import INTERVAL, Checkpoint, Checkpoints, Places
 from mlxrunner.cache.layer import LayerCache, reach
 from mlxrunner.cache.lookup import WINDOW, Early, Lookup, Loss, explained
 from mlxrunner.cache.saved import Exported, SavedCheckpoint, SavedEntry
@@ -82,7 +82,7 @@ class CacheEntry:
         checkpoints = [
             SavedCheckpoint(
                 item.offset,
-                item.is_anchor,
+                item.role,
                 [None if kept is None else cache.export(kept) for cache, kept in zip(self.caches, item.snapshots, strict=True)],
             )
             for item in self.checkpoints
@@ -102,7 +102,7 @@ class CacheEntry:
             if any(cache.needs_checkpoints and kept is None for cache, kept in zip(self.caches, snapshots, strict=True)):
                 raise ValueError(f"the checkpoint at {item.offset} lacks a layer")
             nbytes = sum(snapshot.nbytes for snapshot in snapshots if snapshot is not None)
-            self.checkpoints.add(Checkpoint(item.offset, nbytes, snapshots, item.is_anchor))
+            self.checkpoints.add(Checkpoint(item.offset, nbytes, snapshots, item.role))
         self.tokens.extend(saved.tokens)
         self.is_shifted = not saved.is_exact
         if not self.is_true:
@@ -131,9 +131,13 @@ class CacheEntry:
 class PrefixCache:
     """Keeps one entry and lends it to one request at a time."""
 
-    def __init__(self, make_caches: Callable[[], list[LayerCache]], checkpoint_budget: int = 0) -> None:
-        """`make_caches`: empty caches for the model; `checkpoint_budget`: bytes that checkpoints may take."""
+    def __init__(
+        self, make_caches: Callable[[], list[LayerCache]], checkpoint_budget: int = 0, checkpoint_interval: int = INTERVAL
+    ) -> None:
+        """`make_caches`: empty caches for the model; `checkpoint_budget`: bytes that checkpoints may take, `checkpoint_interval`: tokens
+        between them where that is enough."""
         self._make_caches, self.checkpoint_budget = make_caches, checkpoint_budget
+        self.checkpoint_interval = checkpoint_interval
         self._caches: list[LayerCache] | None = None  # made once; freed ones are used again
         self.entry = CacheEntry()
         self._loss: Loss | None = None
@@ -175,7 +179,8 @@ class PrefixCache:
         return Session(self, tokens, ahead=ahead)
 
     def _fresh_entry(self) -> CacheEntry:
-        return CacheEntry(caches=self.empty_caches(), checkpoints=Checkpoints(self.checkpoint_budget))
+        checkpoints = Checkpoints(self.checkpoint_budget, self.checkpoint_interval)
+        return CacheEntry(caches=self.empty_caches(), checkpoints=checkpoints)
 
     def empty_caches(self) -> list[LayerCache]:
         """The layer caches, freed: the same ones each time, so that what was allocated for the whole context stays."""
@@ -261,17 +266,15 @@ class PrefixCache:
         if self.is_busy:
             raise BusyError()
         self._session = weakref.ref(session)
-        try:
-            if not self._settled:
-                self.settle()
-            self._read_awaited()
-            self._settled = False
-            return self._rewind_for(session.prompt, session.is_ahead)
-        except BaseException:
-            self._close(session)
-            raise
+        if not self._settled:
+            self.settle()
+        self._read_awaited()
+        self._settled = False
+        return self._rewind_for(session.prompt, session.is_ahead)
 
     def _close(self, session: Session) -> None:
+        if self._session is None or self._session() is not session:
+            return
         self._session, prompt = None, session.prompt
         self.settle()
         if session.is_ahead:
@@ -356,8 +359,12 @@ class Session:
         self.forwarded = 0
 
     def __enter__(self) -> Session:
-        self.lookup = self._cache._open(self)
-        self._adopt()
+        try:
+            self.lookup = self._cache._open(self)
+            self._adopt()
+        except BaseException:  # no block was entered that would close it
+            self.close()
+            raise
         return self
 
     def _adopt(self) -> None:
@@ -367,6 +374,10 @@ class Session:
         self.forwarded = self.recorded
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the entry back; nothing to do if that was done. For a caller whose `with` may have been interrupted on its way in or out."""
         self._cache._close(self)
 
     @property
@@ -405,7 +416,22 @@ class Session:
         """Whether checkpoints are worth taking: some layer can't be rewound by itself, and there is a budget."""
         return self._cache.entry.checkpoints.budget > 0 and any(cache.needs_checkpoints for cache in self.caches)
 
-    def checkpoint(self, *, is_anchor: bool = False) -> list[Any]:
+    def mark(self, places: Places) -> None:
+        """Say where the prompt is likely to be left again: checkpoints there are kept longest."""
+        self._cache.entry.checkpoints.mark(places)
+
+    @property
+    def next_stop(self) -> int:
+        """Where the prefill pauses next, to take a checkpoint; the prompt's length: nowhere."""
+        stop = self._cache.entry.checkpoints.next_stop(self.recorded)
+        return len(self.prompt) if stop is None else stop
+
+    @property
+    def checkpoint_due(self) -> int:
+        """The offset from which on a checkpoint is worth taking."""
+        return self._cache.entry.checkpoints.due(self.recorded)
+
+    def checkpoint(self) -> list[Any]:
         """Take one at the present offset, between two forward passes. Returns arrays that should be evaluated soon."""
         entry = self._cache.entry
         if not entry.is_true or entry.checkpoints.at(len(entry.tokens)) is not None:
@@ -413,7 +439,7 @@ class Session:
         snapshots = [cache.snapshot() if cache.needs_checkpoints else None for cache in entry.caches]
         taken = [snapshot for snapshot in snapshots if snapshot is not None]
         nbytes = sum(snapshot.nbytes for snapshot in taken)
-        kept = entry.checkpoints.add(Checkpoint(len(entry.tokens), nbytes, snapshots, is_anchor))
+        kept = entry.checkpoints.add(Checkpoint(len(entry.tokens), nbytes, snapshots))
         return [array for snapshot in taken for array in snapshot.arrays] if kept else []
 
     def shift(self, keep: int, discard: int, rotate: Rotators) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from mlxrunner.cache.checkpoints import Role
 from mlxrunner.cache.tokens import TokenArray
 
 ROWS = ("full", "quantized", "sliding")
@@ -42,7 +43,7 @@ class SavedCheckpoint:
     """`layers`: one per layer, None for a layer that needs none."""
 
     offset: int
-    is_anchor: bool
+    role: Role | None
     layers: Sequence[Saved | None]
 
 

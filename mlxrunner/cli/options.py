@@ -106,7 +106,8 @@ def sampling_options(command: F) -> F:
         click.option("--frequency-penalty", type=float, help="Subtract from them once per occurrence."),
         click.option("--penalty-context", type=int, default=20, show_default=True, help="How many recent tokens the penalties see."),
         click.option("--seed", type=int, help="Makes sampling repeatable."),
-        click.option("--stop", multiple=True, metavar="TEXT", help="End the answer before TEXT; may be given several times."),
+        click.option("--stop", multiple=True, metavar="TEXT",
+                     help="End the answer before TEXT; may be given several times. No effect with --schema or --choices."),
     ))(command)  # fmt: skip
 
 
@@ -119,9 +120,9 @@ def _read_schema(ctx: click.Context, parameter: click.Parameter, file: str | Non
         raise OptionError(f"--schema {error}") from error
 
 
-def _split_choices(ctx: click.Context, parameter: click.Parameter, line: str | None) -> tuple[str, ...]:
+def _split_choices(ctx: click.Context, parameter: click.Parameter, line: str | None) -> tuple[str, ...] | None:
     if line is None:
-        return ()
+        return None
     try:
         choices = tuple(text for row in csv.reader([line], skipinitialspace=True, strict=True) for text in row)
     except csv.Error as error:

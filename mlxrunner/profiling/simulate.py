@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mlxrunner.cache.checkpoints import stops
+from mlxrunner.cache.checkpoints import places_of
 from mlxrunner.cache.entry import CacheEntry, PrefixCache, Session
 from mlxrunner.cache.layer import LayerCache
 from mlxrunner.cache.lookup import Lookup
@@ -79,9 +79,8 @@ class Replay:
     def __init__(self, process: Mapping[str, Any], settings: Settings = AS_RUN) -> None:
         """`process`: its line of the token log."""
         self._process, self._settings = process, settings
-        self._interval = settings.interval or process["checkpoint_interval"]
         self._message_ends = np.array(process["message_ends"], np.int32)
-        self._entries = [_Entry(process, settings.slack) for _ in range(settings.entries)]
+        self._entries = [_Entry(process, settings) for _ in range(settings.entries)]
 
     def run(self, request: Request) -> Lookup:
         """What the request finds; afterwards the entry is as it leaves it."""
@@ -126,10 +125,12 @@ class Replay:
     def _prefill(self, session: Session, evaluated: int) -> None:
         """Chunk by chunk, as `Pipeline` does it, up to `evaluated`; what was interrupted there is a pass that was not recorded."""
         prompt, step = session.prompt, self._process["prefill_step"]
-        places, anchor = self._stops(session)
-        if session.needs_checkpoints and session.recorded:
-            session.checkpoint(is_anchor=session.recorded == anchor)
-        for stop in (*places, len(prompt)):
+        if session.needs_checkpoints:
+            ends = (np.flatnonzero(np.isin(prompt, self._message_ends)) + 1).tolist()
+            session.mark(places_of(len(prompt), ends))
+            self._checkpoint_if_due(session)
+        while session.recorded < len(prompt):
+            stop = self._next_stop(session)
             while session.recorded < stop:
                 chunk = session.remaining[: stop - session.recorded]
                 if stop < len(prompt):
@@ -139,15 +140,19 @@ class Replay:
                 if session.recorded + len(chunk) > evaluated:
                     return
                 session.record(chunk)
-            if session.needs_checkpoints:
-                session.checkpoint(is_anchor=session.recorded == anchor)
+            if session.needs_checkpoints and stop < len(prompt):
+                session.checkpoint()
+            else:
+                self._checkpoint_if_due(session)
 
-    def _stops(self, session: Session) -> tuple[Sequence[int], int | None]:
-        prompt = session.prompt
-        if not session.needs_checkpoints:
-            return ([] if len(session.remaining) <= SEED_TOKENS else [len(prompt) - 1]), None
-        ends = (np.flatnonzero(np.isin(prompt, self._message_ends)) + 1).tolist()
-        return stops(session.recorded, len(prompt), ends, self._interval), ends[0] if ends else None
+    def _next_stop(self, session: Session) -> int:
+        if session.needs_checkpoints:
+            return session.next_stop
+        return len(session.prompt) - (len(session.remaining) > SEED_TOKENS)
+
+    def _checkpoint_if_due(self, session: Session) -> None:
+        if session.needs_checkpoints and session.recorded >= session.checkpoint_due:
+            session.checkpoint()
 
     def _decode(self, entry: _Entry, session: Session, request: Request) -> None:
         """The answer's tokens, one pass each, and a checkpoint at every interval; in a full context, the shift that the log shows."""
@@ -155,18 +160,17 @@ class Replay:
         rest = request.answer
         while len(rest):
             count = len(rest)
-            if session.needs_checkpoints:
-                count = min(count, self._interval - session.recorded % self._interval)
             if shift is not None:
                 if session.recorded >= shift.context:
                     self._make_room(session, shift)
                 count = min(count, max(shift.context - session.recorded, 1))
+            if session.needs_checkpoints:
+                count = min(count, max(session.checkpoint_due - session.recorded, 1))
             for layer in entry.layers:
                 layer.decode(count)
             session.record(rest[:count])
             rest = rest[count:]
-            if session.needs_checkpoints and session.recorded % self._interval == 0:
-                session.checkpoint()
+            self._checkpoint_if_due(session)
         if request.entry is not None and not np.array_equal(entry.cache.entry.tokens.array, request.entry):
             self._evaluate(session, session.restart(request.entry))
 
@@ -204,9 +208,10 @@ def is_usable(logged: LoggedRequest) -> bool:
 class _Entry:
     """A prefix cache and its layers."""
 
-    def __init__(self, process: Mapping[str, Any], slack: int | None) -> None:
-        self.layers = [paper_layer(line, process["context"], slack) for line in process["layers"]]
-        self.cache = PrefixCache(self._caches, process["checkpoint_budget"])
+    def __init__(self, process: Mapping[str, Any], settings: Settings) -> None:
+        self.layers = [paper_layer(line, process["context"], settings.slack) for line in process["layers"]]
+        self._interval = settings.interval or process["checkpoint_interval"]
+        self.cache = PrefixCache(self._caches, process["checkpoint_budget"], self._interval)
 
     def _caches(self) -> list[LayerCache]:
         return list(self.layers)
@@ -215,7 +220,7 @@ class _Entry:
         """Hold what `other` holds."""
         held = other.cache.current
         self.layers, checkpoints = deepcopy((other.layers, held.checkpoints))
-        self.cache = PrefixCache(self._caches, checkpoints.budget)
+        self.cache = PrefixCache(self._caches, checkpoints.budget, self._interval)
         self.cache.entry = CacheEntry(TokenBuffer(held.tokens[:]), self._caches(), checkpoints)
 
     def matched(self, prompt: TokenArray) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from mlxrunner.cache.checkpoints import ROLES
 from mlxrunner.cache.saved import Exported, Saved, SavedCheckpoint, dtype_name, mismatch
 from mlxrunner.cache.tokens import TokenArray, as_tokens
 from mlxrunner.errors import PromptError, SessionError
@@ -43,7 +44,7 @@ def pack(entry: Exported, fingerprint: Mapping[str, str], bits: int | None = Non
         "checkpoints": [
             {
                 "offset": item.offset,
-                "is_anchor": item.is_anchor,
+                "role": item.role,
                 "layers": [
                     None if layer is None else packer.layer(f"checkpoints.{place}.{index}", layer)
                     for index, layer in enumerate(item.layers)
@@ -93,7 +94,7 @@ class StoredEntry:
             self._checkpoints = [
                 SavedCheckpoint(
                     int(found["offset"]),
-                    bool(found["is_anchor"]),
+                    next((role for role in ROLES if role == found.get("role")), None),
                     [
                         layer and _layer(file, f"checkpoints.{place}.{index}", layer)
                         for index, layer in enumerate(found["layers"])
@@ -126,7 +127,7 @@ class StoredEntry:
     @property
     def checkpoints(self) -> Iterator[SavedCheckpoint]:
         for item in self._checkpoints:
-            yield SavedCheckpoint(item.offset, item.is_anchor, [layer and _read(layer) for layer in item.layers])
+            yield SavedCheckpoint(item.offset, item.role, [layer and _read(layer) for layer in item.layers])
 
 
 @dataclass(frozen=True)

@@ -2,25 +2,42 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import pairwise
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxrunner.cache.checkpoints import HEADER, NEAR_END, SPACING, Checkpoint, Checkpoints, stops
+from mlxrunner.cache.checkpoints import (
+    HEADER,
+    INTERVAL,
+    NEAR_END,
+    PINNED,
+    ROLES,
+    SPACING,
+    Checkpoint,
+    Checkpoints,
+    Places,
+    Role,
+    places_of,
+    spacing,
+    thinned,
+)
+from mlxrunner.testing import interrupt_at
 
 
-def at(offset: int, nbytes: int = 1, *, anchor: bool = False) -> Checkpoint:
-    return Checkpoint(offset, nbytes, is_anchor=anchor)
+def at(offset: int, nbytes: int = 1, role: Role | None = None) -> Checkpoint:
+    return Checkpoint(offset, nbytes, role=role)
 
 
-def holding(budget: int, *offsets: int, anchor: int | None = None) -> Checkpoints:
+def holding(budget: int, *offsets: int) -> Checkpoints:
     """Checkpoints of one byte each, added in this order."""
     found = Checkpoints(budget)
     for offset in offsets:
-        found.add(at(offset, anchor=offset == anchor))
+        found.add(at(offset))
     return found
 
 
@@ -60,169 +77,358 @@ def test_one_that_is_larger_than_the_budget_is_not_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    ("offsets", "new", "left"),
+    ("offsets", "lost"),
     [
-        pytest.param([10, 12, 20], 30, [10, 20, 30], id="at-12-leaves-10-tokens"),
-        pytest.param([10, 20, 22, 40], 60, [10, 22, 40, 60], id="at-20-leaves-12-tokens"),
-        pytest.param([10, 20, 30], 31, [10, 20, 31], id="just-before-the-new-one"),
-        pytest.param([10, 20, 30], 16, [10, 16, 30], id="the-new-one-in-the-middle"),
-        pytest.param([10, 20, 30], 5, [5, 20, 30], id="the-new-one-at-the-front"),
-        pytest.param([1000, 2000, 3000], 3001, [1000, 2000, 3001], id="the-last-one-is-replaced-by-a-later-one"),
+        pytest.param([1000, 1100, 3000, 4000, 5000, 6000], 1100, id="the-gap-that-fills-the-spacing-best"),
+        pytest.param([2500, 5200, 7400, 10200, 12000, 12600], 12000, id="the-only-one-that-does-no-harm"),
+        pytest.param([60, 120, 180, 240, 300, 360], 60, id="all-closer-than-is-worth-it"),
     ],
 )
-def test_the_one_whose_loss_leaves_the_smallest_gap_goes_first(offsets: list[int], new: int, left: list[int]) -> None:
-    """Gap: the tokens between the one before it (or the beginning) and the one after it."""
-    some = holding(len(offsets), *offsets)
-    some.add(at(new))
-    assert some.offsets == left
+def test_what_lies_in_between_is_thinned_evenly(offsets: list[int], lost: int) -> None:
+    """Room for 5, of which 2 are free: one in a third of the text would do, so nothing closer to that is given up."""
+    kept = thinned([at(offset) for offset in offsets], 5, INTERVAL)
+    assert {*offsets} - {one.offset for one in kept} == {lost}
 
 
-def test_the_anchor_goes_last() -> None:
-    """The system prompt's end, though it is close to others; given up only when there is nothing else."""
-    some = holding(3, 10, 12, 14, anchor=12)
-    for new in (16, 18, 100, 101):
-        some.add(at(new))
-        assert 12 in some.offsets
-    some.add(at(200, 2))
-    assert some.offsets == [12, 200]
-    some.add(at(300, 3))
-    assert some.offsets == [300]
+def test_where_every_loss_does_harm_the_smallest_gap_is_left() -> None:
+    """The three with roles leave less choice."""
+    items = [at(100, role="system"), *map(at, (3000, 6000, 9100)), at(12000, role="message"), at(12010, role="answer")]
+    assert [one.offset for one in thinned(items, 5, INTERVAL)] == [100, 6000, 9100, 12000, 12010]
 
 
-def test_a_long_conversation_is_covered_evenly() -> None:
-    """With room for 8, a thousand turns leave no gap much larger than the even one."""
-    some = Checkpoints(8)
-    for turn in range(1, 1001):
-        some.add(at(turn * 100, anchor=turn == 1))
-    gaps = [right - left for left, right in pairwise(some.offsets)]
-    assert len(some) == 8
-    assert some.offsets[0] == 100
-    assert some.offsets[-1] == 100_000
-    assert max(gaps) <= 3 * 100_000 / 8
+def test_those_with_a_role_go_last() -> None:
+    """Where the answer begins first, then the system prompt's end, where the last message begins last of all."""
+    items = [at(10, role="system"), at(20), at(900, role="message"), at(950, role="answer"), at(2000)]
+    found = [[one.offset for one in thinned(items, budget, INTERVAL)] for budget in range(5, -1, -1)]
+    assert found == [
+        [10, 20, 900, 950, 2000], [10, 900, 950, 2000], [10, 900, 950], [10, 900], [900], [],
+    ]  # fmt: skip
 
 
-def gap(offset: int, offsets: list[int]) -> float:
-    """Tokens that would be without a checkpoint if the one at `offset` went; the last one's reach as far again."""
-    around = [0, *sorted(offsets), max(offsets) * 2]
-    index = around.index(offset, 1)
-    return around[index + 1] - around[index - 1]
-
-
-additions = st.lists(st.tuples(st.integers(1, 400), st.integers(1, 12), st.booleans()), max_size=30)
-
-
-@settings(max_examples=300, deadline=None)
-@given(budget=st.integers(0, 40), adds=additions, cuts=st.lists(st.integers(0, 400), max_size=3))
-def test_the_budget_holds_whatever_is_added(budget: int, adds: list[Any], cuts: list[int]) -> None:
-    """Sorted, distinct, never over the budget; the new one stays; nothing is dropped for nothing."""
-    some = Checkpoints(budget)
-    for turn, (offset, nbytes, anchor) in enumerate(adds):
-        before, has_anchor = list(some.offsets), [one.offset for one in some.before(10**6) if one.is_anchor]
-        room = budget - some.nbytes
-        some.add(at(offset, nbytes, anchor=anchor and not has_anchor))
-        assert some.nbytes <= budget
-        assert some.offsets == sorted(set(some.offsets))
-        assert set(some.offsets) <= {*before, offset}
-        if offset in before or nbytes > budget:
-            assert some.offsets == before
-        else:
-            assert offset in some.offsets
-            lost = set(before) - set(some.offsets)
-            assert bool(lost) == (nbytes > room)
-            assert not lost & set(has_anchor) or set(some.offsets) == {offset}
-        if turn < len(cuts):
-            some.truncate(cuts[turn])
-            assert all(kept <= cuts[turn] for kept in some.offsets)
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.lists(st.integers(1, 500), unique=True, min_size=2, max_size=20), st.integers(1, 6))
-def test_no_other_loss_would_leave_a_smaller_gap(offsets: list[int], budget: int) -> None:
-    """When one of equal size has to go."""
-    some = Checkpoints(budget)
-    for new in offsets:
-        before = list(some.offsets)
-        some.add(at(new))
-        for lost in set(before) - set(some.offsets):
-            assert gap(lost, [*before, new]) == min(gap(other, [*before, new]) for other in before)
-
-
-def chat(*lengths: int) -> tuple[list[int], int]:
-    """Ends of messages of so many tokens, and the tokens of the prompt: an answer's header follows."""
-    ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
-    return ends, ends[-1] + 4
-
-
-@pytest.mark.parametrize(
-    ("lengths", "start", "expected"),
-    [
-        pytest.param([100, 50], 0, [100, 150], id="system-and-question"),
-        pytest.param([100, 50, 400, 30], 0, [100, 550, 580], id="system-question-answer-question"),
-        pytest.param([100, 300, 400, 30], 0, [100, 400, 800, 830], id="long-enough-to-be-worth-it"),
-        pytest.param([100, 300, 400, 30], 600, [800, 830], id="only-what-is-new"),
-        pytest.param([100, 300, 400, 30], 830, [], id="only-the-header-is-new"),
-        pytest.param([2500], 0, [1000, 2000, 2500], id="one-long-message"),
-        pytest.param([1000 + SPACING, 7], 0, [1256, 1263], id="no-stop-just-before-another"),
-        pytest.param([1001 + SPACING, 7], 0, [1000, 1257, 1264], id="a-stop-that-is-far-enough-from-the-next"),
-        pytest.param([100, SPACING, SPACING, 7], 0, [100, 356, 612, 619], id="just-far-enough-from-each-other"),
-        pytest.param([100, SPACING - 1, SPACING, 7], 0, [100, 611, 618], id="not-quite-far-enough"),
-        pytest.param([3], 0, [3], id="one-short-message"),
-    ],
+marks = st.lists(
+    st.tuples(st.integers(1, 5000), st.integers(0, 12), st.sampled_from([None, None, *ROLES])),
+    max_size=30,
+    unique_by=lambda m: m[0],
 )
-def test_the_stops_of_a_chat(lengths: list[int], start: int, expected: list[int]) -> None:
-    """The system prompt's end, the last message's beginning and end, far-apart others, one in 1000 tokens elsewhere."""
-    ends, total = chat(*lengths)
-    assert stops(start, total, ends, 1000) == expected
-
-
-@pytest.mark.parametrize(
-    ("start", "total", "expected"),
-    [(0, 5, []), (0, NEAR_END, []), (0, 100, [92]), (95, 100, []), (50, 100, [92]), (0, 3000, [1000, 2000, 2992])],
-)
-def test_a_prompt_without_messages_stops_shortly_before_its_end(start: int, total: int, expected: list[int]) -> None:
-    """And every 1000 tokens."""
-    assert stops(start, total, [], 1000) == expected
-
-
-@pytest.mark.parametrize(("total", "expected"), [(600 + HEADER, [100, 600]), (601 + HEADER, [100, 600, 657])])
-def test_a_message_that_goes_on_after_the_last_end(total: int, expected: list[int]) -> None:
-    """Where that is longer than a header, the place shortly before the prompt's end is a stop too."""
-    assert stops(0, total, [100, 600], 1000) == expected
-
-
-def test_many_short_messages_are_few_stops() -> None:
-    """A thousand messages of 20 tokens split 20,000 tokens no more often than SPACING says."""
-    ends, total = chat(*[20] * 1000)
-    found = stops(0, total, ends, 1024)
-    assert len(found) <= total // SPACING + 4
-    assert {ends[0], ends[-2], ends[-1]} <= set(found)
 
 
 @settings(max_examples=400, deadline=None)
+@given(marks, st.integers(0, 60), st.integers(1, 3000))
+def test_what_holds_of_every_thinning(given_marks: list[tuple[int, int, Role | None]], budget: int, interval: int) -> None:
+    """Within the budget, in order, a subset, the same each time, idempotent; nothing goes without need; roles outlive the others."""
+    items = [at(*mark) for mark in sorted(given_marks, key=lambda mark: mark[0])]
+    kept = thinned(items, budget, interval)
+    assert sum(item.nbytes for item in kept) <= budget
+    assert kept == [item for item in items if item in kept]
+    assert kept == thinned(items, budget, interval) == thinned(kept, budget, interval)
+    lost = [item for item in items if item not in kept]
+    if lost:
+        assert sum(item.nbytes for item in items) > budget
+    for item in lost:
+        if item.role is not None:  # nothing that is worth less was left
+            assert all(other.role is not None and ROLES.index(other.role) >= ROLES.index(item.role) for other in kept)
+    if lost and items[-1] in lost and items[-1].role is None:
+        assert all(item.role is not None for item in kept)
+
+
+additions = st.lists(st.tuples(st.integers(1, 400), st.integers(1, 12)), max_size=30)
+
+
+@settings(max_examples=300, deadline=None)
+@given(budget=st.integers(0, 40), adds=additions, cuts=st.lists(st.integers(0, 400), max_size=3), data=st.data())
+def test_the_budget_holds_whatever_is_added(
+    budget: int, adds: list[tuple[int, int]], cuts: list[int], data: st.DataObject
+) -> None:
+    """Sorted, distinct, never over the budget; nothing is dropped for nothing; whatever is marked and cut in between."""
+    some = Checkpoints(budget)
+    for turn, (offset, nbytes) in enumerate(adds):
+        if turn % 5 == 0:
+            ends = sorted(data.draw(st.sets(st.integers(1, 400), max_size=4)))
+            some.mark(places_of(data.draw(st.integers(1, 500)), ends, ahead=turn % 2 == 1))
+        before, room = list(some.offsets), budget - some.nbytes
+        kept = some.add(at(offset, nbytes))
+        assert some.nbytes <= budget
+        assert some.offsets == sorted(set(some.offsets))
+        assert set(some.offsets) <= {*before, offset}
+        assert kept == (offset in some.offsets and offset not in before)
+        if nbytes <= room:
+            assert some.offsets == sorted({*before, offset})
+        if turn < len(cuts):
+            some.truncate(cuts[turn])
+            assert all(left <= cuts[turn] for left in some.offsets)
+
+
+@pytest.mark.parametrize("budget", range(1, 9))
+def test_an_interrupt_at_any_line_leaves_it_whole(budget: int) -> None:
+    """As it was, or as it was to become; never over the budget, and the next one is taken as ever."""
+    line, was_interrupted = 0, True
+    while was_interrupted:
+        line, was_interrupted = line + 1, False
+        some = holding(budget, 10, 20, 30, 40, 50, 60, 70, 80)
+        before = some.offsets
+        some.mark(places_of(104, [20, 80, 100]))
+        try:
+            with interrupt_at(line):
+                some.add(at(100))
+        except KeyboardInterrupt:
+            was_interrupted = True
+            whole = holding(budget, 10, 20, 30, 40, 50, 60, 70, 80)
+            whole.mark(places_of(104, [20, 80, 100]))
+            whole.add(at(100))
+            assert some.offsets in (before, whole.offsets)
+            some.add(at(100))
+            assert some.offsets == whole.offsets
+    assert line > 10
+
+
+@pytest.mark.parametrize(
+    ("ends", "total", "ahead", "roles"),
+    [
+        pytest.param([100, 150], 154, False, {100: "message", 150: "answer"}, id="system-and-question"),
+        pytest.param([100, 150, 300, 340], 344, False, {100: "system", 300: "message", 340: "answer"}, id="a-second-question"),
+        pytest.param([1176, 1200], 1204, False, {1168: "system", 1176: "message", 1200: "answer"}, id="a-long-system-prompt"),
+        pytest.param(
+            [SPACING, 300, 400], 404, False, {SPACING - NEAR_END: "system", 300: "message", 400: "answer"}, id="just-long"
+        ),
+        pytest.param([SPACING - 1, 300, 400], 404, False, {SPACING - 1: "system", 300: "message", 400: "answer"}, id="not-quite"),
+        pytest.param([50], 54, False, {50: "answer"}, id="one-message"),
+        pytest.param([], 100, False, {92: "answer"}, id="no-messages"),
+        pytest.param([], NEAR_END, False, {}, id="too-short-for-any"),
+        pytest.param([100, 600], 601 + HEADER, False, {100: "system", 600: "message", 593 + HEADER: "answer"}, id="goes-on"),
+        pytest.param([100, 150, 300], 330, True, {100: "system", 300: "message"}, id="while-it-is-typed"),
+    ],
+)
+def test_the_places_of_a_prompt(ends: list[int], total: int, ahead: bool, roles: dict[int, Role]) -> None:
+    """Where the system prompt ends (shortly before, if it is long), where the last message begins, where the answer does."""
+    places = places_of(total, ends, ahead=ahead)
+    assert places.roles == roles
+    assert places.until == (total if ahead else max(roles, default=0))
+
+
+def test_while_a_draft_is_typed_the_place_of_the_last_answer_keeps_its_role() -> None:
+    """The answer may still be regenerated instead."""
+    some = Checkpoints(4)
+    some.mark(places_of(344, [100, 150, 300, 340]))
+    for offset in (100, 300, 340):
+        some.add(at(offset))
+    for typed in range(500, 1000, 7):
+        some.mark(places_of(typed, [100, 150, 300, 340, 480], ahead=True))
+        for offset in (480, typed):
+            some.add(at(offset))
+    assert some.offsets[:3] == [100, 340, 480]
+    some.mark(places_of(1004, [100, 150, 300, 340, 480, 1000]))
+    assert [one.role for one in some][:3] == ["system", None, "message"]
+
+
+def stops(some: Checkpoints, start: int, places: Places, nbytes: int = 1) -> list[int]:
+    """Where a prefill from `start` on pauses, taking a checkpoint each time."""
+    some.mark(places)
+    at_, found = start, []
+    while (stop := some.next_stop(at_)) is not None:
+        assert at_ < stop <= places.until
+        found.append(stop)
+        some.add(at(stop, nbytes))
+        at_ = stop
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ends", "total", "start", "expected"),
+    [
+        pytest.param([100, 150], 154, 0, [100, 150], id="system-and-question"),
+        pytest.param([100, 150, 550, 580], 584, 0, [100, 550, 580], id="question-answer-question"),
+        pytest.param([100, 150, 550, 580], 584, 560, [580], id="only-what-is-new"),
+        pytest.param([100, 150, 550, 580], 584, 580, [], id="only-the-header-is-new"),
+        pytest.param([2500], 2504, 0, [1000, 2000, 2500], id="one-long-message"),
+        pytest.param([1200], 1204, 0, [1200], id="no-stop-just-before-another"),
+        pytest.param([1251], 1255, 0, [1000, 1251], id="far-enough-from-the-next"),
+        pytest.param([100, 700, 2900, 3000], 3004, 0, [100, 700, 1700, 2900, 3000], id="at-a-message-end-if-one-is-near"),
+        pytest.param([5000, 5100], 5104, 0, [1000, 2000, 3000, 4000, 4992, 5000, 5100], id="inside-a-long-system-prompt"),
+        pytest.param([], 5, 0, [], id="short-text"),
+        pytest.param([], 3000, 0, [1000, 2000, 2992], id="text"),
+    ],
+)
+def test_where_a_prefill_pauses(ends: list[int], total: int, start: int, expected: list[int]) -> None:
+    """At the places of the prompt, and one in 1000 tokens where the budget has room."""
+    assert stops(Checkpoints(100, 1000), start, places_of(total, ends)) == expected
+
+
+@settings(max_examples=300, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 60) | st.integers(1, 4000), max_size=25),
     header=st.integers(0, 200),
     interval=st.integers(1, 3000),
+    budget=st.integers(1, 40),
     data=st.data(),
 )
-def test_what_holds_of_all_stops(lengths: list[int], header: int, interval: int, data: st.DataObject) -> None:
-    """For any messages, start and interval."""
+def test_what_holds_of_all_stops(lengths: list[int], header: int, interval: int, budget: int, data: st.DataObject) -> None:
+    """For any messages, start, interval and budget: in order, at all places, never far apart, and few enough."""
     ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
     total = (ends[-1] if ends else 0) + header
     start = data.draw(st.integers(0, max(0, total - 1)))
-    found = stops(start, total, ends, interval)
-    # Within what is evaluated, in order, and ending so that one short pass is left for the answer's seed.
+    places = places_of(total, ends)
+    found = stops(Checkpoints(budget, interval), start, places)
     assert found == sorted(set(found))
-    assert all(start < stop < total for stop in found)
-    assert total - (found or [start])[-1] <= HEADER
-    assert total - (found or [start])[-1] <= NEAR_END or found[-1:] == [end for end in ends if end < total][-1:]
-    # The places that the next prompt is most likely to leave this one at.
-    inside = [end for end in ends if start < end < total]
-    likely = {end for end in (*ends[:1], *inside[-2:]) if start < end <= (found or [start])[-1]}
-    assert likely <= set(found)
-    # Never far from a stop, and no stop without need.
-    assert all(right - left <= interval + SPACING for left, right in pairwise([start, *found, total]))
-    last = (found or [0])[-1]
-    for left, right in pairwise(found):
-        if not {left, right} <= {*likely, last}:
-            assert right - left >= min(SPACING, interval)
+    assert {place for place in places.roles if place > start} <= set(found)
+    assert total - max([start, *found]) <= max(HEADER, total - places.until)
+    widest = 4 * spacing(total, budget, interval) // 3
+    assert all(right - left <= widest + widest // 4 + 1 for left, right in pairwise([start, *found]))
+    most = len(places.roles) + 2 * (total - start) // min(SPACING, interval) + 2
+    assert len(found) <= most
+
+
+Turn = tuple[int, int]
+"""Tokens of a message and of its answer."""
+SHORT: list[Turn] = [(60, 120)] * 40
+LONG: list[Turn] = [(900, 1400)] * 40
+MIXED: list[Turn] = [[(40, 60), (2500, 300), (100, 900), (20, 20)][i % 4] for i in range(40)]
+HISTORIES = {"short": SHORT, "long": LONG, "mixed": MIXED}
+
+
+def talk(some: Checkpoints, system: int, turns: Sequence[Turn], header: int = 4) -> Iterator[tuple[int, int, int]]:
+    """A conversation as the pipeline has it; where the last message begins, where its answer does, and the length of all."""
+    ends, at_ = [system], 0
+    for message, answer in turns:
+        begin = ends[-1]
+        ends.append(begin + message)
+        total = ends[-1] + header
+        stops(some, at_, places_of(total, ends))
+        at_ = total
+        ends.append(total + answer)
+        while (due := max(some.due(at_), at_ + 1)) < ends[-1]:
+            some.add(at(due))
+            at_ = due
+        at_ = ends[-1] - 1
+        yield begin, total, at_
+
+
+def lost(some: Checkpoints, matched: int) -> int:
+    """Tokens that are evaluated again by a prompt that shares so many."""
+    return matched - max((offset for offset in some.offsets if offset <= matched), default=0)
+
+
+def widest_gap(some: Checkpoints, length: int) -> int:
+    """The most that an edit anywhere loses."""
+    return max(right - left for left, right in pairwise([0, *some.offsets, length]))
+
+
+@pytest.mark.parametrize("turns", HISTORIES.values(), ids=HISTORIES)
+@pytest.mark.parametrize("system", [20, 300, 1176, 5000])
+@pytest.mark.parametrize("budget", [4, 5, 6, 8, 12, 16])
+def test_forty_turns(budget: int, system: int, turns: list[Turn]) -> None:
+    """Regenerate and think-strip lose the answer's header, an edit of the last message nothing, a line more in a long system prompt
+    its last few tokens, and an edit anywhere at most 1.5 intervals: one in `length / (budget - 3)` tokens, or the configured one."""
+    some = Checkpoints(budget)
+    for begin, total, length in talk(some, system, turns):
+        assert lost(some, begin) == 0
+        assert lost(some, total) == lost(some, total - 1) + 1 == 4
+        assert lost(some, system) <= NEAR_END
+        if system >= SPACING:
+            assert lost(some, system - 2) < NEAR_END
+        interval = max(INTERVAL, length / (budget - PINNED))
+        assert widest_gap(some, length) <= 1.5 * interval
+
+
+@pytest.mark.parametrize("budget", [8, 16, 64])
+def test_a_very_long_conversation_is_covered_evenly(budget: int) -> None:
+    """Of hundreds of turns the widest gap is at times nearly twice the interval: what was given up can't be had back."""
+    for turns in ([(100, 200)] * 600, LONG, MIXED * 4):
+        some = Checkpoints(budget)
+        for _, _, length in talk(some, 300, turns):
+            assert widest_gap(some, length) <= 1.9 * max(INTERVAL, length / (budget - PINNED))
+
+
+histories = st.lists(
+    st.tuples(
+        st.sampled_from(["append", "append", "append", "edit", "regenerate", "shift", "interrupt", "restore"]),
+        st.integers(1, 80) | st.integers(1, 5000),
+        st.integers(1, 80) | st.integers(1, 3000),
+    ),
+    min_size=1, max_size=40,
+)  # fmt: skip
+
+
+@settings(max_examples=150, deadline=None)
+@given(histories, st.integers(4, 24), st.integers(64, 2000), st.integers(1, 6000), st.randoms(use_true_random=False))
+def test_the_bound_that_always_holds(
+    history: list[tuple[str, int, int]], budget: int, interval: int, system: int, rng: random.Random
+) -> None:
+    """Whatever happens to a conversation, no gap is wider than twice what the budget allows for the longest text it has had; places keep
+    their checkpoints, and the same history leads to the same ones."""
+    runs = [play(history, budget, interval, system, random.Random(seed)) for seed in [rng.random()] * 2]
+    assert runs[0] == runs[1]
+
+
+def play(history: list[tuple[str, int, int]], budget: int, interval: int, system: int, rng: random.Random) -> list[int]:
+    some, ends, at_, longest = Checkpoints(budget, interval), [system], 0, 0
+    for kind, message, answer in history:
+        at_ = ACTS[kind](some, ends, at_, rng)
+        some.truncate(at_)
+        ends.append(ends[-1] + message)
+        total = ends[-1] + 4
+        places = places_of(total, ends)
+        stops(some, at_, places)
+        longest = max(longest, total + answer)
+        assert some.nbytes <= budget
+        assert {place for place in places.roles if place > at_} <= set(some.offsets)
+        allowed = max(
+            1.25 * 4 / 3 * spacing(longest, budget, interval) + 2, 2 * longest / (budget - PINNED), 2 * min(SPACING, interval)
+        )
+        assert widest_gap(some, total) <= allowed + HEADER
+        at_ = total
+        while (due := max(some.due(at_), at_ + 1)) < total + answer:
+            some.add(at(due))
+            at_ = due
+        ends.append(total + answer)
+        at_ = ends[-1] - 1
+        assert some.nbytes <= budget
+    return some.offsets
+
+
+Act = Callable[[Checkpoints, list[int], int, random.Random], int]
+
+
+def append(some: Checkpoints, ends: list[int], at_: int, rng: random.Random) -> int:
+    return at_
+
+
+def edit(some: Checkpoints, ends: list[int], at_: int, rng: random.Random) -> int:
+    del ends[rng.randrange(1, len(ends) + 1) :]
+    return ends[-1] - lost(some, ends[-1])
+
+
+def regenerate(some: Checkpoints, ends: list[int], at_: int, rng: random.Random) -> int:
+    if len(ends) > 2:
+        del ends[-2:]
+    return ends[-1] - lost(some, ends[-1])
+
+
+def shift(some: Checkpoints, ends: list[int], at_: int, rng: random.Random) -> int:
+    """All but the system prompt is forgotten, and evaluated again at other offsets."""
+    del ends[1:]
+    some.truncate(ends[0])
+    return ends[0] - lost(some, ends[0])
+
+
+def interrupt(some: Checkpoints, ends: list[int], at_: int, rng: random.Random) -> int:
+    """Ctrl-C while one more is taken: what is lost is that one, at most."""
+    before = set(some.offsets)
+    with suppress(KeyboardInterrupt), interrupt_at(rng.randint(1, 60)):
+        some.add(at(at_ + 1))
+    assert set(some.offsets) <= before | {at_ + 1}
+    some.truncate(at_)
+    return at_
+
+
+def restore(some: Checkpoints, ends: list[int], at_: int, rng: random.Random) -> int:
+    """Saved and read again: the same ones are kept, with their roles."""
+    again = Checkpoints(some.budget, some.interval)
+    for item in some:
+        again.add(item)
+    assert list(again) == list(some)
+    return at_
+
+
+ACTS: dict[str, Act] = {
+    "append": append, "edit": edit, "regenerate": regenerate, "shift": shift, "interrupt": interrupt, "restore": restore,
+}  # fmt: skip
