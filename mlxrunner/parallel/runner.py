@@ -188,6 +188,10 @@ class ParallelRunner:
         """The options that decide what is stored."""
         return {"context": self.capacity, "cells": self.cells, "max_sequences": len(self.slots), "max_batch": self.max_batch}
 
+    def attend_at_once(self) -> None:
+        """From now on compute each attention as one product where it would be in parts (`mlxrunner.cache.split`): another order of sums."""
+        self._adapted.can_split = False
+
     def explain_loss(self, reason: str, by: str, tokens: TokenArray) -> None:
         """An entry that was there before is none of the slots' affair."""
 

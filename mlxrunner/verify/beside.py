@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
@@ -14,7 +14,7 @@ from mlxrunner.cache.sequences import NotSupportedError
 from mlxrunner.cache.sliding import SlidingWindowCache
 from mlxrunner.events import Usage
 from mlxrunner.parallel.runner import ParallelRunner
-from mlxrunner.verify.answer import Answer, ask, same_tokens
+from mlxrunner.verify.answer import ask, same_tokens
 from mlxrunner.verify.report import FACTOR, Difference, Row
 from mlxrunner.verify.scenarios import Case, Talk, overflow
 
@@ -62,56 +62,80 @@ def _keys(cache: LayerCache) -> mx.array | None:
 
 
 def parallel(talk: Talk) -> Row:
-    """Two prompts with half of their tokens in common, at once and each alone; and the same with nothing in common, for the noise of
-    a row that holds tokens of two."""
+    """Two prompts with half of their tokens in common, at once and each alone.
+
+    What the device makes of a row that holds tokens of two is measured beside it: two prompts with nothing in common at once against
+    each alone, and the attention to a common prefix in parts against one product.
+    """
     runner, half = talk.runner, len(talk.base) // 2
     shared = [talk.base, [*talk.base[:half], *talk.more(half // 2)]]
-    apart = [talk.base, talk.unlike(talk.base)]
-    alone = {tuple(prompt): _alone(talk, prompt) for prompt in (*shared, apart[1])}
+    unlike = [talk.base, talk.unlike(talk.base)]
+    base, *others = [_alone(talk, prompt) for prompt in (*shared, unlike[1])]
     if any(isinstance(cache, QuantizedAttentionCache) for cache in runner.entry.caches):
         return Row(PARALLEL, untested="parallel requests have no quantized caches")
     runner.reset()
     try:
-        (found, usages), (noise, none) = (_together(talk, prompts, alone) for prompts in (shared, apart))
+        in_parts, at_once = _together(talk, shared), _together(talk, shared, at_once=True)
+        apart = _together(talk, unlike)
     except NotSupportedError as error:
         return Row(PARALLEL, untested=str(error))
-    reused = sum(usage.cached_tokens for usage in none)
+    noise = [_worst(apart, [base, others[1]]), _worst(in_parts, at_once)]
+    usages, none = _usages(in_parts), sum(usage.cached_tokens for usage in _usages(apart))
     return Row(
         PARALLEL,
-        found=found,
-        apart=noise,
+        found=_worst(in_parts, [base, others[0]]),
+        apart=max(noise, key=lambda one: one.logits if one.logits == one.logits else np.inf),
         reused=sum(usage.cached_tokens for usage in usages),
         prompt=sum(usage.prompt_tokens for usage in usages),
-        fault=f"{reused} tokens were shared by prompts with nothing in common" if reused else None,
+        fault=f"{none} tokens were shared by prompts with nothing in common" if none else None,
     )
 
 
-def _alone(talk: Talk, prompt: list[int]) -> Answer:
+@dataclass(frozen=True)
+class _Said:
+    """An answer's tokens, the log-probabilities of the likeliest at each, and the usage."""
+
+    tokens: list[int]
+    logprobs: list[dict[int, float]]
+    usage: Usage | None
+
+
+def _alone(talk: Talk, prompt: list[int]) -> _Said:
     talk.runner.reset()
-    return ask(talk.runner, Case(prompt), talk.answer)
+    answer = ask(talk.runner, Case(prompt), talk.answer)
+    exact = answer.logits.astype(np.float64)  # a sum over a vocabulary in float32 would differ more than the two runs
+    logprobs = exact - np.logaddexp.reduce(exact, axis=1, keepdims=True)
+    return _Said(answer.tokens, [dict(enumerate(row.tolist())) for row in logprobs], answer.usage)
 
 
-def _together(talk: Talk, prompts: list[list[int]], alone: dict[tuple[int, ...], Answer]) -> tuple[Difference, list[Usage]]:
-    """How the answers to `prompts`, given at once, differ from those `alone`."""
+def _together(talk: Talk, prompts: list[list[int]], *, at_once: bool = False) -> list[_Said]:
     runner = talk.runner
     with ParallelRunner(
         runner.model, runner.tokenizer, runner.facts, max_sequences=len(prompts), capacity=runner.context
     ) as together:
+        if at_once:
+            together.attend_at_once()
         handles = [together.submit(prompt, max_tokens=talk.answer, stop_tokens=[], logprobs=LIKELIEST) for prompt in prompts]
         answers = [list(handle) for handle in handles]
-    found = [_against(chunks, alone[tuple(prompt)]) for chunks, prompt in zip(answers, prompts, strict=True)]
-    whole = Difference(sum(d.equal for d in found), sum(d.tokens for d in found), float(np.max([d.logits for d in found])))
-    return whole, [chunks[-1].usage for chunks in answers if chunks[-1].usage is not None]
+    return [
+        _Said([chunk.token or 0 for chunk in chunks], [dict(chunk.top_logprobs or {}) for chunk in chunks], chunks[-1].usage)
+        for chunks in answers
+    ]
 
 
-def _against(chunks: list[Any], alone: Answer) -> Difference:
-    """By the log-probabilities of the likeliest tokens."""
-    tokens = [chunk.token for chunk in chunks]
-    equal = same_tokens(tokens, alone.tokens)
-    worst = 0.0
-    for chunk, logits in list(zip(chunks, alone.logits, strict=False))[: equal + 1]:
-        exact = logits.astype(np.float64)  # a sum over a vocabulary in float32 would differ more than the two runs
-        logprobs = exact - np.logaddexp.reduce(exact)
-        apart = [abs(value - float(logprobs[token])) for token, value in chunk.top_logprobs.items()]
-        worst = float(np.max([worst, *apart]))  # what is not a number stays
-    return Difference(equal, max(len(tokens), len(alone.tokens)), worst)
+def _usages(answers: list[_Said]) -> list[Usage]:
+    return [answer.usage for answer in answers if answer.usage is not None]
+
+
+def _worst(answers: list[_Said], others: list[_Said]) -> Difference:
+    """Of all of them; what is not a number stays."""
+    found = [_against(one, other) for one, other in zip(answers, others, strict=True)]
+    return Difference(sum(d.equal for d in found), sum(d.tokens for d in found), float(np.max([d.logits for d in found])))
+
+
+def _against(one: _Said, other: _Said) -> Difference:
+    """By the log-probabilities that both have, up to and including the first token that differs."""
+    equal = same_tokens(one.tokens, other.tokens)
+    pairs = list(zip(one.logprobs, other.logprobs, strict=False))[: equal + 1]
+    apart = [abs(value - there[token]) for here, there in pairs for token, value in here.items() if token in there]
+    return Difference(equal, max(len(one.tokens), len(other.tokens)), float(np.max([0.0, *apart])))

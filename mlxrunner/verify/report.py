@@ -17,8 +17,8 @@ FACTOR = 8
 LAST_PLACES = 4
 """... and always by so many units in the last place of the largest logit."""
 UNNOTICED = 1000
-"""Two prompts with nothing in common may differ from each alone, where that is more than FACTOR limits, by one part in so many of what
-a wrong token makes."""
+"""The noise of a row of two is believed up to FACTOR limits, or to one part in so many of what a wrong token makes: beyond, it is no
+noise."""
 OK, DIFFERENT, NOT_TESTED = "ok", "DIFFERENT", "not tested"
 HIDDEN = "one wrong token would be within the limit"
 
@@ -37,9 +37,9 @@ class Difference:
 class Row:
     """One way to come to a warm entry. `found`: warm against cold; `noise`: cold against cold, in other steps.
 
-    `reused` of `prompt` tokens came from the entry. `limit`: of a row that does not compare logits, with its own bound. `apart`: of a
-    row on several prompts at once, the same with prompts that have nothing in common: its own noise. `fault`: what is wrong whatever
-    the numbers say. `untested`: why there is nothing to compare.
+    `reused` of `prompt` tokens came from the entry. `limit`: of a row that does not compare logits, with its own bound. `apart`: the noise
+    of a row on several prompts at once: with nothing in common, and in another order of sums. `fault`: what is wrong whatever the numbers
+    say. `untested`: why there is nothing to compare.
     """
 
     name: str
@@ -96,7 +96,7 @@ class Report:
         """What is wrong with the row whatever its limit: its own fault, or a noise that no device makes."""
         believed = _largest([FACTOR * self.limit, (self.wrong_token or 0.0) / UNNOTICED])
         if row.fault is None and row.apart is not None and not row.apart.logits <= believed:
-            return f"even prompts with nothing in common differ by {_short(row.apart.logits)} from each alone"
+            return f"its own noise, {_short(row.apart.logits)}, is more than a device makes"
         return row.fault
 
     def _hides(self, row: Row) -> bool:

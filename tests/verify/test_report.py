@@ -91,7 +91,7 @@ def test_prompts_at_once_have_a_noise_of_their_own(found: float, apart: float, v
     made = report(Row("two", found=Difference(8, 8, found), apart=Difference(8, 8, apart)))
     assert made.limit == pytest.approx(FACTOR * 0.01)
     assert made.verdict(made.rows[1]) == verdict
-    assert ("even prompts with nothing in common differ" in made.table()) == (not apart <= 0.64)
+    assert ("is more than a device makes" in made.table()) == (not apart <= 0.64)
     assert made.passed == (verdict == OK)
 
 
