@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 
 from mlxrunner import device
 from mlxrunner.errors import ModelError
-from mlxrunner.models.resolve import check_files, check_weights, read_config, read_header, resolve, rope_settings
+from mlxrunner.models.resolve import check_files, read_config, read_headers, resolve, rope_settings
 from mlxrunner.models.settings import check_layers, size_of, text_settings
 
 DEFAULT_CONTEXT = 4096
@@ -98,11 +98,11 @@ def without_weights(name: str) -> Shapes:
     check_files(folder)
     config = read_config(folder)
     # The files first: a model can be built without them, for nothing.
-    check_layers(folder / "config.json", config, sum(1 for _ in _tensors(folder)))
-    nbytes = loaded_bytes(folder, config)
+    tensors = _tensors(folder)
+    check_layers(folder / "config.json", config, len(tensors))
     model, config = build(folder)
     _set_dtype(model, config)
-    return Shapes(model, config, usable_facts(folder, model, config), nbytes)
+    return Shapes(model, config, usable_facts(folder, model, config), loaded_bytes(tensors, config))
 
 
 def usable_facts(folder: Path, model: Any, config: dict[str, Any]) -> ModelFacts:
@@ -149,20 +149,23 @@ def describe(name: str) -> Description:
 
 def weight_bytes(folder: Path) -> int:
     """Bytes of all tensors, from the safetensors headers."""
-    return sum(end - begin for entry in _tensors(folder) for begin, end in [entry["data_offsets"]])
+    return _stored_bytes(_tensors(folder))
 
 
-def loaded_bytes(folder: Path, config: dict[str, Any]) -> int:
+def _stored_bytes(tensors: Sequence[dict[str, Any]]) -> int:
+    return sum(end - begin for entry in tensors for begin, end in [entry["data_offsets"]])
+
+
+def loaded_bytes(tensors: Sequence[dict[str, Any]], config: dict[str, Any]) -> int:
     """Bytes of all tensors once loaded: a device may want another type than the file has."""
     dtype = device.preferred_dtype()
     if dtype is None or _is_quantized(config):
-        return weight_bytes(folder)
-    return sum(math.prod(entry["shape"]) * dtype.size for entry in _tensors(folder))
+        return _stored_bytes(tensors)
+    return sum(math.prod(entry["shape"]) * dtype.size for entry in tensors)
 
 
-def _tensors(folder: Path) -> Iterator[dict[str, Any]]:
-    for file in check_weights(folder):
-        yield from (entry for name, entry in read_header(file).items() if name != "__metadata__")
+def _tensors(folder: Path) -> list[dict[str, Any]]:
+    return [entry for header in read_headers(folder).values() for name, entry in header.items() if name != "__metadata__"]
 
 
 def _is_quantized(config: dict[str, Any]) -> bool:

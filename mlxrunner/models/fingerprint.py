@@ -16,7 +16,7 @@ from typing import Any
 
 from mlxrunner.cache.saved import Saved, outline
 from mlxrunner.errors import ModelError
-from mlxrunner.models.resolve import MOST_BYTES, check_weights, read_config, read_header
+from mlxrunner.models.resolve import MOST_BYTES, read_config, read_headers
 from mlxrunner.reading import ReadError, is_there, read_bytes
 from mlxrunner.tokenizer.template import read_json, read_template
 
@@ -43,7 +43,7 @@ def fingerprint(folder: Path) -> dict[str, str]:
     template = read_template(folder, settings)
     words = [_content(folder / name) for name in TOKENIZER_FILES if is_there(folder / name)]
     return {
-        "weights": _digest(*(part for file in check_weights(folder) for part in _samples(file))),
+        "weights": _digest(*(part for file, header in read_headers(folder).items() for part in _samples(file, header))),
         "config": digest({name: value for name, value in read_config(folder).items() if name not in UNIMPORTANT}),
         "tokenizer": _digest(*words, _canonical({name: value for name, value in settings.items() if name != "chat_template"})),
         "template": _digest((template or "").encode()),
@@ -72,8 +72,7 @@ def _content(file: Path) -> bytes:
         raise ModelError(str(error)) from error
 
 
-def _samples(file: Path) -> list[bytes]:
-    header = read_header(file)
+def _samples(file: Path, header: dict[str, Any]) -> list[bytes]:
     with file.open("rb") as stream:
         fd, size = stream.fileno(), file.stat().st_size
         begin = size - max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)

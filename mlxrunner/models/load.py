@@ -15,7 +15,7 @@ from mlxrunner.errors import ModelError
 from mlxrunner.events import logger
 from mlxrunner.models.chunks import DEPENDS, depends_on_chunks
 from mlxrunner.models.facts import ModelFacts, usable_facts
-from mlxrunner.models.resolve import check_files, check_weights, eos_tokens, read_config, read_header, resolve, rope_settings
+from mlxrunner.models.resolve import check_files, eos_tokens, read_config, read_headers, resolve, rope_settings
 from mlxrunner.models.settings import check_layers
 from mlxrunner.models.windows import widen_windows
 from mlxrunner.tokenizer import Tokenizer, load_tokenizer
@@ -67,8 +67,7 @@ def _check(folder: Path) -> dict[str, Any]:
     config = read_config(folder)
     check_files(folder)
     check_model_type(folder, config)
-    headers = [read_header(file) for file in check_weights(folder)]
-    check_layers(folder / "config.json", config, sum(map(len, headers)))
+    check_layers(folder / "config.json", config, sum(map(len, read_headers(folder).values())))
     return config
 
 

@@ -183,6 +183,11 @@ def _check_file(file: Path, limit: int | None) -> None:
 
 def check_weights(folder: Path) -> list[Path]:
     """The weight files, each one's header read and compared with the file; ModelError names the first bad one."""
+    return list(read_headers(folder))
+
+
+def read_headers(folder: Path) -> dict[Path, dict[str, Any]]:
+    """The header of each weight file, as `read_header`; ModelError where one is missing or broken."""
     files = sorted(folder.glob("model*.safetensors"))
     index = folder / "model.safetensors.index.json"
     if is_there(index):
@@ -199,9 +204,7 @@ def check_weights(folder: Path) -> list[Path]:
             )
     if not files:
         raise ModelError(f"{folder}: no weights: no model*.safetensors in it (other formats are not loaded)")
-    for file in files:
-        read_header(file)
-    return files
+    return {file: read_header(file) for file in files}
 
 
 def read_header(file: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from mlxrunner.errors import ModelError, OptionError, PromptError
 from mlxrunner.tokenizer.base import Message, checked_text, with_bos
-from mlxrunner.tokenizer.native import panics_as_errors, quiet
+from mlxrunner.tokenizer.native import is_failure, panics_as_errors, quiet
 from mlxrunner.tokenizer.stream import DecodeStream
 from mlxrunner.tokenizer.tables import check_ids
 from mlxrunner.tokenizer.template import END_OF_MESSAGE, END_OF_TURN, FALLBACK_STOPS, read_json, render_chat, render_jinja
@@ -18,8 +18,6 @@ from mlxrunner.tokenizer.vocabulary import Vocabulary
 
 BYTE = re.compile("<0x([0-9A-F]{2})>")
 PROBE = '{"a": [1, "b c"]}'
-PROBED = 100
-"""Tokens that are turned back into text at load."""
 JSON_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
 
@@ -55,7 +53,8 @@ class HuggingFaceTokenizer:
         self._stop_tokens = frozenset({*self._wrapper.eos_token_ids, *ends})
         self.message_ends = self._stop_tokens | {vocab[text] for text in END_OF_MESSAGE if text in vocab}
         check_ids(folder / "tokenizer.json", self.message_ends)
-        self._wrapper.decode(self._encode(self._anchor + PROBE)[:PROBED])
+        self._encode(self._anchor + PROBE)
+        self.decode(sorted(vocab.values()))  # a decoder may give up at some tokens only
 
     @property
     def vocab_size(self) -> int:
@@ -77,7 +76,12 @@ class HuggingFaceTokenizer:
         return self._encode(self._anchor + checked_text(text))[len(self._encode(self._anchor)) :]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        text = self._wrapper.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        try:
+            text = self._wrapper.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        except BaseException as error:  # a panic is no Exception
+            if not is_failure(error):
+                raise
+            raise ModelError(f"the model's tokenizer can't decode its tokens: {' '.join(str(error).split())[:300]}") from error
         return str(text)
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any) -> str:

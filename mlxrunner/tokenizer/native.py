@@ -16,15 +16,18 @@ class NativeError(Exception):
     """A library gave up; the first line of what it said."""
 
 
+def is_failure(error: BaseException) -> bool:
+    """Return True for an exception or a panic, and not for Ctrl-C."""
+    return isinstance(error, Exception) or type(error).__name__ == PANIC
+
+
 @contextmanager
 def panics_as_errors() -> Iterator[None]:
     """NativeError instead of a panic of Rust."""
     try:
         yield
-    except Exception:
-        raise
     except BaseException as error:
-        if type(error).__name__ != PANIC:
+        if isinstance(error, Exception) or not is_failure(error):
             raise
         raise NativeError((str(error).splitlines() or ["it panicked"])[0][:300]) from error
 
@@ -43,8 +46,10 @@ def quiet() -> Iterator[None]:
         panicked = False
         try:
             yield
-        except NativeError:
-            panicked = True
+        except Exception as error:
+            panicked = isinstance(error, NativeError) or (
+                error.__cause__ is not None and not isinstance(error.__cause__, Exception)
+            )
             raise
         finally:
             with suppress(OSError, ValueError):

@@ -263,7 +263,7 @@ def data(folder: Path, choose: random.Random) -> str:
     if len(content) > 8 and choose.random() < 0.5:
         begin = 8 + min(len(content), int.from_bytes(content[:8], "little"))
         content[begin:] = choose.choice((b"\xff", b"\0", b"\x7f")) * (len(content) - begin)
-    else:
+    elif content:
         for _ in range(50):
             content[choose.randrange(len(content))] = choose.randrange(256)
     file.write_bytes(content)

@@ -286,16 +286,18 @@ TOKEN = {"special": True, "lstrip": False, "rstrip": False, "normalized": False,
         ("tokenizer.json", {"added_tokens": [{"id": i, "content": f"<{i}>", **TOKEN} for i in range(300, 10**5)]}, "99,700 special tokens"),
         ("tokenizer.json", {"model": {"type": "BPE", "vocab": {"a": 0, "</s>": 4 * 10**9}, "merges": []}}, "no tokenizer could be loaded"),
         ("tokenizer.json", {"model": {"type": "BPE", "vocab": {}, "merges": [], "unk_token": "none"}}, "no tokenizer could be loaded"),
+        ("tokenizer.json", {"decoder": {"type": "Strip", "content": "x", "start": 10**9, "stop": 10**9}}, "can't decode its tokens: index out"),
         ("tokenizer.json", {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "none"}}, "no tokenizer could be loaded"),
     ],
-    ids=["decoder", "far id", "named", "map", "added", "negative id", "tokenizer.json", "far vocabulary", "unknown token", "word level"],
+    ids=["decoder", "far id", "named", "map", "added", "negative id", "tokenizer.json", "far vocabulary", "unknown token", "panic", "word level"],
 )  # fmt: skip
-def test_tables_that_no_model_has_are_refused_before_they_are_loaded(
-    name: str, settings: dict[str, Any], message: str, folder: Path
+def test_a_tokenizer_that_can_not_be_is_one_line(
+    name: str, settings: dict[str, Any], message: str, folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """With the file, the number and what is possible."""
+    """With the file, the number and what is possible; tables before they are loaded, and panics without their print."""
     change(folder / name, **settings)
     assert message in refused(tokenizer_of, folder)
+    assert capfd.readouterr().err == ""
 
 
 class PanicException(BaseException):

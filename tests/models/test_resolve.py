@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxrunner import ModelError
@@ -348,6 +348,7 @@ def test_a_truncated_file_is_named(tmp_path: Path, weights: bytes, cut: int) -> 
     assert f"{len(weights[:cut])} bytes" in str(error.value)
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_garbage_is_a_model_error_or_a_header(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
     """No other exception, whatever the bytes."""
