@@ -182,9 +182,7 @@ def test_a_full_disk_costs_nothing_that_was_there(store: Sessions) -> None:
     store.save_cache("one", {"x": buffer(1)}, {})
     with files_of_at_most(2000):
         store.save("one", session("new"))
-        with pytest.raises(
-            SessionError, match=r"caches of the session 'one' could not be saved: File too large"
-        ):
+        with pytest.raises(SessionError, match=r"caches of the session 'one' could not be saved: File too large"):
             store.save_cache("one", {"x": buffer(2)}, {})
     with files_of_at_most(10), pytest.raises(SessionError, match="the session 'one' could not be saved: File too large"):
         store.save("one", session("newest"))
