@@ -61,8 +61,11 @@ def resolve(name: str) -> Path:
 
 def lasting(name: str) -> str:
     """The name that means the same from everywhere: a directory by its whole path."""
-    folder = Path(name).expanduser()
-    return str(folder.resolve()) if name != DEMO and folder.is_dir() else name
+    try:
+        folder = Path(name).expanduser()
+        return str(folder.resolve()) if name != DEMO and folder.is_dir() else name
+    except (OSError, RuntimeError):  # a name that is no path, which `resolve` says
+        return name
 
 
 def _from_hub(name: str) -> Path:

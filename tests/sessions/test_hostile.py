@@ -150,6 +150,18 @@ def test_a_session_from_the_end_of_time_is_listed(made: Path, tmp_path: Path) ->
         assert run(tmp_path / "data", ["sessions", "show", "a"]) == ""
 
 
+@pytest.mark.parametrize("model", ["x" * 100_000, "a\0b", "~nobody/x", "\ud800", "/" + "y/" * 5000, "\n", ""])
+def test_a_model_that_no_file_can_be_is_one_line(made: Path, tmp_path: Path, model: str) -> None:
+    """As the session names it."""
+    shutil.copytree(made, tmp_path / "data")
+    file = tmp_path / "data" / "sessions" / "a" / TEXT
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model": model}))
+    for command in (["chat", "--no-reserve", "--session", "a"], ["cache", "export", "a", str(tmp_path / "x.safetensors")]):
+        assert run(tmp_path / "data", command, "Hello!\n").count("\n") == 1
+    assert run(tmp_path / "data", ["sessions", "list"]) == ""
+    assert "session a: 1 turn" in run(tmp_path / "data", ["chat", "--no-reserve", "--session", "a", "-m", "demo"], "Hello!\n")
+
+
 def test_names_that_are_none_are_one_line(made: Path, tmp_path: Path) -> None:
     """With a NUL, of half characters, of devices; for every command that takes a name."""
     shutil.copytree(made, tmp_path / "data")
