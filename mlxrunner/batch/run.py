@@ -13,6 +13,8 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import mlx.core as mx
+
 from mlxrunner.batch.earlier import Begun, begun_of
 from mlxrunner.batch.output import OutputError
 from mlxrunner.batch.request import BatchRequest, BatchResult
@@ -33,6 +35,8 @@ from mlxrunner.tokenizer.prompt import Prepared
 
 ORDERS: tuple[Order, ...] = ("prefix", "input")
 OUTPUT_ORDERS = ("input", "done")
+GIVE_BACK_EVERY = 256
+"""Lines after which memory that MLX keeps for later is given back."""
 FATAL = (BusyError, StoreError, OutputError, BrokenPipeError)
 """No fault of a request, and no good for the next one."""
 
@@ -147,8 +151,17 @@ def _run_batch(
 def answer(runner: Runner | ParallelRunner | None, entries: Iterator[Entry], how: How, begun: Begun) -> Iterator[Outcome]:
     """The outcomes, as they end; entries are read one by one, as they can be begun. No runner is needed if none can be run."""
     if isinstance(runner, ParallelRunner):
-        return Together(runner, entries, how, begun).run()
+        return _giving_back(Together(runner, entries, how, begun).run())
     return _one_by_one(runner, entries, how, begun)
+
+
+def _giving_back(outcomes: Iterator[Outcome]) -> Iterator[Outcome]:
+    """Free MLX's buffers that nobody uses now and then: steps of ever new sizes leave ever more of them."""
+    with closing(outcomes):  # type: ignore[type-var]
+        for number, outcome in enumerate(outcomes, 1):
+            yield outcome
+            if number % GIVE_BACK_EVERY == 0:
+                mx.clear_cache()
 
 
 def _one_by_one(runner: Runner | None, entries: Iterator[Entry], how: How, begun: Begun) -> Iterator[Outcome]:

@@ -334,3 +334,12 @@ def test_in_parallel_shared_prefixes_are_evaluated_once(together: ParallelRunner
     results = list(run_batch(together, asked, max_tokens=3, stop_tokens=[]))
     evaluated = sum(result.result.usage.evaluated_tokens for result in results if result.result is not None)
     assert evaluated <= 2 * 40 + sum(len(request.prompt) - 40 + 4 for request in asked)
+
+
+def test_what_mlx_keeps_of_freed_buffers_is_given_back(together: ParallelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of ever new sizes leave ever more of them: memory would grow with the number of lines."""
+    monkeypatch.setattr("mlxrunner.batch.run.GIVE_BACK_EVERY", 4)
+    given = []
+    monkeypatch.setattr(mx, "clear_cache", lambda: given.append(1))
+    list(run_batch(together, requests(12), max_tokens=2))
+    assert len(given) == 3
