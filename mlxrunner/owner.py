@@ -1,4 +1,4 @@
-"""One thread owns a model and everything that runs on it: calls from others are refused, before anything is touched."""
+"""One thread owns a model and all that runs on it: calls from others are refused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Owner:
-    """The thread that opened `what`. Iterators of its that other threads dropped are closed at its next call."""
+    """The thread that opened `what`; its next call closes iterators that others have dropped."""
 
     def __init__(self, what: str) -> None:
         self._what, self._thread = what, threading.current_thread()
@@ -36,7 +36,7 @@ class Owner:
 
 
 class Owned(Iterator[T]):
-    """A generator that only its owner advances and closes, wherever the last reference to it is dropped."""
+    """A generator that only its owner advances and closes, whoever drops the last reference."""
 
     def __init__(self, inner: Generator[T, None, None], owner: Owner) -> None:
         self._inner, self._owner = inner, owner
