@@ -8,10 +8,11 @@ from mlxrunner.errors import OptionError
 
 
 def window_closes(window: int, tokens: int, keep: int, discard: int) -> bool:
-    """Return True if a window can close the gap after `keep .. keep + discard - 1` of `tokens` tokens were dropped.
+    """Return True if a window can close the gap where `discard` of `tokens` tokens were dropped.
 
-    The next token sees `window` tokens with itself. They are there if nothing has left the window yet, or if what lies behind the gap
-    fills it. Rows that happen to be stored beyond the window don't count: an answer must not depend on what was reused.
+    They lay right behind the first `keep`. The next token sees `window` tokens with itself: these
+    are there if nothing has left the window yet, or if what lies behind the gap fills it. Rows that
+    happen to be stored beyond the window don't count: an answer must not depend on what was reused.
     """
     return tokens < window or max(0, tokens - discard - window + 1) >= keep
 

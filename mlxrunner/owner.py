@@ -1,10 +1,10 @@
-"""One thread owns a model and everything that runs on it: calls from others are refused, before anything is touched."""
+"""One thread owns a model and all that runs on it: calls from others are refused."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import TypeVar
 
 from mlxrunner.errors import WrongThreadError
@@ -13,11 +13,11 @@ T = TypeVar("T")
 
 
 class Owner:
-    """The thread that opened `what`. Iterators of its that other threads dropped are closed at its next call."""
+    """The thread that opened `what`."""
 
     def __init__(self, what: str) -> None:
         self._what, self._thread = what, threading.current_thread()
-        self._left: deque[Generator[object, None, None]] = deque()
+        self._left: deque[Callable[[], object]] = deque()
 
     @property
     def is_here(self) -> bool:
@@ -28,15 +28,18 @@ class Owner:
         if not self.is_here:
             raise WrongThreadError(self._what, self._thread.name, threading.current_thread().name)
         while self._left:
-            self._left.popleft().close()
+            self._left.popleft()()
 
-    def leave(self, inner: Generator[object, None, None]) -> None:
-        """Have the owner close `inner`: its end touches what only the owner may touch."""
-        self._left.append(inner)
+    def do(self, act: Callable[[], object]) -> None:
+        """Do it now, or, in another thread, have the owner do it with its next call."""
+        if self.is_here:
+            act()
+        else:
+            self._left.append(act)
 
 
 class Owned(Iterator[T]):
-    """A generator that only its owner advances and closes, wherever the last reference to it is dropped."""
+    """A generator that only its owner advances and closes."""
 
     def __init__(self, inner: Generator[T, None, None], owner: Owner) -> None:
         self._inner, self._owner = inner, owner
@@ -52,7 +55,3 @@ class Owned(Iterator[T]):
         """End it now. May be called again."""
         self._owner.check()
         self._inner.close()
-
-    def __del__(self) -> None:
-        if not self._owner.is_here:
-            self._owner.leave(self._inner)

@@ -136,18 +136,6 @@ def test_eight_threads_change_nothing_for_the_owner(llama: Parts, fast_switches:
     assert all(refused[name] for name in list(ON_MANY)[:8])
 
 
-def test_chunks_that_another_thread_drops_are_closed_by_the_owner(llama: Parts) -> None:
-    """The request ends when the owner calls next, and the entry is true."""
-    runner = Runner(*llama)
-    held = [runner.generate(PROMPT, **LIMITS)]
-    next(held[0])
-    assert elsewhere(held.clear) is None
-    assert [chunk.token for chunk in runner.generate([*PROMPT, 5], **LIMITS)] == alone(llama, [*PROMPT, 5])
-    assert runner.usage is not None
-    assert runner.usage.cached_tokens == len(PROMPT)
-    assert runner.entry.is_true
-
-
 def test_answers_that_another_thread_drops_are_cancelled_by_the_owner(llama: Parts) -> None:
     """Their slots are free with its next call."""
     with ParallelRunner(*llama, max_sequences=1, capacity=80) as runner:

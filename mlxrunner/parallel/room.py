@@ -1,4 +1,4 @@
-"""Whether there are cells for a request to its end, whatever the others still do. No tensors, no tokens of its own."""
+"""Cells for each request to its end, whatever the others still do, before it begins."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ T = TypeVar("T")
 
 
 class Room:
-    """The `cells` of `adapted`, and who is going to take them: `slots`, each of up to `capacity` tokens, and `requests`.
+    """The `cells` of `adapted`, and who takes them: `requests`, each of up to `capacity` tokens.
 
-    A request begins when the cells in use by others, those that they may still take, and its own are no more than there are. So none
-    of them ever lacks one. What idle slots have doesn't count: they give way.
+    A request begins when the cells that others use, those that they may still take, and its own
+    are no more than there are: so none ever lacks one. Idle slots don't count: they give way.
     """
 
     def __init__(
@@ -27,7 +27,10 @@ class Room:
         self._capacity, self._cells = capacity, cells
 
     def check(self, request: Request, choice: Choice, others: Sequence[Request]) -> None:
-        """CacheFullError, with nothing changed, if `request` might not find room beside `others` with what it shares by `choice`."""
+        """Raise CacheFullError if `request` might not find room beside `others`.
+
+        `choice`: what it shares, and with whom.
+        """
         if self._cells >= len(self._slots) * self._capacity:
             return
         shared = self._shared(request, choice.source, choice.matched)
@@ -39,7 +42,7 @@ class Room:
             raise CacheFullError("this request", wanted, max(0, self._cells - used - coming), self._cells)
 
     def make(self, act: Callable[[], T], clear: Callable[[Slot], None]) -> T:
-        """`act()`; where there is no room for what it does, idle slots give way, the least recently used first."""
+        """Call `act`; where it lacks room, `clear` idle slots, the least recently used first."""
         while True:
             try:
                 return act()
@@ -54,7 +57,10 @@ class Room:
         return min(len(request.prompt) + request.limit, self._capacity)
 
     def _coming(self, request: Request) -> int:
-        """Cells that it may still take. One that shifts copies what it shares with others, but for what it keeps where it is."""
+        """Cells that it may still take.
+
+        One that shifts copies what it shares with others, but for what it keeps where it is.
+        """
         coming = self._most(request) - request.place
         if not request.is_placed and request.source is not None:
             return coming - self._shared(request, request.source, request.promised)
@@ -65,7 +71,10 @@ class Room:
         return coming + max(group.num_shared(request.slot.number, others, kept) for group in self._adapted.groups)
 
     def _shared(self, request: Request, source: Slot, tokens: int) -> int:
-        """Of `tokens` tokens that `request` takes from `source`, those that need no cells: none if one of the two may move its own."""
+        """Of `tokens` tokens that `request` takes from `source`, count those that need no cells.
+
+        None if one of the two may move its own.
+        """
         movers = [other for other in self._requests if other.slot is source and other.shift is not None]
         return 0 if request.shift is not None or movers else tokens
 

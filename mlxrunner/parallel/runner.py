@@ -241,7 +241,7 @@ class ParallelRunner:
                 yield handles.popleft().result()
         finally:
             for handle in handles:
-                handle.cancel()
+                self.owner.do(handle.cancel)  # an iterator may be dropped in any thread
 
     def _begin_when_possible(self, request: Request) -> Handle:
         while True:

@@ -152,7 +152,10 @@ class Scheduler:
         log_lookup(len(request.prompt), matched, cached)
 
     def _place_waiting(self) -> None:
-        """Share a prefix with those that wait for it, once it is there; look again where it will not come any more, or room was lacking."""
+        """Share a prefix with those that wait for it, once it is there.
+
+        Look again where it will not come any more, or where room was lacking.
+        """
         for number, request in enumerate(self.requests):
             if request.is_placed:
                 continue

@@ -12,9 +12,9 @@ from mlxrunner.errors import MlxrunnerError
 WORTH_WAITING = 16
 """Tokens of a prefix that somebody else is evaluating at the moment, for which a new prompt waits instead of evaluating them again."""
 SHORT_TAIL = 4
-"""Tokens by which a conversation may differ and still be the one that goes on: templates end an answer otherwise than the model did."""
+"""Tokens by which a conversation that goes on may differ: templates end an answer in their own way."""
 EDITED = 4
-"""Where no slot is empty, a prompt that shares all but a quarter (one in EDITED) of a slot's last prompt edits that conversation."""
+"""A prompt that shares all but one in EDITED tokens of a slot's last prompt edits its last message."""
 
 
 class NoFreeSlotError(MlxrunnerError):
@@ -45,7 +45,7 @@ class Slot:
         return min(common_prefix(self.tokens.array, prompt), self.exact)
 
     def will_share_with(self, prompt: TokenArray) -> int:
-        """The first tokens of `prompt` that its request has still to evaluate the end of; 0 if it has evaluated all that they share."""
+        """The first tokens of `prompt` that will be in this slot; 0 if they have been evaluated."""
         shared = common_prefix(self.planned, prompt)
         return shared if shared > len(self.tokens) else 0
 
@@ -70,9 +70,10 @@ def choose(
 ) -> Choice:
     """Choose the slot for `prompt`, and the slot, busy or not, whose prefix it shares.
 
-    At least one token of `prompt` is left to evaluate. A much longer prefix that another request is about to evaluate is waited for.
-    `own`: the only slot that comes into question; None: any that is free, NoFreeSlotError if all are busy. `ahead`: those that may be
-    waited for (all that are busy). `can_resume(slot, n)`: whether everything is stored that a query behind its first n tokens sees.
+    At least one token of `prompt` is left to evaluate. A much longer prefix that another request is
+    about to evaluate is waited for. `own`: the only slot that comes into question; None: any that is
+    free, NoFreeSlotError if all are busy. `ahead`: those that may be waited for (all that are busy).
+    `can_resume(slot, n)`: whether all is stored that a query behind its first n tokens sees.
     """
     free = [slot for slot in slots if not slot.is_busy] if own is None else [own]
     if not free:
@@ -91,7 +92,7 @@ def choose(
 
 
 def _awaited(busy: Sequence[Slot], prompt: TokenArray, most: int, ready: int) -> tuple[Slot, int, bool] | None:
-    """The slot that is about to have so much more of `prompt` than is `ready` that it is worth waiting for."""
+    """The slot that will have so much more of `prompt` than is `ready` that it is waited for."""
     coming = [min(slot.will_share_with(prompt), most) for slot in busy]
     # Where many share a prefix, all take it from the first, whatever else two of them have in common.
     enough = max(coming, default=0) - WORTH_WAITING
@@ -104,7 +105,7 @@ def _awaited(busy: Sequence[Slot], prompt: TokenArray, most: int, ready: int) ->
 def _going_on(free: Sequence[Slot], shared: dict[int, int]) -> Slot | None:
     """The slot whose conversation goes on: where the prompt has all of its tokens but a short tail.
 
-    Where no slot is empty, also where the prompt edits its last message or asks for another answer to it.
+    Where no slot is empty, also where the prompt edits its last message or asks it again.
     """
     alike = sorted((slot for slot in free if shared[slot.number]), key=lambda slot: (-shared[slot.number], slot.last_used))
     tails = {slot.number: len(slot.tokens) - shared[slot.number] for slot in alike}
