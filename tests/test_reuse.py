@@ -580,3 +580,18 @@ def test_an_unusable_array_frees_the_entry(monkeypatch: pytest.MonkeyPatch) -> N
     runner.model.on_layer = lambda index: None
     assert len(runner.entry.tokens) == 0
     assert usage_of(runner, PROMPT).freed_by == "ValueError while evaluating"
+
+
+@pytest.mark.parametrize("kinds", [("full", "sliding"), ("recurrent", "composite")], ids="+".join)
+def test_an_exception_that_is_still_held_keeps_nobody_out(kinds: tuple[str, ...]) -> None:
+    """Ctrl-C at a line in the way into, or out of, a request: the next one is served while its traceback is referenced."""
+    runner = oracle_runner(kinds, checkpoint_interval=5)
+    held = []
+    for line in range(1, 420, 3):
+        try:
+            with interrupt_at(line):
+                tokens(runner, [1, 2, 3, line % 7, *range(5, 13)], 4, stop_tokens=[])
+        except KeyboardInterrupt as error:
+            held = [error]
+        assert tokens(runner, [1, 2, 3, 4], 2, stop_tokens=[])
+    assert held

@@ -1,6 +1,7 @@
 """How far each architecture can be rewound at 8,000 tokens, and what it costs: python tools/rewind_table.py
 
-Tiny random models; tokens and layers are what counts. Prints the table of the README.
+Tiny random models; tokens and layers are what counts. Prints the tables of the README: one long text, and the worst turn of a conversation
+of 40 with a long system prompt, with room for few checkpoints.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from mlxrunner import Runner
+from mlxrunner.cache.checkpoints import PINNED
 from mlxrunner.events import Usage
 from mlxrunner.models.facts import facts_of
 from mlxrunner.testing import EOS, ByteTokenizer
@@ -48,10 +50,62 @@ def row(architecture: str) -> str:
     return f"| {architecture} | {layers} | {reused} | {cost} |"
 
 
+BUDGETED = ["gemma3_text", "gpt_oss", "qwen3_next", "lfm2", "mamba2"]
+BUDGETS = (4, 8, 16)
+TURNS, SYSTEM = 40, 1176
+LENGTHS = ((30, 20), (600, 60))
+"""Tokens of a message and of its answer, in turn."""
+
+
+def budgeted_runner(architecture: str, checkpoints: int) -> Runner:
+    """With room for so many checkpoints."""
+    config = tiny_config(architecture, max_position_embeddings=32768, vocab_size=300)
+    model = tiny_model(config)
+    facts = facts_of(model, config)
+    probe = Runner(model, ByteTokenizer(), facts)
+    last(probe, [*range(250)] * 8)
+    largest = max(item.nbytes for item in probe.entry.checkpoints)
+    return Runner(model, ByteTokenizer(), facts, checkpoint_budget=checkpoints * largest)
+
+
+def kept(runner: Runner, matched: int) -> tuple[int, int]:
+    """Tokens that a prompt which shares so many with the entry would find in it, and those that it shares."""
+    return runner.entry.reach(matched)[0], matched
+
+
+def budgeted_row(architecture: str, checkpoints: int) -> str:
+    """The worst turn of a conversation, by action."""
+    runner, rng = budgeted_runner(architecture, checkpoints), np.random.default_rng(0)
+    history = [*rng.integers(0, 290, SYSTEM - 1).tolist(), EOS]
+    found: dict[str, list[tuple[int, int]]] = {}
+    edits: list[float] = []
+    for turn in range(TURNS):
+        message, length = LENGTHS[turn % len(LENGTHS)]
+        begin = len(history)
+        prompt = [*history, *rng.integers(0, 290, message - 1).tolist(), *END]
+        answer, _ = last(runner, prompt, length)
+        for name, matched in {
+            "regenerate": len(prompt) - 1, "edit": begin, "strip": len(prompt), "system": SYSTEM - 2,
+        }.items():  # fmt: skip
+            found.setdefault(name, []).append(kept(runner, matched))
+        interval = max(runner.checkpoint_interval, len(prompt) / (checkpoints - PINNED))
+        reached = (kept(runner, matched) for matched in range(1, len(prompt), 7))
+        edits.append(max(matched - there for there, matched in reached) / interval)
+        history = [*prompt, *answer[:-1], EOS]
+    worst = [min(pairs, key=lambda pair: pair[0] / pair[1]) for pairs in found.values()]
+    cells = " | ".join(f"{there} of {matched}" for there, matched in worst)
+    return f"| {architecture} | {checkpoints} | {cells} | {max(edits):.2f} |"
+
+
 def main() -> None:
     print("| architecture | layers (tiny) | regenerate | think-stripped | edit at 4,100 | costs |\n|---|---|---|---|---|---|")
     for architecture in ARCHITECTURES:
         print(row(architecture), flush=True)
+    print("\n| architecture | checkpoints | regenerate | edit of the last message | think-stripped | line more in the system prompt |"
+          " edit anywhere: lost, in intervals |\n|---|---|---|---|---|---|---|")  # fmt: skip
+    for architecture in BUDGETED:
+        for checkpoints in BUDGETS:
+            print(budgeted_row(architecture, checkpoints), flush=True)
 
 
 if __name__ == "__main__":

@@ -157,6 +157,8 @@ def test_ids_are_kept_as_they_are(name: str | int | None) -> None:
         ('{"prompt": "a", "stop": {"a": 1}}', "stop: {'a': 1} is not a list of texts"),
         ('{"prompt": "a", "stop": [""]}', "stop: [''] is not a list of texts of at least one character"),
         ('{"prompt": "a", "stop_tokens": "12"}', "stop_tokens: '1' is not a whole number"),
+        ('{"prompt": "a", "choices": []}', "choices: the list is empty"),
+        ('{"prompt": "a", "stop": ""}', "stop: '' is not a list of texts"),
         ('{"prompt": "a", "choices": "yes"}', "choices: 'yes' is not a list of texts"),
         ('{"prompt": "a", "schema": {"not": {}}}', "schema: "),
         ('{"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}}', "schema: "),

@@ -36,6 +36,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"stop_tokens": [], "logprobs": 1},
     {"schema": {"type": "string", "minLength": 60}, "stop_tokens": []},
     {"choices": ["x"]},
+    {"choices": ["yes", "no"], "stop": "e"},
 ]
 
 
