@@ -114,18 +114,17 @@ def test_a_damaged_store_is_an_error_or_gives_what_was_put_in(
     path.write_bytes(store)
     path.chmod(0o600)
     damage(random.Random(seed), path)
-    with suppress(StoreError):
-        with Store.open(path) as opened:
-            assert opened.is_complete or not opened.counts.lines
-            for found in opened.bodies():
-                assert found.body == body(found.index)
-            for entry in opened.pending():
-                assert (entry.id, entry.number) == (f"a{entry.index}", entry.index + 1)
-                assert entry.error is not None or entry.tokens.tolist() == [5, entry.index]
-            assert opened.meta is not None
-            opened.first_failure()
-            opened.record(7, body(7))
-            opened.commit()
+    with suppress(StoreError), Store.open(path) as opened:
+        assert opened.is_complete or not opened.counts.lines
+        for found in opened.bodies():
+            assert found.body == body(found.index)
+        for entry in opened.pending():
+            assert (entry.id, entry.number) == (f"a{entry.index}", entry.index + 1)
+            assert entry.error is not None or entry.tokens.tolist() == [5, entry.index]
+        assert opened.meta is not None
+        opened.first_failure()
+        opened.record(7, body(7))
+        opened.commit()
 
 
 @pytest.mark.parametrize("seed", SEEDS)
