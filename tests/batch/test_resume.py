@@ -363,6 +363,7 @@ def test_a_run_that_is_told_to_end_says_how_to_go_on(folder: Path, number: signa
     """By `kill`, or a window that is closed: the answers that are there stay, and the rest equals an unbroken run."""
     expected = unbroken("--context", 128)
     command = ["batch", "in.jsonl", "-o", "out.jsonl", "--no-usage", "--no-reserve", "--context", "128", "--parallel", "1"]
+    command += ["--order", "input"]
     code = (
         "import time\nfrom mlxrunner.batch import writer\nfrom mlxrunner.cli import main\n"
         "writer.SHORTEST, flush, waited = 0, writer.Writer.flush, []\n"
