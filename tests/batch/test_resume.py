@@ -369,7 +369,9 @@ def test_a_run_that_is_told_to_end_says_how_to_go_on(folder: Path, number: signa
         "writer.SHORTEST, flush, waited = 0, writer.Writer.flush, []\n"
         "def slow(self):\n"
         "    flush(self)\n"
-        "    if self.output.size and not waited: waited.append(time.sleep(60))\n"
+        "    if self.output.size and not waited:\n"
+        "        waited.append(True)\n"
+        "        time.sleep(60)\n"
         "writer.Writer.flush = slow\n"
         "main()\n"
     )
