@@ -106,23 +106,26 @@ def open_stream(path: Name) -> int:
         os.close(descriptor)
         raise RefusedFileError(path, "it is not the null device any more: choose another name")
     number = {"out": 1, "err": 2}.get(given["name"]) or int(given["number"])
+    if not is_writable(number):
+        raise RefusedFileError(path, "it is closed, or open for reading only: choose another name")
+    return os.dup(number)
+
+
+def is_writable(descriptor: int) -> bool:
+    """Return True if an open descriptor can be written to."""
     try:
-        if fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
-            raise RefusedFileError(path, "it is open for reading only: choose another name")
-        return os.dup(number)
-    except OSError as error:
-        if error.errno != errno.EBADF:
-            raise
-        raise RefusedFileError(path, "it is closed: choose another name") from error
+        return fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
+    except OSError:
+        return False
 
 
 def open_database(path: Name, *, new: bool) -> sqlite3.Connection:
     """Connect to the SQLite file `path`, which is made if it is `new`; neither it nor the files beside it may be anybody else's."""
+    for end in SQLITE_ENDS:
+        with suppress(FileNotFoundError):
+            check_own(f"{os.fspath(path)}{end}")
     descriptor = open_new(path) if new else open_own(path, make=False)
     try:
-        for end in SQLITE_ENDS:
-            with suppress(FileNotFoundError):
-                check_own(f"{os.fspath(path)}{end}")
         name = f"{Path(path).absolute().as_uri()}?mode=rw"
         database = sqlite3.connect(name, uri=True, timeout=0, isolation_level=None)
         if not os.path.samestat(os.lstat(path), os.fstat(descriptor)):

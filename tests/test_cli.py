@@ -88,6 +88,20 @@ def test_a_name_cannot_forge_a_line_of_an_error(name: str) -> None:
         assert not {"\x1b", "\u200b"} & set(result.stderr)
 
 
+@pytest.mark.parametrize(("told", "code"), [(KeyboardInterrupt(), 130), (SystemExit(143), 143)])
+def test_an_interrupt_that_python_wraps_is_one_all_the_same(
+    told: BaseException, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in the body of a class that is being imported."""
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise RuntimeError("Error calling __set_name__") from told
+
+    monkeypatch.setattr("mlxrunner.doctor.findings", interrupted)
+    result = run("doctor")
+    assert (result.exit_code, result.stderr) == (code, "")
+
+
 def test_generate_prints_the_answer_and_nothing_else() -> None:
     """On stdout, ended by a newline."""
     result = run("generate", "--prompt", "My name is Ana. What is my name?")

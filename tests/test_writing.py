@@ -154,6 +154,7 @@ def test_what_lies_beside_a_database_is_looked_at(file: Path, end: str) -> None:
     Path(f"{file}{end}").symlink_to("/etc/passwd")
     with pytest.raises(RefusedFileError, match=f"file{end}: it is a link to /etc/passwd"):
         open_database(file, new=True)
+    assert not file.exists()
 
 
 def test_a_database_of_any_name(tmp_path: Path) -> None:
@@ -202,7 +203,7 @@ def test_a_stream_that_cannot_be_written_to_is_said(file: Path) -> None:
     file.touch()
     with file.open("rb") as stream:
         name = f"/dev/fd/{stream.fileno()}"
-        with pytest.raises(RefusedFileError, match="it is open for reading only"):
+        with pytest.raises(RefusedFileError, match="it is closed, or open for reading only"):
             open_stream(name)
     with pytest.raises(RefusedFileError, match="it is closed"):
         open_stream(name)

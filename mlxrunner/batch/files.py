@@ -81,6 +81,7 @@ def opened_store(job: Job) -> Iterator[Store]:
         with Store.create() as store:
             yield store
         return
+    _check(done_path(path), replaced=True)  # it is written last, when it would be a pity
     is_new, was_there = not path.exists(), output.exists()
     with _new(output, path) if is_new else _existing(job, path) as store:
         try:
@@ -94,6 +95,15 @@ def opened_store(job: Job) -> Iterator[Store]:
             raise
 
 
+def _check(file: Path, *, replaced: bool = False) -> None:
+    try:
+        check_own(file, replaced=replaced)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise OutputError(f"{file}: can't be written: {error.strerror}") from error
+
+
 def _existing(job: Job, path: Path) -> Store:
     store = Store.open(path)
     if store.is_complete and not job.resume:
@@ -105,12 +115,7 @@ def _existing(job: Job, path: Path) -> Store:
 
 
 def _new(output: Path, path: Path) -> Store:
-    try:
-        check_own(output)
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        raise OutputError(f"{output}: can't be written: {error.strerror}") from error
+    _check(output)
     if output.exists() and output.stat().st_size:
         raise OutputError(f"{output}: is there already: choose another -o, or remove it")
     try:

@@ -55,9 +55,11 @@ class Job:
             raise OptionError('a CSV file needs --prompt-template "... {column} ...", which says what to ask about a row')
         if self.resume and self.store_path is None:
             raise OptionError("--resume needs an output file: what went to standard output or a device can't be gone on with")
-        with suppress(OSError, ValueError):
-            if self.input != STANDARD and os.path.samefile(self.input, self.output):
-                raise OptionError(f"{self.output}: is the input; choose another file for the output")
+        is_same = False
+        with suppress(OSError, ValueError):  # the latter: a NUL in a name
+            is_same = self.input != STANDARD and os.path.samefile(self.input, self.output)
+        if is_same:
+            raise OptionError(f"{self.output}: is the input; choose another file for the output")
 
     @property
     def store_path(self) -> Path | None:

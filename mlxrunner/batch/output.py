@@ -11,10 +11,10 @@ import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, TextIO
 
 from mlxrunner.errors import MlxrunnerError
-from mlxrunner.writing import open_own, open_stream, whole_sync
+from mlxrunner.writing import is_writable, open_own, open_stream, whole_sync
 
 if TYPE_CHECKING:
     from mlxrunner.batch.store import Body
@@ -24,6 +24,14 @@ class OutputError(MlxrunnerError):
     """The file of answers can't be written, or is not what this run wrote."""
 
     exit_code = 2
+
+
+def _is_open(stream: TextIO) -> bool:
+    """A stream without a descriptor is one of a test, or of a program."""
+    try:
+        return is_writable(stream.fileno())
+    except (OSError, ValueError):
+        return not stream.closed
 
 
 class Output:
@@ -55,7 +63,7 @@ class Output:
     def streaming(cls, path: Path | None) -> Output:
         """Standard output (None), or another stream: what was sent can't be taken back, or be gone on with."""
         if path is None:
-            if sys.stdout is None:
+            if sys.stdout is None or not _is_open(sys.stdout):
                 raise OutputError("standard output is closed")
             return cls(sys.stdout.buffer, "standard output", is_file=False)
         try:

@@ -85,7 +85,7 @@ def batch(
     from mlxrunner.batch.job import STANDARD, Job
     from mlxrunner.chat.keys import orderly_end
 
-    if output is None and not only_plan:
+    if not output and not only_plan:
         raise OptionError("where do the answers go? -o FILE, or -o - for standard output")
     if as_json and not only_plan:
         raise OptionError("--json is for --plan; the answers are JSON lines anyway")

@@ -48,10 +48,20 @@ class Program(click.Group):
             _report(ctx, visible_text(str(error)) if error.is_table else line_text(str(error)))
             sys.exit(error.exit_code)
         except Exception as error:
+            _end_if_told(error)
             _report(
                 ctx, line_text(f"internal error: {type(error).__name__}: {' '.join(str(error).split())} (--debug shows where)")
             )
             sys.exit(1)
+
+
+def _end_if_told(error: BaseException | None) -> None:
+    """Ctrl-C or `kill` in the middle of an import may come out of Python as the cause of a RuntimeError."""
+    while (error := error and error.__cause__) is not None:
+        if isinstance(error, KeyboardInterrupt):
+            sys.exit(INTERRUPTED)
+        if isinstance(error, SystemExit):
+            sys.exit(error.code)
 
 
 class OutputClosedError(MlxrunnerError):

@@ -361,10 +361,21 @@ def test_a_damaged_store_says_so_and_offers_no_resume(folder: Path, at: str) -> 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_run_that_is_told_to_end_says_how_to_go_on(folder: Path, number: signal.Signals) -> None:
     """By `kill`, or a window that is closed: the answers that are there stay, and the rest equals an unbroken run."""
-    Path("in.jsonl").write_text(lines(300))
     expected = unbroken("--context", 128)
     command = ["batch", "in.jsonl", "-o", "out.jsonl", "--no-usage", "--no-reserve", "--context", "128", "--parallel", "1"]
-    process = subprocess.Popen([sys.executable, "-m", "mlxrunner", *command], stderr=subprocess.PIPE, text=True)
+    command += ["--order", "input"]
+    code = (
+        "import time\nfrom mlxrunner.batch import writer\nfrom mlxrunner.cli import main\n"
+        "writer.SHORTEST, flush, waited = 0, writer.Writer.flush, []\n"
+        "def slow(self):\n"
+        "    flush(self)\n"
+        "    if self.output.size and not waited:\n"
+        "        waited.append(True)\n"
+        "        time.sleep(60)\n"
+        "writer.Writer.flush = slow\n"
+        "main()\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, *command], stderr=subprocess.PIPE, text=True)
     while not (Path("out.jsonl").exists() and Path("out.jsonl").stat().st_size):
         assert process.poll() is None
         time.sleep(0.005)
@@ -374,7 +385,7 @@ def test_a_run_that_is_told_to_end_says_how_to_go_on(folder: Path, number: signa
     assert said.splitlines()[-1] == f"to go on: mlxrunner {' '.join(command)} --resume"
     assert 0 < len(Path("out.jsonl").read_bytes()) < len(expected)
     assert expected.startswith(Path("out.jsonl").read_bytes())
-    assert run(*command[1:], "--resume").exit_code == 0
+    assert run(*command[1:], "--resume").exit_code == 1  # of the broken line
     assert Path("out.jsonl").read_bytes() == expected
 
 

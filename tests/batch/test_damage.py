@@ -1,0 +1,173 @@
+"""Stores, records and inputs with random damage: one clear line, or the right answers; never others.
+
+A sample of what was tried in thousands of runs.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing, suppress
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from mlxrunner import cli
+from mlxrunner.batch.answers import write_line
+from mlxrunner.batch.lines import LineReader
+from mlxrunner.batch.run import Outcome
+from mlxrunner.batch.store import Entry, Store, StoreError
+from mlxrunner.cache.tokens import as_tokens
+from mlxrunner.testing import ByteTokenizer
+
+SEEDS = range(60)
+TABLES = {
+    "input": ("lines", "broken"),
+    "meta": ("name", "value"),
+    "lines": ("line", "number", "id", "format", "options", "error", "tokens", "prompt", "sum"),
+    "places": ("place", "line"),
+    "results": ("done", "line", "failed", "body", "sum"),
+}
+VALUES = (
+    None,
+    -1,
+    0,
+    3,
+    10**15,
+    1.5,
+    "",
+    "x",
+    "[]",
+    '{"a": 1}',
+    "9" * 5000,
+    "[" * 2000,
+    b"",
+    b"\0\0\0\5",
+    b"\xff\xff\xff\xff",
+    b"\xff",
+)
+
+
+def body(index: int) -> bytes:
+    return json.dumps({"id": index, "text": "answer"}).encode()
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """Of eight lines, five of them answered."""
+    path = tmp_path_factory.mktemp("store") / "run"
+    with Store.create(path) as made:
+        for index in range(8):
+            tokens = as_tokens([] if index == 2 else [5, index])
+            made.add(Entry(index, index + 1, tokens, f"a{index}", error="broken" if index == 2 else None, prompt="Hello!"))
+        made.finish({"model": "demo"})
+        for index in range(5):
+            made.record(index, body(index), failed=index == 2)
+        made.commit()
+    return path.read_bytes()
+
+
+def flip(chosen: random.Random, path: Path) -> None:
+    """Bytes turned, cut out, zeroed; in SQLite's own header, too."""
+    content = bytearray(path.read_bytes())
+    for _ in range(chosen.choice([1, 2, 20])):
+        begin = chosen.choice([chosen.randrange(100), chosen.randrange(len(content))])
+        end = begin + chosen.choice([1, 4, 100, 4096])
+        match chosen.randrange(3):
+            case 0:
+                content[begin] = chosen.randrange(256)
+            case 1:
+                content[begin:end] = bytes(len(content[begin:end]))
+            case _:
+                content[begin:end] = b"" if len(content) > 8192 else b"x"
+    path.write_bytes(content)
+
+
+def rewrite(chosen: random.Random, path: Path) -> None:
+    """By SQLite: other values, other types, other tables."""
+    table = chosen.choice(list(TABLES))
+    column = chosen.choice(TABLES[table])
+    change = chosen.choice([
+        f"UPDATE {table} SET {column} = ?",
+        f"UPDATE {table} SET {column} = ? WHERE rowid = {chosen.randrange(8)}",
+        f"DELETE FROM {table}",
+        f"DROP TABLE {table}",
+        f"ALTER TABLE {table} ADD COLUMN more",
+        "CREATE TRIGGER bad AFTER INSERT ON results BEGIN DELETE FROM lines; END",
+        "PRAGMA user_version = 1",
+    ])  # fmt: skip
+    with closing(sqlite3.connect(path, isolation_level=None)) as database, suppress(sqlite3.Error):
+        database.execute(change, (chosen.choice(VALUES),) if "?" in change else ())
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("damage", [flip, rewrite])
+def test_a_damaged_store_is_an_error_or_gives_what_was_put_in(
+    damage: Callable[[random.Random, Path], None], seed: int, store: bytes, tmp_path: Path
+) -> None:
+    """Whatever is read of it before the error is as it was."""
+    path = tmp_path / "run"
+    path.write_bytes(store)
+    path.chmod(0o600)
+    damage(random.Random(seed), path)
+    with suppress(StoreError), Store.open(path) as opened:
+        assert opened.is_complete or not opened.counts.lines
+        for found in opened.bodies():
+            assert found.body == body(found.index)
+        for entry in opened.pending():
+            assert (entry.id, entry.number) == (f"a{entry.index}", entry.index + 1)
+            assert entry.error is not None or entry.tokens.tolist() == [5, entry.index]
+        assert opened.meta is not None
+        opened.first_failure()
+        opened.record(7, body(7))
+        opened.commit()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_mutated_input_is_lines_or_errors_of_lines(seed: int) -> None:
+    """Each with one line of JSON as its answer."""
+    chosen = random.Random(seed)
+    good = (
+        b'{"id": 1, "prompt": "Hello!", "max_tokens": 2, "stop": ["a"]}\n'
+        b'{"id": "b", "messages": [{"role": "user", "content": "caf\\u00e9"}], "response_format": {"type": "json_object"}}\n'
+        b'{"custom_id": "c", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x", "logprobs": 2}}\n'
+    )
+    content = bytearray(good)
+    for _ in range(chosen.randrange(1, 6)):
+        at = chosen.randrange(len(content))
+        part = chosen.choice(
+            [b"", b"\0", b"\xff", b'"', b"{", b"]", b"\\ud800", b"NaN", b"1e999", b"1" * 5000, b"[" * 3000, b"\n"]
+        )
+        content[at : at + chosen.randrange(9)] = part
+    for line in LineReader(io.BytesIO(content)):
+        if line.error is not None:
+            entry = Entry(line.index, line.number, as_tokens([]), line.id, line.format, error=line.error)
+            answer = write_line(Outcome(entry, error=line.error), ByteTokenizer(), model="demo", usage=False)
+            assert json.loads(answer)
+            assert len(line.error) < 700
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.main, ["batch", "in.jsonl", "-o", "out", "--no-reserve", "--no-usage", *arguments])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_damaged_record_of_a_finished_run_is_one_line(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is run for it, and the output stays."""
+    monkeypatch.chdir(tmp_path)
+    Path("in.jsonl").write_text("no JSON\n")
+    assert run().exit_code == 1
+    output, record = Path("out").read_bytes(), json.loads(Path("out.done").read_text())
+    chosen = random.Random(seed)
+    inner = chosen.choice([record, record["made_from"]])
+    inner[chosen.choice(list(inner))] = chosen.choice([None, -1, 10**30, 1.5, "x", [], {}, True])
+    Path("out.done").write_text(json.dumps(record))
+    result = run("--resume")
+    assert result.exit_code in (1, 2)
+    assert result.stderr.count("\n") <= 2
+    assert "internal error" not in result.stderr
+    assert Path("out").read_bytes() == output
