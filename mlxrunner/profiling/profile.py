@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from mlxrunner.cache.checkpoints import INTERVAL
 from mlxrunner.cache.factory import DEFAULT_SLACK, CacheOptions, make_layer_caches
 from mlxrunner.cache.layer import LayerCache
 from mlxrunner.cache.tokens import TokenArray, TokenBuffer
@@ -27,14 +28,14 @@ from mlxrunner.profiling.event import as_line, event_of, logfmt
 from mlxrunner.profiling.identity import describe_layers, fingerprint, thinking_marks
 from mlxrunner.profiling.tokenlog import TokenLines
 from mlxrunner.profiling.writer import LineWriter
-from mlxrunner.runner import DEFAULT_INTERVAL, DEFAULT_PREFILL_STEP
+from mlxrunner.runner import DEFAULT_PREFILL_STEP
 
 Sink = Callable[[dict[str, Any]], None]
 """Is given each event."""
 
 
 ALONE: Mapping[str, Any] = {
-    "prefill_step": DEFAULT_PREFILL_STEP, "checkpoint_interval": DEFAULT_INTERVAL, "checkpoint_budget": 2**30,
+    "prefill_step": DEFAULT_PREFILL_STEP, "checkpoint_interval": INTERVAL, "checkpoint_budget": 2**30,
     "rewind_slack": DEFAULT_SLACK, "kv_bits": None,
 }  # fmt: skip
 """What a token log says of a runner that has none of these, so that its requests can be replayed one at a time."""
