@@ -15,9 +15,14 @@ import pytest
 
 
 def pytest_configure() -> None:
-    """Give processes that tests start Ctrl-C back: a shell script's background jobs inherit a SIGINT that is ignored."""
+    """Give the processes that tests start the signals back that a script's background jobs and nohup ignore.
+
+    A signal that is handled here has its default effect in them, one that is ignored here would be ignored there.
+    """
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda number, frame: None)
 
 
 @pytest.fixture(autouse=True)

@@ -210,7 +210,11 @@ def test_a_line_that_cannot_be_read_is_answered_in_the_format_of_the_file(broken
 
 def test_the_first_error_is_that_of_the_first_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not of the one that was found first: broken lines come before those that fail; also when it is gone on with."""
-    monkeypatch.setattr("mlxrunner.batch.run.Deadline", lambda how: (_ for _ in ()).throw(ValueError("it fell")))
+
+    def fall(deadline: object, *reached: int) -> None:
+        raise ValueError("it fell")
+
+    monkeypatch.setattr("mlxrunner.batch.run.Deadline.__call__", fall)
     lines = [openai("q1", "Hello!"), "{not JSON", openai("q2", "Hello!")]
     result = run(write(*lines), "-o", "out.jsonl", "--parallel", 1, "--max-errors", 2)
     assert "2 of 3 lines failed, the first: line 1: ValueError: it fell" in result.stderr
@@ -353,7 +357,7 @@ WRONG: dict[str, tuple[list[object], str]] = {
     "option": (["in.jsonl", "-o", "out.jsonl", "--top-p", 2], "top_p: 2.0 is out of range"),
     "context": (["in.jsonl", "-o", "out.jsonl", "--context", 1], "context: 1 is out of range"),
     "json": (["in.jsonl", "-o", "out.jsonl", "--json"], "--json is for --plan"),
-    "no schema": (["in.jsonl", "-o", "out.jsonl", "--schema", "no.json"], "--schema no.json: it can't be read"),
+    "no schema": (["in.jsonl", "-o", "out.jsonl", "--schema", "no.json"], "--schema no.json: no such file"),
     "bad schema": (["in.jsonl", "-o", "out.jsonl", "--schema", "in.jsonl"], "schema: not valid JSON"),
     "list as schema": (["in.jsonl", "-o", "out.jsonl", "--schema", "list.json"], "schema: it has to be a JSON object"),
 }

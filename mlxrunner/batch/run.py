@@ -177,8 +177,8 @@ def _one_by_one(runner: Runner | None, entries: Iterator[Entry], how: How, begun
 
 def _tried(runner: Runner, entry: Entry, how: How, begun: Begun) -> Outcome:
     for left in range(how.retries, -1, -1):
+        deadline, chunks = Deadline(how), list[Chunk]()
         try:
-            deadline, chunks = Deadline(how), []
             prompt = prompt_of(entry, runner, begun)
             with closing(runner.generate(prompt, progress=deadline, **how.options(entry))) as answered:  # type: ignore[type-var]
                 for chunk in answered:

@@ -370,13 +370,13 @@ def test_a_run_that_is_told_to_end_says_how_to_go_on(folder: Path, number: signa
         "def slow(self):\n"
         "    flush(self)\n"
         "    if self.output.size and not waited:\n"
-        "        waited.append(True)\n"
+        "        waited.append(open('waits', 'w').close())\n"
         "        time.sleep(60)\n"
         "writer.Writer.flush = slow\n"
         "main()\n"
     )
     process = subprocess.Popen([sys.executable, "-c", code, *command], stderr=subprocess.PIPE, text=True)
-    while not (Path("out.jsonl").exists() and Path("out.jsonl").stat().st_size):
+    while not Path("waits").exists():
         assert process.poll() is None
         time.sleep(0.005)
     process.send_signal(number)
