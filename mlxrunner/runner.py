@@ -78,6 +78,7 @@ class Runner:
         """Of the last request, once it has ended, however it has."""
         self._pipeline: Pipeline | None = None
         self._discarded = 0
+        self._untold: _Request | None = None
         self._options = CacheOptions(self.context, whole, rewind_slack, kv_bits)
         self._cache = PrefixCache(lambda: make_layer_caches(model, self._options), checkpoint_budget, checkpoint_interval)
         self._message_ends = np.array(sorted(tokenizer.message_ends), np.int32)
@@ -179,7 +180,7 @@ class Runner:
 
     def reset(self) -> None:
         """Free the entry: the next request starts cold."""
-        self.owner.check()
+        self._enter()
         self._cache.reset()
         mx.clear_cache()
 
@@ -189,19 +190,19 @@ class Runner:
 
     def free(self, why: str, reason: str = "entry_freed") -> None:
         """Free the entry, and have the next request say why. BusyError while one is running."""
-        self.owner.check()
+        self._enter()
         self._cache.reset(why, reason)
 
     def keep(self, tokens: Sequence[int]) -> None:
         """Rewind the entry to what it shares with `tokens`. BusyError during a request."""
-        self.owner.check()
+        self._enter()
         self._cache.keep(tokens)
 
     def adopt(self, saved: SavedEntry, source: str = "a file") -> None:
         """Take over a saved entry; it is read when the next request begins, or when `entry` is looked at. BusyError during a request.
 
         `source`: what the next request calls it (reason `restored`)."""
-        self.owner.check()
+        self._enter()
         self._cache.adopt(saved, source)
 
     def outline(self) -> list[Saved]:
@@ -252,7 +253,7 @@ class Runner:
         The prompt and the options are checked before this returns: PromptError, ContextLengthError, OptionError. Closing the
         iterator ends the request; however it ends, the entry holds exactly the tokens that were evaluated.
         """
-        self.owner.check()
+        self._enter()
         began = time.perf_counter()
         options = GenerateOptions.of(
             max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, stop=stop,
@@ -273,9 +274,9 @@ class Runner:
             tokens = np.concatenate([tokens[: shift.keep], tokens[shift.keep + discard :]])
         elif len(tokens) >= self.context:
             raise ContextLengthError(len(tokens), self.context)
-        self._pipeline, self._discarded, self.usage = None, discard, None
         next_token = NextToken(options, self.facts.vocab, logits_processors, constraint)
         session = self._cache.begin(tokens)
+        self._pipeline, self._discarded, self.usage = None, discard, None
         return Owned(self._run(_Request(prepared, session, options, next_token, progress, clock, shift, discard)), self.owner)
 
     def evaluate(self, prompt: Prompt, *, cancelled: Callable[[], bool] = lambda: False) -> int:
@@ -284,7 +285,7 @@ class Runner:
         `cancelled` is asked between small chunks; those that were finished stay in the entry. Returns how many tokens were evaluated.
         An entry that begins with the whole prompt is left as it is, and so is one that can't be reused. Errors as for `generate`.
         """
-        self.owner.check()
+        self._enter()
         tokens = self.tokenize(prompt)
         self._check(tokens)
         if len(tokens) >= self.context:
@@ -335,11 +336,27 @@ class Runner:
             raise
         finally:
             request.session.close()  # again: Ctrl-C may have come on the way in or out
-            usage = self.usage = request.usage
-            if self.observer is not None and usage is not None:
-                tell(self.observer, self, lambda: self._observation(request, usage))
-            if self._pipeline is not None:
-                self._pipeline.logits = None  # nobody else needs them, and a vocabulary is wide
+            self._tell(request)
+
+    def _enter(self) -> None:
+        """Check the thread, and tell of a request whose end was read but whose iterator was not.
+
+        What comes now changes the entry, and that request is described by what it left there.
+        """
+        self.owner.check()
+        if self._untold is not None:
+            self._tell(self._untold)
+
+    def _tell(self, request: _Request) -> None:
+        """Tell the observer of a request that has ended; nothing to do if that was done."""
+        if request.is_told:
+            return
+        request.is_told, self._untold = True, None
+        usage = self.usage = request.usage
+        if self.observer is not None and usage is not None:
+            tell(self.observer, self, lambda: self._observation(request, usage))
+        if self._pipeline is not None:
+            self._pipeline.logits = None  # nobody else needs them, and a vocabulary is wide
 
     def _chunks(self, request: _Request) -> Iterator[Chunk]:
         mx.reset_peak_memory()
@@ -372,6 +389,7 @@ class Runner:
                 decoded.close()  # a token that is on its way is recorded now
                 request.usage = self._usage(request, answer, pipeline)
             request.finish_reason = chunk.finish_reason
+        self._untold = request
         if options.overflow == "error" and chunk.finish_reason == "length" and answer.count == room != options.max_tokens:
             yield replace(chunk, finish_reason=None)
             raise ContextFullError(answer.count, self.context)
@@ -455,6 +473,7 @@ class _Request:
     usage: Usage | None = None
     finish_reason: FinishReason | None = None
     error: str | None = None
+    is_told: bool = False
 
 
 def _check_settings(

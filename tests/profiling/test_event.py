@@ -19,7 +19,7 @@ import pytest
 from click.testing import CliRunner
 
 from mlxrunner import cli
-from mlxrunner.errors import ContextFullError
+from mlxrunner.errors import BusyError, ContextFullError
 from mlxrunner.parallel.runner import ParallelRunner
 from mlxrunner.profiling.event import logfmt
 from mlxrunner.profiling.profile import Profile
@@ -125,6 +125,36 @@ def test_an_answer_that_is_not_awaited_to_its_last_end_is_no_interrupt(runner: R
     del chunk
     runner.reset()
     assert [event["finish"] for event in lines(events)] == ["length"]
+
+
+@pytest.mark.parametrize("then", ["generate", "evaluate", "keep", "reset"])
+def test_a_request_whose_iterator_is_kept_is_told_of_before_the_entry_changes(
+    then: str, runner: Runner, events: Path, lines: Lines
+) -> None:
+    """A loop that leaves at the finish reason, and another call while its iterator still lives."""
+    first = runner.generate([1, 2, 3, 4, 5], max_tokens=3, stop_tokens=[])
+    assert any(chunk.finish_reason for chunk in first)  # stops there
+    if then == "generate":
+        list(runner.generate([9, 8], max_tokens=2, stop_tokens=[]))
+    else:
+        {"evaluate": runner.evaluate, "keep": runner.keep, "reset": lambda _: runner.reset()}[then]([9, 8])
+    first.close()  # type: ignore[attr-defined]
+    written = checked(lines(events))
+    assert [event["prompt_tokens"] for event in written] == [5, 2][: len(written)]
+    assert [event["entry_tokens_after"] for event in written] == [7, 3][: len(written)]
+    assert runner.usage is not None
+    assert runner.usage.prompt_tokens == written[-1]["prompt_tokens"]
+
+
+def test_a_request_that_is_refused_for_another_takes_nothing_from_its_event(runner: Runner, events: Path, lines: Lines) -> None:
+    """BusyError in the middle of an answer."""
+    first = runner.generate(list(range(1, 40)), max_tokens=3, stop_tokens=[])
+    next(first)
+    with pytest.raises(BusyError):
+        runner.generate([9, 8], max_tokens=2)
+    list(first)
+    (event,) = checked(lines(events))
+    assert "prefill" in [span["name"] for span in event["spans"]]
 
 
 def test_an_exception_in_the_model_is_named_without_its_text(runner: Runner, events: Path, lines: Lines) -> None:
