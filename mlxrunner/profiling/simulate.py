@@ -195,7 +195,8 @@ def is_usable(logged: LoggedRequest) -> bool:
     least = {"context": 2, "prefill_step": 1, "checkpoint_interval": 1, "checkpoint_budget": 0, "rewind_slack": 0}
     try:
         marks = [mark[side] for mark in process["thinking"] for side in ("begin", "end")]
-        if not all(map(are_ids, [*marks, facts["entry"] or []])) or len(process["thinking"]) > MOST_MARKS:
+        held = [] if facts["entry"] is None else facts["entry"]
+        if not all(map(are_ids, [*marks, held])) or len(process["thinking"]) > MOST_MARKS:
             return False
         began = facts.get("began_s", 0)
         if isinstance(began, bool) or not -(2**53) <= began <= 2**53:
