@@ -67,6 +67,8 @@ class Request:
             entry = as_tokens(facts["entry"])
             count = min(len(entry) + facts["shifted"] - len(logged.prompt), len(entry))
             answer = entry[len(entry) - max(count, 0) :]
+        elif facts["shifted"]:
+            answer = answer[: max(logged.process["context"] - len(logged.prompt), 0)]
         return cls(
             logged.prompt, answer, facts["evaluated"], entry, entry is None and facts["shifted"] > 0, facts["matched"],
             facts["entry_before"], facts.get("freed_by") is not None,
