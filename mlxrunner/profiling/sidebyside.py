@@ -85,7 +85,8 @@ class SideBySide:
 
     def _paper(self, slots: int) -> _Paper:
         is_movable = not any(logged.facts["beside"]["stuck"] for logged in self.requests)
-        return _Paper(self.process, slots, is_movable=is_movable)
+        longest = max((len(logged.prompt) + logged.facts["beside"]["sampled"] for logged in self.requests), default=1)
+        return _Paper(self.process, slots, longest, is_movable=is_movable)
 
 
 def can_be_replayed(logged: LoggedRequest) -> bool:
@@ -140,15 +141,16 @@ def _is_count(value: Any, least: int = 0) -> bool:
 class _Paper:
     """A scheduler on paper, and the calls it gets."""
 
-    def __init__(self, process: Mapping[str, Any], slots: int, *, is_movable: bool) -> None:
-        own, self._capacity = process["max_sequences"], process["context"]
-        cells = process["cells"]
-        if cells >= own * self._capacity:  # enough for all, whatever they are
-            cells = slots * self._capacity
+    def __init__(self, process: Mapping[str, Any], slots: int, longest: int, *, is_movable: bool) -> None:
+        """`longest`: tokens of a prompt and its answer at most."""
+        self._capacity, cells = process["context"], process["cells"]
+        share = -(-cells // slots)
+        if cells >= process["max_sequences"] * self._capacity:  # enough for all: as many as are used do as well, and are faster
+            cells, share = slots * self._capacity, min(self._capacity, longest)
         most = max(process["max_batch"], slots)
         windows = [layer["window"] or 0 if layer["kind"] == "sliding" else 0 for layer in process["layers"]]
         engine = PaperEngine(windows, is_movable=is_movable)
-        engine.cache.init(mx.float32, slots, -(-cells // slots), most)
+        engine.cache.init(mx.float32, slots, share, most)
         self.scheduler = Scheduler(engine, slots, capacity=self._capacity, cells=cells, max_batch=most, ended=_usage)
         self._call = 0
 
