@@ -15,6 +15,30 @@ from mlxrunner.events import FinishReason, Usage, logger
 from mlxrunner.tokenizer.prompt import Prepared
 
 Finish = FinishReason | Literal["interrupted", "error"]
+Ending = Literal["own", "cancelled", "forgotten", "no room", "no token"]
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What a request among others has done, enough to replay it: see `mlxrunner.profiling.sidebyside`.
+
+    Moments are pairs: steps of its runner so far, calls (requests submitted, also in vain, or
+    cancelled) since the last one. `ending`: "own" (its answer's end), "cancelled", "forgotten" (a step failed, and every slot was emptied),
+    "no room" or "no token" (that its form allows). `limit`: tokens of its answer at most; `keep`:
+    tokens that a full context keeps, None if it makes no room. `said`, `sampled`: tokens of the answer that were read, and
+    dispatched; `answer`: those that were run through the model. `stuck`: keys could not be moved.
+    """
+
+    slot: int
+    began: tuple[int, int]
+    ended: tuple[int, int]
+    ending: Ending
+    limit: int
+    keep: int | None
+    said: int
+    sampled: int
+    stuck: bool
+    answer: TokenArray
 
 
 @dataclass(frozen=True)
@@ -25,6 +49,7 @@ class Observation:
     end and tokens of each forward pass of the prefill. `entry`: the tokens of the entry afterwards, valid until the next request;
     `checkpoints`: offsets of those it has. `active_bytes`: MLX memory in use when the request began. `logits`: those that follow
     the entry's last token, `[1, vocab]`, where they are known; `is_greedy`: each token was the likeliest one, by the model's own logits.
+    `beside`: of a request among others.
     """
 
     prepared: Prepared
@@ -41,6 +66,7 @@ class Observation:
     checkpoints: Sequence[int] = ()
     logits: Any = None
     is_greedy: bool = False
+    beside: Beside | None = None
     ended: float = field(default_factory=time.perf_counter)
 
 

@@ -86,6 +86,8 @@ def explain(events: str, request: str | None, last: bool) -> None:
     metavar="K",
     help="Replay with K entries; several times. [default: 2, 4, 8]",
 )
+@click.option("--slots", type=click.IntRange(2, 1024), multiple=True, metavar="K",
+              help="Replay requests that ran side by side in K slots; several times. [default: 2, 4, 8, 16]")  # fmt: skip
 @click.option("--checkpoint-interval", "intervals", type=click.IntRange(min=1), multiple=True, metavar="N",
               help="Replay with checkpoints every N tokens; several times. [default: a quarter and four times as many]")  # fmt: skip
 @click.option("--rewind-slack", "slacks", type=click.IntRange(min=0), multiple=True, metavar="N",
@@ -93,20 +95,25 @@ def explain(events: str, request: str | None, last: bool) -> None:
 @json_option
 @debug_option
 def simulate(
-    log: tuple[str, ...], entries: tuple[int, ...], intervals: tuple[int, ...], slacks: tuple[int, ...], as_json: bool
+    log: tuple[str, ...],
+    entries: tuple[int, ...],
+    slots: tuple[int, ...],
+    intervals: tuple[int, ...],
+    slacks: tuple[int, ...],
+    as_json: bool,
 ) -> None:
     """Replay LOG, which --log-tokens wrote, without a model: what would have been reused with other settings.
 
-    One thing is changed at a time: more entries, prompts sorted by prefix, thinking kept or stripped, other checkpoint intervals and
+    One thing is changed at a time: more entries, other slots, prompts sorted by prefix, thinking kept or stripped, other checkpoint intervals and
     slacks. The first row is what was run, and has to agree with the log.
     """
     from mlxrunner.profiling.files import sources
     from mlxrunner.profiling.report import skipped_words
     from mlxrunner.profiling.screen import console, show_simulation
-    from mlxrunner.profiling.whatif import simulate as replay
+    from mlxrunner.profiling.trials import simulate as replay
 
     with _counter("requests") as progress:
-        made = replay(sources(log), entries, intervals, slacks, progress)
+        made = replay(sources(log), entries, intervals, slacks, slots, progress)
     click.echo(json.dumps(made.as_dict())) if as_json else show_simulation(made, console(sys.stdout))
     for line in made.idle:
         click.echo(f"mlxrunner: {line}", err=True)

@@ -7,7 +7,8 @@ this way is not guessed from its name: two sequences are run in one row and sepa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -108,11 +109,45 @@ def attention_in_parts(whole: Attention) -> Attention:
     return attend
 
 
-class Adapted:
-    """A model that runs rows of many sequences. `close` undoes everything.
+class Engine(ABC):
+    """What runs the rows of a scheduler, and what is stored of each sequence.
 
-    `cache`: one CausalCache, or a WrapperCache of one per kind of layer (full, and each width of window).
+    `groups`: a CausalCache for each kind of layer (full, and each width of window); `cache`: all of them as one.
     """
+
+    def __init__(self, windows: Iterable[int], memory: int = WINDOWS_KEEP) -> None:
+        """`windows`: of each layer, 0 for full attention; `memory`: tokens that they keep beyond themselves."""
+        self._kinds, self._memory = sorted(set(windows)), memory
+        self.groups = self._make_groups()
+        self.cache = _joined(self.groups)
+
+    @abstractmethod
+    def forward(self, tokens: mx.array, batch: Batch, rows: Sequence[int]) -> mx.array:
+        """`tokens [n]` of `batch` -> logits `[len(rows), vocab]` of the wanted rows. CacheFullError changes nothing."""
+
+    @abstractmethod
+    def expect(self, sequence: int, count: int) -> None:
+        """So many more tokens of the sequence will come; where its attention can be computed by itself, they should lie side by side."""
+
+    @abstractmethod
+    def _make_group(self, window: int | None, memory: int | None) -> CausalCache:
+        """The cache of one kind of layer."""
+
+    @property
+    def has_windows(self) -> bool:
+        return any(self._kinds)
+
+    def can_shift(self, tokens: int, keep: int, discard: int) -> bool:
+        """Return True if no window lacks what the next token of a sequence sees once `keep .. keep + discard - 1` of `tokens` are gone."""
+        return all(window_closes(window, tokens, keep, discard) for window in self._kinds if window)
+
+    def _make_groups(self) -> list[CausalCache]:
+        windows = ((window, window + self._memory) if window else (None, None) for window in self._kinds)
+        return [self._make_group(window, memory) for window, memory in windows]
+
+
+class Adapted(Engine):
+    """A model that runs rows of many sequences. `close` undoes everything."""
 
     def __init__(self, model: Any, *, max_sequences: int, capacity: int, max_batch: int, memory: int = WINDOWS_KEEP) -> None:
         """`capacity`: tokens per sequence; `max_batch`: tokens per step; `memory`: tokens that windows keep beyond themselves.
@@ -122,11 +157,8 @@ class Adapted:
         self.model = model
         self._wrapped: list[tuple[Any, str, Any]] = []
         windows = _windows(model)
-        kinds = sorted(set(windows))
-        self._kinds, self._memory = kinds, memory
-        self.groups = self._make_groups()
-        self.cache = _joined(self.groups)
-        self._views = [LayerView(self, layer, kinds.index(window)) for layer, window in enumerate(windows)]
+        super().__init__(windows, memory)
+        self._views = [LayerView(self, layer, self._kinds.index(window)) for layer, window in enumerate(windows)]
         self._head: SomeRows | None = None
         self.positions = mx.array([], mx.int32)
         self.masks: list[mx.array] = []
@@ -166,14 +198,6 @@ class Adapted:
         logits: mx.array = self.model(tokens[None], cache=self._views)
         return logits[0]
 
-    @property
-    def has_windows(self) -> bool:
-        return any(self._kinds)
-
-    def can_shift(self, tokens: int, keep: int, discard: int) -> bool:
-        """Return True if no window lacks what the next token of a sequence sees once `keep .. keep + discard - 1` of `tokens` are gone."""
-        return all(window_closes(window, tokens, keep, discard) for window in self._kinds if window)
-
     def state(self) -> list[mx.array]:
         """All buffers, to be evaluated."""
         return [array for group in self.groups for array in group.state]
@@ -186,13 +210,10 @@ class Adapted:
             self._wrapped.pop()
         self.cache.close()
 
-    def _make_groups(self) -> list[CausalCache]:
-        """One cache for the layers with full attention, and one for each width of window."""
-        windows = ((window, window + self._memory) if window else (None, None) for window in self._kinds)
-        return [CausalCache(shift=self._shift, window=window, memory=memory) for window, memory in windows]
+    def _make_group(self, window: int | None, memory: int | None) -> CausalCache:
+        return CausalCache(shift=self._shift, window=window, memory=memory)
 
     def expect(self, sequence: int, count: int) -> None:
-        """So many more tokens of the sequence will come; where its attention can be computed by itself, they should lie side by side."""
         if self.can_split:
             for group in self.groups:
                 group.expect(sequence, count)

@@ -10,11 +10,11 @@ import mlx.core as mx
 
 from mlxrunner.answer import Answer, Clock
 from mlxrunner.cache.lookup import Lookup
-from mlxrunner.cache.tokens import TokenArray
+from mlxrunner.cache.tokens import TokenArray, as_tokens
 from mlxrunner.config import GenerateOptions
 from mlxrunner.errors import MlxrunnerError
 from mlxrunner.events import Chunk, FinishReason, Usage
-from mlxrunner.observation import Observation, finish_of
+from mlxrunner.observation import Beside, Ending, Observation, finish_of
 from mlxrunner.overflow import Shift
 from mlxrunner.parallel.slots import Slot
 from mlxrunner.sampling import NextToken, Sampled
@@ -81,6 +81,14 @@ class Request:
     error: MlxrunnerError | None = None
     history: mx.array | None = None
     active_bytes: int = 0
+    said: list[int] = field(default_factory=list)
+    """Tokens of the answer that were read."""
+    began: tuple[int, int] = (0, 0)
+    ended: tuple[int, int] = (0, 0)
+    """When, as the scheduler's `moment` says."""
+    ending: Ending = "own"
+    is_stuck: bool = False
+    """Its keys could not be moved in a full context."""
 
     def __post_init__(self) -> None:
         self.todo = self.prompt
@@ -122,6 +130,17 @@ class Request:
         return Observation(
             self.prepared, self.prompt, self.options, self.lookup, usage, finish_of(reason, error), error, clock,
             chunks=[prefill] if self.answer.count else [], entry=self.slot.tokens, active_bytes=self.active_bytes,
+            beside=self.beside,
+        )  # fmt: skip
+
+    @property
+    def beside(self) -> Beside:
+        """What it takes to replay it. A sampled token is run when the next one is sampled."""
+        answer = as_tokens(self.said[: max(0, self.sampled - 1)])
+        keep = None if self.shift is None else self.shift.keep
+        return Beside(
+            self.slot.number, self.began, self.ended, self.ending, self.limit, keep, len(self.said), self.sampled, self.is_stuck,
+            answer,
         )  # fmt: skip
 
 

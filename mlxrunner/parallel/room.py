@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from mlxrunner.cache.sequences import CacheFullError
-from mlxrunner.parallel.adapt import Adapted
+from mlxrunner.parallel.adapt import Engine
 from mlxrunner.parallel.request import Request
 from mlxrunner.parallel.slots import Choice, Slot
 
@@ -20,9 +20,7 @@ class Room:
     are no more than there are: so none ever lacks one. Idle slots don't count: they give way.
     """
 
-    def __init__(
-        self, adapted: Adapted, slots: Sequence[Slot], requests: Sequence[Request], *, capacity: int, cells: int
-    ) -> None:
+    def __init__(self, adapted: Engine, slots: Sequence[Slot], requests: Sequence[Request], *, capacity: int, cells: int) -> None:
         self._adapted, self._slots, self._requests = adapted, slots, requests
         self._capacity, self._cells = capacity, cells
 

@@ -21,7 +21,7 @@ from mlxrunner.cache.sequences import END, Batch, CacheFullError, NotSupportedEr
 from mlxrunner.cache.tokens import TokenArray
 from mlxrunner.errors import ContextFullError, FormError, MlxrunnerError
 from mlxrunner.events import Chunk, FinishReason, Usage, log_lookup
-from mlxrunner.parallel.adapt import Adapted
+from mlxrunner.parallel.adapt import Engine
 from mlxrunner.parallel.request import Request, Step, StepFailedError
 from mlxrunner.parallel.room import Room
 from mlxrunner.parallel.slots import Choice, Slot, choose, share
@@ -34,7 +34,7 @@ Ended = Callable[[Request, FinishReason | None, str | None], Usage]
 class Scheduler:
     """Runs requests on `adapted`: at most `max_sequences` of up to `capacity` tokens, `cells` in all, `max_batch` tokens a step."""
 
-    def __init__(self, adapted: Adapted, max_sequences: int, *, capacity: int, cells: int, max_batch: int, ended: Ended) -> None:
+    def __init__(self, adapted: Engine, max_sequences: int, *, capacity: int, cells: int, max_batch: int, ended: Ended) -> None:
         self.slots = [Slot(number) for number in range(max_sequences)]
         self.requests: list[Request] = []
         """Those that run, in the order in which they came: one waits for those before it only."""
@@ -42,14 +42,27 @@ class Scheduler:
         self._capacity, self._max_batch = capacity, max_batch
         self._room = Room(adapted, self.slots, self.requests, capacity=capacity, cells=cells)
         self._pending: Step | None = None
-        self._ticks = 0
+        self.ticks = 0
+        """Steps so far."""
+        self._calls = 0
         self._is_whole = True
+
+    @property
+    def moment(self) -> tuple[int, int]:
+        """Steps so far, and calls of `admit` and `cancel` since the last one: they decide together what is found where."""
+        return self.ticks, self._calls
+
+    @property
+    def is_idle(self) -> bool:
+        """Return True if the last step had nothing to dispatch."""
+        return self._pending is None
 
     def admit(self, request: Request) -> None:
         """Give it a slot and what it can share. NoFreeSlotError, CacheFullError: it was not admitted, and may be again."""
         clock = request.clock
+        self._calls += 1
         self._mend()
-        self._place_waiting()  # who waits for a slot that is free again goes on first: it may be given away now
+        self.place_waiting()  # who waits for a slot that is free again goes on first: it may be given away now
         choice = choose(self.slots, request.prompt, can_resume=self._can_resume)
         self._room.check(request, choice, self.requests)
         slot = request.slot = choice.slot
@@ -57,6 +70,7 @@ class Scheduler:
         try:
             clock.lookup_began = time.perf_counter()
             slot.is_busy, slot.planned = True, request.prompt
+            request.began = self.moment
             self._follow(request, choice)
             clock.lookup_s = time.perf_counter() - clock.lookup_began
             self.requests.append(request)
@@ -66,14 +80,17 @@ class Scheduler:
 
     def cancel(self, request: Request) -> None:
         """End a request without touching the others."""
+        self._calls += 1
         with self._whole():
             if not request.finished:
+                request.ending = "cancelled"
                 self._retire(request)
 
     def step(self) -> None:
         """Dispatch the next forward pass, then read the tokens of the one before."""
+        self.ticks, self._calls = self.ticks + 1, 0
         with self._whole():
-            self._place_waiting()
+            self.place_waiting()
             before, self._pending = self._pending, self._dispatch()
             for request, sampled in before or ():
                 if not request.finished:
@@ -87,16 +104,17 @@ class Scheduler:
         try:
             yield
         except BaseException as error:
-            self._forget_everything(error)
+            self.forget_everything(error)
             raise
         self._is_whole = True
 
     def _mend(self) -> None:
         """Finish what a second interrupt has kept from being forgotten after the first one."""
         if not self._is_whole:
-            self._forget_everything(KeyboardInterrupt())
+            self.forget_everything(KeyboardInterrupt())
 
-    def _forget_everything(self, error: BaseException) -> None:
+    def forget_everything(self, error: BaseException) -> None:
+        """End all requests, as an `error` in a step does, and empty the slots."""
         self._pending = None
         for slot in self.slots:
             slot.tokens.truncate(0)
@@ -105,6 +123,7 @@ class Scheduler:
             if request.finished:  # all but for its slot
                 self.requests.remove(request)
             else:
+                request.ending = "forgotten"
                 self._fail(request, why, type(error).__name__ if isinstance(error, Exception) else None)
         for slot in self.slots:
             self._free(slot)
@@ -151,7 +170,7 @@ class Scheduler:
         request.trimmed = max(0, request.trimmed - cached) if source is slot else request.trimmed
         log_lookup(len(request.prompt), matched, cached)
 
-    def _place_waiting(self) -> None:
+    def place_waiting(self) -> None:
         """Share a prefix with those that wait for it, once it is there.
 
         Look again where it will not come any more, or where room was lacking.
@@ -179,16 +198,17 @@ class Scheduler:
 
     def _dispatch(self) -> Step | None:
         """Build and dispatch the next row; None if there is nothing to do. Where cells are missing, the youngest requests end."""
-        self._ticks += 1
         for request in [request for request in self.requests if request.is_decoding]:
             try:
                 self._make_room(request)
             except CacheFullError as error:
+                request.ending = "no room"
                 self._fail(request, error)
         while row := self._row():
             try:
                 return self._forward(row)
             except CacheFullError as error:
+                self.requests[-1].ending = "no room"
                 self._fail(self.requests[-1], error)
         return None
 
@@ -200,7 +220,7 @@ class Scheduler:
             wanted = [request.left for request in prefilling]
             if self._adapted.has_windows:  # they forget: who shares a prefix has to take it while it is there
                 wanted = [min(left, *self._waited_for(request, left)) for request, left in zip(prefilling, wanted, strict=True)]
-            shares = share(self._max_batch - len(row), wanted, self._ticks)
+            shares = share(self._max_batch - len(row), wanted, self.ticks)
             row += [(request, count) for request, count in zip(prefilling, shares, strict=True) if count]
         return row
 
@@ -236,6 +256,7 @@ class Scheduler:
                 else:
                     sampled = request.next_token(logits[row : row + 1], request.history)
             except FormError as error:
+                request.ending = "no token"
                 self._fail(request, error)
                 continue
             request.sampled += 1
@@ -248,6 +269,7 @@ class Scheduler:
     def _deliver(self, request: Request, sampled: Sampled) -> None:
         decoded: Decoded = sampled.decoded(sampled.read())
         chunk = request.answer.take(decoded, request.clock)
+        request.said.append(decoded.token)
         if request.place > len(request.slot.tokens):
             request.slot.tokens.append(decoded.token)  # its forward pass was dispatched with this step
         if chunk.finish_reason is None:
@@ -276,12 +298,13 @@ class Scheduler:
         slot = request.slot
         slot.tokens.truncate(slot.exact)
         self._adapted.cache.remove(slot.number, len(slot.tokens), END)
+        request.ended = self.moment
         usage = self._ended(request, reason, error)
         if last is not None:
             request.chunks.append(replace(last, usage=usage))
         request.finished = True
         self.requests.remove(request)
-        slot.is_busy, slot.last_used, slot.asked = False, self._ticks, min(len(request.prompt), len(slot.tokens))
+        slot.is_busy, slot.last_used, slot.asked = False, self.ticks, min(len(request.prompt), len(slot.tokens))
         slot.planned, slot.exact = slot.planned[:0], END
 
     def _make_room(self, request: Request) -> None:
@@ -302,6 +325,7 @@ class Scheduler:
         try:
             self._room.make(lambda: self._adapted.cache.remove(slot.number, keep, keep + discard), self._clear)
         except NotSupportedError:
+            request.is_stuck = True
             self._evaluate_again(request, kept)
         else:
             slot.tokens.truncate(0)

@@ -54,10 +54,9 @@ def show_simulation(simulation: Simulation, to: Console) -> None:
         table.add_row(_text(row.what.name), percent(row.hit_rate), number(row.hits), number(row.evaluated), change, *drawn)
     to.print(table)
     to.print()
-    agreed, requests = simulation.agreed, simulation.requests - simulation.side_by_side
+    agreed, requests = simulation.agreed, simulation.requests - simulation.only_logged
     if simulation.side_by_side:
-        to.print(_text(f"{number(simulation.side_by_side)} requests ran side by side, in slots of their own. Their first row is what the "
-                       "log says they had found; all others replay them one at a time, in the order in which they began."))  # fmt: skip
+        to.print(_text(_side_by_side(simulation)))
     if not requests:
         return
     if agreed == requests:
@@ -65,6 +64,17 @@ def show_simulation(simulation: Simulation, to: Console) -> None:
     else:
         to.print(_text(f"As it was run, {number(agreed)} of {number(requests)} requests found exactly what the log says they had found; "
                        "the others began with an entry that is not in the log, or followed an interrupt.", "yellow"))  # fmt: skip
+
+
+def _side_by_side(simulation: Simulation) -> str:
+    """Which rows replay them in slots, and which don't."""
+    ran = f"{number(simulation.side_by_side)} requests ran side by side, in slots of their own. "
+    again = "with other slots and sorted by prefix they do so again, each as soon as a slot is free; "
+    others = "all other rows but the first replay them one at a time, in the order in which they began."
+    if not simulation.only_logged:
+        return f"{ran}{again.capitalize()}{others}"
+    said = f"{number(simulation.only_logged)} of these are in a log that does not say how; the first row is what it says they had found. "
+    return f"{ran}{said}All other rows replay those one at a time, in the order in which they began."
 
 
 def sparkline(shares: list[float], *, is_ascii: bool) -> str:

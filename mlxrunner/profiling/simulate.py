@@ -67,6 +67,8 @@ class Request:
             entry = as_tokens(facts["entry"])
             count = min(len(entry) + facts["shifted"] - len(logged.prompt), len(entry))
             answer = entry[len(entry) - max(count, 0) :]
+        elif facts["shifted"]:
+            answer = answer[: max(logged.process["context"] - len(logged.prompt), 0)]
         return cls(
             logged.prompt, answer, facts["evaluated"], entry, entry is None and facts["shifted"] > 0, facts["matched"],
             facts["entry_before"], facts.get("freed_by") is not None,
@@ -195,7 +197,8 @@ def is_usable(logged: LoggedRequest) -> bool:
     least = {"context": 2, "prefill_step": 1, "checkpoint_interval": 1, "checkpoint_budget": 0, "rewind_slack": 0}
     try:
         marks = [mark[side] for mark in process["thinking"] for side in ("begin", "end")]
-        if not all(map(are_ids, [*marks, facts["entry"] or []])) or len(process["thinking"]) > MOST_MARKS:
+        held = [] if facts["entry"] is None else facts["entry"]
+        if not all(map(are_ids, [*marks, held])) or len(process["thinking"]) > MOST_MARKS:
             return False
         began = facts.get("began_s", 0)
         if isinstance(began, bool) or not -(2**53) <= began <= 2**53:

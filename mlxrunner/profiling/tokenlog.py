@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from mlxrunner.errors import PromptError
 from mlxrunner.profiling.reading import Lines
 
 if TYPE_CHECKING:
-    from mlxrunner.observation import Observation
+    from mlxrunner.observation import Beside, Observation
 
 SCHEMA, VERSION = "mlxrunner/tokens", 1
 ANEW = 64
@@ -67,9 +67,12 @@ class TokenLines:
         if not shared:
             self._since = 0
         goes_on = common_prefix(entry, prompt) == min(len(entry), len(prompt))
+        beside = observed.beside
         answer = entry[len(prompt) :] if goes_on else as_tokens([])
+        if beside is not None:
+            answer = beside.answer
         self._before = np.concatenate([prompt, answer])
-        return {
+        line = {
             "schema": SCHEMA, "version": VERSION, "kind": "request", "process": self.process["process"],
             "id": event["id"], "number": event["number"], "shared": shared, "prompt": prompt[shared:].tolist(), "answer": answer.tolist(),
             "matched": event["matched_tokens"], "cached": event["saved_tokens"], "entry_before": event["entry_tokens"],
@@ -77,6 +80,7 @@ class TokenLines:
             "shifted": event["shifted_tokens"], "entry": None if goes_on else entry.tolist(), "freed_by": event["freed_by"],
             "checkpoints": list(observed.checkpoints), "began_s": round(observed.clock.began - self._began, 6),
         }  # fmt: skip
+        return line if beside is None else {**line, "beside": _as_dict(beside)}
 
 
 class TokenLog:
@@ -111,6 +115,10 @@ class TokenLog:
             answer = _ids(line["answer"])
             before[name] = line["number"], np.concatenate([prompt, answer])
             yield LoggedRequest(processes[name], prompt, answer, line)
+
+
+def _as_dict(beside: Beside) -> dict[str, Any]:
+    return {one.name: getattr(beside, one.name) for one in fields(beside) if one.name != "answer"}
 
 
 def read_token_log(files: Iterable[str | Path]) -> TokenLog:

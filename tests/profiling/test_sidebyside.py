@@ -1,0 +1,273 @@
+"""Requests that ran side by side, replayed from their log: each finds what the real runner found for it."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from mlxrunner import cli
+from mlxrunner.batch.request import BatchRequest
+from mlxrunner.batch.run import run_batch
+from mlxrunner.cache.sequences import CacheFullError
+from mlxrunner.errors import FormError
+from mlxrunner.models.facts import facts_of
+from mlxrunner.parallel.handle import Handle
+from mlxrunner.parallel.request import StepFailedError
+from mlxrunner.parallel.runner import ParallelRunner
+from mlxrunner.parallel.slots import NoFreeSlotError
+from mlxrunner.profiling.profile import Profile
+from mlxrunner.profiling.sidebyside import SideBySide, can_be_replayed
+from mlxrunner.profiling.tokenlog import LoggedRequest, read_token_log
+from mlxrunner.profiling.trials import simulate
+from mlxrunner.profiling.whatif import Simulation
+from mlxrunner.testing import ByteTokenizer
+from mlxrunner.testing_models import tiny_config, tiny_model
+
+NAMES = ["llama", "gemma3_text", "gpt_oss"]
+
+
+@cache
+def parts(name: str, window: int = 32) -> tuple[Any, ByteTokenizer, Any]:
+    windows = {} if name == "llama" else {"sliding_window": window}
+    config = tiny_config(name, **({"max_position_embeddings": 4096, "vocab_size": 300} | windows))
+    model = tiny_model(config)
+    return model, ByteTokenizer(), facts_of(model, config)
+
+
+def some(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(290) for _ in range(count)]
+
+
+class History:
+    """Random events on one runner, logged to `file`. `seen` counts what happened."""
+
+    def __init__(self, name: str, rng: random.Random, file: Path) -> None:
+        self.rng, self.file, self.seen = rng, file, Counter[str]()
+        self.given = parts(name, rng.choice([8, 32, 90]))
+        self.context = rng.randint(30, 150)
+        self.trunk, self.past = some(rng, 2 * self.context), [[7]]
+        self.live: list[tuple[Handle, list[int]]] = []
+
+    def run(self, events: int) -> list[LoggedRequest]:
+        rng, slots, profile = self.rng, self.rng.randint(2, 5), Profile(tokens=self.file)
+        cells = rng.choice([None, rng.randint(self.context, slots * self.context)])
+        most = rng.choice([8, 32, 200])
+        with ParallelRunner(*self.given, max_sequences=slots, capacity=self.context, max_batch=most, cells=cells) as runner:
+            profile.attach(runner)
+            for _ in range(events):
+                rng.choices([self.submit, self.step, self.cancel, self.interrupt], [8, 10, 1, 0.3])[0](runner)
+            while self.live:
+                self.step(runner)
+        profile.finish()
+        return list(read_token_log([self.file]))
+
+    def submit(self, runner: ParallelRunner) -> None:
+        """Some that can't begin are tried again and again, with others cancelled in between."""
+        rng = self.rng
+        base = rng.choice([self.trunk, self.trunk, rng.choice(self.past)])
+        base = base[: rng.choice([0, 1, len(base), rng.randint(0, len(base)), rng.randint(0, self.context)])]
+        prompt = (base + some(rng, rng.choice([0, 1, 3, rng.randint(1, 40)])) or [7])[: self.context - 1]
+        options: dict[str, Any] = {
+            "stop_tokens": rng.choice([[], rng.sample(range(290), 30)]),
+            "max_tokens": rng.choice([1, 3, 10, 40]),
+        }
+        if rng.random() < 0.3:
+            keep = rng.choice([0, 1, rng.randint(0, self.context // 2), self.context - 2])
+            options |= {"overflow": "shift", "keep": keep, "max_tokens": rng.randint(1, 3 * self.context)}
+        elif rng.random() < 0.2:
+            options |= rng.choice([{"overflow": "error"}, {"temperature": 1.0, "seed": 3}, {"choices": ["yes", "no"]}])
+        try:
+            self.live.append((runner.submit(prompt, **options), prompt))
+            self.seen["waited"] += not self.live[-1][0]._request.is_placed
+        except (NoFreeSlotError, CacheFullError):
+            self.seen["in vain"] += 1
+            rng.choice([self.step, self.cancel])(runner)
+
+    def step(self, runner: ParallelRunner) -> None:
+        for _ in range(self.rng.choice([1, 1, 5, 30])):
+            runner.step()
+        for handle, prompt in [one for one in self.live if one[0].finished]:
+            self.live.remove((handle, prompt))
+            usage = None if handle.error else handle.result().usage
+            self.seen["failed" if usage is None else "ended"] += 1
+            if usage is not None:
+                self.past.append((prompt + handle._request.said)[: self.context - 1])
+                self.seen["shifted"] += usage.shifted_tokens > 0
+                self.seen["evaluated again"] += usage.reevaluated_tokens > 0
+                self.seen["reused"] += usage.cached_tokens > 0
+
+    def cancel(self, runner: ParallelRunner) -> None:
+        if self.live:
+            self.live.pop(self.rng.randrange(len(self.live)))[0].cancel()
+            self.seen["cancelled"] += 1
+
+    def interrupt(self, runner: ParallelRunner) -> None:
+        """A step that fails in some layer."""
+        view = self.rng.choice(runner._adapted._views)
+
+        def fail(keys: Any, values: Any) -> Any:
+            raise self.rng.choice([KeyboardInterrupt, RuntimeError])
+
+        view.update_and_fetch = fail  # type: ignore[method-assign]
+        try:
+            runner.step()
+        except (KeyboardInterrupt, RuntimeError):
+            self.seen["interrupted"] += 1
+            for handle, _ in self.live:
+                with suppress(StepFailedError, FormError):
+                    handle.result()
+            self.live.clear()
+        finally:
+            del view.update_and_fetch
+
+
+def assert_agrees(logged: list[LoggedRequest]) -> None:
+    """Request by request: its slot, what matched, what was cached, what the source of that had, and what its slot had in the end."""
+    assert all(map(can_be_replayed, logged))
+    group = SideBySide(logged[0].process)
+    group.requests = logged
+    for one, request in zip(logged, group.as_run(), strict=True):
+        facts, found = one.facts, request.lookup
+        replayed = (request.slot.number, found.matched, found.cached, found.entry_tokens, request.shifted)
+        real = (facts["beside"]["slot"], *(facts[name] for name in ("matched", "cached", "entry_before", "shifted")))
+        assert replayed == real, f"request {facts['number']}"
+        assert request.finished
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_replay_agrees_with_the_parallel_runner(name: str, tmp_path: Path) -> None:
+    """With shared prefixes, waits, shifts, cancels, few cells, steps that fail: every request of every history."""
+    seen = Counter[str]()
+    for seed in range(8):
+        history = History(name, random.Random(f"{name} {seed}"), tmp_path / str(seed))
+        assert_agrees(history.run(40))
+        seen += history.seen
+    wanted = ["ended", "failed", "reused", "waited", "in vain", "shifted", "evaluated again", "cancelled", "interrupted"]
+    assert set(wanted) - {"evaluated again" if name == "llama" else ""} <= set(seen), seen
+
+
+def logged_batch(name: str, file: Path, slots: int, **options: Any) -> tuple[list[LoggedRequest], Counter[str]]:
+    """A batch whose prompts share much, in so many slots; what the runner says of all of it."""
+    rng, given = random.Random(name), parts(name)
+    trunk = some(rng, 120)
+    requests = [
+        BatchRequest(
+            trunk[: 20 * rng.randint(0, 5)] + some(rng, rng.choice([1, 9])), options={"max_tokens": rng.choice([1, 2, 9])}
+        )
+        for _ in range(24)
+    ]
+    profile, total = Profile(tokens=file), Counter[str]()
+    with ParallelRunner(*given, max_sequences=slots, capacity=160, max_batch=64) as runner:
+        profile.attach(runner)
+        for result in run_batch(runner, requests, stop_tokens=[], **options):
+            assert result.result is not None
+            total["cached"] += result.result.usage.cached_tokens
+            total["hits"] += result.result.usage.outcome == "hit"
+    profile.finish()
+    return list(read_token_log([file])), total
+
+
+def rows(made: Simulation) -> dict[str, Any]:
+    return {row.what.name: row for row in made.rows}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_batch_is_replayed_as_it_was_run(name: str, tmp_path: Path) -> None:
+    """Each request agrees with the log, the first row with the runner, and the command says so."""
+    logged, total = logged_batch(name, tmp_path / "log", 3)
+    assert_agrees(logged)
+    made = simulate([tmp_path / "log"])
+    assert (made.agreed, made.requests, made.side_by_side, made.only_logged) == (24, 24, 24, 0)
+    assert (made.rows[0].cached, made.rows[0].hits) == (total["cached"], total["hits"])
+    said = " ".join(CliRunner().invoke(cli.main, ["simulate", str(tmp_path / "log")]).stdout.split())
+    assert "each of the 24 requests found exactly what the log says" in said
+    assert "24 requests ran side by side, in slots of their own. With other slots and sorted by prefix they do so again" in said
+
+
+@pytest.mark.parametrize("slots", [2, 3, 8])
+@pytest.mark.parametrize("name", NAMES)
+def test_other_slots_are_what_a_runner_with_them_does(name: str, slots: int, tmp_path: Path) -> None:
+    """The log of four slots, replayed in others, gives what a batch in these found; in four, what it found itself."""
+    logged_batch(name, tmp_path / "log", 4, order="input")
+    _, total = logged_batch(name, tmp_path / "other", slots, order="input")
+    made = rows(simulate([tmp_path / "log"], slots=[slots, 4]))
+    assert made[f"{slots} slots"].cached == total["cached"]
+    assert made["4 slots"].cached == made["as it was run"].cached
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sorted_by_prefix_is_what_a_sorted_batch_does(name: str, tmp_path: Path) -> None:
+    """A batch that ran as its lines came, replayed in that order."""
+    logged_batch(name, tmp_path / "log", 4, order="input")
+    _, total = logged_batch(name, tmp_path / "other", 4, order="prefix")
+    assert rows(simulate([tmp_path / "log"]))["sorted by prefix"].cached == total["cached"]
+
+
+def test_usual_slots_leave_out_those_there_were(tmp_path: Path) -> None:
+    """And a log of one at a time has none to change."""
+    logged_batch("llama", tmp_path / "log", 4)
+    names = list(rows(simulate([tmp_path / "log"])))
+    assert [name for name in names if "slots" in name] == ["2 slots", "8 slots", "16 slots"]
+
+
+def test_keys_that_could_not_be_moved_are_not_moved_on_paper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept in a full context is evaluated again, and others share it."""
+    monkeypatch.setattr("mlxrunner.parallel.adapt.rotators", lambda *_: None)
+    file, rng = tmp_path / "log", random.Random(5)
+    trunk, profile = some(rng, 50), Profile(tokens=file)
+    with ParallelRunner(*parts("llama"), max_sequences=3, capacity=64) as runner:
+        profile.attach(runner)
+        first = runner.submit(trunk, max_tokens=200, overflow="shift", keep=10, stop_tokens=[])
+        for _ in range(60):
+            runner.step()
+        tail = [*trunk[:10], *first._request.slot.tokens[10:40]]
+        runner.submit([*tail, 1], max_tokens=9, stop_tokens=[]).result()
+        assert first.result().usage.reevaluated_tokens
+    profile.finish()
+    logged = list(read_token_log([file]))
+    assert any(one.facts["beside"]["stuck"] for one in logged)
+    assert any(one.facts["cached"] > 10 for one in logged)
+    assert_agrees(logged)
+
+
+def test_a_request_that_is_not_in_the_log_is_said(tmp_path: Path) -> None:
+    """As after a process that was killed while it ran: those that shared its tokens find less."""
+    file = tmp_path / "log"
+    logged_batch("llama", file, 3)
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    begun = min((line for line in lines if line["kind"] == "request"), key=lambda line: line["beside"]["began"])
+    del lines[lines.index(begun)]
+    for line in lines[1:]:
+        line["shared"], line["prompt"] = 0, line["prompt"] or [1]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    made = simulate([file])
+    assert made.requests == 23
+    assert made.agreed < 23
+
+
+@pytest.mark.parametrize(
+    "name", ["slot", "began", "ended", "ending", "limit", "keep", "said", "sampled", "stuck", "beside", "cells", "max_batch"]
+)
+def test_what_makes_no_sense_crashes_nothing(name: str, tmp_path: Path) -> None:
+    """Every field in turn, of another type or far out of range."""
+    file = tmp_path / "log"
+    logged_batch("gemma3_text", file, 3)
+    lines = [json.loads(line) for line in file.read_text().splitlines()[:9]]
+    values: list[Any] = ["", "cancelled", "forgotten", -1, 0, 1, 10**12, 2**60, True, None, {}]
+    for value in [*values, [], [[]], [5], [0, 0], [0, 2**50], [2**50, 2**50]]:
+        changed = [
+            line | {name: value} if name in line else line | {"beside": line["beside"] | {name: value}} for line in lines[1:]
+        ]
+        first = lines[0] | ({name: value} if name in lines[0] else {})
+        file.write_text("".join(json.dumps(line) + "\n" for line in [first, *changed]))
+        result = CliRunner().invoke(cli.main, ["simulate", str(file)])
+        assert result.exit_code in (0, 2), (value, result.output)
+        assert "internal error" not in result.output
