@@ -55,7 +55,7 @@ class StoreError(MlxrunnerError):
 
 
 class DamagedStoreError(StoreError):
-    """A file that is no store, or not as this program wrote it. A run can't be gone on with from it."""
+    """A file that is not a store, or not as this program wrote it; no run can be resumed from it."""
 
     def __init__(self, name: str, why: str) -> None:
         super().__init__(
@@ -201,7 +201,7 @@ class Store:
             raise self.damaged("it has lines, and no end of them")
 
     def damaged(self, why: str) -> DamagedStoreError:
-        """The error to raise for what can't have been written here."""
+        """The error for content that this program can't have written."""
         return DamagedStoreError(self._name, f"is damaged ({why})")
 
     def __enter__(self) -> Store:
@@ -358,7 +358,7 @@ def _tables() -> list[Any]:
 
 
 def _sum(*columns: str | bytes | int | None) -> int:
-    """Of what is in a row, so that a bit that a disk has turned does not become another answer."""
+    """Checksum of a row, so that a flipped bit on the disk does not become another answer."""
     total = 0
     for column in columns:
         data = column if isinstance(column, bytes) else str(column).encode("utf-8", "surrogatepass")
