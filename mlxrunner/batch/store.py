@@ -201,7 +201,7 @@ class Store:
             raise self.damaged("it has lines, and no end of them")
 
     def damaged(self, why: str) -> DamagedStoreError:
-        """The error for content that this program can't have written."""
+        """The error to raise for what can't have been written here."""
         return DamagedStoreError(self._name, f"is damaged ({why})")
 
     def __enter__(self) -> Store:
@@ -358,7 +358,7 @@ def _tables() -> list[Any]:
 
 
 def _sum(*columns: str | bytes | int | None) -> int:
-    """Checksum of a row, so that a flipped bit on the disk does not become another answer."""
+    """Of what is in a row, so that a bit that a disk has turned does not become another answer."""
     total = 0
     for column in columns:
         data = column if isinstance(column, bytes) else str(column).encode("utf-8", "surrogatepass")
