@@ -127,7 +127,7 @@ def _next(reader: Any, longest: int) -> list[str] | None:
 
 
 def _fields(number: int, row: list[str], header: list[str], template: Template) -> dict[str, Any] | PromptError:
-    """Fill the template; a row with too few or too many values is an error that keeps its id."""
+    """Of a row with too few or too many values the id is what stands in its column."""
     values = dict(zip(header, row, strict=False))
     name = {"id": values.get(ID) or None}
     if len(row) == len(header):

@@ -24,7 +24,7 @@ from mlxrunner.errors import TemplateLimitError
 MOST_SOURCE = 2**18
 """Characters of a template; the longest ones in use have about 60,000."""
 MOST_SECONDS = 5.0
-"""Seconds of a processor for one conversation. One of a million characters takes milliseconds."""
+"""Of a processor, for one conversation. A conversation of a million characters takes milliseconds."""
 LEAST_TEXT = 2**18
 TEXT_SHARE = 4
 """A text, and each part of it, may have LEAST_TEXT characters and TEXT_SHARE times those given to the template."""
@@ -56,7 +56,7 @@ WIDE_FIELD = {
 
 
 class Budget:
-    """The limits of one render. `given`: characters of all that the template is given."""
+    """What one render may take. `given`: characters of all that the template is given."""
 
     def __init__(self, given: int) -> None:
         self.most_text = LEAST_TEXT + TEXT_SHARE * given
