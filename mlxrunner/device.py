@@ -81,7 +81,7 @@ class Finding:
 
 
 def memory() -> Finding:
-    """What there is, and which limit makes it less than the machine has."""
+    """Say how much memory there is, and which limit lowers it below what the machine has."""
     total, available = memory_bytes()
     limit = None if is_gpu() else next(iter(limits()), None)
     by = f" (limited by {limit.name})" if limit and limit.name != MACHINE and limit.nbytes <= available else ""

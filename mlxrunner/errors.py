@@ -6,22 +6,27 @@ MlxrunnerError          exit code 1
 ├── OptionError         exit code 2: an option out of range (also a ValueError)
 ├── PromptError         exit code 2: a prompt that can't be run
 │   ├── ContextLengthError   longer than the context
-│   └── TemplateLimitError   made by a chat template that does not end
+│   ├── TemplateLimitError   made by a chat template that does not end
+│   └── BrokenLineError      a line of a batch that can't be run (`mlxrunner.batch.fields`)
 ├── ReadError           exit code 2: a file that can't be read (`mlxrunner.reading`)
 │   └── MissingFileError     that is not there
+├── ReadError           exit code 2: a log that can't be read (`mlxrunner.profiling.reading`)
+├── WriteError          exit code 2: a report that can't be written (`mlxrunner.profiling.files`)
+├── OutputClosedError   exit code 2: standard output can't be written to (`mlxrunner.cli.program`)
 ├── SessionError        exit code 1: a saved session that is missing, damaged, in use, or can't be written
 ├── FileError           exit code 2: a file that can't be put into a message, or written (`mlxrunner.chat.files`)
 ├── ContextFullError    exit code 1: the answer filled the context, and the caller wanted that to be an error
 ├── FormError           exit code 1: an answer that can't go on in the form that was asked for
 ├── CacheFullError, NotSupportedError   exit code 1: of caches for many sequences (`mlxrunner.cache.sequences`)
-├── StoreError          exit code 2: the lines and answers of a batch can not be kept (`mlxrunner.batch.store`)
+├── StoreError          exit code 2: the lines and answers of a batch can't be kept (`mlxrunner.batch.store`)
+│   └── DamagedStoreError    they were kept, and are damaged
 ├── OutputError         exit code 2: answers of a batch can't be written (`mlxrunner.batch.output`)
-├── CutOffError         exit code 1: one of these two, after answers were given (`mlxrunner.batch.work`)
+├── CutOffError         exit code 1: a StoreError or an OutputError, after answers were given (`mlxrunner.batch.work`)
 ├── TimeLimitError      a line of a batch that did not end in its time (`mlxrunner.batch.run`)
-├── DifferentRunError   exit code 2: a batch can't be gone on with by other means (`mlxrunner.batch.fingerprint`)
+├── DifferentRunError   exit code 2: a batch was begun with other options, model or input (`mlxrunner.batch.fingerprint`)
 ├── NoFreeSlotError     exit code 1: every slot of a parallel runner is in use (`mlxrunner.parallel.slots`)
 ├── StepFailedError     exit code 1: a step that carried several requests failed (`mlxrunner.parallel.request`)
-├── VerifyError         exit code 4: what a cold run found, warm requests had got otherwise (`--verify-cache` with `--strict`)
+├── VerifyError         exit code 4: warm requests differed from a cold run (`--verify-cache` with `--strict`)
 ├── WrongThreadError    exit code 1: a call from another thread than the one that owns the runner (`mlxrunner.owner`)
 └── BusyError           exit code 1: another request is still using the one entry
 """
@@ -126,7 +131,7 @@ class WrongThreadError(MlxrunnerError):
 
     def __init__(self, what: str, owner: str, caller: str) -> None:
         super().__init__(
-            f"this {what} belongs to the thread {owner!r}, which opened it, but thread {caller!r} called it: make all calls in "
-            f"{owner!r} (other threads can hand it requests through a queue.Queue), or open a {what} in {caller!r}"
+            f"this {what} belongs to the thread {owner!r}, which opened it, but thread {caller!r} called it: "
+            f"make all calls in {owner!r}"
         )
         self.what, self.owner, self.caller = what, owner, caller

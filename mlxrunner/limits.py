@@ -1,5 +1,7 @@
-"""How much memory the system lets this process take: what the machine has free, its own limits (ulimit), its cgroup's. Linux only;
-elsewhere there is nothing to read, and so no limit."""
+"""Memory that the system lets this process take: free memory of the machine, limits of the process (ulimit) and of its cgroup.
+
+Linux only; elsewhere there is nothing to read, and no limit.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from pathlib import Path
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 MACHINE = "the machine"
 ADDRESSES = 2**28
-"""Of a limited address space, bytes left alone: stacks of threads, arenas and holes, which are no memory but need addresses."""
+"""Bytes of a limited address space left for thread stacks, arenas and holes, which need addresses but no memory."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class Limit:
 
 
 def limits() -> list[Limit]:
-    """All that are set, the machine's free memory included; the smallest one counts."""
+    """Yield all limits that are set, the machine's free memory included; the smallest one counts."""
     return sorted([*_machine(), *_process(), *_cgroup()], key=lambda limit: limit.nbytes)
 
 

@@ -24,14 +24,14 @@ class Owner:
         return threading.current_thread() is self._thread
 
     def check(self) -> None:
-        """WrongThreadError, with both names, in any other thread than the owner."""
+        """Raise WrongThreadError, with both names, in any thread but the owner."""
         if not self.is_here:
             raise WrongThreadError(self._what, self._thread.name, threading.current_thread().name)
         while self._left:
             self._left.popleft()()
 
     def do(self, act: Callable[[], object]) -> None:
-        """Do it now, or, in another thread, have the owner do it with its next call."""
+        """Do it now; in another thread leave it to the owner's next call."""
         if self.is_here:
             act()
         else:

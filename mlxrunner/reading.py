@@ -29,7 +29,7 @@ KINDS = (
 
 
 class ReadError(MlxrunnerError):
-    """A file that can't be read. The message begins with its path and says what to do."""
+    """A file that can't be read. The message begins with the path and says what to do."""
 
     exit_code = 2
 

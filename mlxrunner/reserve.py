@@ -45,7 +45,7 @@ def weights_of(model: Any) -> int:
 
 
 def _has_sinks(model: Any) -> bool:
-    """Whether an attention of `model` has sinks: scores that are put beside those of the keys."""
+    """Return True if an attention of `model` has sinks: scores beside those of the keys."""
     parameters: Any = tree_flatten(model.parameters())
     return any(name.endswith("sinks") for name, _ in parameters)
 

@@ -397,7 +397,7 @@ class Runner:
         yield replace(chunk, usage=request.usage)
 
     def _mark(self, session: Session) -> bool:
-        """Whether checkpoints are to be taken. Where this prompt's messages end is where the next prompt may differ."""
+        """Mark the ends of this prompt's messages for checkpoints, because the next prompt may differ there; return True if any are taken."""
         if session.needs_checkpoints:
             ends = (np.flatnonzero(np.isin(session.prompt, self._message_ends)) + 1).tolist()
             session.mark(places_of(len(session.prompt), ends, ahead=session.is_ahead))

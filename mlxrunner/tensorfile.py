@@ -66,7 +66,7 @@ def _read_json(fd: int, size: int, most: int) -> tuple[dict[str, Any], int]:
     if length + 8 > size:
         raise HeaderError(f"truncated, or not a safetensors file ({size} bytes)")
     if length > most:
-        raise HeaderError(f"no safetensors file, or damaged: a header of {length:,} bytes, and {most:,} are the most")
+        raise HeaderError(f"not a safetensors file, or damaged: a header of {length:,} bytes, and {most:,} are the most")
     try:
         entries = json.loads(os.pread(fd, length, 8), object_pairs_hook=_once, parse_constant=_refuse)
     except (ValueError, RecursionError) as error:

@@ -82,7 +82,7 @@ def check_own(path: Name, *, replaced: bool = False) -> None:
 def is_stream(path: Name) -> bool:
     """Return True if `path` is written to as a stream, and never replaced.
 
-    That are the descriptors which this program was given (/dev/stdout, and /dev/fd/N for `>(command)`), and the null device.
+    These are the descriptors that this program was given (/dev/stdout, and /dev/fd/N for `>(command)`), and the null device.
     """
     return bool(_GIVEN.fullmatch(os.fspath(path))) or is_null(path)
 
@@ -134,6 +134,11 @@ def open_database(path: Name, *, new: bool) -> sqlite3.Connection:
     finally:
         os.close(descriptor)  # before SQLite takes its locks, which this would undo
     return database
+
+
+def open_temporary() -> IO[bytes]:
+    """A file without a name, which is gone with the process."""
+    return tempfile.TemporaryFile()
 
 
 def open_temporary_database() -> sqlite3.Connection:

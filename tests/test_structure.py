@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 from pathlib import Path
 
 import click
 import pytest
 
-from mlxrunner import cli
+from mlxrunner import cli, errors
+from mlxrunner.errors import MlxrunnerError
 
 ROOT = Path(cli.__file__).parent.parent
 MODULES = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path for path in ROOT.rglob("*.py")}
@@ -199,6 +201,20 @@ def test_every_file_of_the_package_is_in_the_readme() -> None:
     """The tree with a remark per file is complete."""
     readme = (ROOT.parent / "README.md").read_text()
     assert [path.name for path in MODULES.values() if path.name not in readme and path.name != "__init__.py"] == []
+
+
+def test_every_error_is_in_the_tree() -> None:
+    """The docstring of `mlxrunner.errors` lists each class, with its exit code."""
+    codes: dict[str, int] = {}
+    for name in ("errors", *(name for name in MODULES if "." in name)):
+        for found in vars(importlib.import_module(f"mlxrunner.{name}")).values():
+            if isinstance(found, type) and issubclass(found, MlxrunnerError):
+                codes[found.__name__] = found.exit_code
+    listed = errors.__doc__ or ""
+    lines = {name: line for line in listed.splitlines() for name in re.findall(r"\w+Error", line.split("exit code")[0])}
+    assert [name for name in codes if name not in lines] == []
+    wrong = {name for name, line in lines.items() if (said := re.search(r"exit code (\d)", line)) and int(said[1]) != codes[name]}
+    assert wrong == set()
 
 
 def test_the_demo_model_is_small_and_ordinary() -> None:

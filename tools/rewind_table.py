@@ -102,7 +102,7 @@ def main() -> None:
     for architecture in ARCHITECTURES:
         print(row(architecture), flush=True)
     print("\n| architecture | checkpoints | regenerate | edit of the last message | think-stripped | line more in the system prompt |"
-          " edit anywhere: lost, in intervals |\n|---|---|---|---|---|---|---|")  # fmt: skip
+          " edit anywhere |\n|---|---|---|---|---|---|---|")  # fmt: skip
     for architecture in BUDGETED:
         for checkpoints in BUDGETS:
             print(budgeted_row(architecture, checkpoints), flush=True)

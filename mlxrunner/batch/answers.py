@@ -45,7 +45,7 @@ def line_error(outcome: Outcome) -> str:
 
 
 def error_of(line: bytes) -> str:
-    """What was wrong, from the line that was written for it; empty where the line does not say."""
+    """Return the error in a line of the output; empty if the line has none."""
     with suppress(ValueError, KeyError, TypeError, RecursionError):
         error: Any = json.loads(line)["error"]
         return str(error["message"] if isinstance(error, dict) else error)

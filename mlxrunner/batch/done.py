@@ -15,7 +15,7 @@ from mlxrunner.reading import ReadError, read_text
 from mlxrunner.writing import written
 
 LARGEST = 2**22
-"""Bytes of such a file: a schema or a template of the command line may be in it."""
+"""Most bytes of such a file, which may hold a schema or a template of the command line."""
 
 
 def done_path(store: Path) -> Path:

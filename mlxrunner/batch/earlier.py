@@ -1,4 +1,4 @@
-"""Which part of each line other lines had evaluated before it: what an order, or a cache of any size, could have kept of it.
+"""How much of each line other lines had evaluated before it, so that an order or a cache of any size could have kept it.
 
 The sum over all lines is what was evaluated beyond the tree of their prefixes. No tensors, no files.
 """
@@ -20,7 +20,7 @@ RECENT = 64
 
 @dataclass
 class _Line:
-    """One that has begun: `reached` of its tokens are evaluated, or will be."""
+    """A line that has begun: `reached` of its tokens are evaluated, or will be."""
 
     index: int
     tokens: TokenArray
@@ -28,14 +28,14 @@ class _Line:
 
 
 class Begun:
-    """The lines that have begun. `known`: of all lines, what `shared_before` found; None where they are run in prefix order."""
+    """The lines that have begun. `known`: what `shared_before` found for all lines; None if they run in prefix order."""
 
     def __init__(self, known: array[int] | None = None, *, parallel: bool = False) -> None:
         self._known, self._recent = known, deque[_Line](maxlen=RECENT)
         self._reason = "batch_order" if known is not None else "side_by_side" if parallel else "line_failed"
 
     def begin(self, index: int, tokens: TokenArray) -> Earlier:
-        """Line `index` begins, with these tokens: what those before it have of it."""
+        """Begin line `index` with these tokens; return how much of it the lines before it have."""
         own = next((line for line in self._recent if line.index == index), None)
         shared, is_repeat = self._shared(index, tokens)
         if own is not None:
@@ -46,7 +46,7 @@ class Begun:
         return Earlier(shared, is_repeat, self._reason)
 
     def failed(self, index: int, reached: int) -> None:
-        """Line `index` has ended when so many of its tokens were evaluated or reused."""
+        """End line `index` early: only `reached` of its tokens were evaluated or reused."""
         for line in self._recent:
             if line.index == index:
                 line.reached = min(reached, len(line.tokens))
@@ -61,14 +61,14 @@ class Begun:
 
 
 def begun_of(store: Store, order: Order, *, parallel: bool) -> Begun:
-    """For the lines of `store` that are to be run in `order`."""
+    """Make the `Begun` of the lines of `store` that are run in `order`."""
     if order == "prefix":
         return Begun(parallel=parallel)
     return Begun(shared_before(store.pending("prefix"), store.counts.lines), parallel=parallel)
 
 
 def shared_before(entries: Iterable[Entry], lines: int) -> array[int]:
-    """Of each line, by its index: twice the tokens that it shares with any line before it in the input, plus one if that is the same prompt.
+    """Return for each line, by index, twice the tokens it shares with any line before it in the input, plus one for the same prompt.
 
     `entries` come in prefix order. Of the neighbours that come earlier in the input the nearest on each side share most.
     """

@@ -23,7 +23,7 @@ ROLES = ("system", "user", "assistant")
 
 
 class BrokenLineError(PromptError):
-    """A line that can't be run as it is, of which some `fields` can be told all the same: its id."""
+    """A line that can't be run, but some of whose `fields` are known: its id."""
 
     def __init__(self, problem: str, fields: Mapping[str, Any]) -> None:
         super().__init__(problem)

@@ -81,7 +81,7 @@ def opened_store(job: Job) -> Iterator[Store]:
         with Store.create() as store:
             yield store
         return
-    _check(done_path(path), replaced=True)  # it is written last, when it would be a pity
+    _check(done_path(path), replaced=True)  # it is written last: an error then would come too late
     is_new, was_there = not path.exists(), output.exists()
     with _new(output, path) if is_new else _existing(job, path) as store:
         try:

@@ -145,7 +145,7 @@ def _parsed(record: Record, longest: int) -> dict[str, Any]:
 
 
 class _Twice:
-    """Makes the objects of a line; `name`: the first key that one of them has twice."""
+    """Make the objects of a line; `name` is the first key that one of them has twice."""
 
     name: str | None = None
 

@@ -156,7 +156,7 @@ def answer(runner: Runner | ParallelRunner | None, entries: Iterator[Entry], how
 
 
 def _giving_back(outcomes: Iterator[Outcome]) -> Iterator[Outcome]:
-    """Free MLX's buffers that nobody uses now and then: steps of ever new sizes leave ever more of them."""
+    """Free the unused buffers of MLX from time to time, because steps of new sizes leave more and more of them."""
     with closing(outcomes):  # type: ignore[type-var]
         for number, outcome in enumerate(outcomes, 1):
             yield outcome
@@ -199,7 +199,7 @@ def _tried(runner: Runner, entry: Entry, how: How, begun: Begun) -> Outcome:
 
 
 def prompt_of(entry: Entry, runner: Runner | ParallelRunner, begun: Begun) -> Prepared:
-    """Its tokens, and what other lines have of them; for whoever watches the runner also what they were made of."""
+    """Prepare a line: its tokens, how many other lines have, and for a profile also the messages."""
     earlier: Earlier | None = begun.begin(entry.index, entry.tokens)
     if len(entry.tokens) >= context_of(runner):
         earlier = None  # what is left of it is another prompt

@@ -55,7 +55,7 @@ class StoreError(MlxrunnerError):
 
 
 class DamagedStoreError(StoreError):
-    """A file that is no store, or not as this program wrote it. A run can't be gone on with from it."""
+    """A file that is not a store, or not as this program wrote it; no run can be resumed from it."""
 
     def __init__(self, name: str, why: str) -> None:
         super().__init__(

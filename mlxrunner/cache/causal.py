@@ -253,7 +253,7 @@ class CausalCache(Cache):
         if self._shift is None and begin < end and self._cells.holds(sequence, end):
             raise NotSupportedError(
                 f"the tokens behind position {end - 1} can't move up: this cache was made without a shift function for their keys; "
-                "remove everything from a position on instead, and evaluate the rest again"
+                "remove all from a position on, and evaluate the rest again"
             )
         after, lift = self._cells.without(sequence, begin, end)
         if lift is None or self._shift is None:

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 SPACING = 256
-"""Fewer tokens than this are not worth splitting a chunk for, unless something asks for that very offset."""
+"""Fewest tokens that are worth splitting a chunk for, unless something asks for that very offset."""
 HEADER = 64
-"""A message end so close to the end of the prompt is followed only by the header of the answer."""
+"""Most tokens between the last message end and the end of the prompt: the header of the answer."""
 NEAR_END = 8
 """Tokens before an end that is likely to move: templates and retries change the last few, a line is appended to a system prompt."""
 INTERVAL = 1024
@@ -33,7 +33,7 @@ PINNED = len(ROLES)
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What all layers looked like at one offset. `snapshots`: one per layer, None for a layer that rewinds by itself."""
+    """The state of all layers at one offset. `snapshots`: one per layer, None for a layer that rewinds by itself."""
 
     offset: int
     nbytes: int
@@ -55,7 +55,7 @@ class Places:
 
 
 def places_of(total: int, message_ends: Sequence[int], *, ahead: bool = False) -> Places:
-    """Where a prompt of `total` tokens is likely to be left by the next one.
+    """Find where the next prompt is likely to leave a prompt of `total` tokens.
 
     What follows the answer's place, at most HEADER tokens, is evaluated in one pass, as the seed of the answer. A long system prompt has its
     place shortly before its end, where one with another line appended still finds it. `ahead`: the last message has no end yet.
@@ -73,12 +73,12 @@ def places_of(total: int, message_ends: Sequence[int], *, ahead: bool = False) -
 
 
 def spacing(length: int, slots: int, interval: int) -> int:
-    """Tokens between two checkpoints that a budget for `slots` allows in a text of `length`, and at least `interval`."""
+    """Return the tokens between two checkpoints in a text of `length` with room for `slots`; at least `interval`."""
     return max(interval, length // (max(slots - PINNED, 0) + 1))
 
 
 def thinned(items: Sequence[Checkpoint], budget: int, interval: int) -> list[Checkpoint]:
-    """Those of `items`, which are sorted by offset, that are kept in `budget` bytes; the last one is kept as long as any without a role is."""
+    """Return the `items` (sorted by offset) that fit into `budget` bytes. The last one stays while another without a role is left."""
     kept = list(items)
     size = max((item.nbytes for item in kept), default=0)
     while sum(item.nbytes for item in kept) > budget:
@@ -87,7 +87,7 @@ def thinned(items: Sequence[Checkpoint], budget: int, interval: int) -> list[Che
 
 
 def slots_of(budget: int, nbytes: int) -> int:
-    """How many checkpoints of `nbytes` the budget has room for."""
+    """Return how many checkpoints of `nbytes` fit into the budget."""
     return budget // max(nbytes, 1)
 
 
@@ -142,7 +142,7 @@ class Checkpoints:
         self._offered = min(self._offered, to)
 
     def mark(self, places: Places) -> None:
-        """The prompt to come has these. One that is evaluated ahead leaves the place of the last answer its role."""
+        """Set the places of the next prompt. Evaluating ahead leaves the last answer's place its role."""
         last: tuple[Role | None, ...] = ("answer",) if places.ahead else ()
         self._items = [
             replace(item, role=places.roles.get(item.offset, item.role if item.role in last else None)) for item in self._items
@@ -160,7 +160,7 @@ class Checkpoints:
         return self.at(new.offset) is not None
 
     def next_stop(self, at: int) -> int | None:
-        """Where a prefill that is at `at` pauses for the next one; None: nowhere."""
+        """Return the offset where a prefill at `at` pauses for the next checkpoint; None for no pause."""
         if at >= self._places.until:
             return None
         wanted = min(offset for offset in (*self._places.roles, self._places.until) if offset > at)
@@ -173,7 +173,7 @@ class Checkpoints:
         return end if end > max(at, due - apart // 2) else due
 
     def due(self, at: int) -> int:
-        """From where on one is due, for an entry that is at `at`: at once, if that is not beyond it."""
+        """Return the offset from which on a checkpoint is due for an entry at `at`; due now if not beyond `at`."""
         return at if at in self._places.roles else self._last + self._spacing
 
     @property

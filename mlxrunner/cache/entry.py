@@ -377,7 +377,7 @@ class Session:
         self.close()
 
     def close(self) -> None:
-        """Give the entry back; nothing to do if that was done. For a caller whose `with` may have been interrupted on its way in or out."""
+        """Give the entry back, if not done yet. For a caller whose `with` may have been interrupted on its way in or out."""
         self._cache._close(self)
 
     @property
@@ -422,7 +422,7 @@ class Session:
 
     @property
     def next_stop(self) -> int:
-        """Where the prefill pauses next, to take a checkpoint; the prompt's length: nowhere."""
+        """Return the offset where the prefill pauses next for a checkpoint; the prompt's length if nowhere."""
         stop = self._cache.entry.checkpoints.next_stop(self.recorded)
         return len(self.prompt) if stop is None else stop
 

@@ -68,7 +68,7 @@ _dispatch: Callable[[Any], None] = mx.async_eval
 
 
 def outline_of(model: Any, options: CacheOptions) -> list[Saved]:
-    """What each layer of `model` stores, as the shapes of unevaluated tokens: a saved layer has to be like it.
+    """Outline each layer of `model`, by the shapes of unevaluated tokens: a saved layer has to be like it.
 
     One token says all about rows. A state may grow with the first few tokens, and a cache of an unknown kind with every so many.
     """
@@ -93,7 +93,7 @@ def _kinds(layer: Saved) -> Iterator[str]:
 
 
 def _is_known(kind: str) -> bool:
-    """Whether it is a kind of this package, or a class of mlx-lm's caches."""
+    """Return True for a kind of this package, or a class of mlx-lm's caches."""
     return kind in (*ROWS, STATES, CompositeCache.kind) or hasattr(mlx_lm_caches, kind)
 
 

@@ -54,7 +54,7 @@ class Lookup:
 
 @dataclass(frozen=True)
 class Earlier:
-    """What lines of a batch that began before have of a prompt: its first `tokens`; `is_repeat`: one of them was the same prompt.
+    """The part of a prompt that earlier lines of a batch have: its first `tokens`; `is_repeat`: one of them was the same prompt.
 
     `reason`: why the entry lacks some of it, where it says nothing better than what its own last prompt was.
     """

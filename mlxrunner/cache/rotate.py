@@ -60,7 +60,7 @@ class _Way:
     miss: float
 
     def does_as(self, other: _Way) -> bool:
-        """Whether the other one makes the same of any keys."""
+        """Return True if the other one moves any keys in the same way."""
         return _number(mx.abs(self.matrix - other.matrix).max()) <= TOLERANCE
 
 

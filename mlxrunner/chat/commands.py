@@ -57,7 +57,7 @@ class Table:
         return iter(self._commands.values())
 
     def parse(self, text: str) -> tuple[Command, str] | None:
-        """A command and its argument, which may be quoted; None for what is no command.
+        """Split a text into a command and its argument, which may be quoted; None if it is not a command.
 
         OptionError for one that is not there, or takes nothing.
         """
@@ -74,7 +74,7 @@ class Table:
         return command, argument
 
     def parses(self, text: str) -> bool:
-        """Whether its first word is a slash and letters, digits, `-` or `_`: `/usr/bin` and `/* a comment` are texts.
+        """Return True if the first word is a slash and letters, digits, `-` or `_`: `/usr/bin` and `/* a comment` are texts.
 
         So are several lines that begin with a word that is no command: `/etc` and a listing below it.
         """
@@ -94,7 +94,7 @@ def flagged(argument: str, flag: str) -> tuple[bool, str]:
 
 
 def is_open(text: str) -> bool:
-    '''Whether a text, or what a command takes, began with """ and still has to be ended by them.'''
+    '''Return True if a text or an argument began with """ and has not been ended by them yet.'''
     found = _QUOTED.match(text)
     rest = text[found.end() :].strip() if found else QUOTES
     return found is not None and not rest.endswith(QUOTES)

@@ -74,7 +74,7 @@ class History:
         return len(others) == len(turns) and same and last
 
     def shared(self, other: History) -> int:
-        """How many turns the two begin with that are the same."""
+        """Return how many turns at the beginning are the same in both."""
         return common([(turn.user, turn.answer) for turn in self.turns], [(turn.user, turn.answer) for turn in other.turns])
 
     def cut(self, turns: int) -> None:

@@ -14,7 +14,7 @@ MARK_PASTES, UNMARK_PASTES = b"\x1b[?2004h", b"\x1b[?2004l"
 SHOW_CURSOR = b"\x1b[?25h"
 MOST_TYPED = 2**16
 STOPPED_S = 1.0
-"""Where nobody could continue the program, the system does not stop it: so long that is waited for."""
+"""Seconds to wait for the system to stop the program, which it does not do where nobody could continue it."""
 COOKED = bytes.maketrans(b"\n\0", b"\r\x04")
 """Enter and Ctrl-D, as a terminal that edits lines itself gives them, and as they are typed."""
 
@@ -46,7 +46,7 @@ class Keyboard:
             self._release()
 
     def typed_before(self) -> str:
-        """What was typed while the program started, once, as it would have been typed at a line editor."""
+        """Return the text typed while the program started, as a line editor would have got it; empty the second time."""
         cooked, self._cooked = self._cooked, 0
         if not cooked or not (waiting := _waiting()):
             return ""
@@ -88,7 +88,7 @@ class Keyboard:
 
     @property
     def asks_to_stop(self) -> bool:
-        """Whether Ctrl-Z was pressed: whoever draws is to take that away, and call `stop`."""
+        """True if Ctrl-Z was pressed: whoever draws clears the drawing and calls `stop`."""
         return self._is_asked
 
     def stop(self) -> None:
@@ -141,7 +141,7 @@ class Keyboard:
 
 
 def is_terminal() -> bool:
-    """Whether somebody is there to talk with."""
+    """Return True if somebody is at the terminal."""
     return sys.stdin.isatty() and sys.stdout.isatty()
 
 

@@ -1,4 +1,4 @@
-"""What signals do: Ctrl-C stops an answer, and `kill` or a window that is closed ends the chat in order."""
+"""Signals: Ctrl-C stops an answer, and `kill` or closing the window ends the chat in order."""
 
 from __future__ import annotations
 

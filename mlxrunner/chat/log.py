@@ -13,7 +13,7 @@ LOGGER = logging.getLogger("mlxrunner")
 
 @contextmanager
 def held_log(terminal: bool) -> Iterator[None]:
-    """What is logged meanwhile comes out, in its order, when this is left; nothing changes without a `terminal`."""
+    """Hold back log lines until this ends, and then print them in order; without a `terminal` nothing changes."""
     before = LOGGER.handlers
     if not terminal or not before:
         yield

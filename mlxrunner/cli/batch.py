@@ -13,7 +13,6 @@ from mlxrunner.cli.options import (
     LOADING,
     check_options,
     form_options,
-    json_option,
     model_options,
     overflow_options,
     sampling_options,
@@ -68,7 +67,7 @@ _OUTPUT = (
 @overflow_options("stop")
 @watching_options
 @click.option("--logprobs", type=int, metavar="K", help="Each token's log-probability and the K likeliest.")
-@json_option
+@click.option("--json", "as_json", is_flag=True, help="With --plan: print one JSON object instead of a table.")
 def batch(
     input_file: str, output: str | None, model: str, template: str | None,
     no_usage: bool, only_plan: bool, quiet: bool, as_json: bool, **options: Any,
@@ -79,8 +78,8 @@ def batch(
     --prompt-template INPUT is CSV. - is standard input. The options below hold for lines that don't say otherwise; with --seed S line
     number i (from 0) gets S + i. A line that can't be answered gets an "error" and stops nothing.
 
-    A run that was stopped, killed or cut off goes on with the same command and --resume. Exit code 1 if a line failed, 2 if
-    nothing can be run, 130 after Ctrl-C, 143 after kill. --json is for --plan.
+    A run that was stopped, killed or cut off goes on with the same command and --resume. Exit code 1 if a line failed or the run was cut
+    off, 2 if nothing can be run, 4 with --verify-cache and --strict, 130 after Ctrl-C, 143 after kill, 129 when the window is closed.
     """
     from mlxrunner.batch.job import STANDARD, Job
     from mlxrunner.chat.keys import orderly_end

@@ -119,7 +119,7 @@ def guard_streams() -> None:
 
 
 def give_up_output() -> None:
-    """What could not be written to standard output is not tried again, and complained about, when the process ends."""
+    """Drop output that could not be written, so that it is not tried again when the process ends."""
     try:
         sys.stdout.flush()
     except (OutputClosedError, OSError, ValueError):

@@ -24,13 +24,13 @@ CHUNKS = (4, 3, 1)
 NARROW = 2
 """Tokens that a window shows while it is tried."""
 TOLERANCE = 0.05
-"""Of the largest logit: more than another order of sums makes in half precision, less than a token that is missed does."""
+"""Share of the largest logit: more than another order of sums makes in half precision, less than a missing token makes."""
 PROMPTS = 3
-"""All of which have to differ: an expert that is chosen by a hair may be another one in one of them."""
+"""Prompts that all have to differ: in one of them a close choice of an expert may go the other way."""
 
 
 def depends_on_chunks(model: Any, vocab: int) -> bool:
-    """Whether `model`, of so many tokens, answers otherwise if its prompt comes in other chunks. Evaluates TOKENS tokens twice."""
+    """Return True if the answers of `model` depend on how a prompt is cut into chunks. Evaluates TOKENS tokens twice, PROMPTS times."""
     try:
         return all(_gap(model, _prompt(number, vocab)) > TOLERANCE for number in range(PROMPTS))
     except Exception:  # a model that can't be run says so to who runs it

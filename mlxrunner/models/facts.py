@@ -126,7 +126,7 @@ def usable_facts(folder: Path, model: Any, config: dict[str, Any]) -> ModelFacts
 
 @dataclass(frozen=True)
 class Description:
-    """What `mlxrunner show` says: of ModelFacts, what needs no weights, and bytes."""
+    """Return the figures of `mlxrunner show`: the ModelFacts that need no weights, and bytes."""
 
     architecture: str
     context: int

@@ -48,7 +48,7 @@ def load_model(name: str, *, trust_remote_code: bool = False) -> LoadedModel:
 
 
 def _tried(name: str, model: Any, facts: ModelFacts) -> ModelFacts:
-    """What a few tokens say about it; a model whose answers depend on chunks is named in the log."""
+    """Test the model with a few tokens, and warn in the log if its answers depend on chunks."""
     found = depends_on_chunks(model, facts.vocab)
     if found:
         logger.warning("%s: %s, so nothing is reused: every prompt is evaluated whole", name, DEPENDS)

@@ -1,4 +1,4 @@
-"""Which values of a config.json can be true. They are checked before a model is built from them: one number can take all memory."""
+"""The values that a config.json can have, checked before a model is built: one number can take all memory."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def size_of(config: dict[str, Any], *names: str) -> int:
 
 
 def text_settings(config: dict[str, Any]) -> dict[str, Any]:
-    """What a model of several kinds of input says about its text; empty where it says nothing."""
+    """Return the text settings of a model with several kinds of input; empty if it has none."""
     found = config.get("text_config")
     return found if isinstance(found, dict) else {}
 

@@ -69,7 +69,7 @@ class Request:
     sampled: int = 0
     last: mx.array | None = None
     is_placed: bool = False
-    """Whether its slot has what it shares with others, so that the rest can be evaluated."""
+    """True once its slot has the prefix it shares with others, so that the rest can be evaluated."""
     source: Slot | None = None
     """Until it is placed: waits until this slot has the `promised` tokens of a common prefix; None: waits for room."""
     promised: int = 0

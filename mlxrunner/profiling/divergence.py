@@ -91,12 +91,12 @@ class Divergences:
         return here, Place(len(before.messages), "assistant", self._part_of_answer(text[len(before.text) : at], old))
 
     def _goes_on(self, rest: str, dropped: Sequence[int]) -> str:
-        """What the entry held from a place on: the `rest` of its prompt, and then of its answer, as far as the `dropped` tokens go."""
+        """Return the text of the entry from a place on: the `rest` of its prompt and its answer, as far as the `dropped` tokens go."""
         spelled = self.tokenizer.decode(dropped)
         return spelled if spelled.startswith(rest) else rest or spelled
 
     def _part_of_answer(self, begun: str, rest: str) -> str:
-        """What `rest` goes on with, behind what has `begun` an answer. A thinking block may have begun with what both share."""
+        """Return the part that `rest` begins with, after the `begun` part of an answer, which may have opened a thinking block."""
         shared = self._before.text[-_LONGEST_MARK:] + begun
         if is_thinking(shared + rest, len(shared)):
             return "thinking"

@@ -79,7 +79,7 @@ def show(event: Event, to: Console) -> None:
 
 
 def _remedy(event: Event) -> str:
-    """Where prompt and entry part, the place says more than the reason. Nothing where nothing was lost."""
+    """Return the remedy: by the place where prompt and entry part, else by the reason; empty if nothing was lost."""
     if not event["lost_tokens"] and event["reason"] in PARTING:
         return ""
     return (place_remedy(place_of(event)) if event["reason"] == "diverged" else "") or remedy(event["reason"])

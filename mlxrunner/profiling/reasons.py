@@ -75,7 +75,7 @@ _ALL = (
     ),
     Reason(
         "line_failed",
-        "it had been evaluated, and was lost as a line failed or was tried again",
+        "it had been evaluated, and was lost because a line failed or was tried again",
         "see why lines failed: the errors are in the output",
     ),
     Reason("side_by_side", "lines that ran at the same time evaluated the same few tokens, instead of waiting for each other"),

@@ -47,7 +47,7 @@ class WhatIf:
 
 AS_IT_WAS = WhatIf("as it was run")
 ONE_AT_A_TIME = WhatIf("one at a time")
-"""Of requests that ran side by side in slots: on one entry, in the order in which they began."""
+"""Replay requests that ran side by side on one entry, in the order in which they began."""
 
 
 @dataclass

@@ -102,7 +102,7 @@ class Saving:
                 self._wait()
 
     def _wait(self) -> None:
-        """Until all caches are written."""
+        """Wait until all caches are written."""
         if self._keeper is not None:
             self._keeper.wait()
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from mlxrunner.writing import open_temporary
+
 PANIC = "PanicException"
-"""What Rust's panics are in Python: a BaseException, of a class that each library has for itself."""
+"""Name of the BaseException that a panic of Rust becomes in Python; each library has its own class."""
 
 
 class NativeError(Exception):
@@ -34,14 +35,14 @@ def panics_as_errors() -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """What is written to stderr meanwhile, by this whole process, is shown afterwards; after a panic it is not, being its debug print."""
+    """Hold back what this process writes to stderr, and show it at the end; not after a panic, whose debug print it is."""
     sys.stderr.flush()
     try:
         shown = os.dup(2)
     except OSError:  # there is none
         yield
         return
-    with tempfile.TemporaryFile() as kept:
+    with open_temporary() as kept:
         os.dup2(kept.fileno(), 2)
         panicked = False
         try:

@@ -27,14 +27,14 @@ MOST_SECONDS = 5.0
 """Of a processor, for one conversation. A conversation of a million characters takes milliseconds."""
 LEAST_TEXT = 2**18
 TEXT_SHARE = 4
-"""A text may have LEAST_TEXT characters and so many times those that were given to the template: the whole one, and each part of it."""
+"""A text, and each part of it, may have LEAST_TEXT characters and TEXT_SHARE times those given to the template."""
 LEAST_WORK = 2**26
 WORK_SHARE = 128
-"""And so much may all texts together have that are made on the way."""
+"""All texts made on the way may together have LEAST_WORK characters and WORK_SHARE times those given."""
 MOST_WIDTH = 10_000
-"""Of padding, indents and the like."""
+"""Largest width of padding, indents and the like."""
 MOST_BITS = 2**12
-"""Of a whole number."""
+"""Most bits of a whole number."""
 STEPS_A_LOOK = 16
 """Steps from one look at the clock to the next."""
 MOST_SLOW = 10_000
@@ -253,7 +253,7 @@ def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _shown(value: Any) -> Any:
-    """What `{{ value }}` writes, paid for."""
+    """Spend the budget for the text that `{{ value }}` writes."""
     text = value if isinstance(value, str) else str(value)
     _BUDGET.get().spend(len(text))
     return text

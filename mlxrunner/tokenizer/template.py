@@ -75,7 +75,7 @@ def jinja_renderer(template: str, special: dict[str, str]) -> Render:
 
 
 def render_jinja(template: str, messages: Sequence[Any], add_generation_prompt: bool, **variables: Any) -> str:
-    """What jinja `template` makes of `messages`. All that it can see is a copy, of plain data."""
+    """Render `messages` with the jinja `template`, which sees only a copy of plain data."""
     # As mlx-lm does, which need not be there: transformers would say on stderr that PyTorch is missing.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from mlxrunner.tokenizer import sandbox

@@ -1,4 +1,4 @@
-"""What models write around their thinking, in one list: for the chat, which shows it apart, and for profiling, which names it."""
+"""The marks that models put around their thinking: for the chat, which shows it apart, and for profiling, which names it."""
 
 from __future__ import annotations
 
@@ -11,4 +11,4 @@ THINKING = (
     ("[THINK]", "[/THINK]"),
     (ANALYSIS, "<|end|>"),
 )
-"""What begins a thinking block and what ends it. That of gpt-oss (`ANALYSIS`) is a message of its own; another one follows."""
+"""Begin and end of a thinking block. That of gpt-oss (`ANALYSIS`) is a message of its own; another one follows."""

@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 FACTOR = 8
-"""A warm run may differ by so many times the noise ..."""
+"""A warm run may differ by FACTOR times the noise ..."""
 LAST_PLACES = 4
-"""... and always by so many units in the last place of the largest logit."""
+"""... and always by LAST_PLACES units in the last place of the largest logit."""
 UNNOTICED = 1000
 """The noise of a row of two is believed up to FACTOR limits, or to one part in so many of what a wrong token makes: beyond, it is no
 noise."""
@@ -93,19 +93,19 @@ class Report:
         return NOT_TESTED if self._hides(row) else OK
 
     def fault_of(self, row: Row) -> str | None:
-        """What is wrong with the row whatever its limit: its own fault, or a noise that no device makes."""
+        """Return the error of the row that no limit excuses: its own fault, or a noise that no device makes."""
         believed = _largest([FACTOR * self.limit, (self.wrong_token or 0.0) / UNNOTICED])
         if row.fault is None and row.apart is not None and not row.apart.logits <= believed:
             return f"its own noise, {_short(row.apart.logits)}, is more than a device makes"
         return row.fault
 
     def _hides(self, row: Row) -> bool:
-        """Whether what one wrong token changes would be within the row's limit."""
+        """True if the change made by one wrong token would be within the row's limit."""
         return row.limit is None and self.wrong_token is not None and not self.limit_of(row) < self.wrong_token
 
     @property
     def is_blind(self) -> bool:
-        """Whether the limit hides what one wrong token changes: then equal rows prove nothing."""
+        """True if the limit hides the change made by one wrong token: then equal rows prove nothing."""
         return self.wrong_token is not None and not self.limit < self.wrong_token
 
     @property
