@@ -8,6 +8,8 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from mlxrunner.terminal import visible
+
 PANIC = "PanicException"
 """What Rust's panics are in Python: a BaseException, of a class that each library has for itself."""
 
@@ -34,7 +36,8 @@ def panics_as_errors() -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """What is written to stderr meanwhile, by this whole process, is shown afterwards; after a panic it is not, being its debug print."""
+    """What is written to stderr meanwhile, by this whole process, is shown afterwards, and can't drive the terminal; after a panic it is not,
+    being its debug print."""
     sys.stderr.flush()
     try:
         shown = os.dup(2)
@@ -59,4 +62,4 @@ def quiet() -> Iterator[None]:
             kept.seek(0)
             if not panicked:
                 with suppress(OSError):
-                    os.write(2, kept.read())
+                    os.write(2, visible(kept.read().decode(errors="replace")).encode())
