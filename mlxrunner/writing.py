@@ -233,6 +233,12 @@ def _check(path: Name, status: os.stat_result, *, replaced: bool = False) -> Non
         raise RefusedFileError(path, f"it is {kind}, not a regular file: choose another name")
     if status.st_uid != os.geteuid():
         raise RefusedFileError(path, f"it belongs to {_user(status.st_uid)}: choose another name, or remove it")
+    if status.st_nlink > 1 and not replaced:
+        raise RefusedFileError(
+            path,
+            f"it is one of {status.st_nlink} names of the same file (hard links), and the others would change with it: "
+            "choose another name, or copy it",
+        )
     if mode & OTHERS_WRITE and not replaced:
         raise RefusedFileError(path, f"others may write to it (mode {mode & 0o777:04o}): chmod 600 it, or remove it")
 

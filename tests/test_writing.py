@@ -127,6 +127,19 @@ def test_a_file_that_others_may_write_to_is_refused(file: Path, mode: int) -> No
     assert file.stat().st_mode & 0o777 == 0o600
 
 
+def test_a_file_with_another_name_is_refused(file: Path, tmp_path: Path) -> None:
+    """Who made a hard link to a file of ours would have us write to it; a new file takes the one name all the same."""
+    precious = tmp_path / "precious"
+    precious.write_text("precious")
+    os.link(precious, file)
+    for opened in (lambda: open_own(file, append=True), lambda: open_database(file, new=False)):
+        with pytest.raises(RefusedFileError, match=r"it is one of 2 names of the same file .hard links.*: choose another name"):
+            opened()
+    with written(file) as stream:
+        stream.write("new")
+    assert (file.read_text(), precious.read_text()) == ("new", "precious")
+
+
 def test_a_file_of_another_user_is_refused(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who could read what is written to it, or change it."""
     file.touch(0o600)

@@ -288,9 +288,11 @@ class Store:
             place, *columns, form, written = row
             if _sum(*columns) != written or form not in get_args(Format):
                 raise self.damaged(f"line {columns[0]!r:.20} of it has changed")
-            line, number, name, options, error, tokens, prompt = columns
-            options, prompt = json.loads(options) if options else {}, None if prompt is None else json.loads(prompt)
-            yield Entry(line, number, tokens_of(tokens), name, form, options, error, prompt)
+            try:
+                entry = _entry(columns, form)
+            except (ValueError, TypeError, RecursionError) as error:
+                raise self.damaged(f"line {columns[0]!r:.20} of it can't be read") from error
+            yield entry
 
     def record(self, index: int, body: bytes, *, failed: bool = False) -> None:
         """The result of a line: what is to be written for it. It counts from the next `commit` on. A second one is a StoreError."""
@@ -349,6 +351,15 @@ class Store:
             if isinstance(error, UnicodeDecodeError) or _is_damage(error):
                 raise DamagedStoreError(self._name, "is not a batch store, or damaged") from error
             raise StoreError(f"{self._name}: {_reason(error)}") from error
+
+
+def _entry(columns: list[Any], form: Format) -> Entry:
+    """The line of a row. ValueError, TypeError or RecursionError where it is none, whatever its checksum says."""
+    line, number, name, options, error, tokens, prompt = columns
+    options = json.loads(options) if options else {}
+    if not isinstance(options, dict) or not _are_ints(line, number):
+        raise TypeError("not the columns of a line")
+    return Entry(line, number, tokens_of(tokens), name, form, options, error, None if prompt is None else json.loads(prompt))
 
 
 def _tables() -> list[Any]:

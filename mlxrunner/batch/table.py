@@ -29,6 +29,10 @@ class Template:
             raise OptionError(f"the prompt template has no {{column}} in it: {text!r:.80}")
         self._text = text
 
+    def size(self, row: dict[str, str]) -> int:
+        """About how many characters `fill` makes."""
+        return len(self._text) + sum(len(row[match[1]]) for match in _PART.finditer(self._text) if match[1] is not None)
+
     def fill(self, row: dict[str, str]) -> str:
         """The template with the row's values; what they contain is not looked at."""
         return _PART.sub(lambda match: match[0][0] if match[1] is None else row[match[1]], self._text)
@@ -94,7 +98,7 @@ def read_table(
             return
         if row:
             count += 1
-            yield number, _fields(count, row, header, template)
+            yield number, _fields(count, row, header, template, longest)
 
 
 def _header(reader: Any, longest: int) -> list[str]:
@@ -126,10 +130,12 @@ def _next(reader: Any, longest: int) -> list[str] | None:
     return row
 
 
-def _fields(number: int, row: list[str], header: list[str], template: Template) -> dict[str, Any] | PromptError:
-    """Of a row with too few or too many values the id is what stands in its column."""
+def _fields(number: int, row: list[str], header: list[str], template: Template, longest: int) -> dict[str, Any] | PromptError:
+    """Of a row with too few or too many values the id is what stands in its column, and of one whose prompt would be too long."""
     values = dict(zip(header, row, strict=False))
     name = {"id": values.get(ID) or None}
+    if len(row) == len(header) and (size := template.size(values)) > longest:
+        return BrokenLineError(f"row {number} makes a prompt of {size:,} characters, and {longest:,} are the most", name)
     if len(row) == len(header):
         return {"prompt": template.fill(values), **name}
     problem = f"row {number} has {len(row)} values and the header {len(header)} columns: "

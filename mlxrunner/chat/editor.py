@@ -28,8 +28,12 @@ from mlxrunner.chat.ahead import Draft
 from mlxrunner.chat.commands import Table, is_open
 from mlxrunner.chat.keyboard import Keyboard
 from mlxrunner.chat.keys import uninterrupted
+from mlxrunner.reading import ReadError, open_file
 from mlxrunner.terminal import SHOWN
 from mlxrunner.writing import open_own
+
+LONGEST_HISTORY = 2**26
+"""Bytes of the file of earlier texts."""
 
 PROMPT, MORE = ">>> ", "... "
 NAMED = re.compile(r'(?<!\S)@(?:"[^"\n]*|\S*)$')
@@ -186,8 +190,9 @@ class PrivateHistory(FileHistory):
 
     def load_history_strings(self) -> Iterable[str]:
         try:
+            os.close(open_file(os.fsdecode(self.filename), LONGEST_HISTORY)[0])  # a FIFO would never end
             return list(super().load_history_strings())
-        except OSError:
+        except (OSError, ReadError):
             return []
 
     def store_string(self, string: str) -> None:

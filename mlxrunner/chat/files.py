@@ -14,6 +14,7 @@ from mlxrunner.chat.clipboard import copy
 from mlxrunner.chat.commands import PATH, Command, flagged
 from mlxrunner.chat.thinking import without_thinking
 from mlxrunner.errors import MlxrunnerError, OptionError
+from mlxrunner.reading import ReadError, read_bytes
 from mlxrunner.terminal import size
 from mlxrunner.tokenizer import Message
 from mlxrunner.writing import written
@@ -95,7 +96,9 @@ def read_text(name: str, chat: Chat) -> str:
             raise FileError(f"{name}: not a file")
         if found.st_size > LONGEST_TOKEN * context:
             raise FileError(f"{name}: {size(found.st_size)} are more than the context of {context} tokens holds")
-        text = path.read_bytes().decode()
+        text = read_bytes(path, LONGEST_TOKEN * context).decode()
+    except ReadError as error:  # it has become another one, or only said that it is small
+        raise FileError(str(error)) from error
     except OSError as error:
         raise FileError(f"{name}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:

@@ -35,12 +35,13 @@ def report(
     EVENTS are files that --events wrote; those they were rotated to (FILE.1 ...) are read, too. Lines that can't be read are skipped
     and counted.
     """
+    from mlxrunner.chat.keys import orderly_end
     from mlxrunner.profiling.files import sources
     from mlxrunner.profiling.report import make_report, skipped_words
     from mlxrunner.profiling.screen import console, show
     from mlxrunner.profiling.wording import number, percent
 
-    with _counter("events") as progress:
+    with orderly_end(), _counter("events") as progress:  # what is half written does not stay
         made = make_report(sources(events), html=html, csv=csv, trace=trace, progress=progress)
     click.echo(json.dumps(made.as_dict())) if as_json else show(made.summary, console(sys.stdout))
     if made.skipped.total():

@@ -11,11 +11,12 @@ import fcntl
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from mlxrunner.errors import OptionError
 from mlxrunner.events import logger
-from mlxrunner.writing import is_stream, open_own, open_stream, write_all
+from mlxrunner.writing import check_own, is_stream, open_own, open_stream, write_all
 
 LIMIT = 64 * 10**6
 """Bytes of a file before it is rotated."""
@@ -120,8 +121,11 @@ class LineWriter:
 
     def _rotate(self) -> None:
         names = [self._file, *(self._file.with_name(f"{self._file.name}.{number}") for number in range(1, KEPT + 1))]
+        for name in names:  # none of them is moved or replaced unless all are ours
+            with suppress(FileNotFoundError):
+                check_own(name, replaced=True)
         for older, younger in zip(names[:0:-1], names[-2::-1], strict=True):
-            if younger.exists():
+            with suppress(FileNotFoundError):
                 os.replace(younger, older)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from mlxrunner.cache.factory import CacheOptions, outline_of
+from mlxrunner.cache.factory import CacheOptions, layouts_of, outline_of
 from mlxrunner.cache.saved import Exported
 from mlxrunner.chat.branches import MAIN
 from mlxrunner.chat.history import History, Spelling
@@ -47,7 +47,8 @@ def export_session(name: str, file: Path, sessions: Sessions | None = None) -> i
 def import_session(
     file: Path, name: str, model: str, tokens: Sequence[int] | None, kv_bits: int | None = None, sessions: Sessions | None = None
 ) -> int:
-    """Returns the number of tokens. SessionError where there is a session of that name, or the file is not of `model`."""
+    """Returns the number of tokens. SessionError where there is a session of that name, or the file is not of `model`; OptionError for bits
+    that the model can't have."""
     if kv_bits not in (None, 4, 8):
         raise OptionError(f"kv_bits: {kv_bits} is out of range, it has to be 4 or 8")
     sessions = sessions or Sessions()
@@ -55,6 +56,7 @@ def import_session(
         raise SessionError(f"there is a session {name!r} already: `mlxrunner sessions rm {name}` removes it")
     folder = resolve(model)
     unread, options = unread_model(folder), CacheOptions(kv_bits=kv_bits)
+    layouts_of(unread, options)  # complains about kv_bits that can't be
     entry = import_file(file, unread, options, tokens)
     known = with_format(fingerprint(folder), outline_of(unread, options))
     packed = pack(entry.export(), known)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from mlxrunner.terminal import visible
 from mlxrunner.writing import open_temporary
 
 PANIC = "PanicException"
@@ -35,7 +36,9 @@ def panics_as_errors() -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Hold back what this process writes to stderr, and show it at the end; not after a panic, whose debug print it is."""
+    """Hold back what this process writes to stderr, and show it at the end, where it can't drive the terminal.
+
+    Nothing is shown after a panic, whose debug print it is."""
     sys.stderr.flush()
     try:
         shown = os.dup(2)
@@ -60,4 +63,4 @@ def quiet() -> Iterator[None]:
             kept.seek(0)
             if not panicked:
                 with suppress(OSError):
-                    os.write(2, kept.read())
+                    os.write(2, visible(kept.read().decode(errors="replace")).encode())

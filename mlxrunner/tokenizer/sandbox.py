@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 import jinja2.sandbox
@@ -25,6 +26,8 @@ MOST_SOURCE = 2**18
 """Characters of a template; the longest ones in use have about 60,000."""
 MOST_SECONDS = 5.0
 """Of a processor, for one conversation. A conversation of a million characters takes milliseconds."""
+LEAST_SECONDS = 0.1
+"""What is left of them for a template that was stopped again and again."""
 LEAST_TEXT = 2**18
 TEXT_SHARE = 4
 """A text, and each part of it, may have LEAST_TEXT characters and TEXT_SHARE times those given to the template."""
@@ -55,14 +58,25 @@ WIDE_FIELD = {
 """Fields of a format whose width has five digits or is computed; both in time that grows with the text's length only."""
 
 
+@dataclass
+class Patience:
+    """`seconds` that a template may take; half of them each time that it had to be stopped, as it may be asked for many prompts."""
+
+    seconds: float = field(default_factory=lambda: MOST_SECONDS)
+
+    def lose(self) -> None:
+        self.seconds = max(LEAST_SECONDS, self.seconds / 2)
+
+
 class Budget:
     """What one render may take. `given`: characters of all that the template is given."""
 
-    def __init__(self, given: int) -> None:
+    def __init__(self, given: int, patience: Patience | None = None) -> None:
+        self._patience = patience or Patience()
         self.most_text = LEAST_TEXT + TEXT_SHARE * given
         self._given = given
         self._work_left = LEAST_WORK + WORK_SHARE * given
-        self._deadline = time.thread_time() + MOST_SECONDS
+        self._deadline = time.thread_time() + self._patience.seconds
         self._steps = 0
         self._weights: dict[int, tuple[int, Any]] = {}
 
@@ -70,7 +84,9 @@ class Budget:
         """One step more, which makes `text` characters. TemplateLimitError where that is too much."""
         self._steps += 1
         if self._steps % STEPS_A_LOOK == 0 and time.thread_time() > self._deadline:
-            raise TemplateLimitError(f"it was stopped after {MOST_SECONDS:g} seconds")
+            seconds = self._patience.seconds
+            self._patience.lose()
+            raise TemplateLimitError(f"it was stopped after {seconds:.2g} seconds")
         self._work_left -= text
         if text > self.most_text or self._work_left < 0:
             raise TemplateLimitError(
@@ -191,7 +207,7 @@ Environment.code_generator_class = _Code
 
 def render(source: str, variables: Mapping[str, Any]) -> str:
     """The text that template `source` makes of `variables`. TemplateLimitError where it is stopped, else what it raises."""
-    budget = Budget(_characters(variables))
+    budget = Budget(_characters(variables), _patience(source))
     token = _BUDGET.set(budget)
     try:
         pieces, size = [], 0
@@ -211,6 +227,12 @@ def compiled(source: str) -> jinja2.Template:
     if len(source) > MOST_SOURCE:
         raise TemplateLimitError(f"it has {len(source):,} characters, more than the {MOST_SOURCE:,} that a template may have")
     return _environment().from_string(source)
+
+
+@functools.lru_cache(maxsize=16)
+def _patience(source: str) -> Patience:
+    """That with template `source`, as long as it is among the last ones in use."""
+    return Patience()
 
 
 @functools.lru_cache(maxsize=1)

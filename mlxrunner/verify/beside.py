@@ -104,7 +104,8 @@ def _alone(talk: Talk, prompt: list[int]) -> _Said:
     talk.runner.reset()
     answer = ask(talk.runner, Case(prompt), talk.answer)
     exact = answer.logits.astype(np.float64)  # a sum over a vocabulary in float32 would differ more than the two runs
-    logprobs = exact - np.logaddexp.reduce(exact, axis=1, keepdims=True)
+    with np.errstate(invalid="ignore"):  # of a model that answers with infinities, which the table says
+        logprobs = exact - np.logaddexp.reduce(exact, axis=1, keepdims=True)
     return _Said(answer.tokens, [dict(enumerate(row.tolist())) for row in logprobs], answer.usage)
 
 

@@ -12,6 +12,7 @@ import sqlite3
 from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -20,7 +21,7 @@ from mlxrunner import cli
 from mlxrunner.batch.answers import write_line
 from mlxrunner.batch.lines import LineReader
 from mlxrunner.batch.run import Outcome
-from mlxrunner.batch.store import Entry, Store, StoreError
+from mlxrunner.batch.store import Entry, Store, StoreError, _sum
 from mlxrunner.cache.tokens import as_tokens
 from mlxrunner.testing import ByteTokenizer
 
@@ -171,3 +172,23 @@ def test_a_damaged_record_of_a_finished_run_is_one_line(seed: int, tmp_path: Pat
     assert result.stderr.count("\n") <= 2
     assert "internal error" not in result.stderr
     assert Path("out").read_bytes() == output
+
+
+@pytest.mark.parametrize("column", ["options", "tokens", "prompt"])
+@pytest.mark.parametrize("value", ["x", "[1]", "{", "[" * 50_000, b"\0", 5])
+def test_a_line_whose_checksum_was_made_to_fit_is_an_error_of_the_store(
+    column: str, value: Any, store: bytes, tmp_path: Path
+) -> None:
+    """Or what it says, if that can be a line."""
+    path = tmp_path / "run"
+    path.write_bytes(store)
+    path.chmod(0o600)
+    names = ("line", "number", "id", "options", "error", "tokens", "prompt")
+    with closing(sqlite3.connect(path, isolation_level=None)) as database:
+        row = dict(zip(names, database.execute(f"SELECT {', '.join(names)} FROM lines WHERE line = 6").fetchone(), strict=True))
+        row[column] = value
+        database.execute(f"UPDATE lines SET {column} = ?, sum = ? WHERE line = 6", (value, _sum(*row.values())))
+    with suppress(StoreError), Store.open(path) as opened:
+        for entry in opened.pending():
+            assert isinstance(entry.options, dict)
+            assert entry.tokens.dtype == "int32"

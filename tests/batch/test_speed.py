@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import stat
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,20 @@ def test_a_damaged_file_is_as_good_as_none(content: bytes) -> None:
     assert known_speed("demo") is None
     remember_speed("demo", FAST)
     assert known_speed("demo") == FAST
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "hole", "twice"])
+def test_what_can_not_be_read_at_once_is_as_good_as_none(kind: str) -> None:
+    """Nobody waits for it, or reads it whole to know."""
+    speed_file().parent.mkdir(parents=True)
+    if kind == "FIFO":
+        os.mkfifo(speed_file())
+    elif kind == "hole":
+        speed_file().touch()
+        os.truncate(speed_file(), 2**40)
+    else:
+        speed_file().write_text('{"demo": 1, "demo": 2}')
+    assert known_speed("demo") is None
 
 
 def test_a_file_that_can_not_be_written(folder: Path) -> None:

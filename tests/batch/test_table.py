@@ -77,6 +77,13 @@ def test_a_row_of_another_length_keeps_its_id(row: str, name: str | None) -> Non
     assert bad.error.startswith("line 2: row 1 has ")
 
 
+def test_a_prompt_is_no_longer_than_a_line_may_be() -> None:
+    """However often the template names a column: an error of that row, which keeps its id."""
+    (one, other) = read(f"id,a\nx,{'z' * 90}\ny,z\n", "{a}" * 5, longest=100)
+    assert (one.id, one.error) == ("x", "line 2: row 1 makes a prompt of 465 characters, and 100 are the most")
+    assert (other.id, other.prompt) == ("y", "zzzzz")
+
+
 def test_a_quote_that_is_never_closed() -> None:
     """The rest of the file is one bad row, and what is read is bounded."""
     first, bad = read('a,b\n1,2\n"3,4\n' + "5,6\n" * 10)

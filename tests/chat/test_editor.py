@@ -132,3 +132,15 @@ def test_a_history_that_is_a_folder_is_done_without(tmp_path: Path) -> None:
     history = PrivateHistory(tmp_path)
     history.store_string("one")
     assert list(history.load_history_strings()) == []
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "hole"])
+def test_a_history_that_never_ends_is_done_without(kind: str, tmp_path: Path) -> None:
+    """Nobody waits for it, or reads it whole."""
+    file = tmp_path / "history"
+    if kind == "FIFO":
+        os.mkfifo(file)
+    else:
+        file.touch()
+        os.truncate(file, 2**40)
+    assert list(PrivateHistory(file).load_history_strings()) == []

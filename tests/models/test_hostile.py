@@ -314,6 +314,9 @@ def test_a_panic_is_an_error_in_one_line_and_prints_nothing(capfd: pytest.Captur
         os.write(2, b"a warning\n")
         assert capfd.readouterr().err == ""
     assert capfd.readouterr().err == "a warning\n"
+    with quiet(), panics_as_errors():
+        os.write(2, "of \x1b]52;c;aGk=\x07\u202e\r and \x9b\n".encode() + b"\xff\n")
+    assert capfd.readouterr().err == "of \\x1b]52;c;aGk=\\x07\\u202e\\x0d and \\x9b\n\ufffd\n"
     for other in (KeyboardInterrupt, ValueError):
         with pytest.raises(other), quiet(), panics_as_errors():
             raise other

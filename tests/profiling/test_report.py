@@ -219,6 +219,23 @@ def test_a_pipe_closed_early_is_no_error(events: Path) -> None:
     assert "Traceback" not in result.stderr
 
 
+def test_a_report_that_is_told_to_end_leaves_nothing_half_written(events: Path, tmp_path: Path) -> None:
+    """In the middle of the events: the file is as it was, and nothing lies beside it."""
+    rows = tmp_path / "rows.csv"
+    rows.write_text("old")
+    code = (
+        "import os, signal, sys\n"
+        "from mlxrunner.profiling import summary\n"
+        "def told(*given): os.kill(os.getpid(), signal.SIGTERM)\n"
+        "summary.Summary.add = told\n"
+        f"from mlxrunner.cli import main; main(['report', {str(events)!r}, '--csv', {str(rows)!r}])\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 143
+    assert rows.read_text() == "old"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["events.jsonl", "rows.csv"]
+
+
 @pytest.mark.parametrize("command", ["report", "explain", "simulate"])
 def test_help_and_reading_need_no_mlx(command: str) -> None:
     """Help imports nothing heavy."""

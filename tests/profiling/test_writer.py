@@ -41,6 +41,22 @@ def test_a_full_file_is_rotated(tmp_path: Path) -> None:
     assert (tmp_path / "events.1").read_text() == "head\nline 0016\nline 0017\n"
 
 
+@pytest.mark.parametrize("number", [1, KEPT])
+def test_what_is_not_ours_is_neither_moved_nor_replaced(number: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Where a rotated file's name is somebody else's: nothing is rotated, and one warning says why."""
+    target, link = tmp_path / "target", tmp_path / f"events.{number}"
+    target.write_text("precious")
+    link.symlink_to(target)
+    writer = LineWriter(tmp_path / "events", limit=30)
+    with caplog.at_level(logging.WARNING, "mlxrunner"):
+        for line in range(20):
+            writer.write(f"line {line:04}")
+    assert link.is_symlink()
+    assert target.read_text() == "precious"
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["events", "target", link.name])
+    assert [record.message for record in caplog.records if "it is a link" in record.message] == [caplog.records[0].message]
+
+
 def test_a_line_longer_than_the_limit_is_written_all_the_same(tmp_path: Path) -> None:
     """To a file of its own."""
     writer = LineWriter(tmp_path / "events", limit=10)

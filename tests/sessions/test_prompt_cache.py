@@ -16,11 +16,13 @@ from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_promp
 from mlxrunner import Runner
 from mlxrunner.cache.factory import CacheOptions
 from mlxrunner.cache.saved import Exported
-from mlxrunner.errors import SessionError
+from mlxrunner.errors import OptionError, SessionError
 from mlxrunner.models.facts import facts_of
+from mlxrunner.sessions.exchange import import_session
 from mlxrunner.sessions.prompt_cache import export_file, import_file
+from mlxrunner.sessions.store import Sessions
 from mlxrunner.testing import ByteTokenizer
-from mlxrunner.testing_models import tiny_config, tiny_model
+from mlxrunner.testing_models import tiny_config, tiny_model, write_model
 
 ARCHITECTURES = "llama mistral qwen3 deepseek_v3 gemma3_text gpt_oss llama4 qwen3_next lfm2 jamba mamba2".split()
 NEXT = [5, 6, 7]
@@ -204,3 +206,11 @@ def test_a_file_that_can_not_be_read_or_written_is_one_line(tmp_path: Path) -> N
         with pytest.raises(SessionError, match=name):
             export_file(tmp_path / name, made.model, "tiny", made.options, runner.entry.export())
     assert [path.name for path in tmp_path.iterdir()] == ["folder.safetensors"]
+
+
+def test_bits_that_a_model_cannot_have_are_an_error_in_one_line(tmp_path: Path, file: Path) -> None:
+    """As where it is run with them: heads of 16 numbers."""
+    write_model(tmp_path / "lfm2", "lfm2")
+    with pytest.raises(OptionError, match="kv_bits: this model can't use a quantized cache: heads of 16 and 16 numbers"):
+        import_session(file, "one", str(tmp_path / "lfm2"), list(range(40)), 8, Sessions(tmp_path / "sessions"))
+    assert Sessions(tmp_path / "sessions").names() == []

@@ -133,6 +133,19 @@ def test_a_template_that_does_not_end_is_stopped(template: str, monkeypatch: pyt
         render_jinja(template, MESSAGES, True)
 
 
+def test_a_template_that_is_stopped_for_each_prompt_takes_no_longer_than_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each time half as long, so that a batch of many lines ends, too."""
+    monkeypatch.setattr(sandbox, "MOST_SECONDS", 0.4)
+    monkeypatch.setattr(sandbox, "LEAST_SECONDS", 0.0)
+    template = AGAIN * 2 + "{# for each prompt #}" + "{% endfor %}" * 2
+    said = []
+    for _ in range(10):
+        with pytest.raises(TemplateLimitError) as stopped:
+            render_jinja(template, MESSAGES, True)
+        said.append(str(stopped.value))
+    assert said[:3] == [f"it was stopped after {seconds} seconds" for seconds in ("0.4", "0.2", "0.1")]
+
+
 @pytest.mark.parametrize(
     "template",
     ["{{ " + "(" * 20000 + "1" + ")" * 20000 + " }}", "{% if 1 %}" * 3000 + "{% endif %}" * 3000, "{{ 1" + "+1" * 5000 + " }}",
