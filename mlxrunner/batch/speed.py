@@ -13,10 +13,14 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from mlxrunner.errors import MlxrunnerError
+from mlxrunner.reading import read_text
 from mlxrunner.writing import written
 
 MOST_MODELS = 100
 """Those used last; the file stays small."""
+LARGEST = 2**20
+"""Bytes of it."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +77,10 @@ def _key(model: str) -> str:
 
 
 def _read() -> dict[str, Any]:
-    with suppress(OSError, ValueError, RuntimeError):  # RecursionError is a RuntimeError, as is a home directory of nobody
-        found = json.loads(speed_file().read_text(encoding="utf-8"))
+    with suppress(
+        MlxrunnerError, OSError, ValueError, RuntimeError
+    ):  # RecursionError is a RuntimeError, as is a home directory of nobody
+        found = json.loads(read_text(speed_file(), LARGEST))
         if isinstance(found, dict):
             return found
     return {}

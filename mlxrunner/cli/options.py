@@ -115,7 +115,7 @@ def _read_schema(ctx: click.Context, parameter: click.Parameter, file: str | Non
     if file is None:
         return None
     try:
-        return read_text(file, 4 * MAX_SCHEMA)
+        return read_text(file, 4 * MAX_SCHEMA, given=True)
     except ReadError as error:
         raise OptionError(f"--schema {error}") from error
 

@@ -1,8 +1,9 @@
 """Run a request again cold, beside the entry, and hold what the entry made of it against that.
 
 What a device computes is not the same to the last bit when a prompt is cut into other chunks, so what counts as a difference is
-measured: by running cold in two ways; and what one wrong token makes, as a tolerance above that certifies nothing. That is done for one request of a process only, so there is a least difference as well, by the type of
-the logits; `mlxrunner.verify` measures with every row and needs none.
+measured: by running cold in two ways; and what one wrong token makes, as a tolerance above that certifies nothing. That is done for
+one request of a process only, so there is a least difference as well, by the type of the logits; `mlxrunner.verify` measures with every
+row and needs none.
 """
 
 from __future__ import annotations

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mlxrunner.cache.lookup import Lookup
-from mlxrunner.profiling.reading import ReadError
 from mlxrunner.profiling.report import skipped_words
 from mlxrunner.profiling.simulate import AS_RUN, Replay, Request, Settings, is_usable
 from mlxrunner.profiling.thinking import Rewriter
 from mlxrunner.profiling.tokenlog import LoggedRequest, read_token_log
+from mlxrunner.reading import ReadError
 
 ENTRIES = (2, 4, 8)
 REPORT_EVERY = 50
