@@ -254,7 +254,8 @@ class Runner:
         progress: called during the prefill with (tokens in the entry, prompt tokens).
 
         The prompt and the options are checked before this returns: PromptError, ContextLengthError, OptionError. Closing the
-        iterator ends the request; however it ends, the entry holds exactly the tokens that were evaluated.
+        iterator ends the request; however it ends, the entry holds exactly the tokens that were evaluated. Where another thread drops the
+        last reference to it, nothing of MLX is touched there: the entry is made true by the owner's next call, and no usage is told.
         """
         self.owner.check()
         began = time.perf_counter()
@@ -345,12 +346,16 @@ class Runner:
             request.error = type(error).__name__
             raise
         finally:
-            request.session.close()  # again: Ctrl-C may have come on the way in or out
-            usage = self.usage = request.usage
-            if self.observer is not None and usage is not None:
-                tell(self.observer, self, lambda: self._observation(request, usage))
-            if self._pipeline is not None:
-                self._pipeline.logits = None  # nobody else needs them, and a vocabulary is wide
+            if self.owner.is_here:  # else another thread has dropped the iterator: the entry is settled before its next use
+                self._ended(request)
+
+    def _ended(self, request: _Request) -> None:
+        request.session.close()  # again: Ctrl-C may have come on the way in or out
+        usage = self.usage = request.usage
+        if self.observer is not None and usage is not None:
+            tell(self.observer, self, lambda: self._observation(request, usage))
+        if self._pipeline is not None:
+            self._pipeline.logits = None  # nobody else needs them, and a vocabulary is wide
 
     def _chunks(self, request: _Request) -> Iterator[Chunk]:
         mx.reset_peak_memory()
@@ -383,7 +388,8 @@ class Runner:
                 raise
             finally:
                 decoded.close()  # a token that is on its way is recorded now
-                request.usage = self._usage(request, answer, pipeline)
+                if self.owner.is_here:
+                    request.usage = self._usage(request, answer, pipeline)
             request.finish_reason = chunk.finish_reason
         if options.overflow == "error" and chunk.finish_reason == "length" and answer.count == room != options.max_tokens:
             yield replace(chunk, finish_reason=None)
