@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxrunner.limits import MACHINE, limits
+from mlxrunner.limits import MACHINE, Limit, limits
 from mlxrunner.terminal import size
 
 
@@ -52,6 +52,11 @@ def offered_bytes() -> int:
     MLX has taken already."""
     offered = memory_bytes()[1]
     return offered if is_gpu() else offered * 9 // 10 + int(mx.get_active_memory())
+
+
+def hard_limit() -> Limit | None:
+    """The narrowest limit of this process or its cgroup, beyond which it would be ended; None: there is none."""
+    return next((limit for limit in limits() if limit.name != MACHINE), None)
 
 
 def set_limits(total: int, batch: int) -> None:

@@ -56,6 +56,11 @@ class Demand:
             return (self.checkpoint_budget or 0) if one else 0
         return min(CHECKPOINTS * one, offered // CHECKPOINT_SHARE)
 
+    def growing(self, tokens: int, prefill_step: int, offered: int) -> int:
+        """Bytes with `tokens` tokens, where memory is taken as they come: a shorter step than `prefill_step` needs less."""
+        batch = self.batch.nbytes(tokens) * min(tokens, prefill_step) // prefill_step
+        return self.weights + self.caches(tokens) + self.checkpoints(tokens, offered) + batch
+
     def total(self, context: int, offered: int) -> int:
         return self.weights + self.caches(context) + self.checkpoints(context, offered) + self.batch.nbytes(context)
 

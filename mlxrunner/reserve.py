@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -81,6 +82,25 @@ def must_fit(plan: Plan) -> Plan:
     if not plan.fits:
         raise MemoryPlanError(f"this does not fit into memory\n{plan.table()}")
     return plan
+
+
+def must_have_room(demand: Demand, tokens: int, prefill_step: int) -> None:
+    """MemoryPlanError, in one line, where a limit of the process or its cgroup leaves no room to grow to `tokens` tokens.
+
+    There an allocation that fails ends the process. What the machine has free is not asked: the plan has said it.
+    """
+    limit = device.hard_limit()
+    if limit is None:
+        return
+    offered = limit.nbytes + mx.get_active_memory() + mx.get_cache_memory()
+    needed = demand.growing(tokens, prefill_step, offered)
+    if needed > offered:
+        most = bisect_right(range(tokens), offered, key=lambda n: demand.growing(n, prefill_step, offered)) - 1
+        smaller = f", or a smaller --prefill-step than {prefill_step}" if prefill_step > 64 else ""
+        raise MemoryPlanError(
+            f"{tokens} tokens need {size(needed)} of memory, and {limit.name} leaves {size(offered)}: "
+            f"give at most {max(most, 0)} tokens{smaller}"
+        )
 
 
 def announce(plan: Plan, asked: int | None, limit: int) -> None:

@@ -33,7 +33,7 @@ from mlxrunner.overflow import Shift
 from mlxrunner.owner import Owned, Owner
 from mlxrunner.pipeline import Pipeline, Progress
 from mlxrunner.plan import Demand, Plan, make_plan
-from mlxrunner.reserve import announce, choose, demand_of, must_fit, weights_of
+from mlxrunner.reserve import announce, choose, demand_of, must_fit, must_have_room, weights_of
 from mlxrunner.reserve import reserve as reserve_memory
 from mlxrunner.sampling import LogitsProcessor, NextToken
 from mlxrunner.tokenizer import Tokenizer
@@ -76,6 +76,8 @@ class Runner:
         """Is told of every request after it has ended (see `mlxrunner.profiling`)."""
         self.usage: Usage | None = None
         """Of the last request, once it has ended, however it has."""
+        self._growing: Demand | None = None
+        """What is needed, where memory is taken as the conversation grows."""
         self._pipeline: Pipeline | None = None
         self._discarded = 0
         self._untold: _Request | None = None
@@ -103,7 +105,7 @@ class Runner:
         prefill_step: prompt tokens evaluated at once. kv_bits: 8 or 4, to store full attention's keys and values in so many bits.
         rewind_slack: tokens that a sliding window keeps beyond itself. checkpoint_interval, checkpoint_budget: tokens between
         checkpoints of windows and states, and the bytes they may take. reserve: allocate everything and run the worst-case batch now;
-        False: take memory as the conversation grows.
+        False: take memory as the conversation grows, and raise MemoryPlanError where a limit of the process (`ulimit`) or its cgroup leaves no room.
 
         ModelError names what is missing or broken; MemoryPlanError has the table of what does not fit.
         """
@@ -133,6 +135,8 @@ class Runner:
                 checkpoint_budget=plan.checkpoint_budget, whole=reserve,
             )  # fmt: skip
             if not reserve:
+                runner._growing = demand
+                must_have_room(demand, 1, prefill_step)
                 break
             must_fit(plan)
             demand = runner._reserve(demand)
@@ -251,7 +255,8 @@ class Runner:
         progress: called during the prefill with (tokens in the entry, prompt tokens).
 
         The prompt and the options are checked before this returns: PromptError, ContextLengthError, OptionError. Closing the
-        iterator ends the request; however it ends, the entry holds exactly the tokens that were evaluated.
+        iterator ends the request; however it ends, the entry holds exactly the tokens that were evaluated. Where another thread drops the
+        last reference to it, nothing of MLX is touched there: the entry is made true by the owner's next call, and no usage is told.
         """
         self._enter()
         began = time.perf_counter()
@@ -274,6 +279,7 @@ class Runner:
             tokens = np.concatenate([tokens[: shift.keep], tokens[shift.keep + discard :]])
         elif len(tokens) >= self.context:
             raise ContextLengthError(len(tokens), self.context)
+        self._must_have_room(len(tokens) + min(options.max_tokens or HEADROOM, HEADROOM))
         next_token = NextToken(options, self.facts.vocab, logits_processors, constraint)
         session = self._cache.begin(tokens)
         self._pipeline, self._discarded, self.usage = None, discard, None
@@ -292,6 +298,7 @@ class Runner:
             raise ContextLengthError(len(tokens), self.context)
         if self.facts.depends_on_chunks or common_prefix(self.entry.tokens.array, tokens) == len(tokens):
             return 0
+        self._must_have_room(len(tokens))
         session = self._cache.begin(tokens, ahead=True)
         try:
             return self._evaluate(session, cancelled)
@@ -308,6 +315,11 @@ class Runner:
             except Exception:
                 _keep_only_what_can_be_evaluated(session)
                 raise
+
+    def _must_have_room(self, tokens: int) -> None:
+        """MemoryPlanError before memory grows beyond what there is; what was taken at start is there."""
+        if self._growing is not None:
+            must_have_room(self._growing, min(tokens, self.context), self.prefill_step)
 
     def _shift(self, prompt: Prompt, tokens: TokenArray, options: GenerateOptions) -> Shift | None:
         """How to make room in a full context, if that is wanted."""
@@ -335,8 +347,9 @@ class Runner:
             request.error = type(error).__name__
             raise
         finally:
-            request.session.close()  # again: Ctrl-C may have come on the way in or out
-            self._tell(request)
+            if self.owner.is_here:  # else another thread has dropped the iterator: the entry is settled before its next use
+                request.session.close()  # again: Ctrl-C may have come on the way in or out
+                self._tell(request)
 
     def _enter(self) -> None:
         """Check the thread, and tell of a request whose end was read but whose iterator was not.
@@ -381,13 +394,16 @@ class Runner:
                 for chunk in answer.chunks(decoded, clock):
                     if chunk.finish_reason is not None:
                         break
+                    if answer.count % HEADROOM == 0:
+                        self._must_have_room(session.recorded + HEADROOM)
                     yield chunk
             except Exception:
                 _keep_only_what_can_be_evaluated(session)
                 raise
             finally:
                 decoded.close()  # a token that is on its way is recorded now
-                request.usage = self._usage(request, answer, pipeline)
+                if self.owner.is_here:
+                    request.usage = self._usage(request, answer, pipeline)
             request.finish_reason = chunk.finish_reason
         self._untold = request
         if options.overflow == "error" and chunk.finish_reason == "length" and answer.count == room != options.max_tokens:

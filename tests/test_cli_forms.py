@@ -135,3 +135,21 @@ def test_without_the_library_the_command_says_how_to_install_it(monkeypatch: pyt
         "mlxrunner: schema, choices: answers in a given form need llguidance, which is not installed: pip install llguidance\n"
     )
     assert generate("--max-tokens", "2").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("command", "times"),
+    [
+        (["generate", "-p", "Hi", "--stop", "e", "--choices", "yes,no"], 1),
+        (["generate", "-p", "Hi", "--stop", "e", "--max-tokens", "1"], 0),
+        (["generate", "-p", "Hi", "--choices", "yes,no", "--repeat", "2"], 0),
+        (["batch", "-", "-o", "-", "--stop", "e", "--choices", "yes,no"], 1),
+        (["batch", "-", "-o", "-", "--stop", "e", "--choices", "yes,no", "-q"], 0),
+    ],
+    ids=["generate", "no form", "no stop", "batch", "quiet"],
+)
+def test_a_stop_string_that_has_no_effect_is_said_once(command: list[str], times: int) -> None:
+    """On stderr; the answer is the whole form."""
+    result = CliRunner().invoke(cli.main, command, input='{"prompt": "Hi"}\n' * 2)
+    assert result.exit_code == 0
+    assert result.stderr.count("--stop has no effect with --schema or --choices") == times

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 import threading
 from collections import Counter
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from mlxrunner import MlxrunnerError, Runner
+from mlxrunner.cache.entry import PrefixCache
 from mlxrunner.errors import WrongThreadError
 from mlxrunner.models.facts import facts_of
 from mlxrunner.parallel.runner import ParallelRunner
@@ -134,6 +136,32 @@ def test_eight_threads_change_nothing_for_the_owner(llama: Parts, fast_switches:
         assert first.result().tokens == alone(llama, PROMPT)
         assert [result.tokens for result in results] == [alone(llama, prompt) for prompt in prompts]
     assert all(refused[name] for name in list(ON_MANY)[:8])
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "lfm2"])
+def test_chunks_that_another_thread_drops_are_settled_by_the_owner(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fifty times, anywhere in an answer: no work on the entry there; the owner's next answer is that of a cold runner."""
+    config = tiny_config(architecture, vocab_size=300)
+    model = tiny_model(config)
+    given = model, ByteTokenizer(), facts_of(model, config)
+    runner, dice = Runner(*given, context=400, prefill_step=16), random.Random(architecture)
+    settle, threads = PrefixCache.settle, set[str]()
+
+    def watched(self: PrefixCache, *why: str) -> None:
+        threads.add(threading.current_thread().name)
+        settle(self, *why)
+
+    monkeypatch.setattr(PrefixCache, "settle", watched)
+    for _ in range(17 if architecture != "llama" else 50):
+        begin = PROMPT[: dice.randrange(1, 41)]
+        held = [runner.generate([*begin, dice.randrange(290)], max_tokens=9, stop_tokens=[])]
+        for _ in range(dice.randrange(9)):
+            next(held[0])
+        assert elsewhere(held.clear) is None
+        prompt = [*begin, *(dice.randrange(290) for _ in range(dice.randrange(1, 20)))]
+        assert [chunk.token for chunk in runner.generate(prompt, **LIMITS)] == alone(given, prompt)
+        assert runner.entry.is_true
+    assert threads == {"MainThread"}
 
 
 def test_answers_that_another_thread_drops_are_cancelled_by_the_owner(llama: Parts) -> None:

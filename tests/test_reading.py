@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import os
+import pty
 import socket
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from mlxrunner.reading import MissingFileError, ReadError, is_there, open_file, read_bytes, read_json, read_text
+from mlxrunner import cli
+from mlxrunner.reading import MissingFileError, ReadError, is_there, open_file, open_given, read_bytes, read_json, read_text
 
 
 def test_a_file_is_read_up_to_its_limit(tmp_path: Path) -> None:
@@ -158,3 +164,97 @@ def test_json_may_say_a_thing_twice_if_it_is_the_same(tmp_path: Path) -> None:
     file = tmp_path / "x.json"
     file.write_text('{"a": [1, {"b": null}], "a": [1, {"b": null}]}')
     assert read_json(file, 100) == {"a": [1, {"b": None}]}
+
+
+def run(command: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """A line for a shell that knows `<(command)`; `mlxrunner` is the program."""
+    whole = f'mlxrunner() {{ "{sys.executable}" -m mlxrunner "$@"; }}; {command}'
+    return subprocess.run(["bash", "-c", whole], capture_output=True, text=True, timeout=60, check=False, **options)
+
+
+def test_what_a_shell_hands_over_is_read(tmp_path: Path) -> None:
+    """A pipe that is open already, and standard input; a regular file behind one is opened anew."""
+    (read, write) = os.pipe()
+    os.write(write, b'{"a": 1}')
+    os.close(write)
+    with pytest.raises(ReadError, match="is a FIFO"):
+        read_json(f"/dev/fd/{read}", 100)
+    assert read_json(f"/dev/fd/{read}", 100, given=True) == {"a": 1}
+    os.close(read)
+    with pytest.raises(ReadError, match=f"/dev/fd/{read}: "):
+        open_given(f"/dev/fd/{read}")
+    (tmp_path / "file").write_text("here")
+    with (tmp_path / "file").open("rb") as file:
+        assert file.read(2) == b"he"
+        assert read_text(f"/dev/fd/{file.fileno()}", 4, given=True) == "here"
+        with pytest.raises(ReadError, match="at most 3 are read"):
+            read_text(f"/dev/fd/{file.fileno()}", 3, given=True)
+
+
+def test_a_pipe_that_sends_too_much_is_bounded() -> None:
+    """It is not read to its end."""
+    read, write = os.pipe()
+    os.write(write, bytes(5000))
+    with pytest.raises(ReadError, match="at most 100 are read here"):
+        read_bytes(f"/dev/fd/{read}", 100, given=True)
+    os.close(write)
+    os.close(read)
+
+
+@pytest.mark.parametrize("kind", [_fifo, _socket, _link_to_fifo])
+def test_a_named_pipe_is_refused_where_a_shell_did_not_open_it(
+    kind: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody may ever write to it."""
+    monkeypatch.chdir(tmp_path)
+    kind(Path("x"))
+    with pytest.raises(ReadError, match=r"x: is a .*, not a regular file"):
+        open_given("x")
+
+
+FORM = '{"enum": ["yes"]}'
+
+
+@pytest.mark.parametrize(
+    ("command", "output"),
+    [
+        (f"mlxrunner generate -p Hi --schema <(echo '{FORM}')", '"yes"\n'),
+        (f"echo '{FORM}' | mlxrunner generate -p Hi --schema /dev/stdin", '"yes"\n'),
+        ('mlxrunner batch <(echo \'{"prompt": "Hi", "max_tokens": 1}\') -o - | wc -l', "1\n"),
+        ('echo \'{"prompt": "Hi", "max_tokens": 1}\' | mlxrunner batch /dev/stdin -o - | wc -l', "1\n"),
+    ],
+    ids=["schema <()", "schema stdin", "batch <()", "batch stdin"],
+)
+def test_the_command_line_takes_what_a_shell_hands_over(command: str, output: str) -> None:
+    """`<(command)` and /dev/stdin in the place of a file."""
+    assert run(command).stdout == output
+
+
+def test_a_report_takes_what_a_shell_hands_over(tmp_path: Path) -> None:
+    """Of a pipe and of a file on standard input, none of whose bytes was taken by the first look at it."""
+    events = tmp_path / "events"
+    assert cli.main.main(["generate", "-p", "Hi", "--max-tokens", "1", "--events", str(events)], standalone_mode=False) is None
+    for command in (f"report --json <(cat {events})", f"report --json /dev/stdin < {events}", f"explain <(cat {events}) --last"):
+        found = run(f"mlxrunner {command}")
+        assert found.returncode == 0, found.stderr
+        assert '"requests": 1' in found.stdout or "generate, demo" in found.stdout
+
+
+@pytest.mark.parametrize("command", ["batch - -o -", "report /dev/stdin"])
+def test_who_waits_says_for_what(command: str, tmp_path: Path) -> None:
+    """On a terminal, once, where a stream has sent nothing yet."""
+    outer, inner = pty.openpty()
+    read, write = os.pipe()
+    program = subprocess.Popen(
+        [sys.executable, "-m", "mlxrunner", *command.split()], stdin=read, stdout=subprocess.DEVNULL, stderr=inner
+    )
+    os.close(read)
+    os.close(inner)
+    said = b""
+    deadline = time.monotonic() + 60
+    while b"which has sent nothing yet" not in said and time.monotonic() < deadline:
+        said += os.read(outer, 1000)
+    os.close(write)
+    program.wait(60)
+    os.close(outer)
+    assert b"waiting for" in said

@@ -17,6 +17,7 @@ from click.testing import CliRunner
 
 from mlxrunner import Chunk, MemoryPlanError, Runner, Usage, cli, device
 from mlxrunner.cache.checkpoints import HEADER
+from mlxrunner.limits import Limit
 from mlxrunner.plan import Batch, Plan
 from mlxrunner.runner import plan_model
 from mlxrunner.terminal import size
@@ -324,5 +325,30 @@ def test_what_a_device_offers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "_available", lambda total: 10**9)
     monkeypatch.setattr(device, "is_gpu", lambda: True)
     assert device.offered_bytes() == 10**10
-    monkeypatch.setattr(device, "is_gpu", lambda: False)
     assert device.offered_bytes() == 9 * 10**8 + mx.get_active_memory()
+
+
+def test_memory_that_grows_is_looked_at_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a reservation a prompt or an answer that can't be held is one line; the entry stays true, and what fits is answered."""
+    runner = Runner.load("demo", context=1500, reserve=False)
+    monkeypatch.setattr(device, "is_gpu", lambda: False)
+    demand = runner._growing
+    assert demand is not None
+    offered = demand.growing(600, runner.prefill_step, 0)
+    monkeypatch.setattr(
+        device, "hard_limit", lambda: Limit("ulimit -v", offered - mx.get_active_memory() - mx.get_cache_memory())
+    )
+    with pytest.raises(
+        MemoryPlanError, match=r"^1256 tokens need .*, and ulimit -v leaves .*: give at most 600 tokens, or a smaller"
+    ) as error:
+        runner.generate([5] * 1000)
+    assert "\n" not in str(error.value)
+    chunks, count = runner.generate([5] * 200, stop_tokens=[]), 0
+    with pytest.raises(MemoryPlanError, match="tokens need"):
+        for count, _ in enumerate(chunks, 1):
+            pass
+    assert 250 <= count <= 600
+    assert runner.entry.is_true
+    assert len(list(runner.generate([5] * 200, max_tokens=3, stop_tokens=[]))) == 3
+    with pytest.raises(MemoryPlanError, match="1000 tokens need"):
+        runner.evaluate([5] * 1000)

@@ -188,6 +188,58 @@ def test_the_check_knows_what_opens_for_writing(code: str, is_one: bool) -> None
     assert opens_for_writing(statement.value) == is_one
 
 
+OPENERS = {
+    "reading": "the one opener",
+    "writing": "of what is one's own",
+    "testing_models": "makes models in folders of its own",
+    "limits": "files of the kernel",
+    "device": "files of the kernel",
+    "power": "files of the kernel",
+    "cli.program": "the null device, in the place of a closed stream",
+    "profiling.html": "a style sheet of the package",
+    "profiling.reading": "the schema of the package",
+    "sessions.files": "a folder that is held open, nothing in it",
+    "batch.output": "its own descriptor again, and its folder",
+}
+"""Modules that open files by themselves, and what those are."""
+
+
+def opens(call: ast.Call) -> bool:
+    """Whether a call opens a file by its name."""
+    name = ast.unparse(call.func)
+    receiver, _, method = name.rpartition(".")
+    if name == "open" or name in ("io.open", "os.open", "np.load", "mx.load"):
+        return True
+    is_one_of_ours = receiver in ("Store", "Output", "webbrowser", "folder", "cls") or receiver.startswith("Folder(")
+    return (method == "open" and not is_one_of_ours) or (receiver != "" and method in ("read_text", "read_bytes"))
+
+
+def test_only_one_module_opens_files_of_others() -> None:
+    """Bounded, regular and never waiting: all others go through its opener, or say why not."""
+    found = {
+        name: ast.unparse(node)[:80]
+        for name, path in MODULES.items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and opens(node)
+    }
+    assert {name: call for name, call in found.items() if name not in OPENERS} == {}
+    assert OPENERS.keys() <= found.keys()
+
+
+@pytest.mark.parametrize(
+    ("code", "is_one"),
+    [
+        ("open(path)", True), ("path.open('rb')", True), ("os.open(name, flags)", True), ("Path(name).read_text()", True),
+        ("file.read_bytes()", True), ("read_text(path, 10)", False), ("Store.open(path)", False), ("open_file(path)", False),
+    ],
+)  # fmt: skip
+def test_the_check_knows_what_opens(code: str, is_one: bool) -> None:
+    """So that it proves something."""
+    call = ast.parse(code, mode="eval").body
+    assert isinstance(call, ast.Call)
+    assert opens(call) == is_one
+
+
 def test_every_command_is_in_the_readme() -> None:
     """With its options shown by --help, which each command has."""
     readme = (ROOT.parent / "README.md").read_text()

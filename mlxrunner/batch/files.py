@@ -15,7 +15,7 @@ from mlxrunner.batch.job import STANDARD, Job
 from mlxrunner.batch.output import Output, OutputError
 from mlxrunner.batch.store import Store, StoreError
 from mlxrunner.errors import MlxrunnerError, PromptError
-from mlxrunner.reading import ReadError, is_endless, open_file
+from mlxrunner.reading import ReadError, open_file, open_given, say_if_waiting
 from mlxrunner.writing import check_own
 
 
@@ -25,25 +25,17 @@ def opened_input(job: Job) -> Iterator[BinaryIO]:
     if job.input == STANDARD:
         if sys.stdin is None:
             raise PromptError("standard input is closed")
+        say_if_waiting(sys.stdin.buffer, "standard input")
         yield sys.stdin.buffer
         return
     try:
-        with _opened(job.input) as stream:
+        with open_given(job.input) as stream:
+            say_if_waiting(stream, job.input)
             yield stream
+    except ReadError as error:
+        raise PromptError(str(error)) from error
     except OSError as error:
         raise PromptError(f"{job.input}: can't be read: {error.strerror or error}") from error
-
-
-def _opened(name: str) -> BinaryIO:
-    """A file, or a pipe (`<(command)`): not a device, which may never end."""
-    try:
-        stream = open(name, "rb")  # noqa: SIM115  # by who asked for it
-    except ValueError as error:  # a NUL in it
-        raise PromptError(f"{name}: can't be read: it is not a file name ({error})") from error
-    if is_endless(stream.fileno()):
-        stream.close()
-        raise PromptError(f"{name}: can't be read: it is a device, which may never end: name a file")
-    return stream
 
 
 def _input_digest(job: Job) -> str | None:

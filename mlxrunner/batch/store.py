@@ -28,7 +28,7 @@ is complete it gets that of the first line that can."""
 Order = Literal["prefix", "input"]
 
 APPLICATION_ID = 0x6D6C7862  # "mlxb"
-VERSION = 3
+VERSION = 4
 CACHE_KIB = 32 * 1024
 """Memory for SQLite's pages, and for a run of its sort."""
 
@@ -108,6 +108,12 @@ _TABLES = "SELECT type, name, tbl_name, sql FROM sqlite_master ORDER BY name"
 _INSERT_LINE = """
 INSERT INTO lines (line, number, id, options, error, tokens, prompt, format, sum) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)
 """
+_INSERT_RESULT = "INSERT INTO results (done, line, failed, body, sum) VALUES (?, ?, ?, ?, ?)"
+_RESULT = "SELECT done, line, failed, body, sum FROM results WHERE"
+_SET_FORMATS = """
+UPDATE lines SET format = :format, sum = row_sum(line, number, id, options, error, tokens, prompt, :format) WHERE format = 'unknown'
+"""
+_FIRST_FORMAT = "SELECT format FROM lines WHERE format <> 'unknown' ORDER BY line LIMIT 1"
 _PENDING = """
 SELECT {place}, line, number, id, options, error, tokens, prompt, format, sum FROM {table}
 WHERE {place} > ? AND line NOT IN (SELECT line FROM results) ORDER BY {place} LIMIT 1
@@ -128,6 +134,7 @@ class Store:
         """Use `create` or `open`."""
         self._name, self._db = name, database
         self._lines = self._broken = 0
+        self._recorded = 0  # `done` of the last result, in a transaction
 
     @classmethod
     def create(cls, path: Path | None = None, *, unique_ids: bool = True) -> Store:
@@ -196,6 +203,8 @@ class Store:
                 raise self.damaged("it does not say how many lines there are")
             if (-1 if last is None else last) != lines - 1 or (place or 0) != lines:
                 raise self.damaged(f"{lines} lines should be in it, and are not")
+            if self._one("SELECT line FROM lines WHERE line NOT IN (SELECT line FROM places) LIMIT 1") is not None:
+                raise self.damaged("a line has no place in its order")
             self._lines, self._broken = lines, broken
         elif last is not None or place is not None:
             raise self.damaged("it has lines, and no end of them")
@@ -255,8 +264,9 @@ class Store:
 
     def _insert(self, entry: Entry) -> None:
         options = json.dumps(dict(entry.options)) if entry.options else None
-        columns = (entry.index, entry.number, entry.id, options, entry.error, sort_key(entry.tokens), _as_text(entry.prompt))
-        self._db.execute(_INSERT_LINE, (*columns, entry.format, _sum(*columns)))
+        tokens, prompt = sort_key(entry.tokens), _as_text(entry.prompt)
+        columns = (entry.index, entry.number, entry.id, options, entry.error, tokens, prompt, entry.format)
+        self._db.execute(_INSERT_LINE, (*columns, _sum(*columns)))
 
     def _begin_input(self) -> None:
         if self._db.in_transaction:
@@ -271,8 +281,9 @@ class Store:
         with self._explained():
             self._begin_input()
             if self._broken:
-                known = "SELECT format FROM lines WHERE format <> 'unknown' ORDER BY line LIMIT 1"
-                self._db.execute(f"UPDATE lines SET format = ifnull(({known}), 'plain') WHERE format = 'unknown'")
+                (form,) = self._one(_FIRST_FORMAT) or ("plain",)
+                self._db.create_function("row_sum", -1, _sum)
+                self._db.execute(_SET_FORMATS, {"format": form})
             self._db.execute("INSERT INTO places (line) SELECT line FROM lines ORDER BY tokens, line")
             self._db.executemany("INSERT INTO meta VALUES (?, ?)", (meta or {}).items())
             self._db.execute("INSERT INTO input VALUES (?, ?)", (self._lines, self._broken))
@@ -285,11 +296,11 @@ class Store:
         """
         place = -1
         while (row := self._next(_NEXT[order], place)) is not None:
-            place, *columns, form, written = row
-            if _sum(*columns) != written or form not in get_args(Format):
+            place, *columns, written = row
+            if _sum(*columns) != written or columns[-1] not in get_args(Format):
                 raise self.damaged(f"line {columns[0]!r:.20} of it has changed")
             try:
-                entry = _entry(columns, form)
+                entry = _entry(columns[:-1], columns[-1])
             except (ValueError, TypeError, RecursionError) as error:
                 raise self.damaged(f"line {columns[0]!r:.20} of it can't be read") from error
             yield entry
@@ -299,8 +310,10 @@ class Store:
         with self._explained():
             if not self._db.in_transaction:
                 self._db.execute("BEGIN")
-            row = (index, int(failed), body, _sum(index, int(failed), body))
-            self._db.execute("INSERT INTO results (line, failed, body, sum) VALUES (?, ?, ?, ?)", row)
+                (self._recorded,) = self._one("SELECT ifnull(max(done), 0) FROM results")
+            self._recorded += 1
+            row = (self._recorded, index, int(failed), body)
+            self._db.execute(_INSERT_RESULT, (*row, _sum(*row)))
 
     def commit(self) -> None:
         """What was recorded is on the disk when this returns."""
@@ -314,22 +327,23 @@ class Store:
         "input": in the order of the input, up to the first line that has none yet (`place` is the index); "done": as they were recorded.
         """
         where = "line = ? + 1" if order == "input" else "done > ? ORDER BY done LIMIT 1"
-        place = "line" if order == "input" else "done"
-        while (row := self._next(f"SELECT {place}, line, failed, body, sum FROM results WHERE {where}", after)) is not None:
-            body = self._body(*row)
+        while (row := self._next(f"{_RESULT} {where}", after)) is not None:
+            body = self._body(row, order)
             after = body.place
             yield body
 
-    def _body(self, place: Any, line: Any, failed: Any, body: Any, written: Any) -> Body:
-        if _sum(line, failed, body) != written or not _are_ints(place, line) or not 0 <= line < self._lines:
+    def _body(self, row: tuple[Any, ...], order: Literal["input", "done"] = "input") -> Body:
+        *columns, written = row
+        done, line, failed, body = columns
+        if _sum(*columns) != written or not _are_ints(done, line) or not 0 <= line < self._lines:
             raise self.damaged(f"the answer of line {line!r:.20} has changed")
-        return Body(place, line, body, bool(failed))
+        return Body(done if order == "done" else line, line, body, bool(failed))
 
     def first_failure(self) -> Body | None:
         """The result of the first line of the input that failed so far."""
         with self._explained():
-            row = self._one("SELECT line, line, failed, body, sum FROM results WHERE failed ORDER BY line LIMIT 1")
-        return None if row is None else self._body(*row)
+            row = self._one(f"{_RESULT} failed ORDER BY line LIMIT 1")
+        return None if row is None else self._body(row)
 
     def _next(self, query: str, after: int) -> Any:
         with self._explained():
@@ -369,7 +383,7 @@ def _tables() -> list[Any]:
 
 
 def _sum(*columns: str | bytes | int | None) -> int:
-    """Of what is in a row, so that a bit that a disk has turned does not become another answer."""
+    """Of all that is in a row, so that a bit that a disk has turned does not become another answer."""
     total = 0
     for column in columns:
         data = column if isinstance(column, bytes) else str(column).encode("utf-8", "surrogatepass")

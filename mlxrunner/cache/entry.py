@@ -8,6 +8,7 @@ moment leaves layers that are at or ahead of the tokens, and settling rewinds th
 from __future__ import annotations
 
 import logging
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -353,7 +354,7 @@ class Session:
     """
 
     def __init__(self, prefix_cache: PrefixCache, prompt: TokenArray, *, ahead: bool = False) -> None:
-        self._cache = prefix_cache
+        self._cache, self._thread = prefix_cache, threading.get_ident()
         self.prompt, self.is_ahead = prompt, ahead
         self.lookup = Lookup(len(prompt), 0, 0, 0)
         self.forwarded = 0
@@ -377,8 +378,12 @@ class Session:
         self.close()
 
     def close(self) -> None:
-        """Give the entry back, if not done yet. For a caller whose `with` may have been interrupted on its way in or out."""
-        self._cache._close(self)
+        """Give the entry back; nothing to do if that was done. For a caller whose `with` may have been interrupted on its way in or out.
+
+        In a thread that did not begin it (which has dropped the last reference to it) nothing is touched: it is settled before its next use.
+        """
+        if threading.get_ident() == self._thread:
+            self._cache._close(self)
 
     @property
     def caches(self) -> list[LayerCache]:

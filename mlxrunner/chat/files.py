@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -14,7 +13,7 @@ from mlxrunner.chat.clipboard import copy
 from mlxrunner.chat.commands import PATH, Command, flagged
 from mlxrunner.chat.thinking import without_thinking
 from mlxrunner.errors import MlxrunnerError, OptionError
-from mlxrunner.reading import ReadError, read_bytes
+from mlxrunner.reading import ReadError, open_file
 from mlxrunner.terminal import size
 from mlxrunner.tokenizer import Message
 from mlxrunner.writing import written
@@ -90,21 +89,20 @@ def read_text(name: str, chat: Chat) -> str:
     """The text of a file that fits into the context. FileError in one line for any other."""
     path = Path(os.path.expanduser(name))
     context, tokenizer = chat.runner.context, chat.runner.tokenizer
+    limit = LONGEST_TOKEN * context
     try:
-        found = path.stat()
-        if not stat.S_ISREG(found.st_mode):
-            raise FileError(f"{name}: not a file")
-        if found.st_size > LONGEST_TOKEN * context:
-            raise FileError(f"{name}: {size(found.st_size)} are more than the context of {context} tokens holds")
-        text = read_bytes(path, LONGEST_TOKEN * context).decode()
-    except ReadError as error:  # it has become another one, or only said that it is small
+        descriptor, nbytes = open_file(path)
+        with os.fdopen(descriptor, "rb") as stream:
+            content = stream.read(limit + 1) if nbytes <= limit else b""
+        if max(nbytes, len(content)) > limit:
+            raise FileError(f"{name}: {size(max(nbytes, len(content)))} are more than the context of {context} tokens holds")
+        text = content.decode()
+    except ReadError as error:
         raise FileError(str(error)) from error
     except OSError as error:
         raise FileError(f"{name}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise FileError(f"{name}: not a text (byte {error.start} is not UTF-8)") from error
-    except ValueError as error:  # a NUL, or half a character
-        raise FileError(f"{name}: not a file name ({error})") from error
     if "\0" in text:
         raise FileError(f"{name}: not a text (byte {text.index(chr(0))} is 0)")
     tokens = len(tokenizer.encode_more(text))

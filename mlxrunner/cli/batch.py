@@ -97,7 +97,7 @@ def batch(
             )
         options["parallel"] = 1
     job_options, loading = take(options, own), take(options, LOADING)
-    check_options(options)
+    check_options(options, quiet=quiet)
     job = Job(
         input=input_file, output=output or STANDARD, model=model, template=template, loading=loading, defaults=options,
         usage=not no_usage, **job_options,

@@ -69,7 +69,7 @@ def import_(file: str, name: str, model: str, tokens: str | None, kv_bits: int |
 
 def _tokens(text: str) -> list[int]:
     try:
-        found = read_json(text[1:], MOST_TOKENS) if text.startswith("@") else json.loads(text)
+        found = read_json(text[1:], MOST_TOKENS, given=True) if text.startswith("@") else json.loads(text)
     except ReadError as error:
         raise OptionError(f"--tokens: {error}") from error
     except (ValueError, RecursionError) as error:

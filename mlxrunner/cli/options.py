@@ -115,7 +115,7 @@ def _read_schema(ctx: click.Context, parameter: click.Parameter, file: str | Non
     if file is None:
         return None
     try:
-        return read_text(file, 4 * MAX_SCHEMA)
+        return read_text(file, 4 * MAX_SCHEMA, given=True)
     except ReadError as error:
         raise OptionError(f"--schema {error}") from error
 
@@ -143,12 +143,15 @@ def form_options(command: F) -> F:
     ))(command)  # fmt: skip
 
 
-def check_options(options: dict[str, Any]) -> None:
-    """Complain before a model is loaded."""
+def check_options(options: dict[str, Any], *, quiet: bool = False) -> None:
+    """Complain before a model is loaded. `quiet`: say nothing of what only has no effect."""
     from mlxrunner.config import GenerateOptions
     from mlxrunner.constrain import check_form
 
-    check_form(GenerateOptions.of(**options))
+    checked = GenerateOptions.of(**options)
+    check_form(checked)
+    if checked.has_form and checked.stop and not quiet:
+        click.echo("--stop has no effect with --schema or --choices: such an answer ends where its form is complete", err=True)
 
 
 def take(options: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:

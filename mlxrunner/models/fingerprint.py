@@ -17,7 +17,7 @@ from typing import Any
 from mlxrunner.cache.saved import Saved, outline
 from mlxrunner.errors import ModelError
 from mlxrunner.models.resolve import MOST_BYTES, read_config, read_headers
-from mlxrunner.reading import ReadError, is_there, read_bytes
+from mlxrunner.reading import ReadError, is_there, open_file, read_bytes
 from mlxrunner.tokenizer.template import read_json, read_template
 
 PARTS = {
@@ -73,8 +73,8 @@ def _content(file: Path) -> bytes:
 
 
 def _samples(file: Path, header: dict[str, Any]) -> list[bytes]:
-    with file.open("rb") as stream:
-        fd, size = stream.fileno(), file.stat().st_size
+    fd, size = open_file(file)
+    with os.fdopen(fd, "rb"):
         begin = size - max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
         found = [str(size).encode(), _canonical(header)]
         for name, entry in header.items():

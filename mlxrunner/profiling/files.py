@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import IO
 
 from mlxrunner.errors import MlxrunnerError, OptionError
-from mlxrunner.profiling.reading import ReadError, with_rotated
-from mlxrunner.reading import is_endless
+from mlxrunner.profiling.reading import with_rotated
+from mlxrunner.reading import ReadError, open_given
 from mlxrunner.writing import is_stream, open_stream, written
 
 ERRORS = "backslashreplace"
@@ -57,15 +57,12 @@ def sources(files: Iterable[str]) -> list[Path]:
     for file in files:
         for path in with_rotated(file):
             try:
-                with path.open("rb") as stream:
-                    if is_endless(stream.fileno()):
-                        raise ReadError(f"{path}: can't be read: it is a device, which may never end: name a file")
+                with open_given(path) as stream:
                     if path.is_file() and stream.read(2) == b"\x1f\x8b":
                         raise ReadError(f"{path} is compressed: unpack it first, gzip -dk {path}")
                     status = os.fstat(stream.fileno())
-            except (OSError, ValueError) as error:  # a NUL in the name
-                why = error.strerror if isinstance(error, OSError) else f"it is not a file name ({error})"
-                raise ReadError(f"{path}: can't be read: {why or error}") from error
+            except OSError as error:
+                raise ReadError(f"{path}: can't be read: {error.strerror or error}") from error
             found.setdefault((status.st_dev, status.st_ino), path)
     return list(found.values())
 

@@ -83,6 +83,8 @@ def _cards(summary: Summary) -> str:
     ]
     if summary.verified:
         cards.append(("Verified cold", number(summary.verified), f"of which {number(summary.unequal)} differed"))
+    if summary.untested:
+        cards.append(("Untested", number(summary.untested), "one wrong token would be within the tolerance"))
     shown = (f"<div><dt>{name}</dt><dd>{_with_small_unit(value)}<small>{note}</small></dd></div>" for name, value, note in cards)
     return f'<dl class="cards">{"".join(shown)}</dl>'
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlxrunner.cache.checkpoints import INTERVAL
 from mlxrunner.cache.factory import DEFAULT_SLACK, CacheOptions, make_layer_caches
@@ -29,6 +29,9 @@ from mlxrunner.profiling.identity import describe_layers, fingerprint, thinking_
 from mlxrunner.profiling.tokenlog import TokenLines
 from mlxrunner.profiling.writer import LineWriter
 from mlxrunner.runner import DEFAULT_PREFILL_STEP
+
+if TYPE_CHECKING:
+    from mlxrunner.profiling.verify import Measured
 
 Sink = Callable[[dict[str, Any]], None]
 """Is given each event."""
@@ -74,7 +77,7 @@ class Profile:
         self._settings: dict[str, Any] = {}
         self._entry = TokenBuffer()
         self._lines: TokenLines | None = None
-        self._noise: float | None = None
+        self._measured: Measured | None = None
         self._entry_tokens = 0
 
     def attach(self, runner: Any) -> None:
@@ -101,7 +104,7 @@ class Profile:
         self._entry = TokenBuffer()
         self._divergences = Divergences(runner.tokenizer, self._log_text)
         self._curve = PrefillCurve()
-        self._entry_tokens, self._noise, self._lines = 0, None, None
+        self._entry_tokens, self._measured, self._lines = 0, None, None
         if self._tokens is not None:
             self._layers = describe_layers(runner.model, self._caches(runner))
         runner.observer = self
@@ -173,11 +176,17 @@ class Profile:
         from mlxrunner.profiling.verify import Verifier, Warm
 
         rough = self._settings.get("kv_bits") is not None
-        verifier = Verifier(runner.model, runner.cold_caches, runner.prefill_step, self._noise, is_rough=rough)
+        verifier = Verifier(runner.model, runner.cold_caches, runner.prefill_step, self._measured, is_rough=rough)
         tokens: TokenArray = observed.entry.array.copy()
         logger.debug("verifying %d tokens", len(tokens))
         found = verifier.verify(Warm(tokens, len(observed.prompt), observed.logits, observed.is_greedy))
-        self._noise = verifier.noise
+        self._measured = verifier.measured
+        if found["equal"] is None:
+            logger.warning(
+                "request %d is not verified: one wrong token makes %.3g, which is within the tolerance of %.3g",
+                self.number, found["wrong_token"], found["tolerance"],
+            )  # fmt: skip
+            return found
         self.verified += 1
         if not found["equal"]:
             self.failed += 1
@@ -211,6 +220,7 @@ class Profile:
             **ALONE,
             **self._settings,
             "layers": self._layers,
+            "never_reused": bool(runner.facts.depends_on_chunks),
             "message_ends": sorted(runner.tokenizer.message_ends),
             "thinking": thinking_marks(runner.tokenizer),
         }

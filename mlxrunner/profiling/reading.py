@@ -15,19 +15,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from mlxrunner.errors import MlxrunnerError
+from mlxrunner.reading import ReadError, open_given, say_if_waiting
 
 Check = Callable[[Any], bool]
 SLOWEST = 0.05
 """Tokens per second, but for 0."""
 LONGEST_LINE = 64 * 2**20
 """Bytes; no line of ours comes near it."""
-
-
-class ReadError(MlxrunnerError):
-    """A file of events that can't be opened or read."""
-
-    exit_code = 2
 
 
 class Lines:
@@ -91,7 +85,8 @@ def event_schema() -> dict[str, Any]:
 
 def _raw_lines(file: Path) -> Iterator[bytes]:
     try:
-        with file.open("rb") as stream:
+        with open_given(file) as stream:
+            say_if_waiting(stream, str(file))
             while raw := stream.readline(LONGEST_LINE):
                 yield raw
     except OSError as error:

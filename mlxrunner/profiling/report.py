@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from mlxrunner.profiling.files import must_differ, replaced
-from mlxrunner.profiling.reading import ReadError, event_schema, read_events
+from mlxrunner.profiling.reading import event_schema, read_events
 from mlxrunner.profiling.summary import Summary
+from mlxrunner.reading import ReadError
 
 SKIPPED = {
     "unreadable": "broken or cut off",

@@ -106,6 +106,8 @@ def _totals(summary: Summary, to: Console) -> None:
         rows.append(("ended early", f"{summary.finishes['interrupted']} interrupted, {summary.finishes['error']} by an error"))
     if summary.verified:
         rows.append(("verified cold", f"{number(summary.verified)}, of which {number(summary.unequal)} differed"))
+    if summary.untested:
+        rows.append(("untested", f"{number(summary.untested)}: one wrong token would be within the tolerance"))
     to.print(_grid(rows))
     _over_time(summary, to)
 

@@ -86,7 +86,7 @@ class Replay:
 
     def run(self, request: Request) -> Lookup:
         """What the request finds; afterwards the entry is as it leaves it."""
-        if request.freed and request.entry_before == 0:
+        if self._process.get("never_reused") or (request.freed and request.entry_before == 0):
             self.reset()
         entry = self._choose(request.prompt)
         self._entries.remove(entry)

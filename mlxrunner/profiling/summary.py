@@ -47,7 +47,7 @@ class Summary:
         self.places: dict[str, Loss] = {}
         self.timeline = Timeline()
         self.samples: list[Sample] = []
-        self.verified = self.unequal = 0
+        self.verified = self.unequal = self.untested = 0
         self.estimated = self.side_by_side = 0
         self._sampled = 0
         self._misses: list[tuple[tuple[float, int, str], int, Miss]] = []
@@ -62,8 +62,9 @@ class Summary:
         self._add_loss(event)
         self._add_bin(event)
         if event["verify"] is not None:
-            self.verified += 1
-            self.unequal += not event["verify"]["equal"]
+            self.verified += event["verify"]["equal"] is not None
+            self.untested += event["verify"]["equal"] is None
+            self.unequal += event["verify"]["equal"] is False
 
     @property
     def hit_rate(self) -> float:
@@ -120,6 +121,7 @@ class Summary:
             "costliest": [asdict(miss) for miss in self.costliest],
             "verified": self.verified,
             "unequal": self.unequal,
+            "untested": self.untested,
         }
 
     def _add_counts(self, event: Event) -> None:

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from mlxrunner.cache.lookup import Lookup
-from mlxrunner.profiling.reading import ReadError
 from mlxrunner.profiling.report import skipped_words
 from mlxrunner.profiling.sidebyside import SideBySide, can_be_replayed, has_room
 from mlxrunner.profiling.simulate import Replay, Request, is_usable
 from mlxrunner.profiling.thinking import Rewriter
 from mlxrunner.profiling.tokenlog import LoggedRequest, read_token_log
 from mlxrunner.profiling.whatif import AS_IT_WAS, ONE_AT_A_TIME, SLOTS, Row, Simulation, WhatIf, is_side_by_side, what_ifs
+from mlxrunner.reading import ReadError
 
 REPORT_EVERY = 50
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import fcntl
 import os
-import stat
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
+from mlxrunner.reading import ReadError, open_file
 from mlxrunner.writing import open_new, whole_sync
 
 FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -52,11 +52,11 @@ class Folder:
 
     def open(self, name: str) -> int:
         """A file to be read. OSError where it is missing, a link, or no regular file."""
-        fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self._fd)
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            os.close(fd)
-            raise OSError(f"{name} is no regular file")
-        return fd
+        try:
+            return open_file(name, dir_fd=self._fd, follow=False)[0]
+        except ReadError as error:
+            cause = error.__cause__
+            raise cause if isinstance(cause, OSError) else OSError(str(error)) from error
 
     def write(self, name: str, write: Callable[[int], None]) -> None:
         """`write(fd)` makes the new content; afterwards the file has it, on the disk, or an error came and the file is as it was.

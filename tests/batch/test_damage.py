@@ -105,6 +105,38 @@ def rewrite(chosen: random.Random, path: Path) -> None:
         database.execute(change, (chosen.choice(VALUES),) if "?" in change else ())
 
 
+ONE_VALUE = {
+    "lines": {
+        "line": 70, "number": 70, "id": "b0", "format": "chat.completion", "options": "{}", "error": "no", "tokens": b"\0\0\0\5",
+        "prompt": '"Hullo!"', "sum": 1,
+    },
+    "places": {"line": 1},
+    "results": {"done": 70, "line": 7, "failed": 1, "body": b"{}", "sum": 1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("broken", [False, True], ids=["read", "not read"])
+@pytest.mark.parametrize(
+    ("table", "column", "value"), [(table, *one) for table, columns in ONE_VALUE.items() for one in columns.items()]
+)
+def test_each_column_of_a_row_is_checked(table: str, column: str, value: object, broken: bool, tmp_path: Path) -> None:
+    """A value that could have stood there, too; also where the format was not known when the line was added."""
+    path = tmp_path / "run"
+    with Store.create(path) as made:
+        made.add(Entry(0, 1, as_tokens([5, 6]), "a0", "unknown" if broken else "plain", error="broken" if broken else None))
+        made.add(Entry(1, 2, as_tokens([5, 7]), "a1", prompt="Hello!"))
+        made.finish({"model": "demo"})
+        if table == "results":
+            made.record(0, body(0))
+            made.commit()
+    with Store.open(path) as whole:
+        assert len([*whole.bodies("done"), *whole.pending()]) == 2
+    with closing(sqlite3.connect(path, isolation_level=None)) as database:
+        assert database.execute(f"UPDATE {table} SET {column} = ? WHERE rowid < 2 AND line = 0", (value,)).rowcount == 1
+    with pytest.raises(StoreError, match="damaged"), Store.open(path) as opened:
+        list(opened.bodies("done")), list(opened.pending("input")), list(opened.pending())
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("damage", [flip, rewrite])
 def test_a_damaged_store_is_an_error_or_gives_what_was_put_in(

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxrunner.profiling.reading import ReadError, event_schema, read_events, with_rotated
+from mlxrunner.profiling.reading import event_schema, read_events, with_rotated
+from mlxrunner.reading import ReadError
 
 EXAMPLES = Path(__file__).with_name("example.jsonl")
 

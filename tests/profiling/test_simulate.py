@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -452,3 +453,24 @@ def test_layers_on_paper_store_nothing() -> None:
     layer.end_forward(5)
     with pytest.raises(RuntimeError, match="can't be rewound"):
         layer.rewind(6)
+
+
+def test_what_is_never_reused_is_never_reused_with_other_settings(tmp_path: Path) -> None:
+    """Each request of a model whose answers depend on chunks is a cold one, whatever the order and however many entries there are."""
+    config = tiny_config("llama", vocab_size=300)
+    model, log = tiny_model(config), tmp_path / "log.jsonl"
+    facts = replace(facts_of(model, config), depends_on_chunks=True)
+    profile = Profile(tokens=log)
+    runner = Runner(model, ByteTokenizer(), facts, name="dependent", context=200)
+    profile.attach(runner)
+    beginning = list(range(40))
+    for prompt in ([*beginning, 9], [7, *beginning], [*beginning, 8, 8], beginning):
+        list(runner.generate(prompt, max_tokens=3, stop_tokens=[]))
+    profile.finish()
+    made = replay([log], (1, 2, 8), (), ())
+    assert {(row.cached, row.evaluated) for row in made.rows} == {(0, 41 + 41 + 42 + 40)}
+    (first, *_) = read_token_log([log])
+    assert first.process["never_reused"] is True
+    lone = Replay(first.process, Settings(entries=4))
+    for _ in range(2):
+        assert lone.run(Request(first.prompt, first.answer, len(first.prompt))).reused == 0

@@ -16,6 +16,8 @@ from mlxrunner import cli
 from mlxrunner.errors import OptionError, VerifyError
 from mlxrunner.models.facts import facts_of
 from mlxrunner.profiling.profile import Profile, profiled
+from mlxrunner.profiling.summary import Summary
+from mlxrunner.profiling.verify import Measured, Verifier
 from mlxrunner.runner import Runner
 from mlxrunner.testing import ByteTokenizer
 from mlxrunner.testing_models import tiny_config, tiny_model
@@ -80,6 +82,39 @@ def test_a_spoiled_entry_is_caught(architecture: str, caplog: pytest.LogCaptureF
     assert events[-1]["reason"] == "verify_failed"
     ask(runner, [*range(1, 30), 3])
     assert events[-1]["verify"]["equal"] is True
+
+
+@pytest.mark.parametrize("noise", [0.5, float("inf")])
+def test_a_tolerance_that_hides_a_wrong_token_certifies_nothing(
+    noise: float, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request within it is untested, which is neither counted as verified nor as different; the entry stays."""
+    runner, events = watched()
+    ask(runner, "the quick brown fox jumps")
+    monkeypatch.setattr(Verifier, "_measure", lambda self, warm, last: Measured(noise, 4.0))
+    with caplog.at_level(logging.WARNING, "mlxrunner"):
+        ask(runner, "the quick brown fox sleeps")
+    found = events[-1]["verify"]
+    assert (found["equal"], found["wrong_token"], found["first_difference"]) == (None, 4.0, None)
+    assert found["tolerance"] >= 4.0
+    assert "request 2 is not verified: one wrong token makes 4, which is within the tolerance of" in caplog.text
+    assert runner.entry.tokens
+    summary = Summary()
+    for event in events:
+        summary.add(event)
+    assert (summary.verified, summary.unequal, summary.untested) == (0, 0, 1)
+
+
+def test_a_model_that_depends_on_its_chunks_is_not_certified(monkeypatch: pytest.MonkeyPatch) -> None:
+    """mlx-lm's PLaMo 3, had nobody found it out at load: its own noise is as large as a mistake."""
+    monkeypatch.setattr("mlxrunner.models.windows.masks_asked", lambda model: {})
+    sizes = {"head_dim": 16, "sliding_window": 12, "sliding_window_pattern": 2, "num_hidden_layers": 4}
+    runner, events = watched("plamo3", sizes=sizes)
+    text = "the quick brown fox jumps over the lazy dog " * 2
+    for prompt in (text, f"{text}again", f"{text}once more"):
+        ask(runner, prompt)
+    assert [event["verify"]["equal"] for event in events if event["verify"]] != []
+    assert True not in [event["verify"]["equal"] for event in events if event["verify"]]
 
 
 def spoil(cache: Any) -> None:
