@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ MOST_NESTED = 100
 """Lists and objects within each other in a JSON file; what is deeper breaks who copies or writes it."""
 PIECE = 2**20
 """Bytes asked for at once: a file that lies about its size costs no memory before it is read."""
+_GIVEN = re.compile(r"/dev/stdin|/(?:dev|proc/self)/fd/(?P<number>\d{1,6})")
 KINDS = (
     (stat.S_ISDIR, "a directory"),
     (stat.S_ISFIFO, "a FIFO"),
@@ -63,7 +65,11 @@ def open_file(path: str | os.PathLike[str], limit: int | None = None, *, dir_fd:
 
 def read_bytes(path: str | os.PathLike[str], limit: int, *, dir_fd: int | None = None) -> bytes:
     """All of a regular file of at most `limit` bytes. ReadError as `open_file`."""
-    descriptor, _ = open_file(path, limit, dir_fd=dir_fd)
+    return _read_all(open_file(path, limit, dir_fd=dir_fd)[0], path, limit)
+
+
+def _read_all(descriptor: int, path: str | os.PathLike[str], limit: int) -> bytes:
+    """Everything in an open file of at most `limit` bytes, which is closed."""
     try:
         content = bytearray()
         while piece := os.read(descriptor, min(PIECE, limit + 1 - len(content))):
@@ -78,7 +84,25 @@ def read_bytes(path: str | os.PathLike[str], limit: int, *, dir_fd: int | None =
 
 def read_text(path: str | os.PathLike[str], limit: int, *, dir_fd: int | None = None) -> str:
     """The text of a regular file of at most `limit` bytes: UTF-8, without a byte order mark. ReadError as `open_file`."""
-    content = read_bytes(path, limit, dir_fd=dir_fd)
+    return _decoded(path, read_bytes(path, limit, dir_fd=dir_fd))
+
+
+def read_given_text(path: str, limit: int) -> str:
+    """As `read_text`; and all of a stream that the user gave the program: `<(command)` or /dev/stdin."""
+    given = _GIVEN.fullmatch(path)
+    if given is None:
+        return read_text(path, limit)
+    try:
+        descriptor = os.dup(int(given["number"] or 0))
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    if is_endless(descriptor) or stat.S_ISDIR(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        return read_text(path, limit)  # which says what it is
+    return _decoded(path, _read_all(descriptor, path, limit))
+
+
+def _decoded(path: str | os.PathLike[str], content: bytes) -> str:
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

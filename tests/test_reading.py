@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxrunner.reading import MissingFileError, ReadError, is_there, open_file, read_bytes, read_json, read_text
+from mlxrunner.reading import MissingFileError, ReadError, is_there, open_file, read_bytes, read_given_text, read_json, read_text
 
 
 def test_a_file_is_read_up_to_its_limit(tmp_path: Path) -> None:
@@ -158,3 +158,30 @@ def test_json_may_say_a_thing_twice_if_it_is_the_same(tmp_path: Path) -> None:
     file = tmp_path / "x.json"
     file.write_text('{"a": [1, {"b": null}], "a": [1, {"b": null}]}')
     assert read_json(file, 100) == {"a": [1, {"b": None}]}
+
+
+def test_a_given_stream_is_read_to_its_end_within_the_limit(tmp_path: Path) -> None:
+    """What the user gave the program as `<(command)`; a FIFO with a name, a folder and an endless device stay refused."""
+    for content, limit in (("given", 5), ("more than that", 5)):
+        reader, writer = os.pipe()
+        os.write(writer, content.encode())
+        os.close(writer)
+        try:
+            if len(content) <= limit:
+                assert read_given_text(f"/dev/fd/{reader}", limit) == content
+            else:
+                with pytest.raises(ReadError, match="at most 5 are read here"):
+                    read_given_text(f"/dev/fd/{reader}", limit)
+        finally:
+            os.close(reader)
+    with pytest.raises(ReadError, match="can't be read"):
+        read_given_text(f"/dev/fd/{reader}", 5)
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(ReadError, match="is a FIFO"):
+        read_given_text(str(tmp_path / "fifo"), 5)
+    folder = os.open(tmp_path, os.O_RDONLY)
+    try:
+        with pytest.raises(ReadError, match="is a directory"):
+            read_given_text(f"/dev/fd/{folder}", 5)
+    finally:
+        os.close(folder)

@@ -11,7 +11,7 @@ import click
 from mlxrunner.cli.program import F, set_debug
 from mlxrunner.config import MAX_SCHEMA
 from mlxrunner.errors import OptionError
-from mlxrunner.reading import ReadError, read_text
+from mlxrunner.reading import ReadError, read_given_text
 
 if TYPE_CHECKING:
     from mlxrunner.runner import Runner
@@ -115,7 +115,7 @@ def _read_schema(ctx: click.Context, parameter: click.Parameter, file: str | Non
     if file is None:
         return None
     try:
-        return read_text(file, 4 * MAX_SCHEMA)
+        return read_given_text(file, 4 * MAX_SCHEMA)
     except ReadError as error:
         raise OptionError(f"--schema {error}") from error
 
