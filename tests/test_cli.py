@@ -50,6 +50,20 @@ def test_importing_the_package_imports_no_mlx() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("generate", "standard input is closed: give a prompt with --prompt TEXT"),
+        ("generate -p -", "standard input is closed: give a prompt with --prompt TEXT"),
+        ("chat", "standard input is closed: a chat reads its turns from a terminal, a file or a pipe"),
+    ],
+)
+def test_a_standard_input_that_is_closed_is_one_line(command: str, said: str) -> None:
+    line = f"{sys.executable} -m mlxrunner {command} <&-"
+    result = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=100)
+    assert (result.returncode, result.stdout, result.stderr) == (2, "", f"mlxrunner: {said}\n")
+
+
 @pytest.mark.parametrize("command", ["doctor", "--help", "generate -p Hello!", "generate -p Hello! --json", "show demo"])
 def test_a_standard_output_that_is_closed_or_full_is_one_line(command: str, full: int) -> None:
     """And exit code 2: what was asked for did not come."""

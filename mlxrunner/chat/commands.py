@@ -21,6 +21,8 @@ PATH = "PATH"
 """What `Command.takes` says where paths complete the argument."""
 QUOTES = '"""'
 _QUOTED = re.compile(rf"\s*(?:/[\w-]+\s+)?{QUOTES}")
+ELSEWHERE = {"/exit": "/bye", "/quit": "/bye", "/q": "/bye"}
+"""Names that other chats have for commands, and what they are called here."""
 _COMMAND = re.compile(r"\s*(/[\w-]+)(?:\s+(.*))?", re.DOTALL)
 
 
@@ -67,7 +69,7 @@ class Table:
         argument = argument if is_open(argument) else unquoted(argument).strip()
         command = self._commands.get(name)
         if command is None:
-            similar = get_close_matches(name, self._commands, n=1)
+            similar = [ELSEWHERE[name]] if name in ELSEWHERE else get_close_matches(name, self._commands, n=1)
             raise OptionError(f"no such command: {name} ({f'did you mean {similar[0]}? ' if similar else ''}/help lists them)")
         if argument and not command.takes:
             raise OptionError(f"{name} takes nothing behind it; {QUOTES} around a text sends it as it is")

@@ -111,7 +111,7 @@ def _number(argument: str, *, default: int) -> int:
     if not argument:
         return default
     if not re.fullmatch("0*[1-9][0-9]{0,8}", argument):
-        raise OptionError(f"{argument[:20]!r} is no number from 1 to 999999999")
+        raise OptionError(f"{argument[:20]!r} is not a whole number between 1 and 999999999")
     return int(argument)
 
 

@@ -56,6 +56,8 @@ def chat(
     """
     from mlxrunner.chat.keyboard import Keyboard, is_terminal
 
+    if sys.stdin is None:
+        raise OptionError("standard input is closed: a chat reads its turns from a terminal, a file or a pipe")
     loading, keyboard = take(options, LOADING), Keyboard(is_terminal())
     with keyboard:  # before what takes its time: all that is typed meanwhile is kept, as it was typed
         from mlxrunner.chat.conversation import Conversation

@@ -139,6 +139,8 @@ def _answer(runner: Runner, request: Any, as_json: bool, options: dict[str, Any]
 def _read_prompt(prompt: str | None) -> str:
     if prompt is not None and prompt != "-":
         return prompt
+    if sys.stdin is None:
+        raise OptionError("standard input is closed: give a prompt with --prompt TEXT")
     if sys.stdin.isatty():
         if prompt is None:
             raise OptionError("no prompt: give one with --prompt TEXT, or send it to standard input")

@@ -181,7 +181,7 @@ class Saving:
         others = {branch: (one.system, one.history) for branch, one in session.branches.items() if branch != session.branch}
         chat.branches.others = others
         self._kept[name] = _Kept.of(self._session(chat), session.saved_at)
-        return f"session {name}: {_turns(chat)}, {caches}"
+        return f"session {name}: {_turns(chat)}, {caches}{_where_turns_are(chat)}"
 
     def _store(self, chat: Chat, name: str, *, force: bool = False) -> None:
         """Save the chat; `force`: whatever was saved under that name before."""
@@ -243,6 +243,15 @@ def _forced(argument: str, default: str | None) -> tuple[bool, str]:
 
 def _turns(chat: Chat) -> str:
     return _count(len(chat.conversation.history.turns))
+
+
+def _where_turns_are(chat: Chat) -> str:
+    """Where the branch that is gone on with is empty: the one with most turns, so that nobody takes them for lost."""
+    others = {name: len(history.turns) for name, (_, history) in chat.branches.others.items()}
+    longest = max(others, key=others.__getitem__, default=None)
+    if chat.conversation.history.turns or longest is None or not others[longest]:
+        return ""
+    return f"; branch {longest} has {_count(others[longest])}: /switch {longest} goes to it"
 
 
 def _count(turns: int) -> str:

@@ -265,6 +265,14 @@ def test_no_command_wipes_what_was_saved(chat: Chat, data: Path, wipes: list[str
     assert back.stdout == "Your name is Ana.\n"
 
 
+def test_a_session_whose_branch_is_empty_says_where_its_turns_are(chat: Chat) -> None:
+    chat(["My name is Ana.", "/undo 99", "/bye"], "--session", "zor")
+    line = "; branch main~1 has 1 turn: /switch main~1 goes to it\n"
+    assert line in chat(["/bye"], "--session", "zor").stderr
+    chat(["/switch main~1", "/bye"], "--session", "zor")
+    assert line not in chat(["/bye"], "--session", "zor").stderr
+
+
 def test_an_answer_that_is_changed_or_tried_again_is_kept(chat: Chat, data: Path) -> None:
     """Where another one takes its place; not where the same one comes again."""
     chat(["My name is Ana."], "--session", "zor")
