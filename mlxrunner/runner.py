@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -347,9 +348,14 @@ class Runner:
             request.error = type(error).__name__
             raise
         finally:
-            if self.owner.is_here:  # else another thread has dropped the iterator: the entry is settled before its next use
-                request.session.close()  # again: Ctrl-C may have come on the way in or out
-                self._tell(request)
+            self.owner.do(
+                partial(self._end, request)
+            )  # where another thread has dropped the iterator: with the owner's next call
+
+    def _end(self, request: _Request) -> None:
+        """Give the entry back, again, as Ctrl-C may have come on the way in or out, and tell of the request."""
+        request.session.close()
+        self._tell(request)
 
     def _enter(self) -> None:
         """Check the thread, and tell of a request whose end was read but whose iterator was not.

@@ -191,7 +191,6 @@ def test_the_check_knows_what_opens_for_writing(code: str, is_one: bool) -> None
 OPENERS = {
     "reading": "the one opener",
     "writing": "of what is one's own",
-    "testing_models": "makes models in folders of its own",
     "limits": "files of the kernel",
     "device": "files of the kernel",
     "power": "files of the kernel",

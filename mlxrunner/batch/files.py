@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -142,7 +143,7 @@ def finished(job: Job, parts: Mapping[str, str]) -> Done | None:
 def _output_digest(output: Path) -> str:
     try:
         descriptor, _ = open_file(output)
-        with open(descriptor, "rb") as stream:
+        with os.fdopen(descriptor, "rb") as stream:
             return _digest(stream)[0]
     except ReadError as error:
         raise OutputError(str(error)) from error

@@ -371,7 +371,9 @@ def _entry(columns: list[Any], form: Format) -> Entry:
     """The line of a row. ValueError, TypeError or RecursionError where it is none, whatever its checksum says."""
     line, number, name, options, error, tokens, prompt = columns
     options = json.loads(options) if options else {}
-    if not isinstance(options, dict) or not _are_ints(line, number):
+    if not (isinstance(options, dict) and _are_ints(line, number) and isinstance(name, str | int | None)):
+        raise TypeError("not the columns of a line")
+    if not isinstance(error, str | None):
         raise TypeError("not the columns of a line")
     return Entry(line, number, tokens_of(tokens), name, form, options, error, None if prompt is None else json.loads(prompt))
 

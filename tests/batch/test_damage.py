@@ -206,7 +206,7 @@ def test_a_damaged_record_of_a_finished_run_is_one_line(seed: int, tmp_path: Pat
     assert Path("out").read_bytes() == output
 
 
-@pytest.mark.parametrize("column", ["options", "tokens", "prompt"])
+@pytest.mark.parametrize("column", ["id", "options", "error", "tokens", "prompt"])
 @pytest.mark.parametrize("value", ["x", "[1]", "{", "[" * 50_000, b"\0", 5])
 def test_a_line_whose_checksum_was_made_to_fit_is_an_error_of_the_store(
     column: str, value: Any, store: bytes, tmp_path: Path
@@ -223,4 +223,6 @@ def test_a_line_whose_checksum_was_made_to_fit_is_an_error_of_the_store(
     with suppress(StoreError), Store.open(path) as opened:
         for entry in opened.pending():
             assert isinstance(entry.options, dict)
+            assert isinstance(entry.id, str | int | None)
+            assert isinstance(entry.error, str | None)
             assert entry.tokens.dtype == "int32"
