@@ -8,9 +8,8 @@ MlxrunnerError          exit code 1
 │   ├── ContextLengthError   longer than the context
 │   ├── TemplateLimitError   made by a chat template that does not end
 │   └── BrokenLineError      a line of a batch that can't be run (`mlxrunner.batch.fields`)
-├── ReadError           exit code 2: a file that can't be read (`mlxrunner.reading`)
+├── ReadError           exit code 2: a file or a log that can't be read (`mlxrunner.reading`)
 │   └── MissingFileError     that is not there
-├── ReadError           exit code 2: a log that can't be read (`mlxrunner.profiling.reading`)
 ├── WriteError          exit code 2: a report that can't be written (`mlxrunner.profiling.files`)
 ├── OutputClosedError   exit code 2: standard output can't be written to (`mlxrunner.cli.program`)
 ├── SessionError        exit code 1: a saved session that is missing, damaged, in use, or can't be written
