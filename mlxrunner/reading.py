@@ -27,7 +27,7 @@ PIECE = 2**20
 PATIENCE = 2.0
 """Seconds after which a person is told which stream has sent nothing yet."""
 HANDED_OVER = re.compile(r"/(?:dev|proc/self)/fd/(\d{1,9})|/dev/(stdin)")
-KINDS = (
+_KINDS = (
     (stat.S_ISLNK, "a link"),
     (stat.S_ISDIR, "a directory"),
     (stat.S_ISFIFO, "a FIFO"),
@@ -191,11 +191,15 @@ def _whole(path: str | os.PathLike[str], descriptor: int, limit: int) -> bytes:
     return bytes(content)
 
 
+def kind_of(mode: int) -> str:
+    """Name the kind of file that has this `st_mode`, for an error."""
+    return next((name for is_one, name in _KINDS if is_one(mode)), "something else")
+
+
 def _check_kind(path: str | os.PathLike[str], mode: int) -> None:
     if not stat.S_ISREG(mode):
-        kind = next((name for is_one, name in KINDS if is_one(mode)), "something else")
         advice = "name a file in it" if stat.S_ISDIR(mode) else "copy what it holds into a file"
-        raise ReadError(f"{Path(path)}: is {kind}, not a regular file: {advice}")
+        raise ReadError(f"{Path(path)}: is {kind_of(mode)}, not a regular file: {advice}")
 
 
 def _check_size(path: str | os.PathLike[str], nbytes: int, limit: int | None) -> None:

@@ -18,18 +18,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+from mlxrunner.reading import kind_of
+
 FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 OTHERS_READ = stat.S_IRGRP | stat.S_IROTH
 SQLITE_ENDS = ("-journal", "-wal", "-shm")
 """Of the names of the files that SQLite keeps beside a database, and believes."""
 _GIVEN = re.compile(r"/dev/std(?P<name>out|err)|/(?:dev|proc/self)/fd/(?P<number>\d{1,6})")
-_KINDS = (
-    (stat.S_ISFIFO, "a FIFO"),
-    (stat.S_ISSOCK, "a socket"),
-    (stat.S_ISCHR, "a device"),
-    (stat.S_ISBLK, "a device"),
-)
 
 Name = str | os.PathLike[str]
 
@@ -229,8 +225,7 @@ def _check(path: Name, status: os.stat_result, *, replaced: bool = False) -> Non
             raise RefusedFileError(path, "it is a stream, not a regular file: choose another name")
         raise RefusedFileError(path, f"it is a link{_target(path)}: name the file itself, or remove the link")
     if not stat.S_ISREG(mode):
-        kind = next((name for is_one, name in _KINDS if is_one(mode)), "something else")
-        raise RefusedFileError(path, f"it is {kind}, not a regular file: choose another name")
+        raise RefusedFileError(path, f"it is {kind_of(mode)}, not a regular file: choose another name")
     if status.st_uid != os.geteuid():
         raise RefusedFileError(path, f"it belongs to {_user(status.st_uid)}: choose another name, or remove it")
     if status.st_nlink > 1 and not replaced:

@@ -28,7 +28,6 @@ FLOORS = [
         "profiling",
         "testing",
         "testing_events",
-        "testing_families",
         "testing_models",
         "testing_prompts",
     ],

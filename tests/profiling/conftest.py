@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -11,6 +12,10 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from families import GEMMA
 
 from mlxrunner.testing_models import save_model, tiny_config, tiny_model, write_tokenizer
 from mlxrunner.tokenizer import Tokenizer, load_tokenizer
@@ -48,14 +53,6 @@ Today Date: {{ date_string | default('26 Jul 2024') }}
 {%- endfor %}
 {%- if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>
 
-{% endif %}"""
-
-GEMMA = """\
-<s>{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}
-{%- for message in messages %}<start_of_turn>{{ 'model' if message.role == 'assistant' else message.role }}
-{{ message.content | trim }}<end_of_turn>
-{% endfor %}
-{%- if add_generation_prompt %}<start_of_turn>model
 {% endif %}"""
 
 MISTRAL = """\

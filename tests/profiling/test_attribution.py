@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
+from families import KINDS, Piece
 
 from mlxrunner.cache.lookup import WINDOW, Lookup
 from mlxrunner.cache.tokens import TokenArray, as_tokens, common_prefix
 from mlxrunner.errors import PromptError
 from mlxrunner.profiling.divergence import Divergences
 from mlxrunner.profiling.segments import common
-from mlxrunner.testing_families import KINDS, Piece
 from mlxrunner.testing_models import write_tokenizer
 from mlxrunner.tokenizer import Tokenizer, load_tokenizer
 from mlxrunner.tokenizer.prompt import Prepared
