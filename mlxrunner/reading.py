@@ -57,7 +57,7 @@ def open_file(
     """
     try:
         # Before it is opened: opening a device may act on it.
-        _check_kind(path, os.stat(path, dir_fd=dir_fd, follow_symlinks=follow))
+        _check_kind(path, os.stat(path, dir_fd=dir_fd, follow_symlinks=follow).st_mode)
         descriptor = os.open(path, FLAGS if follow else FLAGS | os.O_NOFOLLOW, dir_fd=dir_fd)
     except FileNotFoundError as error:
         raise MissingFileError(f"{os.fspath(path)}: {_missing(path, dir_fd)}") from error
@@ -65,7 +65,7 @@ def open_file(
         raise _unreadable(path, error) from error
     try:
         found = os.fstat(descriptor)
-        _check_kind(path, found)
+        _check_kind(path, found.st_mode)
         _check_size(path, found.st_size, limit)
     except BaseException:
         os.close(descriptor)
@@ -196,19 +196,17 @@ def kind_of(mode: int) -> str:
     return next((name for is_one, name in _KINDS if is_one(mode)), "something else")
 
 
-def _check_kind(path: str | os.PathLike[str], status: os.stat_result) -> None:
-    mode, of_kernel = status.st_mode, _is_of_kernel(status)
-    if of_kernel or not stat.S_ISREG(mode):
-        kind = "a file of the kernel" if of_kernel else kind_of(mode)
-        advice = "name a file in it" if stat.S_ISDIR(mode) else "copy what it holds into a file"
-        raise ReadError(f"{Path(path)}: is {kind}, not a regular file: {advice}")
-
-
-def _is_of_kernel(status: os.stat_result) -> bool:
-    """Return True for what looks like a regular file in Linux's /proc: reading one may wait for ever, or act on it."""
+def is_of_kernel(path: str | os.PathLike[str]) -> bool:
+    """Return True for what looks like a file and is the kernel's, in Linux's /proc: reading it may wait for ever."""
     with suppress(OSError):
-        return stat.S_ISREG(status.st_mode) and status.st_dev == os.stat("/proc/self/status").st_dev
+        return os.stat(path).st_dev == os.stat("/proc/self/status").st_dev
     return False
+
+
+def _check_kind(path: str | os.PathLike[str], mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        advice = "name a file in it" if stat.S_ISDIR(mode) else "copy what it holds into a file"
+        raise ReadError(f"{Path(path)}: is {kind_of(mode)}, not a regular file: {advice}")
 
 
 def _check_size(path: str | os.PathLike[str], nbytes: int, limit: int | None) -> None:

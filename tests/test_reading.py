@@ -83,15 +83,6 @@ def test_what_is_not_a_file_is_refused_at_once(
         read_bytes("x", 100)
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="only Linux shows the kernel's state as files")
-def test_a_file_of_the_kernel_is_no_regular_file(tmp_path: Path) -> None:
-    """It says that it is one; reading it may never end."""
-    link = tmp_path / "chat_template.jinja"
-    link.symlink_to("/proc/version")
-    with pytest.raises(ReadError, match="chat_template.jinja: is a file of the kernel, not a regular file: copy"):
-        open_file(link)
-
-
 @pytest.mark.skipif(not hasattr(os, "mknod") or os.geteuid() != 0, reason="needs root to make a device node")
 def test_a_device_is_not_even_opened(tmp_path: Path) -> None:
     """A copy of /dev/zero, which never ends."""

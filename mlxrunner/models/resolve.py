@@ -10,7 +10,7 @@ from typing import Any
 
 from mlxrunner.errors import ModelError
 from mlxrunner.models.settings import check_settings
-from mlxrunner.reading import MissingFileError, ReadError, is_there, open_file, read_json
+from mlxrunner.reading import MissingFileError, ReadError, is_of_kernel, is_there, open_file, read_json
 from mlxrunner.tensorfile import HeaderError
 from mlxrunner.tensorfile import read_header as read_tensors
 
@@ -178,6 +178,8 @@ def check_files(folder: Path) -> None:
 
 
 def _check_file(file: Path, limit: int | None) -> None:
+    if is_of_kernel(file):
+        raise ModelError(f"{file}: is a file of the kernel, not a regular file: copy what it holds into a file")
     try:
         os.close(open_file(file, limit)[0])
     except ReadError as error:

@@ -117,6 +117,14 @@ def test_weights_are_ordinary_files_too(make: Callable[[Path], None], name: str,
         assert str(folder / name) in refused(call, folder)
 
 
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux shows the kernel's state as files")
+def test_a_file_of_the_kernel_is_not_handed_to_a_library(folder: Path) -> None:
+    """It says that it is a regular file, and reading it may wait for ever."""
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    (folder / "chat_template.jinja").symlink_to("/proc/version")
+    assert "chat_template.jinja: is a file of the kernel, not a regular file" in refused(load_model, folder)
+
+
 def test_a_fingerprint_reads_only_ordinary_files(folder: Path) -> None:
     """Of the tokenizer's files each."""
     os.mkfifo(folder / "merges.txt")
