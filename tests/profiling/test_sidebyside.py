@@ -82,8 +82,14 @@ class History:
         if rng.random() < 0.3:
             keep = rng.choice([0, 1, rng.randint(0, self.context // 2), self.context - 2])
             options |= {"overflow": "shift", "keep": keep, "max_tokens": rng.randint(1, 3 * self.context)}
-        elif rng.random() < 0.2:
-            options |= rng.choice([{"overflow": "error"}, {"temperature": 1.0, "seed": 3}, {"choices": ["yes", "no"]}])
+        elif rng.random() < 0.4:
+            options |= rng.choice(
+                [
+                    {"overflow": "error", "max_tokens": 150, "stop_tokens": []},
+                    {"temperature": 1.0, "seed": 3},
+                    {"choices": ["yes", "no"], "stop_tokens": []},
+                ]
+            )
         try:
             self.live.append((runner.submit(prompt, **options), prompt))
             self.seen["waited"] += not self.live[-1][0]._request.is_placed
@@ -146,12 +152,12 @@ def assert_agrees(logged: list[LoggedRequest]) -> None:
 def test_a_replay_agrees_with_the_parallel_runner(name: str, tmp_path: Path) -> None:
     """With shared prefixes, waits, shifts, cancels, few cells, steps that fail: every request of every history."""
     seen = Counter[str]()
-    for seed in range(8):
+    for seed in range(12):
         history = History(name, random.Random(f"{name} {seed}"), tmp_path / str(seed))
         assert_agrees(history.run(40))
         seen += history.seen
-    wanted = ["ended", "failed", "reused", "waited", "in vain", "shifted", "evaluated again", "cancelled", "interrupted"]
-    assert set(wanted) - {"evaluated again" if name == "llama" else ""} <= set(seen), seen
+    wanted = ["ended", "failed", "reused", "waited", "in vain", "shifted", "cancelled", "interrupted"]
+    assert set(wanted) <= set(seen), seen
 
 
 def logged_batch(name: str, file: Path, slots: int, **options: Any) -> tuple[list[LoggedRequest], Counter[str]]:
