@@ -344,8 +344,8 @@ def test_quiet_says_nothing() -> None:
 WRONG: dict[str, tuple[list[object], str]] = {
     "no output": (["in.jsonl"], "where do the answers go? -o FILE"),
     "input is output": (["in.jsonl", "-o", "in.jsonl"], "in.jsonl: is the input"),
-    "no input": (["no.jsonl", "-o", "out.jsonl"], "no.jsonl: can't be read: No such file or directory"),
-    "input is a folder": ([".", "-o", "out.jsonl"], ".: can't be read: Is a directory"),
+    "no input": (["no.jsonl", "-o", "out.jsonl"], "no.jsonl: no such file"),
+    "input is a folder": ([".", "-o", "out.jsonl"], ".: is a directory, not a regular file"),
     "no folder": (
         ["in.jsonl", "-o", "no/out.jsonl"],
         "mlxrunner: no/out.jsonl: can't be written: no/out.jsonl.run: can't be made: No such",

@@ -120,9 +120,9 @@ def test_what_is_no_file_is_refused(store: Sessions) -> None:
     (store.folder / "one" / TEXT).unlink()
     os.mkfifo(store.folder / "one" / TEXT)
     os.mkfifo(store.folder / "one" / CACHE)
-    with pytest.raises(SessionError, match="no regular file"):
+    with pytest.raises(SessionError, match="not a regular file"):
         store.load("one")
-    with pytest.raises(SessionError, match="no regular file"):
+    with pytest.raises(SessionError, match="not a regular file"):
         store.load_cache("one")
 
 
