@@ -340,8 +340,8 @@ def test_quiet_says_nothing() -> None:
 WRONG: dict[str, tuple[list[object], str]] = {
     "no output": (["in.jsonl"], "where do the answers go? -o FILE"),
     "input is output": (["in.jsonl", "-o", "in.jsonl"], "in.jsonl: is the input"),
-    "no input": (["no.jsonl", "-o", "out.jsonl"], "no.jsonl: can't be read: No such file or directory"),
-    "input is a folder": ([".", "-o", "out.jsonl"], ".: can't be read: Is a directory"),
+    "no input": (["no.jsonl", "-o", "out.jsonl"], "no.jsonl: no such file"),
+    "input is a folder": ([".", "-o", "out.jsonl"], ".: is a directory, not a regular file"),
     "no folder": (
         ["in.jsonl", "-o", "no/out.jsonl"],
         "mlxrunner: no/out.jsonl: can't be written: no/out.jsonl.run: can't be made: No such",
@@ -353,7 +353,7 @@ WRONG: dict[str, tuple[list[object], str]] = {
     "option": (["in.jsonl", "-o", "out.jsonl", "--top-p", 2], "top_p: 2.0 is out of range"),
     "context": (["in.jsonl", "-o", "out.jsonl", "--context", 1], "context: 1 is out of range"),
     "json": (["in.jsonl", "-o", "out.jsonl", "--json"], "--json is for --plan"),
-    "no schema": (["in.jsonl", "-o", "out.jsonl", "--schema", "no.json"], "--schema no.json: it can't be read"),
+    "no schema": (["in.jsonl", "-o", "out.jsonl", "--schema", "no.json"], "--schema no.json: no such file"),
     "bad schema": (["in.jsonl", "-o", "out.jsonl", "--schema", "in.jsonl"], "schema: not valid JSON"),
     "list as schema": (["in.jsonl", "-o", "out.jsonl", "--schema", "list.json"], "schema: it has to be a JSON object"),
 }
