@@ -325,6 +325,7 @@ def test_what_a_device_offers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "_available", lambda total: 10**9)
     monkeypatch.setattr(device, "is_gpu", lambda: True)
     assert device.offered_bytes() == 10**10
+    monkeypatch.setattr(device, "is_gpu", lambda: False)
     assert device.offered_bytes() == 9 * 10**8 + mx.get_active_memory()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import select
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -97,6 +99,24 @@ def uninterrupted() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
     if pressed:
         signal.raise_signal(signal.SIGINT)
+
+
+def wait_readable(descriptor: int) -> None:
+    """Wait until `descriptor` can be read; the handler of a signal runs at once, also where that comes just before the wait.
+
+    A read can't promise this: Python notes a signal that comes shortly before, and runs its handler when the read is over.
+    For the main thread.
+    """
+    woken, waker = os.pipe()
+    os.set_blocking(waker, False)
+    before = signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
+    try:
+        while descriptor not in select.select([descriptor, woken], [], [])[0]:
+            os.read(woken, 100)
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(woken)
+        os.close(waker)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -17,7 +18,7 @@ from mlxrunner.chat.commands import Table, is_open, quoted, unquoted
 from mlxrunner.chat.conversation import Conversation
 from mlxrunner.chat.files import Attachments
 from mlxrunner.chat.keyboard import Keyboard
-from mlxrunner.chat.keys import Interrupts, interruptible, orderly_end, uninterrupted
+from mlxrunner.chat.keys import Interrupts, interruptible, orderly_end, uninterrupted, wait_readable
 from mlxrunner.chat.log import held_log
 from mlxrunner.chat.render import Plain, ThinkingApart, View, wrapped
 from mlxrunner.errors import ContextLengthError, MlxrunnerError, ModelError, PromptError
@@ -29,6 +30,8 @@ from mlxrunner.terminal import Output, PrefillBar
 logger = logging.getLogger("mlxrunner")
 
 INTERRUPTED = 130
+PIECE = 2**16
+"""Bytes of standard input that are read at once."""
 PLANNED = ("context", "prefill_step", "kv_bits", "rewind_slack", "checkpoint_budget")
 
 
@@ -41,13 +44,32 @@ class Reader(Protocol):
 class Lines:
     """A line of standard input is a text, or the lines between quotes are; what begins with `default` can't be edited there."""
 
+    def __init__(self) -> None:
+        self._unread = b""
+
     def read(self, idle: Callable[[Draft], None], default: str = "") -> str:
-        text = sys.stdin.readline()
+        text = self._line()
         if not text:
             raise EOFError
-        while is_open(text) and (line := sys.stdin.readline()):
+        while is_open(text) and (line := self._line()):
             text += line
         return text.rstrip("\n")
+
+    def _line(self) -> str:
+        """The next line, with its end; "" behind the last one. Ctrl-C ends the wait for it, whenever it comes."""
+        try:
+            descriptor = sys.stdin.fileno()
+        except (OSError, ValueError):  # of no descriptor, as a program may have put one in the place of standard input
+            return sys.stdin.readline()
+        while b"\n" not in self._unread:
+            wait_readable(descriptor)
+            piece = os.read(descriptor, PIECE)
+            if not piece:
+                break
+            self._unread += piece
+        line, end, self._unread = self._unread.partition(b"\n")
+        text = (line + end).decode(sys.stdin.encoding or "utf-8", sys.stdin.errors or "strict")
+        return text.replace("\r\n", "\n")
 
 
 class NoRunner:

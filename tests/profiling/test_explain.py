@@ -84,7 +84,7 @@ def test_what_cannot_be_found_is_said(events: Path, arguments: list[str], messag
 
 def test_no_file_and_no_event_are_said(tmp_path: Path) -> None:
     """As report says it."""
-    assert "can't be read" in run(tmp_path / "nope", "--last").stderr
+    assert "no such file" in run(tmp_path / "nope", "--last").stderr
     (tmp_path / "empty").touch()
     assert "nothing has been logged yet" in run(tmp_path / "empty", "--last").stderr
 

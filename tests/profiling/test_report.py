@@ -90,8 +90,8 @@ def test_lines_that_cannot_be_read_are_skipped_with_a_count(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda path: None, "No such file"),
-        (lambda path: path.mkdir(), "Is a directory"),
+        (lambda path: None, "no such file"),
+        (lambda path: path.mkdir(), "is a directory, not a regular file"),
         (lambda path: path.write_bytes(b""), "nothing has been logged yet"),
         (lambda path: path.write_bytes(b"hello\n"), "1 line was skipped: 1 broken or cut off"),
         (lambda path: path.write_bytes(b"\x1f\x8b\x08 packed"), "is compressed: unpack it first, gzip -dk"),

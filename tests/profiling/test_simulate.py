@@ -349,7 +349,7 @@ def test_the_command_prints_json(log: Path) -> None:
 def test_a_log_without_anything_to_replay_is_one_clear_line(tmp_path: Path) -> None:
     """Missing, empty, of something else."""
     for content, message in (
-        (None, "No such file"),
+        (None, "no such file"),
         (b"", "it takes a file that --log-tokens wrote"),
         (b"{}\n", "1 of something else"),
     ):

@@ -164,8 +164,9 @@ def test_sampled_answers_are_verified_by_their_logits() -> None:
     runner, events = watched()
     for _ in range(2):
         ask(runner, "hello there", temperature=1.5, seed=3)
-    assert events[-1]["verify"] | {"seconds": 0, "tolerance": 0, "logits_difference": 0} == {
-        "equal": True, "tokens": 0, "first_difference": None, "logits_difference": 0, "tolerance": 0, "seconds": 0,
+    assert 0 < events[-1]["verify"]["tolerance"] < events[-1]["verify"]["wrong_token"]
+    assert events[-1]["verify"] | {"seconds": 0, "tolerance": 0, "logits_difference": 0, "wrong_token": 0} == {
+        "equal": True, "tokens": 0, "first_difference": None, "logits_difference": 0, "tolerance": 0, "seconds": 0, "wrong_token": 0,
     }  # fmt: skip
 
 
