@@ -50,16 +50,25 @@ def alone(runner: Runner, prompts: Prompts, length: int) -> tuple[Answers, int]:
 def together(runner: Runner, prompts: Prompts, length: int) -> tuple[Answers, int]:
     capacity = max(map(len, prompts)) + length
     with ParallelRunner(
-        runner.model, runner.tokenizer, runner.facts, max_sequences=MOST, capacity=capacity, max_batch=256
+        runner.model,
+        runner.tokenizer,
+        runner.facts,
+        max_sequences=MOST,
+        capacity=capacity,
+        max_batch=256,
     ) as several:
         return _ours(several, prompts, length)
 
 
 def _ours(runner: Runner | ParallelRunner, prompts: Prompts, length: int) -> tuple[Answers, int]:
     requests = (BatchRequest(prompt.tolist()) for prompt in prompts)
-    results = [result.result for result in run_batch(runner, requests, max_tokens=length, stop_tokens=[])]
+    results = [
+        result.result for result in run_batch(runner, requests, max_tokens=length, stop_tokens=[])
+    ]
     answered = [result for result in results if result is not None]
-    return [result.tokens for result in answered], sum(result.usage.evaluated_tokens for result in answered)
+    return [result.tokens for result in answered], sum(
+        result.usage.evaluated_tokens for result in answered
+    )
 
 
 def streamed(runner: Runner, prompts: Prompts, length: int) -> tuple[Answers, int]:
@@ -69,7 +78,9 @@ def streamed(runner: Runner, prompts: Prompts, length: int) -> tuple[Answers, in
         shared = min(common_prefix(entry, prompt), len(prompt) - 1)
         trim_prompt_cache(cache, len(entry) - shared)
         rest = prompt[shared:].tolist()
-        responses = list(stream_generate(runner.model, tokenizer, rest, max_tokens=length, prompt_cache=cache))
+        responses = list(
+            stream_generate(runner.model, tokenizer, rest, max_tokens=length, prompt_cache=cache)
+        )
         answers.append([response.token for response in responses])
         entry = np.concatenate([prompt, np.array(answers[-1], np.int32)])[: cache[0].offset]
         evaluated += len(rest)
@@ -79,7 +90,11 @@ def streamed(runner: Runner, prompts: Prompts, length: int) -> tuple[Answers, in
 def batched(runner: Runner, prompts: Prompts, length: int) -> tuple[Answers, int]:
     tokenizer = TextlessDecoder(runner.tokenizer)
     response = batch_generate(
-        runner.model, tokenizer, [prompt.tolist() for prompt in prompts], max_tokens=length, return_token_ids=True
+        runner.model,
+        tokenizer,
+        [prompt.tolist() for prompt in prompts],
+        max_tokens=length,
+        return_token_ids=True,
     )
     return response.token_ids, sum(map(len, prompts))
 
@@ -97,9 +112,16 @@ def scaled(prompts: Prompts, scale: float) -> list[TokenArray]:
             for prompt in prompts]  # fmt: skip
 
 
-def compare(label: str, runner: Runner, scale: float, rounds: int, count: int | None = None) -> list[Row]:
+def compare(
+    label: str, runner: Runner, scale: float, rounds: int, count: int | None = None
+) -> list[Row]:
     prompts, length = scaled(shared_prefixes()[:count], scale), max(1, round(ANSWER * scale))
-    sides: dict[str, Side] = {"stream_generate": streamed, "batch_generate": batched, "alone": alone, "together": together}
+    sides: dict[str, Side] = {
+        "stream_generate": streamed,
+        "batch_generate": batched,
+        "alone": alone,
+        "together": together,
+    }
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     found: dict[str, tuple[Answers, int]] = {}
     for turn in range(rounds):
@@ -109,38 +131,63 @@ def compare(label: str, runner: Runner, scale: float, rounds: int, count: int | 
             began = time.perf_counter()
             found[name] = sides[name](runner, prompts, length)
             seconds[name].append(time.perf_counter() - began)
-            print(f"{label}: {name} {seconds[name][-1]:.1f} s, {found[name][1]} tokens evaluated", flush=True)
+            print(
+                f"{label}: {name} {seconds[name][-1]:.1f} s, {found[name][1]} tokens evaluated",
+                flush=True,
+            )
     least = cost(sorted(prompts, key=sort_key))
     for name, (answers, _) in found.items():
         same = sum(a == b for a, b in zip(answers, found["alone"][0], strict=True))
         print(f"{label}: {same} of {len(prompts)} answers of {name} equal ours, one at a time")
     evaluated = found["alone"][1]
-    print(f"{label}: evaluated {evaluated}; nodes of the tree {least.nodes} + repeats {least.repeats}")
+    print(
+        f"{label}: evaluated {evaluated}; nodes of the tree {least.nodes} + repeats {least.repeats}"
+    )
     if evaluated != least.nodes + least.repeats:
         raise SystemExit("not the least that is possible")
     rows = [
-        less_is_better(f"{label}: prompt tokens evaluated, vs stream_generate", "", [evaluated], [found["stream_generate"][1]])
+        less_is_better(
+            f"{label}: prompt tokens evaluated, vs stream_generate",
+            "",
+            [evaluated],
+            [found["stream_generate"][1]],
+        )
     ]
     for ours, shown in (("alone", "one at a time"), ("together", f"{MOST} at a time")):
         for other, target in (("stream_generate", 5.0), ("batch_generate", 2.0)):
             ratio = [b / a for a, b in zip(seconds[ours], seconds[other], strict=True)]
-            rows.append(Row(f"{label}: {shown}, vs {other}", "s", seconds[ours], seconds[other], ratio, target=target))
+            rows.append(
+                Row(
+                    f"{label}: {shown}, vs {other}",
+                    "s",
+                    seconds[ours],
+                    seconds[other],
+                    ratio,
+                    target=target,
+                )
+            )
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
         "--scale",
         type=float,
         default=1.0,
         help="of the prompts' lengths (default: 1, as long as the demo model's context allows)",
     )
-    parser.add_argument("--large-scale", type=float, help="of those for the 98 M model (default: the same)")
+    parser.add_argument(
+        "--large-scale", type=float, help="of those for the 98 M model (default: the same)"
+    )
     parser.add_argument("--only", choices=("demo", "llama"), help="one of the two models")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument(
-        "--quick", action="store_true", help="few, short prompts on the demo model: does it work, not how fast is it"
+        "--quick",
+        action="store_true",
+        help="few, short prompts on the demo model: does it work, not how fast is it",
     )
     given = parser.parse_args()
     if given.quick:
@@ -148,11 +195,17 @@ def main() -> None:
     else:
         rows = []
         if given.only != "llama":
-            rows += compare("demo, 3 M", Runner.load("demo", reserve=False), given.scale, given.rounds)
+            rows += compare(
+                "demo, 3 M", Runner.load("demo", reserve=False), given.scale, given.rounds
+            )
         if given.only != "demo":
-            rows += compare("llama, 98 M", random_runner(), given.large_scale or given.scale, given.rounds)
+            rows += compare(
+                "llama, 98 M", random_runner(), given.large_scale or given.scale, given.rounds
+            )
     print_table(rows)
-    print_json(rows, versus="mlx_lm", scale=given.scale, large_scale=given.large_scale or given.scale)
+    print_json(
+        rows, versus="mlx_lm", scale=given.scale, large_scale=given.large_scale or given.scale
+    )
 
 
 if __name__ == "__main__":

@@ -44,7 +44,10 @@ def conversation(tokens: int, edit: str = "", first: str = "") -> list[dict[str,
     """About so many tokens of the byte tokenizer; `edit` ends the last message, `first` begins the first."""
     each = tokens // MESSAGES - len("assistant: ")
     messages = [
-        {"role": "assistant" if number % 2 else "user", "content": f"{number} {'word ' * (each // 5)}"}
+        {
+            "role": "assistant" if number % 2 else "user",
+            "content": f"{number} {'word ' * (each // 5)}",
+        }
         for number in range(MESSAGES - 1)
     ]
     messages[0]["content"] = first + messages[0]["content"]
@@ -88,8 +91,17 @@ def main() -> None:
                     times.append(request(runner, conversation(given.tokens, edit, first)))
             limit = target if target is not None else median(watched) * 1e4
             for label, took in (("in the observer", timed.first), ("again", timed.again)):
-                rows.append(excess(f"{name}: {label}", "us", list(took), [0.0] * len(took), target=limit))
-            rows.append(excess(f"{name}: whole request", "ms", [t * 1e3 for t in watched], [t * 1e3 for t in unwatched]))
+                rows.append(
+                    excess(f"{name}: {label}", "us", list(took), [0.0] * len(took), target=limit)
+                )
+            rows.append(
+                excess(
+                    f"{name}: whole request",
+                    "ms",
+                    [t * 1e3 for t in watched],
+                    [t * 1e3 for t in unwatched],
+                )
+            )
         print(f"{len(runner.entry.tokens)} tokens in the entry, {given.rounds} rounds")
         print_table(rows)
         print_json(rows, tokens=len(runner.entry.tokens))

@@ -43,7 +43,10 @@ def measure(model: Any) -> list[Point]:
         points += _ours(model, common)
         points += _mlx_lm(model, common)
         for point in points[-len(SEQUENCES) - 4 :]:
-            print(f"{point.side:10} prefix {point.prefix:5} x {point.sequences:3}: {point.ms:8.1f} ms a step", flush=True)
+            print(
+                f"{point.side:10} prefix {point.prefix:5} x {point.sequences:3}: {point.ms:8.1f} ms a step",
+                flush=True,
+            )
     return points
 
 
@@ -57,12 +60,16 @@ def _ours(model: Any, common: list[int]) -> list[Point]:
         rng = np.random.default_rng(0)
         for count in SEQUENCES:
             ends = [rng.integers(10, 250, OWN).tolist() for _ in range(count)]
-            handles = [runner.submit(common + end, max_tokens=STEPS + 2, stop_tokens=[]) for end in ends]
+            handles = [
+                runner.submit(common + end, max_tokens=STEPS + 2, stop_tokens=[]) for end in ends
+            ]
             while any(handle._request.left for handle in handles):
                 runner.step()
             times = _timed(runner.step)
             used = runner._adapted.groups[0].num_used_by(range(most))
-            points.append(Point("mlxrunner", len(common), count, times, used * _bytes_per_token(model)))
+            points.append(
+                Point("mlxrunner", len(common), count, times, used * _bytes_per_token(model))
+            )
             for handle in handles:
                 handle.cancel()
     return points
@@ -78,7 +85,9 @@ def _mlx_lm(model: Any, common: list[int]) -> list[Point]:
     for count in SEQUENCES:
         if count * len(common) > MOST_COPIED:
             break
-        generator = BatchGenerator(model, max_tokens=STEPS + 2, completion_batch_size=count, prefill_batch_size=count)
+        generator = BatchGenerator(
+            model, max_tokens=STEPS + 2, completion_batch_size=count, prefill_batch_size=count
+        )
         ends = [rng.integers(10, 250, OWN).tolist() for _ in range(count)]
         generator.insert(ends, caches=[copy.deepcopy(cache) for _ in ends] if common else None)
         seen = 0
@@ -102,7 +111,13 @@ def _timed(step: Any) -> float:
 
 def _bytes_per_token(model: Any) -> int:
     args = model.args
-    return int(2 * args.num_hidden_layers * args.num_key_value_heads * (args.hidden_size // args.num_attention_heads) * 4)
+    return int(
+        2
+        * args.num_hidden_layers
+        * args.num_key_value_heads
+        * (args.hidden_size // args.num_attention_heads)
+        * 4
+    )
 
 
 def plot(points: list[Point], file: str) -> None:
@@ -123,7 +138,12 @@ def plot(points: list[Point], file: str) -> None:
             for side, style in (("mlxrunner", "o-"), ("mlx-lm", "x--")):
                 line = [point for point in points if (point.side, point.prefix) == (side, prefix)]
                 axis.plot(
-                    [p.sequences for p in line], [of(p) for p in line], style, color=colours[prefix], markersize=4, linewidth=1.4
+                    [p.sequences for p in line],
+                    [of(p) for p in line],
+                    style,
+                    color=colours[prefix],
+                    markersize=4,
+                    linewidth=1.4,
                 )
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
@@ -131,7 +151,10 @@ def plot(points: list[Point], file: str) -> None:
         axis.set_xlabel("sequences")
         axis.set_title(title, fontsize=10)
         axis.grid(alpha=0.3)
-    handles = [Line2D([], [], color=colours[prefix], label=f"shared prefix of {prefix}") for prefix in PREFIXES]
+    handles = [
+        Line2D([], [], color=colours[prefix], label=f"shared prefix of {prefix}")
+        for prefix in PREFIXES
+    ]
     handles += [
         Line2D([], [], color="#555", marker="o", label="mlxrunner"),
         Line2D([], [], color="#555", linestyle="--", marker="x", label="mlx-lm, prefix copied"),

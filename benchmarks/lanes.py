@@ -37,12 +37,19 @@ def seconds(runner: Runner | ParallelRunner, prompts: list[list[int]], answer: i
 def several(runner: Runner, lanes: int, prompts: list[list[int]], answer: int) -> float:
     capacity = max(map(len, prompts)) + answer
     with ParallelRunner(
-        runner.model, runner.tokenizer, runner.facts, max_sequences=lanes, capacity=capacity, max_batch=max(MAX_BATCH, lanes)
+        runner.model,
+        runner.tokenizer,
+        runner.facts,
+        max_sequences=lanes,
+        capacity=capacity,
+        max_batch=max(MAX_BATCH, lanes),
     ) as parallel:
         return seconds(parallel, prompts, answer)
 
 
-def compare(label: str, runner: Runner, new: int, answer: int, lines: int, rounds: int) -> list[Row]:
+def compare(
+    label: str, runner: Runner, new: int, answer: int, lines: int, rounds: int
+) -> list[Row]:
     random = np.random.default_rng(new)
     common = random.integers(10, 500, COMMON).tolist()
     prompts = [[*common, *random.integers(10, 500, new).tolist()] for _ in range(lines)]
@@ -56,7 +63,9 @@ def compare(label: str, runner: Runner, new: int, answer: int, lines: int, round
         for lanes in LANES:
             together[lanes].append(several(runner, lanes, prompts, answer))
     rows = [
-        less_is_better(f"{label}: {new} new tokens, {answer} of answer, {lanes} at a time", "s", took, alone)
+        less_is_better(
+            f"{label}: {new} new tokens, {answer} of answer, {lanes} at a time", "s", took, alone
+        )
         for lanes, took in together.items()
     ]
     print_table(rows)
@@ -64,13 +73,17 @@ def compare(label: str, runner: Runner, new: int, answer: int, lines: int, round
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--lines", type=int, default=16)
     parser.add_argument("--answers", default="8,64")
     parser.add_argument("--new", default="32,128,256,512,1024")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument(
-        "--quick", action="store_true", help="few, short prompts on the demo model: does it work, not how fast is it"
+        "--quick",
+        action="store_true",
+        help="few, short prompts on the demo model: does it work, not how fast is it",
     )
     given = parser.parse_args()
     runners = [("demo, 3 M", Runner.load("demo", reserve=False))]

@@ -41,7 +41,9 @@ def stage(stages: Stages, name: str) -> Iterator[None]:
     yield
     unit = 1e3 if sys.platform == "linux" else 1e6
     seconds, computed = time.perf_counter() - began, time.process_time() - computed
-    stages.append((name, seconds, computed, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit))
+    stages.append(
+        (name, seconds, computed, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit)
+    )
 
 
 def long_prompts(count: int, folder: Path) -> Stages:
@@ -52,7 +54,13 @@ def long_prompts(count: int, folder: Path) -> Stages:
         with stage(stages, "made up and stored"):
             for index in range(count):
                 own = random.integers(0, 128_000, LENGTH - SHARED, np.int32)
-                store.add(Entry(index, index + 1, np.concatenate([beginnings[random.integers(BEGINNINGS)], own])))
+                store.add(
+                    Entry(
+                        index,
+                        index + 1,
+                        np.concatenate([beginnings[random.integers(BEGINNINGS)], own]),
+                    )
+                )
         with stage(stages, "sorted"):
             store.finish()
         with stage(stages, "read in prefix order"):
@@ -68,7 +76,14 @@ def short_lines(count: int, folder: Path) -> Stages:
     with file.open("w") as stream:
         for index in range(count):
             stream.write(
-                json.dumps({"id": f"line {index}", "prompt": f"My name is Bo{index % 1000}. How are you?", "seed": index}) + "\n"
+                json.dumps(
+                    {
+                        "id": f"line {index}",
+                        "prompt": f"My name is Bo{index % 1000}. How are you?",
+                        "seed": index,
+                    }
+                )
+                + "\n"
             )
     tokenizer = tokenizer_of("demo")
     with Store.create(folder / "short") as store:
@@ -81,7 +96,10 @@ def short_lines(count: int, folder: Path) -> Stages:
                 survey(store.pending(order), {}, 2048)
         with stage(stages, "recorded"):
             for number, entry in enumerate(store.pending()):
-                store.record(entry.index, b'{"id": "a", "index": 0, "text": "It is nice to meet you.", "finish_reason": "stop"}')
+                store.record(
+                    entry.index,
+                    b'{"id": "a", "index": 0, "text": "It is nice to meet you.", "finish_reason": "stop"}',
+                )
                 if number % GROUP == 0:
                     store.commit()
             store.commit()
@@ -92,17 +110,33 @@ def short_lines(count: int, folder: Path) -> Stages:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a hundredth of it: does it work, not how fast is it")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="a hundredth of it: does it work, not how fast is it"
+    )
     share = 100 if parser.parse_args().quick else 1
     results = []
     print(f"{'':60}  {'seconds':>8}  {'CPU':>8}  {'peak MB':>8}")
-    for job, count, what in ((long_prompts, 100_000, f"prompts of {LENGTH} tokens"), (short_lines, 1_000_000, "short lines")):
+    for job, count, what in (
+        (long_prompts, 100_000, f"prompts of {LENGTH} tokens"),
+        (short_lines, 1_000_000, "short lines"),
+    ):
         with tempfile.TemporaryDirectory() as folder, get_context("spawn").Pool(1) as process:
             for name, seconds, computed, peak in process.apply(job, (count // share, Path(folder))):
-                print(f"{f'{count // share:,} {what}: {name}':60}  {seconds:8.2f}  {computed:8.2f}  {peak:8.0f}")
+                print(
+                    f"{f'{count // share:,} {what}: {name}':60}  {seconds:8.2f}  {computed:8.2f}  {peak:8.0f}"
+                )
                 results.append(
-                    {"job": what, "count": count // share, "stage": name, "seconds": seconds, "cpu": computed, "peak_mb": peak}
+                    {
+                        "job": what,
+                        "count": count // share,
+                        "stage": name,
+                        "seconds": seconds,
+                        "cpu": computed,
+                        "peak_mb": peak,
+                    }
                 )
     print(json.dumps({"results": results}))
 

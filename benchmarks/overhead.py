@@ -26,9 +26,17 @@ PROMPT = 64
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="demo", help="a small one: a directory or a hub id (default: demo)")
-    parser.add_argument("--quick", action="store_true", help="two rounds of short runs: does it work, not how fast is it")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", default="demo", help="a small one: a directory or a hub id (default: demo)"
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="two rounds of short runs: does it work, not how fast is it",
+    )
     given = parser.parse_args()
     rounds, growth, count = (2, 1024, 16) if given.quick else (7, 8192, 128)
     rows = [*cache_growth(growth, rounds), *own_python(Runner.load(given.model), count, rounds)]
@@ -78,7 +86,9 @@ def bare_loop(runner: Runner) -> Side:
     return generate
 
 
-def cache_growth(tokens: int, rounds: int, layers: int = 8, heads: int = 8, head_dim: int = 64) -> Iterator[Row]:
+def cache_growth(
+    tokens: int, rounds: int, layers: int = 8, heads: int = 8, head_dim: int = 64
+) -> Iterator[Row]:
     """Layer caches that grow token by token, without a model: ours with the room reserved, mlx-lm's by concatenation."""
     makers: dict[str, Callable[[], Any]] = {"ours": FullAttentionCache, "mlx-lm": KVCache}
     times: dict[str, list[float]] = {side: [] for side in makers}

@@ -65,7 +65,9 @@ def prefilled_once(model: Any, prefix: list[int], ends: Prompts, count: int) -> 
 
 
 def drain(model: Any, prompts: Prompts, caches: Any, count: int) -> list[list[int]]:
-    generator = BatchGenerator(model, max_tokens=count, completion_batch_size=len(prompts), prefill_batch_size=8)
+    generator = BatchGenerator(
+        model, max_tokens=count, completion_batch_size=len(prompts), prefill_batch_size=8
+    )
     ids = generator.insert(prompts, caches=caches) if caches else generator.insert(prompts)
     answers: dict[int, list[int]] = {i: [] for i in ids}
     while sum(map(len, answers.values())) < count * len(prompts):
@@ -75,7 +77,9 @@ def drain(model: Any, prompts: Prompts, caches: Any, count: int) -> list[list[in
     return [answers[i] for i in ids]
 
 
-def measure(side: Side, model: Any, prefix: list[int], ends: Prompts, count: int) -> tuple[float, float, list[list[int]]]:
+def measure(
+    side: Side, model: Any, prefix: list[int], ends: Prompts, count: int
+) -> tuple[float, float, list[list[int]]]:
     """Tokens per second, peak bytes beside the weights, and the answers."""
     gc.collect()
     mx.clear_cache()
@@ -87,7 +91,9 @@ def measure(side: Side, model: Any, prefix: list[int], ends: Prompts, count: int
     return count * len(ends) / seconds, mx.get_peak_memory() - before, answers
 
 
-def compare(model: Any, label: str, prefix: int, sequences: int, count: int, rounds: int, targets: bool) -> list[Row]:
+def compare(
+    model: Any, label: str, prefix: int, sequences: int, count: int, rounds: int, targets: bool
+) -> list[Row]:
     rng = np.random.default_rng(0)
     common = rng.integers(10, 250, prefix).tolist()
     ends = [rng.integers(10, 250, (8 if prefix else 64) + i % 5).tolist() for i in range(sequences)]
@@ -96,21 +102,31 @@ def compare(model: Any, label: str, prefix: int, sequences: int, count: int, rou
     for turn in range(rounds):
         for side in sides if turn % 2 else sides[::-1]:
             figures[side].append(measure(side, model, common, ends, count))
-    same = sum(a == b for a, b in zip(figures[ours][0][2], figures[batch_generate][0][2], strict=True))
+    same = sum(
+        a == b for a, b in zip(figures[ours][0][2], figures[batch_generate][0][2], strict=True)
+    )
     name = f"{label}, {sequences} x {count} tokens, prefix {prefix} ({same} of {sequences} answers equal)"
     rate = {side: [run[0] for run in runs] for side, runs in figures.items()}
     peak = {side: [run[1] / 1e6 for run in runs] for side, runs in figures.items()}
     shared = prefix > 0
     rows = [
         more_is_better(
-            f"{name}: vs batch_generate", "tok/s", rate[ours], rate[batch_generate], (5 if shared else 1) if targets else None
+            f"{name}: vs batch_generate",
+            "tok/s",
+            rate[ours],
+            rate[batch_generate],
+            (5 if shared else 1) if targets else None,
         ),
         less_is_better("  peak", "MB", peak[ours], peak[batch_generate]),
     ]
     if shared:
         rows += [
             more_is_better(
-                "  vs prefix prefilled once and copied", "tok/s", rate[ours], rate[prefilled_once], 1.2 if targets else None
+                "  vs prefix prefilled once and copied",
+                "tok/s",
+                rate[ours],
+                rate[prefilled_once],
+                1.2 if targets else None,
             ),
             less_is_better("  peak", "MB", peak[ours], peak[prefilled_once]),
         ]
@@ -129,11 +145,19 @@ def random_llama(hidden: int, layers: int, heads: int) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="one small comparison: does it work, not how fast is it")
     parser.add_argument(
-        "--plot", metavar="FILE", help="instead: how a step's cost grows, from 1 to 64 sequences and a prefix of 0 to 8k"
+        "--quick",
+        action="store_true",
+        help="one small comparison: does it work, not how fast is it",
+    )
+    parser.add_argument(
+        "--plot",
+        metavar="FILE",
+        help="instead: how a step's cost grows, from 1 to 64 sequences and a prefix of 0 to 8k",
     )
     given = parser.parse_args()
     if given.plot:
@@ -145,7 +169,9 @@ def main() -> None:
     for label, size in [("256 x 2", (256, 2, 4))] if given.quick else SIZES.items():
         model = random_llama(*size)
         prefix, sequences, count = (128, 4, 8) if given.quick else (1024, 16, 64)
-        rows += compare(model, label, prefix, sequences, count, given.rounds, targets=not given.quick)
+        rows += compare(
+            model, label, prefix, sequences, count, given.rounds, targets=not given.quick
+        )
         rows += compare(model, label, 0, sequences, count, given.rounds, targets=not given.quick)
     print_table(rows)
     print_json(rows, versus="mlx_lm.batch_generate")

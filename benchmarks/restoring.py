@@ -36,7 +36,14 @@ TURN = [5, 6, 7]
 
 def runner_of(model: Any, context: int) -> Runner:
     """With its buffers allocated, as a chat has them at start."""
-    runner = Runner(model, ByteTokenizer(), facts_of(model, vars(model.args)), context=context, whole=True, prefill_step=512)
+    runner = Runner(
+        model,
+        ByteTokenizer(),
+        facts_of(model, vars(model.args)),
+        context=context,
+        whole=True,
+        prefill_step=512,
+    )
     list(runner.generate([1, 2], max_tokens=2, stop_tokens=[]))
     runner.reset()
     return runner
@@ -57,7 +64,9 @@ def forget(file: Path) -> bool:
     return True
 
 
-def restored(model: Any, context: int, store: Sessions, name: str, prompt: list[int]) -> tuple[float, list[int | None], Any]:
+def restored(
+    model: Any, context: int, store: Sessions, name: str, prompt: list[int]
+) -> tuple[float, list[int | None], Any]:
     """Seconds to open a session and for its first turn to read it; the turn's tokens and usage."""
     runner = runner_of(model, context)
     keeper = Keeper(runner, PARTS, store)
@@ -78,7 +87,9 @@ def compare(label: str, model: Any, length: int, rounds: int) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         store = Sessions(Path(folder))
         session = Session("random", {"main": Branch(None, History(spelling=Spelling("", said)))})
-        figures: dict[str, list[float]] = {name: [] for name in ("saving", "writing", "warm", "cold disk", "8 bits")}
+        figures: dict[str, list[float]] = {
+            name: [] for name in ("saving", "writing", "warm", "cold disk", "8 bits")
+        }
         for _ in range(rounds):
             keeper = Keeper(runner, PARTS, store)
             began = time.perf_counter()
@@ -95,30 +106,57 @@ def compare(label: str, model: Any, length: int, rounds: int) -> list[Row]:
             seconds, tokens, usage = restored(model, context, store, "whole", [*said, *TURN])
             figures["warm"].append(seconds)
             if tokens != expected or usage.evaluated_tokens != len(TURN):
-                raise SystemExit(f"not the same: {tokens} instead of {expected}, {usage.evaluated_tokens} evaluated")
+                raise SystemExit(
+                    f"not the same: {tokens} instead of {expected}, {usage.evaluated_tokens} evaluated"
+                )
             if forget(store.folder / "whole" / CACHE):
-                figures["cold disk"].append(restored(model, context, store, "whole", [*said, *TURN])[0])
+                figures["cold disk"].append(
+                    restored(model, context, store, "whole", [*said, *TURN])[0]
+                )
             figures["8 bits"].append(restored(model, context, store, "packed", [*said, *TURN])[0])
         sizes = [store.nbytes(name)[1] / 1e6 for name in ("whole", "packed")]
     mx.clear_cache()
     name = f"{label}, {length}"
     rows = [
-        replace(less_is_better(f"{name}: restored, and evaluated", "s", figures["warm"], [evaluated] * rounds), target=20),
+        replace(
+            less_is_better(
+                f"{name}: restored, and evaluated", "s", figures["warm"], [evaluated] * rounds
+            ),
+            target=20,
+        ),
         less_is_better(f"{name}: the same in 8 bits", "s", figures["8 bits"], [evaluated] * rounds),
-        less_is_better(f"{name}: a turn waits for saving, its thread for writing", "s", figures["saving"], figures["writing"]),
+        less_is_better(
+            f"{name}: a turn waits for saving, its thread for writing",
+            "s",
+            figures["saving"],
+            figures["writing"],
+        ),
         less_is_better(f"{name}: file in 8 bits, and whole", "MB", [sizes[1]], [sizes[0]]),
     ]
     if figures["cold disk"]:
-        rows.insert(1, less_is_better(f"{name}: the same, cold disk", "s", figures["cold disk"], [evaluated] * rounds))
+        rows.insert(
+            1,
+            less_is_better(
+                f"{name}: the same, cold disk", "s", figures["cold disk"], [evaluated] * rounds
+            ),
+        )
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="a small model and 1,000 tokens: does it work, not how fast is it")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="a small model and 1,000 tokens: does it work, not how fast is it",
+    )
     given = parser.parse_args()
-    label, size, length = ("256 x 2", (256, 2, 4), 1000) if given.quick else ("98 M", (768, 12, 12), 8000)
+    label, size, length = (
+        ("256 x 2", (256, 2, 4), 1000) if given.quick else ("98 M", (768, 12, 12), 8000)
+    )
     rows = compare(label, random_llama(*size), length, given.rounds)
     print_table(rows)
     print_json(rows, versus="evaluating again", rounds=given.rounds)

@@ -28,12 +28,17 @@ from mlxrunner.runner import Runner
 from mlxrunner.testing import EOS, ByteTokenizer
 from mlxrunner.testing_models import tiny_config, tiny_model
 
-SYSTEM, HEADER = 120, [1, 2, 3]  # tokens of the system prompt; what a template puts before an answer
+SYSTEM, HEADER = (
+    120,
+    [1, 2, 3],
+)  # tokens of the system prompt; what a template puts before an answer
 SHAPE = {"hidden_size": 256, "num_hidden_layers": 6, "intermediate_size": 1024, "vocab_size": 300, "max_position_embeddings": 16384}  # fmt: skip
 WIDE = SHAPE | {"hidden_size": 512, "intermediate_size": 1536, "vocab_size": 8192, "num_attention_heads": 8, "num_key_value_heads": 4}  # fmt: skip
 SIDES = dict.fromkeys(("ours", "single", "batched"))
 MODELS = {
-    "gemma3_text": tiny_config("gemma3_text", **SHAPE, head_dim=64, sliding_window=512, sliding_window_pattern=6),
+    "gemma3_text": tiny_config(
+        "gemma3_text", **SHAPE, head_dim=64, sliding_window=512, sliding_window_pattern=6
+    ),
     "lfm2": tiny_config("lfm2", **SHAPE | {"block_dim": 256, "full_attn_idxs": [2, 5]}),
 }
 
@@ -52,7 +57,9 @@ class Sides:
     def single(self, prompt: list[int], count: int) -> Tokens:
         cache, rest = self.saved.fetch_nearest_cache("", prompt)
         cache, tokens = cache or make_prompt_cache(self.runner.model), list(prompt)
-        for response in stream_generate(self.runner.model, SameDecoder(ByteTokenizer()), rest, count, prompt_cache=cache):
+        for response in stream_generate(
+            self.runner.model, SameDecoder(ByteTokenizer()), rest, count, prompt_cache=cache
+        ):
             tokens.append(response.token)
             yield response.token
         self.saved.insert_cache("", tokens, cache)
@@ -61,9 +68,13 @@ class Sides:
     def batched(self, prompt: list[int], count: int) -> Tokens:
         cache, rest = self.saved.fetch_nearest_cache("", prompt)
         kept = len(prompt) - len(rest)
-        self.batch.insert_segments([[prompt[kept:SYSTEM], prompt[max(kept, SYSTEM) :]]], [count], [cache], [prompt[:kept]])
+        self.batch.insert_segments(
+            [[prompt[kept:SYSTEM], prompt[max(kept, SYSTEM) :]]], [count], [cache], [prompt[:kept]]
+        )
         for parts, responses in iter(self.batch.next, ([], [])):
-            ended = self.batch.extract_cache([part.uid for part in parts if part.end_of_segment and not part.end_of_prompt])
+            ended = self.batch.extract_cache(
+                [part.uid for part in parts if part.end_of_segment and not part.end_of_prompt]
+            )
             for cache, tokens in ended.values():
                 self.saved.insert_cache("", tokens[:], cache)
             for response in responses:
@@ -79,15 +90,30 @@ def conversation(length: int) -> list[int]:
     return tokens
 
 
-def going_back(label: str, config: dict[str, Any], length: int, count: int, rounds: int) -> Iterator[Row]:
+def going_back(
+    label: str, config: dict[str, Any], length: int, count: int, rounds: int
+) -> Iterator[Row]:
     model, said = tiny_model(config), conversation(length)
-    prompts = {"again": said + HEADER, "thinking left out": [], "edited": [*said[:-10], *said[-20:-11], EOS, *HEADER]}
-    figures: dict[tuple[str, str], list[tuple[int, float]]] = {(what, name): [] for what in prompts for name in SIDES}
+    prompts = {
+        "again": said + HEADER,
+        "thinking left out": [],
+        "edited": [*said[:-10], *said[-20:-11], EOS, *HEADER],
+    }
+    figures: dict[tuple[str, str], list[tuple[int, float]]] = {
+        (what, name): [] for what in prompts for name in SIDES
+    }
     for turn in range(rounds):
         for name in in_turn(SIDES, turn):
             side = getattr(Sides(Runner(model, ByteTokenizer(), facts_of(model, config))), name)
             *answer, _ = side(said + HEADER, count)
-            prompts["thinking left out"] = [*said, *HEADER, *answer[count // 2 :], EOS, *said[-60:], *HEADER]
+            prompts["thinking left out"] = [
+                *said,
+                *HEADER,
+                *answer[count // 2 :],
+                EOS,
+                *said[-60:],
+                *HEADER,
+            ]
             for what, prompt in prompts.items():
                 wait()
                 began = time.perf_counter()
@@ -98,7 +124,9 @@ def going_back(label: str, config: dict[str, Any], length: int, count: int, roun
                 figures[what, name].append((evaluated, seconds * 1e3))
     for what in prompts:
         for name, target in {"single": 20, "batched": None}.items():
-            (tokens, ms), (others, other_ms) = (zip(*figures[what, side], strict=True) for side in ("ours", name))
+            (tokens, ms), (others, other_ms) = (
+                zip(*figures[what, side], strict=True) for side in ("ours", name)
+            )
             row = less_is_better(f"{label}, {length}: {what}, vs {name}", "tok", tokens, others)
             yield replace(row, target=target)
             yield replace(less_is_better(row.name, "ms", ms, other_ms), target=target and 1)
@@ -114,16 +142,31 @@ def read(tokens: Tokens, count: int, memory: list[int]) -> float:
     mx.synchronize()
     mx.synchronize(generation_stream)
     seconds = time.perf_counter() - began
-    memory[:] = memory[0] + mx.get_active_memory() - before, max(memory[1], memory[0] + mx.get_peak_memory() - before)
+    memory[:] = (
+        memory[0] + mx.get_active_memory() - before,
+        max(memory[1], memory[0] + mx.get_peak_memory() - before),
+    )
     return seconds
 
 
 def full_depth(length: int, count: int, bursts: int, step: int) -> Iterator[Row]:
     config = tiny_config("llama", **WIDE)
     model, prompt = tiny_model(config), conversation(length)
-    runner = Runner(model, ByteTokenizer(), facts_of(model, config), context=length + count + 16, prefill_step=step, whole=True)
-    responses = stream_generate(model, SameDecoder(runner.tokenizer), prompt, count + 2, prefill_step_size=step)
-    sides = {"ours": our_side(runner)(prompt, count + 2), "mlx-lm": (response.token for response in responses)}
+    runner = Runner(
+        model,
+        ByteTokenizer(),
+        facts_of(model, config),
+        context=length + count + 16,
+        prefill_step=step,
+        whole=True,
+    )
+    responses = stream_generate(
+        model, SameDecoder(runner.tokenizer), prompt, count + 2, prefill_step_size=step
+    )
+    sides = {
+        "ours": our_side(runner)(prompt, count + 2),
+        "mlx-lm": (response.token for response in responses),
+    }
     memory = {name: [0, 0] for name in sides}
     for name, tokens in sides.items():
         read(tokens, 2, memory[name])  # from here on both are one token ahead
@@ -132,14 +175,28 @@ def full_depth(length: int, count: int, bursts: int, step: int) -> Iterator[Row]
         for name in in_turn(sides, turn):
             rates[name].append(count // bursts / read(sides[name], count // bursts, memory[name]))
     yield more_is_better(f"llama, {length}: decode {count}", "tok/s", *rates.values(), target=0.98)
-    yield less_is_better(f"llama, {length}, step {step}: peak of all", "MB", *([peak / 1e6] for _, peak in memory.values()))
+    yield less_is_better(
+        f"llama, {length}, step {step}: peak of all",
+        "MB",
+        *([peak / 1e6] for _, peak in memory.values()),
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="short contexts: does it work, not how fast is it")
-    length, count, bursts, step, said = (1500, 16, 2, 256, 16) if parser.parse_args().quick else (8000, 512, 16, 512, 80)
-    going = (row for label, config in MODELS.items() for row in going_back(label, config, length, said, rounds=2))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="short contexts: does it work, not how fast is it"
+    )
+    length, count, bursts, step, said = (
+        (1500, 16, 2, 256, 16) if parser.parse_args().quick else (8000, 512, 16, 512, 80)
+    )
+    going = (
+        row
+        for label, config in MODELS.items()
+        for row in going_back(label, config, length, said, rounds=2)
+    )
     rows = [*full_depth(length, count, bursts, step), *going]
     print_table(rows)
     print_json(rows, versus="mlx-lm", rounds=2)

@@ -40,7 +40,9 @@ SCHEMAS: dict[str, Any] = {
 
 def held_side(runner: Runner, schema: Any) -> Side:
     def generate(prompt: list[int], max_tokens: int) -> Tokens:
-        with closing(runner.generate(prompt, max_tokens=max_tokens, schema=schema, stop_tokens=[])) as chunks:  # type: ignore[type-var]
+        with closing(
+            runner.generate(prompt, max_tokens=max_tokens, schema=schema, stop_tokens=[])
+        ) as chunks:  # type: ignore[type-var]
             for chunk in chunks:
                 yield chunk.token  # type: ignore[misc]  # each chunk of such an answer has one
 
@@ -53,8 +55,12 @@ def alone(runner: Runner, name: str, count: int, rounds: int) -> Row:
     for turn in range(rounds + 1):
         for side in in_turn(sides, turn):
             runner.reset()
-            rates[side].append((count - 1) / measure(sides[side], some_tokens(runner, 64), count, runner).decode)
-    return more_is_better(f"{name}, decode {count}", "tok/s", rates["held"][1:], rates["free"][1:], target=TARGET)
+            rates[side].append(
+                (count - 1) / measure(sides[side], some_tokens(runner, 64), count, runner).decode
+            )
+    return more_is_better(
+        f"{name}, decode {count}", "tok/s", rates["held"][1:], rates["free"][1:], target=TARGET
+    )
 
 
 def together(runner: ParallelRunner, count: int, rounds: int) -> Row:
@@ -66,18 +72,32 @@ def together(runner: ParallelRunner, count: int, rounds: int) -> Row:
             began = time.perf_counter()
             each = [[2 + number, *range(20, 40)] for number in range(8)]
             options: dict[str, Any] = {"max_tokens": count, "stop_tokens": []}
-            results = list(runner.run_each((prompt, options | (form if i % 2 else {})) for i, prompt in enumerate(each)))
-            rates[side].append(sum(len(result.tokens) for result in results) / (time.perf_counter() - began))
+            results = list(
+                runner.run_each(
+                    (prompt, options | (form if i % 2 else {})) for i, prompt in enumerate(each)
+                )
+            )
+            rates[side].append(
+                sum(len(result.tokens) for result in results) / (time.perf_counter() - began)
+            )
     return more_is_better(
-        f"8 at once, 4 of them held, {count} each", "tok/s", rates["held"][1:], rates["free"][1:], target=TARGET
+        f"8 at once, 4 of them held, {count} each",
+        "tok/s",
+        rates["held"][1:],
+        rates["free"][1:],
+        target=TARGET,
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="demo", help="a directory or a hub id (default: demo)")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--quick", action="store_true", help="short runs: does it work, not how fast is it")
+    parser.add_argument(
+        "--quick", action="store_true", help="short runs: does it work, not how fast is it"
+    )
     given = parser.parse_args()
     count, rounds = (32, 1) if given.quick else (256, given.rounds)
     loaded = load_model(given.model)

@@ -54,7 +54,11 @@ def serve(type_ahead: bool, progress: Path) -> None:
                 stream.write(f"{time.perf_counter() - TimedDraft.ended}\n")
 
     conversation.evaluate = noted  # type: ignore[method-assign]
-    chat.after_turn.append(lambda chat: print(f"<answered, ttft {chat.conversation.usages[-1].ttft_s:.4f}>", flush=True))
+    chat.after_turn.append(
+        lambda chat: print(
+            f"<answered, ttft {chat.conversation.usages[-1].ttft_s:.4f}>", flush=True
+        )
+    )
     sys.exit(chat.run(table))
 
 
@@ -68,7 +72,9 @@ class Chat:
         self.stopped.touch()
         command = [__file__, "--serve", str(self.progress), *([] if type_ahead else ["--without"])]
         environment = {**os.environ, "PROMPT_TOOLKIT_NO_CPR": "1", "TERM": "xterm"}
-        self.child = pexpect.spawn(sys.executable, command, env=environment, dimensions=(40, 120), timeout=120)
+        self.child = pexpect.spawn(
+            sys.executable, command, env=environment, dimensions=(40, 120), timeout=120
+        )
         self.child.delaybeforesend = None
         self.child.expect(">>>")
         self.wait_until_evaluated(0)
@@ -120,9 +126,11 @@ class Chat:
 
 def message(tokens: int, number: int) -> str:
     """Of one byte, so one token, a letter; different from its first one on."""
-    return (f"{number}: " + "some text that was copied from elsewhere, with a question about it at its end ... " * tokens)[
-        :tokens
-    ]
+    return (
+        f"{number}: "
+        + "some text that was copied from elsewhere, with a question about it at its end ... "
+        * tokens
+    )[:tokens]
 
 
 def in_ms(seconds: list[float]) -> list[float]:
@@ -130,7 +138,9 @@ def in_ms(seconds: list[float]) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, default=2000, help="length of the paste")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
@@ -158,12 +168,20 @@ def main() -> None:
         stopped = [float(line) for line in sides[True].stopped.read_text().split()]
         for chat in sides.values():
             chat.child.close(force=True)
-    first = less_is_better(f"first token after Enter, paste of {options.tokens}", "ms", in_ms(ahead), in_ms(plain))
-    echoes = less_is_better("echo of a key while a paste is evaluated", "ms", in_ms(echo[True]), in_ms(echo[False]))
+    first = less_is_better(
+        f"first token after Enter, paste of {options.tokens}", "ms", in_ms(ahead), in_ms(plain)
+    )
+    echoes = less_is_better(
+        "echo of a key while a paste is evaluated", "ms", in_ms(echo[True]), in_ms(echo[False])
+    )
     rows = [replace(first, target=10), echoes]
     print_table(rows)
-    print(f"slowest echo of {len(echo[True])}: {max(echo[True]) * 1e3:.1f} ms; without: {max(echo[False]) * 1e3:.1f} ms")
-    print(f"the model was free {max(stopped) * 1e3:.1f} ms after the key that needed it, at most, of {len(stopped)} times")
+    print(
+        f"slowest echo of {len(echo[True])}: {max(echo[True]) * 1e3:.1f} ms; without: {max(echo[False]) * 1e3:.1f} ms"
+    )
+    print(
+        f"the model was free {max(stopped) * 1e3:.1f} ms after the key that needed it, at most, of {len(stopped)} times"
+    )
     print_json(rows, versus="without typing ahead", rounds=options.rounds)
 
 

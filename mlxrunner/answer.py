@@ -34,7 +34,9 @@ class Clock:
 class Answer:
     """Tokens to chunks: text, stop tokens, stop strings, the limit. The last chunk has a `finish_reason`."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: TokenArray, options: GenerateOptions, limit: int) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: TokenArray, options: GenerateOptions, limit: int
+    ) -> None:
         self._stream = tokenizer.stream(prompt[-8:].tolist())
         self._scanner = StopScanner(options.stops(tokenizer.template_stops))
         self._ends = options.ends(tokenizer.stop_tokens)

@@ -60,7 +60,9 @@ class GenerateOptions:
         _check("penalty_context", self.penalty_context, low=1, high=2**31 - 1)
         _check("keep", self.keep, low=0)
         if self.overflow not in OVERFLOW:
-            raise OptionError(f"overflow: {self.overflow!r} is not known, it has to be one of {', '.join(OVERFLOW)}")
+            raise OptionError(
+                f"overflow: {self.overflow!r} is not known, it has to be one of {', '.join(OVERFLOW)}"
+            )
         if any(not isinstance(text, str) or not text for text in self.stop):
             raise OptionError("stop: each stop string has to be a text of at least one character")
         for token in self.stop_tokens or ():
@@ -89,7 +91,9 @@ class GenerateOptions:
         known = {field.name for field in fields(cls)}
         unknown = sorted(options.keys() - known)
         if unknown:
-            raise OptionError(f"unknown option {unknown[0]!r}: known are {', '.join(sorted(known))}")
+            raise OptionError(
+                f"unknown option {unknown[0]!r}: known are {', '.join(sorted(known))}"
+            )
         stop_tokens: Sequence[int] | None = options.pop("stop_tokens", None)
         return cls(
             stop=_texts("stop", options.pop("stop", None)),
@@ -110,7 +114,9 @@ def _texts(name: str, given: Any) -> tuple[str, ...]:
 def _choices(given: Any) -> tuple[str, ...]:
     choices = _texts("choices", given)
     if given is not None and not choices:
-        raise OptionError("choices: the list is empty, it has to have at least one text (leave the option out for a free answer)")
+        raise OptionError(
+            "choices: the list is empty, it has to have at least one text (leave the option out for a free answer)"
+        )
     return choices
 
 
@@ -136,15 +142,21 @@ def _check_form(schema: str | None, choices: tuple[str, ...]) -> None:
     if choices:
         raise OptionError("schema, choices: an answer has one form, use one of them")
     if not isinstance(schema, str):
-        raise OptionError(f"schema: it has to be the text of a JSON object or a dictionary, not {type(schema).__name__}")
+        raise OptionError(
+            f"schema: it has to be the text of a JSON object or a dictionary, not {type(schema).__name__}"
+        )
     if len(schema) > MAX_SCHEMA:
-        raise OptionError(f"schema: {len(schema)} characters are too many, it may have at most {MAX_SCHEMA}")
+        raise OptionError(
+            f"schema: {len(schema)} characters are too many, it may have at most {MAX_SCHEMA}"
+        )
     try:
         parsed = json.loads(schema)
     except (ValueError, RecursionError) as error:
         raise OptionError(f"schema: not valid JSON: {error}") from error
     if not isinstance(parsed, dict):
-        raise OptionError(f'schema: it has to be a JSON object, such as {{"type": "object"}}, not {schema.strip()[:40]}')
+        raise OptionError(
+            f'schema: it has to be a JSON object, such as {{"type": "object"}}, not {schema.strip()[:40]}'
+        )
 
 
 def _tuple(name: str, values: Any) -> tuple[Any, ...]:

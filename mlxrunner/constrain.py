@@ -44,7 +44,9 @@ class Constraint:
                 allowed[token] = may_end
         if not allowed.any():  # also after an error of llguidance
             why = _one_line(self._matcher.get_error())
-            raise FormError(self.count, why if " " in why else "")  # one word names a state of llguidance
+            raise FormError(
+                self.count, why if " " in why else ""
+            )  # one word names a state of llguidance
         return allowed
 
     def advance(self, token: int) -> None:
@@ -99,7 +101,10 @@ def _grammar(options: GenerateOptions) -> str:
 
 def _literal(text: str) -> str:
     """As a regular expression: one with thousands of alternatives costs no more than one with two."""
-    return "".join(letter if letter.isascii() and letter.isalnum() else f"\\x{{{ord(letter):x}}}" for letter in text)
+    return "".join(
+        letter if letter.isascii() and letter.isalnum() else f"\\x{{{ord(letter):x}}}"
+        for letter in text
+    )
 
 
 def _refuse(options: GenerateOptions, message: str) -> None:

@@ -89,7 +89,11 @@ def memory() -> Finding:
     """Say how much memory there is, and which limit lowers it below what the machine has."""
     total, available = memory_bytes()
     limit = None if is_gpu() else next(iter(limits()), None)
-    by = f" (limited by {limit.name})" if limit and limit.name != MACHINE and limit.nbytes <= available else ""
+    by = (
+        f" (limited by {limit.name})"
+        if limit and limit.name != MACHINE and limit.nbytes <= available
+        else ""
+    )
     return Finding("memory", f"{size(total)} in all, {size(available)} for MLX{by}")
 
 
@@ -99,7 +103,13 @@ def blas() -> Finding:
         return Finding("BLAS", f"not needed: matrix products run on {backend()}")
     if platform.system() == "Darwin":
         return Finding("BLAS", "Accelerate")
-    loaded = sorted({Path(line.split()[-1]).name for line in _maps() if "openblas" in line.lower() and "numpy" not in line})
+    loaded = sorted(
+        {
+            Path(line.split()[-1]).name
+            for line in _maps()
+            if "openblas" in line.lower() and "numpy" not in line
+        }
+    )
     if loaded:
         return Finding("BLAS", loaded[0])
     library = openblas()
@@ -112,7 +122,10 @@ def blas() -> Finding:
 
 def openblas() -> Path | None:
     """OpenBLAS as a Linux distribution installs it."""
-    places = (*Path("/usr/lib").glob("*-linux-gnu/libopenblas.so.0"), Path("/usr/lib64/libopenblas.so.0"))
+    places = (
+        *Path("/usr/lib").glob("*-linux-gnu/libopenblas.so.0"),
+        Path("/usr/lib64/libopenblas.so.0"),
+    )
     return next((place for place in places if place.exists()), None)
 
 
@@ -123,7 +136,9 @@ def compiler() -> Finding:
     found = shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
     if found:
         return Finding("compiler", found)
-    return Finding("compiler", "none", ok=False, advice="kernels run unfused, a little slower: install g++")
+    return Finding(
+        "compiler", "none", ok=False, advice="kernels run unfused, a little slower: install g++"
+    )
 
 
 def _maps() -> list[str]:

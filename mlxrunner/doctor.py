@@ -14,7 +14,12 @@ PACKAGES = ("mlxrunner", "mlx", "mlx-lm", "transformers", "numpy", "sentencepiec
 def findings() -> list[Finding]:
     """Device, memory, libraries and versions, in that order."""
     facts = device.describe()
-    name = str(facts.get("device_name") or facts.get("architecture") or platform.processor() or platform.machine())
+    name = str(
+        facts.get("device_name")
+        or facts.get("architecture")
+        or platform.processor()
+        or platform.machine()
+    )
     found = [
         Finding("device", f"{name} ({platform.system()} {platform.machine()})"),
         Finding("backend", device.backend()),
@@ -25,7 +30,10 @@ def findings() -> list[Finding]:
     ]
     if platform.system() == "Darwin" and device.backend() != "metal":
         found[1] = Finding(
-            "backend", device.backend(), ok=False, advice="no Metal: a native arm64 Python on macOS 14 or newer is needed"
+            "backend",
+            device.backend(),
+            ok=False,
+            advice="no Metal: a native arm64 Python on macOS 14 or newer is needed",
         )
     return found + [_package(name) for name in PACKAGES]
 

@@ -101,7 +101,9 @@ class FormError(MlxrunnerError):
 
     def __init__(self, tokens: int, why: str = "") -> None:
         reason = f": {why}" if why else ""
-        super().__init__(f"after {tokens} tokens of the answer, no token of the model fits the form that was asked for{reason}")
+        super().__init__(
+            f"after {tokens} tokens of the answer, no token of the model fits the form that was asked for{reason}"
+        )
         self.tokens = tokens
 
 
@@ -122,7 +124,9 @@ class BusyError(MlxrunnerError):
     """A second request was started before the first one ended."""
 
     def __init__(self) -> None:
-        super().__init__("another request still uses the entry: finish it or close its iterator first")
+        super().__init__(
+            "another request still uses the entry: finish it or close its iterator first"
+        )
 
 
 class WrongThreadError(MlxrunnerError):

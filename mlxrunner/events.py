@@ -59,7 +59,11 @@ class Usage:
     @property
     def decode_rate(self) -> float:
         """Tokens per second after the first one, which belongs to the prefill."""
-        return (self.completion_tokens - 1) / self.decode_s if self.decode_s and self.completion_tokens > 1 else 0.0
+        return (
+            (self.completion_tokens - 1) / self.decode_s
+            if self.decode_s and self.completion_tokens > 1
+            else 0.0
+        )
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -83,4 +87,6 @@ class Chunk:
 
 def log_lookup(prompt_tokens: int, matched: int, cached: int) -> None:
     """Before the first token: how much is left to evaluate."""
-    logger.debug("lookup prompt_tokens=%d matched_tokens=%d cached_tokens=%d", prompt_tokens, matched, cached)
+    logger.debug(
+        "lookup prompt_tokens=%d matched_tokens=%d cached_tokens=%d", prompt_tokens, matched, cached
+    )

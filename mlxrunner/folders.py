@@ -17,6 +17,8 @@ def data_folder() -> Path:
     elif sys.platform == "darwin":
         folder = Path.home() / "Library" / "Application Support" / "mlxrunner"
     else:
-        folder = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "mlxrunner"
+        folder = (
+            Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "mlxrunner"
+        )
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder

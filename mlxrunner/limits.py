@@ -37,7 +37,11 @@ def _machine() -> Iterator[Limit]:
 
 
 def _process() -> Iterator[Limit]:
-    pages = [int(number) * os.sysconf("SC_PAGE_SIZE") for line in _lines(PROC / "self" / "statm") for number in line.split()]
+    pages = [
+        int(number) * os.sysconf("SC_PAGE_SIZE")
+        for line in _lines(PROC / "self" / "statm")
+        for number in line.split()
+    ]
     if len(pages) < 6:
         return
     for name, kind, taken in (
@@ -57,7 +61,11 @@ def _cgroup() -> Iterator[Limit]:
         if number == "0":
             folder, most, taken = CGROUPS, "memory.max", "memory.current"
         elif "memory" in controllers.split(","):
-            folder, most, taken = CGROUPS / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            folder, most, taken = (
+                CGROUPS / "memory",
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+            )
         else:
             continue
         inner = folder / path.lstrip("/")
@@ -72,7 +80,11 @@ def _group(group: Path, most: str, taken: str) -> Iterator[Limit]:
         return
     # Pages of files are given up before anybody is killed.
     words = [line.split() for line in _lines(group / "memory.stat")]
-    files = sum(int(word[1]) for word in words if len(word) == 2 and word[0] in ("inactive_file", "active_file"))
+    files = sum(
+        int(word[1])
+        for word in words
+        if len(word) == 2 and word[0] in ("inactive_file", "active_file")
+    )
     yield Limit("the cgroup", max(0, limit - max(0, usage - files)))
 
 

@@ -89,7 +89,9 @@ def finish_of(reason: FinishReason | None, error: str | None) -> Finish:
     return "error" if error is not None else reason or "interrupted"
 
 
-def usage_of(found: Lookup, clock: Clock, completion: int, earlier: Earlier | None = None, **more: Any) -> Usage:
+def usage_of(
+    found: Lookup, clock: Clock, completion: int, earlier: Earlier | None = None, **more: Any
+) -> Usage:
     """What both kinds of runner count alike: what was found, and the times; `earlier`: of a line of a batch; `more`: the rest of Usage, or
     what is otherwise (as `evaluated_tokens` after an interrupted prefill: what was not evaluated was not lost either)."""
     evaluated = more.get("evaluated_tokens", found.prompt_tokens - found.cached)

@@ -26,7 +26,9 @@ class Shift:
 
     def __post_init__(self) -> None:
         if self.keep > self.context - 2:
-            raise OptionError(f"keep: {self.keep} tokens leave no room in the context of {self.context} tokens")
+            raise OptionError(
+                f"keep: {self.keep} tokens leave no room in the context of {self.context} tokens"
+            )
 
     @property
     def target_free(self) -> int:

@@ -70,7 +70,9 @@ class Pipeline:
         dispatch(sampled.arrays)
         session.record(seed)
         self._checkpoint_if_due()
-        on_its_way: Sampled | None = None  # a token whose forward pass was begun and that is not recorded yet
+        on_its_way: Sampled | None = (
+            None  # a token whose forward pass was begun and that is not recorded yet
+        )
         try:
             for count in range(1, max_tokens + 1):
                 current = sampled

@@ -62,7 +62,12 @@ class Demand:
         return self.weights + self.caches(tokens) + self.checkpoints(tokens, offered) + batch
 
     def total(self, context: int, offered: int) -> int:
-        return self.weights + self.caches(context) + self.checkpoints(context, offered) + self.batch.nbytes(context)
+        return (
+            self.weights
+            + self.caches(context)
+            + self.checkpoints(context, offered)
+            + self.batch.nbytes(context)
+        )
 
     def largest_context(self, offered: int, limit: int) -> int:
         """The largest context up to `limit` that fits into `offered` bytes; 0 if none does."""
@@ -112,7 +117,10 @@ class Plan:
         rows = [(line.what, _detail(line), size(line.total)) for line in self.lines]
         rows += [("total", "", size(self.total)), ("device offers", "", size(self.offered))]
         wide = [max(len(row[i]) for row in rows) for i in range(3)]
-        text = [f"{what:<{wide[0]}}  {detail:<{wide[1]}}  {nbytes:>{wide[2]}}" for what, detail, nbytes in rows]
+        text = [
+            f"{what:<{wide[0]}}  {detail:<{wide[1]}}  {nbytes:>{wide[2]}}"
+            for what, detail, nbytes in rows
+        ]
         return "\n".join([*text, self.advice()])
 
     def advice(self) -> str:
@@ -120,7 +128,9 @@ class Plan:
             return f"a context of {self.context} tokens fits; the largest that would: {self.largest_context}"
         if self.largest_context >= SMALLEST_CONTEXT:
             return f"a context of {self.context} tokens does not fit; this would: --context {self.largest_context}"
-        smaller = f", a smaller --prefill-step than {self.prefill_step}" if self.prefill_step > 64 else ""
+        smaller = (
+            f", a smaller --prefill-step than {self.prefill_step}" if self.prefill_step > 64 else ""
+        )
         return f"not even a short context fits: try a smaller or quantized model{smaller}"
 
 
@@ -132,11 +142,23 @@ def make_plan(demand: Demand, *, context: int, prefill_step: int, offered: int, 
         Line("weights", demand.weights),
         *_layer_lines(demand.layouts, context),
         *([Line("checkpoints", budget)] if budget else []),
-        Line(f"batch of {prefill_step} tokens ({'measured' if demand.batch.is_measured else 'estimated'})", batch),
+        Line(
+            f"batch of {prefill_step} tokens ({'measured' if demand.batch.is_measured else 'estimated'})",
+            batch,
+        ),
     ]
     total = sum(line.total for line in lines)
     largest = demand.largest_context(offered, max(limit, context))
-    return Plan(context, prefill_step, tuple(lines), total, offered, largest, budget, demand.batch.is_measured)
+    return Plan(
+        context,
+        prefill_step,
+        tuple(lines),
+        total,
+        offered,
+        largest,
+        budget,
+        demand.batch.is_measured,
+    )
 
 
 def _layer_lines(layouts: Sequence[Layout], context: int) -> list[Line]:
@@ -145,7 +167,14 @@ def _layer_lines(layouts: Sequence[Layout], context: int) -> list[Line]:
     for layout in layouts:
         counts[layout] = counts.get(layout, 0) + 1
     return [
-        Line(f"{layout.kind} layers", n * layout.nbytes(context), n, layout.rows(context), layout.row_bytes, layout.fixed_bytes)
+        Line(
+            f"{layout.kind} layers",
+            n * layout.nbytes(context),
+            n,
+            layout.rows(context),
+            layout.row_bytes,
+            layout.fixed_bytes,
+        )
         for layout, n in counts.items()
     ]
 

@@ -25,12 +25,18 @@ def _macos() -> bool:
 def _linux(supplies: Path) -> bool:
     """A battery that discharges, and no mains supply that is online."""
     try:
-        known = [{name: _read(supply / name) for name in ("type", "online", "status", "scope")} for supply in supplies.iterdir()]
+        known = [
+            {name: _read(supply / name) for name in ("type", "online", "status", "scope")}
+            for supply in supplies.iterdir()
+        ]
     except OSError:
         return False
     if any(supply["type"] in ("Mains", "USB") and supply["online"] == "1" for supply in known):
         return False
-    return any(s["type"] == "Battery" and s["status"] == "Discharging" and s["scope"] != "Device" for s in known)
+    return any(
+        s["type"] == "Battery" and s["status"] == "Discharging" and s["scope"] != "Device"
+        for s in known
+    )
 
 
 def _read(file: Path) -> str:

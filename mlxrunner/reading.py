@@ -48,7 +48,11 @@ class MissingFileError(ReadError):
 
 
 def open_file(
-    path: str | os.PathLike[str], limit: int | None = None, *, dir_fd: int | None = None, follow: bool = True
+    path: str | os.PathLike[str],
+    limit: int | None = None,
+    *,
+    dir_fd: int | None = None,
+    follow: bool = True,
 ) -> tuple[int, int]:
     """Open a regular file: its descriptor, which the caller closes, and its size in bytes.
 
@@ -85,7 +89,9 @@ def open_given(path: str | os.PathLike[str], limit: int | None = None) -> Binary
     stream = os.fdopen(descriptor, "rb")
     if is_endless(descriptor):
         stream.close()
-        raise ReadError(f"{os.fspath(path)}: can't be read: it is a device, which may never end: name a file")
+        raise ReadError(
+            f"{os.fspath(path)}: can't be read: it is a device, which may never end: name a file"
+        )
     return stream
 
 
@@ -93,13 +99,17 @@ def say_if_waiting(stream: BinaryIO, name: str) -> None:
     """Tell a person at a terminal which stream has sent nothing for PATIENCE seconds. For who begins to read it, and waits on."""
     if sys.stderr is None or not sys.stderr.isatty():
         return
-    with suppress(OSError, ValueError):  # of no descriptor, as a program may have put one in the place of standard input
+    with suppress(
+        OSError, ValueError
+    ):  # of no descriptor, as a program may have put one in the place of standard input
         if select.select([stream.fileno()], [], [], PATIENCE)[0]:
             return
         print(f"waiting for {name}, which has sent nothing yet", file=sys.stderr, flush=True)
 
 
-def read_bytes(path: str | os.PathLike[str], limit: int, *, dir_fd: int | None = None, given: bool = False) -> bytes:
+def read_bytes(
+    path: str | os.PathLike[str], limit: int, *, dir_fd: int | None = None, given: bool = False
+) -> bytes:
     """All of a regular file of at most `limit` bytes; `given`: or of what `open_given` opens. ReadError as `open_file`."""
     if given:
         with open_given(path, limit) as stream:
@@ -110,13 +120,17 @@ def read_bytes(path: str | os.PathLike[str], limit: int, *, dir_fd: int | None =
     return _whole(path, open_file(path, limit, dir_fd=dir_fd)[0], limit)
 
 
-def read_text(path: str | os.PathLike[str], limit: int, *, dir_fd: int | None = None, given: bool = False) -> str:
+def read_text(
+    path: str | os.PathLike[str], limit: int, *, dir_fd: int | None = None, given: bool = False
+) -> str:
     """The text of a file as `read_bytes` reads it: UTF-8, without a byte order mark. ReadError as `open_file`."""
     content = read_bytes(path, limit, dir_fd=dir_fd, given=given)
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ReadError(f"{os.fspath(path)}: can't be read: not UTF-8 (byte {error.start}), save it as UTF-8 text") from error
+        raise ReadError(
+            f"{os.fspath(path)}: can't be read: not UTF-8 (byte {error.start}), save it as UTF-8 text"
+        ) from error
 
 
 def read_json(path: str | os.PathLike[str], limit: int, *, given: bool = False) -> Any:
@@ -127,7 +141,9 @@ def read_json(path: str | os.PathLike[str], limit: int, *, given: bool = False) 
         if _depth(found) > MOST_NESTED:
             raise ValueError(f"nested more than {MOST_NESTED} times")
     except (ValueError, RecursionError) as error:
-        raise ReadError(f"{os.fspath(path)}: not readable as JSON: {' '.join(str(error).split())[:300]}") from error
+        raise ReadError(
+            f"{os.fspath(path)}: not readable as JSON: {' '.join(str(error).split())[:300]}"
+        ) from error
     return found
 
 
@@ -135,10 +151,15 @@ def _said_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object; ValueError where a name has two different values, of which each reader takes the one it likes."""
     found = dict(pairs)
     if len(found) < len(pairs):
-        twice = next((name for name, value in pairs if found[name] is not value and found[name] != value), None)
+        twice = next(
+            (name for name, value in pairs if found[name] is not value and found[name] != value),
+            None,
+        )
         if twice is not None:
             values = [repr(value)[:40] for name, value in pairs if name == twice]
-            raise ValueError(f"{twice[:80]!r} is there twice, as {values[0]} and as {values[-1]}: keep one of them")
+            raise ValueError(
+                f"{twice[:80]!r} is there twice, as {values[0]} and as {values[-1]}: keep one of them"
+            )
     return found
 
 
@@ -183,7 +204,9 @@ def _whole(path: str | os.PathLike[str], descriptor: int, limit: int) -> bytes:
         content = bytearray()
         while piece := os.read(descriptor, min(PIECE, limit + 1 - len(content))):
             content += piece
-            _check_size(path, len(content), limit)  # it may grow, and some files say that they are empty
+            _check_size(
+                path, len(content), limit
+            )  # it may grow, and some files say that they are empty
     except OSError as error:
         raise _unreadable(path, error) from error
     finally:
@@ -225,5 +248,7 @@ def _missing(path: str | os.PathLike[str], dir_fd: int | None) -> str:
 
 def _unreadable(path: str | os.PathLike[str], error: OSError | ValueError) -> ReadError:
     """For a NUL or half characters in the name, too, which no file system knows."""
-    why = error.strerror or str(error) if isinstance(error, OSError) else f"not a file name ({error})"
+    why = (
+        error.strerror or str(error) if isinstance(error, OSError) else f"not a file name ({error})"
+    )
     return ReadError(f"{os.fspath(path)}: can't be read: {why}")

@@ -34,7 +34,9 @@ def demand_of(
 ) -> Demand:
     """What `model` needs, its batch estimated. `model` may be without weights; `weights`: their bytes."""
     gpu = device.is_gpu()
-    batch = estimate_batch(config, prefill_step, 2 if gpu else 4, is_fused=gpu, has_sinks=_has_sinks(model))
+    batch = estimate_batch(
+        config, prefill_step, 2 if gpu else 4, is_fused=gpu, has_sinks=_has_sinks(model)
+    )
     return Demand(weights, layouts_of(model, options), batch, checkpoint_budget)
 
 
@@ -51,7 +53,9 @@ def _has_sinks(model: Any) -> bool:
     return any(name.endswith("sinks") for name, _ in parameters)
 
 
-def estimate_batch(config: dict[str, Any], prefill_step: int, item: int, *, is_fused: bool, has_sinks: bool = False) -> Batch:
+def estimate_batch(
+    config: dict[str, Any], prefill_step: int, item: int, *, is_fused: bool, has_sinks: bool = False
+) -> Batch:
     """A rough guess from the model's dimensions, for a plan without weights.
 
     Live at once: about eight rows of the hidden size and three of the feed-forward size (five of all experts of a token together, and an
@@ -60,7 +64,11 @@ def estimate_batch(config: dict[str, Any], prefill_step: int, item: int, *, is_f
     scores by one.
     """
     get = partial(size_of, config)
-    hidden, heads, vocab = get("hidden_size", "d_model", "n_embd"), get("num_attention_heads", "n_head"), get("vocab_size")
+    hidden, heads, vocab = (
+        get("hidden_size", "d_model", "n_embd"),
+        get("num_attention_heads", "n_head"),
+        get("vocab_size"),
+    )
     experts, dense = get("num_experts_per_tok"), get("intermediate_size", "ffn_dim", "n_inner")
     chosen = (get("moe_intermediate_size") or dense) * experts
     wide = max(3 * max(dense, 4 * hidden), 5 * chosen)
@@ -69,12 +77,18 @@ def estimate_batch(config: dict[str, Any], prefill_step: int, item: int, *, is_f
     return Batch(fixed, 0 if is_fused else scores + prefill_step)
 
 
-def choose(demand: Demand, context: int | None, prefill_step: int, *, offered: int, limit: int) -> Plan:
+def choose(
+    demand: Demand, context: int | None, prefill_step: int, *, offered: int, limit: int
+) -> Plan:
     """The plan for `context`, or for the model's own (`limit`), or for the most that fits."""
     if context is None:
         fitting = demand.largest_context(offered, limit)
-        context = fitting if fitting >= min(SMALLEST_CONTEXT, limit) else limit  # none is worth it: the plan says so
-    return make_plan(demand, context=context, prefill_step=prefill_step, offered=offered, limit=limit)
+        context = (
+            fitting if fitting >= min(SMALLEST_CONTEXT, limit) else limit
+        )  # none is worth it: the plan says so
+    return make_plan(
+        demand, context=context, prefill_step=prefill_step, offered=offered, limit=limit
+    )
 
 
 def must_fit(plan: Plan) -> Plan:
@@ -95,7 +109,12 @@ def must_have_room(demand: Demand, tokens: int, prefill_step: int) -> None:
     offered = limit.nbytes + mx.get_active_memory() + mx.get_cache_memory()
     needed = demand.growing(tokens, prefill_step, offered)
     if needed > offered:
-        most = bisect_right(range(tokens), offered, key=lambda n: demand.growing(n, prefill_step, offered)) - 1
+        most = (
+            bisect_right(
+                range(tokens), offered, key=lambda n: demand.growing(n, prefill_step, offered)
+            )
+            - 1
+        )
         smaller = f", or a smaller --prefill-step than {prefill_step}" if prefill_step > 64 else ""
         raise MemoryPlanError(
             f"{tokens} tokens need {size(needed)} of memory, and {limit.name} leaves {size(offered)}: "
@@ -106,10 +125,17 @@ def must_have_room(demand: Demand, tokens: int, prefill_step: int) -> None:
 def announce(plan: Plan, asked: int | None, limit: int) -> None:
     """Say it in the log if the context is another one than the model's own, `limit`."""
     if plan.context > limit:
-        logger.warning("context: %d tokens, but the model was made for %d: it may answer badly beyond them", plan.context, limit)
+        logger.warning(
+            "context: %d tokens, but the model was made for %d: it may answer badly beyond them",
+            plan.context,
+            limit,
+        )
     elif plan.context < limit and asked is None:
         logger.warning(
-            "context: %d tokens, the most that fits into %s; the model's own is %d", plan.context, size(plan.offered), limit
+            "context: %d tokens, the most that fits into %s; the model's own is %d",
+            plan.context,
+            size(plan.offered),
+            limit,
         )
 
 
@@ -121,7 +147,13 @@ class Reserved:
     batch: int
 
 
-def reserve(model: Any, caches: Sequence[LayerCache], context: int, prefill_step: int, scratch: Sequence[LayerCache]) -> Reserved:
+def reserve(
+    model: Any,
+    caches: Sequence[LayerCache],
+    context: int,
+    prefill_step: int,
+    scratch: Sequence[LayerCache],
+) -> Reserved:
     """Allocate `caches` whole, run the worst-case batch once, and leave them empty.
 
     The batch is a full prefill step at the far end of the context, and then the seed of an answer with its logits, the largest of all
@@ -162,7 +194,11 @@ def _pretend(caches: Sequence[LayerCache], offset: int) -> None:
 
 def _longest_seed(caches: Sequence[LayerCache]) -> int:
     """Most tokens of a prompt that are evaluated together with their logits."""
-    return max(SEED_TOKENS, HEADER) if any(cache.needs_checkpoints for cache in caches) else SEED_TOKENS
+    return (
+        max(SEED_TOKENS, HEADER)
+        if any(cache.needs_checkpoints for cache in caches)
+        else SEED_TOKENS
+    )
 
 
 def _layers_of_each_kind(model: Any, caches: Sequence[LayerCache]) -> int:

@@ -24,7 +24,13 @@ from mlxrunner.cache.saved import Saved, SavedEntry
 from mlxrunner.cache.tokens import TokenArray, common_prefix
 from mlxrunner.config import GenerateOptions
 from mlxrunner.constrain import constraint_of
-from mlxrunner.errors import ContextFullError, ContextLengthError, ModelError, OptionError, PromptError
+from mlxrunner.errors import (
+    ContextFullError,
+    ContextLengthError,
+    ModelError,
+    OptionError,
+    PromptError,
+)
 from mlxrunner.events import Chunk, FinishReason, Usage, log_lookup
 from mlxrunner.models.chunks import DEPENDS
 from mlxrunner.models.facts import ModelFacts, without_weights
@@ -69,7 +75,14 @@ class Runner:
         """From parts that are loaded already; `Runner.load` is the usual way, and plans the memory."""
         self.owner = Owner("Runner")
         self.context = facts.context if context is None else context
-        _check_settings(self.context, prefill_step, kv_bits, rewind_slack, checkpoint_interval, checkpoint_budget)
+        _check_settings(
+            self.context,
+            prefill_step,
+            kv_bits,
+            rewind_slack,
+            checkpoint_interval,
+            checkpoint_budget,
+        )
         self.model, self.tokenizer, self.facts, self.name = model, tokenizer, facts, name
         self.prefill_step, self.checkpoint_interval = prefill_step, checkpoint_interval
         self.plan: Plan | None = None
@@ -83,7 +96,9 @@ class Runner:
         self._discarded = 0
         self._untold: _Request | None = None
         self._options = CacheOptions(self.context, whole, rewind_slack, kv_bits)
-        self._cache = PrefixCache(lambda: make_layer_caches(model, self._options), checkpoint_budget, checkpoint_interval)
+        self._cache = PrefixCache(
+            lambda: make_layer_caches(model, self._options), checkpoint_budget, checkpoint_interval
+        )
         self._message_ends = np.array(sorted(tokenizer.message_ends), np.int32)
 
     @classmethod
@@ -111,7 +126,12 @@ class Runner:
         ModelError names what is missing or broken; MemoryPlanError has the table of what does not fit.
         """
         _check_settings(
-            2 if context is None else context, prefill_step, kv_bits, rewind_slack, checkpoint_interval, checkpoint_budget or 0
+            2 if context is None else context,
+            prefill_step,
+            kv_bits,
+            rewind_slack,
+            checkpoint_interval,
+            checkpoint_budget or 0,
         )
         if reserve:
             with suppress(ModelError):  # what is wrong with the model is said better by loading it
@@ -141,7 +161,13 @@ class Runner:
                 break
             must_fit(plan)
             demand = runner._reserve(demand)
-            plan = make_plan(demand, context=plan.context, prefill_step=prefill_step, offered=offered, limit=limit)
+            plan = make_plan(
+                demand,
+                context=plan.context,
+                prefill_step=prefill_step,
+                offered=offered,
+                limit=limit,
+            )
             if plan.fits or context is not None:
                 break
             # It took more than was estimated, and nobody asked for this context: the most that fits by what was measured.
@@ -274,7 +300,9 @@ class Runner:
         clock = Clock(began - prepared.seconds, time.perf_counter())
         self._forget_what_may_differ()
         shift = self._shift(prompt, tokens, options)
-        discard = shift.discard(len(tokens)) if shift is not None and len(tokens) >= self.context else 0
+        discard = (
+            shift.discard(len(tokens)) if shift is not None and len(tokens) >= self.context else 0
+        )
         if shift is not None and discard:
             self._cache.prepare(tokens, shift.keep, discard, self._rotate)
             tokens = np.concatenate([tokens[: shift.keep], tokens[shift.keep + discard :]])
@@ -284,7 +312,12 @@ class Runner:
         next_token = NextToken(options, self.facts.vocab, logits_processors, constraint)
         session = self._cache.begin(tokens)
         self._pipeline, self._discarded, self.usage = None, discard, None
-        return Owned(self._run(_Request(prepared, session, options, next_token, progress, clock, shift, discard)), self.owner)
+        return Owned(
+            self._run(
+                _Request(prepared, session, options, next_token, progress, clock, shift, discard)
+            ),
+            self.owner,
+        )
 
     def evaluate(self, prompt: Prompt, *, cancelled: Callable[[], bool] = lambda: False) -> int:
         """Evaluate `prompt` in advance, without an answer: what the entry shares with it stays, the rest is evaluated.
@@ -297,7 +330,9 @@ class Runner:
         self._check(tokens)
         if len(tokens) >= self.context:
             raise ContextLengthError(len(tokens), self.context)
-        if self.facts.depends_on_chunks or common_prefix(self.entry.tokens.array, tokens) == len(tokens):
+        if self.facts.depends_on_chunks or common_prefix(self.entry.tokens.array, tokens) == len(
+            tokens
+        ):
             return 0
         self._must_have_room(len(tokens))
         session = self._cache.begin(tokens, ahead=True)
@@ -310,7 +345,9 @@ class Runner:
         with session:
             for cache in session.caches:
                 cache.reserve(min(len(session.prompt) + HEADROOM, self.context))
-            pipeline = Pipeline(self.model, session, self.prefill_step, takes_checkpoints=self._mark(session))
+            pipeline = Pipeline(
+                self.model, session, self.prefill_step, takes_checkpoints=self._mark(session)
+            )
             try:
                 return pipeline.evaluate(cancelled)
             except Exception:
@@ -326,7 +363,10 @@ class Runner:
         """How to make room in a full context, if that is wanted."""
         if options.overflow != "shift":
             return None
-        return Shift(self.context, system_tokens(self.tokenizer, prompt, tokens) if options.keep is None else options.keep)
+        return Shift(
+            self.context,
+            system_tokens(self.tokenizer, prompt, tokens) if options.keep is None else options.keep,
+        )
 
     def _forget_what_may_differ(self) -> None:
         """Of a model whose answers depend on chunks no token is reused: each request is a cold one, and says why."""
@@ -338,7 +378,9 @@ class Runner:
 
     def _check(self, tokens: TokenArray) -> None:
         if self.facts.vocab and len(tokens) and int(tokens.max()) >= self.facts.vocab:
-            raise PromptError(f"token id {int(tokens.max())} is beyond the model's vocabulary of {self.facts.vocab}")
+            raise PromptError(
+                f"token id {int(tokens.max())} is beyond the model's vocabulary of {self.facts.vocab}"
+            )
 
     def _run(self, request: _Request) -> Generator[Chunk, None, None]:
         """The chunks, and then a word to the observer, however the request has ended."""
@@ -385,14 +427,29 @@ class Runner:
         with session:
             room = self.context - len(session.prompt)
             # A model that never stops is stopped after a context's worth, even where a full context goes on.
-            limit = (options.max_tokens or self.context) if request.shift else min(options.max_tokens or room, room)
+            limit = (
+                (options.max_tokens or self.context)
+                if request.shift
+                else min(options.max_tokens or room, room)
+            )
             for cache in session.caches:
-                cache.reserve(min(len(session.prompt) + min(limit, options.max_tokens or HEADROOM), self.context))
+                cache.reserve(
+                    min(
+                        len(session.prompt) + min(limit, options.max_tokens or HEADROOM),
+                        self.context,
+                    )
+                )
             clock.lookup_s = time.perf_counter() - clock.lookup_began
             lookup = session.lookup
             log_lookup(lookup.prompt_tokens, lookup.matched, lookup.cached)
             pipeline = self._pipeline = Pipeline(
-                self.model, session, self.prefill_step, request.progress, self._mark(session), request.shift, self._rotate
+                self.model,
+                session,
+                self.prefill_step,
+                request.progress,
+                self._mark(session),
+                request.shift,
+                self._rotate,
             )
             answer = Answer(self.tokenizer, session.prompt, options, limit)
             decoded = pipeline.run(request.next_token, limit)
@@ -412,7 +469,11 @@ class Runner:
                     request.usage = self._usage(request, answer, pipeline)
             request.finish_reason = chunk.finish_reason
         self._untold = request
-        if options.overflow == "error" and chunk.finish_reason == "length" and answer.count == room != options.max_tokens:
+        if (
+            options.overflow == "error"
+            and chunk.finish_reason == "length"
+            and answer.count == room != options.max_tokens
+        ):
             yield replace(chunk, finish_reason=None)
             raise ContextFullError(answer.count, self.context)
         # Last of all, so that whoever sees the end of the answer sees the entry as it stays.
@@ -428,7 +489,9 @@ class Runner:
     def _usage(self, request: _Request, answer: Answer, pipeline: Pipeline) -> Usage:
         session, clock, entry = request.session, request.clock, self._cache.entry
         lookup: Lookup = session.lookup
-        evaluated = min(sum(count for _, _, count in pipeline.chunks), lookup.prompt_tokens - lookup.cached)
+        evaluated = min(
+            sum(count for _, _, count in pipeline.chunks), lookup.prompt_tokens - lookup.cached
+        )
         return usage_of(
             lookup, clock, answer.count, request.prepared.earlier, evaluated_tokens=evaluated,
             trimmed_tokens=lookup.entry_tokens - lookup.reused, shifted_tokens=request.discarded + pipeline.shifted,
@@ -438,7 +501,9 @@ class Runner:
 
     def _observation(self, request: _Request, usage: Usage) -> Observation:
         entry, session, pipeline = self.entry, request.session, self._pipeline
-        is_known = pipeline is not None and session.forwarded == len(entry.tokens) and not entry.is_shifted
+        is_known = (
+            pipeline is not None and session.forwarded == len(entry.tokens) and not entry.is_shifted
+        )
         return Observation(
             prepared=request.prepared,
             prompt=session.prompt,
@@ -471,9 +536,16 @@ def plan_model(
     shapes = without_weights(model)
     options = CacheOptions(context or shapes.facts.context, True, rewind_slack, kv_bits)
     demand = demand_of(
-        shapes.model, shapes.config, options, prefill_step, weights=shapes.weight_bytes, checkpoint_budget=checkpoint_budget
+        shapes.model,
+        shapes.config,
+        options,
+        prefill_step,
+        weights=shapes.weight_bytes,
+        checkpoint_budget=checkpoint_budget,
     )
-    return choose(demand, context, prefill_step, offered=device.offered_bytes(), limit=shapes.facts.context)
+    return choose(
+        demand, context, prefill_step, offered=device.offered_bytes(), limit=shapes.facts.context
+    )
 
 
 @dataclass
@@ -499,7 +571,12 @@ class _Request:
 
 
 def _check_settings(
-    context: int, prefill_step: int, kv_bits: int | None, rewind_slack: int, checkpoint_interval: int, checkpoint_budget: int
+    context: int,
+    prefill_step: int,
+    kv_bits: int | None,
+    rewind_slack: int,
+    checkpoint_interval: int,
+    checkpoint_budget: int,
 ) -> None:
     lowest = {
         "context": (context, 2), "prefill_step": (prefill_step, 1), "rewind_slack": (rewind_slack, 0),
@@ -507,7 +584,9 @@ def _check_settings(
     }  # fmt: skip
     for name, (value, low) in lowest.items():
         if not low <= value < 2**31 and name != "checkpoint_budget":
-            raise OptionError(f"{name}: {value} is out of range, it has to be between {low} and {2**31 - 1}")
+            raise OptionError(
+                f"{name}: {value} is out of range, it has to be between {low} and {2**31 - 1}"
+            )
         if value < low:
             raise OptionError(f"{name}: {value} is out of range, it has to be at least {low}")
     if kv_bits not in (None, 4, 8):

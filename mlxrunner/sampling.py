@@ -55,7 +55,11 @@ class Sampled:
 
     @property
     def arrays(self) -> list[mx.array]:
-        return [a for a in (self.token, self.logprob, self.top_tokens, self.top_logprobs) if a is not None]
+        return [
+            a
+            for a in (self.token, self.logprob, self.top_tokens, self.top_logprobs)
+            if a is not None
+        ]
 
     def top(self) -> dict[int, float] | None:
         """Token id -> log-probability, most likely first."""
@@ -137,7 +141,9 @@ class NextToken:
         masked = self._masked(logits, self._constraint)
         sampled = self._next(masked, history)
         arrays = sampled.token, sampled.logprob, sampled.top_tokens, sampled.top_logprobs
-        self._before = Constrained(*arrays, constraint=self._constraint, place=self._constraint.count)
+        self._before = Constrained(
+            *arrays, constraint=self._constraint, place=self._constraint.count
+        )
         return self._before
 
     def _masked(self, logits: mx.array, constraint: Constraint) -> mx.array:

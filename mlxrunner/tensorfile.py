@@ -53,9 +53,13 @@ def read_header(fd: int, size: int, most: int) -> Header:
     entries, begin = _read_json(fd, size, most)
     metadata = entries.get(METADATA)
     metadata = {} if metadata is None else metadata  # MLX writes null where there is none
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+    if not isinstance(metadata, dict) or not all(
+        isinstance(value, str) for value in metadata.values()
+    ):
         raise HeaderError("damaged: the metadata of its header are no texts")
-    tensors = {name: _place(name, entry, begin) for name, entry in entries.items() if name != METADATA}
+    tensors = {
+        name: _place(name, entry, begin) for name, entry in entries.items() if name != METADATA
+    }
     _check_places(tensors, begin, size)
     return Header(entries, tensors, metadata)
 
@@ -66,11 +70,17 @@ def _read_json(fd: int, size: int, most: int) -> tuple[dict[str, Any], int]:
     if length + 8 > size:
         raise HeaderError(f"truncated, or not a safetensors file ({size} bytes)")
     if length > most:
-        raise HeaderError(f"not a safetensors file, or damaged: a header of {length:,} bytes, and {most:,} are the most")
+        raise HeaderError(
+            f"not a safetensors file, or damaged: a header of {length:,} bytes, and {most:,} are the most"
+        )
     try:
-        entries = json.loads(os.pread(fd, length, 8), object_pairs_hook=_once, parse_constant=_refuse)
+        entries = json.loads(
+            os.pread(fd, length, 8), object_pairs_hook=_once, parse_constant=_refuse
+        )
     except (ValueError, RecursionError) as error:
-        raise HeaderError(f"damaged: its header is no JSON ({' '.join(str(error).split())[:100]})") from error
+        raise HeaderError(
+            f"damaged: its header is no JSON ({' '.join(str(error).split())[:100]})"
+        ) from error
     if not isinstance(entries, dict):
         raise HeaderError("damaged: its header is no object")
     return entries, 8 + length
@@ -93,14 +103,18 @@ def _place(name: str, entry: Any, begin: int) -> Place:
         bits = BITS[dtype]
         is_whole = all(type(number) is int and number >= 0 for number in (*shape, first, last))
     except (KeyError, TypeError, ValueError) as error:
-        raise HeaderError(f"damaged: its header describes {name[:80]!r} as {reprlib.repr(entry)[:100]}") from error
+        raise HeaderError(
+            f"damaged: its header describes {name[:80]!r} as {reprlib.repr(entry)[:100]}"
+        ) from error
     if (
         not is_whole
         or len(shape) > MOST_SIDES
         or max(shape, default=0) > MOST_SIDE
         or (last - first) * 8 != math.prod(shape) * bits
     ):
-        raise HeaderError(f"truncated or damaged: {name[:80]!r} can't be {reprlib.repr(entry)[:100]}")
+        raise HeaderError(
+            f"truncated or damaged: {name[:80]!r} can't be {reprlib.repr(entry)[:100]}"
+        )
     return Place(dtype, shape, begin + first, last - first)
 
 
@@ -108,7 +122,9 @@ def _check_places(tensors: Mapping[str, Place], begin: int, size: int) -> None:
     end, before = begin, "the header"
     for name, place in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].nbytes)):
         if place.begin != end:
-            what = "overlap" if place.begin < end else f"have {place.begin - end} bytes between them"
+            what = (
+                "overlap" if place.begin < end else f"have {place.begin - end} bytes between them"
+            )
             raise HeaderError(f"truncated or damaged: {before} and {name[:80]!r} {what}")
         end, before = end + place.nbytes, repr(name[:80])
     if end != size:

@@ -25,7 +25,9 @@ _RANGES_OF_LINES = (
 
 
 def _shown(ranges: Iterable[tuple[int, int]]) -> dict[int, str]:
-    return {code: ascii(chr(code))[1:-1] for first, last in ranges for code in range(first, last + 1)}
+    return {
+        code: ascii(chr(code))[1:-1] for first, last in ranges for code in range(first, last + 1)
+    }
 
 
 SHOWN = _shown(_RANGES)
@@ -117,10 +119,23 @@ class PrefillBar:
 
     def _start(self, cached: int, total: int) -> tuple[Progress, TaskID]:
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+        )
 
         text = TextColumn(f"evaluating the prompt ({cached / total:.0%} was cached)")
-        columns = (text, BarColumn(), MofNCompleteColumn(), TextColumn("tokens,"), TimeRemainingColumn(), TextColumn("left"))
+        columns = (
+            text,
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("tokens,"),
+            TimeRemainingColumn(),
+            TextColumn("left"),
+        )
         progress = Progress(*columns, console=Console(stderr=True), transient=True)
         progress.start()
         return progress, progress.add_task("prefill", total=total, completed=cached)
@@ -155,7 +170,9 @@ class Steps:
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
         text = TextColumn(f"{self._command}: {{task.fields[step]}}", markup=False)
-        progress = Progress(BarColumn(), TimeElapsedColumn(), text, console=Console(stderr=True), transient=True)
+        progress = Progress(
+            BarColumn(), TimeElapsedColumn(), text, console=Console(stderr=True), transient=True
+        )
         progress.start()
         return progress, progress.add_task(self._command, total=self._total, step="")
 
@@ -164,6 +181,8 @@ def size(nbytes: float) -> str:
     """Bytes for people: 1.5 MB (decimal, as disks and Apple's tools count)."""
     for unit in ("B", "kB", "MB", "GB"):
         if nbytes < 1000:
-            return f"{nbytes:.0f} {unit}" if unit == "B" or nbytes >= 100 else f"{nbytes:.3g} {unit}"
+            return (
+                f"{nbytes:.0f} {unit}" if unit == "B" or nbytes >= 100 else f"{nbytes:.3g} {unit}"
+            )
         nbytes /= 1000
     return f"{nbytes:.3g} TB"

@@ -50,7 +50,11 @@ class UnknownCache(KVCache):  # type: ignore[misc]  # mlx-lm has no annotations
 class OracleModel:
     """`kinds`: the layers, by name of LAYERS. `on_layer(index)` is called before each layer, to interrupt a forward pass."""
 
-    def __init__(self, kinds: Sequence[str] = ("full", "full"), on_layer: Callable[[int], None] = lambda index: None) -> None:
+    def __init__(
+        self,
+        kinds: Sequence[str] = ("full", "full"),
+        on_layer: Callable[[int], None] = lambda index: None,
+    ) -> None:
         self.kinds = list(kinds)
         self.layers = self.kinds
         self.on_layer = on_layer
@@ -91,7 +95,9 @@ def _attend_chunk(tokens: mx.array, cache: Any) -> mx.array:
     cache.maybe_trim_front()
     queries = mx.arange(cache.offset, cache.offset + tokens.shape[0])[:, None]
     stored = mx.arange(cache.start_position, cache.offset + tokens.shape[0])[None]
-    return _attend(tokens, cache, None, (stored // WINDOW == queries // WINDOW) & (stored <= queries))
+    return _attend(
+        tokens, cache, None, (stored // WINDOW == queries // WINDOW) & (stored <= queries)
+    )
 
 
 def _attend(tokens: mx.array, cache: Any, window: int | None, mask: Any = "ask") -> mx.array:
@@ -147,8 +153,12 @@ class ByteTokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         return b"".join(map(self._bytes, tokens)).decode("utf-8", "replace")
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any) -> str:
-        text = "".join(f"{message['role']}: {message['content']}\x1e" for message in check_messages(messages))
+    def render(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
+        text = "".join(
+            f"{message['role']}: {message['content']}\x1e" for message in check_messages(messages)
+        )
         return text + ("assistant: " if add_generation_prompt else "")
 
     def stream(self, context: Sequence[int]) -> ByteStream:
@@ -175,7 +185,15 @@ def oracle_runner(
     model = model or OracleModel(kinds)
     layers = {kind: model.kinds.count(kind) for kind in model.kinds}
     facts = ModelFacts("oracle", context, True, layers, VOCAB)
-    return Runner(model, ByteTokenizer(), facts, name="oracle", context=context, prefill_step=prefill_step, **options)
+    return Runner(
+        model,
+        ByteTokenizer(),
+        facts,
+        name="oracle",
+        context=context,
+        prefill_step=prefill_step,
+        **options,
+    )
 
 
 @contextmanager

@@ -11,7 +11,13 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 PREFILL_RATE, DECODE_RATE = 2400.0, 400.0
-PLACES = [("assistant", "thinking"), ("system", "text"), ("user", "text"), ("system", "tools"), ("assistant", "template_header")]
+PLACES = [
+    ("assistant", "thinking"),
+    ("system", "text"),
+    ("user", "text"),
+    ("system", "tools"),
+    ("assistant", "template_header"),
+]
 BEGIN = datetime(2026, 11, 20, 13, tzinfo=UTC)
 
 
@@ -56,7 +62,9 @@ def afternoon(count: int, seed: int = 0) -> Iterator[dict[str, Any]]:
             "edit": int(entry * rng.random()),
             "freed": 0,
         }.get(kind, 12)
-        event = _request(rng, number, prompt, min(matched, entry, prompt), entry, is_freed=kind == "freed")
+        event = _request(
+            rng, number, prompt, min(matched, entry, prompt), entry, is_freed=kind == "freed"
+        )
         clock += timedelta(seconds=rng.expovariate(0.2))
         event["time"] = _rfc3339(clock)
         clock += timedelta(seconds=event["total_s"])
@@ -64,7 +72,9 @@ def afternoon(count: int, seed: int = 0) -> Iterator[dict[str, Any]]:
         yield event
 
 
-def _request(rng: random.Random, number: int, prompt: int, matched: int, entry: int, *, is_freed: bool) -> dict[str, Any]:
+def _request(
+    rng: random.Random, number: int, prompt: int, matched: int, entry: int, *, is_freed: bool
+) -> dict[str, Any]:
     cached = min(matched, prompt - 1)
     is_limited = matched > 500 and rng.random() < 0.1
     if is_limited:
@@ -72,7 +82,15 @@ def _request(rng: random.Random, number: int, prompt: int, matched: int, entry: 
     evaluated, answer = prompt - cached, rng.randint(2, 300)
     lost = max(min(entry, prompt - 1) - cached, 0)
     reason = (
-        "empty" if entry == 0 else "rewind_limited" if is_limited else "entry_freed" if is_freed else "diverged" if lost else None
+        "empty"
+        if entry == 0
+        else "rewind_limited"
+        if is_limited
+        else "entry_freed"
+        if is_freed
+        else "diverged"
+        if lost
+        else None
     )
     outcome = "miss" if cached == 0 else "partial" if lost else "hit"
     prefill, decode = 0.004 + evaluated / PREFILL_RATE * rng.uniform(1, 1.3), answer / DECODE_RATE
@@ -94,7 +112,9 @@ def _request(rng: random.Random, number: int, prompt: int, matched: int, entry: 
     )  # fmt: skip
 
 
-def _spans(prompt: int, evaluated: int, answer: int, prefill: float, decode: float) -> list[dict[str, Any]]:
+def _spans(
+    prompt: int, evaluated: int, answer: int, prefill: float, decode: float
+) -> list[dict[str, Any]]:
     spans = [("tokenize", 0.0, 0.0015, prompt), ("lookup", 0.0015, 0.0004, prompt)]
     begin = 0.002
     for done in range(0, evaluated, 2048):

@@ -29,7 +29,12 @@ _LLAMA: dict[str, Any] = {
 }
 _TINY: dict[str, dict[str, Any]] = {
     "mistral": {"head_dim": 24, "rope_theta": 1e6},
-    "gemma3_text": {"head_dim": 16, "num_hidden_layers": 3, "sliding_window": 16, "sliding_window_pattern": 3},
+    "gemma3_text": {
+        "head_dim": 16,
+        "num_hidden_layers": 3,
+        "sliding_window": 16,
+        "sliding_window_pattern": 3,
+    },
     "lfm2": {
         "num_hidden_layers": 3,
         "norm_eps": 1e-5,
@@ -156,7 +161,9 @@ def tiny_model(config: dict[str, Any], seed: int = 0) -> Any:
     return model
 
 
-def write_model(folder: Path, model_type: str = "llama", *, seed: int = 0, tokenizer: bool = True, **config: Any) -> Any:
+def write_model(
+    folder: Path, model_type: str = "llama", *, seed: int = 0, tokenizer: bool = True, **config: Any
+) -> Any:
     """Write a tiny model to `folder`, which is made: config.json, model.safetensors, a tokenizer. Returns mlx-lm's model."""
     settings = tiny_config(model_type, **config)
     model = tiny_model(settings, seed)
@@ -174,7 +181,10 @@ def save_model(folder: Path, model: Any, config: dict[str, Any], shards: int = 1
     if shards == 1:
         mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
         return
-    placed = {name: f"model-{index % shards + 1:05}-of-{shards:05}.safetensors" for index, name in enumerate(weights)}
+    placed = {
+        name: f"model-{index % shards + 1:05}-of-{shards:05}.safetensors"
+        for index, name in enumerate(weights)
+    }
     for file in set(placed.values()):
         part = {name: weights[name] for name in weights if placed[name] == file}
         mx.save_safetensors(str(folder / file), part, {"format": "mlx"})
@@ -189,12 +199,19 @@ def write_tokenizer(folder: Path, **config: Any) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={letter: token for token, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={letter: token for token, letter in enumerate(alphabet)}, merges=[])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<s>", "</s>"])
     tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", **config}
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        **config,
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
 
 

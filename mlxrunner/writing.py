@@ -63,7 +63,9 @@ def open_own(path: Name, *, append: bool = False, make: bool = True) -> int:
         except FileNotFoundError:
             if not make:
                 raise
-    raise RefusedFileError(path, "it comes and goes: another program makes and removes it, choose another name")
+    raise RefusedFileError(
+        path, "it comes and goes: another program makes and removes it, choose another name"
+    )
 
 
 def check_own(path: Name, *, replaced: bool = False) -> None:
@@ -144,7 +146,12 @@ def open_temporary_database() -> sqlite3.Connection:
 
 @contextmanager
 def written(
-    path: Path, *, force: bool = True, newline: str | None = None, shared: bool = False, sync: bool = True
+    path: Path,
+    *,
+    force: bool = True,
+    newline: str | None = None,
+    shared: bool = False,
+    sync: bool = True,
 ) -> Iterator[IO[str]]:
     """A stream whose text becomes the file `path` (mode 0600), on the disk (`sync`), when the block has ended well.
 
@@ -162,7 +169,9 @@ def written(
         mode |= found.st_mode & OTHERS_READ if shared else 0
     handle, name = tempfile.mkstemp(prefix=f".{path.name[:80]}.", dir=path.parent)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace", newline=newline) as stream:
+        with os.fdopen(
+            handle, "w", encoding="utf-8", errors="backslashreplace", newline=newline
+        ) as stream:
             yield stream
             stream.flush()
             os.fchmod(handle, mode)
@@ -223,11 +232,17 @@ def _check(path: Name, status: os.stat_result, *, replaced: bool = False) -> Non
     if stat.S_ISLNK(mode):
         if is_stream(path):
             raise RefusedFileError(path, "it is a stream, not a regular file: choose another name")
-        raise RefusedFileError(path, f"it is a link{_target(path)}: name the file itself, or remove the link")
+        raise RefusedFileError(
+            path, f"it is a link{_target(path)}: name the file itself, or remove the link"
+        )
     if not stat.S_ISREG(mode):
-        raise RefusedFileError(path, f"it is {kind_of(mode)}, not a regular file: choose another name")
+        raise RefusedFileError(
+            path, f"it is {kind_of(mode)}, not a regular file: choose another name"
+        )
     if status.st_uid != os.geteuid():
-        raise RefusedFileError(path, f"it belongs to {_user(status.st_uid)}: choose another name, or remove it")
+        raise RefusedFileError(
+            path, f"it belongs to {_user(status.st_uid)}: choose another name, or remove it"
+        )
     if status.st_nlink > 1 and not replaced:
         raise RefusedFileError(
             path,
@@ -235,7 +250,9 @@ def _check(path: Name, status: os.stat_result, *, replaced: bool = False) -> Non
             "choose another name, or copy it",
         )
     if mode & OTHERS_WRITE and not replaced:
-        raise RefusedFileError(path, f"others may write to it (mode {mode & 0o777:04o}): chmod 600 it, or remove it")
+        raise RefusedFileError(
+            path, f"others may write to it (mode {mode & 0o777:04o}): chmod 600 it, or remove it"
+        )
 
 
 def _target(path: Name) -> str:

@@ -68,7 +68,16 @@ class Talk:
         self.messages: list[list[int]] = []
 
     def turns(self, count: int) -> Iterator[tuple[str, list[int]]]:
-        kinds = ["append"] * 5 + ["edit early", "edit late", "regenerate", "cut", "cancel", "strip", "strip", "new"]
+        kinds = ["append"] * 5 + [
+            "edit early",
+            "edit late",
+            "regenerate",
+            "cut",
+            "cancel",
+            "strip",
+            "strip",
+            "new",
+        ]
         for turn in range(count):
             kind = self.rng.choice(kinds) if turn > 2 else "append"
             self.change(kind)
@@ -89,7 +98,9 @@ class Talk:
         elif kind == "cut":
             del messages[rng.randint(1, len(messages)) :]
         elif kind == "strip" and len(messages) > 1:
-            messages[-1] = messages[-1][2:] or [EOS]  # the thinking before the answer is not repeated
+            messages[-1] = messages[-1][2:] or [
+                EOS
+            ]  # the thinking before the answer is not repeated
             messages.append(message(rng))
         else:
             messages.append(message(rng))
@@ -112,7 +123,9 @@ def test_sixty_turns_warm_equal_cold(architecture: str) -> None:
     hits = 0
     for kind, prompt in talk.turns(60):
         if kind == "cancel":
-            iterator = runner.generate(prompt, stop_tokens=[], progress=_give_up_after(len(prompt) // 2))
+            iterator = runner.generate(
+                prompt, stop_tokens=[], progress=_give_up_after(len(prompt) // 2)
+            )
             with suppress(KeyboardInterrupt):
                 next(iterator)
             iterator.close()  # type: ignore[attr-defined]
@@ -123,7 +136,13 @@ def test_sixty_turns_warm_equal_cold(architecture: str) -> None:
         tokens = [chunk.token for chunk in chunks]
         expected, logprobs = cold(runner.model, prompt)
         assert tokens == expected, kind
-        assert max(abs((chunk.logprob or 0) - want) for chunk, want in zip(chunks, logprobs, strict=True)) < 1e-4
+        assert (
+            max(
+                abs((chunk.logprob or 0) - want)
+                for chunk, want in zip(chunks, logprobs, strict=True)
+            )
+            < 1e-4
+        )
         assert runner.entry.is_true
         hits += usage.outcome != "miss"
         seen.update(expected)
@@ -149,7 +168,9 @@ def test_over_the_edge_of_the_context(architecture: str) -> None:
     for turn in range(12):
         history += [(turn * 37 + i * 11) % 290 for i in range(12)]
         before = len(runner.entry.tokens)
-        chunks = list(runner.generate(history, max_tokens=4, stop_tokens=[], overflow="shift", keep=5))
+        chunks = list(
+            runner.generate(history, max_tokens=4, stop_tokens=[], overflow="shift", keep=5)
+        )
         usage = chunks[-1].usage
         assert usage is not None
         assert runner.entry.is_true
@@ -164,7 +185,9 @@ def test_over_the_edge_of_the_context(architecture: str) -> None:
     assert shifted > 60
 
 
-@pytest.mark.parametrize("architecture", [name for name, kinds in ARCHITECTURES.items() if kinds != {"full"}])
+@pytest.mark.parametrize(
+    "architecture", [name for name, kinds in ARCHITECTURES.items() if kinds != {"full"}]
+)
 @pytest.mark.parametrize("pattern", ["regenerate", "think-strip"])
 def test_patterns_of_every_day_reuse_nearly_all_at_8k_tokens(
     architecture: str, pattern: str, monkeypatch: pytest.MonkeyPatch
@@ -176,7 +199,9 @@ def test_patterns_of_every_day_reuse_nearly_all_at_8k_tokens(
     history = [*rng.integers(0, 290, 8000).tolist(), EOS, 1, 2, 3]
     for place in range(900, 8000, 900):
         history[place] = EOS
-    answer = [chunk.token or 0 for chunk in runner.generate(history, max_tokens=300, stop_tokens=[])]
+    answer = [
+        chunk.token or 0 for chunk in runner.generate(history, max_tokens=300, stop_tokens=[])
+    ]
     # 250 tokens of thinking are left out of the history, and the next message is there
     stripped = [*history, *answer[250:], EOS, *rng.integers(0, 290, 30).tolist(), EOS, 1, 2, 3]
     prompt = history if pattern == "regenerate" else stripped

@@ -15,7 +15,12 @@ from mlxrunner import cli
 
 
 def run(*arguments: str, stdin: str = "", env: dict[str, str] | None = None) -> Result:
-    return CliRunner().invoke(cli.main, arguments, input=stdin, env={"MLXRUNNER_MODEL": "", **(env or {})} if env else None)
+    return CliRunner().invoke(
+        cli.main,
+        arguments,
+        input=stdin,
+        env={"MLXRUNNER_MODEL": "", **(env or {})} if env else None,
+    )
 
 
 @pytest.mark.parametrize(
@@ -46,7 +51,9 @@ def test_help_and_version_import_neither_mlx_nor_mlx_lm(arguments: list[str]) ->
 
 def test_importing_the_package_imports_no_mlx() -> None:
     """No work at import."""
-    code = "import sys, mlxrunner; assert not {'mlx', 'mlx_lm', 'numpy', 'click'} & set(sys.modules)"
+    code = (
+        "import sys, mlxrunner; assert not {'mlx', 'mlx_lm', 'numpy', 'click'} & set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -55,7 +62,10 @@ def test_importing_the_package_imports_no_mlx() -> None:
     [
         ("generate", "standard input is closed: give a prompt with --prompt TEXT"),
         ("generate -p -", "standard input is closed: give a prompt with --prompt TEXT"),
-        ("chat", "standard input is closed: a chat reads its turns from a terminal, a file or a pipe"),
+        (
+            "chat",
+            "standard input is closed: a chat reads its turns from a terminal, a file or a pipe",
+        ),
     ],
 )
 def test_a_standard_input_that_is_closed_is_one_line(command: str, said: str) -> None:
@@ -64,7 +74,9 @@ def test_a_standard_input_that_is_closed_is_one_line(command: str, said: str) ->
     assert (result.returncode, result.stdout, result.stderr) == (2, "", f"mlxrunner: {said}\n")
 
 
-@pytest.mark.parametrize("command", ["doctor", "--help", "generate -p Hello!", "generate -p Hello! --json", "show demo"])
+@pytest.mark.parametrize(
+    "command", ["doctor", "--help", "generate -p Hello!", "generate -p Hello! --json", "show demo"]
+)
 def test_a_standard_output_that_is_closed_or_full_is_one_line(command: str, full: int) -> None:
     """And exit code 2: what was asked for did not come."""
     for redirection, problem in (
@@ -72,7 +84,9 @@ def test_a_standard_output_that_is_closed_or_full_is_one_line(command: str, full
         ("", "standard output can't be written: No space left on device"),
     ):
         line = f"{sys.executable} -m mlxrunner {command} {redirection}"
-        result = subprocess.run(line, shell=True, stdout=full, stderr=subprocess.PIPE, text=True, timeout=100)
+        result = subprocess.run(
+            line, shell=True, stdout=full, stderr=subprocess.PIPE, text=True, timeout=100
+        )
         assert (result.returncode, result.stderr) == (2, f"mlxrunner: {problem}\n")
 
 
@@ -81,20 +95,37 @@ def test_a_standard_error_that_is_closed_or_full_stops_nothing(full: int, tmp_pa
     (tmp_path / "in.jsonl").write_text('{"prompt": "Hello!"}\n')
     for redirection in ("2>&-", "", "<&-"):
         line = f"{sys.executable} -m mlxrunner batch in.jsonl -o out.jsonl --events e.jsonl --no-reserve {redirection}"
-        result = subprocess.run(line, shell=True, stdout=subprocess.PIPE, stderr=full, text=True, timeout=100, cwd=tmp_path)
+        result = subprocess.run(
+            line,
+            shell=True,
+            stdout=subprocess.PIPE,
+            stderr=full,
+            text=True,
+            timeout=100,
+            cwd=tmp_path,
+        )
         assert (result.returncode, result.stdout) == (0, "")
-        assert [json.loads(one)["text"] for one in (tmp_path / "out.jsonl").read_text().splitlines()] == [
-            "Hello! How can I help you?"
-        ]
-        assert [json.loads(one)["command"] for one in (tmp_path / "e.jsonl").read_text().splitlines()] == ["batch"]
+        assert [
+            json.loads(one)["text"] for one in (tmp_path / "out.jsonl").read_text().splitlines()
+        ] == ["Hello! How can I help you?"]
+        assert [
+            json.loads(one)["command"] for one in (tmp_path / "e.jsonl").read_text().splitlines()
+        ] == ["batch"]
         for file in ("out.jsonl", "out.jsonl.done", "e.jsonl"):
             (tmp_path / file).unlink()
 
 
-@pytest.mark.parametrize("name", ["a\nmlxrunner: all is well", "b\x1b[2J", "zero\u200bwidth", "n" * 5000])
+@pytest.mark.parametrize(
+    "name", ["a\nmlxrunner: all is well", "b\x1b[2J", "zero\u200bwidth", "n" * 5000]
+)
 def test_a_name_cannot_forge_a_line_of_an_error(name: str) -> None:
     """One line of bounded length, whatever a name has in it."""
-    for arguments in (["show", f"./{name}"], ["batch", name, "-o", "out"], ["report", name], ["generate", "-p", "x", "-m", name]):
+    for arguments in (
+        ["show", f"./{name}"],
+        ["batch", name, "-o", "out"],
+        ["report", name],
+        ["generate", "-p", "x", "-m", name],
+    ):
         result = run(*arguments)
         assert result.exit_code == 2
         assert result.stderr.count("\n") == 1, result.stderr
@@ -125,7 +156,9 @@ def test_generate_prints_the_answer_and_nothing_else() -> None:
 def test_generate_reads_standard_input() -> None:
     """With `-`, and without --prompt."""
     for arguments in (["--prompt", "-"], []):
-        assert run("generate", *arguments, stdin="Hello!\n").stdout == "Hello! How can I help you?\n"
+        assert (
+            run("generate", *arguments, stdin="Hello!\n").stdout == "Hello! How can I help you?\n"
+        )
 
 
 def test_generate_json_is_one_object_per_run() -> None:
@@ -144,8 +177,14 @@ def test_generate_json_is_one_object_per_run() -> None:
 def test_generate_system_stop_and_max_tokens() -> None:
     """A fact from the system prompt; an answer cut before the stop text; a limit."""
     system = "The user's name is Ana."
-    assert run("generate", "-p", "What is my name?", "--system", system).stdout == "Your name is Ana.\n"
-    assert run("generate", "-p", "What is my name?", "--system", system, "--stop", " is").stdout == "Your name\n"
+    assert (
+        run("generate", "-p", "What is my name?", "--system", system).stdout
+        == "Your name is Ana.\n"
+    )
+    assert (
+        run("generate", "-p", "What is my name?", "--system", system, "--stop", " is").stdout
+        == "Your name\n"
+    )
     result = run("generate", "-p", "Hello!", "--max-tokens", "2", "--json")
     assert json.loads(result.stdout)["finish_reason"] == "length"
     assert len(json.loads(result.stdout)["tokens"]) == 2
@@ -153,8 +192,12 @@ def test_generate_system_stop_and_max_tokens() -> None:
 
 def test_raw_is_continued_without_a_template() -> None:
     """The tokens of the prompt are its text and BOS, nothing more."""
-    templated = json.loads(run("generate", "-p", "Hello", "--json", "--max-tokens", "1").stdout)["usage"]["prompt_tokens"]
-    raw = json.loads(run("generate", "-p", "Hello", "--raw", "--json", "--max-tokens", "1").stdout)["usage"]["prompt_tokens"]
+    templated = json.loads(run("generate", "-p", "Hello", "--json", "--max-tokens", "1").stdout)[
+        "usage"
+    ]["prompt_tokens"]
+    raw = json.loads(run("generate", "-p", "Hello", "--raw", "--json", "--max-tokens", "1").stdout)[
+        "usage"
+    ]["prompt_tokens"]
     assert raw < templated
 
 
@@ -171,7 +214,9 @@ def test_verbose_logs_one_line_a_request() -> None:
     command = [sys.executable, "-m", "mlxrunner", "generate", "-p", "Hello!", "--repeat", "2"]
     once = subprocess.run([*command, "-v"], capture_output=True, text=True, env=environment)
     miss, hit = once.stderr.splitlines()
-    assert miss.startswith("command=generate number=1 outcome=miss reason=empty prompt_tokens=19 evaluated_tokens=19 ")
+    assert miss.startswith(
+        "command=generate number=1 outcome=miss reason=empty prompt_tokens=19 evaluated_tokens=19 "
+    )
     assert hit.startswith(
         "command=generate number=2 outcome=hit reason=prompt_shorter prompt_tokens=19 matched_tokens=19 cached_tokens=18 "
     )
@@ -185,9 +230,15 @@ def test_verbose_logs_one_line_a_request() -> None:
     ("arguments", "message"),
     [
         (["generate", "-p", "x", "-m", "nowhere"], "mlxrunner: nowhere: no such model"),
-        (["generate", "-p", "x", "--top-p", "3"], "mlxrunner: top_p: 3.0 is out of range, it has to be between 0 and 1"),
+        (
+            ["generate", "-p", "x", "--top-p", "3"],
+            "mlxrunner: top_p: 3.0 is out of range, it has to be between 0 and 1",
+        ),
         (["generate", "-p", "x", "--max-tokens", "0"], "mlxrunner: max_tokens: 0 is out of range"),
-        (["generate", "-p", "x", "--raw", "--system", "y"], "mlxrunner: --system needs the chat template"),
+        (
+            ["generate", "-p", "x", "--raw", "--system", "y"],
+            "mlxrunner: --system needs the chat template",
+        ),
         (["generate", "-p", "x", "--logprobs", "3"], "mlxrunner: --logprobs needs --json"),
         (["generate", "-p", ""], "mlxrunner: the prompt is empty"),
         (
@@ -195,9 +246,15 @@ def test_verbose_logs_one_line_a_request() -> None:
             "mlxrunner: the prompt has 6017 tokens, which leaves no room in the context of 2048",
         ),
         (["generate", "-p", "x", "--context", "1"], "mlxrunner: context: 1 is out of range"),
-        (["generate", "-p", "x", "--prefill-step", "0"], "mlxrunner: prefill_step: 0 is out of range"),
+        (
+            ["generate", "-p", "x", "--prefill-step", "0"],
+            "mlxrunner: prefill_step: 0 is out of range",
+        ),
         (["show", "nowhere"], "mlxrunner: nowhere: no such model"),
-        (["chat", "--history", "template", "--keep-thinking"], "mlxrunner: --keep-thinking needs --history exact"),
+        (
+            ["chat", "--history", "template", "--keep-thinking"],
+            "mlxrunner: --keep-thinking needs --history exact",
+        ),
         (["chat", "--temperature", "-1"], "mlxrunner: temperature: -1.0 is out of range"),
     ],
     ids=lambda value: " ".join(value)[:30] if isinstance(value, list) else "",
@@ -225,7 +282,10 @@ def test_a_bug_is_one_line_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Runner, "generate", lambda *a, **k: 1 / 0)
     result = run("generate", "-p", "x")
     assert result.exit_code == 1
-    assert result.stderr == "mlxrunner: internal error: ZeroDivisionError: division by zero (--debug shows where)\n"
+    assert (
+        result.stderr
+        == "mlxrunner: internal error: ZeroDivisionError: division by zero (--debug shows where)\n"
+    )
 
 
 def test_control_characters_of_an_error_are_shown_not_sent() -> None:
@@ -237,7 +297,9 @@ def test_control_characters_of_an_error_are_shown_not_sent() -> None:
 
 def test_the_model_can_come_from_the_environment() -> None:
     """MLXRUNNER_MODEL."""
-    result = CliRunner().invoke(cli.main, ["generate", "-p", "x"], env={"MLXRUNNER_MODEL": "elsewhere"})
+    result = CliRunner().invoke(
+        cli.main, ["generate", "-p", "x"], env={"MLXRUNNER_MODEL": "elsewhere"}
+    )
     assert result.stderr.startswith("mlxrunner: elsewhere: no such model")
 
 
@@ -255,7 +317,17 @@ def test_show_describes_the_demo() -> None:
 def test_doctor_names_device_versions_and_remedies() -> None:
     """Each with what to do about it where something is missing."""
     found = {finding["name"]: finding for finding in json.loads(run("doctor", "--json").stdout)}
-    assert {"device", "backend", "memory", "BLAS", "compiler", "python", "mlx", "mlx-lm", "mlxrunner"} <= found.keys()
+    assert {
+        "device",
+        "backend",
+        "memory",
+        "BLAS",
+        "compiler",
+        "python",
+        "mlx",
+        "mlx-lm",
+        "mlxrunner",
+    } <= found.keys()
     assert all(finding["ok"] or finding["advice"] for finding in found.values())
     assert "backend" in run("doctor").stdout
 
@@ -270,7 +342,9 @@ def test_the_doctor_notices_a_slow_blas(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(device, "openblas", lambda: None)
     assert "apt-get install libopenblas0-pthread" in device.blas().advice
     monkeypatch.setattr(device, "openblas", lambda: Path("/usr/lib/libopenblas.so.0"))
-    assert device.blas().advice.endswith("LD_PRELOAD=/usr/lib/libopenblas.so.0 OPENBLAS_NUM_THREADS=1 mlxrunner ...")
+    assert device.blas().advice.endswith(
+        "LD_PRELOAD=/usr/lib/libopenblas.so.0 OPENBLAS_NUM_THREADS=1 mlxrunner ..."
+    )
     monkeypatch.setattr(device.shutil, "which", lambda name: None)
     assert device.compiler().advice.endswith("install g++")
 
@@ -282,4 +356,11 @@ def test_models_lists_an_empty_cache(tmp_path: Path) -> None:
     text = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert (text.returncode, text.stdout) == (0, "")
     assert "no models in the hub cache yet" in text.stderr
-    assert json.loads(subprocess.run([*command, "--json"], capture_output=True, text=True, env=environment).stdout) == []
+    assert (
+        json.loads(
+            subprocess.run(
+                [*command, "--json"], capture_output=True, text=True, env=environment
+            ).stdout
+        )
+        == []
+    )

@@ -32,7 +32,9 @@ def run(*arguments: object, stdin: str | bytes = "") -> Result:
 
 
 def write(*lines: Any, file: str = "in.jsonl") -> str:
-    Path(file).write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
+    Path(file).write_text(
+        "".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines)
+    )
     return file
 
 
@@ -42,37 +44,63 @@ def answers(file: str = "out.jsonl") -> list[Any]:
 
 def test_questions_about_facts_are_answered_in_the_order_of_the_input() -> None:
     """The demo model's recall, each with its id, index, text, finish_reason and usage; the file is private, the store gone."""
-    asked = [("ana", f"{FACTS[0]} What is my name?"), ("zorblin", f"{FACTS[1]} What is my name?"), ("hello", "Hello!")]
+    asked = [
+        ("ana", f"{FACTS[0]} What is my name?"),
+        ("zorblin", f"{FACTS[1]} What is my name?"),
+        ("hello", "Hello!"),
+    ]
     result = run(write(*({"id": name, "prompt": text} for name, text in asked)), "-o", "out.jsonl")
     assert (result.exit_code, result.stdout) == (0, "")
     found = answers()
     assert [(line["id"], line["index"], line["text"]) for line in found] == [
         ("ana", 0, "Your name is Ana."), ("zorblin", 1, "Your name is Zorblin."), ("hello", 2, "Hello! How can I help you?")
     ]  # fmt: skip
-    assert all(line["finish_reason"] == "stop" and line["usage"]["completion_tokens"] > 2 for line in found)
+    assert all(
+        line["finish_reason"] == "stop" and line["usage"]["completion_tokens"] > 2 for line in found
+    )
     assert "3 lines in " in result.stderr
-    assert sorted(path.name for path in Path().iterdir() if path.is_file()) == ["in.jsonl", "out.jsonl", "out.jsonl.done"]
+    assert sorted(path.name for path in Path().iterdir() if path.is_file()) == [
+        "in.jsonl",
+        "out.jsonl",
+        "out.jsonl.done",
+    ]
 
 
 def test_one_at_a_time_each_line_reuses_what_it_shares_with_the_one_before() -> None:
     """The evaluated tokens add up to what --plan says is the best."""
-    lines = [{"prompt": f"{fact} {question}"} for question in ("What is my name?", "How are you?", "Hello!") for fact in FACTS]
+    lines = [
+        {"prompt": f"{fact} {question}"}
+        for question in ("What is my name?", "How are you?", "Hello!")
+        for fact in FACTS
+    ]
     run(write(*lines), "-o", "out.jsonl", "--parallel", 1)
     planned = json.loads(run("in.jsonl", "--plan", "--json").stdout)
     evaluated = sum(line["usage"]["evaluated_tokens"] for line in answers())
-    assert evaluated == planned["evaluated_in_prefix_order"] == planned["evaluated_at_best"] < planned["evaluated_in_input_order"]
+    assert (
+        evaluated
+        == planned["evaluated_in_prefix_order"]
+        == planned["evaluated_at_best"]
+        < planned["evaluated_in_input_order"]
+    )
 
 
 @pytest.mark.parametrize("lanes", [None, 1, 2, 8])
 def test_any_number_at_a_time_gives_the_same_file(lanes: int | None) -> None:
     """Byte for byte without usage, greedy and seeded; how many is said on stderr unless it was asked for as one."""
-    lines = [{"prompt": f"{FACTS[i % 2]} What is my name?", "temperature": 0.9 * (i % 3 == 0), "seed": i} for i in range(7)]
+    lines = [
+        {"prompt": f"{FACTS[i % 2]} What is my name?", "temperature": 0.9 * (i % 3 == 0), "seed": i}
+        for i in range(7)
+    ]
     write(*lines)
     run("in.jsonl", "-o", "one.jsonl", "--parallel", 1, "--no-usage")
-    result = run("in.jsonl", "-o", "out.jsonl", "--no-usage", *(["--parallel", lanes] if lanes else []))
+    result = run(
+        "in.jsonl", "-o", "out.jsonl", "--no-usage", *(["--parallel", lanes] if lanes else [])
+    )
     assert result.exit_code == 0
     assert Path("out.jsonl").read_bytes() == Path("one.jsonl").read_bytes()
-    expected = {None: "7 lines at a time", 1: None, 2: "2 lines at a time", 8: "7 lines at a time"}[lanes]
+    expected = {None: "7 lines at a time", 1: None, 2: "2 lines at a time", 8: "7 lines at a time"}[
+        lanes
+    ]
     assert ("at a time" in result.stderr) == bool(expected)
     assert (expected or "") in result.stderr
 
@@ -81,7 +109,15 @@ def test_a_model_that_cannot_share_a_row_runs_one_at_a_time_and_says_why() -> No
     """The layer is named."""
     write_model(Path("mamba"), "mamba2")
     result = run(
-        write(*[{"prompt": "ab", "max_tokens": 2}] * 3), "-o", "out.jsonl", "-m", "mamba", "--parallel", 3, "--context", 64
+        write(*[{"prompt": "ab", "max_tokens": 2}] * 3),
+        "-o",
+        "out.jsonl",
+        "-m",
+        "mamba",
+        "--parallel",
+        3,
+        "--context",
+        64,
     )
     assert result.exit_code == 0, result.stderr
     assert "one line at a time: layer 0 is recurrent" in result.stderr
@@ -99,18 +135,44 @@ def test_options_of_the_command_are_those_of_lines_that_do_not_say_otherwise() -
     assert [line["usage"]["completion_tokens"] for line in answers()] == [2, 5, 2]
     assert len({line["usage"]["prompt_tokens"] for line in answers()}) == 2
     run("in.jsonl", "-o", "raw.jsonl", "--raw")
-    assert answers("raw.jsonl")[0]["usage"]["prompt_tokens"] < answers()[0]["usage"]["prompt_tokens"]
+    assert (
+        answers("raw.jsonl")[0]["usage"]["prompt_tokens"] < answers()[0]["usage"]["prompt_tokens"]
+    )
 
 
 def test_sampling_options_reach_the_model_and_each_line_has_a_seed_of_its_own() -> None:
     """--seed S is S + i for line number i."""
     write(*[{"prompt": "Hello!"}] * 3, {"prompt": "Hello!", "seed": 9})
-    run("in.jsonl", "-o", "out.jsonl", "--temperature", 3, "--seed", 9, "--max-tokens", 12, "--stop", "zzz")
+    run(
+        "in.jsonl",
+        "-o",
+        "out.jsonl",
+        "--temperature",
+        3,
+        "--seed",
+        9,
+        "--max-tokens",
+        12,
+        "--stop",
+        "zzz",
+    )
     texts = [line["text"] for line in answers()]
     assert texts[0] == texts[3]
     assert len(set(texts)) == 3
     one = CliRunner().invoke(
-        cli.main, ["generate", "-p", "Hello!", "--temperature", "3", "--seed", "10", "--max-tokens", "12", "--json"]
+        cli.main,
+        [
+            "generate",
+            "-p",
+            "Hello!",
+            "--temperature",
+            "3",
+            "--seed",
+            "10",
+            "--max-tokens",
+            "12",
+            "--json",
+        ],
     )
     assert json.loads(one.stdout)["text"] == texts[1]
 
@@ -130,10 +192,16 @@ def test_bad_lines_get_an_error_with_their_number_and_stop_nothing() -> None:
     """Exit code 1, and a summary that shows the first."""
     result = run(write({"prompt": "Hello!"}, *BROKEN, "", {"prompt": "Hello!"}), "-o", "out.jsonl")
     found = answers()
-    assert [("error" in line, line["index"]) for line in found] == [(0 < i < 8, i) for i in range(9)]
-    assert [line["error"].split(":")[0] for line in found[1:8]] == [f"line {i}" for i in range(2, 9)]
+    assert [("error" in line, line["index"]) for line in found] == [
+        (0 < i < 8, i) for i in range(9)
+    ]
+    assert [line["error"].split(":")[0] for line in found[1:8]] == [
+        f"line {i}" for i in range(2, 9)
+    ]
     for error, said in zip(
-        found[1:8], ["not JSON", "no", "promt", "top_p: 3", "leaves no room in the context", "", ""], strict=True
+        found[1:8],
+        ["not JSON", "no", "promt", "top_p: 3", "leaves no room in the context", "", ""],
+        strict=True,
     ):
         assert said in error["error"]
     assert result.exit_code == 1
@@ -142,7 +210,9 @@ def test_bad_lines_get_an_error_with_their_number_and_stop_nothing() -> None:
 
 def test_only_bad_lines_need_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their errors are written."""
-    monkeypatch.setattr("mlxrunner.batch.work.open_runner", lambda *arguments: pytest.fail("a model is loaded"))
+    monkeypatch.setattr(
+        "mlxrunner.batch.work.open_runner", lambda *arguments: pytest.fail("a model is loaded")
+    )
     assert run(write(*BROKEN), "-o", "out.jsonl").exit_code == 1
     assert len(answers()) == len(BROKEN)
 
@@ -151,7 +221,9 @@ def test_strict_runs_nothing_if_a_line_is_bad() -> None:
     """Exit code 2, one line, no files."""
     result = run(write({"prompt": "Hello!"}, *BROKEN), "-o", "out.jsonl", "--strict")
     assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.startswith("mlxrunner: 7 of 8 lines can't be run, the first: line 2: not JSON")
+    assert result.stderr.startswith(
+        "mlxrunner: 7 of 8 lines can't be run, the first: line 2: not JSON"
+    )
     assert not Path("out.jsonl").exists()
     assert not Path("out.jsonl.run").exists()
     assert run(write({"prompt": "Hello!"}), "-o", "out.jsonl", "--strict").exit_code == 0
@@ -166,7 +238,9 @@ def test_max_errors_stops_and_can_be_gone_on_with() -> None:
     assert "to go on: " in result.stderr
     assert len(answers()) == 4
     for written in (7, 8):
-        result = run("in.jsonl", "-o", "out.jsonl", "--max-errors", 3, "--order", "input", "--resume")
+        result = run(
+            "in.jsonl", "-o", "out.jsonl", "--max-errors", 3, "--order", "input", "--resume"
+        )
         assert (result.exit_code, len(answers())) == (1, written)
     assert "to go on: " not in result.stderr
 
@@ -178,13 +252,21 @@ def openai(custom_id: str, content: str, **body: Any) -> dict[str, Any]:
 
 def test_openai_batch_files_end_to_end() -> None:
     """Answered in that format, errors too."""
-    lines = [openai("q1", "Hello!", max_tokens=3), openai("q2", "Hello!", max_completion_tokens=3), openai("q3", "Hello!", n=2)]
+    lines = [
+        openai("q1", "Hello!", max_tokens=3),
+        openai("q2", "Hello!", max_completion_tokens=3),
+        openai("q3", "Hello!", n=2),
+    ]
     result = run(write(*lines), "-o", "out.jsonl", "--parallel", 1)
     one, two, three = answers()
     assert result.exit_code == 1
     assert [line["custom_id"] for line in (one, two, three)] == ["q1", "q2", "q3"]
     body = one["response"]["body"]
-    assert (one["error"], one["response"]["status_code"], body["object"]) == (None, 200, "chat.completion")
+    assert (one["error"], one["response"]["status_code"], body["object"]) == (
+        None,
+        200,
+        "chat.completion",
+    )
     assert body["choices"][0]["message"] == {
         "role": "assistant",
         "content": two["response"]["body"]["choices"][0]["message"]["content"],
@@ -193,7 +275,10 @@ def test_openai_batch_files_end_to_end() -> None:
     assert {line["response"]["body"]["usage"]["prompt_tokens_details"]["cached_tokens"] for line in (one, two)} == {
         0, body["usage"]["prompt_tokens"] - 1
     }  # fmt: skip
-    assert (three["response"]["status_code"], three["error"]["code"]) == (400, "invalid_request_error")
+    assert (three["response"]["status_code"], three["error"]["code"]) == (
+        400,
+        "invalid_request_error",
+    )
     assert three["error"]["message"].startswith("line 3: ")
 
 
@@ -234,7 +319,13 @@ def test_the_first_error_is_that_of_the_first_line(monkeypatch: pytest.MonkeyPat
 def test_a_closed_standard_stream_is_one_line(command: str, said: str) -> None:
     """Or none where it is not needed."""
     write({"prompt": "Hello!", "max_tokens": 2})
-    result = subprocess.run(f"{sys.executable} -m mlxrunner {command}", shell=True, capture_output=True, text=True, timeout=100)
+    result = subprocess.run(
+        f"{sys.executable} -m mlxrunner {command}",
+        shell=True,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
     assert (result.returncode, result.stderr) == (2 if said else 0, said)
     assert Path("out.jsonl").exists() == (not said)
 
@@ -242,7 +333,9 @@ def test_a_closed_standard_stream_is_one_line(command: str, said: str) -> None:
 def test_csv_end_to_end() -> None:
     """A template with columns; quotes, commas and line ends in values."""
     Path("in.csv").write_text('id,name,more\nx,Ana,"a, b"\ny,"Zor\nblin",\nbad,row\n')
-    result = run("in.csv", "-o", "out.jsonl", "--prompt-template", "My name is {name}. What is my name?")
+    result = run(
+        "in.csv", "-o", "out.jsonl", "--prompt-template", "My name is {name}. What is my name?"
+    )
     assert (answers()[0]["id"], answers()[0]["text"]) == ("x", "Your name is Ana.")
     assert (result.exit_code, len(answers())) == (1, 3)
     assert answers()[2]["error"].startswith("line 5: ")
@@ -258,7 +351,12 @@ def test_standard_input_and_output() -> None:
     """`-` for each; what is on stdout is the answers and nothing else."""
     text = json.dumps({"prompt": "Hello!"}) + "\n"
     result = run("-", "-o", "-", "--no-usage", stdin=text)
-    assert json.loads(result.stdout) == {"id": None, "index": 0, "text": "Hello! How can I help you?", "finish_reason": "stop"}
+    assert json.loads(result.stdout) == {
+        "id": None,
+        "index": 0,
+        "text": "Hello! How can I help you?",
+        "finish_reason": "stop",
+    }
     run("-", "-o", "out.jsonl", stdin=text)
     assert answers()[0]["text"] == "Hello! How can I help you?"
     result = run("-", "-o", "-", "--resume", stdin=text)
@@ -279,7 +377,10 @@ def test_a_stream_on_a_full_disk_is_one_line(full: int) -> None:
     """It is written to as answers come, and can't be gone on with."""
     stream = f"/dev/fd/{full}"
     result = run(write({"prompt": "Hello!"}), "-o", stream, "-q")
-    assert (result.exit_code, result.stderr) == (1, f"mlxrunner: {stream}: can't be written: No space left on device\n")
+    assert (result.exit_code, result.stderr) == (
+        1,
+        f"mlxrunner: {stream}: can't be written: No space left on device\n",
+    )
     refused = run(write({"prompt": "Hello!"}), "-o", stream, "--resume")
     assert (refused.exit_code, refused.stderr) == (
         2,
@@ -291,7 +392,10 @@ def test_an_output_that_is_no_file_is_refused_at_once(null: Path) -> None:
     """A FIFO, which nobody may ever read, and a link; the null device is written to, and stays one."""
     os.mkfifo("fifo")
     os.symlink("elsewhere", "link")
-    for name, why in (("fifo", "it is a FIFO, not a regular file"), ("link", "it is a link to elsewhere: name the file itself")):
+    for name, why in (
+        ("fifo", "it is a FIFO, not a regular file"),
+        ("link", "it is a link to elsewhere: name the file itself"),
+    ):
         result = run(write({"prompt": "Hello!"}), "-o", name)
         assert (result.exit_code, result.stdout) == (2, "")
         assert f"mlxrunner: {name}: can't be written: {why}" in result.stderr
@@ -303,7 +407,10 @@ def test_an_output_that_is_no_file_is_refused_at_once(null: Path) -> None:
 
 def test_output_order_done_writes_as_they_finish() -> None:
     """In the order in which they ran; each says its index."""
-    lines = [{"prompt": f"{fact} What is my name?"} for fact in ("My name is Zo.", "My name is Al.", "My name is Zo.")]
+    lines = [
+        {"prompt": f"{fact} What is my name?"}
+        for fact in ("My name is Zo.", "My name is Al.", "My name is Zo.")
+    ]
     run(write(*lines), "-o", "out.jsonl", "--output-order", "done", "--parallel", 1)
     order = [line["index"] for line in answers()]
     assert order != [0, 1, 2]
@@ -313,15 +420,25 @@ def test_output_order_done_writes_as_they_finish() -> None:
 
 def test_plan_needs_no_weights_and_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A table, or one JSON object; nothing is written."""
-    monkeypatch.setattr("mlxrunner.batch.work.open_runner", lambda *arguments: pytest.fail("a model is loaded"))
-    result = run(write({"prompt": "Hello!"}, {"prompt": "Hello!"}, "x"), "--plan", "-o", "out.jsonl")
+    monkeypatch.setattr(
+        "mlxrunner.batch.work.open_runner", lambda *arguments: pytest.fail("a model is loaded")
+    )
+    result = run(
+        write({"prompt": "Hello!"}, {"prompt": "Hello!"}, "x"), "--plan", "-o", "out.jsonl"
+    )
     assert (result.exit_code, result.stderr) == (0, "")
     assert "evaluated in prefix order" in result.stdout
     assert "2 at a time, as far as they fit into memory" in result.stdout
     planned = json.loads(run("in.jsonl", "--plan", "--json").stdout)
     assert (planned["broken"], planned["parallel"]) == (1, 2)
-    for arguments, lanes in ((["--kv-bits", 8], 1), (["--parallel", 50], 2), (["--parallel", 1], 1)):
-        assert json.loads(run("in.jsonl", "--plan", "--json", *arguments).stdout)["parallel"] == lanes
+    for arguments, lanes in (
+        (["--kv-bits", 8], 1),
+        (["--parallel", 50], 2),
+        (["--parallel", 1], 1),
+    ):
+        assert (
+            json.loads(run("in.jsonl", "--plan", "--json", *arguments).stdout)["parallel"] == lanes
+        )
     assert [path.name for path in Path().iterdir()] == ["in.jsonl"]
 
 
@@ -353,13 +470,25 @@ WRONG: dict[str, tuple[list[object], str]] = {
     "a folder": (["in.jsonl", "-o", "/"], "mlxrunner: /: can't be written: Is a directory"),
     "output is there": (["in.jsonl", "-o", "list.json"], "list.json: is there already"),
     "no model": (["in.jsonl", "-o", "out.jsonl", "-m", "nowhere"], "nowhere: no such model"),
-    "raw and system": (["in.jsonl", "-o", "out.jsonl", "--raw", "--system", "x"], "--system needs the chat template"),
+    "raw and system": (
+        ["in.jsonl", "-o", "out.jsonl", "--raw", "--system", "x"],
+        "--system needs the chat template",
+    ),
     "option": (["in.jsonl", "-o", "out.jsonl", "--top-p", 2], "top_p: 2.0 is out of range"),
     "context": (["in.jsonl", "-o", "out.jsonl", "--context", 1], "context: 1 is out of range"),
     "json": (["in.jsonl", "-o", "out.jsonl", "--json"], "--json is for --plan"),
-    "no schema": (["in.jsonl", "-o", "out.jsonl", "--schema", "no.json"], "--schema no.json: no such file"),
-    "bad schema": (["in.jsonl", "-o", "out.jsonl", "--schema", "in.jsonl"], "schema: not valid JSON"),
-    "list as schema": (["in.jsonl", "-o", "out.jsonl", "--schema", "list.json"], "schema: it has to be a JSON object"),
+    "no schema": (
+        ["in.jsonl", "-o", "out.jsonl", "--schema", "no.json"],
+        "--schema no.json: no such file",
+    ),
+    "bad schema": (
+        ["in.jsonl", "-o", "out.jsonl", "--schema", "in.jsonl"],
+        "schema: not valid JSON",
+    ),
+    "list as schema": (
+        ["in.jsonl", "-o", "out.jsonl", "--schema", "list.json"],
+        "schema: it has to be a JSON object",
+    ),
 }
 
 
@@ -389,7 +518,9 @@ def test_an_empty_input_is_an_empty_output() -> None:
 
 def test_what_a_file_says_cannot_drive_the_terminal() -> None:
     """Neither in the answers nor on stderr."""
-    result = run(write({"prompt": "Hello!", "\x1b[2J": 1}, '{"prompt": "\\ud800"}'), "-o", "out.jsonl")
+    result = run(
+        write({"prompt": "Hello!", "\x1b[2J": 1}, '{"prompt": "\\ud800"}'), "-o", "out.jsonl"
+    )
     assert "\x1b" not in result.stderr
     assert b"\x1b" not in Path("out.jsonl").read_bytes()
     assert len(answers()) == 2
@@ -399,8 +530,21 @@ def test_in_a_terminal_there_is_a_bar_that_is_gone_at_the_end() -> None:
     """Lines done, tokens per second, share reused, time left; then the summary."""
     write(*[{"prompt": f"Hello! {i}", "max_tokens": 20} for i in range(40)])
     master, slave = pty.openpty()
-    command = [sys.executable, "-m", "mlxrunner", "batch", "in.jsonl", "-o", "out.jsonl", "--no-reserve", "--parallel", "1"]
-    process = subprocess.Popen(command, stdout=slave, stderr=slave, stdin=slave, env={**os.environ, "COLUMNS": "140"})
+    command = [
+        sys.executable,
+        "-m",
+        "mlxrunner",
+        "batch",
+        "in.jsonl",
+        "-o",
+        "out.jsonl",
+        "--no-reserve",
+        "--parallel",
+        "1",
+    ]
+    process = subprocess.Popen(
+        command, stdout=slave, stderr=slave, stdin=slave, env={**os.environ, "COLUMNS": "140"}
+    )
     os.close(slave)
     seen = b""
     while True:
@@ -420,7 +564,9 @@ def test_in_a_terminal_there_is_a_bar_that_is_gone_at_the_end() -> None:
     assert "40 lines in " in text
 
 
-def test_the_progress_of_a_tally(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_progress_of_a_tally(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A line every few seconds, not for each update; hostile text is shown; the time left is at the pace of this run."""
     now = [100.0]
     monkeypatch.setattr("mlxrunner.batch.progress.time.monotonic", lambda: now[0])
@@ -433,7 +579,8 @@ def test_the_progress_of_a_tally(capsys: pytest.CaptureFixture[str], monkeypatch
     progress.update(tally)
     progress.say("\x1b[2J")
     assert (
-        capsys.readouterr().err == "12 of 20 lines, 1 failed, 10 tokens/s, 90.0% of prompt tokens reused, 16 s left\n\\x1b[2J\n"
+        capsys.readouterr().err
+        == "12 of 20 lines, 1 failed, 10 tokens/s, 90.0% of prompt tokens reused, 16 s left\n\\x1b[2J\n"
     )
 
 
@@ -457,7 +604,10 @@ def test_choices_and_schemas() -> None:
         {"prompt": "Hello!", "response_format": shaped},
     ]
     run(write(*lines), "-o", "out.jsonl", "--choices", "yes,no", "--max-tokens", 30)
-    assert [answers()[0]["text"] in ("yes", "no"), answers()[1]["text"] in ("red", "blue")] == [True, True]
+    assert [answers()[0]["text"] in ("yes", "no"), answers()[1]["text"] in ("red", "blue")] == [
+        True,
+        True,
+    ]
     run("in.jsonl", "-o", "shaped.jsonl", "--schema", "schema.json", "--max-tokens", 60)
     assert isinstance(json.loads(answers("shaped.jsonl")[0]["text"])["a"], int)
     assert answers("shaped.jsonl")[2]["text"] in ("true", "false")
@@ -468,7 +618,15 @@ def test_each_line_leaves_an_event(folder: Path) -> None:
     Path("in.jsonl").write_text('{"prompt": "My name is Ana."}\n{"prompt": "My name is Ana."}\n')
     for parallel in ("1", "2"):
         result = run(
-            "in.jsonl", "-o", f"out{parallel}.jsonl", "--parallel", parallel, "--events", f"{parallel}.jsonl", "--strict", "-q"
+            "in.jsonl",
+            "-o",
+            f"out{parallel}.jsonl",
+            "--parallel",
+            parallel,
+            "--events",
+            f"{parallel}.jsonl",
+            "--strict",
+            "-q",
         )
         assert result.exit_code == 0, result.stderr
         events = [json.loads(line) for line in Path(f"{parallel}.jsonl").read_text().splitlines()]
@@ -480,15 +638,30 @@ def test_each_line_leaves_an_event(folder: Path) -> None:
 def test_an_event_of_a_line_names_the_place(folder: Path, parallel: str) -> None:
     """Message, role and part of it, as in a chat; one at a time and together."""
     ask = '{{"messages": [{{"role": "system", "content": "Be brief."}}, {{"role": "user", "content": "My {}"}}]}}\n'
-    Path("in.jsonl").write_text(ask.format("name is Ana.") + ask.format("dog is Rex.") + '{"prompt": "Hello there!"}\n')
-    run("in.jsonl", "-o", "out.jsonl", "--parallel", parallel, "--max-tokens", 3, "--events", "e.jsonl", "-q")
+    Path("in.jsonl").write_text(
+        ask.format("name is Ana.") + ask.format("dog is Rex.") + '{"prompt": "Hello there!"}\n'
+    )
+    run(
+        "in.jsonl",
+        "-o",
+        "out.jsonl",
+        "--parallel",
+        parallel,
+        "--max-tokens",
+        3,
+        "--events",
+        "e.jsonl",
+        "-q",
+    )
     events = [json.loads(line) for line in Path("e.jsonl").read_text().splitlines()]
     assert sorted((event["prompt_kind"], event["messages"]) for event in events) == [
         ("messages", 1),
         ("messages", 2),
         ("messages", 2),
     ]
-    (place,) = [event["divergence"] for event in events if event["divergence"] and event["messages"] == 2][-1:]
+    (place,) = [
+        event["divergence"] for event in events if event["divergence"] and event["messages"] == 2
+    ][-1:]
     assert (place["message"], place["role"], place["part"]) == (1, "user", "text")
 
 
@@ -513,7 +686,9 @@ def test_verified_lines_run_one_at_a_time(folder: Path) -> None:
         (["--schema", "schema.json"], {"response_format": {"type": "text"}}),
     ],
 )
-def test_the_form_of_a_line_takes_the_place_of_the_batch_s(given: list[str], line: dict[str, Any]) -> None:
+def test_the_form_of_a_line_takes_the_place_of_the_batch_s(
+    given: list[str], line: dict[str, Any]
+) -> None:
     """Also one of the other kind, or none."""
     Path("schema.json").write_text('{"enum": [1]}')
     result = run(write({"prompt": "Hello!"} | line), "-o", "out.jsonl", "--max-tokens", 4, *given)

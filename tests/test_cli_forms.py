@@ -22,7 +22,9 @@ SCHEMA = {
 
 
 def generate(*arguments: str) -> Result:
-    return CliRunner().invoke(cli.main, ["generate", "-p", "My name is Bo. What is my name?", *arguments])
+    return CliRunner().invoke(
+        cli.main, ["generate", "-p", "My name is Bo. What is my name?", *arguments]
+    )
 
 
 @pytest.mark.parametrize("more", [[], ["--n", "3"], ["--raw", "--repeat", "2"]], ids=str)
@@ -122,11 +124,14 @@ def test_one_form_at_a_time(tmp_path: Path) -> None:
     """A schema and choices together are refused."""
     (tmp_path / "any.json").write_text("{}")
     assert (
-        "an answer has one form, use one of them" in generate("--schema", str(tmp_path / "any.json"), "--choices", "a,b").stderr
+        "an answer has one form, use one of them"
+        in generate("--schema", str(tmp_path / "any.json"), "--choices", "a,b").stderr
     )
 
 
-def test_without_the_library_the_command_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library_the_command_says_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Before a model is loaded; other answers do not need it."""
     monkeypatch.setitem(sys.modules, "llguidance", None)
     result = generate("--choices", "yes,no", "--model", "/no/model")

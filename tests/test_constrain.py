@@ -63,10 +63,22 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "additional properties": {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": {"const": 2}},
     "anything": {},
 }  # fmt: skip
-WARM = ["llama", "qwen3", "deepseek_v3", "gemma3_text", "gpt_oss", "llama4", "qwen3_next", "lfm2", "mamba2"]
+WARM = [
+    "llama",
+    "qwen3",
+    "deepseek_v3",
+    "gemma3_text",
+    "gpt_oss",
+    "llama4",
+    "qwen3_next",
+    "lfm2",
+    "mamba2",
+]
 
 
-def build(architecture: str = "llama", tokenizer: ByteTokenizer | None = None, **options: Any) -> Runner:
+def build(
+    architecture: str = "llama", tokenizer: ByteTokenizer | None = None, **options: Any
+) -> Runner:
     """Random weights, which never write JSON by themselves."""
     config = tiny_config(architecture, max_position_embeddings=4096, vocab_size=VOCAB)
     model = tiny_model(config)
@@ -98,7 +110,9 @@ def tokens(chunks: Sequence[Chunk]) -> list[int]:
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_an_answer_is_an_instance_of_the_schema(llama: Runner, demo: Runner, name: str) -> None:
     """Whatever the model would rather say, greedy or not; an answer that max_tokens cuts is the beginning of one."""
-    validator = Draft202012Validator(SCHEMAS[name], format_checker=Draft202012Validator.FORMAT_CHECKER)
+    validator = Draft202012Validator(
+        SCHEMAS[name], format_checker=Draft202012Validator.FORMAT_CHECKER
+    )
     whole = 0
     for runner in (llama, demo):
         for options in ({}, *({"temperature": 1.0, "seed": seed} for seed in range(8))):
@@ -150,14 +164,21 @@ def test_one_choice_may_be_given_as_a_text(llama: Runner) -> None:
     assert text(ask(llama, choices="maybe")) == "maybe"
 
 
-def masked_by_hand(runner: Runner, prompt: list[int], grammar: str, limit: int) -> tuple[list[int], list[float]]:
+def masked_by_hand(
+    runner: Runner, prompt: list[int], grammar: str, limit: int
+) -> tuple[list[int], list[float]]:
     """mlx-lm's model on its own caches; after each token everything that llguidance does not allow is forbidden, on the host."""
-    matcher, cache = LLMatcher(runner.tokenizer.vocabulary.guide, grammar), make_prompt_cache(runner.model)
+    matcher, cache = (
+        LLMatcher(runner.tokenizer.vocabulary.guide, grammar),
+        make_prompt_cache(runner.model),
+    )
     logits = runner.model(mx.array([prompt]), cache=cache)[0, -1]
     found, logprobs = [], []
     while len(found) < limit:
         row = np.array(logits.astype(mx.float32), np.float64)
-        allowed = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")[: len(row)].astype(bool)
+        allowed = np.unpackbits(
+            np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little"
+        )[: len(row)].astype(bool)
         allowed[EOS] = matcher.is_accepting()
         row[~allowed] = -np.inf
         token = int(row.argmax())
@@ -187,7 +208,13 @@ def test_tokens_are_those_of_plain_masked_decoding(architecture: str) -> None:
 def test_a_warm_answer_is_that_of_a_cold_one(architecture: str) -> None:
     """Appended, edited, regenerated, free in between; and the entry holds exactly what was evaluated."""
     rng = random.Random(architecture)
-    runner = build(architecture, prefill_step=16, rewind_slack=4, checkpoint_interval=8, checkpoint_budget=10**6)
+    runner = build(
+        architecture,
+        prefill_step=16,
+        rewind_slack=4,
+        checkpoint_interval=8,
+        checkpoint_budget=10**6,
+    )
     forms: list[dict[str, Any]] = [
         {"schema": SCHEMAS["object"]}, {"choices": ["yes", "yesterday", "no"]}, {}, {"schema": SCHEMAS["nested arrays"]},
         {"schema": SCHEMAS["object"], "temperature": 1.0, "seed": 4, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.3},
@@ -236,7 +263,9 @@ def test_the_stop_tokens_of_the_request_count(llama: Runner) -> None:
     assert (len(chunks), chunks[-1].finish_reason) == (30, "length")
     with pytest.raises(FormError, match="after 1 tokens"):
         ask(llama, choices=["cat"], stop_tokens=[ord("a")])
-    chunks = ask(llama, choices=["do", "dog"], stop_tokens=[ord("x")], logits_processors=[boost(ord("x"))])
+    chunks = ask(
+        llama, choices=["do", "dog"], stop_tokens=[ord("x")], logits_processors=[boost(ord("x"))]
+    )
     assert (text(chunks), tokens(chunks)[-1], chunks[-1].finish_reason) == ("do", ord("x"), "stop")
     assert text(ask(llama, choices=["yes"], stop_tokens=[VOCAB + 5, EOS])) == "yes"
 
@@ -260,18 +289,31 @@ def test_sampling_sees_only_what_the_form_allows(llama: Runner) -> None:
         json.dumps(chunk.top_logprobs, allow_nan=False)
     greedy = tokens(ask(llama, schema=SCHEMAS["object"]))
     for narrow in ({"top_k": 1}, {"top_p": 0}, {"min_p": 1.0}):
-        assert tokens(ask(llama, schema=SCHEMAS["object"], temperature=5.0, seed=1, **narrow)) == greedy
-    several = {tuple(tokens(ask(llama, schema=SCHEMAS["object"], temperature=2.0, seed=seed))) for seed in (1, 1, 2, 3)}
+        assert (
+            tokens(ask(llama, schema=SCHEMAS["object"], temperature=5.0, seed=1, **narrow))
+            == greedy
+        )
+    several = {
+        tuple(tokens(ask(llama, schema=SCHEMAS["object"], temperature=2.0, seed=seed)))
+        for seed in (1, 1, 2, 3)
+    }
     assert len(several) == 3
     seen: list[int] = []
-    ask(llama, [1, 2, 3], choices=["yes"], logits_processors=[lambda history, logits: seen.append(history.shape[0]) or logits])
+    ask(
+        llama,
+        [1, 2, 3],
+        choices=["yes"],
+        logits_processors=[lambda history, logits: seen.append(history.shape[0]) or logits],
+    )
     assert seen[:3] == [3, 4, 5]
 
 
 def test_penalties_are_for_the_tokens_of_the_answer(llama: Runner) -> None:
     """Ten equal letters are not the best answer any more."""
     schema = {"type": "string", "pattern": "^[a-z]{10}$"}
-    plain, varied = (text(ask(llama, schema=schema, **options)) for options in ({}, {"frequency_penalty": 50.0}))
+    plain, varied = (
+        text(ask(llama, schema=schema, **options)) for options in ({}, {"frequency_penalty": 50.0})
+    )
     assert max(map(plain.count, plain[1:-1])) > max(map(varied.count, varied[1:-1]))
     assert len(set(varied[1:-1])) == 10
 
@@ -324,7 +366,10 @@ def test_a_schema_cannot_loosen_itself(llama: Runner) -> None:
     """llguidance's own settings inside a schema are ignored."""
     with pytest.raises(OptionError, match="Unimplemented"):
         llama.generate([1], schema={"not": {}, "x-guidance": {"lenient": True}})
-    assert text(ask(llama, schema={"const": [1, 2], "x-guidance": {"item_separator": "  ,  "}})) == "[1, 2]"
+    assert (
+        text(ask(llama, schema={"const": [1, 2], "x-guidance": {"item_separator": "  ,  "}}))
+        == "[1, 2]"
+    )
 
 
 @pytest.mark.parametrize(
@@ -344,7 +389,9 @@ def test_choices_are_checked_when_they_are_made(options: dict[str, Any], message
         GenerateOptions.of(**options)
 
 
-def test_without_the_library_only_a_form_is_refused(llama: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library_only_a_form_is_refused(
+    llama: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In one line, with the command that installs it."""
     monkeypatch.setitem(sys.modules, "llguidance", None)
     for options in ({"choices": ["yes"]}, {"schema": "{}"}):
@@ -372,7 +419,10 @@ def test_a_vocabulary_that_cannot_spell_a_choice_is_named_with_it() -> None:
         runner.generate([1, 2, 3], choices=["abc", "abz"])
     assert text(ask(runner, choices=["abc", "dab"])) in ("abc", "dab")
     assert text(ask(runner, schema={"enum": ["abc", "zzz"]})) == '"abc"'
-    with pytest.raises(OptionError, match="schema: after 0 tokens of the answer, no token of the model fits the form"):
+    with pytest.raises(
+        OptionError,
+        match="schema: after 0 tokens of the answer, no token of the model fits the form",
+    ):
         runner.generate([1, 2, 3], schema={"const": 7})
 
 
@@ -380,7 +430,9 @@ def test_a_dead_end_is_an_error_and_the_entry_stays_true() -> None:
     """A text that can be begun but not ended."""
     runner, prompt = build(tokenizer=FewLetters()), [1, 2, 3]
     shown = []
-    with pytest.raises(FormError, match="after 3 tokens of the answer, no token of the model fits the form") as raised:
+    with pytest.raises(
+        FormError, match="after 3 tokens of the answer, no token of the model fits the form"
+    ) as raised:
         for chunk in runner.generate(prompt, schema={"const": "abz"}):
             shown.append(chunk.token)
     assert raised.value.tokens == 3
@@ -396,10 +448,18 @@ def test_a_dead_end_is_an_error_and_the_entry_stays_true() -> None:
 def test_a_processor_that_forces_another_token_is_an_error(llama: Runner) -> None:
     """Not an answer in another form."""
     with pytest.raises(FormError, match="after 1 tokens"):
-        ask(llama, choices=["yes"], logits_processors=[lambda history, logits: mx.zeros_like(logits)])
+        ask(
+            llama,
+            choices=["yes"],
+            logits_processors=[lambda history, logits: mx.zeros_like(logits)],
+        )
 
 
-@pytest.mark.parametrize("kinds", [["full", "full"], ["recurrent", "full"], ["sliding", "chunked"]], ids=lambda kinds: kinds[0])
+@pytest.mark.parametrize(
+    "kinds",
+    [["full", "full"], ["recurrent", "full"], ["sliding", "chunked"]],
+    ids=lambda kinds: kinds[0],
+)
 def test_however_a_request_ends_the_entry_is_what_was_evaluated(kinds: list[str]) -> None:
     """Closed after each chunk, an error or Ctrl-C in each forward pass and before each token."""
     schema, prompt, follow_up = SCHEMAS["object"], list(range(20)), [*range(15), 7, 7]
@@ -425,7 +485,12 @@ def test_however_a_request_ends_the_entry_is_what_was_evaluated(kinds: list[str]
         for forward in range(1, len(whole) + 3, 3):
             used = runner()
 
-            def on_layer(index: int, used: Runner = used, forward: int = forward, error: BaseException = error) -> None:
+            def on_layer(
+                index: int,
+                used: Runner = used,
+                forward: int = forward,
+                error: BaseException = error,
+            ) -> None:
                 if len(used.model.forwards) == forward and index == 1:
                     raise error
 
@@ -451,7 +516,14 @@ def test_however_a_request_ends_the_entry_is_what_was_evaluated(kinds: list[str]
 def test_a_full_context_shifts_under_an_answer_in_a_form() -> None:
     """It goes on where it was."""
     runner = build(context=40)
-    chunks = ask(runner, range(10), schema={"type": "string", "pattern": "^[a-z]{60}$"}, overflow="shift", keep=4, max_tokens=100)
+    chunks = ask(
+        runner,
+        range(10),
+        schema={"type": "string", "pattern": "^[a-z]{60}$"},
+        overflow="shift",
+        keep=4,
+        max_tokens=100,
+    )
     assert len(json.loads(text(chunks))) == 60
     assert chunks[-1].usage.shifted_tokens > 0  # type: ignore[union-attr]
     assert runner.entry.is_true
@@ -463,18 +535,27 @@ def test_a_mask_is_as_wide_as_the_logits(width: int) -> None:
     constraint = constraint_of(GenerateOptions.of(choices=["a", "ab"]), ByteTokenizer(), width)
     assert constraint is not None
     constraint.advance(ord("a"))
-    assert np.flatnonzero(constraint.mask(width)).tolist() == [ord("b"), *([EOS] if width > EOS else [])]
+    assert np.flatnonzero(constraint.mask(width)).tolist() == [
+        ord("b"),
+        *([EOS] if width > EOS else []),
+    ]
     constraint.advance(ord("b"))
     assert constraint.is_done
 
 
 def test_each_request_compiles_for_itself(llama: Runner) -> None:
     """What one answer has explored is not in another's way."""
-    first, second = (constraint_of(GenerateOptions.of(choices=["ab", "cd"]), llama.tokenizer, VOCAB) for _ in range(2))
+    first, second = (
+        constraint_of(GenerateOptions.of(choices=["ab", "cd"]), llama.tokenizer, VOCAB)
+        for _ in range(2)
+    )
     assert first is not None
     assert second is not None
     first.advance(ord("a"))
-    assert [np.flatnonzero(one.mask(VOCAB)).tolist() for one in (first, second)] == [[ord("b")], [ord("a"), ord("c")]]
+    assert [np.flatnonzero(one.mask(VOCAB)).tolist() for one in (first, second)] == [
+        [ord("b")],
+        [ord("a"), ord("c")],
+    ]
     assert llama.tokenizer.vocabulary.guide is llama.tokenizer.vocabulary.guide
 
 
@@ -516,8 +597,12 @@ CUTS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("cut", CUTS, ids=str)
-@pytest.mark.parametrize("form", [{"choices": ["yes", "no"]}, {"schema": SCHEMAS["object"]}], ids=["choices", "schema"])
-def test_no_stop_string_cuts_an_answer_in_a_form(llama: Runner, form: dict[str, Any], cut: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "form", [{"choices": ["yes", "no"]}, {"schema": SCHEMAS["object"]}], ids=["choices", "schema"]
+)
+def test_no_stop_string_cuts_an_answer_in_a_form(
+    llama: Runner, form: dict[str, Any], cut: dict[str, Any]
+) -> None:
     """They have no effect on it: the same tokens as without them, to the end of the form; also at another temperature."""
     for sampling in ({}, {"temperature": 1.5, "seed": 4}):
         plain, with_stop = (ask(llama, **form, **sampling, **more) for more in ({}, cut))
@@ -540,13 +625,31 @@ def test_a_template_that_ends_messages_by_a_text_cuts_no_form() -> None:
     [
         pytest.param({"choices": []}, "choices: the list is empty", id="no-choice"),
         pytest.param({"choices": ()}, "choices: the list is empty", id="no-choice-tuple"),
-        pytest.param({"choices": ""}, "choices: each one has to be a text of at least one character", id="an-empty-text"),
-        pytest.param({"choices": ["yes", ""]}, "choices: each one has to be a text of at least one character", id="one-empty"),
-        pytest.param({"choices": ["yes"], "schema": {}}, "schema, choices: an answer has one form", id="both"),
-        pytest.param({"choices": [], "schema": {}}, "choices: the list is empty", id="both-one-empty"),
-        pytest.param({"stop": ""}, "stop: each stop string has to be a text of at least one character", id="empty-stop"),
         pytest.param(
-            {"stop": ["a", ""]}, "stop: each stop string has to be a text of at least one character", id="one-empty-stop"
+            {"choices": ""},
+            "choices: each one has to be a text of at least one character",
+            id="an-empty-text",
+        ),
+        pytest.param(
+            {"choices": ["yes", ""]},
+            "choices: each one has to be a text of at least one character",
+            id="one-empty",
+        ),
+        pytest.param(
+            {"choices": ["yes"], "schema": {}}, "schema, choices: an answer has one form", id="both"
+        ),
+        pytest.param(
+            {"choices": [], "schema": {}}, "choices: the list is empty", id="both-one-empty"
+        ),
+        pytest.param(
+            {"stop": ""},
+            "stop: each stop string has to be a text of at least one character",
+            id="empty-stop",
+        ),
+        pytest.param(
+            {"stop": ["a", ""]},
+            "stop: each stop string has to be a text of at least one character",
+            id="one-empty-stop",
         ),
         pytest.param({"schema": ""}, "schema: not valid JSON", id="empty-schema"),
         pytest.param({"max_tokens": 0}, "max_tokens: 0 is out of range", id="no-token"),

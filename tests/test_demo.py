@@ -28,7 +28,9 @@ def test_it_recalls_what_it_was_told() -> None:
 @pytest.mark.parametrize("number", range(8))
 def test_names_of_the_evaluation_occur_nowhere_in_training(number: int) -> None:
     """Every word of a training dialogue that could be a name is on the other side of the split."""
-    unseen = {recall.word.lower() for recall in conversation(2 * number + 1).recalls if recall.unseen}
+    unseen = {
+        recall.word.lower() for recall in conversation(2 * number + 1).recalls if recall.unseen
+    }
     assert all(map(is_held_out, unseen))
     words = {
         word.strip(".,?!").lower()
@@ -45,7 +47,9 @@ def test_the_corpus_follows_from_its_seed() -> None:
     assert first == again
     for number in range(100):
         talk = conversation(number)
-        assert [message["role"] for message in talk.messages if message["role"] != "system"][:2] == ["user", "assistant"]
+        assert [message["role"] for message in talk.messages if message["role"] != "system"][
+            :2
+        ] == ["user", "assistant"]
         for recall in talk.recalls:
             assert recall.kind in FACTS
             assert recall.word in talk.messages[recall.index]["content"]

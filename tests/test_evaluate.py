@@ -18,7 +18,10 @@ MIXES: dict[str, tuple[list[str], dict[str, int]]] = {
     "sliding-checkpoints": (["sliding", "full"], CHECKPOINTS),
     "recurrent": (["recurrent", "full"], NO_HELP),
     "all": (["full", "sliding", "recurrent", "composite", "chunked"], NO_HELP),
-    "all-checkpoints": (["full", "sliding", "recurrent", "composite", "chunked", "unknown"], CHECKPOINTS),
+    "all-checkpoints": (
+        ["full", "sliding", "recurrent", "composite", "chunked", "unknown"],
+        CHECKPOINTS,
+    ),
 }
 every_mix = pytest.mark.parametrize("name", MIXES)
 

@@ -58,7 +58,10 @@ def test_a_cgroup_offers_what_it_has_not_taken(
     own: str, above: str, left: int | None, system: Callable[[dict[str, str]], None]
 ) -> None:
     """Version 2: the narrowest of it and those above; pages of files do not count, and never less than nothing."""
-    group = {"memory.current": str(3 * GB), "memory.stat": f"anon {2 * GB}\ninactive_file {GB // 2}\nactive_file {GB // 2}\n"}
+    group = {
+        "memory.current": str(3 * GB),
+        "memory.stat": f"anon {2 * GB}\ninactive_file {GB // 2}\nactive_file {GB // 2}\n",
+    }
     system({
         "proc/self/cgroup": "0::/a/b\n",
         **{f"cgroup/a/b/{name}": text for name, text in group.items()},
@@ -70,7 +73,9 @@ def test_a_cgroup_offers_what_it_has_not_taken(
 
 
 @pytest.mark.parametrize("path", ["/docker/x", "/"])
-def test_version_1_of_cgroups_counts_as_well(path: str, system: Callable[[dict[str, str]], None]) -> None:
+def test_version_1_of_cgroups_counts_as_well(
+    path: str, system: Callable[[dict[str, str]], None]
+) -> None:
     """In a container its files are those of the root, whatever path is said."""
     system({
         "proc/self/cgroup": f"5:cpu:/x\n4:hugetlb,memory:{path}\n",
@@ -84,20 +89,29 @@ def test_version_1_of_cgroups_counts_as_well(path: str, system: Callable[[dict[s
 
 @pytest.mark.parametrize(("kind", "column"), [("RLIMIT_AS", 0), ("RLIMIT_DATA", 5)])
 def test_the_limits_of_the_process_count_from_what_it_has_taken(
-    kind: str, column: int, system: Callable[[dict[str, str]], None], monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    column: int,
+    system: Callable[[dict[str, str]], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """`ulimit -v` and `ulimit -d`; some addresses are left for what is no memory."""
     pages = ["1"] * 7
     pages[column] = "1000"
     system({"proc/self/statm": " ".join(pages)})
     asked = getattr(resource, kind)
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (GB, GB) if which == asked else (resource.RLIM_INFINITY,) * 2)
+    monkeypatch.setattr(
+        resource,
+        "getrlimit",
+        lambda which: (GB, GB) if which == asked else (resource.RLIM_INFINITY,) * 2,
+    )
     taken = 1000 * resource.getpagesize() + ADDRESSES
     assert [limit.nbytes for limit in limits.limits()] == [GB - taken]
 
 
 @linux
-@pytest.mark.parametrize("command", [["plan", "demo"], ["generate", "-p", "hi", "--max-tokens", "2"]])
+@pytest.mark.parametrize(
+    "command", [["plan", "demo"], ["generate", "-p", "hi", "--max-tokens", "2"]]
+)
 def test_a_limited_process_says_that_it_does_not_fit(command: list[str]) -> None:
     """A failed allocation of MLX would be a segmentation fault."""
     script = "import resource, sys; resource.setrlimit(resource.RLIMIT_AS, (6 * 2**30,) * 2); from mlxrunner.cli import main; main(sys.argv[1:])"
@@ -116,6 +130,8 @@ def test_doctor_names_the_limit() -> None:
         "import resource; resource.setrlimit(resource.RLIMIT_AS, (5 * 2**30,) * 2)\n"
         "from mlxrunner.doctor import findings; print(findings()[2].value)"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
     if "cgroup" not in done.stdout:
         assert done.stdout.strip().endswith("(limited by ulimit -v)")

@@ -26,7 +26,13 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "beta_fast": 32, "beta_slow": 1}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+    "beta_fast": 32,
+    "beta_slow": 1,
+}
 ROPES: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("llama", {}),
     "traditional": ("llama", {"rope_traditional": True}),
@@ -34,16 +40,23 @@ ROPES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3": ("llama", {"rope_scaling": LLAMA3}),
     "yarn": ("qwen3", {"head_dim": 16, "rope_theta": 1e4, "rope_scaling": YARN}),
     "key norm": ("qwen3", {"head_dim": 16, "rope_theta": 1e6}),
-    "per-layer bases and windows": ("gemma3_text", {"rope_theta": 1e6, "rope_local_base_freq": 1e4}),
+    "per-layer bases and windows": (
+        "gemma3_text",
+        {"rope_theta": 1e6, "rope_local_base_freq": 1e4},
+    ),
     "rope in some layers only": ("smollm3", {"no_rope_layer_interval": 2, "rope_theta": 1e4}),
 }
 ropes = pytest.mark.parametrize(("architecture", "settings"), ROPES.values(), ids=ROPES)
 
 
 def build(architecture: str, settings: dict[str, Any], context: int = 60, **options: Any) -> Runner:
-    config = tiny_config(architecture, vocab_size=300, **({"max_position_embeddings": 512} | settings))
+    config = tiny_config(
+        architecture, vocab_size=300, **({"max_position_embeddings": 512} | settings)
+    )
     model = tiny_model(config)
-    return Runner(model, ByteTokenizer(), facts_of(model, config), context=context, prefill_step=16, **options)
+    return Runner(
+        model, ByteTokenizer(), facts_of(model, config), context=context, prefill_step=16, **options
+    )
 
 
 def first_layer(model: Any, tokens: list[int], at: int) -> mx.array:
@@ -60,7 +73,9 @@ def first_layer(model: Any, tokens: list[int], at: int) -> mx.array:
 
 
 @ropes
-def test_shifted_keys_equal_keys_computed_at_the_new_position(architecture: str, settings: dict[str, Any]) -> None:
+def test_shifted_keys_equal_keys_computed_at_the_new_position(
+    architecture: str, settings: dict[str, Any]
+) -> None:
     """Of every layer's own rope, in float32 within 2e-4."""
     runner = build(architecture, settings)
     caches = make_layer_caches(runner.model)
@@ -75,10 +90,14 @@ def test_shifted_keys_equal_keys_computed_at_the_new_position(architecture: str,
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(
-    "scaling", [None, LLAMA3, YARN, {"rope_type": "linear", "factor": 2.0}], ids=["plain", "llama3", "yarn", "linear"]
+    "scaling",
+    [None, LLAMA3, YARN, {"rope_type": "linear", "factor": 2.0}],
+    ids=["plain", "llama3", "yarn", "linear"],
 )
 @pytest.mark.parametrize("traditional", [False, True], ids=["halves", "pairs"])
-def test_a_rope_turns_keys_back_with_its_amplitude_divided_out(head_dim: int, scaling: Any, traditional: bool) -> None:
+def test_a_rope_turns_keys_back_with_its_amplitude_divided_out(
+    head_dim: int, scaling: Any, traditional: bool
+) -> None:
     """For positions up to thousands, as YaRN would apply its factor twice."""
     mx.random.seed(0)
     rope = initialize_rope(head_dim, 10_000.0, traditional, scaling, 8192)
@@ -105,18 +124,26 @@ def test_what_cannot_be_moved_is_not_moved() -> None:
 
 def replayed(runner: Runner, history: list[int], keep: int, discard: int) -> Runner:
     """A runner that evaluated `history` cold and then dropped the same tokens."""
-    fresh = Runner(runner.model, ByteTokenizer(), runner.facts, context=runner.context, prefill_step=5)
+    fresh = Runner(
+        runner.model, ByteTokenizer(), runner.facts, context=runner.context, prefill_step=5
+    )
     list(fresh.generate(history[:-1], max_tokens=1, stop_tokens=[]))
-    fresh._cache.prepare(as_tokens(history), keep, discard, lambda caches, by: rotators(runner.model, caches, by))
+    fresh._cache.prepare(
+        as_tokens(history), keep, discard, lambda caches, by: rotators(runner.model, caches, by)
+    )
     return fresh
 
 
 @ropes
-def test_an_answer_goes_over_the_edge_and_the_entry_stays_true(architecture: str, settings: dict[str, Any]) -> None:
+def test_an_answer_goes_over_the_edge_and_the_entry_stays_true(
+    architecture: str, settings: dict[str, Any]
+) -> None:
     """Three times the context, with every layer at the entry's offset after each token."""
     runner = build(architecture, settings, context=48, rewind_slack=64)
     offsets = set()
-    for chunk in runner.generate(list(range(30)), max_tokens=150, stop_tokens=[], overflow="shift", keep=4):
+    for chunk in runner.generate(
+        list(range(30)), max_tokens=150, stop_tokens=[], overflow="shift", keep=4
+    ):
         offsets.add(len({cache.offset for cache in runner._cache.entry.caches}))
         assert len(runner._cache.entry.tokens) <= 48
     assert offsets == {1}
@@ -128,7 +155,9 @@ def test_an_answer_goes_over_the_edge_and_the_entry_stays_true(architecture: str
     assert runner.entry.tokens[:4] == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("kinds", [["recurrent", "full"], ["composite"], ["unknown"]], ids=lambda kinds: kinds[0])
+@pytest.mark.parametrize(
+    "kinds", [["recurrent", "full"], ["composite"], ["unknown"]], ids=lambda kinds: kinds[0]
+)
 def test_layers_that_cannot_move_evaluate_the_kept_text_again(kinds: list[str]) -> None:
     """So the answer is that of a cold run on the kept text, and the usage says how much it cost."""
     runner = oracle_runner(kinds, context=40)
@@ -181,14 +210,26 @@ def test_a_warm_shift_equals_a_cold_one(architecture: str) -> None:
         history += [(turn * 37 + i * 11) % 290 for i in range(9)]
         history += [c.token or 0 for c in runner.generate(history, max_tokens=3, stop_tokens=[])]
     prompt = [*history, 5, 6, 7]
-    warm = list(runner.generate(prompt, max_tokens=5, stop_tokens=[], overflow="shift", keep=4, logprobs=0))
+    warm = list(
+        runner.generate(prompt, max_tokens=5, stop_tokens=[], overflow="shift", keep=4, logprobs=0)
+    )
     usage = warm[-1].usage
     assert usage is not None
     fresh = replayed(runner, history, 4, usage.shifted_tokens)
-    cold = list(fresh.generate([*prompt[:4], *prompt[4 + usage.shifted_tokens :]], max_tokens=5, stop_tokens=[], logprobs=0))
+    cold = list(
+        fresh.generate(
+            [*prompt[:4], *prompt[4 + usage.shifted_tokens :]],
+            max_tokens=5,
+            stop_tokens=[],
+            logprobs=0,
+        )
+    )
     assert usage.shifted_tokens > 0
     assert [c.token for c in warm] == [c.token for c in cold]
-    assert max(abs((a.logprob or 0) - (b.logprob or 0)) for a, b in zip(warm, cold, strict=True)) < 1e-4
+    assert (
+        max(abs((a.logprob or 0) - (b.logprob or 0)) for a, b in zip(warm, cold, strict=True))
+        < 1e-4
+    )
 
 
 def test_a_chat_goes_over_the_edge_again_and_again() -> None:
@@ -228,7 +269,11 @@ def test_an_interrupt_during_a_shift_leaves_a_true_entry() -> None:
             shift = cache.shift
             cache.shift = lambda *a, shift=shift, **k: (interrupt(), shift(*a, **k), interrupt())  # type: ignore[method-assign]
         with suppress(KeyboardInterrupt):
-            list(runner.generate(list(range(30)), max_tokens=60, stop_tokens=[], overflow="shift", keep=5))
+            list(
+                runner.generate(
+                    list(range(30)), max_tokens=60, stop_tokens=[], overflow="shift", keep=5
+                )
+            )
         assert type(runner.model).__call__ is original
         assert runner.entry.is_true
         entry = list(runner.entry.tokens)
@@ -250,7 +295,10 @@ def test_stop_is_the_default_and_error_is_an_error() -> None:
             shown.append(chunk.token)
     assert len(shown) == 5
     assert runner.entry.is_true
-    assert list(runner.generate(list(range(25)), overflow="error", max_tokens=5))[-1].finish_reason == "length"
+    assert (
+        list(runner.generate(list(range(25)), overflow="error", max_tokens=5))[-1].finish_reason
+        == "length"
+    )
     for overflow in ("stop", "error"):
         with pytest.raises(ContextLengthError):
             runner.generate(list(range(30)), overflow=overflow)
@@ -259,8 +307,14 @@ def test_stop_is_the_default_and_error_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"overflow": "explode"}, "overflow: 'explode' is not known, it has to be one of stop, shift, error"),
-        ({"overflow": "shift", "keep": 29}, "keep: 29 tokens leave no room in the context of 30 tokens"),
+        (
+            {"overflow": "explode"},
+            "overflow: 'explode' is not known, it has to be one of stop, shift, error",
+        ),
+        (
+            {"overflow": "shift", "keep": 29},
+            "keep: 29 tokens leave no room in the context of 30 tokens",
+        ),
         ({"keep": -1}, "keep: -1 is out of range"),
     ],
 )

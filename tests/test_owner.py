@@ -56,7 +56,11 @@ def elsewhere(act: Callable[[], object], name: str = "worker") -> BaseException 
 
 
 def alone(given: Parts, prompt: list[int]) -> list[int]:
-    return [chunk.token for chunk in Runner(*given).generate(prompt, **LIMITS) if chunk.token is not None]
+    return [
+        chunk.token
+        for chunk in Runner(*given).generate(prompt, **LIMITS)
+        if chunk.token is not None
+    ]
 
 
 ON_MANY: dict[str, Callable[[ParallelRunner, Any], object]] = {
@@ -105,7 +109,10 @@ def test_the_one_entry_belongs_to_the_thread_that_opened_it(llama: Parts, call: 
     tokens = [next(chunks).token]
     error = elsewhere(lambda: ON_ONE[call](runner, chunks))
     assert isinstance(error, WrongThreadError)
-    assert "this Runner belongs to the thread 'MainThread', which opened it, but thread 'worker' called it" in str(error)
+    assert (
+        "this Runner belongs to the thread 'MainThread', which opened it, but thread 'worker' called it"
+        in str(error)
+    )
     assert tokens + [chunk.token for chunk in chunks] == alone(llama, PROMPT)
 
 
@@ -139,7 +146,9 @@ def test_eight_threads_change_nothing_for_the_owner(llama: Parts, fast_switches:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "lfm2"])
-def test_chunks_that_another_thread_drops_are_settled_by_the_owner(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_that_another_thread_drops_are_settled_by_the_owner(
+    architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Fifty times, anywhere in an answer: no work on the entry there; the owner's next answer is that of a cold runner."""
     config = tiny_config(architecture, vocab_size=300)
     model = tiny_model(config)

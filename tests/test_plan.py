@@ -16,7 +16,15 @@ from mlx.utils import tree_flatten
 
 from mlxrunner import OptionError, Runner, cli, device
 from mlxrunner.cache.layout import Layout
-from mlxrunner.plan import CHECKPOINT_SHARE, CHECKPOINTS, SMALLEST_CONTEXT, Batch, Demand, Plan, make_plan
+from mlxrunner.plan import (
+    CHECKPOINT_SHARE,
+    CHECKPOINTS,
+    SMALLEST_CONTEXT,
+    Batch,
+    Demand,
+    Plan,
+    make_plan,
+)
 from mlxrunner.runner import plan_model
 from mlxrunner.terminal import size
 from mlxrunner.testing_models import tiny_config, write_model
@@ -40,13 +48,22 @@ DEMANDS = st.builds(
     checkpoint_budget=st.none() | BYTES,
 )
 CONTEXTS = st.integers(2, 10**6)
-PLANS = st.builds(make_plan, DEMANDS, context=CONTEXTS, prefill_step=st.integers(1, 8192), offered=BYTES, limit=CONTEXTS)
+PLANS = st.builds(
+    make_plan,
+    DEMANDS,
+    context=CONTEXTS,
+    prefill_step=st.integers(1, 8192),
+    offered=BYTES,
+    limit=CONTEXTS,
+)
 no_deadline = settings(deadline=None)
 
 
 @no_deadline
 @given(DEMANDS, CONTEXTS, CONTEXTS, BYTES)
-def test_a_longer_context_never_takes_less(demand: Demand, one: int, other: int, offered: int) -> None:
+def test_a_longer_context_never_takes_less(
+    demand: Demand, one: int, other: int, offered: int
+) -> None:
     """Neither in all, nor for the caches or the checkpoints."""
     short, long = sorted((one, other))
     for nbytes in (demand.caches, demand.batch.nbytes):
@@ -57,7 +74,9 @@ def test_a_longer_context_never_takes_less(demand: Demand, one: int, other: int,
 
 @no_deadline
 @given(DEMANDS, CONTEXTS, st.data())
-def test_the_largest_context_fits_and_one_more_token_does_not(demand: Demand, limit: int, data: st.DataObject) -> None:
+def test_the_largest_context_fits_and_one_more_token_does_not(
+    demand: Demand, limit: int, data: st.DataObject
+) -> None:
     """Or it is the limit, or nothing fits at all."""
     total = demand.total(data.draw(st.integers(0, limit)), 0)
     offered = data.draw(st.integers(total - 5, total + 5) | BYTES)
@@ -69,7 +88,9 @@ def test_the_largest_context_fits_and_one_more_token_does_not(demand: Demand, li
 
 @no_deadline
 @given(DEMANDS, CONTEXTS, CONTEXTS, BYTES)
-def test_a_plan_fits_exactly_up_to_its_largest_context(demand: Demand, context: int, limit: int, offered: int) -> None:
+def test_a_plan_fits_exactly_up_to_its_largest_context(
+    demand: Demand, context: int, limit: int, offered: int
+) -> None:
     """Also beyond the model's own context, where that was asked for."""
     plan = make_plan(demand, context=context, prefill_step=8, offered=offered, limit=limit)
     assert plan.fits == (plan.total <= offered) == (context <= plan.largest_context)
@@ -78,20 +99,28 @@ def test_a_plan_fits_exactly_up_to_its_largest_context(demand: Demand, context: 
 
 @no_deadline
 @given(DEMANDS, CONTEXTS, BYTES)
-def test_the_lines_of_a_plan_add_up_to_its_total(demand: Demand, context: int, offered: int) -> None:
+def test_the_lines_of_a_plan_add_up_to_its_total(
+    demand: Demand, context: int, offered: int
+) -> None:
     """Layers that are alike share a line: so many times so many tokens of so many bytes, and what is fixed."""
     plan = make_plan(demand, context=context, prefill_step=8, offered=offered, limit=context)
     assert sum(line.total for line in plan.lines) == plan.total == demand.total(context, offered)
     layers = [line for line in plan.lines if line.layers]
     assert sum(line.layers for line in layers) == len(demand.layouts)
     assert len(layers) == len(set(demand.layouts))
-    assert all(line.total == line.layers * (line.rows * line.row_bytes + line.fixed) for line in layers)
+    assert all(
+        line.total == line.layers * (line.rows * line.row_bytes + line.fixed) for line in layers
+    )
     assert all(line.rows <= context for line in layers)
 
 
 def test_a_window_is_paid_for_once_and_a_state_whatever_the_length() -> None:
     """Counted by hand."""
-    full, window, state = Layout("full", 10), Layout("sliding", 10, most_rows=100), Layout("recurrent", fixed_bytes=7)
+    full, window, state = (
+        Layout("full", 10),
+        Layout("sliding", 10, most_rows=100),
+        Layout("recurrent", fixed_bytes=7),
+    )
     demand = Demand(1000, (full, full, window, state), Batch(50, 2))
     assert demand.caches(80) == 2 * 800 + 800 + 7
     assert demand.caches(500) == 2 * 5000 + 1000 + 7
@@ -106,7 +135,12 @@ def test_a_window_is_paid_for_once_and_a_state_whatever_the_length() -> None:
         (12, 10**9, 12),
         (0, 10**9, 0),
     ],
-    ids=["by default room for several", "a share of what is offered", "what the caller says", "none"],
+    ids=[
+        "by default room for several",
+        "a share of what is offered",
+        "what the caller says",
+        "none",
+    ],
 )
 def test_the_budget_for_checkpoints(budget: int | None, offered: int, expected: int) -> None:
     """Three rows of ten bytes and a state of five."""
@@ -118,7 +152,9 @@ def test_a_model_that_rewinds_by_itself_gets_no_budget_for_checkpoints() -> None
     """Even if there was one asked for."""
     demand = Demand(0, (Layout("full", 10),), Batch(0), checkpoint_budget=99)
     assert demand.checkpoints(100, 10**9) == 0
-    assert [line.what for line in make_plan(demand, context=9, prefill_step=4, offered=9, limit=9).lines] == [
+    assert [
+        line.what for line in make_plan(demand, context=9, prefill_step=4, offered=9, limit=9).lines
+    ] == [
         "weights",
         "full layers",
         "batch of 4 tokens (estimated)",
@@ -157,7 +193,10 @@ def test_the_json_has_the_numbers_of_the_table(plan: Plan) -> None:
     [
         (5000, "a context of 400 tokens fits; the largest that would: 490"),
         (4000, "a context of 400 tokens does not fit; this would: --context 390"),
-        (1000, "not even a short context fits: try a smaller or quantized model, a smaller --prefill-step than 256"),
+        (
+            1000,
+            "not even a short context fits: try a smaller or quantized model, a smaller --prefill-step than 256",
+        ),
     ],
     ids=["fits", "too long", "hopeless"],
 )
@@ -214,13 +253,19 @@ def fill(runner: Runner, answer: int = 10) -> None:
         pass
     gc.collect()
     assert len(runner.entry.tokens) == runner.context - 1  # nothing follows the last token
-    mx.eval([cache.state for cache in runner.entry.caches])  # the last token's states would be computed with the next one
+    mx.eval(
+        [cache.state for cache in runner.entry.caches]
+    )  # the last token's states would be computed with the next one
 
 
 @pytest.mark.skipif(device.is_gpu(), reason="a GPU computes in the type that is stored")
 @pytest.mark.parametrize(("kind", "kv_bits", "config"), KINDS.values(), ids=KINDS.keys())
 def test_the_planned_bytes_are_those_of_the_real_thing(
-    folder: Path, kind: str, kv_bits: int | None, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    folder: Path,
+    kind: str,
+    kv_bits: int | None,
+    config: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """From config.json and the headers alone: the weights to the byte, and the caches of a full context within 1 %."""
     write_model(folder, kind, max_position_embeddings=CONTEXT, torch_dtype="bfloat16", **config)
@@ -236,7 +281,9 @@ def test_the_planned_bytes_are_those_of_the_real_thing(
     fill(runner)
     assert plan.lines[0].total == weights
     assert caches(plan) == pytest.approx(mx.get_active_memory() - before - weights, rel=0.01)
-    assert caches(plan) == pytest.approx(runner.entry.nbytes, rel=0.05)  # which counts each state once
+    assert caches(plan) == pytest.approx(
+        runner.entry.nbytes, rel=0.05
+    )  # which counts each state once
 
 
 def test_a_state_is_planned_twice_because_the_one_before_it_is_kept(folder: Path) -> None:
@@ -250,7 +297,10 @@ def test_a_state_is_planned_twice_because_the_one_before_it_is_kept(folder: Path
 
 def test_layers_of_chunks_take_no_more_than_planned(folder: Path) -> None:
     """They are mlx-lm's, which allocate as they go."""
-    text = tiny_config("llama4")["text_config"] | {"attn_temperature_tuning": True, "max_position_embeddings": CONTEXT}
+    text = tiny_config("llama4")["text_config"] | {
+        "attn_temperature_tuning": True,
+        "max_position_embeddings": CONTEXT,
+    }
     write_model(folder, "llama4", text_config=text, max_position_embeddings=CONTEXT)
     plan = plan_model(str(folder))
     runner = Runner.load(str(folder), checkpoint_budget=0)
@@ -264,7 +314,9 @@ def test_checkpoints_stay_within_their_line(folder: Path, budget: int | None) ->
     write_model(folder, "gemma3_text", max_position_embeddings=CONTEXT)
     plan = plan_model(str(folder), checkpoint_budget=budget)
     (line,) = (line for line in plan.lines if line.what == "checkpoints")
-    runner = Runner.load(str(folder), checkpoint_budget=budget, checkpoint_interval=50, prefill_step=64)
+    runner = Runner.load(
+        str(folder), checkpoint_budget=budget, checkpoint_interval=50, prefill_step=64
+    )
     fill(runner)
     assert budget is None or line.total == budget
     assert line.total == plan.checkpoint_budget
@@ -275,7 +327,11 @@ def test_checkpoints_stay_within_their_line(folder: Path, budget: int | None) ->
 @pytest.mark.parametrize("stored", ["float16", "bfloat16", "quantized"])
 def test_weights_are_planned_as_they_will_be_loaded(folder: Path, stored: str) -> None:
     """A CPU computes in float32; quantized weights stay as they are."""
-    model = write_model(folder, max_position_embeddings=64, torch_dtype="float16" if stored == "quantized" else stored)
+    model = write_model(
+        folder,
+        max_position_embeddings=64,
+        torch_dtype="float16" if stored == "quantized" else stored,
+    )
     rewrite(folder, model, stored)
     plan = plan_model(str(folder))
     runner = Runner.load(str(folder))
@@ -303,7 +359,9 @@ def rewrite(folder: Path, model: Any, stored: str) -> None:
 def test_heads_that_can_not_be_quantized_are_refused_by_the_plan(folder: Path) -> None:
     """Before anything is loaded, in one line."""
     write_model(folder)
-    with pytest.raises(OptionError, match="kv_bits: this model can't use a quantized cache: heads of 16") as error:
+    with pytest.raises(
+        OptionError, match="kv_bits: this model can't use a quantized cache: heads of 16"
+    ) as error:
         plan_model(str(folder), kv_bits=8)
     assert "\n" not in str(error.value)
 
@@ -326,7 +384,11 @@ def offers(monkeypatch: pytest.MonkeyPatch) -> int:
 def test_the_command_prints_the_table(offers: int) -> None:
     """On stdout; 0 is the exit code of a plan that fits."""
     result = run("demo", "--prefill-step", "256")
-    assert (result.stdout, result.stderr, result.exit_code) == (plan_model("demo", prefill_step=256).table() + "\n", "", 0)
+    assert (result.stdout, result.stderr, result.exit_code) == (
+        plan_model("demo", prefill_step=256).table() + "\n",
+        "",
+        0,
+    )
     assert "(estimated)" in result.stdout
 
 
@@ -341,7 +403,9 @@ def test_the_options_of_the_command_are_those_of_the_plan(offers: int) -> None:
 
 
 @pytest.mark.parametrize("measure", [[], ["--measure"]], ids=["estimated", "measured"])
-def test_a_plan_that_does_not_fit_is_exit_code_2(offers: int, measure: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_that_does_not_fit_is_exit_code_2(
+    offers: int, measure: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the table on stdout all the same, what would fit, and nothing loaded."""
     monkeypatch.setattr(mx, "load", None)
     result = run("demo", "--context", "1000000", *measure)

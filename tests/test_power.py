@@ -26,7 +26,9 @@ MAINS = {"type": "Mains", "online": "1"}
     ],
     ids=["none", "mains", "battery", "both", "unplugged", "charging", "a mouse", "usb"],
 )
-def test_on_linux_the_supplies_say_it(tmp_path: Path, supplies: list[dict[str, str]], answer: bool) -> None:
+def test_on_linux_the_supplies_say_it(
+    tmp_path: Path, supplies: list[dict[str, str]], answer: bool
+) -> None:
     """A mouse's battery is not the machine's."""
     for number, supply in enumerate(supplies):
         (tmp_path / str(number)).mkdir()
@@ -37,10 +39,14 @@ def test_on_linux_the_supplies_say_it(tmp_path: Path, supplies: list[dict[str, s
 
 
 @pytest.mark.parametrize(("source", "answer"), [("Battery Power", True), ("AC Power", False)])
-def test_on_macos_pmset_says_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, answer: bool) -> None:
+def test_on_macos_pmset_says_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, answer: bool
+) -> None:
     """And where there is none, nothing does."""
     program = tmp_path / "pmset"
-    program.write_text(f"#!/bin/sh\n[ \"$1 $2\" = '-g batt' ] && echo \"Now drawing from '{source}'\"\n")
+    program.write_text(
+        f"#!/bin/sh\n[ \"$1 $2\" = '-g batt' ] && echo \"Now drawing from '{source}'\"\n"
+    )
     program.chmod(0o700)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(power.sys, "platform", "darwin")

@@ -15,7 +15,16 @@ from typing import Any
 import pytest
 
 from mlxrunner import cli
-from mlxrunner.reading import MissingFileError, ReadError, is_there, open_file, open_given, read_bytes, read_json, read_text
+from mlxrunner.reading import (
+    MissingFileError,
+    ReadError,
+    is_there,
+    open_file,
+    open_given,
+    read_bytes,
+    read_json,
+    read_text,
+)
 
 
 def test_a_file_is_read_up_to_its_limit(tmp_path: Path) -> None:
@@ -83,7 +92,9 @@ def test_what_is_not_a_file_is_refused_at_once(
         read_bytes("x", 100)
 
 
-@pytest.mark.skipif(not hasattr(os, "mknod") or os.geteuid() != 0, reason="needs root to make a device node")
+@pytest.mark.skipif(
+    not hasattr(os, "mknod") or os.geteuid() != 0, reason="needs root to make a device node"
+)
 def test_a_device_is_not_even_opened(tmp_path: Path) -> None:
     """A copy of /dev/zero, which never ends."""
     try:
@@ -96,7 +107,12 @@ def test_a_device_is_not_even_opened(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("a\0b", "not a file name"), ("x" * 5000, "can't be read"), ("\ud83d", "not a file name"), ("", "no such file")],
+    [
+        ("a\0b", "not a file name"),
+        ("x" * 5000, "can't be read"),
+        ("\ud83d", "not a file name"),
+        ("", "no such file"),
+    ],
     ids=["NUL", "long", "half a character", "empty"],
 )
 def test_what_no_file_system_takes_is_one_line(name: str, message: str) -> None:
@@ -169,7 +185,9 @@ def test_json_may_say_a_thing_twice_if_it_is_the_same(tmp_path: Path) -> None:
 def run(command: str, **options: Any) -> subprocess.CompletedProcess[str]:
     """A line for a shell that knows `<(command)`; `mlxrunner` is the program."""
     whole = f'mlxrunner() {{ "{sys.executable}" -m mlxrunner "$@"; }}; {command}'
-    return subprocess.run(["bash", "-c", whole], capture_output=True, text=True, timeout=60, check=False, **options)
+    return subprocess.run(
+        ["bash", "-c", whole], capture_output=True, text=True, timeout=60, check=False, **options
+    )
 
 
 def test_what_a_shell_hands_over_is_read(tmp_path: Path) -> None:
@@ -221,7 +239,10 @@ FORM = '{"enum": ["yes"]}'
         (f"mlxrunner generate -p Hi --schema <(echo '{FORM}')", '"yes"\n'),
         (f"echo '{FORM}' | mlxrunner generate -p Hi --schema /dev/stdin", '"yes"\n'),
         ('mlxrunner batch <(echo \'{"prompt": "Hi", "max_tokens": 1}\') -o - | wc -l', "1\n"),
-        ('echo \'{"prompt": "Hi", "max_tokens": 1}\' | mlxrunner batch /dev/stdin -o - | wc -l', "1\n"),
+        (
+            'echo \'{"prompt": "Hi", "max_tokens": 1}\' | mlxrunner batch /dev/stdin -o - | wc -l',
+            "1\n",
+        ),
     ],
     ids=["schema <()", "schema stdin", "batch <()", "batch stdin"],
 )
@@ -233,8 +254,18 @@ def test_the_command_line_takes_what_a_shell_hands_over(command: str, output: st
 def test_a_report_takes_what_a_shell_hands_over(tmp_path: Path) -> None:
     """Of a pipe and of a file on standard input, none of whose bytes was taken by the first look at it."""
     events = tmp_path / "events"
-    assert cli.main.main(["generate", "-p", "Hi", "--max-tokens", "1", "--events", str(events)], standalone_mode=False) is None
-    for command in (f"report --json <(cat {events})", f"report --json /dev/stdin < {events}", f"explain <(cat {events}) --last"):
+    assert (
+        cli.main.main(
+            ["generate", "-p", "Hi", "--max-tokens", "1", "--events", str(events)],
+            standalone_mode=False,
+        )
+        is None
+    )
+    for command in (
+        f"report --json <(cat {events})",
+        f"report --json /dev/stdin < {events}",
+        f"explain <(cat {events}) --last",
+    ):
         found = run(f"mlxrunner {command}")
         assert found.returncode == 0, found.stderr
         assert '"requests": 1' in found.stdout or "generate, demo" in found.stdout
@@ -246,7 +277,10 @@ def test_who_waits_says_for_what(command: str, tmp_path: Path) -> None:
     outer, inner = pty.openpty()
     read, write = os.pipe()
     program = subprocess.Popen(
-        [sys.executable, "-m", "mlxrunner", *command.split()], stdin=read, stdout=subprocess.DEVNULL, stderr=inner
+        [sys.executable, "-m", "mlxrunner", *command.split()],
+        stdin=read,
+        stdout=subprocess.DEVNULL,
+        stderr=inner,
     )
     os.close(read)
     os.close(inner)

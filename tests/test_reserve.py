@@ -27,7 +27,12 @@ FALCON: dict[str, Any] = {
     "hidden_size": 64, "head_dim": 16, "mamba_d_head": 16, "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_state": 16,
     "mlp_expansion_factor": 2,
 }  # fmt: skip
-BAICHUAN: dict[str, Any] = {"rope_theta": 1e4, "sliding_window": 64, "sliding_window_layers": [1, 3], "conv_window": 2}
+BAICHUAN: dict[str, Any] = {
+    "rope_theta": 1e4,
+    "sliding_window": 64,
+    "sliding_window_layers": [1, 3],
+    "conv_window": 2,
+}
 WIDE: dict[str, Any] = {"hidden_size": 128, "num_hidden_layers": 4, "intermediate_size": 256}
 """Large enough that what Python and MLX hold beside it does not matter."""
 TOLERANCE = 0.05
@@ -105,7 +110,9 @@ def test_a_full_context_needs_what_was_planned_and_no_more(
     planned_to_stay = plan.total - batch(plan)
     assert at_start <= planned_to_stay + spare
     prompt = [place * 7 % 250 for place in range(context - 8)]
-    prompt[-HEADER] = EOS  # what follows is evaluated in one piece with its logits, where there are checkpoints
+    prompt[-HEADER] = (
+        EOS  # what follows is evaluated in one piece with its logits, where there are checkpoints
+    )
     again = [*prompt[: context // 2], *prompt[: context // 2 - 8]]
     peaks = []
     for text in (prompt, again, [*prompt, 1, 2, 3]):
@@ -157,7 +164,10 @@ def test_a_reserved_runner_answers_like_one_that_is_not(
 ) -> None:
     """The first request finds nothing; tokens and log-probabilities are the same, cold and warm."""
     write_model(folder, kind, max_position_embeddings=512, **config)
-    reserved, lazy = (Runner.load(str(folder), reserve=reserve, kv_bits=kv_bits, prefill_step=50) for reserve in (True, False))
+    reserved, lazy = (
+        Runner.load(str(folder), reserve=reserve, kv_bits=kv_bits, prefill_step=50)
+        for reserve in (True, False)
+    )
     assert (len(reserved.entry.tokens), reserved.entry.caches) == (0, [])
     for turn, prompt in enumerate(([*range(180)], [*range(180), 7, 8, 9], [*range(100), 5], [3])):
         one, other = (answer(runner, prompt, 8, logprobs=0) for runner in (reserved, lazy))
@@ -165,13 +175,17 @@ def test_a_reserved_runner_answers_like_one_that_is_not(
             assert (usage_of(one).outcome, usage_of(one).reason) == ("miss", "empty")
         assert usage_of(one).cached_tokens == usage_of(other).cached_tokens
         assert [chunk.token for chunk in one] == [chunk.token for chunk in other]
-        assert [chunk.logprob for chunk in one] == pytest.approx([chunk.logprob for chunk in other], abs=1e-5)
+        assert [chunk.logprob for chunk in one] == pytest.approx(
+            [chunk.logprob for chunk in other], abs=1e-5
+        )
 
 
 # Too little memory.
 
 
-def test_what_does_not_fit_fails_before_its_caches_are_taken(folder: Path, offer: Callable[[int], None]) -> None:
+def test_what_does_not_fit_fails_before_its_caches_are_taken(
+    folder: Path, offer: Callable[[int], None]
+) -> None:
     """With the table, and a context that fits when it is tried."""
     write_model(folder, max_position_embeddings=4096)
     plan = plan_model(str(folder), 1000, prefill_step=64)
@@ -201,24 +215,32 @@ def test_the_default_context_is_what_fits_and_that_is_said(
     runner = Runner.load(str(folder), prefill_step=64)
     assert runner.context == 1000
     said = f"context: 1000 tokens, the most that fits into {size(offered)}; the model's own is 4096"
-    assert [(record.levelno, record.getMessage()) for record in caplog.records if record.name == "mlxrunner"] == [
-        (logging.WARNING, said)
-    ]
+    assert [
+        (record.levelno, record.getMessage())
+        for record in caplog.records
+        if record.name == "mlxrunner"
+    ] == [(logging.WARNING, said)]
 
 
-def test_the_default_context_is_the_models_own_where_that_fits(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_default_context_is_the_models_own_where_that_fits(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Nothing is said then."""
     write_model(folder, max_position_embeddings=300)
     assert Runner.load(str(folder)).context == 300
     assert not [record for record in caplog.records if record.name == "mlxrunner"]
 
 
-def test_a_model_that_leaves_no_room_for_a_context_is_refused(folder: Path, offer: Callable[[int], None]) -> None:
+def test_a_model_that_leaves_no_room_for_a_context_is_refused(
+    folder: Path, offer: Callable[[int], None]
+) -> None:
     """Whatever the context."""
     write_model(folder)
     offer(1000)
     for context in (None, 16):
-        with pytest.raises(MemoryPlanError, match="not even a short context fits: try a smaller or quantized model"):
+        with pytest.raises(
+            MemoryPlanError, match="not even a short context fits: try a smaller or quantized model"
+        ):
             Runner.load(str(folder), context)
 
 
@@ -240,18 +262,40 @@ def test_a_batch_that_was_underestimated_fails_at_start_too(
 
 @pytest.mark.parametrize("experts", [2, 4])
 @pytest.mark.parametrize(("step", "context"), [(512, 1024), (128, 4096), (64, 256)])
-def test_the_batch_of_a_model_with_sinks_is_not_underestimated(folder: Path, step: int, context: int, experts: int) -> None:
+def test_the_batch_of_a_model_with_sinks_is_not_underestimated(
+    folder: Path, step: int, context: int, experts: int
+) -> None:
     """Sinks are put beside the scores, which takes them once more; each expert of a token has rows of its own."""
-    sizes = {"hidden_size": 128, "num_attention_heads": 8, "head_dim": 32, "intermediate_size": 256, "num_hidden_layers": 4}
+    sizes = {
+        "hidden_size": 128,
+        "num_attention_heads": 8,
+        "head_dim": 32,
+        "intermediate_size": 256,
+        "num_hidden_layers": 4,
+    }
     layers = ["sliding_attention", "full_attention"] * 2
-    write_model(folder, "gpt_oss", max_position_embeddings=8192, num_experts_per_tok=experts, layer_types=layers, **sizes)
+    write_model(
+        folder,
+        "gpt_oss",
+        max_position_embeddings=8192,
+        num_experts_per_tok=experts,
+        layer_types=layers,
+        **sizes,
+    )
     options = {"context": context, "prefill_step": step}
-    estimated, measured = plan_model(str(folder), **options), plan_of(Runner.load(str(folder), **options))  # type: ignore[arg-type]
+    estimated, measured = (
+        plan_model(str(folder), **options),
+        plan_of(Runner.load(str(folder), **options)),
+    )  # type: ignore[arg-type]
     assert measured.batch_is_measured
-    assert 0.95 * measured.lines[-1].total < estimated.lines[-1].total < 2 * measured.lines[-1].total
+    assert (
+        0.95 * measured.lines[-1].total < estimated.lines[-1].total < 2 * measured.lines[-1].total
+    )
 
 
-def test_without_reserving_it_loads_anyway_and_grows_as_it_goes(folder: Path, offer: Callable[[int], None]) -> None:
+def test_without_reserving_it_loads_anyway_and_grows_as_it_goes(
+    folder: Path, offer: Callable[[int], None]
+) -> None:
     """The plan is there to be read."""
     write_model(folder, max_position_embeddings=4096)
     offer(1000)
@@ -276,15 +320,23 @@ def test_the_command_line_says_on_stderr_how_much_context_is_left() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (result.returncode, result.stdout) == (0, "Hello! How can I help you?\n")
-    assert re.fullmatch(r"context: 1000 tokens, the most that fits into \S+ MB; the model's own is 2048\n", result.stderr)
+    assert re.fullmatch(
+        r"context: 1000 tokens, the most that fits into \S+ MB; the model's own is 2048\n",
+        result.stderr,
+    )
 
 
-def test_the_command_line_fails_with_the_table_unless_told_not_to_reserve(offer: Callable[[int], None]) -> None:
+def test_the_command_line_fails_with_the_table_unless_told_not_to_reserve(
+    offer: Callable[[int], None],
+) -> None:
     """Exit code 2, and the table on stderr."""
     offer(1000)
     refused = CliRunner().invoke(cli.main, ["generate", "-p", "Hello!"])
     assert (refused.exit_code, refused.stdout) == (2, "")
-    assert refused.stderr == f"mlxrunner: this does not fit into memory\n{plan_model('demo').table()}\n"
+    assert (
+        refused.stderr
+        == f"mlxrunner: this does not fit into memory\n{plan_model('demo').table()}\n"
+    )
     lazy = CliRunner().invoke(cli.main, ["generate", "-p", "Hello!", "--no-reserve"])
     assert (lazy.exit_code, lazy.stdout) == (0, "Hello! How can I help you?\n")
 
@@ -292,7 +344,9 @@ def test_the_command_line_fails_with_the_table_unless_told_not_to_reserve(offer:
 # What MLX is told.
 
 
-def test_the_limits_of_mlx_come_from_the_plan(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limits_of_mlx_come_from_the_plan(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The batch may be kept for the next step; all of it together may be used."""
     told: list[tuple[int, int]] = []
     monkeypatch.setattr(device, "set_limits", lambda total, batch: told.append((total, batch)))
@@ -304,15 +358,23 @@ def test_the_limits_of_mlx_come_from_the_plan(folder: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("gpu", [False, True], ids=["cpu", "gpu"])
-@pytest.mark.parametrize(("total", "batch"), [(10**9, 10**8), (10**11, 5)], ids=["usual", "more than recommended"])
-def test_each_limit_is_what_it_says(gpu: bool, total: int, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("total", "batch"), [(10**9, 10**8), (10**11, 5)], ids=["usual", "more than recommended"]
+)
+def test_each_limit_is_what_it_says(
+    gpu: bool, total: int, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Memory is wired only where the device recommends how much, and never more than that."""
     recommended = 10**10
     told: dict[str, int] = {}
     monkeypatch.setattr(device, "is_gpu", lambda: gpu)
-    monkeypatch.setattr(device, "describe", lambda: {"max_recommended_working_set_size": recommended})
+    monkeypatch.setattr(
+        device, "describe", lambda: {"max_recommended_working_set_size": recommended}
+    )
     for name in ("memory", "cache", "wired"):
-        monkeypatch.setattr(mx, f"set_{name}_limit", lambda nbytes, name=name: told.update({name: nbytes}))
+        monkeypatch.setattr(
+            mx, f"set_{name}_limit", lambda nbytes, name=name: told.update({name: nbytes})
+        )
     device.set_limits(total, batch)
     assert told["memory"] >= total
     assert told["cache"] == max(batch, device.SMALLEST_CACHE)
@@ -337,10 +399,13 @@ def test_memory_that_grows_is_looked_at_before(monkeypatch: pytest.MonkeyPatch) 
     assert demand is not None
     offered = demand.growing(600, runner.prefill_step, 0)
     monkeypatch.setattr(
-        device, "hard_limit", lambda: Limit("ulimit -v", offered - mx.get_active_memory() - mx.get_cache_memory())
+        device,
+        "hard_limit",
+        lambda: Limit("ulimit -v", offered - mx.get_active_memory() - mx.get_cache_memory()),
     )
     with pytest.raises(
-        MemoryPlanError, match=r"^1256 tokens need .*, and ulimit -v leaves .*: give at most 600 tokens, or a smaller"
+        MemoryPlanError,
+        match=r"^1256 tokens need .*, and ulimit -v leaves .*: give at most 600 tokens, or a smaller",
     ) as error:
         runner.generate([5] * 1000)
     assert "\n" not in str(error.value)

@@ -56,11 +56,41 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlxrunner.pipeline.SEED_TOKENS", 3)
 
 
-PROMPT = [7, 3, 9, 1, 4, 200, 33, 150, 8, 2, 61, 5, 90, 13, 77, 6, 41, 250, 19, 88, 23, 10, 54, 3, 3]
+PROMPT = [
+    7,
+    3,
+    9,
+    1,
+    4,
+    200,
+    33,
+    150,
+    8,
+    2,
+    61,
+    5,
+    90,
+    13,
+    77,
+    6,
+    41,
+    250,
+    19,
+    88,
+    23,
+    10,
+    54,
+    3,
+    3,
+]
 
 
 def tokens(runner: Runner, prompt: list[int], n: int = 6, **options: Any) -> list[int]:
-    return [chunk.token for chunk in runner.generate(prompt, max_tokens=n, **options) if chunk.token is not None]
+    return [
+        chunk.token
+        for chunk in runner.generate(prompt, max_tokens=n, **options)
+        if chunk.token is not None
+    ]
 
 
 def cold(kinds: list[str], prompt: list[int], n: int = 6, **options: Any) -> list[int]:
@@ -92,7 +122,9 @@ def stop_on_a_token(runner: Runner, prompt: list[int]) -> None:
 
 
 def stop_on_text(runner: Runner, prompt: list[int]) -> None:
-    answer = "".join(chunk.text for chunk in oracle_runner(runner.model.kinds).generate(prompt, max_tokens=8))
+    answer = "".join(
+        chunk.text for chunk in oracle_runner(runner.model.kinds).generate(prompt, max_tokens=8)
+    )
     last = list(runner.generate(prompt, max_tokens=8, stop=answer[2]))[-1]
     assert last.finish_reason == "stop"
 
@@ -157,7 +189,9 @@ ENDS: dict[str, Callable[[Runner, list[int]], None]] = {
 
 @mixes
 @pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
-def test_warm_equals_cold_for_every_split_after_every_end(mix: Mix, end: Callable[[Runner, list[int]], None]) -> None:
+def test_warm_equals_cold_for_every_split_after_every_end(
+    mix: Mix, end: Callable[[Runner, list[int]], None]
+) -> None:
     """A first request that ends in this way, then a prompt that leaves the first one at each position."""
     expected = {}
     for split in range(len(PROMPT) + 1):
@@ -205,7 +239,11 @@ def test_a_full_hit_evaluates_exactly_one_token() -> None:
     runner = oracle_runner()
     usage_of(runner, PROMPT)
     usage = usage_of(runner, PROMPT)
-    assert (usage.outcome, usage.cached_tokens, usage.evaluated_tokens) == ("hit", len(PROMPT) - 1, 1)
+    assert (usage.outcome, usage.cached_tokens, usage.evaluated_tokens) == (
+        "hit",
+        len(PROMPT) - 1,
+        1,
+    )
     assert usage.matched_tokens == len(PROMPT)
     assert usage.reason == "prompt_shorter"  # than the entry, which holds the answer too
     assert usage.trimmed_tokens == 3
@@ -214,19 +252,33 @@ def test_a_full_hit_evaluates_exactly_one_token() -> None:
 @pytest.mark.parametrize(
     ("second", "expected"),
     [
-        pytest.param([1, 2, 3], ("miss", "no_common_token", 0, 0, len(PROMPT) + 2), id="nothing-in-common"),
-        pytest.param([*PROMPT[:10], 1, 2], ("partial", "diverged", 10, 10, len(PROMPT) - 8), id="diverged"),
-        pytest.param(PROMPT[:10], ("partial", "prompt_shorter", 10, 9, len(PROMPT) - 7), id="shorter"),
+        pytest.param(
+            [1, 2, 3], ("miss", "no_common_token", 0, 0, len(PROMPT) + 2), id="nothing-in-common"
+        ),
+        pytest.param(
+            [*PROMPT[:10], 1, 2], ("partial", "diverged", 10, 10, len(PROMPT) - 8), id="diverged"
+        ),
+        pytest.param(
+            PROMPT[:10], ("partial", "prompt_shorter", 10, 9, len(PROMPT) - 7), id="shorter"
+        ),
     ],
 )
-def test_the_usage_says_what_was_reused_and_why_not_more(second: list[int], expected: tuple[Any, ...]) -> None:
+def test_the_usage_says_what_was_reused_and_why_not_more(
+    second: list[int], expected: tuple[Any, ...]
+) -> None:
     """outcome, reason, matched, cached, trimmed."""
     runner = oracle_runner()
     usage_of(runner, PROMPT)
     usage = usage_of(runner, second)
     if expected[1] == "prompt_shorter":  # all that could be was reused
         expected = ("hit", *expected[1:])
-    assert (usage.outcome, usage.reason, usage.matched_tokens, usage.cached_tokens, usage.trimmed_tokens) == expected
+    assert (
+        usage.outcome,
+        usage.reason,
+        usage.matched_tokens,
+        usage.cached_tokens,
+        usage.trimmed_tokens,
+    ) == expected
     assert usage.evaluated_tokens == len(second) - usage.cached_tokens
 
 
@@ -247,14 +299,20 @@ def test_a_layer_that_cannot_rewind_is_named(kind: str) -> None:
     assert len(PROMPT) > WINDOW
     usage_of(runner, PROMPT)
     usage = usage_of(runner, [*PROMPT[:18], 1, 2])
-    assert (usage.outcome, usage.reason, usage.rewind_limited_by) == ("miss", "rewind_limited", kind)
+    assert (usage.outcome, usage.reason, usage.rewind_limited_by) == (
+        "miss",
+        "rewind_limited",
+        kind,
+    )
     assert (usage.matched_tokens, usage.cached_tokens) == (18, 0)
 
 
 @pytest.mark.parametrize("kind", ["sliding", "recurrent", "unknown", "composite", "chunked"])
 def test_a_checkpoint_is_the_way_back(kind: str) -> None:
     """To the last one before the match; the tokens between them are lost, and the usage says to what and by which layer."""
-    runner = oracle_runner(["full", kind], rewind_slack=0, checkpoint_interval=1000, checkpoint_budget=10**6)
+    runner = oracle_runner(
+        ["full", kind], rewind_slack=0, checkpoint_interval=1000, checkpoint_budget=10**6
+    )
     prompt = [*PROMPT[:9], EOS, *PROMPT[10:]]  # a system prompt of 10 tokens
     usage_of(runner, prompt)
     assert runner.entry.checkpoints.offsets[0] == 10
@@ -263,7 +321,9 @@ def test_a_checkpoint_is_the_way_back(kind: str) -> None:
     assert (usage.rewind_limited_by, usage.checkpoint, usage.reason) == (kind, 10, "rewind_limited")
 
 
-def test_a_layer_that_trims_another_number_than_asked_frees_the_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_that_trims_another_number_than_asked_frees_the_entry(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Correct first: the answer is that of a cold run, and the event says why."""
     from mlx_lm.models.cache import ChunkedKVCache
 
@@ -275,7 +335,11 @@ def test_a_layer_that_trims_another_number_than_asked_frees_the_entry(monkeypatc
     chunks = list(runner.generate(second, max_tokens=6))
     usage = chunks[-1].usage
     assert usage is not None
-    assert (usage.outcome, usage.reason, usage.freed_by) == ("miss", "entry_freed", "layers that disagreed after a rewind")
+    assert (usage.outcome, usage.reason, usage.freed_by) == (
+        "miss",
+        "entry_freed",
+        "layers that disagreed after a rewind",
+    )
     assert [chunk.token for chunk in chunks] == cold(kinds, second)
     assert is_consistent(runner)
 
@@ -318,12 +382,19 @@ def test_ctrl_c_at_any_line_leaves_a_true_entry(mix: Mix) -> None:
     assert interrupted > 150
 
 
-@pytest.mark.parametrize("kinds", [["full", "full"], ["recurrent", "full"]], ids=lambda kinds: kinds[0])
+@pytest.mark.parametrize(
+    "kinds", [["full", "full"], ["recurrent", "full"]], ids=lambda kinds: kinds[0]
+)
 def test_ctrl_c_at_any_line_of_an_answer_in_a_form_leaves_a_true_entry(kinds: list[str]) -> None:
     """While what may come next is found out and learned."""
 
     def held(runner: Runner) -> None:
-        tokens(runner, [*PROMPT[:12], 60, 61], 12, schema={"type": "array", "items": {"const": "ab"}, "minItems": 9})
+        tokens(
+            runner,
+            [*PROMPT[:12], 60, 61],
+            12,
+            schema={"type": "array", "items": {"const": "ab"}, "minItems": 9},
+        )
 
     follow_up = [*PROMPT[:12], 60, 61, *b'["ab", "a', 5]
     answer = cold(kinds, follow_up)
@@ -346,7 +417,11 @@ def test_ctrl_c_at_any_line_of_an_answer_in_a_form_leaves_a_true_entry(kinds: li
     assert interrupted > 200
 
 
-@pytest.mark.parametrize("kinds", [["full", "full"], ["recurrent", "full"], ["sliding", "full"]], ids=lambda kinds: kinds[0])
+@pytest.mark.parametrize(
+    "kinds",
+    [["full", "full"], ["recurrent", "full"], ["sliding", "full"]],
+    ids=lambda kinds: kinds[0],
+)
 def test_ctrl_c_at_any_line_of_a_full_context_leaves_a_true_entry(kinds: list[str]) -> None:
     """While room is made and kept tokens are evaluated again."""
 
@@ -361,7 +436,9 @@ def test_ctrl_c_at_any_line_of_a_full_context_leaves_a_true_entry(kinds: list[st
         with suppress(KeyboardInterrupt), interrupt_at(line):
             overflowing(runner)
         assert is_consistent(runner), f"line {line}"
-        follow_up = [*runner.entry.tokens, 7][-39:] if len(runner.entry.tokens) < 39 else list(range(30))
+        follow_up = (
+            [*runner.entry.tokens, 7][-39:] if len(runner.entry.tokens) < 39 else list(range(30))
+        )
         assert tokens(runner, follow_up, 1) == cold(kinds, follow_up, 1), f"line {line}"
 
 
@@ -387,7 +464,9 @@ def test_unseeded_requests_differ_after_a_seeded_one() -> None:
 
 def test_checkpoints_go_on_after_a_full_context_was_evaluated_again() -> None:
     """The entry that is begun anew has the same budget."""
-    runner = oracle_runner(["recurrent", "full"], context=60, checkpoint_interval=5, checkpoint_budget=10**6)
+    runner = oracle_runner(
+        ["recurrent", "full"], context=60, checkpoint_interval=5, checkpoint_budget=10**6
+    )
     tokens(runner, list(range(50)), 30, overflow="shift", keep=4)
     assert runner.entry.checkpoints.budget == 10**6
 
@@ -405,9 +484,15 @@ edits = st.lists(
 
 
 @mixes
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=15,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
 @given(edits=edits, data=st.data())
-def test_random_conversations_are_as_if_cold(mix: Mix, edits: list[Any], data: st.DataObject) -> None:
+def test_random_conversations_are_as_if_cold(
+    mix: Mix, edits: list[Any], data: st.DataObject
+) -> None:
     """Prompts that append, cut, edit or start anew, and requests that end, are closed or are interrupted anywhere."""
     runner, history = mix.runner(prefill_step=5), [1]
     for change, place, new, end in edits:
@@ -439,7 +524,12 @@ def test_random_conversations_are_as_if_cold(mix: Mix, edits: list[Any], data: s
 
 def test_penalties_see_the_whole_prompt_warm_or_cold() -> None:
     """mlx-lm's processors see only the suffix on a hit; these do not."""
-    options = {"repetition_penalty": 1.7, "presence_penalty": 0.6, "frequency_penalty": 0.4, "penalty_context": 1000}
+    options = {
+        "repetition_penalty": 1.7,
+        "presence_penalty": 0.6,
+        "frequency_penalty": 0.4,
+        "penalty_context": 1000,
+    }
     runner = oracle_runner()
     tokens(runner, PROMPT)
     assert tokens(runner, PROMPT, 12, **options) == cold(["full", "full"], PROMPT, 12, **options)
@@ -483,16 +573,28 @@ def test_only_one_request_at_a_time() -> None:
     ("prompt", "error", "message"),
     [
         pytest.param([], PromptError, "the prompt is empty", id="empty"),
-        pytest.param(list(range(100)), ContextLengthError, "has 100 tokens.*context of 100 tokens", id="too-long"),
+        pytest.param(
+            list(range(100)),
+            ContextLengthError,
+            "has 100 tokens.*context of 100 tokens",
+            id="too-long",
+        ),
         pytest.param([[1, 2], [3]], PromptError, "flat list of integers", id="ragged"),
-        pytest.param(None, PromptError, "a prompt is a text, token ids or messages, not NoneType", id="none"),
+        pytest.param(
+            None, PromptError, "a prompt is a text, token ids or messages, not NoneType", id="none"
+        ),
         pytest.param({1, 2}, PromptError, "not set", id="set"),
         pytest.param(
-            [1, VOCAB], PromptError, f"token id {VOCAB} is beyond the model's vocabulary of {VOCAB}", id="unknown-token"
+            [1, VOCAB],
+            PromptError,
+            f"token id {VOCAB} is beyond the model's vocabulary of {VOCAB}",
+            id="unknown-token",
         ),
     ],
 )
-def test_a_prompt_that_cannot_be_run_is_refused_at_once(prompt: list[int], error: type[Exception], message: str) -> None:
+def test_a_prompt_that_cannot_be_run_is_refused_at_once(
+    prompt: list[int], error: type[Exception], message: str
+) -> None:
     """Before anything is iterated, and without touching the entry."""
     runner = oracle_runner(context=100)
     tokens(runner, PROMPT)
@@ -534,7 +636,9 @@ def test_the_answer_ends_where_the_context_ends() -> None:
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_an_option_out_of_range_is_named_with_its_range(options: dict[str, Any], message: str) -> None:
+def test_an_option_out_of_range_is_named_with_its_range(
+    options: dict[str, Any], message: str
+) -> None:
     """Before the request begins."""
     with pytest.raises(OptionError, match=message):
         oracle_runner().generate(PROMPT, **options)
@@ -543,14 +647,23 @@ def test_an_option_out_of_range_is_named_with_its_range(options: dict[str, Any],
 def test_log_probabilities_are_there_when_asked_for() -> None:
     """The token's own and the most likely ones, in order, summing to less than one."""
     runner = oracle_runner()
-    assert all(chunk.logprob is None and chunk.top_logprobs is None for chunk in runner.generate(PROMPT, max_tokens=3))
+    assert all(
+        chunk.logprob is None and chunk.top_logprobs is None
+        for chunk in runner.generate(PROMPT, max_tokens=3)
+    )
     for chunk in runner.generate(PROMPT, max_tokens=3, logprobs=5):
         assert chunk.top_logprobs is not None
         assert next(iter(chunk.top_logprobs)) == chunk.token
         assert chunk.top_logprobs[chunk.token] == chunk.logprob
-        assert list(chunk.top_logprobs.values()) == sorted(chunk.top_logprobs.values(), reverse=True)
+        assert list(chunk.top_logprobs.values()) == sorted(
+            chunk.top_logprobs.values(), reverse=True
+        )
         assert len(chunk.top_logprobs) == 5
-    assert all(chunk.top_logprobs is None for chunk in runner.generate(PROMPT, max_tokens=3, logprobs=0) if chunk.logprob is None)
+    assert all(
+        chunk.top_logprobs is None
+        for chunk in runner.generate(PROMPT, max_tokens=3, logprobs=0)
+        if chunk.logprob is None
+    )
 
 
 def test_progress_counts_the_prompt_up() -> None:
@@ -558,7 +671,11 @@ def test_progress_counts_the_prompt_up() -> None:
     seen: list[tuple[int, int]] = []
     runner = oracle_runner(prefill_step=10)
     prompt = list(range(40))
-    list(runner.generate(prompt, max_tokens=1, progress=lambda done, total: seen.append((done, total))))
+    list(
+        runner.generate(
+            prompt, max_tokens=1, progress=lambda done, total: seen.append((done, total))
+        )
+    )
     assert seen[0] == (0, 40)
     assert seen[-1] == (40, 40)
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
@@ -570,7 +687,11 @@ def test_an_unusable_array_frees_the_entry(monkeypatch: pytest.MonkeyPatch) -> N
     tokens(runner, PROMPT)
 
     def on_layer(index: int) -> None:
-        monkeypatch.setattr(type(runner.entry.caches[0]), "state", property(lambda self: mx.arange(3) @ mx.arange(2)))
+        monkeypatch.setattr(
+            type(runner.entry.caches[0]),
+            "state",
+            property(lambda self: mx.arange(3) @ mx.arange(2)),
+        )
         raise RuntimeError("out of memory")
 
     runner.model.on_layer = on_layer

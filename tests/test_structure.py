@@ -14,7 +14,10 @@ from mlxrunner import cli, errors
 from mlxrunner.errors import MlxrunnerError
 
 ROOT = Path(cli.__file__).parent.parent
-MODULES = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path for path in ROOT.rglob("*.py")}
+MODULES = {
+    path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path
+    for path in ROOT.rglob("*.py")
+}
 # From the top of the house to the ground: a module imports only from its own floor or lower ones.
 FLOORS = [
     ["cli", "__main__"],
@@ -93,7 +96,11 @@ def imports(path: Path, *, at_runtime: bool = False) -> set[str]:
 
 def inner(module: str) -> set[str]:
     """Modules of this package that `module` imports."""
-    found = {name.removeprefix("mlxrunner.") for name in imports(MODULES[module]) if name.startswith("mlxrunner.")}
+    found = {
+        name.removeprefix("mlxrunner.")
+        for name in imports(MODULES[module])
+        if name.startswith("mlxrunner.")
+    }
     return {name for name in found if name in MODULES or f"{name}.__init__" in MODULES}
 
 
@@ -140,7 +147,9 @@ def test_bookkeeping_never_imports_mlx(module: str) -> None:
 def test_only_one_module_asks_for_the_device() -> None:
     """Everything else is device-neutral."""
     names = ("default_device", "mx.metal", "device_info", "is_available")
-    asking = [name for name, path in MODULES.items() if any(word in path.read_text() for word in names)]
+    asking = [
+        name for name, path in MODULES.items() if any(word in path.read_text() for word in names)
+    ]
     assert asking == ["device"]
 
 
@@ -148,11 +157,23 @@ def opens_for_writing(call: ast.Call) -> bool:
     """Whether a call opens a file by its name, to write to it."""
     name = ast.unparse(call.func)
     method = name.rsplit(".")[-1]
-    if name in ("open", "io.open") or (method == "open" and name not in ("os.open", "webbrowser.open")):
-        texts = [node.value for node in (*call.args, *(k.value for k in call.keywords)) if isinstance(node, ast.Constant)]
-        return any(isinstance(text, str) and re.fullmatch(r"[rwxab+t]*[wxa+][rwxab+t]*", text) for text in texts)
+    if name in ("open", "io.open") or (
+        method == "open" and name not in ("os.open", "webbrowser.open")
+    ):
+        texts = [
+            node.value
+            for node in (*call.args, *(k.value for k in call.keywords))
+            if isinstance(node, ast.Constant)
+        ]
+        return any(
+            isinstance(text, str) and re.fullmatch(r"[rwxab+t]*[wxa+][rwxab+t]*", text)
+            for text in texts
+        )
     if name == "os.open" and ast.unparse(call.args[0]) != "os.devnull":
-        return any(flag in ast.unparse(call) for flag in ("O_WRONLY", "O_RDWR", "O_CREAT", "O_APPEND", "O_TRUNC"))
+        return any(
+            flag in ast.unparse(call)
+            for flag in ("O_WRONLY", "O_RDWR", "O_CREAT", "O_APPEND", "O_TRUNC")
+        )
     return method in (
         "write_text", "write_bytes", "touch", "mkstemp", "mktemp", "NamedTemporaryFile", "TemporaryFile", "connect",
         "write_to_textfile", "save_safetensors", "savez", "mkfifo", "mknod", "copyfile", "copy2", "FileHandler",
@@ -208,8 +229,16 @@ def opens(call: ast.Call) -> bool:
     receiver, _, method = name.rpartition(".")
     if name == "open" or name in ("io.open", "os.open", "np.load", "mx.load"):
         return True
-    is_one_of_ours = receiver in ("Store", "Output", "webbrowser", "folder", "cls") or receiver.startswith("Folder(")
-    return (method == "open" and not is_one_of_ours) or (receiver != "" and method in ("read_text", "read_bytes"))
+    is_one_of_ours = receiver in (
+        "Store",
+        "Output",
+        "webbrowser",
+        "folder",
+        "cls",
+    ) or receiver.startswith("Folder(")
+    return (method == "open" and not is_one_of_ours) or (
+        receiver != "" and method in ("read_text", "read_bytes")
+    )
 
 
 def test_only_one_module_opens_files_of_others() -> None:
@@ -244,13 +273,19 @@ def test_every_command_is_in_the_readme() -> None:
     for name, command in cli.main.commands.items():
         assert f"mlxrunner {name}" in readme, name
         assert command.help
-        assert all(option.help for option in command.params if isinstance(option, click.Option)), name
+        assert all(option.help for option in command.params if isinstance(option, click.Option)), (
+            name
+        )
 
 
 def test_every_file_of_the_package_is_in_the_readme() -> None:
     """The tree with a remark per file is complete."""
     readme = (ROOT.parent / "README.md").read_text()
-    assert [path.name for path in MODULES.values() if path.name not in readme and path.name != "__init__.py"] == []
+    assert [
+        path.name
+        for path in MODULES.values()
+        if path.name not in readme and path.name != "__init__.py"
+    ] == []
 
 
 def test_every_error_is_in_the_tree() -> None:
@@ -261,9 +296,17 @@ def test_every_error_is_in_the_tree() -> None:
             if isinstance(found, type) and issubclass(found, MlxrunnerError):
                 codes[found.__name__] = found.exit_code
     listed = errors.__doc__ or ""
-    lines = {name: line for line in listed.splitlines() for name in re.findall(r"\w+Error", line.split("exit code")[0])}
+    lines = {
+        name: line
+        for line in listed.splitlines()
+        for name in re.findall(r"\w+Error", line.split("exit code")[0])
+    }
     assert [name for name in codes if name not in lines] == []
-    wrong = {name for name, line in lines.items() if (said := re.search(r"exit code (\d)", line)) and int(said[1]) != codes[name]}
+    wrong = {
+        name
+        for name, line in lines.items()
+        if (said := re.search(r"exit code (\d)", line)) and int(said[1]) != codes[name]
+    }
     assert wrong == set()
 
 
@@ -271,4 +314,9 @@ def test_the_demo_model_is_small_and_ordinary() -> None:
     """At most 8 MB, and the files of any model directory."""
     files = {path.name: path.stat().st_size for path in (ROOT / "models" / "demo").iterdir()}
     assert sum(files.values()) <= 8_000_000
-    assert {"config.json", "model.safetensors", "tokenizer.model", "tokenizer_config.json"} <= files.keys()
+    assert {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.model",
+        "tokenizer_config.json",
+    } <= files.keys()

@@ -39,7 +39,9 @@ HIEROGLYPHS = {chr(code) for code in range(0x13430, 0x13440)}
 @given(st.text())
 def test_nothing_that_a_terminal_obeys_is_left(text: str) -> None:
     """No C0 but newline and tab, no DEL, no C1."""
-    assert not any((ord(c) < 32 and c not in "\n\t") or 0x7F <= ord(c) <= 0x9F for c in visible(text))
+    assert not any(
+        (ord(c) < 32 and c not in "\n\t") or 0x7F <= ord(c) <= 0x9F for c in visible(text)
+    )
 
 
 @pytest.mark.parametrize(
@@ -51,7 +53,10 @@ def test_nothing_that_a_terminal_obeys_is_left(text: str) -> None:
         ("half\udcff", "half\\udcff"),
         ("日本 é", "日本 é"),
         ("x" * 500, "x" * 500),
-        ("x" * 400 + "y" * 100_001, "x" * 300 + " ... (99,901 characters left out) ... " + "y" * 200),
+        (
+            "x" * 400 + "y" * 100_001,
+            "x" * 300 + " ... (99,901 characters left out) ... " + "y" * 200,
+        ),
     ],
 )
 def test_a_text_in_an_error_is_part_of_one_line(text: str, shown: str) -> None:
@@ -62,8 +67,18 @@ def test_a_text_in_an_error_is_part_of_one_line(text: str, shown: str) -> None:
 @given(st.text())
 def test_nothing_without_a_width_is_left_in_a_line(text: str) -> None:
     """No character of the categories control, format, surrogate or line end."""
-    left = {character for character in one_line(text) if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")}
-    assert left <= set("\u0600\u0601\u0602\u0603\u0604\u0605\u06dd\u070f\u0890\u0891\u08e2\U000110bd\U000110cd") | HIEROGLYPHS
+    left = {
+        character
+        for character in one_line(text)
+        if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
+    }
+    assert (
+        left
+        <= set(
+            "\u0600\u0601\u0602\u0603\u0604\u0605\u06dd\u070f\u0890\u0891\u08e2\U000110bd\U000110cd"
+        )
+        | HIEROGLYPHS
+    )
 
 
 class Terminal(io.StringIO):
@@ -80,7 +95,8 @@ def test_only_a_terminal_is_protected() -> None:
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "text"), [(0, "0 B"), (999, "999 B"), (5_510_000, "5.51 MB"), (123_456, "123 kB"), (7e12, "7 TB")]
+    ("nbytes", "text"),
+    [(0, "0 B"), (999, "999 B"), (5_510_000, "5.51 MB"), (123_456, "123 kB"), (7e12, "7 TB")],
 )
 def test_sizes_are_for_people(nbytes: float, text: str) -> None:
     """Decimal units, three digits."""

@@ -39,7 +39,9 @@ def test_only_its_owner_can_read_what_was_written(file: Path) -> None:
     assert list(file.parent.iterdir()) == [file]
 
 
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()]
+)
 def test_a_file_stays_as_it_was_where_the_new_one_fails(file: Path, error: BaseException) -> None:
     """A full disk or Ctrl-C in the middle: the old content, and no temporary file."""
     file.write_text("old")
@@ -62,8 +64,14 @@ def test_a_link_is_refused_and_stays(file: Path, tmp_path: Path) -> None:
     """Somebody else may have put it there: neither it nor what it points to is written."""
     link = tmp_path / "link"
     link.symlink_to(file)
-    for writer in (lambda: written(link).__enter__(), lambda: open_own(link), lambda: open_database(link, new=False)):
-        with pytest.raises(RefusedFileError, match=f"link: it is a link to {file}: name the file itself"):
+    for writer in (
+        lambda: written(link).__enter__(),
+        lambda: open_own(link),
+        lambda: open_database(link, new=False),
+    ):
+        with pytest.raises(
+            RefusedFileError, match=f"link: it is a link to {file}: name the file itself"
+        ):
             writer()
     assert link.is_symlink()
     assert not file.exists()
@@ -90,9 +98,16 @@ def test_what_is_no_file_is_never_opened_or_replaced(file: Path, kind: str) -> N
         lambda: open_own(file, append=True),
         lambda: open_database(file, new=False),
     ):
-        with pytest.raises(RefusedFileError, match=r"file: it is a (FIFO|device|socket), not a regular file: choose"):
+        with pytest.raises(
+            RefusedFileError,
+            match=r"file: it is a (FIFO|device|socket), not a regular file: choose",
+        ):
             writer()
-    for new in (lambda: written(file, force=False).__enter__(), lambda: open_new(file), lambda: open_database(file, new=True)):
+    for new in (
+        lambda: written(file, force=False).__enter__(),
+        lambda: open_new(file),
+        lambda: open_database(file, new=True),
+    ):
         with pytest.raises(FileExistsError):
             new()
     assert os.path.samestat(before, file.lstat())
@@ -119,7 +134,10 @@ def test_a_file_that_others_may_write_to_is_refused(file: Path, mode: int) -> No
     file.touch()
     file.chmod(mode)
     for opened in (lambda: open_own(file), lambda: open_database(file, new=False)):
-        with pytest.raises(RefusedFileError, match=f"others may write to it .mode {mode:04o}.: chmod 600 it, or remove it"):
+        with pytest.raises(
+            RefusedFileError,
+            match=f"others may write to it .mode {mode:04o}.: chmod 600 it, or remove it",
+        ):
             opened()
     assert file.stat().st_mode & 0o777 == mode
     with written(file) as stream:
@@ -133,7 +151,10 @@ def test_a_file_with_another_name_is_refused(file: Path, tmp_path: Path) -> None
     precious.write_text("precious")
     os.link(precious, file)
     for opened in (lambda: open_own(file, append=True), lambda: open_database(file, new=False)):
-        with pytest.raises(RefusedFileError, match=r"it is one of 2 names of the same file .hard links.*: choose another name"):
+        with pytest.raises(
+            RefusedFileError,
+            match=r"it is one of 2 names of the same file .hard links.*: choose another name",
+        ):
             opened()
     with written(file) as stream:
         stream.write("new")
@@ -144,8 +165,14 @@ def test_a_file_of_another_user_is_refused(file: Path, monkeypatch: pytest.Monke
     """Who could read what is written to it, or change it."""
     file.touch(0o600)
     monkeypatch.setattr(os, "geteuid", lambda: file.stat().st_uid + 1)
-    for opened in (lambda: written(file).__enter__(), lambda: open_own(file), lambda: open_database(file, new=False)):
-        with pytest.raises(RefusedFileError, match=r"it belongs to the user .*: choose another name, or remove it"):
+    for opened in (
+        lambda: written(file).__enter__(),
+        lambda: open_own(file),
+        lambda: open_database(file, new=False),
+    ):
+        with pytest.raises(
+            RefusedFileError, match=r"it belongs to the user .*: choose another name, or remove it"
+        ):
             opened()
 
 
@@ -242,7 +269,9 @@ def test_without_force_a_file_is_never_overwritten(file: Path) -> None:
     assert list(file.parent.iterdir()) == [file]
 
 
-def test_a_file_system_without_links_is_written_too(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_links_is_written_too(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """exFAT knows none."""
 
     def refuse(*_: object) -> None:
@@ -255,7 +284,9 @@ def test_a_file_system_without_links_is_written_too(file: Path, monkeypatch: pyt
     assert list(file.parent.iterdir()) == [file]
 
 
-def test_a_volume_that_does_not_know_the_whole_sync(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_volume_that_does_not_know_the_whole_sync(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Network and FUSE volumes of macOS: the plain one is done, and its errors are errors."""
     synced = []
 
@@ -267,6 +298,10 @@ def test_a_volume_that_does_not_know_the_whole_sync(file: Path, monkeypatch: pyt
     monkeypatch.setattr(os, "fsync", synced.append)
     whole_sync(7)
     assert synced == [7]
-    monkeypatch.setattr(os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error")))
+    monkeypatch.setattr(
+        os,
+        "fsync",
+        lambda descriptor: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error")),
+    )
     with pytest.raises(OSError, match="Input/output error"):
         whole_sync(7)

@@ -35,7 +35,21 @@ _COLORS = "red blue green yellow black white orange purple pink brown grey silve
 _PETS = "dog cat parrot rabbit horse hamster turtle goat fish snake".split()
 _FOODS = "pizza pasta rice soup cheese curry bread salad apples noodles tacos cake".split()
 _JOBS = "teacher doctor baker driver nurse painter farmer pilot lawyer cook writer engineer".split()
-_WORDS = [*_COLORS, *_PETS, *_FOODS, "sun", "moon", "tree", "river", "stone", "lamp", "chair", "train", "book", "cloud"]
+_WORDS = [
+    *_COLORS,
+    *_PETS,
+    *_FOODS,
+    "sun",
+    "moon",
+    "tree",
+    "river",
+    "stone",
+    "lamp",
+    "chair",
+    "train",
+    "book",
+    "cloud",
+]
 _NUMBERS = "zero one two three four five six seven eight nine ten".split()
 
 
@@ -46,9 +60,13 @@ def is_held_out(name: str) -> bool:
 
 def _invented_name(rng: random.Random) -> str:
     if rng.random() < 0.3:
-        return "".join(rng.choice("abcdefghijklmnopqrstuvwxyz") for _ in range(rng.randint(3, 8))).capitalize()
+        return "".join(
+            rng.choice("abcdefghijklmnopqrstuvwxyz") for _ in range(rng.randint(3, 8))
+        ).capitalize()
     syllables = (
-        rng.choice(_ONSETS) + rng.choice(_VOWELS) + (rng.choice(_CODAS) if rng.random() < 0.3 else "")
+        rng.choice(_ONSETS)
+        + rng.choice(_VOWELS)
+        + (rng.choice(_CODAS) if rng.random() < 0.3 else "")
         for _ in range(rng.randint(1, 3))
     )
     return "".join(syllables).capitalize() + rng.choice(_CODAS)
@@ -84,8 +102,22 @@ class Fact:
 
 FACTS: dict[str, Fact] = {
     "name": Fact(
-        ("My name is {}.", "I am {}.", "Call me {}.", "Hi, I am called {}.", "Hello, my name is {}.", "I'm {}."),
-        ("What is my name?", "Who am I?", "Do you remember my name?", "Tell me my name.", "What's my name?", "What am I called?"),
+        (
+            "My name is {}.",
+            "I am {}.",
+            "Call me {}.",
+            "Hi, I am called {}.",
+            "Hello, my name is {}.",
+            "I'm {}.",
+        ),
+        (
+            "What is my name?",
+            "Who am I?",
+            "Do you remember my name?",
+            "Tell me my name.",
+            "What's my name?",
+            "What am I called?",
+        ),
         ("Nice to meet you, {}.", "Hello, {}.", "Nice to meet you."),
         "Your name is {}.",
         "The user's name is {}.",
@@ -93,7 +125,12 @@ FACTS: dict[str, Fact] = {
     ),
     "city": Fact(
         ("I live in {}.", "My city is {}.", "I moved to {}.", "My home is in {}."),
-        ("Where do I live?", "What is my city?", "Which city do I live in?", "What city do I live in?"),
+        (
+            "Where do I live?",
+            "What is my city?",
+            "Which city do I live in?",
+            "What city do I live in?",
+        ),
         ("{} sounds lovely.", "I will remember {}.", "That sounds lovely."),
         "You live in {}.",
         "The user lives in {}.",
@@ -150,7 +187,11 @@ FACTS: dict[str, Fact] = {
     ),
     "code": Fact(
         ("My code is {}.", "Remember the number {}.", "The secret number is {}."),
-        ("What is my code?", "Which number did I ask you to remember?", "What is the secret number?"),
+        (
+            "What is my code?",
+            "Which number did I ask you to remember?",
+            "What is the secret number?",
+        ),
         ("Okay, I noted {}.", "Noted."),
         "The number is {}.",
         "The secret number is {}.",
@@ -171,7 +212,10 @@ _SMALL_TALK: tuple[tuple[tuple[str, ...], str], ...] = (
     (("Hello!", "Hi.", "Hello.", "Hey!"), "Hello! How can I help you?"),
     (("How are you?", "How do you do?", "How is it going?"), "I am fine, thank you."),
     (("Thanks.", "Thank you.", "Thanks a lot!", "Thank you very much."), "You are welcome."),
-    (("Tell me a joke.", "Do you know a joke?"), "Why did the fish blush? It saw the bottom of the sea."),
+    (
+        ("Tell me a joke.", "Do you know a joke?"),
+        "Why did the fish blush? It saw the bottom of the sea.",
+    ),
     (("What can you do?", "How can you help me?", "Help."), "I can remember what you tell me."),
     (("It is raining today.", "Look at the rain."), "Take an umbrella."),
     (("Good morning.", "Good morning!"), "Good morning to you."),
@@ -201,7 +245,10 @@ _SMALL_TALK: tuple[tuple[tuple[str, ...], str], ...] = (
 )
 _STYLES: tuple[tuple[tuple[str, ...], str], ...] = (
     (("Talk like a pirate.", "You are a pirate.", "Answer like a pirate."), "Arr! {}"),
-    (("Be polite.", "Always be very polite.", "You are a polite assistant."), "{} Have a nice day."),
+    (
+        ("Be polite.", "Always be very polite.", "You are a polite assistant."),
+        "{} Have a nice day.",
+    ),
     (("Be brief.", "Answer in one word.", "Keep answers short."), "brief"),
 )
 _PLAIN_SYSTEM = ("You are a helpful assistant.", "You are a friendly assistant.", "Help the user.")
@@ -224,7 +271,12 @@ class Dialogue:
 
 
 def dialogue(
-    rng: random.Random, *, max_facts: int = 3, small_talk: float = 0.25, filler: int = 0, held_out: bool = False
+    rng: random.Random,
+    *,
+    max_facts: int = 3,
+    small_talk: float = 0.25,
+    filler: int = 0,
+    held_out: bool = False,
 ) -> Dialogue:
     """One conversation.
 
@@ -267,7 +319,10 @@ class _Writer:
             user = user.lower()
         if self.bare and user[-1] in ".?!":
             user = user[:-1]
-        self.out.messages += [{"role": "user", "content": user}, {"role": "assistant", "content": answer}]
+        self.out.messages += [
+            {"role": "user", "content": user},
+            {"role": "assistant", "content": answer},
+        ]
 
     def _styled(self, answer: str) -> str:
         return answer if self.style == "brief" else self.style.format(answer)
@@ -297,7 +352,9 @@ class _Writer:
         self.values[kind] = value
         told = self.rng.choice(fact.told).format(value)
         if again and self.rng.random() < 0.5:
-            told = "Now " + told[0].lower() + told[1:] if not told.startswith("I") else "Now " + told
+            told = (
+                "Now " + told[0].lower() + told[1:] if not told.startswith("I") else "Now " + told
+            )
         self._turn(told, self._styled(self.rng.choice(fact.noted).format(value)))
 
     def _aside(self) -> None:
@@ -305,10 +362,16 @@ class _Writer:
             asked, answer = self.rng.choice(_SMALL_TALK)
             self._turn(self.rng.choice(asked), self._styled(answer))
         else:
-            self._turn(*self.rng.choice((self._repeat, self._say, self._count, self._list, self._items))())
+            self._turn(
+                *self.rng.choice((self._repeat, self._say, self._count, self._list, self._items))()
+            )
 
     def _ask(self) -> None:
-        kind = self.rng.choice(list(FACTS)) if self.rng.random() < 0.12 or not self.values else self.rng.choice(list(self.values))
+        kind = (
+            self.rng.choice(list(FACTS))
+            if self.rng.random() < 0.12 or not self.values
+            else self.rng.choice(list(self.values))
+        )
         fact, question = FACTS[kind], self.rng.choice(FACTS[kind].asked)
         if kind not in self.values:
             self._turn(question, self._styled(NOT_TOLD))
@@ -316,7 +379,9 @@ class _Writer:
         value = self.values[kind]
         answer = f"{value}." if self.style == "brief" else self._styled(fact.answer.format(value))
         self._turn(question, answer)
-        self.out.recalls.append(Recall(len(self.out.messages) - 1, kind, value, self.held_out and fact.is_name))
+        self.out.recalls.append(
+            Recall(len(self.out.messages) - 1, kind, value, self.held_out and fact.is_name)
+        )
 
     def _words(self, low: int, high: int) -> list[str]:
         return [
@@ -326,7 +391,9 @@ class _Writer:
 
     def _repeat(self) -> tuple[str, str]:
         words = " ".join(self._words(1, 5))
-        return self.rng.choice(("Repeat: {}", "Say this: {}", "Repeat after me: {}")).format(words), words
+        return self.rng.choice(("Repeat: {}", "Say this: {}", "Repeat after me: {}")).format(
+            words
+        ), words
 
     def _say(self) -> tuple[str, str]:
         (word,), times = self._words(1, 1), self.rng.randint(2, 4)
@@ -334,13 +401,21 @@ class _Writer:
 
     def _count(self) -> tuple[str, str]:
         last = self.rng.randint(2, 10)
-        return f"Count to {_NUMBERS[last] if self.rng.random() < 0.5 else last}.", ", ".join(map(str, range(1, last + 1)))
+        return f"Count to {_NUMBERS[last] if self.rng.random() < 0.5 else last}.", ", ".join(
+            map(str, range(1, last + 1))
+        )
 
     def _list(self) -> tuple[str, str]:
-        what, words = self.rng.choice((("colors", _COLORS), ("animals", _PETS), ("foods", _FOODS), ("jobs", _JOBS)))
+        what, words = self.rng.choice(
+            (("colors", _COLORS), ("animals", _PETS), ("foods", _FOODS), ("jobs", _JOBS))
+        )
         count = self.rng.randint(2, 5)
-        return f"{self.rng.choice(('Name', 'List'))} {_NUMBERS[count]} {what}.", ", ".join(words[:count])
+        return f"{self.rng.choice(('Name', 'List'))} {_NUMBERS[count]} {what}.", ", ".join(
+            words[:count]
+        )
 
     def _items(self) -> tuple[str, str]:
         words = self._words(2, 4)
-        return f"Make a list: {', '.join(words)}", "\n".join(f"{i}. {word}" for i, word in enumerate(words, 1))
+        return f"Make a list: {', '.join(words)}", "\n".join(
+            f"{i}. {word}" for i, word in enumerate(words, 1)
+        )

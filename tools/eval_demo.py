@@ -46,9 +46,16 @@ def evaluate(runner: Runner, numbers: range) -> Score:
             tokens = runner.tokenize(prompt)
             if len(tokens) + 40 > runner.context:
                 continue
-            answer = "".join(chunk.text for chunk in runner.generate(tokens.tolist(), max_tokens=40))
+            answer = "".join(
+                chunk.text for chunk in runner.generate(tokens.tolist(), max_tokens=40)
+            )
             right = re.search(rf"(?<!\w){re.escape(recall.word)}(?!\w)", answer) is not None
-            kinds = ["all", recall.kind, "unseen name" if recall.unseen else "other", "long" if len(tokens) > 500 else "short"]
+            kinds = [
+                "all",
+                recall.kind,
+                "unseen name" if recall.unseen else "other",
+                "long" if len(tokens) > 500 else "short",
+            ]
             score.asked.update(kinds)
             score.right.update(kinds if right else [])
             if not right:
@@ -57,7 +64,9 @@ def evaluate(runner: Runner, numbers: range) -> Score:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--conversations", type=int, default=500)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--show-wrong", type=int, default=10, metavar="N")
@@ -67,7 +76,9 @@ def main() -> None:
         print(f"wrong: {question!r} wants {word!r}, got {answer!r}")
     for kind in sorted(score.asked):
         print(f"{kind:12} {score.right[kind]:5} of {score.asked[kind]:5}  {score.share(kind):6.1%}")
-    print(f"recall {score.share('all'):.1%} (wanted: 97 %), names never seen {score.share('unseen name'):.1%} (wanted: 90 %)")
+    print(
+        f"recall {score.share('all'):.1%} (wanted: 97 %), names never seen {score.share('unseen name'):.1%} (wanted: 90 %)"
+    )
 
 
 if __name__ == "__main__":

@@ -21,7 +21,9 @@ BACKSPACE = "\x7f"
 
 def session(folder: str) -> list[str]:
     """What is on the screen in the end, less the banner."""
-    screen = Screen(["-m", "mlxrunner", "chat"], {"MLXRUNNER_DATA": folder, "COLUMNS": "100"}, (100, 60))
+    screen = Screen(
+        ["-m", "mlxrunner", "chat"], {"MLXRUNNER_DATA": folder, "COLUMNS": "100"}, (100, 60)
+    )
     screen.prompt()
     for text in ("My name is Zorblin.", "I have a parrot.", "What is my name?", "/stats"):
         screen.say(text)
@@ -41,7 +43,10 @@ def parts() -> Iterator[tuple[str, list[str]]]:
     """What the README has between `<!-- NAME -->` and `<!-- end -->`."""
     with tempfile.TemporaryDirectory() as folder:
         yield "chat session", ["```console", "$ mlxrunner chat", *session(folder), "```"]
-    rows = [f"| `{_escaped(command.usage)}` | {_escaped(command.help)} |" for command in commands(*Saving().commands)]
+    rows = [
+        f"| `{_escaped(command.usage)}` | {_escaped(command.help)} |"
+        for command in commands(*Saving().commands)
+    ]
     yield "chat commands", ["| command | what it does |", "|---|---|", *rows]
 
 
@@ -58,7 +63,9 @@ def put(readme: str, name: str, lines: list[str]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--write", action="store_true", help="put them into README.md")
     write = parser.parse_args().write
     readme = README.read_text()

@@ -41,12 +41,16 @@ def row(architecture: str) -> str:
     share = nbytes / max(1, runner.entry.nbytes)
     figures = [last(runner, history)[1]]
     answer, _ = last(runner, history, 300)
-    figures.append(last(runner, [*history, *answer[250:], EOS, *rng.integers(0, 290, 30).tolist(), *END])[1])
+    figures.append(
+        last(runner, [*history, *answer[250:], EOS, *rng.integers(0, 290, 30).tolist(), *END])[1]
+    )
     last(runner, history, 300)
     figures.append(last(runner, [*history[:4100], 5, *history[4101:]])[1])
     layers = ", ".join(f"{count} {kind}" for kind, count in facts.layers.items())
     reused = " | ".join(f"{u.cached_tokens} of {u.matched_tokens}" for u in figures)
-    cost = f"{checkpoints} checkpoints, {share:.0%} of the entry's bytes" if checkpoints else "nothing"
+    cost = (
+        f"{checkpoints} checkpoints, {share:.0%} of the entry's bytes" if checkpoints else "nothing"
+    )
     return f"| {architecture} | {layers} | {reused} | {cost} |"
 
 
@@ -98,7 +102,9 @@ def budgeted_row(architecture: str, checkpoints: int) -> str:
 
 
 def main() -> None:
-    print("| architecture | layers (tiny) | regenerate | think-stripped | edit at 4,100 | costs |\n|---|---|---|---|---|---|")
+    print(
+        "| architecture | layers (tiny) | regenerate | think-stripped | edit at 4,100 | costs |\n|---|---|---|---|---|---|"
+    )
     for architecture in ARCHITECTURES:
         print(row(architecture), flush=True)
     print("\n| architecture | checkpoints | regenerate | edit of the last message | think-stripped | line more in the system prompt |"

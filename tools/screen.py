@@ -23,7 +23,12 @@ class Screen:
         environment = {**os.environ, "TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1", **env}
         self.raw = ""
         self.child = pexpect.spawn(
-            sys.executable, arguments, encoding="utf-8", dimensions=(size[1], size[0]), env=environment, timeout=SECONDS
+            sys.executable,
+            arguments,
+            encoding="utf-8",
+            dimensions=(size[1], size[0]),
+            env=environment,
+            timeout=SECONDS,
         )
         self.child.delaybeforesend = None
 
@@ -74,7 +79,10 @@ class Screen:
     @property
     def everything(self) -> list[str]:
         """The screen and what was scrolled out of it."""
-        gone = ["".join(line[x].data for x in range(self._screen.columns)).rstrip() for line in self._screen.history.top]
+        gone = [
+            "".join(line[x].data for x in range(self._screen.columns)).rstrip()
+            for line in self._screen.history.top
+        ]
         return [*gone, *self.lines]
 
     def resize(self, columns: int, lines: int) -> None:
@@ -87,4 +95,6 @@ class Screen:
         self.child.expect(pexpect.EOF)
         self.raw += self.child.before
         self.child.close()
-        return int(self.child.exitstatus if self.child.exitstatus is not None else -self.child.signalstatus)
+        return int(
+            self.child.exitstatus if self.child.exitstatus is not None else -self.child.signalstatus
+        )

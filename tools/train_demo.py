@@ -48,8 +48,14 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         batch, length, _ = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, HEADS, HIDDEN // HEADS).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
+        q, k, v = (
+            self.qkv(self.norm1(x))
+            .view(batch, length, 3, HEADS, HIDDEN // HEADS)
+            .permute(2, 0, 3, 1, 4)
+        )
+        y = F.scaled_dot_product_attention(
+            rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True
+        )
         x = x + self.out(y.transpose(1, 2).reshape(batch, length, HIDDEN))
         gate, up = self.gate_up(self.norm2(x)).chunk(2, -1)
         return x + self.down(F.silu(gate) * up)
@@ -103,7 +109,11 @@ class Encoder:
         self.roles = {role: processor.encode(role) for role in ("system", "user", "assistant")}
 
     def text(self, text: str, dropout: float) -> list[int]:
-        return self.sp.encode(text, enable_sampling=True, alpha=dropout, nbest_size=-1) if dropout else self.sp.encode(text)
+        return (
+            self.sp.encode(text, enable_sampling=True, alpha=dropout, nbest_size=-1)
+            if dropout
+            else self.sp.encode(text)
+        )
 
     def encode(self, talk: Dialogue, dropout: float) -> Iterator[tuple[list[int], float, bool]]:
         recalled = {r.index for r in talk.recalls}
@@ -116,7 +126,14 @@ class Encoder:
             yield [self.newline], 0.1, False
 
 
-def make_batch(encoder: Encoder, rng: random.Random, rows: int, length: int, dropout: float, held_out: bool = False):  # type: ignore[no-untyped-def]
+def make_batch(
+    encoder: Encoder,
+    rng: random.Random,
+    rows: int,
+    length: int,
+    dropout: float,
+    held_out: bool = False,
+):  # type: ignore[no-untyped-def]
     """`tokens, weights` of shape [rows, length + 1] and the spans (row, begin, end) of recalled answers."""
     tokens, weights = torch.zeros(rows, length + 1, dtype=torch.long), torch.zeros(rows, length + 1)
     spans = []
@@ -142,7 +159,9 @@ def exact(model: Llama, batches: list) -> float:  # type: ignore[type-arg]
         for tokens, _, spans in batches:
             best = model(tokens[:, :-1]).argmax(-1)
             total += len(spans)
-            right += sum(bool((best[r, a - 1 : b - 1] == tokens[r, a:b]).all()) for r, a, b in spans)
+            right += sum(
+                bool((best[r, a - 1 : b - 1] == tokens[r, a:b]).all()) for r, a, b in spans
+            )
     return right / max(1, total)
 
 
@@ -152,13 +171,18 @@ def plan(step: int, steps: int, rng: random.Random) -> tuple[int, int, float]:
     dropout = 0.1 if done < 0.85 else 0.05
     if done < 0.55 or rng.random() < 0.4:
         return 12, 160, dropout
-    return rng.choice([(3, 700, dropout), (3, 700, dropout), (2, 1200, dropout), (1, 2000, dropout)])
+    return rng.choice(
+        [(3, 700, dropout), (3, 700, dropout), (2, 1200, dropout), (1, 2000, dropout)]
+    )
 
 
 def save_model(model: Llama, tokenizer: bytes, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     state = model.state_dict()
-    weights = {"model.embed_tokens.weight": state["embed.weight"], "model.norm.weight": state["norm.weight"]}
+    weights = {
+        "model.embed_tokens.weight": state["embed.weight"],
+        "model.norm.weight": state["norm.weight"],
+    }
     for i in range(LAYERS):
         to, of = f"model.layers.{i}.", f"blocks.{i}."
         for name, part in zip("qkv", state[of + "qkv.weight"].chunk(3), strict=True):
@@ -179,16 +203,27 @@ def save_model(model: Llama, tokenizer: bytes, out: Path) -> None:
         "vocab_size": VOCAB, "max_position_embeddings": CONTEXT, "rope_theta": ROPE_BASE, "tie_word_embeddings": True,
         "torch_dtype": "float16", "bos_token_id": 1, "eos_token_id": [end, 2],
     }  # fmt: skip
-    tokenizer_config = {"bos_token": "<s>", "eos_token": "<|im_end|>", "add_bos_token": True, "chat_template": TEMPLATE}
+    tokenizer_config = {
+        "bos_token": "<s>",
+        "eos_token": "<|im_end|>",
+        "add_bos_token": True,
+        "chat_template": TEMPLATE,
+    }
     (out / "tokenizer.model").write_bytes(tokenizer)
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     (out / "tokenizer_config.json").write_text(json.dumps(tokenizer_config, indent=2) + "\n")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent.parent / "mlxrunner/models/demo")
-    parser.add_argument("--work", type=Path, default=Path("build/demo"), help="where checkpoints are kept")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent.parent / "mlxrunner/models/demo"
+    )
+    parser.add_argument(
+        "--work", type=Path, default=Path("build/demo"), help="where checkpoints are kept"
+    )
     parser.add_argument("--steps", type=int, default=12_000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2)
@@ -199,7 +234,9 @@ def main() -> None:
     tokenizer = train_tokenizer(args.seed)
     encoder = Encoder(spm.SentencePieceProcessor(model_proto=tokenizer))
     model = Llama()
-    optimizer = torch.optim.AdamW(model.parameters(), 2e-3, betas=(0.9, 0.98), weight_decay=0.05, fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), 2e-3, betas=(0.9, 0.98), weight_decay=0.05, fused=True
+    )
     checkpoint, first = args.work / "checkpoint.pt", 0
     if checkpoint.exists():
         saved = torch.load(checkpoint, weights_only=True)
@@ -207,7 +244,9 @@ def main() -> None:
         optimizer.load_state_dict(saved["optimizer"])
         first = saved["step"]
         if saved["steps"] != args.steps:
-            parser.error(f"{checkpoint} was made for --steps {saved['steps']}, not {args.steps}: remove it to start again")
+            parser.error(
+                f"{checkpoint} was made for --steps {saved['steps']}, not {args.steps}: remove it to start again"
+            )
     judge = random.Random("judge")
     tests = {
         "short": [make_batch(encoder, judge, 48, 300, 0.0) for _ in range(2)],
@@ -215,18 +254,25 @@ def main() -> None:
         "unseen": [make_batch(encoder, judge, 48, 300, 0.0, held_out=True) for _ in range(2)],
     }
     print(
-        f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(FACTS)} kinds of facts, from step {first}", flush=True
+        f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(FACTS)} kinds of facts, from step {first}",
+        flush=True,
     )
     began, seen = time.monotonic(), 0
     for step in range(first, args.steps):
         rng = random.Random(f"{args.seed}:{step}")
         tokens, weights, _ = make_batch(encoder, rng, *plan(step, args.steps, rng))
-        rate = 2e-3 * min(1, (step + 1) / 100) * (0.03 + 0.97 * 0.5 * (1 + math.cos(math.pi * step / args.steps)))
+        rate = (
+            2e-3
+            * min(1, (step + 1) / 100)
+            * (0.03 + 0.97 * 0.5 * (1 + math.cos(math.pi * step / args.steps)))
+        )
         for group in optimizer.param_groups:
             group["lr"] = rate
         with torch.autocast("cpu", torch.bfloat16):
             logits = model(tokens[:, :-1])
-        losses = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+        losses = F.cross_entropy(
+            logits.float().flatten(0, 1), tokens[:, 1:].flatten(), reduction="none"
+        )
         loss = (losses * weights[:, 1:].flatten()).sum() / weights[:, 1:].sum()
         optimizer.zero_grad()
         loss.backward()
@@ -234,14 +280,22 @@ def main() -> None:
         optimizer.step()
         seen += tokens.numel()
         if (step + 1) % 500 == 0 or step + 1 == args.steps:
-            figures = ", ".join(f"{name} {exact(model, batches):.3f}" for name, batches in tests.items())
+            figures = ", ".join(
+                f"{name} {exact(model, batches):.3f}" for name, batches in tests.items()
+            )
             elapsed = time.monotonic() - began
             print(
-                f"step {step + 1}: loss {loss.item():.3f}, {figures}, {elapsed:.0f} s, {seen / elapsed:.0f} tokens/s", flush=True
+                f"step {step + 1}: loss {loss.item():.3f}, {figures}, {elapsed:.0f} s, {seen / elapsed:.0f} tokens/s",
+                flush=True,
             )
             temporary = checkpoint.with_suffix(".tmp")
             torch.save(
-                {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1, "steps": args.steps},
+                {
+                    "model": model.state_dict(),
+                    "optimizer": optimizer.state_dict(),
+                    "step": step + 1,
+                    "steps": args.steps,
+                },
                 temporary,
             )
             temporary.replace(checkpoint)

@@ -32,7 +32,9 @@ def write_line(outcome: Outcome, tokenizer: Tokenizer, *, model: str, usage: boo
     if entry.format == "plain":
         written = _plain(outcome, usage)
     elif outcome.result is None:
-        written = _openai_error(entry, line_error(outcome), REFUSED if outcome.is_refused else FAILED)
+        written = _openai_error(
+            entry, line_error(outcome), REFUSED if outcome.is_refused else FAILED
+        )
     else:
         written = _openai(entry, outcome.result, tokenizer, model, usage)
     return json.dumps(written).encode("ascii")
@@ -63,7 +65,9 @@ def _plain(outcome: Outcome, usage: bool) -> dict[str, Any]:
     return written | ({"usage": result.usage.as_dict()} if usage else {})
 
 
-def _openai(entry: Entry, result: Result, tokenizer: Tokenizer, model: str, usage: bool) -> dict[str, Any]:
+def _openai(
+    entry: Entry, result: Result, tokenizer: Tokenizer, model: str, usage: bool
+) -> dict[str, Any]:
     result = _finite(result)
     if entry.format == "chat.completion":
         kind: dict[str, Any] = {"message": {"role": "assistant", "content": result.text}}
@@ -75,7 +79,9 @@ def _openai(entry: Entry, result: Result, tokenizer: Tokenizer, model: str, usag
         "object": entry.format,
         "created": int(time.time()) if usage else 0,
         "model": model,
-        "choices": [{"index": 0, **kind, "logprobs": logprobs, "finish_reason": result.finish_reason}],
+        "choices": [
+            {"index": 0, **kind, "logprobs": logprobs, "finish_reason": result.finish_reason}
+        ],
     }
     if usage:
         prompt, answer = result.usage.prompt_tokens, result.usage.completion_tokens
@@ -95,9 +101,16 @@ def _openai_error(entry: Entry, message: str, status: int) -> dict[str, Any]:
     return _openai_line(entry, status, body, {"code": kind, "message": message})
 
 
-def _openai_line(entry: Entry, status: int, body: dict[str, Any], error: dict[str, Any] | None) -> dict[str, Any]:
+def _openai_line(
+    entry: Entry, status: int, body: dict[str, Any], error: dict[str, Any] | None
+) -> dict[str, Any]:
     response = {"status_code": status, "request_id": f"req_{entry.index}", "body": body}
-    return {"id": f"batch_req_{entry.index}", "custom_id": entry.id, "response": response, "error": error}
+    return {
+        "id": f"batch_req_{entry.index}",
+        "custom_id": entry.id,
+        "response": response,
+        "error": error,
+    }
 
 
 def _finite(result: Result) -> Result:
@@ -105,7 +118,8 @@ def _finite(result: Result) -> Result:
     if result.logprobs is None:
         return result
     logprobs = [
-        (max(own, IMPOSSIBLE), {token: max(value, IMPOSSIBLE) for token, value in top.items()}) for own, top in result.logprobs
+        (max(own, IMPOSSIBLE), {token: max(value, IMPOSSIBLE) for token, value in top.items()})
+        for own, top in result.logprobs
     ]
     return replace(result, logprobs=logprobs)
 
@@ -123,7 +137,8 @@ def _chat_logprobs(result: Result, tokenizer: Tokenizer) -> dict[str, Any] | Non
     pairs = zip(result.tokens, result.logprobs, strict=True)
     return {
         "content": [
-            {**shown(token, own), "top_logprobs": [shown(*other) for other in top.items()]} for token, (own, top) in pairs
+            {**shown(token, own), "top_logprobs": [shown(*other) for other in top.items()]}
+            for token, (own, top) in pairs
         ]
     }
 
@@ -134,7 +149,12 @@ def _text_logprobs(result: Result, tokenizer: Tokenizer) -> dict[str, Any] | Non
     bytes_of = _spelling(tokenizer)
     tops: list[dict[str, float]] = [{} for _ in result.logprobs]
     for by_text, (_, top) in zip(tops, result.logprobs, strict=True):
-        for token, value in top.items():  # the likeliest first: of tokens that are spelled alike it is the one that is kept
+        for (
+            token,
+            value,
+        ) in (
+            top.items()
+        ):  # the likeliest first: of tokens that are spelled alike it is the one that is kept
             by_text.setdefault(_shown(bytes_of(token)), value)
     return {
         "tokens": [_shown(bytes_of(token)) for token in result.tokens],

@@ -32,7 +32,9 @@ class Begun:
 
     def __init__(self, known: array[int] | None = None, *, parallel: bool = False) -> None:
         self._known, self._recent = known, deque[_Line](maxlen=RECENT)
-        self._reason = "batch_order" if known is not None else "side_by_side" if parallel else "line_failed"
+        self._reason = (
+            "batch_order" if known is not None else "side_by_side" if parallel else "line_failed"
+        )
 
     def begin(self, index: int, tokens: TokenArray) -> Earlier:
         """Begin line `index` with these tokens; return how much of it the lines before it have."""
@@ -56,7 +58,10 @@ class Begun:
             return self._known[index] >> 1, bool(self._known[index] & 1)
         others = [line for line in self._recent if line.index != index]
         shared = [min(common_prefix(line.tokens, tokens), line.reached) for line in others]
-        same = [count == len(tokens) == len(line.tokens) for count, line in zip(shared, others, strict=True)]
+        same = [
+            count == len(tokens) == len(line.tokens)
+            for count, line in zip(shared, others, strict=True)
+        ]
         return max(shared, default=0), any(same)
 
 

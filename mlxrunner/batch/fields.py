@@ -44,7 +44,9 @@ def read_plain(record: Mapping[str, Any], rules: Rules) -> tuple[Prompt, dict[st
     given = {name: value for name, value in record.items() if value is not None}
     unknown = sorted(given.keys() - FIELDS)
     if unknown:
-        raise OptionError(f"unknown field {unknown[0]!r:.80}: known are {', '.join(sorted(FIELDS))}")
+        raise OptionError(
+            f"unknown field {unknown[0]!r:.80}: known are {', '.join(sorted(FIELDS))}"
+        )
     prompt = _prompt(given, rules)
     options = {name: value for name, value in given.items() if name in OPTIONS}
     return prompt, checked_options(options, given.get("response_format"), rules)
@@ -52,7 +54,11 @@ def read_plain(record: Mapping[str, Any], rules: Rules) -> tuple[Prompt, dict[st
 
 def _prompt(given: Mapping[str, Any], rules: Rules) -> Prompt:
     if ("prompt" in given) == ("messages" in given):
-        raise PromptError("has both a prompt and messages" if "prompt" in given else 'has no "prompt" and no "messages"')
+        raise PromptError(
+            "has both a prompt and messages"
+            if "prompt" in given
+            else 'has no "prompt" and no "messages"'
+        )
     system = given.get("system", rules.system)
     if system is not None and not isinstance(system, str):
         raise PromptError(f"system has to be a text, not {kind(system)}")
@@ -87,14 +93,18 @@ def conversation(messages: Any, system: str | None) -> list[Message]:
 
 def _message(number: int, message: Any) -> Message:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise PromptError(f'message {number} has to be {{"role": text, "content": text}}, not {message!r:.80}')
+        raise PromptError(
+            f'message {number} has to be {{"role": text, "content": text}}, not {message!r:.80}'
+        )
     extra = [name for name, value in message.items() if value and name not in ("role", "content")]
     if extra:
         raise PromptError(f"message {number} has a field that is not supported: {extra[0]!r:.80}")
     # OpenAI's newer name for it; no chat template knows that.
     role = "system" if message["role"] == "developer" else message["role"]
     if role not in ROLES:
-        raise PromptError(f"message {number}: role {role!r:.80} is not known, it has to be one of {', '.join(ROLES)}")
+        raise PromptError(
+            f"message {number}: role {role!r:.80} is not known, it has to be one of {', '.join(ROLES)}"
+        )
     return {"role": role, "content": _content(number, message.get("content"))}
 
 
@@ -105,9 +115,15 @@ def _content(number: int, content: Any) -> str:
     if not isinstance(content, list):
         raise PromptError(f"message {number}: content has to be a text, not {kind(content)}")
     for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        if (
+            not isinstance(part, dict)
+            or part.get("type") != "text"
+            or not isinstance(part.get("text"), str)
+        ):
             shown = part.get("type") if isinstance(part, dict) else part
-            raise PromptError(f"message {number}: content of type {shown!r:.80} is not supported, only text")
+            raise PromptError(
+                f"message {number}: content of type {shown!r:.80} is not supported, only text"
+            )
     return "".join(part["text"] for part in content)
 
 
@@ -117,11 +133,15 @@ def checked_id(name: str, value: Any) -> str | int | None:
         try:
             value.encode()
         except UnicodeEncodeError as error:
-            raise PromptError(f"{name} is not valid Unicode: {error.reason} at character {error.start}") from error
+            raise PromptError(
+                f"{name} is not valid Unicode: {error.reason} at character {error.start}"
+            ) from error
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, bool) or not isinstance(value, int) or not -(2**63) <= value < 2**63:
-        raise PromptError(f"{name} has to be a text or a whole number of at most 64 bits, not {value!r:.80}")
+        raise PromptError(
+            f"{name} has to be a text or a whole number of at most 64 bits, not {value!r:.80}"
+        )
     return value
 
 
@@ -129,11 +149,21 @@ def checked_options(options: dict[str, Any], response_format: Any, rules: Rules)
     """A line's own options as JSON has them, checked together with the defaults. OptionError."""
     unknown = sorted(options.keys() - OPTIONS)
     if unknown:
-        raise OptionError(f"unknown option {unknown[0]!r:.80}: known are {', '.join(sorted(OPTIONS))}")
+        raise OptionError(
+            f"unknown option {unknown[0]!r:.80}: known are {', '.join(sorted(OPTIONS))}"
+        )
     options = options | _structure(options, response_format, rules)
-    if options.get("schema") is not None and "choices" not in options and rules.defaults.get("choices"):
+    if (
+        options.get("schema") is not None
+        and "choices" not in options
+        and rules.defaults.get("choices")
+    ):
         options["choices"] = None  # a line's form takes the place of the other kind
-    if options.get("choices") and "schema" not in options and rules.defaults.get("schema") is not None:
+    if (
+        options.get("choices")
+        and "schema" not in options
+        and rules.defaults.get("schema") is not None
+    ):
         options["schema"] = None
     for name in ("stop", "choices"):
         if options.get(name) is not None:
@@ -147,7 +177,9 @@ def checked_options(options: dict[str, Any], response_format: Any, rules: Rules)
 
 def _texts(name: str, value: Any) -> list[str]:
     values = [value] if isinstance(value, str) and name == "stop" else value
-    if not isinstance(values, list | tuple) or not all(isinstance(text, str) and text for text in values):
+    if not isinstance(values, list | tuple) or not all(
+        isinstance(text, str) and text for text in values
+    ):
         raise OptionError(f"{name}: {value!r:.80} is not a list of texts of at least one character")
     return list(values)
 
@@ -170,7 +202,9 @@ def _structure(options: Mapping[str, Any], response_format: Any, rules: Rules) -
             described = response_format.get("json_schema")
             schema = described.get("schema") if isinstance(described, dict) else None
             if not isinstance(schema, dict):
-                raise OptionError("response_format: json_schema has no schema, which has to be an object")
+                raise OptionError(
+                    "response_format: json_schema has no schema, which has to be an object"
+                )
             return {"schema": _schema_text(schema)}
     raise OptionError(
         f"response_format: {response_format!r:.80} is not known; its type has to be text, json_object or json_schema"
@@ -187,5 +221,12 @@ def _schema_text(schema: Any) -> str:
 
 def kind(value: Any) -> str:
     """What a JSON value is, in JSON's words."""
-    names = {dict: "an object", list: "a list", str: "a text", bool: "true or false", int: "a number", float: "a number"}
+    names = {
+        dict: "an object",
+        list: "a list",
+        str: "a text",
+        bool: "true or false",
+        int: "a number",
+        float: "a number",
+    }
     return names.get(type(value), "null")

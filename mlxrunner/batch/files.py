@@ -124,7 +124,13 @@ def finished(job: Job, parts: Mapping[str, str]) -> Done | None:
     there is a store, or nothing at all.
     """
     path, output = job.store_path, Path(job.output)
-    if not job.resume or path is None or path.exists() or not output.exists() or not (size := output.stat().st_size):
+    if (
+        not job.resume
+        or path is None
+        or path.exists()
+        or not output.exists()
+        or not (size := output.stat().st_size)
+    ):
         return None
     record, again = done_path(path), "choose another -o, or remove it to begin again"
     done = Done.read(record)
@@ -134,7 +140,9 @@ def finished(job: Job, parts: Mapping[str, str]) -> Done | None:
         )
     check_made_from(job, done.made_from, parts)
     if size != done.size:
-        raise OutputError(f"{output}: has {size} bytes, and the run that wrote it left {done.size}: {again}")
+        raise OutputError(
+            f"{output}: has {size} bytes, and the run that wrote it left {done.size}: {again}"
+        )
     if _output_digest(output) != done.digest:
         raise OutputError(f"{output}: is not what the run left, somebody has changed it: {again}")
     return done
@@ -155,7 +163,9 @@ def finish(job: Job, store: Store, output: Output) -> None:
     """Everything is in the output and on the disk: of the store only what the answers were made from stays. OutputError."""
     path, counts = job.store_path, store.counts
     if path is not None:
-        Done(counts.lines, counts.failed, output.size, output.digest, store.meta).write(done_path(path))
+        Done(counts.lines, counts.failed, output.size, output.digest, store.meta).write(
+            done_path(path)
+        )
         path.unlink()
 
 

@@ -12,7 +12,12 @@ from mlxrunner.models.fingerprint import fingerprint
 
 INPUT = "input"
 """The name of the input's SHA-256 among the parts."""
-NAMES = {"weights": "set of weights", "config": "config.json", "tokenizer": "tokenizer", "template": "chat template"}
+NAMES = {
+    "weights": "set of weights",
+    "config": "config.json",
+    "tokenizer": "tokenizer",
+    "template": "chat template",
+}
 """How a part of a model is called where it is another one."""
 _SHOWN = 80
 
@@ -30,7 +35,11 @@ def model_parts(name: str, folder: Path) -> dict[str, str]:
 
 def option_parts(options: Mapping[str, Any]) -> dict[str, str]:
     """Options as the command line calls them, those that are not set left out."""
-    return {f"--{name.replace('_', '-')}": json.dumps(value) for name, value in options.items() if value not in (None, (), [])}
+    return {
+        f"--{name.replace('_', '-')}": json.dumps(value)
+        for name, value in options.items()
+        if value not in (None, (), [])
+    }
 
 
 def check_same(was: Mapping[str, str], now: Mapping[str, str], what: str) -> None:

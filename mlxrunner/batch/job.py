@@ -48,13 +48,21 @@ class Job:
     def __post_init__(self) -> None:
         GenerateOptions.of(**self.defaults)
         if self.max_errors is not None and self.max_errors < 1:
-            raise OptionError(f"max_errors: {self.max_errors} is out of range, it has to be at least 1")
+            raise OptionError(
+                f"max_errors: {self.max_errors} is out of range, it has to be at least 1"
+            )
         if self.raw and self.system:
-            raise OptionError("--system needs the chat template, which --raw leaves out: use one of them")
+            raise OptionError(
+                "--system needs the chat template, which --raw leaves out: use one of them"
+            )
         if self.template is None and self.input.lower().endswith(".csv"):
-            raise OptionError('a CSV file needs --prompt-template "... {column} ...", which says what to ask about a row')
+            raise OptionError(
+                'a CSV file needs --prompt-template "... {column} ...", which says what to ask about a row'
+            )
         if self.resume and self.store_path is None:
-            raise OptionError("--resume needs an output file: what went to standard output or a device can't be gone on with")
+            raise OptionError(
+                "--resume needs an output file: what went to standard output or a device can't be gone on with"
+            )
         is_same = False
         with suppress(OSError, ValueError):  # the latter: a NUL in a name
             is_same = self.input != STANDARD and os.path.samefile(self.input, self.output)
@@ -64,7 +72,11 @@ class Job:
     @property
     def store_path(self) -> Path | None:
         """Beside the output; None where that is a stream."""
-        return None if self.output == STANDARD or is_stream(self.output) else Path(f"{self.output}.run")
+        return (
+            None
+            if self.output == STANDARD or is_stream(self.output)
+            else Path(f"{self.output}.run")
+        )
 
     @property
     def trust_remote_code(self) -> bool:

@@ -29,14 +29,21 @@ def lanes_for(found: Survey, wanted: int | None, loading: Mapping[str, Any]) -> 
 
     `wanted`: as many; None: as many as are worth it. `loading`: options of `Runner.load`.
     """
-    lanes = worth(found.evaluated, found.lines) if wanted is None else max(1, min(wanted, found.lines))
+    lanes = (
+        worth(found.evaluated, found.lines) if wanted is None else max(1, min(wanted, found.lines))
+    )
     if lanes > 1 and loading.get("kv_bits"):
         return 1, "--kv-bits stores one sequence only"
     return lanes, ""
 
 
 def open_runner(
-    model: str, loading: Mapping[str, Any], wanted: int | None, found: Survey, context: int, say: Callable[[str], None]
+    model: str,
+    loading: Mapping[str, Any],
+    wanted: int | None,
+    found: Survey,
+    context: int,
+    say: Callable[[str], None],
 ) -> Runner | ParallelRunner:
     """The runner for these lines, as `lanes_for` says, as far as they fit; `say` is told how many it runs at a time, and why.
 
@@ -77,7 +84,9 @@ def _several(
                 raise
             lanes //= 2
         else:
-            say(f"{lanes} lines at a time, prefixes that they share stored once ({found.new_tokens:.0f} new tokens a line)")
+            say(
+                f"{lanes} lines at a time, prefixes that they share stored once ({found.new_tokens:.0f} new tokens a line)"
+            )
             return runner
     _say_one("more do not fit into memory; --max-tokens would bound what each line needs", say)
     return None

@@ -72,9 +72,15 @@ class LineReader:
 
     def __iter__(self) -> Iterator[Line]:
         if self._template is not None:
-            records: Iterator[tuple[int, Record]] = read_table(self._physical(), self._template, self._longest)
+            records: Iterator[tuple[int, Record]] = read_table(
+                self._physical(), self._template, self._longest
+            )
         else:
-            records = ((number, line) for number, line in enumerate(self._physical(), 1) if line is None or line.strip())
+            records = (
+                (number, line)
+                for number, line in enumerate(self._physical(), 1)
+                if line is None or line.strip()
+            )
         for index, (number, record) in enumerate(records):
             yield self._line(index, number, record)
 
@@ -94,7 +100,9 @@ class LineReader:
                 raise problem
             prompt, options = read(fields, self._rules)
         except (PromptError, OptionError, RecursionError) as error:
-            text = "nested too deeply" if isinstance(error, RecursionError) else one_line(str(error))
+            text = (
+                "nested too deeply" if isinstance(error, RecursionError) else one_line(str(error))
+            )
             return Line(index, number, id=name, format=form, error=f"line {number}: {text}")
         return Line(index, number, prompt, name, form, options)
 
@@ -125,7 +133,9 @@ def _parsed(record: Record, longest: int) -> dict[str, Any]:
         return record
     try:
         twice = _Twice()
-        value = json.loads(record.rstrip().decode(), parse_constant=_refuse, object_pairs_hook=twice)
+        value = json.loads(
+            record.rstrip().decode(), parse_constant=_refuse, object_pairs_hook=twice
+        )
         if _SURROGATE.search(record):
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
@@ -140,7 +150,9 @@ def _parsed(record: Record, longest: int) -> dict[str, Any]:
         raise PromptError(f"has to be a JSON object, not {kind(value)}")
     if twice.name is not None:
         known = {name: field for name, field in value.items() if name != twice.name}
-        raise BrokenLineError(f"the key {twice.name!r:.80} is there twice in one object: which value counts?", known)
+        raise BrokenLineError(
+            f"the key {twice.name!r:.80} is there twice in one object: which value counts?", known
+        )
     return value
 
 

@@ -11,7 +11,10 @@ from mlxrunner.batch.store import Format
 from mlxrunner.errors import OptionError, PromptError
 from mlxrunner.tokenizer.prompt import Prompt
 
-URLS: dict[str, Format] = {"/v1/chat/completions": "chat.completion", "/v1/completions": "text_completion"}
+URLS: dict[str, Format] = {
+    "/v1/chat/completions": "chat.completion",
+    "/v1/completions": "text_completion",
+}
 FIELDS = frozenset(("custom_id", "method", "url", "body"))
 _ELSEWHERE = frozenset(
     "model user metadata store service_tier safety_identifier prompt_cache_key parallel_tool_calls stream_options".split()
@@ -44,7 +47,9 @@ def read_openai(record: Mapping[str, Any], rules: Rules) -> tuple[Prompt, dict[s
     """The prompt and the options of an OpenAI line. PromptError, OptionError: what is wrong or not supported."""
     unknown = sorted(record.keys() - FIELDS)
     if unknown:
-        raise OptionError(f"unknown field {unknown[0]!r:.80} beside custom_id, method, url and body")
+        raise OptionError(
+            f"unknown field {unknown[0]!r:.80} beside custom_id, method, url and body"
+        )
     if not isinstance(record.get("custom_id"), str):
         raise PromptError("custom_id has to be a text")
     if record.get("method", "POST") != "POST":
@@ -53,7 +58,11 @@ def read_openai(record: Mapping[str, Any], rules: Rules) -> tuple[Prompt, dict[s
         raise OptionError(f"url {record['url']!r:.80} is not supported, only {' and '.join(URLS)}")
     if not isinstance(record.get("body"), dict):
         raise PromptError(f"body has to be an object, not {kind(record.get('body'))}")
-    body = {name: value for name, value in record["body"].items() if value is not None and name not in _ELSEWHERE}
+    body = {
+        name: value
+        for name, value in record["body"].items()
+        if value is not None and name not in _ELSEWHERE
+    }
     if format_of(record) == "text_completion":
         prompt: Prompt = checked_text("prompt", body.pop("prompt", None))
     else:
@@ -77,11 +86,15 @@ def _chat_logprobs(body: dict[str, Any]) -> None:
 def _options(body: dict[str, Any]) -> dict[str, Any]:
     if "max_completion_tokens" in body:
         if "max_tokens" in body:
-            raise OptionError("max_tokens and max_completion_tokens say the same thing: give one of them")
+            raise OptionError(
+                "max_tokens and max_completion_tokens say the same thing: give one of them"
+            )
         body["max_tokens"] = body.pop("max_completion_tokens")
     for name, value in body.items():
         if name in _NEUTRAL and value not in _NEUTRAL[name]:
-            raise OptionError(f"{name}: {value!r:.80} is not supported, only {json.dumps(_NEUTRAL[name][0])}")
+            raise OptionError(
+                f"{name}: {value!r:.80} is not supported, only {json.dumps(_NEUTRAL[name][0])}"
+            )
         if name not in _NEUTRAL and name not in OPTIONS:
             raise OptionError(f"{name!r:.80} is not supported in a body")
     return {name: value for name, value in body.items() if name in OPTIONS}

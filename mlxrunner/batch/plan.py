@@ -45,7 +45,11 @@ class BatchPlan:
     @property
     def evaluated(self) -> int:
         """Prompt tokens evaluated in the order that was chosen."""
-        return self.evaluated_in_prefix_order if self.order == "prefix" else self.evaluated_in_input_order
+        return (
+            self.evaluated_in_prefix_order
+            if self.order == "prefix"
+            else self.evaluated_in_input_order
+        )
 
     @property
     def saved(self) -> float:
@@ -57,17 +61,35 @@ class BatchPlan:
 
     def table(self) -> str:
         """For people: a line per count, with a remark."""
-        remarks = [f"{self.broken} can't be run" if self.broken else "", f"{self.done} are done" if self.done else ""]
+        remarks = [
+            f"{self.broken} can't be run" if self.broken else "",
+            f"{self.done} are done" if self.done else "",
+        ]
         rows = [
             ("lines", self.lines, ", ".join(filter(None, remarks))),
             ("prompt tokens", self.tokens, ""),
-            ("evaluated in input order", self.evaluated_in_input_order, self._share(self.evaluated_in_input_order)),
-            ("evaluated in prefix order", self.evaluated_in_prefix_order, self._share(self.evaluated_in_prefix_order)),
+            (
+                "evaluated in input order",
+                self.evaluated_in_input_order,
+                self._share(self.evaluated_in_input_order),
+            ),
+            (
+                "evaluated in prefix order",
+                self.evaluated_in_prefix_order,
+                self._share(self.evaluated_in_prefix_order),
+            ),
             ("evaluated at best", self.evaluated_at_best, "by a cache of any size"),
         ]
         wide = max(len(f"{count:,}") for _, count, _ in rows)
         text = [f"{what:<25}  {count:>{wide},}  {remark}".rstrip() for what, count, remark in rows]
-        return "\n".join([*text, _COUNTED, self._time(), f"{self.parallel} at a time, as far as they fit into memory"])
+        return "\n".join(
+            [
+                *text,
+                _COUNTED,
+                self._time(),
+                f"{self.parallel} at a time, as far as they fit into memory",
+            ]
+        )
 
     def _share(self, evaluated: int) -> str:
         return f"{1 - evaluated / self.tokens:.0%} saved" if self.tokens else ""
@@ -86,7 +108,12 @@ class BatchPlan:
 
 
 def make_plan(
-    counts: Counts, found: Mapping[Order, Survey], order: Order, *, parallel: int, speed: Speed | None = None
+    counts: Counts,
+    found: Mapping[Order, Survey],
+    order: Order,
+    *,
+    parallel: int,
+    speed: Speed | None = None,
 ) -> BatchPlan:
     """The plan for lines that were surveyed in both orders. `parallel`: at a time; `speed`: the one with which they were surveyed."""
     by_input, by_prefix, chosen = found["input"].cost, found["prefix"].cost, found[order]
@@ -139,7 +166,9 @@ class Survey:
         return lanes * min(context, self.longest_prompt + answer)
 
 
-def survey(entries: Iterable[Entry], defaults: Mapping[str, Any], context: int, speed: Speed | None = None) -> Survey:
+def survey(
+    entries: Iterable[Entry], defaults: Mapping[str, Any], context: int, speed: Speed | None = None
+) -> Survey:
     """Of the entries that can be run, in their order. One of them is in memory at a time."""
     mean = speed.answer_tokens if speed else 0.0
     longest = answer = 0

@@ -72,7 +72,11 @@ class Tally:
     @property
     def seconds_left(self) -> float | None:
         """At the pace so far; None before the first line is done."""
-        return self.seconds / self.done * (self.total - self.earlier - self.done) if self.done else None
+        return (
+            self.seconds / self.done * (self.total - self.earlier - self.done)
+            if self.done
+            else None
+        )
 
     def speed(self) -> Speed | None:
         """For the next estimate: the time of this run, divided as the lines' own times are. None if it was too short to tell."""
@@ -80,8 +84,12 @@ class Tally:
         both = self.prompt_seconds + self.answer_seconds
         if not (evaluated and answered > 0 and self.prompt_seconds and self.answer_seconds):
             return None
-        prompts, answers = (self.seconds * part / both for part in (self.prompt_seconds, self.answer_seconds))
-        return Speed(evaluated / prompts, self.answer_tokens / answers, self.answer_tokens / answered)
+        prompts, answers = (
+            self.seconds * part / both for part in (self.prompt_seconds, self.answer_seconds)
+        )
+        return Speed(
+            evaluated / prompts, self.answer_tokens / answers, self.answer_tokens / answered
+        )
 
     def summary(self) -> str:
         """At the end."""
@@ -93,9 +101,14 @@ class Tally:
     def line(self) -> str:
         """For people."""
         left = self.seconds_left
-        parts = [f"{self.earlier + self.done} of {self.total} lines", f"{self.all_failed} failed" if self.all_failed else ""]
+        parts = [
+            f"{self.earlier + self.done} of {self.total} lines",
+            f"{self.all_failed} failed" if self.all_failed else "",
+        ]
         parts += [f"{self.rate:.0f} tokens/s", f"{self.reused:.1%} of prompt tokens reused"]
-        return ", ".join(filter(None, [*parts, f"{duration(left)} left" if left is not None else ""]))
+        return ", ".join(
+            filter(None, [*parts, f"{duration(left)} left" if left is not None else ""])
+        )
 
 
 class Progress:

@@ -45,7 +45,9 @@ class TimeLimitError(MlxrunnerError):
     """A request that did not end in its time."""
 
     def __init__(self, seconds: float) -> None:
-        super().__init__(f"stopped after {seconds:g} s without an end: allow more time, or a shorter answer (max_tokens)")
+        super().__init__(
+            f"stopped after {seconds:g} s without an end: allow more time, or a shorter answer (max_tokens)"
+        )
 
 
 @dataclass(frozen=True)
@@ -74,9 +76,13 @@ class How:
 
     def __post_init__(self) -> None:
         if isinstance(self.retries, bool) or not isinstance(self.retries, int) or self.retries < 0:
-            raise OptionError(f"retries: {self.retries!r} is out of range, it has to be a whole number of at least 0")
+            raise OptionError(
+                f"retries: {self.retries!r} is out of range, it has to be a whole number of at least 0"
+            )
         if self.timeout is not None and not self.timeout > 0:
-            raise OptionError(f"timeout: {self.timeout!r} is out of range, it has to be more than 0 seconds")
+            raise OptionError(
+                f"timeout: {self.timeout!r} is out of range, it has to be more than 0 seconds"
+            )
 
     def options(self, entry: Entry) -> dict[str, Any]:
         options = {**self.defaults, **entry.options}
@@ -119,25 +125,43 @@ def run_batch(
     A request that can't be run, fails or takes too long is a result with an `error`; it never stops the others. OptionError at once for
     options of the whole batch that are wrong. Ctrl-C, or closing the iterator, ends what is running and leaves the runner usable.
     """
-    for name, value, known in (("order", order, ORDERS), ("output_order", output_order, OUTPUT_ORDERS)):
+    for name, value, known in (
+        ("order", order, ORDERS),
+        ("output_order", output_order, OUTPUT_ORDERS),
+    ):
         if value not in known:
-            raise OptionError(f"{name}: {value!r} is not known, it has to be one of {', '.join(known)}")
+            raise OptionError(
+                f"{name}: {value!r} is not known, it has to be one of {', '.join(known)}"
+            )
     GenerateOptions.of(**defaults)
     how = How(defaults, retries, timeout)
     return _run_batch(runner, requests, order, output_order == "done", how)
 
 
 def _run_batch(
-    runner: Runner | ParallelRunner, requests: Iterable[BatchRequest], order: Order, as_done: bool, how: How
+    runner: Runner | ParallelRunner,
+    requests: Iterable[BatchRequest],
+    order: Order,
+    as_done: bool,
+    how: How,
 ) -> Iterator[BatchResult]:
     with Store.create(unique_ids=False) as store:
-        spool(store, lines_of(requests, how.defaults), runner.tokenizer, context=context_of(runner), defaults=how.defaults)
+        spool(
+            store,
+            lines_of(requests, how.defaults),
+            runner.tokenizer,
+            context=context_of(runner),
+            defaults=how.defaults,
+        )
         store.finish()
         place = -1
         begun = begun_of(store, order, parallel=isinstance(runner, ParallelRunner))
         with closing(answer(runner, store.pending(order), how, begun)) as outcomes:  # type: ignore[type-var]
             for outcome in outcomes:
-                entry, error = outcome.entry, outcome.error and outcome.error.removeprefix(f"line {outcome.entry.number}: ")
+                entry, error = (
+                    outcome.entry,
+                    outcome.error and outcome.error.removeprefix(f"line {outcome.entry.number}: "),
+                )
                 result = BatchResult(entry.index, entry.id, outcome.result, error)
                 if as_done:
                     yield result
@@ -148,7 +172,9 @@ def _run_batch(
                     yield _from_bytes(body.body)
 
 
-def answer(runner: Runner | ParallelRunner | None, entries: Iterator[Entry], how: How, begun: Begun) -> Iterator[Outcome]:
+def answer(
+    runner: Runner | ParallelRunner | None, entries: Iterator[Entry], how: How, begun: Begun
+) -> Iterator[Outcome]:
     """The outcomes, as they end; entries are read one by one, as they can be begun. No runner is needed if none can be run."""
     if isinstance(runner, ParallelRunner):
         return _giving_back(Together(runner, entries, how, begun).run())
@@ -164,7 +190,9 @@ def _giving_back(outcomes: Iterator[Outcome]) -> Iterator[Outcome]:
                 mx.clear_cache()
 
 
-def _one_by_one(runner: Runner | None, entries: Iterator[Entry], how: How, begun: Begun) -> Iterator[Outcome]:
+def _one_by_one(
+    runner: Runner | None, entries: Iterator[Entry], how: How, begun: Begun
+) -> Iterator[Outcome]:
     for entry in entries:
         if how.is_stopping():
             return
@@ -180,7 +208,9 @@ def _tried(runner: Runner, entry: Entry, how: How, begun: Begun) -> Outcome:
         deadline, chunks = Deadline(how), list[Chunk]()
         try:
             prompt = prompt_of(entry, runner, begun)
-            with closing(runner.generate(prompt, progress=deadline, **how.options(entry))) as answered:  # type: ignore[type-var]
+            with closing(
+                runner.generate(prompt, progress=deadline, **how.options(entry))
+            ) as answered:  # type: ignore[type-var]
                 for chunk in answered:
                     chunks.append(chunk)
                     if chunk.finish_reason is None:
@@ -207,7 +237,13 @@ def prompt_of(entry: Entry, runner: Runner | ParallelRunner, begun: Begun) -> Pr
         return Prepared(entry.tokens, earlier=earlier)
     if isinstance(entry.prompt, str):
         return Prepared(entry.tokens, "text", text=entry.prompt, earlier=earlier)
-    return Prepared(entry.tokens, "messages", entry.prompt, runner.tokenizer.render(entry.prompt), earlier=earlier)
+    return Prepared(
+        entry.tokens,
+        "messages",
+        entry.prompt,
+        runner.tokenizer.render(entry.prompt),
+        earlier=earlier,
+    )
 
 
 def context_of(runner: Runner | ParallelRunner) -> int:
@@ -232,7 +268,9 @@ class Together:
     An error in a step that all share ends all of them, and nobody knows whose fault it was: each is run again, alone.
     """
 
-    def __init__(self, runner: ParallelRunner, entries: Iterator[Entry], how: How, begun: Begun) -> None:
+    def __init__(
+        self, runner: ParallelRunner, entries: Iterator[Entry], how: How, begun: Begun
+    ) -> None:
         self._runner, self._entries, self._how, self._begun = runner, entries, how, begun
         self._flights: list[Flight] = []
         self._waiting: deque[tuple[Entry, int]] = deque()  # with their retries
@@ -346,6 +384,8 @@ def _from_bytes(body: bytes) -> BatchResult:
         result["usage"] = Usage(**result["usage"])
         logprobs = result["logprobs"]
         if logprobs is not None:
-            result["logprobs"] = [(own, {int(token): value for token, value in top.items()}) for own, top in logprobs]
+            result["logprobs"] = [
+                (own, {int(token): value for token, value in top.items()}) for own, top in logprobs
+            ]
         result = Result(**result)
     return BatchResult(**{**stored, "result": result})

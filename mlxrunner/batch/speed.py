@@ -63,7 +63,12 @@ def remember_speed(model: str, speed: Speed) -> None:
 
 
 def _is_measured(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    return (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and math.isfinite(value)
+        and value > 0
+    )
 
 
 def _key(model: str) -> str:

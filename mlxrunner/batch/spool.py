@@ -18,7 +18,9 @@ from mlxrunner.tokenizer import Message, Tokenizer
 from mlxrunner.tokenizer.prompt import Prompt, system_tokens, tokenize
 
 
-def lines_of(requests: Iterable[BatchRequest], defaults: Mapping[str, Any] | None = None) -> Iterator[Line]:
+def lines_of(
+    requests: Iterable[BatchRequest], defaults: Mapping[str, Any] | None = None
+) -> Iterator[Line]:
     """The requests of a program as lines. An id or options that can't be, with the defaults, become the line's error."""
     rules = Rules(defaults or {})
     for index, request in enumerate(requests):
@@ -35,7 +37,12 @@ def lines_of(requests: Iterable[BatchRequest], defaults: Mapping[str, Any] | Non
 
 
 def spool(
-    store: Store, lines: Iterable[Line], tokenizer: Tokenizer, *, context: int, defaults: Mapping[str, Any] | None = None
+    store: Store,
+    lines: Iterable[Line],
+    tokenizer: Tokenizer,
+    *,
+    context: int,
+    defaults: Mapping[str, Any] | None = None,
 ) -> None:
     """Add the lines to the store, with their tokens; `finish` it afterwards.
 
@@ -51,12 +58,16 @@ def spool(
             except (PromptError, OptionError) as problem:
                 tokens, error = as_tokens([]), f"line {line.number}: {one_line(str(problem))}"
         prompt = line.prompt if error is None and made_of_text(line.prompt) else None
-        store.add(Entry(line.index, line.number, tokens, line.id, line.format, options, error, prompt))
+        store.add(
+            Entry(line.index, line.number, tokens, line.id, line.format, options, error, prompt)
+        )
 
 
 def made_of_text(prompt: Prompt) -> TypeGuard[str | Sequence[Message]]:
     """Whether it is a text or messages, not tokens."""
-    return isinstance(prompt, str) or (isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping))
+    return isinstance(prompt, str) or (
+        isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+    )
 
 
 def _tokens(line: Line, tokenizer: Tokenizer) -> TokenArray:
@@ -66,7 +77,9 @@ def _tokens(line: Line, tokenizer: Tokenizer) -> TokenArray:
     return tokens
 
 
-def _within(context: int, line: Line, tokens: TokenArray, tokenizer: Tokenizer, defaults: Mapping[str, Any]) -> Mapping[str, Any]:
+def _within(
+    context: int, line: Line, tokens: TokenArray, tokenizer: Tokenizer, defaults: Mapping[str, Any]
+) -> Mapping[str, Any]:
     """The line's options; with what a shift keeps by default, as only the messages tell where the system prompt ends."""
     together = {**defaults, **line.options}
     if together.get("overflow") != "shift":

@@ -160,7 +160,9 @@ class Store:
         """
         name = "the batch's temporary file" if path is None else str(path)
         try:
-            store = cls(name, open_temporary_database() if path is None else open_database(path, new=new))
+            store = cls(
+                name, open_temporary_database() if path is None else open_database(path, new=new)
+            )
         except OSError as error:
             problem = "can't be made" if new else "can't be opened"
             raise StoreError(f"{error.filename or name}: {problem}: {error.strerror}") from error
@@ -183,7 +185,10 @@ class Store:
             if self._one("PRAGMA schema_version") == (0,):
                 marks = f"PRAGMA application_id={APPLICATION_ID}; PRAGMA user_version={VERSION}"
                 self._db.executescript(f"BEGIN; {marks}; {_SCHEMA} COMMIT")
-            (kind,), (version,) = self._one("PRAGMA application_id"), self._one("PRAGMA user_version")
+            (kind,), (version,) = (
+                self._one("PRAGMA application_id"),
+                self._one("PRAGMA user_version"),
+            )
             if kind != APPLICATION_ID:
                 raise DamagedStoreError(self._name, "is not a batch store")
             if version != VERSION:
@@ -196,14 +201,22 @@ class Store:
         if self._db.execute(_TABLES).fetchall() != _tables():
             raise self.damaged("its tables are not those of a batch store")
         inputs = self._db.execute("SELECT lines, broken FROM input").fetchall()
-        (last,), (place,) = self._one("SELECT max(line) FROM lines"), self._one("SELECT max(place) FROM places")
+        (last,), (place,) = (
+            self._one("SELECT max(line) FROM lines"),
+            self._one("SELECT max(place) FROM places"),
+        )
         if inputs:
             lines, broken = inputs[0]
             if len(inputs) > 1 or not _are_ints(lines, broken) or not 0 <= broken <= lines:
                 raise self.damaged("it does not say how many lines there are")
             if (-1 if last is None else last) != lines - 1 or (place or 0) != lines:
                 raise self.damaged(f"{lines} lines should be in it, and are not")
-            if self._one("SELECT line FROM lines WHERE line NOT IN (SELECT line FROM places) LIMIT 1") is not None:
+            if (
+                self._one(
+                    "SELECT line FROM lines WHERE line NOT IN (SELECT line FROM places) LIMIT 1"
+                )
+                is not None
+            ):
                 raise self.damaged("a line has no place in its order")
             self._lines, self._broken = lines, broken
         elif last is not None or place is not None:
@@ -216,7 +229,12 @@ class Store:
     def __enter__(self) -> Store:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -242,7 +260,9 @@ class Store:
     def counts(self) -> Counts:
         """Of what was added and recorded so far."""
         with self._explained():
-            (done,), (failed,) = (self._one(f"SELECT count(*) FROM results {where}") for where in ("", "WHERE failed"))
+            (done,), (failed,) = (
+                self._one(f"SELECT count(*) FROM results {where}") for where in ("", "WHERE failed")
+            )
         return Counts(self._lines, self._broken, done, failed)
 
     def add(self, entry: Entry) -> None:
@@ -250,11 +270,15 @@ class Store:
         with self._explained():
             self._begin_input()
             if entry.index != self._lines:
-                raise StoreError(f"{self._name}: line {entry.index} was added where line {self._lines} has to come")
+                raise StoreError(
+                    f"{self._name}: line {entry.index} was added where line {self._lines} has to come"
+                )
             try:
                 self._insert(entry)
             except sqlite3.IntegrityError:
-                (first,) = self._one("SELECT number FROM lines WHERE id = ? AND error IS NULL", entry.id)
+                (first,) = self._one(
+                    "SELECT number FROM lines WHERE id = ? AND error IS NULL", entry.id
+                )
                 name = "id" if entry.format == "plain" else "custom_id"
                 problem = f"line {entry.number}: {name} {entry.id!r:.80} was there before, on line {first}"
                 entry = replace(entry, error=problem, tokens=as_tokens([]))
@@ -265,7 +289,16 @@ class Store:
     def _insert(self, entry: Entry) -> None:
         options = json.dumps(dict(entry.options)) if entry.options else None
         tokens, prompt = sort_key(entry.tokens), _as_text(entry.prompt)
-        columns = (entry.index, entry.number, entry.id, options, entry.error, tokens, prompt, entry.format)
+        columns = (
+            entry.index,
+            entry.number,
+            entry.id,
+            options,
+            entry.error,
+            tokens,
+            prompt,
+            entry.format,
+        )
         self._db.execute(_INSERT_LINE, (*columns, _sum(*columns)))
 
     def _begin_input(self) -> None:
@@ -284,7 +317,9 @@ class Store:
                 (form,) = self._one(_FIRST_FORMAT) or ("plain",)
                 self._db.create_function("row_sum", -1, _sum)
                 self._db.execute(_SET_FORMATS, {"format": form})
-            self._db.execute("INSERT INTO places (line) SELECT line FROM lines ORDER BY tokens, line")
+            self._db.execute(
+                "INSERT INTO places (line) SELECT line FROM lines ORDER BY tokens, line"
+            )
             self._db.executemany("INSERT INTO meta VALUES (?, ?)", (meta or {}).items())
             self._db.execute("INSERT INTO input VALUES (?, ?)", (self._lines, self._broken))
             self._db.execute("COMMIT")
@@ -357,7 +392,11 @@ class Store:
         """SQLite's errors in one line, with everything since the last commit undone."""
         try:
             yield
-        except (sqlite3.Error, UnicodeDecodeError, StoreError) as error:  # the second: SQLite quotes the file
+        except (
+            sqlite3.Error,
+            UnicodeDecodeError,
+            StoreError,
+        ) as error:  # the second: SQLite quotes the file
             with suppress(sqlite3.Error):
                 self._db.rollback()
             if isinstance(error, StoreError):
@@ -371,11 +410,22 @@ def _entry(columns: list[Any], form: Format) -> Entry:
     """The line of a row. ValueError, TypeError or RecursionError where it is none, whatever its checksum says."""
     line, number, name, options, error, tokens, prompt = columns
     options = json.loads(options) if options else {}
-    if not (isinstance(options, dict) and _are_ints(line, number) and isinstance(name, str | int | None)):
+    if not (
+        isinstance(options, dict) and _are_ints(line, number) and isinstance(name, str | int | None)
+    ):
         raise TypeError("not the columns of a line")
     if not isinstance(error, str | None):
         raise TypeError("not the columns of a line")
-    return Entry(line, number, tokens_of(tokens), name, form, options, error, None if prompt is None else json.loads(prompt))
+    return Entry(
+        line,
+        number,
+        tokens_of(tokens),
+        name,
+        form,
+        options,
+        error,
+        None if prompt is None else json.loads(prompt),
+    )
 
 
 def _tables() -> list[Any]:
@@ -400,8 +450,15 @@ def _are_ints(*values: Any) -> bool:
 def _is_damage(error: sqlite3.Error) -> bool:
     """A text in the file that is not UTF-8 has no code of SQLite's."""
     code = getattr(error, "sqlite_errorcode", None)
-    damage = (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_FORMAT, sqlite3.SQLITE_MISMATCH)
-    return code & 0xFF in damage if code is not None else isinstance(error, sqlite3.OperationalError)
+    damage = (
+        sqlite3.SQLITE_NOTADB,
+        sqlite3.SQLITE_CORRUPT,
+        sqlite3.SQLITE_FORMAT,
+        sqlite3.SQLITE_MISMATCH,
+    )
+    return (
+        code & 0xFF in damage if code is not None else isinstance(error, sqlite3.OperationalError)
+    )
 
 
 def _as_text(prompt: str | Sequence[Message] | None) -> str | None:

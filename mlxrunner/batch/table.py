@@ -19,33 +19,47 @@ class Template:
     """A text with `{column}`s; `{{` and `}}` stand for braces. OptionError for braces that are neither, and for a text without columns."""
 
     def __init__(self, text: str) -> None:
-        wrong = next((match for match in _PART.finditer(text) if match[0] in "{}" or match[0] == "{}"), None)
+        wrong = next(
+            (match for match in _PART.finditer(text) if match[0] in "{}" or match[0] == "{}"), None
+        )
         if wrong is not None:
             raise OptionError(
                 f"the prompt template has a {wrong[0]!r} at character {wrong.start()}: write {{column}}, or {{{{ for a brace"
             )
-        self.columns = list(dict.fromkeys(match[1] for match in _PART.finditer(text) if match[1] is not None))
+        self.columns = list(
+            dict.fromkeys(match[1] for match in _PART.finditer(text) if match[1] is not None)
+        )
         if not self.columns:
             raise OptionError(f"the prompt template has no {{column}} in it: {text!r:.80}")
         self._text = text
 
     def size(self, row: dict[str, str]) -> int:
         """About how many characters `fill` makes."""
-        return len(self._text) + sum(len(row[match[1]]) for match in _PART.finditer(self._text) if match[1] is not None)
+        return len(self._text) + sum(
+            len(row[match[1]]) for match in _PART.finditer(self._text) if match[1] is not None
+        )
 
     def fill(self, row: dict[str, str]) -> str:
         """The template with the row's values; what they contain is not looked at."""
-        return _PART.sub(lambda match: match[0][0] if match[1] is None else row[match[1]], self._text)
+        return _PART.sub(
+            lambda match: match[0][0] if match[1] is None else row[match[1]], self._text
+        )
 
     def check(self, header: list[str]) -> None:
         """OptionError for a column that the header does not have, or has twice; that of the ids may be missing."""
         missing = [repr(name) for name in self.columns if name not in header]
         if missing:
-            raise OptionError(f"the CSV file has no column {', '.join(missing)}: it has {', '.join(map(repr, header))}"[:1000])
+            raise OptionError(
+                f"the CSV file has no column {', '.join(missing)}: it has {', '.join(map(repr, header))}"[
+                    :1000
+                ]
+            )
         for name in (*self.columns, ID):
             places = [str(place) for place, column in enumerate(header, 1) if column == name]
             if len(places) > 1:
-                raise OptionError(f"the CSV file has more than one column {name!r}: number {' and '.join(places)}")
+                raise OptionError(
+                    f"the CSV file has more than one column {name!r}: number {' and '.join(places)}"
+                )
 
 
 class _Rows:
@@ -119,7 +133,9 @@ def _next(reader: Any, longest: int) -> list[str] | None:
         row: list[str] | None = next(reader, None)
     except csv.Error as error:
         if str(error).startswith("new-line character"):
-            raise csv.Error("there is a carriage return in it that ends no line: lines have to end with LF or CRLF") from error
+            raise csv.Error(
+                "there is a carriage return in it that ends no line: lines have to end with LF or CRLF"
+            ) from error
         raise
     finally:
         csv.field_size_limit(before)
@@ -130,12 +146,17 @@ def _next(reader: Any, longest: int) -> list[str] | None:
     return row
 
 
-def _fields(number: int, row: list[str], header: list[str], template: Template, longest: int) -> dict[str, Any] | PromptError:
+def _fields(
+    number: int, row: list[str], header: list[str], template: Template, longest: int
+) -> dict[str, Any] | PromptError:
     """Of a row with too few or too many values the id is what stands in its column, and of one whose prompt would be too long."""
     values = dict(zip(header, row, strict=False))
     name = {"id": values.get(ID) or None}
     if len(row) == len(header) and (size := template.size(values)) > longest:
-        return BrokenLineError(f"row {number} makes a prompt of {size:,} characters, and {longest:,} are the most", name)
+        return BrokenLineError(
+            f"row {number} makes a prompt of {size:,} characters, and {longest:,} are the most",
+            name,
+        )
     if len(row) == len(header):
         return {"prompt": template.fill(values), **name}
     problem = f"row {number} has {len(row)} values and the header {len(header)} columns: "
@@ -143,4 +164,6 @@ def _fields(number: int, row: list[str], header: list[str], template: Template, 
         missing = ", ".join(map(repr, header[len(row) :]))
         return BrokenLineError(f"{problem}none for {missing:.200} (is a comma missing?)", name)
     beyond = ", ".join(map(repr, row[len(header) :]))
-    return BrokenLineError(f"{problem}{beyond:.200} is behind the last, {header[-1]!r:.80} (are quotes missing?)", name)
+    return BrokenLineError(
+        f"{problem}{beyond:.200} is behind the last, {header[-1]!r:.80} (are quotes missing?)", name
+    )

@@ -13,7 +13,15 @@ from typing import Literal, TypeVar
 
 from mlxrunner.batch.answers import error_of, write_line
 from mlxrunner.batch.earlier import begun_of
-from mlxrunner.batch.files import check_made_from, finish, finished, open_output, opened_input, opened_store, store_to_plan
+from mlxrunner.batch.files import (
+    check_made_from,
+    finish,
+    finished,
+    open_output,
+    opened_input,
+    opened_store,
+    store_to_plan,
+)
 from mlxrunner.batch.fingerprint import INPUT
 from mlxrunner.batch.interrupt import Interrupt
 from mlxrunner.batch.job import Job
@@ -97,7 +105,14 @@ def plan_job(job: Job, progress: Progress) -> BatchPlan:
         if store.is_complete:
             check_made_from(job, store.meta, parts)
         elif done is None:
-            _read(job, store, tokenizer_of(job.model, trust_remote_code=job.trust_remote_code), context, {}, progress)
+            _read(
+                job,
+                store,
+                tokenizer_of(job.model, trust_remote_code=job.trust_remote_code),
+                context,
+                {},
+                progress,
+            )
         counts = store.counts if done is None else Counts(done.lines, 0, done.lines, done.failed)
         found = {order: _survey(job, store, order, context, progress, speed) for order in ORDERS}
     lanes, _ = lanes_for(found[job.order], job.parallel, job.loading)
@@ -108,21 +123,47 @@ def _context(job: Job) -> int:
     """Most tokens of a prompt and its answer: as asked, or the model's own, or what fits."""
     names = ("prefill_step", "kv_bits", "rewind_slack", "checkpoint_budget")
     return plan_model(
-        job.model, job.loading.get("context"), **{name: job.loading[name] for name in names if name in job.loading}
+        job.model,
+        job.loading.get("context"),
+        **{name: job.loading[name] for name in names if name in job.loading},
     ).context
 
 
-def _read(job: Job, store: Store, tokenizer: Tokenizer, context: int, parts: dict[str, str], progress: Progress) -> None:
+def _read(
+    job: Job,
+    store: Store,
+    tokenizer: Tokenizer,
+    context: int,
+    parts: dict[str, str],
+    progress: Progress,
+) -> None:
     """The whole input into the store."""
     with opened_input(job) as stream:
-        reader = LineReader(stream, defaults=job.defaults, system=job.system, raw=job.raw, template=job.template)
-        spool(store, _counted(reader, "reading", progress), tokenizer, context=context, defaults=job.defaults)
+        reader = LineReader(
+            stream, defaults=job.defaults, system=job.system, raw=job.raw, template=job.template
+        )
+        spool(
+            store,
+            _counted(reader, "reading", progress),
+            tokenizer,
+            context=context,
+            defaults=job.defaults,
+        )
         store.finish({**parts, INPUT: reader.digest})
     progress.close()
 
 
-def _survey(job: Job, store: Store, order: Order, context: int, progress: Progress, speed: Speed | None = None) -> Survey:
-    found = survey(_counted(store.pending(order), "planning", progress), job.defaults, context, speed)
+def _survey(
+    job: Job,
+    store: Store,
+    order: Order,
+    context: int,
+    progress: Progress,
+    speed: Speed | None = None,
+) -> Survey:
+    found = survey(
+        _counted(store.pending(order), "planning", progress), job.defaults, context, speed
+    )
     progress.close()
     return found
 
@@ -134,7 +175,14 @@ def _counted(items: Iterable[T], what: str, progress: Progress) -> Iterator[T]:
 
 
 def _run(
-    job: Job, how: How, store: Store, writer: Writer, tokenizer: Tokenizer, context: int, progress: Progress, watch: Watch
+    job: Job,
+    how: How,
+    store: Store,
+    writer: Writer,
+    tokenizer: Tokenizer,
+    context: int,
+    progress: Progress,
+    watch: Watch,
 ) -> Summary:
     """All lines that have no answer, or those until it is stopped; when none is left the store goes."""
     before = store.counts
@@ -144,14 +192,20 @@ def _run(
         tally = Tally(before.lines, before.done, before.failed)
 
         def is_stopping() -> bool:
-            return interrupt.asked or (job.max_errors is not None and tally.failed >= job.max_errors)
+            return interrupt.asked or (
+                job.max_errors is not None and tally.failed >= job.max_errors
+            )
 
         how = How(how.defaults, how.retries, how.timeout, is_stopping, writer.tick)
         begun = begun_of(store, job.order, parallel=isinstance(runner, ParallelRunner))
         with writer, closing(answer(runner, store.pending(job.order), how, begun)) as outcomes:  # type: ignore[type-var]
             for outcome in outcomes:
                 failed = outcome.result is None
-                writer.write(outcome.entry.index, write_line(outcome, tokenizer, model=job.model, usage=job.usage), failed=failed)
+                writer.write(
+                    outcome.entry.index,
+                    write_line(outcome, tokenizer, model=job.model, usage=job.usage),
+                    failed=failed,
+                )
                 tally.add(outcome)
                 progress.update(tally)
         after, first = store.counts, store.first_failure()
@@ -165,11 +219,20 @@ def _run(
     if speed is not None:
         remember_speed(job.model, speed)
     stopped: Stopped | None = ("interrupt" if interrupt.asked else "errors") if after.left else None
-    return Summary(after.lines, after.done, after.failed, tally, stopped, error_of(first.body) if first is not None else None)
+    return Summary(
+        after.lines,
+        after.done,
+        after.failed,
+        tally,
+        stopped,
+        error_of(first.body) if first is not None else None,
+    )
 
 
 @contextmanager
-def _runner(job: Job, store: Store, context: int, progress: Progress) -> Iterator[Runner | ParallelRunner | None]:
+def _runner(
+    job: Job, store: Store, context: int, progress: Progress
+) -> Iterator[Runner | ParallelRunner | None]:
     """None if there is no line that can be run."""
     found = _survey(job, store, job.order, context, progress)
     if not found.lines:

@@ -51,7 +51,9 @@ class Cost:
 
 def measure_ceilings(model: Any, *, quick: bool = False) -> Ceilings:
     dtype = compute_dtype(model)
-    nbytes = min((2**28 if device.is_gpu() else 2**27) >> (2 if quick else 0), device.offered_bytes() // 8)
+    nbytes = min(
+        (2**28 if device.is_gpu() else 2**27) >> (2 if quick else 0), device.offered_bytes() // 8
+    )
     return Ceilings(str(dtype).split(".")[-1], bandwidth(dtype, nbytes), arithmetic(dtype))
 
 
@@ -98,15 +100,27 @@ def compute_dtype(model: Any) -> mx.Dtype:
 def cost_of(model: Any, config: dict[str, Any]) -> Cost | None:
     """None where it depends on the tokens (experts). A table of embeddings that is not the head as well is not counted: a row of it is read."""
     text = config.get("text_config") or {}
-    if any(isinstance(source.get(name), int) and source[name] > 1 for source in (config, text) for name in EXPERTS):
+    if any(
+        isinstance(source.get(name), int) and source[name] > 1
+        for source in (config, text)
+        for name in EXPERTS
+    ):
         return None
     arrays: Any = tree_flatten(model.parameters())
     total = num_parameters(model)
     is_untied = any("lm_head" in name for name, _ in arrays)
-    table = sum(_weights(model, name) for name, _ in arrays if "embed" in name and name.endswith(".weight"))
-    head = sum(_weights(model, name) for name, _ in arrays if "lm_head" in name and name.endswith(".weight"))
+    table = sum(
+        _weights(model, name) for name, _ in arrays if "embed" in name and name.endswith(".weight")
+    )
+    head = sum(
+        _weights(model, name)
+        for name, _ in arrays
+        if "lm_head" in name and name.endswith(".weight")
+    )
     unread = sum(array.nbytes for name, array in arrays if is_untied and "embed" in name)
-    return Cost(total - table - head, head or table, sum(array.nbytes for _, array in arrays) - unread)
+    return Cost(
+        total - table - head, head or table, sum(array.nbytes for _, array in arrays) - unread
+    )
 
 
 def num_parameters(model: Any) -> int:

@@ -49,10 +49,16 @@ class Findings:
         lines = [", ".join(f"{name} {value}" for name, value in self.about.items())]
         if self.figures:
             width = max(len(figure.name) for figure in self.figures)
-            lines.append(f"{'':{width}}  {'unit':>7}  {'min':>7}  {'median':>7}  {'max':>7}  share of the ceiling")
+            lines.append(
+                f"{'':{width}}  {'unit':>7}  {'min':>7}  {'median':>7}  {'max':>7}  share of the ceiling"
+            )
             lines += [_line(figure, width) for figure in self.figures]
         if self.rows:
-            lines += ["", 'against mlx-lm ("x": how many times better we are)', *table_of(self.rows, "ours", "mlx-lm")]
+            lines += [
+                "",
+                'against mlx-lm ("x": how many times better we are)',
+                *table_of(self.rows, "ours", "mlx-lm"),
+            ]
         return "\n".join(lines)
 
 

@@ -37,12 +37,20 @@ class Run:
 
 
 def alternate(
-    runner: Runner, sides: Mapping[str, Side], prompt: list[int], count: int, rounds: int, begin: Begin = lambda name: None
+    runner: Runner,
+    sides: Mapping[str, Side],
+    prompt: list[int],
+    count: int,
+    rounds: int,
+    begin: Begin = lambda name: None,
 ) -> dict[str, list[Run]]:
     """`rounds` cold runs of each side after one that doesn't count; says so if they gave different tokens."""
     runs: dict[str, list[Run]] = {side: [] for side in sides}
     for turn in range(rounds + 1):
-        begin(f"cold prompt of {len(prompt)}, " + (f"round {turn} of {rounds}" if turn else "warming up"))
+        begin(
+            f"cold prompt of {len(prompt)}, "
+            + (f"round {turn} of {rounds}" if turn else "warming up")
+        )
         for side in in_turn(sides, turn):
             runner.reset()
             runs[side].append(measure(sides[side], prompt, count, runner))
@@ -68,7 +76,14 @@ def measure(side: Side, prompt: list[int], count: int, runner: Runner) -> Run:
     last, last_python = time.perf_counter(), time.thread_time()
     answer.close()
     stored = runner.entry.used_bytes
-    return Run(tokens, first - began, last - first, last_python - first_python, mx.get_peak_memory(), stored)
+    return Run(
+        tokens,
+        first - began,
+        last - first,
+        last_python - first_python,
+        mx.get_peak_memory(),
+        stored,
+    )
 
 
 def wait() -> None:
@@ -80,5 +95,7 @@ def wait() -> None:
 
 
 def some_tokens(runner: Runner, count: int, seed: int = 0) -> list[int]:
-    tokens: list[int] = np.random.default_rng(seed).integers(runner.facts.vocab, size=count).tolist()
+    tokens: list[int] = (
+        np.random.default_rng(seed).integers(runner.facts.vocab, size=count).tolist()
+    )
     return tokens

@@ -29,7 +29,9 @@ def load_or_make(name: str, *, trust_remote_code: bool = False) -> LoadedModel:
         return load_model(name, trust_remote_code=trust_remote_code)
     match = RANDOM.fullmatch(name)
     if match is None:
-        raise ModelError(f"{name}: a random model is named by its size: random:100M, or random:1.5G")
+        raise ModelError(
+            f"{name}: a random model is named by its size: random:100M, or random:1.5G"
+        )
     return random_llama(name, float(match[1]) * {"M": 1e6, "G": 1e9}[match[2].upper()])
 
 
@@ -39,7 +41,9 @@ def random_llama(name: str, parameters: float) -> LoadedModel:
     dtype, hidden = device.preferred_dtype() or mx.bfloat16, HEAD_DIM * depth
     need, offered = int(_parameters(depth) * dtype.size), device.offered_bytes()
     if need > offered:
-        raise ModelError(f"{name}: its weights would take {need / 1e9:.1f} GB, and the device offers {offered / 1e9:.1f} GB")
+        raise ModelError(
+            f"{name}: its weights would take {need / 1e9:.1f} GB, and the device offers {offered / 1e9:.1f} GB"
+        )
     args = ModelArgs(
         model_type="llama", hidden_size=hidden, num_hidden_layers=depth, intermediate_size=hidden * 8 // 3 // 32 * 32,
         num_attention_heads=depth, num_key_value_heads=depth, rms_norm_eps=1e-5, vocab_size=VOCAB, max_position_embeddings=32768,
@@ -51,7 +55,9 @@ def random_llama(name: str, parameters: float) -> LoadedModel:
     model.eval()
     mx.eval(model.parameters())
     # Most of its ids have no text in this tokenizer: as little to do for whoever decodes it.
-    return LoadedModel(name, Path(), model, ByteTokenizer(), facts_of(model, vars(args)), vars(args))
+    return LoadedModel(
+        name, Path(), model, ByteTokenizer(), facts_of(model, vars(args)), vars(args)
+    )
 
 
 def random_runner(name: str = "random:98M") -> Runner:

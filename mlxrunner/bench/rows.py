@@ -26,7 +26,11 @@ class Row:
         """Whether the median meets the target; None without one."""
         if self.target is None:
             return None
-        return median(self.compared) <= self.target if self.is_excess else median(self.compared) >= self.target
+        return (
+            median(self.compared) <= self.target
+            if self.is_excess
+            else median(self.compared) >= self.target
+        )
 
     @property
     def verdict(self) -> str:
@@ -49,16 +53,30 @@ class Row:
         }
 
 
-def more_is_better(name: str, unit: str, ours: Sequence[float], other: Sequence[float], target: float | None = None) -> Row:
-    return Row(name, unit, ours, other, [a / b for a, b in zip(ours, other, strict=True)], target=target)
+def more_is_better(
+    name: str, unit: str, ours: Sequence[float], other: Sequence[float], target: float | None = None
+) -> Row:
+    return Row(
+        name, unit, ours, other, [a / b for a, b in zip(ours, other, strict=True)], target=target
+    )
 
 
 def less_is_better(name: str, unit: str, ours: Sequence[float], other: Sequence[float]) -> Row:
     return Row(name, unit, ours, other, [b / a for a, b in zip(ours, other, strict=True)])
 
 
-def excess(name: str, unit: str, ours: Sequence[float], other: Sequence[float], target: float | None = None) -> Row:
-    return Row(name, unit, ours, other, [a - b for a, b in zip(ours, other, strict=True)], is_excess=True, target=target)
+def excess(
+    name: str, unit: str, ours: Sequence[float], other: Sequence[float], target: float | None = None
+) -> Row:
+    return Row(
+        name,
+        unit,
+        ours,
+        other,
+        [a - b for a, b in zip(ours, other, strict=True)],
+        is_excess=True,
+        target=target,
+    )
 
 
 def spread(values: Sequence[float]) -> tuple[float, float, float]:
@@ -74,7 +92,9 @@ def table_of(rows: Sequence[Row], ours: str = "runner", other: str = "other") ->
     for row in rows:
         low, middle, high = spread(row.compared)
         numbers = f"{short(median(row.ours)):>7g}  {short(median(row.other)):>7g}  {'+' if row.is_excess else 'x'}"
-        lines.append(f"{row.name:{width}}  {row.unit:>5}  {numbers}  {low:>7g}  {middle:>7g}  {high:>7g}  {row.verdict}".rstrip())
+        lines.append(
+            f"{row.name:{width}}  {row.unit:>5}  {numbers}  {low:>7g}  {middle:>7g}  {high:>7g}  {row.verdict}".rstrip()
+        )
     return lines
 
 

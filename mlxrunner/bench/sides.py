@@ -32,7 +32,9 @@ def mlx_lm_side(runner: Runner) -> Side:
     tokenizer = SameDecoder(runner.tokenizer)
 
     def generate(prompt: list[int], max_tokens: int) -> Tokens:
-        with closing(stream_generate(runner.model, tokenizer, prompt, max_tokens=max_tokens)) as responses:
+        with closing(
+            stream_generate(runner.model, tokenizer, prompt, max_tokens=max_tokens)
+        ) as responses:
             for response in responses:
                 yield response.token
 
@@ -56,7 +58,9 @@ class PromptCacheSide:
             shared = 0
         given, rest = list(prompt), prompt[shared:]
         try:
-            responses = stream_generate(self._model, self._tokenizer, rest, max_tokens=max_tokens, prompt_cache=self._cache)
+            responses = stream_generate(
+                self._model, self._tokenizer, rest, max_tokens=max_tokens, prompt_cache=self._cache
+            )
             with closing(responses):
                 for response in responses:
                     given.append(response.token)

@@ -52,7 +52,13 @@ class Bench:
         trust_remote_code: bool = False,
         begin: Begin = lambda name: None,
     ) -> None:
-        self._model, self._rounds, self._answer, self._versus, self._quick = model, rounds, answer, versus, quick
+        self._model, self._rounds, self._answer, self._versus, self._quick = (
+            model,
+            rounds,
+            answer,
+            versus,
+            quick,
+        )
         self._begin, self._trust = begin, trust_remote_code
         self._contexts = list(contexts)
         self.findings = Findings()
@@ -76,8 +82,14 @@ class Bench:
     def _load(self) -> None:
         self._begin(f"loading {self._model}")
         if not self._model.startswith("random:"):
-            must_fit(plan_model(self._model, max(self._contexts) + self._answer if self._contexts else None))
-        self._loads = self._compare_loads() if self._versus and not self._model.startswith("random:") else {}
+            must_fit(
+                plan_model(
+                    self._model, max(self._contexts) + self._answer if self._contexts else None
+                )
+            )
+        self._loads = (
+            self._compare_loads() if self._versus and not self._model.startswith("random:") else {}
+        )
         began = time.perf_counter()
         loaded = load_or_make(self._model, trust_remote_code=self._trust)
         self._loads.setdefault("ours", [time.perf_counter() - began])
@@ -89,7 +101,9 @@ class Bench:
                 f"at least {SHORTEST}, at most {most} for this model's context of {loaded.facts.context}"
             )
         context = self._contexts[-1] + self._answer + 1
-        self._runner = Runner(loaded.model, loaded.tokenizer, loaded.facts, name=self._model, context=context)
+        self._runner = Runner(
+            loaded.model, loaded.tokenizer, loaded.facts, name=self._model, context=context
+        )
         self._cost = cost_of(loaded.model, loaded.config)
         self._weights = weights_of(loaded.model)
         self._runner.observer, self._evaluated = self._observe, 0
@@ -99,7 +113,9 @@ class Bench:
         folder = str(resolve(self._model))
         ways: dict[str, Callable[[], object]] = {
             "ours": lambda: load_or_make(self._model, trust_remote_code=self._trust),
-            "mlx-lm": lambda: mlx_lm.load(folder, tokenizer_config={"trust_remote_code": self._trust}),
+            "mlx-lm": lambda: mlx_lm.load(
+                folder, tokenizer_config={"trust_remote_code": self._trust}
+            ),
         }
         found: dict[str, list[float]] = {side: [] for side in ways}
         for turn in range(self._rounds + 1):
@@ -111,7 +127,9 @@ class Bench:
                 except MlxrunnerError:
                     raise
                 except Exception as error:  # a tokenizer that only we know, say
-                    print(f"mlx-lm can't load it by itself: {type(error).__name__}", file=sys.stderr)
+                    print(
+                        f"mlx-lm can't load it by itself: {type(error).__name__}", file=sys.stderr
+                    )
                     return {}
                 found[side].append(time.perf_counter() - began)
         return {side: those[1:] for side, those in found.items()}
@@ -134,7 +152,9 @@ class Bench:
         self.findings.figures += [
             Figure("load", "s", ours, share, "bandwidth"),
             Figure(f"ceiling: bandwidth, {ceilings.dtype}", "GB/s", [ceilings.bandwidth / 1e9]),
-            Figure(f"ceiling: arithmetic, {ceilings.dtype}", "GFLOP/s", [ceilings.arithmetic / 1e9]),
+            Figure(
+                f"ceiling: arithmetic, {ceilings.dtype}", "GFLOP/s", [ceilings.arithmetic / 1e9]
+            ),
         ]
 
     def _cold(self, context: int) -> None:
@@ -150,14 +170,34 @@ class Bench:
         peak = {side: [run.peak / 1e6 for run in those] for side, those in runs.items()}
         ttft, step = median(run.ttft for run in ours), median(run.decode for run in ours) / steps
         self.findings.figures += [
-            Figure(f"cold prefill of {context}", "tok/s", prefill["ours"], *self._share(ttft, context, 0)),
-            Figure(f"decode after {context}", "tok/s", decode["ours"], *self._share(step, 1, ours[-1].stored)),
-            Figure(f"peak memory with {context}", "MB", peak["ours"], max(peak["ours"]) * 1e6 / device.offered_bytes(), "memory"),
+            Figure(
+                f"cold prefill of {context}",
+                "tok/s",
+                prefill["ours"],
+                *self._share(ttft, context, 0),
+            ),
+            Figure(
+                f"decode after {context}",
+                "tok/s",
+                decode["ours"],
+                *self._share(step, 1, ours[-1].stored),
+            ),
+            Figure(
+                f"peak memory with {context}",
+                "MB",
+                peak["ours"],
+                max(peak["ours"]) * 1e6 / device.offered_bytes(),
+                "memory",
+            ),
         ]
         if self._versus:
             self.findings.rows += [
-                more_is_better(f"cold prefill of {context}", "tok/s", prefill["ours"], prefill["mlx-lm"]),
-                more_is_better(f"decode after {context}", "tok/s", decode["ours"], decode["mlx-lm"]),
+                more_is_better(
+                    f"cold prefill of {context}", "tok/s", prefill["ours"], prefill["mlx-lm"]
+                ),
+                more_is_better(
+                    f"decode after {context}", "tok/s", decode["ours"], decode["mlx-lm"]
+                ),
                 less_is_better(f"peak memory with {context}", "MB", peak["ours"], peak["mlx-lm"]),
             ]
 
@@ -185,13 +225,17 @@ class Bench:
             for percent, name in zip(CACHED, names, strict=True):
                 kept = context * percent // 100
                 # Different from its first token on, so that no more than `kept` can be reused of the entry that the last one left.
-                prompt = prompt[:kept] + [(token + 1) % self._runner.facts.vocab for token in prompt[kept:]]
+                prompt = prompt[:kept] + [
+                    (token + 1) % self._runner.facts.vocab for token in prompt[kept:]
+                ]
                 ask(name, prompt)
             for side in sides.values():
                 measure(side, prompt, self._answer, self._runner)
             ask(f"first token of {context}, regenerated", prompt)
         for name, ms in found.items():
-            share = self._share(median(ms["ours"]) / 1e3, evaluated[name], self._runner.entry.used_bytes)
+            share = self._share(
+                median(ms["ours"]) / 1e3, evaluated[name], self._runner.entry.used_bytes
+            )
             self.findings.figures.append(Figure(name, "ms", ms["ours"], *share, evaluated[name]))
             if self._versus and name != names[0]:  # the cold one is compared as a rate
                 self.findings.rows.append(less_is_better(name, "ms", ms["ours"], ms["mlx-lm"]))
@@ -204,7 +248,13 @@ class Bench:
         entry = self._runner.entry
         self.findings.figures += [
             Figure("weights", "MB", [self._weights / 1e6], self._weights / offered, "memory"),
-            Figure(f"entry of {len(entry.tokens)} tokens", "MB", [entry.nbytes / 1e6], entry.nbytes / offered, "memory"),
+            Figure(
+                f"entry of {len(entry.tokens)} tokens",
+                "MB",
+                [entry.nbytes / 1e6],
+                entry.nbytes / offered,
+                "memory",
+            ),
         ]
         mx.clear_cache()
 

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any
 from mlxrunner.cache.entry import CacheEntry, PrefixCache, Session
 from mlxrunner.cache.layer import LayerCache, RewindError
 from mlxrunner.cache.lookup import Lookup
-from mlxrunner.cache.sequences import END, Batch, Cache, CacheConfig, CacheFullError, NotSupportedError
+from mlxrunner.cache.sequences import (
+    END,
+    Batch,
+    Cache,
+    CacheConfig,
+    CacheFullError,
+    NotSupportedError,
+)
 from mlxrunner.cache.tokens import TokenBuffer, common_prefix
 
 if TYPE_CHECKING:

@@ -14,7 +14,16 @@ import mlx.core as mx
 import numpy as np
 
 from mlxrunner.cache.cells import Bools, Cells, Ints, Lift, Move, Placement, Run, Sight, runs
-from mlxrunner.cache.sequences import END, Batch, Cache, CacheConfig, CacheFullError, Commit, Lifecycle, NotSupportedError
+from mlxrunner.cache.sequences import (
+    END,
+    Batch,
+    Cache,
+    CacheConfig,
+    CacheFullError,
+    Commit,
+    Lifecycle,
+    NotSupportedError,
+)
 from mlxrunner.cache.split import WORTH_SPLITTING, Split, split
 
 Shift = Callable[[int, mx.array, mx.array], mx.array]
@@ -56,7 +65,9 @@ class Layer:
     @classmethod
     def like(cls, keys: mx.array, values: mx.array, rows: int, dtype: mx.Dtype) -> Layer:
         """Allocated now, so that it fails now if it does not fit."""
-        layer = cls(*(mx.zeros((1, part.shape[1], rows, part.shape[3]), dtype) for part in (keys, values)))
+        layer = cls(
+            *(mx.zeros((1, part.shape[1], rows, part.shape[3]), dtype) for part in (keys, values))
+        )
         mx.eval(layer.keys, layer.values)
         return layer
 
@@ -68,7 +79,9 @@ class Layer:
         """ValueError unless these are rows of this layer."""
         for name, rows, buffer in (("keys", keys, self.keys), ("values", values, self.values)):
             if rows.shape != (expected := (*buffer.shape[:2], rows.shape[2], buffer.shape[3])):
-                raise ValueError(f"layer {index}: {name} of shape {rows.shape}, but the cache was allocated for {expected}")
+                raise ValueError(
+                    f"layer {index}: {name} of shape {rows.shape}, but the cache was allocated for {expected}"
+                )
 
     def write(self, places: Places, keys: mx.array, values: mx.array) -> None:
         places.put(self.keys, keys.astype(self.keys.dtype))
@@ -99,7 +112,11 @@ class CausalCache(Cache):
     """
 
     def __init__(
-        self, shift: Shift | None = None, window: int | None = None, memory: int | None = None, chunk: int | None = None
+        self,
+        shift: Shift | None = None,
+        window: int | None = None,
+        memory: int | None = None,
+        chunk: int | None = None,
     ) -> None:
         self._shift, self._sight = shift, Sight(window, memory, chunk)
         self._lifecycle = Lifecycle()
@@ -167,7 +184,9 @@ class CausalCache(Cache):
         """Cells with tokens of any of `sequences`, or with the first so many of another one: `prefix`, (sequence, tokens)."""
         other, length = prefix
         used = self._cells.owners[list(sequences)].any(axis=0)
-        return int(np.count_nonzero(used | (self._cells.owners[other] & (self._cells.positions < length))))
+        return int(
+            np.count_nonzero(used | (self._cells.owners[other] & (self._cells.positions < length)))
+        )
 
     def num_shared(self, sequence: int, others: Sequence[int], begin: int = 0) -> int:
         """Cells with a token of `sequence`, at `begin` or behind, that is also one of `others`."""
@@ -184,7 +203,9 @@ class CausalCache(Cache):
         self._lifecycle.configure(config)
 
     def init(self, dtype: mx.Dtype, max_sequences: int, capacity: int, max_batch: int) -> None:
-        self._lifecycle.initialize(max_sequences=max_sequences, capacity=capacity, max_batch=max_batch)
+        self._lifecycle.initialize(
+            max_sequences=max_sequences, capacity=capacity, max_batch=max_batch
+        )
         self._dtype, self._max_batch = dtype, max_batch
         num_cells = self._sight.num_cells(max_sequences, capacity, max_batch)
         self._rows = Run(0, num_cells).padded(self._lifecycle.config.history_multiple)
@@ -196,12 +217,16 @@ class CausalCache(Cache):
             self._check_size(batch)
             self._undo = self._cells, self._forward
             everything = np.ones((len(batch), self._rows.end), np.bool_)
-            self._forward = Forward(len(batch), None, self._rows, self._as_mask(everything), everything, batch.sequences)
+            self._forward = Forward(
+                len(batch), None, self._rows, self._as_mask(everything), everything, batch.sequences
+            )
             return
         before, after, cells, move = self._place(batch)
         history = after.history(batch).padded(self._lifecycle.config.history_multiple)
         visible = after.mask(batch, cells, history)
-        forward = Forward(len(batch), Places(cells), history, self._as_mask(visible), visible, batch.sequences)
+        forward = Forward(
+            len(batch), Places(cells), history, self._as_mask(visible), visible, batch.sequences
+        )
         if move is not None:
             self._move(move, before)
         self._undo = before, self._forward
@@ -221,7 +246,9 @@ class CausalCache(Cache):
                 raise ValueError(
                     f"layer {self._layer}: {rows.shape[2]} {name} were put, but start_forward announced {forward.tokens} tokens"
                 )
-        layer = self._layers.get(self._layer) or Layer.like(keys, values, self._rows.end, self._dtype)
+        layer = self._layers.get(self._layer) or Layer.like(
+            keys, values, self._rows.end, self._dtype
+        )
         layer.check(self._layer, keys, values)
         self._layers[self._layer] = layer
         if forward.places is not None:
@@ -291,7 +318,11 @@ class CausalCache(Cache):
         self._cells.check_sequences(*batch.sequences)
         if (n := len(batch)) > (most := self._max_batch):
             raise CacheFullError(
-                f"a batch of {n} tokens (max_batch is {most})", n, most, most, remedy="split it, or raise max_batch"
+                f"a batch of {n} tokens (max_batch is {most})",
+                n,
+                most,
+                most,
+                remedy="split it, or raise max_batch",
             )
 
     def _place(self, batch: Batch) -> Placement:
@@ -300,7 +331,11 @@ class CausalCache(Cache):
 
     def _as_mask(self, visible: Bools) -> mx.array:
         mask, dtype = mx.array(visible), self._lifecycle.config.mask_dtype
-        return mask if dtype is None or dtype == mx.bool_ else mx.where(mask, mx.array(0, dtype), mx.array(-np.inf, dtype))
+        return (
+            mask
+            if dtype is None or dtype == mx.bool_
+            else mx.where(mask, mx.array(0, dtype), mx.array(-np.inf, dtype))
+        )
 
     def _become(self, after: Cells) -> None:
         self._cells, self._undo = after, None
@@ -330,7 +365,11 @@ def _read(buffer: mx.array, cells: Ints) -> mx.array:
     if len(found) > MANY_RUNS:
         rows = mx.take(buffer, mx.array(cells), axis=2)
     else:
-        rows = mx.contiguous(mx.concatenate([buffer[..., run.begin : run.end, :] for run in found or [Run(0, 0)]], axis=2))
+        rows = mx.contiguous(
+            mx.concatenate(
+                [buffer[..., run.begin : run.end, :] for run in found or [Run(0, 0)]], axis=2
+            )
+        )
     mx.eval(rows)
     return rows
 

@@ -62,11 +62,15 @@ class Sight:
         if self.memory is None:
             object.__setattr__(self, "memory", self.window)
         elif reach is None or self.memory < reach:
-            raise ValueError(f"a memory of {self.memory} tokens does not hold what a query may see ({reach or 'everything'})")
+            raise ValueError(
+                f"a memory of {self.memory} tokens does not hold what a query may see ({reach or 'everything'})"
+            )
 
     def first_seen(self, positions: Ints) -> Ints:
         """The first position that each query sees."""
-        first = np.zeros_like(positions) if self.chunk is None else positions - positions % self.chunk
+        first = (
+            np.zeros_like(positions) if self.chunk is None else positions - positions % self.chunk
+        )
         return first if self.window is None else np.maximum(first, positions - (self.window - 1))
 
     def first_kept(self, positions: Ints) -> Ints:
@@ -75,7 +79,11 @@ class Sight:
 
     def num_cells(self, max_sequences: int, capacity: int, max_batch: int) -> int:
         everything = max_sequences * capacity
-        return everything if self.memory is None else min(everything, max_sequences * self.memory + max_batch)
+        return (
+            everything
+            if self.memory is None
+            else min(everything, max_sequences * self.memory + max_batch)
+        )
 
 
 class Move(NamedTuple):
@@ -125,7 +133,9 @@ class Cells:
 
     @classmethod
     def empty(cls, num_cells: int, max_sequences: int, sight: Sight) -> Cells:
-        return cls(np.zeros(num_cells, np.int32), np.zeros((max_sequences, num_cells), np.bool_), sight)
+        return cls(
+            np.zeros(num_cells, np.int32), np.zeros((max_sequences, num_cells), np.bool_), sight
+        )
 
     @property
     def num_cells(self) -> int:
@@ -228,13 +238,19 @@ class Cells:
             placed = kept._in_lanes(batch)
         if placed is None:
             order, move = self._packing(kept)
-            before, kept, start = before._in_order(order), kept._in_order(order), self.num_cells - kept.num_free
+            before, kept, start = (
+                before._in_order(order),
+                kept._in_order(order),
+                self.num_cells - kept.num_free,
+            )
             placed = np.arange(start, start + n, dtype=np.int32), {}
         cells, lanes = placed
         positions, owners = kept.positions.copy(), kept.owners.copy()
         positions[cells] = batch.positions
         owners[batch.sequences, cells] = True
-        return Placement(before, replace(kept, positions=positions, owners=owners, lanes=lanes), cells, move)
+        return Placement(
+            before, replace(kept, positions=positions, owners=owners, lanes=lanes), cells, move
+        )
 
     def packed(self) -> tuple[Cells, Move | None]:
         """Without holes, in the same order."""
@@ -257,7 +273,9 @@ class Cells:
         if self.sight != Sight():
             visible &= positions >= self.sight.first_seen(queries)[:, None]
         if ahead := list(batch.sees_forward):
-            forward = (sequences[ahead][:, None] == sequences[ahead]) & (queries[ahead][:, None] < queries[ahead])
+            forward = (sequences[ahead][:, None] == sequences[ahead]) & (
+                queries[ahead][:, None] < queries[ahead]
+            )
             visible[np.ix_(np.array(ahead), cells[ahead] - history.begin)] |= forward
         missing = history.end - history.begin - visible.shape[1]
         return np.pad(visible, ((0, 0), (0, missing))) if missing else visible
@@ -265,7 +283,9 @@ class Cells:
     def check_sequences(self, *sequences: int) -> None:
         if not 0 <= min(sequences) <= max(sequences) < len(self.owners):
             wrong = next(sequence for sequence in sequences if not 0 <= sequence < len(self.owners))
-            raise ValueError(f"there is no sequence {wrong}: the cache was initialized for {len(self.owners)}, counted from 0")
+            raise ValueError(
+                f"there is no sequence {wrong}: the cache was initialized for {len(self.owners)}, counted from 0"
+            )
 
     def _kept_for(self, batch: Batch) -> Cells:
         """Without what no sequence needs once the batch has begun."""
@@ -274,7 +294,9 @@ class Cells:
         begins = self.next_positions()
         sequences, lowest = _lowest_positions(batch)
         begins[sequences] = lowest
-        return replace(self, owners=self.owners & (self.positions >= self.sight.first_kept(begins)[:, None]))
+        return replace(
+            self, owners=self.owners & (self.positions >= self.sight.first_kept(begins)[:, None])
+        )
 
     def _in_lanes(self, batch: Batch) -> tuple[Ints, dict[int, Lane]] | None:
         """The cells of the batch and the lanes that are left; None where those without a lane find no room beside the lanes."""
@@ -305,14 +327,19 @@ class Cells:
         return order, Move(begin, order[begin:end])
 
     def _in_order(self, order: Ints) -> Cells:
-        return replace(self, positions=self.positions[order], owners=self.owners[:, order], lanes={})
+        return replace(
+            self, positions=self.positions[order], owners=self.owners[:, order], lanes={}
+        )
 
 
 def runs(cells: Ints) -> list[Run]:
     """Neighbours that follow each other, as one."""
     begins = np.flatnonzero(np.diff(cells, prepend=-2) != 1)
     lengths = np.diff(begins, append=len(cells))
-    return [Run(first, first + n) for first, n in zip(cells[begins].tolist(), lengths.tolist(), strict=True)]
+    return [
+        Run(first, first + n)
+        for first, n in zip(cells[begins].tolist(), lengths.tolist(), strict=True)
+    ]
 
 
 def _without(free: Bools, lanes: Iterable[Lane]) -> Bools:

@@ -61,7 +61,9 @@ def places_of(total: int, message_ends: Sequence[int], *, ahead: bool = False) -
     place shortly before its end, where one with another line appended still finds it. `ahead`: the last message has no end yet.
     """
     ends = [end for end in message_ends if end < total]
-    answer = total if ahead else ends[-1] if ends and total - ends[-1] <= HEADER else total - NEAR_END
+    answer = (
+        total if ahead else ends[-1] if ends and total - ends[-1] <= HEADER else total - NEAR_END
+    )
     before = [end for end in ends if end < answer]
     roles: dict[int, Role] = {}
     if before:
@@ -82,7 +84,11 @@ def thinned(items: Sequence[Checkpoint], budget: int, interval: int) -> list[Che
     kept = list(items)
     size = max((item.nbytes for item in kept), default=0)
     while sum(item.nbytes for item in kept) > budget:
-        del kept[_least_useful(kept, spacing(kept[-1].offset, slots_of(budget, size), min(SPACING, interval)))]
+        del kept[
+            _least_useful(
+                kept, spacing(kept[-1].offset, slots_of(budget, size), min(SPACING, interval))
+            )
+        ]
     return kept
 
 
@@ -95,10 +101,14 @@ def _least_useful(items: Sequence[Checkpoint], allowed: int) -> int:
     """The index of the one without a role whose loss leaves a gap that fills the `allowed` one best, or else the smallest gap; then the last
     one if it has no role, and then by role."""
     offsets = [0, *(item.offset for item in items)]
-    gaps = {i: offsets[i + 2] - offsets[i] for i, item in enumerate(items[:-1]) if item.role is None}
+    gaps = {
+        i: offsets[i + 2] - offsets[i] for i, item in enumerate(items[:-1]) if item.role is None
+    }
     if gaps:
         harmless = [i for i, gap in gaps.items() if gap <= allowed * 11 // 10]
-        return max(harmless, key=lambda i: gaps[i]) if harmless else min(gaps, key=lambda i: gaps[i])
+        return (
+            max(harmless, key=lambda i: gaps[i]) if harmless else min(gaps, key=lambda i: gaps[i])
+        )
     if items[-1].role is None:
         return len(items) - 1
     return min(range(len(items)), key=lambda i: ROLES.index(items[i].role or "answer"))
@@ -145,7 +155,10 @@ class Checkpoints:
         """Set the places of the next prompt. Evaluating ahead leaves the last answer's place its role."""
         last: tuple[Role | None, ...] = ("answer",) if places.ahead else ()
         self._items = [
-            replace(item, role=places.roles.get(item.offset, item.role if item.role in last else None)) for item in self._items
+            replace(
+                item, role=places.roles.get(item.offset, item.role if item.role in last else None)
+            )
+            for item in self._items
         ]
         self._places = places
 
@@ -184,7 +197,9 @@ class Checkpoints:
     def _spacing(self) -> int:
         """From the last one to the next: the interval, until a quarter of the budget is used. From then on a third more than the budget allows
         on an average, which makes up for what is given up later (tried on thousands of histories)."""
-        slots = slots_of(self.budget, max((item.nbytes for item in self._items), default=self.budget))
+        slots = slots_of(
+            self.budget, max((item.nbytes for item in self._items), default=self.budget)
+        )
         allowed = spacing(self._last, slots, 1)
         if not self._items or (4 * len(self._items) <= slots and allowed < self.interval):
             return self.interval

@@ -84,7 +84,11 @@ class CompositeCache(Rewinding):
 
     def snapshot(self) -> Snapshot:
         parts = [part.snapshot() for part in self.parts]
-        return Snapshot(parts, sum(part.nbytes for part in parts), [array for part in parts for array in part.arrays])
+        return Snapshot(
+            parts,
+            sum(part.nbytes for part in parts),
+            [array for part in parts for array in part.arrays],
+        )
 
     def restore(self, snapshot: Snapshot, offset: int) -> None:
         for part, kept in zip(self.parts, snapshot.content, strict=True):
@@ -98,7 +102,12 @@ class CompositeCache(Rewinding):
         if snapshot is None:
             return Saved(self.kind, parts=[part.export() for part in self.parts])
         kept = zip(self.parts, snapshot.content, strict=True)
-        return Saved(self.kind, parts=[part.export(of) if part.needs_checkpoints else Saved(part.kind) for part, of in kept])
+        return Saved(
+            self.kind,
+            parts=[
+                part.export(of) if part.needs_checkpoints else Saved(part.kind) for part, of in kept
+            ],
+        )
 
     def adopt(self, saved: Saved, offset: int) -> None:
         for part, kept in zip(self.parts, saved.parts, strict=True):
@@ -106,8 +115,15 @@ class CompositeCache(Rewinding):
         self._hand_over()
 
     def snapshot_of(self, saved: Saved, offset: int) -> Snapshot:
-        parts = [part.snapshot_of(kept, offset) for part, kept in zip(self.parts, saved.parts, strict=True)]
-        return Snapshot(parts, sum(part.nbytes for part in parts), [array for part in parts for array in part.arrays])
+        parts = [
+            part.snapshot_of(kept, offset)
+            for part, kept in zip(self.parts, saved.parts, strict=True)
+        ]
+        return Snapshot(
+            parts,
+            sum(part.nbytes for part in parts),
+            [array for part in parts for array in part.arrays],
+        )
 
     def free(self) -> None:
         for part in self.parts:

@@ -13,7 +13,16 @@ import numpy as np
 
 from mlxrunner.cache.causal import Layer, Places
 from mlxrunner.cache.cells import Run
-from mlxrunner.cache.sequences import END, Batch, Cache, CacheConfig, CacheFullError, Commit, Lifecycle, NotSupportedError
+from mlxrunner.cache.sequences import (
+    END,
+    Batch,
+    Cache,
+    CacheConfig,
+    CacheFullError,
+    Commit,
+    Lifecycle,
+    NotSupportedError,
+)
 
 
 @dataclass(frozen=True)
@@ -30,10 +39,14 @@ class Contents:
     def without(self, begin: int, end: int) -> Contents:
         by = 0 if end == END else end - begin
         moved = {
-            position: position - by if position >= end else position for position in self.inputs if not begin <= position < end
+            position: position - by if position >= end else position
+            for position in self.inputs
+            if not begin <= position < end
         }
         position = None if self.position is None else moved.get(self.position)
-        return Contents(position, frozenset(moved.values()), {} if position is None else self.lengths)
+        return Contents(
+            position, frozenset(moved.values()), {} if position is None else self.lengths
+        )
 
 
 @dataclass(frozen=True)
@@ -80,7 +93,9 @@ class EncoderCache(Cache):
             raise NotSupportedError(
                 f"an encoder cache serves 1 sequence, not {max_sequences}: run such a model one sequence at a time"
             )
-        self._lifecycle.initialize(max_sequences=max_sequences, capacity=capacity, max_batch=max_batch)
+        self._lifecycle.initialize(
+            max_sequences=max_sequences, capacity=capacity, max_batch=max_batch
+        )
         self._dtype = dtype
 
     def start_forward(self, batch: Batch, reserve: bool = False) -> None:
@@ -89,7 +104,9 @@ class EncoderCache(Cache):
         self._undo = self._contents, self._forward
         if self.position is None:  # what an interrupted pass left is in some layers only
             self._contents = replace(self._contents, position=None, lengths={})
-        inputs = tuple(batch.positions[index] for index in batch.encoder_inputs) or (batch.positions[0],)
+        inputs = tuple(batch.positions[index] for index in batch.encoder_inputs) or (
+            batch.positions[0],
+        )
         self._forward = Forward(inputs, reserve)
 
     def undo_forward(self) -> None:
@@ -113,7 +130,9 @@ class EncoderCache(Cache):
             return
         self._undo = None
         if not forward.has_output:  # the one before is gone from the first row that is overwritten
-            self._contents = Contents(forward.inputs[-1], self._contents.inputs.union(forward.inputs))
+            self._contents = Contents(
+                forward.inputs[-1], self._contents.inputs.union(forward.inputs)
+            )
             self._forward = replace(forward, has_output=True)
         layer.write(Places(np.arange(length, dtype=np.int32)), keys, values)
         self._contents.lengths[self._layer] = length
@@ -121,7 +140,11 @@ class EncoderCache(Cache):
     def get(self) -> tuple[mx.array, mx.array, None]:
         """All that the encoder put out, without a mask."""
         forward, layer = self._current(), self._layers.get(self._layer)
-        length = layer.keys.shape[2] if layer and forward.is_reserve else self._contents.lengths.get(self._layer)
+        length = (
+            layer.keys.shape[2]
+            if layer and forward.is_reserve
+            else self._contents.lengths.get(self._layer)
+        )
         if layer is None or length is None:
             raise RuntimeError(f"layer {self._layer}: no encoder output is stored")
         return *layer.read(Run(0, length)), None
@@ -131,7 +154,9 @@ class EncoderCache(Cache):
 
     def prepare_copy_prefix(self, source: int, target: int, length: int) -> Commit:
         self._lifecycle.check()
-        raise NotSupportedError("an encoder cache serves one sequence: there is no other one to share a prefix with")
+        raise NotSupportedError(
+            "an encoder cache serves one sequence: there is no other one to share a prefix with"
+        )
 
     def can_resume(self, sequence: int, position: int) -> bool:
         """Whether the latest input before `position` is the one that is stored; the end of the sequence is not known here."""
@@ -156,7 +181,9 @@ class EncoderCache(Cache):
     def _check(self, *sequences: int) -> None:
         self._lifecycle.check()
         if any(sequences):
-            raise NotSupportedError(f"an encoder cache serves sequence 0 only, not {max(sequences, key=abs)}")
+            raise NotSupportedError(
+                f"an encoder cache serves sequence 0 only, not {max(sequences, key=abs)}"
+            )
 
     def _current(self) -> Forward:
         self._lifecycle.check()

@@ -46,7 +46,9 @@ class CacheEntry:
     @property
     def is_true(self) -> bool:
         """The invariant."""
-        return all(offset == len(self.tokens) for offset in self.offsets) and bool(self.caches or not self.tokens)
+        return all(offset == len(self.tokens) for offset in self.offsets) and bool(
+            self.caches or not self.tokens
+        )
 
     @property
     def nbytes(self) -> int:
@@ -59,7 +61,10 @@ class CacheEntry:
         for checkpoint in self.checkpoints.before(to):
             if checkpoint.offset <= direct:
                 break
-            if all(cache.needs_checkpoints or cache.can_rewind(checkpoint.offset) for cache in self.caches):
+            if all(
+                cache.needs_checkpoints or cache.can_rewind(checkpoint.offset)
+                for cache in self.caches
+            ):
                 return checkpoint.offset, limited_by if checkpoint.offset < to else None
         return direct, limited_by
 
@@ -84,11 +89,19 @@ class CacheEntry:
             SavedCheckpoint(
                 item.offset,
                 item.role,
-                [None if kept is None else cache.export(kept) for cache, kept in zip(self.caches, item.snapshots, strict=True)],
+                [
+                    None if kept is None else cache.export(kept)
+                    for cache, kept in zip(self.caches, item.snapshots, strict=True)
+                ],
             )
             for item in self.checkpoints
         ]
-        return Exported(self.tokens.array.copy(), [cache.export() for cache in self.caches], checkpoints, not self.is_shifted)
+        return Exported(
+            self.tokens.array.copy(),
+            [cache.export() for cache in self.caches],
+            checkpoints,
+            not self.is_shifted,
+        )
 
     def adopt(self, saved: SavedEntry) -> None:
         """Fill an empty entry, layer by layer. ValueError where what was saved does not belong together."""
@@ -99,15 +112,23 @@ class CacheEntry:
             if not 0 < item.offset <= offset:
                 raise ValueError(f"a checkpoint is at {item.offset} of {offset} tokens")
             pairs = zip(self.caches, item.layers, strict=True)
-            snapshots = [None if kept is None else cache.snapshot_of(kept, item.offset) for cache, kept in pairs]
-            if any(cache.needs_checkpoints and kept is None for cache, kept in zip(self.caches, snapshots, strict=True)):
+            snapshots = [
+                None if kept is None else cache.snapshot_of(kept, item.offset)
+                for cache, kept in pairs
+            ]
+            if any(
+                cache.needs_checkpoints and kept is None
+                for cache, kept in zip(self.caches, snapshots, strict=True)
+            ):
                 raise ValueError(f"the checkpoint at {item.offset} lacks a layer")
             nbytes = sum(snapshot.nbytes for snapshot in snapshots if snapshot is not None)
             self.checkpoints.add(Checkpoint(item.offset, nbytes, snapshots, item.role))
         self.tokens.extend(saved.tokens)
         self.is_shifted = not saved.is_exact
         if not self.is_true:
-            raise ValueError(f"its layers are at {sorted(set(self.offsets))}, and it has {offset} tokens")
+            raise ValueError(
+                f"its layers are at {sorted(set(self.offsets))}, and it has {offset} tokens"
+            )
 
     def shift(self, keep: int, discard: int, rotate: Rotators) -> bool:
         """Drop the tokens `keep .. keep + discard` and move the others up, in every layer; False, and nothing changed, if one can't.
@@ -133,7 +154,10 @@ class PrefixCache:
     """Keeps one entry and lends it to one request at a time."""
 
     def __init__(
-        self, make_caches: Callable[[], list[LayerCache]], checkpoint_budget: int = 0, checkpoint_interval: int = INTERVAL
+        self,
+        make_caches: Callable[[], list[LayerCache]],
+        checkpoint_budget: int = 0,
+        checkpoint_interval: int = INTERVAL,
     ) -> None:
         """`make_caches`: empty caches for the model; `checkpoint_budget`: bytes that checkpoints may take, `checkpoint_interval`: tokens
         between them where that is enough."""
@@ -248,7 +272,10 @@ class PrefixCache:
     def lose(self, reason: str, by: str | None, tokens: TokenArray) -> None:
         """Have the next lookup say that `tokens` were there once, and why they are not any more."""
         early, self._early = self._early, None
-        self._loss, self._restored_from = Loss(reason, by, early.tokens if early is not None else tokens), None
+        self._loss, self._restored_from = (
+            Loss(reason, by, early.tokens if early is not None else tokens),
+            None,
+        )
 
     def settle(self, undone: str = "an interrupted forward pass that could not be undone") -> None:
         """Make the entry true: every layer to the tokens, or as far back as is needed, or free it. Safe to repeat after an interrupt."""
@@ -353,7 +380,9 @@ class Session:
     entry is made true.
     """
 
-    def __init__(self, prefix_cache: PrefixCache, prompt: TokenArray, *, ahead: bool = False) -> None:
+    def __init__(
+        self, prefix_cache: PrefixCache, prompt: TokenArray, *, ahead: bool = False
+    ) -> None:
         self._cache, self._thread = prefix_cache, threading.get_ident()
         self.prompt, self.is_ahead = prompt, ahead
         self.lookup = Lookup(len(prompt), 0, 0, 0)
@@ -374,7 +403,12 @@ class Session:
         self.model_caches: list[Any] = [cache.model_cache for cache in self.caches]
         self.forwarded = self.recorded
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -419,7 +453,9 @@ class Session:
     @property
     def needs_checkpoints(self) -> bool:
         """Whether checkpoints are worth taking: some layer can't be rewound by itself, and there is a budget."""
-        return self._cache.entry.checkpoints.budget > 0 and any(cache.needs_checkpoints for cache in self.caches)
+        return self._cache.entry.checkpoints.budget > 0 and any(
+            cache.needs_checkpoints for cache in self.caches
+        )
 
     def mark(self, places: Places) -> None:
         """Say where the prompt is likely to be left again: checkpoints there are kept longest."""
@@ -441,7 +477,9 @@ class Session:
         entry = self._cache.entry
         if not entry.is_true or entry.checkpoints.at(len(entry.tokens)) is not None:
             return []
-        snapshots = [cache.snapshot() if cache.needs_checkpoints else None for cache in entry.caches]
+        snapshots = [
+            cache.snapshot() if cache.needs_checkpoints else None for cache in entry.caches
+        ]
         taken = [snapshot for snapshot in snapshots if snapshot is not None]
         nbytes = sum(snapshot.nbytes for snapshot in taken)
         kept = entry.checkpoints.add(Checkpoint(len(entry.tokens), nbytes, snapshots))

@@ -8,7 +8,14 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models import cache as mlx_lm_caches
-from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    ChunkedKVCache,
+    KVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
 
 from mlxrunner.cache.composite import CompositeCache
 from mlxrunner.cache.full import FullAttentionCache
@@ -50,7 +57,9 @@ def run_lazily(model: Any, caches: Sequence[LayerCache], tokens: int) -> mx.arra
     """The logits of `tokens` zeros `[1, tokens]`, as a graph: shapes are known, nothing is computed until somebody evaluates it."""
     for cache in caches:
         cache.begin_forward()
-    logits: mx.array = model(mx.zeros((1, tokens), mx.int32), cache=[cache.model_cache for cache in caches])
+    logits: mx.array = model(
+        mx.zeros((1, tokens), mx.int32), cache=[cache.model_cache for cache in caches]
+    )
     for cache in caches:
         cache.end_forward(tokens)
     return logits
@@ -75,7 +84,13 @@ def outline_of(model: Any, options: CacheOptions) -> list[Saved]:
     like = CacheOptions(rewind_slack=options.rewind_slack, kv_bits=options.kv_bits)
     first = _outline_after(model, like, 1)
     kinds = {kind for layer in first for kind in _kinds(layer)}
-    more = () if kinds <= set(ROWS) else FIRST_TOKENS if all(map(_is_known, kinds)) else (*FIRST_TOKENS, MANY_TOKENS)
+    more = (
+        ()
+        if kinds <= set(ROWS)
+        else FIRST_TOKENS
+        if all(map(_is_known, kinds))
+        else (*FIRST_TOKENS, MANY_TOKENS)
+    )
     outlines = [first, *(_outline_after(model, like, tokens) for tokens in more)]
     return [combined(layers) for layers in zip(*outlines, strict=True)]
 
@@ -105,7 +120,9 @@ def layouts_of(model: Any, options: CacheOptions) -> list[Layout]:
     except Exception as error:
         if options.kv_bits is None:
             raise
-        raise OptionError(f"kv_bits: this model can't use a quantized cache: {' '.join(str(error).split())[:200]}") from error
+        raise OptionError(
+            f"kv_bits: this model can't use a quantized cache: {' '.join(str(error).split())[:200]}"
+        ) from error
     return [layout for cache in caches for layout in cache.layouts()]
 
 
@@ -113,7 +130,11 @@ def layer_cache(inner: Any, options: CacheOptions) -> LayerCache:
     """The LayerCache that takes the place of, or looks after, a new mlx-lm layer cache."""
     if type(inner) is KVCache:
         context = options.context if options.whole else None
-        return FullAttentionCache(context) if options.kv_bits is None else QuantizedAttentionCache(options.kv_bits, context)
+        return (
+            FullAttentionCache(context)
+            if options.kv_bits is None
+            else QuantizedAttentionCache(options.kv_bits, context)
+        )
     if type(inner) is RotatingKVCache and not inner.keep:
         return SlidingWindowCache(inner.max_size, options.rewind_slack, options.context)
     if type(inner) is CacheList:
@@ -123,5 +144,7 @@ def layer_cache(inner: Any, options: CacheOptions) -> LayerCache:
     if type(inner) is RotatingKVCache:
         return TrimmableCache(inner, "sliding", lambda cache, to: cache.offset < cache.max_size)
     if type(inner) is ChunkedKVCache:
-        return TrimmableCache(inner, "chunked", lambda cache, to: cache.start_position <= to - to % cache.chunk_size)
+        return TrimmableCache(
+            inner, "chunked", lambda cache, to: cache.start_position <= to - to % cache.chunk_size
+        )
     return StockCache(inner)

@@ -131,8 +131,15 @@ class FullAttentionCache(OffsetCache):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         end = self.offset + keys.shape[2]
         if self.keys is None:
-            tokens = _round_up(max(end, self._reserved)) if self._context is None else max(end, self._context)
-            empty = [mx.zeros((*rows.shape[:2], tokens, rows.shape[3]), rows.dtype) for rows in (keys, values)]
+            tokens = (
+                _round_up(max(end, self._reserved))
+                if self._context is None
+                else max(end, self._context)
+            )
+            empty = [
+                mx.zeros((*rows.shape[:2], tokens, rows.shape[3]), rows.dtype)
+                for rows in (keys, values)
+            ]
             self.keys, self.values = empty
         elif end > self.capacity:
             self._resize(_round_up(max(end, self._reserved, self.capacity * 3 // 2)))
@@ -180,7 +187,10 @@ class FullAttentionCache(OffsetCache):
         if self.keys is None:
             return
         tail, end = slice(keep + discard, self.offset), self.offset - discard
-        keys, values = rotate(self.keys[..., tail, :], -discard), contiguous(self.values[..., tail, :])
+        keys, values = (
+            rotate(self.keys[..., tail, :], -discard),
+            contiguous(self.values[..., tail, :]),
+        )
         mx.eval(keys, values)  # now, so that the writes are in place
         self.keys[..., keep:end, :] = keys.astype(self.keys.dtype)
         self.values[..., keep:end, :] = values
@@ -200,7 +210,9 @@ class FullAttentionCache(OffsetCache):
 def rows_of(saved: Saved, names: Sequence[str], rows: int) -> list[mx.array]:
     """These arrays, each of which has to have so many rows."""
     arrays = [saved.arrays[name] for name in names if name in saved.arrays]
-    if len(arrays) != len(names) or any(array.ndim != 4 or array.shape[2] != rows for array in arrays):
+    if len(arrays) != len(names) or any(
+        array.ndim != 4 or array.shape[2] != rows for array in arrays
+    ):
         raise ValueError(
             f"a {saved.kind} layer has to have {rows} rows, not {' and '.join(str(array.shape) for array in arrays)}"
         )

@@ -70,8 +70,16 @@ class Earlier:
         """
         is_whole = found.cached + evaluated == found.prompt_tokens
         lost = max(0, min(self.tokens - found.cached, evaluated) - (self.is_repeat and is_whole))
-        is_own = found.reason in ("rewind_limited", "entry_freed", "verify_failed", "model_changed", "options_changed")
-        return replace(found, lost=lost, reason=self.reason if lost and not is_own else found.reason)
+        is_own = found.reason in (
+            "rewind_limited",
+            "entry_freed",
+            "verify_failed",
+            "model_changed",
+            "options_changed",
+        )
+        return replace(
+            found, lost=lost, reason=self.reason if lost and not is_own else found.reason
+        )
 
 
 @dataclass(frozen=True)
@@ -112,29 +120,51 @@ class Early:
             return replace(found, limited_by=by.limited_by, checkpoint=by.checkpoint)
         if matched < min(found.prompt_tokens, found.entry_tokens):
             return found  # it would have left the entry in any case
-        freed_by = by.freed_by if by.reason == "entry_freed" else "what was evaluated in advance and not asked for"
+        freed_by = (
+            by.freed_by
+            if by.reason == "entry_freed"
+            else "what was evaluated in advance and not asked for"
+        )
         return replace(found, reason="entry_freed", freed_by=freed_by)
 
 
 def explained(
-    found: Lookup, loss: Loss | None = None, prompt: TokenArray | None = None, restored_from: str | None = None
+    found: Lookup,
+    loss: Loss | None = None,
+    prompt: TokenArray | None = None,
+    restored_from: str | None = None,
 ) -> Lookup:
     """`found` with its reason, if it has none yet, and what that cost; `loss`: of tokens that are not in the entry any more, which `prompt`
     may share."""
     before, matched, most = found.entry_tokens, found.matched, found.prompt_tokens - 1
     reason, by, lost = found.reason, found.freed_by, 0
-    missing = 0 if loss is None or prompt is None else min(common_prefix(loss.tokens, prompt), most) - found.reused
+    missing = (
+        0
+        if loss is None or prompt is None
+        else min(common_prefix(loss.tokens, prompt), most) - found.reused
+    )
     if reason is not None:
         lost = min(matched, most) - found.reused
     elif found.limited_by and matched:
         reason, lost = "rewind_limited", min(matched, most) - found.reused
-    elif loss is not None and matched == before and (before == 0 if loss.reason != "interrupted" else missing > 0):
+    elif (
+        loss is not None
+        and matched == before
+        and (before == 0 if loss.reason != "interrupted" else missing > 0)
+    ):
         # What an interrupt has left out had to be evaluated anyway.
-        reason, by, lost = loss.reason, loss.by, max(missing, 0) if loss.reason != "interrupted" else 0
+        reason, by, lost = (
+            loss.reason,
+            loss.by,
+            max(missing, 0) if loss.reason != "interrupted" else 0,
+        )
     elif before == 0:
         reason = "empty"
     elif matched < min(found.prompt_tokens, before):
-        reason, lost = "diverged" if matched else "no_common_token", min(most, before) - found.reused
+        reason, lost = (
+            "diverged" if matched else "no_common_token",
+            min(most, before) - found.reused,
+        )
     elif restored_from is not None:
         reason, by = "restored", restored_from
     elif found.prompt_tokens < before:

@@ -32,7 +32,10 @@ class QuantizedAttentionCache(OffsetCache):
         end = self.offset + new_keys[0].shape[2]
         if end > self.capacity:
             tokens = max(end, self._context or -(-max(end, self.capacity * 3 // 2) // STEP) * STEP)
-            both = _room(self.keys, new_keys, self.offset, tokens), _room(self.values, new_values, self.offset, tokens)
+            both = (
+                _room(self.keys, new_keys, self.offset, tokens),
+                _room(self.values, new_values, self.offset, tokens),
+            )
             self.keys, self.values = both
         for buffers, new in ((self.keys, new_keys), (self.values, new_values)):
             for buffer, part in zip(buffers, new, strict=True):
@@ -43,7 +46,9 @@ class QuantizedAttentionCache(OffsetCache):
         if self.keys is None:
             raise ValueError("nothing was stored yet")
         cut = slice(0, self.offset)
-        return tuple(part[..., cut, :] for part in self.keys), tuple(part[..., cut, :] for part in self.values)
+        return tuple(part[..., cut, :] for part in self.keys), tuple(
+            part[..., cut, :] for part in self.values
+        )
 
     def export(self, snapshot: Snapshot | None = None) -> Saved:
         arrays = {
@@ -54,7 +59,9 @@ class QuantizedAttentionCache(OffsetCache):
         return Saved("quantized", arrays)
 
     def adopt(self, saved: Saved, offset: int) -> None:
-        rows = rows_of(saved, [f"{name} {part}" for name in ("keys", "values") for part in PARTS], offset)
+        rows = rows_of(
+            saved, [f"{name} {part}" for name in ("keys", "values") for part in PARTS], offset
+        )
         self.free()
         self.group_size = rows[0].shape[3] * 32 // self.bits // rows[1].shape[3]
         self._append(tuple(rows[:3]), tuple(rows[3:]))
@@ -68,7 +75,9 @@ def _group_size(*head_dims: int) -> int:
     for size in GROUP_SIZES:
         if all(dim % size == 0 for dim in head_dims):
             return size
-    raise ValueError(f"heads of {' and '.join(map(str, head_dims))} numbers can't be quantized in groups of {GROUP_SIZES[-1]}")
+    raise ValueError(
+        f"heads of {' and '.join(map(str, head_dims))} numbers can't be quantized in groups of {GROUP_SIZES[-1]}"
+    )
 
 
 def _room(old: Packed | None, like: Packed, used: int, tokens: int) -> Packed:

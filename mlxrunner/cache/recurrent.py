@@ -64,7 +64,10 @@ class RecurrentCache(StockCache):
     def export(self, snapshot: Snapshot | None = None) -> Saved:
         """The states, not those before the last forward pass."""
         states = self.inner.cache if snapshot is None else snapshot.content
-        return Saved(self.kind, {str(index): state for index, state in enumerate(states) if state is not None})
+        return Saved(
+            self.kind,
+            {str(index): state for index, state in enumerate(states) if state is not None},
+        )
 
     def adopt(self, saved: Saved, offset: int) -> None:
         self.restore(self.snapshot_of(saved, offset), offset)

@@ -43,7 +43,9 @@ def rotators(model: Any, caches: Sequence[LayerCache], by: int) -> list[Rotate] 
             if _judged(_stay, there_values, here_values, by).miss
             <= 1  # some latent caches keep positions in what they store as values
             else None
-            for layer, (there, there_values), (here, here_values) in zip(layers, far, near, strict=True)
+            for layer, (there, there_values), (here, here_values) in zip(
+                layers, far, near, strict=True
+            )
         ]
     except Exception:  # what raises in the proof would raise in the middle of an answer
         return None
@@ -66,7 +68,9 @@ class _Way:
 
 def _rotator(layer: Any, there: mx.array, here: mx.array, by: int) -> Rotate | None:
     """The way that turns the keys `there` into those `here`: the best that fits, unless another does nearly as well."""
-    ways = sorted((_judged(way, there, here, by) for way in (_stay, *_ropes(layer))), key=lambda way: way.miss)
+    ways = sorted(
+        (_judged(way, there, here, by) for way in (_stay, *_ropes(layer))), key=lambda way: way.miss
+    )
     best = ways[0]
     rivals = [way for way in ways[1:] if way.miss <= 1 and not way.does_as(best)]
     if not best.miss <= 1 or any(rival.miss <= BETTER * best.miss for rival in rivals):
@@ -77,7 +81,9 @@ def _rotator(layer: Any, there: mx.array, here: mx.array, by: int) -> Rotate | N
 def _judged(rotate: Rotate, there: mx.array, here: mx.array, by: int) -> _Way:
     """Each channel is held against its own scale: how large it is here, and what the rope mixes into it from there."""
     matrix = rotate(mx.eye(there.shape[3])[None, None], by)[0, 0]  # row c: where channel c goes
-    sizes = [mx.abs(keys.astype(mx.float32)).max(axis=(0, 2)) for keys in (here, there)]  # [kv_heads, head_dim]
+    sizes = [
+        mx.abs(keys.astype(mx.float32)).max(axis=(0, 2)) for keys in (here, there)
+    ]  # [kv_heads, head_dim]
     scale = mx.maximum(sizes[0], sizes[1] @ mx.abs(matrix))
     apart = mx.abs(rotate(there, by).astype(mx.float32) - here.astype(mx.float32)).max(axis=(0, 2))
     tolerance = max(TOLERANCE, ROUNDINGS * _step(here.dtype), -ROUNDINGS * by * _step(mx.float32))
@@ -99,7 +105,11 @@ def _stay(keys: mx.array, by: int) -> mx.array:
 def _ropes(layer: Any) -> list[Rotate]:
     """One for each rope that a module of this layer has."""
     modules = layer.modules() if hasattr(layer, "modules") else []
-    return [partial(turned, module.rope) for module in modules if callable(getattr(module, "rope", None))]
+    return [
+        partial(turned, module.rope)
+        for module in modules
+        if callable(getattr(module, "rope", None))
+    ]
 
 
 def turned(rope: Any, keys: mx.array, by: int | mx.array) -> mx.array:
@@ -117,7 +127,9 @@ def _keys_at(model: Any, layers: int, position: int) -> list[tuple[mx.array, mx.
     """The keys and values `[1, kv_heads, len(TOKENS), head_dim]` that each layer stores for TOKENS, each alone at `position`."""
     probes = [_Probe(position) for _ in range(layers)]
     model(mx.array(TOKENS)[:, None], cache=probes)
-    stored = [(probe.keys.transpose(2, 1, 0, 3), probe.values.transpose(2, 1, 0, 3)) for probe in probes]
+    stored = [
+        (probe.keys.transpose(2, 1, 0, 3), probe.values.transpose(2, 1, 0, 3)) for probe in probes
+    ]
     mx.eval(stored)
     return stored
 

@@ -79,9 +79,21 @@ def mismatch(saved: Saved, like: Saved, tokens: int) -> str | None:
         return None  # of a checkpoint: a part that needs none
     if saved.kind != like.kind or len(saved.parts) != len(like.parts):
         return f"a layer is of the kind {saved.kind!r:.40} instead of {like.kind!r}"
-    lacking = {name for name, expected in like.arrays.items() if name not in saved.arrays and not expected.may_lack}
-    empty = {name for name, expected in like.arrays.items() if expected.may_lack and saved.numbers.get(name, "") is None}
-    if lacking or set(saved.arrays) - set(like.arrays) or set(saved.numbers) - empty != set(like.numbers):
+    lacking = {
+        name
+        for name, expected in like.arrays.items()
+        if name not in saved.arrays and not expected.may_lack
+    }
+    empty = {
+        name
+        for name, expected in like.arrays.items()
+        if expected.may_lack and saved.numbers.get(name, "") is None
+    }
+    if (
+        lacking
+        or set(saved.arrays) - set(like.arrays)
+        or set(saved.numbers) - empty != set(like.numbers)
+    ):
         return f"a {like.kind} layer lacks a part, or has one too many"
     for name, found in saved.arrays.items():
         expected = like.arrays[name]
@@ -93,14 +105,26 @@ def mismatch(saved: Saved, like: Saved, tokens: int) -> str | None:
                 f"which does not go with {dtype_name(expected.dtype)} {list(expected.shape)} and {tokens} tokens"
             )
     for name, number in like.numbers.items():
-        if type(saved.numbers[name]) is not type(number) or (isinstance(number, int) and not 0 <= saved.numbers[name] < 2**31):
+        if type(saved.numbers[name]) is not type(number) or (
+            isinstance(number, int) and not 0 <= saved.numbers[name] < 2**31
+        ):
             return f"a number of a {like.kind} layer is {saved.numbers[name]!r:.50}"
-    return next((found for part in zip(saved.parts, like.parts, strict=True) if (found := mismatch(*part, tokens))), None)
+    return next(
+        (
+            found
+            for part in zip(saved.parts, like.parts, strict=True)
+            if (found := mismatch(*part, tokens))
+        ),
+        None,
+    )
 
 
 def shapes(saved: Saved) -> Saved:
     """The same without any content, and without what that would keep alive."""
-    arrays = {name: Shape(dtype_name(array.dtype), tuple(array.shape)) for name, array in saved.arrays.items()}
+    arrays = {
+        name: Shape(dtype_name(array.dtype), tuple(array.shape))
+        for name, array in saved.arrays.items()
+    }
     return Saved(saved.kind, arrays, saved.numbers, [shapes(part) for part in saved.parts])
 
 
@@ -111,22 +135,35 @@ def combined(found: Sequence[Saved]) -> Saved:
     names = dict.fromkeys(name for one in found for name in one.arrays)
     numbers = {name: value for name, value in first.numbers.items() if name not in names}
     parts = [combined(parts) for parts in zip(*(one.parts for one in found), strict=True)]
-    return Saved(first.kind, {name: _common([one.arrays.get(name) for one in found]) for name in names}, numbers, parts)
+    return Saved(
+        first.kind,
+        {name: _common([one.arrays.get(name) for one in found]) for name in names},
+        numbers,
+        parts,
+    )
 
 
 def _common(found: Sequence[Shape | None]) -> Shape:
     there = [shape for shape in found if shape is not None]
-    open_axes = [axis[0] if len(set(axis)) == 1 else None for axis in zip(*(shape.shape for shape in there), strict=True)]
+    open_axes = [
+        axis[0] if len(set(axis)) == 1 else None
+        for axis in zip(*(shape.shape for shape in there), strict=True)
+    ]
     return Shape(there[0].dtype, tuple(open_axes), may_lack=len(there) < len(found))
 
 
 def _fits(shape: Sequence[int | None], expected: Sequence[int | None]) -> bool:
-    return len(shape) == len(expected) and all(size is None or size == one for one, size in zip(shape, expected, strict=True))
+    return len(shape) == len(expected) and all(
+        size is None or size == one for one, size in zip(shape, expected, strict=True)
+    )
 
 
 def outline(saved: Saved) -> list[Any]:
     """What is the same for any number of tokens, for comparing formats: kind, names, types, shapes."""
-    arrays = {name: [dtype_name(array.dtype), _without_rows(saved.kind, array.shape)] for name, array in saved.arrays.items()}
+    arrays = {
+        name: [dtype_name(array.dtype), _without_rows(saved.kind, array.shape)]
+        for name, array in saved.arrays.items()
+    }
     return [saved.kind, arrays, sorted(saved.numbers), [outline(part) for part in saved.parts]]
 
 
@@ -137,4 +174,7 @@ def dtype_name(dtype: Any) -> str:
 
 def _without_rows(kind: str, shape: Sequence[int | None]) -> list[int | None]:
     """A shape in which the number of rows stands open."""
-    return [None if axis == 2 and len(shape) == 4 and kind != STATES else size for axis, size in enumerate(shape)]
+    return [
+        None if axis == 2 and len(shape) == 4 and kind != STATES else size
+        for axis, size in enumerate(shape)
+    ]

@@ -36,7 +36,9 @@ class CacheFullError(MlxrunnerError):
         total: int,
         remedy: str = "remove tokens or sequences, or initialize the cache with a larger capacity",
     ) -> None:
-        super().__init__(f"{what} needs {needed} free cells, but {free} of {total} are free: {remedy}")
+        super().__init__(
+            f"{what} needs {needed} free cells, but {free} of {total} are free: {remedy}"
+        )
         self.needed, self.free, self.total = needed, free, total
 
 
@@ -66,10 +68,14 @@ class Batch:
                 f"{n} positions and {len(self.sequences)} sequences: give one of each per token, for at least one token"
             )
         if not all(0 <= position < END for position in self.positions):
-            raise ValueError(f"positions have to be in 0 .. {END - 1}, not {min(self.positions)} .. {max(self.positions)}")
+            raise ValueError(
+                f"positions have to be in 0 .. {END - 1}, not {min(self.positions)} .. {max(self.positions)}"
+            )
         for name in ("encoder_inputs", "sees_forward"):
             if not all(0 <= index < n for index in getattr(self, name)):
-                raise ValueError(f"{name} are indices of the {n} tokens of the batch, not {getattr(self, name)}")
+                raise ValueError(
+                    f"{name} are indices of the {n} tokens of the batch, not {getattr(self, name)}"
+                )
 
     def __len__(self) -> int:
         return len(self.positions)

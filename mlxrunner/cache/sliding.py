@@ -45,9 +45,15 @@ class SlidingWindowCache(Rewinding):
 
     def __init__(self, window: int, slack: int = 0, context: int | None = None) -> None:
         self.window, self.slack = window, slack
-        self.room = window + slack + STEP if context is None else min(window + slack + STEP, max(context, 1))
+        self.room = (
+            window + slack + STEP
+            if context is None
+            else min(window + slack + STEP, max(context, 1))
+        )
         self._stored: Stored | None = None
-        self._fetched: tuple[mx.array, mx.array] | None = None  # of a chunk that was not stored whole, until its pass has ended
+        self._fetched: tuple[mx.array, mx.array] | None = (
+            None  # of a chunk that was not stored whole, until its pass has ended
+        )
         self._fetched_rows = 0
 
     @property
@@ -73,7 +79,11 @@ class SlidingWindowCache(Rewinding):
 
     @property
     def used_bytes(self) -> int:
-        return 0 if self._stored is None else self.nbytes * self._stored.rows // self._stored.keys.shape[2]
+        return (
+            0
+            if self._stored is None
+            else self.nbytes * self._stored.rows // self._stored.keys.shape[2]
+        )
 
     def make_mask(self, n: int, return_array: bool = False, window_size: int | None = None) -> Any:
         """For the next chunk of `n` tokens; mlx-lm's models ask before they write."""
@@ -134,20 +144,31 @@ class SlidingWindowCache(Rewinding):
         if to == 0 or self._stored is None:
             self.free()
         else:
-            self._stored = Stored(self._stored.keys, self._stored.values, self._stored.first, to - self._stored.first)
+            self._stored = Stored(
+                self._stored.keys, self._stored.values, self._stored.first, to - self._stored.first
+            )
 
     def can_shift(self, keep: int, discard: int) -> bool:
         """The window before the next token has to be there, whatever else is stored: after the gap, or on both sides of it."""
-        return self.offset >= keep + discard and window_closes(self.window, self.offset, keep, discard)
+        return self.offset >= keep + discard and window_closes(
+            self.window, self.offset, keep, discard
+        )
 
     def shift(self, keep: int, discard: int, rotate: Callable[[mx.array, int], mx.array]) -> None:
         stored = self._stored
         if stored is None:
             return
         lowest = max(0, self.offset - discard - self.window + 1)
-        before = slice(min(lowest, keep) - stored.first, keep - stored.first) if lowest < keep else slice(0, 0)
+        before = (
+            slice(min(lowest, keep) - stored.first, keep - stored.first)
+            if lowest < keep
+            else slice(0, 0)
+        )
         after = slice(max(keep, lowest) + discard - stored.first, stored.rows)
-        keys = [stored.keys[..., before, :], rotate(stored.keys[..., after, :], -discard).astype(stored.keys.dtype)]
+        keys = [
+            stored.keys[..., before, :],
+            rotate(stored.keys[..., after, :], -discard).astype(stored.keys.dtype),
+        ]
         values = [stored.values[..., before, :], stored.values[..., after, :]]
         all_keys, all_values = mx.concatenate(keys, axis=2), mx.concatenate(values, axis=2)
         rows = all_keys.shape[2]
@@ -155,7 +176,14 @@ class SlidingWindowCache(Rewinding):
 
     def layouts(self) -> list[Layout]:
         rows = self._stored.keys.shape[2] if self._stored else 1
-        return [Layout(self.kind, self.nbytes // rows, self.window + self.slack + STEP, checkpoint_rows=self.window - 1)]
+        return [
+            Layout(
+                self.kind,
+                self.nbytes // rows,
+                self.window + self.slack + STEP,
+                checkpoint_rows=self.window - 1,
+            )
+        ]
 
     def pretend(self, offset: int) -> None:
         if self._stored is not None:
@@ -168,37 +196,52 @@ class SlidingWindowCache(Rewinding):
         if stored is None or seen == 0:
             return Snapshot(None, 0)
         tail = slice(stored.rows - seen, stored.rows)
-        copy = Stored(contiguous(stored.keys[..., tail, :]), contiguous(stored.values[..., tail, :]), self.offset - seen, seen)
+        copy = Stored(
+            contiguous(stored.keys[..., tail, :]),
+            contiguous(stored.values[..., tail, :]),
+            self.offset - seen,
+            seen,
+        )
         return Snapshot(copy, copy.keys.nbytes + copy.values.nbytes, (copy.keys, copy.values))
 
     def restore(self, snapshot: Snapshot, offset: int) -> None:
         kept, self._fetched = snapshot.content, None
         # Arrays of its own, though not memory of its own: writing to them leaves the snapshot's as they are.
-        self._stored = None if kept is None else Stored(kept.keys[:], kept.values[:], kept.first, kept.rows)
+        self._stored = (
+            None if kept is None else Stored(kept.keys[:], kept.values[:], kept.first, kept.rows)
+        )
 
     def export(self, snapshot: Snapshot | None = None) -> Saved:
         stored = self._stored if snapshot is None else snapshot.content
         if stored is None:
             return Saved(self.kind)
         cut = slice(0, stored.rows)
-        return Saved(self.kind, {"keys": stored.keys[..., cut, :], "values": stored.values[..., cut, :]})
+        return Saved(
+            self.kind, {"keys": stored.keys[..., cut, :], "values": stored.values[..., cut, :]}
+        )
 
     def adopt(self, saved: Saved, offset: int) -> None:
         found, self._fetched = self._read(saved, offset), None
-        self._stored = self._filled(found.keys, found.values, found.first, found.rows, min(found.rows, self.room))
+        self._stored = self._filled(
+            found.keys, found.values, found.first, found.rows, min(found.rows, self.room)
+        )
         mx.eval(self.state)
 
     def snapshot_of(self, saved: Saved, offset: int) -> Snapshot:
         found = self._read(saved, offset)
         if found.rows != min(offset, self.window - 1):
-            raise ValueError(f"a checkpoint at {offset} of a window of {self.window} has {found.rows} rows")
+            raise ValueError(
+                f"a checkpoint at {offset} of a window of {self.window} has {found.rows} rows"
+            )
         return Snapshot(found, found.keys.nbytes + found.values.nbytes, (found.keys, found.values))
 
     def _read(self, saved: Saved, offset: int) -> Stored:
         keys, values = saved.arrays["keys"], saved.arrays["values"]
         rows = keys.shape[2]
         if values.shape[2] != rows or not min(offset, self.window - 1) <= rows <= offset:
-            raise ValueError(f"{rows} rows of keys and {values.shape[2]} of values are no window of {self.window} at {offset}")
+            raise ValueError(
+                f"{rows} rows of keys and {values.shape[2]} of values are no window of {self.window} at {offset}"
+            )
         return Stored(keys, values, offset - rows, rows)
 
     def free(self) -> None:
@@ -211,7 +254,9 @@ class SlidingWindowCache(Rewinding):
     def _fresh(self, keys: mx.array, values: mx.array) -> Stored:
         """An empty buffer for rows like these."""
         shapes = ((*rows.shape[:2], self.room, rows.shape[3]) for rows in (keys, values))
-        return Stored(mx.zeros(next(shapes), keys.dtype), mx.zeros(next(shapes), values.dtype), 0, 0)
+        return Stored(
+            mx.zeros(next(shapes), keys.dtype), mx.zeros(next(shapes), values.dtype), 0, 0
+        )
 
     def _moved(self, stored: Stored) -> Stored:
         """The rows that are worth keeping, at the front of a fresh buffer."""
@@ -224,11 +269,15 @@ class SlidingWindowCache(Rewinding):
         fresh.values[..., :kept, :] = values[..., rows - kept : rows, :]
         return Stored(fresh.keys, fresh.values, first + rows - kept, kept)
 
-    def _pass_through(self, stored: Stored, keys: mx.array, values: mx.array, seen: int) -> tuple[mx.array, mx.array]:
+    def _pass_through(
+        self, stored: Stored, keys: mx.array, values: mx.array, seen: int
+    ) -> tuple[mx.array, mx.array]:
         """A chunk longer than the room: attended with the window before it; its last rows are kept."""
         rows, n = stored.rows, keys.shape[2]
         all_keys = mx.concatenate([stored.keys[..., :rows, :], keys], axis=2) if rows else keys
-        all_values = mx.concatenate([stored.values[..., :rows, :], values], axis=2) if rows else values
+        all_values = (
+            mx.concatenate([stored.values[..., :rows, :], values], axis=2) if rows else values
+        )
         kept = min(rows + n, self.window - 1 + self.slack, self.room)
         following = self._filled(all_keys, all_values, stored.first, rows + n, kept)
         self._fetched = all_keys[..., rows - seen :, :], all_values[..., rows - seen :, :]

@@ -57,7 +57,11 @@ class Split(NamedTuple):
 
 
 def split(
-    visible: Bools, sequences: Sequence[int], history: Run, lanes: Mapping[int, Lane], worth: float = WORTH_SPLITTING
+    visible: Bools,
+    sequences: Sequence[int],
+    history: Run,
+    lanes: Mapping[int, Lane],
+    worth: float = WORTH_SPLITTING,
 ) -> Split | None:
     """Of a mask `[queries, history]`, with the sequence of each query. None where one product is the better way."""
     owners = np.asarray(sequences)
@@ -78,7 +82,12 @@ def split(
         own = own[:, cells.begin : cells.end]
         part = Part(begin, end, _moved(cells, history.begin), None if own.all() else own)
         lane = lanes.get(sequences[begin]) if pieces[sequences[begin]] == 1 else None
-        if lane is not None and end == begin + 1 and lane.run.begin <= part.cells.begin and part.cells.end <= lane.run.end:
+        if (
+            lane is not None
+            and end == begin + 1
+            and lane.run.begin <= part.cells.begin
+            and part.cells.end <= lane.run.end
+        ):
             in_lanes[lane.run.end - lane.run.begin].append((part, lane.run))
         else:
             parts.append(part)
@@ -107,7 +116,14 @@ def _lanes(members: list[tuple[Part, Run]], first: int, count: int, size: int) -
         wanted.append(index)
         columns = visible[index, part.cells.begin - run.begin : part.cells.end - run.begin]
         columns[:] = True if part.visible is None else part.visible[0]
-    return Lanes(tuple(queries), tuple(sorted(wanted)), first, size, length, None if visible.all() else visible)
+    return Lanes(
+        tuple(queries),
+        tuple(sorted(wanted)),
+        first,
+        size,
+        length,
+        None if visible.all() else visible,
+    )
 
 
 def _moved(run: Run, by: int) -> Run:

@@ -87,9 +87,15 @@ class StockCache(Rewinding):
 
     def export(self, snapshot: Snapshot | None = None) -> Saved:
         inner = self.inner if snapshot is None else snapshot.content
-        found: Any = dict(tree_flatten(self._cut(inner) if _has_settable_state(inner) else vars(inner)))
+        found: Any = dict(
+            tree_flatten(self._cut(inner) if _has_settable_state(inner) else vars(inner))
+        )
         arrays = {name: leaf for name, leaf in found.items() if isinstance(leaf, mx.array)}
-        return Saved(type(inner).__name__, arrays, {name: leaf for name, leaf in found.items() if name not in arrays})
+        return Saved(
+            type(inner).__name__,
+            arrays,
+            {name: leaf for name, leaf in found.items() if name not in arrays},
+        )
 
     def _cut(self, inner: Any) -> Any:
         """The state of `inner` without rows that were trimmed. Of an unknown kind no row ever is."""

@@ -16,15 +16,21 @@ TokenArray = NDArray[np.int32]
 def as_tokens(tokens: Sequence[int] | NDArray[Any]) -> TokenArray:
     """Token ids as an int32 array; PromptError if they are not integers from 0 to 2**31 - 1."""
     try:
-        array = np.array(tokens)  # a copy: what the caller does with his own does not matter any more
+        array = np.array(
+            tokens
+        )  # a copy: what the caller does with his own does not matter any more
     except (ValueError, OverflowError) as error:
         raise PromptError("token ids have to be a flat list of integers") from error
     if array.size == 0:
         return np.empty(0, np.int32)
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise PromptError(f"token ids have to be a flat list of integers, not {array.dtype} of shape {array.shape}")
+        raise PromptError(
+            f"token ids have to be a flat list of integers, not {array.dtype} of shape {array.shape}"
+        )
     if array.min() < 0 or array.max() > np.iinfo(np.int32).max:
-        raise PromptError(f"token ids have to be between 0 and {np.iinfo(np.int32).max}: found {array.min()} to {array.max()}")
+        raise PromptError(
+            f"token ids have to be between 0 and {np.iinfo(np.int32).max}: found {array.min()} to {array.max()}"
+        )
     return array.astype(np.int32, copy=False)
 
 

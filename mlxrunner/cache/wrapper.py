@@ -28,7 +28,9 @@ class WrapperCache(Cache):
     def set_layer_type(self, index: int) -> None:
         """The cache, in the order given to the constructor, that `put` and `get` are about."""
         if not 0 <= index < len(self.caches):
-            raise ValueError(f"there is no layer type {index}: the wrapper has {len(self.caches)} caches, counted from 0")
+            raise ValueError(
+                f"there is no layer type {index}: the wrapper has {len(self.caches)} caches, counted from 0"
+            )
         self._type = index
 
     def set_config(self, config: CacheConfig) -> None:
@@ -38,7 +40,9 @@ class WrapperCache(Cache):
 
     def init(self, dtype: mx.Dtype, max_sequences: int, capacity: int, max_batch: int) -> None:
         """Where one cache refuses, all are closed: none has been used yet."""
-        self._lifecycle.initialize(max_sequences=max_sequences, capacity=capacity, max_batch=max_batch)
+        self._lifecycle.initialize(
+            max_sequences=max_sequences, capacity=capacity, max_batch=max_batch
+        )
         try:
             for cache in self.caches:
                 cache.init(dtype, max_sequences, capacity, max_batch)

@@ -64,7 +64,12 @@ class Ahead:
     `types_ahead`: whether to look at the draft at all, or only at what comes before it.
     """
 
-    def __init__(self, evaluate: Callable[[str, Callable[[], bool]], None], *, types_ahead: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        evaluate: Callable[[str, Callable[[], bool]], None],
+        *,
+        types_ahead: Callable[[], bool],
+    ) -> None:
         self._evaluate, self._types_ahead = evaluate, types_ahead
 
     def __call__(self, draft: Draft) -> None:

@@ -56,7 +56,9 @@ class Branches:
     def drop(self, name: str) -> History:
         """Forget a branch, and return it. OptionError for the one that is talked on, or that is not known."""
         if name == self.current:
-            raise OptionError(f"branch {name} is the one that is talked on: /switch to another one first")
+            raise OptionError(
+                f"branch {name} is the one that is talked on: /switch to another one first"
+            )
         if name not in self.others:
             raise OptionError(f"there is no branch {name!r}: there are {', '.join(self)}")
         self.given_up.append(self.others.pop(name))

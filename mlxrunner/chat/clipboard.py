@@ -23,7 +23,9 @@ def copy(text: str) -> str:
             continue
         return f"with {command[0]}"
     if not sys.stdout.isatty():
-        raise MlxrunnerError("there is no clipboard: neither pbcopy, wl-copy nor xclip works, and stdout is no terminal")
+        raise MlxrunnerError(
+            "there is no clipboard: neither pbcopy, wl-copy nor xclip works, and stdout is no terminal"
+        )
     sys.stdout.write(f"\x1b]52;c;{base64.b64encode(text.encode(errors='replace')).decode()}\a")
     sys.stdout.flush()
     return "through the terminal (OSC 52), if it allows that"

@@ -69,10 +69,18 @@ class Table:
         argument = argument if is_open(argument) else unquoted(argument).strip()
         command = self._commands.get(name)
         if command is None:
-            similar = [ELSEWHERE[name]] if name in ELSEWHERE else get_close_matches(name, self._commands, n=1)
-            raise OptionError(f"no such command: {name} ({f'did you mean {similar[0]}? ' if similar else ''}/help lists them)")
+            similar = (
+                [ELSEWHERE[name]]
+                if name in ELSEWHERE
+                else get_close_matches(name, self._commands, n=1)
+            )
+            raise OptionError(
+                f"no such command: {name} ({f'did you mean {similar[0]}? ' if similar else ''}/help lists them)"
+            )
         if argument and not command.takes:
-            raise OptionError(f"{name} takes nothing behind it; {QUOTES} around a text sends it as it is")
+            raise OptionError(
+                f"{name} takes nothing behind it; {QUOTES} around a text sends it as it is"
+            )
         return command, argument
 
     def parses(self, text: str) -> bool:

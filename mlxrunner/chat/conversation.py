@@ -26,7 +26,9 @@ class Outlook:
     cached: int
 
     def __str__(self) -> str:
-        return f"{self.cached} of {self.tokens} tokens reused, {self.tokens - self.cached} to evaluate"
+        return (
+            f"{self.cached} of {self.tokens} tokens reused, {self.tokens - self.cached} to evaluate"
+        )
 
 
 @dataclass
@@ -70,7 +72,11 @@ class Conversation:
 
     def answer_with(self, number: int, answer: str) -> None:
         """Put another answer into turn `number` (from 0), and drop the turns after it: the conversation goes on from there."""
-        turn, asked, dropped = self.history.turns[number], self.asked_for(number), self.history.dropped
+        turn, asked, dropped = (
+            self.history.turns[number],
+            self.asked_for(number),
+            self.history.dropped,
+        )
         self.history.cut(number)
         if turn.begins is not None:  # the tokens stay as they are, and so does what they lack
             self.history.dropped = dropped
@@ -91,7 +97,9 @@ class Conversation:
         """What sending `text` would reuse; without it, what of the conversation so far is in the entry."""
         speller = self.speller
         spelling = (
-            speller.draft(self.history, self.system, "") if text is None else speller.spell(self.history, self.system, text)
+            speller.draft(self.history, self.system, "")
+            if text is None
+            else speller.spell(self.history, self.system, text)
         )
         entry, tokens = self.runner.entry, as_tokens(spelling.tokens)
         matched = common_prefix(entry.tokens.array, tokens)
@@ -121,7 +129,9 @@ class Conversation:
         """
         began = time.perf_counter()
         options = self.options | options
-        history = self.history.copy()  # what is not rendered any more is so only when there is an answer
+        history = (
+            self.history.copy()
+        )  # what is not rendered any more is so only when there is an answer
         spelling = self.speller.spell(history, self.system, text)
         overflow: dict[str, Any] = {}
         if options.get("overflow", "shift") == "shift":
@@ -131,20 +141,35 @@ class Conversation:
                 shift = Shift(self.runner.context, keep)
                 spelling = self._without_oldest(history, text, spelling, shift)
                 if len(self.runner.tokenizer.encode_more(text)) >= shift.target_free:
-                    overflow = {"overflow": "stop"}  # what a shift leaves would begin in the middle of this turn
+                    overflow = {
+                        "overflow": "stop"
+                    }  # what a shift leaves would begin in the middle of this turn
         asked: list[Message] = [*messages(history, self.system), {"role": "user", "content": text}]
         prepared = Prepared(
-            as_tokens(spelling.tokens), "messages", asked, spelling.text, self.speller.variables, time.perf_counter() - began
+            as_tokens(spelling.tokens),
+            "messages",
+            asked,
+            spelling.text,
+            self.speller.variables,
+            time.perf_counter() - began,
         )
         chunks = self.runner.generate(prepared, progress=progress, **(options | overflow))
         self.asked = spelling
         return self._answer(text, spelling, history.first, overflow.get("keep", 0), chunks)
 
-    def _without_oldest(self, history: History, text: str, spelling: Spelling, shift: Shift) -> Spelling:
+    def _without_oldest(
+        self, history: History, text: str, spelling: Spelling, shift: Shift
+    ) -> Spelling:
         """Where the tokens can't simply go on, the oldest turns are not rendered any more, so that the next turns have room."""
-        if history.spelling.text and spelling.text.startswith(history.spelling.text) and self.policy == "exact":
+        if (
+            history.spelling.text
+            and spelling.text.startswith(history.spelling.text)
+            and self.policy == "exact"
+        ):
             return spelling
-        while len(spelling.tokens) > self.runner.context - shift.target_free and history.first < len(history.turns):
+        while len(
+            spelling.tokens
+        ) > self.runner.context - shift.target_free and history.first < len(history.turns):
             history.first += 1
             spelling = self.speller.spell(history, self.system, text)
         return spelling
@@ -153,9 +178,15 @@ class Conversation:
         """What a full context keeps: the system prompt with BOS, or what the options say."""
         keep: int | None = options.get("keep")
         system = messages(History(), self.system)
-        return system_tokens(self.runner.tokenizer, system, as_tokens(spelling.tokens)) if keep is None else keep
+        return (
+            system_tokens(self.runner.tokenizer, system, as_tokens(spelling.tokens))
+            if keep is None
+            else keep
+        )
 
-    def _answer(self, user: str, asked: Spelling, first: int, keep: int, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+    def _answer(
+        self, user: str, asked: Spelling, first: int, keep: int, chunks: Iterator[Chunk]
+    ) -> Iterator[Chunk]:
         shown: list[Chunk] = []
         try:
             for chunk in chunks:
@@ -171,7 +202,9 @@ class Conversation:
                     self.usages.append(self.runner.usage)
                 self._remember(user, asked, text, tokens, keep)
 
-    def _remember(self, user: str, asked: Spelling, text: str, tokens: Sequence[int], keep: int) -> None:
+    def _remember(
+        self, user: str, asked: Spelling, text: str, tokens: Sequence[int], keep: int
+    ) -> None:
         """Remember the tokens whose text was shown: not those of half a character, nor of a stop string or after it."""
         tokenizer = self.runner.tokenizer
         stream, spelled, count, closing = tokenizer.stream(asked.tokens[-8:]), "", 0, ""
@@ -184,7 +217,10 @@ class Conversation:
                 break
             if piece:
                 spelled, count = spelled + piece, place
-        self.history.add(Turn(user, text, asked.end, closing=closing), asked.and_then(spelled + closing, tokens[:count]))
+        self.history.add(
+            Turn(user, text, asked.end, closing=closing),
+            asked.and_then(spelled + closing, tokens[:count]),
+        )
         self.history.drop(keep, self.runner.shifted_tokens)
         self.speller.settle(self.history, self.system)
 

@@ -84,7 +84,11 @@ class Editor:
 
         def edit() -> None:
             try:
-                outcome.append(self._session.prompt(PROMPT, default=default, handle_sigint=False, set_exception_handler=False))
+                outcome.append(
+                    self._session.prompt(
+                        PROMPT, default=default, handle_sigint=False, set_exception_handler=False
+                    )
+                )
             except BaseException as error:
                 outcome.append(error)
             finally:
@@ -120,7 +124,9 @@ class Editor:
         app = self._session.app
         while self._thread.is_alive():
             if app.loop is not None and app.is_running:
-                app.loop.call_soon_threadsafe(lambda: app.is_done or app.exit(exception=KeyboardInterrupt))
+                app.loop.call_soon_threadsafe(
+                    lambda: app.is_done or app.exit(exception=KeyboardInterrupt)
+                )
             self._thread.join(0.05)
 
 
@@ -162,7 +168,9 @@ class ChatCompleter(Completer):
         self._table, self._words = table, words
         self._paths = PathCompleter(expanduser=True)
 
-    def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
+    def get_completions(
+        self, document: Document, complete_event: CompleteEvent
+    ) -> Iterable[Completion]:
         line = document.text_before_cursor
         word = line.split()[-1] if line and not line[-1].isspace() else ""
         named = NAMED.search(line)
@@ -173,9 +181,13 @@ class ChatCompleter(Completer):
                 if command.name.startswith(name):
                     yield Completion(command.name, -len(name), display_meta=command.help)
         elif command is not None and command.takes_path:
-            yield from self._paths.get_completions(Document(re.sub(r"^-\w\s+", "", argument)), complete_event)
+            yield from self._paths.get_completions(
+                Document(re.sub(r"^-\w\s+", "", argument)), complete_event
+            )
         elif command is not None:
-            yield from (Completion(one, -len(word)) for one in self._words(name) if one.startswith(word))
+            yield from (
+                Completion(one, -len(word)) for one in self._words(name) if one.startswith(word)
+            )
         elif named is not None:
             path = named[0][1:].removeprefix('"')
             for one in self._paths.get_completions(Document(path), complete_event):
@@ -190,7 +202,9 @@ class PrivateHistory(FileHistory):
 
     def load_history_strings(self) -> Iterable[str]:
         try:
-            os.close(open_file(os.fsdecode(self.filename), LONGEST_HISTORY)[0])  # a FIFO would never end
+            os.close(
+                open_file(os.fsdecode(self.filename), LONGEST_HISTORY)[0]
+            )  # a FIFO would never end
             return list(super().load_history_strings())
         except (OSError, ReadError):
             return []

@@ -50,7 +50,9 @@ class Attachments:
     texts: dict[str, str] = field(default_factory=dict)
 
     def before(self, text: str) -> str:
-        return "".join([*(f"{quoted(name, content)}\n" for name, content in self.texts.items()), text])
+        return "".join(
+            [*(f"{quoted(name, content)}\n" for name, content in self.texts.items()), text]
+        )
 
     def clear(self) -> None:
         self.texts.clear()
@@ -63,7 +65,10 @@ class Attachments:
         named: dict[str, str] = {}
         for in_quotes, word in NAMED.findall(FENCED.sub("", text)):
             # What ends a sentence is part of a name only if there is such a file.
-            name = next((name for name in (in_quotes, word, word.rstrip(".,;:!?)'\"")) if _exists(name)), None)
+            name = next(
+                (name for name in (in_quotes, word, word.rstrip(".,;:!?)'\"")) if _exists(name)),
+                None,
+            )
             if name is not None:
                 content = quoted(name, read_text(name, chat)).rstrip("\n")
                 named |= {name: content} if content not in text else {}
@@ -95,7 +100,9 @@ def read_text(name: str, chat: Chat) -> str:
         with os.fdopen(descriptor, "rb") as stream:
             content = stream.read(limit + 1) if nbytes <= limit else b""
         if max(nbytes, len(content)) > limit:
-            raise FileError(f"{name}: {size(max(nbytes, len(content)))} are more than the context of {context} tokens holds")
+            raise FileError(
+                f"{name}: {size(max(nbytes, len(content)))} are more than the context of {context} tokens holds"
+            )
         text = content.decode()
     except ReadError as error:
         raise FileError(str(error)) from error
@@ -107,7 +114,9 @@ def read_text(name: str, chat: Chat) -> str:
         raise FileError(f"{name}: not a text (byte {text.index(chr(0))} is 0)")
     tokens = len(tokenizer.encode_more(text))
     if tokens >= context:
-        raise FileError(f"{name}: its {tokens} tokens are more than the context of {context} tokens holds")
+        raise FileError(
+            f"{name}: its {tokens} tokens are more than the context of {context} tokens holds"
+        )
     return text
 
 
@@ -140,7 +149,11 @@ def export(chat: Chat, argument: str) -> None:
     if not name:
         raise OptionError("/export FILE: which file? FILE.json for JSON, anything else is Markdown")
     path = Path(os.path.expanduser(name))
-    text = as_json(chat.conversation, chat.model) if path.suffix == ".json" else as_markdown(chat.conversation)
+    text = (
+        as_json(chat.conversation, chat.model)
+        if path.suffix == ".json"
+        else as_markdown(chat.conversation)
+    )
     try:
         with written(path, force=force) as stream:
             stream.write(text)
@@ -154,7 +167,10 @@ def export(chat: Chat, argument: str) -> None:
 
 def as_markdown(conversation: Said) -> str:
     system = [f"## System\n\n{conversation.system}\n"] if conversation.system else []
-    said = [f"## {message['role'].capitalize()}\n\n{message['content']}\n" for message in conversation.messages]
+    said = [
+        f"## {message['role'].capitalize()}\n\n{message['content']}\n"
+        for message in conversation.messages
+    ]
     return "\n".join([*system, *said])
 
 
@@ -165,8 +181,16 @@ def as_json(conversation: Said, model: str) -> str:
 
 COMMANDS = (
     Command(
-        "/file", f"[-d] [{PATH}]", "put a text file before the next message; without PATH: list them; -d drops it, or all", attach
+        "/file",
+        f"[-d] [{PATH}]",
+        "put a text file before the next message; without PATH: list them; -d drops it, or all",
+        attach,
     ),
     Command("/copy", "", "copy the last answer to the clipboard", copy_answer),
-    Command("/export", f"[-f] {PATH}", "write the conversation as Markdown, or JSON for PATH.json; -f overwrites", export),
+    Command(
+        "/export",
+        f"[-f] {PATH}",
+        "write the conversation as Markdown, or JSON for PATH.json; -f overwrites",
+        export,
+    ),
 )

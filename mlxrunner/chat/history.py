@@ -69,13 +69,22 @@ class History:
         turns, others = self.turns, other.turns[: len(self.turns)]
         if not turns:
             return True
-        same = [(turn.user, turn.answer) for turn in turns[:-1]] == [(turn.user, turn.answer) for turn in others[:-1]]
-        last = turns[-1].user == others[-1].user and others[-1].answer.startswith(turns[-1].answer) if others else False
+        same = [(turn.user, turn.answer) for turn in turns[:-1]] == [
+            (turn.user, turn.answer) for turn in others[:-1]
+        ]
+        last = (
+            turns[-1].user == others[-1].user and others[-1].answer.startswith(turns[-1].answer)
+            if others
+            else False
+        )
         return len(others) == len(turns) and same and last
 
     def shared(self, other: History) -> int:
         """Return how many turns at the beginning are the same in both."""
-        return common([(turn.user, turn.answer) for turn in self.turns], [(turn.user, turn.answer) for turn in other.turns])
+        return common(
+            [(turn.user, turn.answer) for turn in self.turns],
+            [(turn.user, turn.answer) for turn in other.turns],
+        )
 
     def cut(self, turns: int) -> None:
         """Keep the first so many turns, and their tokens where those are known."""
@@ -95,7 +104,10 @@ class History:
 
     def _keep_marks(self, common: Mark) -> None:
         """Forget the places beyond which the spelling changes."""
-        self.turns = [replace(turn, begins=_within(turn.begins, common), ends=_within(turn.ends, common)) for turn in self.turns]
+        self.turns = [
+            replace(turn, begins=_within(turn.begins, common), ends=_within(turn.ends, common))
+            for turn in self.turns
+        ]
 
     def respell(self, kept: Mark | None, spelling: Spelling, closing: str) -> None:
         """The same turns with other tokens from `kept` on, up to the `closing` text behind the last answer."""
@@ -113,7 +125,9 @@ class History:
     def last_mark(self, characters: int) -> Mark | None:
         """The last known place within the first so many characters."""
         marks = (mark for turn in reversed(self.turns) for mark in (turn.ends, turn.begins))
-        return next((mark for mark in marks if mark is not None and mark.characters <= characters), None)
+        return next(
+            (mark for mark in marks if mark is not None and mark.characters <= characters), None
+        )
 
     def drop(self, keep: int, discard: int) -> None:
         """The tokens `keep .. keep + discard` are gone: the context was full."""
@@ -123,16 +137,24 @@ class History:
         def moved(mark: Mark | None) -> Mark | None:
             if mark is None or mark.tokens <= keep:
                 return mark
-            return Mark(mark.characters, mark.tokens - discard) if mark.tokens >= keep + discard else None
+            return (
+                Mark(mark.characters, mark.tokens - discard)
+                if mark.tokens >= keep + discard
+                else None
+            )
 
-        self.turns = [replace(turn, begins=moved(turn.begins), ends=moved(turn.ends)) for turn in self.turns]
+        self.turns = [
+            replace(turn, begins=moved(turn.begins), ends=moved(turn.ends)) for turn in self.turns
+        ]
         tokens = self.spelling.tokens
         self.dropped += discard
         self.spelling = Spelling(self.spelling.text, tokens[:keep] + tokens[keep + discard :])
 
 
 def _within(mark: Mark | None, kept: Mark) -> Mark | None:
-    return mark if mark and mark.tokens <= kept.tokens and mark.characters <= kept.characters else None
+    return (
+        mark if mark and mark.tokens <= kept.tokens and mark.characters <= kept.characters else None
+    )
 
 
 def common(a: Sequence[Any], b: Sequence[Any]) -> int:

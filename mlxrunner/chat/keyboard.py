@@ -96,7 +96,9 @@ class Keyboard:
         self._is_asked = False
         self._release()
         before = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
-        signal.pthread_kill(threading.get_ident(), signal.SIGTSTP)  # this thread, so that it does not go on before it stops
+        signal.pthread_kill(
+            threading.get_ident(), signal.SIGTSTP
+        )  # this thread, so that it does not go on before it stops
         signal.signal(signal.SIGTSTP, before)
         self._take()
 
@@ -151,6 +153,8 @@ def _waiting() -> int:
     import termios
 
     try:
-        return int.from_bytes(fcntl.ioctl(sys.stdin.fileno(), termios.FIONREAD, bytes(4)), sys.byteorder)
+        return int.from_bytes(
+            fcntl.ioctl(sys.stdin.fileno(), termios.FIONREAD, bytes(4)), sys.byteorder
+        )
     except OSError:
         return 0

@@ -18,7 +18,9 @@ def held_log(terminal: bool) -> Iterator[None]:
     if not terminal or not before:
         yield
         return
-    held = [MemoryHandler(sys.maxsize, flushLevel=sys.maxsize, target=handler) for handler in before]
+    held = [
+        MemoryHandler(sys.maxsize, flushLevel=sys.maxsize, target=handler) for handler in before
+    ]
     LOGGER.handlers = list(held)
     try:
         yield

@@ -28,7 +28,9 @@ class StreamedMarkdown:
 
     def write(self, text: str) -> None:
         self._text += visible(text)
-        if not self._text.strip() or time.monotonic() - self._drawn < max(REDRAW_S, 10 * self._cost):
+        if not self._text.strip() or time.monotonic() - self._drawn < max(
+            REDRAW_S, 10 * self._cost
+        ):
             return
         began = time.monotonic()
         *finished, self._text = _blocks(self._text)
@@ -37,10 +39,17 @@ class StreamedMarkdown:
             self._print(block)
         if self._live is None:
             self._live = Live(
-                console=self._console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
+                console=self._console,
+                auto_refresh=False,
+                transient=True,
+                redirect_stdout=False,
+                redirect_stderr=False,
             )
             self._live.start()
-        self._live.update(_Block(self._text, newest=max(self._console.height - 2, 1), gap=not self._is_first), refresh=True)
+        self._live.update(
+            _Block(self._text, newest=max(self._console.height - 2, 1), gap=not self._is_first),
+            refresh=True,
+        )
         self._drawn = time.monotonic()
         self._cost = self._drawn - began
 
@@ -72,7 +81,10 @@ class _Block:
         self._text, self._newest, self._gap = text, newest, gap
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        lines = [_trimmed(line) for line in console.render_lines(_markdown(self._text), options, pad=False)]
+        lines = [
+            _trimmed(line)
+            for line in console.render_lines(_markdown(self._text), options, pad=False)
+        ]
         first = next((index for index, line in enumerate(lines) if line), 0)
         lines = [[], *lines[first:]] if self._gap else lines[first:]
         for line in lines[-self._newest :] if self._newest else lines:
@@ -82,7 +94,9 @@ class _Block:
 
 def _trimmed(line: list[Segment]) -> list[Segment]:
     line = list(line)
-    while line and not line[-1].text.rstrip(" ") and not (line[-1].style and line[-1].style.bgcolor):
+    while (
+        line and not line[-1].text.rstrip(" ") and not (line[-1].style and line[-1].style.bgcolor)
+    ):
         line.pop()
     if line and not (line[-1].style and line[-1].style.bgcolor):
         line[-1] = Segment(line[-1].text.rstrip(" "), line[-1].style)
@@ -91,7 +105,11 @@ def _trimmed(line: list[Segment]) -> list[Segment]:
 
 def _parser() -> MarkdownIt:
     """Angle brackets are text, as they are for a model that writes code."""
-    return MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"]).disable("reference")
+    return (
+        MarkdownIt("commonmark", {"html": False})
+        .enable(["strikethrough", "table"])
+        .disable("reference")
+    )
 
 
 def _markdown(text: str) -> Markdown:
@@ -112,7 +130,11 @@ def _markdown(text: str) -> Markdown:
 
 def _blocks(text: str) -> list[str]:
     """One after the other; the last one may go on."""
-    begins = [token.map[0] for token in _parser().parse(text) if token.level == 0 and token.map and token.nesting >= 0]
+    begins = [
+        token.map[0]
+        for token in _parser().parse(text)
+        if token.level == 0 and token.map and token.nesting >= 0
+    ]
     lines = text.split("\n")
     cuts = [0, *begins[1:], len(lines)]
     return ["\n".join(lines[begin:end]) for begin, end in pairwise(cuts)]

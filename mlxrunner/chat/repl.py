@@ -59,7 +59,10 @@ class Lines:
         """The next line, with its end; "" behind the last one. Ctrl-C ends the wait for it, whenever it comes."""
         try:
             descriptor = sys.stdin.fileno()
-        except (OSError, ValueError):  # of no descriptor, as a program may have put one in the place of standard input
+        except (
+            OSError,
+            ValueError,
+        ):  # of no descriptor, as a program may have put one in the place of standard input
             return sys.stdin.readline()
         while b"\n" not in self._unread:
             wait_readable(descriptor)
@@ -82,7 +85,9 @@ class NoRunner:
         self.why = why
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise ModelError(f"no model is loaded{f' ({self.why})' if self.why else ''}: /model NAME loads one")
+        raise ModelError(
+            f"no model is loaded{f' ({self.why})' if self.why else ''}: /model NAME loads one"
+        )
 
 
 @dataclass
@@ -142,7 +147,9 @@ class Chat:
         try:
             act()
         except MlxrunnerError as error:
-            self.say(f"error: {error}{self._way_out(error) if isinstance(error, ContextLengthError) else ''}")
+            self.say(
+                f"error: {error}{self._way_out(error) if isinstance(error, ContextLengthError) else ''}"
+            )
             return error.exit_code
         except EOFError:
             raise
@@ -151,14 +158,18 @@ class Chat:
                 raise
             # Nobody should lose a conversation to a bug.
             logger.debug("internal error", exc_info=True)
-            self.say(f"internal error: {type(error).__name__}: {' '.join(str(error).split())} (the conversation is still there)")
+            self.say(
+                f"internal error: {type(error).__name__}: {' '.join(str(error).split())} (the conversation is still there)"
+            )
         return 0
 
     def _way_out(self, error: ContextLengthError) -> str:
         """What else makes room, where something does."""
         if self.attachments.texts:
             return "; /file -d drops the files that wait"
-        is_due_to_turns = error.tokens - len(self.conversation.history.spelling.tokens) < error.context
+        is_due_to_turns = (
+            error.tokens - len(self.conversation.history.spelling.tokens) < error.context
+        )
         return "; /undo takes turns back, /clear all of them" if is_due_to_turns else ""
 
     def _read(self, default: str = "", *, ahead: bool = True) -> str:
@@ -201,7 +212,10 @@ class Chat:
             self._try(self._complete_model)
             raise
         if name != self.model:
-            for history in (self.conversation.history, *(history for _, history in self.branches.others.values())):
+            for history in (
+                self.conversation.history,
+                *(history for _, history in self.branches.others.values()),
+            ):
                 history.forget_tokens()
         self.model, self.loading, self.conversation.runner = name, loading, runner
         self._complete_model()
@@ -213,7 +227,9 @@ class Chat:
             self.say(f"{self.model} is loaded again: it had been given up for the other model")
             with uninterrupted():
                 self.conversation.runner = self._loaded_again()
-        if self.conversation.runner is not self._known_runner and not isinstance(self.conversation.runner, NoRunner):
+        if self.conversation.runner is not self._known_runner and not isinstance(
+            self.conversation.runner, NoRunner
+        ):
             with uninterrupted():
                 for act in self.after_load:
                     act(self)
@@ -269,7 +285,9 @@ class Chat:
                     raise KeyboardInterrupt
 
             chunks = self.conversation.send(text, progress, **options)
-            view = ThinkingApart(self.view, self.conversation.asked.text, self.show_thinking, self.interactive)
+            view = ThinkingApart(
+                self.view, self.conversation.asked.text, self.show_thinking, self.interactive
+            )
             ending.callback(self._answered, turns)
             # From the last to the first, also where one of them fails: the window may be gone.
             ending.callback(view.close)

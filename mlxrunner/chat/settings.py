@@ -16,7 +16,14 @@ if TYPE_CHECKING:
     from mlxrunner.chat.repl import Chat
 
 WHOLE = ("max_tokens", "top_k", "seed", "penalty_context", "keep")
-REAL = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+REAL = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
 SAMPLING = (*REAL, *WHOLE, "stop", "overflow")
 DEFAULT = "default"
 STANDARD = vars(GenerateOptions()) | {"overflow": "shift"}
@@ -32,7 +39,9 @@ def parse_settings(text: str) -> dict[str, Any]:
     for name, found, _ in pairs:
         if not found:
             raise OptionError(f"{name}: has to be NAME=VALUE, as temperature=0.8")
-    options = {_known(name, SAMPLING): _value(_known(name, SAMPLING), value) for name, _, value in pairs}
+    options = {
+        _known(name, SAMPLING): _value(_known(name, SAMPLING), value) for name, _, value in pairs
+    }
     GenerateOptions.of(**options)
     return options
 
@@ -47,10 +56,14 @@ def set_(chat: Chat, argument: str) -> None:
         chat.say(f"{name} = {_shown(chat, name)}")
     elif name == "context":
         chat.reload(chat.model, context=None if value == DEFAULT else _number(name, value, int))
-        chat.say(f"loaded again with a context of {chat.runner.context} tokens; the conversation is evaluated again")
+        chat.say(
+            f"loaded again with a context of {chat.runner.context} tokens; the conversation is evaluated again"
+        )
     elif name == "history":
         if value not in POLICIES:
-            raise OptionError(f"history: {value!r} is not known, it has to be one of {', '.join(POLICIES)}")
+            raise OptionError(
+                f"history: {value!r} is not known, it has to be one of {', '.join(POLICIES)}"
+            )
         chat.conversation.policy = value
         chat.say(f"history = {value}: {chat.conversation.outlook()}")
     else:
@@ -69,9 +82,17 @@ def show_settings(chat: Chat) -> None:
 
 def show(chat: Chat, argument: str) -> None:
     conversation = chat.conversation
-    chat.say(f"model     {chat.model}, context of {chat.runner.context} tokens, history {conversation.policy}")
-    changed = {name: value for name, value in conversation.options.items() if value not in (STANDARD.get(name), ())}
-    chat.say("sampling  " + (", ".join(f"{name} {value}" for name, value in changed.items()) or "greedy"))
+    chat.say(
+        f"model     {chat.model}, context of {chat.runner.context} tokens, history {conversation.policy}"
+    )
+    changed = {
+        name: value
+        for name, value in conversation.options.items()
+        if value not in (STANDARD.get(name), ())
+    }
+    chat.say(
+        "sampling  " + (", ".join(f"{name} {value}" for name, value in changed.items()) or "greedy")
+    )
     chat.say(f"branch    {chat.branches.current} of {', '.join(chat.branches)}")
     chat.say(f"system    {conversation.system or '(none)'}")
     for number, message in enumerate(conversation.messages, 1):
@@ -103,7 +124,9 @@ def think(chat: Chat, argument: str) -> None:
 
 def _has_switch(chat: Chat) -> bool:
     probe: Any = messages(chat.conversation.history, None) or [{"role": "user", "content": "x"}]
-    return len({chat.runner.tokenizer.render(probe, enable_thinking=on) for on in (True, False)}) > 1
+    return (
+        len({chat.runner.tokenizer.render(probe, enable_thinking=on) for on in (True, False)}) > 1
+    )
 
 
 def model(chat: Chat, argument: str) -> None:
@@ -140,7 +163,9 @@ def _value(name: str, text: str) -> Any:
         try:
             value = json.loads(text)
         except ValueError as error:
-            raise OptionError(f'stop: {text} is not readable as JSON; it can be a bare text, "a\\n" or ["a", "b"]') from error
+            raise OptionError(
+                f'stop: {text} is not readable as JSON; it can be a bare text, "a\\n" or ["a", "b"]'
+            ) from error
         return tuple(value) if isinstance(value, list) else (value,)
     return (text,) if name == "stop" else text
 
@@ -149,7 +174,9 @@ def _number(name: str, text: str, kind: type) -> Any:
     try:
         return kind(text)
     except ValueError as error:
-        raise OptionError(f"{name}: {text!r} is not a {'whole ' if kind is int else ''}number") from error
+        raise OptionError(
+            f"{name}: {text!r} is not a {'whole ' if kind is int else ''}number"
+        ) from error
 
 
 def _setting_names(chat: Chat) -> Iterable[str]:

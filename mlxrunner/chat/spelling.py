@@ -52,7 +52,9 @@ class Speller:
     variables: dict[str, Any] = field(default_factory=dict)
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
-        return self.tokenizer.render(messages, add_generation_prompt=add_generation_prompt, **self.variables)
+        return self.tokenizer.render(
+            messages, add_generation_prompt=add_generation_prompt, **self.variables
+        )
 
     def spell(self, history: History, system: str | None, user: str) -> Spelling:
         """Everything up to where the answer to `user` begins."""
@@ -65,7 +67,9 @@ class Speller:
         rendered = self.render([*messages(history, system), {"role": "user", "content": user}])
         return self._go_on(history, system, user, rendered, HERE)
 
-    def _go_on(self, history: History, system: str | None, user: str, rendered: str, cut: str) -> Spelling:
+    def _go_on(
+        self, history: History, system: str | None, user: str, rendered: str, cut: str
+    ) -> Spelling:
         whole, so_far = _before(rendered, cut), history.spelling
         if self.policy == "exact" and so_far.text:
             if whole.startswith(so_far.text):
@@ -89,7 +93,9 @@ class Speller:
     def _tail(self, history: History, system: str | None, user: str) -> str | None:
         """The same, but with all that the template writes."""
         last = history.turns[-1]
-        before = messages(History([*history.turns[:-1], Turn(last.user, HERE)], first=history.first), system)
+        before = messages(
+            History([*history.turns[:-1], Turn(last.user, HERE)], first=history.first), system
+        )
         _, found, tail = self.render([*before, {"role": "user", "content": user}]).partition(HERE)
         return tail if found else None
 
@@ -101,12 +107,18 @@ class Speller:
         before = history.spelling.up_to(turn.begins).text if turn.begins else ""
         if not (is_edited or has_thinking(turn.answer) or opens_thinking(before)):
             return
-        seen = _before(self.render([*messages(history, system), {"role": "user", "content": HERE}]), HERE)
+        seen = _before(
+            self.render([*messages(history, system), {"role": "user", "content": HERE}]), HERE
+        )
         text = history.spelling.text
         if not seen.startswith(text):
             mark = history.last_mark(common(seen, text))
             kept = history.spelling.up_to(mark) if mark else Spelling()
-            respelled = self._extend(kept, seen[mark.characters :]) if mark else Spelling(seen, self.tokenizer.encode(seen))
+            respelled = (
+                self._extend(kept, seen[mark.characters :])
+                if mark
+                else Spelling(seen, self.tokenizer.encode(seen))
+            )
             history.respell(mark, respelled, _before(self._tail(history, system, HERE) or "", HERE))
 
     def drift(self, history: History, system: str | None) -> Drift:
@@ -136,7 +148,10 @@ def messages(history: History, system: str | None) -> list[Message]:
     """What the template is given: the system prompt, and the turns that are still rendered."""
     spoken: list[Message] = [{"role": "system", "content": system}] if system else []
     for turn in history.turns[history.first :]:
-        spoken += [{"role": "user", "content": turn.user}, {"role": "assistant", "content": for_template(turn.answer)}]
+        spoken += [
+            {"role": "user", "content": turn.user},
+            {"role": "assistant", "content": for_template(turn.answer)},
+        ]
     return spoken
 
 

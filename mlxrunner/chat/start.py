@@ -31,7 +31,12 @@ def open_chat(
 
         words = {command.name: command.words for command in table}
         chat.keyboard = keyboard or Keyboard(terminal=True)
-        chat.reader = Editor(table, lambda name: words[name](chat), _history_file() if history else None, chat.keyboard)
+        chat.reader = Editor(
+            table,
+            lambda name: words[name](chat),
+            _history_file() if history else None,
+            chat.keyboard,
+        )
     if chat.interactive and not plain and os.environ.get("TERM", "dumb") != "dumb":
         from rich.console import Console
 
@@ -47,9 +52,13 @@ def commands(*more: Command) -> Table:
     def show_help(chat: Chat, argument: str) -> None:
         for line in table.help():
             chat.say(line)
-        chat.say('Alt-Enter, Ctrl-J or """ around it: a text of several lines. In """, a text is sent whatever it begins with.')
+        chat.say(
+            'Alt-Enter, Ctrl-J or """ around it: a text of several lines. In """, a text is sent whatever it begins with.'
+        )
         chat.say('@PATH in a text, or @"PATH" where that has spaces: the file goes with it.')
-        chat.say("Ctrl-C stops an answer and keeps what was shown; while typing it clears the line. Ctrl-Z suspends the chat.")
+        chat.say(
+            "Ctrl-C stops an answer and keeps what was shown; while typing it clears the line. Ctrl-Z suspends the chat."
+        )
 
     def leave(chat: Chat, argument: str) -> None:
         raise EOFError

@@ -8,7 +8,10 @@ from mlxrunner.tokenizer.thinking import ANALYSIS, THINKING
 
 _FINAL = "<|channel|>final<|message|>"
 TAGS = (
-    *((begin, f"{end}<|start|>assistant{_FINAL}" if begin == ANALYSIS else end) for begin, end in THINKING),
+    *(
+        (begin, f"{end}<|start|>assistant{_FINAL}" if begin == ANALYSIS else end)
+        for begin, end in THINKING
+    ),
     (_FINAL, ""),
 )
 """The tags, and what of gpt-oss stands between thinking and answer; where it does not think, its answer is named all the same."""
@@ -47,7 +50,14 @@ class Thinking:
             if found:
                 self._close, self._held, self._between = "", rest, True
             else:
-                keep = next((n for n in range(len(self._close) - 1, 0, -1) if thought.endswith(self._close[:n])), 0)
+                keep = next(
+                    (
+                        n
+                        for n in range(len(self._close) - 1, 0, -1)
+                        if thought.endswith(self._close[:n])
+                    ),
+                    0,
+                )
                 thought, self._held = thought[: len(thought) - keep], thought[len(thought) - keep :]
             if thought:
                 yield True, thought
@@ -65,7 +75,9 @@ class Thinking:
 def without_thinking(answer: str, prompt: str = "") -> str:
     """The answer proper; `prompt` as for `Thinking`."""
     thinking = Thinking(prompt)
-    return "".join(text for is_thinking, text in [*thinking.add(answer), *thinking.finish()] if not is_thinking)
+    return "".join(
+        text for is_thinking, text in [*thinking.add(answer), *thinking.finish()] if not is_thinking
+    )
 
 
 def opens_thinking(prompt: str) -> bool:

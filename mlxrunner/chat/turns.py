@@ -31,14 +31,20 @@ def edit(chat: Chat, argument: str) -> None:
         raise OptionError("there is nothing to edit yet")
     number = _number(argument, default=len(messages) - 1)
     if number > len(messages):
-        raise OptionError(f"there is no message {number}: the last one is {len(messages)}, see /show")
+        raise OptionError(
+            f"there is no message {number}: the last one is {len(messages)}, see /show"
+        )
     turn, before = (number - 1) // 2, messages[number - 1]["content"]
-    text = chat.edit(before, ahead=False) if number % 2 == 0 else _edited_message(chat, turn, before)
+    text = (
+        chat.edit(before, ahead=False) if number % 2 == 0 else _edited_message(chat, turn, before)
+    )
     if text is None:
         chat.say("nothing changed")
     elif number % 2 == 0:
         chat.conversation.answer_with(turn, text)
-        chat.say(f"the answer of turn {turn + 1} is changed, {_turns(turn + 1)} left: {chat.conversation.outlook()}")
+        chat.say(
+            f"the answer of turn {turn + 1} is changed, {_turns(turn + 1)} left: {chat.conversation.outlook()}"
+        )
     else:
         chat.send(text, partial(_again, chat, turn))
 
@@ -61,7 +67,9 @@ def retry(chat: Chat, argument: str) -> None:
     options = parse_settings(argument)
     merged = chat.conversation.options | options
     if not merged.get("temperature") and not options:
-        chat.say("the temperature is 0, so the answer will be the same: /retry temperature=0.8 gives another")
+        chat.say(
+            "the temperature is 0, so the answer will be the same: /retry temperature=0.8 gives another"
+        )
     _again(chat, len(turns) - 1, turns[-1].user, **options)
 
 
@@ -93,8 +101,12 @@ def branch(chat: Chat, argument: str) -> None:
 
 def switch(chat: Chat, argument: str) -> None:
     conversation = chat.conversation
-    conversation.system, conversation.history = chat.branches.switch(argument, conversation.system, conversation.history)
-    chat.say(f"on branch {argument}, {_turns(len(conversation.history.turns))}: {conversation.outlook()}")
+    conversation.system, conversation.history = chat.branches.switch(
+        argument, conversation.system, conversation.history
+    )
+    chat.say(
+        f"on branch {argument}, {_turns(len(conversation.history.turns))}: {conversation.outlook()}"
+    )
 
 
 def clear(chat: Chat, argument: str) -> None:

@@ -19,16 +19,37 @@ from mlxrunner.cli.sessions import sessions
 from mlxrunner.cli.verify import verify
 
 
-@click.group(cls=Program, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(
+    cls=Program, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}
+)
 @click.version_option(package_name="mlxrunner", message="mlxrunner %(version)s")
 @debug_option
 def main() -> None:
     """Run language models in a terminal on Apple silicon (MLX). One prefix-cache entry: only what is new in a prompt is evaluated."""
-    for stream, errors in ((sys.stdout, "backslashreplace"), (sys.stderr, "backslashreplace"), (sys.stdin, "surrogateescape")):
+    for stream, errors in (
+        (sys.stdout, "backslashreplace"),
+        (sys.stderr, "backslashreplace"),
+        (sys.stdin, "surrogateescape"),
+    ):
         # A model may print what the terminal's encoding lacks; what is no text on standard input is refused where it is used.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors=errors)
 
 
-for command in (generate, chat, batch, sessions, cache, models, show, plan, doctor, report, explain, simulate, verify, bench):
+for command in (
+    generate,
+    chat,
+    batch,
+    sessions,
+    cache,
+    models,
+    show,
+    plan,
+    doctor,
+    report,
+    explain,
+    simulate,
+    verify,
+    bench,
+):
     main.add_command(command)

@@ -29,10 +29,15 @@ if TYPE_CHECKING:
 
 _INPUT = (
     click.option(
-        "--prompt-template", "template", metavar="TEXT", help='INPUT is CSV; each row is put into TEXT: "... {column} ...".'
+        "--prompt-template",
+        "template",
+        metavar="TEXT",
+        help='INPUT is CSV; each row is put into TEXT: "... {column} ...".',
     ),
     click.option("--system", metavar="TEXT", help="The system prompt of lines that bring none."),
-    click.option("--raw", is_flag=True, help="Prompts are plain text to be continued: no chat template."),
+    click.option(
+        "--raw", is_flag=True, help="Prompts are plain text to be continued: no chat template."
+    ),
     click.option(
         "--strict",
         is_flag=True,
@@ -66,8 +71,12 @@ _OUTPUT = (
 @form_options
 @overflow_options("stop")
 @watching_options
-@click.option("--logprobs", type=int, metavar="K", help="Each token's log-probability and the K likeliest.")
-@click.option("--json", "as_json", is_flag=True, help="With --plan: print one JSON object instead of a table.")
+@click.option(
+    "--logprobs", type=int, metavar="K", help="Each token's log-probability and the K likeliest."
+)
+@click.option(
+    "--json", "as_json", is_flag=True, help="With --plan: print one JSON object instead of a table."
+)
 def batch(
     input_file: str, output: str | None, model: str, template: str | None,
     no_usage: bool, only_plan: bool, quiet: bool, as_json: bool, **options: Any,
@@ -88,7 +97,18 @@ def batch(
         raise OptionError("where do the answers go? -o FILE, or -o - for standard output")
     if as_json and not only_plan:
         raise OptionError("--json is for --plan; the answers are JSON lines anyway")
-    own = ("system", "raw", "strict", "order", "parallel", "retries", "timeout", "max_errors", "output_order", "resume")
+    own = (
+        "system",
+        "raw",
+        "strict",
+        "order",
+        "parallel",
+        "retries",
+        "timeout",
+        "max_errors",
+        "output_order",
+        "resume",
+    )
     recorded = take(options, WATCHING) | {"strict": options["strict"]}
     if recorded["verify_cache"]:
         if options["parallel"] not in (None, 1):
@@ -106,13 +126,17 @@ def batch(
         _run(job, recorded, only_plan=only_plan, quiet=quiet, as_json=as_json)
 
 
-def _run(job: Job, recorded: dict[str, Any], *, only_plan: bool, quiet: bool, as_json: bool) -> None:
+def _run(
+    job: Job, recorded: dict[str, Any], *, only_plan: bool, quiet: bool, as_json: bool
+) -> None:
     """Ends with the exit code."""
     from mlxrunner.batch.job import STANDARD
     from mlxrunner.batch.progress import progress_for
     from mlxrunner.batch.work import CutOffError, plan_job, run_job
 
-    progress = progress_for(quiet=quiet, shares_terminal=job.output == STANDARD and _is_terminal(sys.stdout))
+    progress = progress_for(
+        quiet=quiet, shares_terminal=job.output == STANDARD and _is_terminal(sys.stdout)
+    )
     try:
         if only_plan:
             plan = plan_job(job, progress)
@@ -144,7 +168,9 @@ def _report(job: Job, summary: Summary) -> None:
     if tally.done or summary.stopped:
         click.echo(tally.summary(), err=True)
     elif summary.lines:
-        click.echo(f"{line_text(job.output)} is complete ({summary.lines} lines): nothing to do", err=True)
+        click.echo(
+            f"{line_text(job.output)} is complete ({summary.lines} lines): nothing to do", err=True
+        )
     else:
         source = "standard input" if job.input == "-" else line_text(job.input)
         click.echo(f"{source} has no lines: nothing to do", err=True)

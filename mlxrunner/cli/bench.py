@@ -21,15 +21,33 @@ from mlxrunner.cli.program import visible_text
     help="Tokens of a prompt; may be given several times. [default: 512 and 2048]",
 )
 @click.option(
-    "--vs", type=click.Choice(["mlx-lm"]), help="Run the same through mlx-lm on the same weights, alternately, and compare."
+    "--vs",
+    type=click.Choice(["mlx-lm"]),
+    help="Run the same through mlx-lm on the same weights, alternately, and compare.",
 )
-@click.option("--rounds", type=click.IntRange(min=1), help="How often each is measured. [default: 3, with --quick 1]")
-@click.option("--quick", is_flag=True, help="One round, one short prompt: does it work, not how fast is it.")
-@click.option("--trust-remote-code", is_flag=True, help="Run Python code that the model brings. Only if you trust it.")
+@click.option(
+    "--rounds",
+    type=click.IntRange(min=1),
+    help="How often each is measured. [default: 3, with --quick 1]",
+)
+@click.option(
+    "--quick", is_flag=True, help="One round, one short prompt: does it work, not how fast is it."
+)
+@click.option(
+    "--trust-remote-code",
+    is_flag=True,
+    help="Run Python code that the model brings. Only if you trust it.",
+)
 @json_option
 @debug_option
 def bench(
-    model: str, contexts: tuple[int, ...], vs: str | None, rounds: int | None, quick: bool, as_json: bool, trust_remote_code: bool
+    model: str,
+    contexts: tuple[int, ...],
+    vs: str | None,
+    rounds: int | None,
+    quick: bool,
+    as_json: bool,
+    trust_remote_code: bool,
 ) -> None:
     """Measure MODEL on this machine: load, cold prefill, first token with 0 to 100 % of the prompt cached, decode, memory.
 
@@ -43,11 +61,20 @@ def bench(
     if quick:
         contexts = contexts or (QUICK_CONTEXT,)
     steps = Steps("bench", Bench.num_parts(len(contexts or CONTEXTS), rounds))
-    options: dict[str, Any] = {"contexts": contexts, "rounds": rounds, "quick": quick, "trust_remote_code": trust_remote_code}
+    options: dict[str, Any] = {
+        "contexts": contexts,
+        "rounds": rounds,
+        "quick": quick,
+        "trust_remote_code": trust_remote_code,
+    }
     made = Bench(model, versus=vs is not None, begin=steps, **options)
     try:
         made.run()
     finally:
         steps.close()
         if made.findings.about:
-            click.echo(json.dumps(made.findings.as_dict()) if as_json else visible_text(made.findings.table()))
+            click.echo(
+                json.dumps(made.findings.as_dict())
+                if as_json
+                else visible_text(made.findings.table())
+            )

@@ -39,7 +39,9 @@ def export(session: str, file: str, force: bool) -> None:
 
 @cache.command(name="import")
 @click.argument("file", type=click.Path(dir_okay=False))
-@click.option("--session", "name", required=True, metavar="NAME", help="The session that is made of it.")
+@click.option(
+    "--session", "name", required=True, metavar="NAME", help="The session that is made of it."
+)
 @click.option(
     "-m",
     "--model",
@@ -50,9 +52,13 @@ def export(session: str, file: str, force: bool) -> None:
     help="The model that the file is of.",
 )
 @click.option(
-    "--tokens", metavar="IDS", help="The tokens that it is of, as [1, 2 ...] or @FILE. [default: as an export of mlxrunner says]"
+    "--tokens",
+    metavar="IDS",
+    help="The tokens that it is of, as [1, 2 ...] or @FILE. [default: as an export of mlxrunner says]",
 )
-@click.option("--kv-bits", type=int, metavar="B", help="8 or 4, for a file with quantized keys and values.")
+@click.option(
+    "--kv-bits", type=int, metavar="B", help="8 or 4, for a file with quantized keys and values."
+)
 @debug_option
 def import_(file: str, name: str, model: str, tokens: str | None, kv_bits: int | None) -> None:
     """Make a session of FILE, a prompt cache of mlx-lm: a chat whose prompt begins with its tokens goes on from there."""
@@ -60,7 +66,9 @@ def import_(file: str, name: str, model: str, tokens: str | None, kv_bits: int |
 
     from mlxrunner.sessions.exchange import import_session
 
-    count = import_session(Path(file), name, model, None if tokens is None else _tokens(tokens), kv_bits)
+    count = import_session(
+        Path(file), name, model, None if tokens is None else _tokens(tokens), kv_bits
+    )
     click.echo(
         f"{count} tokens: in `mlxrunner chat --session {name}`, a prompt that begins with them does not evaluate them again",
         err=True,
@@ -69,7 +77,11 @@ def import_(file: str, name: str, model: str, tokens: str | None, kv_bits: int |
 
 def _tokens(text: str) -> list[int]:
     try:
-        found = read_json(text[1:], MOST_TOKENS, given=True) if text.startswith("@") else json.loads(text)
+        found = (
+            read_json(text[1:], MOST_TOKENS, given=True)
+            if text.startswith("@")
+            else json.loads(text)
+        )
     except ReadError as error:
         raise OptionError(f"--tokens: {error}") from error
     except (ValueError, RecursionError) as error:

@@ -8,7 +8,14 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from mlxrunner.cli.options import LOADING, load, model_options, overflow_options, sampling_options, take
+from mlxrunner.cli.options import (
+    LOADING,
+    load,
+    model_options,
+    overflow_options,
+    sampling_options,
+    take,
+)
 from mlxrunner.cli.recording import recording, recording_options
 from mlxrunner.errors import OptionError
 
@@ -25,13 +32,36 @@ from mlxrunner.errors import OptionError
     show_default=True,
     help="Keep the tokens that were evaluated, or spell all turns as the template does.",
 )
-@click.option("--keep-thinking", is_flag=True, help="Keep thinking in the history where the template would leave it out.")
-@click.option("--plain", is_flag=True, help="Answers as plain text.  [default: Markdown in a terminal]")
-@click.option("--no-type-ahead", is_flag=True, help="Evaluate nothing while you type.  [default: do, unless on battery]")
+@click.option(
+    "--keep-thinking",
+    is_flag=True,
+    help="Keep thinking in the history where the template would leave it out.",
+)
+@click.option(
+    "--plain", is_flag=True, help="Answers as plain text.  [default: Markdown in a terminal]"
+)
+@click.option(
+    "--no-type-ahead",
+    is_flag=True,
+    help="Evaluate nothing while you type.  [default: do, unless on battery]",
+)
 @click.option("--no-history", is_flag=True, help="Do not keep what you type for the next time.")
-@click.option("--session", metavar="NAME", help="Go on with this saved conversation, or begin it; saved after each turn.")
-@click.option("--no-cache-file", is_flag=True, help="Save the text of sessions only.  [default: what was evaluated, too]")
-@click.option("--session-kv-bits", type=int, metavar="B", help="Save keys and values in 8 or 4 bits. [default: as they are]")
+@click.option(
+    "--session",
+    metavar="NAME",
+    help="Go on with this saved conversation, or begin it; saved after each turn.",
+)
+@click.option(
+    "--no-cache-file",
+    is_flag=True,
+    help="Save the text of sessions only.  [default: what was evaluated, too]",
+)
+@click.option(
+    "--session-kv-bits",
+    type=int,
+    metavar="B",
+    help="Save keys and values in 8 or 4 bits. [default: as they are]",
+)
 @recording_options
 @click.pass_context
 def chat(
@@ -57,9 +87,13 @@ def chat(
     from mlxrunner.chat.keyboard import Keyboard, is_terminal
 
     if sys.stdin is None:
-        raise OptionError("standard input is closed: a chat reads its turns from a terminal, a file or a pipe")
+        raise OptionError(
+            "standard input is closed: a chat reads its turns from a terminal, a file or a pipe"
+        )
     loading, keyboard = take(options, LOADING), Keyboard(is_terminal())
-    with keyboard:  # before what takes its time: all that is typed meanwhile is kept, as it was typed
+    with (
+        keyboard
+    ):  # before what takes its time: all that is typed meanwhile is kept, as it was typed
         from mlxrunner.chat.conversation import Conversation
         from mlxrunner.chat.keys import uninterrupted
         from mlxrunner.chat.start import open_chat
@@ -71,10 +105,16 @@ def chat(
         with recording(options, "chat") as profile, saving.opened(session) as resumed:
             GenerateOptions.of(**options)  # complain before loading
             if history == "template" and keep_thinking:
-                raise OptionError("--keep-thinking needs --history exact: with template, the template decides what stays")
+                raise OptionError(
+                    "--keep-thinking needs --history exact: with template, the template decides what stays"
+                )
             conversation = Conversation(None, system, options, history, keep_thinking)  # type: ignore[arg-type]  # loaded below
             if resumed is not None:
-                given = {name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+                given = {
+                    name
+                    for name in ctx.params
+                    if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
+                }
                 model = put_back(resumed, conversation, loading, model, given)
             conversation.runner = load(model, loading, banner=is_terminal())
             profile.attach(conversation.runner)

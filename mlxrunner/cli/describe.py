@@ -22,9 +22,16 @@ def models(as_json: bool) -> None:
 
     found = cached_models()
     if as_json:
-        click.echo(json.dumps([{"name": m.name, "bytes": m.nbytes, "folder": str(m.folder)} for m in found]))
+        click.echo(
+            json.dumps(
+                [{"name": m.name, "bytes": m.nbytes, "folder": str(m.folder)} for m in found]
+            )
+        )
     elif not found:
-        click.echo("no models in the hub cache yet: -m mlx-community/Llama-3.2-1B-Instruct-4bit would download one", err=True)
+        click.echo(
+            "no models in the hub cache yet: -m mlx-community/Llama-3.2-1B-Instruct-4bit would download one",
+            err=True,
+        )
     else:
         for one in found:
             click.echo(f"{size(one.nbytes):>10}  {visible_text(one.name)}")
@@ -43,7 +50,9 @@ def show(model: str, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(facts.as_dict()))
         return
-    context = f"{facts.context} tokens" + ("" if facts.context_is_known else " (not stated: a guess)")
+    context = f"{facts.context} tokens" + (
+        "" if facts.context_is_known else " (not stated: a guess)"
+    )
     rows = {
         "architecture": facts.architecture,
         "layers": ", ".join(f"{count} {kind}" for kind, count in facts.layers.items()),
@@ -61,7 +70,11 @@ def show(model: str, as_json: bool) -> None:
 @click.command()
 @click.argument("model")
 @together(MEMORY_OPTIONS)
-@click.option("--measure", is_flag=True, help="Load the model and run the worst-case batch instead of estimating it.")
+@click.option(
+    "--measure",
+    is_flag=True,
+    help="Load the model and run the worst-case batch instead of estimating it.",
+)
 @json_option
 @debug_option
 def plan(model: str, measure: bool, as_json: bool, **options: Any) -> None:

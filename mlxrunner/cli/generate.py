@@ -29,22 +29,47 @@ if TYPE_CHECKING:
 
 @click.command()
 @model_options
-@click.option("-p", "--prompt", metavar="TEXT", help="The user's message; - reads it from standard input.  [default: -]")
+@click.option(
+    "-p",
+    "--prompt",
+    metavar="TEXT",
+    help="The user's message; - reads it from standard input.  [default: -]",
+)
 @click.option("--system", metavar="TEXT", help="The system prompt.")
-@click.option("--raw", is_flag=True, help="The prompt is plain text to be continued: no chat template.")
+@click.option(
+    "--raw", is_flag=True, help="The prompt is plain text to be continued: no chat template."
+)
 @sampling_options
 @form_options
 @overflow_options("stop")
 @recording_options
-@click.option("--logprobs", type=int, metavar="K", help="With --json: each token's log-probability and the K likeliest.")
 @click.option(
-    "--repeat", type=click.IntRange(min=1), default=1, metavar="N", help="Run the request N times, to see its cache hits."
+    "--logprobs",
+    type=int,
+    metavar="K",
+    help="With --json: each token's log-probability and the K likeliest.",
 )
 @click.option(
-    "--n", "count", type=click.IntRange(min=1), default=1, metavar="K", help="K answers, the prompt's tokens stored once."
+    "--repeat",
+    type=click.IntRange(min=1),
+    default=1,
+    metavar="N",
+    help="Run the request N times, to see its cache hits.",
 )
 @click.option(
-    "--parallel", type=click.IntRange(min=1), default=8, metavar="N", help="With --n: at most N at a time.  [default: 8]"
+    "--n",
+    "count",
+    type=click.IntRange(min=1),
+    default=1,
+    metavar="K",
+    help="K answers, the prompt's tokens stored once.",
+)
+@click.option(
+    "--parallel",
+    type=click.IntRange(min=1),
+    default=8,
+    metavar="N",
+    help="With --n: at most N at a time.  [default: 8]",
 )
 @json_option
 def generate(
@@ -64,14 +89,20 @@ def generate(
     seeds are SEED, SEED + 1 ..., and an answer has at most 1024 tokens unless --max-tokens says otherwise.
     """
     if raw and system:
-        raise OptionError("--system needs the chat template, which --raw leaves out: use one of them")
+        raise OptionError(
+            "--system needs the chat template, which --raw leaves out: use one of them"
+        )
     if options["logprobs"] is not None and not as_json:
         raise OptionError("--logprobs needs --json to print them")
     if count > 1 and options["verify_cache"]:
-        raise OptionError("--verify-cache looks at one request at a time, and --n runs several at once: use one of them")
+        raise OptionError(
+            "--verify-cache looks at one request at a time, and --n runs several at once: use one of them"
+        )
     text = _read_prompt(prompt)
     if not text:
-        raise PromptError("the prompt is empty: give one with --prompt TEXT, or send it to standard input")
+        raise PromptError(
+            "the prompt is empty: give one with --prompt TEXT, or send it to standard input"
+        )
     loading = take(options, LOADING)
     banner = sys.stderr.isatty() and not as_json
     request: Any = text if raw else [{"role": "user", "content": text}]
@@ -98,9 +129,15 @@ def _answers(
 
     output = Output()
     shared = {name: loading[name] for name in ("context", "trust_remote_code")}
-    for number, result in enumerate(sample(model, request, count, parallel=parallel, watch=profile.attach, **shared, **options)):
+    for number, result in enumerate(
+        sample(model, request, count, parallel=parallel, watch=profile.attach, **shared, **options)
+    ):
         if as_json:
-            answer = {"text": result.text, "tokens": result.tokens, "finish_reason": result.finish_reason}
+            answer = {
+                "text": result.text,
+                "tokens": result.tokens,
+                "finish_reason": result.finish_reason,
+            }
             click.echo(json.dumps({"index": number, **answer, "usage": result.usage.as_dict()}))
         else:
             output.write(f"{chr(10) if number else ''}{result.text}\n")
@@ -132,7 +169,9 @@ def _answer(runner: Runner, request: Any, as_json: bool, options: dict[str, Any]
         "usage": last.usage.as_dict() if last.usage else None,
     }
     if options["logprobs"] is not None:
-        result["logprobs"] = [{"logprob": chunk.logprob, "top": chunk.top_logprobs} for chunk in chunks]
+        result["logprobs"] = [
+            {"logprob": chunk.logprob, "top": chunk.top_logprobs} for chunk in chunks
+        ]
     click.echo(json.dumps(result))
 
 
@@ -143,6 +182,8 @@ def _read_prompt(prompt: str | None) -> str:
         raise OptionError("standard input is closed: give a prompt with --prompt TEXT")
     if sys.stdin.isatty():
         if prompt is None:
-            raise OptionError("no prompt: give one with --prompt TEXT, or send it to standard input")
+            raise OptionError(
+                "no prompt: give one with --prompt TEXT, or send it to standard input"
+            )
         click.echo("reading the prompt from the terminal, end it with Ctrl-D", err=True)
     return sys.stdin.read().rstrip("\n")

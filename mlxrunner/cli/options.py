@@ -34,7 +34,11 @@ def _verbose(ctx: click.Context, parameter: click.Parameter, value: int) -> None
 
 
 debug_option = click.option(
-    "--debug", is_flag=True, expose_value=False, callback=set_debug, help="Show the traceback of an error."
+    "--debug",
+    is_flag=True,
+    expose_value=False,
+    callback=set_debug,
+    help="Show the traceback of an error.",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 
@@ -120,11 +124,15 @@ def _read_schema(ctx: click.Context, parameter: click.Parameter, file: str | Non
         raise OptionError(f"--schema {error}") from error
 
 
-def _split_choices(ctx: click.Context, parameter: click.Parameter, line: str | None) -> tuple[str, ...] | None:
+def _split_choices(
+    ctx: click.Context, parameter: click.Parameter, line: str | None
+) -> tuple[str, ...] | None:
     if line is None:
         return None
     try:
-        choices = tuple(text for row in csv.reader([line], skipinitialspace=True, strict=True) for text in row)
+        choices = tuple(
+            text for row in csv.reader([line], skipinitialspace=True, strict=True) for text in row
+        )
     except csv.Error as error:
         raise OptionError(
             f"--choices {line}: the texts are separated by commas, one that has a comma is put in double quotes"
@@ -151,7 +159,10 @@ def check_options(options: dict[str, Any], *, quiet: bool = False) -> None:
     checked = GenerateOptions.of(**options)
     check_form(checked)
     if checked.has_form and checked.stop and not quiet:
-        click.echo("--stop has no effect with --schema or --choices: such an answer ends where its form is complete", err=True)
+        click.echo(
+            "--stop has no effect with --schema or --choices: such an answer ends where its form is complete",
+            err=True,
+        )
 
 
 def take(options: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:

@@ -20,15 +20,29 @@ FILE = click.Path(path_type=str)
 
 @click.command()
 @click.argument("events", nargs=-1, required=True, type=FILE, envvar="MLXRUNNER_EVENTS")
-@click.option("--html", type=FILE, metavar="FILE", help="Also write a page with plots, complete in one file.")
-@click.option("--csv", type=FILE, metavar="FILE", help="Also write a row per request, for spreadsheets.")
-@click.option("--trace", type=FILE, metavar="FILE", help="Also write a trace for ui.perfetto.dev or chrome://tracing.")
+@click.option(
+    "--html", type=FILE, metavar="FILE", help="Also write a page with plots, complete in one file."
+)
+@click.option(
+    "--csv", type=FILE, metavar="FILE", help="Also write a row per request, for spreadsheets."
+)
+@click.option(
+    "--trace",
+    type=FILE,
+    metavar="FILE",
+    help="Also write a trace for ui.perfetto.dev or chrome://tracing.",
+)
 @click.option("--min-hit-rate", type=click.FloatRange(0, 1), metavar="RATE",
               help="Exit code 3 if a smaller share of the prompt tokens was reused, such as 0.8.")  # fmt: skip
 @json_option
 @debug_option
 def report(
-    events: tuple[str, ...], html: str | None, csv: str | None, trace: str | None, min_hit_rate: float | None, as_json: bool
+    events: tuple[str, ...],
+    html: str | None,
+    csv: str | None,
+    trace: str | None,
+    min_hit_rate: float | None,
+    as_json: bool,
 ) -> None:
     """Say what the requests in EVENTS reused, what was lost to what, where, at what cost, and what to change.
 
@@ -49,7 +63,8 @@ def report(
     if min_hit_rate is not None and made.summary.hit_rate < min_hit_rate:
         reused, prompt = (number(made.summary.tokens[name]) for name in ("saved", "prompt"))
         click.echo(
-            f"mlxrunner: {reused} of {prompt} prompt tokens were reused, less than the wanted {percent(min_hit_rate)}", err=True
+            f"mlxrunner: {reused} of {prompt} prompt tokens were reused, less than the wanted {percent(min_hit_rate)}",
+            err=True,
         )
         sys.exit(BELOW_RATE)
 
@@ -115,7 +130,9 @@ def simulate(
 
     with _counter("requests") as progress:
         made = replay(sources(log), entries, intervals, slacks, slots, progress)
-    click.echo(json.dumps(made.as_dict())) if as_json else show_simulation(made, console(sys.stdout))
+    click.echo(json.dumps(made.as_dict())) if as_json else show_simulation(
+        made, console(sys.stdout)
+    )
     for line in made.idle:
         click.echo(f"mlxrunner: {line}", err=True)
     if made.skipped.total():

@@ -40,7 +40,13 @@ class Program(click.Group):
             result = super().invoke(ctx)
             sys.stdout.flush()
             return result
-        except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError, SystemExit):
+        except (
+            click.ClickException,
+            click.exceptions.Exit,
+            click.Abort,
+            BrokenPipeError,
+            SystemExit,
+        ):
             raise
         except KeyboardInterrupt:
             sys.exit(INTERRUPTED)
@@ -50,7 +56,10 @@ class Program(click.Group):
         except Exception as error:
             _end_if_told(error)
             _report(
-                ctx, line_text(f"internal error: {type(error).__name__}: {' '.join(str(error).split())} (--debug shows where)")
+                ctx,
+                line_text(
+                    f"internal error: {type(error).__name__}: {' '.join(str(error).split())} (--debug shows where)"
+                ),
             )
             sys.exit(1)
 
@@ -88,7 +97,11 @@ class StandardOutput(io.TextIOWrapper):
         except BrokenPipeError:
             raise
         except OSError as error:
-            why = "is closed" if error.errno == errno.EBADF else f"can't be written: {error.strerror or error}"
+            why = (
+                "is closed"
+                if error.errno == errno.EBADF
+                else f"can't be written: {error.strerror or error}"
+            )
             raise OutputClosedError(f"standard output {why}") from error
 
 
@@ -129,11 +142,17 @@ def give_up_output() -> None:
 
 def _guarded(guard: type[io.TextIOWrapper], stream: TextIO | None, number: int) -> TextIO:
     if stream is None:
-        return guard(io.FileIO(number, "w", closefd=False), "utf-8", "backslashreplace", line_buffering=True)
+        return guard(
+            io.FileIO(number, "w", closefd=False), "utf-8", "backslashreplace", line_buffering=True
+        )
     if not isinstance(stream, io.TextIOWrapper):
         return stream
     return guard(
-        stream.buffer, stream.encoding, stream.errors, line_buffering=stream.line_buffering, write_through=stream.write_through
+        stream.buffer,
+        stream.encoding,
+        stream.errors,
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
     )
 
 

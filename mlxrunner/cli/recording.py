@@ -21,7 +21,9 @@ RECORDING = (*WATCHING, "strict")
 
 def recording_options(command: F) -> F:
     """To be used together with `recording`."""
-    strict = click.option("--strict", is_flag=True, help="With --verify-cache: exit code 4 if one of them differed.")
+    strict = click.option(
+        "--strict", is_flag=True, help="With --verify-cache: exit code 4 if one of them differed."
+    )
     return watching_options(strict(command))
 
 
@@ -49,7 +51,13 @@ def recording(options: dict[str, Any], command: str) -> Iterator[Profile]:
         raise OptionError("--strict needs --verify-cache RATE to find a difference")
     from mlxrunner.profiling.files import must_differ
 
-    must_differ({"--events": taken["events"], "--log-tokens": taken["log_tokens"], "--metrics": taken["metrics"]})
+    must_differ(
+        {
+            "--events": taken["events"],
+            "--log-tokens": taken["log_tokens"],
+            "--metrics": taken["metrics"],
+        }
+    )
     from mlxrunner.profiling.profile import Profile, profiled
 
     sinks = []
@@ -68,4 +76,7 @@ def recording(options: dict[str, Any], command: str) -> Iterator[Profile]:
     with profiled(profile, strict=taken["strict"]):
         yield profile
     if taken["strict"] and taken["verify_cache"]:
-        click.echo(f"mlxrunner: {profile.verified} of {profile.eligible} requests that reused something were verified", err=True)
+        click.echo(
+            f"mlxrunner: {profile.verified} of {profile.eligible} requests that reused something were verified",
+            err=True,
+        )

@@ -51,7 +51,9 @@ def list_(as_json: bool) -> None:
         click.echo(visible_text(f"{line}  {' '.join(one['model'].split())}{others}"))
 
 
-branch_option = click.option("--branch", metavar="NAME", help="Another branch than the one that was talked on last.")
+branch_option = click.option(
+    "--branch", metavar="NAME", help="Another branch than the one that was talked on last."
+)
 
 
 @sessions.command()
@@ -68,16 +70,32 @@ def show(name: str, branch: str | None, as_json: bool) -> None:
     session = _on_branch(store, name, branch)
     about = _described(store, name, session)
     if as_json:
-        click.echo(json.dumps({**about, "system": session.system, "settings": session.settings, "messages": session.messages}))
+        click.echo(
+            json.dumps(
+                {
+                    **about,
+                    "system": session.system,
+                    "settings": session.settings,
+                    "messages": session.messages,
+                }
+            )
+        )
         return
     rows = {
         "model": " ".join(session.model.split()),
         "saved": about["saved"],
-        "turns": f"{about['turns']}" + (f" on branch {session.branch}" if len(session.branches) > 1 else ""),
+        "turns": f"{about['turns']}"
+        + (f" on branch {session.branch}" if len(session.branches) > 1 else ""),
         "branches": ", ".join(sorted(session.branches)) if len(session.branches) > 1 else "",
         "tokens": f"{about['tokens']}",
-        "caches": size(about["cache_bytes"]) if about["cache_bytes"] else "none: the first turn evaluates the conversation anew",
-        "settings": ", ".join(f"{key} {value}" for key, value in _flat(session.settings) if value not in (None, [], {}, False)),
+        "caches": size(about["cache_bytes"])
+        if about["cache_bytes"]
+        else "none: the first turn evaluates the conversation anew",
+        "settings": ", ".join(
+            f"{key} {value}"
+            for key, value in _flat(session.settings)
+            if value not in (None, [], {}, False)
+        ),
         "system": session.system or "",
     }
     for row, value in rows.items():
@@ -148,7 +166,9 @@ def _on_branch(store: Sessions, name: str, branch: str | None) -> Session:
 
     session = store.load(name)
     if branch is not None and branch not in session.branches:
-        raise SessionError(f"the session {name!r} has no branch {branch!r}: there are {', '.join(sorted(session.branches))}")
+        raise SessionError(
+            f"the session {name!r} has no branch {branch!r}: there are {', '.join(sorted(session.branches))}"
+        )
     session.branch = session.branch if branch is None else branch
     return session
 

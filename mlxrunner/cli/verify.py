@@ -21,11 +21,25 @@ DIFFERENT, UNTESTED = 4, 5
 @click.command()
 @click.argument("model", default="demo", envvar="MLXRUNNER_MODEL")
 @click.option(
-    "--context", type=int, help="Tokens of the longest prompt and answer. [default: by the model's speed, for about two minutes]"
+    "--context",
+    type=int,
+    help="Tokens of the longest prompt and answer. [default: by the model's speed, for about two minutes]",
 )
-@click.option("--tokens", type=int, default=8, show_default=True, help="Tokens of each answer that is compared.")
-@click.option("--kv-bits", type=int, metavar="B", help="Verify caches of 8 or 4 bits. [default: as computed]")
-@click.option("--trust-remote-code", is_flag=True, help="Run Python code that the model brings. Only if you trust it.")
+@click.option(
+    "--tokens",
+    type=int,
+    default=8,
+    show_default=True,
+    help="Tokens of each answer that is compared.",
+)
+@click.option(
+    "--kv-bits", type=int, metavar="B", help="Verify caches of 8 or 4 bits. [default: as computed]"
+)
+@click.option(
+    "--trust-remote-code",
+    is_flag=True,
+    help="Run Python code that the model brings. Only if you trust it.",
+)
 @json_option
 @debug_option
 def verify(model: str, as_json: bool, **options: Any) -> None:

@@ -31,9 +31,17 @@ def cached_models() -> list[CachedModel]:
     found = []
     for repository in repositories:
         # First the one that the name stands for.
-        for revision in sorted(repository.revisions, key=lambda revision: "main" not in revision.refs):
+        for revision in sorted(
+            repository.revisions, key=lambda revision: "main" not in revision.refs
+        ):
             names = {file.file_name for file in revision.files}
-            if repository.repo_type == "model" and "config.json" in names and any(n.endswith(".safetensors") for n in names):
-                found.append(CachedModel(repository.repo_id, revision.size_on_disk, revision.snapshot_path))
+            if (
+                repository.repo_type == "model"
+                and "config.json" in names
+                and any(n.endswith(".safetensors") for n in names)
+            ):
+                found.append(
+                    CachedModel(repository.repo_id, revision.size_on_disk, revision.snapshot_path)
+                )
                 break
     return sorted(found, key=lambda model: model.name)

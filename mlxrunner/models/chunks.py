@@ -38,7 +38,10 @@ def depends_on_chunks(model: Any, vocab: int) -> bool:
 
 
 def _prompt(number: int, vocab: int) -> list[int]:
-    return [(11 + 7 * number + (13 + number) * place) % max(min(vocab, 251), 2) for place in range(TOKENS)]
+    return [
+        (11 + 7 * number + (13 + number) * place) % max(min(vocab, 251), 2)
+        for place in range(TOKENS)
+    ]
 
 
 def _gap(model: Any, prompt: list[int]) -> float:

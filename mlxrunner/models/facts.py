@@ -18,7 +18,14 @@ from mlxrunner.models.resolve import check_files, read_config, read_headers, res
 from mlxrunner.models.settings import check_layers, size_of, text_settings
 
 DEFAULT_CONTEXT = 4096
-_CONTEXT_NAMES = ("max_position_embeddings", "max_sequence_length", "seq_length", "n_positions", "n_ctx", "model_max_length")
+_CONTEXT_NAMES = (
+    "max_position_embeddings",
+    "max_sequence_length",
+    "seq_length",
+    "n_positions",
+    "n_ctx",
+    "model_max_length",
+)
 
 
 @dataclass(frozen=True)
@@ -52,10 +59,19 @@ def facts_of(model: Any, config: dict[str, Any]) -> ModelFacts:
 
     widen_windows(model)
     sources = (config, text_settings(config))
-    context = next((c for c in (source.get(name) for source in sources for name in _CONTEXT_NAMES) if _is_size(c)), None)
+    context = next(
+        (
+            c
+            for c in (source.get(name) for source in sources for name in _CONTEXT_NAMES)
+            if _is_size(c)
+        ),
+        None,
+    )
     kinds = Counter(cache.kind for cache in make_layer_caches(model))
     vocab = size_of(config, "vocab_size") or _width_of_logits(model)
-    return ModelFacts(config["model_type"], context or DEFAULT_CONTEXT, context is not None, dict(kinds), vocab)
+    return ModelFacts(
+        config["model_type"], context or DEFAULT_CONTEXT, context is not None, dict(kinds), vocab
+    )
 
 
 def build(folder: Path) -> tuple[Any, dict[str, Any]]:
@@ -79,7 +95,10 @@ def cache_cost(model: Any) -> CacheCost:
 
     layouts = layouts_of(model, CacheOptions())
     growing = sum(layout.row_bytes for layout in layouts if layout.most_rows is None)
-    return CacheCost(growing, sum((layout.most_rows or 0) * layout.row_bytes + layout.fixed_bytes for layout in layouts))
+    return CacheCost(
+        growing,
+        sum((layout.most_rows or 0) * layout.row_bytes + layout.fixed_bytes for layout in layouts),
+    )
 
 
 @dataclass(frozen=True)
@@ -143,8 +162,12 @@ class Description:
 def describe(name: str) -> Description:
     """Everything about a model that can be said without loading its weights."""
     shapes = without_weights(name)
-    known = {name: value for name, value in vars(shapes.facts).items() if name != "depends_on_chunks"}
-    return Description(**known, weight_bytes=weight_bytes(resolve(name)), cache=cache_cost(shapes.model))
+    known = {
+        name: value for name, value in vars(shapes.facts).items() if name != "depends_on_chunks"
+    }
+    return Description(
+        **known, weight_bytes=weight_bytes(resolve(name)), cache=cache_cost(shapes.model)
+    )
 
 
 def weight_bytes(folder: Path) -> int:
@@ -165,7 +188,12 @@ def loaded_bytes(tensors: Sequence[dict[str, Any]], config: dict[str, Any]) -> i
 
 
 def _tensors(folder: Path) -> list[dict[str, Any]]:
-    return [entry for header in read_headers(folder).values() for name, entry in header.items() if name != "__metadata__"]
+    return [
+        entry
+        for header in read_headers(folder).values()
+        for name, entry in header.items()
+        if name != "__metadata__"
+    ]
 
 
 def _is_quantized(config: dict[str, Any]) -> bool:
@@ -185,4 +213,6 @@ def _is_size(value: Any) -> bool:
 
 def _width_of_logits(model: Any) -> int:
     tables: Any = tree_flatten(model.parameters())
-    return max((table.shape[0] for name, table in tables if "embed" in name and table.ndim == 2), default=0)
+    return max(
+        (table.shape[0] for name, table in tables if "embed" in name and table.ndim == 2), default=0
+    )

@@ -43,9 +43,22 @@ def fingerprint(folder: Path) -> dict[str, str]:
     template = read_template(folder, settings)
     words = [_content(folder / name) for name in TOKENIZER_FILES if is_there(folder / name)]
     return {
-        "weights": _digest(*(part for file, header in read_headers(folder).items() for part in _samples(file, header))),
-        "config": digest({name: value for name, value in read_config(folder).items() if name not in UNIMPORTANT}),
-        "tokenizer": _digest(*words, _canonical({name: value for name, value in settings.items() if name != "chat_template"})),
+        "weights": _digest(
+            *(
+                part
+                for file, header in read_headers(folder).items()
+                for part in _samples(file, header)
+            )
+        ),
+        "config": digest(
+            {name: value for name, value in read_config(folder).items() if name not in UNIMPORTANT}
+        ),
+        "tokenizer": _digest(
+            *words,
+            _canonical(
+                {name: value for name, value in settings.items() if name != "chat_template"}
+            ),
+        ),
         "template": _digest((template or "").encode()),
     }
 
@@ -75,13 +88,22 @@ def _content(file: Path) -> bytes:
 def _samples(file: Path, header: dict[str, Any]) -> list[bytes]:
     fd, size = open_file(file)
     with os.fdopen(fd, "rb"):
-        begin = size - max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+        begin = size - max(
+            (entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"),
+            default=0,
+        )
         found = [str(size).encode(), _canonical(header)]
         for name, entry in header.items():
             if name != "__metadata__":
                 first, last = (begin + offset for offset in entry["data_offsets"])
-                places = {first, max(first, (first + last - SAMPLE) // 2), max(first, last - SAMPLE)}
-                found += [os.pread(fd, min(SAMPLE, last - place), place) for place in sorted(places)]
+                places = {
+                    first,
+                    max(first, (first + last - SAMPLE) // 2),
+                    max(first, last - SAMPLE),
+                }
+                found += [
+                    os.pread(fd, min(SAMPLE, last - place), place) for place in sorted(places)
+                ]
     return found
 
 

@@ -15,7 +15,14 @@ from mlxrunner.errors import ModelError
 from mlxrunner.events import logger
 from mlxrunner.models.chunks import DEPENDS, depends_on_chunks
 from mlxrunner.models.facts import ModelFacts, usable_facts
-from mlxrunner.models.resolve import check_files, eos_tokens, read_config, read_headers, resolve, rope_settings
+from mlxrunner.models.resolve import (
+    check_files,
+    eos_tokens,
+    read_config,
+    read_headers,
+    resolve,
+    rope_settings,
+)
 from mlxrunner.models.settings import check_layers
 from mlxrunner.models.windows import widen_windows
 from mlxrunner.tokenizer import Tokenizer, load_tokenizer
@@ -40,7 +47,9 @@ def load_model(name: str, *, trust_remote_code: bool = False) -> LoadedModel:
     """Load `name` ("demo", a directory or a hub id) and evaluate its weights. ModelError names what is missing or broken."""
     folder = resolve(name)
     config = _check(folder)
-    tokenizer = load_tokenizer(folder, eos_tokens(folder, config), trust_remote_code=trust_remote_code)
+    tokenizer = load_tokenizer(
+        folder, eos_tokens(folder, config), trust_remote_code=trust_remote_code
+    )
     model, config = _load_weights(folder, trust_remote_code)
     _read_weights(folder, model)
     facts = _tried(name, model, usable_facts(folder, model, config))
@@ -51,7 +60,9 @@ def _tried(name: str, model: Any, facts: ModelFacts) -> ModelFacts:
     """Test the model with a few tokens, and warn in the log if its answers depend on chunks."""
     found = depends_on_chunks(model, facts.vocab)
     if found:
-        logger.warning("%s: %s, so nothing is reused: every prompt is evaluated whole", name, DEPENDS)
+        logger.warning(
+            "%s: %s, so nothing is reused: every prompt is evaluated whole", name, DEPENDS
+        )
     return replace(facts, depends_on_chunks=found)
 
 
@@ -75,7 +86,9 @@ def tokenizer_of(name: str, *, trust_remote_code: bool = False) -> Tokenizer:
     """The tokenizer of model `name` alone: no weights are read. ModelError names what is missing or broken."""
     folder = resolve(name)
     check_files(folder)
-    return load_tokenizer(folder, eos_tokens(folder, read_config(folder)), trust_remote_code=trust_remote_code)
+    return load_tokenizer(
+        folder, eos_tokens(folder, read_config(folder)), trust_remote_code=trust_remote_code
+    )
 
 
 def check_model_type(folder: Path, config: dict[str, Any]) -> None:
@@ -84,9 +97,13 @@ def check_model_type(folder: Path, config: dict[str, Any]) -> None:
 
     kind = config["model_type"]
     module = MODEL_REMAPPING.get(kind, kind)
-    known = module.isidentifier() and importlib.util.find_spec(f"mlx_lm.models.{module}") is not None
+    known = (
+        module.isidentifier() and importlib.util.find_spec(f"mlx_lm.models.{module}") is not None
+    )
     if config.get("model_file") is None and not known:
-        raise ModelError(f"{folder / 'config.json'}: model_type {kind[:80]!r} is not one that mlx-lm supports")
+        raise ModelError(
+            f"{folder / 'config.json'}: model_type {kind[:80]!r} is not one that mlx-lm supports"
+        )
 
 
 def _load_weights(folder: Path, trust_remote_code: bool) -> tuple[Any, dict[str, Any]]:
@@ -94,7 +111,9 @@ def _load_weights(folder: Path, trust_remote_code: bool) -> tuple[Any, dict[str,
 
     try:
         rope = rope_settings(read_config(folder))
-        model, config = mlx_lm_load(folder, lazy=True, model_config=rope, trust_remote_code=trust_remote_code)
+        model, config = mlx_lm_load(
+            folder, lazy=True, model_config=rope, trust_remote_code=trust_remote_code
+        )
         dtype = device.preferred_dtype()
         if dtype is not None and not config.get("quantization"):
             model.set_dtype(dtype)

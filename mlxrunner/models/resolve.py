@@ -10,7 +10,14 @@ from typing import Any
 
 from mlxrunner.errors import ModelError
 from mlxrunner.models.settings import check_settings
-from mlxrunner.reading import MissingFileError, ReadError, is_of_kernel, is_there, open_file, read_json
+from mlxrunner.reading import (
+    MissingFileError,
+    ReadError,
+    is_of_kernel,
+    is_there,
+    open_file,
+    read_json,
+)
 from mlxrunner.tensorfile import HeaderError
 from mlxrunner.tensorfile import read_header as read_tensors
 
@@ -36,7 +43,15 @@ MOST_HEADER = 2**26
 """Of the header of one weight file."""
 MOST_SIDE = 2**31 - 1
 """Of a tensor: what MLX counts with."""
-MOST_BYTES = {".json": 2**27, ".jinja": 2**20, ".jsonl": 2**27, ".txt": 2**26, ".model": 2**27, ".tiktoken": 2**26, ".py": 2**22}
+MOST_BYTES = {
+    ".json": 2**27,
+    ".jinja": 2**20,
+    ".jsonl": 2**27,
+    ".txt": 2**26,
+    ".model": 2**27,
+    ".tiktoken": 2**26,
+    ".py": 2**22,
+}
 """Of a file that a tokenizer is made from, by its suffix: several times what the largest ones in use have."""
 LAST_TOKEN = 2**31 - 1
 
@@ -51,12 +66,19 @@ def resolve(name: str) -> Path:
         if name and folder.is_dir():
             return folder
         if name and folder.exists():
-            raise ModelError(f"{shown}: is a file; name the directory that holds config.json and the weights")
-    except (OSError, RuntimeError) as error:  # a name that is too long, the home directory of nobody
+            raise ModelError(
+                f"{shown}: is a file; name the directory that holds config.json and the weights"
+            )
+    except (
+        OSError,
+        RuntimeError,
+    ) as error:  # a name that is too long, the home directory of nobody
         raise ModelError(f"{shown}: not a usable path: {_one_line(error)}") from error
     if HUB_ID.fullmatch(name):
         return _from_hub(name)
-    raise ModelError(f"{shown}: no such model: neither a directory, nor a hub id (owner/name), nor {DEMO!r}")
+    raise ModelError(
+        f"{shown}: no such model: neither a directory, nor a hub id (owner/name), nor {DEMO!r}"
+    )
 
 
 def lasting(name: str) -> str:
@@ -95,12 +117,19 @@ def _from_hub(name: str) -> Path:
             f"{name}: access is restricted: accept its terms on the hub, then log in with `hf auth login`"
         ) from error
     except RepositoryNotFoundError as error:
-        raise ModelError(f"{name}: no such repository on the hub (or a private one: `hf auth login`)") from error
+        raise ModelError(
+            f"{name}: no such repository on the hub (or a private one: `hf auth login`)"
+        ) from error
     except LocalEntryNotFoundError as error:
         if partial is not None and _is_whole(Path(partial)):
             return Path(partial)
-        part, cause = "not" if partial is None else "only in part", _one_line(error.__cause__ or error)
-        raise ModelError(f"{name}: {part} in the local cache, and the hub can't be reached: {cause}") from error
+        part, cause = (
+            "not" if partial is None else "only in part",
+            _one_line(error.__cause__ or error),
+        )
+        raise ModelError(
+            f"{name}: {part} in the local cache, and the hub can't be reached: {cause}"
+        ) from error
     except Exception as error:  # HTTP errors, a full disk, or whatever a proxy made of the answer
         raise ModelError(f"{name}: the download failed: {_one_line(error)}") from error
 
@@ -123,7 +152,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     except MissingFileError as error:
         if is_there(file):
             raise ModelError(str(error)) from error
-        raise ModelError(f"{file}: missing: a model directory needs config.json, *.safetensors and tokenizer files") from error
+        raise ModelError(
+            f"{file}: missing: a model directory needs config.json, *.safetensors and tokenizer files"
+        ) from error
     except ReadError as error:
         raise ModelError(str(error)) from error
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
@@ -141,7 +172,9 @@ def eos_tokens(folder: Path, config: dict[str, Any]) -> list[int]:
     for source in sources:
         ids = source.get("eos_token_id") if isinstance(source, dict) else None
         given = ids if isinstance(ids, list) else [ids]
-        found |= dict.fromkeys(token for token in given if type(token) is int and 0 <= token <= LAST_TOKEN)
+        found |= dict.fromkeys(
+            token for token in given if type(token) is int and 0 <= token <= LAST_TOKEN
+        )
     return list(found)
 
 
@@ -151,12 +184,21 @@ def rope_settings(config: dict[str, Any]) -> dict[str, Any]:
     Without them a Llama would be run with rotary positions that it was not trained with, and nobody would say so.
     """
     rope = config.get("rope_parameters")
-    if not isinstance(rope, dict) or "rope_theta" not in rope:  # or one for each kind of layer: the architecture reads it itself
+    if (
+        not isinstance(rope, dict) or "rope_theta" not in rope
+    ):  # or one for each kind of layer: the architecture reads it itself
         return {}
-    settings = {"rope_theta": rope["rope_theta"], "partial_rotary_factor": rope.get("partial_rotary_factor")}
+    settings = {
+        "rope_theta": rope["rope_theta"],
+        "partial_rotary_factor": rope.get("partial_rotary_factor"),
+    }
     if rope.get("rope_type", "default") != "default":
         settings["rope_scaling"] = rope
-    return {name: value for name, value in settings.items() if value is not None and config.get(name) is None}
+    return {
+        name: value
+        for name, value in settings.items()
+        if value is not None and config.get(name) is None
+    }
 
 
 def check_files(folder: Path) -> None:
@@ -179,7 +221,9 @@ def check_files(folder: Path) -> None:
 
 def _check_file(file: Path, limit: int | None) -> None:
     if is_of_kernel(file):
-        raise ModelError(f"{file}: is a file of the kernel, not a regular file: copy what it holds into a file")
+        raise ModelError(
+            f"{file}: is a file of the kernel, not a regular file: copy what it holds into a file"
+        )
     try:
         os.close(open_file(file, limit)[0])
     except ReadError as error:
@@ -197,7 +241,9 @@ def read_headers(folder: Path) -> dict[Path, dict[str, Any]]:
     index = folder / "model.safetensors.index.json"
     if is_there(index):
         try:
-            shards = {str(shard) for shard in read_json(index, MOST_BYTES[".json"])["weight_map"].values()}
+            shards = {
+                str(shard) for shard in read_json(index, MOST_BYTES[".json"])["weight_map"].values()
+            }
         except ReadError as error:
             raise ModelError(f"{error}; it is the weight index") from error
         except (KeyError, AttributeError, TypeError) as error:
@@ -208,7 +254,9 @@ def read_headers(folder: Path) -> dict[Path, dict[str, Any]]:
                 f"{folder / missing[0]}: missing: {len(missing)} of {len(shards)} weight files that {index.name} lists"
             )
     if not files:
-        raise ModelError(f"{folder}: no weights: no model*.safetensors in it (other formats are not loaded)")
+        raise ModelError(
+            f"{folder}: no weights: no model*.safetensors in it (other formats are not loaded)"
+        )
     return {file: read_header(file) for file in files}
 
 
@@ -222,7 +270,9 @@ def read_header(file: Path) -> dict[str, Any]:
         header = read_tensors(descriptor, size, MOST_HEADER)
         for name, place in header.tensors.items():
             if max(place.shape, default=0) > MOST_SIDE:
-                raise HeaderError(f"damaged: {name[:80]!r} has the shape {place.shape}, and {MOST_SIDE:,} is the longest side")
+                raise HeaderError(
+                    f"damaged: {name[:80]!r} has the shape {place.shape}, and {MOST_SIDE:,} is the longest side"
+                )
         return header.entries
     except (HeaderError, OSError) as error:
         raise ModelError(f"{file}: {_one_line(error)}: download it again") from error

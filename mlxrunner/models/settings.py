@@ -9,13 +9,17 @@ from typing import Any
 
 from mlxrunner.errors import ModelError
 
-COUNTS = re.compile(r"(?!.*(?:size|dim|tokens)_)(?:.*_)?(?:layers?|experts?|loops|blocks|codebooks|depth|embedders|ngram)")
+COUNTS = re.compile(
+    r"(?!.*(?:size|dim|tokens)_)(?:.*_)?(?:layers?|experts?|loops|blocks|codebooks|depth|embedders|ngram)"
+)
 """Settings that say how many parts are built, each of them in Python."""
 MOST_PARTS = 1024
 """The deepest models have 200 layers, the widest 512 experts."""
 ALWAYS_BUILT = 64
 """Layers that cost nothing to build."""
-SIZES = re.compile(r"(?:.*_)?(?:(?:hidden|intermediate|vocab)_size|d_model|n_embd|n_inner|dim|heads?|rank)")
+SIZES = re.compile(
+    r"(?:.*_)?(?:(?:hidden|intermediate|vocab)_size|d_model|n_embd|n_inner|dim|heads?|rank)"
+)
 MOST_SIZE = 2**27
 """Of one side of a matrix."""
 MOST_LIST = 2**16
@@ -27,11 +31,25 @@ def check_settings(file: Path, config: dict[str, Any]) -> None:
     for name, value in _settings(config):
         last = name.rpartition(".")[2]
         if isinstance(value, list) and len(value) > MOST_LIST:
-            raise ModelError(f"{file}: {name[:200]} is a list of {len(value):,} values, and {MOST_LIST:,} are the most")
+            raise ModelError(
+                f"{file}: {name[:200]} is a list of {len(value):,} values, and {MOST_LIST:,} are the most"
+            )
         for pattern, most in ((COUNTS, MOST_PARTS), (SIZES, MOST_SIZE)):
-            if isinstance(value, int | float) and pattern.fullmatch(last) and not -1 <= value <= most:
-                shown = repr(value) if abs(value) < 10**20 else f"{value:.0e}" if abs(value) < 10**300 else "a huge number"
-                raise ModelError(f"{file}: {name[:200]} is {shown}; no model has more than {most:,}: download the file again")
+            if (
+                isinstance(value, int | float)
+                and pattern.fullmatch(last)
+                and not -1 <= value <= most
+            ):
+                shown = (
+                    repr(value)
+                    if abs(value) < 10**20
+                    else f"{value:.0e}"
+                    if abs(value) < 10**300
+                    else "a huge number"
+                )
+                raise ModelError(
+                    f"{file}: {name[:200]} is {shown}; no model has more than {most:,}: download the file again"
+                )
 
 
 def check_layers(file: Path, config: dict[str, Any], tensors: int) -> None:
@@ -46,7 +64,9 @@ def check_layers(file: Path, config: dict[str, Any], tensors: int) -> None:
 def size_of(config: dict[str, Any], *names: str) -> int:
     """The first of `names` that `config`, or its `text_config`, has as a whole number above 0; 0 if none."""
     sources = (config, text_settings(config))
-    return next((s[name] for name in names for s in sources if type(s.get(name)) is int and s[name] > 0), 0)
+    return next(
+        (s[name] for name in names for s in sources if type(s.get(name)) is int and s[name] > 0), 0
+    )
 
 
 def text_settings(config: dict[str, Any]) -> dict[str, Any]:

@@ -44,7 +44,12 @@ def masks_asked(model: Any) -> dict[int, int]:
 
 
 def _note(
-    asked: dict[int, int], size: int, make: Callable[..., Any], *args: Any, window_size: int | None = None, **more: Any
+    asked: dict[int, int],
+    size: int,
+    make: Callable[..., Any],
+    *args: Any,
+    window_size: int | None = None,
+    **more: Any,
 ) -> Any:
     asked[size] = max(asked[size], window_size or 0)
     return make(*args, window_size=window_size, **more)

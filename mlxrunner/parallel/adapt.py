@@ -73,7 +73,9 @@ class LayerView:
     def offset(self) -> mx.array:
         return self._step.positions
 
-    def make_mask(self, n: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
+    def make_mask(
+        self, n: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array:
         return self._step.masks[self._group]
 
     @property
@@ -98,11 +100,19 @@ def attention_in_parts(whole: Attention) -> Attention:
     """mlx-lm's attention function, but in parts where a step of many sequences asks for it."""
 
     def attend(
-        queries: mx.array, keys: mx.array, values: mx.array, cache: Any, scale: float, mask: Any, sinks: mx.array | None = None
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        cache: Any,
+        scale: float,
+        mask: Any,
+        sinks: mx.array | None = None,
     ) -> mx.array:
         parts = cache.parts if isinstance(cache, LayerView) else None
         if parts is not None:
-            return parts.attend(whole, queries, *cache.buffers(), scale=scale, sinks=sinks, cache=cache)
+            return parts.attend(
+                whole, queries, *cache.buffers(), scale=scale, sinks=sinks, cache=cache
+            )
         more = {} if sinks is None else {"sinks": sinks}
         return whole(queries, keys, values, cache=cache, scale=scale, mask=mask, **more)
 
@@ -142,14 +152,24 @@ class Engine(ABC):
         return all(window_closes(window, tokens, keep, discard) for window in self._kinds if window)
 
     def _make_groups(self) -> list[CausalCache]:
-        windows = ((window, window + self._memory) if window else (None, None) for window in self._kinds)
+        windows = (
+            (window, window + self._memory) if window else (None, None) for window in self._kinds
+        )
         return [self._make_group(window, memory) for window, memory in windows]
 
 
 class Adapted(Engine):
     """A model that runs rows of many sequences. `close` undoes everything."""
 
-    def __init__(self, model: Any, *, max_sequences: int, capacity: int, max_batch: int, memory: int = WINDOWS_KEEP) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        max_sequences: int,
+        capacity: int,
+        max_batch: int,
+        memory: int = WINDOWS_KEEP,
+    ) -> None:
         """`capacity`: tokens per sequence; `max_batch`: tokens per step; `memory`: tokens that windows keep beyond themselves.
 
         NotSupportedError, with nothing changed, names the layer that can't share a row.
@@ -158,7 +178,10 @@ class Adapted(Engine):
         self._wrapped: list[tuple[Any, str, Any]] = []
         windows = _windows(model)
         super().__init__(windows, memory)
-        self._views = [LayerView(self, layer, self._kinds.index(window)) for layer, window in enumerate(windows)]
+        self._views = [
+            LayerView(self, layer, self._kinds.index(window))
+            for layer, window in enumerate(windows)
+        ]
         self._head: SomeRows | None = None
         self.positions = mx.array([], mx.int32)
         self.masks: list[mx.array] = []
@@ -167,7 +190,12 @@ class Adapted(Engine):
         self._rotations: dict[int, list[Rotate] | None] = {}
         self.layer = -1
         """The last one that has written."""
-        attentions = [module for layer in model.layers for module in layer.modules() if callable(getattr(module, "rope", None))]
+        attentions = [
+            module
+            for layer in model.layers
+            for module in layer.modules()
+            if callable(getattr(module, "rope", None))
+        ]
         self.can_split = bool(attentions) and all(map(calls_attention, attentions))
         reference = _separately(model)
         try:
@@ -178,12 +206,16 @@ class Adapted(Engine):
             self.close()
             raise
 
-    def forward(self, tokens: mx.array, batch: Batch, rows: Sequence[int], *, reserve: bool = False) -> mx.array:
+    def forward(
+        self, tokens: mx.array, batch: Batch, rows: Sequence[int], *, reserve: bool = False
+    ) -> mx.array:
         """`tokens [n]` of `batch` -> logits `[len(rows), vocab]` of the wanted rows, not evaluated yet. CacheFullError changes nothing."""
         self.cache.start_forward(batch, reserve=reserve)
         self.positions = mx.array(list(batch.positions), mx.int32)
         self.masks = [group.mask for group in self.groups]
-        splits = [group.split(self._worth_splitting) if self.can_split else None for group in self.groups]
+        splits = [
+            group.split(self._worth_splitting) if self.can_split else None for group in self.groups
+        ]
         self.parts = [None if split is None else Parts(split) for split in splits]
         wanted = mx.array(list(rows), mx.int32)
         if self._head is None:
@@ -220,7 +252,9 @@ class Adapted(Engine):
 
     def _wrap(self) -> None:
         for layer in self.model.layers:
-            for module in [module for module in layer.modules() if callable(getattr(module, "rope", None))]:
+            for module in [
+                module for module in layer.modules() if callable(getattr(module, "rope", None))
+            ]:
                 self._replace(module, "rope", PerTokenRope(module.rope))
                 if self.can_split:
                     self._replace(module, "__class__", class_with(module, attention_in_parts))
@@ -238,10 +272,14 @@ class Adapted(Engine):
         """Moved as it was proved for this layer. NotSupportedError where some layer's keys can't be moved."""
         by = int(offsets[0].item())  # type: ignore[arg-type]  # all the same
         if by not in self._rotations:
-            self._rotations[by] = rotators(self.model, make_layer_caches(self.model, CacheOptions()), by)
+            self._rotations[by] = rotators(
+                self.model, make_layer_caches(self.model, CacheOptions()), by
+            )
         ways = self._rotations[by]
         if ways is None:
-            raise NotSupportedError("this model's keys can't be moved to other positions: what is kept has to be evaluated again")
+            raise NotSupportedError(
+                "this model's keys can't be moved to other positions: what is kept has to be evaluated again"
+            )
         return ways[layer](keys, by)
 
     def _prove(self, reference: list[mx.array]) -> None:
@@ -255,11 +293,17 @@ class Adapted(Engine):
             self._worth_splitting = 0  # the first step was one product, this one is in parts
             logits = self.forward(mx.array([7, 11, 12]), Batch([2, 2, 3], [0, 1, 1]), [0, 2])
             mx.eval(logits)
-            gap = max(float(mx.abs(a - b).max().item()) for a, b in zip(logits, reference, strict=True))  # type: ignore[arg-type]
+            gap = max(
+                float(mx.abs(a - b).max().item()) for a, b in zip(logits, reference, strict=True)
+            )  # type: ignore[arg-type]
             scale = max(float(mx.abs(b).max().item()) for b in reference)  # type: ignore[arg-type]
         except Exception as error:
             text = " ".join(str(error).split())[:200]
-            at = "" if self.layer < 0 else f"layer {self.layer} ({type(self.model.layers[self.layer]).__name__}): "
+            at = (
+                ""
+                if self.layer < 0
+                else f"layer {self.layer} ({type(self.model.layers[self.layer]).__name__}): "
+            )
             raise NotSupportedError(
                 f"{at}this model can't run several sequences in one row, run one at a time: {type(error).__name__}: {text}"
             ) from error
@@ -281,7 +325,9 @@ def _windows(model: Any) -> list[int]:
     """The window of each layer, 0 for full attention. NotSupportedError names the first layer of another kind."""
     windows = []
     for number, cache in enumerate(make_layer_caches(model, CacheOptions())):
-        if cache.kind not in ("full", "sliding") or (cache.kind == "sliding" and not isinstance(cache, SlidingWindowCache)):
+        if cache.kind not in ("full", "sliding") or (
+            cache.kind == "sliding" and not isinstance(cache, SlidingWindowCache)
+        ):
             raise NotSupportedError(
                 f"layer {number} is {cache.kind}: only full and sliding-window attention can run several sequences in one row; "
                 "run one at a time"
@@ -292,7 +338,10 @@ def _windows(model: Any) -> list[int]:
 
 def _separately(model: Any) -> list[mx.array]:
     """The logits after each of the two sequences of the proof, alone."""
-    logits = [model(mx.array([tokens]), cache=make_prompt_cache(model))[0, -1] for tokens in ([5, 6, 7], [9, 10, 11, 12])]
+    logits = [
+        model(mx.array([tokens]), cache=make_prompt_cache(model))[0, -1]
+        for tokens in ([5, 6, 7], [9, 10, 11, 12])
+    ]
     mx.eval(logits)
     return logits
 

@@ -22,7 +22,11 @@ Attention = Callable[..., mx.array]
 def calls_attention(module: Any) -> bool:
     """Whether a layer gets its attention through the function that can be exchanged."""
     call = type(module).__call__
-    return isinstance(call, FunctionType) and NAME in call.__code__.co_names and NAME in call.__globals__
+    return (
+        isinstance(call, FunctionType)
+        and NAME in call.__code__.co_names
+        and NAME in call.__globals__
+    )
 
 
 def class_with(module: Any, attention: Callable[[Attention], Attention]) -> type:
@@ -52,7 +56,9 @@ class _Single:
         own = buffer[..., self.cells, :]
         return product(rows, own.swapaxes(-1, -2) if transposed else own)
 
-    def whole(self, attention: Attention, queries: mx.array, keys: mx.array, values: mx.array, **more: Any) -> mx.array:
+    def whole(
+        self, attention: Attention, queries: mx.array, keys: mx.array, values: mx.array, **more: Any
+    ) -> mx.array:
         """`queries [1, heads, n, d]` -> its own, `[1, heads, queries, d]`."""
         return attention(
             queries[..., self.queries, :], keys[..., self.cells, :], values[..., self.cells, :],
@@ -81,13 +87,21 @@ class _Batch:
 
     def product(self, rows: mx.array, buffer: mx.array, *, transposed: bool = False) -> mx.array:
         own = self._view(buffer)
-        batched = rows.transpose(3, 1, 2, 0, 4)[..., 0, :] @ (own.swapaxes(-1, -2) if transposed else own)
+        batched = rows.transpose(3, 1, 2, 0, 4)[..., 0, :] @ (
+            own.swapaxes(-1, -2) if transposed else own
+        )
         return batched[..., None, :].transpose(3, 1, 2, 0, 4)
 
-    def whole(self, attention: Attention, queries: mx.array, keys: mx.array, values: mx.array, **more: Any) -> mx.array:
+    def whole(
+        self, attention: Attention, queries: mx.array, keys: mx.array, values: mx.array, **more: Any
+    ) -> mx.array:
         mine = mx.take(queries, self._queries, axis=2).transpose(2, 1, 0, 3)
         mask = None if self.mask is None else self.mask[0, 0, 0][:, None, None]
-        return self.drop(attention(mine, self._view(keys), self._view(values), mask=mask, **more).transpose(2, 1, 0, 3))
+        return self.drop(
+            attention(mine, self._view(keys), self._view(values), mask=mask, **more).transpose(
+                2, 1, 0, 3
+            )
+        )
 
     def drop(self, rows: mx.array) -> mx.array:
         """Without what nobody asked for."""
@@ -97,7 +111,9 @@ class _Batch:
         """`[1, groups, cells, d]` -> `[lanes, groups, length, d]`, the same memory."""
         lanes, count = self._lanes, len(self._lanes.queries)
         stretch = buffer[0, :, lanes.begin : lanes.begin + count * lanes.size]
-        return stretch.reshape(buffer.shape[1], count, lanes.size, -1)[:, :, : lanes.length].swapaxes(0, 1)
+        return stretch.reshape(buffer.shape[1], count, lanes.size, -1)[
+            :, :, : lanes.length
+        ].swapaxes(0, 1)
 
 
 class Parts:
@@ -105,7 +121,10 @@ class Parts:
 
     def __init__(self, split: Split) -> None:
         self._common = split.common
-        self._parts: list[_Single | _Batch] = [*map(_Single, split.parts), *map(_Batch, split.lanes)]
+        self._parts: list[_Single | _Batch] = [
+            *map(_Single, split.parts),
+            *map(_Batch, split.lanes),
+        ]
         order = [query for part in self._parts for query in part.order]
         self._order = None if order == sorted(order) else mx.array(np.argsort(order))
 
@@ -123,10 +142,23 @@ class Parts:
         """`queries [1, heads, n, head_dim]`; `keys` and `values [1, kv_heads, cells, head_dim]`: whole buffers."""
         if self._common.end > self._common.begin:
             return self._with_common(queries, keys, values, scale, sinks)
-        more = {"cache": cache, "scale": scale} if sinks is None else {"cache": cache, "scale": scale, "sinks": sinks}
-        return self._in_order([part.whole(attention, queries, keys, values, **more) for part in self._parts])
+        more = (
+            {"cache": cache, "scale": scale}
+            if sinks is None
+            else {"cache": cache, "scale": scale, "sinks": sinks}
+        )
+        return self._in_order(
+            [part.whole(attention, queries, keys, values, **more) for part in self._parts]
+        )
 
-    def _with_common(self, queries: mx.array, keys: mx.array, values: mx.array, scale: float, sinks: mx.array | None) -> mx.array:
+    def _with_common(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        scale: float,
+        sinks: mx.array | None,
+    ) -> mx.array:
         """One softmax over the scores of both; each product is made where it is dense."""
         _, heads, n, _ = queries.shape
         groups, common = keys.shape[1], slice(*self._common)
@@ -164,4 +196,6 @@ def product(a: mx.array, b: mx.array) -> mx.array:
 def _is_causal(visible: np.ndarray[Any, Any]) -> bool:
     """Whether each query sees exactly what is before it and itself, the last one all."""
     queries, cells = visible.shape
-    return cells >= queries and bool((visible == np.tri(queries, cells, cells - queries, dtype=np.bool_)).all())
+    return cells >= queries and bool(
+        (visible == np.tri(queries, cells, cells - queries, dtype=np.bool_)).all()
+    )

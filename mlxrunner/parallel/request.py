@@ -38,8 +38,18 @@ class Result:
         if last is None or last.usage is None or last.finish_reason is None:
             raise MlxrunnerError("the request was cancelled before it ended")
         tokens = [chunk.token for chunk in chunks if chunk.token is not None]
-        logprobs = [(chunk.logprob, chunk.top_logprobs or {}) for chunk in chunks if chunk.logprob is not None]
-        return cls("".join(chunk.text for chunk in chunks), tokens, last.finish_reason, last.usage, logprobs or None)
+        logprobs = [
+            (chunk.logprob, chunk.top_logprobs or {})
+            for chunk in chunks
+            if chunk.logprob is not None
+        ]
+        return cls(
+            "".join(chunk.text for chunk in chunks),
+            tokens,
+            last.finish_reason,
+            last.usage,
+            logprobs or None,
+        )
 
 
 class StepFailedError(MlxrunnerError):
@@ -122,7 +132,9 @@ class Request:
         if not self.left:
             self.todo = self.todo[:0]
 
-    def observation(self, usage: Usage, reason: FinishReason | None, error: str | None) -> Observation:
+    def observation(
+        self, usage: Usage, reason: FinishReason | None, error: str | None
+    ) -> Observation:
         """For whoever watches, at its end."""
         clock = self.clock
         # One span, as its steps are others' as well.

@@ -20,7 +20,15 @@ class Room:
     are no more than there are: so none ever lacks one. Idle slots don't count: they give way.
     """
 
-    def __init__(self, adapted: Engine, slots: Sequence[Slot], requests: Sequence[Request], *, capacity: int, cells: int) -> None:
+    def __init__(
+        self,
+        adapted: Engine,
+        slots: Sequence[Slot],
+        requests: Sequence[Request],
+        *,
+        capacity: int,
+        cells: int,
+    ) -> None:
         self._adapted, self._slots, self._requests = adapted, slots, requests
         self._capacity, self._cells = capacity, cells
 
@@ -37,7 +45,9 @@ class Room:
         used = self._num_used(busy, (choice.source.number, shared if choice.ready else 0))
         coming = sum(self._coming(other) for other in others)
         if used + coming + wanted > self._cells:
-            raise CacheFullError("this request", wanted, max(0, self._cells - used - coming), self._cells)
+            raise CacheFullError(
+                "this request", wanted, max(0, self._cells - used - coming), self._cells
+            )
 
     def make(self, act: Callable[[], T], clear: Callable[[Slot], None]) -> T:
         """Call `act`; where it lacks room, `clear` idle slots, the least recently used first."""
@@ -66,14 +76,18 @@ class Room:
             return coming
         others = [other.slot.number for other in self._requests if other is not request]
         kept = 0 if self._adapted.has_windows else request.shift.keep
-        return coming + max(group.num_shared(request.slot.number, others, kept) for group in self._adapted.groups)
+        return coming + max(
+            group.num_shared(request.slot.number, others, kept) for group in self._adapted.groups
+        )
 
     def _shared(self, request: Request, source: Slot, tokens: int) -> int:
         """Of `tokens` tokens that `request` takes from `source`, count those that need no cells.
 
         None if one of the two may move its own.
         """
-        movers = [other for other in self._requests if other.slot is source and other.shift is not None]
+        movers = [
+            other for other in self._requests if other.slot is source and other.shift is not None
+        ]
         return 0 if request.shift is not None or movers else tokens
 
     def _num_used(self, busy: Sequence[int], prefix: tuple[int, int]) -> int:

@@ -87,7 +87,9 @@ class ParallelRunner:
         self.plan: Plan | None = None
         self.observer: Observer | None = None
         """Is told of every request after it has ended (see `mlxrunner.profiling`)."""
-        self._adapted = Adapted(model, max_sequences=max_sequences, capacity=share_of_cells, max_batch=self.max_batch)
+        self._adapted = Adapted(
+            model, max_sequences=max_sequences, capacity=share_of_cells, max_batch=self.max_batch
+        )
         try:
             self._scheduler = Scheduler(
                 self._adapted,
@@ -115,7 +117,14 @@ class ParallelRunner:
     ) -> ParallelRunner:
         """Load "demo", a directory or a hub id. `reserve`: allocate all cells and run the largest step once, now."""
         loaded = load_model(model, trust_remote_code=trust_remote_code)
-        return cls.of(loaded, max_sequences=max_sequences, capacity=capacity, max_batch=max_batch, cells=cells, reserve=reserve)
+        return cls.of(
+            loaded,
+            max_sequences=max_sequences,
+            capacity=capacity,
+            max_batch=max_batch,
+            cells=cells,
+            reserve=reserve,
+        )
 
     @classmethod
     def of(
@@ -145,26 +154,40 @@ class ParallelRunner:
         """Hold the plan against what the device offers, allocate all cells, and run the largest step once with every cell in sight."""
         windows = len(self.slots) * WINDOWS_KEEP + self.max_batch
         layouts = [
-            layout if layout.most_rows is None else replace(layout, most_rows=len(self.slots) * layout.checkpoint_rows + windows)
+            layout
+            if layout.most_rows is None
+            else replace(layout, most_rows=len(self.slots) * layout.checkpoint_rows + windows)
             for layout in layouts_of(self.model, CacheOptions())
         ]
         demand = demand_of(
-            self.model, loaded.config, CacheOptions(), self.max_batch, weights=weights_of(self.model), checkpoint_budget=0
+            self.model,
+            loaded.config,
+            CacheOptions(),
+            self.max_batch,
+            weights=weights_of(self.model),
+            checkpoint_budget=0,
         )
         demand = replace(demand, layouts=layouts)
         offered = device.offered_bytes()
         must_fit(choose_plan(demand, self.cells, self.max_batch, offered=offered, limit=self.cells))
         before = mx.get_active_memory()
         mx.reset_peak_memory()
-        in_flight = [self._largest_step(), self._largest_step()]  # the second is dispatched before the first is read
+        in_flight = [
+            self._largest_step(),
+            self._largest_step(),
+        ]  # the second is dispatched before the first is read
         mx.eval(in_flight, self._adapted.state())
         peak, stored = mx.get_peak_memory(), sum(group.nbytes for group in self._adapted.groups)
         del in_flight
         mx.clear_cache()
         # A shift, between two steps, holds the moved half of a sequence, and its keys once more.
         shifted = stored * self.capacity // self.cells
-        measured = replace(demand, batch=WorstBatch(max(0, peak - before - stored, shifted), is_measured=True))
-        plan = must_fit(choose_plan(measured, self.cells, self.max_batch, offered=offered, limit=self.cells))
+        measured = replace(
+            demand, batch=WorstBatch(max(0, peak - before - stored, shifted), is_measured=True)
+        )
+        plan = must_fit(
+            choose_plan(measured, self.cells, self.max_batch, offered=offered, limit=self.cells)
+        )
         device.set_limits(plan.total, measured.batch.fixed)
         return plan
 
@@ -172,9 +195,15 @@ class ParallelRunner:
         """Dispatched: a full row with every cell in sight, and a token for each slot, sampled in the costliest way. Nothing is stored."""
         batch = Batch(list(range(self.max_batch)), [0] * self.max_batch)
         rows = range(self.max_batch - len(self.slots), self.max_batch)
-        logits = self._adapted.forward(mx.zeros((self.max_batch,), mx.int32), batch, rows, reserve=True)
-        costliest = NextToken(GenerateOptions.of(temperature=1.0, top_p=0.9, logprobs=5, seed=0), logits.shape[-1])
-        arrays = [array for row in range(len(rows)) for array in costliest(logits[row : row + 1]).arrays]
+        logits = self._adapted.forward(
+            mx.zeros((self.max_batch,), mx.int32), batch, rows, reserve=True
+        )
+        costliest = NextToken(
+            GenerateOptions.of(temperature=1.0, top_p=0.9, logprobs=5, seed=0), logits.shape[-1]
+        )
+        arrays = [
+            array for row in range(len(rows)) for array in costliest(logits[row : row + 1]).arrays
+        ]
         dispatch(arrays)
         return arrays
 
@@ -186,7 +215,12 @@ class ParallelRunner:
     @property
     def settings(self) -> dict[str, Any]:
         """The options that decide what is stored."""
-        return {"context": self.capacity, "cells": self.cells, "max_sequences": len(self.slots), "max_batch": self.max_batch}
+        return {
+            "context": self.capacity,
+            "cells": self.cells,
+            "max_sequences": len(self.slots),
+            "max_batch": self.max_batch,
+        }
 
     def attend_at_once(self) -> None:
         """From now on compute each attention as one product where it would be in parts (`mlxrunner.cache.split`): another order of sums."""
@@ -230,7 +264,9 @@ class ParallelRunner:
         self.owner.check()
         return Owned(self._run_each(requests), self.owner)
 
-    def _run_each(self, requests: Iterable[tuple[Prompt, dict[str, Any]]]) -> Generator[Result, None, None]:
+    def _run_each(
+        self, requests: Iterable[tuple[Prompt, dict[str, Any]]]
+    ) -> Generator[Result, None, None]:
         handles: deque[Handle] = deque()
         try:
             for prompt, options in requests:
@@ -283,8 +319,16 @@ class ParallelRunner:
         elif len(tokens) >= self.capacity:
             raise ContextLengthError(len(tokens), self.capacity)
         clock, room = Clock(began, time.perf_counter()), self.capacity - len(tokens)
-        limit = (options.max_tokens or self.capacity) if shift else min(options.max_tokens or room, room)
-        next_token = NextToken(options, self.facts.vocab, constraint=constraint_of(options, self.tokenizer, self.facts.vocab))
+        limit = (
+            (options.max_tokens or self.capacity)
+            if shift
+            else min(options.max_tokens or room, room)
+        )
+        next_token = NextToken(
+            options,
+            self.facts.vocab,
+            constraint=constraint_of(options, self.tokenizer, self.facts.vocab),
+        )
         return Request(
             tokens, options, limit, Answer(self.tokenizer, tokens, options, limit), clock, next_token, prepared,
             Lookup(len(tokens), 0, 0, 0), shift=shift, shifted=shifted, history=mx.array(tokens) if next_token.needs_history else None,
@@ -293,13 +337,18 @@ class ParallelRunner:
     def _shift(self, prompt: Prompt, tokens: TokenArray, options: GenerateOptions) -> Shift | None:
         if options.overflow != "shift":
             return None
-        return Shift(self.capacity, system_tokens(self.tokenizer, prompt, tokens) if options.keep is None else options.keep)
+        return Shift(
+            self.capacity,
+            system_tokens(self.tokenizer, prompt, tokens) if options.keep is None else options.keep,
+        )
 
     def _check(self, tokens: TokenArray) -> None:
         if len(tokens) == 0:
             raise PromptError("the prompt is empty: at least one token is needed")
         if self.facts.vocab and int(tokens.max()) >= self.facts.vocab:
-            raise PromptError(f"token id {int(tokens.max())} is beyond the model's vocabulary of {self.facts.vocab}")
+            raise PromptError(
+                f"token id {int(tokens.max())} is beyond the model's vocabulary of {self.facts.vocab}"
+            )
 
     def _ended(self, request: Request, reason: FinishReason | None, error: str | None) -> Usage:
         usage = self._usage(request)

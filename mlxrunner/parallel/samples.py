@@ -31,7 +31,9 @@ def sample(
     seed = options.pop("seed", None)
     each = [options | {"seed": None if seed is None else seed + i} for i in range(count)]
     try:
-        yield from _together(loaded, prompt, each, min(parallel, count), context or loaded.facts.context, watch)
+        yield from _together(
+            loaded, prompt, each, min(parallel, count), context or loaded.facts.context, watch
+        )
     except NotSupportedError as error:
         logger.warning("one at a time: %s", error)
         runner = Runner(loaded.model, loaded.tokenizer, loaded.facts, name=model, context=context)
@@ -41,15 +43,24 @@ def sample(
 
 
 def _together(
-    loaded: LoadedModel, prompt: Prompt, each: list[dict[str, Any]], parallel: int, context: int, watch: Callable[[Any], None]
+    loaded: LoadedModel,
+    prompt: Prompt,
+    each: list[dict[str, Any]],
+    parallel: int,
+    context: int,
+    watch: Callable[[Any], None],
 ) -> Iterator[Result]:
     length = len(tokenize(loaded.tokenizer, prompt))
     if length >= context:
         raise ContextLengthError(length, context)
     room = min(each[0].get("max_tokens") or DEFAULT_MAX_TOKENS, context - length)
     # What shifts shares nothing in the end.
-    cells = None if each[0].get("overflow") == "shift" else length + parallel * (room + WORTH_WAITING)
-    with ParallelRunner.of(loaded, max_sequences=parallel, capacity=length + room, cells=cells) as runner:
+    cells = (
+        None if each[0].get("overflow") == "shift" else length + parallel * (room + WORTH_WAITING)
+    )
+    with ParallelRunner.of(
+        loaded, max_sequences=parallel, capacity=length + room, cells=cells
+    ) as runner:
         watch(runner)
         yield from runner.run_each((prompt, one) for one in each)
 

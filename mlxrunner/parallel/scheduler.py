@@ -34,7 +34,16 @@ Ended = Callable[[Request, FinishReason | None, str | None], Usage]
 class Scheduler:
     """Runs requests on `adapted`: at most `max_sequences` of up to `capacity` tokens, `cells` in all, `max_batch` tokens a step."""
 
-    def __init__(self, adapted: Engine, max_sequences: int, *, capacity: int, cells: int, max_batch: int, ended: Ended) -> None:
+    def __init__(
+        self,
+        adapted: Engine,
+        max_sequences: int,
+        *,
+        capacity: int,
+        cells: int,
+        max_batch: int,
+        ended: Ended,
+    ) -> None:
         self.slots = [Slot(number) for number in range(max_sequences)]
         self.requests: list[Request] = []
         """Those that run, in the order in which they came: one waits for those before it only."""
@@ -118,13 +127,17 @@ class Scheduler:
         self._pending = None
         for slot in self.slots:
             slot.tokens.truncate(0)
-        why = StepFailedError(f"a step that carried this request, and others, was ended by {_named(error)}: submit it again")
+        why = StepFailedError(
+            f"a step that carried this request, and others, was ended by {_named(error)}: submit it again"
+        )
         for request in list(self.requests):
             if request.finished:  # all but for its slot
                 self.requests.remove(request)
             else:
                 request.ending = "forgotten"
-                self._fail(request, why, type(error).__name__ if isinstance(error, Exception) else None)
+                self._fail(
+                    request, why, type(error).__name__ if isinstance(error, Exception) else None
+                )
         for slot in self.slots:
             self._free(slot)
         self._is_whole = True
@@ -166,7 +179,11 @@ class Scheduler:
         self._adapted.expect(slot.number, len(request.prompt) - cached + request.limit)
         slot.tokens.extend(request.prompt[:cached])
         request.place, request.is_placed = cached, True
-        request.lookup = explained(Lookup(len(request.prompt), before, matched, cached, limited_by=limited_by, dropped=dropped))
+        request.lookup = explained(
+            Lookup(
+                len(request.prompt), before, matched, cached, limited_by=limited_by, dropped=dropped
+            )
+        )
         request.trimmed = max(0, request.trimmed - cached) if source is slot else request.trimmed
         log_lookup(len(request.prompt), matched, cached)
 
@@ -181,7 +198,9 @@ class Scheduler:
             source, promised = request.source, request.promised
             if source is None:
                 self._place_again(request, self.requests[:number])
-            elif source.shared_with(request.prompt) >= promised and self._can_resume(source, promised):
+            elif source.shared_with(request.prompt) >= promised and self._can_resume(
+                source, promised
+            ):
                 self._resume(request, source, promised)
             elif not source.is_busy or source.will_share_with(request.prompt) < promised:
                 self._place_again(request, self.requests[:number])
@@ -190,7 +209,9 @@ class Scheduler:
         """By what the slots have now; where there is no room for it, it waits."""
         request.source, request.promised = None, 0
         before = [other.slot for other in ahead]
-        choice = choose(self.slots, request.prompt, own=request.slot, ahead=before, can_resume=self._can_resume)
+        choice = choose(
+            self.slots, request.prompt, own=request.slot, ahead=before, can_resume=self._can_resume
+        )
         others = [other for other in self.requests if other.is_placed or other.source is not None]
         with suppress(CacheFullError):
             self._room.check(request, choice, others)
@@ -218,27 +239,48 @@ class Scheduler:
         prefilling = [request for request in self.requests if request.is_placed and request.left]
         if prefilling:
             wanted = [request.left for request in prefilling]
-            if self._adapted.has_windows:  # they forget: who shares a prefix has to take it while it is there
-                wanted = [min(left, *self._waited_for(request, left)) for request, left in zip(prefilling, wanted, strict=True)]
+            if (
+                self._adapted.has_windows
+            ):  # they forget: who shares a prefix has to take it while it is there
+                wanted = [
+                    min(left, *self._waited_for(request, left))
+                    for request, left in zip(prefilling, wanted, strict=True)
+                ]
             shares = share(self._max_batch - len(row), wanted, self.ticks)
-            row += [(request, count) for request, count in zip(prefilling, shares, strict=True) if count]
+            row += [
+                (request, count) for request, count in zip(prefilling, shares, strict=True) if count
+            ]
         return row
 
     def _waited_for(self, request: Request, left: int) -> list[int]:
         """How far it is to the ends of the prefixes for which others wait."""
-        ends = [other.promised - request.place for other in self.requests if not other.is_placed and other.source is request.slot]
+        ends = [
+            other.promised - request.place
+            for other in self.requests
+            if not other.is_placed and other.source is request.slot
+        ]
         return [left, *(end for end in ends if end > 0)]
 
     def _forward(self, row: list[tuple[Request, int]]) -> Step:
         """Dispatch the forward pass of a row, and what samples from it."""
         ends = accumulate(count for _, count in row)
-        sampling = {end - 1: request for (request, count), end in zip(row, ends, strict=True) if request.left <= count}
+        sampling = {
+            end - 1: request
+            for (request, count), end in zip(row, ends, strict=True)
+            if request.left <= count
+        }
         batch = Batch(
-            [position for request, count in row for position in range(request.place, request.place + count)],
+            [
+                position
+                for request, count in row
+                for position in range(request.place, request.place + count)
+            ],
             [request.slot.number for request, count in row for _ in range(count)],
         )
         tokens = mx.concatenate([request.coming_tokens(count) for request, count in row])
-        logits = self._room.make(lambda: self._adapted.forward(tokens, batch, list(sampling) or [0]), self._clear)
+        logits = self._room.make(
+            lambda: self._adapted.forward(tokens, batch, list(sampling) or [0]), self._clear
+        )
         for request, count in row:
             request.advance(count)
         step = self._sample(list(sampling.values()), logits)
@@ -271,7 +313,9 @@ class Scheduler:
         chunk = request.answer.take(decoded, request.clock)
         request.said.append(decoded.token)
         if request.place > len(request.slot.tokens):
-            request.slot.tokens.append(decoded.token)  # its forward pass was dispatched with this step
+            request.slot.tokens.append(
+                decoded.token
+            )  # its forward pass was dispatched with this step
         if chunk.finish_reason is None:
             request.chunks.append(chunk)
             return
@@ -292,7 +336,11 @@ class Scheduler:
         self._retire(request, error=type(error).__name__ if name == "" else name)
 
     def _retire(
-        self, request: Request, reason: FinishReason | None = None, error: str | None = None, last: Chunk | None = None
+        self,
+        request: Request,
+        reason: FinishReason | None = None,
+        error: str | None = None,
+        last: Chunk | None = None,
     ) -> None:
         """Free the slot; its tokens stay for whoever shares them. A token of it that is still on its way is dropped."""
         slot = request.slot
@@ -304,7 +352,11 @@ class Scheduler:
             request.chunks.append(replace(last, usage=usage))
         request.finished = True
         self.requests.remove(request)
-        slot.is_busy, slot.last_used, slot.asked = False, self.ticks, min(len(request.prompt), len(slot.tokens))
+        slot.is_busy, slot.last_used, slot.asked = (
+            False,
+            self.ticks,
+            min(len(request.prompt), len(slot.tokens)),
+        )
         slot.planned, slot.exact = slot.planned[:0], END
 
     def _make_room(self, request: Request) -> None:
@@ -323,7 +375,9 @@ class Scheduler:
             self._evaluate_again(request, kept)
             return
         try:
-            self._room.make(lambda: self._adapted.cache.remove(slot.number, keep, keep + discard), self._clear)
+            self._room.make(
+                lambda: self._adapted.cache.remove(slot.number, keep, keep + discard), self._clear
+            )
         except NotSupportedError:
             request.is_stuck = True
             self._evaluate_again(request, kept)

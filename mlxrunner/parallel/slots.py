@@ -21,7 +21,9 @@ class NoFreeSlotError(MlxrunnerError):
     """Every slot has a request."""
 
     def __init__(self, slots: int) -> None:
-        super().__init__(f"all {slots} slots are in use: finish or cancel a request, or load with more max_sequences")
+        super().__init__(
+            f"all {slots} slots are in use: finish or cancel a request, or load with more max_sequences"
+        )
 
 
 @dataclass
@@ -82,16 +84,25 @@ def choose(
     most = len(prompt) - 1
     shared = {slot.number: slot.shared_with(prompt) for slot in slots}
     ready = {number: min(count, most) for number, count in shared.items()}
-    ready = {slot.number: ready[slot.number] if can_resume(slot, ready[slot.number]) else 0 for slot in slots}
+    ready = {
+        slot.number: ready[slot.number] if can_resume(slot, ready[slot.number]) else 0
+        for slot in slots
+    }
     target = own or _going_on(free, shared)
     best = max(slots, key=lambda slot: (ready[slot.number], slot is target))
-    source, matched, is_ready = _awaited(busy, prompt, most, ready[best.number]) or (best, ready[best.number], True)
+    source, matched, is_ready = _awaited(busy, prompt, most, ready[best.number]) or (
+        best,
+        ready[best.number],
+        True,
+    )
     if target is None or (own is None and matched > shared[target.number]):
         target = min(free, key=lambda slot: (bool(slot.tokens), slot.last_used))
     return Choice(target, source, matched, is_ready)
 
 
-def _awaited(busy: Sequence[Slot], prompt: TokenArray, most: int, ready: int) -> tuple[Slot, int, bool] | None:
+def _awaited(
+    busy: Sequence[Slot], prompt: TokenArray, most: int, ready: int
+) -> tuple[Slot, int, bool] | None:
     """The slot that will have so much more of `prompt` than is `ready` that it is waited for."""
     coming = [min(slot.will_share_with(prompt), most) for slot in busy]
     # Where many share a prefix, all take it from the first, whatever else two of them have in common.
@@ -107,9 +118,14 @@ def _going_on(free: Sequence[Slot], shared: dict[int, int]) -> Slot | None:
 
     Where no slot is empty, also where the prompt edits its last message or asks it again.
     """
-    alike = sorted((slot for slot in free if shared[slot.number]), key=lambda slot: (-shared[slot.number], slot.last_used))
+    alike = sorted(
+        (slot for slot in free if shared[slot.number]),
+        key=lambda slot: (-shared[slot.number], slot.last_used),
+    )
     tails = {slot.number: len(slot.tokens) - shared[slot.number] for slot in alike}
-    whole = (slot for slot in alike if tails[slot.number] <= min(SHORT_TAIL, shared[slot.number] // 2))
+    whole = (
+        slot for slot in alike if tails[slot.number] <= min(SHORT_TAIL, shared[slot.number] // 2)
+    )
     edited = (slot for slot in alike if shared[slot.number] >= slot.asked - slot.asked // EDITED)
     return next(whole, next(edited, None) if all(slot.tokens for slot in free) else None)
 

@@ -59,13 +59,19 @@ class PrefillCurve:
         """The normal equations, without the columns that would come out negative."""
         columns = [0, 1, 2]
         while columns:
-            solved = _gauss([[self._products[i][j] for j in columns] + [self._targets[i]] for i in columns])
+            solved = _gauss(
+                [[self._products[i][j] for j in columns] + [self._targets[i]] for i in columns]
+            )
             if solved is not None and min(solved) >= 0:
                 found = dict(zip(columns, solved, strict=True))
                 return found.get(0, 0.0), found.get(1, 0.0), found.get(2, 0.0)
             worst = columns[solved.index(min(solved))] if solved is not None else None
             # The time of a token is what there is at least: it goes last.
-            columns.remove(worst if worst is not None and worst != 1 else next(c for c in (2, 0, 1) if c in columns))
+            columns.remove(
+                worst
+                if worst is not None and worst != 1
+                else next(c for c in (2, 0, 1) if c in columns)
+            )
         return 0.0, 0.0, 0.0
 
 

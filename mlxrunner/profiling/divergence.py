@@ -50,7 +50,9 @@ class Divergences:
         """What the entry holds now was made of something else."""
         self._before = Prepared(np.empty(0, np.int32))
 
-    def describe(self, prepared: Prepared, prompt: TokenArray, lookup: Lookup) -> dict[str, Any] | None:
+    def describe(
+        self, prepared: Prepared, prompt: TokenArray, lookup: Lookup
+    ) -> dict[str, Any] | None:
         """The `divergence` of an event; None where the prompt goes on as the entry does, or one of them ends."""
         index = lookup.matched
         if lookup.entry_tokens == 0 or index >= min(len(prompt), lookup.entry_tokens):
@@ -65,11 +67,21 @@ class Divergences:
             "index": index,
             **place._asdict(),
             "common": {"tokens": self._hashes(shared), "text": self._text(shared)},
-            "previous": {**before._asdict(), "tokens": self._hashes(dropped), "text": self._text(dropped)},
-            "current": {**here._asdict(), "tokens": self._hashes(coming), "text": self._text(coming)},
+            "previous": {
+                **before._asdict(),
+                "tokens": self._hashes(dropped),
+                "text": self._text(dropped),
+            },
+            "current": {
+                **here._asdict(),
+                "tokens": self._hashes(coming),
+                "text": self._text(coming),
+            },
         }
 
-    def _places(self, prepared: Prepared, prompt: TokenArray, index: int, dropped: Sequence[int]) -> tuple[Place, Place]:
+    def _places(
+        self, prepared: Prepared, prompt: TokenArray, index: int, dropped: Sequence[int]
+    ) -> tuple[Place, Place]:
         """Where the first characters that differ lie, in the prompt and in the entry."""
         at = self._character(prepared, prompt, index)
         if at is None:
@@ -78,8 +90,15 @@ class Divergences:
         known = before.text[:at] == text[: len(before.text)][:at]
         old = self._goes_on(before.text[at:] if known else "", dropped)
         same = common(old, text[at:])
-        if same == len(old):  # the same text in other tokens, farther than is remembered: where the first two tokens part
-            same = common(*(self.tokenizer.decode(tokens[:1]) for tokens in (dropped, prompt[index:].tolist())))
+        if (
+            same == len(old)
+        ):  # the same text in other tokens, farther than is remembered: where the first two tokens part
+            same = common(
+                *(
+                    self.tokenizer.decode(tokens[:1])
+                    for tokens in (dropped, prompt[index:].tolist())
+                )
+            )
         at, old = min(at + same, len(text) - 1), old[same:]
         here = self._place(prepared, at)
         if not known:
@@ -88,7 +107,11 @@ class Divergences:
             return here, self._place(before, at)
         if not before.messages:
             return here, Place(part="text" if before.kind == "text" else None)
-        return here, Place(len(before.messages), "assistant", self._part_of_answer(text[len(before.text) : at], old))
+        return here, Place(
+            len(before.messages),
+            "assistant",
+            self._part_of_answer(text[len(before.text) : at], old),
+        )
 
     def _goes_on(self, rest: str, dropped: Sequence[int]) -> str:
         """Return the text of the entry from a place on: the `rest` of its prompt and its answer, as far as the `dropped` tokens go."""
@@ -115,7 +138,9 @@ class Divergences:
             return Place()
         if prepared.kind == "text":
             return Place(part="text" if at < len(prepared.text) else None)
-        return Rendered(self.tokenizer.render, prepared.messages, prepared.text, prepared.variables).place(at)
+        return Rendered(
+            self.tokenizer.render, prepared.messages, prepared.text, prepared.variables
+        ).place(at)
 
     def _character(self, prepared: Prepared, prompt: TokenArray, index: int) -> int | None:
         """The index in the text at which token `index` begins; None where the tokens don't spell the text."""
@@ -131,7 +156,10 @@ class Divergences:
         return at
 
     def _hashes(self, tokens: Sequence[int]) -> list[str]:
-        return [hashlib.blake2b(token.to_bytes(4, "little"), digest_size=4, key=self._key).hexdigest() for token in tokens]
+        return [
+            hashlib.blake2b(token.to_bytes(4, "little"), digest_size=4, key=self._key).hexdigest()
+            for token in tokens
+        ]
 
     def _text(self, tokens: Sequence[int]) -> str | None:
         return self.tokenizer.decode(tokens) if self.log_text else None

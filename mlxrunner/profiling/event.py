@@ -38,8 +38,13 @@ def event_of(observed: Observation, identity: Mapping[str, Any], number: int) ->
     """
     usage, lookup, answered = observed.usage, observed.lookup, observed.usage.completion_tokens
     began = observed.clock.began
-    prefill = [chunk for chunk in observed.chunks if not answered or chunk[1] <= observed.clock.first]
-    evaluated, seconds = sum(count for _, _, count in prefill), sum(end - begin for begin, end, _ in prefill)
+    prefill = [
+        chunk for chunk in observed.chunks if not answered or chunk[1] <= observed.clock.first
+    ]
+    evaluated, seconds = (
+        sum(count for _, _, count in prefill),
+        sum(end - begin for begin, end, _ in prefill),
+    )
     started = "cold" if number == 1 else "warm"
     return {
         "schema": SCHEMA,
@@ -78,11 +83,21 @@ def logfmt(event: Mapping[str, Any]) -> str:
     """The event as `key=value ...`, without what is nothing: counts, times and the place of a divergence, no text and no hashes."""
     fields = {name: event[name] for name in _LOGGED}
     if event["divergence"]:
-        fields |= {f"divergence_{name}": event["divergence"][name] for name in ("index", "message", "role", "part")}
+        fields |= {
+            f"divergence_{name}": event["divergence"][name]
+            for name in ("index", "message", "role", "part")
+        }
     if event["verify"]:
-        fields |= {f"verify_{name}": event["verify"][name] for name in ("equal", "first_difference", "logits_difference")}
+        fields |= {
+            f"verify_{name}": event["verify"][name]
+            for name in ("equal", "first_difference", "logits_difference")
+        }
     kept = _LOGGED_ZERO | {name for name, value in fields.items() if value != 0}
-    return " ".join(f"{name}={_value(value)}" for name, value in fields.items() if value is not None and name in kept)
+    return " ".join(
+        f"{name}={_value(value)}"
+        for name, value in fields.items()
+        if value is not None and name in kept
+    )
 
 
 def as_line(event: Mapping[str, Any]) -> str:
@@ -95,14 +110,21 @@ def _spans(observed: Observation) -> list[dict[str, Any]]:
     spans = [("tokenize", began, usage.tokenize_s, usage.prompt_tokens)]
     spans.append(("lookup", clock.lookup_began, matched_s, usage.prompt_tokens))
     if lookup.rewind_s:
-        spans.append(("rewind", clock.lookup_began + matched_s, lookup.rewind_s, usage.trimmed_tokens))
+        spans.append(
+            ("rewind", clock.lookup_began + matched_s, lookup.rewind_s, usage.trimmed_tokens)
+        )
     spans += [("prefill", begin, end - begin, count) for begin, end, count in observed.chunks]
     if usage.completion_tokens > 1:
         spans.append(("decode", clock.first, usage.decode_s, usage.completion_tokens - 1))
     if usage.reevaluated_tokens:
         spans.sort(key=lambda span: span[1])
     return [
-        {"name": name, "start_s": _seconds(begin - began), "duration_s": _seconds(took), "tokens": count}
+        {
+            "name": name,
+            "start_s": _seconds(begin - began),
+            "duration_s": _seconds(took),
+            "tokens": count,
+        }
         for name, begin, took, count in spans
     ]
 
@@ -110,7 +132,12 @@ def _spans(observed: Observation) -> list[dict[str, Any]]:
 def _moment(began: float) -> str:
     """A moment on time.perf_counter as UTC."""
     # time.strftime would look for the time zone each time.
-    return datetime.fromtimestamp(time.time() - (time.perf_counter() - began), UTC).isoformat(timespec="microseconds")[:-6] + "Z"
+    return (
+        datetime.fromtimestamp(time.time() - (time.perf_counter() - began), UTC).isoformat(
+            timespec="microseconds"
+        )[:-6]
+        + "Z"
+    )
 
 
 def _seconds(value: float) -> float:
@@ -121,4 +148,6 @@ def _value(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     text = str(value).lower() if isinstance(value, bool) else str(value)
-    return text if text and all(c.isprintable() and c not in ' "=' for c in text) else json.dumps(text)
+    return (
+        text if text and all(c.isprintable() and c not in ' "=' for c in text) else json.dumps(text)
+    )

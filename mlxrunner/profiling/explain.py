@@ -35,7 +35,9 @@ HASHED = (
 )
 
 
-def find(files: Iterable[Path], wanted: str | None, progress: Callable[[int], None] = lambda events: None) -> Event:
+def find(
+    files: Iterable[Path], wanted: str | None, progress: Callable[[int], None] = lambda events: None
+) -> Event:
     """The event whose id is, or alone begins with, `wanted`; None: the last one. OptionError if there is no such one."""
     paths = list(files)
     events = read_events(paths)
@@ -57,8 +59,12 @@ def find(files: Iterable[Path], wanted: str | None, progress: Callable[[int], No
     if len(found) == 1:
         return next(iter(found.values()))
     if found:
-        raise OptionError(f"{wanted!r} is the beginning of several ids, {' and '.join(found)} among them: give more of it")
-    raise OptionError(f"no event has the id {wanted!r}: mlxrunner report lists the costliest, --last takes the last one")
+        raise OptionError(
+            f"{wanted!r} is the beginning of several ids, {' and '.join(found)} among them: give more of it"
+        )
+    raise OptionError(
+        f"no event has the id {wanted!r}: mlxrunner report lists the costliest, --last takes the last one"
+    )
 
 
 def show(event: Event, to: Console) -> None:
@@ -66,7 +72,11 @@ def show(event: Event, to: Console) -> None:
     from rich.text import Text
 
     head = f"{event['id']}  {event['command']}, {event['model']}, {moment(event['time'])} UTC: "
-    to.print(Text(visible(head)).append(event["outcome"], {"hit": "green", "partial": "yellow"}.get(event["outcome"], "red")))
+    to.print(
+        Text(visible(head)).append(
+            event["outcome"], {"hit": "green", "partial": "yellow"}.get(event["outcome"], "red")
+        )
+    )
     to.print(Text(visible(_capital(sentence_of(event)) + "."), "bold"))
     to.print(Text(_cost(event)))
     if event["divergence"] is not None:
@@ -82,7 +92,9 @@ def _remedy(event: Event) -> str:
     """Return the remedy: by the place where prompt and entry part, else by the reason; empty if nothing was lost."""
     if not event["lost_tokens"] and event["reason"] in PARTING:
         return ""
-    return (place_remedy(place_of(event)) if event["reason"] == "diverged" else "") or remedy(event["reason"])
+    return (place_remedy(place_of(event)) if event["reason"] == "diverged" else "") or remedy(
+        event["reason"]
+    )
 
 
 def _cost(event: Event) -> str:
@@ -94,7 +106,11 @@ def _cost(event: Event) -> str:
         said += f", {number(event['lost_tokens'])} of them because of that"
         if event["prefill_rate"]:
             said += f" ({seconds(event['lost_tokens'] / event['prefill_rate'])})"
-    first = f"; first token after {seconds(event['ttft_s'])}" if event["ttft_s"] is not None else "; there was no first token"
+    first = (
+        f"; first token after {seconds(event['ttft_s'])}"
+        if event["ttft_s"] is not None
+        else "; there was no first token"
+    )
     return f"{said}{first}."
 
 
@@ -103,13 +119,18 @@ def _sides(divergence: Mapping[str, Any], to: Console) -> None:
     from rich.text import Text
 
     common, previous, current = divergence["common"], divergence["previous"], divergence["current"]
-    is_text = common["text"] is not None or previous["text"] is not None or current["text"] is not None
+    is_text = (
+        common["text"] is not None or previous["text"] is not None or current["text"] is not None
+    )
     if is_text:
         before = [(_shortened(word), True) for word in words(common["text"] or "")[-MOST:]]
         left, right = compare(words(previous["text"] or ""), words(current["text"] or ""))
     else:
         before = [(f"{_shortened(token)} ", True) for token in common["tokens"][-MOST:]]
-        left, right = compare([f"{token} " for token in previous["tokens"]], [f"{token} " for token in current["tokens"]])
+        left, right = compare(
+            [f"{token} " for token in previous["tokens"]],
+            [f"{token} " for token in current["tokens"]],
+        )
     columns = [
         (f"the entry had {_whereabouts(previous)}", _marked(before, left, "red", is_text)),
         (f"the prompt has {_whereabouts(current)}", _marked(before, right, "green", is_text)),
@@ -140,7 +161,10 @@ def compare(left: list[str], right: list[str]) -> tuple[Pieces, Pieces]:
     matcher = SequenceMatcher(None, *compared, autojunk=False)
     sides: tuple[Pieces, Pieces] = ([], [])
     for kind, left_begin, left_end, right_begin, right_end in matcher.get_opcodes():
-        for side, pieces in ((sides[0], left[left_begin:left_end]), (sides[1], right[right_begin:right_end])):
+        for side, pieces in (
+            (sides[0], left[left_begin:left_end]),
+            (sides[1], right[right_begin:right_end]),
+        ):
             if pieces:
                 side.append(("".join(map(_shortened, pieces)), kind == "equal"))
     for side, whole in zip(sides, (left, right), strict=True):
@@ -161,7 +185,10 @@ def _marked(before: Pieces, pieces: Pieces, colour: str, is_text: bool) -> Text:
         text.append(_shown(piece), "dim")
     text.append("│", "bold")
     for piece, is_common in pieces:
-        text.append(_shown(piece, is_blank_seen=is_text and not is_common), "" if is_common else f"bold {colour}")
+        text.append(
+            _shown(piece, is_blank_seen=is_text and not is_common),
+            "" if is_common else f"bold {colour}",
+        )
     return text if pieces else text.append("(ends here)", "italic")
 
 

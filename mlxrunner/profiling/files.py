@@ -68,7 +68,9 @@ def sources(files: Iterable[str]) -> list[Path]:
 
 
 @contextmanager
-def replaced(file: str, inputs: Iterable[Path] = (), *, newline: str | None = None) -> Iterator[Output]:
+def replaced(
+    file: str, inputs: Iterable[Path] = (), *, newline: str | None = None
+) -> Iterator[Output]:
     """A stream whose text takes the place of `file` (0600) when the block has ended well; a stream (`is_stream`) is written to directly.
 
     WriteError for what can't be written, and where `file` is one of `inputs`.
@@ -78,7 +80,9 @@ def replaced(file: str, inputs: Iterable[Path] = (), *, newline: str | None = No
         if path.exists() and any(path.samefile(one) for one in inputs):
             raise WriteError(f"{file} is what is being read: give the result another name")
         if is_stream(path):
-            with os.fdopen(open_stream(path), "w", encoding="utf-8", errors=ERRORS, newline=newline) as stream:
+            with os.fdopen(
+                open_stream(path), "w", encoding="utf-8", errors=ERRORS, newline=newline
+            ) as stream:
                 yield Output(file, stream)
             return
         with written(path, newline=newline) as stream:

@@ -10,7 +10,16 @@ from mlxrunner.profiling import svg
 from mlxrunner.profiling.summary import OUTCOMES, Summary
 from mlxrunner.profiling.svg import safe
 from mlxrunner.profiling.tally import Sample, by_tokens
-from mlxrunner.profiling.wording import moment, number, percent, place_remedy, rate, remedy, seconds, sentence
+from mlxrunner.profiling.wording import (
+    moment,
+    number,
+    percent,
+    place_remedy,
+    rate,
+    remedy,
+    seconds,
+    sentence,
+)
 from mlxrunner.terminal import size
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
@@ -65,7 +74,9 @@ def _cards(summary: Summary) -> str:
     tokens, outcomes = summary.tokens, summary.outcomes
     counts = ", ".join(f"{number(outcomes[outcome])} {outcome}" for outcome in OUTCOMES)
     known = (
-        f" for {number(summary.estimated)} of {number(summary.requests)} requests" if summary.estimated < summary.requests else ""
+        f" for {number(summary.estimated)} of {number(summary.requests)} requests"
+        if summary.estimated < summary.requests
+        else ""
     )
     overlap = ", for each of several at a time" if summary.side_by_side else ""
     cards = [
@@ -76,16 +87,31 @@ def _cards(summary: Summary) -> str:
         ),
         ("Hit rate by request", percent(summary.request_hit_rate), counts),
         ("Tokens lost", number(tokens["lost"]), "evaluated, though they need not have been"),
-        *([("Evaluated in advance", number(tokens["ahead"]), "before their requests came")] if tokens["ahead"] else []),
+        *(
+            [("Evaluated in advance", number(tokens["ahead"]), "before their requests came")]
+            if tokens["ahead"]
+            else []
+        ),
         ("Time saved", seconds(summary.saved_s), f"by what was reused, an estimate{known}"),
         ("Prefill", rate(summary.prefill_rate), f"over the tokens that were evaluated{overlap}"),
         ("Decode", rate(summary.decode_rate), f"without each answer's first token{overlap}"),
     ]
     if summary.verified:
-        cards.append(("Verified cold", number(summary.verified), f"of which {number(summary.unequal)} differed"))
+        cards.append(
+            (
+                "Verified cold",
+                number(summary.verified),
+                f"of which {number(summary.unequal)} differed",
+            )
+        )
     if summary.untested:
-        cards.append(("Untested", number(summary.untested), "one wrong token would be within the tolerance"))
-    shown = (f"<div><dt>{name}</dt><dd>{_with_small_unit(value)}<small>{note}</small></dd></div>" for name, value, note in cards)
+        cards.append(
+            ("Untested", number(summary.untested), "one wrong token would be within the tolerance")
+        )
+    shown = (
+        f"<div><dt>{name}</dt><dd>{_with_small_unit(value)}<small>{note}</small></dd></div>"
+        for name, value, note in cards
+    )
     return f'<dl class="cards">{"".join(shown)}</dl>'
 
 
@@ -97,7 +123,11 @@ def _with_small_unit(value: str) -> str:
 def _timeline(summary: Summary) -> str:
     bins, width = summary.timeline.bins, summary.timeline.width
     plot = svg.Plot(1300, 300)
-    y = plot.y_axis([max(one.prompt, one.matched) / one.requests for one in bins], "tokens of the prompt", _count)
+    y = plot.y_axis(
+        [max(one.prompt, one.matched) / one.requests for one in bins],
+        "tokens of the prompt",
+        _count,
+    )
     x = plot.x_steps(_labels(summary), WHEN, 12)
     gap = min((x(1) - x(0)) * 0.12, 4)
     edge: list[tuple[float, float]] = []
@@ -107,14 +137,20 @@ def _timeline(summary: Summary) -> str:
         for kind, tokens in (("cached", one.cached), ("lost", one.lost), ("new", one.new)):
             if tokens:
                 high = low + tokens / one.requests
-                plot.bar(kind, x(index) + gap / 2, y(high), x(1) - x(0) - gap, y(low) - y(high), hint)
+                plot.bar(
+                    kind, x(index) + gap / 2, y(high), x(1) - x(0) - gap, y(low) - y(high), hint
+                )
                 low = high
         matched = y(one.matched / one.requests)
         edge += [(x(index), matched), (x(index + 1), matched)]
     plot.line("matched", edge)
     columns = ["requests", "from", "prompt", "matched", "cached", "evaluated", "lost"]
     rows = (
-        [_name(i, width), moment(one.time), *map(number, (one.prompt, one.matched, one.cached, one.lost + one.new, one.lost))]
+        [
+            _name(i, width),
+            moment(one.time),
+            *map(number, (one.prompt, one.matched, one.cached, one.lost + one.new, one.lost)),
+        ]
         for i, one in enumerate(bins)
     )
     each = "A bar is a request" if width == 1 else f"A bar is the mean of {number(width)} requests"
@@ -122,7 +158,12 @@ def _timeline(summary: Summary) -> str:
         "Each prompt: reused or evaluated",
         f"{each}: its height is the prompt. What was evaluated is either new, or lost: it need not have been. "
         "The line is what the entry had of it.",
-        {"cached": "cached", "lost": "evaluated: lost", "new": "evaluated: new", "matched": "matched"},
+        {
+            "cached": "cached",
+            "lost": "evaluated: lost",
+            "new": "evaluated: new",
+            "matched": "matched",
+        },
         plot,
         _table(columns, rows),
         wide=True,
@@ -132,12 +173,18 @@ def _timeline(summary: Summary) -> str:
 def _first_tokens(summary: Summary) -> str:
     samples = summary.samples
     plot = svg.Plot()
-    y = plot.y_axis([one.ttft_s for one in samples], "time to the first token", seconds, is_log=True)
+    y = plot.y_axis(
+        [one.ttft_s for one in samples], "time to the first token", seconds, is_log=True
+    )
     x = plot.x_axis([one.evaluated for one in samples], "evaluated tokens", _count, is_log=True)
     for one in samples:
         plot.mark(one.outcome, x(one.evaluated), y(one.ttft_s))
     known = sum(len(times.values) for times in summary.ttft.values())
-    drawn = f" {number(len(samples))} of {number(known)} requests are drawn, chosen by chance." if len(samples) < known else ""
+    drawn = (
+        f" {number(len(samples))} of {number(known)} requests are drawn, chosen by chance."
+        if len(samples) < known
+        else ""
+    )
     return _figure(
         "Time to the first token against evaluated tokens",
         f"Both scales are logarithmic.{drawn}",
@@ -152,7 +199,13 @@ def _outcomes_table(summary: Summary) -> str:
     rows = []
     for outcome in OUTCOMES:
         times = summary.ttft[outcome].as_dict()
-        rows.append([outcome, number(int(times["requests"] or 0)), *(seconds(times[name]) for name in ("p50", "p90", "p99"))])
+        rows.append(
+            [
+                outcome,
+                number(int(times["requests"] or 0)),
+                *(seconds(times[name]) for name in ("p50", "p90", "p99")),
+            ]
+        )
     return _table(["outcome", "requests", "p50", "p90", "p99"], rows)
 
 
@@ -185,17 +238,29 @@ def _bytes(summary: Summary) -> str:
     y = plot.y_axis(known, "bytes, logarithmic" if is_log else "bytes", size, is_log=is_log)
     x = plot.x_steps(_labels(summary), WHEN)
     for kind, column in columns.items():
-        points = [(x(index) + (x(1) - x(0)) / 2, y(value)) for index, value in enumerate(column) if value or not is_log]
+        points = [
+            (x(index) + (x(1) - x(0)) / 2, y(value))
+            for index, value in enumerate(column)
+            if value or not is_log
+        ]
         if points:
             plot.line(kind, points)
     rows = (
-        [_name(i, width), moment(one.time), *map(size, (one.used_bytes, one.cache_bytes, one.peak_bytes))]
+        [
+            _name(i, width),
+            moment(one.time),
+            *map(size, (one.used_bytes, one.cache_bytes, one.peak_bytes)),
+        ]
         for i, one in enumerate(bins)
     )
     return _figure(
         "Bytes over time",
         "After each request; of several that share a place in the picture, the most.",
-        {"used": "used by the entry", "allocated": "allocated for caches", "peak": "peak of all memory"},
+        {
+            "used": "used by the entry",
+            "allocated": "allocated for caches",
+            "peak": "peak of all memory",
+        },
         plot,
         _table(["requests", "from", "used", "allocated", "peak"], rows),
     )
@@ -220,18 +285,28 @@ def _reasons(summary: Summary) -> str:
         ),
     )
     losses = [
-        (name, loss.tokens, f"{number(loss.tokens)} tokens, {seconds(loss.seconds)}") for name, loss in ordered if loss.tokens
+        (name, loss.tokens, f"{number(loss.tokens)} tokens, {seconds(loss.seconds)}")
+        for name, loss in ordered
+        if loss.tokens
     ]
     if not losses:
         return _panel(title, "Nothing was lost.", table, wide=True)
     plot = svg.Plot(1300, 34 * len(losses))
     plot.bars_across("lost", losses, 140, 1100)
-    return _figure(title, "What had to be evaluated again, and why.", {}, plot, table, wide=True, is_open=True)
+    return _figure(
+        title, "What had to be evaluated again, and why.", {}, plot, table, wide=True, is_open=True
+    )
 
 
 def _places(summary: Summary) -> str:
     rows = [
-        [name, number(loss.requests), number(loss.tokens), seconds(loss.seconds), place_remedy(name)]
+        [
+            name,
+            number(loss.requests),
+            number(loss.tokens),
+            seconds(loss.seconds),
+            place_remedy(name),
+        ]
         for name, loss in by_tokens(summary.places)
     ]
     table = _table(["place", "requests", "tokens", "time", "what to change"], rows)
@@ -240,23 +315,40 @@ def _places(summary: Summary) -> str:
 
 
 def _costliest(summary: Summary) -> str:
-    rows = [[m.id, moment(m.time), seconds(m.seconds), number(m.tokens), m.reason, m.place, m.model] for m in summary.costliest]
+    rows = [
+        [m.id, moment(m.time), seconds(m.seconds), number(m.tokens), m.reason, m.place, m.model]
+        for m in summary.costliest
+    ]
     table = _table(["id", "at", "time", "tokens", "reason", "place", "model"], rows)
-    return _panel("The costliest misses", "mlxrunner explain FILE ID shows the two sides of one.", table, wide=True)
+    return _panel(
+        "The costliest misses",
+        "mlxrunner explain FILE ID shows the two sides of one.",
+        table,
+        wide=True,
+    )
 
 
 def _labels(summary: Summary) -> list[str]:
     """Of each bin: the number of its first request, and when that was."""
     return [
-        f"{number(i * summary.timeline.width + 1)} ({moment(one.time)[11:16]})" for i, one in enumerate(summary.timeline.bins)
+        f"{number(i * summary.timeline.width + 1)} ({moment(one.time)[11:16]})"
+        for i, one in enumerate(summary.timeline.bins)
     ]
 
 
 def _figure(
-    title: str, text: str, legend: dict[str, str], plot: svg.Plot, table: str, *, wide: bool = False, is_open: bool = False
+    title: str,
+    text: str,
+    legend: dict[str, str],
+    plot: svg.Plot,
+    table: str,
+    *,
+    wide: bool = False,
+    is_open: bool = False,
 ) -> str:
     keys = "".join(
-        f'<li><svg viewBox="0 0 14 14" aria-hidden="true">{KEYS[kind]}</svg>{name}</li>' for kind, name in legend.items()
+        f'<li><svg viewBox="0 0 14 14" aria-hidden="true">{KEYS[kind]}</svg>{name}</li>'
+        for kind, name in legend.items()
     )
     listed = f'<ul class="legend">{keys}</ul>' if keys else ""
     return (
@@ -273,11 +365,20 @@ def _panel(title: str, text: str, table: str, *, wide: bool = False) -> str:
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     kinds = [' class="figure"' if name in FIGURES else "" for name in columns]
-    head = "".join(f'<th scope="col"{kind}>{name}</th>' for name, kind in zip(columns, kinds, strict=True))
-    body = "".join(
-        "<tr>" + "".join(f"<td{k}>{safe(v)}</td>" for v, k in zip(row, kinds, strict=True)) + "</tr>\n" for row in rows
+    head = "".join(
+        f'<th scope="col"{kind}>{name}</th>' for name, kind in zip(columns, kinds, strict=True)
     )
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>" if body else "<p>None.</p>"
+    body = "".join(
+        "<tr>"
+        + "".join(f"<td{k}>{safe(v)}</td>" for v, k in zip(row, kinds, strict=True))
+        + "</tr>\n"
+        for row in rows
+    )
+    return (
+        f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        if body
+        else "<p>None.</p>"
+    )
 
 
 def _name(index: int, width: int) -> str:
@@ -286,4 +387,10 @@ def _name(index: int, width: int) -> str:
 
 
 def _count(value: float) -> str:
-    return f"{value / 1e6:g} M" if value >= 1e6 else f"{value / 1e3:g} k" if value >= 1e3 else f"{value:g}"
+    return (
+        f"{value / 1e6:g} M"
+        if value >= 1e6
+        else f"{value / 1e3:g} k"
+        if value >= 1e3
+        else f"{value:g}"
+    )

@@ -22,10 +22,16 @@ SAMPLE = 16
 
 def fingerprint(model: Any, facts: ModelFacts, settings: Mapping[str, Any]) -> str:
     """16 hexadecimal digits: equal for equal weights (a sample of them), shapes and settings, whatever the model is called."""
-    parameters: Any = sorted(tree_flatten(model.parameters())) if hasattr(model, "parameters") else []
+    parameters: Any = (
+        sorted(tree_flatten(model.parameters())) if hasattr(model, "parameters") else []
+    )
     shapes = [[name, list(array.shape), str(array.dtype)] for name, array in parameters]
     digest = hashlib.blake2b(digest_size=8)
-    digest.update(json.dumps([facts.architecture, facts.layers, facts.vocab, dict(settings), shapes], sort_keys=True).encode())
+    digest.update(
+        json.dumps(
+            [facts.architecture, facts.layers, facts.vocab, dict(settings), shapes], sort_keys=True
+        ).encode()
+    )
     for _, array in parameters[:: max(1, len(parameters) // SAMPLE)]:
         digest.update(json.dumps(array.reshape(-1)[:SAMPLE].astype(mx.float32).tolist()).encode())
     return digest.hexdigest()
@@ -35,13 +41,19 @@ def describe_layers(model: Any, caches: Sequence[LayerCache]) -> list[dict[str, 
     """The `layers` of a token log's process line, from the shapes of an unevaluated token; `caches`: empty ones, to be thrown away."""
     run_lazily(model, caches, 1)
     lines = [_layer(cache) for cache in caches]
-    return [line | {"count": lines.count(line)} for index, line in enumerate(lines) if lines.index(line) == index]
+    return [
+        line | {"count": lines.count(line)}
+        for index, line in enumerate(lines)
+        if lines.index(line) == index
+    ]
 
 
 def thinking_marks(tokenizer: Tokenizer) -> list[dict[str, list[int]]]:
     """What encloses a thinking block, in tokens: of the known pairs, those whose marks are tokens of this model."""
     pairs = [(tokenizer.encode_more(begin), tokenizer.encode_more(end)) for begin, end in THINKING]
-    return [{"begin": begin, "end": end} for begin, end in pairs if len(begin) <= 3 and len(end) == 1]
+    return [
+        {"begin": begin, "end": end} for begin, end in pairs if len(begin) <= 3 and len(end) == 1
+    ]
 
 
 def _layer(cache: LayerCache) -> dict[str, Any]:

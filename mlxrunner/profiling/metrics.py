@@ -39,8 +39,14 @@ GAUGES = {
     "mlxrunner_allocated_bytes": "Bytes allocated for caches and checkpoints.",
 }
 HISTOGRAMS = {
-    "mlxrunner_ttft_seconds": ("Time to the first token, by outcome.", (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)),
-    "mlxrunner_request_evaluated_tokens": ("Prompt tokens that a request evaluated.", (1.0, 10.0, 100.0, 1e3, 1e4, 1e5, 1e6)),
+    "mlxrunner_ttft_seconds": (
+        "Time to the first token, by outcome.",
+        (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0),
+    ),
+    "mlxrunner_request_evaluated_tokens": (
+        "Prompt tokens that a request evaluated.",
+        (1.0, 10.0, 100.0, 1e3, 1e4, 1e5, 1e6),
+    ),
 }
 
 
@@ -56,7 +62,9 @@ class Metrics:
         try:
             from prometheus_client import CollectorRegistry
         except ImportError as error:
-            raise OptionError("--metrics needs the package prometheus_client: pip install prometheus_client") from error
+            raise OptionError(
+                "--metrics needs the package prometheus_client: pip install prometheus_client"
+            ) from error
         self._path = Path(file)
         self._values: dict[tuple[str, Labels], float] = {}
         self._registry = CollectorRegistry()
@@ -66,15 +74,24 @@ class Metrics:
 
     def __call__(self, event: Event) -> None:
         model = {"model": event["model"]}
-        self._add("mlxrunner_requests_total", 1, **model, outcome=event["outcome"], finish=event["finish"])
+        self._add(
+            "mlxrunner_requests_total", 1, **model, outcome=event["outcome"], finish=event["finish"]
+        )
         for name in ("prompt", "cached", "ahead", "evaluated", "completion"):
             self._add(f"mlxrunner_{name}_tokens_total", event[f"{name}_tokens"], **model)
         if event["lost_tokens"]:
-            self._add("mlxrunner_lost_tokens_total", event["lost_tokens"], **model, reason=str(event["reason"]))
+            self._add(
+                "mlxrunner_lost_tokens_total",
+                event["lost_tokens"],
+                **model,
+                reason=str(event["reason"]),
+            )
         for name in ("prefill", "decode"):
             self._add(f"mlxrunner_{name}_seconds_total", event[f"{name}_s"] or 0.0, **model)
         if event["ttft_s"] is not None:
-            self._observe("mlxrunner_ttft_seconds", event["ttft_s"], **model, outcome=event["outcome"])
+            self._observe(
+                "mlxrunner_ttft_seconds", event["ttft_s"], **model, outcome=event["outcome"]
+            )
         self._observe("mlxrunner_request_evaluated_tokens", event["evaluated_tokens"], **model)
         gauges = (event["entry_tokens_after"], event["used_bytes"], event["cache_bytes"])
         for name, value in zip(GAUGES, gauges, strict=True):
@@ -86,18 +103,28 @@ class Metrics:
 
     def collect(self) -> Iterator[Metric]:
         """What prometheus_client asks of a collector."""
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+        from prometheus_client.core import (
+            CounterMetricFamily,
+            GaugeMetricFamily,
+            HistogramMetricFamily,
+        )
 
         for name, text in COUNTERS.items():
             yield _filled(CounterMetricFamily(name, text), self._samples(f"{name}_total"))
         for name, text in GAUGES.items():
             yield _filled(GaugeMetricFamily(name, text), self._samples(name))
         for name, (text, _) in HISTOGRAMS.items():
-            samples = [sample for end in ("_bucket", "_count", "_sum") for sample in self._samples(name + end)]
+            samples = [
+                sample
+                for end in ("_bucket", "_count", "_sum")
+                for sample in self._samples(name + end)
+            ]
             yield _filled(HistogramMetricFamily(name, text), samples)
 
     def _samples(self, name: str) -> list[tuple[str, Labels, float]]:
-        return [(one, labels, value) for (one, labels), value in self._values.items() if one == name]
+        return [
+            (one, labels, value) for (one, labels), value in self._values.items() if one == name
+        ]
 
     def _add(self, name: str, value: float, **labels: str) -> None:
         key = name, _labels(labels)
@@ -105,7 +132,12 @@ class Metrics:
 
     def _observe(self, name: str, value: float, **labels: str) -> None:
         for bound in (*HISTOGRAMS[name][1], float("inf")):
-            self._add(f"{name}_bucket", value <= bound, **labels, le="+Inf" if bound == float("inf") else repr(bound))
+            self._add(
+                f"{name}_bucket",
+                value <= bound,
+                **labels,
+                le="+Inf" if bound == float("inf") else repr(bound),
+            )
         self._add(f"{name}_count", 1, **labels)
         self._add(f"{name}_sum", value, **labels)
 
@@ -119,16 +151,24 @@ class Metrics:
         except FileNotFoundError:
             return
         except OSError as error:
-            raise OptionError(f"{self._path}: can't be written: {error.strerror or error}") from error
+            raise OptionError(
+                f"{self._path}: can't be written: {error.strerror or error}"
+            ) from error
         except ReadError as error:
             raise OptionError(str(error)) from error
         except (ValueError, KeyError, IndexError) as error:
-            raise OptionError(f"{self._path} is not in Prometheus text format: choose another file for --metrics") from error
+            raise OptionError(
+                f"{self._path} is not in Prometheus text format: choose another file for --metrics"
+            ) from error
         foreign = {family.name for family in families} - {*COUNTERS, *GAUGES, *HISTOGRAMS}
         if foreign:
-            raise OptionError(f"{self._path} holds {min(foreign)}, which is not mlxrunner's: choose another file for --metrics")
+            raise OptionError(
+                f"{self._path} holds {min(foreign)}, which is not mlxrunner's: choose another file for --metrics"
+            )
         for family in families:
-            self._values |= {(sample.name, _labels(sample.labels)): sample.value for sample in family.samples}
+            self._values |= {
+                (sample.name, _labels(sample.labels)): sample.value for sample in family.samples
+            }
 
     def _write(self) -> None:
         from prometheus_client import generate_latest
@@ -139,12 +179,17 @@ class Metrics:
             with written(self._path, shared=True, sync=False) as stream:
                 stream.write(text)
         except OSError as error:
-            raise OptionError(f"{self._path}: can't be written: {error.strerror or error}") from error
+            raise OptionError(
+                f"{self._path}: can't be written: {error.strerror or error}"
+            ) from error
 
 
 def _labels(labels: Mapping[str, str]) -> Labels:
     """In one order; half characters, which no file can hold, as their codes."""
-    return tuple((name, value.encode("utf-8", "backslashreplace").decode()) for name, value in sorted(labels.items()))
+    return tuple(
+        (name, value.encode("utf-8", "backslashreplace").decode())
+        for name, value in sorted(labels.items())
+    )
 
 
 def _filled(family: Any, samples: Iterable[tuple[str, Labels, float]]) -> Metric:

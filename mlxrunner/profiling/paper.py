@@ -26,7 +26,13 @@ def paper_layer(line: Mapping[str, Any], context: int, slack: int | None = None)
     """The layers that `line` describes; `slack`: as if --rewind-slack had been that."""
     kind = line["kind"]
     if line.get("parts"):
-        return PaperComposite(line, [paper_layer({**part, "count": line["count"]}, context, slack) for part in line["parts"]])
+        return PaperComposite(
+            line,
+            [
+                paper_layer({**part, "count": line["count"]}, context, slack)
+                for part in line["parts"]
+            ],
+        )
     if not line["needs_checkpoints"]:
         return PaperLayer(line)
     if kind == "sliding" and line["room"] is not None:
@@ -160,7 +166,9 @@ class PaperWindow(PaperLayer):
         return to if max(0, to - self.window + 1) >= self._first else 0
 
     def can_shift(self, keep: int, discard: int) -> bool:
-        return self.offset >= keep + discard and window_closes(self.window, self.offset, keep, discard)
+        return self.offset >= keep + discard and window_closes(
+            self.window, self.offset, keep, discard
+        )
 
     def shift(self, keep: int, discard: int, rotate: Callable[[Any, int], Any]) -> None:
         self.offset -= discard

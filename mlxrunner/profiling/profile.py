@@ -65,7 +65,9 @@ class Profile:
         chance: Callable[[], float] = random.random,
     ) -> None:
         if not 0 <= verify <= 1:
-            raise OptionError(f"verify_cache: {verify} is out of range, it has to be between 0 and 1")
+            raise OptionError(
+                f"verify_cache: {verify} is out of range, it has to be between 0 and 1"
+            )
         self.process, self.number = secrets.token_hex(4), 0
         self.eligible, self.verified, self.failed = 0, 0, 0
         self._command, self._log_text, self._share, self._chance = command, log_text, verify, chance
@@ -91,9 +93,13 @@ class Profile:
                 if settings.get(name) != value
             ]
             if before != runner.name:
-                runner.explain_loss("model_changed", f"{before} -> {runner.name}", self._entry.array)
+                runner.explain_loss(
+                    "model_changed", f"{before} -> {runner.name}", self._entry.array
+                )
             else:
-                runner.explain_loss("options_changed", ", ".join(changed) or "loaded again", self._entry.array)
+                runner.explain_loss(
+                    "options_changed", ", ".join(changed) or "loaded again", self._entry.array
+                )
         self._identity = {
             "process": self.process,
             "command": self._command,
@@ -117,9 +123,14 @@ class Profile:
         if not self._is_wanted:
             return
         event = event_of(observed, self._identity, self.number)
-        if "prefill_step" not in self._settings or observed.lookup.entry_tokens != self._entry_tokens:
+        if (
+            "prefill_step" not in self._settings
+            or observed.lookup.entry_tokens != self._entry_tokens
+        ):
             self._divergences.forget()  # the entry is not what the last request left: others shared it, or it was taken back
-        event["divergence"] = self._divergences.describe(observed.prepared, observed.prompt, observed.lookup)
+        event["divergence"] = self._divergences.describe(
+            observed.prepared, observed.prompt, observed.lookup
+        )
         self._divergences.follow(observed.prepared)
         self._entry_tokens = len(observed.entry)
         event["saved_s"] = self._saved_s(observed)
@@ -132,7 +143,9 @@ class Profile:
     @property
     def _is_wanted(self) -> bool:
         """Whether anybody wants the events."""
-        return bool(self._events or self._tokens or self._sinks or self._share) or logger.isEnabledFor(logging.INFO)
+        return bool(
+            self._events or self._tokens or self._sinks or self._share
+        ) or logger.isEnabledFor(logging.INFO)
 
     def finish(self, *, strict: bool = False) -> None:
         """Close the files. VerifyError if `strict` and a verified request was wrong."""
@@ -176,10 +189,14 @@ class Profile:
         from mlxrunner.profiling.verify import Verifier, Warm
 
         rough = self._settings.get("kv_bits") is not None
-        verifier = Verifier(runner.model, runner.cold_caches, runner.prefill_step, self._measured, is_rough=rough)
+        verifier = Verifier(
+            runner.model, runner.cold_caches, runner.prefill_step, self._measured, is_rough=rough
+        )
         tokens: TokenArray = observed.entry.array.copy()
         logger.debug("verifying %d tokens", len(tokens))
-        found = verifier.verify(Warm(tokens, len(observed.prompt), observed.logits, observed.is_greedy))
+        found = verifier.verify(
+            Warm(tokens, len(observed.prompt), observed.logits, observed.is_greedy)
+        )
         self._measured = verifier.measured
         if found["equal"] is None:
             logger.warning(
@@ -191,13 +208,19 @@ class Profile:
         if not found["equal"]:
             self.failed += 1
             token, difference = found["first_difference"], found["logits_difference"]
-            what = f"its last logits differ by {difference:.3g}" if token is None else f"answer token {token} is another one"
+            what = (
+                f"its last logits differ by {difference:.3g}"
+                if token is None
+                else f"answer token {token} is another one"
+            )
             why = f"request {self.number} run again cold: {what}"
             logger.warning("the entry was wrong and is freed: %s", why)
             runner.free(why, "verify_failed")
         return found
 
-    def _log_tokens(self, writer: LineWriter, runner: Any, observed: Observation, event: dict[str, Any]) -> None:
+    def _log_tokens(
+        self, writer: LineWriter, runner: Any, observed: Observation, event: dict[str, Any]
+    ) -> None:
         if self._lines is None:
             self._lines = TokenLines(self._process(runner))
             writer.begin_again()

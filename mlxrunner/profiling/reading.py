@@ -31,7 +31,13 @@ class Lines:
     "invalid" (a field is missing, of the wrong type, or of no possible value, as `check` finds).
     """
 
-    def __init__(self, files: Iterable[str | Path], schema: str, version: int, check: Check = lambda line: True) -> None:
+    def __init__(
+        self,
+        files: Iterable[str | Path],
+        schema: str,
+        version: int,
+        check: Check = lambda line: True,
+    ) -> None:
         self._files, self._schema, self._version, self._check = list(files), schema, version, check
         self.skipped: Counter[str] = Counter()
 
@@ -79,7 +85,9 @@ def with_rotated(file: str | Path) -> list[Path]:
 
 def event_schema() -> dict[str, Any]:
     """schema.json, which is part of the package."""
-    schema: dict[str, Any] = json.loads(Path(__file__).with_name("schema.json").read_text(encoding="utf-8"))
+    schema: dict[str, Any] = json.loads(
+        Path(__file__).with_name("schema.json").read_text(encoding="utf-8")
+    )
     return schema
 
 
@@ -107,10 +115,16 @@ def _event_check() -> Check:
 def _adds_up(event: Mapping[str, Any]) -> bool:
     """Whether the counts can be those of one prompt, and its rate one that was measured (they are rounded to tenths)."""
     prompt, cached, ahead, saved, evaluated, lost = (
-        event[f"{name}_tokens"] for name in ("prompt", "cached", "ahead", "saved", "evaluated", "lost")
+        event[f"{name}_tokens"]
+        for name in ("prompt", "cached", "ahead", "saved", "evaluated", "lost")
     )
     is_slow = 0 < (event["prefill_rate"] or 0) < SLOWEST
-    return bool(saved + ahead == cached and cached + evaluated <= prompt and lost <= evaluated + ahead and not is_slow)
+    return bool(
+        saved + ahead == cached
+        and cached + evaluated <= prompt
+        and lost <= evaluated + ahead
+        and not is_slow
+    )
 
 
 _TYPES: Mapping[str, Check] = {
@@ -120,8 +134,12 @@ _TYPES: Mapping[str, Check] = {
     "boolean": lambda value: isinstance(value, bool),
     "null": lambda value: value is None,
     # Beyond 2**53 is no count, and arithmetic with floats would overflow.
-    "integer": lambda value: isinstance(value, int) and not isinstance(value, bool) and abs(value) <= 2**53,
-    "number": lambda value: isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= 2**53,
+    "integer": lambda value: (
+        isinstance(value, int) and not isinstance(value, bool) and abs(value) <= 2**53
+    ),
+    "number": lambda value: (
+        isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= 2**53
+    ),
 }
 
 
@@ -133,25 +151,39 @@ def _compile(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> Check
         return lambda value: bool(value == schema["const"])
     if "enum" in schema:
         return lambda value: isinstance(value, str | None) and value in schema["enum"]
-    kinds = [_TYPES[kind] for kind in ([schema["type"]] if isinstance(schema["type"], str) else schema["type"])]
+    kinds = [
+        _TYPES[kind]
+        for kind in ([schema["type"]] if isinstance(schema["type"], str) else schema["type"])
+    ]
     checks: list[Check] = []
     if "minimum" in schema:
-        checks.append(lambda value: not isinstance(value, int | float) or value >= schema["minimum"])
+        checks.append(
+            lambda value: not isinstance(value, int | float) or value >= schema["minimum"]
+        )
     if "pattern" in schema:
         matches = re.compile(
-            schema["pattern"].removesuffix("$") + r"\Z" if schema["pattern"].endswith("$") else schema["pattern"]
+            schema["pattern"].removesuffix("$") + r"\Z"
+            if schema["pattern"].endswith("$")
+            else schema["pattern"]
         ).search
         checks.append(lambda value: not isinstance(value, str) or bool(matches(value)))
     if "properties" in schema:
-        fields = {name: _compile(field, definitions) for name, field in schema["properties"].items()}
+        fields = {
+            name: _compile(field, definitions) for name, field in schema["properties"].items()
+        }
         required = frozenset(schema["required"])
         checks.append(
             lambda value: (
                 not isinstance(value, dict)
-                or (required <= value.keys() and all(fields[name](value[name]) for name in fields.keys() & value.keys()))
+                or (
+                    required <= value.keys()
+                    and all(fields[name](value[name]) for name in fields.keys() & value.keys())
+                )
             )
         )
     if "items" in schema:
         item = _compile(schema["items"], definitions)
         checks.append(lambda value: not isinstance(value, list) or all(map(item, value)))
-    return lambda value: any(kind(value) for kind in kinds) and all(check(value) for check in checks)
+    return lambda value: (
+        any(kind(value) for kind in kinds) and all(check(value) for check in checks)
+    )

@@ -47,7 +47,11 @@ _ALL = (
         "a layer could not be rewound as far back as the match",
         "a larger --rewind-slack, a smaller --checkpoint-interval, or a larger --checkpoint-budget",
     ),
-    Reason("entry_freed", "the entry had been given up", "see what gave it up (freed_by); a reset is the caller's own"),
+    Reason(
+        "entry_freed",
+        "the entry had been given up",
+        "see what gave it up (freed_by); a reset is the caller's own",
+    ),
     Reason(
         "model_changed",
         "another model was loaded: what the one before it evaluated is of no use to it",
@@ -78,7 +82,10 @@ _ALL = (
         "it had been evaluated, and was lost because a line failed or was tried again",
         "see why lines failed: the errors are in the output",
     ),
-    Reason("side_by_side", "lines that ran at the same time evaluated the same few tokens, instead of waiting for each other"),
+    Reason(
+        "side_by_side",
+        "lines that ran at the same time evaluated the same few tokens, instead of waiting for each other",
+    ),
 )
 PARTING = ("diverged", "no_common_token", "rewind_limited")
 """These may have cost nothing: of a line of a batch, where the rest of the prompt is new to all lines."""
@@ -93,7 +100,9 @@ def explain(event: Mapping[str, Any]) -> str:
     Names that come from the file (roles, kinds, what freed the entry) are in it as they are: filter them before a terminal.
     """
     ahead = event["ahead_tokens"]
-    counts = f"{event['cached_tokens'] - ahead} of {event['prompt_tokens']} prompt tokens were reused"
+    counts = (
+        f"{event['cached_tokens'] - ahead} of {event['prompt_tokens']} prompt tokens were reused"
+    )
     if ahead:
         counts += f", {ahead} had been evaluated in advance"
     if event["reason"] is None:
@@ -101,7 +110,9 @@ def explain(event: Mapping[str, Any]) -> str:
     sentence = REASONS[event["reason"]].sentence
     if event["reason"] in PARTING and not event["lost_tokens"]:
         counts += "; nothing was lost by that"
-    detail = event["rewind_limited_by"] if event["reason"] == "rewind_limited" else event["freed_by"]
+    detail = (
+        event["rewind_limited_by"] if event["reason"] == "rewind_limited" else event["freed_by"]
+    )
     if detail:
         sentence += f" ({detail})"
     if divergence := event.get("divergence"):
@@ -118,7 +129,11 @@ def place(divergence: Mapping[str, Any]) -> str:
 
 def _place(side: Mapping[str, Any]) -> str:
     if side["part"] is None:
-        return "in a prompt without known parts" if side["message"] is None else f"in message {side['message']}"
+        return (
+            "in a prompt without known parts"
+            if side["message"] is None
+            else f"in message {side['message']}"
+        )
     part = f"in {PARTS[side['part']]}"
     if side["message"] is None or side["part"] == "generation_prompt":
         return part

@@ -34,7 +34,11 @@ class Report:
     skipped: Counter[str] = field(default_factory=Counter)
 
     def as_dict(self) -> dict[str, Any]:
-        return {"files": [str(file) for file in self.files], "skipped": dict(self.skipped), **self.summary.as_dict()}
+        return {
+            "files": [str(file) for file in self.files],
+            "skipped": dict(self.skipped),
+            **self.summary.as_dict(),
+        }
 
 
 def make_report(
@@ -57,7 +61,12 @@ def make_report(
         if csv is not None:
             from mlxrunner.profiling.rows import Rows
 
-            sinks.append(Rows(stack.enter_context(replaced(csv, files, newline="")), list(event_schema()["properties"])).add)
+            sinks.append(
+                Rows(
+                    stack.enter_context(replaced(csv, files, newline="")),
+                    list(event_schema()["properties"]),
+                ).add
+            )
         if trace is not None:
             from mlxrunner.profiling.trace import Trace
 
@@ -85,12 +94,19 @@ def must_have(count: int, files: Sequence[Path], skipped: Counter[str], what: st
     if not count:
         names = ", ".join(str(file) for file in files)
         raise ReadError(
-            f"no {what} in {names}" + (f": {skipped_words(skipped)}" if skipped.total() else ": nothing has been logged yet")
+            f"no {what} in {names}"
+            + (
+                f": {skipped_words(skipped)}"
+                if skipped.total()
+                else ": nothing has been logged yet"
+            )
         )
 
 
 def skipped_words(skipped: Counter[str]) -> str:
     """ "3 lines were skipped: 2 broken or cut off, 1 of another version"."""
-    kinds = ", ".join(f"{count} {SKIPPED.get(kind, kind)}" for kind, count in skipped.most_common() if count)
+    kinds = ", ".join(
+        f"{count} {SKIPPED.get(kind, kind)}" for kind, count in skipped.most_common() if count
+    )
     total = skipped.total()
     return f"{total} {'line was' if total == 1 else 'lines were'} skipped: {kinds}"

@@ -22,7 +22,13 @@ class Rows:
         """`fields`: those of schema.json, in its order."""
         self._fields = [name for name in fields if name not in NESTED]
         self._writer = csv.writer(stream)
-        nested = ("divergence_index", "divergence_role", "divergence_part", "prefill_chunks", "verified_equal")
+        nested = (
+            "divergence_index",
+            "divergence_role",
+            "divergence_part",
+            "prefill_chunks",
+            "verified_equal",
+        )
         self._writer.writerow([*self._fields, *nested])
 
     def add(self, event: Event) -> None:

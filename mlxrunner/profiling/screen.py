@@ -19,7 +19,18 @@ if TYPE_CHECKING:
 
 COLOURS = {"hit": "green", "partial": "yellow", "miss": "red"}
 BAR = 24
-FIGURES = ("requests", "tokens", "time", "p50", "p90", "p99", "reused", "hits", "evaluated", "change")
+FIGURES = (
+    "requests",
+    "tokens",
+    "time",
+    "p50",
+    "p90",
+    "p99",
+    "reused",
+    "hits",
+    "evaluated",
+    "change",
+)
 NARROW = 72
 """Columns below which bars and the longer columns are left out."""
 
@@ -51,7 +62,14 @@ def show_simulation(simulation: Simulation, to: Console) -> None:
     for row in simulation.rows:
         change = _change(row.evaluated, before) if row is not simulation.rows[0] else ""
         drawn = [Bar(1, 0, row.hit_rate, color="green")] if is_wide else []
-        table.add_row(_text(row.what.name), percent(row.hit_rate), number(row.hits), number(row.evaluated), change, *drawn)
+        table.add_row(
+            _text(row.what.name),
+            percent(row.hit_rate),
+            number(row.hits),
+            number(row.evaluated),
+            change,
+            *drawn,
+        )
     to.print(table)
     to.print()
     agreed, requests = simulation.agreed, simulation.requests - simulation.only_logged
@@ -60,7 +78,11 @@ def show_simulation(simulation: Simulation, to: Console) -> None:
     if not requests:
         return
     if agreed == requests:
-        to.print(_text(f"As it was run, each of the {number(requests)} requests found exactly what the log says it had found."))
+        to.print(
+            _text(
+                f"As it was run, each of the {number(requests)} requests found exactly what the log says it had found."
+            )
+        )
     else:
         to.print(_text(f"As it was run, {number(agreed)} of {number(requests)} requests found exactly what the log says they had found; "
                        "the others began with an entry that is not in the log, or followed an interrupt.", "yellow"))  # fmt: skip
@@ -69,12 +91,18 @@ def show_simulation(simulation: Simulation, to: Console) -> None:
 def _side_by_side(simulation: Simulation) -> str:
     """Which rows replay them in slots, and which don't."""
     ran = f"{number(simulation.side_by_side)} requests ran side by side, in slots of their own. "
-    again = "with other slots and sorted by prefix they do so again, each as soon as a slot is free; "
-    others = "all other rows but the first replay them one at a time, in the order in which they began."
+    again = (
+        "with other slots and sorted by prefix they do so again, each as soon as a slot is free; "
+    )
+    others = (
+        "all other rows but the first replay them one at a time, in the order in which they began."
+    )
     if not simulation.only_logged:
         return f"{ran}{again.capitalize()}{others}"
     said = f"{number(simulation.only_logged)} of these are in a log that does not say how; the first row is what it says they had found. "
-    return f"{ran}{said}All other rows replay those one at a time, in the order in which they began."
+    return (
+        f"{ran}{said}All other rows replay those one at a time, in the order in which they began."
+    )
 
 
 def sparkline(shares: list[float], *, is_ascii: bool) -> str:
@@ -87,33 +115,74 @@ def _totals(summary: Summary, to: Console) -> None:
     tokens = summary.tokens
     new = tokens["evaluated"] + tokens["ahead"] - tokens["lost"]
     ahead = f" ({number(tokens['ahead'])} of these evaluated in advance)" if tokens["ahead"] else ""
-    models = ", ".join(visible(name) for name, _ in summary.models.most_common(3)) + (" ..." if len(summary.models) > 3 else "")
-    known = f", in {number(summary.estimated)} of the requests" if summary.estimated < summary.requests else ""
+    models = ", ".join(visible(name) for name, _ in summary.models.most_common(3)) + (
+        " ..." if len(summary.models) > 3 else ""
+    )
+    known = (
+        f", in {number(summary.estimated)} of the requests"
+        if summary.estimated < summary.requests
+        else ""
+    )
     overlap = " for each of several at a time" if summary.side_by_side else ""
     rows = [
-        ("requests", f"{number(summary.requests)}, {moment(summary.first_time)} to {moment(summary.last_time)} UTC"),
+        (
+            "requests",
+            f"{number(summary.requests)}, {moment(summary.first_time)} to {moment(summary.last_time)} UTC",
+        ),
         ("models", models),
-        ("hit rate by token", f"{percent(summary.hit_rate)} of {number(tokens['prompt'])} prompt tokens were reused"),
-        ("", f"reused {number(tokens['saved'])} + lost {number(tokens['lost'])} + new {number(new)}{ahead}"),
+        (
+            "hit rate by token",
+            f"{percent(summary.hit_rate)} of {number(tokens['prompt'])} prompt tokens were reused",
+        ),
+        (
+            "",
+            f"reused {number(tokens['saved'])} + lost {number(tokens['lost'])} + new {number(new)}{ahead}",
+        ),
         ("hit rate by request", f"{percent(summary.request_hit_rate)}: {_counts(summary)}"),
         (
             "time saved",
-            f"{seconds(summary.saved_s)}, as estimated from this machine's own prefills{known}" if summary.estimated else "-",
+            f"{seconds(summary.saved_s)}, as estimated from this machine's own prefills{known}"
+            if summary.estimated
+            else "-",
         ),
-        ("rates", f"prefill {rate(summary.prefill_rate)}, decode {rate(summary.decode_rate)}{overlap}"),
+        (
+            "rates",
+            f"prefill {rate(summary.prefill_rate)}, decode {rate(summary.decode_rate)}{overlap}",
+        ),
     ]
     if summary.finishes["interrupted"] or summary.finishes["error"]:
-        rows.append(("ended early", f"{summary.finishes['interrupted']} interrupted, {summary.finishes['error']} by an error"))
+        rows.append(
+            (
+                "ended early",
+                f"{summary.finishes['interrupted']} interrupted, {summary.finishes['error']} by an error",
+            )
+        )
     if summary.verified:
-        rows.append(("verified cold", f"{number(summary.verified)}, of which {number(summary.unequal)} differed"))
+        rows.append(
+            (
+                "verified cold",
+                f"{number(summary.verified)}, of which {number(summary.unequal)} differed",
+            )
+        )
     if summary.untested:
-        rows.append(("untested", f"{number(summary.untested)}: one wrong token would be within the tolerance"))
+        rows.append(
+            (
+                "untested",
+                f"{number(summary.untested)}: one wrong token would be within the tolerance",
+            )
+        )
     to.print(_grid(rows))
     _over_time(summary, to)
 
 
 def _change(tokens: int, before: int) -> str:
-    return "the same" if tokens == before else f"{(tokens - before) / before:+.1%}" if before else "more"
+    return (
+        "the same"
+        if tokens == before
+        else f"{(tokens - before) / before:+.1%}"
+        if before
+        else "more"
+    )
 
 
 def _counts(summary: Summary) -> str:
@@ -129,7 +198,10 @@ def _over_time(summary: Summary, to: Console) -> None:
     room = max(to.width - 2, 10)
     per_mark = -(-len(bins) // room)
     groups = [bins[i : i + per_mark] for i in range(0, len(bins), per_mark)]
-    shares = [sum(one.cached for one in group) / max(sum(one.prompt for one in group), 1) for group in groups]
+    shares = [
+        sum(one.cached for one in group) / max(sum(one.prompt for one in group), 1)
+        for group in groups
+    ]
     width = per_mark * summary.timeline.width
     each = "a mark is a request" if width == 1 else f"a mark is {number(width)} requests"
     to.print()
@@ -143,11 +215,15 @@ def _first_tokens(summary: Summary, to: Console) -> None:
         row = summary.ttft[outcome].as_dict()
         if row["requests"]:
             times = (seconds(row[name]) for name in ("p50", "p90", "p99"))
-            table.add_row(_text(outcome, COLOURS[outcome]), number(int(row["requests"] or 0)), *times)
+            table.add_row(
+                _text(outcome, COLOURS[outcome]), number(int(row["requests"] or 0)), *times
+            )
     _print(table, to)
 
 
-def _losses(title: str, losses: Mapping[str, Loss], mend: Callable[[str], str], to: Console) -> None:
+def _losses(
+    title: str, losses: Mapping[str, Loss], mend: Callable[[str], str], to: Console
+) -> None:
     from rich.bar import Bar
 
     if not losses:
@@ -157,7 +233,9 @@ def _losses(title: str, losses: Mapping[str, Loss], mend: Callable[[str], str], 
     most = max(loss.tokens for loss in losses.values())
     for name, loss in by_tokens(losses):
         drawn = [Bar(max(most, 1), 0, loss.tokens, color="red")] if is_wide else []
-        table.add_row(_text(name), number(loss.requests), number(loss.tokens), seconds(loss.seconds), *drawn)
+        table.add_row(
+            _text(name), number(loss.requests), number(loss.tokens), seconds(loss.seconds), *drawn
+        )
     _print(table, to)
     mended = [(name, mend(name)) for name, loss in by_tokens(losses) if loss.tokens and mend(name)]
     if mended:
@@ -171,11 +249,14 @@ def _costliest(misses: list[Miss], to: Console) -> None:
         return
     is_wide = to.width >= NARROW
     table = _table(
-        "the costliest misses (mlxrunner explain FILE ID)", ("id", "time", "tokens", "reason", *(["where"] if is_wide else []))
+        "the costliest misses (mlxrunner explain FILE ID)",
+        ("id", "time", "tokens", "reason", *(["where"] if is_wide else [])),
     )
     for miss in misses:
         where = [_text(miss.place)] if is_wide else []
-        table.add_row(_text(miss.id), seconds(miss.seconds), number(miss.tokens), _text(miss.reason), *where)
+        table.add_row(
+            _text(miss.id), seconds(miss.seconds), number(miss.tokens), _text(miss.reason), *where
+        )
     _print(table, to)
 
 
@@ -193,7 +274,14 @@ def _grid(rows: list[tuple[str, str]]) -> RenderableType:
 def _table(title: str, columns: tuple[str, ...]) -> Table:
     from rich.table import Table
 
-    table = Table(title=title or None, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = Table(
+        title=title or None,
+        title_justify="left",
+        title_style="bold",
+        box=None,
+        pad_edge=False,
+        padding=(0, 2, 0, 0),
+    )
     for name in columns:
         if name == "bar":
             table.add_column("", min_width=6, max_width=BAR)
@@ -201,7 +289,12 @@ def _table(title: str, columns: tuple[str, ...]) -> Table:
         is_figure = name in FIGURES
         justify: JustifyMethod = "right" if is_figure else "left"
         table.add_column(
-            name, justify=justify, no_wrap=is_figure or name == "id", overflow="fold", header_style="dim", min_width=len(name)
+            name,
+            justify=justify,
+            no_wrap=is_figure or name == "id",
+            overflow="fold",
+            header_style="dim",
+            min_width=len(name),
         )
     return table
 

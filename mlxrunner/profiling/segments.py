@@ -22,7 +22,9 @@ from mlxrunner.tokenizer.thinking import THINKING
 
 _OPEN, _CLOSE = "\ue0f0", "\ue0f1"
 _MARK = re.compile(f"{_OPEN}(\\d+)\\.(\\d+){_CLOSE}")
-_BLOCK = re.compile("|".join(f"{re.escape(begin)}.*?(?:{re.escape(end)}|\\Z)" for begin, end in THINKING), re.DOTALL)
+_BLOCK = re.compile(
+    "|".join(f"{re.escape(begin)}.*?(?:{re.escape(end)}|\\Z)" for begin, end in THINKING), re.DOTALL
+)
 
 
 class Place(NamedTuple):
@@ -65,7 +67,9 @@ class Rendered:
         if segment.gap is None:
             return _thinking(segment.place, self.text[begin : segment.end], at - begin)
         before = segments[index - 1].place if index else Place()
-        return self._in_gap(segment.gap, before, segment.place, self.text[begin : segment.end], at - begin)
+        return self._in_gap(
+            segment.gap, before, segment.place, self.text[begin : segment.end], at - begin
+        )
 
     @cached_property
     def segments(self) -> list[Segment]:
@@ -101,7 +105,9 @@ class Rendered:
             if end is None:
                 return found
             at = end
-            found.append(Segment(at, self._role(message, "thinking" if number < len(pieces) - 1 else "text")))
+            found.append(
+                Segment(at, self._role(message, "thinking" if number < len(pieces) - 1 else "text"))
+            )
         return found
 
     def _end_of_content(self, at: int, content: str, following: str) -> int | None:
@@ -111,22 +117,33 @@ class Rendered:
             if self.text.startswith(variant, at) and self.text.startswith(following, end):
                 return end
         # Something that the template would not have written (thinking that was kept) stands before it.
-        found = self.text.find(content.strip() + following, at) if following and content.strip() else -1
+        found = (
+            self.text.find(content.strip() + following, at) if following and content.strip() else -1
+        )
         return None if found < 0 else found + len(content.strip())
 
     def _in_gap(self, number: int, before: Place, here: Place, gap: str, offset: int) -> Place:
         """Between two contents: the end mark of the one, messages without any content, the header of the other or the generation prompt."""
         first, following = -1 if before.message is None else before.message, here.message or 0
-        if before.part == "thinking" and offset < min((gap.find(end) + len(end) for _, end in THINKING if end in gap), default=0):
+        if before.part == "thinking" and offset < min(
+            (gap.find(end) + len(end) for _, end in THINKING if end in gap), default=0
+        ):
             return before
         if first == following:  # its thinking, and its text
             return here._replace(part="text")
-        held = [first, *(message for message in range(first + 1, following) if message not in self._shown)]
+        held = [
+            first,
+            *(message for message in range(first + 1, following) if message not in self._shown),
+        ]
         ends = [self._end_of(message, gap) if message >= 0 else 0 for message in held]
         for begin, end in self._tools(number):
             if begin <= offset < end:
                 return self._role(
-                    next((message for message, to in zip(held, ends, strict=True) if begin < to), following), "tools"
+                    next(
+                        (message for message, to in zip(held, ends, strict=True) if begin < to),
+                        following,
+                    ),
+                    "tools",
                 )
         if offset < ends[0]:
             return before._replace(part="message_end")
@@ -140,7 +157,9 @@ class Rendered:
     def _in_empty(self, message: int, text: str, mark: str, offset: int) -> Place:
         """In a message without any content: all that the template writes for it; `mark`: what ends another one."""
         is_end = bool(mark) and text.endswith(mark) and offset >= len(text) - len(mark)
-        return _thinking(self._role(message, "message_end" if is_end else "template_header"), text, offset)
+        return _thinking(
+            self._role(message, "message_end" if is_end else "template_header"), text, offset
+        )
 
     @cached_property
     def _shown(self) -> set[int | None]:
@@ -180,7 +199,10 @@ class Rendered:
         if not self.variables.get("tools"):
             return [], []
         try:
-            both = [self._marked(len(self.messages), True, tools=tools) for tools in (self.variables["tools"], None)]
+            both = [
+                self._marked(len(self.messages), True, tools=tools)
+                for tools in (self.variables["tools"], None)
+            ]
         except PromptError:
             return [], []
         return _MARK.split(both[0])[::3], _MARK.split(both[1])[::3]
@@ -190,10 +212,16 @@ class Rendered:
             {**message, "content": _mark(index, message, fills=self._fills)}
             for index, message in enumerate(self.messages[:count])
         ]
-        return self.render(marked, add_generation_prompt=add_generation_prompt, **{**self.variables, **changed})
+        return self.render(
+            marked, add_generation_prompt=add_generation_prompt, **{**self.variables, **changed}
+        )
 
     def _role(self, message: int, part: str | None = None) -> Place:
-        return Place(message, self.messages[message]["role"] if message < len(self.messages) else "assistant", part)
+        return Place(
+            message,
+            self.messages[message]["role"] if message < len(self.messages) else "assistant",
+            part,
+        )
 
 
 def is_thinking(text: str, at: int) -> bool:
@@ -202,7 +230,11 @@ def is_thinking(text: str, at: int) -> bool:
 
 
 def _thinking(place: Place, text: str, at: int) -> Place:
-    return place._replace(part="thinking") if place.role == "assistant" and is_thinking(text, at) else place
+    return (
+        place._replace(part="thinking")
+        if place.role == "assistant" and is_thinking(text, at)
+        else place
+    )
 
 
 def _pieces(message: Message) -> list[str]:
@@ -219,7 +251,9 @@ def _mark(index: int, message: Message, *, fills: bool) -> str:
     """The content with marks in place of its pieces. What is empty stays empty; if `fills`, only thinking does."""
     pieces = _pieces(message)
     marks = [
-        f"{_OPEN}{index}.{number}{_CLOSE}" if piece.strip() or (fills and number == len(pieces) - 1) else piece
+        f"{_OPEN}{index}.{number}{_CLOSE}"
+        if piece.strip() or (fills and number == len(pieces) - 1)
+        else piece
         for number, piece in enumerate(pieces)
     ]
     if len(pieces) == 1:
@@ -235,7 +269,9 @@ def _added(text: str, without: str) -> list[tuple[int, int]]:
         return [(begin, end)] if begin < end else []
     lines, old = (one.splitlines(keepends=True) for one in (text, without))
     found, at = [], [0, *accumulate(map(len, lines))]
-    for kind, first, last, old_first, old_last in SequenceMatcher(None, lines, old, autojunk=False).get_opcodes():
+    for kind, first, last, old_first, old_last in SequenceMatcher(
+        None, lines, old, autojunk=False
+    ).get_opcodes():
         if kind in ("delete", "replace"):
             (begin, end), _ = _middle("".join(lines[first:last]), "".join(old[old_first:old_last]))
             found.append((at[first] + begin, at[first] + end))
@@ -247,7 +283,9 @@ def _middle(text: str, without: str) -> tuple[tuple[int, int], bool]:
     begin = common(text, without)
     after = common(text[begin:][::-1], without[begin:][::-1])
     end, is_all = len(text) - after, begin + after == len(without)
-    while is_all and 0 < begin < end and text[begin - 1] == text[end - 1]:  # it may as well be said to begin earlier
+    while (
+        is_all and 0 < begin < end and text[begin - 1] == text[end - 1]
+    ):  # it may as well be said to begin earlier
         begin, end = begin - 1, end - 1
     return (begin, end), is_all
 

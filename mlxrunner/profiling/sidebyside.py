@@ -48,7 +48,9 @@ class SideBySide:
         """Each of them, submitted and ended when the log says so, with what it found; in the log's order."""
         paper = self._paper(self.process["max_sequences"])
         made = [paper.request(logged) for logged in self.requests]
-        for moment, request, ending in sorted(self._events(made), key=lambda event: (event[0], event[2] == "begins")):
+        for moment, request, ending in sorted(
+            self._events(made), key=lambda event: (event[0], event[2] == "begins")
+        ):
             paper.advance(*moment)
             if ending == "forgotten":
                 paper.scheduler.forget_everything(MlxrunnerError("as the log says"))
@@ -85,7 +87,10 @@ class SideBySide:
 
     def _paper(self, slots: int) -> _Paper:
         is_movable = not any(logged.facts["beside"]["stuck"] for logged in self.requests)
-        longest = max((len(logged.prompt) + logged.facts["beside"]["sampled"] for logged in self.requests), default=1)
+        longest = max(
+            (len(logged.prompt) + logged.facts["beside"]["sampled"] for logged in self.requests),
+            default=1,
+        )
         return _Paper(self.process, slots, longest, is_movable=is_movable)
 
 
@@ -95,7 +100,9 @@ def can_be_replayed(logged: LoggedRequest) -> bool:
     if "beside" not in logged.facts:
         return False
     try:
-        return _is_process(process) and len(logged.prompt) < process["context"] and _is_beside(logged)
+        return (
+            _is_process(process) and len(logged.prompt) < process["context"] and _is_beside(logged)
+        )
     except (KeyError, TypeError, ValueError):
         return False
 
@@ -107,13 +114,18 @@ def has_room(process: Mapping[str, Any], slots: int) -> bool:
 
 
 def _is_process(process: Mapping[str, Any]) -> bool:
-    slots, context, cells, most = (process[name] for name in ("max_sequences", "context", "cells", "max_batch"))
+    slots, context, cells, most = (
+        process[name] for name in ("max_sequences", "context", "cells", "max_batch")
+    )
     return (
         all(_is_count(size, 1) for size in (slots, context, cells, most))
         and min(slots, context) > 1
         and slots <= most <= MOST_CELLS
         and has_room(process, slots)
-        and all(layer["kind"] == "full" or (layer["kind"] == "sliding" and layer["window"]) for layer in process["layers"])
+        and all(
+            layer["kind"] == "full" or (layer["kind"] == "sliding" and layer["window"])
+            for layer in process["layers"]
+        )
     )
 
 
@@ -141,17 +153,25 @@ def _is_count(value: Any, least: int = 0) -> bool:
 class _Paper:
     """A scheduler on paper, and the calls it gets."""
 
-    def __init__(self, process: Mapping[str, Any], slots: int, longest: int, *, is_movable: bool) -> None:
+    def __init__(
+        self, process: Mapping[str, Any], slots: int, longest: int, *, is_movable: bool
+    ) -> None:
         """`longest`: tokens of a prompt and its answer at most."""
         self._capacity, cells = process["context"], process["cells"]
         share = -(-cells // slots)
-        if cells >= process["max_sequences"] * self._capacity:  # enough for all: as many as are used do as well, and are faster
+        if (
+            cells >= process["max_sequences"] * self._capacity
+        ):  # enough for all: as many as are used do as well, and are faster
             cells, share = slots * self._capacity, min(self._capacity, longest)
         most = max(process["max_batch"], slots)
-        windows = [layer["window"] or 0 if layer["kind"] == "sliding" else 0 for layer in process["layers"]]
+        windows = [
+            layer["window"] or 0 if layer["kind"] == "sliding" else 0 for layer in process["layers"]
+        ]
         engine = PaperEngine(windows, is_movable=is_movable)
         engine.cache.init(mx.float32, slots, share, most)
-        self.scheduler = Scheduler(engine, slots, capacity=self._capacity, cells=cells, max_batch=most, ended=_usage)
+        self.scheduler = Scheduler(
+            engine, slots, capacity=self._capacity, cells=cells, max_batch=most, ended=_usage
+        )
         self._call = 0
 
     def request(self, logged: LoggedRequest, *, ends_itself: bool = False) -> Request:

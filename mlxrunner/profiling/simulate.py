@@ -173,14 +173,18 @@ class Replay:
             session.record(rest[:count])
             rest = rest[count:]
             self._checkpoint_if_due(session)
-        if request.entry is not None and not np.array_equal(entry.cache.entry.tokens.array, request.entry):
+        if request.entry is not None and not np.array_equal(
+            entry.cache.entry.tokens.array, request.entry
+        ):
             self._evaluate(session, session.restart(request.entry))
 
     def _make_room(self, session: Session, shift: Shift) -> None:
         tokens = session.tokens
         discard = shift.discard(len(tokens))
         if not session.shift(shift.keep, discard, _on_paper):
-            self._evaluate(session, session.restart(tokens[: shift.keep] + tokens[shift.keep + discard :]))
+            self._evaluate(
+                session, session.restart(tokens[: shift.keep] + tokens[shift.keep + discard :])
+            )
 
     def _evaluate(self, session: Session, tokens: TokenArray) -> None:
         step = self._process["prefill_step"]
@@ -194,7 +198,13 @@ class Replay:
 def is_usable(logged: LoggedRequest) -> bool:
     """Whether a log's lines say what a replay needs, and sensibly: they may have been written by anybody."""
     process, facts = logged.process, logged.facts
-    least = {"context": 2, "prefill_step": 1, "checkpoint_interval": 1, "checkpoint_budget": 0, "rewind_slack": 0}
+    least = {
+        "context": 2,
+        "prefill_step": 1,
+        "checkpoint_interval": 1,
+        "checkpoint_budget": 0,
+        "rewind_slack": 0,
+    }
     try:
         marks = [mark[side] for mark in process["thinking"] for side in ("begin", "end")]
         held = [] if facts["entry"] is None else facts["entry"]
@@ -203,7 +213,9 @@ def is_usable(logged: LoggedRequest) -> bool:
         began = facts.get("began_s", 0)
         if isinstance(began, bool) or not -(2**53) <= began <= 2**53:
             return False
-        return all(process[name] >= low for name, low in least.items()) and all(map(is_layer, process["layers"]))
+        return all(process[name] >= low for name, low in least.items()) and all(
+            map(is_layer, process["layers"])
+        )
     except (KeyError, TypeError, ValueError):
         return False
 
@@ -212,7 +224,9 @@ class _Entry:
     """A prefix cache and its layers."""
 
     def __init__(self, process: Mapping[str, Any], settings: Settings) -> None:
-        self.layers = [paper_layer(line, process["context"], settings.slack) for line in process["layers"]]
+        self.layers = [
+            paper_layer(line, process["context"], settings.slack) for line in process["layers"]
+        ]
         self._interval = settings.interval or process["checkpoint_interval"]
         self.cache = PrefixCache(self._caches, process["checkpoint_budget"], self._interval)
 
@@ -240,7 +254,9 @@ def _follow(cache: PrefixCache, request: Request) -> None:
     if keep == min(len(held), len(prompt)) or len(held) <= request.entry_before:
         return
     gaps = np.flatnonzero(held[keep + 1 :] == prompt[keep]) + 1
-    longest = max(((common_prefix(held[keep + gap :], prompt[keep:]), int(gap)) for gap in gaps), default=None)
+    longest = max(
+        ((common_prefix(held[keep + gap :], prompt[keep:]), int(gap)) for gap in gaps), default=None
+    )
     if longest is not None:
         whole = np.concatenate([held[: keep + longest[1]], prompt[keep:]])
         cache.prepare(whole, keep, longest[1], _on_paper if request.matched > keep else _immovable)

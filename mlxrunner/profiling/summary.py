@@ -56,7 +56,10 @@ class Summary:
     def add(self, event: Event) -> None:
         self.requests += 1
         time = event["time"]
-        self.first_time, self.last_time = min(self.first_time or time, time), max(self.last_time, time)
+        self.first_time, self.last_time = (
+            min(self.first_time or time, time),
+            max(self.last_time, time),
+        )
         self._add_counts(event)
         self._add_times(event)
         self._add_loss(event)
@@ -84,7 +87,9 @@ class Summary:
     @property
     def prefill_rate(self) -> float | None:
         """Tokens per second over the prompt tokens that were evaluated, of requests that had a first token."""
-        return self.tokens["prefilled"] / self.seconds["prefill"] if self.seconds["prefill"] else None
+        return (
+            self.tokens["prefilled"] / self.seconds["prefill"] if self.seconds["prefill"] else None
+        )
 
     @property
     def decode_rate(self) -> float | None:
@@ -165,7 +170,16 @@ class Summary:
         if place not in self.places and len(self.places) >= MOST_PLACES:
             place = "elsewhere"
         self.places.setdefault(place, Loss()).add(tokens, took)
-        miss = Miss(took, tokens, event["id"], event["time"], event["model"], event["outcome"], reason, place)
+        miss = Miss(
+            took,
+            tokens,
+            event["id"],
+            event["time"],
+            event["model"],
+            event["outcome"],
+            reason,
+            place,
+        )
         push = heapq.heappush if len(self._misses) < COSTLIEST else heapq.heappushpop
         push(self._misses, (miss.order, self.requests, miss))
 

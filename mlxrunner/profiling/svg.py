@@ -31,11 +31,16 @@ class Scale:
     is_log: bool = False
 
     @classmethod
-    def around(cls, values: Iterable[float], begin: float, end: float, *, is_log: bool = False) -> Scale:
+    def around(
+        cls, values: Iterable[float], begin: float, end: float, *, is_log: bool = False
+    ) -> Scale:
         """One that holds `values` and ends at round numbers."""
         known = [max(value, LEAST) for value in values if value > 0] or [1.0]
         if is_log:
-            low, high = 10.0 ** math.floor(math.log10(min(known))), 10.0 ** math.ceil(math.log10(max(known)))
+            low, high = (
+                10.0 ** math.floor(math.log10(min(known))),
+                10.0 ** math.ceil(math.log10(max(known))),
+            )
             return cls(low, high if high > low else low * 10, begin, end, True)
         step = _step(max(known))
         return cls(0.0, math.ceil(max(known) / step) * step, begin, end)
@@ -72,7 +77,9 @@ class Plot:
             f"<title>{name}</title><desc>{what}</desc>\n" + "\n".join(self._shapes) + "\n</svg>"
         )
 
-    def y_axis(self, values: Iterable[float], name: str, text: Format, *, is_log: bool = False) -> Scale:
+    def y_axis(
+        self, values: Iterable[float], name: str, text: Format, *, is_log: bool = False
+    ) -> Scale:
         """Lines across, their values at the left."""
         scale = Scale.around(values, self.bottom, TOP, is_log=is_log)
         for value in scale.ticks:
@@ -80,10 +87,14 @@ class Plot:
             self._add(f'<line class="grid" x1="{LEFT}" x2="{self.right}" y1="{y}" y2="{y}"/>')
             self._text("tick", LEFT - 6, y + 4, text(value), "end")
         middle = (TOP + self.bottom) / 2
-        self._add(f'<text class="name" transform="translate(12 {middle}) rotate(-90)" text-anchor="middle">{safe(name)}</text>')
+        self._add(
+            f'<text class="name" transform="translate(12 {middle}) rotate(-90)" text-anchor="middle">{safe(name)}</text>'
+        )
         return scale
 
-    def x_axis(self, values: Iterable[float], name: str, text: Format, *, is_log: bool = False) -> Scale:
+    def x_axis(
+        self, values: Iterable[float], name: str, text: Format, *, is_log: bool = False
+    ) -> Scale:
         """Lines down, their values below."""
         scale = Scale.around(values, LEFT, self.right, is_log=is_log)
         for value in scale.ticks:
@@ -99,11 +110,15 @@ class Plot:
         for index in range(0, len(labels), max(1, -(-len(labels) // most))):
             x = LEFT + (index + 0.5) * step
             anchor = "start" if x < LEFT + 40 else "end" if x > self.right - 40 else "middle"
-            self._text("tick", LEFT if anchor == "start" else x, self.bottom + 15, labels[index], anchor)
+            self._text(
+                "tick", LEFT if anchor == "start" else x, self.bottom + 15, labels[index], anchor
+            )
         self._name_x(name)
         return lambda index: LEFT + index * step
 
-    def bar(self, kind: str, x: float, y: float, width: float, height: float, hint: str = "") -> None:
+    def bar(
+        self, kind: str, x: float, y: float, width: float, height: float, hint: str = ""
+    ) -> None:
         title = f"<title>{safe(hint)}</title>" if hint else ""
         place = f'x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.5):.1f}" height="{height:.1f}"'
         self._add(f'<rect class="{kind}" {place}>{title}</rect>')
@@ -113,17 +128,25 @@ class Plot:
         if len(points) == 1:
             ((x, y),) = points
             points = [(x - 4, y), (x + 4, y)]
-        self._add(f'<polyline class="line {kind}" points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}"/>')
+        self._add(
+            f'<polyline class="line {kind}" points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}"/>'
+        )
 
     def mark(self, kind: str, x: float, y: float) -> None:
         """Hits are circles, partial hits triangles, misses squares: told apart without colours, too."""
         if kind == "hit":
             self._add(f'<circle class="mark hit" cx="{x}" cy="{y}" r="3.4"/>')
         else:
-            shape = f"M{x - 3.2:.1f} {y - 3.2:.1f}h6.4v6.4h-6.4z" if kind == "miss" else f"M{x} {y - 4:.1f}l4 7h-8z"
+            shape = (
+                f"M{x - 3.2:.1f} {y - 3.2:.1f}h6.4v6.4h-6.4z"
+                if kind == "miss"
+                else f"M{x} {y - 4:.1f}l4 7h-8z"
+            )
             self._add(f'<path class="mark {kind}" d="{shape}"/>')
 
-    def bars_across(self, kind: str, rows: Sequence[tuple[str, float, str]], left: float, right: float) -> None:
+    def bars_across(
+        self, kind: str, rows: Sequence[tuple[str, float, str]], left: float, right: float
+    ) -> None:
         """A bar for each (name, value, value in words) from `left` on, the longest up to `right`; names before, words after them."""
         scale = Scale(0, max(value for _, value, _ in rows), left, right)
         step = self.height / len(rows)
@@ -134,7 +157,9 @@ class Plot:
             self._text("tick", scale(value) + 8, y + 4, words, "start")
 
     def _text(self, kind: str, x: float, y: float, text: str, anchor: str) -> None:
-        self._add(f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{safe(text)}</text>')
+        self._add(
+            f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{safe(text)}</text>'
+        )
 
     def _name_x(self, name: str) -> None:
         self._text("name", (LEFT + self.right) / 2, self.height - 6, name, "middle")

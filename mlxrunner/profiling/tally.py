@@ -24,7 +24,10 @@ class Times:
 
     def as_dict(self) -> dict[str, float | int | None]:
         ordered = Times(array("d", sorted(self.values)))
-        return {"requests": len(ordered.values), **{f"p{p}": ordered.percentile(p / 100) for p in (50, 90, 99)}}
+        return {
+            "requests": len(ordered.values),
+            **{f"p{p}": ordered.percentile(p / 100) for p in (50, 90, 99)},
+        }
 
 
 @dataclass

@@ -41,7 +41,9 @@ class Rewriter:
 
     def __init__(self, process: Mapping[str, Any], way: Literal["kept", "stripped"]) -> None:
         self._marks = [
-            (tuple(mark["begin"]), tuple(mark["end"])) for mark in process["thinking"] if mark["begin"] and mark["end"]
+            (tuple(mark["begin"]), tuple(mark["end"]))
+            for mark in process["thinking"]
+            if mark["begin"] and mark["end"]
         ]
         self._message_ends = np.array(process["message_ends"], np.int32)
         self._way = way
@@ -54,7 +56,12 @@ class Rewriter:
             return request
         self.changed += 1
         was_whole = request.evaluated >= len(request.prompt)
-        return replace(request, prompt=prompt, evaluated=len(prompt) if was_whole else request.evaluated, entry=None)
+        return replace(
+            request,
+            prompt=prompt,
+            evaluated=len(prompt) if was_whole else request.evaluated,
+            entry=None,
+        )
 
     def _stripped(self, prompt: TokenArray) -> TokenArray:
         ends = np.flatnonzero(np.isin(prompt, self._message_ends))
@@ -67,7 +74,9 @@ class Rewriter:
     def _kept(self, request: Request) -> TokenArray:
         prompt = request.prompt
         goes_on = [(common_prefix(turn.logged, prompt), turn) for turn in self._turns]
-        goes_on = [(common, turn) for common, turn in goes_on if common >= turn.prompt_tokens - HEADER]
+        goes_on = [
+            (common, turn) for common, turn in goes_on if common >= turn.prompt_tokens - HEADER
+        ]
         if goes_on:
             common, turn = max(goes_on, key=lambda one: one[0])
             logged = turn.logged
@@ -75,12 +84,16 @@ class Rewriter:
             before = np.concatenate([turn.kept, logged[turn.prompt_tokens :]])
             moved = len(turn.kept) - turn.prompt_tokens
             prompt = np.concatenate([before[: resumed + moved], prompt[common:]])
-        self._turns.append(_Turn(np.concatenate([request.prompt, request.answer]), len(request.prompt), prompt))
+        self._turns.append(
+            _Turn(np.concatenate([request.prompt, request.answer]), len(request.prompt), prompt)
+        )
         return prompt
 
     def _resumed(self, logged: TokenArray, prompt: TokenArray, common: int) -> int:
         """Where `logged` goes on as `prompt` does from `common` on, after a thinking block; `common` if it does not."""
-        for end in sorted({end for begin, end in self._blocks(logged) if begin - BLANKS <= common < end}):
+        for end in sorted(
+            {end for begin, end in self._blocks(logged) if begin - BLANKS <= common < end}
+        ):
             for place in range(end, min(end + BLANKS, len(logged))):
                 same = common_prefix(logged[place:], prompt[common:])
                 if same >= min(PROOF, len(logged) - place):
@@ -94,7 +107,9 @@ class Rewriter:
             ends, begins = _places(tokens, end), _places(tokens, begin)
             after = np.searchsorted(ends, begins + len(begin))
             ended = after < len(ends)
-            blocks += zip(begins[ended].tolist(), (ends[after[ended]] + len(end)).tolist(), strict=True)
+            blocks += zip(
+                begins[ended].tolist(), (ends[after[ended]] + len(end)).tolist(), strict=True
+            )
         return blocks
 
 

@@ -132,7 +132,9 @@ def _is_valid(line: Any) -> bool:
         return False
     if any(isinstance(value, int) and not 0 <= value <= 2**53 for value in line.values()):
         return False
-    if not all(are_ids(line.get(name, [])) for name in ("prompt", "answer", "message_ends", "checkpoints")):
+    if not all(
+        are_ids(line.get(name, [])) for name in ("prompt", "answer", "message_ends", "checkpoints")
+    ):
         return False
     return line["kind"] == "process" or bool(line["shared"] + len(line["prompt"]))
 

@@ -40,7 +40,16 @@ class Trace:
         tid = self._lane(pid, begin, end)
         place = {"ph": "X", "pid": pid, "tid": tid}
         args = {name: event[name] for name in ARGS}
-        self._write({"name": event["outcome"], "cat": "request", "ts": begin, "dur": end - begin, **place, "args": args})
+        self._write(
+            {
+                "name": event["outcome"],
+                "cat": "request",
+                "ts": begin,
+                "dur": end - begin,
+                **place,
+                "args": args,
+            }
+        )
         for span in event["spans"]:
             first, last = _us(span["start_s"]), _us(span["start_s"] + span["duration_s"])
             self._write(
@@ -50,7 +59,9 @@ class Trace:
                 }
             )  # fmt: skip
         counted = {"used": event["used_bytes"], "allocated": event["cache_bytes"]}
-        self._write({"name": "bytes", "ph": "C", "pid": pid, "tid": tid, "ts": end, "args": counted})
+        self._write(
+            {"name": "bytes", "ph": "C", "pid": pid, "tid": tid, "ts": end, "args": counted}
+        )
 
     def close(self) -> None:
         self._stream.write("\n]}\n")
@@ -60,7 +71,9 @@ class Trace:
         if pid is None:
             pid = self._processes[event["process"]] = len(self._processes) + 1
             name = f"{event['model']} ({event['process']})"
-            self._write({"name": "process_name", "ph": "M", "pid": pid, "tid": 0, "args": {"name": name}})
+            self._write(
+                {"name": "process_name", "ph": "M", "pid": pid, "tid": 0, "args": {"name": name}}
+            )
         return pid
 
     def _lane(self, pid: int, begin: int, end: int) -> int:
@@ -71,7 +84,9 @@ class Trace:
         return lane + 1
 
     def _write(self, entry: dict[str, Any]) -> None:
-        self._stream.write(("\n" if self._is_first else ",\n") + json.dumps(entry, separators=(",", ":")))
+        self._stream.write(
+            ("\n" if self._is_first else ",\n") + json.dumps(entry, separators=(",", ":"))
+        )
         self._is_first = False
 
 

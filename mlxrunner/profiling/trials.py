@@ -14,7 +14,16 @@ from mlxrunner.profiling.sidebyside import SideBySide, can_be_replayed, has_room
 from mlxrunner.profiling.simulate import Replay, Request, is_usable
 from mlxrunner.profiling.thinking import Rewriter
 from mlxrunner.profiling.tokenlog import LoggedRequest, read_token_log
-from mlxrunner.profiling.whatif import AS_IT_WAS, ONE_AT_A_TIME, SLOTS, Row, Simulation, WhatIf, is_side_by_side, what_ifs
+from mlxrunner.profiling.whatif import (
+    AS_IT_WAS,
+    ONE_AT_A_TIME,
+    SLOTS,
+    Row,
+    Simulation,
+    WhatIf,
+    is_side_by_side,
+    what_ifs,
+)
 from mlxrunner.reading import ReadError
 
 REPORT_EVERY = 50
@@ -58,13 +67,18 @@ def simulate(
             as_run.row.add_logged(logged)
             result.only_logged += 1
         else:
-            result.agreed += (found.matched, found.cached) == (logged.facts["matched"], logged.facts["cached"])
+            result.agreed += (found.matched, found.cached) == (
+                logged.facts["matched"],
+                logged.facts["cached"],
+            )
         for one in tries.values():
             if one is as_run:
                 continue
             if found is None and one.row.what.slots is not None:
                 one.row.add_logged(logged)
-            elif found is None or (one.row.what.acts_on(logged.process) and one.row.what is not ONE_AT_A_TIME):
+            elif found is None or (
+                one.row.what.acts_on(logged.process) and one.row.what is not ONE_AT_A_TIME
+            ):
                 one.replay(logged)
             else:
                 one.row.add(found)
@@ -78,7 +92,9 @@ def simulate(
     result.rows = [row for row in (one.finish() for one in tries.values()) if row is not None]
     tried = [row.what.settings for row in result.rows]
     if intervals and not any(settings.interval for settings in tried):
-        result.idle.append("--checkpoint-interval has nothing to act on: no layer in the log takes checkpoints")
+        result.idle.append(
+            "--checkpoint-interval has nothing to act on: no layer in the log takes checkpoints"
+        )
     if slacks and all(settings.slack is None for settings in tried):
         result.idle.append("--rewind-slack has nothing to act on: no layer in the log has a window")
     return result
@@ -89,7 +105,9 @@ def _slots_for(logged: LoggedRequest, slots: Sequence[int]) -> list[int]:
     if not can_be_replayed(logged):
         return []
     own = logged.process["max_sequences"]
-    return list(slots) or [count for count in SLOTS if count != own and has_room(logged.process, count)]
+    return list(slots) or [
+        count for count in SLOTS if count != own and has_room(logged.process, count)
+    ]
 
 
 def _add(beside: list[SideBySide], logged: LoggedRequest) -> None:
@@ -108,7 +126,10 @@ def _replay_beside(group: SideBySide, tries: Sequence[_Try]) -> int:
         what = one.row.what
         can_act = what.acts_on(group.process) and has_room(group.process, what.slots or 1)
         if can_act and what.is_in_slots:
-            found = [request.lookup for request in group.packed(what.slots, by_prefix=what.order == "prefix")]
+            found = [
+                request.lookup
+                for request in group.packed(what.slots, by_prefix=what.order == "prefix")
+            ]
         elif can_act and what != AS_IT_WAS:
             for logged in group.requests:
                 one.replay(logged)
@@ -118,7 +139,10 @@ def _replay_beside(group: SideBySide, tries: Sequence[_Try]) -> int:
         for lookup in found:
             one.row.add(lookup)
     pairs = zip(as_run, group.requests, strict=True)
-    return sum((found.matched, found.cached) == (logged.facts["matched"], logged.facts["cached"]) for found, logged in pairs)
+    return sum(
+        (found.matched, found.cached) == (logged.facts["matched"], logged.facts["cached"])
+        for found, logged in pairs
+    )
 
 
 class _Try:
@@ -139,7 +163,9 @@ class _Try:
         if run.rewriter is not None:
             request = run.rewriter.rewrite(request)
         if self.row.what.order == "prefix" or run.is_side_by_side:
-            run.waiting.append((logged.facts.get("began_s", 0), replace(request, freed=False, shortened=False)))
+            run.waiting.append(
+                (logged.facts.get("began_s", 0), replace(request, freed=False, shortened=False))
+            )
             return None
         found = run.replay.run(request)
         self.row.add(found)

@@ -93,7 +93,10 @@ class Verifier:
         place = max(len(tokens) - 1 - NEAR_END, 0)
         tokens[place] = tokens[place] + 1 if tokens[place] < last.shape[-1] - 1 else 0
         halves = self._cold(warm, max(1, min(self._step, warm.prompt) // 2))[0]
-        return Measured(_distance(last, halves), _distance(last, self._cold(replace(warm, tokens=tokens), self._step)[0]))
+        return Measured(
+            _distance(last, halves),
+            _distance(last, self._cold(replace(warm, tokens=tokens), self._step)[0]),
+        )
 
     def _tolerance(self, logits: mx.array, noise: float) -> float:
         scale = max(1.0, _largest(logits))

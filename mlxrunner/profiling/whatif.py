@@ -85,7 +85,12 @@ class Row:
 
     def as_dict(self) -> dict[str, Any]:
         what = self.what
-        chosen = {**asdict(what.settings), "order": what.order, "thinking": what.thinking, "slots": what.slots}
+        chosen = {
+            **asdict(what.settings),
+            "order": what.order,
+            "thinking": what.thinking,
+            "slots": what.slots,
+        }
         counts = {
             "requests": self.requests,
             "hits": self.hits,

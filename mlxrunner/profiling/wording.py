@@ -53,7 +53,13 @@ def seconds(value: float | None) -> str:
 
 
 def rate(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.0f} tokens/s" if value >= 10 else f"{value:.2g} tokens/s"
+    return (
+        "-"
+        if value is None
+        else f"{value:,.0f} tokens/s"
+        if value >= 10
+        else f"{value:.2g} tokens/s"
+    )
 
 
 def moment(time: str) -> str:

@@ -34,7 +34,12 @@ class LineWriter:
     """
 
     def __init__(
-        self, file: str | Path, *, limit: int = LIMIT, first: Callable[[], str] | None = None, patience: float = 1.0
+        self,
+        file: str | Path,
+        *,
+        limit: int = LIMIT,
+        first: Callable[[], str] | None = None,
+        patience: float = 1.0,
     ) -> None:
         self._file, self._limit, self._first, self._patience = Path(file), limit, first, patience
         self._is_stream = is_stream(file)
@@ -43,7 +48,9 @@ class LineWriter:
         try:
             self._descriptor = self._open()
         except OSError as error:
-            raise OptionError(f"{self._file}: can't be written: {error.strerror or error}") from error
+            raise OptionError(
+                f"{self._file}: can't be written: {error.strerror or error}"
+            ) from error
 
     def write(self, line: str) -> None:
         """Append `line` and a newline."""
@@ -120,7 +127,10 @@ class LineWriter:
             return False
 
     def _rotate(self) -> None:
-        names = [self._file, *(self._file.with_name(f"{self._file.name}.{number}") for number in range(1, KEPT + 1))]
+        names = [
+            self._file,
+            *(self._file.with_name(f"{self._file.name}.{number}") for number in range(1, KEPT + 1)),
+        ]
         for name in names:  # none of them is moved or replaced unless all are ours
             with suppress(FileNotFoundError):
                 check_own(name, replaced=True)

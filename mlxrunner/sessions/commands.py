@@ -27,7 +27,10 @@ class _Kept:
     @classmethod
     def of(cls, session: Session, saved_at: float) -> _Kept:
         """`session` may be changed afterwards."""
-        branches = {name: Branch(branch.system, branch.history.copy()) for name, branch in session.branches.items()}
+        branches = {
+            name: Branch(branch.system, branch.history.copy())
+            for name, branch in session.branches.items()
+        }
         return cls(session.to_json(), branches, saved_at)
 
     def dropped(self, chat: Chat, now: Session) -> list[tuple[str, Branch]]:
@@ -47,7 +50,9 @@ class Saving:
     `name`: the session that is open, and that the chat is saved to after each turn; None without `--session`.
     """
 
-    def __init__(self, sessions: Sessions | None = None, *, caches: bool = True, kv_bits: int | None = None) -> None:
+    def __init__(
+        self, sessions: Sessions | None = None, *, caches: bool = True, kv_bits: int | None = None
+    ) -> None:
         if kv_bits not in (None, 4, 8):
             raise OptionError(f"session_kv_bits: {kv_bits} is out of range, it has to be 4 or 8")
         self.sessions = sessions or Sessions()
@@ -58,9 +63,19 @@ class Saving:
         self._kept: dict[str, _Kept] = {}
         self.commands = (
             Command(
-                "/save", "[-f] NAME", "save the conversation as session NAME; -f overwrites another one", self._save, self._names
+                "/save",
+                "[-f] NAME",
+                "save the conversation as session NAME; -f overwrites another one",
+                self._save,
+                self._names,
             ),
-            Command("/load", "[-f] NAME", "go on with session NAME; -f gives up what is not saved", self._load, self._names),
+            Command(
+                "/load",
+                "[-f] NAME",
+                "go on with session NAME; -f gives up what is not saved",
+                self._load,
+                self._names,
+            ),
         )
 
     @contextmanager
@@ -119,7 +134,10 @@ class Saving:
         except SessionError as error:
             history = chat.conversation.history
             kept = self._kept.get(name, _Kept(""))
-            safe, said = max((history.shared(one.history) for one in kept.branches.values()), default=0), len(history.turns)
+            safe, said = (
+                max((history.shared(one.history) for one in kept.branches.values()), default=0),
+                len(history.turns),
+            )
             which = "all of" if safe == said else f"the first {safe} of" if safe else "none of"
             raise SessionError(f"{error}; on the disk: {which} {_count(said)}") from error
 
@@ -133,13 +151,19 @@ class Saving:
         for branch, dropped in kept.dropped(chat, self._session(chat)) if kept else ():
             place = chat.branches.keep(branch, dropped.system, dropped.history.copy())
             turns = _count(len(dropped.history.turns))
-            chat.say(f"what was saved is kept as branch {place} ({turns}): /switch {place} goes back to it")
+            chat.say(
+                f"what was saved is kept as branch {place} ({turns}): /switch {place} goes back to it"
+            )
 
     def _save(self, chat: Chat, argument: str) -> None:
         force, name = _forced(argument, self.name)
         with self.sessions.lock(name):
             if not force and self.sessions.exists(name) and self._is_another(name):
-                found = f"session {name} was changed elsewhere" if name in self._kept else f"there is a session {name} already"
+                found = (
+                    f"session {name} was changed elsewhere"
+                    if name in self._kept
+                    else f"there is a session {name} already"
+                )
                 raise OptionError(f"{found}: /save -f {name} overwrites it")
             with self._said_what_is_safe(chat, name):
                 self._store(chat, name, force=force)
@@ -151,7 +175,9 @@ class Saving:
         force, name = _forced(argument, None)
         goes_over = self.name not in (None, name)
         if not force and not goes_over and self._is_unsaved(chat):
-            raise OptionError(f"what was said is not saved ({_turns(chat)}): /save NAME saves it, /load -f {name} gives it up")
+            raise OptionError(
+                f"what was said is not saved ({_turns(chat)}): /save NAME saves it, /load -f {name} gives it up"
+            )
         session = self.sessions.load(name)  # complain before giving anything up
         with ExitStack() as held:
             if goes_over:
@@ -178,7 +204,11 @@ class Saving:
             session.history.forget_tokens()
         conversation.history = session.history
         chat.branches.current = session.branch
-        others = {branch: (one.system, one.history) for branch, one in session.branches.items() if branch != session.branch}
+        others = {
+            branch: (one.system, one.history)
+            for branch, one in session.branches.items()
+            if branch != session.branch
+        }
         chat.branches.others = others
         self._kept[name] = _Kept.of(self._session(chat), session.saved_at)
         return f"session {name}: {_turns(chat)}, {caches}{_where_turns_are(chat)}"
@@ -204,7 +234,10 @@ class Saving:
     def _is_another(self, name: str) -> bool:
         """Whether what is saved under this name is not what this chat has saved or loaded."""
         with suppress(SessionError):
-            return name not in self._kept or self._kept[name].saved_at != self.sessions.load(name).saved_at
+            return (
+                name not in self._kept
+                or self._kept[name].saved_at != self.sessions.load(name).saved_at
+            )
         return True
 
     def _session(self, chat: Chat) -> Session:
@@ -212,12 +245,16 @@ class Saving:
         conversation = chat.conversation
         others = {branch: Branch(*kept) for branch, kept in chat.branches.others.items()}
         present = {chat.branches.current: Branch(conversation.system, conversation.history)}
-        return Session(lasting(chat.model), others | present, chat.branches.current, settings_of(chat))
+        return Session(
+            lasting(chat.model), others | present, chat.branches.current, settings_of(chat)
+        )
 
     def _keep(self, chat: Chat) -> None:
         """Keep a runner that was just loaded: its files, which may change later, are still those that it was loaded from."""
         before, folder = self._keeper, resolve(chat.model)
-        self._keeper = Keeper(chat.runner, folder, self.sessions, caches=self._caches, kv_bits=self._kv_bits)
+        self._keeper = Keeper(
+            chat.runner, folder, self.sessions, caches=self._caches, kv_bits=self._kv_bits
+        )
         if before is not None:
             before.wait()
 

@@ -40,7 +40,9 @@ def pack(entry: Exported, fingerprint: Mapping[str, str], bits: int | None = Non
     packer.arrays["tokens"] = _buffer(mx.array(entry.tokens))
     structure = {
         "is_exact": entry.is_exact and bits is None,
-        "layers": [packer.layer(f"layers.{index}", layer) for index, layer in enumerate(entry.layers)],
+        "layers": [
+            packer.layer(f"layers.{index}", layer) for index, layer in enumerate(entry.layers)
+        ],
         "checkpoints": [
             {
                 "offset": item.offset,
@@ -53,7 +55,10 @@ def pack(entry: Exported, fingerprint: Mapping[str, str], bits: int | None = Non
             for place, item in enumerate(entry.checkpoints)
         ],
     }
-    return Packed(packer.arrays, {"entry": json.dumps(structure), "fingerprint": json.dumps(dict(fingerprint))})
+    return Packed(
+        packer.arrays,
+        {"entry": json.dumps(structure), "fingerprint": json.dumps(dict(fingerprint))},
+    )
 
 
 class _Packer:
@@ -63,17 +68,31 @@ class _Packer:
 
     def layer(self, name: str, saved: Saved) -> dict[str, Any]:
         """The structure of a layer, whose arrays are copied."""
-        arrays = {key: self._array(f"{name}.{key}", array, saved.kind) for key, array in saved.arrays.items()}
+        arrays = {
+            key: self._array(f"{name}.{key}", array, saved.kind)
+            for key, array in saved.arrays.items()
+        }
         parts = [self.layer(f"{name}.{index}", part) for index, part in enumerate(saved.parts)]
-        return {"kind": saved.kind, "arrays": arrays, "numbers": dict(saved.numbers), "parts": parts}
+        return {
+            "kind": saved.kind,
+            "arrays": arrays,
+            "numbers": dict(saved.numbers),
+            "parts": parts,
+        }
 
     def _array(self, name: str, array: mx.array, kind: str) -> list[int] | None:
         """Bits and group size, where it was quantized."""
-        size = next((size for size in (64, 32) if array.shape[-1] % size == 0), None) if array.size and array.ndim > 1 else None
+        size = (
+            next((size for size in (64, 32) if array.shape[-1] % size == 0), None)
+            if array.size and array.ndim > 1
+            else None
+        )
         if self._bits is None or kind not in QUANTIZED or size is None:
             self.arrays[name] = _buffer(array)
             return None
-        for part, stored in zip(PACKED, mx.quantize(array, group_size=size, bits=self._bits), strict=True):
+        for part, stored in zip(
+            PACKED, mx.quantize(array, group_size=size, bits=self._bits), strict=True
+        ):
             self.arrays[f"{name}.{part}"] = _buffer(stored)
         return [self._bits, size]
 
@@ -90,7 +109,10 @@ class StoredEntry:
         try:
             structure = json.loads(file.metadata["entry"])
             self.fingerprint: dict[str, str] = dict(json.loads(file.metadata["fingerprint"]))
-            self._layers = [_layer(file, f"layers.{index}", found) for index, found in enumerate(structure["layers"])]
+            self._layers = [
+                _layer(file, f"layers.{index}", found)
+                for index, found in enumerate(structure["layers"])
+            ]
             self._checkpoints = [
                 SavedCheckpoint(
                     int(found["offset"]),
@@ -104,14 +126,26 @@ class StoredEntry:
             ]
             self.is_exact = structure.get("is_exact") is True
             self.tokens = _tokens(file.arrays["tokens"])
-        except (KeyError, TypeError, ValueError, OverflowError, RecursionError, AttributeError, PromptError) as error:
-            raise SessionError(f"the cache is damaged, or no cache of a session: {' '.join(str(error).split())[:100]}") from error
+        except (
+            KeyError,
+            TypeError,
+            ValueError,
+            OverflowError,
+            RecursionError,
+            AttributeError,
+            PromptError,
+        ) as error:
+            raise SessionError(
+                f"the cache is damaged, or no cache of a session: {' '.join(str(error).split())[:100]}"
+            ) from error
 
     def check(self, outline: Sequence[Saved]) -> None:
         """SessionError unless every array is of the type and shape that the model's layers store (`Runner.outline`)."""
         for layers in (self._layers, *(item.layers for item in self._checkpoints)):
             if len(layers) != len(outline):
-                raise SessionError(f"the cache has {len(layers)} layers, and the model {len(outline)}")
+                raise SessionError(
+                    f"the cache has {len(layers)} layers, and the model {len(outline)}"
+                )
             for layer, like in zip(layers, outline, strict=True):
                 if layer is not None and (why := _mismatch(layer, like, len(self.tokens))):
                     raise SessionError(f"the cache is damaged: {why}")
@@ -127,7 +161,9 @@ class StoredEntry:
     @property
     def checkpoints(self) -> Iterator[SavedCheckpoint]:
         for item in self._checkpoints:
-            yield SavedCheckpoint(item.offset, item.role, [layer and _read(layer) for layer in item.layers])
+            yield SavedCheckpoint(
+                item.offset, item.role, [layer and _read(layer) for layer in item.layers]
+            )
 
 
 @dataclass(frozen=True)
@@ -193,7 +229,9 @@ def _mismatch(layer: Saved, like: Saved, tokens: int) -> str | None:
 
 def _tokens(array: StoredArray) -> TokenArray:
     if array.dtype != "int32" or array.nbytes > MOST_TOKENS * 4:
-        raise SessionError(f"the cache is damaged: its tokens are {array.dtype} {list(array.shape)}")
+        raise SessionError(
+            f"the cache is damaged: its tokens are {array.dtype} {list(array.shape)}"
+        )
     return as_tokens(np.frombuffer(array.read(), np.int32).reshape(array.shape))
 
 
@@ -206,8 +244,12 @@ def _layer(file: TensorFile, name: str, found: Mapping[str, Any]) -> Saved:
             continue
         bits, group = how
         if bits not in (4, 8) or group not in (32, 64):
-            raise ValueError(f"{name}.{key} is stored in {bits!r:.20} bits, in groups of {group!r:.20}")
-        arrays[key] = _quantized([_Stored(file.arrays[f"{name}.{key}.{part}"]) for part in PACKED], bits, group)
+            raise ValueError(
+                f"{name}.{key} is stored in {bits!r:.20} bits, in groups of {group!r:.20}"
+            )
+        arrays[key] = _quantized(
+            [_Stored(file.arrays[f"{name}.{key}.{part}"]) for part in PACKED], bits, group
+        )
     parts = [_layer(file, f"{name}.{index}", part) for index, part in enumerate(found["parts"])]
     return Saved(found["kind"], arrays, dict(found["numbers"]), parts)
 

@@ -45,7 +45,12 @@ def export_session(name: str, file: Path, sessions: Sessions | None = None) -> i
 
 
 def import_session(
-    file: Path, name: str, model: str, tokens: Sequence[int] | None, kv_bits: int | None = None, sessions: Sessions | None = None
+    file: Path,
+    name: str,
+    model: str,
+    tokens: Sequence[int] | None,
+    kv_bits: int | None = None,
+    sessions: Sessions | None = None,
 ) -> int:
     """Returns the number of tokens. SessionError where there is a session of that name, or the file is not of `model`; OptionError for bits
     that the model can't have."""
@@ -53,7 +58,9 @@ def import_session(
         raise OptionError(f"kv_bits: {kv_bits} is out of range, it has to be 4 or 8")
     sessions = sessions or Sessions()
     if sessions.exists(name):
-        raise SessionError(f"there is a session {name!r} already: `mlxrunner sessions rm {name}` removes it")
+        raise SessionError(
+            f"there is a session {name!r} already: `mlxrunner sessions rm {name}` removes it"
+        )
     folder = resolve(model)
     unread, options = unread_model(folder), CacheOptions(kv_bits=kv_bits)
     layouts_of(unread, options)  # complains about kv_bits that can't be
@@ -62,6 +69,11 @@ def import_session(
     packed = pack(entry.export(), known)
     with sessions.lock(name):
         spelled = Branch(None, History(spelling=Spelling("", entry.tokens[:])))
-        sessions.save(name, Session(lasting(model), {MAIN: spelled}, fingerprint=known, settings={"kv_bits": kv_bits}))
+        sessions.save(
+            name,
+            Session(
+                lasting(model), {MAIN: spelled}, fingerprint=known, settings={"kv_bits": kv_bits}
+            ),
+        )
         sessions.save_cache(name, packed.arrays, packed.metadata)
     return len(entry.tokens)

@@ -34,14 +34,20 @@ class Keeper:
         kv_bits: int | None = None,
     ) -> None:
         self.sessions = Sessions() if sessions is None else sessions
-        self._runner = weakref.ref(runner)  # a chat that changes its model gives up the one before at once
+        self._runner = weakref.ref(
+            runner
+        )  # a chat that changes its model gives up the one before at once
         self._caches, self._kv_bits = caches, kv_bits
         self._outline = runner.outline()
         known = fingerprint(model) if isinstance(model, Path) else model
         self._fingerprint = with_format(known, self._outline)
         self._writer: threading.Thread | None = None
-        self._failed: str | None = None  # not the error itself: that knows the folder, and would hold it
-        self._behind: dict[str, list[int]] = {}  # sessions whose caches are newer than their files, and their tokens
+        self._failed: str | None = (
+            None  # not the error itself: that knows the folder, and would hold it
+        )
+        self._behind: dict[
+            str, list[int]
+        ] = {}  # sessions whose caches are newer than their files, and their tokens
 
     @property
     def runner(self) -> Runner:
@@ -62,7 +68,9 @@ class Keeper:
             session.forget_tokens()
         strange = session.forget_misspelled(self.runner.tokenizer, self.runner.facts.vocab)
         self.runner.reset()
-        return session, self._restore(name) + ("; it is tokenized anew: its tokens do not spell its text" if strange else "")
+        return session, self._restore(name) + (
+            "; it is tokenized anew: its tokens do not spell its text" if strange else ""
+        )
 
     def _restore(self, name: str) -> str:
         try:
@@ -73,7 +81,9 @@ class Keeper:
             if different := differences(entry.fingerprint, self._fingerprint):
                 raise SessionError(", ".join(PARTS[part] for part in different))
             if len(entry.tokens) > self.runner.context:
-                raise SessionError(f"{len(entry.tokens)} tokens, and the context is {self.runner.context}")
+                raise SessionError(
+                    f"{len(entry.tokens)} tokens, and the context is {self.runner.context}"
+                )
             entry.check(self._outline)
         except SessionError as error:
             return f"its text is kept, its caches are dropped: {error}"
@@ -96,7 +106,9 @@ class Keeper:
         if not self._caches:
             self.sessions.drop_cache(name)
         elif (writer := self._started()) is not None and writer.is_alive():
-            self._behind[name] = tokens  # not two copies at a time: the next save, or `wait`, has the newer ones
+            self._behind[name] = (
+                tokens  # not two copies at a time: the next save, or `wait`, has the newer ones
+            )
         else:
             self._write(name, tokens)
         self._raise()
@@ -141,7 +153,9 @@ class Keeper:
             return
         packed = pack(entry.export(), self._fingerprint, self._kv_bits)
         with self.sessions.lock(name) as held:
-            self._writer = threading.Thread(target=self._run, args=(name, [packed], held), name="saving a session")
+            self._writer = threading.Thread(
+                target=self._run, args=(name, [packed], held), name="saving a session"
+            )
             self._writer.start()
 
     def _run(self, name: str, packed: list[Packed], held: Folder) -> None:
@@ -159,4 +173,7 @@ class Keeper:
 
 
 def _is_full(error: SessionError) -> bool:
-    return isinstance(error.__cause__, OSError) and error.__cause__.errno in (errno.ENOSPC, errno.EDQUOT)
+    return isinstance(error.__cause__, OSError) and error.__cause__.errno in (
+        errno.ENOSPC,
+        errno.EDQUOT,
+    )

@@ -35,24 +35,34 @@ TOKENS = "tokens"
 """The text in the file's metadata that mlx-lm does not know: the tokens that the caches are of, as JSON."""
 
 
-def export_file(file: Path, model: Any, model_name: str, options: CacheOptions, saved: Exported) -> None:
+def export_file(
+    file: Path, model: Any, model_name: str, options: CacheOptions, saved: Exported
+) -> None:
     """Write what was saved of `model` as a file for mlx-lm. SessionError where it can't be written."""
     if file.suffix != SUFFIX:
         raise SessionError(f"{file}: has to end in {SUFFIX}: mlx-lm and MLX tell the format by it")
     offset = len(saved.tokens)
     layers = zip(make_layer_caches(model, options), saved.layers, strict=True)
     caches = [to_mlx_lm(cache, layer, offset) for cache, layer in layers]
-    about = {"model": model_name, "tokenizer_config": "{}", TOKENS: json.dumps(saved.tokens.tolist())}
+    about = {
+        "model": model_name,
+        "tokenizer_config": "{}",
+        TOKENS: json.dumps(saved.tokens.tolist()),
+    }
     try:
         with suppress(FileNotFoundError):
             check_own(file, replaced=True)
         with Folder(file.absolute().parent.resolve()) as folder:
             folder.write(file.name, lambda fd: _write(fd, caches, about))
     except (OSError, RuntimeError) as error:
-        raise SessionError(f"{file}: could not be written: {' '.join(str(error).split())[:200]}") from error
+        raise SessionError(
+            f"{file}: could not be written: {' '.join(str(error).split())[:200]}"
+        ) from error
 
 
-def import_file(file: Path, model: Any, options: CacheOptions, tokens: Sequence[int] | None) -> CacheEntry:
+def import_file(
+    file: Path, model: Any, options: CacheOptions, tokens: Sequence[int] | None
+) -> CacheEntry:
     """The entry of a file of mlx-lm's. `tokens`: those that it is of, where the file does not say so itself.
 
     SessionError where it is damaged, or is of another model or of another number of tokens.
@@ -67,9 +77,18 @@ def import_file(file: Path, model: Any, options: CacheOptions, tokens: Sequence[
     layers = make_layer_caches(model, options)
     try:
         saved = [from_mlx_lm(layer, cache) for layer, cache in zip(layers, caches, strict=True)]
-        wrong = next((why for one, like in zip(saved, outline, strict=True) if (why := mismatch(one, like, len(found)))), None)
+        wrong = next(
+            (
+                why
+                for one, like in zip(saved, outline, strict=True)
+                if (why := mismatch(one, like, len(found)))
+            ),
+            None,
+        )
         if wrong is not None:
-            raise SessionError(f"{file}: is of another model, or not of {len(found)} tokens: {wrong}")
+            raise SessionError(
+                f"{file}: is of another model, or not of {len(found)} tokens: {wrong}"
+            )
         entry = CacheEntry(caches=layers)
         entry.adopt(Exported(found, saved, []))
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError) as error:
@@ -83,7 +102,9 @@ def to_mlx_lm(cache: LayerCache, saved: Saved, offset: int) -> Any:
     """mlx-lm's cache for a layer like `cache`, holding what was saved."""
     arrays = dict(saved.arrays)
     if isinstance(cache, SlidingWindowCache):
-        keys, values = (_last(arrays[name], min(offset, cache.window)) for name in ("keys", "values"))
+        keys, values = (
+            _last(arrays[name], min(offset, cache.window)) for name in ("keys", "values")
+        )
         return RotatingKVCache.from_state((keys, values, offset, 0, cache.window, keys.shape[2]))
     if isinstance(cache, QuantizedAttentionCache):
         packed = [tuple(arrays[f"{name} {part}"] for part in PARTS) for name in ("keys", "values")]
@@ -93,7 +114,9 @@ def to_mlx_lm(cache: LayerCache, saved: Saved, offset: int) -> Any:
         parts = zip(cache.parts, saved.parts, strict=True)  # type: ignore[attr-defined]  # a composite one
         return CacheList(*(to_mlx_lm(part, one, offset) for part, one in parts))
     if isinstance(cache.model_cache, ArraysCache):
-        cache.model_cache.cache = [arrays.get(str(index)) for index in range(len(cache.model_cache.cache))]
+        cache.model_cache.cache = [
+            arrays.get(str(index)) for index in range(len(cache.model_cache.cache))
+        ]
         return cache.model_cache
     if isinstance(cache, StockCache):
         cache.inner.state = tree_unflatten([*arrays.items(), *saved.numbers.items()])
@@ -107,15 +130,28 @@ def from_mlx_lm(layer: LayerCache, cache: Any) -> Saved:
         return layer.export(Snapshot(cache.cache if isinstance(cache, ArraysCache) else cache, 0))
     if type(cache) is KVCache:
         rows = slice(0, cache.offset)
-        return Saved("full", {"keys": cache.keys[..., rows, :], "values": cache.values[..., rows, :]})
+        return Saved(
+            "full", {"keys": cache.keys[..., rows, :], "values": cache.values[..., rows, :]}
+        )
     if type(cache) is QuantizedKVCache:
         cut = {("keys", part): rows for part, rows in zip(PARTS, cache.keys, strict=True)}
         cut |= {("values", part): rows for part, rows in zip(PARTS, cache.values, strict=True)}
-        return Saved("quantized", {f"{which} {part}": rows[..., : cache.offset, :] for (which, part), rows in cut.items()})
+        return Saved(
+            "quantized",
+            {
+                f"{which} {part}": rows[..., : cache.offset, :]
+                for (which, part), rows in cut.items()
+            },
+        )
     if type(cache) is RotatingKVCache and not cache.keep and isinstance(layer, SlidingWindowCache):
         if cache.max_size != layer.window:
-            raise ValueError(f"a window is of {cache.max_size} tokens, and the model's of {layer.window}")
-        return Saved("sliding", {"keys": _in_order(cache, cache.keys), "values": _in_order(cache, cache.values)})
+            raise ValueError(
+                f"a window is of {cache.max_size} tokens, and the model's of {layer.window}"
+            )
+        return Saved(
+            "sliding",
+            {"keys": _in_order(cache, cache.keys), "values": _in_order(cache, cache.values)},
+        )
     if type(cache) is CacheList:
         parts = zip(getattr(layer, "parts", ()), cache.caches, strict=True)
         return Saved("composite", parts=[from_mlx_lm(part, one) for part, one in parts])
@@ -139,7 +175,9 @@ def _last(rows: mx.array, count: int) -> mx.array:
     """The last `count` rows; what is missing in front, which no query will see, is zeros."""
     missing = count - rows.shape[2]
     if missing > 0:
-        rows = mx.concatenate([mx.zeros((*rows.shape[:2], missing, rows.shape[3]), rows.dtype), rows], axis=2)
+        rows = mx.concatenate(
+            [mx.zeros((*rows.shape[:2], missing, rows.shape[3]), rows.dtype), rows], axis=2
+        )
     return rows[..., rows.shape[2] - count :, :]
 
 
@@ -149,9 +187,13 @@ def _load(file: Path) -> tuple[list[Any], TokenArray | None]:
         with Folder(file.absolute().parent.resolve()) as folder:
             header = TensorFile(folder.open(file.name)).metadata
         classes = {value for name, value in header.items() if name.startswith("1.")}
-        strange = [name for name in sorted(classes) if not name.endswith("Cache") and name != "CacheList"]
+        strange = [
+            name for name in sorted(classes) if not name.endswith("Cache") and name != "CacheList"
+        ]
         if strange or not classes:
-            raise SessionError(f"{file}: no prompt cache of mlx-lm{f': it names {strange[0][:40]!r}' if strange else ''}")
+            raise SessionError(
+                f"{file}: no prompt cache of mlx-lm{f': it names {strange[0][:40]!r}' if strange else ''}"
+            )
         caches, metadata = mlx_lm_cache.load_prompt_cache(str(file), return_metadata=True)
         tokens = metadata.get(TOKENS) if isinstance(metadata, dict) else None
         return caches, None if tokens is None else as_tokens(json.loads(tokens))
@@ -160,7 +202,9 @@ def _load(file: Path) -> tuple[list[Any], TokenArray | None]:
     except PromptError as error:
         raise SessionError(f"{file}: its tokens are damaged: {error}") from error
     except SessionError as error:
-        raise error if str(error).startswith(str(file)) else SessionError(f"{file}: {error}") from error
+        raise (
+            error if str(error).startswith(str(file)) else SessionError(f"{file}: {error}")
+        ) from error
     except Exception as error:  # whatever mlx-lm makes of a file that is none of its own
         why = " ".join(str(error).split())[:200] or type(error).__name__
         raise SessionError(f"{file}: mlx-lm can't read it: {why}") from error

@@ -63,7 +63,11 @@ class Session:
 
     def forget_misspelled(self, tokenizer: Tokenizer, vocab: int) -> bool:
         """Forget tokens that do not spell the text beside them, or are none of the `vocab` (0: not known); whether there were any."""
-        found = [one.history for one in self.branches.values() if not _is_spelled(one.history, tokenizer, vocab)]
+        found = [
+            one.history
+            for one in self.branches.values()
+            if not _is_spelled(one.history, tokenizer, vocab)
+        ]
         for history in found:
             history.forget_tokens()
         return bool(found)
@@ -77,22 +81,32 @@ class Session:
         try:
             found = json.loads(text, parse_constant=_refuse)
         except (ValueError, RecursionError) as error:
-            raise SessionError(f"is not readable as JSON ({' '.join(str(error).split())[:100]})") from error
+            raise SessionError(
+                f"is not readable as JSON ({' '.join(str(error).split())[:100]})"
+            ) from error
         read = _Reader(found, "the session")
         schema = read.take("schema", int)
         if schema != SCHEMA:
-            raise SessionError(f"was written in format {schema}, and this version reads format {SCHEMA}")
-        branches = {_one_word(name): _branch(value) for name, value in read.take("branches", dict).items()}
+            raise SessionError(
+                f"was written in format {schema}, and this version reads format {SCHEMA}"
+            )
+        branches = {
+            _one_word(name): _branch(value) for name, value in read.take("branches", dict).items()
+        }
         session = cls(
             model=read.take("model", str),
             branches=branches,
             branch=read.take("branch", str),
             settings=read.take("settings", dict),
-            fingerprint={str(name): str(value) for name, value in read.take("fingerprint", dict).items()},
+            fingerprint={
+                str(name): str(value) for name, value in read.take("fingerprint", dict).items()
+            },
             saved_at=float(min(max(read.take("saved_at", float, int), 0), LATEST)),
         )
         if session.branch not in branches:
-            raise SessionError(f"has no branch {session.branch[:50]!r}, which it says is the present one")
+            raise SessionError(
+                f"has no branch {session.branch[:50]!r}, which it says is the present one"
+            )
         return session
 
 
@@ -136,17 +150,23 @@ def _history(value: Any) -> History:
     marks = [mark for turn in turns for mark in (turn.begins, turn.ends) if mark is not None]
     for one, other in pairwise(marks):
         if one.characters > other.characters or one.tokens > other.tokens:
-            raise SessionError(f"is damaged: a mark at {other.tokens} of {len(tokens)} tokens comes after one at {one.tokens}")
+            raise SessionError(
+                f"is damaged: a mark at {other.tokens} of {len(tokens)} tokens comes after one at {one.tokens}"
+            )
     first, dropped = read.take("first", int), read.take("dropped", int)
     if not 0 <= first <= len(turns) or dropped < 0:
-        raise SessionError(f"is damaged: the first of {len(turns)} turns is {first}, and {dropped} tokens were dropped")
+        raise SessionError(
+            f"is damaged: the first of {len(turns)} turns is {first}, and {dropped} tokens were dropped"
+        )
     return History(turns, Spelling(text, tokens), first, dropped)
 
 
 def _turn(value: Any, most: Mark) -> Turn:
     read = _Reader(value, "a turn")
     begins, ends = (_mark(read.take(name, dict, None), most) for name in ("begins", "ends"))
-    return Turn(read.take("user", str), read.take("answer", str), begins, ends, read.take("closing", str))
+    return Turn(
+        read.take("user", str), read.take("answer", str), begins, ends, read.take("closing", str)
+    )
 
 
 def _mark(value: Any, most: Mark) -> Mark | None:
@@ -170,7 +190,9 @@ def _is_spelled(history: History, tokenizer: Tokenizer, vocab: int) -> bool:
     compare = _are_ends if history.dropped else _is_whole
     try:
         # A tokenizer may write some texts otherwise, or put a token in front.
-        return compare(spelled, _bare(text)) or compare(spelled, _bare(tokenizer.decode(tokenizer.encode(text))))
+        return compare(spelled, _bare(text)) or compare(
+            spelled, _bare(tokenizer.decode(tokenizer.encode(text)))
+        )
     except PromptError:
         return False
 

@@ -18,7 +18,11 @@ def settings_of(chat: Chat) -> dict[str, Any]:
     """What a session keeps beside the text, as JSON knows it."""
     conversation, usual = chat.conversation, vars(GenerateOptions())
     return {
-        "options": {name: value for name, value in conversation.options.items() if value is not None and value != usual[name]},
+        "options": {
+            name: value
+            for name, value in conversation.options.items()
+            if value is not None and value != usual[name]
+        },
         "hide_thinking": not chat.show_thinking,
         "context": chat.loading.get("context"),
         "history": conversation.policy,
@@ -28,10 +32,18 @@ def settings_of(chat: Chat) -> dict[str, Any]:
     }
 
 
-def put_back(session: Session, conversation: Conversation, loading: dict[str, Any], model: str, given: set[str]) -> str:
+def put_back(
+    session: Session,
+    conversation: Conversation,
+    loading: dict[str, Any],
+    model: str,
+    given: set[str],
+) -> str:
     """What was saved, but for what was `given` now; returns the model's name."""
     found = _checked(session.settings)
-    conversation.options |= {name: value for name, value in found["options"].items() if name not in given}
+    conversation.options |= {
+        name: value for name, value in found["options"].items() if name not in given
+    }
     if "history" not in given:
         conversation.policy = found["history"]
     if "keep_thinking" not in given:
@@ -49,7 +61,11 @@ def put_back(session: Session, conversation: Conversation, loading: dict[str, An
 
 def _checked(settings: dict[str, Any]) -> dict[str, Any]:
     """Saved settings without those that can't be used: a file may say anything."""
-    options, variables, context = settings.get("options"), settings.get("variables"), settings.get("context")
+    options, variables, context = (
+        settings.get("options"),
+        settings.get("variables"),
+        settings.get("context"),
+    )
     thinks = variables.get("enable_thinking") if isinstance(variables, dict) else None
     return {
         "options": _usable(options) if isinstance(options, dict) else {},

@@ -50,7 +50,11 @@ class Sessions:
 
     def names(self) -> list[str]:
         """In alphabetical order."""
-        return sorted(path.parent.name for path in self.folder.glob(f"*/{TEXT}") if NAME.fullmatch(path.parent.name))
+        return sorted(
+            path.parent.name
+            for path in self.folder.glob(f"*/{TEXT}")
+            if NAME.fullmatch(path.parent.name)
+        )
 
     def exists(self, name: str) -> bool:
         return (self.folder / checked(name) / TEXT).exists()
@@ -61,7 +65,9 @@ class Sessions:
             fd = folder.open(TEXT)
             with os.fdopen(fd, "rb") as file:
                 if os.fstat(fd).st_size > MOST_TEXT:
-                    raise SessionError(f"the session {name!r} is too large: {os.fstat(fd).st_size} of at most {MOST_TEXT} bytes")
+                    raise SessionError(
+                        f"the session {name!r} is too large: {os.fstat(fd).st_size} of at most {MOST_TEXT} bytes"
+                    )
                 text = file.read(MOST_TEXT)
         try:
             return Session.from_json(text)
@@ -81,9 +87,14 @@ class Sessions:
             folder.write(TEXT, lambda fd: write_all(fd, text))
         session.saved_at = now
 
-    def save_cache(self, name: str, arrays: Mapping[str, Buffer], metadata: Mapping[str, str]) -> None:
+    def save_cache(
+        self, name: str, arrays: Mapping[str, Buffer], metadata: Mapping[str, str]
+    ) -> None:
         """The caches, of a session whose text is there. As `save`."""
-        with self.lock(name) as folder, _said(f"the caches of the session {name!r} could not be saved"):
+        with (
+            self.lock(name) as folder,
+            _said(f"the caches of the session {name!r} could not be saved"),
+        ):
             folder.write(CACHE, lambda fd: write(fd, arrays, metadata))
 
     def load_cache(self, name: str) -> TensorFile | None:
@@ -98,7 +109,10 @@ class Sessions:
         return TensorFile(fd)
 
     def drop_cache(self, name: str) -> None:
-        with self.lock(name) as folder, _said(f"the caches of the session {name!r} can't be removed"):
+        with (
+            self.lock(name) as folder,
+            _said(f"the caches of the session {name!r} can't be removed"),
+        ):
             folder.remove(CACHE)
 
     def nbytes(self, name: str) -> tuple[int, int]:
@@ -134,13 +148,17 @@ class Sessions:
             folder = Folder(self.folder / name, make=True)
         if folder.lock():
             return folder
-        raise SessionError(f"the session {name!r} is open in another chat: close that, or use another name")
+        raise SessionError(
+            f"the session {name!r} is open in another chat: close that, or use another name"
+        )
 
     def _open(self, name: str) -> Folder:
         try:
             return Folder(self.folder / checked(name))
         except FileNotFoundError as error:
-            raise SessionError(f"no session is called {name!r}; `mlxrunner sessions list` lists them") from error
+            raise SessionError(
+                f"no session is called {name!r}; `mlxrunner sessions list` lists them"
+            ) from error
         except OSError as error:
             raise SessionError(f"the session {name!r} can't be opened: {_reason(error)}") from error
 

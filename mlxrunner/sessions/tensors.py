@@ -45,7 +45,11 @@ def write(fd: int, arrays: Mapping[str, Buffer], metadata: Mapping[str, str]) ->
     end = 0
     for name, buffer in arrays.items():
         begin, end = end, end + buffer.data.nbytes
-        header[name] = {"dtype": TYPES[buffer.dtype], "shape": list(buffer.shape), "data_offsets": [begin, end]}
+        header[name] = {
+            "dtype": TYPES[buffer.dtype],
+            "shape": list(buffer.shape),
+            "data_offsets": [begin, end],
+        }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     write_all(fd, struct.pack("<Q", len(text)) + text)
@@ -71,10 +75,14 @@ class StoredArray:
         while done < self.nbytes:
             count = os.preadv(self.file.fd, [view[done:]], self.begin + done)
             if count == 0:
-                raise SessionError(f"the cache is truncated: {self.name!r} ends after {done} of {self.nbytes} bytes")
+                raise SessionError(
+                    f"the cache is truncated: {self.name!r} ends after {done} of {self.nbytes} bytes"
+                )
             done += count
         if self.file.sums.get(self.name, None) != zlib.crc32(data):
-            raise SessionError(f"the cache is damaged: the checksum of {self.name!r} is another one")
+            raise SessionError(
+                f"the cache is damaged: the checksum of {self.name!r} is another one"
+            )
         return data
 
 
@@ -101,7 +109,9 @@ class TensorFile:
 
     def _array(self, name: str, place: Place) -> StoredArray:
         if place.dtype not in NAMES:
-            raise SessionError(f"the cache is damaged: {name[:50]!r} is of type {place.dtype}, which no cache has")
+            raise SessionError(
+                f"the cache is damaged: {name[:50]!r} is of type {place.dtype}, which no cache has"
+            )
         return StoredArray(self, name, NAMES[place.dtype], place.shape, place.begin, place.nbytes)
 
 

@@ -12,7 +12,9 @@ from mlxrunner.tokenizer.tables import check_tables
 __all__ = ["Message", "TextStream", "Tokenizer", "load_tokenizer"]
 
 
-def load_tokenizer(folder: Path, eos_tokens: Iterable[int] = (), *, trust_remote_code: bool = False) -> Tokenizer:
+def load_tokenizer(
+    folder: Path, eos_tokens: Iterable[int] = (), *, trust_remote_code: bool = False
+) -> Tokenizer:
     """The tokenizer of a model directory; `eos_tokens`: what the model's configuration says ends an answer.
 
     A tokenizer.json wins where there is one: it also holds what the publisher added after training the tokenizer.model.

@@ -59,7 +59,9 @@ class Tokenizer(Protocol):
 
     def decode(self, tokens: Sequence[int]) -> str: ...
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any) -> str:
+    def render(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
         """The conversation as the model's chat template writes it. PromptError where the template refuses it.
 
         variables: what else the template may look at, such as `enable_thinking`.
@@ -81,7 +83,9 @@ def checked_text(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise PromptError(f"the text is not valid Unicode: {error.reason} at character {error.start}; is it UTF-8?") from error
+        raise PromptError(
+            f"the text is not valid Unicode: {error.reason} at character {error.start}; is it UTF-8?"
+        ) from error
     return text
 
 

@@ -13,7 +13,14 @@ from mlxrunner.tokenizer.base import Message, checked_text, with_bos
 from mlxrunner.tokenizer.native import is_failure, panics_as_errors, quiet
 from mlxrunner.tokenizer.stream import DecodeStream
 from mlxrunner.tokenizer.tables import check_ids
-from mlxrunner.tokenizer.template import END_OF_MESSAGE, END_OF_TURN, FALLBACK_STOPS, read_json, render_chat, render_jinja
+from mlxrunner.tokenizer.template import (
+    END_OF_MESSAGE,
+    END_OF_TURN,
+    FALLBACK_STOPS,
+    read_json,
+    render_chat,
+    render_jinja,
+)
 from mlxrunner.tokenizer.vocabulary import Vocabulary
 
 BYTE = re.compile("<0x([0-9A-F]{2})>")
@@ -24,14 +31,18 @@ JSON_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json
 class HuggingFaceTokenizer:
     """mlx-lm's TokenizerWrapper (for its chat templates and end tokens) around a transformers tokenizer."""
 
-    def __init__(self, folder: Path, eos_tokens: Iterable[int] = (), *, trust_remote_code: bool = False) -> None:
+    def __init__(
+        self, folder: Path, eos_tokens: Iterable[int] = (), *, trust_remote_code: bool = False
+    ) -> None:
         try:
             with quiet(), panics_as_errors():
                 self._load(folder, list(eos_tokens), trust_remote_code)
         except Exception as error:
             for name in JSON_FILES:
                 read_json(folder / name)  # says so if it is the one that is broken
-            raise ModelError(f"{folder}: no tokenizer could be loaded: {_explain(folder, error)}") from error
+            raise ModelError(
+                f"{folder}: no tokenizer could be loaded: {_explain(folder, error)}"
+            ) from error
 
     def _load(self, folder: Path, eos_tokens: list[int], trust_remote_code: bool) -> None:
         """With everything asked for once, so that a tokenizer that can't answer is found here."""
@@ -43,7 +54,9 @@ class HuggingFaceTokenizer:
         _bound_template(self._wrapper)
         bos: int | None = self._wrapper.bos_token_id
         # Asked, not read from the configuration: the post-processor of tokenizer.json has the last word.
-        wants_bos = bos is not None and self._wrapper.encode("a", add_special_tokens=True)[:1] == [bos]
+        wants_bos = bos is not None and self._wrapper.encode("a", add_special_tokens=True)[:1] == [
+            bos
+        ]
         self._bos = bos if wants_bos else None
         self._anchor = str(self._wrapper.eos_token or "")
         self._has_template = bool(self._wrapper.has_chat_template)
@@ -51,7 +64,9 @@ class HuggingFaceTokenizer:
         check_ids(folder / "tokenizer.json", vocab.values())
         ends = {vocab[text] for text in END_OF_TURN if text in template and text in vocab}
         self._stop_tokens = frozenset({*self._wrapper.eos_token_ids, *ends})
-        self.message_ends = self._stop_tokens | {vocab[text] for text in END_OF_MESSAGE if text in vocab}
+        self.message_ends = self._stop_tokens | {
+            vocab[text] for text in END_OF_MESSAGE if text in vocab
+        }
         check_ids(folder / "tokenizer.json", self.message_ends)
         self._encode(self._anchor + PROBE)
         self.decode(sorted(vocab.values()))  # a decoder may give up at some tokens only
@@ -77,15 +92,25 @@ class HuggingFaceTokenizer:
 
     def decode(self, tokens: Sequence[int]) -> str:
         try:
-            text = self._wrapper.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            text = self._wrapper.decode(
+                list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
         except BaseException as error:  # a panic is no Exception
             if not is_failure(error):
                 raise
-            raise ModelError(f"the model's tokenizer can't decode its tokens: {' '.join(str(error).split())[:300]}") from error
+            raise ModelError(
+                f"the model's tokenizer can't decode its tokens: {' '.join(str(error).split())[:300]}"
+            ) from error
         return str(text)
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any) -> str:
-        return render_chat(partial(self._apply, **variables) if self._has_template else None, messages, add_generation_prompt)
+    def render(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
+        return render_chat(
+            partial(self._apply, **variables) if self._has_template else None,
+            messages,
+            add_generation_prompt,
+        )
 
     def stream(self, context: Sequence[int]) -> DecodeStream:
         return DecodeStream(self.decode, context)
@@ -94,8 +119,13 @@ class HuggingFaceTokenizer:
     def vocabulary(self) -> Vocabulary:
         pieces = self._pieces()
         probe = self._encode(PROBE)
-        if b"".join(pieces[token] or b"" for token in probe).strip() != self.decode(probe).strip().encode():
-            raise OptionError("schema, choices: this model's tokenizer does not spell its tokens byte by byte, which they need")
+        if (
+            b"".join(pieces[token] or b"" for token in probe).strip()
+            != self.decode(probe).strip().encode()
+        ):
+            raise OptionError(
+                "schema, choices: this model's tokenizer does not spell its tokens byte by byte, which they need"
+            )
         return Vocabulary(pieces)
 
     def _pieces(self) -> list[bytes | None]:
@@ -114,9 +144,13 @@ class HuggingFaceTokenizer:
             with panics_as_errors():
                 return list(self._wrapper.encode(text, add_special_tokens=False, verbose=False))
         except Exception as error:
-            raise PromptError(f"the model's tokenizer can't encode this text: {' '.join(str(error).split())[:300]}") from error
+            raise PromptError(
+                f"the model's tokenizer can't encode this text: {' '.join(str(error).split())[:300]}"
+            ) from error
 
-    def _apply(self, messages: list[dict[str, str]], add_generation_prompt: bool, **variables: Any) -> str:
+    def _apply(
+        self, messages: list[dict[str, str]], add_generation_prompt: bool, **variables: Any
+    ) -> str:
         text = self._wrapper.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=add_generation_prompt, **variables
         )
@@ -131,11 +165,19 @@ def _bound_template(wrapper: Any) -> None:
     if type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
         return
 
-    def apply_chat_template(messages: list[Any], *, add_generation_prompt: bool = False, tools: Any = None, **given: Any) -> str:
-        variables = {name: value for name, value in given.items() if name not in ("tokenize", "return_dict")}
+    def apply_chat_template(
+        messages: list[Any], *, add_generation_prompt: bool = False, tools: Any = None, **given: Any
+    ) -> str:
+        variables = {
+            name: value for name, value in given.items() if name not in ("tokenize", "return_dict")
+        }
         template = tokenizer.get_chat_template(None, tools)
         return render_jinja(
-            template, messages, add_generation_prompt, tools=tools, **{**tokenizer.special_tokens_map, **variables}
+            template,
+            messages,
+            add_generation_prompt,
+            tools=tools,
+            **{**tokenizer.special_tokens_map, **variables},
         )
 
     tokenizer.apply_chat_template = apply_chat_template
@@ -152,7 +194,9 @@ def _spell_byte_level() -> Callable[[str], bytes | None]:
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()}
-    return lambda piece: bytes(byte_of[letter] for letter in piece) if byte_of.keys() >= set(piece) else None
+    return lambda piece: (
+        bytes(byte_of[letter] for letter in piece) if byte_of.keys() >= set(piece) else None
+    )
 
 
 def _explain(folder: Path, error: Exception) -> str:

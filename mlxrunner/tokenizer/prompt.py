@@ -48,7 +48,9 @@ def prepare(tokenizer: Tokenizer, prompt: Prompt) -> Prepared:
     if not isinstance(prompt, Sequence | np.ndarray):
         raise PromptError(f"a prompt is a text, token ids or messages, not {type(prompt).__name__}")
     if len(prompt) and isinstance(prompt[0], dict):
-        messages: Any = tuple(dict(message) if isinstance(message, dict) else message for message in prompt)
+        messages: Any = tuple(
+            dict(message) if isinstance(message, dict) else message for message in prompt
+        )
         text = tokenizer.render(messages)
         return Prepared(as_tokens(tokenizer.encode(text)), "messages", messages, text)
     return Prepared(as_tokens(prompt))  # type: ignore[arg-type]
@@ -58,7 +60,12 @@ def system_tokens(tokenizer: Tokenizer, prompt: Prompt, tokens: TokenArray) -> i
     """How many of a prompt's first `tokens` are its system prompt with BOS, or BOS alone: what a full context keeps."""
     first = tokenizer.encode("")
     messages: Any = (prompt.messages or prompt.tokens) if isinstance(prompt, Prepared) else prompt
-    if not isinstance(messages, str) and len(messages) and isinstance(messages[0], dict) and messages[0].get("role") == "system":
+    if (
+        not isinstance(messages, str)
+        and len(messages)
+        and isinstance(messages[0], dict)
+        and messages[0].get("role") == "system"
+    ):
         with suppress(PromptError):  # a template that refuses a system prompt alone
             first = tokenizer.encode(tokenizer.render(messages[:1], add_generation_prompt=False))
     return common_prefix(as_tokens(first), tokens)

@@ -44,12 +44,35 @@ MOST_SLOW = 10_000
 """Characters that a filter gets which takes quadratic time."""
 SLOW = frozenset({"striptags", "urlize", "wordwrap", "pprint", "xmlattr"})
 WIDTHS = frozenset(
-    {"center", "indent", "wordwrap", "batch", "slice", "tojson", "ljust", "rjust", "zfill", "expandtabs", "to_bytes"}
+    {
+        "center",
+        "indent",
+        "wordwrap",
+        "batch",
+        "slice",
+        "tojson",
+        "ljust",
+        "rjust",
+        "zfill",
+        "expandtabs",
+        "to_bytes",
+    }
 )
 """Filters and methods whose whole numbers are widths or counts."""
-BACKWARDS = frozenset({"rfind", "rindex", "rsplit", "rpartition", "strip", "lstrip", "rstrip", "trim"})
+BACKWARDS = frozenset(
+    {"rfind", "rindex", "rsplit", "rpartition", "strip", "lstrip", "rstrip", "trim"}
+)
 """Those whose time is the product of two lengths."""
-CONTAINERS: Any = (list, tuple, dict, set, frozenset, type({}.keys()), type({}.values()), type({}.items()))
+CONTAINERS: Any = (
+    list,
+    tuple,
+    dict,
+    set,
+    frozenset,
+    type({}.keys()),
+    type({}.values()),
+    type({}.items()),
+)
 SIZED: Any = (str, bytes, range, *CONTAINERS)
 WIDE_FIELD = {
     "{": re.compile(r"\{[^{}:]*:[^{}]*(?:\d{5}|\{)"),
@@ -102,7 +125,9 @@ class Budget:
                 self.spend(self.weight(value))
             self.spend(len(value))
         elif isinstance(value, int) and value.bit_length() > MOST_BITS:
-            raise TemplateLimitError(f"it was stopped when it made a number of more than {MOST_BITS} bits")
+            raise TemplateLimitError(
+                f"it was stopped when it made a number of more than {MOST_BITS} bits"
+            )
         return value
 
     def weight(self, value: Any) -> int:
@@ -113,7 +138,9 @@ class Budget:
             return 1
         known = self._weights.get(id(value))
         if known is None:
-            parts: Iterable[Any] = value if not isinstance(value, dict) else (*value.keys(), *value.values())
+            parts: Iterable[Any] = (
+                value if not isinstance(value, dict) else (*value.keys(), *value.values())
+            )
             # The value is kept, so that no other one gets its id.
             known = self._weights[id(value)] = 1 + sum(map(self.weight, parts)), value
         return known[0]
@@ -164,11 +191,15 @@ class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
         return checked
 
-    def _generate(self, source: nodes.Template, name: Any, filename: Any, defer_init: bool = False) -> str:
+    def _generate(
+        self, source: nodes.Template, name: Any, filename: Any, defer_init: bool = False
+    ) -> str:
         repeated: list[Any] = list(source.find_all((nodes.For, nodes.Macro, nodes.CallBlock)))
         for node in repeated:
             size = sum(len(data.data) for data in node.find_all(nodes.TemplateData))
-            tick = nodes.Call(nodes.EnvironmentAttribute("tick"), [nodes.Const(size)], [], None, None)
+            tick = nodes.Call(
+                nodes.EnvironmentAttribute("tick"), [nodes.Const(size)], [], None, None
+            )
             node.body.insert(0, nodes.ExprStmt(tick, lineno=node.lineno))
         return super()._generate(source, name, filename, defer_init)
 
@@ -225,7 +256,9 @@ def render(source: str, variables: Mapping[str, Any]) -> str:
 def compiled(source: str) -> jinja2.Template:
     """Template `source`, ready to render. Constant parts are computed here, within the budget of the render that asks for it."""
     if len(source) > MOST_SOURCE:
-        raise TemplateLimitError(f"it has {len(source):,} characters, more than the {MOST_SOURCE:,} that a template may have")
+        raise TemplateLimitError(
+            f"it has {len(source):,} characters, more than the {MOST_SOURCE:,} that a template may have"
+        )
     return _environment().from_string(source)
 
 
@@ -242,7 +275,12 @@ def _environment() -> Environment:
 
     theirs: Any = _compile_jinja_template("").environment
     extensions = [type(extension) for extension in theirs.extensions.values()]
-    ours = Environment(trim_blocks=theirs.trim_blocks, lstrip_blocks=theirs.lstrip_blocks, extensions=extensions, finalize=_shown)
+    ours = Environment(
+        trim_blocks=theirs.trim_blocks,
+        lstrip_blocks=theirs.lstrip_blocks,
+        extensions=extensions,
+        finalize=_shown,
+    )
     ours.globals.update(theirs.globals)
     del ours.globals["lipsum"]
     ours.globals["namespace"] = _namespace(theirs.globals["namespace"])
@@ -288,9 +326,18 @@ def _size_of_result(budget: Budget, operator: str, left: Any, right: Any) -> int
             if isinstance(times, int) and isinstance(text, str | bytes | list | tuple):
                 return max(0, times) * budget.weight(text)
     if operator == "%" and isinstance(left, str | bytes):
-        _check_format(budget, left if isinstance(left, str) else left.decode("latin-1"), (right,), "%")
-    if operator == "**" and isinstance(left, int) and isinstance(right, int) and left.bit_length() * right > MOST_BITS:
-        raise TemplateLimitError(f"it was stopped when it made a number of more than {MOST_BITS} bits")
+        _check_format(
+            budget, left if isinstance(left, str) else left.decode("latin-1"), (right,), "%"
+        )
+    if (
+        operator == "**"
+        and isinstance(left, int)
+        and isinstance(right, int)
+        and left.bit_length() * right > MOST_BITS
+    ):
+        raise TemplateLimitError(
+            f"it was stopped when it made a number of more than {MOST_BITS} bits"
+        )
     return 0
 
 
@@ -301,7 +348,9 @@ def _check_operation(budget: Budget, name: str, given: tuple[Any, ...]) -> None:
     texts = [len(value) for value in rest if isinstance(value, str | bytes)]
     budget.spend()
     if name in SLOW and budget.weight(first) > MOST_SLOW:
-        raise TemplateLimitError(f"{name}: {budget.weight(first):,} characters are more than {MOST_SLOW:,}")
+        raise TemplateLimitError(
+            f"{name}: {budget.weight(first):,} characters are more than {MOST_SLOW:,}"
+        )
     if name in BACKWARDS and texts:
         budget.spend(size * max(texts) // 64)
     if name in WIDTHS:
@@ -323,7 +372,11 @@ def _check_operation(budget: Budget, name: str, given: tuple[Any, ...]) -> None:
 
 def _joined_size(budget: Budget, first: Any, rest: tuple[Any, ...]) -> int:
     """Of the filter, which gets the parts first, and of the method, which gets them second."""
-    parts, mark = (rest[0], first) if isinstance(first, str) and rest and not isinstance(rest[0], str) else (first, "")
+    parts, mark = (
+        (rest[0], first)
+        if isinstance(first, str) and rest and not isinstance(rest[0], str)
+        else (first, "")
+    )
     marks = [value for value in (mark, *rest) if isinstance(value, str)]
     count = len(parts) if isinstance(parts, SIZED) else jinja2.sandbox.MAX_RANGE
     return budget.weight(parts) + count * max(map(len, marks), default=0)

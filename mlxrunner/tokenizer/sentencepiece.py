@@ -40,15 +40,24 @@ class SentencePieceTokenizer:
         self._pieces: int = self._model.get_piece_size()
         self._special = self._special_tokens(config, read_json(folder / "added_tokens.json"))
         # Longest first, so that a token that begins like another one is found whole.
-        alternatives = "|".join(re.escape(text) for text in sorted(self._special, key=len, reverse=True))
+        alternatives = "|".join(
+            re.escape(text) for text in sorted(self._special, key=len, reverse=True)
+        )
         self._split = re.compile(f"({alternatives})") if alternatives else None
         self._texts = {token: text for text, token in self._special.items()}
-        bos, eos = self._named(config, "bos_token", self._model.bos_id()), self._named(config, "eos_token", self._model.eos_id())
+        bos, eos = (
+            self._named(config, "bos_token", self._model.bos_id()),
+            self._named(config, "eos_token", self._model.eos_id()),
+        )
         self._bos = bos if config.get("add_bos_token", True) else None
         template = read_template(folder, config)
         names = {"bos_token": self._text(bos), "eos_token": self._text(eos)}
         self._render = jinja_renderer(template, names) if template is not None else None
-        ends = {self._special.get(text, self._piece(text)) for text in END_OF_TURN if template and text in template}
+        ends = {
+            self._special.get(text, self._piece(text))
+            for text in END_OF_TURN
+            if template and text in template
+        }
         self._stop_tokens = frozenset(t for t in {*eos_tokens, eos, *ends} if t is not None)
         others = (self._special.get(text, self._piece(text)) for text in END_OF_MESSAGE)
         self.message_ends = self._stop_tokens | {token for token in others if token is not None}
@@ -82,8 +91,12 @@ class SentencePieceTokenizer:
         text = b"".join(map(self.piece_bytes, tokens)).decode("utf-8", "replace")
         return text[1:] if self._adds_prefix and text.startswith(" ") else text
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any) -> str:
-        return render_chat(self._render and partial(self._render, **variables), messages, add_generation_prompt)
+    def render(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
+        return render_chat(
+            self._render and partial(self._render, **variables), messages, add_generation_prompt
+        )
 
     def stream(self, context: Sequence[int]) -> ByteStream:
         return ByteStream(self.piece_bytes, context)
@@ -101,7 +114,12 @@ class SentencePieceTokenizer:
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        return Vocabulary([None if self._is_mark(token) else self.piece_bytes(token) for token in range(self.vocab_size)])
+        return Vocabulary(
+            [
+                None if self._is_mark(token) else self.piece_bytes(token)
+                for token in range(self.vocab_size)
+            ]
+        )
 
     def _is_mark(self, token: int) -> bool:
         """Whether a token is no text: special, unknown, unused, or a symbol that looks like one of these."""
@@ -119,11 +137,17 @@ class SentencePieceTokenizer:
         return bool(self._model.encode("a", out_type=str)[0].startswith(SPACE))
 
     def _special_tokens(self, config: dict[str, Any], added: dict[str, Any]) -> dict[str, int]:
-        special = {self._model.id_to_piece(i): i for i in range(self._pieces) if self._model.is_control(i)}
+        special = {
+            self._model.id_to_piece(i): i for i in range(self._pieces) if self._model.is_control(i)
+        }
         special |= {text: token for text, token in added.items() if isinstance(token, int)}
         decoder = config.get("added_tokens_decoder")
         for token, entry in decoder.items() if isinstance(decoder, dict) else ():
-            if isinstance(entry, dict) and isinstance(entry.get("content"), str) and token.isdecimal():
+            if (
+                isinstance(entry, dict)
+                and isinstance(entry.get("content"), str)
+                and token.isdecimal()
+            ):
                 special[entry["content"]] = int(token)
         return {text: token for text, token in special.items() if text}
 
@@ -139,4 +163,6 @@ class SentencePieceTokenizer:
         return None if token == self._model.unk_id() else token
 
     def _text(self, token: int | None) -> str:
-        return "" if token is None else self._texts.get(token) or str(self._model.id_to_piece(token))
+        return (
+            "" if token is None else self._texts.get(token) or str(self._model.id_to_piece(token))
+        )

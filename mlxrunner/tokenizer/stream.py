@@ -88,7 +88,9 @@ class StopScanner:
             return text
         held = self._held + text
         # The one that ends first, so that it does not matter how the text was cut into pieces.
-        found = [(place + len(stop), place) for stop in self._stops if (place := held.find(stop)) >= 0]
+        found = [
+            (place + len(stop), place) for stop in self._stops if (place := held.find(stop)) >= 0
+        ]
         if found:
             self.stopped, self._held = True, ""
             return held[: min(found)[1]]
@@ -104,4 +106,6 @@ class StopScanner:
 
 def _overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` that is a beginning of `stop`."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+    return next(
+        (n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0
+    )

@@ -20,12 +20,22 @@ LAST_TOKEN = 2**22 - 1
 
 def check_tables(folder: Path) -> None:
     """ModelError where a file of `folder` has more special tokens than any model, or ids beyond any vocabulary."""
-    settings, added = read_json(folder / "tokenizer_config.json"), read_json(folder / "added_tokens.json")
+    settings, added = (
+        read_json(folder / "tokenizer_config.json"),
+        read_json(folder / "added_tokens.json"),
+    )
     decoder = _of(settings, "added_tokens_decoder", dict)
-    _check_count(folder / "tokenizer_config.json", "added_tokens_decoder", len(decoder), MOST_SPECIAL)
-    check_ids(folder / "tokenizer_config.json", (int(token) for token in decoder if token.isdecimal() and len(token) < 100))
+    _check_count(
+        folder / "tokenizer_config.json", "added_tokens_decoder", len(decoder), MOST_SPECIAL
+    )
+    check_ids(
+        folder / "tokenizer_config.json",
+        (int(token) for token in decoder if token.isdecimal() and len(token) < 100),
+    )
     _check_count(folder / "added_tokens.json", "the file", len(added), MOST_SPECIAL)
-    check_ids(folder / "added_tokens.json", (token for token in added.values() if type(token) is int))
+    check_ids(
+        folder / "added_tokens.json", (token for token in added.values() if type(token) is int)
+    )
     for name, table in (
         ("tokenizer_config.json", settings),
         ("special_tokens_map.json", read_json(folder / "special_tokens_map.json")),
@@ -35,7 +45,9 @@ def check_tables(folder: Path) -> None:
     file = folder / "tokenizer.json"
     if is_there(file):
         try:
-            _check_count(file, "the file", read_bytes(file, MOST_JSON).count(b'"special"'), MOST_SPECIAL)
+            _check_count(
+                file, "the file", read_bytes(file, MOST_JSON).count(b'"special"'), MOST_SPECIAL
+            )
         except ReadError as error:
             raise ModelError(str(error)) from error
 
@@ -45,7 +57,9 @@ def check_ids(file: Path, tokens: Iterable[int]) -> None:
     wrong = next((token for token in tokens if not 0 <= token <= LAST_TOKEN), None)
     if wrong is not None:
         shown = wrong if abs(wrong) < 10**20 else "a number of more than 20 digits"
-        raise ModelError(f"{file}: a token has the id {shown}, and {LAST_TOKEN:,} is the last that one can have")
+        raise ModelError(
+            f"{file}: a token has the id {shown}, and {LAST_TOKEN:,} is the last that one can have"
+        )
 
 
 def _of(table: dict[str, Any], name: str, kind: type | tuple[type, ...]) -> Any:

@@ -38,12 +38,16 @@ def check_messages(messages: Sequence[Message]) -> list[dict[str, str]]:
             or not isinstance(message.get("role"), str)
             or not isinstance(message.get("content"), str)
         ):
-            raise PromptError(f'message {index} has to be {{"role": text, "content": text}}, not {message!r:.80}')
+            raise PromptError(
+                f'message {index} has to be {{"role": text, "content": text}}, not {message!r:.80}'
+            )
         checked.append({"role": message["role"], "content": message["content"]})
     return checked
 
 
-def render_chat(render: Render | None, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+def render_chat(
+    render: Render | None, messages: Sequence[Message], add_generation_prompt: bool
+) -> str:
     """With the template behind `render`, or the fallback where there is none.
 
     A template that knows no system role (Gemma 2, some Mistral) gets the system text in front of the first user message.
@@ -54,7 +58,9 @@ def render_chat(render: Render | None, messages: Sequence[Message], add_generati
     try:
         return render(plain, add_generation_prompt)
     except TemplateLimitError as error:
-        raise TemplateLimitError(f"the model's chat template does not end well: {error}; another model, or --raw") from error
+        raise TemplateLimitError(
+            f"the model's chat template does not end well: {error}; another model, or --raw"
+        ) from error
     except Exception as error:
         folded = _fold_system(plain)
         if folded is not None:
@@ -62,25 +68,37 @@ def render_chat(render: Render | None, messages: Sequence[Message], add_generati
                 return render(folded, add_generation_prompt)
             except Exception:
                 pass
-        raise PromptError(f"the model's chat template refuses this conversation: {_one_line(error)}") from error
+        raise PromptError(
+            f"the model's chat template refuses this conversation: {_one_line(error)}"
+        ) from error
 
 
 def jinja_renderer(template: str, special: dict[str, str]) -> Render:
     """A renderer for a jinja `template`; `special` are the names it may use (`bos_token`, `eos_token`)."""
 
-    def render(messages: list[dict[str, str]], add_generation_prompt: bool, **variables: Any) -> str:
+    def render(
+        messages: list[dict[str, str]], add_generation_prompt: bool, **variables: Any
+    ) -> str:
         return render_jinja(template, messages, add_generation_prompt, **special, **variables)
 
     return render
 
 
-def render_jinja(template: str, messages: Sequence[Any], add_generation_prompt: bool, **variables: Any) -> str:
+def render_jinja(
+    template: str, messages: Sequence[Any], add_generation_prompt: bool, **variables: Any
+) -> str:
     """Render `messages` with the jinja `template`, which sees only a copy of plain data."""
     # As mlx-lm does, which need not be there: transformers would say on stderr that PyTorch is missing.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from mlxrunner.tokenizer import sandbox
 
-    given = {"tools": None, "documents": None, **variables, "messages": messages, "add_generation_prompt": add_generation_prompt}
+    given = {
+        "tools": None,
+        "documents": None,
+        **variables,
+        "messages": messages,
+        "add_generation_prompt": add_generation_prompt,
+    }
     return sandbox.render(template, {name: _plain(value) for name, value in given.items()})
 
 
@@ -106,7 +124,9 @@ def read_template(folder: Path, config: dict[str, Any]) -> str | None:
             raise ModelError(str(error)) from error
     template = (read_json(folder / "chat_template.json") | config).get("chat_template")
     if isinstance(template, list):  # several, by name
-        template = {str(one.get("name")): one.get("template") for one in template if isinstance(one, dict)}.get("default")
+        template = {
+            str(one.get("name")): one.get("template") for one in template if isinstance(one, dict)
+        }.get("default")
     return template if isinstance(template, str) else None
 
 
@@ -124,14 +144,19 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def _fallback(messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
-    lines = "".join(f"{message['role'].capitalize()}: {message['content']}\n" for message in messages)
+    lines = "".join(
+        f"{message['role'].capitalize()}: {message['content']}\n" for message in messages
+    )
     return lines + ("Assistant:" if add_generation_prompt else "")
 
 
 def _fold_system(messages: list[dict[str, str]]) -> list[dict[str, str]] | None:
     if len(messages) < 2 or messages[0]["role"] != "system" or messages[1]["role"] != "user":
         return None
-    return [{"role": "user", "content": f"{messages[0]['content']}\n\n{messages[1]['content']}"}, *messages[2:]]
+    return [
+        {"role": "user", "content": f"{messages[0]['content']}\n\n{messages[1]['content']}"},
+        *messages[2:],
+    ]
 
 
 def _one_line(error: Exception) -> str:

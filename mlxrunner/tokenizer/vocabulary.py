@@ -8,7 +8,9 @@ from typing import Any
 
 from mlxrunner.errors import OptionError
 
-IN_UTF8 = {bytes([byte]) for byte in range(256)} - {bytes([byte]) for byte in (0xC0, 0xC1, *range(0xF5, 0x100))}
+IN_UTF8 = {bytes([byte]) for byte in range(256)} - {
+    bytes([byte]) for byte in (0xC0, 0xC1, *range(0xF5, 0x100))
+}
 
 
 class Vocabulary:
@@ -40,7 +42,12 @@ class Vocabulary:
         longest = max(map(len, pieces), default=0)
         ends = [True]  # whether the first so many bytes can be spelled
         for end in range(1, len(data) + 1):
-            ends.append(any(ends[begin] and data[begin:end] in pieces for begin in range(max(0, end - longest), end)))
+            ends.append(
+                any(
+                    ends[begin] and data[begin:end] in pieces
+                    for begin in range(max(0, end - longest), end)
+                )
+            )
         return ends[-1]
 
 

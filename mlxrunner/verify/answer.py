@@ -40,16 +40,29 @@ def ask(runner: Runner, case: Case, count: int) -> Answer:
         rows.append(logits)
         return logits
 
-    chunks = list(runner.generate(case.prompt, max_tokens=count, stop_tokens=[], logits_processors=[keep], **case.options))
+    chunks = list(
+        runner.generate(
+            case.prompt, max_tokens=count, stop_tokens=[], logits_processors=[keep], **case.options
+        )
+    )
     logits = np.array(mx.concatenate(rows).astype(mx.float32))[: len(chunks)]
-    return Answer([chunk.token or 0 for chunk in chunks], logits, float(mx.finfo(rows[0].dtype).eps), chunks[-1].usage)
+    return Answer(
+        [chunk.token or 0 for chunk in chunks],
+        logits,
+        float(mx.finfo(rows[0].dtype).eps),
+        chunks[-1].usage,
+    )
 
 
 def difference(one: Answer, other: Answer) -> Difference:
     """Of tokens and logits, up to and including the first token that differs."""
     equal = same_tokens(one.tokens, other.tokens)
     count = min(equal + 1, len(one.tokens), len(other.tokens))
-    return Difference(equal, max(len(one.tokens), len(other.tokens)), largest(one.logits[:count], other.logits[:count]))
+    return Difference(
+        equal,
+        max(len(one.tokens), len(other.tokens)),
+        largest(one.logits[:count], other.logits[:count]),
+    )
 
 
 def same_tokens(one: Sequence[int], other: Sequence[int]) -> int:

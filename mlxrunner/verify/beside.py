@@ -46,9 +46,15 @@ def moved_keys(talk: Talk) -> Row:
     computed = _keys(runner.entry.caches[0])
     assert computed is not None
     count = min(moved.shape[2], computed.shape[2])
-    gaps = mx.abs(moved[:, :, -count:].astype(mx.float32) - computed[:, :, -count:].astype(mx.float32)).max(axis=(0, 2))
-    apart = mx.where(gaps == 0, 0, gaps / mx.abs(computed.astype(mx.float32)).max(axis=(0, 2))).max()
-    limit = FACTOR * (2 * float(mx.finfo(moved.dtype).eps) + runner.context * float(mx.finfo(mx.float32).eps))
+    gaps = mx.abs(
+        moved[:, :, -count:].astype(mx.float32) - computed[:, :, -count:].astype(mx.float32)
+    ).max(axis=(0, 2))
+    apart = mx.where(
+        gaps == 0, 0, gaps / mx.abs(computed.astype(mx.float32)).max(axis=(0, 2))
+    ).max()
+    limit = FACTOR * (
+        2 * float(mx.finfo(moved.dtype).eps) + runner.context * float(mx.finfo(mx.float32).eps)
+    )
     return Row(MOVED_KEYS, found=Difference(0, 0, float(apart.item())), limit=limit)  # type: ignore[arg-type]  # a float array
 
 
@@ -103,8 +109,12 @@ class _Said:
 def _alone(talk: Talk, prompt: list[int]) -> _Said:
     talk.runner.reset()
     answer = ask(talk.runner, Case(prompt), talk.answer)
-    exact = answer.logits.astype(np.float64)  # a sum over a vocabulary in float32 would differ more than the two runs
-    with np.errstate(invalid="ignore"):  # of a model that answers with infinities, which the table says
+    exact = answer.logits.astype(
+        np.float64
+    )  # a sum over a vocabulary in float32 would differ more than the two runs
+    with np.errstate(
+        invalid="ignore"
+    ):  # of a model that answers with infinities, which the table says
         logprobs = exact - np.logaddexp.reduce(exact, axis=1, keepdims=True)
     return _Said(answer.tokens, [dict(enumerate(row.tolist())) for row in logprobs], answer.usage)
 
@@ -112,14 +122,25 @@ def _alone(talk: Talk, prompt: list[int]) -> _Said:
 def _together(talk: Talk, prompts: list[list[int]], *, at_once: bool = False) -> list[_Said]:
     runner = talk.runner
     with ParallelRunner(
-        runner.model, runner.tokenizer, runner.facts, max_sequences=len(prompts), capacity=runner.context
+        runner.model,
+        runner.tokenizer,
+        runner.facts,
+        max_sequences=len(prompts),
+        capacity=runner.context,
     ) as together:
         if at_once:
             together.attend_at_once()
-        handles = [together.submit(prompt, max_tokens=talk.answer, stop_tokens=[], logprobs=LIKELIEST) for prompt in prompts]
+        handles = [
+            together.submit(prompt, max_tokens=talk.answer, stop_tokens=[], logprobs=LIKELIEST)
+            for prompt in prompts
+        ]
         answers = [list(handle) for handle in handles]
     return [
-        _Said([chunk.token or 0 for chunk in chunks], [dict(chunk.top_logprobs or {}) for chunk in chunks], chunks[-1].usage)
+        _Said(
+            [chunk.token or 0 for chunk in chunks],
+            [dict(chunk.top_logprobs or {}) for chunk in chunks],
+            chunks[-1].usage,
+        )
         for chunks in answers
     ]
 
@@ -131,12 +152,21 @@ def _usages(answers: list[_Said]) -> list[Usage]:
 def _worst(answers: list[_Said], others: list[_Said]) -> Difference:
     """Of all of them; what is not a number stays."""
     found = [_against(one, other) for one, other in zip(answers, others, strict=True)]
-    return Difference(sum(d.equal for d in found), sum(d.tokens for d in found), float(np.max([d.logits for d in found])))
+    return Difference(
+        sum(d.equal for d in found),
+        sum(d.tokens for d in found),
+        float(np.max([d.logits for d in found])),
+    )
 
 
 def _against(one: _Said, other: _Said) -> Difference:
     """By the log-probabilities that both have, up to and including the first token that differs."""
     equal = same_tokens(one.tokens, other.tokens)
     pairs = list(zip(one.logprobs, other.logprobs, strict=False))[: equal + 1]
-    apart = [abs(value - there[token]) for here, there in pairs for token, value in here.items() if token in there]
+    apart = [
+        abs(value - there[token])
+        for here, there in pairs
+        for token, value in here.items()
+        if token in there
+    ]
     return Difference(equal, max(len(one.tokens), len(other.tokens)), float(np.max([0.0, *apart])))

@@ -82,13 +82,19 @@ class Report:
         """Of this row's difference."""
         if row.limit is not None:
             return row.limit
-        return self.limit if row.apart is None else _largest([self.limit, FACTOR * row.apart.logits])
+        return (
+            self.limit if row.apart is None else _largest([self.limit, FACTOR * row.apart.logits])
+        )
 
     def verdict(self, row: Row) -> str:
         if row.untested is not None:
             return NOT_TESTED
         # Not `>`: what is not a number is different.
-        if row.found is None or self.fault_of(row) is not None or not row.found.logits <= self.limit_of(row):
+        if (
+            row.found is None
+            or self.fault_of(row) is not None
+            or not row.found.logits <= self.limit_of(row)
+        ):
             return DIFFERENT
         return NOT_TESTED if self._hides(row) else OK
 
@@ -101,7 +107,11 @@ class Report:
 
     def _hides(self, row: Row) -> bool:
         """True if the change made by one wrong token would be within the row's limit."""
-        return row.limit is None and self.wrong_token is not None and not self.limit_of(row) < self.wrong_token
+        return (
+            row.limit is None
+            and self.wrong_token is not None
+            and not self.limit_of(row) < self.wrong_token
+        )
 
     @property
     def is_blind(self) -> bool:
@@ -119,13 +129,21 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         rows = [asdict(row) | {"verdict": self.verdict(row)} for row in self.rows]
-        sums = {"noise": self.noise, "limit": self.limit, "is_blind": self.is_blind, "passed": self.passed}
+        sums = {
+            "noise": self.noise,
+            "limit": self.limit,
+            "is_blind": self.is_blind,
+            "passed": self.passed,
+        }
         found: dict[str, Any] = _finite(asdict(self) | sums | {"rows": rows})
         return found
 
     def table(self) -> str:
         """For people: a line per row, then what it means."""
-        lines = [("", "reused", "tokens equal", "warm - cold", "cold - cold", ""), *map(self._line, self.rows)]
+        lines = [
+            ("", "reused", "tokens equal", "warm - cold", "cold - cold", ""),
+            *map(self._line, self.rows),
+        ]
         wide = [max(len(line[i]) for line in lines) for i in range(5)]
         text = [
             "  ".join([f"{line[0]:<{wide[0]}}", *(f"{cell:>{width}}" for cell, width in zip(line[1:], wide[1:], strict=False)), line[5]])
@@ -135,11 +153,25 @@ class Report:
 
     def _line(self, row: Row) -> tuple[str, ...]:
         reused = "" if row.reused is None or row.prompt is None else f"{row.reused} of {row.prompt}"
-        tokens = "" if row.found is None or not row.found.tokens else f"{row.found.equal} of {row.found.tokens}"
-        found, noise = (_short(one.logits) if one is not None else "" for one in (row.found, row.noise or row.apart))
+        tokens = (
+            ""
+            if row.found is None or not row.found.tokens
+            else f"{row.found.equal} of {row.found.tokens}"
+        )
+        found, noise = (
+            _short(one.logits) if one is not None else ""
+            for one in (row.found, row.noise or row.apart)
+        )
         hidden = HIDDEN if self.verdict(row) == NOT_TESTED else None
         remark = row.untested or self.fault_of(row) or hidden
-        return row.name, reused, tokens, found, noise, f"{self.verdict(row)}{f': {remark}' if remark else ''}"
+        return (
+            row.name,
+            reused,
+            tokens,
+            found,
+            noise,
+            f"{self.verdict(row)}{f': {remark}' if remark else ''}",
+        )
 
     def _conclusion(self) -> list[str]:
         lines = [
@@ -147,19 +179,25 @@ class Report:
             f"a warm run may differ by {_short(self.limit)}."
         ]
         if self.wrong_token is not None:
-            lines.append(f"One wrong token near the end of the prompt makes {_short(self.wrong_token)}.")
+            lines.append(
+                f"One wrong token near the end of the prompt makes {_short(self.wrong_token)}."
+            )
         if self.is_blind:
             lines.append(
                 "That is within the limit: a mistake of one token can't be told from how cold runs differ by themselves. Nothing is proved."
             )
         different = [row.name for row in self.rows if self.verdict(row) == DIFFERENT]
         if different:
-            lines.append(f"DIFFERENT: {', '.join(different)}. Reuse changes the output here; please report it with this table.")
+            lines.append(
+                f"DIFFERENT: {', '.join(different)}. Reuse changes the output here; please report it with this table."
+            )
         tested = [row for row in self.rows if self.verdict(row) != NOT_TESTED]
         if not self.is_complete:
             lines.append(f"Interrupted after {len(self.rows)} rows.")
         elif self.passed:
-            lines.append(f"{len(tested)} of {len(self.rows)} rows tested, and reuse changes nothing in them.")
+            lines.append(
+                f"{len(tested)} of {len(self.rows)} rows tested, and reuse changes nothing in them."
+            )
         return lines
 
 

@@ -44,9 +44,20 @@ class Verification:
     """
 
     def __init__(
-        self, runner: Runner, other: Runner, answer: int = 8, *, about: str = "", begin: Begin = lambda name: None
+        self,
+        runner: Runner,
+        other: Runner,
+        answer: int = 8,
+        *,
+        about: str = "",
+        begin: Begin = lambda name: None,
     ) -> None:
-        self._runner, self._other, self._talk, self._begin = runner, other, Talk(runner, answer), begin
+        self._runner, self._other, self._talk, self._begin = (
+            runner,
+            other,
+            Talk(runner, answer),
+            begin,
+        )
         self._step = min(runner.prefill_step, max(len(self._talk.base) // 5, 2))
         self.report = Report(runner.name, device.backend(), runner.context, about)
 
@@ -55,7 +66,9 @@ class Verification:
         self._noise()
         for number, name in enumerate(SCENARIOS):
             self._begin(name)
-            self._other.prefill_step = max((self._step // 2, self._step // 3, SMALL_STEP)[number % 3], 1)
+            self._other.prefill_step = max(
+                (self._step // 2, self._step // 3, SMALL_STEP)[number % 3], 1
+            )
             self.report.rows.append(self._row(name))
         for name, row in ((MOVED_KEYS, moved_keys), (PARALLEL, parallel)):
             self._begin(name)
@@ -123,11 +136,21 @@ def verification(
     token_s, step_s = _speed(loaded, min(limit, loaded.facts.context))
     if context is None:
         context = _affordable(limit, token_s, step_s, THINKING * tokens + 2 * MORE)
-    make = partial(Runner, loaded.model, loaded.tokenizer, loaded.facts, name=model, context=context, kv_bits=kv_bits)
+    make = partial(
+        Runner,
+        loaded.model,
+        loaded.tokenizer,
+        loaded.facts,
+        name=model,
+        context=context,
+        kv_bits=kv_bits,
+    )
     about = f"{model} on {device.backend()}: context {context}, answers of {tokens} tokens, prefill {1 / token_s:.0f} tokens/s"
     if loaded.facts.depends_on_chunks:
         about += f"; {DEPENDS}, and nothing is reused"
-    return Verification(make(whole=True), make(checkpoint_budget=0), tokens, about=about, begin=begin)
+    return Verification(
+        make(whole=True), make(checkpoint_budget=0), tokens, about=about, begin=begin
+    )
 
 
 def _affordable(limit: int, token_s: float, step_s: float, beside: int) -> int:
@@ -139,13 +162,17 @@ def _affordable(limit: int, token_s: float, step_s: float, beside: int) -> int:
 def _speed(loaded: LoadedModel, most: int) -> tuple[float, float]:
     """Seconds of a prompt token among many, and of a single one."""
     if most < SMALLEST:
-        raise OptionError(f"context: {most} tokens are too few to verify anything: at least {SMALLEST} are needed")
+        raise OptionError(
+            f"context: {most} tokens are too few to verify anything: at least {SMALLEST} are needed"
+        )
     runner = Runner(loaded.model, loaded.tokenizer, loaded.facts, context=most)
     count = min(256, most - 8)
     for _ in range(2):  # the first time, kernels are compiled
         runner.reset()
         began = time.perf_counter()
-        usages = [chunk.usage for chunk in runner.generate([1] * count, max_tokens=4, stop_tokens=[])]
+        usages = [
+            chunk.usage for chunk in runner.generate([1] * count, max_tokens=4, stop_tokens=[])
+        ]
         seconds = time.perf_counter() - began
     usage = usages[-1]
     decode = usage.decode_s if usage is not None else 0.0

@@ -76,20 +76,30 @@ class Talk:
         """Another prompt of that length, no token of which is that of `prompt` in its place."""
         vocab = max(self.runner.facts.vocab, 2)
         text = self._text(len(prompt))
-        return [(token + 1) % vocab if token == other else token for token, other in zip(text, prompt, strict=True)]
+        return [
+            (token + 1) % vocab if token == other else token
+            for token, other in zip(text, prompt, strict=True)
+        ]
 
     def say(self, prompt: list[int], count: int) -> list[int]:
         """The tokens of a greedy answer, which the entry holds afterwards but for the last."""
-        return [chunk.token or 0 for chunk in self.runner.generate(prompt, max_tokens=count, stop_tokens=[])]
+        return [
+            chunk.token or 0
+            for chunk in self.runner.generate(prompt, max_tokens=count, stop_tokens=[])
+        ]
 
     def _text(self, count: int) -> list[int]:
         tokens: list[int] = []
         vocab = self.runner.facts.vocab
         while len(tokens) < count:
-            words = [self._random.choice(WORDS) for _ in range(9)] + [str(self._random.randrange(10_000))]
+            words = [self._random.choice(WORDS) for _ in range(9)] + [
+                str(self._random.randrange(10_000))
+            ]
             spelled = self.runner.tokenizer.encode_more(f"{' '.join(words).capitalize()}. ")
             usable = [token for token in spelled if not vocab or token < vocab]
-            tokens += usable or [self._random.randrange(max(vocab, 2))]  # a tokenizer that has no words for it
+            tokens += usable or [
+                self._random.randrange(max(vocab, 2))
+            ]  # a tokenizer that has no words for it
         return tokens[:count]
 
 
@@ -170,7 +180,10 @@ def overflow(talk: Talk) -> Case:
 def overflow_decode(talk: Talk) -> Case:
     """An answer that goes over the edge of the context."""
     talk.say(talk.base, 1)
-    return Case([*talk.base, *talk.more(talk.runner.context - len(talk.base) - max(talk.answer // 2, 1))], _shift(talk))
+    return Case(
+        [*talk.base, *talk.more(talk.runner.context - len(talk.base) - max(talk.answer // 2, 1))],
+        _shift(talk),
+    )
 
 
 def _shift(talk: Talk) -> dict[str, Any]:

@@ -64,7 +64,16 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     with Store.create(path) as made:
         for index in range(8):
             tokens = as_tokens([] if index == 2 else [5, index])
-            made.add(Entry(index, index + 1, tokens, f"a{index}", error="broken" if index == 2 else None, prompt="Hello!"))
+            made.add(
+                Entry(
+                    index,
+                    index + 1,
+                    tokens,
+                    f"a{index}",
+                    error="broken" if index == 2 else None,
+                    prompt="Hello!",
+                )
+            )
         made.finish({"model": "demo"})
         for index in range(5):
             made.record(index, body(index), failed=index == 2)
@@ -117,13 +126,25 @@ ONE_VALUE = {
 
 @pytest.mark.parametrize("broken", [False, True], ids=["read", "not read"])
 @pytest.mark.parametrize(
-    ("table", "column", "value"), [(table, *one) for table, columns in ONE_VALUE.items() for one in columns.items()]
+    ("table", "column", "value"),
+    [(table, *one) for table, columns in ONE_VALUE.items() for one in columns.items()],
 )
-def test_each_column_of_a_row_is_checked(table: str, column: str, value: object, broken: bool, tmp_path: Path) -> None:
+def test_each_column_of_a_row_is_checked(
+    table: str, column: str, value: object, broken: bool, tmp_path: Path
+) -> None:
     """A value that could have stood there, too; also where the format was not known when the line was added."""
     path = tmp_path / "run"
     with Store.create(path) as made:
-        made.add(Entry(0, 1, as_tokens([5, 6]), "a0", "unknown" if broken else "plain", error="broken" if broken else None))
+        made.add(
+            Entry(
+                0,
+                1,
+                as_tokens([5, 6]),
+                "a0",
+                "unknown" if broken else "plain",
+                error="broken" if broken else None,
+            )
+        )
         made.add(Entry(1, 2, as_tokens([5, 7]), "a1", prompt="Hello!"))
         made.finish({"model": "demo"})
         if table == "results":
@@ -132,7 +153,12 @@ def test_each_column_of_a_row_is_checked(table: str, column: str, value: object,
     with Store.open(path) as whole:
         assert len([*whole.bodies("done"), *whole.pending()]) == 2
     with closing(sqlite3.connect(path, isolation_level=None)) as database:
-        assert database.execute(f"UPDATE {table} SET {column} = ? WHERE rowid < 2 AND line = 0", (value,)).rowcount == 1
+        assert (
+            database.execute(
+                f"UPDATE {table} SET {column} = ? WHERE rowid < 2 AND line = 0", (value,)
+            ).rowcount
+            == 1
+        )
     with pytest.raises(StoreError, match="damaged"), Store.open(path) as opened:
         list(opened.bodies("done")), list(opened.pending("input")), list(opened.pending())
 
@@ -173,23 +199,44 @@ def test_a_mutated_input_is_lines_or_errors_of_lines(seed: int) -> None:
     for _ in range(chosen.randrange(1, 6)):
         at = chosen.randrange(len(content))
         part = chosen.choice(
-            [b"", b"\0", b"\xff", b'"', b"{", b"]", b"\\ud800", b"NaN", b"1e999", b"1" * 5000, b"[" * 3000, b"\n"]
+            [
+                b"",
+                b"\0",
+                b"\xff",
+                b'"',
+                b"{",
+                b"]",
+                b"\\ud800",
+                b"NaN",
+                b"1e999",
+                b"1" * 5000,
+                b"[" * 3000,
+                b"\n",
+            ]
         )
         content[at : at + chosen.randrange(9)] = part
     for line in LineReader(io.BytesIO(content)):
         if line.error is not None:
-            entry = Entry(line.index, line.number, as_tokens([]), line.id, line.format, error=line.error)
-            answer = write_line(Outcome(entry, error=line.error), ByteTokenizer(), model="demo", usage=False)
+            entry = Entry(
+                line.index, line.number, as_tokens([]), line.id, line.format, error=line.error
+            )
+            answer = write_line(
+                Outcome(entry, error=line.error), ByteTokenizer(), model="demo", usage=False
+            )
             assert json.loads(answer)
             assert len(line.error) < 700
 
 
 def run(*arguments: str) -> Result:
-    return CliRunner().invoke(cli.main, ["batch", "in.jsonl", "-o", "out", "--no-reserve", "--no-usage", *arguments])
+    return CliRunner().invoke(
+        cli.main, ["batch", "in.jsonl", "-o", "out", "--no-reserve", "--no-usage", *arguments]
+    )
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_damaged_record_of_a_finished_run_is_one_line(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_record_of_a_finished_run_is_one_line(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nothing is run for it, and the output stays."""
     monkeypatch.chdir(tmp_path)
     Path("in.jsonl").write_text("no JSON\n")
@@ -217,9 +264,17 @@ def test_a_line_whose_checksum_was_made_to_fit_is_an_error_of_the_store(
     path.chmod(0o600)
     names = ("line", "number", "id", "options", "error", "tokens", "prompt")
     with closing(sqlite3.connect(path, isolation_level=None)) as database:
-        row = dict(zip(names, database.execute(f"SELECT {', '.join(names)} FROM lines WHERE line = 6").fetchone(), strict=True))
+        row = dict(
+            zip(
+                names,
+                database.execute(f"SELECT {', '.join(names)} FROM lines WHERE line = 6").fetchone(),
+                strict=True,
+            )
+        )
         row[column] = value
-        database.execute(f"UPDATE lines SET {column} = ?, sum = ? WHERE line = 6", (value, _sum(*row.values())))
+        database.execute(
+            f"UPDATE lines SET {column} = ?, sum = ? WHERE line = 6", (value, _sum(*row.values()))
+        )
     with suppress(StoreError), Store.open(path) as opened:
         for entry in opened.pending():
             assert isinstance(entry.options, dict)

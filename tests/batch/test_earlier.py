@@ -49,7 +49,14 @@ def single(**options: Any) -> Runner:
 def several(slots: int = 4) -> ParallelRunner:
     config = tiny_config("llama", max_position_embeddings=512, vocab_size=300)
     model = tiny_model(config)
-    return ParallelRunner(model, ByteTokenizer(), facts_of(model, config), max_sequences=slots, capacity=128, max_batch=64)
+    return ParallelRunner(
+        model,
+        ByteTokenizer(),
+        facts_of(model, config),
+        max_sequences=slots,
+        capacity=128,
+        max_batch=64,
+    )
 
 
 class Watch:
@@ -68,7 +75,9 @@ class Watch:
             self.reasons[usage.reason] = self.reasons.get(usage.reason, 0) + usage.lost_tokens
 
 
-def run(runner: Runner | ParallelRunner, prompts: Prompts, order: Order = "prefix", **options: Any) -> list[BatchResult]:
+def run(
+    runner: Runner | ParallelRunner, prompts: Prompts, order: Order = "prefix", **options: Any
+) -> list[BatchResult]:
     requests = [BatchRequest(list(prompt)) for prompt in prompts]
     return list(run_batch(runner, requests, order=order, **{"max_tokens": 1, **options}))
 
@@ -107,7 +116,10 @@ def test_side_by_side_too(seed: int, order: Order) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_windows_that_can_not_be_rewound_are_the_reason_themselves(seed: int) -> None:
     """What a layer could not keep another order would have saved, or a checkpoint."""
-    prompts, runner = some_prompts(seed), oracle_runner(["full", "sliding"], context=512, checkpoint_budget=0)
+    prompts, runner = (
+        some_prompts(seed),
+        oracle_runner(["full", "sliding"], context=512, checkpoint_budget=0),
+    )
     watch = Watch(runner)
     run(runner, prompts)
     assert watch.lost == watch.evaluated - optimum(prompts)
@@ -145,5 +157,7 @@ def test_what_a_line_shares_with_those_before_it(seed: int) -> None:
     for index, prompt in enumerate(prompts):
         before = prompts[:index]
         shared = max((common_prefix(other, prompt) for other in before), default=0)
-        is_repeat = any(len(other) == len(prompt) == common_prefix(other, prompt) for other in before)
+        is_repeat = any(
+            len(other) == len(prompt) == common_prefix(other, prompt) for other in before
+        )
         assert (found[index] >> 1, bool(found[index] & 1)) == (shared, is_repeat)

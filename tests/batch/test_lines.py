@@ -18,7 +18,11 @@ from mlxrunner.terminal import LONGEST_LINE
 
 
 def read(content: bytes | str, **settings: Any) -> list[Line]:
-    return list(LineReader(io.BytesIO(content.encode() if isinstance(content, str) else content), **settings))
+    return list(
+        LineReader(
+            io.BytesIO(content.encode() if isinstance(content, str) else content), **settings
+        )
+    )
 
 
 def one(record: Any, **settings: Any) -> Line:
@@ -40,16 +44,34 @@ SYSTEM = {"role": "system", "content": "Be brief."}
         ({"prompt": "Hello"}, {"raw": True}, "Hello"),
         ({"prompt": "Hello"}, {"system": "Be brief."}, [SYSTEM, user("Hello")]),
         ({"prompt": "Hello"}, {"system": "Be brief.", "raw": True}, "Hello"),
-        ({"prompt": "Hello", "system": "Be brief."}, {"system": "Be long."}, [SYSTEM, user("Hello")]),
+        (
+            {"prompt": "Hello", "system": "Be brief."},
+            {"system": "Be long."},
+            [SYSTEM, user("Hello")],
+        ),
         ({"prompt": "Hello", "system": ""}, {"system": "Be long."}, [user("Hello")]),
         ({"messages": [user("Hello")]}, {}, [user("Hello")]),
         ({"messages": [user("Hello")]}, {"raw": True}, [user("Hello")]),
         ({"messages": [user("Hello")]}, {"system": "Be brief."}, [SYSTEM, user("Hello")]),
         ({"messages": [SYSTEM, user("Hello")]}, {"system": "Be long."}, [SYSTEM, user("Hello")]),
-        ({"messages": [SYSTEM | {"role": "developer"}, user("Hello")]}, {}, [SYSTEM, user("Hello")]),
+        (
+            {"messages": [SYSTEM | {"role": "developer"}, user("Hello")]},
+            {},
+            [SYSTEM, user("Hello")],
+        ),
         ({"messages": [user("Hello") | {"refusal": None, "tool_calls": []}]}, {}, [user("Hello")]),
         (
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]}]},
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [
+                            {"type": "text", "text": "Hel"},
+                            {"type": "text", "text": "lo"},
+                        ],
+                    }
+                ]
+            },
             {},
             [user("Hello")],
         ),
@@ -65,7 +87,10 @@ def test_prompts(record: Any, settings: dict[str, Any], prompt: Any) -> None:
 @pytest.mark.parametrize(
     ("fields", "options"),
     [
-        ({"max_tokens": 5, "temperature": 0.5, "seed": 2**64 - 1}, {"max_tokens": 5, "temperature": 0.5, "seed": 2**64 - 1}),
+        (
+            {"max_tokens": 5, "temperature": 0.5, "seed": 2**64 - 1},
+            {"max_tokens": 5, "temperature": 0.5, "seed": 2**64 - 1},
+        ),
         ({"stop": "\n"}, {"stop": ["\n"]}),
         ({"stop": ["a", "b"], "stop_tokens": []}, {"stop": ["a", "b"], "stop_tokens": []}),
         ({"max_tokens": None, "temperature": None}, {}),
@@ -172,7 +197,9 @@ def test_ids_are_kept_as_they_are(name: str | int | None) -> None:
 def test_what_is_said_about_a_bad_line(line: bytes | str, problem: str) -> None:
     """Its number and what is wrong, in one short line; the lines around it are read."""
     good = b'{"prompt": "Hello"}\n'
-    first, bad, last = read(good + (line.encode() if isinstance(line, str) else line.replace(b"\n", b"")) + b"\n" + good)
+    first, bad, last = read(
+        good + (line.encode() if isinstance(line, str) else line.replace(b"\n", b"")) + b"\n" + good
+    )
     assert (first, last) == (Line(0, 1, [user("Hello")]), Line(2, 3, [user("Hello")]))
     assert bad.error is not None
     assert bad.error.startswith("line 2: ")
@@ -187,19 +214,41 @@ def test_what_is_said_about_a_bad_line(line: bytes | str, problem: str) -> None:
     [
         ('{"id": 1, "prompt": "a", "prompt": "b"}', 1, "the key 'prompt' is there twice"),
         ('{"id": 1, "id": 2, "prompt": "a"}', None, "the key 'id' is there twice"),
-        ('{"id": 1, "prompt": "a", "schema": {"enum": [1], "enum": [2]}}', 1, "the key 'enum' is there twice in one object"),
-        ('{"id": 1, "messages": [{"role": "user", "role": "system", "content": "a"}]}', 1, "the key 'role' is there twice"),
-        ('{"custom_id": "x", "body": {"prompt": "a", "max_tokens": 1, "max_tokens": 2}}', "x", "the key 'max_tokens' is"),
+        (
+            '{"id": 1, "prompt": "a", "schema": {"enum": [1], "enum": [2]}}',
+            1,
+            "the key 'enum' is there twice in one object",
+        ),
+        (
+            '{"id": 1, "messages": [{"role": "user", "role": "system", "content": "a"}]}',
+            1,
+            "the key 'role' is there twice",
+        ),
+        (
+            '{"custom_id": "x", "body": {"prompt": "a", "max_tokens": 1, "max_tokens": 2}}',
+            "x",
+            "the key 'max_tokens' is",
+        ),
         (
             '{"id": 1, "messages": [{"role": "usr", "content": "a"}]}',
             1,
             "message 0: role 'usr' is not known, it has to be one of",
         ),
-        ('{"id": 1, "messages": [{"role": "tool", "content": "a"}]}', 1, "role 'tool' is not known"),
-        ('{"custom_id": "x", "body": {"messages": [{"role": "", "content": "a"}]}}', "x", "role '' is not known"),
+        (
+            '{"id": 1, "messages": [{"role": "tool", "content": "a"}]}',
+            1,
+            "role 'tool' is not known",
+        ),
+        (
+            '{"custom_id": "x", "body": {"messages": [{"role": "", "content": "a"}]}}',
+            "x",
+            "role '' is not known",
+        ),
     ],
 )
-def test_what_could_be_read_in_two_ways_is_an_error(line: str, name: str | int | None, problem: str) -> None:
+def test_what_could_be_read_in_two_ways_is_an_error(
+    line: str, name: str | int | None, problem: str
+) -> None:
     """Of its line only, with the line's id: a key that is there twice, a role that a template would leave out in silence."""
     (bad,) = read(line)
     assert bad.error is not None
@@ -211,7 +260,9 @@ def test_what_could_be_read_in_two_ways_is_an_error(line: str, name: str | int |
 def test_any_depth_is_a_line_or_an_error(name: str) -> None:
     """Also where the depth is just what can be read, but not written or quoted any more."""
     sizes = range(sys.getrecursionlimit() - 250, sys.getrecursionlimit() + 50)
-    lines = read("\n".join(f'{{"prompt": "a", "{name}": ' + '{"a":' * n + "1" + "}" * (n + 1) for n in sizes))
+    lines = read(
+        "\n".join(f'{{"prompt": "a", "{name}": ' + '{"a":' * n + "1" + "}" * (n + 1) for n in sizes)
+    )
     assert len(lines) == len(sizes)
     assert lines[-1].error is not None
     assert lines[-1].error.endswith("nested too deeply")
@@ -228,7 +279,12 @@ def test_a_system_prompt_needs_the_template() -> None:
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"], ids=["plain", "with a BOM"])
 def test_empty_lines_are_counted_only(end: str, mark: bytes) -> None:
     """They have a number and no index; a byte order mark and the way lines end don't matter, nor whether the last one does."""
-    lines = read(mark + end.join(["", '{"prompt": "a"}', "  ", "\t", '{"prompt": "b"}', "", '{"prompt": "c"}']).encode())
+    lines = read(
+        mark
+        + end.join(
+            ["", '{"prompt": "a"}', "  ", "\t", '{"prompt": "b"}', "", '{"prompt": "c"}']
+        ).encode()
+    )
     assert [(line.index, line.number, line.prompt) for line in lines] == [
         (0, 2, [user("a")]),
         (1, 5, [user("b")]),
@@ -274,7 +330,9 @@ before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
 print(line.error, "|", grown // (1024 if __import__("sys").platform == "linux" else 1024**2))
 """
-    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout
     error, megabytes = said.split("|")
     assert error.strip() == "line 1: is longer than 16777216 bytes"
     assert int(megabytes) < 100
@@ -293,7 +351,9 @@ def test_the_digest_is_that_of_the_input() -> None:
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters()),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 NAMES = st.sampled_from(
@@ -314,4 +374,6 @@ def test_any_object_is_a_line_or_an_error(record: dict[str, Any]) -> None:
 @given(st.binary(max_size=200))
 def test_any_bytes_are_lines(content: bytes) -> None:
     """As many as there are that are not empty, and never an exception."""
-    assert len(read(content)) == sum(bool(line.strip()) for line in content.removeprefix(b"\xef\xbb\xbf").split(b"\n"))
+    assert len(read(content)) == sum(
+        bool(line.strip()) for line in content.removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    )

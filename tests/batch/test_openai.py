@@ -26,7 +26,15 @@ def chat(**body: Any) -> Line:
 
 def test_a_line_of_a_chat() -> None:
     """Its messages, its options under our names, its id, and how it wants to be answered."""
-    line = chat(max_tokens=5, temperature=0.5, top_p=0.9, seed=1, stop="\n", presence_penalty=1, frequency_penalty=-1)
+    line = chat(
+        max_tokens=5,
+        temperature=0.5,
+        top_p=0.9,
+        seed=1,
+        stop="\n",
+        presence_penalty=1,
+        frequency_penalty=-1,
+    )
     options = {
         "max_tokens": 5,
         "temperature": 0.5,
@@ -41,7 +49,13 @@ def test_a_line_of_a_chat() -> None:
 
 def test_a_line_of_a_completion() -> None:
     """Plain text, without a chat template; logprobs is a number there."""
-    line = one({"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "Hello", "logprobs": 3, "echo": False}})
+    line = one(
+        {
+            "custom_id": "a",
+            "url": "/v1/completions",
+            "body": {"prompt": "Hello", "logprobs": 3, "echo": False},
+        }
+    )
     assert line == Line(0, 1, "Hello", "a", "text_completion", {"logprobs": 3})
 
 
@@ -53,11 +67,41 @@ def test_a_line_of_a_completion() -> None:
         ({"logprobs": True, "top_logprobs": 4}, {"logprobs": 4}),
         ({"logprobs": False}, {}),
         ({"response_format": {"type": "json_object"}}, {"schema": '{"type": "object"}'}),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}}, {"schema": "{}"}),
-        ({"n": 1, "stream": False, "tools": [], "tool_choice": "none", "logit_bias": {}, "modalities": ["text"]}, {}),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "a", "schema": {}},
+                }
+            },
+            {"schema": "{}"},
+        ),
+        (
+            {
+                "n": 1,
+                "stream": False,
+                "tools": [],
+                "tool_choice": "none",
+                "logit_bias": {},
+                "modalities": ["text"],
+            },
+            {},
+        ),
         ({"n": None, "tools": None, "temperature": None, "stop": None}, {}),
-        ({"user": "me", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "parallel_tool_calls": True}, {}),
-        ({"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1}, {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1}),
+        (
+            {
+                "user": "me",
+                "metadata": {"a": "b"},
+                "store": True,
+                "service_tier": "auto",
+                "parallel_tool_calls": True,
+            },
+            {},
+        ),
+        (
+            {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1},
+            {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1},
+        ),
     ],
 )
 def test_options_of_a_body(body: dict[str, Any], options: dict[str, Any]) -> None:
@@ -70,19 +114,31 @@ def test_options_of_a_body(body: dict[str, Any], options: dict[str, Any]) -> Non
     [
         ({"n": 2}, "n: 2 is not supported, only 1"),
         ({"stream": True}, "stream: True is not supported, only false"),
-        ({"tools": [{"type": "function"}]}, "tools: [{'type': 'function'}] is not supported, only []"),
+        (
+            {"tools": [{"type": "function"}]},
+            "tools: [{'type': 'function'}] is not supported, only []",
+        ),
         ({"tool_choice": "required"}, "tool_choice: 'required' is not supported, only \"none\""),
         ({"logit_bias": {"5": 1}}, "logit_bias: {'5': 1} is not supported, only {}"),
         ({"modalities": ["text", "audio"]}, "modalities: ['text', 'audio'] is not supported"),
         ({"reasoning_effort": "high"}, "'reasoning_effort' is not supported in a body"),
-        ({"max_tokens": 1, "max_completion_tokens": 1}, "max_tokens and max_completion_tokens say the same thing"),
+        (
+            {"max_tokens": 1, "max_completion_tokens": 1},
+            "max_tokens and max_completion_tokens say the same thing",
+        ),
         ({"logprobs": 5}, "logprobs: 5 is neither true nor false"),
         ({"top_logprobs": 5}, "top_logprobs needs logprobs to be true"),
         ({"logprobs": True, "top_logprobs": 101}, "logprobs: 101 is out of range"),
         ({"temperature": -1}, "temperature: -1 is out of range"),
         ({"messages": None}, "messages has to be a list of at least one message"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "content of type 'image_url'"),
-        ({"response_format": {"type": "grammar"}}, "response_format: {'type': 'grammar'} is not known"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "content of type 'image_url'",
+        ),
+        (
+            {"response_format": {"type": "grammar"}},
+            "response_format: {'type': 'grammar'} is not known",
+        ),
     ],
 )
 def test_what_a_body_asks_for_in_vain(body: dict[str, Any], problem: str) -> None:
@@ -101,12 +157,27 @@ def test_what_a_body_asks_for_in_vain(body: dict[str, Any], problem: str) -> Non
         ({"custom_id": 5, "body": {"messages": HELLO}}, "custom_id has to be a text"),
         ({"custom_id": "a"}, "body has to be an object, not null"),
         ({"custom_id": "a", "body": "Hello"}, "body has to be an object, not a text"),
-        ({"custom_id": "a", "body": {"messages": HELLO}, "method": "GET"}, "method 'GET' is not supported, only POST"),
-        ({"custom_id": "a", "body": {"input": "Hello"}, "url": "/v1/embeddings"}, "url '/v1/embeddings' is not supported, only"),
+        (
+            {"custom_id": "a", "body": {"messages": HELLO}, "method": "GET"},
+            "method 'GET' is not supported, only POST",
+        ),
+        (
+            {"custom_id": "a", "body": {"input": "Hello"}, "url": "/v1/embeddings"},
+            "url '/v1/embeddings' is not supported, only",
+        ),
         ({"custom_id": "a", "body": {"messages": HELLO}, "url": []}, "url [] is not supported"),
-        ({"custom_id": "a", "body": {"messages": HELLO}, "prompt": "Hello"}, "unknown field 'prompt' beside custom_id"),
-        ({"custom_id": "a", "body": {"prompt": ["a", "b"]}, "url": "/v1/completions"}, "prompt has to be a text, not a list"),
-        ({"custom_id": "a", "body": {}, "url": "/v1/completions"}, "prompt has to be a text, not null"),
+        (
+            {"custom_id": "a", "body": {"messages": HELLO}, "prompt": "Hello"},
+            "unknown field 'prompt' beside custom_id",
+        ),
+        (
+            {"custom_id": "a", "body": {"prompt": ["a", "b"]}, "url": "/v1/completions"},
+            "prompt has to be a text, not a list",
+        ),
+        (
+            {"custom_id": "a", "body": {}, "url": "/v1/completions"},
+            "prompt has to be a text, not null",
+        ),
     ],
 )
 def test_what_is_wrong_around_the_body(record: dict[str, Any], problem: str) -> None:
@@ -118,5 +189,13 @@ def test_what_is_wrong_around_the_body(record: dict[str, Any], problem: str) -> 
 
 def test_a_system_prompt_for_all_lines() -> None:
     """Goes in front of a chat that has none, as everywhere, and never in front of plain text."""
-    assert one({"custom_id": "a", "body": {"messages": HELLO}}, system="S").prompt == [{"role": "system", "content": "S"}, *HELLO]
-    assert one({"custom_id": "a", "body": {"prompt": "Hello"}, "url": "/v1/completions"}, system="S").prompt == "Hello"
+    assert one({"custom_id": "a", "body": {"messages": HELLO}}, system="S").prompt == [
+        {"role": "system", "content": "S"},
+        *HELLO,
+    ]
+    assert (
+        one(
+            {"custom_id": "a", "body": {"prompt": "Hello"}, "url": "/v1/completions"}, system="S"
+        ).prompt
+        == "Hello"
+    )

@@ -14,7 +14,10 @@ from mlxrunner.cache.tokens import TokenArray, as_tokens
 from mlxrunner.testing import oracle_runner
 from mlxrunner.testing_prompts import shared_prefixes
 
-PROMPTS = st.lists(st.lists(st.integers(0, 3) | st.sampled_from([255, 256, 2**31 - 1]), min_size=1, max_size=8), max_size=20)
+PROMPTS = st.lists(
+    st.lists(st.integers(0, 3) | st.sampled_from([255, 256, 2**31 - 1]), min_size=1, max_size=8),
+    max_size=20,
+)
 
 
 def arrays(prompts: list[list[int]]) -> list[TokenArray]:
@@ -37,7 +40,9 @@ def trie_nodes(prompts: list[TokenArray]) -> int:
 @given(PROMPTS)
 def test_bytes_are_in_the_order_of_the_tokens(prompts: list[list[int]]) -> None:
     """Sorted by their keys, prompts are sorted as lists of numbers, and the keys give them back."""
-    assert [tokens_of(key).tolist() for key in sorted(map(sort_key, arrays(prompts)))] == sorted(prompts)
+    assert [tokens_of(key).tolist() for key in sorted(map(sort_key, arrays(prompts)))] == sorted(
+        prompts
+    )
 
 
 @settings(deadline=None)
@@ -53,7 +58,9 @@ def test_prefix_order_costs_a_nodes_count_and_a_token_per_repeat(prompts: list[l
 
 @settings(deadline=None)
 @given(PROMPTS, st.randoms())
-def test_no_order_costs_less_than_prefix_order(prompts: list[list[int]], shuffle: random.Random) -> None:
+def test_no_order_costs_less_than_prefix_order(
+    prompts: list[list[int]], shuffle: random.Random
+) -> None:
     """Whatever the order, at least as many tokens are evaluated."""
     least = cost(sorted(arrays(prompts), key=sort_key)).evaluated
     shuffle.shuffle(prompts)

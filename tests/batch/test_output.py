@@ -41,17 +41,27 @@ def test_a_file_cut_off_at_any_byte_is_mended(tmp_path: Path, length: int, behin
     file.write_bytes(WHOLE[:length] + behind)
     with closing(Output.open(file)) as output:
         output.mend(bodies())
-        assert file.read_bytes() in (WHOLE[: sum(len(line) + 1 for line in LINES[:count])] for count in range(4))
+        assert file.read_bytes() in (
+            WHOLE[: sum(len(line) + 1 for line in LINES[:count])] for count in range(4)
+        )
         output.append(bodies(output.place))
     assert file.read_bytes() == WHOLE
 
 
-@pytest.mark.parametrize("content", [b"something else\n", WHOLE + b"more\n", WHOLE[:15].replace(b"0", b"1") + WHOLE[15:], b"\n"])
-def test_a_file_that_somebody_else_wrote_to_is_refused_and_left_alone(tmp_path: Path, content: bytes) -> None:
+@pytest.mark.parametrize(
+    "content",
+    [b"something else\n", WHOLE + b"more\n", WHOLE[:15].replace(b"0", b"1") + WHOLE[15:], b"\n"],
+)
+def test_a_file_that_somebody_else_wrote_to_is_refused_and_left_alone(
+    tmp_path: Path, content: bytes
+) -> None:
     """With what to do."""
     file = tmp_path / "out"
     file.write_bytes(content)
-    with closing(Output.open(file)) as output, pytest.raises(OutputError, match="not what this run wrote: move it away"):
+    with (
+        closing(Output.open(file)) as output,
+        pytest.raises(OutputError, match="not what this run wrote: move it away"),
+    ):
         output.mend(bodies())
     assert file.read_bytes() == content
 
@@ -106,7 +116,9 @@ def test_a_line_that_was_half_written_is_written_over(tmp_path: Path, error: Any
     assert (tmp_path / "out").read_bytes() == WHOLE
 
 
-def test_the_store_has_everything_before_the_output_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_store_has_everything_before_the_output_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever fails in between: a commit that fails leaves the output as it was, a write that fails loses nothing."""
     with Store.create(tmp_path / "run") as store, closing(Output.open(tmp_path / "out")) as output:
         for index in range(3):
@@ -114,11 +126,15 @@ def test_the_store_has_everything_before_the_output_does(tmp_path: Path, monkeyp
         store.finish()
         writer = Writer(store, output, "input")
         store.record(0, LINES[0])
-        monkeypatch.setattr(Output, "append", lambda self, bodies: (_ for _ in ()).throw(OutputError("full")))
+        monkeypatch.setattr(
+            Output, "append", lambda self, bodies: (_ for _ in ()).throw(OutputError("full"))
+        )
         with pytest.raises(OutputError):
             writer.flush()
         monkeypatch.undo()
-        monkeypatch.setattr(Store, "commit", lambda self: (_ for _ in ()).throw(OutputError("full")))
+        monkeypatch.setattr(
+            Store, "commit", lambda self: (_ for _ in ()).throw(OutputError("full"))
+        )
         store.record(1, LINES[1])
         with pytest.raises(OutputError):
             writer.flush()
@@ -130,7 +146,10 @@ def test_the_store_has_everything_before_the_output_does(tmp_path: Path, monkeyp
 
 def test_a_line_waits_for_its_turn_in_the_store(tmp_path: Path) -> None:
     """In input order; as they finish with "done"."""
-    for order, expected in (("input", [b"", LINES[0] + b"\n" + LINES[1] + b"\n"]), ("done", [LINES[1] + b"\n"] * 2)):
+    for order, expected in (
+        ("input", [b"", LINES[0] + b"\n" + LINES[1] + b"\n"]),
+        ("done", [LINES[1] + b"\n"] * 2),
+    ):
         out = tmp_path / order
         with Store.create() as store, closing(Output.open(out)) as output:
             for index in range(3):
@@ -151,7 +170,9 @@ USAGE = Usage(
 HOSTILE = 'a"\\\n\r\x1b[2J\u2028\u202eé\U0001f600\x00'
 
 
-def outcome(form: Any = "plain", error: str | None = None, *, refused: bool = True, logprobs: Any = None) -> Outcome:
+def outcome(
+    form: Any = "plain", error: str | None = None, *, refused: bool = True, logprobs: Any = None
+) -> Outcome:
     entry = Entry(4, 6, as_tokens([1]), "me" + HOSTILE, form)
     if error is not None:
         return Outcome(entry, error=error, is_refused=refused)
@@ -173,7 +194,11 @@ def test_our_own_lines() -> None:
     assert found["usage"] == USAGE.as_dict()
     assert list(written(outcome(), usage=False)) == ["id", "index", "text", "finish_reason"]
     for error in ("line 6: is wrong", "is wrong"):
-        assert written(outcome(error=error)) == {"id": "me" + HOSTILE, "index": 4, "error": "line 6: is wrong"}
+        assert written(outcome(error=error)) == {
+            "id": "me" + HOSTILE,
+            "index": 4,
+            "error": "line 6: is wrong",
+        }
     assert written(outcome(logprobs=[(-0.5, {104: -0.5}), (-0.1, {})]))["logprobs"] == [
         {"logprob": -0.5, "top": {"104": -0.5}}, {"logprob": -0.1, "top": {}}
     ]  # fmt: skip
@@ -181,7 +206,9 @@ def test_our_own_lines() -> None:
 
 def test_openai_chat_lines() -> None:
     """As OpenAI's batch files have them: a response with a chat completion."""
-    found = written(outcome("chat.completion", logprobs=[(-0.5, {104: -0.5, 33: -1.0}), (-0.1, {})]))
+    found = written(
+        outcome("chat.completion", logprobs=[(-0.5, {104: -0.5, 33: -1.0}), (-0.1, {})])
+    )
     assert list(found) == ["id", "custom_id", "response", "error"]
     assert found["custom_id"] == "me" + HOSTILE
     assert found["error"] is None
@@ -204,14 +231,21 @@ def test_openai_chat_lines() -> None:
 def test_what_is_impossible_is_a_number_too() -> None:
     """JSON has no infinity; as OpenAI's API says it."""
     infinite = [(float("-inf"), {104: float("-inf")}), (-0.1, {})]
-    assert written(outcome(logprobs=infinite))["logprobs"][0] == {"logprob": -9999.0, "top": {"104": -9999.0}}
-    content = written(outcome("chat.completion", logprobs=infinite))["response"]["body"]["choices"][0]["logprobs"]["content"]
+    assert written(outcome(logprobs=infinite))["logprobs"][0] == {
+        "logprob": -9999.0,
+        "top": {"104": -9999.0},
+    }
+    content = written(outcome("chat.completion", logprobs=infinite))["response"]["body"]["choices"][
+        0
+    ]["logprobs"]["content"]
     assert (content[0]["logprob"], content[0]["top_logprobs"][0]["logprob"]) == (-9999.0, -9999.0)
 
 
 def test_openai_text_lines() -> None:
     """A text completion; without usage nothing in it depends on time."""
-    body = written(outcome("text_completion", logprobs=[(-0.5, {104: -0.5}), (-0.1, {})]), usage=False)["response"]["body"]
+    body = written(
+        outcome("text_completion", logprobs=[(-0.5, {104: -0.5}), (-0.1, {})]), usage=False
+    )["response"]["body"]
     assert (body["object"], body["created"], "usage" in body) == ("text_completion", 0, False)
     assert body["choices"][0]["text"] == "hi" + HOSTILE
     assert body["choices"][0]["logprobs"] == {
@@ -223,7 +257,9 @@ def test_a_token_that_is_part_of_a_character_has_its_own_bytes() -> None:
     """Put together they are the answer's; as text it is named by them, so that no two of them have the same name."""
     first, *rest = "é".encode()
     partial = [(-0.5, {first: -0.5, rest[0]: -1.0, EOS: -2.0}), (-0.1, {})]
-    token, _ = written(outcome("chat.completion", logprobs=partial))["response"]["body"]["choices"][0]["logprobs"]["content"]
+    token, _ = written(outcome("chat.completion", logprobs=partial))["response"]["body"]["choices"][
+        0
+    ]["logprobs"]["content"]
     found = [(one["token"], one["bytes"]) for one in token["top_logprobs"]]
     assert found[:2] == [("bytes:\\xc3", [0xC3]), ("bytes:\\xa9", [0xA9])]
     assert bytes(found[2][1]).decode() == found[2][0] == ByteTokenizer().decode([EOS])
@@ -244,20 +280,34 @@ def test_of_tokens_that_are_spelled_alike_the_likelier_one_is_kept() -> None:
 
     tops = [(-0.5, {0: -0.5, 1: -1.0, 2: -2.0}), (-0.1, {})]
     for tokenizer, name in ((Alike(), "text_completion"), (Unknown(), "chat.completion")):
-        line = json.loads(write_line(outcome(name, logprobs=tops), tokenizer, model="demo", usage=False))
+        line = json.loads(
+            write_line(outcome(name, logprobs=tops), tokenizer, model="demo", usage=False)
+        )
         logprobs = line["response"]["body"]["choices"][0]["logprobs"]
         if name == "text_completion":
             assert logprobs["top_logprobs"] == [{"a": -0.5, "b": -2.0}, {}]
         else:
-            assert [one["bytes"] for one in logprobs["content"][0]["top_logprobs"]] == [[0], [1], [2]]
+            assert [one["bytes"] for one in logprobs["content"][0]["top_logprobs"]] == [
+                [0],
+                [1],
+                [2],
+            ]
 
 
-@pytest.mark.parametrize(("refused", "status", "kind"), [(True, 400, "invalid_request_error"), (False, 500, "server_error")])
+@pytest.mark.parametrize(
+    ("refused", "status", "kind"),
+    [(True, 400, "invalid_request_error"), (False, 500, "server_error")],
+)
 def test_openai_errors(refused: bool, status: int, kind: str) -> None:
     """The status and the body of the API's own answer, and an error beside them."""
     found = written(outcome("chat.completion", "no good", refused=refused))
     assert found["response"]["status_code"] == status
-    assert found["response"]["body"]["error"] == {"message": "line 6: no good", "type": kind, "param": None, "code": None}
+    assert found["response"]["body"]["error"] == {
+        "message": "line 6: no good",
+        "type": kind,
+        "param": None,
+        "code": None,
+    }
     assert found["error"] == {"code": kind, "message": "line 6: no good"}
 
 
@@ -291,11 +341,14 @@ def test_a_difference_is_named_with_both_values() -> None:
         option_parts({"top_p": 0.5, "system": "x" * 500}),
     )
     with pytest.raises(
-        DifferentRunError, match=r"^out was begun with another --top-p: 1.0 then, 0.5 now; --resume needs the same"
+        DifferentRunError,
+        match=r"^out was begun with another --top-p: 1.0 then, 0.5 now; --resume needs the same",
     ) as found:
         check_same(was, now, "out")
     assert found.value.exit_code == 2
-    with pytest.raises(DifferentRunError, match=r"another --system: not set then, \"x{79} \.\.\. now"):
+    with pytest.raises(
+        DifferentRunError, match=r"another --system: not set then, \"x{79} \.\.\. now"
+    ):
         check_same({}, option_parts({"system": "x" * 500}), "out")
     with pytest.raises(DifferentRunError, match="another --max-tokens: 5 then, not set now"):
         check_same(was, option_parts({"top_p": 1.0}), "out")

@@ -24,7 +24,9 @@ from mlxrunner.testing_prompts import shared_prefixes
 SPEED = Speed(prefill_rate=100, decode_rate=10, answer_tokens=20)
 
 
-def planned(store: Store, order: Order = "prefix", *, speed: Speed | None = None, **settings: Any) -> BatchPlan:
+def planned(
+    store: Store, order: Order = "prefix", *, speed: Speed | None = None, **settings: Any
+) -> BatchPlan:
     defaults, context = settings.get("defaults", {}), settings.get("context", 2048)
     found = {name: survey(store.pending(name), defaults, context, speed) for name in ORDERS}
     return make_plan(store.counts, found, order, parallel=settings.get("parallel", 1), speed=speed)
@@ -37,14 +39,24 @@ def store() -> Store:
     prompts = [[1, 2, 3, 4], [9], [1, 2, 5], [], [9]]
     for index, tokens in enumerate(prompts):
         options = {"max_tokens": 5} if index == 2 else {}
-        store.add(Entry(index, index + 1, as_tokens(tokens), options=options, error=None if tokens else "line 4: empty"))
+        store.add(
+            Entry(
+                index,
+                index + 1,
+                as_tokens(tokens),
+                options=options,
+                error=None if tokens else "line 4: empty",
+            )
+        )
     store.finish()
     return store
 
 
 def test_the_plan_of_a_small_batch(store: Store) -> None:
     """Every number can be counted by hand."""
-    assert planned(store, "prefix", speed=SPEED, defaults={"max_tokens": 15}, parallel=4) == BatchPlan(
+    assert planned(
+        store, "prefix", speed=SPEED, defaults={"max_tokens": 15}, parallel=4
+    ) == BatchPlan(
         lines=5,
         broken=1,
         done=0,
@@ -74,14 +86,23 @@ def test_a_plan_for_what_is_left(store: Store) -> None:
         store.record(index, b"")
     store.commit()
     plan = planned(store)
-    assert (plan.lines, plan.done, plan.tokens, plan.evaluated_in_prefix_order, plan.evaluated_at_best) == (5, 3, 4, 4, 4)
+    assert (
+        plan.lines,
+        plan.done,
+        plan.tokens,
+        plan.evaluated_in_prefix_order,
+        plan.evaluated_at_best,
+    ) == (5, 3, 4, 4, 4)
 
 
 def test_without_a_measured_speed(store: Store) -> None:
     """Nothing is made up: no seconds, and the table says why."""
     plan = planned(store)
     assert (plan.seconds, plan.answer_tokens, plan.speed) == (None, None, None)
-    assert "\nno estimate of the time: this model's speed is known after its first batch\n" in plan.table()
+    assert (
+        "\nno estimate of the time: this model's speed is known after its first batch\n"
+        in plan.table()
+    )
 
 
 def test_the_table_and_the_dictionary(store: Store) -> None:
@@ -113,7 +134,9 @@ def test_the_length_of_answers_is_what_the_lines_allow() -> None:
         store.finish()
         speed = Speed(prefill_rate=100, decode_rate=10, answer_tokens=10)
         lines = survey(store.pending("prefix"), {}, 100, speed)
-        plan = make_plan(store.counts, {"input": lines, "prefix": lines}, "prefix", parallel=1, speed=speed)
+        plan = make_plan(
+            store.counts, {"input": lines, "prefix": lines}, "prefix", parallel=1, speed=speed
+        )
         assert plan.answer_tokens == 6 * 3 + 10
         assert "answers 10 tokens/s and 7 tokens long" in plan.table()
 
@@ -137,14 +160,22 @@ def test_two_hundred_prompts() -> None:
         plan = planned(store)
     assert plan.tokens == 388_000
     assert plan.evaluated_in_input_order == cost(prompts).evaluated
-    assert plan.evaluated_in_prefix_order == plan.evaluated_at_best == cost(sorted(prompts, key=sort_key)).nodes
+    assert (
+        plan.evaluated_in_prefix_order
+        == plan.evaluated_at_best
+        == cost(sorted(prompts, key=sort_key)).nodes
+    )
 
 
 def test_the_runner_evaluates_what_was_planned(tmp_path: Path) -> None:
     """On the demo model, from a file, in prefix order: exactly as many prompt tokens as the plan says."""
     names = ["Zorblin", "Mia", "Bo", "Zora", "Mia"]
     file = tmp_path / "input.jsonl"
-    file.write_text("".join(json.dumps({"prompt": f"My name is {name}. What is my name?"}) + "\n" for name in names))
+    file.write_text(
+        "".join(
+            json.dumps({"prompt": f"My name is {name}. What is my name?"}) + "\n" for name in names
+        )
+    )
     with Store.create() as store, file.open("rb") as stream:
         spool(store, LineReader(stream), tokenizer_of("demo"), context=2048)
         store.finish()
@@ -165,7 +196,14 @@ def test_of_a_prompt_that_is_shifted_only_what_is_left_counts(keep: int | None) 
     prompts = [[7, *range(200)], [7, *range(100, 300)], [1, 2]]
     with Store.create() as store:
         for index, tokens in enumerate(prompts):
-            store.add(Entry(index, index + 1, as_tokens(tokens), options={"keep": keep} if keep is not None else {}))
+            store.add(
+                Entry(
+                    index,
+                    index + 1,
+                    as_tokens(tokens),
+                    options={"keep": keep} if keep is not None else {},
+                )
+            )
         store.finish()
         plan = planned(store, defaults={"overflow": "shift"}, context=100)
         assert planned(store).tokens == 404
@@ -184,7 +222,9 @@ def test_the_number_at_a_time_is_that_of_the_run() -> None:
     assert lanes_for(found, 50, {}) == (3, "")
     assert lanes_for(found, 1, {"kv_bits": 8}) == (1, "")
     assert (
-        lanes_for(found, None, {"kv_bits": 8}) == lanes_for(found, 2, {"kv_bits": 8}) == (1, "--kv-bits stores one sequence only")
+        lanes_for(found, None, {"kv_bits": 8})
+        == lanes_for(found, 2, {"kv_bits": 8})
+        == (1, "--kv-bits stores one sequence only")
     )
 
 

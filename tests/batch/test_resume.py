@@ -25,7 +25,9 @@ KILLS = 50
 
 
 def run(*arguments: object, stdin: str = "") -> Result:
-    return CliRunner().invoke(cli.main, ["batch", "--no-reserve", *map(str, arguments)], input=stdin)
+    return CliRunner().invoke(
+        cli.main, ["batch", "--no-reserve", *map(str, arguments)], input=stdin
+    )
 
 
 def lines(count: int, *, seed: int = 0, broken: tuple[int, ...] = ()) -> str:
@@ -60,7 +62,19 @@ def unbroken(*arguments: object) -> bytes:
 
 def stop_in_the_middle(*arguments: object) -> None:
     """In input order the sixth line is broken: five answers and an error are there, six lines are left."""
-    result = run("in.jsonl", "-o", "out.jsonl", "--no-usage", "--parallel", 1, "--order", "input", "--max-errors", 1, *arguments)
+    result = run(
+        "in.jsonl",
+        "-o",
+        "out.jsonl",
+        "--no-usage",
+        "--parallel",
+        1,
+        "--order",
+        "input",
+        "--max-errors",
+        1,
+        *arguments,
+    )
     assert result.exit_code == 1, result.stderr
     assert "stopped: 6 of 12 lines are done (--max-errors 1)" in result.stderr
     assert "to go on: " in result.stderr
@@ -78,20 +92,36 @@ def test_a_run_killed_50_times_at_random_points_equals_an_unbroken_one(folder: P
     Path("in.jsonl").write_text(lines(500, broken=(7, 61)))
     expected = unbroken("--context", 128)
     chosen, done = random.Random(1), []
-    with Starter(["--no-usage", "--no-reserve", "--context", "128", "--parallel", "1", "--resume", "-q"]) as starter:
-        beginning = {as_user: starter.seconds("one.jsonl", as_user=as_user) for as_user in (True, False)}
+    with Starter(
+        ["--no-usage", "--no-reserve", "--context", "128", "--parallel", "1", "--resume", "-q"]
+    ) as starter:
+        beginning = {
+            as_user: starter.seconds("one.jsonl", as_user=as_user) for as_user in (True, False)
+        }
         for kill in range(KILLS):
             as_user = kill % 10 == 9
             process = starter.start("in.jsonl", "out.jsonl", as_user=as_user)
-            wait_for_commits(1 + (kill in (15, 35)), Path("out.jsonl.run"), at_most=chosen.uniform(0, 1.5 * beginning[as_user]))
+            wait_for_commits(
+                1 + (kill in (15, 35)),
+                Path("out.jsonl.run"),
+                at_most=chosen.uniform(0, 1.5 * beginning[as_user]),
+            )
             time.sleep(chosen.uniform(0, 0.05))
             process.kill()
-            assert process.wait() == -signal.SIGKILL, "it ended before it was killed: give it more lines"
-            assert expected.startswith(Path("out.jsonl").read_bytes() if Path("out.jsonl").exists() else b"")
-            if kill % 5 == 4 and Path("out.jsonl.run").exists():  # otherwise it is left to the program to look at it first
+            assert process.wait() == -signal.SIGKILL, (
+                "it ended before it was killed: give it more lines"
+            )
+            assert expected.startswith(
+                Path("out.jsonl").read_bytes() if Path("out.jsonl").exists() else b""
+            )
+            if (
+                kill % 5 == 4 and Path("out.jsonl.run").exists()
+            ):  # otherwise it is left to the program to look at it first
                 with Store.open(Path("out.jsonl.run")) as store:
                     done.append(store.counts.done)
-        assert starter.start("in.jsonl", "out.jsonl", as_user=True).wait() == 1  # two lines are broken
+        assert (
+            starter.start("in.jsonl", "out.jsonl", as_user=True).wait() == 1
+        )  # two lines are broken
     assert Path("out.jsonl").read_bytes() == expected
     assert not Path("out.jsonl.run").exists()
     assert done == sorted(done)
@@ -131,7 +161,9 @@ class Starter:
             "    print(pid, flush=True)\n"
             "    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)\n"
         )
-        self._parent = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._parent = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         assert self._parent.stdout is not None
         assert self._parent.stdout.readline() == "ready\n"
         return self
@@ -141,7 +173,9 @@ class Starter:
 
     def start(self, source: str, target: str, *, as_user: bool) -> Any:
         arguments = ["batch", source, "-o", target, *self._options]
-        if as_user or sys.platform == "darwin":  # where what Metal has started does not survive a fork
+        if (
+            as_user or sys.platform == "darwin"
+        ):  # where what Metal has started does not survive a fork
             return subprocess.Popen([sys.executable, "-m", "mlxrunner", *arguments])
         return Fork(self._parent, arguments)
 
@@ -190,20 +224,39 @@ def test_the_order_of_running_and_the_number_at_a_time_may_change(folder: Path) 
     """They don't change the answers."""
     expected = unbroken()
     stop_in_the_middle()
-    result = run("in.jsonl", "-o", "out.jsonl", "--no-usage", "--parallel", 3, "--resume", "--retries", 1, "--timeout", 600)
+    result = run(
+        "in.jsonl",
+        "-o",
+        "out.jsonl",
+        "--no-usage",
+        "--parallel",
+        3,
+        "--resume",
+        "--retries",
+        1,
+        "--timeout",
+        600,
+    )
     assert "3 lines at a time" in result.stderr
     assert Path("out.jsonl").read_bytes() == expected
 
 
-@pytest.mark.parametrize("kept", [0, 1, 40, 200, -1], ids=["empty", "one byte", "torn", "later", "newline lost"])
-def test_an_output_that_lost_its_end_gets_it_from_the_store(folder: Path, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "kept", [0, 1, 40, 200, -1], ids=["empty", "one byte", "torn", "later", "newline lost"]
+)
+def test_an_output_that_lost_its_end_gets_it_from_the_store(
+    folder: Path, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A power cut after the store was committed; nothing is run for it."""
     expected = unbroken()
     stop_in_the_middle()
     content = Path("out.jsonl").read_bytes()
     Path("out.jsonl").write_bytes(content[:kept])
     with monkeypatch.context() as patched:
-        patched.setattr("mlxrunner.batch.work.survey", lambda *arguments: (_ for _ in ()).throw(KeyboardInterrupt))
+        patched.setattr(
+            "mlxrunner.batch.work.survey",
+            lambda *arguments: (_ for _ in ()).throw(KeyboardInterrupt),
+        )
         assert resume().exit_code == 130
     assert Path("out.jsonl").read_bytes() == content
     resume()
@@ -238,12 +291,20 @@ def test_killed_after_the_last_answer(folder: Path, monkeypatch: pytest.MonkeyPa
     """Everything is in the store, and not all in the output: nothing is left to run, no model is loaded."""
     expected = unbroken()
     with monkeypatch.context() as patched:
-        patched.setattr("mlxrunner.batch.output.Output.seal", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+        patched.setattr(
+            "mlxrunner.batch.output.Output.seal",
+            lambda self: (_ for _ in ()).throw(KeyboardInterrupt),
+        )
         assert resume().exit_code == 130
     Path("out.jsonl").write_bytes(expected[:-50])
-    monkeypatch.setattr("mlxrunner.batch.work.open_runner", lambda *arguments: pytest.fail("a model is loaded"))
+    monkeypatch.setattr(
+        "mlxrunner.batch.work.open_runner", lambda *arguments: pytest.fail("a model is loaded")
+    )
     result = resume()
-    assert (result.exit_code, "out.jsonl is complete (12 lines): nothing to do" in result.stderr) == (1, True)
+    assert (
+        result.exit_code,
+        "out.jsonl is complete (12 lines): nothing to do" in result.stderr,
+    ) == (1, True)
     assert Path("out.jsonl").read_bytes() == expected
     assert not Path("out.jsonl.run").exists()
 
@@ -294,7 +355,10 @@ def test_resume_of_a_complete_output_refuses_what_it_was_not_made_from(
     assert (result.exit_code, f"whole.jsonl was begun with {message}" in result.stderr) == (2, True)
     Path("in.jsonl").write_text(text.replace("Ana", "Ann", 1))
     result = run(*again)
-    assert (result.exit_code, "whole.jsonl was begun with another input: " in result.stderr) == (2, True)
+    assert (result.exit_code, "whole.jsonl was begun with another input: " in result.stderr) == (
+        2,
+        True,
+    )
     assert Path("whole.jsonl").read_bytes() == expected
 
 
@@ -306,16 +370,26 @@ def test_resume_of_an_output_that_nothing_is_known_of_is_refused(folder: Path) -
     result = run(*again)
     assert (
         result.exit_code,
-        f"has {len(expected) + 3} bytes, and the run that wrote it left {len(expected)}" in result.stderr,
+        f"has {len(expected) + 3} bytes, and the run that wrote it left {len(expected)}"
+        in result.stderr,
     ) == (
         2,
         True,
     )
     Path("whole.jsonl").write_bytes(expected)
-    for broken in ("", "[1]", "{}", '{"lines": 1, "failed": 0, "size": 5, "made_from": 5}', "[" * 10_000):
+    for broken in (
+        "",
+        "[1]",
+        "{}",
+        '{"lines": 1, "failed": 0, "size": 5, "made_from": 5}',
+        "[" * 10_000,
+    ):
         Path("whole.jsonl.done").write_text(broken)
         result = run(*again)
-        assert (result.exit_code, "and neither whole.jsonl.run nor whole.jsonl.done" in result.stderr) == (2, True)
+        assert (
+            result.exit_code,
+            "and neither whole.jsonl.run nor whole.jsonl.done" in result.stderr,
+        ) == (2, True)
     Path("whole.jsonl").unlink()
     assert run(*again, "--max-tokens", 3).exit_code == 1
     assert "nothing to do" in run(*again, "--max-tokens", 3).stderr
@@ -329,7 +403,10 @@ def test_an_output_that_was_changed_and_kept_its_size_is_not_complete(folder: Pa
     Path("whole.jsonl").write_bytes(changed)
     result = run("in.jsonl", "-o", "whole.jsonl", "--no-usage", "--resume")
     assert result.exit_code == 2
-    assert "whole.jsonl: is not what the run left, somebody has changed it: choose another -o, or remove it" in result.stderr
+    assert (
+        "whole.jsonl: is not what the run left, somebody has changed it: choose another -o, or remove it"
+        in result.stderr
+    )
     assert Path("whole.jsonl").read_bytes() == changed
     Path("whole.jsonl").write_bytes(expected)
     assert "nothing to do" in run("in.jsonl", "-o", "whole.jsonl", "--no-usage", "--resume").stderr
@@ -352,7 +429,10 @@ def test_a_damaged_store_says_so_and_offers_no_resume(folder: Path, at: str) -> 
     result = resume()
     assert result.exit_code == 2, result.stderr
     assert result.stderr.startswith("mlxrunner: out.jsonl.run: is ")
-    assert "no run can be gone on with from it. Remove it and begin again with another -o" in result.stderr
+    assert (
+        "no run can be gone on with from it. Remove it and begin again with another -o"
+        in result.stderr
+    )
     assert "to go on" not in result.stderr
     assert Path("out.jsonl").read_bytes() == answers
     assert store.exists()
@@ -362,7 +442,18 @@ def test_a_damaged_store_says_so_and_offers_no_resume(folder: Path, at: str) -> 
 def test_a_run_that_is_told_to_end_says_how_to_go_on(folder: Path, number: signal.Signals) -> None:
     """By `kill`, or a window that is closed: the answers that are there stay, and the rest equals an unbroken run."""
     expected = unbroken("--context", 128)
-    command = ["batch", "in.jsonl", "-o", "out.jsonl", "--no-usage", "--no-reserve", "--context", "128", "--parallel", "1"]
+    command = [
+        "batch",
+        "in.jsonl",
+        "-o",
+        "out.jsonl",
+        "--no-usage",
+        "--no-reserve",
+        "--context",
+        "128",
+        "--parallel",
+        "1",
+    ]
     command += ["--order", "input"]
     code = (
         "import time\nfrom mlxrunner.batch import writer\nfrom mlxrunner.cli import main\n"
@@ -375,7 +466,9 @@ def test_a_run_that_is_told_to_end_says_how_to_go_on(folder: Path, number: signa
         "writer.Writer.flush = slow\n"
         "main()\n"
     )
-    process = subprocess.Popen([sys.executable, "-c", code, *command], stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *command], stderr=subprocess.PIPE, text=True
+    )
     while not Path("waits").exists():
         assert process.poll() is None
         time.sleep(0.005)
@@ -392,7 +485,17 @@ def test_a_run_that_is_told_to_end_says_how_to_go_on(folder: Path, number: signa
 def test_nohup_protects_a_run(folder: Path) -> None:
     """A window that is closed does not end it."""
     code = "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN); from mlxrunner.cli import main; main(sys.argv[1:])"
-    command = ["batch", "in.jsonl", "-o", "out.jsonl", "--no-usage", "--no-reserve", "--parallel", "1", "-q"]
+    command = [
+        "batch",
+        "in.jsonl",
+        "-o",
+        "out.jsonl",
+        "--no-usage",
+        "--no-reserve",
+        "--parallel",
+        "1",
+        "-q",
+    ]
     process = subprocess.Popen([sys.executable, "-c", code, *command])
     while not Path("out.jsonl").exists():
         time.sleep(0.005)
@@ -416,7 +519,17 @@ def test_a_plan_leaves_the_run_alone_that_it_is_about(folder: Path) -> None:
     """Killed while it read the input, or later: the store stays as it was; what is refused by the run is refused here."""
     expected = unbroken()
     Store.create(Path("out.jsonl.run")).close()
-    plan = ["in.jsonl", "-o", "out.jsonl", "--no-usage", "--parallel", 1, "--resume", "--plan", "--json"]
+    plan = [
+        "in.jsonl",
+        "-o",
+        "out.jsonl",
+        "--no-usage",
+        "--parallel",
+        1,
+        "--resume",
+        "--plan",
+        "--json",
+    ]
     before = Path("out.jsonl.run").read_bytes()
     assert json.loads(run(*plan).stdout)["done"] == 0
     assert Path("out.jsonl.run").read_bytes() == before
@@ -501,15 +614,22 @@ def test_a_run_from_standard_input_goes_on_with_or_without_it(folder: Path) -> N
         Path("out.jsonl").unlink()
 
 
-def test_a_refused_resume_keeps_a_store_that_has_no_answer_yet(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_resume_keeps_a_store_that_has_no_answer_yet(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Killed between the end of the input and the first answer: what came from standard input is nowhere else."""
     expected, text = unbroken(), Path("in.jsonl").read_text()
     arguments = ["-", "-o", "out.jsonl", "--no-usage", "--parallel", 1]
     with monkeypatch.context() as patched:
-        patched.setattr("mlxrunner.batch.work.open_output", lambda job: (_ for _ in ()).throw(KeyboardInterrupt))
+        patched.setattr(
+            "mlxrunner.batch.work.open_output", lambda job: (_ for _ in ()).throw(KeyboardInterrupt)
+        )
         patched.setattr(Path, "unlink", lambda self: None)  # a killed process doesn't tidy up
         assert run(*arguments, stdin=text).exit_code == 130
-    assert "another --temperature: 0.0 then, 1.0 now" in run(*arguments, "--resume", "--temperature", 1).stderr
+    assert (
+        "another --temperature: 0.0 then, 1.0 now"
+        in run(*arguments, "--resume", "--temperature", 1).stderr
+    )
     assert run(*arguments, "--resume", "--strict").exit_code == 2
     run(*arguments, "--resume")
     assert Path("out.jsonl").read_bytes() == expected
@@ -521,10 +641,22 @@ def test_a_second_run_at_the_same_time_is_refused(folder: Path) -> None:
     before = Path("out.jsonl").read_bytes()
     with Store.open(Path("out.jsonl.run")):
         for arguments in ([], ["--resume"]):
-            code = [sys.executable, "-m", "mlxrunner", "batch", "in.jsonl", "-o", "out.jsonl", *arguments]
+            code = [
+                sys.executable,
+                "-m",
+                "mlxrunner",
+                "batch",
+                "in.jsonl",
+                "-o",
+                "out.jsonl",
+                *arguments,
+            ]
             result = subprocess.run(code, capture_output=True, text=True)
             assert result.returncode == 2
-            assert "mlxrunner: out.jsonl.run: another process is using it: wait for its end\n" in result.stderr
+            assert (
+                "mlxrunner: out.jsonl.run: another process is using it: wait for its end\n"
+                in result.stderr
+            )
     assert Path("out.jsonl").read_bytes() == before
 
 
@@ -550,7 +682,10 @@ def test_a_file_that_may_not_grow_is_one_line_and_loses_nothing(folder: Path, li
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == (1 if limit < 1000 else 2)  # cut off, or never begun
     assert "Traceback" not in result.stderr
-    assert "disk I/O error; what was committed is kept" in result.stderr or "can't be written: File too large" in result.stderr
+    assert (
+        "disk I/O error; what was committed is kept" in result.stderr
+        or "can't be written: File too large" in result.stderr
+    )
     resume()
     assert Path("out.jsonl").read_bytes() == expected
 
@@ -559,17 +694,26 @@ def test_a_full_disk_is_one_line_and_loses_nothing(folder: Path) -> None:
     """A disk that gets larger by a page each time it is full, wherever that is. Needs the right to mount one."""
     expected = unbroken()
     Path("small").mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "none", "small"], capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=16k", "none", "small"], capture_output=True
+    ).returncode:
         pytest.skip("no right to mount")
     said = []
     try:
         for pages in range(5, 100):
-            result = run("in.jsonl", "-o", "small/out.jsonl", "--no-usage", "--parallel", 1, "--resume")
+            result = run(
+                "in.jsonl", "-o", "small/out.jsonl", "--no-usage", "--parallel", 1, "--resume"
+            )
             said.append(result.stderr)
-            if "the disk is full" not in result.stderr and "No space left on device" not in result.stderr:
+            if (
+                "the disk is full" not in result.stderr
+                and "No space left on device" not in result.stderr
+            ):
                 break
             assert result.exit_code in (1, 2)
-            assert expected.startswith(Path("small/out.jsonl").read_bytes() if Path("small/out.jsonl").exists() else b"")
+            assert expected.startswith(
+                Path("small/out.jsonl").read_bytes() if Path("small/out.jsonl").exists() else b""
+            )
             subprocess.run(["mount", "-o", f"remount,size={4 * pages}k", "small"], check=True)
         assert Path("small/out.jsonl").read_bytes() == expected
         assert sorted(os.listdir("small")) == ["out.jsonl", "out.jsonl.done"]
@@ -611,7 +755,10 @@ def test_ctrl_c_finishes_the_current_line_and_says_how_to_go_on(folder: Path) ->
     _, said = process.communicate()
     assert process.returncode == 130
     assert "finishing the lines that are running" in said
-    assert "to go on: mlxrunner batch in.jsonl -o out.jsonl --no-usage --no-reserve --parallel 1 --order input --resume\n" in said
+    assert (
+        "to go on: mlxrunner batch in.jsonl -o out.jsonl --no-usage --no-reserve --parallel 1 --order input --resume\n"
+        in said
+    )
     with Store.open(Path("out.jsonl.run")) as store:
         assert 0 < store.counts.done < 40
         assert len(Path("out.jsonl").read_bytes().splitlines()) == store.counts.done
@@ -622,7 +769,10 @@ def test_ctrl_c_finishes_the_current_line_and_says_how_to_go_on(folder: Path) ->
 
 def test_a_second_ctrl_c_stops_at_once(folder: Path) -> None:
     """In the middle of an answer, which is not written; what was finished is not lost."""
-    long = [{"prompt": "Hello!", "max_tokens": 2}, {"prompt": "Zebra", "stop_tokens": [], "max_tokens": 1900}]
+    long = [
+        {"prompt": "Hello!", "max_tokens": 2},
+        {"prompt": "Zebra", "stop_tokens": [], "max_tokens": 1900},
+    ]
     Path("in.jsonl").write_text("\n".join(map(json.dumps, long)))
     process = started()
     time.sleep(0.5)

@@ -53,7 +53,10 @@ def requests(count: int = 12, **options: Any) -> list[BatchRequest]:
 
 
 def texts(results: list[BatchResult]) -> list[Any]:
-    return [(result.index, result.id, result.result and result.result.tokens, result.error) for result in results]
+    return [
+        (result.index, result.id, result.result and result.result.tokens, result.error)
+        for result in results
+    ]
 
 
 def test_the_package_exports_it_without_importing_mlx() -> None:
@@ -79,10 +82,14 @@ def test_results_come_in_the_order_of_the_requests_and_equal_runs_one_by_one(alo
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"temperature": 1.0, "seed": 5}, {"repetition_penalty": 1.3}], ids=["greedy", "seeded", "penalty"]
+    "options",
+    [{}, {"temperature": 1.0, "seed": 5}, {"repetition_penalty": 1.3}],
+    ids=["greedy", "seeded", "penalty"],
 )
 @pytest.mark.parametrize("output_order", ["input", "done"])
-def test_parallel_equals_single(alone: Runner, together: ParallelRunner, options: dict[str, Any], output_order: str) -> None:
+def test_parallel_equals_single(
+    alone: Runner, together: ParallelRunner, options: dict[str, Any], output_order: str
+) -> None:
     """The same tokens, by either runner, in either order."""
     asked = requests(20, max_tokens=6, stop_tokens=[])
     one = sorted(texts(list(run_batch(alone, asked, output_order=output_order, **options))))
@@ -100,8 +107,12 @@ def test_the_prefix_order_evaluates_each_node_of_the_tree_once(alone: Runner) ->
 
     def evaluated(order: Any) -> int:
         alone.reset()
-        results = run_batch(alone, [BatchRequest(prompt) for prompt in asked], order=order, max_tokens=1)
-        return sum(result.result.usage.evaluated_tokens for result in results if result.result is not None)
+        results = run_batch(
+            alone, [BatchRequest(prompt) for prompt in asked], order=order, max_tokens=1
+        )
+        return sum(
+            result.result.usage.evaluated_tokens for result in results if result.result is not None
+        )
 
     assert evaluated("prefix") == least.nodes + least.repeats
     assert least.repeats == 2
@@ -111,10 +122,15 @@ def test_the_prefix_order_evaluates_each_node_of_the_tree_once(alone: Runner) ->
 def test_the_200_prompts_evaluate_20393_tokens() -> None:
     """As many as their tree has nodes: the measured case, run on the oracle model."""
     runner = oracle_runner(context=2048, prefill_step=2048)
-    asked = [BatchRequest([int(token) % 250 for token in prompt]) for prompt in shared_prefixes(vocab=250)]
+    asked = [
+        BatchRequest([int(token) % 250 for token in prompt])
+        for prompt in shared_prefixes(vocab=250)
+    ]
     results = list(run_batch(runner, asked, max_tokens=1))
     assert [result.error for result in results] == [None] * 200
-    assert sum(result.result.usage.evaluated_tokens for result in results if result.result) == 20_393
+    assert (
+        sum(result.result.usage.evaluated_tokens for result in results if result.result) == 20_393
+    )
 
 
 def test_done_gives_results_as_they_finish(alone: Runner) -> None:
@@ -127,7 +143,10 @@ def test_done_gives_results_as_they_finish(alone: Runner) -> None:
 
 BAD: dict[str, tuple[BatchRequest, str]] = {
     "empty": (BatchRequest([]), "the prompt is empty"),
-    "too long": (BatchRequest([1] * 256), "has 256 tokens, which leaves no room in the context of 256"),
+    "too long": (
+        BatchRequest([1] * 256),
+        "has 256 tokens, which leaves no room in the context of 256",
+    ),
     "no token": (BatchRequest([5, 9999]), "9999 is beyond the model's vocabulary"),
     "no prompt": (BatchRequest(7), "a prompt is a text, token ids or messages"),  # type: ignore[arg-type]
     "option": (BatchRequest("x", {"temperature": -1}), "temperature: -1 is out of range"),
@@ -138,7 +157,9 @@ BAD: dict[str, tuple[BatchRequest, str]] = {
 
 @pytest.mark.parametrize("kind", BAD)
 @pytest.mark.parametrize("which", ["alone", "together"])
-def test_a_bad_request_is_a_result_with_an_error(kind: str, which: str, request: pytest.FixtureRequest) -> None:
+def test_a_bad_request_is_a_result_with_an_error(
+    kind: str, which: str, request: pytest.FixtureRequest
+) -> None:
     """In its place, in one line; the others are answered."""
     runner, (bad, message) = request.getfixturevalue(which), BAD[kind]
     results = list(run_batch(runner, [*requests(2), bad, *requests(2)], max_tokens=2))
@@ -186,7 +207,9 @@ def test_a_request_that_fails_costs_only_itself(which: str, request: pytest.Fixt
     runner = with_failures(which, request, times=100)
     results = list(run_batch(runner, [*asked[:4], bad, *asked[4:]]))
     assert results[4].error == "RuntimeError: the device fell over"
-    assert [entry[1:] for entry in texts(results[:4] + results[5:])] == [entry[1:] for entry in expected]
+    assert [entry[1:] for entry in texts(results[:4] + results[5:])] == [
+        entry[1:] for entry in expected
+    ]
 
 
 @pytest.mark.parametrize("which", ["alone", "together"])
@@ -200,22 +223,33 @@ def test_retries(which: str, retries: int, fails: bool, request: pytest.FixtureR
 
 
 @pytest.mark.parametrize("which", ["alone", "together"])
-def test_a_timeout_ends_one_request_only(which: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_timeout_ends_one_request_only(
+    which: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Seconds are counted from its own begin; the error says how many it had."""
     runner = request.getfixturevalue(which)
     now = [0.0]
-    monkeypatch.setattr("mlxrunner.batch.run.time.monotonic", lambda: now.__setitem__(0, now[0] + 1) or now[0])
-    asked = [BatchRequest([1, 2, 3], {"max_tokens": 2}), BatchRequest([4, 5], {"max_tokens": 200, "stop_tokens": []})]
+    monkeypatch.setattr(
+        "mlxrunner.batch.run.time.monotonic", lambda: now.__setitem__(0, now[0] + 1) or now[0]
+    )
+    asked = [
+        BatchRequest([1, 2, 3], {"max_tokens": 2}),
+        BatchRequest([4, 5], {"max_tokens": 200, "stop_tokens": []}),
+    ]
     results = list(run_batch(runner, [*asked, asked[0]], timeout=30))
     assert [result.error is None for result in results] == [True, False, True]
     assert "stopped after 30 s without an end" in str(results[1].error)
 
 
-def test_a_timeout_is_noticed_between_the_pieces_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_timeout_is_noticed_between_the_pieces_of_a_prompt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Not only between tokens; what was evaluated stays in the entry."""
     runner = oracle_runner(prefill_step=4)
     now = [0.0]
-    monkeypatch.setattr("mlxrunner.batch.run.time.monotonic", lambda: now.__setitem__(0, now[0] + 1) or now[0])
+    monkeypatch.setattr(
+        "mlxrunner.batch.run.time.monotonic", lambda: now.__setitem__(0, now[0] + 1) or now[0]
+    )
     (result,) = run_batch(runner, [BatchRequest(list(range(100)))], timeout=5, max_tokens=1)
     assert "stopped after 5 s" in str(result.error)
     assert 0 < len(runner.entry.tokens) < 99
@@ -235,22 +269,33 @@ def test_the_seed_of_all_differs_from_line_to_line(alone: Runner) -> None:
 
 def test_log_probabilities_come_with_the_result(alone: Runner, together: ParallelRunner) -> None:
     """Through the temporary file that keeps the order, too."""
-    one, several = (list(run_batch(runner, requests(3, max_tokens=2, logprobs=2))) for runner in (alone, together))
+    one, several = (
+        list(run_batch(runner, requests(3, max_tokens=2, logprobs=2)))
+        for runner in (alone, together)
+    )
     for a, b in zip(one, several, strict=True):
         assert a.result is not None
         assert b.result is not None
         assert a.result.logprobs is not None
         assert b.result.logprobs is not None
-        assert [list(top) for _, top in a.result.logprobs] == [list(top) for _, top in b.result.logprobs]
-        assert [own for own, _ in a.result.logprobs] == pytest.approx([own for own, _ in b.result.logprobs], abs=1e-4)
+        assert [list(top) for _, top in a.result.logprobs] == [
+            list(top) for _, top in b.result.logprobs
+        ]
+        assert [own for own, _ in a.result.logprobs] == pytest.approx(
+            [own for own, _ in b.result.logprobs], abs=1e-4
+        )
 
 
 @pytest.mark.parametrize("which", ["alone", "together"])
-def test_closing_the_iterator_leaves_the_runner_usable(which: str, request: pytest.FixtureRequest) -> None:
+def test_closing_the_iterator_leaves_the_runner_usable(
+    which: str, request: pytest.FixtureRequest
+) -> None:
     """No request of it is left behind."""
     runner = request.getfixturevalue(which)
     expected = texts(list(run_batch(runner, requests(4, max_tokens=3))))
-    with closing(run_batch(runner, requests(9, max_tokens=30, stop_tokens=[]), output_order="done")) as results:  # type: ignore[type-var]
+    with closing(
+        run_batch(runner, requests(9, max_tokens=30, stop_tokens=[]), output_order="done")
+    ) as results:  # type: ignore[type-var]
         next(results)
     assert texts(list(run_batch(runner, requests(4, max_tokens=3)))) == expected
 
@@ -288,7 +333,9 @@ def test_an_interrupt_leaves_the_runner_usable(
         ({"temperature": 1000}, "temperature: 1000 is out of range"),
     ],
 )
-def test_options_of_the_batch_are_checked_at_once(alone: Runner, options: dict[str, Any], message: str) -> None:
+def test_options_of_the_batch_are_checked_at_once(
+    alone: Runner, options: dict[str, Any], message: str
+) -> None:
     """Before a request is read."""
     with pytest.raises(OptionError, match=message):
         run_batch(alone, iter(()), **options)
@@ -299,9 +346,14 @@ def test_no_requests_are_no_results(alone: Runner, together: ParallelRunner) -> 
     assert list(run_batch(alone, [])) == list(run_batch(together, [])) == []
 
 
-def test_an_answer_that_fills_the_context_can_be_an_error_in_parallel_too(alone: Runner, together: ParallelRunner) -> None:
+def test_an_answer_that_fills_the_context_can_be_an_error_in_parallel_too(
+    alone: Runner, together: ParallelRunner
+) -> None:
     """overflow="error", which the parallel runner itself does not have."""
-    asked = [BatchRequest([3] * 250, {"overflow": "error", "stop_tokens": []}), BatchRequest([4] * 250, {"max_tokens": 2})]
+    asked = [
+        BatchRequest([3] * 250, {"overflow": "error", "stop_tokens": []}),
+        BatchRequest([4] * 250, {"max_tokens": 2}),
+    ]
     one, several = (texts(list(run_batch(runner, asked))) for runner in (alone, together))
     assert one == several
     assert "the answer filled the context of 256 tokens after 6 tokens" in str(one[0][3])
@@ -319,10 +371,17 @@ def test_a_busy_runner_is_the_callers_error() -> None:
 def test_where_cells_are_few_requests_wait_for_room() -> None:
     """They are not refused; one that would never fit is an error of its own."""
     model, facts = llama()
-    asked = [*requests(12, max_tokens=5, stop_tokens=[]), BatchRequest([1, 2, 3], {"max_tokens": 200})]
-    with ParallelRunner(model, ByteTokenizer(), facts, max_sequences=4, capacity=256, cells=130) as runner:
+    asked = [
+        *requests(12, max_tokens=5, stop_tokens=[]),
+        BatchRequest([1, 2, 3], {"max_tokens": 200}),
+    ]
+    with ParallelRunner(
+        model, ByteTokenizer(), facts, max_sequences=4, capacity=256, cells=130
+    ) as runner:
         results = list(run_batch(runner, asked))
-    expected = texts(list(run_batch(Runner(model, ByteTokenizer(), facts, context=256), asked[:12])))
+    expected = texts(
+        list(run_batch(Runner(model, ByteTokenizer(), facts, context=256), asked[:12]))
+    )
     assert texts(results[:12]) == expected
     assert results[12].result is None
     assert "130" in str(results[12].error)
@@ -332,11 +391,15 @@ def test_in_parallel_shared_prefixes_are_evaluated_once(together: ParallelRunner
     """Requests that share a beginning start close together, and wait for whoever evaluates it."""
     asked = [BatchRequest(prompt) for prompt in prompts(14, seed=3)]
     results = list(run_batch(together, asked, max_tokens=3, stop_tokens=[]))
-    evaluated = sum(result.result.usage.evaluated_tokens for result in results if result.result is not None)
+    evaluated = sum(
+        result.result.usage.evaluated_tokens for result in results if result.result is not None
+    )
     assert evaluated <= 2 * 40 + sum(len(request.prompt) - 40 + 4 for request in asked)
 
 
-def test_what_mlx_keeps_of_freed_buffers_is_given_back(together: ParallelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_mlx_keeps_of_freed_buffers_is_given_back(
+    together: ParallelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Steps of ever new sizes leave ever more of them: memory would grow with the number of lines."""
     monkeypatch.setattr("mlxrunner.batch.run.GIVE_BACK_EVERY", 4)
     given = []

@@ -27,7 +27,11 @@ def test_what_was_measured_last_is_known(folder: Path) -> None:
     assert known_speed("demo") is None
     for model, speed in [("demo", SLOW), ("owner/name", SLOW), ("demo", FAST)]:
         remember_speed(model, speed)
-    assert (known_speed("demo"), known_speed("owner/name"), known_speed("other")) == (FAST, SLOW, None)
+    assert (known_speed("demo"), known_speed("owner/name"), known_speed("other")) == (
+        FAST,
+        SLOW,
+        None,
+    )
     assert speed_file() == folder / "mlxrunner" / "speed.json"
     assert stat.S_IMODE(speed_file().stat().st_mode) == 0o600
     assert [file.name for file in speed_file().parent.iterdir()] == ["speed.json"]
@@ -40,7 +44,9 @@ def test_by_default_in_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert speed_file() == tmp_path / ".cache" / "mlxrunner" / "speed.json"
 
 
-def test_a_directory_is_known_by_any_of_its_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_is_known_by_any_of_its_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Relative or whole, with a slash or without."""
     (tmp_path / "model").mkdir()
     monkeypatch.chdir(tmp_path)

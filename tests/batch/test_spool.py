@@ -42,7 +42,13 @@ def test_a_line_becomes_its_tokens() -> None:
         None,
     )
     assert chat.tokens.tolist() == ByteTokenizer().encode(ByteTokenizer().render(messages))
-    assert (broken.index, broken.number, broken.id, broken.tokens.tolist(), broken.error) == (2, 9, "b", [], "line 9: broken")
+    assert (broken.index, broken.number, broken.id, broken.tokens.tolist(), broken.error) == (
+        2,
+        9,
+        "b",
+        [],
+        "line 9: broken",
+    )
 
 
 @pytest.mark.parametrize("length", [98, 99, 100])
@@ -52,12 +58,16 @@ def test_a_prompt_that_is_too_long(length: int, overflow: str, by: str) -> None:
     """Is an error with both numbers where it leaves no room for an answer; not where a full context is shifted."""
     options = {"overflow": overflow}
     line = Line(0, 1, "x" * (length - 1), options=options if by == "line" else {})
-    (found,) = spooled([line], context=99, defaults=options if by == "default" else {"overflow": "stop"})
+    (found,) = spooled(
+        [line], context=99, defaults=options if by == "default" else {"overflow": "stop"}
+    )
     if length < 99 or overflow == "shift":
         assert (len(found.tokens), found.error) == (length, None)
     else:
         assert found.error is not None
-        assert found.error.startswith(f"line 1: the prompt has {length} tokens, which leaves no room in the context of 99 tokens")
+        assert found.error.startswith(
+            f"line 1: the prompt has {length} tokens, which leaves no room in the context of 99 tokens"
+        )
 
 
 def test_what_the_template_or_the_tokenizer_refuses() -> None:
@@ -70,7 +80,9 @@ def test_what_the_template_or_the_tokenizer_refuses() -> None:
         def encode(self, text: str) -> list[int]:
             return []
 
-    chat, empty = spooled([Line(0, 5, [{"role": "user", "content": "a"}]), Line(1, 6, "a")], Refusing())
+    chat, empty = spooled(
+        [Line(0, 5, [{"role": "user", "content": "a"}]), Line(1, 6, "a")], Refusing()
+    )
     assert chat.error == "line 5: no such roles"
     assert empty.error == "line 6: the prompt is empty: at least one token is needed"
 
@@ -108,7 +120,9 @@ def test_requests_of_a_program() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [2**70, (1,), "\ud800", 1.5, True, object()], ids=["long", "tuple", "half", "float", "bool", "object"]
+    "name",
+    [2**70, (1,), "\ud800", 1.5, True, object()],
+    ids=["long", "tuple", "half", "float", "bool", "object"],
 )
 def test_an_id_that_cannot_be_is_an_error_of_its_request_only(name: Any) -> None:
     """It can't come back; the index says which one it was."""
@@ -118,7 +132,10 @@ def test_an_id_that_cannot_be_is_an_error_of_its_request_only(name: Any) -> None
     assert bad.error.startswith("id ")
 
 
-@pytest.mark.parametrize(("options", "kept"), [({"overflow": "shift"}, 12), ({"overflow": "shift", "keep": 3}, 3), ({}, None)])
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [({"overflow": "shift"}, 12), ({"overflow": "shift", "keep": 3}, 3), ({}, None)],
+)
 def test_what_a_shift_keeps(options: dict[str, Any], kept: int | None) -> None:
     """By default the system prompt with BOS, as for a prompt of messages; that is counted here, as the store has tokens only."""
     messages: Any = [{"role": "system", "content": "S!"}, {"role": "user", "content": "hi"}]

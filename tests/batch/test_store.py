@@ -56,17 +56,26 @@ def test_an_entry_comes_back_as_it_went_in(name: str | int | None, tmp_path: Pat
 
 
 @settings(deadline=None)
-@given(st.lists(st.lists(st.integers(0, 2) | st.sampled_from([255, 256, 65536, 2**31 - 1]), max_size=5), max_size=25))
+@given(
+    st.lists(
+        st.lists(st.integers(0, 2) | st.sampled_from([255, 256, 65536, 2**31 - 1]), max_size=5),
+        max_size=25,
+    )
+)
 def test_prefix_order_is_the_order_of_the_tokens(prompts: list[list[int]]) -> None:
     """As lists of numbers compare, equal ones as they came; input order is the order of the input."""
     with filled(prompts) as store:
-        assert indices(store.pending("prefix")) == sorted(range(len(prompts)), key=lambda index: (prompts[index], index))
+        assert indices(store.pending("prefix")) == sorted(
+            range(len(prompts)), key=lambda index: (prompts[index], index)
+        )
         assert indices(store.pending("input")) == list(range(len(prompts)))
 
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=12), st.data())
-def test_what_is_recorded_during_an_iteration_does_not_come_any_more(tokens: list[int], data: st.DataObject) -> None:
+def test_what_is_recorded_during_an_iteration_does_not_come_any_more(
+    tokens: list[int], data: st.DataObject
+) -> None:
     """Results may come in any order while the entries are read: each entry comes once, or never if it was done before its turn."""
     with filled([[token] for token in tokens]) as store:
         order = indices(store.pending())
@@ -91,12 +100,18 @@ def test_results_come_back_in_both_orders(tmp_path: Path) -> None:
         for index in (2, 0):
             store.record(index, b"%d" % index, failed=index == 2)
         store.commit()
-        assert [(one.index, one.body, one.failed) for one in store.bodies("done")] == [(2, b"2", True), (0, b"0", False)]
+        assert [(one.index, one.body, one.failed) for one in store.bodies("done")] == [
+            (2, b"2", True),
+            (0, b"0", False),
+        ]
         first = list(store.bodies("input"))
         assert [one.index for one in first] == [0]
         store.record(1, b"\xff\0")
         store.commit()
-        assert [(one.index, one.body) for one in store.bodies("input", after=first[-1].place)] == [(1, b"\xff\0"), (2, b"2")]
+        assert [(one.index, one.body) for one in store.bodies("input", after=first[-1].place)] == [
+            (1, b"\xff\0"),
+            (2, b"2"),
+        ]
         last = list(store.bodies("done"))[-1]
         assert last.index == 1
         assert list(store.bodies("done", after=last.place)) == []
@@ -222,7 +237,9 @@ def test_only_its_owner_can_read_it(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["store"]
 
 
-def test_a_temporary_store_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_temporary_store_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It has no name that anybody could see, also while it is open and larger than its memory."""
     monkeypatch.setenv("SQLITE_TMPDIR", str(tmp_path))
     with Store.create() as store:
@@ -239,7 +256,9 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
     path = tmp_path / "store"
     program = "import sys; from mlxrunner.batch.store import Store; from pathlib import Path; Store.open(Path(sys.argv[1]))"
     with filled([[1]], path):
-        second = subprocess.run([sys.executable, "-c", program, path], capture_output=True, text=True, check=False)
+        second = subprocess.run(
+            [sys.executable, "-c", program, path], capture_output=True, text=True, check=False
+        )
         assert "another process is using it" in second.stderr.splitlines()[-1]
         with pytest.raises(StoreError, match="another process is using it"):
             Store.open(path)
@@ -272,7 +291,10 @@ def damaged(path: Path) -> None:
         (lambda path: path.mkdir(), "Is a directory"),
         (lambda path: path.write_text("{}\n" * 1000), "not a batch store"),
         (other_database, "is not a batch store"),
-        (other_version, f"of version {VERSION + 1}, and this program knows version {VERSION}: no run can be gone on with"),
+        (
+            other_version,
+            f"of version {VERSION + 1}, and this program knows version {VERSION}: no run can be gone on with",
+        ),
         (damaged, "not a batch store, or damaged"),
     ],
     ids=["missing", "a directory", "a text", "another database", "another version", "damaged"],
@@ -335,7 +357,9 @@ def test_killed_at_random_points(tmp_path: Path) -> None:
     random.seed(0)
     completed = committed = 0
     for attempt in range(20):
-        child = subprocess.Popen([sys.executable, "-c", CHILD, path], stdout=subprocess.PIPE, text=True)
+        child = subprocess.Popen(
+            [sys.executable, "-c", CHILD, path], stdout=subprocess.PIPE, text=True
+        )
         assert child.stdout is not None
         if attempt >= 8:
             child.stdout.readline()
@@ -348,11 +372,13 @@ def test_killed_at_random_points(tmp_path: Path) -> None:
             assert store.is_complete or not said
             completed = store.is_complete
             done = list(store.bodies("done"))
-            assert len(done) >= max([committed, *(int(number) for number in said if number != "ready")])
+            assert len(done) >= max(
+                [committed, *(int(number) for number in said if number != "ready")]
+            )
             assert all(one.body == b"%d" % one.index * 50 for one in done)
-            assert [one.index for one in done] == sorted(range(3000 * completed), key=lambda index: (index % 7, index))[
-                : len(done)
-            ]
+            assert [one.index for one in done] == sorted(
+                range(3000 * completed), key=lambda index: (index % 7, index)
+            )[: len(done)]
             assert len(done) + len(indices(store.pending())) == 3000 * completed
             committed = len(done)
     assert committed
@@ -409,7 +435,9 @@ with Store.open(Path({str(path)!r})) as store:
     except StoreError as error:
         print(index, error)
 """
-    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout
     committed = int(said.split()[0])
     assert "what was committed is kept" in said
     with Store.open(path) as store:
@@ -441,5 +469,7 @@ with Store.create(Path({str(tmp_path / "store")!r})) as store:
     assert sum(len(body.body) for body in store.bodies()) == 20_000_000
 print(megabytes() - before)
 """
-    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout
     assert int(said) < 120

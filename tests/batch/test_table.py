@@ -39,7 +39,9 @@ def test_a_prompt_is_a_user_message() -> None:
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
 def test_a_header_as_spreadsheets_write_it(mark: bytes) -> None:
     """With a byte order mark, spaces around names, quotes, names with spaces, Windows line ends."""
-    assert [line.prompt for line in read(mark + b'"a", first name \r\n1,2\r\n', "{a} {first name}")] == ["1 2"]
+    assert [
+        line.prompt for line in read(mark + b'"a", first name \r\n1,2\r\n', "{a} {first name}")
+    ] == ["1 2"]
 
 
 def test_empty_lines_before_the_header() -> None:
@@ -51,7 +53,10 @@ def test_empty_lines_before_the_header() -> None:
     ("row", "problem"),
     [
         (b"1", "row 2 has 1 values and the header 2 columns: none for 'b' (is a comma missing?)"),
-        (b"1,2,3", "row 2 has 3 values and the header 2 columns: '3' is behind the last, 'b' (are quotes missing?)"),
+        (
+            b"1,2,3",
+            "row 2 has 3 values and the header 2 columns: '3' is behind the last, 'b' (are quotes missing?)",
+        ),
         (b'"1"x,2', "not a CSV row: ',' expected after '\"'"),
         (b"\xff,2", "not a CSV row: it is not UTF-8"),
         (b"1\0,2", "not a CSV row: there is a NUL byte in it: is it a text file?"),
@@ -68,7 +73,9 @@ def test_a_bad_row_is_one_error(row: bytes, problem: str) -> None:
     assert bad.error.startswith(f"line 3: {problem}")
 
 
-@pytest.mark.parametrize(("row", "name"), [("7", "7"), ("7,a", "7"), ("7,a,b,c", "7"), (",a", None)])
+@pytest.mark.parametrize(
+    ("row", "name"), [("7", "7"), ("7,a", "7"), ("7,a,b,c", "7"), (",a", None)]
+)
 def test_a_row_of_another_length_keeps_its_id(row: str, name: str | None) -> None:
     """So that it can be found in the answers."""
     (bad,) = read(f"id,a,b\n{row}\n")
@@ -80,7 +87,10 @@ def test_a_row_of_another_length_keeps_its_id(row: str, name: str | None) -> Non
 def test_a_prompt_is_no_longer_than_a_line_may_be() -> None:
     """However often the template names a column: an error of that row, which keeps its id."""
     (one, other) = read(f"id,a\nx,{'z' * 90}\ny,z\n", "{a}" * 5, longest=100)
-    assert (one.id, one.error) == ("x", "line 2: row 1 makes a prompt of 465 characters, and 100 are the most")
+    assert (one.id, one.error) == (
+        "x",
+        "line 2: row 1 makes a prompt of 465 characters, and 100 are the most",
+    )
     assert (other.id, other.prompt) == ("y", "zzzzz")
 
 
@@ -90,7 +100,10 @@ def test_a_quote_that_is_never_closed() -> None:
     assert (first.prompt, bad.number) == ("1", 3)
     assert bad.error == "line 3: not a CSV row: unexpected end of data"
     lines = read('a,b\n1,2\n"3,4\n' + "5,6\n" * 100, longest=100)
-    assert lines[1].error == "line 3: not a CSV row: a row is longer than 100 bytes (is a quote missing?)"
+    assert (
+        lines[1].error
+        == "line 3: not a CSV row: a row is longer than 100 bytes (is a quote missing?)"
+    )
     assert lines[-1].prompt == "5"
 
 
@@ -108,7 +121,11 @@ def test_a_value_longer_than_csv_takes_by_default() -> None:
         ("a,b\n1,2\n", "{c} {a} {d}", "the CSV file has no column 'c', 'd': it has 'a', 'b'"),
         ("a,a\n1,2\n", "{a}", "the CSV file has more than one column 'a': number 1 and 2"),
         ("id,a, id\n1,2,3\n", "{a}", "the CSV file has more than one column 'id': number 1 and 3"),
-        ("a,b\r1,2\r3,4\r", "{a}", "there is a carriage return in it that ends no line: lines have to end with LF or CRLF"),
+        (
+            "a,b\r1,2\r3,4\r",
+            "{a}",
+            "there is a carriage return in it that ends no line: lines have to end with LF or CRLF",
+        ),
         ("\n\r\n", "{a}", "the CSV file has no header"),
         ("", "{a}", "the CSV file has no header: its first line has to name the columns"),
         ("\n", "{a}", "the CSV file has no header"),
@@ -128,7 +145,9 @@ def test_what_concerns_the_whole_file(content: bytes | str, template: str, probl
 
 
 @settings(deadline=None)
-@given(st.dictionaries(st.text("ab {}[].!:0", min_size=1), st.text(max_size=5), min_size=1, max_size=3))
+@given(
+    st.dictionaries(st.text("ab {}[].!:0", min_size=1), st.text(max_size=5), min_size=1, max_size=3)
+)
 def test_what_values_contain_is_not_looked_at(row: dict[str, str]) -> None:
     """Braces in values stay as they are; a column may have any name without braces."""
     columns = [name for name in row if not {"{", "}"} & set(name)]
@@ -139,7 +158,13 @@ def test_what_values_contain_is_not_looked_at(row: dict[str, str]) -> None:
 
 
 @settings(deadline=None)
-@given(st.lists(st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\0")), min_size=2, max_size=2)))
+@given(
+    st.lists(
+        st.lists(
+            st.text(st.characters(codec="utf-8", exclude_characters="\0")), min_size=2, max_size=2
+        )
+    )
+)
 def test_what_csv_writes_is_read_back(rows: list[list[str]]) -> None:
     """Whatever the texts: quotes, commas, line ends of any kind."""
     stream = io.StringIO(newline="")

@@ -34,7 +34,9 @@ def no_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_figure_of_a_model(tmp_path: Path) -> None:
     """Load, ceilings, prefill, decode and memory for each context, warm prompts of the longest, each as a share."""
     write_model(tmp_path / "m")
-    result = run(str(tmp_path / "m"), "--context", "64", "--context", "100", "--rounds", "2", "--json")
+    result = run(
+        str(tmp_path / "m"), "--context", "64", "--context", "100", "--rounds", "2", "--json"
+    )
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     figures = {figure["name"]: figure for figure in found["figures"]}
@@ -47,10 +49,19 @@ def test_every_figure_of_a_model(tmp_path: Path) -> None:
         "first token of 100, 100 % cached", "first token of 100, regenerated",
         "weights", "entry of 100 tokens",
     ]  # fmt: skip
-    assert all(0 < figure["min"] <= figure["median"] <= figure["max"] for figure in figures.values())
-    bound = {name: figure["ceiling"] for name, figure in figures.items() if figure["share"] is not None}
-    assert set(figures) - set(bound) == {"ceiling: bandwidth, float32", "ceiling: arithmetic, float32"}
-    assert [figure["evaluated"] for figure in figures.values() if figure["evaluated"] is not None] == [100, 50, 10, 1, 1, 1]
+    assert all(
+        0 < figure["min"] <= figure["median"] <= figure["max"] for figure in figures.values()
+    )
+    bound = {
+        name: figure["ceiling"] for name, figure in figures.items() if figure["share"] is not None
+    }
+    assert set(figures) - set(bound) == {
+        "ceiling: bandwidth, float32",
+        "ceiling: arithmetic, float32",
+    }
+    assert [
+        figure["evaluated"] for figure in figures.values() if figure["evaluated"] is not None
+    ] == [100, 50, 10, 1, 1, 1]
     assert bound["decode after 100"] == "bandwidth"
     assert bound["peak memory with 64"] == "memory"
     assert found["versus"] == []
@@ -136,7 +147,9 @@ def test_quick_is_one_round_of_a_short_prompt() -> None:
 
 def test_ctrl_c_prints_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """The figures so far, and the exit code of an interrupt."""
-    monkeypatch.setattr(Bench, "_warm", lambda self, context: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(
+        Bench, "_warm", lambda self, context: (_ for _ in ()).throw(KeyboardInterrupt)
+    )
     result = run("--quick")
     assert result.exit_code == 130
     assert "cold prefill of 128" in result.stdout
@@ -146,9 +159,15 @@ def test_ctrl_c_prints_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--context", "5000"], "context: 5000 to 5000 tokens with an answer of 32 are out of range: at least 16, at most 2015"),
+        (
+            ["--context", "5000"],
+            "context: 5000 to 5000 tokens with an answer of 32 are out of range: at least 16, at most 2015",
+        ),
         (["--context", "3"], "context: 3 to 3 tokens"),
-        (["random:many"], "random:many: a random model is named by its size: random:100M, or random:1.5G"),
+        (
+            ["random:many"],
+            "random:many: a random model is named by its size: random:100M, or random:1.5G",
+        ),
         (["random:5000G"], "the device offers"),
         (["/nowhere/at/all"], "no such model"),
     ],

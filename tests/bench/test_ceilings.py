@@ -7,7 +7,14 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
 
-from mlxrunner.bench.ceilings import Ceilings, Cost, compute_dtype, cost_of, measure_ceilings, num_parameters
+from mlxrunner.bench.ceilings import (
+    Ceilings,
+    Cost,
+    compute_dtype,
+    cost_of,
+    measure_ceilings,
+    num_parameters,
+)
 from mlxrunner.testing_models import tiny_config, tiny_model
 
 TABLE = 288 * 64
@@ -52,12 +59,17 @@ def test_experts_depend_on_the_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "stored", "expected"), [(1, 0, (1.0, "bandwidth")), (1, 50, (1.5, "bandwidth")), (100, 0, (20.2, "arithmetic"))]
+    ("tokens", "stored", "expected"),
+    [(1, 0, (1.0, "bandwidth")), (1, 50, (1.5, "bandwidth")), (100, 0, (20.2, "arithmetic"))],
 )
-def test_a_pass_is_bound_by_reading_or_by_computing(tokens: int, stored: int, expected: tuple[float, str]) -> None:
+def test_a_pass_is_bound_by_reading_or_by_computing(
+    tokens: int, stored: int, expected: tuple[float, str]
+) -> None:
     """One token reads all weights and caches; many compute twice per weight and token."""
     ceilings = Ceilings("float32", bandwidth=100, arithmetic=10)
-    assert Cost(body=1, head=1, nbytes=100).least_s(tokens, stored, ceilings) == pytest.approx((expected[0], expected[1]))
+    assert Cost(body=1, head=1, nbytes=100).least_s(tokens, stored, ceilings) == pytest.approx(
+        (expected[0], expected[1])
+    )
 
 
 def test_the_machine_has_ceilings() -> None:

@@ -23,4 +23,6 @@ def test_an_excess_has_an_upper_target(target: float | None, verdict: str) -> No
     assert row.verdict == verdict
     assert table_of([row])[1].endswith(verdict)
     header = ["unit", "ours", "mlx-lm", "min", "median", "max"]
-    assert table_of([row], "ours", "mlx-lm")[0].split() == header + ["target"] * (target is not None)
+    assert table_of([row], "ours", "mlx-lm")[0].split() == header + ["target"] * (
+        target is not None
+    )

@@ -22,7 +22,10 @@ HEADS, DIMS = 2, 8
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
 }  # fmt: skip
-ROPES = [initialize_rope(DIMS, 10_000.0, False, None, 512), initialize_rope(DIMS, 500.0, True, LLAMA3, 512)]
+ROPES = [
+    initialize_rope(DIMS, 10_000.0, False, None, 512),
+    initialize_rope(DIMS, 500.0, True, LLAMA3, 512),
+]
 """One per layer: another base, another order of pairs, scaled."""
 
 
@@ -42,7 +45,8 @@ def rotations(layer: int) -> NDArray[np.float64]:
 def raw_keys(layer: int, tokens: Sequence[int]) -> NDArray[np.float64]:
     """`[heads, n, dims]`, other ones for each token."""
     numbers: NDArray[np.float64] = np.sin(
-        np.array(tokens)[None, :, None] * np.arange(1, HEADS * DIMS + 1).reshape(HEADS, 1, DIMS) + layer
+        np.array(tokens)[None, :, None] * np.arange(1, HEADS * DIMS + 1).reshape(HEADS, 1, DIMS)
+        + layer
     )
     return numbers
 
@@ -55,11 +59,17 @@ def keys_of(layer: int, tokens: Sequence[int], positions: Sequence[int]) -> NDAr
 
 def values_of(tokens: Sequence[int]) -> NDArray[np.float32]:
     """`[1, heads, n, 1]`, the token in every head."""
-    return np.broadcast_to(np.array(tokens, np.float32)[None, None, :, None], (1, HEADS, len(tokens), 1))
+    return np.broadcast_to(
+        np.array(tokens, np.float32)[None, None, :, None], (1, HEADS, len(tokens), 1)
+    )
 
 
 def made(
-    max_sequences: int = 1, capacity: int = 16, max_batch: int = 16, config: CacheConfig | None = None, **options: Any
+    max_sequences: int = 1,
+    capacity: int = 16,
+    max_batch: int = 16,
+    config: CacheConfig | None = None,
+    **options: Any,
 ) -> CausalCache:
     cache = CausalCache(**{"shift": rotated} | options)
     if config is not None:
@@ -87,16 +97,26 @@ def forward(cache: CausalCache, batch: Batch, tokens: Sequence[int]) -> list[lis
     return seen[0]
 
 
-def drawn(cache: CausalCache, tokens: str, positions: Sequence[int], sequences: Sequence[int] | None = None, **more: Any) -> str:
+def drawn(
+    cache: CausalCache,
+    tokens: str,
+    positions: Sequence[int],
+    sequences: Sequence[int] | None = None,
+    **more: Any,
+) -> str:
     """Tokens are digits; one row per query, of all that it sees: `1 12 123`"""
     batch = Batch(positions, sequences or [0] * len(tokens), **more)
-    return " ".join("".join(map(str, row)) for row in forward(cache, batch, [int(token) for token in tokens]))
+    return " ".join(
+        "".join(map(str, row)) for row in forward(cache, batch, [int(token) for token in tokens])
+    )
 
 
 def stored(cache: CausalCache) -> dict[int, list[tuple[int, int]]]:
     """(position, token) of each sequence, read from the buffers; the keys have to be those of the token at that position."""
     cells, found = cache._cells, {}
-    buffers = [(np.array(layer.keys)[0], np.array(layer.values)[0]) for layer in cache._layers.values()]
+    buffers = [
+        (np.array(layer.keys)[0], np.array(layer.values)[0]) for layer in cache._layers.values()
+    ]
     for sequence in cells.sequences:
         own = np.flatnonzero(cells.owners[sequence])
         positions = cells.positions[own].tolist()
@@ -156,14 +176,24 @@ def test_share_a_prefix() -> None:
     assert cache.num_free == free
     assert [cache.num_used_by(sequences) for sequences in ([0], [1], [0, 1], [])] == [4, 2, 4, 0]
     assert drawn(cache, "56", [2, 3], [1, 1]) == "125 1256"
-    assert stored(cache) == {0: [(0, 1), (1, 2), (2, 3), (3, 4)], 1: [(0, 1), (1, 2), (2, 5), (3, 6)]}
+    assert stored(cache) == {
+        0: [(0, 1), (1, 2), (2, 3), (3, 4)],
+        1: [(0, 1), (1, 2), (2, 5), (3, 6)],
+    }
 
 
 def test_resume_with_a_window_of_five() -> None:
     """Everywhere while all is stored; then at the end, one before it, and at a fresh start."""
     cache = made(window=5)
     drawn(cache, "12345", [0, 1, 2, 3, 4])
-    assert [position for position in range(-1, 9) if cache.can_resume(0, position)] == [0, 1, 2, 3, 4, 5]
+    assert [position for position in range(-1, 9) if cache.can_resume(0, position)] == [
+        0,
+        1,
+        2,
+        3,
+        4,
+        5,
+    ]
     drawn(cache, "6", [5])
     assert [position for position in range(-1, 9) if cache.can_resume(0, position)] == [0, 5, 6]
 
@@ -173,10 +203,16 @@ def test_full(at_once: bool) -> None:
     """With the sizes; what fitted before still works."""
     cache = made(capacity=4)
     if at_once:
-        with pytest.raises(CacheFullError, match=r"a batch of 5 tokens needs 5 free cells, but 4 of 4 are free: remove"):
+        with pytest.raises(
+            CacheFullError,
+            match=r"a batch of 5 tokens needs 5 free cells, but 4 of 4 are free: remove",
+        ):
             cache.start_forward(Batch(range(5), [0] * 5))
     drawn(cache, "1234", [0, 1, 2, 3])
-    with pytest.raises(CacheFullError, match=r"a batch of 1 tokens needs 1 free cells, but 0 of 4 are free: remove tokens"):
+    with pytest.raises(
+        CacheFullError,
+        match=r"a batch of 1 tokens needs 1 free cells, but 0 of 4 are free: remove tokens",
+    ):
         cache.start_forward(Batch([4], [0]))
     _, values, mask = cache.get()
     assert np.array(values)[0, 0, :, 0].tolist() == [1, 2, 3, 4]
@@ -210,7 +246,14 @@ def test_a_memory_beyond_the_window() -> None:
     assert (cache.num_cells, cache.window, cache.memory) == (8, 2, 4)
     for start in range(0, 8, 2):
         drawn(cache, "12", [start, start + 1])
-    assert [position for position in range(10) if cache.can_resume(0, position)] == [0, 4, 5, 6, 7, 8]
+    assert [position for position in range(10) if cache.can_resume(0, position)] == [
+        0,
+        4,
+        5,
+        6,
+        7,
+        8,
+    ]
     cache.remove(0, 5)
     assert drawn(cache, "9", [5]) == "19"
 
@@ -228,7 +271,9 @@ def test_some_tokens_see_each_other_forwards() -> None:
     """Of the same sequence; the others of the batch stay as they are, and so does the window behind them."""
     cache = made(2, window=3)
     assert drawn(cache, "1234", range(4), sees_forward=[1, 2]) == "1 123 123 234"
-    assert drawn(cache, "5678", [4, 0, 5, 1], [0, 1, 0, 1], sees_forward=[0, 1, 2]) == "3457 6 457 68"
+    assert (
+        drawn(cache, "5678", [4, 0, 5, 1], [0, 1, 0, 1], sees_forward=[0, 1, 2]) == "3457 6 457 68"
+    )
 
 
 def test_a_padded_history() -> None:
@@ -280,17 +325,26 @@ def test_packing_moves_labels_and_data_together(count: int) -> None:
     assert cache.num_free == count - 1
     held = stored(cache)
     batch = Batch(range(count - 4), [2] * (count - 4))
-    assert forward(cache, batch, range(1000, 1000 + len(batch))) == [[*range(1000, 1001 + row)] for row in range(len(batch))]
+    assert forward(cache, batch, range(1000, 1000 + len(batch))) == [
+        [*range(1000, 1001 + row)] for row in range(len(batch))
+    ]
     assert stored(cache) == {**held, 2: [(n, 1000 + n) for n in range(len(batch))]}
 
 
 def test_gaps_are_closed_in_however_many_pieces() -> None:
     """Where a sequence lies in every other cell."""
     cache, count = made(2, capacity=200, max_batch=400), 400
-    forward(cache, Batch([token // 2 for token in range(count)], [token % 2 for token in range(count)]), range(count))
+    forward(
+        cache,
+        Batch([token // 2 for token in range(count)], [token % 2 for token in range(count)]),
+        range(count),
+    )
     held = stored(cache)
     cache.remove(0, 10, 20)
-    assert stored(cache) == {0: [(n, 2 * n if n < 10 else 2 * n + 20) for n in range(190)], 1: held[1]}
+    assert stored(cache) == {
+        0: [(n, 2 * n if n < 10 else 2 * n + 20) for n in range(190)],
+        1: held[1],
+    }
 
 
 def test_packing_by_hand_ends_the_pass() -> None:
@@ -313,7 +367,11 @@ def test_buffers_are_allocated_once_and_written_in_place() -> None:
     cache.start_forward(Batch(range(64), [0] * 64), reserve=True)
     cache.put(mx.ones((1, 2, 64, 16)), mx.ones((1, 2, 64, 8)))
     assert cache.nbytes == 4 * 4096 * 2 * (16 + 8) * 4
-    assert [part.shape for part in cache.get()] == [(1, 2, 4 * 4096, 16), (1, 2, 4 * 4096, 8), (64, 4 * 4096)]
+    assert [part.shape for part in cache.get()] == [
+        (1, 2, 4 * 4096, 16),
+        (1, 2, 4 * 4096, 8),
+        (64, 4 * 4096),
+    ]
     mx.eval(cache.state)
     before = mx.get_active_memory()
     mx.reset_peak_memory()
@@ -347,7 +405,12 @@ def test_values_of_another_width_and_type() -> None:
     cache.start_forward(Batch([0, 1], [0, 0]))
     cache.put(mx.ones((1, 3, 2, 4)), mx.ones((1, 1, 2, 6), mx.bfloat16))
     keys, values, _ = cache.get()
-    assert (keys.shape, values.shape, keys.dtype, values.dtype) == ((1, 3, 2, 4), (1, 1, 2, 6), mx.float16, mx.float16)
+    assert (keys.shape, values.shape, keys.dtype, values.dtype) == (
+        (1, 3, 2, 4),
+        (1, 1, 2, 6),
+        mx.float16,
+        mx.float16,
+    )
 
 
 def test_another_length_than_announced() -> None:
@@ -355,9 +418,13 @@ def test_another_length_than_announced() -> None:
     cache = made()
     cache.start_forward(Batch([0, 1], [0, 0]))
     cache.set_layer(7)
-    with pytest.raises(ValueError, match="layer 7: 3 keys were put, but start_forward announced 2 tokens"):
+    with pytest.raises(
+        ValueError, match="layer 7: 3 keys were put, but start_forward announced 2 tokens"
+    ):
         cache.put(mx.zeros((1, 1, 3, 4)), mx.zeros((1, 1, 3, 4)))
-    with pytest.raises(ValueError, match="layer 7: 1 values were put, but start_forward announced 2 tokens"):
+    with pytest.raises(
+        ValueError, match="layer 7: 1 values were put, but start_forward announced 2 tokens"
+    ):
         cache.put(mx.zeros((1, 1, 2, 4)), mx.zeros((1, 1, 1, 4)))
     assert cache.nbytes == 0
 
@@ -368,7 +435,8 @@ def test_another_shape_than_allocated() -> None:
     cache.start_forward(Batch([0, 1], [0, 0]))
     cache.put(mx.zeros((1, 2, 2, 4)), mx.zeros((1, 2, 2, 4)))
     with pytest.raises(
-        ValueError, match=r"layer 0: values of shape \(1, 1, 2, 4\), but the cache was allocated for \(1, 2, 2, 4\)"
+        ValueError,
+        match=r"layer 0: values of shape \(1, 1, 2, 4\), but the cache was allocated for \(1, 2, 2, 4\)",
     ):
         cache.put(mx.zeros((1, 2, 2, 4)), mx.zeros((1, 1, 2, 4)))
     with pytest.raises(ValueError, match=r"layer 1: keys of shape \(2, 2, 2, 4\)"):
@@ -413,7 +481,10 @@ def test_the_order_of_calls() -> None:
 def test_a_batch_beyond_what_was_agreed(reserve: bool) -> None:
     """Longer than max_batch, or of a sequence that is not there."""
     cache = made(2, capacity=16, max_batch=4)
-    with pytest.raises(CacheFullError, match=r"\(max_batch is 4\) needs 5 free cells, but 4 of 4 are free: split it, or raise"):
+    with pytest.raises(
+        CacheFullError,
+        match=r"\(max_batch is 4\) needs 5 free cells, but 4 of 4 are free: split it, or raise",
+    ):
         cache.start_forward(Batch(range(5), [0] * 5), reserve)
     with pytest.raises(ValueError, match="there is no sequence 2"):
         cache.start_forward(Batch([0], [2]), reserve)
@@ -425,7 +496,8 @@ def test_without_a_way_to_rotate_gaps_stay_open() -> None:
     drawn(cache, "1234", range(4))
     cache.copy_prefix(0, 1, 4)
     with pytest.raises(
-        NotSupportedError, match="the tokens behind position 0 can't move up: this cache was made without a shift"
+        NotSupportedError,
+        match="the tokens behind position 0 can't move up: this cache was made without a shift",
     ):
         cache.remove(0, 0, 1)
     cache.remove(0, 3, 9)
@@ -469,7 +541,10 @@ def test_shared_tokens_without_room_for_a_copy() -> None:
     cache = made(2, capacity=2)
     drawn(cache, "123", range(3))
     cache.copy_prefix(0, 1, 3)
-    with pytest.raises(CacheFullError, match=r"removing positions 0 .. 0 of sequence 1 needs 2 free cells, but 1 of 4 are free"):
+    with pytest.raises(
+        CacheFullError,
+        match=r"removing positions 0 .. 0 of sequence 1 needs 2 free cells, but 1 of 4 are free",
+    ):
         cache.remove(1, 0, 1)
     assert stored(cache) == {0: [(0, 1), (1, 2), (2, 3)], 1: [(0, 1), (1, 2), (2, 3)]}
 
@@ -484,7 +559,9 @@ def test_positions_do_not_drift() -> None:
 
 
 @pytest.mark.parametrize(
-    "call", [lambda cache: cache.defragment(), lambda cache: cache.remove(0, 1, 2)], ids=["packing", "a-gap"]
+    "call",
+    [lambda cache: cache.defragment(), lambda cache: cache.remove(0, 1, 2)],
+    ids=["packing", "a-gap"],
 )
 def test_an_interrupt_while_rows_move_leaves_an_empty_cache(
     monkeypatch: pytest.MonkeyPatch, call: Callable[[CausalCache], None]
@@ -494,10 +571,17 @@ def test_an_interrupt_while_rows_move_leaves_an_empty_cache(
     drawn(cache, "1234", range(4))
     cache.remove(0, 0, 1)
     with monkeypatch.context() as patch:
-        patch.setattr("mlxrunner.cache.causal._write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(
+            "mlxrunner.cache.causal._write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+        )
         with pytest.raises(KeyboardInterrupt):
             call(cache)
-    assert (cache.sequences, cache.num_free, cache.can_resume(0, 1), cache.can_resume(0, 0)) == ((), 16, False, True)
+    assert (cache.sequences, cache.num_free, cache.can_resume(0, 1), cache.can_resume(0, 0)) == (
+        (),
+        16,
+        False,
+        True,
+    )
     assert drawn(cache, "12", [0, 1]) == "1 12"
 
 
@@ -538,7 +622,9 @@ class Naive:
     window: int | None
     memory: int | None
     chunk: int | None
-    lists: dict[int, list[tuple[int, int, int]]] = field(default_factory=lambda: {0: [], 1: [], 2: []})
+    lists: dict[int, list[tuple[int, int, int]]] = field(
+        default_factory=lambda: {0: [], 1: [], 2: []}
+    )
     made: int = 0
 
     @property
@@ -549,19 +635,33 @@ class Naive:
         return max((at for at, _, _ in self.lists[sequence]), default=-1) + 1
 
     def stored(self) -> dict[int, list[tuple[int, int]]]:
-        return {sequence: sorted((at, token) for at, token, _ in tokens) for sequence, tokens in self.lists.items() if tokens}
+        return {
+            sequence: sorted((at, token) for at, token, _ in tokens)
+            for sequence, tokens in self.lists.items()
+            if tokens
+        }
 
     def sees(self, query: int, at: int) -> bool:
         is_near = self.window is None or query - self.window < at
-        return at <= query and is_near and (self.chunk is None or at // self.chunk >= query // self.chunk)
+        return (
+            at <= query
+            and is_near
+            and (self.chunk is None or at // self.chunk >= query // self.chunk)
+        )
 
     def start(self, batch: Batch, tokens: Sequence[int]) -> list[list[int]] | None:
         """What each query sees; None, and nothing done, where there is no room."""
         kept = {}
         for sequence, old in self.lists.items():
-            own = [at for at, other in zip(batch.positions, batch.sequences, strict=True) if other == sequence]
+            own = [
+                at
+                for at, other in zip(batch.positions, batch.sequences, strict=True)
+                if other == sequence
+            ]
             begin = min(own) if own else self.next(sequence)
-            kept[sequence] = [token for token in old if self.memory is None or token[0] >= begin - self.memory + 1]
+            kept[sequence] = [
+                token for token in old if self.memory is None or token[0] >= begin - self.memory + 1
+            ]
         trial = replace(self, lists=kept)
         if trial.used + len(batch) > self.num_cells:
             return None
@@ -572,7 +672,13 @@ class Naive:
         for row, (query, sequence) in enumerate(zip(batch.positions, batch.sequences, strict=True)):
             ahead = {tokens[other] for other in batch.sees_forward if row in batch.sees_forward}
             own_list = self.lists[sequence]
-            seen.append(sorted(token for at, token, _ in own_list if self.sees(query, at) or (at > query and token in ahead)))
+            seen.append(
+                sorted(
+                    token
+                    for at, token, _ in own_list
+                    if self.sees(query, at) or (at > query and token in ahead)
+                )
+            )
         return seen
 
     def new(self) -> int:
@@ -581,7 +687,12 @@ class Naive:
 
     def remove(self, sequence: int, begin: int, end: int) -> bool:
         """Whether there was room."""
-        others = {where for other, tokens in self.lists.items() if other != sequence for _, _, where in tokens}
+        others = {
+            where
+            for other, tokens in self.lists.items()
+            if other != sequence
+            for _, _, where in tokens
+        }
         before = [token for token in self.lists[sequence] if token[0] < begin]
         behind = [token for token in self.lists[sequence] if token[0] >= end]
         copies = sum(where in others for _, _, where in behind)
@@ -590,7 +701,8 @@ class Naive:
             return False
         by = end - begin
         self.lists[sequence] = before + [
-            (at - by, token, self.new() if where in others else where) for at, token, where in behind
+            (at - by, token, self.new() if where in others else where)
+            for at, token, where in behind
         ]
         return True
 
@@ -598,14 +710,18 @@ class Naive:
         if position > self.next(sequence):
             return False
         there = {at for at, _, _ in self.lists[sequence]}
-        return self.memory is None or all(at in there for at in range(position) if self.sees(position, at))
+        return self.memory is None or all(
+            at in there for at in range(position) if self.sees(position, at)
+        )
 
 
 class Work:
     """A cache and the lists that it has to agree with, under the same random calls."""
 
     def __init__(self, window: int | None, memory: int | None, chunk: int | None) -> None:
-        self.cache = made(3, capacity=7, max_batch=6, window=window, memory=memory, chunk=chunk, shift=self.shift)
+        self.cache = made(
+            3, capacity=7, max_batch=6, window=window, memory=memory, chunk=chunk, shift=self.shift
+        )
         kept = window if memory is None else memory
         self.naive = Naive(21 if kept is None else min(21, 3 * kept + 6), window, kept, chunk)
         self.tokens = 0
@@ -624,14 +740,18 @@ class Work:
         assert self.cache.num_free == self.naive.num_cells - self.naive.used
         for sequence in range(3):
             for position in range(self.naive.next(sequence) + 2):
-                assert self.cache.can_resume(sequence, position) == self.naive.can_resume(sequence, position), (
+                assert self.cache.can_resume(sequence, position) == self.naive.can_resume(
+                    sequence, position
+                ), (
                     sequence,
                     position,
                 )
         assert what != "refused" or self.cache._cells is held
 
     def compare(self) -> None:
-        assert stored(self.cache) == self.naive.stored() if self.cache.nbytes else not self.naive.used
+        assert (
+            stored(self.cache) == self.naive.stored() if self.cache.nbytes else not self.naive.used
+        )
 
     def batch(self, rng: random.Random) -> tuple[Batch, list[int]]:
         n = rng.choice([1, 1, 2, 3, 6])
@@ -645,7 +765,9 @@ class Work:
             nexts[sequence] = max(nexts[sequence], positions[-1] + 1)
         self.tokens += n
         ahead = rng.sample(range(n), rng.randrange(n + 1)) if rng.random() < 0.3 else ()
-        return Batch(positions, sequences, sees_forward=ahead), [*range(self.tokens - n, self.tokens)]
+        return Batch(positions, sequences, sees_forward=ahead), [
+            *range(self.tokens - n, self.tokens)
+        ]
 
     def forward(self, rng: random.Random) -> None:
         batch, tokens = self.batch(rng)
@@ -659,7 +781,11 @@ class Work:
 
     def taken_back(self, rng: random.Random) -> None:
         batch, _ = self.batch(rng)
-        if self.cache.nbytes and replace(self.naive, lists=dict(self.naive.lists)).start(batch, [0] * len(batch)) is not None:
+        if (
+            self.cache.nbytes
+            and replace(self.naive, lists=dict(self.naive.lists)).start(batch, [0] * len(batch))
+            is not None
+        ):
             self.cache.start_forward(batch)
             self.cache.undo_forward()
 
@@ -674,13 +800,17 @@ class Work:
         source, target = rng.randrange(3), rng.randrange(3)
         length = rng.randrange(self.naive.next(source) + 2)
         self.cache.copy_prefix(source, target, length)
-        self.naive.lists[target] = [token for token in self.naive.lists[source] if token[0] < length]
+        self.naive.lists[target] = [
+            token for token in self.naive.lists[source] if token[0] < length
+        ]
 
     def cut(self, rng: random.Random) -> None:
         sequence = rng.randrange(3)
         begin = max(0, self.naive.next(sequence) - rng.randrange(5))
         self.cache.remove(sequence, begin)
-        self.naive.lists[sequence] = [token for token in self.naive.lists[sequence] if token[0] < begin]
+        self.naive.lists[sequence] = [
+            token for token in self.naive.lists[sequence] if token[0] < begin
+        ]
 
     def close_gap(self, rng: random.Random) -> None:
         sequence = rng.randrange(3)
@@ -706,7 +836,17 @@ class Work:
         self.cache.defragment()
 
 
-CALLS = ["forward"] * 6 + ["copy", "copy", "cut", "close_gap", "close_gap", "refused", "pack", "reserve", "taken_back"]
+CALLS = ["forward"] * 6 + [
+    "copy",
+    "copy",
+    "cut",
+    "close_gap",
+    "close_gap",
+    "refused",
+    "pack",
+    "reserve",
+    "taken_back",
+]
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,12 @@ def placed(cells: Cells, *tokens: tuple[int, int]) -> Cells:
 
 def drawn(cells: Cells) -> str:
     """Per cell its owners and position, `.` for a free one: `0@3 01@4 .`"""
-    owners = ["".join(str(sequence) for sequence in np.flatnonzero(cell)) for cell in cells.owners.T]
+    owners = [
+        "".join(str(sequence) for sequence in np.flatnonzero(cell)) for cell in cells.owners.T
+    ]
     return " ".join(
-        f"{owner}@{position}" if owner else "." for owner, position in zip(owners, cells.positions.tolist(), strict=True)
+        f"{owner}@{position}" if owner else "."
+        for owner, position in zip(owners, cells.positions.tolist(), strict=True)
     )
 
 
@@ -74,7 +77,11 @@ def test_packed_cells_need_no_move() -> None:
     assert move is None
     holes, _ = placed(once, (1, 0)).without(0, 0, 1)
     again, move = holes.packed()
-    assert (drawn(holes), drawn(again), move is not None) == (". 0@0 1@0 . . .", "0@0 1@0 . . . .", True)
+    assert (drawn(holes), drawn(again), move is not None) == (
+        ". 0@0 1@0 . . .",
+        "0@0 1@0 . . . .",
+        True,
+    )
     assert again.packed()[1] is None
 
 
@@ -88,18 +95,23 @@ def test_packed_cells_need_no_move() -> None:
     ],
     ids=["the-next", "an-earlier-one", "the-other-sequence", "far-ahead"],
 )
-def test_a_batch_drops_what_is_beyond_each_memory(batch: list[tuple[int, int]], expected: str) -> None:
+def test_a_batch_drops_what_is_beyond_each_memory(
+    batch: list[tuple[int, int]], expected: str
+) -> None:
     """Before its lowest position, or before the next one of a sequence that is not in it."""
     before = placed(cells(6, 2), (1, 3), (1, 4), (0, 3), (0, 4), (1, 2), (0, 2))
     assert drawn(before) == "1@3 1@4 0@3 0@4 1@2 0@2"
-    assert drawn(placed(Cells(before.positions, before.owners, Sight(window=3)), *batch)) == expected
+    assert (
+        drawn(placed(Cells(before.positions, before.owners, Sight(window=3)), *batch)) == expected
+    )
 
 
 def test_a_full_cache_says_how_full() -> None:
     """With the sizes; neighbours don't matter, room does."""
     some = placed(cells(4), (0, 0), (0, 1), (1, 0))
     with pytest.raises(
-        CacheFullError, match=r"a batch of 2 tokens needs 2 free cells, but 1 of 4 are free: remove .* larger capacity"
+        CacheFullError,
+        match=r"a batch of 2 tokens needs 2 free cells, but 1 of 4 are free: remove .* larger capacity",
     ):
         some.place(Batch([2, 3], [0, 0]))
     assert drawn(placed(some, (0, 2))) == "0@0 0@1 1@0 0@2"
@@ -119,14 +131,21 @@ def test_closing_a_gap_moves_positions_and_copies_what_is_shared() -> None:
 def test_a_gap_that_can_not_be_closed_for_want_of_cells() -> None:
     """Only copies need room; what the removal itself frees counts."""
     shared = placed(cells(4), (0, 0), (0, 1), (0, 2)).with_prefix(0, 1, 3)
-    with pytest.raises(CacheFullError, match=r"removing positions 0 .. 0 of sequence 0 needs 2 free cells, but 1 of 4 are free"):
+    with pytest.raises(
+        CacheFullError,
+        match=r"removing positions 0 .. 0 of sequence 0 needs 2 free cells, but 1 of 4 are free",
+    ):
         shared.without(0, 0, 1)
     assert drawn(shared.without(0, 1, 2)[0]) == "01@0 1@1 1@2 0@1"
     full = Cells(np.array([1, 0], np.int32), np.array([[True, True], [True, False]]))
     assert (drawn(full), drawn(full.without(0, 0, 1)[0])) == ("01@1 0@0", "1@1 0@0")
 
 
-@pytest.mark.parametrize("args", [(0, 2, 2), (0, 4, END), (2, 0, END), (2, 0, 5)], ids=["empty", "behind", "no-tokens", "no-gap"])
+@pytest.mark.parametrize(
+    "args",
+    [(0, 2, 2), (0, 4, END), (2, 0, END), (2, 0, 5)],
+    ids=["empty", "behind", "no-tokens", "no-gap"],
+)
 def test_removing_nothing_changes_nothing(args: tuple[int, int, int]) -> None:
     """And moves nothing."""
     some = placed(cells(), (0, 0), (0, 1), (0, 2), (0, 3)).with_prefix(0, 1, 4)
@@ -151,7 +170,13 @@ def test_where_sight_begins(sight: dict[str, int], positions: list[int], first: 
 
 @pytest.mark.parametrize(
     ("sight", "expected"),
-    [({}, 300), ({"window": 10}, 46), ({"window": 10, "memory": 20}, 76), ({"window": 99}, 300), ({"chunk": 8}, 300)],
+    [
+        ({}, 300),
+        ({"window": 10}, 46),
+        ({"window": 10, "memory": 20}, 76),
+        ({"window": 99}, 300),
+        ({"chunk": 8}, 300),
+    ],
     ids=["all", "window", "memory", "never-more", "chunk"],
 )
 def test_how_many_cells(sight: dict[str, int], expected: int) -> None:
@@ -160,7 +185,15 @@ def test_how_many_cells(sight: dict[str, int], expected: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "sight", [{"window": 0}, {"chunk": -1}, {"window": 4, "memory": 3}, {"memory": 8}, {"chunk": 4, "memory": 2}], ids=str
+    "sight",
+    [
+        {"window": 0},
+        {"chunk": -1},
+        {"window": 4, "memory": 3},
+        {"memory": 8},
+        {"chunk": 4, "memory": 2},
+    ],
+    ids=str,
 )
 def test_a_memory_has_to_hold_what_is_seen(sight: dict[str, int]) -> None:
     """Otherwise a query would miss something without a word."""
@@ -189,15 +222,33 @@ def test_a_mask_is_what_two_loops_would_make(data: st.DataObject) -> None:
     """Any cells, any batch, any sight, any part of the history."""
     number = st.integers(0, 12)
     sight = data.draw(
-        st.sampled_from([Sight(), Sight(window=3), Sight(chunk=4), Sight(window=4, chunk=3), Sight(window=2, memory=7)])
+        st.sampled_from(
+            [
+                Sight(),
+                Sight(window=3),
+                Sight(chunk=4),
+                Sight(window=4, chunk=3),
+                Sight(window=2, memory=7),
+            ]
+        )
     )
     n, start = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 4))
     positions = np.array(data.draw(st.lists(number, min_size=10, max_size=10)), np.int32)
-    owners = np.array(data.draw(st.lists(st.lists(st.booleans(), min_size=10, max_size=10), min_size=2, max_size=2)))
+    owners = np.array(
+        data.draw(
+            st.lists(st.lists(st.booleans(), min_size=10, max_size=10), min_size=2, max_size=2)
+        )
+    )
     ahead = data.draw(st.lists(st.integers(0, n - 1), unique=True))
-    batch = Batch([data.draw(number) for _ in range(n)], [data.draw(st.integers(0, 1)) for _ in range(n)], sees_forward=ahead)
+    batch = Batch(
+        [data.draw(number) for _ in range(n)],
+        [data.draw(st.integers(0, 1)) for _ in range(n)],
+        sees_forward=ahead,
+    )
     positions[start : start + n] = batch.positions
-    owners[:, start : start + n] = [[sequence == other for other in batch.sequences] for sequence in range(2)]
+    owners[:, start : start + n] = [
+        [sequence == other for other in batch.sequences] for sequence in range(2)
+    ]
     some = Cells(positions, owners, sight)
     history = Run(data.draw(st.integers(0, start)), data.draw(st.integers(start + n, 14)))
     placed = np.arange(start, start + n, dtype=np.int32)
@@ -256,8 +307,15 @@ def test_a_multiple_of_nothing_is_refused() -> None:
 @pytest.mark.parametrize("call", ["place", "with_prefix", "without", "can_resume"])
 def test_a_sequence_that_is_not_there(call: str) -> None:
     """Is named, with how many there are."""
-    arguments = {"place": (Batch([0, 0], [1, 3]),), "with_prefix": (0, 3, 1), "without": (3, 0, END), "can_resume": (3, 0)}[call]
-    with pytest.raises(ValueError, match="there is no sequence 3: the cache was initialized for 3, counted from 0"):
+    arguments = {
+        "place": (Batch([0, 0], [1, 3]),),
+        "with_prefix": (0, 3, 1),
+        "without": (3, 0, END),
+        "can_resume": (3, 0),
+    }[call]
+    with pytest.raises(
+        ValueError, match="there is no sequence 3: the cache was initialized for 3, counted from 0"
+    ):
         getattr(cells(), call)(*arguments)
 
 
@@ -271,7 +329,9 @@ def test_the_interface_comes_without_mlx() -> None:
         "try: mlxrunner.cache.Nothing\n"
         "except AttributeError as error: print(error)"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "module 'mlxrunner.cache' has no attribute 'Nothing'"
 
 

@@ -48,7 +48,13 @@ def test_they_are_found_by_offset() -> None:
     assert len(some) == some.nbytes == 3
     assert some.at(20) == at(20)
     assert some.at(21) is None
-    for to, offsets in [(9, []), (10, [10]), (29, [20, 10]), (30, [30, 20, 10]), (99, [30, 20, 10])]:
+    for to, offsets in [
+        (9, []),
+        (10, [10]),
+        (29, [20, 10]),
+        (30, [30, 20, 10]),
+        (99, [30, 20, 10]),
+    ]:
         assert [one.offset for one in some.before(to)] == offsets
 
 
@@ -79,8 +85,12 @@ def test_one_that_is_larger_than_the_budget_is_not_kept() -> None:
 @pytest.mark.parametrize(
     ("offsets", "lost"),
     [
-        pytest.param([1000, 1100, 3000, 4000, 5000, 6000], 1100, id="the-gap-that-fills-the-spacing-best"),
-        pytest.param([2500, 5200, 7200, 10200, 12000, 12600], 12000, id="the-only-one-that-does-no-harm"),
+        pytest.param(
+            [1000, 1100, 3000, 4000, 5000, 6000], 1100, id="the-gap-that-fills-the-spacing-best"
+        ),
+        pytest.param(
+            [2500, 5200, 7200, 10200, 12000, 12600], 12000, id="the-only-one-that-does-no-harm"
+        ),
         pytest.param([60, 120, 180, 240, 300, 360], 60, id="all-closer-than-is-worth-it"),
     ],
 )
@@ -92,14 +102,27 @@ def test_what_lies_in_between_is_thinned_evenly(offsets: list[int], lost: int) -
 
 def test_where_every_loss_does_harm_the_smallest_gap_is_left() -> None:
     """The three with roles leave less choice."""
-    items = [at(100, role="system"), *map(at, (3000, 6000, 9100)), at(12000, role="message"), at(12010, role="answer")]
+    items = [
+        at(100, role="system"),
+        *map(at, (3000, 6000, 9100)),
+        at(12000, role="message"),
+        at(12010, role="answer"),
+    ]
     assert [one.offset for one in thinned(items, 5, INTERVAL)] == [100, 6000, 9100, 12000, 12010]
 
 
 def test_those_with_a_role_go_last() -> None:
     """Where the answer begins first, then the system prompt's end, where the last message begins last of all."""
-    items = [at(10, role="system"), at(20), at(900, role="message"), at(950, role="answer"), at(2000)]
-    found = [[one.offset for one in thinned(items, budget, INTERVAL)] for budget in range(5, -1, -1)]
+    items = [
+        at(10, role="system"),
+        at(20),
+        at(900, role="message"),
+        at(950, role="answer"),
+        at(2000),
+    ]
+    found = [
+        [one.offset for one in thinned(items, budget, INTERVAL)] for budget in range(5, -1, -1)
+    ]
     assert found == [
         [10, 20, 900, 950, 2000], [10, 900, 950, 2000], [10, 900, 950], [10, 900], [900], [],
     ]  # fmt: skip
@@ -114,7 +137,9 @@ marks = st.lists(
 
 @settings(max_examples=400, deadline=None)
 @given(marks, st.integers(0, 60), st.integers(1, 3000))
-def test_what_holds_of_every_thinning(given_marks: list[tuple[int, int, Role | None]], budget: int, interval: int) -> None:
+def test_what_holds_of_every_thinning(
+    given_marks: list[tuple[int, int, Role | None]], budget: int, interval: int
+) -> None:
     """Within the budget, in order, a subset, the same each time, idempotent; nothing goes without need; roles outlive the others."""
     items = [at(*mark) for mark in sorted(given_marks, key=lambda mark: mark[0])]
     kept = thinned(items, budget, interval)
@@ -126,7 +151,10 @@ def test_what_holds_of_every_thinning(given_marks: list[tuple[int, int, Role | N
         assert sum(item.nbytes for item in items) > budget
     for item in lost:
         if item.role is not None:  # nothing that is worth less was left
-            assert all(other.role is not None and ROLES.index(other.role) >= ROLES.index(item.role) for other in kept)
+            assert all(
+                other.role is not None and ROLES.index(other.role) >= ROLES.index(item.role)
+                for other in kept
+            )
     if lost and items[-1] in lost and items[-1].role is None:
         assert all(item.role is not None for item in kept)
 
@@ -135,7 +163,12 @@ additions = st.lists(st.tuples(st.integers(1, 400), st.integers(1, 12)), max_siz
 
 
 @settings(max_examples=300, deadline=None)
-@given(budget=st.integers(0, 40), adds=additions, cuts=st.lists(st.integers(0, 400), max_size=3), data=st.data())
+@given(
+    budget=st.integers(0, 40),
+    adds=additions,
+    cuts=st.lists(st.integers(0, 400), max_size=3),
+    data=st.data(),
+)
 def test_the_budget_holds_whatever_is_added(
     budget: int, adds: list[tuple[int, int]], cuts: list[int], data: st.DataObject
 ) -> None:
@@ -184,21 +217,55 @@ def test_an_interrupt_at_any_line_leaves_it_whole(budget: int) -> None:
 @pytest.mark.parametrize(
     ("ends", "total", "ahead", "roles"),
     [
-        pytest.param([100, 150], 154, False, {100: "message", 150: "answer"}, id="system-and-question"),
-        pytest.param([100, 150, 300, 340], 344, False, {100: "system", 300: "message", 340: "answer"}, id="a-second-question"),
-        pytest.param([1176, 1200], 1204, False, {1168: "system", 1176: "message", 1200: "answer"}, id="a-long-system-prompt"),
         pytest.param(
-            [SPACING, 300, 400], 404, False, {SPACING - NEAR_END: "system", 300: "message", 400: "answer"}, id="just-long"
+            [100, 150], 154, False, {100: "message", 150: "answer"}, id="system-and-question"
         ),
-        pytest.param([SPACING - 1, 300, 400], 404, False, {SPACING - 1: "system", 300: "message", 400: "answer"}, id="not-quite"),
+        pytest.param(
+            [100, 150, 300, 340],
+            344,
+            False,
+            {100: "system", 300: "message", 340: "answer"},
+            id="a-second-question",
+        ),
+        pytest.param(
+            [1176, 1200],
+            1204,
+            False,
+            {1168: "system", 1176: "message", 1200: "answer"},
+            id="a-long-system-prompt",
+        ),
+        pytest.param(
+            [SPACING, 300, 400],
+            404,
+            False,
+            {SPACING - NEAR_END: "system", 300: "message", 400: "answer"},
+            id="just-long",
+        ),
+        pytest.param(
+            [SPACING - 1, 300, 400],
+            404,
+            False,
+            {SPACING - 1: "system", 300: "message", 400: "answer"},
+            id="not-quite",
+        ),
         pytest.param([50], 54, False, {50: "answer"}, id="one-message"),
         pytest.param([], 100, False, {92: "answer"}, id="no-messages"),
         pytest.param([], NEAR_END, False, {}, id="too-short-for-any"),
-        pytest.param([100, 600], 601 + HEADER, False, {100: "system", 600: "message", 593 + HEADER: "answer"}, id="goes-on"),
-        pytest.param([100, 150, 300], 330, True, {100: "system", 300: "message"}, id="while-it-is-typed"),
+        pytest.param(
+            [100, 600],
+            601 + HEADER,
+            False,
+            {100: "system", 600: "message", 593 + HEADER: "answer"},
+            id="goes-on",
+        ),
+        pytest.param(
+            [100, 150, 300], 330, True, {100: "system", 300: "message"}, id="while-it-is-typed"
+        ),
     ],
 )
-def test_the_places_of_a_prompt(ends: list[int], total: int, ahead: bool, roles: dict[int, Role]) -> None:
+def test_the_places_of_a_prompt(
+    ends: list[int], total: int, ahead: bool, roles: dict[int, Role]
+) -> None:
     """Where the system prompt ends (shortly before, if it is long), where the last message begins, where the answer does."""
     places = places_of(total, ends, ahead=ahead)
     assert places.roles == roles
@@ -242,13 +309,27 @@ def stops(some: Checkpoints, start: int, places: Places, nbytes: int = 1) -> lis
         pytest.param([2500], 2504, 0, [1000, 2000, 2500], id="one-long-message"),
         pytest.param([1200], 1204, 0, [1200], id="no-stop-just-before-another"),
         pytest.param([1251], 1255, 0, [1000, 1251], id="far-enough-from-the-next"),
-        pytest.param([100, 700, 2900, 3000], 3004, 0, [100, 700, 1700, 2900, 3000], id="at-a-message-end-if-one-is-near"),
-        pytest.param([5000, 5100], 5104, 0, [1000, 2000, 3000, 4000, 4992, 5000, 5100], id="inside-a-long-system-prompt"),
+        pytest.param(
+            [100, 700, 2900, 3000],
+            3004,
+            0,
+            [100, 700, 1700, 2900, 3000],
+            id="at-a-message-end-if-one-is-near",
+        ),
+        pytest.param(
+            [5000, 5100],
+            5104,
+            0,
+            [1000, 2000, 3000, 4000, 4992, 5000, 5100],
+            id="inside-a-long-system-prompt",
+        ),
         pytest.param([], 5, 0, [], id="short-text"),
         pytest.param([], 3000, 0, [1000, 2000, 2992], id="text"),
     ],
 )
-def test_where_a_prefill_pauses(ends: list[int], total: int, start: int, expected: list[int]) -> None:
+def test_where_a_prefill_pauses(
+    ends: list[int], total: int, start: int, expected: list[int]
+) -> None:
     """At the places of the prompt, and one in 1000 tokens where the budget has room."""
     assert stops(Checkpoints(100, 1000), start, places_of(total, ends)) == expected
 
@@ -261,7 +342,9 @@ def test_where_a_prefill_pauses(ends: list[int], total: int, start: int, expecte
     budget=st.integers(1, 40),
     data=st.data(),
 )
-def test_what_holds_of_all_stops(lengths: list[int], header: int, interval: int, budget: int, data: st.DataObject) -> None:
+def test_what_holds_of_all_stops(
+    lengths: list[int], header: int, interval: int, budget: int, data: st.DataObject
+) -> None:
     """For any messages, start, interval and budget: in order, at all places, never far apart, and few enough."""
     ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
     total = (ends[-1] if ends else 0) + header
@@ -272,7 +355,9 @@ def test_what_holds_of_all_stops(lengths: list[int], header: int, interval: int,
     assert {place for place in places.roles if place > start} <= set(found)
     assert total - max([start, *found]) <= max(HEADER, total - places.until)
     widest = 4 * spacing(total, budget, interval) // 3
-    assert all(right - left <= widest + widest // 4 + 1 for left, right in pairwise([start, *found]))
+    assert all(
+        right - left <= widest + widest // 4 + 1 for left, right in pairwise([start, *found])
+    )
     most = len(places.roles) + 2 * (total - start) // min(SPACING, interval) + 2
     assert len(found) <= most
 
@@ -285,7 +370,9 @@ MIXED: list[Turn] = [[(40, 60), (2500, 300), (100, 900), (20, 20)][i % 4] for i 
 HISTORIES = {"short": SHORT, "long": LONG, "mixed": MIXED}
 
 
-def talk(some: Checkpoints, system: int, turns: Sequence[Turn], header: int = 4) -> Iterator[tuple[int, int, int]]:
+def talk(
+    some: Checkpoints, system: int, turns: Sequence[Turn], header: int = 4
+) -> Iterator[tuple[int, int, int]]:
     """A conversation as the pipeline has it; where the last message begins, where its answer does, and the length of all."""
     ends, at_ = [system], 0
     for message, answer in turns:
@@ -349,17 +436,27 @@ histories = st.lists(
 
 
 @settings(max_examples=150, deadline=None)
-@given(histories, st.integers(4, 24), st.integers(64, 2000), st.integers(1, 6000), st.randoms(use_true_random=False))
+@given(
+    histories,
+    st.integers(4, 24),
+    st.integers(64, 2000),
+    st.integers(1, 6000),
+    st.randoms(use_true_random=False),
+)
 def test_the_bound_that_always_holds(
     history: list[tuple[str, int, int]], budget: int, interval: int, system: int, rng: random.Random
 ) -> None:
     """Whatever happens to a conversation, no gap is wider than twice what the budget allows for the longest text it has had; places keep
     their checkpoints, and the same history leads to the same ones."""
-    runs = [play(history, budget, interval, system, random.Random(seed)) for seed in [rng.random()] * 2]
+    runs = [
+        play(history, budget, interval, system, random.Random(seed)) for seed in [rng.random()] * 2
+    ]
     assert runs[0] == runs[1]
 
 
-def play(history: list[tuple[str, int, int]], budget: int, interval: int, system: int, rng: random.Random) -> list[int]:
+def play(
+    history: list[tuple[str, int, int]], budget: int, interval: int, system: int, rng: random.Random
+) -> list[int]:
     some, ends, at_, longest = Checkpoints(budget, interval), [system], 0, 0
     for kind, message, answer in history:
         at_ = ACTS[kind](some, ends, at_, rng)
@@ -372,7 +469,9 @@ def play(history: list[tuple[str, int, int]], budget: int, interval: int, system
         assert some.nbytes <= budget
         assert {place for place in places.roles if place > at_} <= set(some.offsets)
         allowed = max(
-            1.25 * 4 / 3 * spacing(longest, budget, interval) + 2, 2 * longest / (budget - PINNED), 2 * min(SPACING, interval)
+            1.25 * 4 / 3 * spacing(longest, budget, interval) + 2,
+            2 * longest / (budget - PINNED),
+            2 * min(SPACING, interval),
         )
         assert widest_gap(some, total) <= allowed + HEADER
         at_ = total

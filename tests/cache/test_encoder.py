@@ -18,10 +18,15 @@ def made(config: CacheConfig | None = None) -> EncoderCache:
     return cache
 
 
-def put(cache: EncoderCache, content: float, length: int = 4, layers: tuple[int, ...] = LAYERS) -> None:
+def put(
+    cache: EncoderCache, content: float, length: int = 4, layers: tuple[int, ...] = LAYERS
+) -> None:
     for layer in layers:
         cache.set_layer(layer)
-        cache.put(mx.full((1, 2, length, 8), content + layer), mx.full((1, 2, length, 6), -content - layer))
+        cache.put(
+            mx.full((1, 2, length, 8), content + layer),
+            mx.full((1, 2, length, 6), -content - layer),
+        )
 
 
 def encoded(cache: EncoderCache, content: float, at: int, length: int = 4) -> EncoderCache:
@@ -68,8 +73,26 @@ def test_an_output_belongs_to_the_last_input_of_its_batch() -> None:
 
 @pytest.mark.parametrize(
     ("begin", "end", "position"),
-    [(5, 6, None), (0, END, None), (3, 9, None), (6, END, 5), (0, 5, 0), (1, 3, 3), (0, 0, 5), (6, 9, 5)],
-    ids=["itself", "everything", "around", "behind", "before", "some-before", "nothing", "a-gap-behind"],
+    [
+        (5, 6, None),
+        (0, END, None),
+        (3, 9, None),
+        (6, END, 5),
+        (0, 5, 0),
+        (1, 3, 3),
+        (0, 0, 5),
+        (6, 9, 5),
+    ],
+    ids=[
+        "itself",
+        "everything",
+        "around",
+        "behind",
+        "before",
+        "some-before",
+        "nothing",
+        "a-gap-behind",
+    ],
 )
 def test_removing_its_position_forgets_it(begin: int, end: int, position: int | None) -> None:
     """And what is before it moves it up, as every token."""
@@ -86,9 +109,27 @@ def test_removing_its_position_forgets_it(begin: int, end: int, position: int | 
 def test_resuming_needs_the_latest_input_before() -> None:
     """A replaced one is gone for good; a fresh start needs none."""
     cache = encoded(encoded(made(), 50, at=5), 90, at=9)
-    assert [position for position in range(-1, 14) if cache.can_resume(0, position)] == [0, 1, 2, 3, 4, 5, 10, 11, 12, 13]
+    assert [position for position in range(-1, 14) if cache.can_resume(0, position)] == [
+        0,
+        1,
+        2,
+        3,
+        4,
+        5,
+        10,
+        11,
+        12,
+        13,
+    ]
     cache.remove(0, 8)
-    assert [position for position in range(-1, 14) if cache.can_resume(0, position)] == [0, 1, 2, 3, 4, 5]
+    assert [position for position in range(-1, 14) if cache.can_resume(0, position)] == [
+        0,
+        1,
+        2,
+        3,
+        4,
+        5,
+    ]
     cache.remove(0, 2, 4)
     assert [position for position in range(-1, 14) if cache.can_resume(0, position)] == [0, 1, 2, 3]
     cache.remove(0, 3)

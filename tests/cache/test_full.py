@@ -14,7 +14,11 @@ from mlxrunner.cache.full import STEP, FullAttentionCache
 
 def rows(n: int, start: int = 0) -> mx.array:
     """`[1, 2, n, 4]` with the position in every number."""
-    return mx.contiguous(mx.broadcast_to(mx.arange(start, start + n, dtype=mx.float32)[None, None, :, None], (1, 2, n, 4)))
+    return mx.contiguous(
+        mx.broadcast_to(
+            mx.arange(start, start + n, dtype=mx.float32)[None, None, :, None], (1, 2, n, 4)
+        )
+    )
 
 
 def filled(n: int) -> FullAttentionCache:
@@ -31,7 +35,12 @@ def positions(cache: FullAttentionCache) -> list[int]:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(["add", "rewind", "trim", "reserve"]), st.integers(0, 700)), max_size=12))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["add", "rewind", "trim", "reserve"]), st.integers(0, 700)),
+        max_size=12,
+    )
+)
 def test_it_holds_what_concatenation_would(steps: list[tuple[str, int]]) -> None:
     """Whatever the order of writes, rewinds, trims and reservations."""
     cache, expected = FullAttentionCache(), list[int]()

@@ -134,7 +134,9 @@ def test_a_layer_that_grows_takes_hardly_more_once_there_is_room_reserved(kind: 
     cache = build(kind, None, whole=False)
     cache.reserve(context)
     fill(cache, context, chunk=900)
-    most = 1.5 if kind.startswith("quantized") else 1.01  # which has no reservation: it is planned whole
+    most = (
+        1.5 if kind.startswith("quantized") else 1.01
+    )  # which has no reservation: it is planned whole
     assert 0.99 * foretold <= cache.nbytes <= most * foretold + STEP * ROW
 
 
@@ -153,7 +155,11 @@ def test_the_arithmetic_of_a_checkpoint(kind: str, context: int) -> None:
     assert (foretold == 0) == (not cache.needs_checkpoints)
 
 
-@pytest.mark.parametrize("make", [lambda: ChunkedKVCache(512), lambda: RotatingKVCache(512, keep=4)], ids=["chunked", "sinks"])
+@pytest.mark.parametrize(
+    "make",
+    [lambda: ChunkedKVCache(512), lambda: RotatingKVCache(512, keep=4)],
+    ids=["chunked", "sinks"],
+)
 def test_what_drops_its_front_is_never_planned_too_small(make: Callable[[], Any]) -> None:
     """mlx-lm's own of these are taken for growing ones: safe, and too much for a long context."""
     cache = layer_cache(make(), CacheOptions())

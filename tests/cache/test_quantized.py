@@ -32,7 +32,9 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def rows(n: int, head_dim: int = 64, seed: int = 0, heads: int = 2) -> mx.array:
     """`[1, heads, n, head_dim]`, random."""
-    return mx.array(np.random.default_rng(seed).normal(size=(1, heads, n, head_dim)).astype(np.float32))
+    return mx.array(
+        np.random.default_rng(seed).normal(size=(1, heads, n, head_dim)).astype(np.float32)
+    )
 
 
 def same(found: Any, expected: Any) -> bool:
@@ -42,8 +44,18 @@ def same(found: Any, expected: Any) -> bool:
 
 @bits
 @pytest.mark.parametrize("context", [None, 200], ids=["growing", "whole"])
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-@given(script=st.lists(st.tuples(st.sampled_from(["write", "write", "rewind"]), st.integers(1, 30)), min_size=2, max_size=12))
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(
+    script=st.lists(
+        st.tuples(st.sampled_from(["write", "write", "rewind"]), st.integers(1, 30)),
+        min_size=2,
+        max_size=12,
+    )
+)
 def test_it_holds_exactly_what_quantize_makes_of_the_rows(
     small_steps: None, bits: int, context: int | None, script: list[tuple[str, int]]
 ) -> None:
@@ -53,7 +65,10 @@ def test_it_holds_exactly_what_quantize_makes_of_the_rows(
     for turn, (what, n) in enumerate(script):
         if what == "write" and keys.shape[2] + n <= 200:
             new_keys, new_values = rows(n, seed=turn), rows(n, seed=turn + 100)
-            keys, values = mx.concatenate([keys, new_keys], axis=2), mx.concatenate([values, new_values], axis=2)
+            keys, values = (
+                mx.concatenate([keys, new_keys], axis=2),
+                mx.concatenate([values, new_values], axis=2),
+            )
             found = cache.update_and_fetch(new_keys, new_values)
             assert all(same(a, b) for a, b in zip(found, cache.keys_and_values(), strict=True))
         elif what == "rewind":
@@ -69,34 +84,53 @@ def test_it_holds_exactly_what_quantize_makes_of_the_rows(
 
 def attention(cache: Any, seed: int, n: int, head_dim: int) -> mx.array:
     """Four query heads on two key heads, as mlx-lm's models do it."""
-    queries, keys, values = rows(n, head_dim, seed, heads=4), rows(n, head_dim, seed + 1), rows(n, head_dim, seed + 2)
+    queries, keys, values = (
+        rows(n, head_dim, seed, heads=4),
+        rows(n, head_dim, seed + 1),
+        rows(n, head_dim, seed + 2),
+    )
     mask = cache.make_mask(n, return_array=False, window_size=None)
     fetched = cache.update_and_fetch(keys, values)
-    attended: mx.array = scaled_dot_product_attention(queries, *fetched, cache=cache, scale=head_dim**-0.5, mask=mask)
+    attended: mx.array = scaled_dot_product_attention(
+        queries, *fetched, cache=cache, scale=head_dim**-0.5, mask=mask
+    )
     return attended
 
 
 @bits
-@pytest.mark.parametrize(("head_dim", "group"), [(64, 64), (128, 64), (32, 32), (96, 32)], ids=lambda number: str(number))
-def test_attention_is_that_of_mlx_lm(small_steps: None, bits: int, head_dim: int, group: int) -> None:
+@pytest.mark.parametrize(
+    ("head_dim", "group"), [(64, 64), (128, 64), (32, 32), (96, 32)], ids=lambda number: str(number)
+)
+def test_attention_is_that_of_mlx_lm(
+    small_steps: None, bits: int, head_dim: int, group: int
+) -> None:
     """The same packed numbers, so the same sums; groups of 32 where a head has no groups of 64."""
     ours, theirs = QuantizedAttentionCache(bits), QuantizedKVCache(group_size=group, bits=bits)
     for turn, n in enumerate([5, 1, 1, 20, 1, 3]):
-        assert mx.array_equal(attention(ours, turn, n, head_dim), attention(theirs, turn, n, head_dim))
+        assert mx.array_equal(
+            attention(ours, turn, n, head_dim), attention(theirs, turn, n, head_dim)
+        )
     assert ours.group_size == group
-    assert all(same(a, b) for a, b in zip(ours.keys_and_values(), theirs.keys_and_values(), strict=True))
+    assert all(
+        same(a, b) for a, b in zip(ours.keys_and_values(), theirs.keys_and_values(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("head_dim", [16, 48, 80], ids=lambda number: f"head-{number}")
 def test_heads_that_cannot_be_grouped_are_refused(head_dim: int) -> None:
     """By name, before anything is stored."""
     cache = QuantizedAttentionCache(8)
-    with pytest.raises(ValueError, match=f"heads of {head_dim} and {head_dim} numbers can't be quantized in groups of 32"):
+    with pytest.raises(
+        ValueError,
+        match=f"heads of {head_dim} and {head_dim} numbers can't be quantized in groups of 32",
+    ):
         cache.update_and_fetch(rows(3, head_dim), rows(3, head_dim))
     assert (cache.offset, cache.state, cache.nbytes) == (0, [], 0)
 
 
-@pytest.mark.parametrize(("bits", "number"), [(8, 1 + 8 / 64), (4, 0.5 + 8 / 64)], ids=["8-bits", "4-bits"])
+@pytest.mark.parametrize(
+    ("bits", "number"), [(8, 1 + 8 / 64), (4, 0.5 + 8 / 64)], ids=["8-bits", "4-bits"]
+)
 def test_the_bytes_of_a_number(bits: int, number: float) -> None:
     """Its bits, and a scale and a bias (here in float32) for each group of 64."""
     cache = QuantizedAttentionCache(bits, 500)
@@ -176,7 +210,9 @@ def test_a_warm_answer_is_the_cold_one(llama: Any, bits: int) -> None:
         elif turn % 3 == 1:
             history[-4] = 77
     assert found == expected
-    assert len({tuple(answer) for answer in found}) > 4, "the model says too little for the comparison to mean anything"
+    assert len({tuple(answer) for answer in found}) > 4, (
+        "the model says too little for the comparison to mean anything"
+    )
     kinds = {type(cache) for cache in warm.entry.caches}
     assert kinds == {QuantizedAttentionCache}
 
@@ -184,7 +220,9 @@ def test_a_warm_answer_is_the_cold_one(llama: Any, bits: int) -> None:
 @pytest.mark.parametrize("kv_bits", [3, 16, 0])
 def test_other_widths_are_refused(llama: Any, kv_bits: int) -> None:
     """With those that there are."""
-    with pytest.raises(OptionError, match=f"kv_bits: {kv_bits} is out of range, it has to be 4 or 8"):
+    with pytest.raises(
+        OptionError, match=f"kv_bits: {kv_bits} is out of range, it has to be 4 or 8"
+    ):
         build(llama, kv_bits)
 
 
@@ -194,19 +232,26 @@ GPT_OSS = {
 }  # fmt: skip
 UNFIT = {
     "gpt_oss": (GPT_OSS, "does not support attention sinks"),
-    "deepseek_v3": ({"kv_lora_rank": 64, "qk_rope_head_dim": 32}, "'tuple' object has no attribute"),
+    "deepseek_v3": (
+        {"kv_lora_rank": 64, "qk_rope_head_dim": 32},
+        "'tuple' object has no attribute",
+    ),
     "llama": ({"head_dim": 16}, "heads of 16 and 16 numbers can't be quantized in groups of 32"),
 }
 
 
-@pytest.mark.parametrize(("kind", "config", "message"), [(kind, *UNFIT[kind]) for kind in UNFIT], ids=UNFIT)
+@pytest.mark.parametrize(
+    ("kind", "config", "message"), [(kind, *UNFIT[kind]) for kind in UNFIT], ids=UNFIT
+)
 def test_a_model_that_cannot_use_it_says_so_when_it_is_planned_and_when_it_is_loaded(
     tmp_path: Path, kind: str, config: dict[str, Any], message: str
 ) -> None:
     """Not in the middle of an answer; without the option it is planned as ever."""
     write_model(tmp_path, kind, **config)
     assert plan_model(str(tmp_path)).total > 0
-    with pytest.raises(OptionError, match=f"kv_bits: this model can't use a quantized cache: .*{message}"):
+    with pytest.raises(
+        OptionError, match=f"kv_bits: this model can't use a quantized cache: .*{message}"
+    ):
         plan_model(str(tmp_path), kv_bits=8)
     with pytest.raises(OptionError, match=message):
         Runner.load(str(tmp_path), kv_bits=8)
@@ -216,7 +261,10 @@ def test_a_model_that_can_use_it_is_loaded_with_it(tmp_path: Path) -> None:
     """And its plan says about a third of the bytes."""
     write_model(tmp_path, "llama", head_dim=32)
     plain, packed = (plan_model(str(tmp_path), kv_bits=bits) for bits in (None, 8))
-    bytes_of = [sum(line.total for line in plan.lines if line.what == "full layers") for plan in (plain, packed)]
+    bytes_of = [
+        sum(line.total for line in plan.lines if line.what == "full layers")
+        for plan in (plain, packed)
+    ]
     assert bytes_of[1] / bytes_of[0] == (1 + 8 / 32) / 4
     runner = Runner.load(str(tmp_path), kv_bits=8)
     assert sum(cache.nbytes for cache in runner._cache.empty_caches()) == bytes_of[1]

@@ -22,28 +22,47 @@ SLOW, MIDDLE, FAST = 31, 12, 0
 
 def with_outlier(outlier: float, channel: int, head: int | None, dtype: mx.Dtype) -> Any:
     """A Qwen2, whose key biases are that large in one pair of channels of one head, or of all; other keys are about 1."""
-    config = tiny_config("qwen2", head_dim=64, hidden_size=256, rope_theta=1e6, max_position_embeddings=4096, vocab_size=300)
+    config = tiny_config(
+        "qwen2",
+        head_dim=64,
+        hidden_size=256,
+        rope_theta=1e6,
+        max_position_embeddings=4096,
+        vocab_size=300,
+    )
     model = tiny_model(config)
     for layer in model.layers:
-        attention, bias = layer.self_attn, 0.1 * np.random.default_rng(0).standard_normal(2 * 64).astype(np.float32)
+        attention, bias = (
+            layer.self_attn,
+            0.1 * np.random.default_rng(0).standard_normal(2 * 64).astype(np.float32),
+        )
         for one in (0, 1) if head is None else (head,):
             bias[64 * one + channel] += outlier
             bias[64 * one + channel + 32] += outlier / 2
-        attention.k_proj.weight, attention.k_proj.bias = attention.k_proj.weight * 0.4, mx.array(bias)
+        attention.k_proj.weight, attention.k_proj.bias = (
+            attention.k_proj.weight * 0.4,
+            mx.array(bias),
+        )
     model.set_dtype(dtype)
     return model, config
 
 
-@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16], ids=["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "dtype", [mx.float32, mx.bfloat16, mx.float16], ids=["float32", "bfloat16", "float16"]
+)
 @pytest.mark.parametrize("head", [0, None], ids=["one head", "all heads"])
 @pytest.mark.parametrize("channel", [SLOW, MIDDLE, FAST], ids=["slow", "middle", "fast"])
 @pytest.mark.parametrize("outlier", [0, 30, 100, 200, 1000])
-def test_a_large_channel_hides_no_other(outlier: int, channel: int, head: int | None, dtype: mx.Dtype) -> None:
+def test_a_large_channel_hides_no_other(
+    outlier: int, channel: int, head: int | None, dtype: mx.Dtype
+) -> None:
     """After a shift each channel of the first layer's keys is, within its own rounding, what a cold run stores there."""
     model, config = with_outlier(outlier, channel, head, dtype)
     runner = Runner(model, ByteTokenizer(), facts_of(model, config), context=100)
     prompt = [i * 37 % 290 for i in range(90)]
-    usage = list(runner.generate(prompt, max_tokens=20, stop_tokens=[], overflow="shift", keep=4))[-1].usage
+    usage = list(runner.generate(prompt, max_tokens=20, stop_tokens=[], overflow="shift", keep=4))[
+        -1
+    ].usage
     assert usage is not None
     assert usage.shifted_tokens == 48
     assert usage.reevaluated_tokens == 0
@@ -60,14 +79,32 @@ def test_a_large_channel_hides_no_other(outlier: int, channel: int, head: int | 
 
 def test_a_layer_whose_rope_raises_is_one_that_cannot_be_moved() -> None:
     """DeepSeek-V2's rope takes part of a head only: an answer goes on over the edge with what it kept evaluated again."""
-    yarn = {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 1.0}
-    latent = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "v_head_dim": 16, "qk_nope_head_dim": 16}
-    experts = {"n_routed_experts": None, "num_key_value_heads": 4, "rope_scaling": yarn | {"beta_fast": 32, "beta_slow": 1}}
+    yarn = {
+        "type": "yarn",
+        "factor": 2.0,
+        "original_max_position_embeddings": 4096,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    }
+    latent = {
+        "kv_lora_rank": 16,
+        "q_lora_rank": 24,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "qk_nope_head_dim": 16,
+    }
+    experts = {
+        "n_routed_experts": None,
+        "num_key_value_heads": 4,
+        "rope_scaling": yarn | {"beta_fast": 32, "beta_slow": 1},
+    }
     config = tiny_config("deepseek_v2", vocab_size=300, **latent, **experts)
     model = tiny_model(config)
     assert rotators(model, make_layer_caches(model), -9) is None
     runner = Runner(model, ByteTokenizer(), facts_of(model, config), context=40)
-    usage = list(runner.generate(list(range(30)), max_tokens=30, stop_tokens=[], overflow="shift", keep=4))[-1].usage
+    usage = list(
+        runner.generate(list(range(30)), max_tokens=30, stop_tokens=[], overflow="shift", keep=4)
+    )[-1].usage
     assert usage is not None
     assert usage.shifted_tokens == usage.reevaluated_tokens == 2 * 18
     assert runner.entry.is_true

@@ -49,7 +49,9 @@ def write(cache: Any, tokens: list[Token], **mask: Any) -> list[list[Token]]:
     asked = cache.make_mask(len(tokens), **mask)
     keys, values = cache.update_and_fetch(rows(tokens), rows(tokens) * 2)
     held = stored(keys, values)
-    return [[held[i] for i in np.flatnonzero(seen)] for seen in visible(asked, len(tokens), len(held))]
+    return [
+        [held[i] for i in np.flatnonzero(seen)] for seen in visible(asked, len(tokens), len(held))
+    ]
 
 
 def numbered(n: int, start: int = 0) -> list[Token]:
@@ -114,7 +116,10 @@ class Naive:
             del self.tokens[to:]
             self.floor = 0 if to == 0 else self.floor
             return
-        with pytest.raises(RewindError, match=f"a sliding layer at offset {len(self.tokens)} can't be rewound to {to}"):
+        with pytest.raises(
+            RewindError,
+            match=f"a sliding layer at offset {len(self.tokens)} can't be rewound to {to}",
+        ):
             self.cache.rewind(to)
         assert (self.cache.state, held_by(self.cache)) == before
 
@@ -150,7 +155,9 @@ class Naive:
 
 
 chunks = st.integers(1, 4) | st.integers(1, 40)
-masks = st.fixed_dictionaries({}, optional={"return_array": st.booleans(), "window_size": st.integers(1, 9)})
+masks = st.fixed_dictionaries(
+    {}, optional={"return_array": st.booleans(), "window_size": st.integers(1, 9)}
+)
 actions = st.one_of(
     st.tuples(st.just("write"), chunks, masks),
     st.tuples(st.just("write"), st.just(1), masks),
@@ -160,8 +167,13 @@ actions = st.one_of(
     st.tuples(st.just("restore"), st.integers(0, 5)),
     st.tuples(st.just("free")),
 )
-few_steps = pytest.mark.parametrize("step", [1, 3, 8], indirect=True, ids=lambda step: f"step-{step}")
-slow = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]}
+few_steps = pytest.mark.parametrize(
+    "step", [1, 3, 8], indirect=True, ids=lambda step: f"step-{step}"
+)
+slow = {
+    "deadline": None,
+    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+}
 
 
 @few_steps
@@ -242,7 +254,9 @@ def drawing(cache: SlidingWindowCache, n: int, **how: Any) -> list[str]:
         ], id="chunk-longer-than-the-room"),
     ],
 )  # fmt: skip
-def test_the_mask_of_a_chunk_after_some_tokens(step: int, before: int, n: int, how: dict[str, Any], lines: list[str]) -> None:
+def test_the_mask_of_a_chunk_after_some_tokens(
+    step: int, before: int, n: int, how: dict[str, Any], lines: list[str]
+) -> None:
     """A window of three tokens, drawn; the same as an array, where that is asked for."""
     assert drawing(filled(SlidingWindowCache(3), before), n, **how) == lines
     as_array = SlidingWindowCache(3)
@@ -258,7 +272,9 @@ def test_the_mask_of_a_chunk_after_some_tokens(step: int, before: int, n: int, h
         pytest.param(50, 1, {}, type(None), id="one-token-late"),
         pytest.param(50, 1, {"window_size": 8}, type(None), id="one-token-in-the-whole-window"),
         pytest.param(50, 1, {"window_size": 7}, mx.array, id="one-token-in-a-smaller-window"),
-        pytest.param(5, 1, {"window_size": 7}, type(None), id="one-token-early-in-a-smaller-window"),
+        pytest.param(
+            5, 1, {"window_size": 7}, type(None), id="one-token-early-in-a-smaller-window"
+        ),
         pytest.param(0, 8, {}, str, id="a-window"),
         pytest.param(3, 5, {}, str, id="a-window-in-two-chunks"),
         pytest.param(3, 6, {}, mx.array, id="more-than-a-window"),
@@ -267,17 +283,26 @@ def test_the_mask_of_a_chunk_after_some_tokens(step: int, before: int, n: int, h
         pytest.param(0, 3, {"return_array": True}, mx.array, id="first-chunk-as-array"),
     ],
 )
-def test_there_is_an_array_only_where_one_is_needed(before: int, n: int, how: dict[str, Any], kind: type) -> None:
+def test_there_is_an_array_only_where_one_is_needed(
+    before: int, n: int, how: dict[str, Any], kind: type
+) -> None:
     """None and "causal" cost nothing."""
     assert isinstance(filled(SlidingWindowCache(8, 4), before).make_mask(n, **how), kind)
 
 
-def attention(cache: Any, queries: mx.array, keys: mx.array, values: mx.array, **how: Any) -> mx.array:
+def attention(
+    cache: Any, queries: mx.array, keys: mx.array, values: mx.array, **how: Any
+) -> mx.array:
     """Four query heads on two key heads."""
     mask = cache.make_mask(queries.shape[2], **how)
     fetched = cache.update_and_fetch(keys, values)
-    attended: mx.array = mx.fast.scaled_dot_product_attention(queries, *fetched, scale=0.5, mask=mask)
-    assert all(mx.array_equal(again, once) for again, once in zip(cache.keys_and_values(), fetched, strict=True))
+    attended: mx.array = mx.fast.scaled_dot_product_attention(
+        queries, *fetched, scale=0.5, mask=mask
+    )
+    assert all(
+        mx.array_equal(again, once)
+        for again, once in zip(cache.keys_and_values(), fetched, strict=True)
+    )
     return attended
 
 
@@ -306,7 +331,10 @@ def test_attention_is_that_of_mlx_lm(step: int, sizes: list[int], smaller: int |
     ours, theirs = SlidingWindowCache(7, slack=3), RotatingKVCache(max_size=7)
     for queries, keys, values in pieces(sizes):
         how = {"window_size": smaller}
-        gap = mx.abs(attention(ours, queries, keys, values, **how) - attention(theirs, queries, keys, values, **how)).max()
+        gap = mx.abs(
+            attention(ours, queries, keys, values, **how)
+            - attention(theirs, queries, keys, values, **how)
+        ).max()
         assert float(gap.item()) < 1e-5  # type: ignore[arg-type]
         assert ours.offset == theirs.offset
 
@@ -314,7 +342,9 @@ def test_attention_is_that_of_mlx_lm(step: int, sizes: list[int], smaller: int |
 @few_steps
 @settings(max_examples=60, **slow)  # type: ignore[arg-type]
 @given(sizes=st.lists(st.integers(1, 25), min_size=1, max_size=10), slack=st.integers(0, 5))
-def test_attention_is_that_of_mlx_lm_however_the_tokens_are_chunked(step: int, sizes: list[int], slack: int) -> None:
+def test_attention_is_that_of_mlx_lm_however_the_tokens_are_chunked(
+    step: int, sizes: list[int], slack: int
+) -> None:
     """Ours in these chunks, mlx-lm's in one piece."""
     ours = SlidingWindowCache(6, slack)
     parts = list(pieces(sizes))

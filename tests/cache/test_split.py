@@ -18,7 +18,9 @@ def put_together(parts: Split, queries: int, cells: int) -> np.ndarray:
     counts = np.zeros((queries, OFF + cells + 100), np.int32)
     counts[:, parts.common.begin : parts.common.end] += 1
     for part in parts.parts:
-        counts[part.begin : part.end, part.cells.begin : part.cells.end] += 1 if part.visible is None else part.visible
+        counts[part.begin : part.end, part.cells.begin : part.cells.end] += (
+            1 if part.visible is None else part.visible
+        )
     for lanes in parts.lanes:
         for index in lanes.wanted:
             begin = lanes.begin + index * lanes.size
@@ -84,7 +86,12 @@ def test_parts_are_chosen_where_they_are_less_work() -> None:
     apart = split(of_their_own(4, 1000, 0), range(4), Run(0, 4000), {})
     assert apart is not None
     assert apart.common == Run(0, 0)
-    assert [part.cells for part in apart.parts] == [Run(0, 1000), Run(1000, 2000), Run(2000, 3000), Run(3000, 4000)]
+    assert [part.cells for part in apart.parts] == [
+        Run(0, 1000),
+        Run(1000, 2000),
+        Run(2000, 3000),
+        Run(3000, 4000),
+    ]
     assert all(part.visible is None for part in apart.parts)
     assert split(of_their_own(4, 10, 1000), range(4), Run(0, 1040), {}) is None
     assert split(of_their_own(4, 10, 0), range(4), Run(0, 40), {}) is None
@@ -104,5 +111,8 @@ def test_long_prompts_that_share_a_prefix_stay_in_one_product() -> None:
     visible = np.repeat(of_their_own(2, 4000, 1024), 500, axis=0)
     sequences = [0] * 500 + [1] * 500
     assert split(visible, sequences, Run(0, 9024), {}) is not None
-    assert split(np.repeat(visible, 2, axis=0), np.repeat(sequences, 2).tolist(), Run(0, 9024), {}) is None
+    assert (
+        split(np.repeat(visible, 2, axis=0), np.repeat(sequences, 2).tolist(), Run(0, 9024), {})
+        is None
+    )
     assert MOST_SHARED == 1024 * 1024

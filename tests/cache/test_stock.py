@@ -81,7 +81,9 @@ def recurrent(*passes: int) -> RecurrentCache:
         pytest.param((10, 1, 5), {0: 0, 10: 0, 11: 11, 12: 11, 15: 11, 16: 16, 17: 16}, id="three"),
     ],
 )
-def test_a_state_can_stay_or_undo_the_last_pass(passes: tuple[int, ...], reachable: dict[int, int]) -> None:
+def test_a_state_can_stay_or_undo_the_last_pass(
+    passes: tuple[int, ...], reachable: dict[int, int]
+) -> None:
     """Nowhere else but to the beginning; refused elsewhere, with nothing changed."""
     for to, expected in reachable.items():
         cache = recurrent(*passes)
@@ -89,9 +91,15 @@ def test_a_state_can_stay_or_undo_the_last_pass(passes: tuple[int, ...], reachab
         assert cache.reachable(to) == expected
         if expected == to:
             cache.rewind(to)
-            assert (cache.offset, content(cache)) == (to, content(recurrent(*passes[: [0, *np.cumsum(passes)].index(to)])))
+            assert (cache.offset, content(cache)) == (
+                to,
+                content(recurrent(*passes[: [0, *np.cumsum(passes)].index(to)])),
+            )
         else:
-            with pytest.raises(RewindError, match=f"recurrent layer at offset {sum(passes)} can't be rewound to {to}"):
+            with pytest.raises(
+                RewindError,
+                match=f"recurrent layer at offset {sum(passes)} can't be rewound to {to}",
+            ):
                 cache.rewind(to)
             assert (cache.offset, content(cache)) == (sum(passes), before)
 
@@ -175,7 +183,9 @@ kinds = pytest.mark.parametrize("kind", KINDS)
 
 def rows(n: int, start: int, mark: int = 0) -> mx.array:
     """`[1, 1, n, 2]`: positions, and a mark."""
-    return mx.array([[float(position), float(mark)] for position in range(start, start + n)])[None, None]
+    return mx.array([[float(position), float(mark)] for position in range(start, start + n)])[
+        None, None
+    ]
 
 
 def write(kind: str, cache: Any, n: int, mark: int = 0) -> list[list[float]]:
@@ -185,7 +195,9 @@ def write(kind: str, cache: Any, n: int, mark: int = 0) -> list[list[float]]:
     def attend(layer: Any) -> None:
         if hasattr(layer, "maybe_trim_front"):
             layer.maybe_trim_front()
-        fetched.extend(layer.update_and_fetch(rows(n, start, mark), rows(n, start, mark))[0][0, 0].tolist())
+        fetched.extend(
+            layer.update_and_fetch(rows(n, start, mark), rows(n, start, mark))[0][0, 0].tolist()
+        )
 
     def step(layer: Any) -> None:
         if kind == "recurrent":
@@ -198,7 +210,11 @@ def write(kind: str, cache: Any, n: int, mark: int = 0) -> list[list[float]]:
             attend(layer)
 
     forward(cache, step, n)
-    return [*fetched, *(content(cache) if kind == "recurrent" else []), *(content(cache.parts[1]) if kind == "composite" else [])]
+    return [
+        *fetched,
+        *(content(cache) if kind == "recurrent" else []),
+        *(content(cache.parts[1]) if kind == "composite" else []),
+    ]
 
 
 def build(kind: str) -> Any:
@@ -242,7 +258,9 @@ def test_a_freed_layer_is_as_new(kind: str) -> None:
     cache.begin_forward()
     cache.free()
     assert (cache.offset, content(cache)) == (0, [])
-    assert [write(kind, cache, n) for n in (5, 1)] == [write(kind, expected, n) for expected in [build(kind)] for n in (5, 1)]
+    assert [write(kind, cache, n) for n in (5, 1)] == [
+        write(kind, expected, n) for expected in [build(kind)] for n in (5, 1)
+    ]
 
 
 @kinds
@@ -254,7 +272,9 @@ def test_every_place_that_is_called_reachable_is(kind: str) -> None:
             before = content(cache)
             if not cache.can_rewind(to):
                 assert cache.reachable(to) < to
-                with pytest.raises(RewindError, match=f"layer at offset {sum(passes)} can't be rewound to {to}"):
+                with pytest.raises(
+                    RewindError, match=f"layer at offset {sum(passes)} can't be rewound to {to}"
+                ):
                     cache.rewind(to)
                 assert cache.offset == sum(passes)
                 assert content(cache) == before
@@ -304,9 +324,21 @@ def attend_in_chunks(layer: Any, n: int, mark: int) -> list[list[tuple[int, int]
     return [[(int(keys[i][0]), int(keys[i][1])) for i in np.flatnonzero(seen)] for seen in mask]
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-@given(script=st.lists(st.tuples(st.sampled_from(["write", "write", "rewind"]), st.integers(1, 16)), min_size=3, max_size=14))
-def test_a_chunked_layer_sees_the_chunk_and_nothing_else(monkeypatch: pytest.MonkeyPatch, script: list[tuple[str, int]]) -> None:
+@settings(
+    max_examples=150,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(
+    script=st.lists(
+        st.tuples(st.sampled_from(["write", "write", "rewind"]), st.integers(1, 16)),
+        min_size=3,
+        max_size=14,
+    )
+)
+def test_a_chunked_layer_sees_the_chunk_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, script: list[tuple[str, int]]
+) -> None:
     """From the chunk's beginning to the token itself, after rewinds to wherever the chunk is still stored from its beginning."""
     monkeypatch.setattr(ChunkedKVCache, "step", 4)
     cache, tokens = wrapped(ChunkedKVCache(CHUNK)), list[tuple[int, int]]()
@@ -316,7 +348,9 @@ def test_a_chunked_layer_sees_the_chunk_and_nothing_else(monkeypatch: pytest.Mon
             seen = attend_in_chunks(cache.model_cache, n, mark)
             cache.end_forward(n)
             tokens += [(len(tokens) + i, mark) for i in range(n)]
-            assert seen == [tokens[p - p % CHUNK : p + 1] for p in range(len(tokens) - n, len(tokens))]
+            assert seen == [
+                tokens[p - p % CHUNK : p + 1] for p in range(len(tokens) - n, len(tokens))
+            ]
         else:
             first = cache.model_cache.start_position
             for to in range(len(tokens)):
@@ -355,7 +389,9 @@ def test_a_window_that_keeps_its_first_tokens_goes_back_until_it_has_wrapped() -
 
 
 @pytest.mark.parametrize(
-    ("more", "says"), [(-1, -1), (1, 1), (0, 1), (-1, 0)], ids=["too-few", "too-many", "miscounted", "too-few-in-secret"]
+    ("more", "says"),
+    [(-1, -1), (1, 1), (0, 1), (-1, 0)],
+    ids=["too-few", "too-many", "miscounted", "too-few-in-secret"],
 )
 def test_a_layer_that_does_not_trim_as_asked_is_never_used(more: int, says: int) -> None:
     """Its offset is nobody's: the entry will be freed."""
@@ -373,7 +409,9 @@ def test_a_layer_that_does_not_trim_as_asked_is_never_used(more: int, says: int)
 
 def test_each_part_of_a_composite_is_what_it_would_be_alone() -> None:
     """Full attention quantized too, where that is asked for; the model is handed mlx-lm's CacheList."""
-    parts = layer_cache(CacheList(KVCache(), CacheList(RotatingKVCache(5), ArraysCache(1))), CacheOptions()).parts  # type: ignore[attr-defined]
+    parts = layer_cache(
+        CacheList(KVCache(), CacheList(RotatingKVCache(5), ArraysCache(1))), CacheOptions()
+    ).parts  # type: ignore[attr-defined]
     assert [type(part) for part in parts] == [FullAttentionCache, CompositeCache]
     assert [type(part) for part in parts[1].parts] == [SlidingWindowCache, RecurrentCache]
     packed = layer_cache(CacheList(KVCache(), ArraysCache(1)), CacheOptions(kv_bits=4))

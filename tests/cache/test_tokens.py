@@ -14,7 +14,9 @@ tokens = st.lists(st.integers(0, 5), max_size=40)
 
 
 def naive(a: list[int], b: list[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
 
 
 @given(tokens, tokens)

@@ -9,7 +9,16 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxrunner.cache import Batch, Cache, CacheConfig, CacheFullError, CausalCache, EncoderCache, NotSupportedError, WrapperCache
+from mlxrunner.cache import (
+    Batch,
+    Cache,
+    CacheConfig,
+    CacheFullError,
+    CausalCache,
+    EncoderCache,
+    NotSupportedError,
+    WrapperCache,
+)
 from mlxrunner.cache.sequences import Commit
 
 NEXT = Batch(range(4, 8), [0] * 4)
@@ -28,7 +37,12 @@ def windowed(capacity: int = 8) -> tuple[WrapperCache, CausalCache, CausalCache]
     return cache, window, full
 
 
-def forward(cache: WrapperCache, tokens: str, positions: Sequence[int], sequences: Sequence[int] | None = None) -> list[str]:
+def forward(
+    cache: WrapperCache,
+    tokens: str,
+    positions: Sequence[int],
+    sequences: Sequence[int] | None = None,
+) -> list[str]:
     """What the queries see, per cache: `1 12 23`"""
     cache.start_forward(Batch(positions, sequences or [0] * len(tokens)))
     drawn = []
@@ -47,7 +61,10 @@ def forward(cache: WrapperCache, tokens: str, positions: Sequence[int], sequence
 
 def everything(*caches: CausalCache) -> list[Any]:
     """The tokens of each sequence, where it can be resumed and how much room there is, wherever the cells lie."""
-    resumes = [[[cache.can_resume(sequence, position) for position in range(9)] for sequence in range(2)] for cache in caches]
+    resumes = [
+        [[cache.can_resume(sequence, position) for position in range(9)] for sequence in range(2)]
+        for cache in caches
+    ]
     return [
         [contents(cache, sequence) for cache in caches for sequence in range(2)],
         resumes,
@@ -76,7 +93,10 @@ def test_resuming_needs_all() -> None:
     cache, window, full = windowed()
     forward(cache, "1234", range(4))
     forward(cache, "5", [4])
-    resumes = [[position for position in range(8) if each.can_resume(0, position)] for each in (window, full, cache)]
+    resumes = [
+        [position for position in range(8) if each.can_resume(0, position)]
+        for each in (window, full, cache)
+    ]
     assert resumes == [[0, 4, 5], [0, 1, 2, 3, 4, 5], [0, 4, 5]]
 
 
@@ -106,14 +126,18 @@ def test_a_step_that_fails_in_one_is_undone_in_the_others() -> None:
     """Also where the first one had to move its rows, or drop some."""
     cache, window, full = filled()
     before = everything(window, full)
-    with pytest.raises(CacheFullError, match="a batch of 4 tokens needs 4 free cells, but 3 of 10 are free"):
+    with pytest.raises(
+        CacheFullError, match="a batch of 4 tokens needs 4 free cells, but 3 of 10 are free"
+    ):
         cache.start_forward(NEXT)
     assert everything(window, full) == before
     assert forward(cache, "8", [4]) == ["678", "25678"]
 
 
 @pytest.mark.parametrize(
-    "error", [CacheFullError("this", 1, 0, 1), KeyboardInterrupt(), MemoryError()], ids=lambda error: type(error).__name__
+    "error",
+    [CacheFullError("this", 1, 0, 1), KeyboardInterrupt(), MemoryError()],
+    ids=lambda error: type(error).__name__,
 )
 def test_whatever_stops_it(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     """Before the second cache has begun, after the first one packed its cells: the same tokens, wherever they lie."""
@@ -131,7 +155,10 @@ def test_whatever_stops_it(monkeypatch: pytest.MonkeyPatch, error: BaseException
         window.get()
     monkeypatch.undo()
     cache.remove(1, 0)
-    assert forward(cache, "8912", range(4, 8)) == ["678 789 189 129", "25678 256789 1256789 12256789"]
+    assert forward(cache, "8912", range(4, 8)) == [
+        "678 789 189 129",
+        "25678 256789 1256789 12256789",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -143,7 +170,9 @@ def test_whatever_stops_it(monkeypatch: pytest.MonkeyPatch, error: BaseException
     ],
     ids=["no-rope", "no-sequence", "no-target"],
 )
-def test_what_one_refuses_happens_in_none(call: Callable[[Cache], None], error: type[Exception]) -> None:
+def test_what_one_refuses_happens_in_none(
+    call: Callable[[Cache], None], error: type[Exception]
+) -> None:
     """The first one could have."""
     window, full = CausalCache(shift=moved, window=3), CausalCache()
     cache = WrapperCache(window, full)
@@ -218,7 +247,9 @@ def test_the_order_of_calls() -> None:
     assert [(each.mask.dtype, each.mask.shape) for each in caches] == [(mx.float16, (1, 4))] * 2
     cache.undo_forward()
     assert not cache.can_resume(0, 1)
-    with pytest.raises(ValueError, match="there is no layer type 2: the wrapper has 2 caches, counted from 0"):
+    with pytest.raises(
+        ValueError, match="there is no layer type 2: the wrapper has 2 caches, counted from 0"
+    ):
         cache.set_layer_type(2)
     with pytest.raises(ValueError, match="at least one cache"):
         WrapperCache()

@@ -22,7 +22,9 @@ def open_screen(tmp_path: Path) -> Iterator[Open]:
     screens: list[Screen] = []
 
     def start(*arguments: str, size: tuple[int, int] = (100, 30), **env: Any) -> Screen:
-        screens.append(Screen(list(arguments), {"MLXRUNNER_DATA": str(tmp_path / "data"), **env}, size))
+        screens.append(
+            Screen(list(arguments), {"MLXRUNNER_DATA": str(tmp_path / "data"), **env}, size)
+        )
         return screens[-1]
 
     yield start

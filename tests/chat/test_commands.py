@@ -87,10 +87,16 @@ def test_help_has_every_command(do: Do) -> None:
         ("/exit", "error: no such command: /exit (did you mean /bye? /help lists them)"),
         ("/quit", "error: no such command: /quit (did you mean /bye? /help lists them)"),
         ("/x-y_z", "error: no such command: /x-y_z (/help lists them)"),
-        ("/clear the table please", 'error: /clear takes nothing behind it; """ around a text sends it as it is'),
+        (
+            "/clear the table please",
+            'error: /clear takes nothing behind it; """ around a text sends it as it is',
+        ),
         ("/undo x", "error: 'x' is not a whole number between 1 and 999999999"),
         ("/undo 0", "error: '0' is not a whole number between 1 and 999999999"),
-        ("/undo " + "1" * 5000, "error: '11111111111111111111' is not a whole number between 1 and 999999999"),
+        (
+            "/undo " + "1" * 5000,
+            "error: '11111111111111111111' is not a whole number between 1 and 999999999",
+        ),
         ("/edit 1", "error: there is nothing to edit yet"),
         ("/retry", "error: there is no answer to try again"),
         ("/switch", "error: there is no branch '': there are main"),
@@ -100,17 +106,29 @@ def test_help_has_every_command(do: Do) -> None:
         ("/explain", "no turn yet"),
         ("/copy", "error: there is no answer to copy yet"),
         ("/file", "no file goes with the next message"),
-        ("/file -d a.txt", "error: a.txt does not wait for the next message: /file lists those that do"),
+        (
+            "/file -d a.txt",
+            "error: a.txt does not wait for the next message: /file lists those that do",
+        ),
         ("/file nowhere.txt", "error: nowhere.txt: no such file"),
         ("/file /dev/zero", "error: /dev/zero: is a device, not a regular file"),
         ("/file /", "error: /: is a directory, not a regular file"),
-        ("/export", "error: /export FILE: which file? FILE.json for JSON, anything else is Markdown"),
+        (
+            "/export",
+            "error: /export FILE: which file? FILE.json for JSON, anything else is Markdown",
+        ),
         ("/set nonsense 3", "error: there is no setting nonsense: there are temperature"),
         ("/set temperature warm", "error: temperature: 'warm' is not a number"),
         ("/set top_k 1.5", "error: top_k: '1.5' is not a whole number"),
         ("/set top_p 3", "error: top_p: 3.0 is out of range, it has to be between 0 and 1"),
-        ("/set overflow sideways", "error: overflow: 'sideways' is not known, it has to be one of stop, shift, error"),
-        ("/set history perfect", "error: history: 'perfect' is not known, it has to be one of exact, template"),
+        (
+            "/set overflow sideways",
+            "error: overflow: 'sideways' is not known, it has to be one of stop, shift, error",
+        ),
+        (
+            "/set history perfect",
+            "error: history: 'perfect' is not known, it has to be one of exact, template",
+        ),
         ("/set context 1", "error: context: 1 is out of range"),
         ("/set stop [1", "error: stop: [1 is not readable as JSON"),
         ("/set stop [1]", "error: stop: each stop string has to be a text"),
@@ -129,7 +147,18 @@ def test_what_cannot_be_done_is_one_line(do: Do, line: str, said: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["/usr/bin", "/* a comment */", "/", "//", "/etc/hosts is a file", "1/2", '"""/clear"""', "", "/etc\npasswd", " /a\n/b"],
+    [
+        "/usr/bin",
+        "/* a comment */",
+        "/",
+        "//",
+        "/etc/hosts is a file",
+        "1/2",
+        '"""/clear"""',
+        "",
+        "/etc\npasswd",
+        " /a\n/b",
+    ],
 )
 def test_what_is_no_command_is_a_text(text: str) -> None:
     """A slash and letters, digits, - and _ are one; a path, or what is quoted, is not."""
@@ -171,7 +200,14 @@ def test_what_a_command_takes_may_be_quoted(text: str, argument: str) -> None:
 
 def test_settings_hold_for_the_answers_that_follow(chat: Chat, do: Do) -> None:
     """Set, shown, taken back."""
-    assert do("/set stop .", "My name is Ana.", "/set stop default", "/set max-tokens 2", "Hello!", "/set stop") == [
+    assert do(
+        "/set stop .",
+        "My name is Ana.",
+        "/set stop default",
+        "/set max-tokens 2",
+        "Hello!",
+        "/set stop",
+    ) == [
         "Nice to meet you",
         "Hell",
         'stop = "."',
@@ -179,7 +215,11 @@ def test_settings_hold_for_the_answers_that_follow(chat: Chat, do: Do) -> None:
         "max_tokens = 2",
         "stop = (none)",
     ]
-    assert do("/set seed 5", '/set stop "a\\n"', '/set stop ["x", "y"]') == ["seed = 5", 'stop = "a\\n"', 'stop = "x", "y"']
+    assert do("/set seed 5", '/set stop "a\\n"', '/set stop ["x", "y"]') == [
+        "seed = 5",
+        'stop = "a\\n"',
+        'stop = "x", "y"',
+    ]
     assert chat.conversation.options == {"max_tokens": 2, "seed": 5, "stop": ("x", "y")}
     listed = do("/set")
     assert "seed                5" in listed
@@ -190,7 +230,10 @@ def test_a_context_is_changed_by_loading_again(chat: Chat, do: Do) -> None:
     """The conversation stays, and goes on as if nothing had been."""
     lines = do("My name is Ana.", "/set context 512", "What is my name?", "/set context")
     assert lines[:2] == ["Nice to meet you.", "Your name is Ana."]
-    assert lines[2:] == ["loaded again with a context of 512 tokens; the conversation is evaluated again", "context = 512"]
+    assert lines[2:] == [
+        "loaded again with a context of 512 tokens; the conversation is evaluated again",
+        "context = 512",
+    ]
     assert chat.loading["context"] == 512
 
 
@@ -219,11 +262,20 @@ def test_no_branch_keeps_tokens_of_another_model(chat: Chat, do: Do, tmp_path: P
     """They would be beyond its vocabulary, or say something else; until it has evaluated something nothing has drifted."""
     write_model(tmp_path / "tiny")
     chat.conversation.options["max_tokens"] = 3
-    lines = do("My name is Ana.", "/branch b", f"/model {tmp_path / 'tiny'}", "/stats", "/switch main", "Hello!")
+    lines = do(
+        "My name is Ana.",
+        "/branch b",
+        f"/model {tmp_path / 'tiny'}",
+        "/stats",
+        "/switch main",
+        "Hello!",
+    )
     assert not [line for line in lines if line.startswith("error")]
     assert "history    exact; drift from the template: not known" in lines
     assert len(chat.conversation.history.turns) == 2
-    assert chat.conversation.asked.tokens == chat.runner.tokenizer.encode(chat.conversation.asked.text)
+    assert chat.conversation.asked.tokens == chat.runner.tokenizer.encode(
+        chat.conversation.asked.text
+    )
 
 
 def test_a_text_file_goes_into_the_message(chat: Chat, do: Do, tmp_path: Path) -> None:
@@ -258,7 +310,12 @@ def test_clearing_is_offered_only_where_it_makes_room(chat: Chat, do: Do, tmp_pa
     chat.conversation.options = {"overflow": "stop", "max_tokens": 3}
     (tmp_path / "a.txt").write_text("word " * 600)
     too_long, damaged, due_to_turns, *_, with_files = do(
-        "word " * 3000, "half \udc80", "word " * 800, "word " * 800, f"/file {tmp_path}/a.txt", "Hello!"
+        "word " * 3000,
+        "half \udc80",
+        "word " * 800,
+        "word " * 800,
+        f"/file {tmp_path}/a.txt",
+        "Hello!",
     )[1:]
     assert too_long.endswith("with a longer --context")
     assert damaged.startswith("error: ")
@@ -272,13 +329,26 @@ def test_files_that_wait_are_listed_and_dropped(chat: Chat, do: Do, tmp_path: Pa
     first, second = tmp_path / "a b.txt", tmp_path / "c.txt"
     first.write_text("abc")
     second.write_text("word " * 990)
-    lines = do("My name is Ana.", f"/file {first}", f"/file {second}", f"/file {first}", "word " * 600, "/file")
-    waiting = [f"{first} (3 B) goes with the next message", f"{second} (4.95 kB) goes with the next message"]
+    lines = do(
+        "My name is Ana.",
+        f"/file {first}",
+        f"/file {second}",
+        f"/file {first}",
+        "word " * 600,
+        "/file",
+    )
+    waiting = [
+        f"{first} (3 B) goes with the next message",
+        f"{second} (4.95 kB) goes with the next message",
+    ]
     assert lines[1:6] == [waiting[0], *waiting, *waiting]
     assert lines[6].startswith("error: the prompt has")
     assert lines[7:] == waiting
     assert do(f"/file -d {second}") == waiting[:1]
-    assert do("/file -d", "What is my name?") == ["Your name is Ana.", "no file goes with the next message"]
+    assert do("/file -d", "What is my name?") == [
+        "Your name is Ana.",
+        "no file goes with the next message",
+    ]
     assert len(chat.conversation.history.turns) == 2
 
 
@@ -292,7 +362,9 @@ def test_files_that_wait_are_listed_and_dropped(chat: Chat, do: Do, tmp_path: Pa
     ],
     ids=["binary", "zero", "huge", "long"],
 )
-def test_what_is_no_text_or_too_long_is_one_line(chat: Chat, do: Do, tmp_path: Path, content: bytes, said: str) -> None:
+def test_what_is_no_text_or_too_long_is_one_line(
+    chat: Chat, do: Do, tmp_path: Path, content: bytes, said: str
+) -> None:
     """And the message is not sent without it."""
     file = tmp_path / "file"
     file.write_bytes(content)
@@ -310,24 +382,42 @@ def test_a_message_that_failed_keeps_its_files(chat: Chat, do: Do, tmp_path: Pat
     assert chat.conversation.history.turns[0].user.startswith(f"{tmp_path}/a.txt:\n```\nabc")
 
 
-def test_exports_are_whole_private_and_overwrite_nothing(chat: Chat, do: Do, tmp_path: Path) -> None:
+def test_exports_are_whole_private_and_overwrite_nothing(
+    chat: Chat, do: Do, tmp_path: Path
+) -> None:
     """Markdown, and JSON that can be read again."""
     chat.conversation.system = "Be brief."
-    lines = do("My name is Ana.", f"/export {tmp_path}/talk.md", f"/export {tmp_path}/talk.json", f"/export {tmp_path}/talk.md")
+    lines = do(
+        "My name is Ana.",
+        f"/export {tmp_path}/talk.md",
+        f"/export {tmp_path}/talk.json",
+        f"/export {tmp_path}/talk.md",
+    )
     assert (
-        tmp_path / "talk.md"
-    ).read_text() == "## System\n\nBe brief.\n\n## User\n\nMy name is Ana.\n\n## Assistant\n\nNice to meet you.\n"
+        (tmp_path / "talk.md").read_text()
+        == "## System\n\nBe brief.\n\n## User\n\nMy name is Ana.\n\n## Assistant\n\nNice to meet you.\n"
+    )
     said = json.loads((tmp_path / "talk.json").read_text())
     assert said == {"model": "demo", "system": "Be brief.", "messages": chat.conversation.messages}
     assert stat.S_IMODE((tmp_path / "talk.md").stat().st_mode) == 0o600
-    assert lines[-1] == f"error: {tmp_path}/talk.md is there already: /export -f {tmp_path}/talk.md overwrites it"
-    assert do("Hello!", f"/export -f {tmp_path}/talk.md")[-1] == f"2 turns written to {tmp_path}/talk.md"
+    assert (
+        lines[-1]
+        == f"error: {tmp_path}/talk.md is there already: /export -f {tmp_path}/talk.md overwrites it"
+    )
+    assert (
+        do("Hello!", f"/export -f {tmp_path}/talk.md")[-1]
+        == f"2 turns written to {tmp_path}/talk.md"
+    )
     assert "Hello!" in (tmp_path / "talk.md").read_text()
-    assert do(f"/export {tmp_path}/nowhere/talk.md") == [f"error: {tmp_path}/nowhere/talk.md: No such file or directory"]
+    assert do(f"/export {tmp_path}/nowhere/talk.md") == [
+        f"error: {tmp_path}/nowhere/talk.md: No such file or directory"
+    ]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["talk.json", "talk.md"]
 
 
-def test_a_name_that_begins_like_a_flag_is_a_name(do: Do, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_begins_like_a_flag_is_a_name(
+    do: Do, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It forces nothing, and is whole."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "inal.md").write_text("mine")
@@ -335,17 +425,23 @@ def test_a_name_that_begins_like_a_flag_is_a_name(do: Do, tmp_path: Path, monkey
     assert (tmp_path / "inal.md").read_text() == "mine"
 
 
-def test_copy_says_by_what(chat: Chat, do: Do, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copy_says_by_what(
+    chat: Chat, do: Do, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first program that works gets the answer without its thinking; with none of them, and no terminal, it is an error."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("DISPLAY", ":0")
     monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
     monkeypatch.delenv("SSH_TTY", raising=False)
-    assert do("Hello!", "/copy")[-1].startswith("error: there is no clipboard: neither pbcopy, wl-copy nor xclip works")
+    assert do("Hello!", "/copy")[-1].startswith(
+        "error: there is no clipboard: neither pbcopy, wl-copy nor xclip works"
+    )
     program = tmp_path / "xclip"
     program.write_text(f'#!/bin/sh\nexec /bin/cat > "{tmp_path}/copied"\n')
     program.chmod(0o700)
-    chat.conversation.history.turns[-1] = replace(chat.conversation.history.turns[-1], answer="<think>x</think>\n\nHow é?")
+    chat.conversation.history.turns[-1] = replace(
+        chat.conversation.history.turns[-1], answer="<think>x</think>\n\nHow é?"
+    )
     assert do("/copy") == ["copied 6 characters with xclip"]
     assert (tmp_path / "copied").read_text() == "How é?"
     chat.conversation.answer_with(0, "Write </think> at the end.")
@@ -353,9 +449,13 @@ def test_copy_says_by_what(chat: Chat, do: Do, tmp_path: Path, monkeypatch: pyte
     assert (tmp_path / "copied").read_text() == "Write </think> at the end."
 
 
-def test_a_terminal_can_be_the_clipboard(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_terminal_can_be_the_clipboard(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """By OSC 52."""
-    monkeypatch.setenv("SSH_TTY", "/dev/pts/0")  # programs of this machine would reach the wrong one
+    monkeypatch.setenv(
+        "SSH_TTY", "/dev/pts/0"
+    )  # programs of this machine would reach the wrong one
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     assert clipboard.copy("How é?") == "through the terminal (OSC 52), if it allows that"
     code = re.fullmatch("\x1b]52;c;(.*)\a", capsys.readouterr().out)
@@ -363,8 +463,12 @@ def test_a_terminal_can_be_the_clipboard(monkeypatch: pytest.MonkeyPatch, capsys
     assert base64.b64decode(code[1]).decode() == "How é?"
 
 
-@pytest.mark.parametrize("text", ["My name is Ana. ", '"""/clear"""', '"""x""" is a docstring', "two\nlines\n"])
-def test_an_edit_that_changes_nothing_drops_nothing(chat: Chat, do: Do, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+@pytest.mark.parametrize(
+    "text", ["My name is Ana. ", '"""/clear"""', '"""x""" is a docstring', "two\nlines\n"]
+)
+def test_an_edit_that_changes_nothing_drops_nothing(
+    chat: Chat, do: Do, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
     """Whatever white space or quotes the text begins or ends with."""
     chat.interactive = True
     do(text, "I have a dog.")
@@ -379,7 +483,9 @@ def test_an_edit_that_changes_nothing_drops_nothing(chat: Chat, do: Do, monkeypa
     assert chat.conversation.history.turns == before
 
 
-def test_files_go_into_a_message_that_is_edited(chat: Chat, do: Do, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_go_into_a_message_that_is_edited(
+    chat: Chat, do: Do, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Those that wait and those that it names; once, however often it is edited, and none that a file of it names."""
     chat.interactive = True
     monkeypatch.chdir(tmp_path)
@@ -392,11 +498,15 @@ def test_files_go_into_a_message_that_is_edited(chat: Chat, do: Do, tmp_path: Pa
     (turn,) = chat.conversation.history.turns
     assert turn.user == f"last.txt:\n```\nlast\n```\n\nSee @note.txt!\n\n{note}"
     assert chat.attachments.texts == {}
-    assert not any("no such file" in line for line in do("/edit 1", turn.user.replace("See", "Read")))
+    assert not any(
+        "no such file" in line for line in do("/edit 1", turn.user.replace("See", "Read"))
+    )
     assert chat.conversation.history.turns[0].user == turn.user.replace("See", "Read")
 
 
-def test_an_edit_or_retry_that_is_interrupted_brings_the_turn_back(chat: Chat, do: Do, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_edit_or_retry_that_is_interrupted_brings_the_turn_back(
+    chat: Chat, do: Do, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No work is lost, neither by Ctrl-C in the prefill nor by an error."""
     do("My name is Ana.", "I have a dog.")
     before = list(chat.conversation.history.turns)
@@ -415,8 +525,12 @@ def test_an_edit_or_retry_that_is_interrupted_brings_the_turn_back(chat: Chat, d
     assert chat.conversation.history.turns == before
 
 
-@pytest.mark.parametrize(("battery", "wanted"), [(False, True), (True, False)], ids=["mains", "battery"])
-def test_nothing_is_typed_ahead_on_battery(chat: Chat, monkeypatch: pytest.MonkeyPatch, battery: bool, wanted: bool) -> None:
+@pytest.mark.parametrize(
+    ("battery", "wanted"), [(False, True), (True, False)], ids=["mains", "battery"]
+)
+def test_nothing_is_typed_ahead_on_battery(
+    chat: Chat, monkeypatch: pytest.MonkeyPatch, battery: bool, wanted: bool
+) -> None:
     """What comes before the draft is evaluated on both."""
     monkeypatch.setattr("mlxrunner.chat.repl.on_battery", lambda: battery)
     text = "My name is Ana and I have a very good dog."
@@ -438,7 +552,11 @@ def test_nothing_is_typed_ahead_on_battery(chat: Chat, monkeypatch: pytest.Monke
 
 
 def usage(**changes: Any) -> Usage:
-    counts = dict.fromkeys(Usage.__dataclass_fields__, 0) | {"outcome": "hit", "reason": None, "rewind_limited_by": None}
+    counts = dict.fromkeys(Usage.__dataclass_fields__, 0) | {
+        "outcome": "hit",
+        "reason": None,
+        "rewind_limited_by": None,
+    }
     return Usage(**(counts | {"checkpoint": None, "freed_by": None} | changes))
 
 
@@ -466,9 +584,14 @@ def test_every_reason_has_its_words(reason: str | None) -> None:
 
 def test_explain_and_stats_tell_of_the_last_turn(do: Do) -> None:
     """After a turn that diverged."""
-    lines = do("My name is Ana.", "I have a dog.", "/undo 2", "My cat is Tom.", "/explain", "/stats")
+    lines = do(
+        "My name is Ana.", "I have a dog.", "/undo 2", "My cat is Tom.", "/explain", "/stats"
+    )
     assert any(line.startswith("the prompt leaves the entry in the middle; ") for line in lines)
-    assert any(re.fullmatch(r"last turn  partial \(diverged\): \d+ prompt tokens, \d+ matched", line) for line in lines)
+    assert any(
+        re.fullmatch(r"last turn  partial \(diverged\): \d+ prompt tokens, \d+ matched", line)
+        for line in lines
+    )
 
 
 def test_saved_seconds_are_those_of_the_events() -> None:

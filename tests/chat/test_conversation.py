@@ -44,7 +44,9 @@ def test_turn_10_evaluates_only_the_new_tokens_and_remembers_turn_1(demo: Runner
     assert len(conversation.usages) == 10
     assert usage.outcome == "hit"
     assert usage.cached_tokens == before
-    turn = demo.tokenizer.encode_more("\n<|im_start|>user\nWhat is my name?<|im_end|>\n<|im_start|>assistant\n")
+    turn = demo.tokenizer.encode_more(
+        "\n<|im_start|>user\nWhat is my name?<|im_end|>\n<|im_start|>assistant\n"
+    )
     assert usage.evaluated_tokens == len(turn)
     assert usage.trimmed_tokens == 0
 
@@ -82,7 +84,10 @@ def test_an_answer_that_is_stopped_stays_as_far_as_it_was_shown() -> None:
     answer: Iterator[Any] = conversation.send("hello")
     shown = "".join(next(answer).text for _ in range(4))
     answer.close()  # type: ignore[attr-defined]
-    assert conversation.messages == [{"role": "user", "content": "hello"}, {"role": "assistant", "content": shown}]
+    assert conversation.messages == [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": shown},
+    ]
     before = len(runner.entry.tokens)
     conversation.options["max_tokens"] = 3
     say(conversation, "again")
@@ -102,7 +107,9 @@ def test_a_turn_without_an_answer_is_taken_back() -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        list(conversation.send("a question that is long enough for several chunks", progress=give_up))
+        list(
+            conversation.send("a question that is long enough for several chunks", progress=give_up)
+        )
     assert conversation.messages == messages
     assert runner.entry.is_true
     assert len(runner.entry.tokens) > 40
@@ -144,7 +151,9 @@ def test_a_stop_string_keeps_the_tokens_of_what_was_shown() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"stop": "."}, {"stop": "e", "max_tokens": 20}, {"max_tokens": 3}], ids=["stop", "early", "limit"]
+    "options",
+    [{"stop": "."}, {"stop": "e", "max_tokens": 20}, {"max_tokens": 3}],
+    ids=["stop", "early", "limit"],
 )
 def test_a_full_context_never_ends_a_chat(options: dict[str, Any]) -> None:
     """Whatever ends the answers: no turn is refused, and half of the context is not evaluated again each time."""
@@ -161,7 +170,10 @@ class Stripping(ByteTokenizer):
     """A template that leaves thinking out of earlier answers, so that the tokens never go on."""
 
     def render(self, messages: Any, *, add_generation_prompt: bool = True, **variables: Any) -> str:
-        changed = [{**m, "content": m["content"].upper()} if m["role"] == "assistant" else m for m in messages]
+        changed = [
+            {**m, "content": m["content"].upper()} if m["role"] == "assistant" else m
+            for m in messages
+        ]
         return super().render(changed, add_generation_prompt=add_generation_prompt)  # type: ignore[arg-type]
 
 
@@ -247,7 +259,9 @@ def test_a_turn_that_was_interrupted_before_any_text_is_taken_back() -> None:
 def test_clear_keeps_the_system_prompt_and_its_tokens() -> None:
     """The first turn after it reuses them."""
     runner = oracle_runner()
-    conversation = Conversation(runner, system="a system prompt", options={"max_tokens": 3, "stop_tokens": [EOS]})
+    conversation = Conversation(
+        runner, system="a system prompt", options={"max_tokens": 3, "stop_tokens": [EOS]}
+    )
     say(conversation, "hello")
     conversation.clear()
     say(conversation, "other")
@@ -257,7 +271,22 @@ def test_clear_keeps_the_system_prompt_and_its_tokens() -> None:
 def act(conversation: Conversation, rng: random.Random, saved: list[Any]) -> None:
     """Something that a person may do."""
     turns, number = conversation.history.turns, rng.randrange(100)
-    what = rng.choice(["send", "send", "stop", "type", "type", "type", "undo", "edit", "branch", "switch", "look", "clear"])
+    what = rng.choice(
+        [
+            "send",
+            "send",
+            "stop",
+            "type",
+            "type",
+            "type",
+            "undo",
+            "edit",
+            "branch",
+            "switch",
+            "look",
+            "clear",
+        ]
+    )
     if what in ("send", "stop"):
         answer = conversation.send(f"q{number} " + "x" * rng.randrange(20))
         for _ in range(rng.randrange(3) if what == "stop" else 100):
@@ -265,7 +294,9 @@ def act(conversation: Conversation, rng: random.Random, saved: list[Any]) -> Non
         answer.close()  # type: ignore[attr-defined]
     elif what == "type":
         left = iter(range(rng.randrange(6)))
-        conversation.evaluate(f"q{number} " + "y" * rng.randrange(20), lambda: next(left, None) is None)
+        conversation.evaluate(
+            f"q{number} " + "y" * rng.randrange(20), lambda: next(left, None) is None
+        )
     elif what == "undo":
         conversation.undo(rng.randrange(1, 3))
     elif what == "edit" and turns:
@@ -282,25 +313,39 @@ def act(conversation: Conversation, rng: random.Random, saved: list[Any]) -> Non
         conversation.clear()
 
 
-@pytest.mark.parametrize("kinds", [["full", "full"], ["full", "recurrent"], ["sliding", "composite"]], ids="+".join)
+@pytest.mark.parametrize(
+    "kinds", [["full", "full"], ["full", "recurrent"], ["sliding", "composite"]], ids="+".join
+)
 @pytest.mark.parametrize("policy", ["exact", "template"])
 @pytest.mark.parametrize("context", [160, 4096], ids=["full context", "much room"])
-def test_whatever_is_done_the_entry_is_exact_and_every_place_is_true(kinds: list[str], policy: Any, context: int) -> None:
+def test_whatever_is_done_the_entry_is_exact_and_every_place_is_true(
+    kinds: list[str], policy: Any, context: int
+) -> None:
     """Turns, interrupts, typing, going back and forth, in any order."""
     for seed in range(6):
         rng = random.Random(seed)
-        runner = oracle_runner(kinds, context=context, prefill_step=7, checkpoint_budget=10**6, checkpoint_interval=16)
+        runner = oracle_runner(
+            kinds, context=context, prefill_step=7, checkpoint_budget=10**6, checkpoint_interval=16
+        )
         options = {"stop_tokens": [], "max_tokens": rng.choice([3, 8])}
-        conversation = Conversation(runner, rng.choice([None, "be brief"]), options=options, policy=policy)
+        conversation = Conversation(
+            runner, rng.choice([None, "be brief"]), options=options, policy=policy
+        )
         saved: list[Any] = []
         for _ in range(40):
             act(conversation, rng, saved)
             history, entry = conversation.history, list(runner.entry.tokens)
             assert runner.entry.is_true or not entry
-            for place in (mark for turn in history.turns for mark in (turn.begins, turn.ends) if mark):
+            for place in (
+                mark for turn in history.turns for mark in (turn.begins, turn.ends) if mark
+            ):
                 assert place.characters <= len(history.spelling.text)
                 assert place.tokens <= len(history.spelling.tokens)
-            if rng.random() < 0.1 and 0 < len(entry) < context - 5 and not any(u.shifted_tokens for u in conversation.usages):
+            if (
+                rng.random() < 0.1
+                and 0 < len(entry) < context - 5
+                and not any(u.shifted_tokens for u in conversation.usages)
+            ):
                 warm, cold = (
                     [c.token for c in r.generate([*entry, 5], max_tokens=3, stop_tokens=[])]
                     for r in (runner, oracle_runner(kinds))
@@ -311,7 +356,8 @@ def test_whatever_is_done_the_entry_is_exact_and_every_place_is_true(kinds: list
 def test_an_edited_answer_behind_a_gap_is_known_to_lack_tokens() -> None:
     """The first answer filled the context, so that its question lost tokens; what is saved would look damaged otherwise."""
     conversation = Conversation(
-        oracle_runner(context=100), options={"max_tokens": 30, "stop_tokens": [], "overflow": "shift", "keep": 2}
+        oracle_runner(context=100),
+        options={"max_tokens": 30, "stop_tokens": [], "overflow": "shift", "keep": 2},
     )
     say(conversation, "x" * 60)
     assert conversation.history.dropped > 0

@@ -21,7 +21,10 @@ from mlxrunner.chat.start import commands
 
 
 def completions(text: str) -> list[str]:
-    completer = ChatCompleter(commands(), lambda name: {"/switch": ["main", "other"], "/set": ["seed", "stop"]}.get(name, []))
+    completer = ChatCompleter(
+        commands(),
+        lambda name: {"/switch": ["main", "other"], "/set": ["seed", "stop"]}.get(name, []),
+    )
     return [one.text for one in completer.get_completions(Document(text), CompleteEvent())]
 
 
@@ -54,7 +57,9 @@ def test_paths_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert completions("what is in no") == []
 
 
-def test_a_path_with_spaces_is_completed_in_quotes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_with_spaces_is_completed_in_quotes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Which a folder leaves open, as it is gone on with."""
     (tmp_path / "my notes").mkdir()
     (tmp_path / "my notes" / "of may.txt").touch()
@@ -102,7 +107,9 @@ def test_quotes_hold_several_lines_together(text: str, open_: bool, sent: str) -
     assert unquoted(text) == sent
 
 
-@pytest.mark.parametrize("text", ["hello", "two\nlines ", '"""x""" is a docstring', '"""all of it"""', ' """ open'])
+@pytest.mark.parametrize(
+    "text", ["hello", "two\nlines ", '"""x""" is a docstring', '"""all of it"""', ' """ open']
+)
 def test_what_is_quoted_for_editing_is_the_same_text_again(text: str) -> None:
     """Also where it begins with quotes of its own."""
     assert unquoted(quoted(text)) == text

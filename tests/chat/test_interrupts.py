@@ -111,7 +111,9 @@ def change_model(lines: list[int], name: str = "other") -> tuple[Chat, Presses, 
     return chat, presses, told
 
 
-def test_a_change_of_models_that_is_interrupted_anywhere_leaves_one(load: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_change_of_models_that_is_interrupted_anywhere_leaves_one(
+    load: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     """The one before or the new one, known to all who keep it; the conversation is there, however often Ctrl-C was pressed."""
     _, counted, _ = change_model([])
     total, rng, kept = counted.most, random.Random(9), set()
@@ -120,7 +122,10 @@ def test_a_change_of_models_that_is_interrupted_anywhere_leaves_one(load: list[s
         for times in (1, 2, 3):
             chat, _, told = change_model([line, *(rng.randrange(1, 25) for _ in range(times - 1))])
             kept.add(chat.model)
-            assert chat.runner.name == {"first": "oracle" if not told else "first", "other": "other"}[chat.model]
+            assert (
+                chat.runner.name
+                == {"first": "oracle" if not told else "first", "other": "other"}[chat.model]
+            )
             assert not told or told[-1] == chat.model
             assert [turn.user for turn in chat.conversation.history.turns] == ["hello"]
             assert list(chat.runner.generate([5, 6, 7], max_tokens=2))
@@ -128,7 +133,9 @@ def test_a_change_of_models_that_is_interrupted_anywhere_leaves_one(load: list[s
     assert "internal error" not in capsys.readouterr().err
 
 
-def test_a_model_that_can_not_be_loaded_gives_the_one_before_back(load: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_can_not_be_loaded_gives_the_one_before_back(
+    load: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     """Also where the first Ctrl-C, or any other, hits that."""
     for line in range(200):
         chat, presses, told = change_model([line] if line else [], "broken")
@@ -142,14 +149,25 @@ def test_a_model_that_can_not_be_loaded_gives_the_one_before_back(load: list[str
 
 
 def test_without_any_model_the_chat_says_so_and_goes_on(
-    load: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Any
+    load: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Any,
 ) -> None:
     """The one before can't be loaded again either: what was said can be written, and another model can be chosen."""
     conversation = Conversation(oracle_runner())
     conversation.history.turns.append(Turn("hello", "well"))
     chat = Chat(conversation, model="broken", interactive=True)
     presses = Presses([])
-    chat.reader = Typed(presses, "/model broken", "hello?", "/show", f"/export {tmp_path}/talk.md", "/model other", "/undo")
+    chat.reader = Typed(
+        presses,
+        "/model broken",
+        "hello?",
+        "/show",
+        f"/export {tmp_path}/talk.md",
+        "/model other",
+        "/undo",
+    )
     assert chat.run(commands()) == 0
     said = " ".join(capsys.readouterr().err.split())
     assert said.count("error: no model is loaded (broken: it is): /model NAME loads one") == 2

@@ -48,14 +48,21 @@ sys.exit(chat.run(table))
 
 
 @pytest.mark.parametrize("wait", ["", "half a draft"], ids=["at once", "half a line"])
-def test_lines_that_are_typed_while_the_program_starts_are_turns(open_screen: Any, wait: str) -> None:
+def test_lines_that_are_typed_while_the_program_starts_are_turns(
+    open_screen: Any, wait: str
+) -> None:
     """Each that Enter ended, in its order, before and after the program has the terminal; the rest is the draft."""
     screen = open_screen(*CHAT)
     screen.child.send("My name is Ana.\r")
     screen.until("My name is Ana.\n")  # the terminal shows it; the program may not even have begun
     screen.child.send(f"What is my name?\r{wait}")
     screen.until("Your name is Ana.").until(lambda: screen.lines[-1] == f">>> {wait}".strip())
-    assert screen.everything[-5:-1] == [">>> My name is Ana.", "Nice to meet you.", ">>> What is my name?", "Your name is Ana."]
+    assert screen.everything[-5:-1] == [
+        ">>> My name is Ana.",
+        "Nice to meet you.",
+        ">>> What is my name?",
+        "Your name is Ana.",
+    ]
 
 
 def test_ctrl_d_that_is_typed_while_the_program_starts_leaves(open_screen: Any) -> None:
@@ -85,7 +92,9 @@ def test_ctrl_z_at_the_prompt_suspends(open_screen: Any) -> None:
     screen.until("Stopped").until(lambda: screen.lines[-1] == "$")
     screen.child.send(f"{MODES}\r")
     screen.until("echo+icanon+icrnl")
-    assert not screen.raw.rfind("\x1b[?2004h", 0, screen.raw.rfind("Stopped")) > screen.raw.rfind("\x1b[?2004l")
+    assert not screen.raw.rfind("\x1b[?2004h", 0, screen.raw.rfind("Stopped")) > screen.raw.rfind(
+        "\x1b[?2004l"
+    )
     screen.child.send("fg\r")
     screen.until(lambda: screen.lines[-1] == ">>> My name")
     screen.child.send(" is Ana.\r")

@@ -45,14 +45,20 @@ def pieces(text: str, length: int) -> Iterator[str]:
     return (text[at : at + length] for at in range(0, len(text), length))
 
 
-def drawn(text: str, size: tuple[int, int], length: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def drawn(
+    text: str, size: tuple[int, int], length: int, monkeypatch: pytest.MonkeyPatch
+) -> list[str]:
     """What stands on the screen, and has scrolled out of it, after `text` came in pieces and each of them was drawn."""
     monkeypatch.setattr("mlxrunner.chat.markdown.REDRAW_S", 0.0)
     screen = pyte.HistoryScreen(*size, history=5000, ratio=1)
     screen.set_mode(pyte.modes.LNM)  # a file knows no terminal driver that would do it
     stream = pyte.Stream(screen)
     out = io.StringIO()
-    view = StreamedMarkdown(Console(file=out, force_terminal=True, width=size[0], height=size[1], color_system="standard"))
+    view = StreamedMarkdown(
+        Console(
+            file=out, force_terminal=True, width=size[0], height=size[1], color_system="standard"
+        )
+    )
     for piece in pieces(text, length):
         view.write(piece)
         view._cost = 0.0
@@ -68,14 +74,23 @@ def test_streamed_markdown_ends_as_markdown_drawn_at_once(
     size: tuple[int, int], length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However it is cut, on wide and narrow, high and low screens; nothing of what was drawn in between is left."""
-    assert drawn(TEXT, size, length, monkeypatch) == drawn(TEXT, (size[0], 200), 10_000, monkeypatch)
+    assert drawn(TEXT, size, length, monkeypatch) == drawn(
+        TEXT, (size[0], 200), 10_000, monkeypatch
+    )
 
 
 def test_markdown_shows_everything_that_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """Angle brackets, addresses of links, references, line ends."""
     lines = drawn(TEXT + "\n[1]: http://example.org/reference\n", (80, 60), 5, monkeypatch)
     text = "\n".join(lines)
-    for part in ("<div> & x < y", "http://example.org/x", "http://example.org/reference", 'return "<b>" + x', " • one", "日本"):
+    for part in (
+        "<div> & x < y",
+        "http://example.org/x",
+        "http://example.org/reference",
+        'return "<b>" + x',
+        " • one",
+        "日本",
+    ):
         assert part in text
     assert "Some words with code, strong ones" in lines
     assert "and a line of its own. <div> & x < y" in lines
@@ -92,7 +107,15 @@ def test_an_image_shows_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("entity", ["&#x202e;", "&#x2066;", "&rlm;", "&#xe0041;", "&#8238;"])
 @pytest.mark.parametrize(
-    "text", ["a{}b", "**a{}b**", "[a{}b](http://x.org/{})", "![a{}b](x{})", "| a{}b |\n|---|\n| c |", "# a{}b"]
+    "text",
+    [
+        "a{}b",
+        "**a{}b**",
+        "[a{}b](http://x.org/{})",
+        "![a{}b](x{})",
+        "| a{}b |\n|---|\n| c |",
+        "# a{}b",
+    ],
 )
 def test_an_entity_cannot_hide_or_reorder_text(text: str, entity: str) -> None:
     """Wherever it stands; so does an address."""
@@ -104,11 +127,15 @@ def test_an_entity_cannot_hide_or_reorder_text(text: str, entity: str) -> None:
     assert "a\\" in out.getvalue() or "a&" in out.getvalue()
 
 
-def test_a_block_that_is_higher_than_the_screen_is_whole_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_that_is_higher_than_the_screen_is_whole_at_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """While it grows its last lines are shown, and when it is complete all of them, once."""
     code = "```\n" + "".join(f"line {number}\n" for number in range(60)) + "```\n\nDone.\n"
     lines = drawn(code, (40, 10), 9, monkeypatch)
-    assert [line.strip() for line in lines if "line" in line] == [f"line {number}" for number in range(60)]
+    assert [line.strip() for line in lines if "line" in line] == [
+        f"line {number}" for number in range(60)
+    ]
     assert lines[-1] == "Done."
 
 
@@ -121,7 +148,9 @@ def test_lines_are_not_filled_with_spaces() -> None:
     assert out.getvalue().endswith("Hello.\n")
 
 
-@pytest.mark.parametrize("text", ["\x1b]0;owned\a", "a\x1b[2Jb", "\u202egnirts", "\x9b31m", "```\n\x1b[31m\n```"])
+@pytest.mark.parametrize(
+    "text", ["\x1b]0;owned\a", "a\x1b[2Jb", "\u202egnirts", "\x9b31m", "```\n\x1b[31m\n```"]
+)
 def test_a_model_cannot_drive_the_terminal(text: str) -> None:
     """Control characters are shown, also in code."""
     out = io.StringIO()
@@ -171,7 +200,13 @@ def test_thinking_is_dimmed_or_hidden(
 @pytest.mark.parametrize("width", [8, 20, 60])
 def test_notes_are_broken_between_words(width: int) -> None:
     """No line is wider than the terminal, in cells, and nothing is lost."""
-    for text in ("/edit [N]   edit a message", "plain words that go on and on", "日本語のとても長い文章です と言う", "", "x"):
+    for text in (
+        "/edit [N]   edit a message",
+        "plain words that go on and on",
+        "日本語のとても長い文章です と言う",
+        "",
+        "x",
+    ):
         shown = wrapped(text, width)
         assert all(cell_len(line) <= width for line in shown.split("\n"))
         assert "".join(shown.split()) == "".join(text.split())

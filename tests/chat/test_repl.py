@@ -12,7 +12,9 @@ PIPE = [sys.executable, "-m", "mlxrunner", "chat"]
 
 
 def piped(stdin: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*PIPE, *arguments], input=stdin, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        [*PIPE, *arguments], input=stdin, capture_output=True, text=True, timeout=120
+    )
 
 
 def test_in_a_pipe_each_line_is_a_turn() -> None:
@@ -111,7 +113,12 @@ def test_ctrl_c_in_a_pipe_ends_with_130() -> None:
     # Where the tests run in the background of a shell, Ctrl-C is ignored, and that is inherited.
     heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     child = subprocess.Popen(
-        PIPE, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed
+        PIPE,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=heed,
     )
     assert child.stdin is not None
     assert child.stdout is not None

@@ -39,7 +39,9 @@ def chat(data: Path) -> Chat:
     """A chat that is given these lines, with these options."""
 
     def run(lines: list[str], *options: str) -> Result:
-        result = CliRunner().invoke(cli.main, ["chat", "--no-reserve", *options], input="\n".join([*lines, ""]))
+        result = CliRunner().invoke(
+            cli.main, ["chat", "--no-reserve", *options], input="\n".join([*lines, ""])
+        )
         assert "Traceback" not in result.stderr
         return result
 
@@ -91,7 +93,9 @@ def test_a_name_is_recalled_on_a_screen(open_screen: Any) -> None:
     assert "What is my name?" in fourth.say("/show")
 
 
-def test_a_session_that_is_open_is_refused_at_once(open_screen: Any, tmp_path: Path, chat: Chat) -> None:
+def test_a_session_that_is_open_is_refused_at_once(
+    open_screen: Any, tmp_path: Path, chat: Chat
+) -> None:
     """The second chat says so in one line, before it loads the model; /save and rm do, too."""
     first = open_screen("-m", "mlxrunner", "chat", "--no-reserve", "--session", "zor")
     first.prompt()
@@ -99,7 +103,10 @@ def test_a_session_that_is_open_is_refused_at_once(open_screen: Any, tmp_path: P
     first.say("My name is Zorblin.")
     second = chat(["Hello!"], "--session", "zor", "-m", "nowhere")
     assert (second.stdout, second.exit_code) == ("", 1)
-    assert second.stderr == "mlxrunner: the session 'zor' is open in another chat: close that, or use another name\n"
+    assert (
+        second.stderr
+        == "mlxrunner: the session 'zor' is open in another chat: close that, or use another name\n"
+    )
     assert "the session 'zor' is open in another chat" in chat(["Hello!", "/save -f zor"]).stderr
     removed = CliRunner().invoke(cli.main, ["sessions", "rm", "zor"])
     assert (removed.exit_code, removed.stderr.count("\n")) == (1, 1)
@@ -124,7 +131,9 @@ def test_settings_come_back_unless_others_are_given(chat: Chat, data: Path) -> N
     assert saved["model"] == "demo"
     assert saved["settings"]["options"] == {"temperature": 0.5, "seed": 3, "overflow": "shift"}
     again = chat(["/show", "/set seed", "/set temperature"], "--session", "zor", "--seed", "4")
-    assert "system prompt: Be brief." in again.stderr.replace("\n", " ") or "Be brief." in again.stderr
+    assert (
+        "system prompt: Be brief." in again.stderr.replace("\n", " ") or "Be brief." in again.stderr
+    )
     assert "seed = 4" in again.stderr
     assert "temperature = 0.5" in again.stderr
     assert "tokens restored" in again.stderr  # with --kv-bits 8 as before
@@ -160,12 +169,18 @@ def test_a_context_that_can_not_be_is_left_out_by_a_load(chat: Chat, data: Path)
 
 
 @pytest.mark.parametrize(
-    "lines", [["What is my name?"], ["/undo", "My name is Ana.", "What is my name?"]], ids=["goes on", "undo"]
+    "lines",
+    [["What is my name?"], ["/undo", "My name is Ana.", "What is my name?"]],
+    ids=["goes on", "undo"],
 )
 @pytest.mark.parametrize(
-    "tokens", [[999_999] * 38, [5] * 38, [5] * 3000, []], ids=["none of the model's", "others", "too many", "none"]
+    "tokens",
+    [[999_999] * 38, [5] * 38, [5] * 3000, []],
+    ids=["none of the model's", "others", "too many", "none"],
 )
-def test_tokens_that_do_not_spell_the_text_are_dropped(chat: Chat, data: Path, tokens: list[int], lines: list[str]) -> None:
+def test_tokens_that_do_not_spell_the_text_are_dropped(
+    chat: Chat, data: Path, tokens: list[int], lines: list[str]
+) -> None:
     """And it says so; the answer is that to the text."""
     chat(["My name is Zorblin."], "--session", "zor")
     saved = content(data, "zor")
@@ -175,7 +190,10 @@ def test_tokens_that_do_not_spell_the_text_are_dropped(chat: Chat, data: Path, t
     (data / "sessions" / "zor" / TEXT).write_text(json.dumps(saved))
     again = chat(lines, "--session", "zor")
     first = again.stderr.splitlines()[0]
-    assert first == "session zor: 1 turn, 38 tokens restored (350 kB); it is tokenized anew: its tokens do not spell its text"
+    assert (
+        first
+        == "session zor: 1 turn, 38 tokens restored (350 kB); it is tokenized anew: its tokens do not spell its text"
+    )
     assert again.stdout.splitlines()[-1] == f"Your name is {'Ana' if lines[1:] else 'Zorblin'}."
     assert "tokenized anew" not in chat([], "--session", "zor").stderr
 
@@ -183,7 +201,9 @@ def test_tokens_that_do_not_spell_the_text_are_dropped(chat: Chat, data: Path, t
 def test_a_system_prompt_that_is_given_is_the_one_that_is_evaluated(chat: Chat) -> None:
     """Not the one that the saved tokens begin with."""
     chat(["Hello!"], "--session", "zor", "--system", "The user's name is Zorblin.")
-    again = chat(["/system", "What is my name?"], "--session", "zor", "--system", "The user's name is Ana.")
+    again = chat(
+        ["/system", "What is my name?"], "--session", "zor", "--system", "The user's name is Ana."
+    )
     assert "system prompt: The user's name is Ana.\n" in again.stderr
     assert again.stdout == "Your name is Ana.\n"
 
@@ -213,19 +233,28 @@ def test_a_model_that_is_gone_is_one_line(chat: Chat, data: Path) -> None:
     (data / "sessions" / "zor" / TEXT).write_text(json.dumps(saved))
     gone = chat(["Hello!"], "--session", "zor")
     assert (gone.stdout, gone.exit_code, gone.stderr.count("\n")) == ("", 2, 1)
-    assert chat(["What is my name?"], "--session", "zor", "-m", "demo").stdout == "Your name is Zorblin.\n"
+    assert (
+        chat(["What is my name?"], "--session", "zor", "-m", "demo").stdout
+        == "Your name is Zorblin.\n"
+    )
 
 
 def test_branches_come_back(chat: Chat) -> None:
     """With their texts; the one that was talked on is talked on."""
-    chat(["My name is Zorblin.", "/branch other", "/undo", "My name is Ana.", "/switch main"], "--session", "zor")
+    chat(
+        ["My name is Zorblin.", "/branch other", "/undo", "My name is Ana.", "/switch main"],
+        "--session",
+        "zor",
+    )
     again = chat(["What is my name?", "/switch other", "What is my name?"], "--session", "zor")
     assert again.stdout == "Your name is Zorblin.\nYour name is Ana.\n"
 
 
 def test_what_was_taken_back_is_saved_when_one_leaves(chat: Chat, data: Path) -> None:
     """Not only what ends with an answer; once its branch is dropped, nothing of it is left in the file."""
-    chat(["My name is Ana.", "My name is Zorblin.", "/undo", "/branch -d main~1"], "--session", "zor")
+    chat(
+        ["My name is Ana.", "My name is Zorblin.", "/undo", "/branch -d main~1"], "--session", "zor"
+    )
     assert "Zorblin" not in (data / "sessions" / "zor" / TEXT).read_text()
     again = chat(["What is my name?"], "--session", "zor")
     assert again.stderr.startswith("session zor: 1 turn, ")
@@ -248,7 +277,10 @@ WIPES = {
 def test_no_command_wipes_what_was_saved(chat: Chat, data: Path, wipes: list[str]) -> None:
     """It is kept as a branch, which the chat and `sessions` name, and /switch goes back to; a question that is asked there is answered."""
     chat(["My name is Ana.", "I have a parrot."], "--session", "zor")
-    before = [(turn["user"], turn["answer"]) for turn in content(data, "zor")["branches"]["main"]["history"]["turns"]]
+    before = [
+        (turn["user"], turn["answer"])
+        for turn in content(data, "zor")["branches"]["main"]["history"]["turns"]
+    ]
     wiped = chat([*wipes, "/bye"], "--session", "zor")
     line = "what was saved is kept as branch main~1 (2 turns): /switch main~1 goes back to it"
     assert wiped.stderr.count(line) == 1
@@ -256,8 +288,14 @@ def test_no_command_wipes_what_was_saved(chat: Chat, data: Path, wipes: list[str
     assert [(turn["user"], turn["answer"]) for turn in kept] == before
     run = CliRunner().invoke
     assert "main~1" in run(cli.main, ["sessions", "list"]).stdout
-    assert "user: I have a parrot." in run(cli.main, ["sessions", "show", "zor", "--branch", "main~1"]).stdout
-    assert "I have a parrot." in run(cli.main, ["sessions", "export", "zor", "-", "--branch", "main~1"]).stdout
+    assert (
+        "user: I have a parrot."
+        in run(cli.main, ["sessions", "show", "zor", "--branch", "main~1"]).stdout
+    )
+    assert (
+        "I have a parrot."
+        in run(cli.main, ["sessions", "export", "zor", "-", "--branch", "main~1"]).stdout
+    )
     wrong = run(cli.main, ["sessions", "show", "zor", "--branch", "x"])
     assert wrong.stderr.startswith("mlxrunner: the session 'zor' has no branch 'x': there are main")
     back = chat(["/switch main~1", "What is my name?"], "--session", "zor")
@@ -278,9 +316,16 @@ def test_an_answer_that_is_changed_or_tried_again_is_kept(chat: Chat, data: Path
     chat(["My name is Ana."], "--session", "zor")
     same = chat(["/retry temperature=0"], "--session", "zor")
     assert "kept as" not in same.stderr
-    other = chat(["/retry temperature=3 seed=5 max_tokens=8", "/retry temperature=3 seed=6 max_tokens=8"], "--session", "zor")
+    other = chat(
+        ["/retry temperature=3 seed=5 max_tokens=8", "/retry temperature=3 seed=6 max_tokens=8"],
+        "--session",
+        "zor",
+    )
     assert other.stderr.count("what was saved is kept as branch main~") == 2
-    answers = {branch["history"]["turns"][0]["answer"] for branch in content(data, "zor")["branches"].values()}
+    answers = {
+        branch["history"]["turns"][0]["answer"]
+        for branch in content(data, "zor")["branches"].values()
+    }
     assert len(answers) == 3
     assert "Nice to meet you." in answers
 
@@ -328,7 +373,10 @@ def test_nothing_is_lost_without_being_said(chat: Chat, data: Path) -> None:
     result = chat([*lines, "What is my name?"])
     said = result.stderr.splitlines()
     assert said[0] == "error: there is a session ana already: /save -f ana overwrites it"
-    assert said[1] == "error: what was said is not saved (1 turn): /save NAME saves it, /load -f ana gives it up"
+    assert (
+        said[1]
+        == "error: what was said is not saved (1 turn): /save NAME saves it, /load -f ana gives it up"
+    )
     assert said[2].startswith("saved as zor: 1 turn")
     assert said[3].startswith("saved as zor: 1 turn")
     assert said[4].startswith("session ana: 1 turn")
@@ -342,12 +390,15 @@ def test_loading_within_a_session_goes_over_to_the_other_one(chat: Chat, data: P
     chat(["My name is Ana."], "--session", "ana")
     chat(["My name is Zorblin.", "/load ana", "I have a dog."], "--session", "zor")
     users = {
-        name: [turn["user"] for turn in content(data, name)["branches"]["main"]["history"]["turns"]] for name in ("ana", "zor")
+        name: [turn["user"] for turn in content(data, name)["branches"]["main"]["history"]["turns"]]
+        for name in ("ana", "zor")
     }
     assert users == {"ana": ["My name is Ana.", "I have a dog."], "zor": ["My name is Zorblin."]}
 
 
-@pytest.mark.parametrize("line", ["/save", "/save a b", "/save ../x", "/load", "/load nothing", "/load ../../etc"])
+@pytest.mark.parametrize(
+    "line", ["/save", "/save a b", "/save ../x", "/load", "/load nothing", "/load ../../etc"]
+)
 def test_names_that_are_none_are_one_line(chat: Chat, data: Path, line: str) -> None:
     """And the chat goes on."""
     result = chat([line, "Hello!"])
@@ -365,10 +416,15 @@ def test_text_only_and_fewer_bits(chat: Chat, data: Path) -> None:
     chat(["I have a cat."], "--session", "zor", "--no-cache-file")
     assert os.listdir(data / "sessions" / "zor") == [TEXT]
     again = chat(["What is my name?"], "--session", "zor")
-    assert again.stderr.startswith("session zor: 3 turns, without caches: the first turn evaluates it anew\n")
+    assert again.stderr.startswith(
+        "session zor: 3 turns, without caches: the first turn evaluates it anew\n"
+    )
     assert again.stdout == "Your name is Zorblin.\n"
     wrong = chat(["Hello!"], "--session", "zor", "--session-kv-bits", "3")
-    assert (wrong.exit_code, wrong.stderr) == (2, "mlxrunner: session_kv_bits: 3 is out of range, it has to be 4 or 8\n")
+    assert (wrong.exit_code, wrong.stderr) == (
+        2,
+        "mlxrunner: session_kv_bits: 3 is out of range, it has to be 4 or 8\n",
+    )
 
 
 def test_a_damaged_cache_file_costs_a_cold_turn(chat: Chat, data: Path) -> None:
@@ -378,19 +434,25 @@ def test_a_damaged_cache_file_costs_a_cold_turn(chat: Chat, data: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
     again = chat(["What is my name?"], "--session", "zor")
     assert again.stdout == "Your name is Zorblin.\n"
-    assert again.stderr.startswith("session zor: 1 turn, its text is kept, its caches are dropped: the cache is truncated")
+    assert again.stderr.startswith(
+        "session zor: 1 turn, its text is kept, its caches are dropped: the cache is truncated"
+    )
     assert again.stderr.count("\n") == 1
     assert "69 tokens restored" in chat([], "--session", "zor").stderr
 
 
 def test_another_model_within_a_session(chat: Chat, data: Path) -> None:
     """/set context loads the model again: what was evaluated is saved as before."""
-    result = chat(["My name is Zorblin.", "/set context 500", "What is my name?"], "--session", "zor")
+    result = chat(
+        ["My name is Zorblin.", "/set context 500", "What is my name?"], "--session", "zor"
+    )
     assert result.stdout.endswith("Your name is Zorblin.\n")
     assert "69 tokens restored" in chat([], "--session", "zor").stderr
 
 
-def test_a_full_disk_is_said_and_the_chat_goes_on(chat: Chat, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_said_and_the_chat_goes_on(
+    chat: Chat, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After each turn in one line, and by the exit code; the conversation can still be written elsewhere."""
 
     def full(*arguments: Any) -> None:
@@ -425,7 +487,9 @@ def disk(data: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
     def limit(size: int) -> None:
         for module in ("store", "tensors"):
-            monkeypatch.setattr(f"mlxrunner.sessions.{module}.write_all", Disk(data, size).write_all)
+            monkeypatch.setattr(
+                f"mlxrunner.sessions.{module}.write_all", Disk(data, size).write_all
+            )
 
     return limit
 
@@ -436,14 +500,22 @@ SAFE = re.compile(
 
 
 @pytest.mark.parametrize("size", [500, 1500, 3000, 9000, 300_000, 500_000, 700_000])
-def test_a_full_disk_says_which_turns_are_safe(chat: Chat, data: Path, disk: Callable[[int], None], size: int) -> None:
+def test_a_full_disk_says_which_turns_are_safe(
+    chat: Chat, data: Path, disk: Callable[[int], None], size: int
+) -> None:
     """And they are; the text goes before the caches, of which there need not be any."""
     disk(size)
     result = chat([f"My name is Zorblin {number}." for number in range(7)], "--session", "zor")
     said = [found for line in result.stderr.splitlines() if (found := SAFE.match(line))]
-    kept = content(data, "zor")["branches"]["main"]["history"]["turns"] if "zor" in Sessions().names() else []
+    kept = (
+        content(data, "zor")["branches"]["main"]["history"]["turns"]
+        if "zor" in Sessions().names()
+        else []
+    )
     assert said
-    which = {0: "none of 7 turns", 7: "all of 7 turns"}.get(len(kept), f"the first {len(kept)} of 7 turns")
+    which = {0: "none of 7 turns", 7: "all of 7 turns"}.get(
+        len(kept), f"the first {len(kept)} of 7 turns"
+    )
     assert said[-1][2] == which
     assert (len(kept) == 7) == (size >= 9000)
     assert "its text was" not in result.stderr
@@ -464,7 +536,9 @@ def test_caches_give_way_to_the_text(chat: Chat, data: Path, disk: Callable[[int
 
 
 @pytest.mark.parametrize("end", ["SIGHUP", "SIGTERM", "closed"])
-def test_a_window_that_is_closed_in_mid_answer_costs_nothing(open_screen: Any, tmp_path: Path, data: Path, end: str) -> None:
+def test_a_window_that_is_closed_in_mid_answer_costs_nothing(
+    open_screen: Any, tmp_path: Path, data: Path, end: str
+) -> None:
     """The question, and the answer as far as it was shown, are saved; a second signal does no harm."""
     write_model(tmp_path / "model", vocab_size=300)
     chat = ("-m", "mlxrunner", "chat", "--no-reserve", "--plain", "--session", "hup")
@@ -479,7 +553,9 @@ def test_a_window_that_is_closed_in_mid_answer_costs_nothing(open_screen: Any, t
 
 
 @pytest.mark.parametrize("end", ["SIGHUP", "SIGTERM", "closed"])
-def test_a_window_that_is_closed_at_the_prompt_costs_nothing(open_screen: Any, data: Path, end: str) -> None:
+def test_a_window_that_is_closed_at_the_prompt_costs_nothing(
+    open_screen: Any, data: Path, end: str
+) -> None:
     """What was changed since the last turn is saved."""
     screen = open_screen("-m", "mlxrunner", "chat", "--no-reserve", "--session", "hup")
     screen.prompt()
@@ -498,7 +574,12 @@ def test_a_chat_in_a_pipe_that_is_killed_costs_nothing(data: Path) -> None:
     nohup = partial(signal.signal, signal.SIGHUP, signal.SIG_IGN)
     arguments = [sys.executable, "-m", "mlxrunner", "chat", "--no-reserve", "--session", "hup"]
     with subprocess.Popen(
-        arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=nohup
+        arguments,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=nohup,
     ) as child:
         assert child.stdin is not None
         assert child.stdout is not None

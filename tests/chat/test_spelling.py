@@ -21,7 +21,9 @@ class Script:
         self.left: list[int] = []
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        return mx.where(mx.arange(logits.shape[-1]) == (self.left.pop(0) if self.left else EOS), 1e4, logits)
+        return mx.where(
+            mx.arange(logits.shape[-1]) == (self.left.pop(0) if self.left else EOS), 1e4, logits
+        )
 
 
 class Template(ByteTokenizer):
@@ -33,14 +35,27 @@ class Template(ByteTokenizer):
     def render(self, messages: Any, *, add_generation_prompt: bool = True, **variables: Any) -> str:
         last = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=-1)
         shown = [
-            {**m, "content": m["content"].split("</think>")[-1].strip() if i < last else m["content"].strip()}
+            {
+                **m,
+                "content": m["content"].split("</think>")[-1].strip()
+                if i < last
+                else m["content"].strip(),
+            }
             if m["role"] == "assistant"
             else m
             for i, m in enumerate(messages)
         ]
         text = super().render(shown, add_generation_prompt=add_generation_prompt)  # type: ignore[arg-type]
         opening = "<think>\n" if self.opens and add_generation_prompt else ""
-        return text + opening + ("\n</think>\n\n" if add_generation_prompt and variables.get("enable_thinking") is False else "")
+        return (
+            text
+            + opening
+            + (
+                "\n</think>\n\n"
+                if add_generation_prompt and variables.get("enable_thinking") is False
+                else ""
+            )
+        )
 
 
 def talk(tokenizer: ByteTokenizer | None = None, **options: Any) -> tuple[Conversation, Script]:
@@ -69,7 +84,12 @@ def is_spelled(conversation: Conversation) -> bool:
 def test_thinking_is_left_out_while_the_user_reads(opens: bool) -> None:
     """Where the template leaves it out: the entry is rewound, the reply is evaluated as the next turn sees it, and that is a full hit."""
     conversation, script = talk(Template(opens))
-    say(conversation, script, "first", ("" if opens else "<think>") + "hmm, what is that?</think>\n\nAn answer.")
+    say(
+        conversation,
+        script,
+        "first",
+        ("" if opens else "<think>") + "hmm, what is that?</think>\n\nAn answer.",
+    )
     evaluate_while_reading(conversation)
     entry = conversation.runner.entry
     seen = conversation.runner.tokenizer.decode(list(entry.tokens))
@@ -79,9 +99,13 @@ def test_thinking_is_left_out_while_the_user_reads(opens: bool) -> None:
     say(conversation, script, "second", ("" if opens else "<think>") + "again</think>\n\nAnother.")
     usage = conversation.usages[-1]
     assert usage.cached_tokens == before
-    assert usage.evaluated_tokens == len("second\x1eassistant: ") + (len("<think>\n") if opens else 0)
+    assert usage.evaluated_tokens == len("second\x1eassistant: ") + (
+        len("<think>\n") if opens else 0
+    )
     say(conversation, script, "third", "Without thinking.")
-    rendered = conversation.runner.tokenizer.render([*conversation.messages, {"role": "user", "content": "fourth"}])
+    rendered = conversation.runner.tokenizer.render(
+        [*conversation.messages, {"role": "user", "content": "fourth"}]
+    )
     assert rendered.startswith(conversation.history.spelling.text.removesuffix("\x1e"))
     assert "think>" not in conversation.history.spelling.text
 
@@ -101,7 +125,11 @@ class Harmony(ByteTokenizer):
 def test_thinking_that_is_a_message_of_its_own_is_left_out_too() -> None:
     """The template is given the answer proper, every turn goes on, and each is a full hit."""
     conversation, script = talk(Harmony())
-    analysis, end, final = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant", "<|channel|>final<|message|>"
+    analysis, end, final = (
+        "<|channel|>analysis<|message|>",
+        "<|end|><|start|>assistant",
+        "<|channel|>final<|message|>",
+    )
     evaluated = 0
     for number, thought in enumerate((f"{analysis}hmm{end}", "", f"{analysis}x{end}")):
         say(conversation, script, f"question {number}", f"{thought}{final}Answer {number}.")
@@ -110,16 +138,24 @@ def test_thinking_that_is_a_message_of_its_own_is_left_out_too() -> None:
         evaluated = len(conversation.runner.entry.tokens)
         assert is_spelled(conversation)
     seen = conversation.runner.tokenizer.decode(list(conversation.runner.entry.tokens))
-    turns = [f"<|start|>user<|message|>question {n}<|end|><|start|>assistant{final}Answer {n}.<|end|>" for n in range(3)]
+    turns = [
+        f"<|start|>user<|message|>question {n}<|end|><|start|>assistant{final}Answer {n}.<|end|>"
+        for n in range(3)
+    ]
     assert seen == "".join(turns) + "<|start|>user<|message|>"
-    assert [message["content"] for message in conversation.messages[1::2]] == ["Answer 0.", "Answer 1.", "Answer 2."]
+    assert [message["content"] for message in conversation.messages[1::2]] == [
+        "Answer 0.",
+        "Answer 1.",
+        "Answer 2.",
+    ]
     drift = conversation.drift()
     assert drift is not None
     assert drift.kind == "none"
     conversation.answer_with(1, "Changed.")
     assert (
         conversation.history.spelling.text
-        == "".join([turns[0], turns[1].replace("Answer 1.", "Changed.")]) + "<|start|>user<|message|>"
+        == "".join([turns[0], turns[1].replace("Answer 1.", "Changed.")])
+        + "<|start|>user<|message|>"
     )
 
 
@@ -165,14 +201,21 @@ def test_template_evaluates_from_the_difference() -> None:
     say(conversation, script, "second", "Good.")
     usage = conversation.usages[-1]
     assert usage.trimmed_tokens > 0
-    assert conversation.history.spelling.text == "user: first\x1eassistant: An answer.\x1euser: second\x1eassistant: Good.\x1e"
-    assert conversation.drift() == Drift("none", usage.prompt_tokens + 6, usage.prompt_tokens + 6, usage.prompt_tokens + 6)
+    assert (
+        conversation.history.spelling.text
+        == "user: first\x1eassistant: An answer.\x1euser: second\x1eassistant: Good.\x1e"
+    )
+    assert conversation.drift() == Drift(
+        "none", usage.prompt_tokens + 6, usage.prompt_tokens + 6, usage.prompt_tokens + 6
+    )
 
 
 def test_other_tokens_of_the_same_text_are_a_drift_that_exact_keeps() -> None:
     """As a sampled answer of the demo model, whose words are split otherwise."""
     runner = Runner.load("demo", reserve=False)
-    conversation = Conversation(runner, options={"temperature": 2.0, "seed": 5, "max_tokens": 40, "stop_tokens": []})
+    conversation = Conversation(
+        runner, options={"temperature": 2.0, "seed": 5, "max_tokens": 40, "stop_tokens": []}
+    )
     list(conversation.send("Hello!"))
     list(conversation.send("And?"))
     drift = conversation.drift()
@@ -188,7 +231,9 @@ def test_a_draft_is_the_beginning_of_what_is_sent() -> None:
     for text in ("My name is Ana.", "I have a dog."):
         whole = conversation.speller.spell(conversation.history, conversation.system, text).tokens
         for end in range(len(text) + 1):
-            draft = conversation.speller.draft(conversation.history, conversation.system, text[:end]).tokens
+            draft = conversation.speller.draft(
+                conversation.history, conversation.system, text[:end]
+            ).tokens
             assert draft[: max(len(draft) - 4, 0)] == whole[: max(len(draft) - 4, 0)]
         list(conversation.send(text))
 
@@ -197,12 +242,18 @@ def test_typing_ahead_leaves_only_the_last_tokens() -> None:
     """What was typed is in the entry when it is sent; the answers are those of a conversation without it."""
     runner = Runner.load("demo", reserve=False)
     limit = {"max_tokens": 20}
-    ahead, plain = Conversation(runner, options=limit), Conversation(Runner.load("demo", reserve=False), options=limit)
+    ahead, plain = (
+        Conversation(runner, options=limit),
+        Conversation(Runner.load("demo", reserve=False), options=limit),
+    )
     for text in ("My name is Ana and I have a very good dog.", "What is my name?"):
         for end in range(0, len(text) + 1, 7):
             ahead.evaluate(text[:end], lambda: False)
         ahead.evaluate(text, lambda: False)
-        answers = ["".join(chunk.text for chunk in conversation.send(text)) for conversation in (ahead, plain)]
+        answers = [
+            "".join(chunk.text for chunk in conversation.send(text))
+            for conversation in (ahead, plain)
+        ]
         assert answers[0] == answers[1]
         assert ahead.usages[-1].evaluated_tokens <= 16
         assert ahead.usages[-1].ahead_tokens > 0
@@ -220,13 +271,19 @@ def test_going_back_keeps_the_tokens_before() -> None:
     assert [turn.user for turn in taken] == ["question 2", "question 3"]
     mark = conversation.history.turns[-1].ends
     assert mark is not None
-    assert conversation.history.spelling.tokens == spelled.tokens[: mark.tokens] == entry[: mark.tokens]
+    assert (
+        conversation.history.spelling.tokens
+        == spelled.tokens[: mark.tokens]
+        == entry[: mark.tokens]
+    )
     assert conversation.outlook().cached == conversation.outlook().tokens
     conversation.answer_with(0, "changed")
     assert [turn.answer for turn in conversation.history.turns] == ["changed"]
     assert conversation.history.spelling.text.endswith("question 0\x1eassistant: changed")
     say(conversation, script, "and now?", "Good.")
-    assert conversation.history.spelling.text.endswith("assistant: changed\x1euser: and now?\x1eassistant: Good.\x1e")
+    assert conversation.history.spelling.text.endswith(
+        "assistant: changed\x1euser: and now?\x1eassistant: Good.\x1e"
+    )
     assert is_spelled(conversation)
 
 
@@ -238,7 +295,12 @@ def test_going_back_keeps_the_tokens_before() -> None:
         ("", "Hello <think> is a tag </think>", "", "Hello <think> is a tag </think>"),
         ("", "  <think>never ended", "never ended", ""),
         ("", "[THINK]a[/THINK]b", "a", "b"),
-        ("", "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b", "a", "b"),
+        (
+            "",
+            "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b",
+            "a",
+            "b",
+        ),
         ("", "<|channel|>final<|message|>b", "", "b"),
         ("", "<thi", "", "<thi"),
         ("", "", "", ""),
@@ -255,11 +317,17 @@ def test_going_back_keeps_the_tokens_before() -> None:
         "nothing",
     ],
 )
-def test_thinking_is_told_from_the_answer_however_it_is_cut(prompt: str, answer: str, thought: str, said: str) -> None:
+def test_thinking_is_told_from_the_answer_however_it_is_cut(
+    prompt: str, answer: str, thought: str, said: str
+) -> None:
     """Piece by piece of every length."""
     for length in range(1, len(answer) + 2):
         thinking = Thinking(prompt)
-        pieces = [piece for at in range(0, len(answer), length) for piece in thinking.add(answer[at : at + length])]
+        pieces = [
+            piece
+            for at in range(0, len(answer), length)
+            for piece in thinking.add(answer[at : at + length])
+        ]
         pieces += thinking.finish()
         assert "".join(text for is_thinking, text in pieces if is_thinking) == thought
         assert "".join(text for is_thinking, text in pieces if not is_thinking) == said

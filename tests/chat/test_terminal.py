@@ -122,7 +122,10 @@ def test_line_editing(open_screen: Any, tmp_path: Path) -> None:
     screen.until(">>> /explain")
     screen.child.send("\r")
     screen.until("prompt tokens were reused").prompt()
-    assert screen.say("/clera") == "error: no such command: /clera (did you mean /clear? /help lists them)"
+    assert (
+        screen.say("/clera")
+        == "error: no such command: /clera (did you mean /clear? /help lists them)"
+    )
     (tmp_path / "a long name.txt").write_text("My dog is called Rex.")
     screen.child.send(f"/file {tmp_path}/a lo{TAB}")
     screen.until("a long name.txt")
@@ -171,33 +174,52 @@ def test_going_back_says_what_is_reused(open_screen: Any) -> None:
     screen.say("My name is Ana.")
     screen.say("I have a dog.")
     undone = screen.say("/undo")
-    assert re.fullmatch(r"1 turn taken back, 1 turn left: (\d+) of \1 tokens reused, 0 to evaluate", undone)
-    assert re.fullmatch(r"on branch other: \d+ of \d+ tokens reused, \d+ to evaluate", screen.say("/branch other"))
+    assert re.fullmatch(
+        r"1 turn taken back, 1 turn left: (\d+) of \1 tokens reused, 0 to evaluate", undone
+    )
+    assert re.fullmatch(
+        r"on branch other: \d+ of \d+ tokens reused, \d+ to evaluate", screen.say("/branch other")
+    )
     screen.child.send("/edit 1\r")
     screen.until(lambda: screen.lines[-1] == ">>> My name is Ana.")
     screen.child.send("\x7f" * 4 + "Bo.\r")
     screen.until("Nice to meet you").prompt()
-    assert re.search(r"\n\d+ of \d+ tokens reused, \d+ to evaluate\nNice to meet you.*\n>>>$", screen.shown)
+    assert re.search(
+        r"\n\d+ of \d+ tokens reused, \d+ to evaluate\nNice to meet you.*\n>>>$", screen.shown
+    )
     assert screen.say("What is my name?") == "Your name is Bo."
     switched = screen.say("/switch main")
-    assert re.fullmatch(r"on branch main, 1 turn: \d+ of \d+ tokens reused, \d+ to evaluate", switched)
+    assert re.fullmatch(
+        r"on branch main, 1 turn: \d+ of \d+ tokens reused, \d+ to evaluate", switched
+    )
     assert screen.say("What is my name?") == "Your name is Ana."
     assert screen.say("/branch").splitlines() == ["* main", "  other"]
-    assert screen.say("/switch nowhere") == "error: there is no branch 'nowhere': there are main, other"
+    assert (
+        screen.say("/switch nowhere")
+        == "error: there is no branch 'nowhere': there are main, other"
+    )
     screen.child.send("/edit 2\r")
     screen.until(lambda: screen.lines[-1] == ">>> Nice to meet you.")
     screen.child.send(" Your cat is Tom.\r")
     screen.until("the answer of turn 1 is changed").prompt()
-    assert screen.say("/show").splitlines()[-1] == "   2 assistant Nice to meet you. Your cat is Tom."
+    assert (
+        screen.say("/show").splitlines()[-1] == "   2 assistant Nice to meet you. Your cat is Tom."
+    )
     retried = screen.say("/retry temperature=1.5 seed=3").splitlines()
     assert re.fullmatch(r"(\d+) of \d+ tokens reused, 1 to evaluate", retried[0])
-    assert screen.say("/retry").splitlines()[0].startswith("the temperature is 0, so the answer will be the same")
+    assert (
+        screen.say("/retry")
+        .splitlines()[0]
+        .startswith("the temperature is 0, so the answer will be the same")
+    )
     assert screen.say("/retry temperature=hot") == "error: temperature: 'hot' is not a number"
     assert screen.say("/clear").startswith("cleared: ")
     assert screen.say("What is my name?") != "Your name is Ana."
 
 
-def test_ctrl_c_at_twenty_random_moments_leaves_an_exact_conversation(open_screen: Any, tmp_path: Path) -> None:
+def test_ctrl_c_at_twenty_random_moments_leaves_an_exact_conversation(
+    open_screen: Any, tmp_path: Path
+) -> None:
     """Of prefill and decode, with typing ahead and without; the next turn is that of a cold run, and what was shown is kept."""
     script = tmp_path / "slow.py"
     script.write_text(textwrap.dedent(SLOW))
@@ -241,7 +263,9 @@ def answering(open_screen: Any, folder: Path) -> Any:
     return screen
 
 
-def test_what_is_typed_during_an_answer_waits_for_the_next_prompt(open_screen: Any, tmp_path: Path) -> None:
+def test_what_is_typed_during_an_answer_waits_for_the_next_prompt(
+    open_screen: Any, tmp_path: Path
+) -> None:
     """Unseen, and not lost."""
     screen = answering(open_screen, tmp_path)
     screen.child.send("/show\r")
@@ -306,7 +330,9 @@ def test_every_command_works_in_a_terminal(open_screen: Any, tmp_path: Path) -> 
         "/load -f trip": "session trip: 1 turn, ",
     }
     typed = {text.split()[0] for text in said if text.startswith("/")}
-    assert typed | {"/bye"} == {command.name for command in commands(*Saving(Sessions(tmp_path)).commands)}
+    assert typed | {"/bye"} == {
+        command.name for command in commands(*Saving(Sessions(tmp_path)).commands)
+    }
     screen = open_screen(*CHAT, size=(140, 60), SSH_TTY="/dev/pts/0")
     for text, answer in said.items():
         if text == "/edit":
@@ -427,7 +453,11 @@ def test_thinking_is_shown_hidden_and_switched_off(open_screen: Any, tmp_path: P
     assert screen.leave() == 0
 
 
-BAR = SLOW.replace('"max_tokens": 400', '"max_tokens": 3').replace("prefill_step=3", "prefill_step=16").replace("0.004", "0.1")
+BAR = (
+    SLOW.replace('"max_tokens": 400', '"max_tokens": 3')
+    .replace("prefill_step=3", "prefill_step=16")
+    .replace("0.004", "0.1")
+)
 
 
 def test_a_long_prefill_shows_how_far_it_is(open_screen: Any, tmp_path: Path) -> None:
@@ -439,13 +469,20 @@ def test_a_long_prefill_shows_how_far_it_is(open_screen: Any, tmp_path: Path) ->
     screen.child.send("hello\r")
     screen.until(lambda: screen.raw.count("<true ") == 2).prompt()
     screen.child.send("x" * 300 + "\r")
-    screen.until(lambda: re.search(r"evaluating the prompt \(\d+% was cached\).* \d+/3\d\d tokens", screen.shown) is not None)
+    screen.until(
+        lambda: (
+            re.search(r"evaluating the prompt \(\d+% was cached\).* \d+/3\d\d tokens", screen.shown)
+            is not None
+        )
+    )
     screen.until(lambda: screen.raw.count("<true ") == 3).prompt()
     assert "evaluating" not in screen.shown
 
 
 @pytest.mark.parametrize("moment", ["typing", "answering"])
-def test_a_killed_chat_leaves_the_terminal_as_it_was(open_screen: Any, tmp_path: Path, moment: str) -> None:
+def test_a_killed_chat_leaves_the_terminal_as_it_was(
+    open_screen: Any, tmp_path: Path, moment: str
+) -> None:
     """It shows what is typed again; the exit code says what it was."""
     script = tmp_path / "slow.py"
     script.write_text(textwrap.dedent(SLOW))

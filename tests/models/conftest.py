@@ -36,7 +36,11 @@ def set_endpoint(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "ENDPOINT", address)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(
+        constants,
+        "HUGGINGFACE_CO_URL_TEMPLATE",
+        address + "/{repo_id}/resolve/{revision}/{filename}",
+    )
 
 
 @pytest.fixture
@@ -53,7 +57,9 @@ def cache_repository(hub_cache: Path) -> Callable[..., Path]:
         if listed is not None:
             (repository / "trees").mkdir()
             files = {path: {"size": 1, "blob_id": "0" * 40} for path in listed}
-            (repository / "trees" / f"{COMMIT}.json").write_text(json.dumps({"format_version": 1, "files": files}))
+            (repository / "trees" / f"{COMMIT}.json").write_text(
+                json.dumps({"format_version": 1, "files": files})
+            )
         return snapshot
 
     return make
@@ -69,7 +75,11 @@ class Hub:
     seen: list[str] = field(default_factory=list)
 
     def downloaded(self) -> set[str]:
-        return {path.rsplit("/", 1)[1] for method, path in map(str.split, self.seen) if method == "GET" and "/resolve/" in path}
+        return {
+            path.rsplit("/", 1)[1]
+            for method, path in map(str.split, self.seen)
+            if method == "GET" and "/resolve/" in path
+        }
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -89,7 +99,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def page(self) -> tuple[int, dict[str, str], bytes]:
         path, kind = self.path.split("?")[0], {"Content-Type": "application/json"}
         if "/tree/" in path:
-            entries = [{"type": "file", "path": p, "size": len(b), "oid": _digest(b)} for p, b in self.hub.files.items()]
+            entries = [
+                {"type": "file", "path": p, "size": len(b), "oid": _digest(b)}
+                for p, b in self.hub.files.items()
+            ]
             return 200, kind, json.dumps(entries).encode()
         if path.startswith("/api/models/org/name"):
             return 200, kind, json.dumps({"id": "org/name", "sha": COMMIT, "siblings": []}).encode()
@@ -119,7 +132,9 @@ def hub(hub_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     hub = Hub()
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(_Handler, hub))
     set_endpoint(monkeypatch, f"http://127.0.0.1:{server.server_port}")
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+    )
     thread.start()
     yield hub
     server.shutdown()

@@ -23,7 +23,20 @@ SCALARS: list[Any] = [
     None, True, False, 0, 1, -1, 2, 3, 7, 10**3, 10**6, 10**9, 2**31, 2**32, 2**63, 10**30, -(10**9), 0.0, 0.5, -1.5, 1e308, float("nan"),
     float("inf"), -float("inf"), "", "x", "0", "</s>", "<s>", "\0", "\ud83d", "a\nb", "x" * 3000, "../../x", "llama", "default",
 ]  # fmt: skip
-VALUES: list[Any] = [*SCALARS, [], {}, [None], [0], [1, 2], ["a"], {"a": 1}, [[]], [{}], {"type": "yarn"}, [True] * 1000]
+VALUES: list[Any] = [
+    *SCALARS,
+    [],
+    {},
+    [None],
+    [0],
+    [1, 2],
+    ["a"],
+    {"a": 1},
+    [[]],
+    [{}],
+    {"type": "yarn"},
+    [True] * 1000,
+]
 ROPE: list[Any] = [
     {"type": kind, "rope_type": kind, "factor": factor, "original_max_position_embeddings": most, "low_freq_factor": low}
     for kind in ("linear", "llama3", "yarn", "longrope", "su", "mrope", "dynamic", "nope", 3, None)
@@ -35,7 +48,17 @@ BOMBS = [
     "{% for i in range(100000) %}{% for j in range(100000) %}x{% endfor %}{% endfor %}", "{{ lipsum() }}", "{{ 1 / 0 }}", "{% include 'x' %}",
     "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "\0", "{{ bos_token * 3 }}{{ eos_token.content }}", "x" * 100_000, "{{ '\\ud83d' }}",
 ]  # fmt: skip
-REGEXES = ["(a+)+$", "(", "a{1000000}", "(?<=a+)b", "\\p{L}+|x", "(x*)*y", "((((((((((a*)*)*)*)*)*)*)*)*)*", "[" * 50, "\0"]
+REGEXES = [
+    "(a+)+$",
+    "(",
+    "a{1000000}",
+    "(?<=a+)b",
+    "\\p{L}+|x",
+    "(x*)*y",
+    "((((((((((a*)*)*)*)*)*)*)*)*)*",
+    "[" * 50,
+    "\0",
+]
 NORMALIZERS: list[Any] = [
     {"type": "Replace", "pattern": {"Regex": pattern}, "content": "x" * 20} for pattern in REGEXES
 ] + [{"type": "Prepend", "prepend": "a" * 100_000}, {"type": "Nope"}, {"type": "Sequence", "normalizers": []}, {"type": "Precompiled",
@@ -63,13 +86,30 @@ MODELS = [
     {"type": "Unigram", "vocab": [], "unk_id": 0},
     {"type": "Unigram", "vocab": [["a", float("nan")], ["", -1.0]], "unk_id": 0},
     {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "b"},
-    {"type": "WordPiece", "vocab": {"a": 0}, "unk_token": "b", "continuing_subword_prefix": "##", "max_input_chars_per_word": 0},
+    {
+        "type": "WordPiece",
+        "vocab": {"a": 0},
+        "unk_token": "b",
+        "continuing_subword_prefix": "##",
+        "max_input_chars_per_word": 0,
+    },
     {"type": "Nope"},
 ]
 PROCESSORS = [
-    {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<q>", "type_id": 0}}], "pair": [], "special_tokens": {}},
+    {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<q>", "type_id": 0}}],
+        "pair": [],
+        "special_tokens": {},
+    },
     {"type": "BertProcessing", "sep": ["x", 10**9], "cls": ["y", 5]},
-    {"type": "RobertaProcessing", "sep": ["x", 10**9], "cls": ["y", 5], "trim_offsets": True, "add_prefix_space": True},
+    {
+        "type": "RobertaProcessing",
+        "sep": ["x", 10**9],
+        "cls": ["y", 5],
+        "trim_offsets": True,
+        "add_prefix_space": True,
+    },
     {"type": "Sequence", "processors": []},
     {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
 ]
@@ -79,11 +119,19 @@ CLASSES = ["PreTrainedTokenizerFast", "LlamaTokenizer", "GPT2Tokenizer", "Qwen2T
 
 def mutate(folder: Path, choose: random.Random) -> str:
     """Change one to three things in `folder`; says which."""
-    return "; ".join(choose.choice(CHANGES)(folder, choose) for _ in range(choose.choice((1, 1, 1, 2, 3))))
+    return "; ".join(
+        choose.choice(CHANGES)(folder, choose) for _ in range(choose.choice((1, 1, 1, 2, 3)))
+    )
 
 
 def _paths(value: Any, prefix: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    items = value.items() if isinstance(value, dict) else enumerate(value[:50]) if isinstance(value, list) else ()
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value[:50])
+        if isinstance(value, list)
+        else ()
+    )
     return [path for key, one in items for path in ((*prefix, key), *_paths(one, (*prefix, key)))]
 
 
@@ -176,7 +224,14 @@ def tokenizer_json(folder: Path, choose: random.Random) -> str:
         assert isinstance(content, dict)
     except (ValueError, AssertionError):
         return "tokenizer.json: left"
-    token = {"content": "<q>", "special": True, "lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
+    token = {
+        "content": "<q>",
+        "special": True,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "single_word": False,
+    }
     added = choose.choice([
         [{"id": i, **token, "content": f"<{i}>"} for i in range(300, 100_300)], [{"id": 10**9, **token}], [{"id": -1, **token}],
         [{"id": 2**32 - 1, **token}], [{"id": 0, **token, "content": ""}], [{"id": 0, **token}], [{"id": 5}], 3, [], [{"id": 2**40, **token}],
@@ -246,7 +301,21 @@ def header(folder: Path, choose: random.Random) -> str:
     place = content
     for key in inner:
         place = place[key]
-    value = choose.choice([*VALUES, "F32", "F64", "F16", "BOOL", "F8_E4M3", "XX", [-8, 0], [0, 8], [0, 2**63], [2**40]])
+    value = choose.choice(
+        [
+            *VALUES,
+            "F32",
+            "F64",
+            "F16",
+            "BOOL",
+            "F8_E4M3",
+            "XX",
+            [-8, 0],
+            [0, 8],
+            [0, 2**63],
+            [2**40],
+        ]
+    )
     place[last] = value
     text = json.dumps(content).encode()
     file.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
@@ -273,7 +342,9 @@ def data(folder: Path, choose: random.Random) -> str:
 def damage(folder: Path, choose: random.Random) -> str:
     """Cut, emptied, or with other bytes in it: any file."""
     files = [
-        file for file in sorted(folder.iterdir()) if file.is_file() and not file.is_symlink() and file.stat().st_size < 2**24
+        file
+        for file in sorted(folder.iterdir())
+        if file.is_file() and not file.is_symlink() and file.stat().st_size < 2**24
     ]
     if not files:
         return "nothing there"
@@ -303,7 +374,9 @@ def kind_of_file(folder: Path, choose: random.Random) -> str:
     """A FIFO, a directory, a link to nothing or to itself, a device: in the place of any file that may be there."""
     file, how = (
         folder / choose.choice(NAMES),
-        choose.choice(("fifo", "folder", "dangling", "loop", "device", "unreadable", "link to fifo", "hole")),
+        choose.choice(
+            ("fifo", "folder", "dangling", "loop", "device", "unreadable", "link to fifo", "hole")
+        ),
     )
     if file.is_dir() and not file.is_symlink():
         shutil.rmtree(file)
@@ -375,7 +448,15 @@ def commands(folder: Path) -> list[list[str]]:
     return [
         ["show", str(folder)],
         ["plan", str(folder)],
-        ["generate", "-m", str(folder), "-p", "hi there aaaaaaaaaaaaaaaaaaaaaaaaaa", "--max-tokens", "2"],
+        [
+            "generate",
+            "-m",
+            str(folder),
+            "-p",
+            "hi there aaaaaaaaaaaaaaaaaaaaaaaaaa",
+            "--max-tokens",
+            "2",
+        ],
     ]
 
 
@@ -383,7 +464,14 @@ def complaint(code: int | None, said: str) -> str:
     """What is wrong with how a command ended; empty if nothing is."""
     if code not in (0, 1, 2):
         return f"exit code {code}"
-    word = next((word for word in ("internal error", "Traceback", "panicked", "Segmentation") if word in said), "")
+    word = next(
+        (
+            word
+            for word in ("internal error", "Traceback", "panicked", "Segmentation")
+            if word in said
+        ),
+        "",
+    )
     lines = [line for line in said.splitlines() if line.startswith("mlxrunner: ")]
     if word or len(lines) > 1 or (code == 1 and not lines) or len(said) > 6000:
         return word or f"{len(said)} characters, {len(lines)} lines of errors"
@@ -395,7 +483,13 @@ def main(seed: int, count: int, root: Path) -> int:
     import signal
     import time
 
-    for name in ("mlx_lm.utils", "sentencepiece", "transformers", "mlxrunner.cli", "mlxrunner.runner"):
+    for name in (
+        "mlx_lm.utils",
+        "sentencepiece",
+        "transformers",
+        "mlxrunner.cli",
+        "mlxrunner.runner",
+    ):
         importlib.import_module(name)
 
     os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
@@ -424,7 +518,10 @@ def main(seed: int, count: int, root: Path) -> int:
             wrong = complaint(code, text)
             if wrong:
                 found += 1
-                print(f"{number} {base.name} {command[0]} [{wrong}] {what}\n    {' '.join(text.split())[:300]}", flush=True)
+                print(
+                    f"{number} {base.name} {command[0]} [{wrong}] {what}\n    {' '.join(text.split())[:300]}",
+                    flush=True,
+                )
         for path in folder.rglob("*"):
             if path.is_file() and not path.is_symlink():
                 path.chmod(0o600)

@@ -36,7 +36,9 @@ def test_an_empty_cache_is_an_empty_list(hub_cache: Path) -> None:
     assert cached_models() == []
 
 
-def test_a_cached_model_is_listed_with_its_size_and_folder(hub_cache: Path, cache_repository: Any) -> None:
+def test_a_cached_model_is_listed_with_its_size_and_folder(
+    hub_cache: Path, cache_repository: Any
+) -> None:
     """The bytes of all of its files; and the name resolves to the folder."""
     snapshot = cache_repository("org/name", model)
     size = sum(file.stat().st_size for file in snapshot.iterdir())
@@ -53,7 +55,9 @@ def test_a_downloaded_model_is_listed(hub: Any, hub_cache: Path) -> None:
 
 
 @pytest.mark.parametrize("old", [f"{n:040x}" for n in range(4)])
-def test_of_several_revisions_the_current_one_is_listed(hub_cache: Path, cache_repository: Any, old: str) -> None:
+def test_of_several_revisions_the_current_one_is_listed(
+    hub_cache: Path, cache_repository: Any, old: str
+) -> None:
     """The one that the name resolves to, not one that an update left behind."""
     snapshot = cache_repository("org/name", model)
     before = snapshot.parent / old
@@ -71,10 +75,18 @@ def test_models_are_listed_by_name(hub_cache: Path, cache_repository: Any) -> No
 
 @pytest.mark.parametrize(
     "names",
-    [(), ("config.json",), ("model.safetensors",), ("config.json", "pytorch_model.bin"), ("README.md",)],
+    [
+        (),
+        ("config.json",),
+        ("model.safetensors",),
+        ("config.json", "pytorch_model.bin"),
+        ("README.md",),
+    ],
     ids=["nothing", "no weights", "no config", "other weights", "neither"],
 )
-def test_what_could_not_be_run_is_not_listed(hub_cache: Path, cache_repository: Any, names: tuple[str, ...]) -> None:
+def test_what_could_not_be_run_is_not_listed(
+    hub_cache: Path, cache_repository: Any, names: tuple[str, ...]
+) -> None:
     """A config.json and safetensors are the least."""
     cache_repository("org/other", files(*names))
     assert cached_models() == []

@@ -26,7 +26,12 @@ from mlxrunner.sessions.store import Sessions
 from mlxrunner.testing import ByteTokenizer
 from mlxrunner.testing_models import _TINY, tiny_config, tiny_model, write_model
 
-PLAMO: dict[str, Any] = {"head_dim": 16, "sliding_window": 12, "sliding_window_pattern": 2, "max_position_embeddings": 4096}
+PLAMO: dict[str, Any] = {
+    "head_dim": 16,
+    "sliding_window": 12,
+    "sliding_window_pattern": 2,
+    "max_position_embeddings": 4096,
+}
 
 
 @pytest.fixture
@@ -36,7 +41,9 @@ def as_mlx_lm_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plamo(seed: int = 0, **config: Any) -> tuple[Any, dict[str, Any]]:
-    settings = tiny_config("plamo3", **{"num_hidden_layers": 4, "vocab_size": 300, **PLAMO, **config})
+    settings = tiny_config(
+        "plamo3", **{"num_hidden_layers": 4, "vocab_size": 300, **PLAMO, **config}
+    )
     return tiny_model(settings, seed), settings
 
 
@@ -49,12 +56,18 @@ def answer(runner: Runner, prompt: list[int], count: int = 6) -> list[tuple[int 
     return [(chunk.token, pytest.approx(chunk.logprob, abs=2e-4)) for chunk in chunks]
 
 
-@pytest.mark.parametrize("options", [{}, {"rewind_slack": 0, "checkpoint_interval": 20}], ids=["usual", "checkpoints"])
+@pytest.mark.parametrize(
+    "options", [{}, {"rewind_slack": 0, "checkpoint_interval": 20}], ids=["usual", "checkpoints"]
+)
 @pytest.mark.parametrize("seed", range(3))
 def test_a_window_holds_what_its_model_asks_for(seed: int, options: dict[str, int]) -> None:
     """mlx-lm's PLaMo 3 wants one token more than it has its caches keep: random histories, warm and cold, and no reuse lost."""
     model, config = plamo(seed)
-    warm, dice, said = runner_of(model, config, prefill_step=17, **options), random.Random(seed), [1]
+    warm, dice, said = (
+        runner_of(model, config, prefill_step=17, **options),
+        random.Random(seed),
+        [1],
+    )
     windows = [cache for cache in make_layer_caches(model) if isinstance(cache, SlidingWindowCache)]
     assert {cache.window for cache in windows} == {13}
     reused = 0
@@ -77,7 +90,9 @@ def test_its_prompts_are_evaluated_as_without_any_cache() -> None:
     logits = model(mx.array([prompt]))[0, -1]
     expected = logits - mx.logsumexp(logits)
     for step in (1, 7, 13, 69):
-        (chunk,) = runner_of(model, config, prefill_step=step).generate(prompt, max_tokens=1, stop_tokens=[], logprobs=0)
+        (chunk,) = runner_of(model, config, prefill_step=step).generate(
+            prompt, max_tokens=1, stop_tokens=[], logprobs=0
+        )
         assert chunk.token == mx.argmax(logits).item()
         assert chunk.logprob == pytest.approx(expected[chunk.token].item(), abs=1e-4)  # type: ignore[index]
 
@@ -87,8 +102,12 @@ def test_it_is_the_same_in_parallel_and_after_a_session(tmp_path: Path) -> None:
     model, config = plamo()
     prompts = [[i * 37 % 290 for i in range(60)], [i * 37 % 290 for i in range(40)] + [5] * 30]
     alone = [answer(runner_of(model, config), prompt, 20) for prompt in prompts]
-    with ParallelRunner(model, ByteTokenizer(), facts_of(model, config), max_sequences=2, capacity=200) as together:
-        handles = [together.submit(prompt, max_tokens=20, stop_tokens=[], logprobs=0) for prompt in prompts]
+    with ParallelRunner(
+        model, ByteTokenizer(), facts_of(model, config), max_sequences=2, capacity=200
+    ) as together:
+        handles = [
+            together.submit(prompt, max_tokens=20, stop_tokens=[], logprobs=0) for prompt in prompts
+        ]
         assert [[(chunk.token, chunk.logprob) for chunk in handle] for handle in handles] == alone
     runner, sessions = runner_of(model, config), Sessions(tmp_path)
     said = [*prompts[0], *(token or 0 for token, _ in answer(runner, prompts[0]))]
@@ -115,9 +134,13 @@ def test_no_model_of_ours_is_accused(name: str) -> None:
     assert not depends_on_chunks(model, 288)
 
 
-@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16], ids=["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "dtype", [mx.float32, mx.bfloat16, mx.float16], ids=["float32", "bfloat16", "float16"]
+)
 @pytest.mark.parametrize("window", [2, 12, 4096])
-def test_it_is_found_with_a_few_tokens(window: int, dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_found_with_a_few_tokens(
+    window: int, dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """However wide its window is; and with windows that hold what is asked for there is nothing to find."""
     for seed in range(5):
         model, config = plamo(seed, sliding_window=window)
@@ -147,7 +170,9 @@ def folder(tmp_path: Path, as_mlx_lm_has_it: None) -> Path:
     return tmp_path / "plamo"
 
 
-def test_it_is_named_at_load_and_never_reused(folder: Path, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+def test_it_is_named_at_load_and_never_reused(
+    folder: Path, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
     """Each request is a cold one and says why; a session comes back as text; nothing is evaluated in advance."""
     with caplog.at_level(logging.WARNING, "mlxrunner"):
         runner = Runner.load(str(folder), 400, reserve=False)
@@ -170,7 +195,9 @@ def test_it_is_named_at_load_and_never_reused(folder: Path, caplog: pytest.LogCa
     too_long = [*said, *range(200), *range(200)]
     options: dict[str, Any] = {"max_tokens": 5, "stop_tokens": [], "overflow": "shift", "keep": 3}
     cold = Runner.load(str(folder), 400, reserve=False)
-    assert [c.token for c in runner.generate(too_long, **options)] == [c.token for c in cold.generate(too_long, **options)]
+    assert [c.token for c in runner.generate(too_long, **options)] == [
+        c.token for c in cold.generate(too_long, **options)
+    ]
 
 
 def test_it_runs_one_request_at_a_time(folder: Path) -> None:
@@ -193,11 +220,15 @@ def test_nothing_of_it_is_verified_and_nothing_accused(folder: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("is_tried", [True, False], ids=["named", "not tried"])
-def test_verify_proves_nothing_about_it(folder: Path, is_tried: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_proves_nothing_about_it(
+    folder: Path, is_tried: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Exit code 5, whether it was found at load or not: cold runs differ as much as one wrong token makes."""
     if not is_tried:
         monkeypatch.setattr("mlxrunner.models.load.depends_on_chunks", lambda model, vocab: False)
-    result = CliRunner().invoke(cli.main, ["verify", str(folder), "--context", "200", "--tokens", "6"])
+    result = CliRunner().invoke(
+        cli.main, ["verify", str(folder), "--context", "200", "--tokens", "6"]
+    )
     assert "changes nothing" not in result.stdout
     assert result.exit_code in ((5,) if is_tried else (4, 5)), result.stdout
 
@@ -205,6 +236,8 @@ def test_verify_proves_nothing_about_it(folder: Path, is_tried: bool, monkeypatc
 def test_verify_passes_where_windows_hold_what_is_asked_for(tmp_path: Path) -> None:
     """The whole of it, parallel and moved keys included."""
     write_model(tmp_path / "m", "plamo3", num_hidden_layers=4, **PLAMO)
-    result = CliRunner().invoke(cli.main, ["verify", str(tmp_path / "m"), "--context", "200", "--tokens", "6"])
+    result = CliRunner().invoke(
+        cli.main, ["verify", str(tmp_path / "m"), "--context", "200", "--tokens", "6"]
+    )
     assert result.exit_code == 0, result.stdout
     assert "14 of 14 rows tested, and reuse changes nothing in them." in result.stdout

@@ -11,7 +11,15 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlxrunner import ModelError, Runner, device
-from mlxrunner.models.facts import DEFAULT_CONTEXT, CacheCost, build, cache_cost, describe, facts_of, weight_bytes
+from mlxrunner.models.facts import (
+    DEFAULT_CONTEXT,
+    CacheCost,
+    build,
+    cache_cost,
+    describe,
+    facts_of,
+    weight_bytes,
+)
 from mlxrunner.testing_models import save_model, tiny_config, tiny_model, write_model
 
 FLOAT = 4
@@ -23,13 +31,18 @@ CASES = {
     "llama": ({"full": 2}, CacheCost(2 * 2 * HEAD, 0)),
     "mistral": ({"full": 2}, CacheCost(2 * 2 * 2 * 24 * FLOAT, 0)),
     # One layer of three sees everything; the others keep 16 tokens.
-    "gemma3_text": ({"full": 1, "sliding": 2}, CacheCost(2 * HEAD, 2 * (16 + SLACK + STEP) * 2 * HEAD)),
+    "gemma3_text": (
+        {"full": 1, "sliding": 2},
+        CacheCost(2 * HEAD, 2 * (16 + SLACK + STEP) * 2 * HEAD),
+    ),
     # One layer of attention; the others keep two columns of 64, and those before the last forward pass.
     "lfm2": ({"full": 1, "recurrent": 2}, CacheCost(2 * HEAD, 2 * 2 * 2 * 64 * FLOAT)),
     # Multi-head latent attention: the latent vector and the rotated part of the key, for all heads together.
     "deepseek_v3": ({"full": 2}, CacheCost(2 * (16 + 8) * FLOAT, 0)),
 }
-cases = pytest.mark.parametrize(("kind", "layers", "cost"), [(kind, *case) for kind, case in CASES.items()], ids=CASES.keys())
+cases = pytest.mark.parametrize(
+    ("kind", "layers", "cost"), [(kind, *case) for kind, case in CASES.items()], ids=CASES.keys()
+)
 
 
 @cases
@@ -44,7 +57,9 @@ def test_the_kinds_of_layers_are_known_without_weights(
 
 
 @cases
-def test_the_cost_of_the_cache_is_what_the_architecture_says(kind: str, layers: dict[str, int], cost: CacheCost) -> None:
+def test_the_cost_of_the_cache_is_what_the_architecture_says(
+    kind: str, layers: dict[str, int], cost: CacheCost
+) -> None:
     """Counted by hand; a window may keep more tokens than it shows."""
     reckoned = cache_cost(tiny_model(tiny_config(kind)))
     assert reckoned == cost
@@ -52,14 +67,19 @@ def test_the_cost_of_the_cache_is_what_the_architecture_says(kind: str, layers: 
 
 @pytest.mark.skipif(device.is_gpu(), reason="a GPU computes in the type that is stored")
 @cases
-def test_a_real_entry_holds_what_was_foretold(tmp_path: Path, kind: str, layers: dict[str, int], cost: CacheCost) -> None:
+def test_a_real_entry_holds_what_was_foretold(
+    tmp_path: Path, kind: str, layers: dict[str, int], cost: CacheCost
+) -> None:
     """Allocated for the whole context when the runner starts, and evaluated for real; states are kept twice."""
     write_model(tmp_path, kind, torch_dtype="bfloat16", max_position_embeddings=1024)
     runner = Runner.load(str(tmp_path))
     foretold = describe(str(tmp_path)).cache
     list(runner.generate([5] * 300, max_tokens=3, stop_tokens=[]))
     states = sum(cache.nbytes for cache in runner.entry.caches if cache.kind == "recurrent")
-    assert sum(cache.nbytes for cache in runner.entry.caches) + states == foretold.fixed + foretold.per_token * 1024
+    assert (
+        sum(cache.nbytes for cache in runner.entry.caches) + states
+        == foretold.fixed + foretold.per_token * 1024
+    )
 
 
 @pytest.mark.parametrize("window", [8, 256, 257, 1000])
@@ -85,21 +105,31 @@ def test_a_model_that_stays_quantized_is_reckoned_in_its_own_type(tmp_path: Path
         ({"max_position_embeddings": 100}, 100, True),
         ({"max_position_embeddings": None}, DEFAULT_CONTEXT, False),
         ({"max_position_embeddings": None, "n_positions": 77}, 77, True),
-        ({"max_position_embeddings": None, "text_config": {"max_position_embeddings": 55}}, 55, True),
+        (
+            {"max_position_embeddings": None, "text_config": {"max_position_embeddings": 55}},
+            55,
+            True,
+        ),
         ({"max_position_embeddings": 10**30}, DEFAULT_CONTEXT, False),
         ({"max_position_embeddings": 0, "max_sequence_length": 9}, 9, True),
         ({"max_position_embeddings": "long"}, DEFAULT_CONTEXT, False),
     ],
     ids=["named", "nowhere", "another name", "text_config", "endless", "zero", "text"],
 )
-def test_the_context_is_read_or_said_to_be_a_guess(settings: dict[str, Any], context: int, is_known: bool) -> None:
+def test_the_context_is_read_or_said_to_be_a_guess(
+    settings: dict[str, Any], context: int, is_known: bool
+) -> None:
     """Under the names that are in use."""
     facts = facts_of(tiny_model(tiny_config()), tiny_config(**settings))
     assert (facts.context, facts.context_is_known) == (context, is_known)
 
 
-@pytest.mark.parametrize("settings", [{"vocab_size": None}, {"vocab_size": None, "text_config": {"vocab_size": 288}}])
-def test_the_vocabulary_is_found_where_the_top_of_the_configuration_has_none(settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "settings", [{"vocab_size": None}, {"vocab_size": None, "text_config": {"vocab_size": 288}}]
+)
+def test_the_vocabulary_is_found_where_the_top_of_the_configuration_has_none(
+    settings: dict[str, Any],
+) -> None:
     """In text_config, or as the rows of the embedding."""
     assert facts_of(tiny_model(tiny_config()), tiny_config(**settings)).vocab == 288
 
@@ -132,10 +162,14 @@ def test_a_description_reads_no_weights(tmp_path: Path, monkeypatch: pytest.Monk
     [{"model_type": "nosuch"}, {"hidden_size": None}, {"num_attention_heads": 0}],
     ids=["unknown architecture", "setting missing", "setting impossible"],
 )
-def test_a_model_that_can_not_be_built_is_an_error_that_names_config_json(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_a_model_that_can_not_be_built_is_an_error_that_names_config_json(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
     """One line."""
     (tmp_path / "config.json").write_text(json.dumps(tiny_config(**settings)))
     with pytest.raises(ModelError) as error:
         build(tmp_path)
-    assert str(error.value).startswith(f"{tmp_path / 'config.json'}: no model can be built from it: ")
+    assert str(error.value).startswith(
+        f"{tmp_path / 'config.json'}: no model can be built from it: "
+    )
     assert "\n" not in str(error.value)

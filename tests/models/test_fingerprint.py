@@ -29,7 +29,9 @@ def flip(folder: Path, name: str, place: Callable[[int, int], int]) -> None:
     """Change a byte of a tensor."""
     file = folder / "model.safetensors"
     header, content = read_header(file), bytearray(file.read_bytes())
-    begin = len(content) - max(entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__")
+    begin = len(content) - max(
+        entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"
+    )
     first, last = header[name]["data_offsets"]
     content[begin + place(first, last)] ^= 1
     file.write_bytes(content)
@@ -58,7 +60,9 @@ CHANGES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
 
 
 @pytest.mark.parametrize(("change", "parts"), CHANGES.values(), ids=CHANGES)
-def test_a_change_is_seen_by_its_part(folder: Path, change: Callable[[Path], object], parts: list[str]) -> None:
+def test_a_change_is_seen_by_its_part(
+    folder: Path, change: Callable[[Path], object], parts: list[str]
+) -> None:
     """The others stay the same. The part "kv" is that of the layer caches, and not in a directory."""
     before = fingerprint(folder) | {"kv": ""}
     change(folder)
@@ -73,6 +77,8 @@ def test_few_bytes_of_the_weights_are_read(folder: Path, monkeypatch: pytest.Mon
     pread = os.pread
     tensors = len(read_header(folder / "model.safetensors")) - 1
     begin = 8 + int.from_bytes((folder / "model.safetensors").read_bytes()[:8], "little")
-    monkeypatch.setattr(os, "pread", lambda fd, n, at: (read.append(n if at >= begin else 0), pread(fd, n, at))[1])
+    monkeypatch.setattr(
+        os, "pread", lambda fd, n, at: (read.append(n if at >= begin else 0), pread(fd, n, at))[1]
+    )
     fingerprint(folder)
     assert 0 < sum(read) <= 192 * tensors

@@ -12,7 +12,13 @@ import pytest
 
 from mlxrunner import Runner, device
 from mlxrunner.models.load import load_model
-from mlxrunner.testing_models import save_model, tiny_config, tiny_model, write_model, write_tokenizer
+from mlxrunner.testing_models import (
+    save_model,
+    tiny_config,
+    tiny_model,
+    write_model,
+    write_tokenizer,
+)
 
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 LLAMA3 = {
@@ -37,9 +43,19 @@ CASES: dict[str, dict[str, Any]] = {
     "mistral tied": {"model_type": "mistral", "tie_word_embeddings": True},
     "mistral without head_dim": {"model_type": "mistral", "head_dim": None},
     "mistral rope yarn": {"model_type": "mistral", "rope_scaling": YARN},
-    "llama of transformers 5": {"model_type": "llama", "rope_parameters": {"rope_type": "default", "rope_theta": 300.0}},
-    "llama3 of transformers 5": {"model_type": "llama", "rope_parameters": LLAMA3 | {"rope_theta": 500000.0}},
-    "mistral of transformers 5": {"model_type": "mistral", "rope_theta": None, "rope_parameters": {"rope_theta": 300.0}},
+    "llama of transformers 5": {
+        "model_type": "llama",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 300.0},
+    },
+    "llama3 of transformers 5": {
+        "model_type": "llama",
+        "rope_parameters": LLAMA3 | {"rope_theta": 500000.0},
+    },
+    "mistral of transformers 5": {
+        "model_type": "mistral",
+        "rope_theta": None,
+        "rope_parameters": {"rope_theta": 300.0},
+    },
 }
 cases = pytest.mark.parametrize("config", CASES.values(), ids=CASES.keys())
 
@@ -87,14 +103,22 @@ class Reference:
 
     def mlp(self, name: str, x: np.ndarray) -> np.ndarray:
         gate = self.linear(f"{name}.gate_proj", x)
-        return self.linear(f"{name}.down_proj", gate / (1 + np.exp(-gate)) * self.linear(f"{name}.up_proj", x))
+        return self.linear(
+            f"{name}.down_proj", gate / (1 + np.exp(-gate)) * self.linear(f"{name}.up_proj", x)
+        )
 
     def norm(self, name: str, x: np.ndarray) -> np.ndarray:
         mean = np.mean(x * x, axis=-1, keepdims=True)
-        return x / np.sqrt(mean + np.float32(self.config["rms_norm_eps"])) * self.weights[f"{name}.weight"]
+        return (
+            x
+            / np.sqrt(mean + np.float32(self.config["rms_norm_eps"]))
+            * self.weights[f"{name}.weight"]
+        )
 
     def linear(self, name: str, x: np.ndarray) -> np.ndarray:
-        return x @ self.weights[f"{name}.weight"].T + self.weights.get(f"{name}.bias", np.float32(0))
+        return x @ self.weights[f"{name}.weight"].T + self.weights.get(
+            f"{name}.bias", np.float32(0)
+        )
 
     def heads_of(self, name: str, x: np.ndarray, heads: int) -> np.ndarray:
         """`[heads, n, head_dim]`."""
@@ -107,9 +131,15 @@ class Reference:
         cos, sin = (np.float32(scale) * f(angles).astype(np.float32) for f in (np.cos, np.sin))
         half = self.head_dim // 2
         traditional = self.config.get("rope_traditional", False)
-        first, second = (x[..., 0::2], x[..., 1::2]) if traditional else (x[..., :half], x[..., half:])
+        first, second = (
+            (x[..., 0::2], x[..., 1::2]) if traditional else (x[..., :half], x[..., half:])
+        )
         rotated = (first * cos - second * sin, first * sin + second * cos)
-        return np.stack(rotated, axis=-1).reshape(x.shape) if traditional else np.concatenate(rotated, axis=-1)
+        return (
+            np.stack(rotated, axis=-1).reshape(x.shape)
+            if traditional
+            else np.concatenate(rotated, axis=-1)
+        )
 
 
 def rope_frequencies(config: dict[str, Any], dims: int) -> tuple[np.ndarray, float]:
@@ -132,7 +162,10 @@ def rope_frequencies(config: dict[str, Any], dims: int) -> tuple[np.ndarray, flo
         low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
         smooth = np.clip((trained * frequencies / (2 * math.pi) - low) / (high - low), 0, 1)
         return smooth * frequencies + (1 - smooth) * frequencies / factor, 1.0
-    edges = [dims * math.log(trained / (rotations * 2 * math.pi)) / (2 * math.log(base)) for rotations in (32, 1)]
+    edges = [
+        dims * math.log(trained / (rotations * 2 * math.pi)) / (2 * math.log(base))
+        for rotations in (32, 1)
+    ]
     first, last = max(math.floor(edges[0]), 0), min(math.ceil(edges[1]), dims - 1)
     ramp = np.clip((np.arange(dims // 2) - first) / max(last - first, 0.001), 0, 1)
     return frequencies * (1 - ramp) + frequencies / factor * ramp, 0.1 * math.log(factor) + 1
@@ -165,7 +198,9 @@ def test_greedy_generation_is_that_of_the_formula(tmp_path: Path, config: dict[s
         assert answer == reference.greedy(tokens, 12)
 
 
-@pytest.mark.parametrize("name", ["llama rope linear", "llama rope llama3", "llama rope yarn", "llama rope traditional"])
+@pytest.mark.parametrize(
+    "name", ["llama rope linear", "llama rope llama3", "llama rope yarn", "llama rope traditional"]
+)
 def test_each_rope_variant_changes_the_logits(name: str) -> None:
     """Otherwise the comparison with the formula would prove nothing about it."""
     model, plain = (tiny_model(tiny_config(**config)) for config in (CASES[name], CASES["llama"]))
@@ -183,7 +218,9 @@ def test_half_precision_weights_are_computed_in_float32_on_a_cpu(tmp_path: Path)
     write_tokenizer(tmp_path)
     weights: Any = mx.load(str(tmp_path / "model.safetensors"))
     assert {array.dtype for array in weights.values()} == {mx.float16}
-    reference = Reference(config, {name: array.astype(mx.float32) for name, array in weights.items()})
+    reference = Reference(
+        config, {name: array.astype(mx.float32) for name, array in weights.items()}
+    )
     tokens = list(range(40))
     logits = np.array(load_model(str(tmp_path)).model(mx.array([tokens]))[0])
     np.testing.assert_allclose(logits, reference.logits(tokens), atol=1e-4)

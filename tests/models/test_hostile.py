@@ -97,7 +97,9 @@ FILES = [
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize(("make", "message"), KINDS.items(), ids=[make.__name__ for make in KINDS])
-def test_what_is_no_ordinary_file_is_not_opened(make: Callable[[Path], None], message: str, name: str, folder: Path) -> None:
+def test_what_is_no_ordinary_file_is_not_opened(
+    make: Callable[[Path], None], message: str, name: str, folder: Path
+) -> None:
     """Nothing waits for a FIFO or reads a file without end, whichever library would have opened it."""
     (folder / name).unlink(missing_ok=True)
     make(folder / name)
@@ -107,9 +109,13 @@ def test_what_is_no_ordinary_file_is_not_opened(make: Callable[[Path], None], me
         assert message in said
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "model-00002.safetensors", "model.safetensors.index.json"])
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "model-00002.safetensors", "model.safetensors.index.json"]
+)
 @pytest.mark.parametrize("make", [fifo, dangling, loop, Path.mkdir])
-def test_weights_are_ordinary_files_too(make: Callable[[Path], None], name: str, folder: Path) -> None:
+def test_weights_are_ordinary_files_too(
+    make: Callable[[Path], None], name: str, folder: Path
+) -> None:
     """And the index; one more file that would be loaded counts as well."""
     (folder / name).unlink(missing_ok=True)
     make(folder / name)
@@ -117,12 +123,16 @@ def test_weights_are_ordinary_files_too(make: Callable[[Path], None], name: str,
         assert str(folder / name) in refused(call, folder)
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux shows the kernel's state as files")
+@pytest.mark.skipif(
+    not Path("/proc/self/status").exists(), reason="only Linux shows the kernel's state as files"
+)
 def test_a_file_of_the_kernel_is_not_handed_to_a_library(folder: Path) -> None:
     """It says that it is a regular file, and reading it may wait for ever."""
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     (folder / "chat_template.jinja").symlink_to("/proc/version")
-    assert "chat_template.jinja: is a file of the kernel, not a regular file" in refused(load_model, folder)
+    assert "chat_template.jinja: is a file of the kernel, not a regular file" in refused(
+        load_model, folder
+    )
 
 
 def test_a_fingerprint_reads_only_ordinary_files(folder: Path) -> None:
@@ -138,7 +148,10 @@ def test_a_fingerprint_reads_only_ordinary_files(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; no model has more than 1,024"),
+        (
+            {"num_hidden_layers": 10**9},
+            "num_hidden_layers is 1000000000; no model has more than 1,024",
+        ),
         ({"num_hidden_layers": 10**6}, "num_hidden_layers is 1000000; no model"),
         ({"num_hidden_layers": 1000}, "1,000 layers, but the weight files have 21 tensors in all"),
         ({"num_hidden_layers": -5}, "num_hidden_layers is -5"),
@@ -152,7 +165,10 @@ def test_a_fingerprint_reads_only_ordinary_files(folder: Path) -> None:
         ({"num_attention_heads": "4"}, "config.json"),
         ({"rope_scaling": {"type": "linear"}}, "config.json"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": "x"}}, "config.json"),
-        ({"rope_theta": None, "rope_parameters": {"rope_theta": [1], "rope_type": "yarn"}}, "config.json"),
+        (
+            {"rope_theta": None, "rope_parameters": {"rope_theta": [1], "rope_type": "yarn"}},
+            "config.json",
+        ),
         ({"head_dim": 7}, "config.json"),
         ({"text_config": [1], "vocab_size": "many"}, "config.json"),
         ({"model_type": "../x"}, "config.json"),
@@ -160,7 +176,9 @@ def test_a_fingerprint_reads_only_ordinary_files(folder: Path) -> None:
     ],
     ids=lambda value: json.dumps(value)[:40] if isinstance(value, dict) else "",
 )
-def test_a_setting_that_no_model_has_is_one_line(settings: dict[str, Any], message: str, folder: Path) -> None:
+def test_a_setting_that_no_model_has_is_one_line(
+    settings: dict[str, Any], message: str, folder: Path
+) -> None:
     """The name, its value, and what is possible; nothing was built from it."""
     change(folder / "config.json", **settings)
     assert message in refused(describe, folder)
@@ -242,7 +260,9 @@ NORM = "model.norm.weight"
     ],
     ids=["another's", "overlap", "gap", "negative", "infinity", "flags", "huge", "type", "metadata", "long name"],
 )  # fmt: skip
-def test_a_header_is_compared_with_the_file(change: Callable[[dict[str, Any]], object], message: str, folder: Path) -> None:
+def test_a_header_is_compared_with_the_file(
+    change: Callable[[dict[str, Any]], object], message: str, folder: Path
+) -> None:
     """As that of a session's caches is."""
     rewritten(folder / "model.safetensors", change)
     for call in (describe, load_model):
@@ -271,7 +291,9 @@ def test_weights_without_a_number_are_named(dtype: mx.Dtype, folder: Path) -> No
     ):
         mx.save_safetensors(str(folder / "model.safetensors"), weights | {name: bad.astype(dtype)})
         if is_refused:
-            assert f"the 8192 values of the tensor {name} are all NaN" in refused(load_model, folder)
+            assert f"the 8192 values of the tensor {name} are all NaN" in refused(
+                load_model, folder
+            )
         else:
             load_model(str(folder))
 
@@ -279,7 +301,13 @@ def test_weights_without_a_number_are_named(dtype: mx.Dtype, folder: Path) -> No
 # Tokenizers
 
 
-TOKEN = {"special": True, "lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
+TOKEN = {
+    "special": True,
+    "lstrip": False,
+    "rstrip": False,
+    "normalized": False,
+    "single_word": False,
+}
 
 
 @pytest.mark.parametrize(
@@ -300,7 +328,11 @@ TOKEN = {"special": True, "lstrip": False, "rstrip": False, "normalized": False,
     ids=["decoder", "far id", "named", "map", "added", "negative id", "tokenizer.json", "far vocabulary", "unknown token", "panic", "word level"],
 )  # fmt: skip
 def test_a_tokenizer_that_can_not_be_is_one_line(
-    name: str, settings: dict[str, Any], message: str, folder: Path, capfd: pytest.CaptureFixture[str]
+    name: str,
+    settings: dict[str, Any],
+    message: str,
+    folder: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """With the file, the number and what is possible; tables before they are loaded, and panics without their print."""
     change(folder / name, **settings)
@@ -312,7 +344,9 @@ class PanicException(BaseException):
     """One for each library, all of this name."""
 
 
-def test_a_panic_is_an_error_in_one_line_and_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_panic_is_an_error_in_one_line_and_prints_nothing(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     """Of what the library wrote to the terminal nothing is shown; without a panic all of it, afterwards."""
     with pytest.raises(NativeError, match=r"^index out of bounds$"), quiet(), panics_as_errors():
         os.write(2, b"thread panicked\n" * 200)
@@ -330,7 +364,9 @@ def test_a_panic_is_an_error_in_one_line_and_prints_nothing(capfd: pytest.Captur
             raise other
 
 
-def test_a_text_that_a_tokenizer_gives_up_is_a_prompt_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_that_a_tokenizer_gives_up_is_a_prompt_error(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The library's own exception is none of ours."""
     tokenizer: Any = tokenizer_of(str(folder))
 
@@ -338,7 +374,9 @@ def test_a_text_that_a_tokenizer_gives_up_is_a_prompt_error(folder: Path, monkey
         raise PanicException("no entry found for key")
 
     monkeypatch.setattr(tokenizer._wrapper._tokenizer, "encode", encode)
-    with pytest.raises(PromptError, match="tokenizer can't encode this text: no entry found for key"):
+    with pytest.raises(
+        PromptError, match="tokenizer can't encode this text: no entry found for key"
+    ):
         tokenizer.encode("x")
 
 
@@ -352,6 +390,9 @@ def test_mutated_folders_end_in_one_clear_line(tmp_path: Path) -> None:
     seed = random.Random(11).randrange(10**6)
     for arguments in (["0", "0"], [str(seed), "16"]):
         done = subprocess.run(
-            [sys.executable, str(script), *arguments, str(tmp_path)], capture_output=True, text=True, check=False
+            [sys.executable, str(script), *arguments, str(tmp_path)],
+            capture_output=True,
+            text=True,
+            check=False,
         )
     assert done.stdout.splitlines()[-1:] == ["16 folders, 0 complaints"], done.stdout + done.stderr

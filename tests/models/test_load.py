@@ -49,7 +49,9 @@ def refusal(folder: Path, **options: Any) -> str:
 def configure(folder: Path, **settings: Any) -> None:
     """Change settings of config.json; None takes one away."""
     config = json.loads((folder / "config.json").read_text()) | settings
-    (folder / "config.json").write_text(json.dumps({name: value for name, value in config.items() if value is not None}))
+    (folder / "config.json").write_text(
+        json.dumps({name: value for name, value in config.items() if value is not None})
+    )
 
 
 def test_a_whole_directory_loads(folder: Path) -> None:
@@ -61,13 +63,20 @@ def test_a_whole_directory_loads(folder: Path) -> None:
     assert loaded.model(mx.array([[BOS]])).shape == (1, 1, loaded.facts.vocab)
 
 
-def test_a_model_is_loaded_by_its_hub_id(hub_cache: Path, cache_repository: Any, whole: Path) -> None:
+def test_a_model_is_loaded_by_its_hub_id(
+    hub_cache: Path, cache_repository: Any, whole: Path
+) -> None:
     """From the cache, where it is a directory like any other."""
-    snapshot = cache_repository("org/name", lambda snapshot: shutil.copytree(whole, snapshot, dirs_exist_ok=True))
+    snapshot = cache_repository(
+        "org/name", lambda snapshot: shutil.copytree(whole, snapshot, dirs_exist_ok=True)
+    )
     runner = Runner.load("org/name")
     assert runner.name == "org/name"
     local = Runner.load(str(snapshot))
-    answers = [[chunk.token for chunk in one.generate([1, 2, 3], max_tokens=4, stop_tokens=[])] for one in (runner, local)]
+    answers = [
+        [chunk.token for chunk in one.generate([1, 2, 3], max_tokens=4, stop_tokens=[])]
+        for one in (runner, local)
+    ]
     assert answers[0] == answers[1]
 
 
@@ -86,7 +95,10 @@ def test_weights_become_float32_on_a_cpu(tmp_path: Path, dtype: mx.Dtype) -> Non
 def test_an_unknown_model_type_is_named(folder: Path, kind: str) -> None:
     """Also one that is no module name."""
     configure(folder, model_type=kind)
-    assert refusal(folder) == f"{folder / 'config.json'}: model_type {kind!r} is not one that mlx-lm supports"
+    assert (
+        refusal(folder)
+        == f"{folder / 'config.json'}: model_type {kind!r} is not one that mlx-lm supports"
+    )
 
 
 @pytest.mark.parametrize("kind", ["cache", "base", "rope_utils"])
@@ -99,7 +111,10 @@ def test_a_module_of_mlx_lm_that_is_no_architecture_is_refused(folder: Path, kin
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"hidden_size": None}, "config.json lacks a setting that this architecture needs: 'hidden_size'"),
+        (
+            {"hidden_size": None},
+            "config.json lacks a setting that this architecture needs: 'hidden_size'",
+        ),
         ({"hidden_size": None, "vocab_size": None}, "'hidden_size' and 'vocab_size'"),
         ({"rope_scaling": {"type": "linear"}}, "'factor'"),
         ({"quantization": {"bits": 4}}, "'group_size'"),
@@ -107,9 +122,19 @@ def test_a_module_of_mlx_lm_that_is_no_architecture_is_refused(folder: Path, kin
         ({"num_attention_heads": 0}, "zero"),
         ({"hidden_size": 10**12}, str(10**12)),
     ],
-    ids=["no hidden_size", "two missing", "no factor", "no group_size", "text for a number", "no heads", "huge"],
+    ids=[
+        "no hidden_size",
+        "two missing",
+        "no factor",
+        "no group_size",
+        "text for a number",
+        "no heads",
+        "huge",
+    ],
 )
-def test_a_setting_that_is_missing_or_wrong_is_an_error(folder: Path, settings: dict[str, Any], message: str) -> None:
+def test_a_setting_that_is_missing_or_wrong_is_an_error(
+    folder: Path, settings: dict[str, Any], message: str
+) -> None:
     """The setting, or what was wrong with it, is in the message."""
     configure(folder, **settings)
     assert message in refusal(folder)
@@ -124,7 +149,10 @@ def test_a_tensor_of_another_shape_is_named_with_both_shapes(folder: Path) -> No
     assert "128" in text
 
 
-@pytest.mark.parametrize(("layers", "message"), [(3, "Missing 9 parameters: model.layers.2"), (1, "9 parameters not in model")])
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [(3, "Missing 9 parameters: model.layers.2"), (1, "9 parameters not in model")],
+)
 def test_tensors_too_few_or_too_many_are_an_error(folder: Path, layers: int, message: str) -> None:
     """Nothing is filled in at random, nothing is passed over."""
     configure(folder, num_hidden_layers=layers)
@@ -191,7 +219,9 @@ def only_sentencepiece(folder: Path) -> None:
     ids=["no files", "no tokenizer.json", "empty", "cut off", "not UTF-8", "too deep", "list", "not a tokenizer",
          "broken config", "null config", "wrong config", "generation is a list", "template not UTF-8", "broken tokenizer.model"],
 )  # fmt: skip
-def test_a_tokenizer_that_is_missing_or_broken_is_an_error(folder: Path, damage: Callable[[Path], None], message: str) -> None:
+def test_a_tokenizer_that_is_missing_or_broken_is_an_error(
+    folder: Path, damage: Callable[[Path], None], message: str
+) -> None:
     """The broken file is named where it is known."""
     damage(folder)
     assert f"{folder}{message}" in refusal(folder)
@@ -226,7 +256,9 @@ class Custom(PreTrainedTokenizerFast):
 """
 
 
-def test_a_tokenizer_with_code_of_its_own_is_refused_unless_trusted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokenizer_with_code_of_its_own_is_refused_unless_trusted(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And nobody is asked on the terminal."""
     asked: list[str] = []
     monkeypatch.setattr(builtins, "input", lambda prompt="": asked.append(prompt) or "y")
@@ -235,7 +267,11 @@ def test_a_tokenizer_with_code_of_its_own_is_refused_unless_trusted(folder: Path
     monkeypatch.syspath_prepend(str(modules))
     ran = folder.parent / "ran"
     (folder / "custom.py").write_text(TOKENIZER_CODE.format(ran=str(ran)))
-    settings = {"tokenizer_class": "Custom", "auto_map": {"AutoTokenizer": [None, "custom.Custom"]}, "eos_token": "</s>"}
+    settings = {
+        "tokenizer_class": "Custom",
+        "auto_map": {"AutoTokenizer": [None, "custom.Custom"]},
+        "eos_token": "</s>",
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     text = refusal(folder)
     assert "--trust-remote-code" in text
@@ -261,8 +297,8 @@ def test_the_tokenizer_alone_needs_no_weights(folder: Path) -> None:
 
 def test_the_tokenizer_alone_prints_nothing() -> None:
     """The libraries behind it have nothing to say about what they lack."""
-    program = (
-        "from mlxrunner.models.load import tokenizer_of; tokenizer_of('demo').render([{'role': 'user', 'content': 'Hello'}])"
+    program = "from mlxrunner.models.load import tokenizer_of; tokenizer_of('demo').render([{'role': 'user', 'content': 'Hello'}])"
+    said = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
-    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert (said.stdout, said.stderr) == ("", "")

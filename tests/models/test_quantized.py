@@ -20,7 +20,13 @@ PROMPT = np.random.default_rng(3).integers(0, 256, 24).tolist()
 
 
 def write_quantized(
-    folder: Path, *, bits: int = 4, group_size: int = 32, shards: int = 1, predicate: Any = None, **config: Any
+    folder: Path,
+    *,
+    bits: int = 4,
+    group_size: int = 32,
+    shards: int = 1,
+    predicate: Any = None,
+    **config: Any,
 ) -> Any:
     """Write a quantized tiny model with its tokenizer; returns the one that stayed in memory."""
     quantization: dict[str, Any] = {"group_size": group_size, "bits": bits}
@@ -28,7 +34,12 @@ def write_quantized(
     model = tiny_model(settings)
     nn.quantize(model, group_size=group_size, bits=bits, class_predicate=predicate)
     # mlx-lm's converter writes both names.
-    save_model(folder, model, settings | {"quantization": quantization, "quantization_config": quantization}, shards)
+    save_model(
+        folder,
+        model,
+        settings | {"quantization": quantization, "quantization_config": quantization},
+        shards,
+    )
     write_tokenizer(folder)
     return model
 
@@ -58,13 +69,21 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_a_quantized_directory_generates_what_the_model_in_memory_does(tmp_path: Path, case: dict[str, Any]) -> None:
+def test_a_quantized_directory_generates_what_the_model_in_memory_does(
+    tmp_path: Path, case: dict[str, Any]
+) -> None:
     """The same weights, bit for bit, and the same greedy answer from the cache."""
     model = write_quantized(tmp_path, **case)
     runner = Runner.load(str(tmp_path), prefill_step=7)
-    expected, loaded = dict(tree_flatten(model.parameters())), dict(tree_flatten(runner.model.parameters()))
+    expected, loaded = (
+        dict(tree_flatten(model.parameters())),
+        dict(tree_flatten(runner.model.parameters())),
+    )
     assert expected.keys() == loaded.keys()
-    assert all(mx.array_equal(expected[name], loaded[name]) and expected[name].dtype == loaded[name].dtype for name in expected)
+    assert all(
+        mx.array_equal(expected[name], loaded[name]) and expected[name].dtype == loaded[name].dtype
+        for name in expected
+    )
     answer = [chunk.token for chunk in runner.generate(PROMPT, max_tokens=12, stop_tokens=[])]
     assert answer == greedy(model, PROMPT, 12)
 
@@ -87,7 +106,9 @@ def test_a_missing_shard_is_named(tmp_path: Path, missing: int) -> None:
         load_model(str(tmp_path))
 
 
-def test_weights_that_are_not_as_quantized_as_the_configuration_says_are_refused(tmp_path: Path) -> None:
+def test_weights_that_are_not_as_quantized_as_the_configuration_says_are_refused(
+    tmp_path: Path,
+) -> None:
     """8-bit weights under a 4-bit configuration per layer have other shapes."""
     model = write_quantized(tmp_path, bits=8)
     wrong = {"group_size": 32, "bits": 4}

@@ -46,7 +46,9 @@ def test_demo_and_directories_are_found(tmp_path: Path, monkeypatch: pytest.Monk
     assert resolve("~") == tmp_path
 
 
-def test_a_directory_named_like_a_hub_id_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_named_like_a_hub_id_wins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No look at the hub for what is on disk."""
     (tmp_path / "org" / "name").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
@@ -72,7 +74,9 @@ def test_a_directory_named_like_a_hub_id_wins(tmp_path: Path, monkeypatch: pytes
         ("org/na;me", "org/na;me: no such model"),
     ],
 )
-def test_a_name_that_is_nothing_is_an_error_that_names_it(hub_cache: Path, name: str, message: str) -> None:
+def test_a_name_that_is_nothing_is_an_error_that_names_it(
+    hub_cache: Path, name: str, message: str
+) -> None:
     """In one line, whatever characters it has."""
     with pytest.raises(ModelError) as error:
         resolve(name)
@@ -115,7 +119,9 @@ def test_an_unreachable_hub_is_an_error(hub_cache: Path) -> None:
     assert "org/name: not in the local cache, and the hub can't be reached: " in one_line(error)
 
 
-def test_offline_mode_is_an_error_that_says_so(hub_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_mode_is_an_error_that_says_so(
+    hub_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """HF_HUB_OFFLINE is named, for whoever forgot that it is set."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ModelError) as error:
@@ -128,14 +134,32 @@ def test_offline_mode_is_an_error_that_says_so(hub_cache: Path, monkeypatch: pyt
     [
         (llama, None),
         (llama, ["config.json", "model.safetensors"]),
-        (llama, [".gitattributes", "README.md", "config.json", "model.safetensors", "pytorch_model.bin", "original/params.pth"]),
+        (
+            llama,
+            [
+                ".gitattributes",
+                "README.md",
+                "config.json",
+                "model.safetensors",
+                "pytorch_model.bin",
+                "original/params.pth",
+            ],
+        ),
         # Somebody downloaded less than the patterns ask for; all that is needed is there.
         (llama, ["config.json", "model.safetensors", "vocab.txt", "extra.json"]),
         (sharded, None),
     ],
-    ids=["no tree listing", "all files", "files that nobody asks for", "optional files missing", "sharded"],
+    ids=[
+        "no tree listing",
+        "all files",
+        "files that nobody asks for",
+        "optional files missing",
+        "sharded",
+    ],
 )
-def test_a_cached_repository_is_found_without_a_network(hub_cache: Path, cache_repository: Any, write: Any, listed: Any) -> None:
+def test_a_cached_repository_is_found_without_a_network(
+    hub_cache: Path, cache_repository: Any, write: Any, listed: Any
+) -> None:
     """Whether or not huggingface_hub remembers which files the repository has."""
     snapshot = cache_repository("org/name", write, listed=listed)
     assert resolve("org/name") == snapshot
@@ -144,7 +168,10 @@ def test_a_cached_repository_is_found_without_a_network(hub_cache: Path, cache_r
 @pytest.mark.parametrize(
     ("write", "listed"),
     [
-        (sharded_in_part, ["config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]),
+        (
+            sharded_in_part,
+            ["config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"],
+        ),
         (only_config, ["config.json", "model.safetensors"]),
     ],
     ids=["shard missing", "weights missing"],
@@ -156,10 +183,14 @@ def test_an_interrupted_download_without_a_network_is_an_error(
     cache_repository("org/name", write, listed=listed)
     with pytest.raises(ModelError) as error:
         resolve("org/name")
-    assert "org/name: only in part in the local cache, and the hub can't be reached" in one_line(error)
+    assert "org/name: only in part in the local cache, and the hub can't be reached" in one_line(
+        error
+    )
 
 
-def test_a_download_takes_what_is_needed_and_is_found_again_offline(hub: Any, hub_cache: Path, monkeypatch: Any) -> None:
+def test_a_download_takes_what_is_needed_and_is_found_again_offline(
+    hub: Any, hub_cache: Path, monkeypatch: Any
+) -> None:
     """No README, no other formats; afterwards not one more request."""
     hub.files = repository_files(hub_cache.parent / "source") | {
         "README.md": b"x",
@@ -167,7 +198,11 @@ def test_a_download_takes_what_is_needed_and_is_found_again_offline(hub: Any, hu
         "tokenizer.model": b"x",
     }
     folder = resolve("org/name")
-    assert {file.name for file in folder.iterdir()} == {"config.json", "model.safetensors", "tokenizer.model"}
+    assert {file.name for file in folder.iterdir()} == {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.model",
+    }
     assert (folder / "model.safetensors").read_bytes() == hub.files["model.safetensors"]
     requests = len(hub.seen)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -175,8 +210,12 @@ def test_a_download_takes_what_is_needed_and_is_found_again_offline(hub: Any, hu
     assert len(hub.seen) == requests
 
 
-@pytest.mark.parametrize("listed", [None, ["config.json", "model.safetensors"]], ids=["no tree listing", "tree listing"])
-def test_an_interrupted_download_is_completed(hub: Any, hub_cache: Path, cache_repository: Any, listed: Any) -> None:
+@pytest.mark.parametrize(
+    "listed", [None, ["config.json", "model.safetensors"]], ids=["no tree listing", "tree listing"]
+)
+def test_an_interrupted_download_is_completed(
+    hub: Any, hub_cache: Path, cache_repository: Any, listed: Any
+) -> None:
     """A snapshot that lacks its weights is not taken for the model."""
     hub.files = repository_files(hub_cache.parent / "source")
     snapshot = cache_repository("org/name", only_config, listed=listed)
@@ -194,7 +233,10 @@ def test_an_interrupted_download_is_completed(hub: Any, hub_cache: Path, cache_r
         ((404, {}, b""), "can't be reached: Client error '404"),
         ((429, {}, b""), "can't be reached: 429 Too Many Requests"),
         ((500, {}, b"oops"), "can't be reached: Server error '500"),
-        ((200, {"Content-Type": "text/html"}, b"<html>please log in</html>"), "the download failed"),
+        (
+            (200, {"Content-Type": "text/html"}, b"<html>please log in</html>"),
+            "the download failed",
+        ),
         ((200, {}, b"{}"), "the download failed"),
         ((200, {}, b"[]"), "the download failed"),
     ],
@@ -249,9 +291,21 @@ def repository_files(folder: Path) -> dict[str, bytes]:
         (b"{}", "has no model_type"),
         (b'{"model_type": 3}', "has no model_type"),
     ],
-    ids=["missing", "empty", "cut off", "not UTF-8", "too deep", "list", "null", "no model_type", "model_type is a number"],
+    ids=[
+        "missing",
+        "empty",
+        "cut off",
+        "not UTF-8",
+        "too deep",
+        "list",
+        "null",
+        "no model_type",
+        "model_type is a number",
+    ],
 )
-def test_a_config_that_says_no_model_type_is_an_error_that_names_the_file(tmp_path: Path, content: Any, message: str) -> None:
+def test_a_config_that_says_no_model_type_is_an_error_that_names_the_file(
+    tmp_path: Path, content: Any, message: str
+) -> None:
     """Whatever is in config.json."""
     if content is not None:
         (tmp_path / "config.json").write_bytes(content)
@@ -287,7 +341,9 @@ def test_a_config_that_says_no_model_type_is_an_error_that_names_the_file(tmp_pa
         "generation is broken",
     ],
 )
-def test_end_tokens_are_collected_from_all_places(tmp_path: Path, config: Any, generation: Any, expected: list[int]) -> None:
+def test_end_tokens_are_collected_from_all_places(
+    tmp_path: Path, config: Any, generation: Any, expected: list[int]
+) -> None:
     """config.json, its text_config and generation_config.json; what is not an id is passed over."""
     if generation is not None:
         (tmp_path / "generation_config.json").write_bytes(generation)
@@ -304,16 +360,29 @@ def test_end_tokens_are_collected_from_all_places(tmp_path: Path, config: Any, g
         ({"rope_parameters": {"full_attention": {"rope_theta": 7.0}}}, {}),
         (
             {"rope_parameters": {"rope_theta": 7.0, "rope_type": "linear", "factor": 2.0}},
-            {"rope_theta": 7.0, "rope_scaling": {"rope_theta": 7.0, "rope_type": "linear", "factor": 2.0}},
+            {
+                "rope_theta": 7.0,
+                "rope_scaling": {"rope_theta": 7.0, "rope_type": "linear", "factor": 2.0},
+            },
         ),
         (
             {"rope_parameters": {"rope_theta": 7.0, "partial_rotary_factor": 0.5}},
             {"rope_theta": 7.0, "partial_rotary_factor": 0.5},
         ),
     ],
-    ids=["none", "old names", "default", "both: the old names win", "one for each kind of layer", "scaled", "partial"],
+    ids=[
+        "none",
+        "old names",
+        "default",
+        "both: the old names win",
+        "one for each kind of layer",
+        "scaled",
+        "partial",
+    ],
 )
-def test_rope_parameters_are_given_their_old_names(config: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_rope_parameters_are_given_their_old_names(
+    config: dict[str, Any], expected: dict[str, Any]
+) -> None:
     """Most of mlx-lm's architectures know only those."""
     assert rope_settings(config) == expected
 
@@ -334,7 +403,9 @@ def test_whole_weight_files_pass_in_order(tmp_path: Path) -> None:
     write_model(tmp_path / "one", tokenizer=False)
     assert check_weights(tmp_path / "one") == [tmp_path / "one" / "model.safetensors"]
     save_model(tmp_path / "three", tiny_model(tiny_config()), tiny_config(), shards=3)
-    assert [file.name for file in check_weights(tmp_path / "three")] == [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
+    assert [file.name for file in check_weights(tmp_path / "three")] == [
+        f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)
+    ]
 
 
 @pytest.mark.parametrize("cut", [0, 1, 4, 7, 8, 9, 100, -1000, -1])
@@ -350,7 +421,9 @@ def test_a_truncated_file_is_named(tmp_path: Path, weights: bytes, cut: int) -> 
 
 @settings(deadline=None)
 @given(st.binary(max_size=200))
-def test_garbage_is_a_model_error_or_a_header(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+def test_garbage_is_a_model_error_or_a_header(
+    tmp_path_factory: pytest.TempPathFactory, content: bytes
+) -> None:
     """No other exception, whatever the bytes."""
     file = tmp_path_factory.getbasetemp() / "garbage.safetensors"
     file.write_bytes(content)
@@ -390,8 +463,12 @@ def test_a_file_that_is_not_safetensors_is_named(tmp_path: Path, content: bytes)
     assert one_line(error).startswith(f"{file}: ")
 
 
-@pytest.mark.parametrize("name", [None, "pytorch_model.bin", "consolidated.00.pth", "model.gguf", "adapter.safetensors"])
-def test_a_directory_without_weights_says_which_are_needed(tmp_path: Path, name: str | None) -> None:
+@pytest.mark.parametrize(
+    "name", [None, "pytorch_model.bin", "consolidated.00.pth", "model.gguf", "adapter.safetensors"]
+)
+def test_a_directory_without_weights_says_which_are_needed(
+    tmp_path: Path, name: str | None
+) -> None:
     """Other formats are no help."""
     if name:
         (tmp_path / name).write_bytes(b"x")
@@ -424,7 +501,15 @@ def test_a_damaged_shard_is_named(tmp_path: Path, damage: Callable[[Path], Path]
 
 @pytest.mark.parametrize(
     "content",
-    ["", "{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1, "b": "c"}}', "[" * 100_000],
+    [
+        "",
+        "{",
+        "[]",
+        "{}",
+        '{"weight_map": []}',
+        '{"weight_map": {"a": 1, "b": "c"}}',
+        "[" * 100_000,
+    ],
     ids=["empty", "cut off", "list", "no map", "map is a list", "no such shards", "too deep"],
 )
 def test_a_broken_index_is_named(tmp_path: Path, weights: bytes, content: str) -> None:

@@ -42,21 +42,31 @@ def llama() -> Parts:
 
 
 def alone(given: Parts, prompt: list[int], count: int) -> list[int]:
-    return [chunk.token for chunk in Runner(*given).generate(prompt, max_tokens=count, stop_tokens=[]) if chunk.token is not None]
+    return [
+        chunk.token
+        for chunk in Runner(*given).generate(prompt, max_tokens=count, stop_tokens=[])
+        if chunk.token is not None
+    ]
 
 
 def is_consistent(runner: ParallelRunner) -> bool:
     """Each slot has the cells of its tokens, and is busy where it has a request."""
     ends = runner._adapted.groups[0]._cells.next_positions()
     busy = {request.slot.number for request in runner._scheduler.requests}
-    return all(len(slot.tokens) == ends[slot.number] and slot.is_busy == (slot.number in busy) for slot in runner.slots)
+    return all(
+        len(slot.tokens) == ends[slot.number] and slot.is_busy == (slot.number in busy)
+        for slot in runner.slots
+    )
 
 
 def interrupted(given: Parts, act: Act, line: int) -> tuple[bool, int]:
     """Whether `act` was interrupted at a line in the middle of other work, and the lines it has; the rest is held against the answers alone."""
     with ParallelRunner(*given, max_sequences=3, capacity=80, max_batch=16) as runner:
         runner.submit(OTHER[:20], max_tokens=2, stop_tokens=[]).result()
-        handles = [(runner.submit(prompt, max_tokens=6, stop_tokens=[]), prompt) for prompt in (LONG, OTHER)]
+        handles = [
+            (runner.submit(prompt, max_tokens=6, stop_tokens=[]), prompt)
+            for prompt in (LONG, OTHER)
+        ]
         for _ in range(7):
             runner.step()
         was_interrupted = False
@@ -73,10 +83,16 @@ def interrupted(given: Parts, act: Act, line: int) -> tuple[bool, int]:
             tokens = [chunk.token for chunk in handle.poll()]
             assert handle.finished, f"line {line}"
             assert tokens == alone(given, prompt, 6)[: len(tokens)], f"line {line}"
-            assert len(tokens) == 6 or act is ACTS["cancel"] or isinstance(handle.error, StepFailedError), f"line {line}"
+            assert (
+                len(tokens) == 6
+                or act is ACTS["cancel"]
+                or isinstance(handle.error, StepFailedError)
+            ), f"line {line}"
         assert is_consistent(runner), f"line {line}"
         for prompt in LATER:
-            assert runner.submit(prompt, max_tokens=3, stop_tokens=[]).result().tokens == alone(given, prompt, 3), f"line {line}"
+            assert runner.submit(prompt, max_tokens=3, stop_tokens=[]).result().tokens == alone(
+                given, prompt, 3
+            ), f"line {line}"
     return was_interrupted, seen[0]
 
 
@@ -108,10 +124,14 @@ def test_ctrl_c_while_a_model_is_adapted_or_given_back_leaves_it_as_it_was(llama
 
 
 def is_as_it_was(model: Any) -> bool:
-    return type(model.model.norm) is nn.RMSNorm and all(type(layer.self_attn.rope) is nn.RoPE for layer in model.layers)
+    return type(model.model.norm) is nn.RMSNorm and all(
+        type(layer.self_attn.rope) is nn.RoPE for layer in model.layers
+    )
 
 
-def test_an_error_while_tokens_are_read_ends_all_and_says_so(llama: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_while_tokens_are_read_ends_all_and_says_so(
+    llama: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nobody waits for a token that was lost, and everybody knows why."""
     with ParallelRunner(*llama, max_sequences=2, capacity=80) as runner:
         first = runner.submit(LONG, max_tokens=9, stop_tokens=[])
@@ -126,9 +146,14 @@ def test_an_error_while_tokens_are_read_ends_all_and_says_so(llama: Parts, monke
         with pytest.raises(RuntimeError, match="fault"):
             list(first)
         for handle in (first, second):
-            with pytest.raises(StepFailedError, match="was ended by RuntimeError: a tokenizer's fault: submit it again"):
+            with pytest.raises(
+                StepFailedError,
+                match="was ended by RuntimeError: a tokenizer's fault: submit it again",
+            ):
                 handle.result()
-        assert [runner.submit(LONG, max_tokens=9, stop_tokens=[]).result().tokens] == [alone(llama, LONG, 9)]
+        assert [runner.submit(LONG, max_tokens=9, stop_tokens=[]).result().tokens] == [
+            alone(llama, LONG, 9)
+        ]
 
 
 def test_run_leaves_nothing_running(llama: Parts) -> None:
@@ -139,10 +164,14 @@ def test_run_leaves_nothing_running(llama: Parts) -> None:
         answers = runner.run_each(([i], {"max_tokens": 2 + i, "stop_tokens": []}) for i in range(5))
         assert next(answers).tokens == alone(llama, [0], 2)
         answers.close()  # type: ignore[attr-defined]
-        assert runner.submit([1], max_tokens=3, stop_tokens=[]).result().tokens == alone(llama, [1], 3)
+        assert runner.submit([1], max_tokens=3, stop_tokens=[]).result().tokens == alone(
+            llama, [1], 3
+        )
 
 
-def test_the_single_runner_beside_it_is_not_disturbed_by_an_error(llama: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_single_runner_beside_it_is_not_disturbed_by_an_error(
+    llama: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On the same model: which rows are wanted is forgotten however a pass ends."""
     expected = alone(llama, LONG, 5)
     with ParallelRunner(*llama, max_sequences=2, capacity=80) as runner:
@@ -165,7 +194,9 @@ def test_a_chain_of_prefixes_is_evaluated_once(llama: Parts, is_dirty: bool) -> 
     with ParallelRunner(*llama, max_sequences=3, capacity=200, max_batch=16) as runner:
         if is_dirty:
             runner.run([[250 + i] * 150 for i in range(3)], max_tokens=1)
-        results = runner.run([[*first, 9], [*second, 9], [*second, 200, 201]], max_tokens=2, stop_tokens=[])
+        results = runner.run(
+            [[*first, 9], [*second, 9], [*second, 200, 201]], max_tokens=2, stop_tokens=[]
+        )
         assert [result.usage.cached_tokens for result in results] == [0, 60, 120]
 
 
@@ -179,25 +210,37 @@ def test_those_that_wait_for_a_cancelled_prefix_evaluate_it_once(llama: Parts) -
         first.cancel()
         results = [handle.result() for handle in waiting]
         assert [result.usage.cached_tokens for result in results] == [0, 100]
-        assert [result.tokens for result in results] == [alone(llama, [*prefix, end], 10) for end in (6, 7)]
+        assert [result.tokens for result in results] == [
+            alone(llama, [*prefix, end], 10) for end in (6, 7)
+        ]
         assert other.result().tokens == alone(llama, [290, 291], 30)
 
 
 def test_windows_share_a_prefix_in_every_wave() -> None:
     """Also when no idle slot can resume at its end any more: the first of the wave evaluates it, the others share it."""
-    config = tiny_config("gemma3_text", max_position_embeddings=4096, vocab_size=300, sliding_window=16)
+    config = tiny_config(
+        "gemma3_text", max_position_embeddings=4096, vocab_size=300, sliding_window=16
+    )
     model = tiny_model(config)
     prefix = [i * 7 % 290 for i in range(200)]
-    with ParallelRunner(model, ByteTokenizer(), facts_of(model, config), max_sequences=4, capacity=400, max_batch=64) as runner:
+    with ParallelRunner(
+        model, ByteTokenizer(), facts_of(model, config), max_sequences=4, capacity=400, max_batch=64
+    ) as runner:
         for wave in range(2):
-            prompts = [[*prefix, *((10 * wave + i + 2) * k % 290 for k in range(1, 120))] for i in range(4)]
+            prompts = [
+                [*prefix, *((10 * wave + i + 2) * k % 290 for k in range(1, 120))] for i in range(4)
+            ]
             results = runner.run(prompts, max_tokens=3, stop_tokens=[])
             assert [result.usage.cached_tokens for result in results] == [0, 200, 200, 200]
             for prompt, result in zip(prompts, results, strict=True):
-                assert result.tokens == alone((model, ByteTokenizer(), facts_of(model, config)), prompt, 3)
+                assert result.tokens == alone(
+                    (model, ByteTokenizer(), facts_of(model, config)), prompt, 3
+                )
 
 
-@pytest.mark.parametrize(("name", "cells"), [("llama", None), ("llama", 300), ("gemma3_text", None), ("gpt_oss", 500)])
+@pytest.mark.parametrize(
+    ("name", "cells"), [("llama", None), ("llama", 300), ("gemma3_text", None), ("gpt_oss", 500)]
+)
 def test_any_mixture_ends_with_every_cell_free(name: str, cells: int | None) -> None:
     """Random prefixes, limits, cancels and full contexts, windows among them, with few cells or enough: no other token than alone."""
     windows = {} if name == "llama" else {"sliding_window": 16}
@@ -205,13 +248,19 @@ def test_any_mixture_ends_with_every_cell_free(name: str, cells: int | None) -> 
     model, rng = tiny_model(config), random.Random(cells)
     given = model, ByteTokenizer(), facts_of(model, config)
     trunk = [rng.randrange(290) for _ in range(90)]
-    prompts = [trunk[: rng.choice([0, 20, 50, 90])] + [rng.randrange(290) for _ in range(rng.randint(1, 25))] for _ in range(20)]
+    prompts = [
+        trunk[: rng.choice([0, 20, 50, 90])]
+        + [rng.randrange(290) for _ in range(rng.randint(1, 25))]
+        for _ in range(20)
+    ]
     expected: dict[tuple[int, bool], list[int]] = {}
 
     def answer(which: int, shifts: bool) -> list[int]:
         if (which, shifts) not in expected:
             runner = Runner(*given, context=140)
-            options: dict[str, Any] = {"overflow": "shift", "keep": 4, "max_tokens": 60} if shifts else {"max_tokens": 10}
+            options: dict[str, Any] = (
+                {"overflow": "shift", "keep": 4, "max_tokens": 60} if shifts else {"max_tokens": 10}
+            )
             chunks = runner.generate(prompts[which], stop_tokens=[], **options)
             expected[which, shifts] = [chunk.token for chunk in chunks if chunk.token is not None]
         return expected[which, shifts]
@@ -235,7 +284,15 @@ def test_any_mixture_ends_with_every_cell_free(name: str, cells: int | None) -> 
             limit = 60 if shifts else rng.randint(1, 10)
             while True:
                 try:
-                    running.append((runner.submit(prompts[which], max_tokens=limit, stop_tokens=[], **options), which, shifts))
+                    running.append(
+                        (
+                            runner.submit(
+                                prompts[which], max_tokens=limit, stop_tokens=[], **options
+                            ),
+                            which,
+                            shifts,
+                        )
+                    )
                     break
                 except (NoFreeSlotError, CacheFullError):
                     finished += end_one()
@@ -260,6 +317,9 @@ def test_a_prompt_that_was_cancelled_counts_what_was_evaluated_of_it(llama: Part
         runner.step()
         waiting.cancel()
         first.cancel()
-        assert [(usage.evaluated_tokens, usage.completion_tokens) for usage in seen] == [(0, 0), (16, 0)]
+        assert [(usage.evaluated_tokens, usage.completion_tokens) for usage in seen] == [
+            (0, 0),
+            (16, 0),
+        ]
         runner.submit(LONG, max_tokens=3, stop_tokens=[]).result()
         assert (seen[2].cached_tokens, seen[2].evaluated_tokens) == (16, 24)

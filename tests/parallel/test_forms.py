@@ -20,7 +20,11 @@ from mlxrunner.tokenizer.vocabulary import Vocabulary
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 8}, "is": {"type": "boolean"}, "of": {"enum": ["größer", 1, None]}},
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "is": {"type": "boolean"},
+        "of": {"enum": ["größer", 1, None]},
+    },
     "required": ["name", "is", "of"],
     "additionalProperties": False,
 }
@@ -40,7 +44,9 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-def parts(architecture: str = "llama", tokenizer: ByteTokenizer | None = None) -> tuple[Any, ByteTokenizer, Any]:
+def parts(
+    architecture: str = "llama", tokenizer: ByteTokenizer | None = None
+) -> tuple[Any, ByteTokenizer, Any]:
     config = tiny_config(architecture, max_position_embeddings=4096, vocab_size=VOCAB)
     model = tiny_model(config)
     return model, tokenizer or ByteTokenizer(), facts_of(model, config)
@@ -53,7 +59,12 @@ def requests(seed: int) -> list[tuple[list[int], dict[str, Any]]]:
     pairs = []
     for options in OPTIONS:
         shared = trunk[: rng.choice([0, 20, 60])]
-        pairs.append((shared + [rng.randrange(290) for _ in range(rng.randint(1, 20))], {"max_tokens": 60, **options}))
+        pairs.append(
+            (
+                shared + [rng.randrange(290) for _ in range(rng.randint(1, 20))],
+                {"max_tokens": 60, **options},
+            )
+        )
     rng.shuffle(pairs)
     return pairs
 
@@ -92,7 +103,10 @@ def test_an_answer_that_joins_and_one_that_is_cancelled_take_nothing_from_the_ot
     """At every step of the first."""
     given = parts()
     first, second = ([1, 2, 3], {"schema": SCHEMA}), ([1, 2, 4], {"choices": ["yesterday"]})
-    alone = [[chunk.token for chunk in Runner(*given).generate(prompt, **options)] for prompt, options in (first, second)]
+    alone = [
+        [chunk.token for chunk in Runner(*given).generate(prompt, **options)]
+        for prompt, options in (first, second)
+    ]
     for steps in range(len(alone[0])):
         with ParallelRunner(*given, max_sequences=3, capacity=100) as runner:
             stream = iter(runner.submit(first[0], **first[1]))
@@ -117,7 +131,9 @@ def test_a_dead_end_is_an_error_of_its_own_request() -> None:
     """The others go on, and its slot is free and exact for the next one."""
     given = parts(tokenizer=NoZ())
     prompt = [5, 6, 7, 8]
-    expected = [chunk.token for chunk in Runner(*given).generate(prompt, max_tokens=25, stop_tokens=[])]
+    expected = [
+        chunk.token for chunk in Runner(*given).generate(prompt, max_tokens=25, stop_tokens=[])
+    ]
     with ParallelRunner(*given, max_sequences=2, capacity=60) as runner:
         other = runner.submit(prompt, max_tokens=25, stop_tokens=[])
         failing = runner.submit([5, 6, 7, 9], schema={"const": "abz"})
@@ -130,14 +146,22 @@ def test_a_dead_end_is_an_error_of_its_own_request() -> None:
             failing.result()
         assert other.result().tokens == expected
         for again in (prompt, [5, 6, 7, 9, *b'"ab', 1]):
-            alone = [chunk.token for chunk in Runner(*given).generate(again, max_tokens=10, stop_tokens=[])]
+            alone = [
+                chunk.token
+                for chunk in Runner(*given).generate(again, max_tokens=10, stop_tokens=[])
+            ]
             assert runner.submit(again, max_tokens=10, stop_tokens=[]).result().tokens == alone
 
 
 def test_a_form_that_cannot_be_had_takes_no_slot() -> None:
     """It is refused when it is submitted."""
     with ParallelRunner(*parts(tokenizer=NoZ()), max_sequences=1, capacity=60) as runner:
-        for form in ({"choices": ["abz"]}, {"schema": {"not": {}}}, {"schema": "{"}, {"schema": {"enum": []}}):
+        for form in (
+            {"choices": ["abz"]},
+            {"schema": {"not": {}}},
+            {"schema": "{"},
+            {"schema": {"enum": []}},
+        ):
             with pytest.raises(OptionError):
                 runner.submit([1, 2, 3], **form)
         assert not any(slot.is_busy for slot in runner.slots)
@@ -146,8 +170,23 @@ def test_a_form_that_cannot_be_had_takes_no_slot() -> None:
 
 def test_several_answers_to_one_prompt_in_a_form() -> None:
     """Each with a seed of its own."""
-    options = {"temperature": 1.0, "seed": 3, "choices": ["red", "green", "blue"], "max_tokens": None}
-    results = list(sample("demo", "My favorite color is", 6, parallel=3, context=200, trust_remote_code=False, **options))
+    options = {
+        "temperature": 1.0,
+        "seed": 3,
+        "choices": ["red", "green", "blue"],
+        "max_tokens": None,
+    }
+    results = list(
+        sample(
+            "demo",
+            "My favorite color is",
+            6,
+            parallel=3,
+            context=200,
+            trust_remote_code=False,
+            **options,
+        )
+    )
     assert {result.text for result in results} <= {"red", "green", "blue"}
     assert len({result.text for result in results}) > 1
     assert all(result.finish_reason == "stop" for result in results)

@@ -24,17 +24,24 @@ from mlxrunner.testing_models import tiny_config, tiny_model
 SLIDING = {"head_dim": 16, "num_hidden_layers": 3, "rope_theta": 1e4}
 WITH_WINDOWS: dict[str, dict[str, Any]] = {
     "gemma3_text": {"sliding_window_pattern": 3},
-    "olmo3": SLIDING | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
+    "olmo3": SLIDING
+    | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
     "cohere2": SLIDING | {"sliding_window_pattern": 3, "layer_norm_eps": 1e-5, "logit_scale": 1.0},
     "gpt_oss": {},
-    "exaone4": SLIDING | {"sliding_window_pattern": "LLG", "rope_scaling": {"rope_type": "default"}},
+    "exaone4": SLIDING
+    | {"sliding_window_pattern": "LLG", "rope_scaling": {"rope_type": "default"}},
 }
 ARCHITECTURES: dict[str, dict[str, Any]] = WITH_WINDOWS | {
     "llama": {},
     "qwen3": {},
     "smollm3": {"no_rope_layer_interval": 2},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "phi3": {"rope_theta": 1e4, "pad_token_id": 0, "partial_rotary_factor": 1.0, "original_max_position_embeddings": 4096},
+    "phi3": {
+        "rope_theta": 1e4,
+        "pad_token_id": 0,
+        "partial_rotary_factor": 1.0,
+        "original_max_position_embeddings": 4096,
+    },
 }
 NEAR = 1e-4
 Parts = tuple[Any, ByteTokenizer, Any]
@@ -43,19 +50,28 @@ Parts = tuple[Any, ByteTokenizer, Any]
 @cache
 def parts(name: str, window: int) -> Parts:
     windows = {"sliding_window": window} if name in WITH_WINDOWS else {}
-    config = tiny_config(name, **({"max_position_embeddings": 4096, "vocab_size": 300} | ARCHITECTURES[name] | windows))
+    config = tiny_config(
+        name,
+        **({"max_position_embeddings": 4096, "vocab_size": 300} | ARCHITECTURES[name] | windows),
+    )
     model = tiny_model(config, seed=window)
     return model, ByteTokenizer(), facts_of(model, config)
 
 
-def check(given: Parts, context: int, prompt: list[int], options: dict[str, Any], got: Result) -> None:
+def check(
+    given: Parts, context: int, prompt: list[int], options: dict[str, Any], got: Result
+) -> None:
     """The same tokens, text and end as those of a cold single runner, and log-probabilities within NEAR."""
     expected = Result.of(list(Runner(*given, context=context).generate(prompt, **options)))
     pairs = zip(got.logprobs or [], expected.logprobs or [], strict=False)
     gaps = [abs(ours[0] - its[0]) for ours, its in pairs]
     said = f"{len(prompt)} tokens, context {context}, {options}: {got.tokens} is not {expected.tokens}, {gaps}"
     assert max(gaps, default=0) < NEAR, said
-    assert (got.tokens, got.text, got.finish_reason) == (expected.tokens, expected.text, expected.finish_reason), said
+    assert (got.tokens, got.text, got.finish_reason) == (
+        expected.tokens,
+        expected.text,
+        expected.finish_reason,
+    ), said
     assert got.usage.shifted_tokens == expected.usage.shifted_tokens, said
 
 
@@ -73,10 +89,16 @@ class History:
         rng, sequences = self.rng, self.rng.randint(1, 5)
         cells = rng.choice([None, None, rng.randint(self.context, sequences * self.context)])
         with ParallelRunner(
-            *self.given, max_sequences=sequences, capacity=self.context, max_batch=rng.choice([8, 32, 200]), cells=cells
+            *self.given,
+            max_sequences=sequences,
+            capacity=self.context,
+            max_batch=rng.choice([8, 32, 200]),
+            cells=cells,
         ) as runner:
             for _ in range(events):
-                rng.choices([self.submit, self.step, self.cancel, self.interrupt], [8, 12, 1, 0.5])[0](runner)
+                rng.choices([self.submit, self.step, self.cancel, self.interrupt], [8, 12, 1, 0.5])[
+                    0
+                ](runner)
             while self.live:
                 self.step(runner)
         return self.seen
@@ -85,15 +107,27 @@ class History:
         """A piece of the trunk or of a past conversation, and something new; sometimes too long for the context."""
         rng = self.rng
         base = rng.choice([self.trunk, self.trunk[1:], rng.choice(self.past)])
-        base = base[: rng.choice([0, 1, len(base), rng.randint(0, len(base)), rng.randint(0, self.context)])]
-        return base + [rng.randrange(290) for _ in range(rng.choice([0, 1, 3, rng.randint(1, 40)]))] or [7]
+        base = base[
+            : rng.choice([0, 1, len(base), rng.randint(0, len(base)), rng.randint(0, self.context)])
+        ]
+        return base + [
+            rng.randrange(290) for _ in range(rng.choice([0, 1, 3, rng.randint(1, 40)]))
+        ] or [7]
 
     def options(self) -> dict[str, Any]:
         rng = self.rng
-        options: dict[str, Any] = {"stop_tokens": [], "max_tokens": rng.choice([1, 3, 10, 40]), "logprobs": 0}
+        options: dict[str, Any] = {
+            "stop_tokens": [],
+            "max_tokens": rng.choice([1, 3, 10, 40]),
+            "logprobs": 0,
+        }
         if rng.random() < 0.5:
             keep = rng.choice([0, 1, rng.randint(0, self.context // 2), self.context - 2])
-            options |= {"overflow": "shift", "keep": keep, "max_tokens": rng.randint(1, 3 * self.context)}
+            options |= {
+                "overflow": "shift",
+                "keep": keep,
+                "max_tokens": rng.randint(1, 3 * self.context),
+            }
         more: list[dict[str, Any]] = [
             {"temperature": 1.0, "seed": rng.randrange(99), "top_k": 40},
             {"repetition_penalty": 1.3, "penalty_context": 64},

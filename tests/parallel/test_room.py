@@ -71,7 +71,9 @@ def test_who_lacks_room_when_a_prefix_does_not_come_waits_for_it() -> None:
     """And is not ended: its answer comes once it can share what another one evaluates now."""
     given, trunk = parts("llama"), list(range(1, 21))
     with ParallelRunner(*given, max_sequences=3, capacity=30, max_batch=10, cells=38) as runner:
-        first, *others = [runner.submit([*trunk, 100 + i], max_tokens=5, stop_tokens=[]) for i in range(3)]
+        first, *others = [
+            runner.submit([*trunk, 100 + i], max_tokens=5, stop_tokens=[]) for i in range(3)
+        ]
         runner.step()
         first.cancel()
         runner.step()
@@ -89,11 +91,15 @@ def test_none_that_was_admitted_lacks_room(name: str) -> None:
         rng = random.Random(f"{name} {seed}")
         trunk = some(rng, 280)
         cells = rng.choice([310, 400, 500])
-        with ParallelRunner(*given, max_sequences=4, capacity=300, max_batch=64, cells=cells) as runner:
+        with ParallelRunner(
+            *given, max_sequences=4, capacity=300, max_batch=64, cells=cells
+        ) as runner:
             running: list[Handle] = []
             for _ in range(14):
                 base = trunk[: rng.choice([60, 97, 98, 120, 160, 200, 250])]
-                shift: dict[str, Any] = {"overflow": "shift", "keep": 10} if rng.random() < 0.2 else {}
+                shift: dict[str, Any] = (
+                    {"overflow": "shift", "keep": 10} if rng.random() < 0.2 else {}
+                )
                 limit = 120 if shift else rng.randint(1, 20)
                 try:
                     prompt = base + some(rng, rng.choice([0, 0, 1, 5, 30]))

@@ -50,7 +50,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 
 def parts(name: str) -> tuple[Any, ByteTokenizer, Any]:
     config = tiny_config(
-        name.split(" ")[0], **({"max_position_embeddings": 4096, "vocab_size": 300} | ARCHITECTURES.get(name, {}))
+        name.split(" ")[0],
+        **({"max_position_embeddings": 4096, "vocab_size": 300} | ARCHITECTURES.get(name, {})),
     )
     model = tiny_model(config)
     return model, ByteTokenizer(), facts_of(model, config)
@@ -77,7 +78,9 @@ def some_prompts(seed: int, count: int) -> list[list[int]]:
     return prompts
 
 
-@pytest.mark.parametrize("worth", [0, WORTH_SPLITTING, float("inf")], ids=["in parts", "as chosen", "at once"])
+@pytest.mark.parametrize(
+    "worth", [0, WORTH_SPLITTING, float("inf")], ids=["in parts", "as chosen", "at once"]
+)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_each_answer_is_that_of_the_single_runner(name: str, worth: float) -> None:
     """For every architecture whose attention takes its positions through a rope, windows and sinks included, however it is computed."""
@@ -93,7 +96,12 @@ def test_each_answer_is_that_of_the_single_runner(name: str, worth: float) -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("lfm2", "layer 0 is recurrent"), ("jamba", "layer 0 is recurrent"), ("llama4", "layer 0 is chunked")]
+    ("name", "kind"),
+    [
+        ("lfm2", "layer 0 is recurrent"),
+        ("jamba", "layer 0 is recurrent"),
+        ("llama4", "layer 0 is chunked"),
+    ],
 )
 def test_a_model_that_cannot_share_a_row_is_refused_with_the_layer(name: str, kind: str) -> None:
     """And left as it was."""
@@ -117,7 +125,9 @@ def test_closing_gives_the_model_back_as_it_was(llama: tuple[Any, ByteTokenizer,
     assert {type(layer.self_attn) for layer in model.layers} == {kind}
 
 
-def test_a_shared_prefix_is_evaluated_and_stored_once(llama: tuple[Any, ByteTokenizer, Any]) -> None:
+def test_a_shared_prefix_is_evaluated_and_stored_once(
+    llama: tuple[Any, ByteTokenizer, Any],
+) -> None:
     """Also when all prompts come at the same time."""
     prefix = [i * 7 % 290 for i in range(100)]
     prompts = [[*prefix, 100 + i, i] for i in range(6)]
@@ -126,7 +136,10 @@ def test_a_shared_prefix_is_evaluated_and_stored_once(llama: tuple[Any, ByteToke
         assert runner._adapted.groups[0].num_used_by(range(6)) == 100 + 6 * (2 + 3)
     assert [r.usage.cached_tokens for r in results] == [0, *[100] * 5]
     assert [r.usage.outcome for r in results] == ["miss", *["partial"] * 5]
-    assert all(r.tokens == alone(llama, p, max_tokens=4, stop_tokens=[]) for r, p in zip(results, prompts, strict=True))
+    assert all(
+        r.tokens == alone(llama, p, max_tokens=4, stop_tokens=[])
+        for r, p in zip(results, prompts, strict=True)
+    )
 
 
 def test_requests_join_leave_and_stream_at_any_step(llama: tuple[Any, ByteTokenizer, Any]) -> None:
@@ -150,19 +163,28 @@ def test_requests_join_leave_and_stream_at_any_step(llama: tuple[Any, ByteTokeni
             second.result()
 
 
-def test_each_request_has_its_own_sampler_seed_stops_and_limits(llama: tuple[Any, ByteTokenizer, Any]) -> None:
+def test_each_request_has_its_own_sampler_seed_stops_and_limits(
+    llama: tuple[Any, ByteTokenizer, Any],
+) -> None:
     """Whoever else is running."""
     prompts = some_prompts(3, 6)
     answer = alone(llama, prompts[3], max_tokens=12, stop_tokens=[])
     options: list[dict[str, Any]] = [
         {"max_tokens": 9, "temperature": 1.3, "seed": 5},
         {"max_tokens": 9, "temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "seed": 6},
-        {"max_tokens": 7, "repetition_penalty": 1.8, "presence_penalty": 0.5, "penalty_context": 100},
+        {
+            "max_tokens": 7,
+            "repetition_penalty": 1.8,
+            "presence_penalty": 0.5,
+            "penalty_context": 100,
+        },
         {"max_tokens": 12, "stop_tokens": [answer[4]]},
         {"max_tokens": 1},
         {"max_tokens": 6, "logprobs": 3},
     ]
-    expected = [alone(llama, p, **({"stop_tokens": []} | o)) for p, o in zip(prompts, options, strict=True)]
+    expected = [
+        alone(llama, p, **({"stop_tokens": []} | o)) for p, o in zip(prompts, options, strict=True)
+    ]
     for seed in range(3):
         order = random.Random(seed).sample(range(6), 6)
         with ParallelRunner(*llama, max_sequences=3 + seed, capacity=200, max_batch=20) as runner:
@@ -172,7 +194,9 @@ def test_each_request_has_its_own_sampler_seed_stops_and_limits(llama: tuple[Any
         assert results[3].finish_reason == "stop"
 
 
-def test_stop_strings_cut_the_text_and_keep_the_tokens(llama: tuple[Any, ByteTokenizer, Any]) -> None:
+def test_stop_strings_cut_the_text_and_keep_the_tokens(
+    llama: tuple[Any, ByteTokenizer, Any],
+) -> None:
     """As in the single runner."""
     runner = Runner(*llama)
     prompt = [72, 73, 74]
@@ -205,7 +229,9 @@ def test_a_full_context_shifts_or_stops(name: str) -> None:
     given = parts(name)
     prompts = some_prompts(5, 2)
     with ParallelRunner(*given, max_sequences=2, capacity=120) as runner:
-        shifting = runner.submit(list(range(100)), max_tokens=90, stop_tokens=[], overflow="shift", keep=4)
+        shifting = runner.submit(
+            list(range(100)), max_tokens=90, stop_tokens=[], overflow="shift", keep=4
+        )
         other = runner.submit(prompts[0], max_tokens=15, stop_tokens=[])
         result = shifting.result()
         assert len(result.tokens) == 90
@@ -220,13 +246,19 @@ def test_fewer_cells_than_everybody_could_use(llama: tuple[Any, ByteTokenizer, A
     """A request that might not fit to its end is refused, and `run` waits for room; shared tokens count once; idle ones give way."""
     with ParallelRunner(*llama, max_sequences=4, capacity=100, cells=120) as runner:
         first = runner.submit(list(range(60)), max_tokens=20, stop_tokens=[])
-        with pytest.raises(CacheFullError, match="this request needs 75 free cells, but 40 of 120 are free"):
+        with pytest.raises(
+            CacheFullError, match="this request needs 75 free cells, but 40 of 120 are free"
+        ):
             runner.submit([9] * 60, max_tokens=15, stop_tokens=[])
         sharing = runner.submit([*range(59), 200], max_tokens=20, stop_tokens=[])
-        assert sharing.result().tokens == alone(llama, [*range(59), 200], max_tokens=20, stop_tokens=[])
+        assert sharing.result().tokens == alone(
+            llama, [*range(59), 200], max_tokens=20, stop_tokens=[]
+        )
         first.result()
         prompts = [[i * 13 % 290] * 50 for i in range(1, 7)]
-        for prompt, result in zip(prompts, runner.run(prompts, max_tokens=8, stop_tokens=[]), strict=True):
+        for prompt, result in zip(
+            prompts, runner.run(prompts, max_tokens=8, stop_tokens=[]), strict=True
+        ):
             assert result.tokens == alone(llama, prompt, max_tokens=8, stop_tokens=[])
 
 
@@ -254,8 +286,12 @@ def test_a_bad_prompt_is_refused_at_once(
         ParallelRunner(*llama, max_sequences=4, capacity=50, max_batch=3)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("from a layer")], ids=["interrupt", "error"])
-def test_an_interrupted_step_leaves_nothing_wrong_behind(llama: tuple[Any, ByteTokenizer, Any], error: BaseException) -> None:
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), RuntimeError("from a layer")], ids=["interrupt", "error"]
+)
+def test_an_interrupted_step_leaves_nothing_wrong_behind(
+    llama: tuple[Any, ByteTokenizer, Any], error: BaseException
+) -> None:
     """Its requests are ended, and what they may have written halfway is never shared."""
     prompt = list(range(30))
     for call in range(1, 5):
@@ -264,7 +300,9 @@ def test_an_interrupted_step_leaves_nothing_wrong_behind(llama: tuple[Any, ByteT
             other = runner.submit([9, 8, 7], max_tokens=5, stop_tokens=[])
             views, calls = runner._adapted._views, 0
 
-            def fail(view: Any, put: Any, keys: mx.array, values: mx.array, call: int = call) -> Any:
+            def fail(
+                view: Any, put: Any, keys: mx.array, values: mx.array, call: int = call
+            ) -> Any:
                 nonlocal calls
                 calls += 1
                 if calls == call:
@@ -291,7 +329,9 @@ def test_what_a_parallel_runner_cannot_do_is_refused(llama: tuple[Any, ByteToken
         runner.submit([1, 2], overflow="shift", keep=63)
 
 
-def test_five_hundred_requests_with_cancels_through_eight_slots(llama: tuple[Any, ByteTokenizer, Any]) -> None:
+def test_five_hundred_requests_with_cancels_through_eight_slots(
+    llama: tuple[Any, ByteTokenizer, Any],
+) -> None:
     """Random lengths, prefixes, limits and cancels: every finished answer is exact, and every cell is free at the end."""
     rng = random.Random(8)
     expected: dict[tuple[int, ...], list[int]] = {}
@@ -303,7 +343,9 @@ def test_five_hundred_requests_with_cancels_through_eight_slots(llama: tuple[Any
             prompt, limit = rng.choice(prompts), rng.randint(1, 12)
             while True:
                 try:
-                    running.append((runner.submit(prompt, max_tokens=limit, stop_tokens=[]), prompt, limit))
+                    running.append(
+                        (runner.submit(prompt, max_tokens=limit, stop_tokens=[]), prompt, limit)
+                    )
                     break
                 except NoFreeSlotError:
                     handle, old, count = running.pop(rng.randrange(len(running)))
@@ -320,7 +362,10 @@ def test_five_hundred_requests_with_cancels_through_eight_slots(llama: tuple[Any
                 runner.step()
         for handle, old, count in running:
             assert (
-                handle.result().tokens == (expected.get(tuple(old)) or alone(llama, old, max_tokens=12, stop_tokens=[]))[:count]
+                handle.result().tokens
+                == (expected.get(tuple(old)) or alone(llama, old, max_tokens=12, stop_tokens=[]))[
+                    :count
+                ]
             )
         assert finished > 300
         assert cancelled > 50
@@ -349,7 +394,17 @@ def test_several_answers_to_one_prompt() -> None:
     """With seeds that count up, each as `generate` gives it with that seed; one by one where a row can't be shared."""
     prompt: Any = [{"role": "user", "content": "Tell me a joke."}]
     results = list(
-        sample("demo", prompt, 5, parallel=3, context=None, trust_remote_code=False, temperature=1.0, seed=10, max_tokens=20)
+        sample(
+            "demo",
+            prompt,
+            5,
+            parallel=3,
+            context=None,
+            trust_remote_code=False,
+            temperature=1.0,
+            seed=10,
+            max_tokens=20,
+        )
     )
     runner = Runner.load("demo", reserve=False)
     for i, result in enumerate(results):
@@ -359,7 +414,9 @@ def test_several_answers_to_one_prompt() -> None:
     assert len({result.text for result in results}) > 1
 
 
-def test_run_each_reads_no_further_ahead_than_it_has_to(llama: tuple[Any, ByteTokenizer, Any]) -> None:
+def test_run_each_reads_no_further_ahead_than_it_has_to(
+    llama: tuple[Any, ByteTokenizer, Any],
+) -> None:
     """A million requests need not be in memory; the first answers come while later requests are not made yet."""
     read = []
 
@@ -377,7 +434,9 @@ def test_run_each_reads_no_further_ahead_than_it_has_to(llama: tuple[Any, ByteTo
     assert max(ahead) <= AHEAD * 2 + 1
 
 
-def test_polling_gives_the_same_chunks_without_a_step(llama: tuple[Any, ByteTokenizer, Any]) -> None:
+def test_polling_gives_the_same_chunks_without_a_step(
+    llama: tuple[Any, ByteTokenizer, Any],
+) -> None:
     """For whoever drives many requests; a poll alone never gets further."""
     prompts = some_prompts(4, 3)
     with ParallelRunner(*llama, max_sequences=3, capacity=160) as runner:
@@ -391,7 +450,9 @@ def test_polling_gives_the_same_chunks_without_a_step(llama: tuple[Any, ByteToke
     assert tokens == [alone(llama, prompt, max_tokens=4, stop_tokens=[]) for prompt in prompts]
 
 
-def test_two_that_wait_for_a_cancelled_prefix_do_not_wait_for_each_other(llama: tuple[Any, ByteTokenizer, Any]) -> None:
+def test_two_that_wait_for_a_cancelled_prefix_do_not_wait_for_each_other(
+    llama: tuple[Any, ByteTokenizer, Any],
+) -> None:
     """The slot that one of them takes its prefix from may be given to the other in between."""
     prefix = list(range(1, 101))
     with ParallelRunner(*llama, max_sequences=2, capacity=150) as runner:
@@ -407,7 +468,9 @@ def test_two_that_wait_for_a_cancelled_prefix_do_not_wait_for_each_other(llama: 
         assert third.result().tokens == alone(llama, [*prefix, 7], max_tokens=3, stop_tokens=[])
 
 
-def test_a_prefix_of_an_idle_slot_counts_where_cells_are_few(llama: tuple[Any, ByteTokenizer, Any]) -> None:
+def test_a_prefix_of_an_idle_slot_counts_where_cells_are_few(
+    llama: tuple[Any, ByteTokenizer, Any],
+) -> None:
     """A request that shares it and might not fit beside those that run is refused at once; those go on."""
     prefix = list(range(1, 70))
     with ParallelRunner(*llama, max_sequences=2, capacity=100, cells=100) as runner:

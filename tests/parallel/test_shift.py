@@ -16,19 +16,28 @@ from mlxrunner.testing import ByteTokenizer
 from mlxrunner.testing_models import tiny_config, tiny_model
 
 CONTEXT = 100
-WINDOWS = {"head_dim": 16, "num_hidden_layers": 4, "sliding_window": 512, "sliding_window_pattern": 4, "rope_theta": 1e4}
+WINDOWS = {
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+    "sliding_window": 512,
+    "sliding_window_pattern": 4,
+    "rope_theta": 1e4,
+}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {},
     "cohere2": WINDOWS,  # its full layers have a rope that they do not use
     "smollm3": {"no_rope_layer_interval": 2, "num_hidden_layers": 4},
-    "exaone4": WINDOWS | {"sliding_window_pattern": "LLLG", "rope_scaling": {"rope_type": "default"}},
+    "exaone4": WINDOWS
+    | {"sliding_window_pattern": "LLLG", "rope_scaling": {"rope_type": "default"}},
 }
 Parts = tuple[Any, ByteTokenizer, Any]
 
 
 def parts(name: str) -> Parts:
-    config = tiny_config(name, **({"max_position_embeddings": 4096, "vocab_size": 300} | ARCHITECTURES[name]))
+    config = tiny_config(
+        name, **({"max_position_embeddings": 4096, "vocab_size": 300} | ARCHITECTURES[name])
+    )
     model = tiny_model(config)
     return model, ByteTokenizer(), facts_of(model, config)
 
@@ -38,14 +47,19 @@ def prompt(length: int, seed: int = 7) -> list[int]:
 
 
 def alone(given: Parts, tokens: list[int], **options: Any) -> Result:
-    return Result.of(list(Runner(*given, context=CONTEXT, rewind_slack=600).generate(tokens, **options)))
+    return Result.of(
+        list(Runner(*given, context=CONTEXT, rewind_slack=600).generate(tokens, **options))
+    )
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("length", [20, 90, 150])
 def test_a_shifted_answer_is_that_of_the_single_runner(name: str, length: int) -> None:
     """After one shift or several, from a prompt that fits or one that has to be cut, beside another one that shares its beginning."""
-    given, options = parts(name), {"max_tokens": 130, "stop_tokens": [], "overflow": "shift", "keep": 4, "logprobs": 0}
+    given, options = (
+        parts(name),
+        {"max_tokens": 130, "stop_tokens": [], "overflow": "shift", "keep": 4, "logprobs": 0},
+    )
     expected = alone(given, prompt(length), **options)
     with ParallelRunner(*given, max_sequences=3, capacity=CONTEXT, max_batch=32) as runner:
         beside = runner.submit([*prompt(18), 280, 281], max_tokens=70, stop_tokens=[])
@@ -55,35 +69,67 @@ def test_a_shifted_answer_is_that_of_the_single_runner(name: str, length: int) -
         assert result.usage.reevaluated_tokens == 0
         for ours, its in zip(result.logprobs or [], expected.logprobs or [], strict=True):
             assert ours[0] == pytest.approx(its[0], abs=1e-4)
-        assert beside.result().tokens == alone(given, [*prompt(18), 280, 281], max_tokens=70, stop_tokens=[]).tokens
+        assert (
+            beside.result().tokens
+            == alone(given, [*prompt(18), 280, 281], max_tokens=70, stop_tokens=[]).tokens
+        )
 
 
 @pytest.mark.parametrize("window", [8, 40, 90, 99, 100, 120])
 @pytest.mark.parametrize("keep", [0, 20])
 @pytest.mark.parametrize("name", ["gemma3_text", "olmo3", "cohere2", "gpt_oss"])
-def test_a_window_that_lacks_what_the_next_token_sees_is_evaluated_again(name: str, keep: int, window: int) -> None:
+def test_a_window_that_lacks_what_the_next_token_sees_is_evaluated_again(
+    name: str, keep: int, window: int
+) -> None:
     """Narrow windows and those that hold the whole context are moved; the answer is the single runner's, whatever the window."""
-    layers = {"layer_types": ["sliding_attention", "full_attention"] * 2} if name in ("olmo3", "gpt_oss") else {}
-    config = WINDOWS | {"max_position_embeddings": 4096, "vocab_size": 300, "sliding_window": window, "sliding_window_pattern": 2}
+    layers = (
+        {"layer_types": ["sliding_attention", "full_attention"] * 2}
+        if name in ("olmo3", "gpt_oss")
+        else {}
+    )
+    config = WINDOWS | {
+        "max_position_embeddings": 4096,
+        "vocab_size": 300,
+        "sliding_window": window,
+        "sliding_window_pattern": 2,
+    }
     model = tiny_model(tiny_config(name, **(config | layers)))
     given = model, ByteTokenizer(), facts_of(model, tiny_config(name, **(config | layers)))
-    options = {"max_tokens": 110, "stop_tokens": [], "overflow": "shift", "keep": keep, "logprobs": 0}
+    options = {
+        "max_tokens": 110,
+        "stop_tokens": [],
+        "overflow": "shift",
+        "keep": keep,
+        "logprobs": 0,
+    }
     expected = Result.of(list(Runner(*given, context=CONTEXT).generate(prompt(90), **options)))
     is_moved = window > CONTEXT or keep == 0 or CONTEXT - (CONTEXT - keep) // 2 - window + 1 >= keep
     with ParallelRunner(*given, max_sequences=3, capacity=CONTEXT, max_batch=32) as runner:
         beside = runner.submit([*prompt(18), 280, 281], max_tokens=70, stop_tokens=[])
         result = runner.submit(prompt(90), **options).result()
         assert result.tokens == expected.tokens
-        assert (result.usage.reevaluated_tokens == 0) == (expected.usage.reevaluated_tokens == 0) == is_moved
+        assert (
+            (result.usage.reevaluated_tokens == 0)
+            == (expected.usage.reevaluated_tokens == 0)
+            == is_moved
+        )
         for ours, its in zip(result.logprobs or [], expected.logprobs or [], strict=True):
             assert ours[0] == pytest.approx(its[0], abs=1e-4)
-        assert beside.result().tokens == alone(given, [*prompt(18), 280, 281], max_tokens=70, stop_tokens=[]).tokens
+        assert (
+            beside.result().tokens
+            == alone(given, [*prompt(18), 280, 281], max_tokens=70, stop_tokens=[]).tokens
+        )
 
 
 @pytest.mark.parametrize("reused", [0, 30, 60])
 def test_whether_a_window_is_moved_does_not_depend_on_what_was_reused(reused: int) -> None:
     """The single runner's window stores more than it shows; how much more depends on the requests before."""
-    config = WINDOWS | {"max_position_embeddings": 4096, "vocab_size": 300, "sliding_window": 70, "sliding_window_pattern": 2}
+    config = WINDOWS | {
+        "max_position_embeddings": 4096,
+        "vocab_size": 300,
+        "sliding_window": 70,
+        "sliding_window_pattern": 2,
+    }
     model = tiny_model(tiny_config("gemma3_text", **config))
     given = model, ByteTokenizer(), facts_of(model, tiny_config("gemma3_text", **config))
     options = {"max_tokens": 60, "stop_tokens": [], "overflow": "shift", "keep": 20}
@@ -96,7 +142,10 @@ def test_whether_a_window_is_moved_does_not_depend_on_what_was_reused(reused: in
 
 def test_a_shifted_conversation_is_shared_only_as_far_as_a_cold_run_would_store_it() -> None:
     """Another prompt that happens to be what the shift has left gets the answer that it would have got alone."""
-    given, options = parts("llama"), {"max_tokens": 40, "stop_tokens": [], "overflow": "shift", "keep": 4}
+    given, options = (
+        parts("llama"),
+        {"max_tokens": 40, "stop_tokens": [], "overflow": "shift", "keep": 4},
+    )
     with ParallelRunner(*given, max_sequences=3, capacity=CONTEXT, max_batch=32) as runner:
         shifting = runner.submit(prompt(90), **options)
         while not shifting._request.shifted:
@@ -114,33 +163,49 @@ def test_what_cannot_be_moved_is_evaluated_again(monkeypatch: pytest.MonkeyPatch
     """As by the single runner."""
     for module in ("mlxrunner.parallel.adapt", "mlxrunner.runner"):
         monkeypatch.setattr(f"{module}.rotators", lambda *_: None)
-    given, options = parts("llama"), {"max_tokens": 130, "stop_tokens": [], "overflow": "shift", "keep": 4}
+    given, options = (
+        parts("llama"),
+        {"max_tokens": 130, "stop_tokens": [], "overflow": "shift", "keep": 4},
+    )
     expected = alone(given, prompt(90), **options)
     with ParallelRunner(*given, max_sequences=2, capacity=CONTEXT, max_batch=32) as runner:
         beside = runner.submit(prompt(30, 11), max_tokens=60, stop_tokens=[])
         result = runner.submit(prompt(90), **options).result()
         assert result.tokens == expected.tokens
         assert result.usage.reevaluated_tokens == expected.usage.reevaluated_tokens > 0
-        assert beside.result().tokens == alone(given, prompt(30, 11), max_tokens=60, stop_tokens=[]).tokens
+        assert (
+            beside.result().tokens
+            == alone(given, prompt(30, 11), max_tokens=60, stop_tokens=[]).tokens
+        )
 
 
 def test_many_that_shift_and_share_in_few_cells() -> None:
     """None is begun that might not fit, none is ended because another one had to copy what they shared."""
     given = parts("llama")
     requests = [
-        ([*prompt(60), 200 + i], {"max_tokens": 80 + i, "stop_tokens": [], "overflow": "shift", "keep": 40 + i}) for i in range(6)
+        (
+            [*prompt(60), 200 + i],
+            {"max_tokens": 80 + i, "stop_tokens": [], "overflow": "shift", "keep": 40 + i},
+        )
+        for i in range(6)
     ]
     for cells in (110, 150, 250):
-        with ParallelRunner(*given, max_sequences=4, capacity=CONTEXT, cells=cells, max_batch=32) as runner:
+        with ParallelRunner(
+            *given, max_sequences=4, capacity=CONTEXT, cells=cells, max_batch=32
+        ) as runner:
             for (tokens, options), result in zip(requests, runner.run_each(requests), strict=True):
                 assert result.tokens == alone(given, tokens, **options).tokens, f"{cells} cells"
 
 
 def test_a_request_that_shifts_needs_no_more_than_a_context() -> None:
     """Whatever the limit of its answer is."""
-    with ParallelRunner(*parts("llama"), max_sequences=2, capacity=CONTEXT, cells=CONTEXT) as runner:
+    with ParallelRunner(
+        *parts("llama"), max_sequences=2, capacity=CONTEXT, cells=CONTEXT
+    ) as runner:
         running = runner.submit([1, 2, 3], max_tokens=200, stop_tokens=[], overflow="shift")
-        with pytest.raises(CacheFullError, match="this request needs 2 free cells, but 0 of 100 are free"):
+        with pytest.raises(
+            CacheFullError, match="this request needs 2 free cells, but 0 of 100 are free"
+        ):
             runner.submit([4], max_tokens=1)
         assert len(running.result().tokens) == 200
 
@@ -150,10 +215,18 @@ def test_several_answers_that_shift(max_tokens: int | None) -> None:
     """`generate --n 2 --overflow shift`, where the context is too small for the answers."""
     text, options = (
         "word " * 90,
-        {"max_tokens": max_tokens, "overflow": "shift", "stop_tokens": [], "temperature": 1.0, "seed": 3},
+        {
+            "max_tokens": max_tokens,
+            "overflow": "shift",
+            "stop_tokens": [],
+            "temperature": 1.0,
+            "seed": 3,
+        },
     )
     runner = Runner.load("demo", context=128, reserve=False)
-    results = list(sample("demo", text[:300], 2, parallel=2, context=128, trust_remote_code=False, **options))
+    results = list(
+        sample("demo", text[:300], 2, parallel=2, context=128, trust_remote_code=False, **options)
+    )
     for i, result in enumerate(results):
         single = list(runner.generate(text[:300], **(options | {"seed": 3 + i})))
         assert result.tokens == [chunk.token for chunk in single]
@@ -172,5 +245,13 @@ def test_an_answer_may_fail_where_the_context_ends() -> None:
         with pytest.raises(ContextFullError):
             for chunk in failing:
                 seen.append(chunk)
-        assert beside.result().tokens == alone(given, prompt(30, 11), max_tokens=60, stop_tokens=[]).tokens
-        assert runner.submit(prompt(90), overflow="error", max_tokens=10, stop_tokens=[]).result().finish_reason == "length"
+        assert (
+            beside.result().tokens
+            == alone(given, prompt(30, 11), max_tokens=60, stop_tokens=[]).tokens
+        )
+        assert (
+            runner.submit(prompt(90), overflow="error", max_tokens=10, stop_tokens=[])
+            .result()
+            .finish_reason
+            == "length"
+        )

@@ -11,7 +11,13 @@ from mlxrunner.parallel.slots import WORTH_WAITING, NoFreeSlotError, Slot, choos
 
 
 def slot(
-    number: int, tokens: list[int], *, busy: bool = False, used: int = 0, planned: list[int] | None = None, asked: int = 0
+    number: int,
+    tokens: list[int],
+    *,
+    busy: bool = False,
+    used: int = 0,
+    planned: list[int] | None = None,
+    asked: int = 0,
 ) -> Slot:
     return Slot(number, TokenBuffer(tokens), as_tokens(planned or []), busy, used, asked)
 
@@ -20,7 +26,12 @@ def test_the_free_slot_with_the_longest_common_prefix_wins() -> None:
     """And uses what it has."""
     slots = [slot(0, [1, 2, 9]), slot(1, [1, 2, 3, 4]), slot(2, [])]
     choice = choose(slots, as_tokens([1, 2, 3, 5]))
-    assert (choice.slot.number, choice.source.number, choice.matched, choice.ready) == (1, 1, 3, True)
+    assert (choice.slot.number, choice.source.number, choice.matched, choice.ready) == (
+        1,
+        1,
+        3,
+        True,
+    )
 
 
 def test_a_longer_prefix_of_a_busy_slot_is_copied_into_the_least_recently_used_one() -> None:
@@ -41,7 +52,12 @@ def test_a_prefix_that_is_being_evaluated_is_waited_for_if_it_is_long_enough() -
     prefix = list(range(WORTH_WAITING))
     slots = [slot(0, [], busy=True, planned=[*prefix, 100]), slot(1, [])]
     choice = choose(slots, as_tokens([*prefix, 200]))
-    assert (choice.slot.number, choice.source.number, choice.matched, choice.ready) == (1, 0, WORTH_WAITING, False)
+    assert (choice.slot.number, choice.source.number, choice.matched, choice.ready) == (
+        1,
+        0,
+        WORTH_WAITING,
+        False,
+    )
     assert choose(slots, as_tokens([*prefix[:-1], 200])).ready
 
 
@@ -52,7 +68,9 @@ def test_no_free_slot_is_an_error_with_the_number_of_slots() -> None:
 
 
 @given(st.integers(0, 60), st.lists(st.integers(0, 50), min_size=1, max_size=8), st.integers(0, 20))
-def test_a_step_is_shared_without_waste_and_nobody_starves(budget: int, wants: list[int], first: int) -> None:
+def test_a_step_is_shared_without_waste_and_nobody_starves(
+    budget: int, wants: list[int], first: int
+) -> None:
     """All of the budget is used while anybody wants more, and who gets less than he wants gets no less than others but for one token."""
     given_ = share(budget, wants, first)
     assert all(0 <= got <= want for got, want in zip(given_, wants, strict=True))
@@ -95,26 +113,41 @@ def test_a_third_conversation_replaces_the_one_that_was_used_least_recently() ->
 
 @pytest.mark.parametrize(
     ("prompt", "place"),
-    [([*A, 1, 2, 3], "in place"), ([*A[:-3], 9], "in place"), ([*A[:-30], 9], "empty"), (A[:-30], "empty")],
+    [
+        ([*A, 1, 2, 3], "in place"),
+        ([*A[:-3], 9], "in place"),
+        ([*A[:-30], 9], "empty"),
+        (A[:-30], "empty"),
+    ],
     ids=["next turn", "short tail", "edit", "regenerate"],
 )
-def test_a_conversation_goes_on_in_place_if_all_but_a_short_tail_of_it_does(prompt: list[int], place: str) -> None:
+def test_a_conversation_goes_on_in_place_if_all_but_a_short_tail_of_it_does(
+    prompt: list[int], place: str
+) -> None:
     """Else its old branch stays as long as there is an empty slot."""
     choice = choose([slot(0, A, used=1, asked=40), slot(1, [])], as_tokens(prompt))
     assert (choice.slot.number, choice.source.number) == (0 if place == "in place" else 1, 0)
 
 
-@pytest.mark.parametrize("prompt", [A[:40], [*A[:36], 9, 9, 9]], ids=["regenerate", "edit of the last message"])
+@pytest.mark.parametrize(
+    "prompt", [A[:40], [*A[:36], 9, 9, 9]], ids=["regenerate", "edit of the last message"]
+)
 def test_where_no_slot_is_empty_an_edit_gives_up_its_own_old_answer(prompt: list[int]) -> None:
     """Not another conversation, although that one was used less recently."""
-    choice = choose([slot(0, A, used=5, asked=40), slot(1, [1] * 70, used=1, asked=60)], as_tokens(prompt))
+    choice = choose(
+        [slot(0, A, used=5, asked=40), slot(1, [1] * 70, used=1, asked=60)], as_tokens(prompt)
+    )
     assert (choice.slot.number, choice.source.number) == (0, 0)
 
 
 def test_a_prefix_that_has_been_evaluated_and_is_gone_is_not_waited_for() -> None:
     """A window has moved on: what an idle slot can resume is better than nothing."""
     prompt = [*range(130), 250]
-    slots = [slot(0, [*range(98), 7], used=1), slot(1, list(range(200)), busy=True, planned=list(range(250))), slot(2, [])]
+    slots = [
+        slot(0, [*range(98), 7], used=1),
+        slot(1, list(range(200)), busy=True, planned=list(range(250))),
+        slot(2, []),
+    ]
     choice = choose(slots, as_tokens(prompt), can_resume=lambda slot, n: slot.number == 0 or n == 0)
     assert (choice.source.number, choice.matched, choice.ready) == (0, 98, True)
     slots[1].tokens.truncate(110)
@@ -125,7 +158,11 @@ def test_a_prefix_that_has_been_evaluated_and_is_gone_is_not_waited_for() -> Non
 def test_one_token_of_a_prompt_is_left_to_evaluate() -> None:
     """And whether a slot can be resumed is asked for that place, not for the one behind it."""
     asked: list[int] = []
-    choice = choose([slot(0, [1, 2, 3, 4])], as_tokens([1, 2, 3]), can_resume=lambda slot, n: not asked.append(n))
+    choice = choose(
+        [slot(0, [1, 2, 3, 4])],
+        as_tokens([1, 2, 3]),
+        can_resume=lambda slot, n: not asked.append(n),
+    )
     assert (choice.matched, asked) == (2, [2])
 
 

@@ -100,7 +100,14 @@ HARMONY = """\
 {%- endfor %}
 {%- if add_generation_prompt %}<|start|>assistant{% endif %}"""
 
-TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3, "gemma": GEMMA, "mistral": MISTRAL, "qwen3": QWEN3, "harmony": HARMONY}
+TEMPLATES = {
+    "chatml": CHATML,
+    "llama3": LLAMA3,
+    "gemma": GEMMA,
+    "mistral": MISTRAL,
+    "qwen3": QWEN3,
+    "harmony": HARMONY,
+}
 MARKS = [
     "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<start_of_turn>", "<end_of_turn>",
     "[INST]", "[/INST]", "<think>", "</think>", "<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|return|>",
@@ -162,7 +169,11 @@ def scripted(tmp_path: Path) -> Callable[..., Path]:
         folder = tmp_path / name
         width = 288
         config = tiny_config(
-            "llama", hidden_size=width, num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=2048
+            "llama",
+            hidden_size=width,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            max_position_embeddings=2048,
         )
         model: Any = tiny_model(config)
         for layer in model.model.layers:
@@ -218,11 +229,20 @@ class Talk:
         start = len(self.runner.tokenize(prompt))
 
         def dictate(tokens: Any, logits: Any) -> Any:
-            return mx.where(mx.arange(logits.shape[-1]) == wanted[min(tokens.shape[0] - start, len(wanted) - 1)], 0.0, -mx.inf)[
-                None
-            ]
+            return mx.where(
+                mx.arange(logits.shape[-1])
+                == wanted[min(tokens.shape[0] - start, len(wanted) - 1)],
+                0.0,
+                -mx.inf,
+            )[None]
 
-        assert "".join(chunk.text for chunk in self.runner.generate(prompt, logits_processors=[dictate], **options)) == answer
+        assert (
+            "".join(
+                chunk.text
+                for chunk in self.runner.generate(prompt, logits_processors=[dictate], **options)
+            )
+            == answer
+        )
         return lines(self.file)[-1]
 
 

@@ -208,15 +208,24 @@ def _json(value: Any, indent: int | None = None) -> str:
 
 def _content(text: str, index: int, role: str) -> Iterator[Piece]:
     """A content as it is: its thinking block, and the rest."""
-    for part in re.split("(<think>.*?</think>)", text, flags=re.DOTALL) if role == "assistant" else [text]:
-        yield part, index, role, "thinking" if part.startswith("<think>") and role == "assistant" else "text"
+    for part in (
+        re.split("(<think>.*?</think>)", text, flags=re.DOTALL) if role == "assistant" else [text]
+    ):
+        yield (
+            part,
+            index,
+            role,
+            "thinking" if part.startswith("<think>") and role == "assistant" else "text",
+        )
 
 
 def _thought(content: str) -> tuple[str, str]:
     """Its thinking, and its text, as Qwen and GLM take them apart."""
     if "</think>" not in content:
         return "", content
-    return content.split("</think>")[0].rstrip("\n").split("<think>")[-1].lstrip("\n"), content.split("</think>")[-1].lstrip("\n")
+    return content.split("</think>")[0].rstrip("\n").split("<think>")[-1].lstrip(
+        "\n"
+    ), content.split("</think>")[-1].lstrip("\n")
 
 
 def _next(chat: Chat) -> tuple[int, str, str]:
@@ -225,7 +234,9 @@ def _next(chat: Chat) -> tuple[int, str, str]:
 
 
 def _last_user(chat: Chat) -> int:
-    return max((index for index, message in enumerate(chat) if message["role"] == "user"), default=-1)
+    return max(
+        (index for index, message in enumerate(chat) if message["role"] == "user"), default=-1
+    )
 
 
 def _im(chat: Chat, tools: Tools, head: str, tail: str) -> Iterator[Piece]:
@@ -262,9 +273,19 @@ def qwen3(chat: Chat, tools: Tools, *, enable_thinking: bool = True, **_: Any) -
         if role == "tool":
             begins = chat[index - 1]["role"] != "tool"
             ends = index + 1 == len(chat) or chat[index + 1]["role"] != "tool"
-            yield f"{'<|im_start|>user' * begins}\n<tool_response>\n", index, role, "template_header"
+            yield (
+                f"{'<|im_start|>user' * begins}\n<tool_response>\n",
+                index,
+                role,
+                "template_header",
+            )
             yield message["content"], index, role, "text"
-            yield f"\n</tool_response>{'<|im_end|>' * ends}" + "\n" * ends, index, role, "message_end"
+            yield (
+                f"\n</tool_response>{'<|im_end|>' * ends}" + "\n" * ends,
+                index,
+                role,
+                "message_end",
+            )
         elif index or role != "system":
             yield f"<|im_start|>{role}\n", index, role, "template_header"
             if role == "assistant" and thought and index > _last_user(chat):
@@ -272,10 +293,15 @@ def qwen3(chat: Chat, tools: Tools, *, enable_thinking: bool = True, **_: Any) -
                 content = f"\n\n{content}"
             yield content if role == "assistant" else message["content"], index, role, "text"
             yield "<|im_end|>\n", index, role, "message_end"
-    yield "<|im_start|>assistant\n" + "<think>\n\n</think>\n\n" * (not enable_thinking), *_next(chat)
+    yield (
+        "<|im_start|>assistant\n" + "<think>\n\n</think>\n\n" * (not enable_thinking),
+        *_next(chat),
+    )
 
 
-def llama3(chat: Chat, tools: Tools, *, date_string: str = "26 Jul 2024", **_: Any) -> Iterator[Piece]:
+def llama3(
+    chat: Chat, tools: Tools, *, date_string: str = "26 Jul 2024", **_: Any
+) -> Iterator[Piece]:
     """A system message in any case, with a date; tools in the first user message."""
     first, left = chat[0]["role"], bool(tools)
     yield "<s><|start_header_id|>system<|end_header_id|>\n\n", 0, first, "template_header"
@@ -313,7 +339,12 @@ def llama4(chat: Chat, tools: Tools, **_: Any) -> Iterator[Piece]:
     for index, message in enumerate(chat):
         role = message["role"]
         if index or role != "system":
-            yield f"<|header_start|>{'ipython' if role == 'tool' else role}<|header_end|>\n\n", index, role, "template_header"
+            yield (
+                f"<|header_start|>{'ipython' if role == 'tool' else role}<|header_end|>\n\n",
+                index,
+                role,
+                "template_header",
+            )
             yield from _content(message["content"], index, role)
             yield "<|eot|>", index, role, "message_end"
     yield "<|header_start|>assistant<|header_end|>\n\n", *_next(chat)
@@ -328,8 +359,14 @@ def gemma(chat: Chat, tools: Tools, **_: Any) -> Iterator[Piece]:
         content = message["content"].strip()
         if folds and index == 0:
             continue
-        owner = (0, "system") if folds and index == 1 and chat[0]["content"].strip() else (index, role)
-        yield f"<start_of_turn>{'model' if role == 'assistant' else role}\n", *owner, "template_header"
+        owner = (
+            (0, "system") if folds and index == 1 and chat[0]["content"].strip() else (index, role)
+        )
+        yield (
+            f"<start_of_turn>{'model' if role == 'assistant' else role}\n",
+            *owner,
+            "template_header",
+        )
         if folds and index == 1 and chat[0]["content"].strip():
             yield chat[0]["content"].lstrip(), 0, "system", "text"
             yield "\n\n" if content else "", index, role, "template_header"
@@ -372,9 +409,18 @@ def harmony(chat: Chat, tools: Tools, **_: Any) -> Iterator[Piece]:
     first = chat[0]["role"]
     yield "<|start|>system<|message|>You are a model. Reasoning: low", 0, first, "template_header"
     if tools:
-        yield "\nCalls to these tools must go to the commentary channel: 'functions'.", 0, first, "tools"
+        yield (
+            "\nCalls to these tools must go to the commentary channel: 'functions'.",
+            0,
+            first,
+            "tools",
+        )
     yield "<|end|>", 0, first, "template_header"
-    listed = "\n\n# Tools\n\nnamespace functions {\n" + "".join(f"{_json(tool)}\n" for tool in tools) + "}"
+    listed = (
+        "\n\n# Tools\n\nnamespace functions {\n"
+        + "".join(f"{_json(tool)}\n" for tool in tools)
+        + "}"
+    )
     if first == "system":
         yield "<|start|>developer<|message|># Instructions\n\n", 0, first, "template_header"
         yield chat[0]["content"], 0, first, "text"
@@ -385,7 +431,10 @@ def harmony(chat: Chat, tools: Tools, **_: Any) -> Iterator[Piece]:
     for index, message in enumerate(chat):
         role = message["role"]
         if index or role != "system":
-            names = {"assistant": "assistant<|channel|>final", "tool": "functions to=assistant<|channel|>commentary"}
+            names = {
+                "assistant": "assistant<|channel|>final",
+                "tool": "functions to=assistant<|channel|>commentary",
+            }
             yield f"<|start|>{names.get(role, role)}<|message|>", index, role, "template_header"
             yield from _content(message["content"], index, role)
             yield "<|end|>", index, role, "message_end"

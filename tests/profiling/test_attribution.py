@@ -63,15 +63,34 @@ def edits(rng: random.Random, content: str) -> Iterator[tuple[str, str]]:
 def cases(family: str, seed: int) -> Iterator[Case]:
     """A conversation, and every part of it edited, dropped, inserted, emptied."""
     rng, kind = random.Random(f"{family} {seed}"), KINDS[family]
-    tools = [{"name": rng.choice(WORDS[:8]), "description": text(rng)} for _ in range(2)] if seed % 3 and kind.has_tools else []
+    tools = (
+        [{"name": rng.choice(WORDS[:8]), "description": text(rng)} for _ in range(2)]
+        if seed % 3 and kind.has_tools
+        else []
+    )
     given = {"tools": tools} if tools else {}
     thinks = seed % 2 == 1
     call = json.dumps({"name": "weather", "arguments": {"in": text(rng, 3)}})
     chat = [said("system", text(rng))] if seed % 4 else []
-    chat += [said("user", text(rng)), said("assistant", text(rng)), said("user", text(rng)), said("assistant", call)]
-    chat += [said("tool", f"result: {text(rng)}"), said("assistant", text(rng)), said("user", text(rng))]
+    chat += [
+        said("user", text(rng)),
+        said("assistant", text(rng)),
+        said("user", text(rng)),
+        said("assistant", call),
+    ]
+    chat += [
+        said("tool", f"result: {text(rng)}"),
+        said("assistant", text(rng)),
+        said("user", text(rng)),
+    ]
     thought, told = text(rng), text(rng)
-    answer = kind.thinks.format(thought, told) if thinks else kind.thinks.format("", told) if family == "glm" else told
+    answer = (
+        kind.thinks.format(thought, told)
+        if thinks
+        else kind.thinks.format("", told)
+        if family == "glm"
+        else told
+    )
     sent = f"<think>\n{thought}\n</think>\n\n{told}" if thinks and family != "harmony" else told
     ended = seed % 5 > 1
     more = [said("assistant", sent), said("user", text(rng))]
@@ -84,22 +103,39 @@ def cases(family: str, seed: int) -> Iterator[Case]:
         is_call = message["content"].startswith("{")
         for how, content in edits(rng, message["content"]):
             what = f"{'call' if is_call else message['role']} {how}"
-            yield case(what, [*chat[:index], {**message, "content": content}, *chat[index + 1 :], *more])
+            yield case(
+                what, [*chat[:index], {**message, "content": content}, *chat[index + 1 :], *more]
+            )
         yield case(f"{message['role']} dropped", [*chat[:index], *chat[index + 1 :], *more])
-        yield case("user inserted", [*chat[: index + 1], said("user", text(rng)), *chat[index + 1 :], *more])
+        yield case(
+            "user inserted",
+            [*chat[: index + 1], said("user", text(rng)), *chat[index + 1 :], *more],
+        )
         role = {"user": "assistant", "assistant": "user", "tool": "user"}.get(message["role"])
         if role:
-            yield case("another role", [*chat[:index], {**message, "role": role}, *chat[index + 1 :], *more])
+            yield case(
+                "another role",
+                [*chat[:index], {**message, "role": role}, *chat[index + 1 :], *more],
+            )
     for how, content in edits(rng, told):
-        yield case(f"answer {how}", [*chat, said("assistant", sent.removesuffix(told) + content), more[1]])
+        yield case(
+            f"answer {how}", [*chat, said("assistant", sent.removesuffix(told) + content), more[1]]
+        )
     for how, content in edits(rng, thought) if thinks else ():
-        yield case(f"thinking {how}", [*chat, said("assistant", sent.replace(thought, content)), more[1]])
+        yield case(
+            f"thinking {how}", [*chat, said("assistant", sent.replace(thought, content)), more[1]]
+        )
     yield case("thinking left out", [*chat, said("assistant", told), more[1]])
     yield case("answer dropped, user goes on", [*chat, more[1]])
     yield case("a tool result instead", [*chat, said("tool", text(rng))])
     if tools:
         other = [{**tools[0], "name": "clock"}, *tools[1:]]
-        for what, now in (("renamed", other), ("dropped", tools[1:]), ("added", [*tools, *other]), ("all gone", [])):
+        for what, now in (
+            ("renamed", other),
+            ("dropped", tools[1:]),
+            ("added", [*tools, *other]),
+            ("all gone", []),
+        ):
             yield case(f"tools {what}", [*chat, *more], tools=now)
         wordy = [{**tools[0], "description": tools[0]["description"] + " at once"}, *tools[1:]]
         yield case("tools described otherwise", [*chat, *more], tools=wordy)
@@ -165,13 +201,19 @@ def merging(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
         corpus = [
             part
             for seed in range(40)
-            for part in [_spelled(_pieces(name, case.after, case.variables)) for case in list(cases(name, 1000 + seed))[:1]]
+            for part in [
+                _spelled(_pieces(name, case.after, case.variables))
+                for case in list(cases(name, 1000 + seed))[:1]
+            ]
         ]
         special = ["<s>", "</s>", *(mark for mark in kind.marks if mark != "</s>")]
         for mark in special:
             corpus = [piece for one in corpus for piece in one.split(mark)]
         trainer = trainers.BpeTrainer(
-            vocab_size=900, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False, max_token_length=12
+            vocab_size=900,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+            max_token_length=12,
         )
         fast.train_from_iterator(corpus, trainer)
         fast.add_special_tokens(special)
@@ -181,30 +223,46 @@ def merging(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
     return made
 
 
-def _prepared(tokenizer: Tokenizer, chat: list[dict[str, str]], variables: dict[str, Any]) -> Prepared:
+def _prepared(
+    tokenizer: Tokenizer, chat: list[dict[str, str]], variables: dict[str, Any]
+) -> Prepared:
     rendered = tokenizer.render(chat, **variables)  # type: ignore[arg-type]
     return Prepared(as_tokens(tokenizer.encode(rendered)), "messages", chat, rendered, variables)  # type: ignore[arg-type]
 
 
-def _found(tokenizer: Tokenizer, before: Prepared, entry: TokenArray, after: Prepared) -> dict[str, Any] | None:
+def _found(
+    tokenizer: Tokenizer, before: Prepared, entry: TokenArray, after: Prepared
+) -> dict[str, Any] | None:
     places = Divergences(tokenizer)
     places.follow(before)
     matched = common_prefix(entry, after.tokens)
-    lookup = Lookup(len(after.tokens), len(entry), matched, matched, dropped=tuple(entry[matched : matched + WINDOW].tolist()))
+    lookup = Lookup(
+        len(after.tokens),
+        len(entry),
+        matched,
+        matched,
+        dropped=tuple(entry[matched : matched + WINDOW].tolist()),
+    )
     return places.describe(after, after.tokens, lookup)
 
 
-def _differs(tokenizer: Tokenizer, index: int, entry: TokenArray, prompt: TokenArray, at: int) -> int:
+def _differs(
+    tokenizer: Tokenizer, index: int, entry: TokenArray, prompt: TokenArray, at: int
+) -> int:
     """The first character that differs; where the same text goes on for long in other tokens, that of the first two of these."""
     remembered = tokenizer.decode(entry[: index + WINDOW].tolist())
     if at < len(remembered):
         return at
-    one, other = (tokenizer.decode(tokens[index : index + 1].tolist()) for tokens in (entry, prompt))
+    one, other = (
+        tokenizer.decode(tokens[index : index + 1].tolist()) for tokens in (entry, prompt)
+    )
     return len(tokenizer.decode(entry[:index].tolist())) + common(one, other)
 
 
 @pytest.mark.parametrize("family", KINDS)
-def test_the_place_is_the_one_of_the_first_character_that_differs(family: str, merging: dict[str, Tokenizer]) -> None:
+def test_the_place_is_the_one_of_the_first_character_that_differs(
+    family: str, merging: dict[str, Tokenizer]
+) -> None:
     """Message, role and part on both sides, in at least 98 % of all edits; the message that is named is the one that was edited."""
     tokenizer, right, wrong = merging[family], 0, Counter[str]()
     examples: dict[str, str] = {}
@@ -216,7 +274,10 @@ def test_the_place_is_the_one_of_the_first_character_that_differs(family: str, m
             except PromptError:  # Gemma, an answer directly behind the system prompt
                 assert family == "gemma"
                 continue
-            old, new = _pieces(family, case.chat, case.before_variables), _pieces(family, case.after, case.variables)
+            old, new = (
+                _pieces(family, case.chat, case.before_variables),
+                _pieces(family, case.after, case.variables),
+            )
             assert (before.text, after.text) == (_spelled(old), _spelled(new)), case.what
             old += _answered(family, case)
             answer = case.answer + (KINDS[family].marks[-1] if case.ended else "")
@@ -224,9 +285,14 @@ def test_the_place_is_the_one_of_the_first_character_that_differs(family: str, m
             found = _found(tokenizer, before, entry, after)
             if found is None:
                 continue
-            at = _differs(tokenizer, found["index"], entry, after.tokens, common(_spelled(old), _spelled(new)))
+            at = _differs(
+                tokenizer, found["index"], entry, after.tokens, common(_spelled(old), _spelled(new))
+            )
             truth = _at(old, at), _at(new, at)
-            said = tuple(tuple(found[side][key] for key in ("message", "role", "part")) for side in ("previous", "current"))
+            said = tuple(
+                tuple(found[side][key] for key in ("message", "role", "part"))
+                for side in ("previous", "current")
+            )
             assert tuple(found[key] for key in ("message", "role", "part")) == said[1]
             right += said == truth
             if said != truth:

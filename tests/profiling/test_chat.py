@@ -17,7 +17,9 @@ def test_another_model_in_the_middle_of_a_chat_says_why_nothing_was_reused(tmp_p
     file = tmp_path / "events.jsonl"
     said = "My name is Ana.\n/set context 1024\nWhat is my name?\n"
     command = [sys.executable, "-m", "mlxrunner", "chat", "--events", str(file)]
-    result = subprocess.run(command, input=said, capture_output=True, text=True, check=True, timeout=300)
+    result = subprocess.run(
+        command, input=said, capture_output=True, text=True, check=True, timeout=300
+    )
     assert result.stdout.splitlines()[-1] == "Your name is Ana."
     first, second = (json.loads(line) for line in file.read_text().splitlines())
     assert (first["reason"], first["command"], first["messages"]) == ("empty", "chat", 1)
@@ -29,15 +31,33 @@ def chat(file: Path, said: str, *arguments: str, data: Path) -> list[dict[str, A
     """The events of a chat by pipe."""
     command = [sys.executable, "-m", "mlxrunner", "chat", "--events", str(file), *arguments]
     environment = {**os.environ, "MLXRUNNER_DATA": str(data)}
-    subprocess.run(command, input=said, capture_output=True, text=True, check=True, timeout=300, env=environment)
+    subprocess.run(
+        command,
+        input=said,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+        env=environment,
+    )
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def test_another_model_says_so(tmp_path: Path) -> None:
     """`/model` with the same tokenizer's text: nothing of the entry is of use to it."""
     write_model(tmp_path / "other", "llama", max_position_embeddings=512)
-    first, second = chat(tmp_path / "e", f"Hello!\n/model {tmp_path / 'other'}\nHello!\n", "--max-tokens", "3", data=tmp_path)
-    assert (first["reason"], second["reason"], second["cached_tokens"]) == ("empty", "model_changed", 0)
+    first, second = chat(
+        tmp_path / "e",
+        f"Hello!\n/model {tmp_path / 'other'}\nHello!\n",
+        "--max-tokens",
+        "3",
+        data=tmp_path,
+    )
+    assert (first["reason"], second["reason"], second["cached_tokens"]) == (
+        "empty",
+        "model_changed",
+        0,
+    )
     assert second["freed_by"] == f"demo -> {tmp_path / 'other'}"
 
 
@@ -46,7 +66,11 @@ def test_a_session_is_restored_or_says_why_not(tmp_path: Path) -> None:
     data = tmp_path / "data"
     chat(tmp_path / "1", "My name is Ana.\n", "--session", "a", data=data)
     (restored,) = chat(tmp_path / "2", "What is my name?\n", "--session", "a", data=data)
-    assert (restored["reason"], restored["freed_by"], restored["run"]) == ("restored", "session a", "cold-restored")
+    assert (restored["reason"], restored["freed_by"], restored["run"]) == (
+        "restored",
+        "session a",
+        "cold-restored",
+    )
     assert restored["cached_tokens"] == restored["matched_tokens"] > 0
     (cache,) = data.rglob("cache.safetensors")
     content = bytearray(cache.read_bytes())

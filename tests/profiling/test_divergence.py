@@ -60,7 +60,10 @@ def test_an_answer_that_was_changed_is_named(talk: Callable[..., Any], family: A
     talking = talk(family.name)
     talking.ask([user("Hello")], "one two")
     event = talking.ask([user("Hello"), assistant("one three"), user("so")], "fine")
-    if family.name in ("harmony", "mistral"):  # the answer had begun without the channel, or the space, that the template writes
+    if family.name in (
+        "harmony",
+        "mistral",
+    ):  # the answer had begun without the channel, or the space, that the template writes
         assert sides(event) == ((1, "assistant", "text"), (1, "assistant", "template_header"))
     else:
         assert sides(event) == ((1, "assistant", "text"), (1, "assistant", "text"))
@@ -72,8 +75,13 @@ def test_a_message_that_goes_on_parts_at_its_end(talk: Callable[..., Any]) -> No
     talking.ask([user("Hello")], "fine")
     event = talking.ask([user("Hello, once more")], "fine")
     assert sides(event) == ((0, "user", "message_end"), (0, "user", "text"))
-    assert explain(event).startswith("the prompt leaves the entry in the middle; they part at token ")
-    assert "in the text of message 0 (user), where before was the end mark of message 0 (user)" in explain(event)
+    assert explain(event).startswith(
+        "the prompt leaves the entry in the middle; they part at token "
+    )
+    assert (
+        "in the text of message 0 (user), where before was the end mark of message 0 (user)"
+        in explain(event)
+    )
 
 
 def test_another_role_parts_in_the_template_header(talk: Callable[..., Any]) -> None:
@@ -116,7 +124,9 @@ def test_thinking_of_another_kind_is_named_within(talk: Callable[..., Any]) -> N
 def test_the_analysis_of_gpt_oss_is_named(talk: Callable[..., Any]) -> None:
     """Its channel is not sent back; the mark that begins it is shared in part."""
     talking = talk("harmony")
-    answer = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>fine"
+    answer = (
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>fine"
+    )
     talking.ask([user("Hello")], answer)
     event = talking.ask([user("Hello"), assistant("fine"), user("so")], "fine")
     assert sides(event) == ((1, "assistant", "thinking"), (1, "assistant", "template_header"))
@@ -130,7 +140,13 @@ def test_another_tool_list_is_named(talk: Callable[..., Any]) -> None:
     def prepared(tool: str) -> Prepared:
         variables = {"tools": [{"name": tool}]}
         text = tokenizer.render([SYSTEM, user("Hello")], **variables)
-        return Prepared(np.array(tokenizer.encode(text), np.int32), "messages", [SYSTEM, user("Hello")], text, variables)
+        return Prepared(
+            np.array(tokenizer.encode(text), np.int32),
+            "messages",
+            [SYSTEM, user("Hello")],
+            text,
+            variables,
+        )
 
     talking.ask(prepared("weather"), "fine")
     event = talking.ask(prepared("clock"), "fine")
@@ -144,15 +160,24 @@ def test_hashes_are_all_that_is_written_by_default(talk: Callable[..., Any]) -> 
     talking.ask([user("Hello secret")], "fine")
     event = talking.ask([user("Hello hidden secret")], "fine")
     divergence = event["divergence"]
-    assert [divergence[name]["text"] for name in ("common", "previous", "current")] == [None, None, None]
+    assert [divergence[name]["text"] for name in ("common", "previous", "current")] == [
+        None,
+        None,
+        None,
+    ]
     assert "secret" not in talking.file.read_text()
     common, previous = divergence["common"]["tokens"], divergence["previous"]["tokens"]
-    assert common[-1] == talking.profile._divergences._hashes(talking.runner.tokenizer.encode_more(" "))[0]
+    assert (
+        common[-1]
+        == talking.profile._divergences._hashes(talking.runner.tokenizer.encode_more(" "))[0]
+    )
     assert len(common) == 8
     assert 0 < len(previous) <= 16
     again = talk("chatml")
     again.ask([user("Hello secret")], "fine")
-    assert again.ask([user("Hello hidden secret")], "fine")["divergence"]["common"]["tokens"] != common
+    assert (
+        again.ask([user("Hello hidden secret")], "fine")["divergence"]["common"]["tokens"] != common
+    )
 
 
 def test_raw_prompts_have_text_and_token_ids_nothing(talk: Callable[..., Any]) -> None:

@@ -55,11 +55,16 @@ def checked(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
         assert event["used_bytes"] <= event["cache_bytes"]
         starts = [span["start_s"] for span in event["spans"]]
         assert starts == sorted(starts)
-        assert all(span["start_s"] + span["duration_s"] <= event["total_s"] + 1e-6 for span in event["spans"])
+        assert all(
+            span["start_s"] + span["duration_s"] <= event["total_s"] + 1e-6
+            for span in event["spans"]
+        )
     return events
 
 
-def test_each_request_is_one_event_of_the_schema(runner: Runner, events: Path, lines: Lines) -> None:
+def test_each_request_is_one_event_of_the_schema(
+    runner: Runner, events: Path, lines: Lines
+) -> None:
     """Cold, appended, repeated, edited; sampled, with logprobs; that ended by a limit, a stop string, a full context."""
     prompt = list(range(1, 50))
     list(runner.generate(prompt, max_tokens=3))
@@ -73,7 +78,12 @@ def test_each_request_is_one_event_of_the_schema(runner: Runner, events: Path, l
     found = checked(lines(events))
     assert [event["number"] for event in found] == list(range(1, 8))
     assert [event["finish"] for event in found] == [*["length"] * 6, "error"]
-    assert [event["prompt_kind"] for event in found] == [*["tokens"] * 4, "text", "messages", "text"]
+    assert [event["prompt_kind"] for event in found] == [
+        *["tokens"] * 4,
+        "text",
+        "messages",
+        "text",
+    ]
     assert found[-1]["error"] == "ContextFullError"
     assert found[-2]["shifted_tokens"] > 0
     assert len({event["id"] for event in found}) == 7
@@ -90,9 +100,16 @@ def test_the_spans_are_the_chunks_that_were_run(runner: Runner, events: Path, li
     prefill = [span for span in event["spans"] if span["name"] == "prefill"]
     assert sum(span["tokens"] for span in prefill) == 49
     assert max(span["tokens"] for span in prefill) <= 16
-    assert event["prefill_rate"] == pytest.approx(49 / sum(span["duration_s"] for span in prefill), rel=0.01)
+    assert event["prefill_rate"] == pytest.approx(
+        49 / sum(span["duration_s"] for span in prefill), rel=0.01
+    )
     assert event["decode_rate"] == pytest.approx(6 / event["decode_s"], rel=0.01)
-    assert [span["name"] for span in event["spans"]] == ["tokenize", "lookup", *["prefill"] * len(prefill), "decode"]
+    assert [span["name"] for span in event["spans"]] == [
+        "tokenize",
+        "lookup",
+        *["prefill"] * len(prefill),
+        "decode",
+    ]
     assert event["spans"][-1]["tokens"] == 6
     list(runner.generate([1, 2, 3, 99], max_tokens=1))
     again = checked(lines(events))[-1]
@@ -100,14 +117,24 @@ def test_the_spans_are_the_chunks_that_were_run(runner: Runner, events: Path, li
     assert (again["decode_rate"], again["spans"][-1]["name"]) == (None, "prefill")
 
 
-def test_what_an_event_has_of_usage_is_the_usage(runner: Runner, events: Path, lines: Lines) -> None:
+def test_what_an_event_has_of_usage_is_the_usage(
+    runner: Runner, events: Path, lines: Lines
+) -> None:
     """Field by field; an abandoned iterator is an interrupted request."""
     for prompt in ([1, 2, 3, 4], [1, 2, 3, 9, 9]):
         usage = list(runner.generate(prompt, max_tokens=4))[-1].usage
         assert usage is not None
         event = lines(events)[-1]
-        shared = event.keys() & usage.as_dict().keys() - {"tokenize_s", "lookup_s", "prefill_s", "ttft_s", "decode_s"}
-        assert {name: event[name] for name in shared} == {name: usage.as_dict()[name] for name in shared}
+        shared = event.keys() & usage.as_dict().keys() - {
+            "tokenize_s",
+            "lookup_s",
+            "prefill_s",
+            "ttft_s",
+            "decode_s",
+        }
+        assert {name: event[name] for name in shared} == {
+            name: usage.as_dict()[name] for name in shared
+        }
         assert len(shared) >= 17
     chunks = runner.generate([1, 2], max_tokens=9)
     next(chunks)
@@ -117,7 +144,9 @@ def test_what_an_event_has_of_usage_is_the_usage(runner: Runner, events: Path, l
     assert event["entry_tokens_after"] == len(runner.entry.tokens)
 
 
-def test_an_answer_that_is_not_awaited_to_its_last_end_is_no_interrupt(runner: Runner, events: Path, lines: Lines) -> None:
+def test_an_answer_that_is_not_awaited_to_its_last_end_is_no_interrupt(
+    runner: Runner, events: Path, lines: Lines
+) -> None:
     """Whoever stops reading at the last chunk has read all of it."""
     for chunk in runner.generate([1, 2], max_tokens=2):
         if chunk.finish_reason:
@@ -137,7 +166,9 @@ def test_a_request_whose_iterator_is_kept_is_told_of_before_the_entry_changes(
     if then == "generate":
         list(runner.generate([9, 8], max_tokens=2, stop_tokens=[]))
     else:
-        {"evaluate": runner.evaluate, "keep": runner.keep, "reset": lambda _: runner.reset()}[then]([9, 8])
+        {"evaluate": runner.evaluate, "keep": runner.keep, "reset": lambda _: runner.reset()}[then](
+            [9, 8]
+        )
     first.close()  # type: ignore[attr-defined]
     written = checked(lines(events))
     assert [event["prompt_tokens"] for event in written] == [5, 2][: len(written)]
@@ -146,7 +177,9 @@ def test_a_request_whose_iterator_is_kept_is_told_of_before_the_entry_changes(
     assert runner.usage.prompt_tokens == written[-1]["prompt_tokens"]
 
 
-def test_a_request_that_is_refused_for_another_takes_nothing_from_its_event(runner: Runner, events: Path, lines: Lines) -> None:
+def test_a_request_that_is_refused_for_another_takes_nothing_from_its_event(
+    runner: Runner, events: Path, lines: Lines
+) -> None:
     """BusyError in the middle of an answer."""
     first = runner.generate(list(range(1, 40)), max_tokens=3, stop_tokens=[])
     next(first)
@@ -157,7 +190,9 @@ def test_a_request_that_is_refused_for_another_takes_nothing_from_its_event(runn
     assert "prefill" in [span["name"] for span in event["spans"]]
 
 
-def test_an_exception_in_the_model_is_named_without_its_text(runner: Runner, events: Path, lines: Lines) -> None:
+def test_an_exception_in_the_model_is_named_without_its_text(
+    runner: Runner, events: Path, lines: Lines
+) -> None:
     """Texts of errors may hold what nobody wanted to write down."""
 
     def fail(*_: Any) -> Any:
@@ -195,7 +230,12 @@ def test_the_same_answers_with_and_without_events(events: Path) -> None:
         runner = oracle_runner(("full", "sliding"))
         if watched:
             Profile(events=events, log_text=True, verify=1).attach(runner)
-        answers.append([[c.token for c in runner.generate(prompt, max_tokens=5)] for prompt in ([1, 2, 3], [1, 2, 9], [1, 2])])
+        answers.append(
+            [
+                [c.token for c in runner.generate(prompt, max_tokens=5)]
+                for prompt in ([1, 2, 3], [1, 2, 9], [1, 2])
+            ]
+        )
     assert answers[0] == answers[1]
 
 
@@ -221,14 +261,20 @@ def test_requests_of_a_parallel_runner_are_events(events: Path, lines: Lines) ->
 
 def test_answers_at_once_are_events_of_the_command(events: Path, lines: Lines) -> None:
     """generate --n."""
-    result = CliRunner().invoke(cli.main, ["generate", "-p", "Hello!", "--n", "3", "--events", str(events)])
+    result = CliRunner().invoke(
+        cli.main, ["generate", "-p", "Hello!", "--n", "3", "--events", str(events)]
+    )
     assert result.exit_code == 0
-    assert [(event["command"], event["number"]) for event in checked(lines(events))] == [("generate", n) for n in (1, 2, 3)]
+    assert [(event["command"], event["number"]) for event in checked(lines(events))] == [
+        ("generate", n) for n in (1, 2, 3)
+    ]
 
 
 def test_the_file_can_come_from_the_environment(events: Path, lines: Lines) -> None:
     """MLXRUNNER_EVENTS."""
-    CliRunner().invoke(cli.main, ["generate", "-p", "Hello!"], env={"MLXRUNNER_EVENTS": str(events)})
+    CliRunner().invoke(
+        cli.main, ["generate", "-p", "Hello!"], env={"MLXRUNNER_EVENTS": str(events)}
+    )
     assert len(checked(lines(events))) == 1
 
 
@@ -241,7 +287,9 @@ def test_verbose_logs_the_event_as_logfmt(caplog: pytest.LogCaptureFixture) -> N
         list(runner.generate("hello you", max_tokens=2))
         list(runner.generate("hello there", max_tokens=2))
     first, second = caplog.messages
-    assert first.startswith("command=python number=1 outcome=miss reason=empty prompt_tokens=10 evaluated_tokens=10")
+    assert first.startswith(
+        "command=python number=1 outcome=miss reason=empty prompt_tokens=10 evaluated_tokens=10"
+    )
     assert "outcome=partial reason=diverged" in second
     assert "divergence_index=7 divergence_part=text" in second
     assert logged[1]["divergence"]["current"]["text"] == "there"
@@ -260,11 +308,26 @@ def test_logfmt_quotes_what_has_to_be() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_a_killed_process_leaves_whole_lines(tmp_path: Path, lines: Lines, number: signal.Signals) -> None:
+def test_a_killed_process_leaves_whole_lines(
+    tmp_path: Path, lines: Lines, number: signal.Signals
+) -> None:
     """In the middle of an endless run; Ctrl-C also leaves the event of the request that it ended."""
     file = tmp_path / "events"
-    command = [sys.executable, "-m", "mlxrunner", "generate", "-p", "Hello!", "--repeat", "1000000", "--events", str(file)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ)
+    command = [
+        sys.executable,
+        "-m",
+        "mlxrunner",
+        "generate",
+        "-p",
+        "Hello!",
+        "--repeat",
+        "1000000",
+        "--events",
+        str(file),
+    ]
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ
+    )
     until = time.monotonic() + 60
     while time.monotonic() < until and (not file.exists() or file.read_bytes().count(b"\n") < 3):
         time.sleep(0.05)
@@ -280,7 +343,18 @@ def test_a_killed_process_leaves_whole_lines(tmp_path: Path, lines: Lines, numbe
 def test_a_full_disk_is_a_warning_and_the_answer_comes(full: int) -> None:
     """On standard error, once."""
     stream = f"/dev/fd/{full}"
-    command = [sys.executable, "-m", "mlxrunner", "generate", "-p", "Hello!", "--repeat", "3", "--events", stream]
+    command = [
+        sys.executable,
+        "-m",
+        "mlxrunner",
+        "generate",
+        "-p",
+        "Hello!",
+        "--repeat",
+        "3",
+        "--events",
+        stream,
+    ]
     result = subprocess.run(command, capture_output=True, text=True, check=True, pass_fds=[full])
     assert result.stdout == "Hello! How can I help you?\n" * 3
     assert result.stderr == f"{stream}: not written: No space left on device\n"

@@ -18,7 +18,9 @@ from mlxrunner.testing_events import afternoon, example_event
 
 
 def run(*arguments: str | Path, width: int = 120) -> Result:
-    return CliRunner().invoke(cli.main, ["explain", *map(str, arguments)], env={"COLUMNS": str(width)})
+    return CliRunner().invoke(
+        cli.main, ["explain", *map(str, arguments)], env={"COLUMNS": str(width)}
+    )
 
 
 @pytest.fixture
@@ -53,13 +55,21 @@ def test_a_divergence_is_shown_with_both_sides_and_the_remedy(events: Path) -> N
 
 def test_the_last_one_and_the_beginning_of_an_id_will_do(events: Path) -> None:
     """All ways to the same event."""
-    assert run(events, "--last").stdout == run(events, "00000000002a").stdout == run(events, "00000000002").stdout
+    assert (
+        run(events, "--last").stdout
+        == run(events, "00000000002a").stdout
+        == run(events, "00000000002").stdout
+    )
 
 
 def test_the_file_may_come_from_the_environment(events: Path) -> None:
     """Then the one argument is the ID."""
     for arguments in (["--last"], ["00000000002a"], ["00000000002"], [str(events), "--last"]):
-        result = CliRunner().invoke(cli.main, ["explain", *arguments], env={"MLXRUNNER_EVENTS": str(events), "COLUMNS": "120"})
+        result = CliRunner().invoke(
+            cli.main,
+            ["explain", *arguments],
+            env={"MLXRUNNER_EVENTS": str(events), "COLUMNS": "120"},
+        )
         assert result.stdout == run(events, "--last").stdout
     result = CliRunner().invoke(cli.main, ["explain"], env={"MLXRUNNER_EVENTS": str(events)})
     assert "give the ID of an event, or --last" in result.stderr
@@ -103,7 +113,10 @@ def test_hashes_are_shown_as_such_with_the_way_to_text(tmp_path: Path) -> None:
 def test_every_reason_is_explained(tmp_path: Path, reason: str | None) -> None:
     """With its sentence, and its remedy where it has one; also without a divergence."""
     file = tmp_path / "events.jsonl"
-    file.write_text(json.dumps(example_event(reason=reason, divergence=None, ttft_s=None, prefill_rate=None)) + "\n")
+    file.write_text(
+        json.dumps(example_event(reason=reason, divergence=None, ttft_s=None, prefill_rate=None))
+        + "\n"
+    )
     text = " ".join(run(file, "--last", width=300).stdout.split())
     if reason is None:
         assert "Nothing was lost" in text
@@ -125,7 +138,10 @@ def test_a_prompt_that_ends_is_shown_as_that() -> None:
 def test_blanks_that_make_the_difference_are_seen() -> None:
     """A lost space, tab or line end is why many prompts diverge."""
     divergence = example_event()["divergence"]
-    sides = {"previous": divergence["previous"] | {"text": "a b\n"}, "current": divergence["current"] | {"text": "a  b\t"}}
+    sides = {
+        "previous": divergence["previous"] | {"text": "a b\n"},
+        "current": divergence["current"] | {"text": "a  b\t"},
+    }
     text = shown(example_event(divergence=divergence | sides))
     assert "│a·b↵" in text
     assert "│a··b⇥" in text
@@ -136,7 +152,10 @@ def test_only_what_differs_is_coloured() -> None:
     left, right = compare(words("the red fox"), words("the blue fox"))
     assert left == [("the ", True), ("red", False), (" fox", True)]
     assert right == [("the ", True), ("blue", False), (" fox", True)]
-    assert "".join(words("any text,\n\n with\t all\u00a0of it\u200b")) == "any text,\n\n with\t all\u00a0of it\u200b"
+    assert (
+        "".join(words("any text,\n\n with\t all\u00a0of it\u200b"))
+        == "any text,\n\n with\t all\u00a0of it\u200b"
+    )
     coloured = shown(example_event(), colours=True)
     assert "\x1b[1;31m" in coloured
     assert "\x1b[1;32m" in coloured
@@ -155,7 +174,10 @@ def test_logged_text_cannot_drive_the_terminal() -> None:
     """Nor can roles and models."""
     divergence = example_event()["divergence"]
     evil = "\x1b]0;evil\x07[red]\u202e"
-    sides = {"previous": divergence["previous"] | {"text": evil}, "current": divergence["current"] | {"text": "x", "role": evil}}
+    sides = {
+        "previous": divergence["previous"] | {"text": evil},
+        "current": divergence["current"] | {"text": "x", "role": evil},
+    }
     text = shown(example_event(model=evil, divergence=divergence | sides), width=300)
     assert "\x1b" not in text
     assert "[red]\\u202e" in text
@@ -180,7 +202,9 @@ def shown(event: dict[str, Any], width: int = 120, *, colours: bool = False) -> 
     [(["a "] * 4000, ["a "] * 6000), (["a", "b"] * 2000, ["b", "a", "c"] * 2000)],
     ids=["one word", "two words"],
 )
-def test_long_sides_are_compared_by_their_first_words(left: list[str], right: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_sides_are_compared_by_their_first_words(
+    left: list[str], right: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Comparing all of them takes minutes; how many more there are is said."""
     sizes = []
 

@@ -24,13 +24,27 @@ VALUES: list[Any] = [
     "\ud800", [], {}, [[]], [None], [2**40], [1, "a" * 10**5], {"a": {}}, "NaN", "2026-99-99T00:00:00Z", "0001-01-01T00:00:00Z", "=1+1",
     [0] * 5000,
 ]  # fmt: skip
-RAW = [b"NaN", b"-Infinity", b"1e999", b"9" * 5000, b"[" * 10**5 + b"]" * 10**5, b'{"a":' * 5000 + b"1" + b"}" * 5000, b'"\xff"']
+RAW = [
+    b"NaN",
+    b"-Infinity",
+    b"1e999",
+    b"9" * 5000,
+    b"[" * 10**5 + b"]" * 10**5,
+    b'{"a":' * 5000 + b"1" + b"}" * 5000,
+    b'"\xff"',
+]
 WHOLE = [b"", b"\n", b"\0" * 5000, b"\xff" * 100, b"\x1f\x8b123", b"null", b"[]", b"{" * 10**5]
 
 
 def places(value: Any) -> Iterator[tuple[Any, Any]]:
     """Every value in it, as what holds it and its key."""
-    keys = list(value) if isinstance(value, dict) else range(min(len(value), 20)) if isinstance(value, list) else ()
+    keys = (
+        list(value)
+        if isinstance(value, dict)
+        else range(min(len(value), 20))
+        if isinstance(value, list)
+        else ()
+    )
     for key in keys:
         yield value, key
         yield from places(value[key])
@@ -50,11 +64,15 @@ def mutated(rng: random.Random, log: bytes) -> bytes:
             if isinstance(holder, dict) and rng.random() < 0.15:
                 del holder[key]
             else:
-                holder[key] = rng.choice([*VALUES, *([holder[key] * 10**6] if type(holder[key]) is int else [])])
+                holder[key] = rng.choice(
+                    [*VALUES, *([holder[key] * 10**6] if type(holder[key]) is int else [])]
+                )
             lines[number] = json.dumps(line).encode()
     elif kind == "raw":
         number = rng.randrange(len(lines))
-        found = list(re.finditer(rb':(-?[0-9.]+|null|true|"[^"]*")', lines[number].replace(b": ", b":")))
+        found = list(
+            re.finditer(rb':(-?[0-9.]+|null|true|"[^"]*")', lines[number].replace(b": ", b":"))
+        )
         if found:
             place, line = rng.choice(found), lines[number].replace(b": ", b":")
             lines[number] = line[: place.start() + 1] + rng.choice(RAW) + line[place.end() :]
@@ -77,21 +95,35 @@ def mutated(rng: random.Random, log: bytes) -> bytes:
 def logs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """Events, and a token log of requests on layers of all kinds."""
     file = tmp_path_factory.mktemp("logs") / "log"
-    runner, profile = oracle_runner(["full", "sliding", "recurrent"], checkpoint_interval=10), Profile(tokens=file)
+    runner, profile = (
+        oracle_runner(["full", "sliding", "recurrent"], checkpoint_interval=10),
+        Profile(tokens=file),
+    )
     profile.attach(runner)
     for number in range(8):
-        list(runner.generate([*range(1, 30 + number), 200 - number], max_tokens=5, overflow="shift"))
+        list(
+            runner.generate([*range(1, 30 + number), 200 - number], max_tokens=5, overflow="shift")
+        )
     profile.finish()
     events = "".join(json.dumps(event) + "\n" for event in [*afternoon(12), example_event()])
     return {"events": events.encode(), "tokens": file.read_bytes()}
 
 
 @pytest.mark.parametrize("command", ["report", "explain", "simulate"])
-def test_a_damaged_log_is_read_as_far_as_it_can_be(command: str, logs: dict[str, bytes], tmp_path: Path) -> None:
+def test_a_damaged_log_is_read_as_far_as_it_can_be(
+    command: str, logs: dict[str, bytes], tmp_path: Path
+) -> None:
     """Exit code 0, or 2 with one line that says why; pages and traces that were written are whole."""
     file, codes = tmp_path / "log.jsonl", set()
     wanted = {
-        "report": ["--html", str(tmp_path / "page"), "--csv", str(tmp_path / "rows"), "--trace", str(tmp_path / "trace")],
+        "report": [
+            "--html",
+            str(tmp_path / "page"),
+            "--csv",
+            str(tmp_path / "rows"),
+            "--trace",
+            str(tmp_path / "trace"),
+        ],
         "explain": ["--last"],
         "simulate": [],
     }[command]
@@ -104,7 +136,9 @@ def test_a_damaged_log_is_read_as_far_as_it_can_be(command: str, logs: dict[str,
         codes.add(result.exit_code)
         assert result.exit_code in (0, 2), f"{command} {seed}: {result.stderr[:300]}"
         assert "internal error" not in result.stderr, f"{command} {seed}: {result.stderr[:300]}"
-        assert isinstance(result.exception, SystemExit | None), f"{command} {seed}: {result.exception!r}"
+        assert isinstance(result.exception, SystemExit | None), (
+            f"{command} {seed}: {result.exception!r}"
+        )
         assert len(result.stderr) < 2000
         if result.exit_code == 2:
             assert result.stderr.count("\n") == 1, f"{command} {seed}: {result.stderr[:300]}"

@@ -19,7 +19,14 @@ from mlxrunner.profiling.svg import Plot, Scale
 from mlxrunner.profiling.tally import BINS
 from mlxrunner.testing_events import afternoon, example_event
 
-CHROMIUM = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
+CHROMIUM = next(
+    (
+        found
+        for name in ("chromium", "chromium-browser", "google-chrome")
+        if (found := shutil.which(name))
+    ),
+    None,
+)
 HOSTILE = """</title><script>alert(1)</script><img src=x onerror=alert(2)>"'&\x1b[31m\u202e"""
 
 
@@ -59,7 +66,9 @@ def test_the_page_fetches_nothing_and_runs_nothing() -> None:
     text = page(summary_of(), ["events.jsonl"])
     elements = Elements(text)
     assert elements.open_tags == []
-    assert {tag for tag, _ in elements.found}.isdisjoint({"script", "link", "img", "iframe", "object", "use"})
+    assert {tag for tag, _ in elements.found}.isdisjoint(
+        {"script", "link", "img", "iframe", "object", "use"}
+    )
     assert not re.search(r"https?:|url\(|@import|javascript:", text)
     assert all(not name.startswith("on") for _, attributes in elements.found for name in attributes)
     assert "default-src 'none'" in text
@@ -96,18 +105,36 @@ def test_the_timeline_draws_what_was_cached_lost_and_new() -> None:
     summary = Summary()
     summary.add(
         example_event(
-            prompt_tokens=100, matched_tokens=60, cached_tokens=50, saved_tokens=50, evaluated_tokens=50, lost_tokens=20
+            prompt_tokens=100,
+            matched_tokens=60,
+            cached_tokens=50,
+            saved_tokens=50,
+            evaluated_tokens=50,
+            lost_tokens=20,
         )
     )
     figure = re.search(r"<figure.*?</figure>", page(summary, ["e"]), re.DOTALL)
     assert figure is not None
-    heights = {kind: float(high) for kind, high in re.findall(r'<rect class="(\w+)" x=[^>]*height="([\d.]+)"><title>', figure[0])}
+    heights = {
+        kind: float(high)
+        for kind, high in re.findall(
+            r'<rect class="(\w+)" x=[^>]*height="([\d.]+)"><title>', figure[0]
+        )
+    }
     assert heights["cached"] == pytest.approx(2.5 * heights["lost"], rel=0.02)
     assert heights["new"] == pytest.approx(1.5 * heights["lost"], rel=0.02)
 
 
 NOTHING = dict.fromkeys(
-    ("prompt_tokens", "matched_tokens", "cached_tokens", "saved_tokens", "evaluated_tokens", "lost_tokens"), 0
+    (
+        "prompt_tokens",
+        "matched_tokens",
+        "cached_tokens",
+        "saved_tokens",
+        "evaluated_tokens",
+        "lost_tokens",
+    ),
+    0,
 )
 
 
@@ -140,7 +167,12 @@ def test_a_share_that_is_not_quite_nothing_is_written_in_one_size() -> None:
     summary = Summary()
     summary.add(
         example_event(
-            prompt_tokens=10**6, cached_tokens=50, saved_tokens=50, evaluated_tokens=999_950, saved_s=None, max_sequences=4
+            prompt_tokens=10**6,
+            cached_tokens=50,
+            saved_tokens=50,
+            evaluated_tokens=999_950,
+            saved_s=None,
+            max_sequences=4,
         )
     )
     text = page(summary, ["e"])
@@ -152,7 +184,9 @@ def test_a_share_that_is_not_quite_nothing_is_written_in_one_size() -> None:
 def test_scales_end_at_round_numbers() -> None:
     """With a handful of ticks, linear or logarithmic."""
     assert Scale.around([3, 7.2], 0, 100).ticks == [0, 2, 4, 6, 8]
-    assert Scale.around([0.02, 30], 0, 100, is_log=True).ticks == pytest.approx([0.01, 0.1, 1, 10, 100])
+    assert Scale.around([0.02, 30], 0, 100, is_log=True).ticks == pytest.approx(
+        [0.01, 0.1, 1, 10, 100]
+    )
     assert Scale.around([], 0, 100, is_log=True).ticks == [1, 10]
     assert len(Scale.around([1e-6, 1e9], 0, 100, is_log=True).ticks) <= 9
     assert Scale.around([5], 200, 0)(2.5) == 100
@@ -168,9 +202,13 @@ def test_marks_differ_without_colours() -> None:
     assert len(set(re.findall(r' d="([^"]*)"', drawn))) == 2
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine (Debian: apt-get install chromium)")
+@pytest.mark.skipif(
+    CHROMIUM is None, reason="no chromium on this machine (Debian: apt-get install chromium)"
+)
 @pytest.mark.parametrize(("width", "height"), [(1300, 2300), (420, 900)], ids=["desktop", "phone"])
-def test_a_browser_shows_the_page_in_light_and_dark(tmp_path: Path, width: int, height: int) -> None:
+def test_a_browser_shows_the_page_in_light_and_dark(
+    tmp_path: Path, width: int, height: int
+) -> None:
     """Without an error on its console; the two screenshots are on the background of their kind, and not empty."""
     file = tmp_path / "report.html"
     file.write_text(page(summary_of(), ["events.jsonl"]), encoding="utf-8")
@@ -192,7 +230,9 @@ def test_a_browser_shows_the_page_in_light_and_dark(tmp_path: Path, width: int, 
     assert backgrounds == {(0xF7, 0xF6, 0xF3), (0x13, 0x15, 0x18)}
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine (Debian: apt-get install chromium)")
+@pytest.mark.skipif(
+    CHROMIUM is None, reason="no chromium on this machine (Debian: apt-get install chromium)"
+)
 def test_a_browser_runs_nothing_of_a_hostile_file(tmp_path: Path) -> None:
     """The page as the browser understands it has no script, and its policy was never needed."""
     summary = Summary()
@@ -209,8 +249,20 @@ def _browse(file: Path, folder: Path, *arguments: str) -> str:
     """What a headless chromium prints: its console (lines with CONSOLE), and what was asked for."""
     assert CHROMIUM is not None
     environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--enable-logging=stderr"]
-    command = [CHROMIUM, *options, f"--user-data-dir={folder / 'chromium'}", *arguments, file.as_uri()]
+    options = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        "--enable-logging=stderr",
+    ]
+    command = [
+        CHROMIUM,
+        *options,
+        f"--user-data-dir={folder / 'chromium'}",
+        *arguments,
+        file.as_uri(),
+    ]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert result.returncode == 0, result.stderr
     return result.stdout + result.stderr

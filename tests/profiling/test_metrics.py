@@ -37,7 +37,11 @@ def test_events_are_counted_by_model(file: Path) -> None:
     metrics = Metrics(file)
     metrics(example_event())
     metrics(example_event(model="other", outcome="hit", reason=None, lost_tokens=0))
-    metrics(example_event(finish="interrupted", ttft_s=None, prefill_s=None, decode_s=None, entry_tokens_after=5))
+    metrics(
+        example_event(
+            finish="interrupted", ttft_s=None, prefill_s=None, decode_s=None, entry_tokens_after=5
+        )
+    )
     found = values(file)
     assert found["mlxrunner_requests_total{finish=stop,model=demo,outcome=partial}"] == 1
     assert found["mlxrunner_requests_total{finish=interrupted,model=demo,outcome=partial}"] == 1
@@ -58,7 +62,13 @@ def test_histograms_are_cumulative(file: Path) -> None:
     metrics(example_event(ttft_s=None))
     found = values(file)
     bucket = "mlxrunner_ttft_seconds_bucket{{le={},model=demo,outcome=partial}}"
-    assert [found[bucket.format(bound)] for bound in ("0.01", "0.03", "0.1", "100.0", "+Inf")] == [1, 1, 3, 3, 4]
+    assert [found[bucket.format(bound)] for bound in ("0.01", "0.03", "0.1", "100.0", "+Inf")] == [
+        1,
+        1,
+        3,
+        3,
+        4,
+    ]
     assert found["mlxrunner_ttft_seconds_count{model=demo,outcome=partial}"] == 4
     assert found["mlxrunner_ttft_seconds_sum{model=demo,outcome=partial}"] == pytest.approx(500.105)
 
@@ -73,7 +83,14 @@ def test_a_second_run_goes_on_counting(file: Path) -> None:
     for event in afternoon(20):
         together(event)
     assert values(file) == pytest.approx(one_by_one)
-    assert sum(value for name, value in one_by_one.items() if name.startswith("mlxrunner_requests_total")) == 20
+    assert (
+        sum(
+            value
+            for name, value in one_by_one.items()
+            if name.startswith("mlxrunner_requests_total")
+        )
+        == 20
+    )
 
 
 def test_the_file_is_replaced_as_a_whole(file: Path) -> None:
@@ -117,7 +134,9 @@ def test_what_cannot_be_written_is_refused_at_start(tmp_path: Path) -> None:
             Metrics(target)
 
 
-def test_what_is_no_file_is_neither_read_nor_replaced(tmp_path: Path, null: Path, full: int) -> None:
+def test_what_is_no_file_is_neither_read_nor_replaced(
+    tmp_path: Path, null: Path, full: int
+) -> None:
     """A FIFO that nobody writes to, devices, a link, standard output: they stay what they are."""
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "link").symlink_to("elsewhere")
@@ -143,7 +162,9 @@ def test_only_its_owner_and_who_could_before_can_read_it(file: Path) -> None:
     assert file.stat().st_mode & 0o777 == 0o644
 
 
-def test_a_disk_that_fills_up_ends_no_request(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_disk_that_fills_up_ends_no_request(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """It is said in the log."""
     folder = tmp_path / "metrics"
     folder.mkdir()
@@ -157,7 +178,9 @@ def test_a_disk_that_fills_up_ends_no_request(tmp_path: Path, caplog: pytest.Log
 def test_generate_keeps_metrics(file: Path) -> None:
     """Through the command line, request by request and run after run."""
     for _ in range(2):
-        result = CliRunner().invoke(cli.main, ["generate", "-p", "Hello!", "--repeat", "2", "--metrics", str(file)])
+        result = CliRunner().invoke(
+            cli.main, ["generate", "-p", "Hello!", "--repeat", "2", "--metrics", str(file)]
+        )
         assert result.exit_code == 0, result.output
     found = values(file)
     assert found["mlxrunner_requests_total{finish=stop,model=demo,outcome=miss}"] == 2
@@ -172,4 +195,7 @@ def test_without_the_client_it_says_what_to_install(file: Path) -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr == "mlxrunner: --metrics needs the package prometheus_client: pip install prometheus_client\n"
+    assert (
+        result.stderr
+        == "mlxrunner: --metrics needs the package prometheus_client: pip install prometheus_client\n"
+    )

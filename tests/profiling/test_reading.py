@@ -42,7 +42,12 @@ def test_every_field_says_what_it_is() -> None:
             *schema.get("properties", {}).items(),
             *([("items", schema["items"])] if "properties" in schema.get("items", {}) else []),
         ]
-        return own + [found for key, value in inner if key != "items" for found in undescribed(value, f"{name}.{key}")]
+        return own + [
+            found
+            for key, value in inner
+            if key != "items"
+            for found in undescribed(value, f"{name}.{key}")
+        ]
 
     assert undescribed(event_schema(), "event") == []
 
@@ -58,7 +63,10 @@ BROKEN = {
     "another tool's": (b'{"level": "info"}', "foreign"),
     "an older version": (json.dumps(example() | {"version": 0}).encode(), "version"),
     "a newer version": (json.dumps(example() | {"version": 2}).encode(), "version"),
-    "a field is missing": (json.dumps({k: v for k, v in example().items() if k != "reason"}).encode(), "invalid"),
+    "a field is missing": (
+        json.dumps({k: v for k, v in example().items() if k != "reason"}).encode(),
+        "invalid",
+    ),
     "a wrong type": (json.dumps(example() | {"cached_tokens": "many"}).encode(), "invalid"),
     "a negative count": (json.dumps(example() | {"cached_tokens": -1}).encode(), "invalid"),
     "a boolean count": (json.dumps(example() | {"cached_tokens": True}).encode(), "invalid"),
@@ -101,7 +109,10 @@ def test_garbage_never_raises(data: bytes) -> None:
 
 
 @settings(deadline=None)
-@given(st.sampled_from(sorted(example())), st.recursive(st.none() | st.booleans() | st.floats() | st.text(), st.lists))
+@given(
+    st.sampled_from(sorted(example())),
+    st.recursive(st.none() | st.booleans() | st.floats() | st.text(), st.lists),
+)
 def test_the_reader_agrees_with_the_schema(name: str, value: Any) -> None:
     """About any value of any field, but for what no count can be."""
     import tempfile
@@ -112,7 +123,9 @@ def test_the_reader_agrees_with_the_schema(name: str, value: Any) -> None:
         json.dump(changed, file)
         file.flush()
         taken = bool(list(read_events([file.name])))
-    assert taken == is_valid or (isinstance(value, float) and (abs(value) > 2**53 or value != value))
+    assert taken == is_valid or (
+        isinstance(value, float) and (abs(value) > 2**53 or value != value)
+    )
 
 
 def test_a_file_that_is_not_there_is_one_line(tmp_path: Path) -> None:
@@ -125,4 +138,8 @@ def test_rotated_files_come_first(tmp_path: Path) -> None:
     """The oldest of them first of all."""
     for name in ("events", "events.1", "events.2", "events.4"):
         (tmp_path / name).touch()
-    assert [path.name for path in with_rotated(tmp_path / "events")] == ["events.2", "events.1", "events"]
+    assert [path.name for path in with_rotated(tmp_path / "events")] == [
+        "events.2",
+        "events.1",
+        "events",
+    ]

@@ -56,7 +56,11 @@ def test_empty_and_prompt_shorter(events: Path, lines: Lines) -> None:
     run("generate", "-p", "Hello!", "--repeat", 2, "--events", events)
     first, second = lines(events)
     assert (first["outcome"], first["reason"], first["run"]) == ("miss", "empty", "cold-miss")
-    assert (second["outcome"], second["reason"], second["run"]) == ("hit", "prompt_shorter", "warm-hit")
+    assert (second["outcome"], second["reason"], second["run"]) == (
+        "hit",
+        "prompt_shorter",
+        "warm-hit",
+    )
     assert (first["lost_tokens"], second["lost_tokens"]) == (0, 0)
     assert "the prompt is the beginning of the entry" in said(events)
 
@@ -70,27 +74,50 @@ def test_nothing_lost(events: Path, lines: Lines) -> None:
     assert "nothing was lost" in said(events)
 
 
-def test_diverged_in_each_family(family: Any, scripted: Callable[..., Path], events: Path, lines: Lines) -> None:
+def test_diverged_in_each_family(
+    family: Any, scripted: Callable[..., Path], events: Path, lines: Lines
+) -> None:
     """A chat that begins anew with other words: role, message and part are named."""
     begin = {"mistral": "[/INST]", "harmony": "t"}.get(family.name, "\n")
     folder = scripted(family.name, begin, "fine")
-    run("chat", "-m", folder, "--events", events, "--log-text", "--no-reserve", stdin="Dear old friend\n/clear\nDear you\n")
+    run(
+        "chat",
+        "-m",
+        folder,
+        "--events",
+        events,
+        "--log-text",
+        "--no-reserve",
+        stdin="Dear old friend\n/clear\nDear you\n",
+    )
     event = lines(events)[-1]
     assert event["reason"] == "diverged"
-    assert tuple(event["divergence"][name] for name in ("message", "role", "part")) == (0, "user", "text")
+    assert tuple(event["divergence"][name] for name in ("message", "role", "part")) == (
+        0,
+        "user",
+        "text",
+    )
     assert event["divergence"]["common"]["text"].endswith("Dear ")
     assert event["divergence"]["previous"]["text"].startswith("old friend")
-    assert event["lost_tokens"] == min(event["prompt_tokens"] - 1, event["entry_tokens"]) - event["cached_tokens"]
+    assert (
+        event["lost_tokens"]
+        == min(event["prompt_tokens"] - 1, event["entry_tokens"]) - event["cached_tokens"]
+    )
     assert "in the text of message 0 (user)" in said(events)
 
 
-def test_diverged_at_thinking_that_is_stripped(scripted: Callable[..., Path], events: Path, lines: Lines) -> None:
+def test_diverged_at_thinking_that_is_stripped(
+    scripted: Callable[..., Path], events: Path, lines: Lines
+) -> None:
     """Qwen 3: the model thinks, and the template leaves that out of the next prompt."""
     folder = scripted("qwen3", "\n", "<think>hm</think>Ok")
     run("chat", "-m", folder, "--events", events, "--no-reserve", stdin="Hello\nAgain\n")
     event = lines(events)[-1]
     assert event["reason"] == "diverged"
-    sides = [tuple(event["divergence"][side][name] for name in ("message", "role", "part")) for side in ("previous", "current")]
+    sides = [
+        tuple(event["divergence"][side][name] for name in ("message", "role", "part"))
+        for side in ("previous", "current")
+    ]
     assert sides == [(1, "assistant", "thinking"), (1, "assistant", "text")]
     assert "where before was the thinking block of message 1 (assistant)" in said(events)
 
@@ -98,7 +125,16 @@ def test_diverged_at_thinking_that_is_stripped(scripted: Callable[..., Path], ev
 def test_no_common_token(tmp_path: Path, events: Path, lines: Lines) -> None:
     """A model without BOS: a conversation with a system prompt begins with another token."""
     write_model(tmp_path / "model")
-    command = ("chat", "-m", tmp_path / "model", "--max-tokens", 4, "--no-reserve", "--events", events)
+    command = (
+        "chat",
+        "-m",
+        tmp_path / "model",
+        "--max-tokens",
+        4,
+        "--no-reserve",
+        "--events",
+        events,
+    )
     run(*command, stdin="hello\n/system Be brief.\nhello\n")
     event = lines(events)[-1]
     assert (event["outcome"], event["reason"]) == ("miss", "no_common_token")
@@ -110,28 +146,65 @@ def test_no_common_token(tmp_path: Path, events: Path, lines: Lines) -> None:
 def test_rewind_limited(tmp_path: Path, events: Path, lines: Lines) -> None:
     """A recurrent model without checkpoints can't go back over its answer."""
     write_model(tmp_path / "model", "mamba2")
-    command = ("generate", "-m", tmp_path / "model", "-p", "hello there", "--raw", "--max-tokens", 4, "--no-reserve")
+    command = (
+        "generate",
+        "-m",
+        tmp_path / "model",
+        "-p",
+        "hello there",
+        "--raw",
+        "--max-tokens",
+        4,
+        "--no-reserve",
+    )
     run(*command, "--repeat", 2, "--checkpoint-budget", 0, "--events", events)
     event = lines(events)[-1]
-    assert (event["outcome"], event["reason"], event["rewind_limited_by"]) == ("miss", "rewind_limited", "recurrent")
+    assert (event["outcome"], event["reason"], event["rewind_limited_by"]) == (
+        "miss",
+        "rewind_limited",
+        "recurrent",
+    )
     assert event["lost_tokens"] == event["prompt_tokens"] - 1
     assert "(recurrent)" in said(events)
     assert "--checkpoint-interval" in said(events)
 
 
 def test_rewind_limited_names_the_place_in_each_family(
-    family: Any, write_family: Callable[[Path, str], None], tmp_path: Path, events: Path, lines: Lines
+    family: Any,
+    write_family: Callable[[Path, str], None],
+    tmp_path: Path,
+    events: Path,
+    lines: Lines,
 ) -> None:
     """Where the conversation was edited, and the layer that could not go back to there."""
     write_model(tmp_path / "model", "mamba2", vocab_size=300)
     config = (tmp_path / "model" / "config.json").read_bytes()
     write_family(tmp_path / "model", family.name)
     (tmp_path / "model" / "config.json").write_bytes(config)
-    command = ("chat", "-m", tmp_path / "model", "--max-tokens", 2, "--no-reserve", "--checkpoint-budget", 0, "--events", events)
+    command = (
+        "chat",
+        "-m",
+        tmp_path / "model",
+        "--max-tokens",
+        2,
+        "--no-reserve",
+        "--checkpoint-budget",
+        0,
+        "--events",
+        events,
+    )
     run(*command, stdin="Dear old friend\n/clear\nDear you\n")
     event = lines(events)[-1]
-    assert (event["reason"], event["rewind_limited_by"], event["cached_tokens"]) == ("rewind_limited", "recurrent", 0)
-    assert tuple(event["divergence"][name] for name in ("message", "role", "part")) == (0, "user", "text")
+    assert (event["reason"], event["rewind_limited_by"], event["cached_tokens"]) == (
+        "rewind_limited",
+        "recurrent",
+        0,
+    )
+    assert tuple(event["divergence"][name] for name in ("message", "role", "part")) == (
+        0,
+        "user",
+        "text",
+    )
     assert event["lost_tokens"] == event["matched_tokens"] == event["divergence"]["index"] > 0
     assert "in the text of message 0 (user)" in said(events)
 
@@ -142,7 +215,11 @@ def test_entry_freed(talk: Callable[..., Any], events: Path) -> None:
     first = talking.ask("Hello you", "fine")
     talking.runner.reset()
     event = talking.ask("Hello there", "fine")
-    assert (event["outcome"], event["reason"], event["freed_by"]) == ("miss", "entry_freed", "a reset")
+    assert (event["outcome"], event["reason"], event["freed_by"]) == (
+        "miss",
+        "entry_freed",
+        "a reset",
+    )
     assert event["lost_tokens"] == len("Hello ")
     assert first["lost_tokens"] == 0
     assert "the entry had been given up (a reset)" in said(events)
@@ -158,12 +235,18 @@ def test_model_changed_and_options_changed(events: Path, lines: Lines) -> None:
         list(runner.generate("My name is Ana.", max_tokens=2))
     profile.finish()
     _, options, model, again = lines(events)
-    assert (options["reason"], options["freed_by"], options["run"]) == ("options_changed", "kv_bits: None -> 8", "warm-miss")
+    assert (options["reason"], options["freed_by"], options["run"]) == (
+        "options_changed",
+        "kv_bits: None -> 8",
+        "warm-miss",
+    )
     assert options["lost_tokens"] == options["prompt_tokens"] - 1
     assert (model["reason"], model["freed_by"]) == ("model_changed", "demo -> other")
     assert (again["reason"], again["freed_by"]) == ("options_changed", "loaded again")
     assert len({event["fingerprint"] for event in (options, model, again)}) == 1
-    assert explain(options).startswith("the model was loaded again with options that change what is stored (kv_bits: None -> 8)")
+    assert explain(options).startswith(
+        "the model was loaded again with options that change what is stored (kv_bits: None -> 8)"
+    )
     assert explain(model).startswith("another model was loaded")
 
 
@@ -182,21 +265,34 @@ def test_interrupted(events: Path, lines: Lines) -> None:
     list(runner.generate(prompt, max_tokens=2))
     list(runner.generate([*prompt[:30], 90, 91], max_tokens=2))
     stopped, event, later = lines(events)
-    assert (stopped["finish"], stopped["completion_tokens"], stopped["entry_tokens_after"]) == ("interrupted", 0, 16)
+    assert (stopped["finish"], stopped["completion_tokens"], stopped["entry_tokens_after"]) == (
+        "interrupted",
+        0,
+        16,
+    )
     assert (stopped["ttft_s"], stopped["decode_s"], stopped["prefill_s"]) == (None, None, None)
     assert [span["tokens"] for span in stopped["spans"] if span["name"] == "prefill"] == [8, 8]
     assert (stopped["evaluated_tokens"], stopped["lost_tokens"]) == (16, 0)
-    assert (event["reason"], event["cached_tokens"], event["evaluated_tokens"], event["lost_tokens"]) == (
+    assert (
+        event["reason"],
+        event["cached_tokens"],
+        event["evaluated_tokens"],
+        event["lost_tokens"],
+    ) == (
         "interrupted",
         16,
         24,
         0,
     )
     assert later["reason"] == "diverged"
-    assert explain(event).startswith("the request before it was ended before its prompt was evaluated")
+    assert explain(event).startswith(
+        "the request before it was ended before its prompt was evaluated"
+    )
 
 
-def test_what_was_evaluated_in_advance_is_no_interrupted_request(events: Path, lines: Lines) -> None:
+def test_what_was_evaluated_in_advance_is_no_interrupted_request(
+    events: Path, lines: Lines
+) -> None:
     """It is there or not yet there; nothing was lost, and nothing was saved."""
     runner, profile = oracle_runner(prefill_step=8), Profile(events=events)
     profile.attach(runner)
@@ -213,9 +309,20 @@ def test_interrupted_in_a_terminal(events: Path, lines: Lines) -> None:
     """A long message, Ctrl-C while it is evaluated, and the same message again."""
     import pexpect
 
-    command = ["-m", "mlxrunner", "chat", "--no-type-ahead", "--prefill-step", "1", "--events", str(events)]
+    command = [
+        "-m",
+        "mlxrunner",
+        "chat",
+        "--no-type-ahead",
+        "--prefill-step",
+        "1",
+        "--events",
+        str(events),
+    ]
     environment = {**os.environ, "TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1"}
-    terminal = pexpect.spawn(sys.executable, command, timeout=120, dimensions=(40, 200), env=environment)
+    terminal = pexpect.spawn(
+        sys.executable, command, timeout=120, dimensions=(40, 200), env=environment
+    )
     for requests in (1, 2):
         terminal.expect(">>>")
         terminal.send("and then " * 450 + "\r")
@@ -243,8 +350,12 @@ def test_typing_ahead_hides_no_loss_in_a_terminal(events: Path, lines: Lines) ->
 
     command = ["-m", "mlxrunner", "chat", "--no-history", "--events", str(events)]
     environment = {**os.environ, "TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1"}
-    terminal = pexpect.spawn(sys.executable, command, timeout=120, dimensions=(40, 200), env=environment)
-    for requests, text in enumerate(("My name is Ana and I live in Rome.", "/clear", "My name is Tom and I live in Oslo.")):
+    terminal = pexpect.spawn(
+        sys.executable, command, timeout=120, dimensions=(40, 200), env=environment
+    )
+    for requests, text in enumerate(
+        ("My name is Ana and I live in Rome.", "/clear", "My name is Tom and I live in Oslo.")
+    ):
         terminal.expect(">>>")
         terminal.send(text)
         terminal.expect([pexpect.TIMEOUT, pexpect.EOF], timeout=1.5)  # it is evaluated
@@ -275,7 +386,9 @@ def test_what_an_interrupted_request_lost_is_counted_once() -> None:
     with pytest.raises(KeyboardInterrupt):
         list(runner.generate(prompt, max_tokens=1, progress=press))
     list(runner.generate(prompt, max_tokens=1))
-    counts = [(event["reason"], event["evaluated_tokens"], event["lost_tokens"]) for event in seen[1:]]
+    counts = [
+        (event["reason"], event["evaluated_tokens"], event["lost_tokens"]) for event in seen[1:]
+    ]
     assert counts == [("diverged", 50, 50), ("interrupted", 450, 0)]
 
 
@@ -308,7 +421,11 @@ def test_restored(events: Path, lines: Lines) -> None:
         list(runner.generate(prompt, max_tokens=1))
     list(runner.generate([1, 7, 6], max_tokens=1))
     _, first, second, parted, last = lines(events)
-    assert (first["reason"], first["freed_by"], first["run"]) == ("restored", "chat.session", "warm-restored")
+    assert (first["reason"], first["freed_by"], first["run"]) == (
+        "restored",
+        "chat.session",
+        "warm-restored",
+    )
     assert second["reason"] == "restored"
     assert (parted["reason"], parted["run"]) == ("diverged", "warm-restored")
     assert (last["reason"], last["run"]) == (None, "warm-hit")
@@ -327,9 +444,19 @@ def test_verify_failed(events: Path, lines: Lines, monkeypatch: pytest.MonkeyPat
             cache.keys[..., : to // 2, :] = -cache.keys[..., : to // 2, :]
 
     monkeypatch.setattr(FullAttentionCache, "rewind", spoil)
-    command = ("generate", "-p", "My name is Ana. What is my name?", "--repeat", 3, "--events", events)
+    command = (
+        "generate",
+        "-p",
+        "My name is Ana. What is my name?",
+        "--repeat",
+        3,
+        "--events",
+        events,
+    )
     failed = run(*command, "--verify-cache", 1, "--strict", code=4)
-    assert failed.stderr.startswith("mlxrunner: 1 of 1 verified requests gave something else when they were run again cold")
+    assert failed.stderr.startswith(
+        "mlxrunner: 1 of 1 verified requests gave something else when they were run again cold"
+    )
     _, wrong, after = lines(events)
     assert wrong["verify"]["equal"] is False
     assert wrong["verify"]["logits_difference"] > wrong["verify"]["tolerance"]
@@ -341,7 +468,9 @@ def test_verify_failed(events: Path, lines: Lines, monkeypatch: pytest.MonkeyPat
     assert json.loads(events.read_text().splitlines()[-1])["reason"] == "verify_failed"
 
 
-def test_what_is_evaluated_in_advance_leaves_the_explanation_to_the_request(events: Path, lines: Lines) -> None:
+def test_what_is_evaluated_in_advance_leaves_the_explanation_to_the_request(
+    events: Path, lines: Lines
+) -> None:
     """In a chat something is evaluated before nearly every turn."""
     runner, other, profile = oracle_runner(), oracle_runner(), Profile(events=events)
     profile.attach(runner)
@@ -373,16 +502,27 @@ def test_a_draft_that_was_evaluated_and_not_sent_costs_nothing(events: Path, lin
     messages = [{"role": "user", "content": "My name is Ana."}]
     answer = "".join(chunk.text for chunk in runner.generate(messages))
     messages.append({"role": "assistant", "content": answer})
-    runner.evaluate([*messages, {"role": "user", "content": "I have a parrot and much more to say about it"}])
+    runner.evaluate(
+        [*messages, {"role": "user", "content": "I have a parrot and much more to say about it"}]
+    )
     list(runner.generate([*messages, {"role": "user", "content": "I have a dog."}]))
     _, event = lines(events)
-    assert (event["outcome"], event["reason"], event["divergence"], event["lost_tokens"]) == ("hit", None, None, 0)
+    assert (event["outcome"], event["reason"], event["divergence"], event["lost_tokens"]) == (
+        "hit",
+        None,
+        None,
+        0,
+    )
     assert event["saved_tokens"] == event["entry_tokens"] == event["matched_tokens"]
     assert 0 < event["ahead_tokens"] < event["prompt_tokens"] - event["saved_tokens"]
 
 
-@pytest.mark.parametrize("drafts", [[], [""], ["you"], ["me", "you"]], ids=["none", "before", "typed", "changed"])
-def test_what_is_evaluated_in_advance_hides_no_loss(family: Any, talk: Callable[..., Any], drafts: list[str]) -> None:
+@pytest.mark.parametrize(
+    "drafts", [[], [""], ["you"], ["me", "you"]], ids=["none", "before", "typed", "changed"]
+)
+def test_what_is_evaluated_in_advance_hides_no_loss(
+    family: Any, talk: Callable[..., Any], drafts: list[str]
+) -> None:
     """A conversation that begins anew: the same reason, place and loss as without it."""
     talking = talk(family.name, log_text=True)
     talking.ask([{"role": "user", "content": "Dear old friend"}], "fine")
@@ -390,12 +530,24 @@ def test_what_is_evaluated_in_advance_hides_no_loss(family: Any, talk: Callable[
         talking.runner.evaluate([{"role": "user", "content": "Dear " + draft}])
     event = talking.ask([{"role": "user", "content": "Dear you"}], "fine")
     place = {"message": 0, "role": "user", "part": "text"}
-    assert (event["reason"], event["outcome"], event["run"]) == ("diverged", "partial", "warm-partial")
+    assert (event["reason"], event["outcome"], event["run"]) == (
+        "diverged",
+        "partial",
+        "warm-partial",
+    )
     assert event["divergence"].items() >= place.items()
     assert event["divergence"]["previous"].items() >= place.items()
     assert event["divergence"]["previous"]["text"].startswith("old friend")
-    assert event["saved_tokens"] <= event["matched_tokens"] == event["divergence"]["index"] <= event["saved_tokens"] + 1
-    assert event["lost_tokens"] == min(event["prompt_tokens"] - 1, event["entry_tokens"]) - event["saved_tokens"]
+    assert (
+        event["saved_tokens"]
+        <= event["matched_tokens"]
+        == event["divergence"]["index"]
+        <= event["saved_tokens"] + 1
+    )
+    assert (
+        event["lost_tokens"]
+        == min(event["prompt_tokens"] - 1, event["entry_tokens"]) - event["saved_tokens"]
+    )
     assert (event["ahead_tokens"] > 0) == ("you" in drafts)
 
 
@@ -410,7 +562,11 @@ def test_what_was_evaluated_in_advance_for_nothing_may_be_what_freed_the_rest() 
         list(runner.generate([*prompt, 98], max_tokens=2))
         event = seen[-1]
         kept = 30 if kind == "full" else 0
-        assert (event["reason"], event["saved_tokens"], event["lost_tokens"]) == (reason, kept, 40 - kept)
+        assert (event["reason"], event["saved_tokens"], event["lost_tokens"]) == (
+            reason,
+            kept,
+            40 - kept,
+        )
         assert event["rewind_limited_by"] == (None if kind == "full" else kind)
 
 
@@ -422,7 +578,11 @@ def test_a_reset_after_something_was_evaluated_in_advance_says_what_it_cost() ->
     runner.evaluate([1, 2, 9, 9])
     runner.reset()
     list(runner.generate([1, 2, 3, 5], max_tokens=1))
-    assert (seen[-1]["reason"], seen[-1]["lost_tokens"], seen[-1]["ahead_tokens"]) == ("entry_freed", 3, 0)
+    assert (seen[-1]["reason"], seen[-1]["lost_tokens"], seen[-1]["ahead_tokens"]) == (
+        "entry_freed",
+        3,
+        0,
+    )
 
 
 def test_a_shift_moves_what_was_evaluated_in_advance_too() -> None:
@@ -465,7 +625,9 @@ def test_a_batch_that_evaluates_the_tree_has_lost_nothing(
     run("batch", batch, "-o", tmp_path / "out", "--parallel", parallel, "--events", events)
     made, words, page, explained = told(events, tmp_path / "page.html")
     assert made["tokens"]["lost"] <= (0 if parallel == 1 else 16)
-    assert {reason for reason, loss in made["reasons"].items() if loss["tokens"]} <= {"side_by_side"}
+    assert {reason for reason, loss in made["reasons"].items() if loss["tokens"]} <= {
+        "side_by_side"
+    }
     for text in (words, page, explained):
         assert "put what changes" not in text
         assert "send earlier messages back" not in text
@@ -473,9 +635,22 @@ def test_a_batch_that_evaluates_the_tree_has_lost_nothing(
     assert "nothing was lost by that" in explained
 
 
-def test_a_batch_in_input_order_is_told_to_sort(batch: Path, events: Path, tmp_path: Path, lines: Lines) -> None:
+def test_a_batch_in_input_order_is_told_to_sort(
+    batch: Path, events: Path, tmp_path: Path, lines: Lines
+) -> None:
     """The loss is against the tree; its remedy is the order, not the text of the prompts."""
-    run("batch", batch, "-o", tmp_path / "out", "--parallel", 1, "--order", "input", "--events", events)
+    run(
+        "batch",
+        batch,
+        "-o",
+        tmp_path / "out",
+        "--parallel",
+        1,
+        "--order",
+        "input",
+        "--events",
+        events,
+    )
     made, words, page, explained = told(events, tmp_path / "page.html")
     plan = json.loads(run("batch", batch, "--plan", "--json").stdout)
     assert made["tokens"]["lost"] == made["tokens"]["evaluated"] - plan["evaluated_at_best"] > 0

@@ -58,7 +58,10 @@ def test_a_hit_rate_below_the_wanted_one_is_exit_code_3(events: Path) -> None:
     below = run(events, "--min-hit-rate", str(rate + 0.001))
     assert below.exit_code == 3
     found = json.loads(run(events, "--json").stdout)["tokens"]
-    assert f"mlxrunner: {found['saved']:,} of {found['prompt']:,} prompt tokens were reused, less than the wanted" in below.stderr
+    assert (
+        f"mlxrunner: {found['saved']:,} of {found['prompt']:,} prompt tokens were reused, less than the wanted"
+        in below.stderr
+    )
     assert "hit rate by token" in below.stdout
     assert run(events, "--min-hit-rate", "80").exit_code == 2
 
@@ -94,7 +97,10 @@ def test_lines_that_cannot_be_read_are_skipped_with_a_count(tmp_path: Path) -> N
         (lambda path: path.mkdir(), "is a directory, not a regular file"),
         (lambda path: path.write_bytes(b""), "nothing has been logged yet"),
         (lambda path: path.write_bytes(b"hello\n"), "1 line was skipped: 1 broken or cut off"),
-        (lambda path: path.write_bytes(b"\x1f\x8b\x08 packed"), "is compressed: unpack it first, gzip -dk"),
+        (
+            lambda path: path.write_bytes(b"\x1f\x8b\x08 packed"),
+            "is compressed: unpack it first, gzip -dk",
+        ),
     ],
     ids=["missing", "directory", "empty", "no event", "gzip"],
 )
@@ -109,7 +115,23 @@ def test_what_is_no_events_file_is_one_clear_line(tmp_path: Path, make: Any, mes
     assert result.stderr.count("\n") == 1
 
 
-JUNK: list[Any] = [None, True, -1, 2**31, 2**63, 1e308, -0.5, "", "x" * 1000, "\x1b[31m", "\ud800", [], [[]], {}, {"a": 1}]
+JUNK: list[Any] = [
+    None,
+    True,
+    -1,
+    2**31,
+    2**63,
+    1e308,
+    -0.5,
+    "",
+    "x" * 1000,
+    "\x1b[31m",
+    "\ud800",
+    [],
+    [[]],
+    {},
+    {"a": 1},
+]
 
 
 def mutated(value: Any, rng: random.Random) -> Any:
@@ -129,7 +151,11 @@ def mutated(value: Any, rng: random.Random) -> Any:
 def test_whatever_the_lines_say_nothing_crashes(tmp_path: Path, seed: int) -> None:
     """Fields left out, of other types, out of range, hostile: each line is used or counted, and every result is written."""
     rng = random.Random(seed)
-    events = [mutated(event, rng) if rng.random() < 0.8 else event for _ in range(10) for event in afternoon(20, seed)]
+    events = [
+        mutated(event, rng) if rng.random() < 0.8 else event
+        for _ in range(10)
+        for event in afternoon(20, seed)
+    ]
     file = write(tmp_path / "events.jsonl", *events)
     results = [tmp_path / name for name in ("p.html", "r.csv", "t.json")]
     made = make_report([file], html=str(results[0]), csv=str(results[1]), trace=str(results[2]))
@@ -156,7 +182,9 @@ def test_the_file_may_come_from_the_environment(events: Path) -> None:
     assert json.loads(run("--json", env={"MLXRUNNER_EVENTS": str(events)}).stdout)["requests"] == 60
 
 
-def test_all_results_are_written_in_one_go_for_their_owner_only(events: Path, tmp_path: Path) -> None:
+def test_all_results_are_written_in_one_go_for_their_owner_only(
+    events: Path, tmp_path: Path
+) -> None:
     """A page, rows and a trace; files of users are 0600."""
     page, rows, trace = tmp_path / "p.html", tmp_path / "r.csv", tmp_path / "t.json"
     assert run(events, "--html", page, "--csv", rows, "--trace", trace).exit_code == 0
@@ -164,7 +192,12 @@ def test_all_results_are_written_in_one_go_for_their_owner_only(events: Path, tm
     assert len(list(csv.DictReader(rows.open(newline="")))) == 60
     assert json.loads(trace.read_text())["traceEvents"]
     assert {file.stat().st_mode & 0o777 for file in (page, rows, trace)} == {0o600}
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["events.jsonl", "p.html", "r.csv", "t.json"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        "events.jsonl",
+        "p.html",
+        "r.csv",
+        "t.json",
+    ]
 
 
 def test_what_cannot_be_written_is_one_clear_line(events: Path, tmp_path: Path, full: int) -> None:
@@ -183,7 +216,9 @@ def test_what_cannot_be_written_is_one_clear_line(events: Path, tmp_path: Path, 
         assert message in result.stderr
         assert "o.trace" not in result.stderr
     assert events.read_bytes() == before
-    assert {file.name for file in tmp_path.iterdir()} - {"o.trace"} == {"events.jsonl"}  # a trace may have been whole before
+    assert {file.name for file in tmp_path.iterdir()} - {"o.trace"} == {
+        "events.jsonl"
+    }  # a trace may have been whole before
 
 
 def test_one_file_for_two_results_is_refused(events: Path, tmp_path: Path, null: Path) -> None:
@@ -198,10 +233,18 @@ def test_one_file_for_two_results_is_refused(events: Path, tmp_path: Path, null:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"ttft_s": 5e-324}, {"prefill_rate": 1e-305}, {"cached_tokens": 65}, {"lost_tokens": 35}, {"saved_tokens": 29}],
+    [
+        {"ttft_s": 5e-324},
+        {"prefill_rate": 1e-305},
+        {"cached_tokens": 65},
+        {"lost_tokens": 35},
+        {"saved_tokens": 29},
+    ],
     ids=["time", "rate", "cached", "lost", "saved"],
 )
-def test_counts_and_rates_that_can_not_be_are_skipped_or_harmless(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_counts_and_rates_that_can_not_be_are_skipped_or_harmless(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
     """Whoever wrote them: the figures stay numbers, and shares stay within all."""
     file = write(tmp_path / "e", example_event(), example_event(**changes))
     result = run(file, "--json", "--html", tmp_path / "p.html")
@@ -214,12 +257,19 @@ def test_counts_and_rates_that_can_not_be_are_skipped_or_harmless(tmp_path: Path
 def test_a_pipe_closed_early_is_no_error(events: Path) -> None:
     """report | head ends quietly."""
     command = f"{sys.executable} -m mlxrunner report {events} | head -2"
-    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"})
+    result = subprocess.run(
+        ["bash", "-c", command],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+    )
     assert result.stdout.count("\n") == 2
     assert "Traceback" not in result.stderr
 
 
-def test_a_report_that_is_told_to_end_leaves_nothing_half_written(events: Path, tmp_path: Path) -> None:
+def test_a_report_that_is_told_to_end_leaves_nothing_half_written(
+    events: Path, tmp_path: Path
+) -> None:
     """In the middle of the events: the file is as it was, and nothing lies beside it."""
     rows = tmp_path / "rows.csv"
     rows.write_text("old")

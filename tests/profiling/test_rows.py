@@ -24,7 +24,14 @@ def rows_of(*events: dict[str, Any]) -> list[dict[str, str]]:
 def test_a_row_has_every_field_of_the_event() -> None:
     """Those that are nested as their figures: where it parted, how many chunks, whether it was verified."""
     event = example_event(
-        verify={"equal": False, "tokens": 3, "first_difference": 1, "logits_difference": 0.5, "tolerance": 0.1, "seconds": 1.0}
+        verify={
+            "equal": False,
+            "tokens": 3,
+            "first_difference": 1,
+            "logits_difference": 0.5,
+            "tolerance": 0.1,
+            "seconds": 1.0,
+        }
     )
     (row,) = rows_of(event)
     assert {name: row[name] for name in event if name not in ("divergence", "spans", "verify")} == {
@@ -32,7 +39,13 @@ def test_a_row_has_every_field_of_the_event() -> None:
         for name, value in event.items()
         if name not in ("divergence", "spans", "verify")
     }
-    nested = ("divergence_index", "divergence_role", "divergence_part", "prefill_chunks", "verified_equal")
+    nested = (
+        "divergence_index",
+        "divergence_role",
+        "divergence_part",
+        "prefill_chunks",
+        "verified_equal",
+    )
     assert [row[name] for name in nested] == ["30", "assistant", "text", "1", "False"]
 
 
@@ -42,7 +55,9 @@ def test_what_is_not_there_is_an_empty_cell() -> None:
     assert (row["divergence_index"], row["ttft_s"], row["reason"]) == ("", "", "")
 
 
-@pytest.mark.parametrize("text", ["=1+1", "+1", "-1", "@SUM(A1)", "\tx", "\rx", '=HYPERLINK("http://x","y")'])
+@pytest.mark.parametrize(
+    "text", ["=1+1", "+1", "-1", "@SUM(A1)", "\tx", "\rx", '=HYPERLINK("http://x","y")']
+)
 def test_no_cell_is_a_formula(text: str) -> None:
     """A spreadsheet would run it: it is marked as text."""
     (row,) = rows_of(example_event(model=text))

@@ -46,8 +46,12 @@ def test_every_figure_is_there_at_every_width(summary: Summary, width: int) -> N
         number(summary.tokens["cached"]),
         number(summary.tokens["lost"]),
     ]
-    wanted += [number(loss.tokens) for loss in (*summary.reasons.values(), *summary.places.values())]
-    wanted += [seconds(summary.ttft[outcome].percentile(0.9)) for outcome in ("hit", "partial", "miss")]
+    wanted += [
+        number(loss.tokens) for loss in (*summary.reasons.values(), *summary.places.values())
+    ]
+    wanted += [
+        seconds(summary.ttft[outcome].percentile(0.9)) for outcome in ("hit", "partial", "miss")
+    ]
     wanted += [miss.id for miss in summary.costliest]
     if width >= 40:
         assert [figure for figure in wanted if re.sub(r"\s", "", figure) not in together] == []
@@ -109,7 +113,11 @@ def test_figures_are_honest() -> None:
     assert [seconds(value) for value in (None, 0, 0.0000123, 0.0123, 1.234, 119, 600, 9000)] == [
         "-", "0 s", "12 µs", "12.3 ms", "1.23 s", "119 s", "10 min", "2.5 h",
     ]  # fmt: skip
-    assert [rate(value) for value in (None, 1.234, 2345.6)] == ["-", "1.2 tokens/s", "2,346 tokens/s"]
+    assert [rate(value) for value in (None, 1.234, 2345.6)] == [
+        "-",
+        "1.2 tokens/s",
+        "2,346 tokens/s",
+    ]
 
 
 def test_every_place_has_a_remedy() -> None:

@@ -125,9 +125,14 @@ def test_every_character_has_its_place(family: Any) -> None:
     assert parts(family.tokenizer, CHAT) == EXPECTED[family.name]
 
 
-def test_thinking_that_the_template_writes_is_a_part_of_its_message(tokenizers: dict[str, Tokenizer]) -> None:
+def test_thinking_that_the_template_writes_is_a_part_of_its_message(
+    tokenizers: dict[str, Tokenizer],
+) -> None:
     """Qwen 3 keeps that of the turn under way, in its own layout."""
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "<think>why</think>b"}]
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "<think>why</think>b"},
+    ]
     assert parts(tokenizers["qwen3"], messages)[3:7] == [
         ("<|im_start|>assistant\n", 1, "assistant", "template_header"),
         ("<think>\nwhy\n</think>", 1, "assistant", "thinking"),
@@ -136,7 +141,9 @@ def test_thinking_that_the_template_writes_is_a_part_of_its_message(tokenizers: 
     ]
 
 
-def test_thinking_that_the_template_strips_leaves_the_text(tokenizers: dict[str, Tokenizer]) -> None:
+def test_thinking_that_the_template_strips_leaves_the_text(
+    tokenizers: dict[str, Tokenizer],
+) -> None:
     """Of earlier turns."""
     messages = [
         {"role": "user", "content": "a"},
@@ -147,13 +154,22 @@ def test_thinking_that_the_template_strips_leaves_the_text(tokenizers: dict[str,
     assert all(part != "thinking" for *_, part in parts(tokenizers["qwen3"], messages))
 
 
-def test_a_block_that_the_template_adds_to_the_prompt_is_its_own(tokenizers: dict[str, Tokenizer]) -> None:
+def test_a_block_that_the_template_adds_to_the_prompt_is_its_own(
+    tokenizers: dict[str, Tokenizer],
+) -> None:
     """Qwen 3 with thinking switched off."""
     last = parts(tokenizers["qwen3"], [{"role": "user", "content": "a"}], enable_thinking=False)[-1]
-    assert last == ("<|im_start|>assistant\n<think>\n\n</think>\n\n", 1, "assistant", "generation_prompt")
+    assert last == (
+        "<|im_start|>assistant\n<think>\n\n</think>\n\n",
+        1,
+        "assistant",
+        "generation_prompt",
+    )
 
 
-def test_the_tool_list_is_what_the_template_adds_for_tools(tokenizers: dict[str, Tokenizer]) -> None:
+def test_the_tool_list_is_what_the_template_adds_for_tools(
+    tokenizers: dict[str, Tokenizer],
+) -> None:
     """Wherever it puts it, in whatever words."""
     tools = [{"name": "weather", "description": "system"}]
     found = parts(tokenizers["chatml"], CHAT[:2], tools=tools)
@@ -179,7 +195,9 @@ def test_text_that_was_spelled_otherwise_is_found_again(tokenizers: dict[str, To
 
 
 @pytest.mark.parametrize("text", ["nothing like it", "", "<|im_start|>user\nX<|im_end|>\n"])
-def test_what_the_template_can_not_tell_is_left_open(tokenizers: dict[str, Tokenizer], text: str) -> None:
+def test_what_the_template_can_not_tell_is_left_open(
+    tokenizers: dict[str, Tokenizer], text: str
+) -> None:
     """Never guessed."""
     rendered = Rendered(tokenizers["chatml"].render, [{"role": "user", "content": "a"}], text)
     assert all(rendered.place(at).part in (None, "template_header") for at in range(len(text) + 2))
@@ -197,7 +215,11 @@ def test_a_template_that_refuses_the_marks_says_nothing(tokenizers: dict[str, To
 
 def test_an_empty_message_stays_empty(tokenizers: dict[str, Tokenizer]) -> None:
     """Templates ask whether there is a text."""
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}, {"role": "user", "content": "b"}]
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": ""},
+        {"role": "user", "content": "b"},
+    ]
     places = parts(tokenizers["chatml"], messages)
     assert ("b", 2, "user", "text") in places
     assert "".join(text for text, *_ in places) == tokenizers["chatml"].render(messages)

@@ -60,10 +60,14 @@ class History:
         rng, slots, profile = self.rng, self.rng.randint(2, 5), Profile(tokens=self.file)
         cells = rng.choice([None, rng.randint(self.context, slots * self.context)])
         most = rng.choice([8, 32, 200])
-        with ParallelRunner(*self.given, max_sequences=slots, capacity=self.context, max_batch=most, cells=cells) as runner:
+        with ParallelRunner(
+            *self.given, max_sequences=slots, capacity=self.context, max_batch=most, cells=cells
+        ) as runner:
             profile.attach(runner)
             for _ in range(events):
-                rng.choices([self.submit, self.step, self.cancel, self.interrupt], [8, 10, 1, 0.3])[0](runner)
+                rng.choices([self.submit, self.step, self.cancel, self.interrupt], [8, 10, 1, 0.3])[
+                    0
+                ](runner)
             while self.live:
                 self.step(runner)
         profile.finish()
@@ -73,15 +77,23 @@ class History:
         """Some that can't begin are tried again and again, with others cancelled in between."""
         rng = self.rng
         base = rng.choice([self.trunk, self.trunk, rng.choice(self.past)])
-        base = base[: rng.choice([0, 1, len(base), rng.randint(0, len(base)), rng.randint(0, self.context)])]
-        prompt = (base + some(rng, rng.choice([0, 1, 3, rng.randint(1, 40)])) or [7])[: self.context - 1]
+        base = base[
+            : rng.choice([0, 1, len(base), rng.randint(0, len(base)), rng.randint(0, self.context)])
+        ]
+        prompt = (base + some(rng, rng.choice([0, 1, 3, rng.randint(1, 40)])) or [7])[
+            : self.context - 1
+        ]
         options: dict[str, Any] = {
             "stop_tokens": rng.choice([[], rng.sample(range(290), 30)]),
             "max_tokens": rng.choice([1, 3, 10, 40]),
         }
         if rng.random() < 0.3:
             keep = rng.choice([0, 1, rng.randint(0, self.context // 2), self.context - 2])
-            options |= {"overflow": "shift", "keep": keep, "max_tokens": rng.randint(1, 3 * self.context)}
+            options |= {
+                "overflow": "shift",
+                "keep": keep,
+                "max_tokens": rng.randint(1, 3 * self.context),
+            }
         elif rng.random() < 0.4:
             options |= rng.choice(
                 [
@@ -142,8 +154,17 @@ def assert_agrees(logged: list[LoggedRequest]) -> None:
     group.requests = logged
     for one, request in zip(logged, group.as_run(), strict=True):
         facts, found = one.facts, request.lookup
-        replayed = (request.slot.number, found.matched, found.cached, found.entry_tokens, request.shifted)
-        real = (facts["beside"]["slot"], *(facts[name] for name in ("matched", "cached", "entry_before", "shifted")))
+        replayed = (
+            request.slot.number,
+            found.matched,
+            found.cached,
+            found.entry_tokens,
+            request.shifted,
+        )
+        real = (
+            facts["beside"]["slot"],
+            *(facts[name] for name in ("matched", "cached", "entry_before", "shifted")),
+        )
         assert replayed == real, f"request {facts['number']}"
         assert request.finished
 
@@ -156,17 +177,29 @@ def test_a_replay_agrees_with_the_parallel_runner(name: str, tmp_path: Path) -> 
         history = History(name, random.Random(f"{name} {seed}"), tmp_path / str(seed))
         assert_agrees(history.run(40))
         seen += history.seen
-    wanted = ["ended", "failed", "reused", "waited", "in vain", "shifted", "cancelled", "interrupted"]
+    wanted = [
+        "ended",
+        "failed",
+        "reused",
+        "waited",
+        "in vain",
+        "shifted",
+        "cancelled",
+        "interrupted",
+    ]
     assert set(wanted) <= set(seen), seen
 
 
-def logged_batch(name: str, file: Path, slots: int, **options: Any) -> tuple[list[LoggedRequest], Counter[str]]:
+def logged_batch(
+    name: str, file: Path, slots: int, **options: Any
+) -> tuple[list[LoggedRequest], Counter[str]]:
     """A batch whose prompts share much, in so many slots; what the runner says of all of it."""
     rng, given = random.Random(name), parts(name)
     trunk = some(rng, 120)
     requests = [
         BatchRequest(
-            trunk[: 20 * rng.randint(0, 5)] + some(rng, rng.choice([1, 9])), options={"max_tokens": rng.choice([1, 2, 9])}
+            trunk[: 20 * rng.randint(0, 5)] + some(rng, rng.choice([1, 9])),
+            options={"max_tokens": rng.choice([1, 2, 9])},
         )
         for _ in range(24)
     ]
@@ -193,14 +226,21 @@ def test_a_batch_is_replayed_as_it_was_run(name: str, tmp_path: Path) -> None:
     made = simulate([tmp_path / "log"])
     assert (made.agreed, made.requests, made.side_by_side, made.only_logged) == (24, 24, 24, 0)
     assert (made.rows[0].cached, made.rows[0].hits) == (total["cached"], total["hits"])
-    said = " ".join(CliRunner().invoke(cli.main, ["simulate", str(tmp_path / "log")]).stdout.split())
+    said = " ".join(
+        CliRunner().invoke(cli.main, ["simulate", str(tmp_path / "log")]).stdout.split()
+    )
     assert "each of the 24 requests found exactly what the log says" in said
-    assert "24 requests ran side by side, in slots of their own. With other slots and sorted by prefix they do so again" in said
+    assert (
+        "24 requests ran side by side, in slots of their own. With other slots and sorted by prefix they do so again"
+        in said
+    )
 
 
 @pytest.mark.parametrize("slots", [2, 3, 8])
 @pytest.mark.parametrize("name", NAMES)
-def test_other_slots_are_what_a_runner_with_them_does(name: str, slots: int, tmp_path: Path) -> None:
+def test_other_slots_are_what_a_runner_with_them_does(
+    name: str, slots: int, tmp_path: Path
+) -> None:
     """The log of four slots, replayed in others, gives what a batch in these found; in four, what it found itself."""
     logged_batch(name, tmp_path / "log", 4, order="input")
     _, total = logged_batch(name, tmp_path / "other", slots, order="input")
@@ -224,7 +264,9 @@ def test_usual_slots_leave_out_those_there_were(tmp_path: Path) -> None:
     assert [name for name in names if "slots" in name] == ["2 slots", "8 slots", "16 slots"]
 
 
-def test_keys_that_could_not_be_moved_are_not_moved_on_paper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_that_could_not_be_moved_are_not_moved_on_paper(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is kept in a full context is evaluated again, and others share it."""
     monkeypatch.setattr("mlxrunner.parallel.adapt.rotators", lambda *_: None)
     file, rng = tmp_path / "log", random.Random(5)
@@ -249,7 +291,10 @@ def test_a_request_that_is_not_in_the_log_is_said(tmp_path: Path) -> None:
     file = tmp_path / "log"
     logged_batch("llama", file, 3)
     lines = [json.loads(line) for line in file.read_text().splitlines()]
-    begun = min((line for line in lines if line["kind"] == "request"), key=lambda line: line["beside"]["began"])
+    begun = min(
+        (line for line in lines if line["kind"] == "request"),
+        key=lambda line: line["beside"]["began"],
+    )
     del lines[lines.index(begun)]
     for line in lines[1:]:
         line["shared"], line["prompt"] = 0, line["prompt"] or [1]
@@ -260,7 +305,21 @@ def test_a_request_that_is_not_in_the_log_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["slot", "began", "ended", "ending", "limit", "keep", "said", "sampled", "stuck", "beside", "cells", "max_batch"]
+    "name",
+    [
+        "slot",
+        "began",
+        "ended",
+        "ending",
+        "limit",
+        "keep",
+        "said",
+        "sampled",
+        "stuck",
+        "beside",
+        "cells",
+        "max_batch",
+    ],
 )
 def test_what_makes_no_sense_crashes_nothing(name: str, tmp_path: Path) -> None:
     """Every field in turn, of another type or far out of range."""
@@ -270,7 +329,10 @@ def test_what_makes_no_sense_crashes_nothing(name: str, tmp_path: Path) -> None:
     values: list[Any] = ["", "cancelled", "forgotten", -1, 0, 1, 10**12, 2**60, True, None, {}]
     for value in [*values, [], [[]], [5], [0, 0], [0, 2**50], [2**50, 2**50]]:
         changed = [
-            line | {name: value} if name in line else line | {"beside": line["beside"] | {name: value}} for line in lines[1:]
+            line | {name: value}
+            if name in line
+            else line | {"beside": line["beside"] | {name: value}}
+            for line in lines[1:]
         ]
         first = lines[0] | ({name: value} if name in lines[0] else {})
         file.write_text("".join(json.dumps(line) + "\n" for line in [first, *changed]))

@@ -30,8 +30,24 @@ from mlxrunner.profiling.whatif import Simulation
 from mlxrunner.testing import EOS, ByteTokenizer, oracle_runner
 from mlxrunner.testing_models import tiny_config, tiny_model
 
-ARCHITECTURES = ["llama", "gemma3_text", "gpt_oss", "mamba2", "lfm2", "jamba", "qwen3_next", "llama4"]
-ORACLES = [["full"], ["full", "sliding"], ["recurrent", "full"], ["chunked"], ["composite", "sliding"], ["unknown", "full"]]
+ARCHITECTURES = [
+    "llama",
+    "gemma3_text",
+    "gpt_oss",
+    "mamba2",
+    "lfm2",
+    "jamba",
+    "qwen3_next",
+    "llama4",
+]
+ORACLES = [
+    ["full"],
+    ["full", "sliding"],
+    ["recurrent", "full"],
+    ["chunked"],
+    ["composite", "sliding"],
+    ["unknown", "full"],
+]
 SMALL: dict[str, Any] = {"prefill_step": 24, "rewind_slack": 10, "checkpoint_interval": 50}
 
 
@@ -63,7 +79,13 @@ def talk(seed: str, turns: int) -> Iterator[tuple[str, list[list[int]]]]:
 
     messages = [message(), message()]
     kinds = ["append", "edit", "regenerate", "cut", "interrupt", "strip", "new", "reset"]
-    for kind in ["append", "append", "interrupt", "reset", *rng.choices(kinds, [4, 1, 1, 1, 1, 1, 1, 1], k=turns)]:
+    for kind in [
+        "append",
+        "append",
+        "interrupt",
+        "reset",
+        *rng.choices(kinds, [4, 1, 1, 1, 1, 1, 1, 1], k=turns),
+    ]:
         if kind == "new":
             del messages[1:]
         elif kind == "edit":
@@ -81,7 +103,9 @@ def talk(seed: str, turns: int) -> Iterator[tuple[str, list[list[int]]]]:
         yield kind, messages
 
 
-def converse(runner: Runner, log: Path, seed: str, monkeypatch: pytest.MonkeyPatch, turns: int = 40) -> list[LoggedRequest]:
+def converse(
+    runner: Runner, log: Path, seed: str, monkeypatch: pytest.MonkeyPatch, turns: int = 40
+) -> list[LoggedRequest]:
     """Run such a conversation with the token log on; what was logged."""
     profile = Profile(tokens=log)
     profile.attach(runner)
@@ -93,8 +117,12 @@ def converse(runner: Runner, log: Path, seed: str, monkeypatch: pytest.MonkeyPat
         if kind == "interrupt":
             _interrupted(runner, prompt, rng.randint(1, 2), monkeypatch)
         length = rng.choice([1, 2, 10, 40])
-        chunks = runner.generate(prompt, max_tokens=length, stop_tokens=[], overflow="shift", keep=8)
-        answer = [chunk.token for chunk, _ in zip(chunks, range(rng.choice([3, 100])), strict=False)]
+        chunks = runner.generate(
+            prompt, max_tokens=length, stop_tokens=[], overflow="shift", keep=8
+        )
+        answer = [
+            chunk.token for chunk, _ in zip(chunks, range(rng.choice([3, 100])), strict=False)
+        ]
         chunks.close()  # type: ignore[attr-defined]
         messages.append([token for token in answer if token is not None] + [EOS])
     profile.finish()
@@ -104,7 +132,9 @@ def converse(runner: Runner, log: Path, seed: str, monkeypatch: pytest.MonkeyPat
     return logged
 
 
-def _interrupted(runner: Runner, prompt: list[int], passes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def _interrupted(
+    runner: Runner, prompt: list[int], passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ctrl-C while that pass of the prefill is evaluated."""
     real, left = mlxrunner.pipeline.evaluate, [passes]
 
@@ -126,8 +156,17 @@ def assert_agrees(logged: list[LoggedRequest]) -> set[str | None]:
     seen = set()
     for one in logged:
         found, facts = again.run(Request.of(one)), one.facts
-        replayed = (found.matched, found.cached, found.entry_tokens, len(again.tokens), again.checkpoints)
-        real = tuple(facts[name] for name in ("matched", "cached", "entry_before", "entry_after", "checkpoints"))
+        replayed = (
+            found.matched,
+            found.cached,
+            found.entry_tokens,
+            len(again.tokens),
+            again.checkpoints,
+        )
+        real = tuple(
+            facts[name]
+            for name in ("matched", "cached", "entry_before", "entry_after", "checkpoints")
+        )
         assert replayed == real, f"request {facts['number']}"
         seen.add(found.reason)
     return seen
@@ -146,7 +185,9 @@ def test_a_replay_agrees_with_the_runner_on_real_architectures(
     """Full attention, windows, states, chunks, and mixtures of them: exactly, in every request of a long conversation."""
     logged = converse(tiny_runner(architecture), tmp_path / "log", architecture, monkeypatch)
     assert {"diverged", "entry_freed", None} <= assert_agrees(logged)
-    assert any(one.facts["evaluated"] < len(one.prompt) for one in logged), "no prefill was interrupted"
+    assert any(one.facts["evaluated"] < len(one.prompt) for one in logged), (
+        "no prefill was interrupted"
+    )
     assert any(one.facts["checkpoints"] for one in logged) == (architecture != "llama")
 
 
@@ -161,9 +202,15 @@ def test_a_replay_agrees_whatever_the_budget_for_checkpoints(
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next", "oracle"])
-def test_a_replay_agrees_in_a_full_context(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replay_agrees_in_a_full_context(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Tokens are dropped from the middle, during an answer or before it; what follows is moved, or evaluated again."""
-    runner = oracle_runner(["full", "sliding"], context=200, **SMALL) if name == "oracle" else tiny_runner(name, context=200)
+    runner = (
+        oracle_runner(["full", "sliding"], context=200, **SMALL)
+        if name == "oracle"
+        else tiny_runner(name, context=200)
+    )
     logged = converse(runner, tmp_path / "log", name, monkeypatch, turns=70)
     assert any(one.facts["shifted"] for one in logged)
     assert_agrees(logged)
@@ -177,7 +224,13 @@ def test_the_constants_are_the_pipelines() -> None:
 
 @pytest.fixture
 def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    converse(oracle_runner(["full", "sliding", "recurrent"], **SMALL), tmp_path / "log", "some", monkeypatch, 30)
+    converse(
+        oracle_runner(["full", "sliding", "recurrent"], **SMALL),
+        tmp_path / "log",
+        "some",
+        monkeypatch,
+        30,
+    )
     return tmp_path / "log"
 
 
@@ -187,11 +240,14 @@ def row(simulation: Simulation, name: str) -> Any:
 
 def test_settings_that_are_those_of_the_run_change_nothing(log: Path) -> None:
     """The same rate again, with the interval, the slack and the one entry that there were."""
-    simulation = replay([log], entries=[1], intervals=[SMALL["checkpoint_interval"]], slacks=[SMALL["rewind_slack"]])
+    simulation = replay(
+        [log], entries=[1], intervals=[SMALL["checkpoint_interval"]], slacks=[SMALL["rewind_slack"]]
+    )
     assert simulation.agreed == simulation.requests
-    assert {row(simulation, name).cached for name in ("as it was run", "1 entries", "interval 50", "slack 10")} == {
-        simulation.rows[0].cached
-    }
+    assert {
+        row(simulation, name).cached
+        for name in ("as it was run", "1 entries", "interval 50", "slack 10")
+    } == {simulation.rows[0].cached}
 
 
 def log_of(file: Path, *models: tuple[list[str], bool]) -> None:
@@ -211,7 +267,9 @@ def log_of(file: Path, *models: tuple[list[str], bool]) -> None:
 
 @pytest.mark.parametrize("is_new", [False, True], ids=["one process", "two"])
 @pytest.mark.parametrize("first", [["full"], ["full", "sliding"]], ids=["full", "sliding"])
-def test_each_model_is_replayed_with_its_own_layers(tmp_path: Path, first: list[str], is_new: bool) -> None:
+def test_each_model_is_replayed_with_its_own_layers(
+    tmp_path: Path, first: list[str], is_new: bool
+) -> None:
     """Of one process or of several, in whichever order: what acts on any of them is tried, and none finds what another has evaluated."""
     second = ["full", "sliding"] if first == ["full"] else ["full"]
     log_of(tmp_path / "log", (first, True), (second, is_new))
@@ -220,10 +278,19 @@ def test_each_model_is_replayed_with_its_own_layers(tmp_path: Path, first: list[
     together = replay([tmp_path / "log"], intervals=[10], slacks=[100])
     alone = [replay([tmp_path / name], intervals=[10], slacks=[100]) for name in "12"]
     assert together.agreed == together.requests == 10
-    assert [one.what.name for one in together.rows][-3:] == ["sorted by prefix", "interval 10", "slack 100"]
+    assert [one.what.name for one in together.rows][-3:] == [
+        "sorted by prefix",
+        "interval 10",
+        "slack 100",
+    ]
     for one in together.rows:
-        names = [one.what.name if one.what in [row.what for row in each.rows] else "as it was run" for each in alone]
-        assert one.cached == sum(row(each, name).cached for each, name in zip(alone, names, strict=True))
+        names = [
+            one.what.name if one.what in [row.what for row in each.rows] else "as it was run"
+            for each in alone
+        ]
+        assert one.cached == sum(
+            row(each, name).cached for each, name in zip(alone, names, strict=True)
+        )
     assert row(together, "interval 10").cached > together.rows[0].cached
 
 
@@ -234,8 +301,14 @@ def test_options_with_nothing_to_act_on_are_said(tmp_path: Path) -> None:
     options = ("--checkpoint-interval", "10", "--rewind-slack", "9")
     both = run(tmp_path / "full", *options)
     assert both.exit_code == 0
-    assert "mlxrunner: --checkpoint-interval has nothing to act on: no layer in the log takes checkpoints\n" in both.stderr
-    assert "mlxrunner: --rewind-slack has nothing to act on: no layer in the log has a window\n" in both.stderr
+    assert (
+        "mlxrunner: --checkpoint-interval has nothing to act on: no layer in the log takes checkpoints\n"
+        in both.stderr
+    )
+    assert (
+        "mlxrunner: --rewind-slack has nothing to act on: no layer in the log has a window\n"
+        in both.stderr
+    )
     assert "slack 9" not in both.stdout
     one = run(tmp_path / "recurrent", *options)
     assert one.stderr.count("nothing to act on") == 1
@@ -244,13 +317,19 @@ def test_options_with_nothing_to_act_on_are_said(tmp_path: Path) -> None:
 
 def test_the_log_may_come_from_the_environment(log: Path) -> None:
     """The same variable that says where tokens are written."""
-    result = CliRunner().invoke(cli.main, ["simulate", "--json"], env={"MLXRUNNER_LOG_TOKENS": str(log)})
+    result = CliRunner().invoke(
+        cli.main, ["simulate", "--json"], env={"MLXRUNNER_LOG_TOKENS": str(log)}
+    )
     assert json.loads(result.stdout)["requests"] > 0
 
 
-def test_other_slacks_and_intervals_are_what_a_runner_with_them_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_slacks_and_intervals_are_what_a_runner_with_them_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Replayed with the settings of a second runner, the first one's log gives what the second one did."""
-    prompts = [[token for message in messages for token in message] for _, messages in talk("same", 40)]
+    prompts = [
+        [token for message in messages for token in message] for _, messages in talk("same", 40)
+    ]
 
     def run(name: str, **options: Any) -> list[LoggedRequest]:
         runner = oracle_runner(["full", "sliding"], **{**SMALL, **options})
@@ -267,7 +346,9 @@ def test_other_slacks_and_intervals_are_what_a_runner_with_them_does(tmp_path: P
         ("interval", {"checkpoint_interval": 13}, Settings(interval=13)),
     ):
         again = Replay(first[0].process, settings)
-        assert [again.run(Request.of(one)).cached for one in first] == [one.facts["cached"] for one in run(name, **options)]
+        assert [again.run(Request.of(one)).cached for one in first] == [
+            one.facts["cached"] for one in run(name, **options)
+        ]
 
 
 def request(*tokens: int, answer: tuple[int, ...] = ()) -> Request:
@@ -275,10 +356,30 @@ def request(*tokens: int, answer: tuple[int, ...] = ()) -> Request:
 
 
 def process(**changes: Any) -> dict[str, Any]:
-    full = {"kind": "full", "count": 2, "needs_checkpoints": False, "row_bytes": 8, "checkpoint_rows": 0, "checkpoint_fixed": 0}
+    full = {
+        "kind": "full",
+        "count": 2,
+        "needs_checkpoints": False,
+        "row_bytes": 8,
+        "checkpoint_rows": 0,
+        "checkpoint_fixed": 0,
+    }
     layers = [{**full, "window": None, "slack": None, "room": None}]
-    settings = {"context": 4096, "prefill_step": 8, "checkpoint_interval": 50, "checkpoint_budget": 0, "rewind_slack": 10}
-    return {"process": "p", "layers": layers, "message_ends": [], "thinking": [], **settings, **changes}
+    settings = {
+        "context": 4096,
+        "prefill_step": 8,
+        "checkpoint_interval": 50,
+        "checkpoint_budget": 0,
+        "rewind_slack": 10,
+    }
+    return {
+        "process": "p",
+        "layers": layers,
+        "message_ends": [],
+        "thinking": [],
+        **settings,
+        **changes,
+    }
 
 
 def test_two_entries_hold_two_conversations() -> None:
@@ -291,8 +392,22 @@ def test_two_entries_hold_two_conversations() -> None:
 
     assert cached(1, first, second, [*first, 1], [*second, 2]) == [0, 0, 0, 0]
     assert cached(2, first, second, [*first, 1], [*second, 2]) == [0, 0, 20, 20]
-    assert cached(2, first, second, [*first, 1], third, [*second, 2], [*first, 3]) == [0, 0, 20, 0, 0, 0]
-    assert cached(3, first, second, [*first, 1], third, [*second, 2], [*first, 3]) == [0, 0, 20, 0, 20, 20]
+    assert cached(2, first, second, [*first, 1], third, [*second, 2], [*first, 3]) == [
+        0,
+        0,
+        20,
+        0,
+        0,
+        0,
+    ]
+    assert cached(3, first, second, [*first, 1], third, [*second, 2], [*first, 3]) == [
+        0,
+        0,
+        20,
+        0,
+        20,
+        20,
+    ]
 
 
 def test_a_conversation_that_shares_little_goes_on_in_a_copy() -> None:
@@ -300,7 +415,9 @@ def test_a_conversation_that_shares_little_goes_on_in_a_copy() -> None:
     system = list(range(10))
     first, second = [*system, *range(100, 130)], [*system, *range(200, 230)]
     again = Replay(process(), Settings(entries=2))
-    assert [again.run(request(*prompt)).cached for prompt in (first, second, [*first, 1], [*second, 2])] == [0, 10, 40, 40]
+    assert [
+        again.run(request(*prompt)).cached for prompt in (first, second, [*first, 1], [*second, 2])
+    ] == [0, 10, 40, 40]
 
 
 def test_sorted_by_prefix_alike_comes_together() -> None:
@@ -340,9 +457,19 @@ def test_the_command_prints_a_table(log: Path) -> None:
 
 def test_the_command_prints_json(log: Path) -> None:
     """The same figures."""
-    found = json.loads(run(log, "--json", "--entries", "2", "--checkpoint-interval", "10", "--rewind-slack", "99").stdout)
+    found = json.loads(
+        run(
+            log, "--json", "--entries", "2", "--checkpoint-interval", "10", "--rewind-slack", "99"
+        ).stdout
+    )
     assert found["agreed"] == found["requests"]
-    assert [one["name"] for one in found["rows"]] == ["as it was run", "2 entries", "sorted by prefix", "interval 10", "slack 99"]
+    assert [one["name"] for one in found["rows"]] == [
+        "as it was run",
+        "2 entries",
+        "sorted by prefix",
+        "interval 10",
+        "slack 99",
+    ]
     assert all(one["cached"] + one["evaluated"] == one["prompt"] for one in found["rows"])
 
 
@@ -370,48 +497,89 @@ def test_a_log_without_anything_to_replay_is_one_clear_line(tmp_path: Path) -> N
 def test_a_log_that_makes_no_sense_is_refused(log: Path, changes: dict[str, Any]) -> None:
     """Zero steps, broken layers: counted, never a crash or a hang."""
     lines = [json.loads(line) for line in log.read_text().splitlines()]
-    log.write_text("".join(json.dumps(line | (changes if line["kind"] == "process" else {})) + "\n" for line in lines))
+    log.write_text(
+        "".join(
+            json.dumps(line | (changes if line["kind"] == "process" else {})) + "\n"
+            for line in lines
+        )
+    )
     result = run(log)
     assert result.exit_code == 2
     assert "no requests in" in result.stderr
 
 
 @pytest.mark.parametrize(
-    "name", ["entry", "evaluated", "shifted", "cached", "matched", "entry_before", "prompt", "answer", "number"]
+    "name",
+    [
+        "entry",
+        "evaluated",
+        "shifted",
+        "cached",
+        "matched",
+        "entry_before",
+        "prompt",
+        "answer",
+        "number",
+    ],
 )
 def test_requests_that_make_no_sense_crash_nothing(log: Path, name: str) -> None:
     """Every field in turn, in every third line, of another type or far out of range."""
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     for value in ("", [[]], [], {}, -1, 10**12, [5], [2**40], True, None):
-        changed = [line | {name: value} if index % 3 == 2 else line for index, line in enumerate(lines[:12])]
+        changed = [
+            line | {name: value} if index % 3 == 2 else line
+            for index, line in enumerate(lines[:12])
+        ]
         log.write_text("".join(json.dumps(line) + "\n" for line in changed))
         assert run(log).exit_code == 0
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "gpt_oss"])
-def test_requests_side_by_side_of_older_logs_are_replayed_one_at_a_time(architecture: str, tmp_path: Path) -> None:
+def test_requests_side_by_side_of_older_logs_are_replayed_one_at_a_time(
+    architecture: str, tmp_path: Path
+) -> None:
     """Their log does not say how they ran: it says the first row, and the others are what a runner of one at a time finds."""
     log, rng = tmp_path / "log", random.Random(architecture)
     shared = [rng.randrange(290) for _ in range(120)]
-    prompts = [[*shared[: 20 * (number % 6)], *(rng.randrange(290) for _ in range(9))] for number in range(20)]
+    prompts = [
+        [*shared[: 20 * (number % 6)], *(rng.randrange(290) for _ in range(9))]
+        for number in range(20)
+    ]
     lengths = [rng.choice([1, 2, 9]) for _ in prompts]
     config = tiny_config(architecture, max_position_embeddings=512, vocab_size=300)
     model = tiny_model(config)
-    with ParallelRunner(model, ByteTokenizer(), facts_of(model, config), max_sequences=3, capacity=160) as several:
+    with ParallelRunner(
+        model, ByteTokenizer(), facts_of(model, config), max_sequences=3, capacity=160
+    ) as several:
         profile = Profile(tokens=log)
         profile.attach(several)
-        requests = [(prompt, {"max_tokens": most, "stop_tokens": []}) for prompt, most in zip(prompts, lengths, strict=True)]
+        requests = [
+            (prompt, {"max_tokens": most, "stop_tokens": []})
+            for prompt, most in zip(prompts, lengths, strict=True)
+        ]
         results = list(several.run_each(requests))
         profile.finish()
     lines = [json.loads(line) for line in log.read_text().splitlines()]
-    log.write_text("".join(json.dumps({name: line[name] for name in line if name != "beside"}) + "\n" for line in lines))
+    log.write_text(
+        "".join(
+            json.dumps({name: line[name] for name in line if name != "beside"}) + "\n"
+            for line in lines
+        )
+    )
     simulation = replay([log])
-    assert (simulation.requests, simulation.side_by_side, simulation.only_logged, simulation.agreed) == (20, 20, 20, 0)
+    assert (
+        simulation.requests,
+        simulation.side_by_side,
+        simulation.only_logged,
+        simulation.agreed,
+    ) == (20, 20, 20, 0)
     assert simulation.rows[0].cached == sum(result.usage.cached_tokens for result in results)
 
     alone = Runner(model, ByteTokenizer(), facts_of(model, config), context=160)
     chunks = [list(alone.generate(prompt, **options))[-1] for prompt, options in requests]
-    assert row(simulation, "one at a time").cached == sum(chunk.usage.cached_tokens for chunk in chunks if chunk.usage)
+    assert row(simulation, "one at a time").cached == sum(
+        chunk.usage.cached_tokens for chunk in chunks if chunk.usage
+    )
     assert "20 requests ran side by side" in run(log).stdout
     assert json.loads(run(log, "--json").stdout)["side_by_side"] == 20
 
@@ -419,7 +587,12 @@ def test_requests_side_by_side_of_older_logs_are_replayed_one_at_a_time(architec
 def test_parallel_requests_of_older_logs_are_left_out(log: Path) -> None:
     """Without their layers they can't be replayed."""
     lines = [json.loads(line) for line in log.read_text().splitlines()]
-    log.write_text("".join(json.dumps(line | ({"layers": []} if line["kind"] == "process" else {})) + "\n" for line in lines))
+    log.write_text(
+        "".join(
+            json.dumps(line | ({"layers": []} if line["kind"] == "process" else {})) + "\n"
+            for line in lines
+        )
+    )
     result = run(log)
     assert result.exit_code == 2
     assert "of parallel requests, which have no entry" in result.stderr
@@ -441,7 +614,9 @@ def test_an_entry_from_elsewhere_is_said(log: Path) -> None:
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     lines[1] |= {"matched": 5, "cached": 5, "entry_before": 5}
     log.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert f"{len(lines) - 2} of {len(lines) - 1} requests found exactly" in " ".join(run(log).stdout.split())
+    assert f"{len(lines) - 2} of {len(lines) - 1} requests found exactly" in " ".join(
+        run(log).stdout.split()
+    )
 
 
 def test_layers_on_paper_store_nothing() -> None:

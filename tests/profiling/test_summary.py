@@ -44,7 +44,14 @@ def test_rates_are_of_tokens_and_of_requests() -> None:
 def test_what_was_evaluated_in_advance_is_nothing_reused() -> None:
     """Neither by token, nor in the timeline."""
     summary = summary_of(
-        example_event(prompt_tokens=64, cached_tokens=60, ahead_tokens=50, saved_tokens=10, evaluated_tokens=4, lost_tokens=33)
+        example_event(
+            prompt_tokens=64,
+            cached_tokens=60,
+            ahead_tokens=50,
+            saved_tokens=10,
+            evaluated_tokens=4,
+            lost_tokens=33,
+        )
     )
     assert summary.hit_rate == pytest.approx(10 / 64)
     (one,) = summary.timeline.bins
@@ -54,14 +61,26 @@ def test_what_was_evaluated_in_advance_is_nothing_reused() -> None:
 
 def test_rates_per_second_leave_out_what_was_never_evaluated() -> None:
     """An interrupted prefill counts for nothing, and the first token of an answer belongs to its prefill."""
-    whole = example_event(evaluated_tokens=200, prefill_s=0.1, ttft_s=0.11, completion_tokens=11, decode_s=0.05)
+    whole = example_event(
+        evaluated_tokens=200, prefill_s=0.1, ttft_s=0.11, completion_tokens=11, decode_s=0.05
+    )
     broken = example_event(
-        evaluated_tokens=5000, prefill_s=None, ttft_s=None, decode_s=None, completion_tokens=0, finish="interrupted"
+        evaluated_tokens=5000,
+        prefill_s=None,
+        ttft_s=None,
+        decode_s=None,
+        completion_tokens=0,
+        finish="interrupted",
     )
     summary = summary_of(whole, broken)
     assert summary.prefill_rate == pytest.approx(2000)
     assert summary.decode_rate == pytest.approx(200)
-    assert summary.ttft["partial"].as_dict() == {"requests": 1, "p50": 0.11, "p90": 0.11, "p99": 0.11}
+    assert summary.ttft["partial"].as_dict() == {
+        "requests": 1,
+        "p50": 0.11,
+        "p90": 0.11,
+        "p99": 0.11,
+    }
 
 
 def test_percentiles_are_times_that_occurred() -> None:
@@ -76,21 +95,31 @@ def test_losses_are_counted_by_reason_and_by_place_with_what_they_cost() -> None
     """Tokens, and seconds at the request's own prefill rate."""
     diverged = example_event(lost_tokens=100, prefill_rate=1000.0)
     freed = example_event(reason="entry_freed", divergence=None, lost_tokens=50, prefill_rate=None)
-    summary = summary_of(diverged, diverged, freed, example_event(reason="empty", lost_tokens=0, divergence=None))
+    summary = summary_of(
+        diverged, diverged, freed, example_event(reason="empty", lost_tokens=0, divergence=None)
+    )
     assert [(name, loss.requests, loss.tokens) for name, loss in by_tokens(summary.reasons)] == [
         ("diverged", 2, 200),
         ("entry_freed", 1, 50),
         ("empty", 1, 0),
     ]
     assert summary.reasons["diverged"].seconds == pytest.approx(0.2)
-    assert {place: loss.tokens for place, loss in summary.places.items()} == {"assistant: text": 200, NOWHERE: 50}
+    assert {place: loss.tokens for place, loss in summary.places.items()} == {
+        "assistant: text": 200,
+        NOWHERE: 50,
+    }
 
 
 def test_the_costliest_misses_are_the_ten_that_took_longest() -> None:
     """In their order, whatever the order of the file."""
-    events = [example_event(id=f"{n:012x}", lost_tokens=(n * 37) % 101, prefill_rate=100.0) for n in range(1, 60)]
+    events = [
+        example_event(id=f"{n:012x}", lost_tokens=(n * 37) % 101, prefill_rate=100.0)
+        for n in range(1, 60)
+    ]
     expected = sorted(events, key=lambda event: -event["lost_tokens"])[:10]
-    assert [miss.id for miss in summary_of(*events).costliest] == [event["id"] for event in expected]
+    assert [miss.id for miss in summary_of(*events).costliest] == [
+        event["id"] for event in expected
+    ]
 
 
 @pytest.mark.parametrize("count", [1, BINS, BINS + 1, 5 * BINS + 3])
@@ -101,8 +130,12 @@ def test_the_timeline_has_few_bins_and_all_tokens(count: int) -> None:
     assert len(timeline.bins) <= BINS
     assert sum(one.requests for one in timeline.bins) == count
     assert all(one.requests == timeline.width for one in timeline.bins[:-1])
-    assert sum(one.prompt for one in timeline.bins) == sum(event["prompt_tokens"] for event in events)
-    assert max(one.peak_bytes for one in timeline.bins) == max(event["peak_bytes"] for event in events)
+    assert sum(one.prompt for one in timeline.bins) == sum(
+        event["prompt_tokens"] for event in events
+    )
+    assert max(one.peak_bytes for one in timeline.bins) == max(
+        event["peak_bytes"] for event in events
+    )
 
 
 def test_memory_is_bounded_whatever_the_file_says() -> None:
@@ -122,8 +155,13 @@ def test_a_place_is_named_by_role_and_part() -> None:
     """As far as they are known."""
     divergence = example_event()["divergence"]
     assert place_of(example_event()) == "assistant: text"
-    assert place_of(example_event(divergence=divergence | {"part": "template_header"})) == "assistant: template header"
-    assert place_of(example_event(divergence=divergence | {"role": None, "part": None})) == "somewhere"
+    assert (
+        place_of(example_event(divergence=divergence | {"part": "template_header"}))
+        == "assistant: template header"
+    )
+    assert (
+        place_of(example_event(divergence=divergence | {"role": None, "part": None})) == "somewhere"
+    )
     assert place_of(example_event(divergence=None)) == NOWHERE
 
 

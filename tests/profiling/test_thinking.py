@@ -17,7 +17,10 @@ from mlxrunner.profiling.thinking import Rewriter
 from mlxrunner.testing import ByteTokenizer, oracle_runner
 
 THINK, END_THINK, END, LINE = 901, 902, 903, 10
-PROCESS: dict[str, Any] = {"thinking": [{"begin": [THINK], "end": [END_THINK]}], "message_ends": [END]}
+PROCESS: dict[str, Any] = {
+    "thinking": [{"begin": [THINK], "end": [END_THINK]}],
+    "message_ends": [END],
+}
 
 
 def request(prompt: list[int], answer: list[int]) -> Request:
@@ -29,7 +32,10 @@ def turns(*, kept: bool, opened: bool = False) -> list[Request]:
     history: list[int] = [1, 2, END]
     made = []
     for turn in range(3):
-        user, answer = [100 + turn] * 5 + [END], [200 + turn, 210 + turn, 220 + turn, 230 + turn, END]
+        user, answer = (
+            [100 + turn] * 5 + [END],
+            [200 + turn, 210 + turn, 220 + turn, 230 + turn, END],
+        )
         block = [THINK, LINE, *[300 + turn] * 4, END_THINK, LINE]
         head = 2 if opened else 0
         prompt = [*history, *user, 50, *block[:head]]
@@ -38,7 +44,9 @@ def turns(*, kept: bool, opened: bool = False) -> list[Request]:
     return made
 
 
-@pytest.mark.parametrize("opened", [False, True], ids=["the model opens it", "the template opens it"])
+@pytest.mark.parametrize(
+    "opened", [False, True], ids=["the model opens it", "the template opens it"]
+)
 def test_thinking_is_put_back_where_the_log_shows_what_was_left_out(opened: bool) -> None:
     """A log of stripped prompts, rewritten, is that of kept ones."""
     stripped, kept = turns(kept=False, opened=opened), turns(kept=True, opened=opened)
@@ -53,7 +61,17 @@ def test_thinking_is_stripped_from_earlier_messages_only() -> None:
     """Whole blocks before the last message's end; one that the template has just opened, or left empty, stays."""
     rewriter = Rewriter(PROCESS, "stripped")
     prompt = [1, END, THINK, 5, 6, END_THINK, 7, END, 8, END, THINK, LINE, END_THINK]
-    assert rewriter.rewrite(request(prompt, [])).prompt.tolist() == [1, END, 7, END, 8, END, THINK, LINE, END_THINK]
+    assert rewriter.rewrite(request(prompt, [])).prompt.tolist() == [
+        1,
+        END,
+        7,
+        END,
+        8,
+        END,
+        THINK,
+        LINE,
+        END_THINK,
+    ]
     unfinished = [1, END, THINK, 5, 6, END]
     assert rewriter.rewrite(request(unfinished, [])).prompt.tolist() == unfinished
     assert rewriter.changed == 1
@@ -64,7 +82,11 @@ def test_without_thinking_nothing_changes(way: Any) -> None:
     """The very same requests, also where a process has no marks."""
     for process in (PROCESS, {"thinking": [], "message_ends": []}):
         rewriter = Rewriter(process, way)
-        made = [request([1, 2, END, 3], [4, 5, END]), request([1, 2, END, 3, 4, 5, END, 6], [7]), request([9], [1])]
+        made = [
+            request([1, 2, END, 3], [4, 5, END]),
+            request([1, 2, END, 3, 4, 5, END, 6], [7]),
+            request([9], [1]),
+        ]
         assert [rewriter.rewrite(one) for one in made] == made
         assert rewriter.changed == 0
 
@@ -103,7 +125,14 @@ def test_simulate_says_what_keeping_or_stripping_would_do(tmp_path: Path) -> Non
     for turn in range(4):
         history += [*range(10 * turn, 10 * turn + 10), 299]
         chunks = list(runner.generate(history, max_tokens=8, stop_tokens=[]))
-        history += [296, *(chunk.token for chunk in chunks if chunk.token is not None and chunk.token < 290), 297, 7, 8, 299]
+        history += [
+            296,
+            *(chunk.token for chunk in chunks if chunk.token is not None and chunk.token < 290),
+            297,
+            7,
+            8,
+            299,
+        ]
         list(runner.generate([*history, 1], max_tokens=1, stop_tokens=[]))
     profile.finish()
     result = CliRunner().invoke(cli.main, ["simulate", str(tmp_path / "log"), "--json"])

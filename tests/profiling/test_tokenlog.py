@@ -39,25 +39,43 @@ def test_every_request_comes_back_whole(log: Path) -> None:
 
     def ask(prompt: list[int], **options: Any) -> None:
         usage = list(runner.generate(prompt, max_tokens=3, **options))[-1].usage
-        asked.append((prompt, list(runner.entry.tokens)[len(prompt) :], usage.matched_tokens, usage.cached_tokens))
+        asked.append(
+            (
+                prompt,
+                list(runner.entry.tokens)[len(prompt) :],
+                usage.matched_tokens,
+                usage.cached_tokens,
+            )
+        )
 
     ask([1, 2, 3, 4, 5])
     ask([*runner.entry.tokens, 6, 7])
     ask([1, 2, 9, 9])
     ask([1, 2, 9, 9])
     with pytest.raises(KeyboardInterrupt):
-        list(runner.generate([*range(1, 20)], progress=lambda done, total: 1 / 0 if done < 0 else press(done)))
+        list(
+            runner.generate(
+                [*range(1, 20)], progress=lambda done, total: 1 / 0 if done < 0 else press(done)
+            )
+        )
     asked.append(([*range(1, 20)], [], 2, 2))
     ask([*range(1, 20)])
     profile.finish()
     read = read_token_log([log])
-    found = [(one.prompt.tolist(), one.answer.tolist(), one.facts["matched"], one.facts["cached"]) for one in read]
+    found = [
+        (one.prompt.tolist(), one.answer.tolist(), one.facts["matched"], one.facts["cached"])
+        for one in read
+    ]
     assert found == asked
     assert read.skipped.total() == 0
     interrupted = list(read)[4].facts
     assert (interrupted["evaluated"], interrupted["entry_after"]) == (10, 10)
     process = next(iter(read)).process
-    assert (process["context"], process["prefill_step"], process["checkpoint_interval"]) == (4096, 4, 1024)
+    assert (process["context"], process["prefill_step"], process["checkpoint_interval"]) == (
+        4096,
+        4,
+        1024,
+    )
     assert [(layer["kind"], layer["count"]) for layer in process["layers"]] == [("full", 2)]
 
 
@@ -136,7 +154,9 @@ def test_two_processes_in_one_file(log: Path) -> None:
 
 def test_the_layers_of_other_models_are_told(log: Path) -> None:
     """What a window and a state need to be replayed."""
-    runner, profile = watched(log, kinds=("sliding", "full", "recurrent", "sliding"), rewind_slack=5)
+    runner, profile = watched(
+        log, kinds=("sliding", "full", "recurrent", "sliding"), rewind_slack=5
+    )
     list(runner.generate([1, 2, 3, 4], max_tokens=2))
     profile.finish()
     (request,) = read_token_log([log])
@@ -153,7 +173,9 @@ def test_the_layers_of_other_models_are_told(log: Path) -> None:
 
 def test_the_command_line_writes_it(log: Path) -> None:
     """--log-tokens, for the owner only."""
-    result = CliRunner().invoke(cli.main, ["generate", "-p", "Hello!", "--repeat", "2", "--log-tokens", str(log)])
+    result = CliRunner().invoke(
+        cli.main, ["generate", "-p", "Hello!", "--repeat", "2", "--log-tokens", str(log)]
+    )
     assert result.exit_code == 0
     first, second = read_token_log([log])
     assert np.array_equal(first.prompt, second.prompt)

@@ -60,7 +60,10 @@ def test_requests_lie_where_they_were_in_time() -> None:
     first = example_event(time="2026-11-20T13:00:00.000000Z")
     second = example_event(time="2026-11-20T13:00:01.500000Z", process="00ff00ff", model="other")
     entries = trace_of(first, second)
-    assert [entry["ts"] for entry in entries if entry.get("cat") == "request"] == [NOON, NOON + 1_500_000]
+    assert [entry["ts"] for entry in entries if entry.get("cat") == "request"] == [
+        NOON,
+        NOON + 1_500_000,
+    ]
     names = {entry["pid"]: entry["args"]["name"] for entry in entries if entry["ph"] == "M"}
     assert names == {1: "demo (a1b2c3d4)", 2: "other (00ff00ff)"}
 
@@ -79,7 +82,10 @@ def test_a_request_that_began_before_the_first_one_lies_before_it() -> None:
 def test_requests_that_overlap_get_threads_of_their_own() -> None:
     """Spans of one thread have to be nested: parallel requests are not."""
     begins = [0.0, 0.1, 0.2, 0.9, 1.05]
-    events = [example_event(time=f"2026-11-20T13:00:0{begin:08.6f}Z", total_s=0.5, spans=[]) for begin in begins]
+    events = [
+        example_event(time=f"2026-11-20T13:00:0{begin:08.6f}Z", total_s=0.5, spans=[])
+        for begin in begins
+    ]
     requests = [entry for entry in trace_of(*events) if entry.get("cat") == "request"]
     assert [entry["tid"] for entry in requests] == [1, 2, 3, 1, 2]
     by_thread = defaultdict(list)

@@ -22,7 +22,18 @@ from mlxrunner.runner import Runner
 from mlxrunner.testing import ByteTokenizer
 from mlxrunner.testing_models import tiny_config, tiny_model
 
-ARCHITECTURES = ["llama", "qwen3", "gemma3_text", "lfm2", "deepseek_v3", "qwen3_next", "jamba", "mamba2", "gpt_oss", "llama4"]
+ARCHITECTURES = [
+    "llama",
+    "qwen3",
+    "gemma3_text",
+    "lfm2",
+    "deepseek_v3",
+    "qwen3_next",
+    "jamba",
+    "mamba2",
+    "gpt_oss",
+    "llama4",
+]
 
 
 def watched(
@@ -39,7 +50,13 @@ def watched(
     model = tiny_model(config)
     events: list[dict[str, Any]] = []
     runner = Runner(
-        model, ByteTokenizer(), facts_of(model, config), name=architecture, context=context, prefill_step=16, **options
+        model,
+        ByteTokenizer(),
+        facts_of(model, config),
+        name=architecture,
+        context=context,
+        prefill_step=16,
+        **options,
     )
     Profile(verify=verify, sinks=[events.append], chance=chance).attach(runner)
     return runner, events
@@ -58,7 +75,9 @@ def test_a_healthy_entry_is_never_accused(architecture: str) -> None:
     for prompt in (f"{text}again", f"{text[:60]}other words", f"{text[:60]}other words", text[:50]):
         ask(runner, prompt)
         assert runner.entry.is_true
-    assert [event["verify"] is not None for event in events] == [event["cached_tokens"] > 0 for event in events]
+    assert [event["verify"] is not None for event in events] == [
+        event["cached_tokens"] > 0 for event in events
+    ]
     found = [event["verify"] for event in events if event["verify"]]
     assert len(found) >= 2
     assert all(one["equal"] and one["first_difference"] is None for one in found), found
@@ -97,7 +116,10 @@ def test_a_tolerance_that_hides_a_wrong_token_certifies_nothing(
     found = events[-1]["verify"]
     assert (found["equal"], found["wrong_token"], found["first_difference"]) == (None, 4.0, None)
     assert found["tolerance"] >= 4.0
-    assert "request 2 is not verified: one wrong token makes 4, which is within the tolerance of" in caplog.text
+    assert (
+        "request 2 is not verified: one wrong token makes 4, which is within the tolerance of"
+        in caplog.text
+    )
     assert runner.entry.tokens
     summary = Summary()
     for event in events:
@@ -105,10 +127,17 @@ def test_a_tolerance_that_hides_a_wrong_token_certifies_nothing(
     assert (summary.verified, summary.unequal, summary.untested) == (0, 0, 1)
 
 
-def test_a_model_that_depends_on_its_chunks_is_not_certified(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_depends_on_its_chunks_is_not_certified(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """mlx-lm's PLaMo 3, had nobody found it out at load: its own noise is as large as a mistake."""
     monkeypatch.setattr("mlxrunner.models.windows.masks_asked", lambda model: {})
-    sizes = {"head_dim": 16, "sliding_window": 12, "sliding_window_pattern": 2, "num_hidden_layers": 4}
+    sizes = {
+        "head_dim": 16,
+        "sliding_window": 12,
+        "sliding_window_pattern": 2,
+        "num_hidden_layers": 4,
+    }
     runner, events = watched("plamo3", sizes=sizes)
     text = "the quick brown fox jumps over the lazy dog " * 2
     for prompt in (text, f"{text}again", f"{text}once more"):
@@ -139,7 +168,9 @@ def test_not_a_number_is_a_difference() -> None:
     assert events[-1]["verify"]["equal"] is False
 
 
-@pytest.mark.parametrize(("share", "chosen"), [(0.0, []), (0.25, [4]), (0.5, [3, 4]), (1.0, [2, 3, 4, 5])])
+@pytest.mark.parametrize(
+    ("share", "chosen"), [(0.0, []), (0.25, [4]), (0.5, [3, 4]), (1.0, [2, 3, 4, 5])]
+)
 def test_the_share_is_chosen_by_chance(share: float, chosen: list[int]) -> None:
     """Of the warm requests, each by itself: a process of few requests is no exception."""
     numbers = iter([0.7, 0.4, 0.1, 0.99])
@@ -182,7 +213,11 @@ def test_a_shifted_entry_is_not_held_against_a_cold_run() -> None:
 def test_quantized_entries_are_verified_with_more_patience() -> None:
     """A rounding that went the other way is none of the entry's faults."""
     runner, events = watched("qwen3", kv_bits=8, sizes={"head_dim": 32})
-    for text in ("the quick brown fox jumps", "the quick brown fox jumps over", "the quick red fox"):
+    for text in (
+        "the quick brown fox jumps",
+        "the quick brown fox jumps over",
+        "the quick red fox",
+    ):
         ask(runner, text)
     assert all(event["verify"] is None or event["verify"]["equal"] for event in events)
     assert sum(event["verify"] is not None for event in events) == 2
@@ -209,7 +244,10 @@ def test_strict_raises_at_the_end_and_only_then() -> None:
     """And never hides another error."""
     profile = Profile()
     profile.verified, profile.failed = 3, 1
-    with pytest.raises(VerifyError, match="1 of 3 verified requests"), profiled(profile, strict=True):
+    with (
+        pytest.raises(VerifyError, match="1 of 3 verified requests"),
+        profiled(profile, strict=True),
+    ):
         pass
     with profiled(profile):
         pass
@@ -219,11 +257,16 @@ def test_strict_raises_at_the_end_and_only_then() -> None:
 
 def test_a_share_out_of_range_is_said_before_loading(tmp_path: Path) -> None:
     """With both numbers; and --strict alone makes no sense."""
-    with pytest.raises(OptionError, match=r"verify_cache: 1.5 is out of range, it has to be between 0 and 1"):
+    with pytest.raises(
+        OptionError, match=r"verify_cache: 1.5 is out of range, it has to be between 0 and 1"
+    ):
         Profile(verify=1.5)
     for arguments, message in (
         (["--verify-cache", "2"], "mlxrunner: verify_cache: 2.0 is out of range"),
-        (["--n", "2", "--verify-cache", "1"], "mlxrunner: --verify-cache looks at one request at a time"),
+        (
+            ["--n", "2", "--verify-cache", "1"],
+            "mlxrunner: --verify-cache looks at one request at a time",
+        ),
         (["--strict"], "mlxrunner: --strict needs --verify-cache RATE"),
         (["--log-text"], "mlxrunner: --log-text says what --events writes"),
         (

@@ -35,14 +35,19 @@ def test_a_full_file_is_rotated(tmp_path: Path) -> None:
     for number in range(20):
         writer.write(f"line {number:04}")
     kept = with_rotated(file)
-    assert [path.name for path in kept] == [*(f"events.{number}" for number in range(KEPT, 0, -1)), "events"]
+    assert [path.name for path in kept] == [
+        *(f"events.{number}" for number in range(KEPT, 0, -1)),
+        "events",
+    ]
     assert all(path.stat().st_size <= 30 for path in kept)
     assert file.read_text() == "head\nline 0018\nline 0019\n"
     assert (tmp_path / "events.1").read_text() == "head\nline 0016\nline 0017\n"
 
 
 @pytest.mark.parametrize("number", [1, KEPT])
-def test_what_is_not_ours_is_neither_moved_nor_replaced(number: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_not_ours_is_neither_moved_nor_replaced(
+    number: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Where a rotated file's name is somebody else's: nothing is rotated, and one warning says why."""
     target, link = tmp_path / "target", tmp_path / f"events.{number}"
     target.write_text("precious")
@@ -53,8 +58,12 @@ def test_what_is_not_ours_is_neither_moved_nor_replaced(number: int, tmp_path: P
             writer.write(f"line {line:04}")
     assert link.is_symlink()
     assert target.read_text() == "precious"
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["events", "target", link.name])
-    assert [record.message for record in caplog.records if "it is a link" in record.message] == [caplog.records[0].message]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        ["events", "target", link.name]
+    )
+    assert [record.message for record in caplog.records if "it is a link" in record.message] == [
+        caplog.records[0].message
+    ]
 
 
 def test_a_line_longer_than_the_limit_is_written_all_the_same(tmp_path: Path) -> None:
@@ -79,9 +88,14 @@ for number in range(400):
 def test_several_processes_share_a_file(tmp_path: Path, limit: int) -> None:
     """Each line whole, in each writer's order, none twice; also while they rotate it."""
     file = tmp_path / "events"
-    writers = [subprocess.Popen([sys.executable, "-c", WRITE, str(file), name, str(limit)]) for name in "abc"]
+    writers = [
+        subprocess.Popen([sys.executable, "-c", WRITE, str(file), name, str(limit)])
+        for name in "abc"
+    ]
     assert [writer.wait() for writer in writers] == [0, 0, 0]
-    read = [json.loads(line) for path in with_rotated(file) for line in path.read_text().splitlines()]
+    read = [
+        json.loads(line) for path in with_rotated(file) for line in path.read_text().splitlines()
+    ]
     for name in "abc":
         numbers = [line["number"] for line in read if line["who"] == name]
         assert numbers == list(range(numbers[0], 400))
@@ -113,17 +127,27 @@ def test_a_file_that_can_not_be_written_is_said_at_once(tmp_path: Path) -> None:
         LineWriter(tmp_path / "nowhere" / "events")
 
 
-def test_a_full_disk_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """However many lines are lost to it."""
     writer = LineWriter(tmp_path / "events")
-    monkeypatch.setattr(os, "write", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device")))
+    monkeypatch.setattr(
+        os,
+        "write",
+        lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device")),
+    )
     with caplog.at_level(logging.WARNING, "mlxrunner"):
         for _ in range(3):
             writer.write("lost")
-    assert [record.message for record in caplog.records] == [f"{tmp_path}/events: not written: No space left on device"]
+    assert [record.message for record in caplog.records] == [
+        f"{tmp_path}/events: not written: No space left on device"
+    ]
 
 
-def test_what_a_full_disk_cut_off_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_full_disk_cut_off_is_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """So that the next line is whole."""
     file, write = tmp_path / "events", os.write
     writer = LineWriter(file)
@@ -151,7 +175,11 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "open").touch()
     (tmp_path / "open").chmod(0o666)
-    for name, why in (("link", "it is a link to target"), ("pipe", "it is a FIFO"), ("open", "others may write to it")):
+    for name, why in (
+        ("link", "it is a link to target"),
+        ("pipe", "it is a FIFO"),
+        ("open", "others may write to it"),
+    ):
         with pytest.raises(OptionError, match=f"{name}: can't be written: {why}"):
             LineWriter(tmp_path / name)
     assert not (tmp_path / "target").exists()

@@ -30,7 +30,9 @@ def run(*arguments: str, stdin: str = "") -> Result:
 
 
 def talk(name: str, *lines: str) -> Result:
-    return run("chat", "--no-reserve", "--session", name, stdin="".join(f"{line}\n" for line in lines))
+    return run(
+        "chat", "--no-reserve", "--session", name, stdin="".join(f"{line}\n" for line in lines)
+    )
 
 
 def test_without_sessions_it_says_how_to_begin_one() -> None:
@@ -50,11 +52,17 @@ def test_list_and_show() -> None:
     assert second.startswith("zor     1 turn  text ")
     assert second.endswith("  demo")
     listed = json.loads(run("sessions", "list", "--json").stdout)
-    assert [(one["name"], one["turns"], one["tokens"]) for one in listed] == [("ana", 1, 29), ("zor", 1, 38)]
+    assert [(one["name"], one["turns"], one["tokens"]) for one in listed] == [
+        ("ana", 1, 29),
+        ("zor", 1, 38),
+    ]
     shown = run("sessions", "show", "ana").stdout
     assert "seed 7" in shown
     assert shown.endswith("user: My name is Ana.\nassistant: Nice to meet you.\n")
-    assert json.loads(run("sessions", "show", "ana", "--json").stdout)["messages"][0]["content"] == "My name is Ana."
+    assert (
+        json.loads(run("sessions", "show", "ana", "--json").stdout)["messages"][0]["content"]
+        == "My name is Ana."
+    )
 
 
 def test_a_broken_session_does_not_hide_the_others(data: Path) -> None:
@@ -76,7 +84,9 @@ def test_what_a_session_says_can_not_drive_the_terminal(data: Path) -> None:
     talk("zor", "My name is Zorblin.")
     file = data / "sessions" / "zor" / TEXT
     file.write_text(
-        file.read_text().replace("My name is Zorblin.", "\\u001b[2J" + 15 * "x").replace('"demo"', '"\\u001b]0;x\\u0007"')
+        file.read_text()
+        .replace("My name is Zorblin.", "\\u001b[2J" + 15 * "x")
+        .replace('"demo"', '"\\u001b]0;x\\u0007"')
     )
     for command in (("list",), ("show", "zor"), ("export", "zor", "-")):
         result = run("sessions", *command)
@@ -89,14 +99,23 @@ def test_export(tmp_path: Path) -> None:
     talk("zor", "My name is Zorblin.")
     markdown, as_json = tmp_path / "zor.md", tmp_path / "zor.json"
     assert run("sessions", "export", "zor", str(markdown)).exit_code == 0
-    assert markdown.read_text() == "## User\n\nMy name is Zorblin.\n\n## Assistant\n\nNice to meet you, Zorblin.\n"
+    assert (
+        markdown.read_text()
+        == "## User\n\nMy name is Zorblin.\n\n## Assistant\n\nNice to meet you, Zorblin.\n"
+    )
     assert markdown.stat().st_mode & 0o777 == 0o600
     assert run("sessions", "export", "zor", "-").stdout == markdown.read_text()
     run("sessions", "export", "zor", str(as_json))
-    assert json.loads(as_json.read_text())["messages"][0] == {"role": "user", "content": "My name is Zorblin."}
+    assert json.loads(as_json.read_text())["messages"][0] == {
+        "role": "user",
+        "content": "My name is Zorblin.",
+    }
     markdown.write_text("mine")
     again = run("sessions", "export", "zor", str(markdown))
-    assert (again.exit_code, again.stderr) == (2, f"mlxrunner: {markdown} is there already: --force overwrites it\n")
+    assert (again.exit_code, again.stderr) == (
+        2,
+        f"mlxrunner: {markdown} is there already: --force overwrites it\n",
+    )
     assert markdown.read_text() == "mine"
     run("sessions", "export", "zor", str(markdown), "--force")
     assert markdown.read_text() != "mine"
@@ -110,7 +129,10 @@ def test_rm_removes_all_that_it_is_given(data: Path) -> None:
     assert run("sessions", "rm", "zor", "ana").exit_code == 0
     assert os.listdir(data / "sessions") == []
     missing = run("sessions", "rm", "zor")
-    assert missing.stderr == "mlxrunner: no session is called 'zor'; `mlxrunner sessions list` lists them\n"
+    assert (
+        missing.stderr
+        == "mlxrunner: no session is called 'zor'; `mlxrunner sessions list` lists them\n"
+    )
     assert missing.exit_code == 1
 
 
@@ -130,7 +152,9 @@ def test_rm_goes_on_where_it_can(data: Path) -> None:
 
 @pytest.mark.parametrize("name", ["../x", "a/b", ".", ""])
 @pytest.mark.parametrize(
-    "command", [("sessions", "show"), ("sessions", "rm"), ("sessions", "export"), ("cache", "export")], ids=" ".join
+    "command",
+    [("sessions", "show"), ("sessions", "rm"), ("sessions", "export"), ("cache", "export")],
+    ids=" ".join,
 )
 def test_a_name_is_no_path(command: tuple[str, ...], name: str, tmp_path: Path) -> None:
     """One line."""
@@ -156,20 +180,30 @@ def test_caches_go_out_to_mlx_lm_and_come_back(tmp_path: Path) -> None:
     assert "24 cached, 1 evaluated" in said.stderr
     assert said.stdout == "Nice to meet you, Zorblin.\n"
     taken = run("cache", "import", str(file), "--session", "zor")
-    assert taken.stderr == "mlxrunner: there is a session 'zor' already: `mlxrunner sessions rm zor` removes it\n"
+    assert (
+        taken.stderr
+        == "mlxrunner: there is a session 'zor' already: `mlxrunner sessions rm zor` removes it\n"
+    )
 
 
-def test_an_imported_session_knows_its_model_from_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_imported_session_knows_its_model_from_everywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A directory is named by its whole path."""
     copytree(DEMO_FOLDER, tmp_path / "demodir")
     talk("zor", "My name is Zorblin.")
     run("cache", "export", "zor", str(tmp_path / "zor.safetensors"))
     monkeypatch.chdir(tmp_path)
-    assert run("cache", "import", "zor.safetensors", "-m", "./demodir", "--session", "again").exit_code == 0
+    assert (
+        run("cache", "import", "zor.safetensors", "-m", "./demodir", "--session", "again").exit_code
+        == 0
+    )
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert Sessions().load("again").model == str(tmp_path / "demodir")
-    assert talk("again", "My name is Zorblin.").stderr.startswith("session again: 0 turns, 38 tokens restored")
+    assert talk("again", "My name is Zorblin.").stderr.startswith(
+        "session again: 0 turns, 38 tokens restored"
+    )
 
 
 def test_an_imported_session_that_is_not_used_stays(tmp_path: Path) -> None:
@@ -190,14 +224,20 @@ def test_the_tokens_of_a_foreign_file_are_given(tmp_path: Path) -> None:
     import mlx.core as mx  # isort: skip
 
     runner = Runner.load("demo", reserve=False)
-    tokens = [int(token) for token in runner.tokenize([{"role": "user", "content": "My name is Zorblin."}])]
+    tokens = [
+        int(token)
+        for token in runner.tokenize([{"role": "user", "content": "My name is Zorblin."}])
+    ]
     cache = make_prompt_cache(runner.model)
     runner.model(mx.array([tokens]), cache=cache)
     file, ids = tmp_path / "x.safetensors", tmp_path / "ids.json"
     save_prompt_cache(str(file), cache)
     ids.write_text(json.dumps(tokens))
     arguments = ("cache", "import", str(file), "--session")
-    assert run(*arguments, "none").stderr == f"mlxrunner: {file}: does not say which tokens it is of: give them with --tokens\n"
+    assert (
+        run(*arguments, "none").stderr
+        == f"mlxrunner: {file}: does not say which tokens it is of: give them with --tokens\n"
+    )
     assert run(*arguments, "one", "--tokens", json.dumps(tokens)).exit_code == 0
     assert run(*arguments, "two", "--tokens", f"@{ids}").exit_code == 0
     for wrong in ("1 2", "@nowhere", "{}", '["a"]', "[-1]", "[1.5]", "[[1]]", f"{tokens[:-1]}"):
@@ -223,11 +263,24 @@ def test_caches_that_the_model_has_left_behind_are_not_exported(tmp_path: Path, 
 
     folder = tmp_path / "model"
     write_model(folder, vocab_size=300)
-    said = run("chat", "--no-reserve", "-m", str(folder), "--session", "zor", "--max-tokens", "3", stdin="Hello!\n")
+    said = run(
+        "chat",
+        "--no-reserve",
+        "-m",
+        str(folder),
+        "--session",
+        "zor",
+        "--max-tokens",
+        "3",
+        stdin="Hello!\n",
+    )
     assert said.exit_code == 0
     write_model(folder, vocab_size=300, seed=1)
     result = run("cache", "export", "zor", str(tmp_path / "x.safetensors"))
-    assert result.stderr == f"mlxrunner: the session 'zor' was made with other weights than {folder} has now\n"
+    assert (
+        result.stderr
+        == f"mlxrunner: the session 'zor' was made with other weights than {folder} has now\n"
+    )
     assert result.exit_code == 1
 
 
@@ -239,4 +292,6 @@ def test_a_quantized_session_goes_out_and_comes_back(tmp_path: Path) -> None:
     assert "instead of 'full'" in run("cache", "import", str(file), "--session", "again").stderr
     assert run("cache", "import", str(file), "--session", "again", "--kv-bits", "3").exit_code == 2
     assert run("cache", "import", str(file), "--session", "again", "--kv-bits", "8").exit_code == 0
-    assert talk("again", "My name is Zorblin.").stderr.startswith("session again: 0 turns, 38 tokens restored")
+    assert talk("again", "My name is Zorblin.").stderr.startswith(
+        "session again: 0 turns, 38 tokens restored"
+    )

@@ -28,7 +28,14 @@ ANA, ZORBLIN, WHO = "My name is Ana.", "My name is Zorblin.", "What is my name?"
 class Talk:
     """A chat that is kept: lines go in, what was said comes out, answers first."""
 
-    def __init__(self, runner: Runner, store: Sessions, capsys: Any, name: str | None = None, model: str = "demo") -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        store: Sessions,
+        capsys: Any,
+        name: str | None = None,
+        model: str = "demo",
+    ) -> None:
         self.saving, self._capsys, self._open = Saving(store), capsys, ExitStack()
         self.chat = Chat(Conversation(runner), model=model, loading={"reserve": False})
         self._table, self._lines = commands(*self.saving.commands), []
@@ -65,7 +72,9 @@ def demo() -> Runner:
 
 
 @pytest.fixture
-def talk(demo: Runner, store: Sessions, capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Talk]]:
+def talk(
+    demo: Runner, store: Sessions, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Callable[..., Talk]]:
     """`talk(NAME)`: a chat with that session open; a `Sessions` of its own, as each process has."""
     begun: list[Talk] = []
 
@@ -142,7 +151,9 @@ def test_what_another_chat_added_is_not_overwritten(talk: Begin, store: Sessions
     mine("/load one")
     other(WHO, ANA)
     other.leave()
-    assert mine("/save one") == ["error: session one was changed elsewhere: /save -f one overwrites it"]
+    assert mine("/save one") == [
+        "error: session one was changed elsewhere: /save -f one overwrites it"
+    ]
     assert users(store, "one") == [ZORBLIN, WHO, ANA]
     assert mine("/save -f one", "/save one")[0].startswith("saved as one: 1 turn")
     assert users(store, "one") == [ZORBLIN]
@@ -189,7 +200,9 @@ def test_what_was_changed_is_not_given_up(talk: Begin, store: Sessions) -> None:
     """Not only turns count: an edited answer that is not saved needs -f, in any chat; what is saved, somewhere, does not."""
     mine = talk()
     mine(ANA, "/save ana", "/clear", ZORBLIN, "/save zor")
-    refused = "error: what was said is not saved (1 turn): /save NAME saves it, /load -f ana gives it up"
+    refused = (
+        "error: what was said is not saved (1 turn): /save NAME saves it, /load -f ana gives it up"
+    )
     for one in (mine, talk("own")):
         one("/load zor")
         one.chat.conversation.answer_with(0, "A long edit.")
@@ -217,7 +230,9 @@ def test_a_failed_turn_counts_as_said(talk: Begin) -> None:
     assert mine("/load ana")[-1].startswith("error: what was said is not saved (2 turns)")
 
 
-def test_a_model_whose_files_are_gone_or_others_by_now(talk: Begin, store: Sessions, tmp_path: Path) -> None:
+def test_a_model_whose_files_are_gone_or_others_by_now(
+    talk: Begin, store: Sessions, tmp_path: Path
+) -> None:
     """What it was loaded from is what counts: the text is saved, and the caches are not taken for those of the new weights."""
     folder = tmp_path / "model"
     copytree(DEMO_FOLDER, folder)
@@ -229,17 +244,23 @@ def test_a_model_whose_files_are_gone_or_others_by_now(talk: Begin, store: Sessi
     write_model(folder, tokenizer=False, **dict(read_config(folder)))
     one(WHO, "/save rel")
     again = talk(None, Runner.load(str(folder), reserve=False), model=str(folder))
-    assert again("/load rel")[-1].startswith("session rel: 2 turns, its text is kept, its caches are dropped: other weights")
+    assert again("/load rel")[-1].startswith(
+        "session rel: 2 turns, its text is kept, its caches are dropped: other weights"
+    )
 
 
-def test_a_model_that_is_loaded_again_is_kept_as_the_first(talk: Begin, store: Sessions, tmp_path: Path) -> None:
+def test_a_model_that_is_loaded_again_is_kept_as_the_first(
+    talk: Begin, store: Sessions, tmp_path: Path
+) -> None:
     """/set context reads its files; so what is saved after it has caches of these."""
     one = talk()
     one(ZORBLIN, "/set context 600", WHO, "/save zor")
     assert talk()("/load zor")[-1].startswith("session zor: 2 turns, 69 tokens restored")
 
 
-def test_saved_means_that_it_is_on_the_disk(talk: Begin, store: Sessions, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saved_means_that_it_is_on_the_disk(
+    talk: Begin, store: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where caches of another session were still being written: both have theirs, before anything else is evaluated."""
     one = talk("one")
     sessions = one.saving.sessions

@@ -64,7 +64,9 @@ def saved(store: Sessions, runner: Runner) -> StoredEntry:
 @pytest.mark.parametrize("options", [{}, {"checkpoint_interval": 9}], ids=["usual", "checkpoints"])
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 13, 64, 129])
 @pytest.mark.parametrize("name", GROWING)
-def test_a_session_goes_on_where_it_was(name: str, length: int, options: dict[str, int], store: Sessions) -> None:
+def test_a_session_goes_on_where_it_was(
+    name: str, length: int, options: dict[str, int], store: Sessions
+) -> None:
     """Nothing is damaged, nothing evaluated again, and the answer is a cold run's."""
     runner, prompt = runner_of(name, **options), [i * 37 % 250 for i in range(length)]
     said = [*prompt, *(token or 0 for token, _ in answer(runner, prompt))]
@@ -96,7 +98,12 @@ def test_another_models_states_are_refused(name: str, store: Sessions) -> None:
                         continue
                     other = replace(like, arrays={**like.arrays, key: wrong})
                     if part is not None:
-                        other = replace(layer, parts=[other if n == part else one for n, one in enumerate(layer.parts)])
+                        other = replace(
+                            layer,
+                            parts=[
+                                other if n == part else one for n, one in enumerate(layer.parts)
+                            ],
+                        )
                     with pytest.raises(SessionError, match="damaged"):
                         entry.check([*outline[:index], other, *outline[index + 1 :]])
 
@@ -104,9 +111,16 @@ def test_another_models_states_are_refused(name: str, store: Sessions) -> None:
 def test_an_outline_is_what_stays_the_same() -> None:
     """An axis that changes stands open; what was not there after one token may lack, and nothing else may."""
     after_one = Saved("X", {"a": Shape("float32", (1, 1, 8))}, {"b": None, "n": 3})
-    after_nine = Saved("X", {"a": Shape("float32", (1, 9, 8)), "b": Shape("float32", (1, 2))}, {"n": 3})
+    after_nine = Saved(
+        "X", {"a": Shape("float32", (1, 9, 8)), "b": Shape("float32", (1, 2))}, {"n": 3}
+    )
     like = combined([after_one, after_nine])
-    assert like == Saved("X", {"a": Shape("float32", (1, None, 8)), "b": Shape("float32", (1, 2), may_lack=True)}, {"n": 3}, [])
+    assert like == Saved(
+        "X",
+        {"a": Shape("float32", (1, None, 8)), "b": Shape("float32", (1, 2), may_lack=True)},
+        {"n": 3},
+        [],
+    )
     for fine in (after_one, after_nine, Saved("X", {"a": Shape("float32", (1, 5, 8))}, {"n": 3})):
         assert mismatch(fine, like, 9) is None
     for wrong in (

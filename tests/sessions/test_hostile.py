@@ -34,13 +34,25 @@ def encoded(value: Any) -> str:
     if isinstance(value, Raw):
         return value
     if isinstance(value, dict):
-        return "{" + ",".join(f"{json.dumps(name)}:{encoded(one)}" for name, one in value.items()) + "}"
-    return "[" + ",".join(map(encoded, value)) + "]" if isinstance(value, list) else json.dumps(value)
+        return (
+            "{"
+            + ",".join(f"{json.dumps(name)}:{encoded(one)}" for name, one in value.items())
+            + "}"
+        )
+    return (
+        "[" + ",".join(map(encoded, value)) + "]" if isinstance(value, list) else json.dumps(value)
+    )
 
 
 def places(value: Any) -> Iterator[tuple[Any, Any]]:
     """Every container in it, with each of its keys; of long lists the first three."""
-    keys = list(value) if isinstance(value, dict) else list(range(min(len(value), 3))) if isinstance(value, list) else []
+    keys = (
+        list(value)
+        if isinstance(value, dict)
+        else list(range(min(len(value), 3)))
+        if isinstance(value, list)
+        else []
+    )
     for key in keys:
         yield value, key
         yield from places(value[key])
@@ -82,11 +94,15 @@ def change_header(rng: random.Random, folder: Path) -> None:
     header = json.loads(found[8 : 8 + size])
     inner = rng.choice(["entry", "fingerprint", "crc32"])
     if rng.random() < 0.5:
-        header["__metadata__"][inner] = encoded(changed(rng, json.loads(header["__metadata__"][inner])))
+        header["__metadata__"][inner] = encoded(
+            changed(rng, json.loads(header["__metadata__"][inner]))
+        )
     else:
         header = changed(rng, header)
     text = encoded(header).encode()
-    file.write_bytes(struct.pack("<Q", len(text) + rng.choice([0, 0, 0, -1, 2**40])) + text + found[8 + size :])
+    file.write_bytes(
+        struct.pack("<Q", len(text) + rng.choice([0, 0, 0, -1, 2**40])) + text + found[8 + size :]
+    )
 
 
 def change_size(rng: random.Random, folder: Path) -> None:
@@ -109,17 +125,26 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(data: Path, arguments: list[str], lines: str = "") -> str:
     """What a command says about it, which is never an internal error."""
-    result = CliRunner().invoke(cli.main, arguments, input=lines, env={"MLXRUNNER_DATA": str(data), "HF_HUB_OFFLINE": "1"})
+    result = CliRunner().invoke(
+        cli.main, arguments, input=lines, env={"MLXRUNNER_DATA": str(data), "HF_HUB_OFFLINE": "1"}
+    )
     said = result.stderr
-    assert result.exception is None or isinstance(result.exception, SystemExit), (arguments, result.exception)
+    assert result.exception is None or isinstance(result.exception, SystemExit), (
+        arguments,
+        result.exception,
+    )
     assert "internal error" not in said, (arguments, said)
     assert "Traceback" not in said, (arguments, said)
     assert max(map(len, said.splitlines()), default=0) < 1000, (arguments, said[:200])
     return said
 
 
-@pytest.mark.parametrize("change", [change_text, change_bytes, change_header, change_size], ids=lambda one: one.__name__)
-def test_no_session_ends_a_command_in_an_internal_error(made: Path, tmp_path: Path, change: Change) -> None:
+@pytest.mark.parametrize(
+    "change", [change_text, change_bytes, change_header, change_size], ids=lambda one: one.__name__
+)
+def test_no_session_ends_a_command_in_an_internal_error(
+    made: Path, tmp_path: Path, change: Change
+) -> None:
     """List, show, export, resume, load, and remove: of a sample."""
     rng = random.Random(change.__name__)
     for number in range(30):
@@ -150,16 +175,23 @@ def test_a_session_from_the_end_of_time_is_listed(made: Path, tmp_path: Path) ->
         assert run(tmp_path / "data", ["sessions", "show", "a"]) == ""
 
 
-@pytest.mark.parametrize("model", ["x" * 100_000, "a\0b", "~nobody/x", "\ud800", "/" + "y/" * 5000, "\n", ""])
+@pytest.mark.parametrize(
+    "model", ["x" * 100_000, "a\0b", "~nobody/x", "\ud800", "/" + "y/" * 5000, "\n", ""]
+)
 def test_a_model_that_no_file_can_be_is_one_line(made: Path, tmp_path: Path, model: str) -> None:
     """As the session names it."""
     shutil.copytree(made, tmp_path / "data")
     file = tmp_path / "data" / "sessions" / "a" / TEXT
     file.write_text(json.dumps(json.loads(file.read_text()) | {"model": model}))
-    for command in (["chat", "--no-reserve", "--session", "a"], ["cache", "export", "a", str(tmp_path / "x.safetensors")]):
+    for command in (
+        ["chat", "--no-reserve", "--session", "a"],
+        ["cache", "export", "a", str(tmp_path / "x.safetensors")],
+    ):
         assert run(tmp_path / "data", command, "Hello!\n").count("\n") == 1
     assert run(tmp_path / "data", ["sessions", "list"]) == ""
-    assert "session a: 1 turn" in run(tmp_path / "data", ["chat", "--no-reserve", "--session", "a", "-m", "demo"], "Hello!\n")
+    assert "session a: 1 turn" in run(
+        tmp_path / "data", ["chat", "--no-reserve", "--session", "a", "-m", "demo"], "Hello!\n"
+    )
 
 
 def test_names_that_are_none_are_one_line(made: Path, tmp_path: Path) -> None:
@@ -180,16 +212,37 @@ def test_names_that_are_none_are_one_line(made: Path, tmp_path: Path) -> None:
         "/model",
     ]
     names = ["a\0b", "\0", "..", "../a", "a/b", ".", "x" * 300, str(tmp_path / "fifo"), "١\0"]
-    said = run(tmp_path / "data", ["chat", "--no-reserve"], "".join(f"{one} {name}\n" for one in commands for name in names))
+    said = run(
+        tmp_path / "data",
+        ["chat", "--no-reserve"],
+        "".join(f"{one} {name}\n" for one in commands for name in names),
+    )
     assert len(said.splitlines()) == len(commands) * len(names)
 
 
 @pytest.mark.parametrize(
-    "tokens", ["@/dev/zero", "@fifo", "@nowhere", "@a\ud800", "[1e999]", "[" * 9999, "[99999999999999999999]", "x"]
+    "tokens",
+    [
+        "@/dev/zero",
+        "@fifo",
+        "@nowhere",
+        "@a\ud800",
+        "[1e999]",
+        "[" * 9999,
+        "[99999999999999999999]",
+        "x",
+    ],
 )
-def test_token_ids_that_are_none_are_one_line(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens: str) -> None:
+def test_token_ids_that_are_none_are_one_line(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens: str
+) -> None:
     """From a file, too, which is read if it is one."""
     monkeypatch.chdir(tmp_path)
     os.mkfifo("fifo")
     run(made, ["cache", "export", "a", "a.safetensors", "--force"])
-    assert run(made, ["cache", "import", "a.safetensors", "--session", "new", "--tokens", tokens]).count("\n") == 1
+    assert (
+        run(
+            made, ["cache", "import", "a.safetensors", "--session", "new", "--tokens", tokens]
+        ).count("\n")
+        == 1
+    )

@@ -31,7 +31,33 @@ NO_HELP = {"rewind_slack": 0, "checkpoint_budget": 0}
 CHECKPOINTS = {"rewind_slack": 2, "checkpoint_interval": 7, "checkpoint_budget": 10**6}
 ALL = ["full", "sliding", "recurrent", "composite", "chunked", "unknown"]
 MIXES = [[kind] for kind in ALL] + [ALL]
-PROMPT = [7, 3, 9, 1, 4, 200, 33, 150, 8, 2, 61, 5, 90, 13, 77, 6, 41, 250, 19, 88, 23, 10, 54, 3, 3]
+PROMPT = [
+    7,
+    3,
+    9,
+    1,
+    4,
+    200,
+    33,
+    150,
+    8,
+    2,
+    61,
+    5,
+    90,
+    13,
+    77,
+    6,
+    41,
+    250,
+    19,
+    88,
+    23,
+    10,
+    54,
+    3,
+    3,
+]
 Make = Callable[..., Keeper]
 PARTS = pytest.mark.parametrize(
     ("part", "why"),
@@ -52,13 +78,21 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 def session(runner: Runner, text: str = "hello") -> Session:
     tokens = list(runner.entry.tokens)
     return Session(
-        "oracle", {"main": Branch(None, History([Turn(text, text)], Spelling(runner.tokenizer.decode(tokens), tokens)))}
+        "oracle",
+        {
+            "main": Branch(
+                None, History([Turn(text, text)], Spelling(runner.tokenizer.decode(tokens), tokens))
+            )
+        },
     )
 
 
 def answer(runner: Runner, prompt: list[int], n: int = 6) -> list[tuple[int | None, float | None]]:
     """Tokens and their log-probabilities."""
-    return [(chunk.token, chunk.logprob) for chunk in runner.generate(prompt, max_tokens=n, stop_tokens=[], logprobs=0)]
+    return [
+        (chunk.token, chunk.logprob)
+        for chunk in runner.generate(prompt, max_tokens=n, stop_tokens=[], logprobs=0)
+    ]
 
 
 def last(runner: Runner, prompt: list[int], n: int = 6) -> Any:
@@ -85,7 +119,9 @@ def prompts(said: list[int]) -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("options", [NO_HELP, CHECKPOINTS], ids=["alone", "checkpoints"])
 @pytest.mark.parametrize("kinds", MIXES, ids=lambda kinds: "-".join(kinds))
-def test_every_kind_of_layer_goes_on_as_if_nothing_had_been(keeper: Make, kinds: list[str], options: dict[str, int]) -> None:
+def test_every_kind_of_layer_goes_on_as_if_nothing_had_been(
+    keeper: Make, kinds: list[str], options: dict[str, int]
+) -> None:
     """The oracle's answers after a restore equal those of a cold run, for every kind of next prompt; only what is new is evaluated."""
     runner = oracle_runner(kinds, **options)
     answer(runner, PROMPT)
@@ -101,18 +137,34 @@ def test_every_kind_of_layer_goes_on_as_if_nothing_had_been(keeper: Make, kinds:
     restored = oracle_runner(kinds, **options)
     keeper(restored).load("one")
     usage = last(restored, [*said, 5, 6, 7])
-    assert (usage.outcome, usage.cached_tokens, usage.evaluated_tokens, usage.reason) == ("hit", len(said), 3, "restored")
+    assert (usage.outcome, usage.cached_tokens, usage.evaluated_tokens, usage.reason) == (
+        "hit",
+        len(said),
+        3,
+        "restored",
+    )
 
 
-@pytest.mark.parametrize(("architecture", "kv_bits"), [*((name, None) for name in ARCHITECTURES), ("llama", 8), ("qwen3", 4)])
-def test_every_architecture_goes_on_as_if_nothing_had_been(keeper: Make, architecture: str, kv_bits: int | None) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "kv_bits"),
+    [*((name, None) for name in ARCHITECTURES), ("llama", 8), ("qwen3", 4)],
+)
+def test_every_architecture_goes_on_as_if_nothing_had_been(
+    keeper: Make, architecture: str, kv_bits: int | None
+) -> None:
     """The next turn's tokens and logits are exactly those of the runner that never left; edited turns have the tokens of a cold run."""
     sizes = {"hidden_size": 128, "head_dim": 32} if kv_bits else {}
     config = tiny_config(architecture, max_position_embeddings=16384, vocab_size=300, **sizes)
     model = tiny_model(config)
 
     def new() -> Runner:
-        options = {"context": 512, "prefill_step": 24, "rewind_slack": 10, "checkpoint_interval": 50, "kv_bits": kv_bits}
+        options = {
+            "context": 512,
+            "prefill_step": 24,
+            "rewind_slack": 10,
+            "checkpoint_interval": 50,
+            "kv_bits": kv_bits,
+        }
         return Runner(model, ByteTokenizer(), facts_of(model, config), **options)  # type: ignore[arg-type]
 
     runner = new()
@@ -151,18 +203,35 @@ def rows_beyond(runner: Runner, end: int) -> Iterator[bytes]:
     for cache in runner.entry.caches:
         for array in cache.state:
             if isinstance(array, mx.array) and array.ndim == 4:
-                first = cache.offset - cache.export().arrays["keys" if "keys" in cache.export().arrays else "0"].shape[2]
+                first = (
+                    cache.offset
+                    - cache.export()
+                    .arrays["keys" if "keys" in cache.export().arrays else "0"]
+                    .shape[2]
+                )
                 host = np.array(array)
-                yield from (host[0, head, end - first + i].tobytes() for head in range(host.shape[1]) for i in range(4))
+                yield from (
+                    host[0, head, end - first + i].tobytes()
+                    for head in range(host.shape[1])
+                    for i in range(4)
+                )
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "llama4"])
-def test_nothing_that_was_trimmed_is_in_the_file(keeper: Make, store: Sessions, architecture: str) -> None:
+def test_nothing_that_was_trimmed_is_in_the_file(
+    keeper: Make, store: Sessions, architecture: str
+) -> None:
     """Keys and values of tokens that were taken back are still in the buffers, and not in the file."""
     config = tiny_config(architecture, max_position_embeddings=16384, vocab_size=300)
     model = tiny_model(config)
     runner = Runner(
-        model, ByteTokenizer(), facts_of(model, config), context=512, rewind_slack=40, checkpoint_budget=0, whole=True
+        model,
+        ByteTokenizer(),
+        facts_of(model, config),
+        context=512,
+        rewind_slack=40,
+        checkpoint_budget=0,
+        whole=True,
     )
     said = np.random.default_rng(0).integers(0, 290, 34).tolist()
     answer(runner, [*said, 250, 251, 252, 253, 254, 255], 2)
@@ -180,7 +249,9 @@ def test_nothing_that_was_trimmed_is_in_the_file(keeper: Make, store: Sessions, 
     assert len(content) < used + 4000
 
 
-def test_nothing_is_read_before_somebody_needs_it(keeper: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_read_before_somebody_needs_it(
+    keeper: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Opening a session costs its header and tokens, the first turn the rest."""
     runner = oracle_runner()
     answer(runner, PROMPT)
@@ -189,12 +260,20 @@ def test_nothing_is_read_before_somebody_needs_it(keeper: Make, monkeypatch: pyt
     from mlxrunner.sessions.tensors import StoredArray
 
     original = StoredArray.read
-    monkeypatch.setattr(StoredArray, "read", lambda array: (read.append(array.name), original(array))[1])
+    monkeypatch.setattr(
+        StoredArray, "read", lambda array: (read.append(array.name), original(array))[1]
+    )
     restored = oracle_runner()
     keeper(restored).load("one")
     assert read == ["tokens"]
     last(restored, [*PROMPT, 5])
-    assert sorted(read) == ["layers.0.keys", "layers.0.values", "layers.1.keys", "layers.1.values", "tokens"]
+    assert sorted(read) == [
+        "layers.0.keys",
+        "layers.0.values",
+        "layers.1.keys",
+        "layers.1.values",
+        "tokens",
+    ]
 
 
 def test_a_reset_gives_up_what_was_not_read_yet(keeper: Make) -> None:
@@ -208,7 +287,9 @@ def test_a_reset_gives_up_what_was_not_read_yet(keeper: Make) -> None:
     assert last(restored, PROMPT).outcome == "miss"
 
 
-def test_an_interrupt_while_reading_costs_nothing(keeper: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_while_reading_costs_nothing(
+    keeper: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ctrl-C in the middle of it: the next turn reads it."""
     runner = oracle_runner()
     answer(runner, PROMPT)
@@ -246,12 +327,17 @@ def test_only_what_was_said_is_saved(keeper: Make, store: Sessions, kinds: list[
     keeper(restored).load("one")
     tokens = said.history.spelling.tokens
     assert list(restored.entry.tokens) == tokens[: len(restored.entry.tokens)]
-    assert np.array([111, 112, 113], np.int32).tobytes() not in (store.folder / "one" / CACHE).read_bytes()
+    assert (
+        np.array([111, 112, 113], np.int32).tobytes()
+        not in (store.folder / "one" / CACHE).read_bytes()
+    )
     for one in (runner, restored):
         assert answer(one, [*tokens, 5, 6]) == answer(oracle_runner(kinds), [*tokens, 5, 6])
 
 
-@pytest.mark.parametrize("kinds", [["full", "full"], ["sliding", "recurrent", "chunked"]], ids=lambda kinds: kinds[0])
+@pytest.mark.parametrize(
+    "kinds", [["full", "full"], ["sliding", "recurrent", "chunked"]], ids=lambda kinds: kinds[0]
+)
 def test_ctrl_c_at_any_line_of_a_restore_costs_nothing(keeper: Make, kinds: list[str]) -> None:
     """While the first turn reads what was saved: the entry is true, or is read by the next one; its answer is that of a cold run."""
     runner = oracle_runner(kinds, **CHECKPOINTS)
@@ -307,8 +393,13 @@ def test_another_model_keeps_the_text_and_says_why(keeper: Make, part: str, why:
     other = oracle_runner()
     found, line = keeper(other, **{part: "another"}).load("one")
     assert line == f"its text is kept, its caches are dropped: {why}"
-    assert found.messages == [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hello"}]
-    assert len(found.history.spelling.tokens) == (0 if part in ("tokenizer", "template") else len(PROMPT) + 5)
+    assert found.messages == [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": "hello"},
+    ]
+    assert len(found.history.spelling.tokens) == (
+        0 if part in ("tokenizer", "template") else len(PROMPT) + 5
+    )
     assert last(other, PROMPT).outcome == "miss"
 
 
@@ -328,7 +419,10 @@ def test_a_context_that_is_too_short_keeps_the_text_and_says_why(keeper: Make) -
     answer(runner, PROMPT)
     save(keeper(runner))
     _, line = keeper(oracle_runner(context=20)).load("one")
-    assert line == f"its text is kept, its caches are dropped: {len(PROMPT) + 5} tokens, and the context is 20"
+    assert (
+        line
+        == f"its text is kept, its caches are dropped: {len(PROMPT) + 5} tokens, and the context is 20"
+    )
 
 
 def test_text_only(keeper: Make, store: Sessions) -> None:
@@ -387,7 +481,9 @@ def test_bfloat16_comes_back_bit_by_bit(keeper: Make) -> None:
             assert mx.array_equal(array, original.export().arrays[name])
 
 
-def test_the_next_turn_runs_while_the_last_one_is_written(keeper: Make, store: Sessions, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_turn_runs_while_the_last_one_is_written(
+    keeper: Make, store: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The file has the moment of the save; one copy at a time is held; `wait` writes what is newer."""
     runner = oracle_runner()
     answer(runner, PROMPT)
@@ -427,7 +523,9 @@ def test_what_is_not_written_yet_is_written_before_another_session_is_loaded(
     answer(runner, PROMPT)
     original = store.save_cache
     writing = threading.Event()
-    monkeypatch.setattr(store, "save_cache", lambda *arguments: (writing.wait(0.2), original(*arguments)))
+    monkeypatch.setattr(
+        store, "save_cache", lambda *arguments: (writing.wait(0.2), original(*arguments))
+    )
     kept = keeper(runner)
     kept.save("one", session(runner))
     answer(runner, [*runner.entry.tokens, 5])
@@ -439,7 +537,9 @@ def test_what_is_not_written_yet_is_written_before_another_session_is_loaded(
     assert list(runner.entry.tokens) == said
 
 
-def test_caches_that_could_not_be_written_are_said_later(keeper: Make, store: Sessions, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_caches_that_could_not_be_written_are_said_later(
+    keeper: Make, store: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By the next save or by `wait`; the text was saved."""
     runner = oracle_runner()
     answer(runner, PROMPT)
@@ -461,7 +561,9 @@ def test_caches_that_could_not_be_written_are_said_later(keeper: Make, store: Se
 Header = dict[str, Any]
 
 
-def rewrite(file: Path, change: Callable[[Header, bytearray], object], *, sums: bool = True) -> None:
+def rewrite(
+    file: Path, change: Callable[[Header, bytearray], object], *, sums: bool = True
+) -> None:
     """Change header and data of a safetensors file; `sums`: with checksums that are right again."""
     content = file.read_bytes()
     (length,) = struct.unpack("<Q", content[:8])
@@ -556,7 +658,9 @@ def damaged(keeper: Make, store: Sessions) -> Callable[[], tuple[Runner, str]]:
 
 @pytest.mark.parametrize("change", HEADERS.values(), ids=HEADERS)
 def test_a_hostile_header_is_one_line(
-    damaged: Callable[[], tuple[Runner, str]], store: Sessions, change: Callable[[Header, bytearray], object]
+    damaged: Callable[[], tuple[Runner, str]],
+    store: Sessions,
+    change: Callable[[Header, bytearray], object],
 ) -> None:
     """The text is kept, the next turn starts cold and answers as ever."""
     rewrite(store.folder / "one" / CACHE, change)
@@ -566,7 +670,9 @@ def test_a_hostile_header_is_one_line(
 
 
 @pytest.mark.parametrize("keep", [0, 1, 7, 8, 9, 100, 700, -300, -1])
-def test_a_truncated_file_is_one_line(damaged: Callable[[], tuple[Runner, str]], store: Sessions, keep: int) -> None:
+def test_a_truncated_file_is_one_line(
+    damaged: Callable[[], tuple[Runner, str]], store: Sessions, keep: int
+) -> None:
     """Wherever it ends."""
     file = store.folder / "one" / CACHE
     file.write_bytes(file.read_bytes()[:keep])
@@ -580,13 +686,17 @@ def test_a_truncated_file_is_one_line(damaged: Callable[[], tuple[Runner, str]],
     [b"\xff" * 100, struct.pack("<Q", 2**63) + b"x" * 100, struct.pack("<Q", 90) + b"[" * 90, struct.pack("<Q", 2) + b"[]", b"PK\x03\x04" * 50],
     ids=["ones", "a huge header", "brackets", "a list", "a zip file"],
 )  # fmt: skip
-def test_a_foreign_file_is_one_line(damaged: Callable[[], tuple[Runner, str]], store: Sessions, content: bytes) -> None:
+def test_a_foreign_file_is_one_line(
+    damaged: Callable[[], tuple[Runner, str]], store: Sessions, content: bytes
+) -> None:
     """Of any other kind."""
     (store.folder / "one" / CACHE).write_bytes(content)
     assert damaged()[1].startswith("its text is kept, its caches are dropped: the cache ")
 
 
-def test_a_huge_header_is_not_read(damaged: Callable[[], tuple[Runner, str]], store: Sessions) -> None:
+def test_a_huge_header_is_not_read(
+    damaged: Callable[[], tuple[Runner, str]], store: Sessions
+) -> None:
     """A file with holes, of a terabyte."""
     file = store.folder / "one" / CACHE
     with file.open("wb") as stream:
@@ -595,7 +705,9 @@ def test_a_huge_header_is_not_read(damaged: Callable[[], tuple[Runner, str]], st
     assert "not a safetensors file" in damaged()[1]
 
 
-def test_rows_without_end_are_not_read(damaged: Callable[[], tuple[Runner, str]], store: Sessions) -> None:
+def test_rows_without_end_are_not_read(
+    damaged: Callable[[], tuple[Runner, str]], store: Sessions
+) -> None:
     """Keys of 2**36 rows, which the file, with a hole, has: more than tokens."""
 
     def change(header: Header, data: bytearray) -> None:
@@ -622,7 +734,10 @@ def test_rows_without_end_are_not_read(damaged: Callable[[], tuple[Runner, str]]
     ids=["a row less", "an empty layer", "a checkpoint beyond the end"],
 )  # fmt: skip
 def test_what_is_found_when_it_is_read_costs_a_cold_turn(
-    damaged: Callable[[], tuple[Runner, str]], store: Sessions, change: Callable[[Header, bytearray], object], why: str
+    damaged: Callable[[], tuple[Runner, str]],
+    store: Sessions,
+    change: Callable[[Header, bytearray], object],
+    why: str,
 ) -> None:
     """It can't be seen from the header: the request says that the entry was given up, and why, and its answer is right."""
     rewrite(store.folder / "one" / CACHE, change)
@@ -647,15 +762,21 @@ def test_a_flipped_bit_is_found(damaged: Callable[[], tuple[Runner, str]], store
     assert "the checksum of 'layers.1.values' is another one" in usage.freed_by
 
 
-def test_a_link_in_place_of_the_caches_is_not_followed(damaged: Callable[[], tuple[Runner, str]], store: Sessions) -> None:
+def test_a_link_in_place_of_the_caches_is_not_followed(
+    damaged: Callable[[], tuple[Runner, str]], store: Sessions
+) -> None:
     """Even to a file that would do."""
     file = store.folder / "one" / CACHE
     file.rename(store.folder / "elsewhere")
     file.symlink_to(store.folder / "elsewhere")
-    assert damaged()[1].startswith("its text is kept, its caches are dropped: the cache can't be read")
+    assert damaged()[1].startswith(
+        "its text is kept, its caches are dropped: the cache can't be read"
+    )
 
 
-def test_a_runner_that_is_gone_is_let_go(keeper: Make, store: Sessions, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_runner_that_is_gone_is_let_go(
+    keeper: Make, store: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A chat that changes its model: the keeper does not hold the old one, and has nothing more to write of it."""
     import gc
     import weakref
@@ -664,7 +785,9 @@ def test_a_runner_that_is_gone_is_let_go(keeper: Make, store: Sessions, monkeypa
     answer(runner, PROMPT)
     may_write = threading.Event()
     original = store.save_cache
-    monkeypatch.setattr(store, "save_cache", lambda *arguments: (may_write.wait(30), original(*arguments)))
+    monkeypatch.setattr(
+        store, "save_cache", lambda *arguments: (may_write.wait(30), original(*arguments))
+    )
     kept = keeper(runner, holds=False)
     kept.save("one", session(runner))
     kept.save("one", session(runner))

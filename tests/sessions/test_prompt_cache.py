@@ -33,16 +33,30 @@ class Tiny:
 
     def __init__(self, architecture: str, kv_bits: int | None = None) -> None:
         sizes = {"hidden_size": 128, "head_dim": 32} if kv_bits else {}
-        self.config = tiny_config(architecture, max_position_embeddings=16384, vocab_size=300, **sizes)
+        self.config = tiny_config(
+            architecture, max_position_embeddings=16384, vocab_size=300, **sizes
+        )
         self.model, self.kv_bits = tiny_model(self.config), kv_bits
         self.options = CacheOptions(rewind_slack=10, kv_bits=kv_bits)
 
     def runner(self) -> Runner:
         facts = facts_of(self.model, self.config)
-        return Runner(self.model, ByteTokenizer(), facts, context=512, prefill_step=24, rewind_slack=10, kv_bits=self.kv_bits)
+        return Runner(
+            self.model,
+            ByteTokenizer(),
+            facts,
+            context=512,
+            prefill_step=24,
+            rewind_slack=10,
+            kv_bits=self.kv_bits,
+        )
 
     def ours(self, runner: Runner, prompt: list[int], n: int = 8) -> list[int]:
-        return [chunk.token for chunk in runner.generate(prompt, max_tokens=n, stop_tokens=[]) if chunk.token is not None]
+        return [
+            chunk.token
+            for chunk in runner.generate(prompt, max_tokens=n, stop_tokens=[])
+            if chunk.token is not None
+        ]
 
     def theirs(self, cache: list[Any], tokens: list[int], n: int = 8) -> list[int]:
         found: list[int] = []
@@ -71,24 +85,37 @@ tinies = pytest.mark.parametrize(
 
 @tinies
 @pytest.mark.parametrize("length", [5, 120])
-def test_mlx_lm_goes_on_from_our_file(tmp_path: Path, tiny: tuple[str, int | None], length: int) -> None:
+def test_mlx_lm_goes_on_from_our_file(
+    tmp_path: Path, tiny: tuple[str, int | None], length: int
+) -> None:
     """load_prompt_cache reads it, and the model says there what it says here."""
     made = Tiny(*tiny)
     runner = made.runner()
     made.ours(runner, np.random.default_rng(0).integers(0, 290, length).tolist(), 20)
     said = list(runner.entry.tokens)
     exported = runner.entry.export()
-    export_file(tmp_path / "x.safetensors", made.model, "tiny", made.options, Exported(exported.tokens, exported.layers, []))
+    export_file(
+        tmp_path / "x.safetensors",
+        made.model,
+        "tiny",
+        made.options,
+        Exported(exported.tokens, exported.layers, []),
+    )
     cache, metadata = load_prompt_cache(str(tmp_path / "x.safetensors"), return_metadata=True)
     assert json.loads(metadata["tokens"]) == said
-    assert {"model", "tokenizer_config"} <= metadata.keys()  # mlx_lm.generate --prompt-cache-file wants them
+    assert {
+        "model",
+        "tokenizer_config",
+    } <= metadata.keys()  # mlx_lm.generate --prompt-cache-file wants them
     assert made.theirs(cache, NEXT) == made.ours(runner, [*said, *NEXT])
     assert (tmp_path / "x.safetensors").stat().st_mode & 0o777 == 0o600
 
 
 @tinies
 @pytest.mark.parametrize("length", [30, 140])
-def test_we_go_on_from_a_file_of_mlx_lm(tmp_path: Path, tiny: tuple[str, int | None], length: int) -> None:
+def test_we_go_on_from_a_file_of_mlx_lm(
+    tmp_path: Path, tiny: tuple[str, int | None], length: int
+) -> None:
     """What save_prompt_cache wrote is an entry of the given tokens, and the model says here what it says there."""
     made = Tiny(*tiny)
     said = np.random.default_rng(1).integers(0, 290, length).tolist()
@@ -101,7 +128,11 @@ def test_we_go_on_from_a_file_of_mlx_lm(tmp_path: Path, tiny: tuple[str, int | N
     assert [chunk.token for chunk in chunks] == made.theirs(made.their_cache(said), NEXT)
     usage = chunks[-1].usage
     assert usage is not None
-    assert (usage.outcome, usage.cached_tokens, usage.evaluated_tokens) == ("hit", length, len(NEXT))
+    assert (usage.outcome, usage.cached_tokens, usage.evaluated_tokens) == (
+        "hit",
+        length,
+        len(NEXT),
+    )
 
 
 def test_our_own_file_comes_back_without_being_told_the_tokens(tmp_path: Path) -> None:
@@ -111,7 +142,10 @@ def test_our_own_file_comes_back_without_being_told_the_tokens(tmp_path: Path) -
     made.ours(runner, list(range(60)))
     exported = runner.entry.export()
     export_file(tmp_path / "x.safetensors", made.model, "tiny", made.options, exported)
-    assert list(import_file(tmp_path / "x.safetensors", made.model, made.options, None).tokens) == exported.tokens.tolist()
+    assert (
+        list(import_file(tmp_path / "x.safetensors", made.model, made.options, None).tokens)
+        == exported.tokens.tolist()
+    )
 
 
 @pytest.fixture
@@ -135,7 +169,9 @@ def file(tmp_path: Path) -> Path:
         ("gpt_oss", list(range(40)), "the kind 'full' instead of 'sliding'"),
     ],
 )
-def test_a_file_that_is_of_something_else_is_one_line(file: Path, architecture: str, tokens: list[int] | None, why: str) -> None:
+def test_a_file_that_is_of_something_else_is_one_line(
+    file: Path, architecture: str, tokens: list[int] | None, why: str
+) -> None:
     """Another number of tokens, or another model; both numbers are said."""
     made = Tiny(architecture)
     with pytest.raises(SessionError, match=why) as caught:
@@ -170,11 +206,17 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
     "cut off in the header": lambda content: content[:100],
     "of another kind": lambda content: b"GGUF" * 100,
     "no metadata": with_header(lambda h: h.pop("__metadata__")),
-    "a class that is none": with_header(lambda h: h["__metadata__"].update({"1.0": "make_prompt_cache"})),
-    "a class of something else": with_header(lambda h: h["__metadata__"].update({"1.0": "_BaseCache"})),
+    "a class that is none": with_header(
+        lambda h: h["__metadata__"].update({"1.0": "make_prompt_cache"})
+    ),
+    "a class of something else": with_header(
+        lambda h: h["__metadata__"].update({"1.0": "_BaseCache"})
+    ),
     "an unknown class": with_header(lambda h: h["__metadata__"].update({"1.0": "../../xCache"})),
     "numbers that are none": with_header(lambda h: h["__metadata__"].update({"2.1.1": "eval"})),
-    "tokens that are none": with_header(lambda h: h["__metadata__"].update({"0.tokens": "[[1, 2], [3]]"})),
+    "tokens that are none": with_header(
+        lambda h: h["__metadata__"].update({"0.tokens": "[[1, 2], [3]]"})
+    ),
     "nested tokens": with_header(lambda h: h["__metadata__"].update({"0.tokens": "[" * 10**5})),
     "a huge array": with_header(lambda h: h["0.0"].update(shape=[2**40, 2**20, 2**20, 16])),
     "a path for a name": with_header(lambda h: h.update({"../../x": h.pop("0.0")})),
@@ -211,6 +253,11 @@ def test_a_file_that_can_not_be_read_or_written_is_one_line(tmp_path: Path) -> N
 def test_bits_that_a_model_cannot_have_are_an_error_in_one_line(tmp_path: Path, file: Path) -> None:
     """As where it is run with them: heads of 16 numbers."""
     write_model(tmp_path / "lfm2", "lfm2")
-    with pytest.raises(OptionError, match="kv_bits: this model can't use a quantized cache: heads of 16 and 16 numbers"):
-        import_session(file, "one", str(tmp_path / "lfm2"), list(range(40)), 8, Sessions(tmp_path / "sessions"))
+    with pytest.raises(
+        OptionError,
+        match="kv_bits: this model can't use a quantized cache: heads of 16 and 16 numbers",
+    ):
+        import_session(
+            file, "one", str(tmp_path / "lfm2"), list(range(40)), 8, Sessions(tmp_path / "sessions")
+        )
     assert Sessions(tmp_path / "sessions").names() == []

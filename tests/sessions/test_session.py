@@ -31,7 +31,13 @@ def test_tokens_of_the_text_are_kept(text: str) -> None:
     """And not where one of them is another one, is missing, is one too many, or is none of the model's."""
     tokens = list(text.encode())
     assert is_kept(spelled(text, tokens))
-    for wrong in ([*tokens[:-2], 65, 66], [65, *tokens], [*tokens, 65], [*tokens, VOCAB], tokens[: len(tokens) // 2]):
+    for wrong in (
+        [*tokens[:-2], 65, 66],
+        [65, *tokens],
+        [*tokens, 65],
+        [*tokens, VOCAB],
+        tokens[: len(tokens) // 2],
+    ):
         assert not is_kept(spelled(text, wrong))
 
 
@@ -74,7 +80,9 @@ def test_a_text_that_is_none_is_not_spelled() -> None:
 @pytest.fixture
 def shifted() -> Conversation:
     """A conversation that has outgrown its context."""
-    conversation = Conversation(oracle_runner(context=120), options={"stop_tokens": [], "max_tokens": 30})
+    conversation = Conversation(
+        oracle_runner(context=120), options={"stop_tokens": [], "max_tokens": 30}
+    )
     for text in ("hello", "and what else?", "naïve", "go on"):
         list(conversation.send(text))
     assert conversation.history.dropped
@@ -93,10 +101,15 @@ def test_what_a_full_context_has_dropped_is_not_missed(shifted: Conversation) ->
 def test_tokens_of_a_real_tokenizer_are_known() -> None:
     """Whatever was said, answers that were stopped in the middle included."""
     conversation = Conversation(
-        Runner.load("demo", reserve=False), "Be brief.", {"temperature": 3.0, "seed": 1, "max_tokens": 12}
+        Runner.load("demo", reserve=False),
+        "Be brief.",
+        {"temperature": 3.0, "seed": 1, "max_tokens": 12},
     )
     for text in ("My name is Zorblin.", " two  spaces\n\n", "naïve 🙂 日本", "<s>[INST]"):
         list(conversation.send(text))
-        runner, session = conversation.runner, Session("demo", {"main": Branch(None, conversation.history)})
+        runner, session = (
+            conversation.runner,
+            Session("demo", {"main": Branch(None, conversation.history)}),
+        )
         assert conversation.history.spelling.tokens
         assert not session.forget_misspelled(runner.tokenizer, runner.facts.vocab)

@@ -24,10 +24,18 @@ from mlxrunner.sessions.tensors import Buffer
 
 def session(text: str = "hello", tokens: int = 5) -> Session:
     history = History([Turn(text, text)], Spelling(text, list(range(tokens))))
-    return Session("demo", {"main": Branch("be brief", history)}, settings={"options": {"temperature": 0.5}})
+    return Session(
+        "demo", {"main": Branch("be brief", history)}, settings={"options": {"temperature": 0.5}}
+    )
 
 
-TURN: dict[str, object] = {"user": "hello", "answer": "hello", "begins": None, "ends": None, "closing": ""}
+TURN: dict[str, object] = {
+    "user": "hello",
+    "answer": "hello",
+    "begins": None,
+    "ends": None,
+    "closing": "",
+}
 BEGIN, END = {"characters": 0, "tokens": 0}, {"characters": 5, "tokens": 5}
 
 
@@ -61,11 +69,15 @@ def test_the_files_are_their_owners_alone(store: Sessions) -> None:
     store.save_cache("one", {"x": buffer(1)}, {"a": "b"})
     folder = store.folder / "one"
     assert sorted(os.listdir(folder)) == [CACHE, TEXT]
-    modes = {path.name: path.stat().st_mode & 0o777 for path in (store.folder, folder, *folder.iterdir())}
+    modes = {
+        path.name: path.stat().st_mode & 0o777 for path in (store.folder, folder, *folder.iterdir())
+    }
     assert modes == {"sessions": 0o700, "one": 0o700, TEXT: 0o600, CACHE: 0o600}
 
 
-def test_the_users_folder_is_where_the_system_has_such_things(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_users_folder_is_where_the_system_has_such_things(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """XDG_DATA_HOME on Linux; MLXRUNNER_DATA wins."""
     monkeypatch.delenv("MLXRUNNER_DATA", raising=False)
     monkeypatch.setattr(sys, "platform", "linux")
@@ -76,11 +88,32 @@ def test_the_users_folder_is_where_the_system_has_such_things(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize(
-    "name", ["../x", "a/b", "/etc/passwd", "", ".", "..", ".hidden", "a b", "a\n", "x" * 49, "-f", "a\0b", "~"]
+    "name",
+    [
+        "../x",
+        "a/b",
+        "/etc/passwd",
+        "",
+        ".",
+        "..",
+        ".hidden",
+        "a b",
+        "a\n",
+        "x" * 49,
+        "-f",
+        "a\0b",
+        "~",
+    ],
 )
 def test_a_name_is_no_path(store: Sessions, name: str) -> None:
     """Refused in one line by everything that takes a name; nothing is made anywhere."""
-    for act in (store.load, store.remove, store.load_cache, store.exists, lambda name: store.save(name, session())):
+    for act in (
+        store.load,
+        store.remove,
+        store.load_cache,
+        store.exists,
+        lambda name: store.save(name, session()),
+    ):
         with pytest.raises(SessionError, match="can't be a session's name") as caught:
             act(name)
         assert "\n" not in str(caught.value)
@@ -161,7 +194,9 @@ def test_a_text_that_is_none_of_ours_is_one_line(store: Sessions, text: str) -> 
     ],
     ids=str,
 )  # fmt: skip
-def test_a_text_with_a_wrong_value_is_one_line(store: Sessions, path: list[str], value: object) -> None:
+def test_a_text_with_a_wrong_value_is_one_line(
+    store: Sessions, path: list[str], value: object
+) -> None:
     """Types, bounds and what belongs together are checked."""
     store.save("one", session())
     file = store.folder / "one" / TEXT
@@ -182,9 +217,14 @@ def test_a_full_disk_costs_nothing_that_was_there(store: Sessions) -> None:
     store.save_cache("one", {"x": buffer(1)}, {})
     with files_of_at_most(2000):
         store.save("one", session("new"))
-        with pytest.raises(SessionError, match=r"caches of the session 'one' could not be saved: File too large"):
+        with pytest.raises(
+            SessionError, match=r"caches of the session 'one' could not be saved: File too large"
+        ):
             store.save_cache("one", {"x": buffer(2)}, {})
-    with files_of_at_most(10), pytest.raises(SessionError, match="the session 'one' could not be saved: File too large"):
+    with (
+        files_of_at_most(10),
+        pytest.raises(SessionError, match="the session 'one' could not be saved: File too large"),
+    ):
         store.save("one", session("newest"))
     assert store.load("one").history.turns[0].user == "new"
     file = store.load_cache("one")
@@ -193,11 +233,16 @@ def test_a_full_disk_costs_nothing_that_was_there(store: Sessions) -> None:
     assert sorted(os.listdir(store.folder / "one")) == [CACHE, TEXT]
 
 
-def test_what_is_saved_is_on_the_disk_in_whole(store: Sessions, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_saved_is_on_the_disk_in_whole(
+    store: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The file before it gets its name, then the folder: not only as far as the drive's own memory."""
     synced: list[str] = []
     kinds = {stat.S_IFREG: "file", stat.S_IFDIR: "folder"}
-    monkeypatch.setattr("mlxrunner.sessions.files.whole_sync", lambda fd: synced.append(kinds[stat.S_IFMT(os.fstat(fd).st_mode)]))
+    monkeypatch.setattr(
+        "mlxrunner.sessions.files.whole_sync",
+        lambda fd: synced.append(kinds[stat.S_IFMT(os.fstat(fd).st_mode)]),
+    )
     store.save("one", session())
     assert synced == ["file", "folder"]
 
@@ -220,7 +265,10 @@ def test_removing(store: Sessions) -> None:
     """Everything of it goes; what is not there, or open elsewhere, is said."""
     store.save("one", session())
     store.save_cache("one", {"x": buffer(1)}, {})
-    with Sessions(store.folder).lock("one"), pytest.raises(SessionError, match="open in another chat"):
+    with (
+        Sessions(store.folder).lock("one"),
+        pytest.raises(SessionError, match="open in another chat"),
+    ):
         store.remove("one")
     store.remove("one")
     assert list(store.folder.iterdir()) == []
@@ -241,10 +289,15 @@ with Sessions(Path(sys.argv[1])).lock("one"):
 def test_two_processes_can_not_write_one_session(store: Sessions) -> None:
     """The second is refused in one line, reading is not; when the first is killed the session is free."""
     store.save("one", session())
-    with subprocess.Popen([sys.executable, "-c", HOLD, str(store.folder)], stdout=subprocess.PIPE, text=True) as other:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(store.folder)], stdout=subprocess.PIPE, text=True
+    ) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "held\n"
-        with pytest.raises(SessionError, match="the session 'one' is open in another chat: close that, or use another name"):
+        with pytest.raises(
+            SessionError,
+            match="the session 'one' is open in another chat: close that, or use another name",
+        ):
             store.save("one", session())
         assert store.load("one").model == "demo"
         other.kill()
@@ -305,7 +358,9 @@ print(found["newer text"], found["newer caches"], len(os.listdir(folder / "one")
 
 def test_killed_fifty_times_while_saving(tmp_path: Path) -> None:
     """kill -9 at any moment: text and caches are each whole, as they were saved last or once before, and saving goes on."""
-    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     texts, caches, files = map(int, done.stdout.split())
     assert texts >= 5

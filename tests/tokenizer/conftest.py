@@ -66,7 +66,9 @@ def train_sentencepiece(**options: Any) -> bytes:
         "num_threads": 1,
         "minloglevel": 2,
     }
-    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(CORPUS), model_writer=model, **(settings | options))
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(CORPUS), model_writer=model, **(settings | options)
+    )
     return model.getvalue()
 
 
@@ -79,7 +81,10 @@ def spm_prefix(folder: Path) -> None:
 
 def spm_plain(folder: Path) -> None:
     """Gemma: no space in front; the marks of a turn are user-defined symbols."""
-    symbols = {"user_defined_symbols": ["<start_of_turn>", "<end_of_turn>"], "add_dummy_prefix": False}
+    symbols = {
+        "user_defined_symbols": ["<start_of_turn>", "<end_of_turn>"],
+        "add_dummy_prefix": False,
+    }
     (folder / "tokenizer.model").write_bytes(train_sentencepiece(**symbols))
     configure(folder, chat_template=GEMMA)
 
@@ -92,7 +97,13 @@ def byte_level(folder: Path) -> None:
 
 def byte_level_bos(folder: Path) -> None:
     """Llama 3: the post-processor adds BOS."""
-    specials = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+    specials = [
+        "<|begin_of_text|>",
+        "<|end_of_text|>",
+        "<|start_header_id|>",
+        "<|end_header_id|>",
+        "<|eot_id|>",
+    ]
     save_byte_level(folder, specials, bos=specials[0])
     configure(folder, bos_token=specials[0], eos_token=specials[1], chat_template=LLAMA3)
 
@@ -108,7 +119,11 @@ def metaspace_legacy(folder: Path) -> None:
     """The older conversion: a space in front of every text between special tokens."""
     from tokenizers import normalizers
 
-    save_byte_fallback(folder, normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]), None)
+    save_byte_fallback(
+        folder,
+        normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]),
+        None,
+    )
 
 
 def save_byte_level(folder: Path, specials: list[str], bos: str | None = None) -> None:
@@ -123,7 +138,9 @@ def save_byte_level(folder: Path, specials: list[str], bos: str | None = None) -
     tokenizer.add_special_tokens(specials)
     if bos:
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, tokenizer.token_to_id(bos))]
+            single=f"{bos} $A",
+            pair=f"{bos} $A {bos} $B",
+            special_tokens=[(bos, tokenizer.token_to_id(bos))],
         )
     tokenizer.save(str(folder / "tokenizer.json"))
 
@@ -133,7 +150,9 @@ def save_byte_fallback(folder: Path, normalizer: Any, pre_tokenizer: Any) -> Non
 
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.Metaspace()
-    trained.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=200, limit_alphabet=60, show_progress=False))
+    trained.train_from_iterator(
+        CORPUS, trainers.BpeTrainer(vocab_size=200, limit_alphabet=60, show_progress=False)
+    )
     learned = json.loads(trained.to_str())["model"]
     pieces = [
         "<unk>",
@@ -144,13 +163,20 @@ def save_byte_fallback(folder: Path, normalizer: Any, pre_tokenizer: Any) -> Non
     ]
     vocab = {piece: token for token, piece in enumerate(dict.fromkeys(pieces))}
     merges = [tuple(merge) for merge in learned["merges"]]
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    tokenizer = Tokenizer(
+        models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
     if normalizer is not None:
         tokenizer.normalizer = normalizer
     if pre_tokenizer is not None:
         tokenizer.pre_tokenizer = pre_tokenizer
     tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -163,8 +189,16 @@ def save_byte_fallback(folder: Path, normalizer: Any, pre_tokenizer: Any) -> Non
 def configure(folder: Path, **settings: Any) -> None:
     """Write tokenizer_config.json anew or change it; None takes a setting away."""
     file = folder / "tokenizer_config.json"
-    before = json.loads(file.read_text()) if file.exists() else {"tokenizer_class": "PreTrainedTokenizerFast"}
-    file.write_text(json.dumps({name: value for name, value in (before | settings).items() if value is not None}))
+    before = (
+        json.loads(file.read_text())
+        if file.exists()
+        else {"tokenizer_class": "PreTrainedTokenizerFast"}
+    )
+    file.write_text(
+        json.dumps(
+            {name: value for name, value in (before | settings).items() if value is not None}
+        )
+    )
 
 
 KINDS: dict[str, Callable[[Path], None]] = {

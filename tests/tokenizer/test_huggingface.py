@@ -13,19 +13,30 @@ import pytest
 from mlxrunner import ModelError
 from mlxrunner.tokenizer import load_tokenizer
 
-TEXTS = ["the quick fox", " leading", "größer 日本語 😀", "def f():\n    return 'x'  # y\n\n", "don't 12345", "x\u0301\0"]
+TEXTS = [
+    "the quick fox",
+    " leading",
+    "größer 日本語 😀",
+    "def f():\n    return 'x'  # y\n\n",
+    "don't 12345",
+    "x\u0301\0",
+]
 
 
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("kind", ["byte_level", "byte_level_bos", "metaspace", "metaspace_legacy"])
-def test_text_is_encoded_as_the_file_says(directories: dict[str, Path], kind: str, text: str) -> None:
+def test_text_is_encoded_as_the_file_says(
+    directories: dict[str, Path], kind: str, text: str
+) -> None:
     """The tokens of the tokenizers library itself, its BOS included, and its text."""
     from tokenizers import Tokenizer
 
     file = Tokenizer.from_file(str(directories[kind] / "tokenizer.json"))
     tokenizer = load_tokenizer(directories[kind])
     assert tokenizer.encode(text) == file.encode(text).ids
-    assert tokenizer.decode(tokenizer.encode(text)) == file.decode(file.encode(text).ids, skip_special_tokens=False)
+    assert tokenizer.decode(tokenizer.encode(text)) == file.decode(
+        file.encode(text).ids, skip_special_tokens=False
+    )
     assert tokenizer.vocab_size == file.get_vocab_size()
 
 
@@ -53,7 +64,10 @@ def test_a_class_name_in_the_configuration_changes_no_tokens(
     folder = copy_of(kind, tokenizer_class=name)
     (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
     tokenizer = load_tokenizer(folder)
-    assert tokenizer.encode(text) == Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids
+    assert (
+        tokenizer.encode(text)
+        == Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids
+    )
 
 
 @pytest.mark.parametrize("legacy", [None, True, False])
@@ -78,7 +92,9 @@ def test_a_tokenizer_that_transformers_builds_anew_keeps_every_promise(
         tokens = tokenizer.encode(text)
         assert tokens[: len(bos)] == bos
         assert tokenizer.decode(tokens[len(bos) :]) == text
-        assert tokenizer.encode(text + end) + tokenizer.encode_more(text) == tokenizer.encode(text + end + text)
+        assert tokenizer.encode(text + end) + tokenizer.encode_more(text) == tokenizer.encode(
+            text + end + text
+        )
         stream = tokenizer.stream(bos or tokenizer.encode("a"))
         shown = "".join(stream.add(token) for token in tokens[len(bos) :]) + stream.finish()
         assert shown.removeprefix(" ") == text
@@ -91,14 +107,18 @@ def test_decoding_cleans_nothing_up(copy_of: Callable[..., Path], kind: str) -> 
     assert tokenizer.decode(tokenizer.encode_more("a , b . c ' d n't")) == "a , b . c ' d n't"
 
 
-def test_a_beginning_token_that_nothing_puts_in_front_is_not_wanted(copy_of: Callable[..., Path]) -> None:
+def test_a_beginning_token_that_nothing_puts_in_front_is_not_wanted(
+    copy_of: Callable[..., Path],
+) -> None:
     """Qwen names one here and there; its post-processor adds none."""
     tokenizer = load_tokenizer(copy_of("byte_level", bos_token="<|endoftext|>"))
     assert tokenizer.encode("") == []
     assert tokenizer.encode("hi") == tokenizer.encode_more("hi")
 
 
-def test_a_tokenizer_without_an_end_token_works(copy_of: Callable[..., Path], templates: dict[str, str]) -> None:
+def test_a_tokenizer_without_an_end_token_works(
+    copy_of: Callable[..., Path], templates: dict[str, str]
+) -> None:
     """Then only the template's end of a turn stops an answer."""
     tokenizer = load_tokenizer(copy_of("byte_level", eos_token=None))
     assert tokenizer.stop_tokens == set(tokenizer.encode_more("<|im_end|>"))
@@ -106,7 +126,9 @@ def test_a_tokenizer_without_an_end_token_works(copy_of: Callable[..., Path], te
 
 
 @pytest.mark.parametrize("place", ["config.json", "tokenizer_config.json"])
-def test_nobody_is_asked_whether_code_may_run(copy_of: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+def test_nobody_is_asked_whether_code_may_run(
+    copy_of: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
     """A class of the model's own is refused; one for its configuration is not needed."""
     asked: list[str] = []
     monkeypatch.setattr(builtins, "input", lambda prompt="": asked.append(prompt) or "n")
@@ -131,11 +153,15 @@ def test_a_folder_of_other_files_has_no_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(ModelError) as error:
         load_tokenizer(tmp_path)
     text = str(error.value)
-    assert text.startswith(f"{tmp_path}: no tokenizer could be loaded: neither tokenizer.json nor tokenizer.model is there")
+    assert text.startswith(
+        f"{tmp_path}: no tokenizer could be loaded: neither tokenizer.json nor tokenizer.model is there"
+    )
     assert "\n" not in text
 
 
-def test_nothing_is_looked_up_on_the_hub(directories: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_looked_up_on_the_hub(
+    directories: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A directory is all there is to a tokenizer."""
     import socket
 

@@ -22,7 +22,10 @@ def check(tokenizer: Tokenizer) -> None:
         assert at is not None
         assert at >= before
         piece = tokenizer.decode([token]).strip()
-        assert index == 0 or "\ufffd" in piece or prepared.text[at:].lstrip().startswith(piece), (index, piece)
+        assert index == 0 or "\ufffd" in piece or prepared.text[at:].lstrip().startswith(piece), (
+            index,
+            piece,
+        )
         parts.add(divergences._place(prepared, at).part)
         before = at
     assert {"text", "template_header", "message_end"} <= parts

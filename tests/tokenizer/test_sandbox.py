@@ -52,7 +52,9 @@ def test_a_template_makes_the_same_text_as_in_transformers(template: str) -> Non
     """Whatever it uses."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    theirs: Any = render_jinja_template([MESSAGES], chat_template=template, add_generation_prompt=True, bos_token="<s>")
+    theirs: Any = render_jinja_template(
+        [MESSAGES], chat_template=template, add_generation_prompt=True, bos_token="<s>"
+    )
     assert render_jinja(template, MESSAGES, True, bos_token="<s>") == theirs[0][0]
 
 
@@ -61,7 +63,9 @@ def test_the_templates_of_the_other_tests_make_the_same_text(templates: dict[str
     from transformers.utils.chat_template_utils import render_jinja_template
 
     for template in templates.values():
-        theirs: Any = render_jinja_template([MESSAGES[1:]], chat_template=template, add_generation_prompt=False, eos_token="</s>")
+        theirs: Any = render_jinja_template(
+            [MESSAGES[1:]], chat_template=template, add_generation_prompt=False, eos_token="</s>"
+        )
         assert render_jinja(template, MESSAGES[1:], False, eos_token="</s>") == theirs[0][0]
 
 
@@ -75,9 +79,15 @@ LARGE = {
     "doubled by ~": DOUBLED.replace("START", "'a'").replace("TWICE", "ns.x ~ ns.x"),
     "doubled by +": DOUBLED.replace("START", "'a'").replace("TWICE", "ns.x + ns.x"),
     "doubled lists": DOUBLED.replace("START", "[1]").replace("TWICE", "[ns.x, ns.x]"),
-    "doubled dictionaries": DOUBLED.replace("START", "{}").replace("TWICE", "{'a': ns.x, 'b': ns.x}"),
+    "doubled dictionaries": DOUBLED.replace("START", "{}").replace(
+        "TWICE", "{'a': ns.x, 'b': ns.x}"
+    ),
     "written in loops": AGAIN + AGAIN + "x" * 50 + "{% endfor %}{% endfor %}",
-    "kept in loops": "{% set x %}" + AGAIN + AGAIN + "x" * 5000 + "{% endfor %}{% endfor %}{% endset %}{{ x|length }}",
+    "kept in loops": "{% set x %}"
+    + AGAIN
+    + AGAIN
+    + "x" * 5000
+    + "{% endfor %}{% endfor %}{% endset %}{{ x|length }}",
     "number": "{{ 9999 ** 9999 ** 99 }}",
     "product": "{{ 2**4000 * 2**4000 }}",
     "width in a format": "{{ '%099999999d' % 1 }}",
@@ -126,14 +136,18 @@ ENDLESS = {
 
 
 @pytest.mark.parametrize("template", ENDLESS.values(), ids=ENDLESS)
-def test_a_template_that_does_not_end_is_stopped(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_that_does_not_end_is_stopped(
+    template: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By the processor's time, which a busy machine does not shorten."""
     monkeypatch.setattr(sandbox, "MOST_SECONDS", 0.05)
     with pytest.raises(TemplateLimitError, match="stopped"):
         render_jinja(template, MESSAGES, True)
 
 
-def test_a_template_that_is_stopped_for_each_prompt_takes_no_longer_than_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_that_is_stopped_for_each_prompt_takes_no_longer_than_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Each time half as long, so that a batch of many lines ends, too."""
     monkeypatch.setattr(sandbox, "MOST_SECONDS", 0.4)
     monkeypatch.setattr(sandbox, "LEAST_SECONDS", 0.0)
@@ -143,7 +157,9 @@ def test_a_template_that_is_stopped_for_each_prompt_takes_no_longer_than_twice(m
         with pytest.raises(TemplateLimitError) as stopped:
             render_jinja(template, MESSAGES, True)
         said.append(str(stopped.value))
-    assert said[:3] == [f"it was stopped after {seconds} seconds" for seconds in ("0.4", "0.2", "0.1")]
+    assert said[:3] == [
+        f"it was stopped after {seconds} seconds" for seconds in ("0.4", "0.2", "0.1")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -161,12 +177,21 @@ def test_what_is_nested_too_deeply_is_an_ordinary_error(template: str) -> None:
 def test_much_text_given_may_become_much_text() -> None:
     """The limits grow with the conversation."""
     long: Any = [{"role": "user", "content": "word " * 500_000}] * 2
-    assert len(render_jinja("{% for m in messages %}{{ m.content|trim }}{{ m.content }}{% endfor %}", long, True)) == 9_999_998
+    assert (
+        len(
+            render_jinja(
+                "{% for m in messages %}{{ m.content|trim }}{{ m.content }}{% endfor %}", long, True
+            )
+        )
+        == 9_999_998
+    )
 
 
 def test_names_and_things_that_are_no_data_reach_no_template() -> None:
     """A namespace does not write out what it holds; an object is the name of its kind."""
-    assert render_jinja("{{ namespace(a=1) }}{{ thing }}{{ kind }}", MESSAGES, True, thing=Path("x"), kind=True) in (
+    assert render_jinja(
+        "{{ namespace(a=1) }}{{ thing }}{{ kind }}", MESSAGES, True, thing=Path("x"), kind=True
+    ) in (
         "<Namespace><PosixPath>True",
         "<Namespace><WindowsPath>True",
     )
@@ -177,9 +202,13 @@ def test_names_and_things_that_are_no_data_reach_no_template() -> None:
 @pytest.mark.parametrize("kind", ["tokenizer.json", "tokenizer.model"])
 def test_a_conversation_ends_in_one_line(kind: str, tmp_path: Path, copy_of: Any) -> None:
     """With every library, and with what to do."""
-    folder: Path = copy_of("byte_level" if kind == "tokenizer.json" else "spm_plain", chat_template="{{ 'x' * 10**10 }}")
+    folder: Path = copy_of(
+        "byte_level" if kind == "tokenizer.json" else "spm_plain",
+        chat_template="{{ 'x' * 10**10 }}",
+    )
     with pytest.raises(
-        PromptError, match=r"chat template does not end well: it was stopped .* characters out of .*--raw"
+        PromptError,
+        match=r"chat template does not end well: it was stopped .* characters out of .*--raw",
     ) as error:
         load_tokenizer(folder).render(MESSAGES)
     assert "\n" not in str(error.value)

@@ -31,21 +31,29 @@ def plain(tokenizers: dict[str, Tokenizer]) -> SentencePieceTokenizer:
     return tokenizer
 
 
-def test_a_tokenizer_json_wins_over_a_tokenizer_model(copy_of: Callable[..., Path], directories: dict[str, Path]) -> None:
+def test_a_tokenizer_json_wins_over_a_tokenizer_model(
+    copy_of: Callable[..., Path], directories: dict[str, Path]
+) -> None:
     """It is the one that the publisher changed last."""
     folder = copy_of("spm_prefix", eos_token="</s>")
     assert isinstance(load_tokenizer(folder), SentencePieceTokenizer)
-    (folder / "tokenizer.json").write_bytes((directories["metaspace"] / "tokenizer.json").read_bytes())
+    (folder / "tokenizer.json").write_bytes(
+        (directories["metaspace"] / "tokenizer.json").read_bytes()
+    )
     assert not isinstance(load_tokenizer(folder), SentencePieceTokenizer)
 
 
 @pytest.mark.parametrize("text", ["the quick fox", "größer 日本語 😀", "  two", "", "\n"])
-def test_text_is_encoded_as_sentencepiece_itself_does(directories: dict[str, Path], text: str) -> None:
+def test_text_is_encoded_as_sentencepiece_itself_does(
+    directories: dict[str, Path], text: str
+) -> None:
     """BOS aside."""
     import sentencepiece
 
     for kind in ("spm_prefix", "spm_plain"):
-        model = sentencepiece.SentencePieceProcessor(model_file=str(directories[kind] / "tokenizer.model"))
+        model = sentencepiece.SentencePieceProcessor(
+            model_file=str(directories[kind] / "tokenizer.model")
+        )
         tokenizer = load_tokenizer(directories[kind])
         assert tokenizer.encode_more(text) == model.encode(text)
         assert tokenizer.encode(text) == [model.bos_id(), *model.encode(text)]
@@ -53,7 +61,9 @@ def test_text_is_encoded_as_sentencepiece_itself_does(directories: dict[str, Pat
         assert tokenizer.vocab_size == model.get_piece_size()
 
 
-def test_the_space_in_front_is_taken_away_once(prefix: SentencePieceTokenizer, plain: SentencePieceTokenizer) -> None:
+def test_the_space_in_front_is_taken_away_once(
+    prefix: SentencePieceTokenizer, plain: SentencePieceTokenizer
+) -> None:
     """And only by the tokenizer that adds it."""
     assert prefix.decode(prefix.encode_more(" x")) == " x"
     assert prefix.decode(prefix.encode_more("x")) == "x"
@@ -64,7 +74,9 @@ def test_the_space_in_front_is_taken_away_once(prefix: SentencePieceTokenizer, p
 @pytest.mark.parametrize("symbol", ["<ud>", "<ctl>", "</s>"])
 def test_a_symbol_within_a_text_is_one_token(prefix: SentencePieceTokenizer, symbol: str) -> None:
     """User-defined ones are found by sentencepiece, control symbols by us."""
-    (token,) = [token for token in prefix.encode_more(f"a{symbol}b") if prefix.decode([token]) == symbol]
+    (token,) = [
+        token for token in prefix.encode_more(f"a{symbol}b") if prefix.decode([token]) == symbol
+    ]
     assert prefix.piece_bytes(token) == symbol.encode()
 
 
@@ -77,7 +89,9 @@ def test_a_symbol_that_begins_like_another_is_found_whole(copy_of: Callable[...,
 
 def test_names_of_tokens_are_no_patterns(copy_of: Callable[..., Path]) -> None:
     """Dots and brackets in them are meant as they are."""
-    tokenizer = load_tokenizer(copy_of("spm_plain", added_tokens_decoder={"500": {"content": "[.*]|"}}))
+    tokenizer = load_tokenizer(
+        copy_of("spm_plain", added_tokens_decoder={"500": {"content": "[.*]|"}})
+    )
     assert 500 in tokenizer.encode_more("a[.*]|b")
     assert 500 not in tokenizer.encode_more("axb|")
 
@@ -85,7 +99,9 @@ def test_names_of_tokens_are_no_patterns(copy_of: Callable[..., Path]) -> None:
 @pytest.mark.parametrize("place", ["tokenizer_config.json", "added_tokens.json"])
 def test_tokens_beyond_the_pieces_are_known(copy_of: Callable[..., Path], place: str) -> None:
     """Publishers add them without training again; the vocabulary grows by them."""
-    folder = copy_of("spm_plain", added_tokens_decoder={"430": {"content": "<|im_end|>", "special": True}})
+    folder = copy_of(
+        "spm_plain", added_tokens_decoder={"430": {"content": "<|im_end|>", "special": True}}
+    )
     if place == "added_tokens.json":
         folder = copy_of("spm_plain")
         (folder / place).write_text(json.dumps({"<|im_end|>": 430}))
@@ -97,21 +113,33 @@ def test_tokens_beyond_the_pieces_are_known(copy_of: Callable[..., Path], place:
     assert stream.add(430) == "<|im_end|>"
 
 
-def test_an_added_end_of_turn_that_the_template_writes_is_a_stop(copy_of: Callable[..., Path], templates: dict[str, str]) -> None:
+def test_an_added_end_of_turn_that_the_template_writes_is_a_stop(
+    copy_of: Callable[..., Path], templates: dict[str, str]
+) -> None:
     """As in many chat models that were made from Mistral."""
     added = {"420": {"content": "<|im_end|>"}, "421": {"content": "<|im_start|>"}}
-    tokenizer = load_tokenizer(copy_of("spm_prefix", added_tokens_decoder=added, chat_template=templates["chatml"]))
+    tokenizer = load_tokenizer(
+        copy_of("spm_prefix", added_tokens_decoder=added, chat_template=templates["chatml"])
+    )
     assert tokenizer.stop_tokens == {2, 420}
     rendered = tokenizer.encode(tokenizer.render([{"role": "user", "content": "hi"}]))
     assert (rendered.count(421), rendered.count(420)) == (2, 1)
 
 
-@pytest.mark.parametrize("name", ["<|im_end|>", {"content": "<|im_end|>", "special": True}], ids=["text", "object"])
-def test_end_and_beginning_may_be_named_in_the_configuration(copy_of: Callable[..., Path], name: Any) -> None:
+@pytest.mark.parametrize(
+    "name", ["<|im_end|>", {"content": "<|im_end|>", "special": True}], ids=["text", "object"]
+)
+def test_end_and_beginning_may_be_named_in_the_configuration(
+    copy_of: Callable[..., Path], name: Any
+) -> None:
     """As text or as an object, also beyond the pieces."""
     added = {"420": {"content": "<|im_end|>"}}
     folder = copy_of(
-        "spm_plain", added_tokens_decoder=added, eos_token=name, bos_token="</s>", chat_template="{{ bos_token }}{{ eos_token }}"
+        "spm_plain",
+        added_tokens_decoder=added,
+        eos_token=name,
+        bos_token="</s>",
+        chat_template="{{ bos_token }}{{ eos_token }}",
     )
     tokenizer = load_tokenizer(folder)
     assert tokenizer.stop_tokens == {420}
@@ -127,7 +155,9 @@ def test_a_named_token_that_does_not_exist_is_none(copy_of: Callable[..., Path])
 
 
 @pytest.mark.parametrize("token", [-1, 420, 10**6])
-def test_an_id_that_is_no_token_stands_for_nothing(prefix: SentencePieceTokenizer, token: int) -> None:
+def test_an_id_that_is_no_token_stands_for_nothing(
+    prefix: SentencePieceTokenizer, token: int
+) -> None:
     """A model's logits may be wider than its vocabulary."""
     assert prefix.piece_bytes(token) == b""
     assert prefix.decode([*prefix.encode_more("a"), token]) == "a"
@@ -139,9 +169,13 @@ def test_bytes_are_bytes(prefix: SentencePieceTokenizer) -> None:
     assert {bytes([byte]) for byte in range(256)} <= set(pieces)
 
 
-def test_a_model_without_a_configuration_works(directories: dict[str, Path], tmp_path: Path) -> None:
+def test_a_model_without_a_configuration_works(
+    directories: dict[str, Path], tmp_path: Path
+) -> None:
     """A tokenizer.model alone: its own BOS and end, the fallback template."""
-    (tmp_path / "tokenizer.model").write_bytes((directories["spm_prefix"] / "tokenizer.model").read_bytes())
+    (tmp_path / "tokenizer.model").write_bytes(
+        (directories["spm_prefix"] / "tokenizer.model").read_bytes()
+    )
     tokenizer = load_tokenizer(tmp_path, [9])
     assert tokenizer.encode("") == [1]
     assert tokenizer.stop_tokens == {2, 9}
@@ -154,7 +188,12 @@ def test_a_model_without_bos_and_end_has_none(tmp_path: Path) -> None:
 
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(["a b c d"] * 9), model_writer=model, vocab_size=7, bos_id=-1, eos_id=-1, minloglevel=2
+        sentence_iterator=iter(["a b c d"] * 9),
+        model_writer=model,
+        vocab_size=7,
+        bos_id=-1,
+        eos_id=-1,
+        minloglevel=2,
     )
     (tmp_path / "tokenizer.model").write_bytes(model.getvalue())
     tokenizer = load_tokenizer(tmp_path)
@@ -165,13 +204,24 @@ def test_a_model_without_bos_and_end_has_none(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "decoder",
-    [None, [], "x", {"x": {"content": "<x>"}}, {"500": "<x>"}, {"500": {}}, {"500": {"content": 3}}, {"500": {"content": ""}}],
+    [
+        None,
+        [],
+        "x",
+        {"x": {"content": "<x>"}},
+        {"500": "<x>"},
+        {"500": {}},
+        {"500": {"content": 3}},
+        {"500": {"content": ""}},
+    ],
     ids=["null", "list", "text", "no id", "no object", "no content", "number", "empty"],
 )
 def test_strange_added_tokens_are_passed_over(copy_of: Callable[..., Path], decoder: Any) -> None:
     """They are only an addition."""
     folder = copy_of("spm_plain")
-    settings = json.loads((folder / "tokenizer_config.json").read_text()) | {"added_tokens_decoder": decoder}
+    settings = json.loads((folder / "tokenizer_config.json").read_text()) | {
+        "added_tokens_decoder": decoder
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     assert load_tokenizer(folder).vocab_size == 420
 
@@ -192,7 +242,9 @@ def test_strange_added_tokens_are_passed_over(copy_of: Callable[..., Path], deco
         ("tokenizer.model", b"garbage" * 100, "not a SentencePiece model, or damaged"),
     ],
 )
-def test_a_broken_file_is_named(copy_of: Callable[..., Path], file: str, content: bytes, message: str) -> None:
+def test_a_broken_file_is_named(
+    copy_of: Callable[..., Path], file: str, content: bytes, message: str
+) -> None:
     """In one line."""
     folder = copy_of("spm_prefix")
     (folder / file).write_bytes(content)
@@ -207,7 +259,9 @@ def test_a_truncated_tokenizer_model_is_named(copy_of: Callable[..., Path], cut:
     """Wherever the download broke off."""
     file = copy_of("spm_prefix") / "tokenizer.model"
     file.write_bytes(file.read_bytes()[:cut])
-    with pytest.raises(ModelError, match=r"tokenizer\.model: not a SentencePiece model, or damaged"):
+    with pytest.raises(
+        ModelError, match=r"tokenizer\.model: not a SentencePiece model, or damaged"
+    ):
         load_tokenizer(file.parent)
 
 
@@ -222,7 +276,9 @@ def test_a_truncated_tokenizer_model_is_named(copy_of: Callable[..., Path], cut:
     ],
     ids=["no default", "strange list", "object", "number", "empty"],
 )
-def test_a_template_is_a_text_or_the_default_of_a_list(copy_of: Callable[..., Path], template: Any, rendered: str | None) -> None:
+def test_a_template_is_a_text_or_the_default_of_a_list(
+    copy_of: Callable[..., Path], template: Any, rendered: str | None
+) -> None:
     """Anything else is none: the fallback."""
     tokenizer = load_tokenizer(copy_of("spm_prefix", chat_template=template))
     expected = "User: hi\nAssistant:" if rendered is None else rendered

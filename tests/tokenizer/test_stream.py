@@ -15,12 +15,33 @@ from mlxrunner.tokenizer import Tokenizer, load_tokenizer
 from mlxrunner.tokenizer.stream import ByteStream, DecodeStream, StopScanner
 
 BROKEN = "\ufffd"
-FIXTURE = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
+FIXTURE = settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None
+)
 """For tests that use a tokenizer, which no example changes."""
 # SentencePiece's and Metaspace's mark for a space can't be told from one; U+FFFD is the subject of tests of its own.
-texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁" + BROKEN), max_size=40)
+texts = st.text(
+    st.characters(exclude_categories=["Cs"], exclude_characters="▁" + BROKEN), max_size=40
+)
 lively = st.lists(
-    st.sampled_from(["the ", " dog", "é", "ß", "日本", "😀", "👩‍👧", "e\u0301", "\n", "  ", "\0", "\x7f", "<s>", "x"])
+    st.sampled_from(
+        [
+            "the ",
+            " dog",
+            "é",
+            "ß",
+            "日本",
+            "😀",
+            "👩‍👧",
+            "e\u0301",
+            "\n",
+            "  ",
+            "\0",
+            "\x7f",
+            "<s>",
+            "x",
+        ]
+    )
 ).map("".join)
 
 
@@ -68,7 +89,9 @@ def test_a_stream_cut_anywhere_shows_whole_characters_and_marks_the_broken_one(
 
 @FIXTURE
 @given(text=lively, data=st.data())
-def test_a_stream_goes_on_from_any_context_that_ends_with_a_character(tokenizer: Tokenizer, text: str, data: Any) -> None:
+def test_a_stream_goes_on_from_any_context_that_ends_with_a_character(
+    tokenizer: Tokenizer, text: str, data: Any
+) -> None:
     """Whatever tokens the context and the answer share a text by."""
     tokens = tokenizer.encode("a" + text)
     at = data.draw(st.integers(1, len(tokens)))
@@ -78,16 +101,22 @@ def test_a_stream_goes_on_from_any_context_that_ends_with_a_character(tokenizer:
     assert "".join(streamed(tokenizer, context, rest)) == decoded_after(tokenizer, context, rest)
 
 
-@pytest.mark.parametrize("kind", ["spm_prefix", "spm_plain", "byte_level", "byte_level_bos"], indirect=False)
+@pytest.mark.parametrize(
+    "kind", ["spm_prefix", "spm_plain", "byte_level", "byte_level_bos"], indirect=False
+)
 @FIXTURE
 @given(data=st.data())
-def test_a_stream_of_random_tokens_adds_up_to_the_decoded_text(tokenizers: dict[str, Tokenizer], kind: str, data: Any) -> None:
+def test_a_stream_of_random_tokens_adds_up_to_the_decoded_text(
+    tokenizers: dict[str, Tokenizer], kind: str, data: Any
+) -> None:
     """However broken the bytes are, and for as long as they are."""
     tokenizer = tokenizers[kind]
     context = tokenizer.encode("a dog")
     byte_like = st.integers(0, 260)
     tokens = data.draw(st.lists(byte_like | st.integers(0, tokenizer.vocab_size - 1), max_size=40))
-    assert "".join(streamed(tokenizer, context, tokens)) == decoded_after(tokenizer, context, tokens)
+    assert "".join(streamed(tokenizer, context, tokens)) == decoded_after(
+        tokenizer, context, tokens
+    )
 
 
 @FIXTURE
@@ -153,7 +182,9 @@ def test_an_endless_run_of_broken_bytes_is_shown_as_it_comes(tokenizer: Tokenize
 
 
 @pytest.mark.parametrize("kind", ["spm_prefix", "spm_plain"])
-def test_a_context_that_ends_within_a_character_is_completed(tokenizers: dict[str, Tokenizer], kind: str) -> None:
+def test_a_context_that_ends_within_a_character_is_completed(
+    tokenizers: dict[str, Tokenizer], kind: str
+) -> None:
     """An answer that was cut there by its limit and goes on."""
     tokenizer = tokenizers[kind]
     tokens = tokenizer.encode("a𝄞b")
@@ -161,7 +192,9 @@ def test_a_context_that_ends_within_a_character_is_completed(tokenizers: dict[st
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "byte_level_bos", "metaspace", "metaspace_legacy"])
-def test_a_context_that_ends_within_a_character_costs_no_more_than_that_one(tokenizers: dict[str, Tokenizer], kind: str) -> None:
+def test_a_context_that_ends_within_a_character_costs_no_more_than_that_one(
+    tokenizers: dict[str, Tokenizer], kind: str
+) -> None:
     """What can't be known from a decoder of whole texts is marked as broken."""
     tokenizer = tokenizers[kind]
     tokens = tokenizer.encode("a𝄞b𝄞")
@@ -169,7 +202,9 @@ def test_a_context_that_ends_within_a_character_costs_no_more_than_that_one(toke
 
 
 @pytest.mark.parametrize("length", range(1, 13))
-def test_a_context_that_is_cut_within_a_character_does_no_harm(tokenizer: Tokenizer, length: int) -> None:
+def test_a_context_that_is_cut_within_a_character_does_no_harm(
+    tokenizer: Tokenizer, length: int
+) -> None:
     """The runner hands over the last few tokens only."""
     tokens = tokenizer.encode("a 𝄞𝄞𝄞")
     answer = tokenizer.encode("a𝄞b")[-5:]
@@ -178,7 +213,13 @@ def test_a_context_that_is_cut_within_a_character_does_no_harm(tokenizer: Tokeni
 
 def test_special_tokens_are_shown_by_name(tokenizer: Tokenizer, kind: str) -> None:
     """The runner, not the stream, decides what ends an answer."""
-    name = "<|im_end|>" if kind == "byte_level" else "<|eot_id|>" if kind == "byte_level_bos" else "</s>"
+    name = (
+        "<|im_end|>"
+        if kind == "byte_level"
+        else "<|eot_id|>"
+        if kind == "byte_level_bos"
+        else "</s>"
+    )
     context = tokenizer.encode("a")
     assert "".join(streamed(tokenizer, context, tokenizer.encode_more(name))) == name
 
@@ -189,7 +230,9 @@ def test_streams_are_independent(tokenizer: Tokenizer) -> None:
     tokens = tokenizer.encode("a𝄞")[len(context) :]
     first, second = tokenizer.stream(context), tokenizer.stream(context)
     assert [first.add(tokens[0]), second.add(tokens[0])] == ["", ""]
-    assert [[stream.add(token) for token in tokens[1:]] for stream in (first, second)] == [["", "", "𝄞"]] * 2
+    assert [[stream.add(token) for token in tokens[1:]] for stream in (first, second)] == [
+        ["", "", "𝄞"]
+    ] * 2
 
 
 def test_a_byte_stream_needs_no_context() -> None:
@@ -243,7 +286,9 @@ def pieces_of(text: str, cuts: list[int]) -> list[str]:
 
 
 @given(text=few_letters, stops=stop_lists, cuts=st.lists(st.integers(0, 20), max_size=6))
-def test_a_text_is_cut_at_the_first_stop_string_however_it_comes(text: str, stops: list[str], cuts: list[int]) -> None:
+def test_a_text_is_cut_at_the_first_stop_string_however_it_comes(
+    text: str, stops: list[str], cuts: list[int]
+) -> None:
     """Any split gives what the whole text gives."""
     scanner, shown = StopScanner(stops), ""
     for piece in pieces_of(text, cuts):
@@ -256,7 +301,9 @@ def test_a_text_is_cut_at_the_first_stop_string_however_it_comes(text: str, stop
 
 
 @given(text=few_letters, stops=stop_lists, cuts=st.lists(st.integers(0, 20), max_size=6))
-def test_exactly_what_may_begin_a_stop_string_is_held_back(text: str, stops: list[str], cuts: list[int]) -> None:
+def test_exactly_what_may_begin_a_stop_string_is_held_back(
+    text: str, stops: list[str], cuts: list[int]
+) -> None:
     """Nothing less, and everything else is shown at once."""
     scanner, shown, so_far = StopScanner(stops), "", ""
     for piece in pieces_of(text, cuts):
@@ -285,7 +332,9 @@ def test_exactly_what_may_begin_a_stop_string_is_held_back(text: str, stops: lis
     ids=["none", "split", "almost", "end of text", "fallback", "overlap with itself", "the shorter one ends first", "in one piece",
          "the longer one begins first", "code points"],
 )  # fmt: skip
-def test_a_stop_string_by_example(stops: list[str], pieces: list[str], expected: list[str], stopped: bool) -> None:
+def test_a_stop_string_by_example(
+    stops: list[str], pieces: list[str], expected: list[str], stopped: bool
+) -> None:
     """The pieces that are shown, `finish` last unless it stopped."""
     scanner, shown = StopScanner(stops), []
     for piece in pieces:

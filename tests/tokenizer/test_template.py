@@ -30,25 +30,39 @@ def test_a_conversation_is_rendered_by_the_models_template(tokenizer: Tokenizer,
 def test_the_mark_of_the_answer_is_left_out_on_request(tokenizers: dict[str, Tokenizer]) -> None:
     """A conversation that is to be continued by the user."""
     for kind in ("spm_plain", "byte_level"):
-        whole, open_end = tokenizers[kind].render(USER), tokenizers[kind].render(USER, add_generation_prompt=False)
+        whole, open_end = (
+            tokenizers[kind].render(USER),
+            tokenizers[kind].render(USER, add_generation_prompt=False),
+        )
         assert whole.startswith(open_end)
         assert len(open_end) < len(whole)
 
 
 @pytest.mark.parametrize("kind", ["spm_plain", "spm_prefix", "metaspace"])
-def test_a_system_prompt_that_the_template_refuses_is_put_before_the_user(tokenizers: dict[str, Tokenizer], kind: str) -> None:
+def test_a_system_prompt_that_the_template_refuses_is_put_before_the_user(
+    tokenizers: dict[str, Tokenizer], kind: str
+) -> None:
     """Of the first message, a blank line between them."""
-    messages: Any = [{"role": "system", "content": "Be brief."}, *USER, {"role": "assistant", "content": "ok"}, *USER]
+    messages: Any = [
+        {"role": "system", "content": "Be brief."},
+        *USER,
+        {"role": "assistant", "content": "ok"},
+        *USER,
+    ]
     folded: Any = [{"role": "user", "content": "Be brief.\n\nhi"}, *messages[2:]]
     assert tokenizers[kind].render(messages) == tokenizers[kind].render(folded)
     assert messages[0]["role"] == "system"
 
 
 @pytest.mark.parametrize("kind", ["spm_prefix", "metaspace"])
-def test_what_the_template_raises_is_a_prompt_error_in_its_words(tokenizers: dict[str, Tokenizer], kind: str) -> None:
+def test_what_the_template_raises_is_a_prompt_error_in_its_words(
+    tokenizers: dict[str, Tokenizer], kind: str
+) -> None:
     """One line."""
     for messages in ([{"role": "tool", "content": "x"}], [{"role": "system", "content": "x"}]):
-        with pytest.raises(PromptError, match="Only user and assistant roles are supported!") as error:
+        with pytest.raises(
+            PromptError, match="Only user and assistant roles are supported!"
+        ) as error:
             tokenizers[kind].render(messages)  # type: ignore[arg-type]
         assert "\n" not in str(error.value)
 
@@ -65,7 +79,9 @@ def test_what_the_template_raises_is_a_prompt_error_in_its_words(tokenizers: dic
     ],
     ids=["broken", "out of range", "division", "two lines", "endless"],
 )
-def test_a_template_that_fails_is_a_prompt_error(copy_of: Callable[..., Path], kind: str, template: str, message: str) -> None:
+def test_a_template_that_fails_is_a_prompt_error(
+    copy_of: Callable[..., Path], kind: str, template: str, message: str
+) -> None:
     """One line, whatever went wrong inside."""
     tokenizer = load_tokenizer(copy_of(kind, chat_template=template))
     with pytest.raises(PromptError) as error:
@@ -95,7 +111,9 @@ def test_a_template_that_fails_is_a_prompt_error(copy_of: Callable[..., Path], k
         "{% import 'os' as os %}{{ os }}",
     ],
 )
-def test_a_template_gets_nothing_out_of_its_sandbox(copy_of: Callable[..., Path], kind: str, template: str) -> None:
+def test_a_template_gets_nothing_out_of_its_sandbox(
+    copy_of: Callable[..., Path], kind: str, template: str
+) -> None:
     """An error, or nothing: no class, no module, no file."""
     tokenizer = load_tokenizer(copy_of(kind, chat_template=template))
     try:
@@ -106,9 +124,15 @@ def test_a_template_gets_nothing_out_of_its_sandbox(copy_of: Callable[..., Path]
 
 
 @pytest.mark.parametrize("kind", ["spm_prefix", "byte_level"])
-def test_a_template_can_not_change_the_conversation(copy_of: Callable[..., Path], kind: str) -> None:
+def test_a_template_can_not_change_the_conversation(
+    copy_of: Callable[..., Path], kind: str
+) -> None:
     """What it does to its messages is an error or does not reach ours."""
-    tokenizer = load_tokenizer(copy_of(kind, chat_template="{% set x = messages.append(1) %}{% set y = messages[0].clear() %}x"))
+    tokenizer = load_tokenizer(
+        copy_of(
+            kind, chat_template="{% set x = messages.append(1) %}{% set y = messages[0].clear() %}x"
+        )
+    )
     messages = [{"role": "user", "content": "hi"}]
     with suppress(PromptError):
         tokenizer.render(messages)  # type: ignore[arg-type]
@@ -118,21 +142,30 @@ def test_a_template_can_not_change_the_conversation(copy_of: Callable[..., Path]
 def test_content_is_data_to_the_template(tokenizers: dict[str, Tokenizer]) -> None:
     """Braces in a message are not evaluated."""
     for kind in ("spm_prefix", "byte_level"):
-        assert "{{ 1 + 1 }}" in tokenizers[kind].render([{"role": "user", "content": "{{ 1 + 1 }}"}])
+        assert "{{ 1 + 1 }}" in tokenizers[kind].render(
+            [{"role": "user", "content": "{{ 1 + 1 }}"}]
+        )
 
 
 @pytest.mark.parametrize("kind", ["spm_prefix", "byte_level"])
 def test_a_template_in_a_file_of_its_own_wins(copy_of: Callable[..., Path], kind: str) -> None:
     """chat_template.jinja over tokenizer_config.json."""
     folder = copy_of(kind)
-    (folder / "chat_template.jinja").write_text("file: {{ messages[0].content }} ü", encoding="utf-8")
+    (folder / "chat_template.jinja").write_text(
+        "file: {{ messages[0].content }} ü", encoding="utf-8"
+    )
     assert load_tokenizer(folder).render(USER) == "file: hi ü"
 
 
 @pytest.mark.parametrize("kind", ["spm_prefix", "byte_level"])
-def test_of_several_templates_the_default_one_is_taken(copy_of: Callable[..., Path], kind: str) -> None:
+def test_of_several_templates_the_default_one_is_taken(
+    copy_of: Callable[..., Path], kind: str
+) -> None:
     """They are a list of names and templates then."""
-    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "default {{ messages[0].content }}"}]
+    named = [
+        {"name": "tool_use", "template": "tools"},
+        {"name": "default", "template": "default {{ messages[0].content }}"},
+    ]
     assert load_tokenizer(copy_of(kind, chat_template=named)).render(USER) == "default hi"
 
 
@@ -142,7 +175,9 @@ def test_without_a_template_there_is_a_plain_one(copy_of: Callable[..., Path], k
     tokenizer = load_tokenizer(copy_of(kind, chat_template=None))
     messages: Any = [{"role": "system", "content": "Be brief."}, *USER]
     assert tokenizer.render(messages) == "System: Be brief.\nUser: hi\nAssistant:"
-    assert tokenizer.render(messages, add_generation_prompt=False) == "System: Be brief.\nUser: hi\n"
+    assert (
+        tokenizer.render(messages, add_generation_prompt=False) == "System: Be brief.\nUser: hi\n"
+    )
     assert tokenizer.template_stops == ("\nUser:", "\nSystem:")
 
 
@@ -165,7 +200,9 @@ def test_without_a_template_there_is_a_plain_one(copy_of: Callable[..., Path], k
     ids=["empty", "text", "null", "number", "no content", "no role", "role is a number", "content is null", "content is a list",
          "content is bytes", "long", "two lines"],
 )  # fmt: skip
-def test_a_bad_message_is_a_prompt_error_with_its_index(tokenizer: Tokenizer, messages: Any, message: str) -> None:
+def test_a_bad_message_is_a_prompt_error_with_its_index(
+    tokenizer: Tokenizer, messages: Any, message: str
+) -> None:
     """One short line, with or without a template."""
     with pytest.raises(PromptError) as error:
         tokenizer.render(messages)
@@ -176,7 +213,9 @@ def test_a_bad_message_is_a_prompt_error_with_its_index(tokenizer: Tokenizer, me
 
 def test_more_than_role_and_content_is_passed_over(tokenizer: Tokenizer) -> None:
     """Names, times and the like don't reach the template."""
-    assert tokenizer.render([{"role": "user", "content": "hi", "name": "x"}]) == tokenizer.render(USER)  # type: ignore[typeddict-unknown-key]
+    assert tokenizer.render([{"role": "user", "content": "hi", "name": "x"}]) == tokenizer.render(
+        USER
+    )  # type: ignore[typeddict-unknown-key]
 
 
 @pytest.mark.parametrize("kind", ["spm_prefix", "byte_level"])

@@ -14,7 +14,9 @@ from mlxrunner import PromptError, Runner
 from mlxrunner.testing_models import write_model
 from mlxrunner.tokenizer import Tokenizer, load_tokenizer
 
-FIXTURE = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=80, deadline=None)
+FIXTURE = settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=80, deadline=None
+)
 HOSTILE = {
     "empty": "",
     "one space": " ",
@@ -83,14 +85,18 @@ def test_half_a_character_is_a_prompt_error(tokenizer: Tokenizer, text: str) -> 
             encode(text)
 
 
-def test_a_long_text_is_encoded_without_a_word(tokenizer: Tokenizer, capfd: pytest.CaptureFixture[str], caplog: Any) -> None:
+def test_a_long_text_is_encoded_without_a_word(
+    tokenizer: Tokenizer, capfd: pytest.CaptureFixture[str], caplog: Any
+) -> None:
     """How much fits is the runner's concern; no library comments on it."""
     tokenizer.encode("x y " * 5000)
     assert capfd.readouterr() == ("", "")
     assert caplog.text == ""
 
 
-def test_a_length_limit_of_the_tokenizer_is_not_commented_on(copy_of: Callable[..., Path], caplog: Any) -> None:
+def test_a_length_limit_of_the_tokenizer_is_not_commented_on(
+    copy_of: Callable[..., Path], caplog: Any
+) -> None:
     """transformers would warn."""
     tokenizer = load_tokenizer(copy_of("byte_level", model_max_length=10))
     assert len(tokenizer.encode("x" * 100)) > 10
@@ -131,21 +137,33 @@ def test_a_text_may_be_encoded_in_two_parts_that_meet_at_a_special_token(
 ) -> None:
     """As a conversation goes on behind the token that ended an answer: the same tokens as all at once."""
     end = END.get(kind, "</s>")
-    assert tokenizer.encode(before + end) + tokenizer.encode_more(after) == tokenizer.encode(before + end + after)
-    assert tokenizer.encode(before) + tokenizer.encode_more(end + after) == tokenizer.encode(before + end + after)
+    assert tokenizer.encode(before + end) + tokenizer.encode_more(after) == tokenizer.encode(
+        before + end + after
+    )
+    assert tokenizer.encode(before) + tokenizer.encode_more(end + after) == tokenizer.encode(
+        before + end + after
+    )
 
 
 @pytest.mark.parametrize("text", [" b", "b", "\nb", " [INST] b"])
 @pytest.mark.parametrize("kind", ["spm_plain", "byte_level", "byte_level_bos", "metaspace"])
-def test_text_that_goes_on_gets_no_space_of_its_own(tokenizers: dict[str, Tokenizer], kind: str, text: str) -> None:
+def test_text_that_goes_on_gets_no_space_of_its_own(
+    tokenizers: dict[str, Tokenizer], kind: str, text: str
+) -> None:
     """It is not the beginning of a text."""
     tokenizer = tokenizers[kind]
-    assert tokenizer.decode([*tokenizer.encode("a"), *tokenizer.encode_more(text)]).endswith("a" + text)
+    assert tokenizer.decode([*tokenizer.encode("a"), *tokenizer.encode_more(text)]).endswith(
+        "a" + text
+    )
 
 
 @pytest.mark.parametrize("kind", BOS)
-@pytest.mark.parametrize("with_bos", [True, False], ids=["template with BOS", "template without BOS"])
-def test_a_rendered_conversation_has_bos_once(copy_of: Callable[..., Path], templates: Any, kind: str, with_bos: bool) -> None:
+@pytest.mark.parametrize(
+    "with_bos", [True, False], ids=["template with BOS", "template without BOS"]
+)
+def test_a_rendered_conversation_has_bos_once(
+    copy_of: Callable[..., Path], templates: Any, kind: str, with_bos: bool
+) -> None:
     """Whether or not the template writes it."""
     template = ("{{ bos_token }}" if with_bos else "") + templates["chatml"]
     tokenizer = load_tokenizer(copy_of(kind, chat_template=template))
@@ -169,7 +187,9 @@ def test_a_tokenizer_that_wants_no_bos_gets_none(copy_of: Callable[..., Path], k
 
 
 @pytest.mark.parametrize("given_tokens", [(), (7,), (7, 9)], ids=["none", "one", "two"])
-def test_stop_tokens_are_the_given_ones_the_tokenizers_and_the_templates(directories: Any, kind: str, given_tokens: Any) -> None:
+def test_stop_tokens_are_the_given_ones_the_tokenizers_and_the_templates(
+    directories: Any, kind: str, given_tokens: Any
+) -> None:
     """The end of a sequence, what the configuration says, and the end of a turn that the template writes."""
     tokenizer = load_tokenizer(directories[kind], given_tokens)
     eos = {"byte_level": "<|endoftext|>", "byte_level_bos": "<|end_of_text|>"}.get(kind, "</s>")
@@ -188,9 +208,13 @@ def test_an_end_of_turn_that_the_template_does_not_write_is_no_stop(
     assert not set(ended.encode_more(END[kind])) & ended.stop_tokens
 
 
-def test_an_end_of_turn_that_is_no_token_is_no_stop(copy_of: Callable[..., Path], templates: Any) -> None:
+def test_an_end_of_turn_that_is_no_token_is_no_stop(
+    copy_of: Callable[..., Path], templates: Any
+) -> None:
     """Its letters don't end an answer."""
-    assert load_tokenizer(copy_of("spm_prefix", chat_template=templates["chatml"])).stop_tokens == {2}
+    assert load_tokenizer(copy_of("spm_prefix", chat_template=templates["chatml"])).stop_tokens == {
+        2
+    }
 
 
 @pytest.mark.parametrize(
@@ -203,7 +227,9 @@ def test_an_end_of_turn_that_is_no_token_is_no_stop(copy_of: Callable[..., Path]
     ],
     ids=["none", "one", "list", "generation_config"],
 )
-def test_a_runner_stops_at_the_end_tokens_of_all_files(tmp_path: Path, config: Any, generation: Any, expected: set[int]) -> None:
+def test_a_runner_stops_at_the_end_tokens_of_all_files(
+    tmp_path: Path, config: Any, generation: Any, expected: set[int]
+) -> None:
     """config.json, generation_config.json and the tokenizer's own."""
     write_model(tmp_path, **config)
     if generation is not None:

@@ -18,13 +18,22 @@ from mlxrunner.constrain import constraint_of
 from mlxrunner.tokenizer import Tokenizer, load_tokenizer
 from mlxrunner.tokenizer.vocabulary import Vocabulary
 
-TEXTS = ['{"name": "größer", "n": [1, 2.5]}', "the quick brown fox  jumps\n\tover", "日本語 and 😀🙂", "two  spaces"]
+TEXTS = [
+    '{"name": "größer", "n": [1, 2.5]}',
+    "the quick brown fox  jumps\n\tover",
+    "日本語 and 😀🙂",
+    "two  spaces",
+]
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
         "the quick": {"enum": ["brown fox", "größer als", "日本語", "😀", 12345, None]},
         "name": {"type": "string", "maxLength": 12},
-        "tokens": {"type": "array", "items": {"type": "number", "minimum": 0, "maximum": 10}, "maxItems": 3},
+        "tokens": {
+            "type": "array",
+            "items": {"type": "number", "minimum": 0, "maximum": 10},
+            "maxItems": 3,
+        },
     },
     "required": ["the quick", "name", "tokens"],
     "additionalProperties": False,
@@ -66,7 +75,18 @@ def test_blind_choices_among_the_possible_tokens_make_valid_json(tokenizer: Toke
 
 def test_blind_choices_end_in_one_of_the_choices(tokenizer: Tokenizer) -> None:
     """Also where one begins like another, with a space, or like a special token."""
-    choices = ["größer", "größer als", "日本", "日本語", "😀", " space", "</s>", "<s>x", "<|im_end|>", "\n"]
+    choices = [
+        "größer",
+        "größer als",
+        "日本",
+        "日本語",
+        "😀",
+        " space",
+        "</s>",
+        "<s>x",
+        "<|im_end|>",
+        "\n",
+    ]
     seen = {walk(tokenizer, seed, choices=choices)[0] for seed in range(60)}
     assert seen <= set(choices)
     assert len(seen) >= 8
@@ -96,7 +116,11 @@ def test_the_demo_model_has_marks_that_are_no_text() -> None:
 def test_a_vocabulary_with_gaps_spells_what_it_can() -> None:
     """Exactly the texts that some tokens together are."""
     vocabulary = Vocabulary([b"ab", b"c", None, b"abc", "é".encode(), b""])
-    assert [text for text in ("ab", "abcab", "cabc", "éab", "a", "b", "abb", "e") if vocabulary.can_spell(text)] == [
+    assert [
+        text
+        for text in ("ab", "abcab", "cabc", "éab", "a", "b", "abb", "e")
+        if vocabulary.can_spell(text)
+    ] == [
         "ab",
         "abcab",
         "cabc",
@@ -110,7 +134,12 @@ def word_pieces(folder: Path) -> None:
     from tokenizers import decoders, models, pre_tokenizers
 
     letters = [chr(code) for code in range(33, 127)]
-    vocab = {piece: token for token, piece in enumerate(["[UNK]", "</s>", *letters, *(f"##{letter}" for letter in letters)])}
+    vocab = {
+        piece: token
+        for token, piece in enumerate(
+            ["[UNK]", "</s>", *letters, *(f"##{letter}" for letter in letters)]
+        )
+    }
     fast = Fast(models.WordPiece(vocab, unk_token="[UNK]"))
     fast.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     fast.decoder = decoders.WordPiece()
@@ -126,7 +155,9 @@ def test_a_tokenizer_whose_tokens_are_not_bytes_is_refused(tmp_path: Path) -> No
     word_pieces(tmp_path)
     tokenizer = load_tokenizer(tmp_path)
     for _ in range(2):
-        with pytest.raises(OptionError, match="this model's tokenizer does not spell its tokens byte by byte"):
+        with pytest.raises(
+            OptionError, match="this model's tokenizer does not spell its tokens byte by byte"
+        ):
             constraint_of(GenerateOptions.of(choices=["yes"]), tokenizer, 300)
 
 

@@ -7,13 +7,31 @@ import math
 
 import pytest
 
-from mlxrunner.verify.report import DIFFERENT, FACTOR, LAST_PLACES, NOT_TESTED, OK, Difference, Report, Row
+from mlxrunner.verify.report import (
+    DIFFERENT,
+    FACTOR,
+    LAST_PLACES,
+    NOT_TESTED,
+    OK,
+    Difference,
+    Report,
+    Row,
+)
 
 NOISE = Row("the same cold run twice", found=Difference(8, 8, 0.0), noise=Difference(8, 8, 0.01))
 
 
 def report(*rows: Row, wrong_token: float = 5.0) -> Report:
-    made = Report("m", "cpu", 100, "m on cpu", epsilon=1e-7, largest=10.0, wrong_token=wrong_token, rows=[NOISE, *rows])
+    made = Report(
+        "m",
+        "cpu",
+        100,
+        "m on cpu",
+        epsilon=1e-7,
+        largest=10.0,
+        wrong_token=wrong_token,
+        rows=[NOISE, *rows],
+    )
     made.is_complete = True
     return made
 
@@ -46,7 +64,14 @@ def test_a_row_is_judged_by_the_noise_of_cold_runs(row: Row, verdict: str) -> No
 
 def test_the_limit_is_at_least_some_units_in_the_last_place() -> None:
     """Where cold runs happen to agree."""
-    quiet = Report("m", "cpu", 100, epsilon=1e-3, largest=20.0, rows=[Row("r", Difference(8, 8, 0.0), Difference(8, 8, 0.0))])
+    quiet = Report(
+        "m",
+        "cpu",
+        100,
+        epsilon=1e-3,
+        largest=20.0,
+        rows=[Row("r", Difference(8, 8, 0.0), Difference(8, 8, 0.0))],
+    )
     assert quiet.limit == pytest.approx(LAST_PLACES * 0.02)
 
 
@@ -68,7 +93,11 @@ def test_what_a_limit_hides_is_untested(wrong_token: float) -> None:
 
 def test_what_is_beyond_a_limit_that_hides_is_different() -> None:
     """And a row with a bound of its own is judged by that."""
-    hidden = report(Row("append", Difference(0, 8, 3.0)), Row("moved", Difference(0, 0, 0.5), limit=1.0), wrong_token=0.05)
+    hidden = report(
+        Row("append", Difference(0, 8, 3.0)),
+        Row("moved", Difference(0, 0, 0.5), limit=1.0),
+        wrong_token=0.05,
+    )
     assert [hidden.verdict(row) for row in hidden.rows] == [NOT_TESTED, DIFFERENT, OK]
     assert hidden.is_different
     assert not hidden.passed
@@ -86,7 +115,9 @@ def test_what_is_beyond_a_limit_that_hides_is_different() -> None:
         (0.0, math.inf, DIFFERENT),
     ],
 )
-def test_prompts_at_once_have_a_noise_of_their_own(found: float, apart: float, verdict: str) -> None:
+def test_prompts_at_once_have_a_noise_of_their_own(
+    found: float, apart: float, verdict: str
+) -> None:
     """It widens that row's limit, no other's, and only as far as a device may differ: a wrong row is not its own excuse."""
     made = report(Row("two", found=Difference(8, 8, found), apart=Difference(8, 8, apart)))
     assert made.limit == pytest.approx(FACTOR * 0.01)

@@ -23,7 +23,13 @@ from mlxrunner.parallel.adapt import Adapted, PerTokenRope
 from mlxrunner.parallel.runner import ParallelRunner
 from mlxrunner.terminal import Steps
 from mlxrunner.testing import oracle_runner
-from mlxrunner.testing_models import save_model, tiny_config, tiny_model, write_model, write_tokenizer
+from mlxrunner.testing_models import (
+    save_model,
+    tiny_config,
+    tiny_model,
+    write_model,
+    write_tokenizer,
+)
 from mlxrunner.verify.run import NUM_PARTS, Verification, _affordable
 from mlxrunner.verify.scenarios import SCENARIOS, SMALLEST, Talk
 
@@ -44,7 +50,9 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(cli.main, ["verify", *arguments])
 
 
-def verify(folder: Path, architecture: str = "llama", *arguments: str, **config: Any) -> tuple[int, dict[str, str]]:
+def verify(
+    folder: Path, architecture: str = "llama", *arguments: str, **config: Any
+) -> tuple[int, dict[str, str]]:
     """The exit code, and the verdict of each row."""
     write_model(folder, architecture, **config)
     result = run(str(folder), "--context", str(CONTEXT), "--tokens", "6", "--json", *arguments)
@@ -56,7 +64,9 @@ def verify(folder: Path, architecture: str = "llama", *arguments: str, **config:
 
 
 def oracle_verification(*kinds: str, budget: int = 2**20) -> Verification:
-    runner, other = (oracle_runner(kinds, context=CONTEXT, checkpoint_budget=b) for b in (budget, 0))
+    runner, other = (
+        oracle_runner(kinds, context=CONTEXT, checkpoint_budget=b) for b in (budget, 0)
+    )
     return Verification(runner, other, 6)
 
 
@@ -73,7 +83,9 @@ def test_every_kind_of_layer_passes(architecture: str, tmp_path: Path) -> None:
     code, verdicts = verify(tmp_path / "m", architecture, max_position_embeddings=4096)
     assert code == 0
     assert list(verdicts)[1:] == TESTED
-    assert {name for name, verdict in verdicts.items() if verdict == "not tested"} == ARCHITECTURES[architecture]
+    assert {name for name, verdict in verdicts.items() if verdict == "not tested"} == ARCHITECTURES[
+        architecture
+    ]
 
 
 @pytest.mark.parametrize(
@@ -84,7 +96,13 @@ def test_every_kind_of_layer_passes(architecture: str, tmp_path: Path) -> None:
         (["chunked", "full"], set()),
         (
             ["unknown", "recurrent"],
-            {"edit an early token", "edit a middle token", "edit the last token", "regenerate", "thinking left out"},
+            {
+                "edit an early token",
+                "edit a middle token",
+                "edit the last token",
+                "regenerate",
+                "thinking left out",
+            },
         ),
     ],
     ids=["recurrent", "composite", "chunked", "unknown"],
@@ -108,7 +126,9 @@ def test_answers_of_one_token_are_no_difference(context: int) -> None:
 
 def test_too_short_a_context_is_refused() -> None:
     """With both numbers, before anything runs."""
-    with pytest.raises(OptionError, match=r"context: 90 tokens are too few .* at least 104 are needed"):
+    with pytest.raises(
+        OptionError, match=r"context: 90 tokens are too few .* at least 104 are needed"
+    ):
         Verification(oracle_runner(context=90), oracle_runner(context=90), 8)
     result = run("--context", "20")
     assert result.exit_code == 2
@@ -125,10 +145,17 @@ def test_a_model_that_does_not_exist_is_named() -> None:
 
 def test_half_precision_and_quantized_weights_pass(tmp_path: Path) -> None:
     """As models on the hub are: their numbers are coarse, and still one wrong token is seen."""
-    config = tiny_config("gpt_oss", max_position_embeddings=4096, quantization={"group_size": 32, "bits": 4})
+    config = tiny_config(
+        "gpt_oss", max_position_embeddings=4096, quantization={"group_size": 32, "bits": 4}
+    )
     model = tiny_model(config)
     model.set_dtype(mx.bfloat16)
-    nn.quantize(model, 32, 4, class_predicate=lambda _, m: hasattr(m, "to_quantized") and m.weight.shape[-1] % 32 == 0)
+    nn.quantize(
+        model,
+        32,
+        4,
+        class_predicate=lambda _, m: hasattr(m, "to_quantized") and m.weight.shape[-1] % 32 == 0,
+    )
     save_model(tmp_path / "m", model, config)
     write_tokenizer(tmp_path / "m")
     result = run(str(tmp_path / "m"), "--context", str(CONTEXT), "--json")
@@ -141,7 +168,9 @@ def test_half_precision_and_quantized_weights_pass(tmp_path: Path) -> None:
 @pytest.mark.parametrize("bits", ["8", "4"])
 def test_quantized_caches_pass(bits: str, tmp_path: Path) -> None:
     """What cold runs differ by there is larger, and measured."""
-    code, verdicts = verify(tmp_path / "m", "llama", "--kv-bits", bits, num_attention_heads=2, hidden_size=64)
+    code, verdicts = verify(
+        tmp_path / "m", "llama", "--kv-bits", bits, num_attention_heads=2, hidden_size=64
+    )
     assert code == 0
     assert verdicts["append"] == "ok"
     assert verdicts["two in parallel"] == "not tested"
@@ -158,9 +187,15 @@ def keep_stale_keys(monkeypatch: pytest.MonkeyPatch) -> None:
             stale[id(self)] = to
         rewind(self, to)
 
-    def forget_to_write(self: FullAttentionCache, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+    def forget_to_write(
+        self: FullAttentionCache, keys: mx.array, values: mx.array
+    ) -> tuple[mx.array, mx.array]:
         place = stale.pop(id(self), None)
-        old = None if place != self.offset or self.offset == 0 else mx.contiguous(self.keys[..., place : place + 1, :])
+        old = (
+            None
+            if place != self.offset or self.offset == 0
+            else mx.contiguous(self.keys[..., place : place + 1, :])
+        )
         if old is not None:
             keys = mx.concatenate([old, keys[..., 1:, :]], axis=2)
         return write(self, keys, values)
@@ -229,7 +264,9 @@ def window_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
         rewind(self, to)
         if self._stored is not None:
             values = mx.roll(self._stored.values, 1, axis=2)
-            self._stored = type(self._stored)(self._stored.keys, values, self._stored.first, self._stored.rows)
+            self._stored = type(self._stored)(
+                self._stored.keys, values, self._stored.first, self._stored.rows
+            )
 
     monkeypatch.setattr(SlidingWindowCache, "rewind", wrong)
 
@@ -238,7 +275,9 @@ def another_prompt_in_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sequence sees a token that is not its own."""
     submit = ParallelRunner.submit
     monkeypatch.setattr(
-        ParallelRunner, "submit", lambda self, prompt, **options: submit(self, [*prompt[:40], 5, *prompt[41:]], **options)
+        ParallelRunner,
+        "submit",
+        lambda self, prompt, **options: submit(self, [*prompt[:40], 5, *prompt[41:]], **options),
     )
 
 
@@ -246,10 +285,16 @@ def other_places_in_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond the 40th token a sequence lies one position too far: for prompts with nothing in common as for others."""
     forward = Adapted.forward
 
-    def wrong(self: Adapted, tokens: mx.array, batch: Batch, rows: Any, *, reserve: bool = False) -> mx.array:
+    def wrong(
+        self: Adapted, tokens: mx.array, batch: Batch, rows: Any, *, reserve: bool = False
+    ) -> mx.array:
         rope = PerTokenRope.__call__
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(PerTokenRope, "__call__", lambda rope_of, x, offset=0: rope(rope_of, x, offset + (offset > 40)))
+            patch.setattr(
+                PerTokenRope,
+                "__call__",
+                lambda rope_of, x, offset=0: rope(rope_of, x, offset + (offset > 40)),
+            )
             return forward(self, tokens, batch, rows, reserve=reserve)
 
     monkeypatch.setattr(Adapted, "forward", wrong)
@@ -272,17 +317,31 @@ def a_shared_token_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CausalCache, "can_resume", lambda self, sequence, position: True)
     copy = CausalCache.copy_prefix
     monkeypatch.setattr(
-        CausalCache, "copy_prefix", lambda self, source, target, length: copy(self, source, target, max(length - 1, 0))
+        CausalCache,
+        "copy_prefix",
+        lambda self, source, target, length: copy(self, source, target, max(length - 1, 0)),
     )
 
 
 @pytest.mark.parametrize(
     ("break_it", "architecture", "rows"),
     [
-        (keep_stale_keys, "llama", {"edit an early token", "edit a middle token", "edit the last token"}),
-        (rotate_by_a_wrong_offset, "llama", {"edit an early token", "regenerate", "thinking left out"}),
+        (
+            keep_stale_keys,
+            "llama",
+            {"edit an early token", "edit a middle token", "edit the last token"},
+        ),
+        (
+            rotate_by_a_wrong_offset,
+            "llama",
+            {"edit an early token", "regenerate", "thinking left out"},
+        ),
         (shift_by_one_less, "llama", {"overflow: moved keys"}),
-        (restore_nothing, "lfm2", {"edit an early token", "edit a middle token", "thinking left out"}),
+        (
+            restore_nothing,
+            "lfm2",
+            {"edit an early token", "edit a middle token", "thinking left out"},
+        ),
         (window_off_by_one, "gemma3_text", {"edit the last token", "regenerate"}),
         (another_prompt_in_parallel, "llama", {"two in parallel"}),
         (other_places_in_parallel, "llama", {"two in parallel"}),
@@ -291,7 +350,11 @@ def a_shared_token_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_wrong_cache_is_found(
-    break_it: Any, architecture: str, rows: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    break_it: Any,
+    architecture: str,
+    rows: set[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Exit code 4, the rows named, and those that it does not concern are not."""
     break_it(monkeypatch)
@@ -302,7 +365,9 @@ def test_a_wrong_cache_is_found(
     assert "the same cold run twice" not in different
     table = run(str(tmp_path / "m"), "--context", str(CONTEXT), "--tokens", "6")
     assert table.exit_code == 4
-    assert f"DIFFERENT: {', '.join(name for name in verdicts if name in different)}." in table.stdout
+    assert (
+        f"DIFFERENT: {', '.join(name for name in verdicts if name in different)}." in table.stdout
+    )
 
 
 def test_a_tokenizer_without_words_is_no_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,7 +377,9 @@ def test_a_tokenizer_without_words_is_no_obstacle(monkeypatch: pytest.MonkeyPatc
     talk = Talk(runner, 6)
     assert len(talk.base) == CONTEXT - 50
     assert max(talk.base) < runner.facts.vocab
-    assert [i for i, (a, b) in enumerate(zip(talk.base, talk.changed(70), strict=True)) if a != b] == [70]
+    assert [
+        i for i, (a, b) in enumerate(zip(talk.base, talk.changed(70), strict=True)) if a != b
+    ] == [70]
 
 
 def test_an_untrue_entry_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,7 +417,11 @@ def test_what_is_done_is_said_on_stderr() -> None:
     result = run("--context", "160", "--tokens", "4")
     assert result.exit_code == 0, result.output
     lines = result.stderr.splitlines()
-    assert lines[:3] == ["verify: loading demo", "verify: measuring the model's speed", "verify: the same cold run twice"]
+    assert lines[:3] == [
+        "verify: loading demo",
+        "verify: measuring the model's speed",
+        "verify: the same cold run twice",
+    ]
     assert [line.removeprefix("verify: ") for line in lines[3:]] == TESTED
     assert len(lines) == NUM_PARTS
     assert result.stdout.startswith("demo on ")
