@@ -1,4 +1,6 @@
-# make chat: talk with the demo model.  make test: all tests.  make lint: ruff and mypy.  make bench: measure this machine.
+# make chat: talk with the demo model.  make lint: ruff and mypy.  make bench: measure this machine.
+# make test: a sample of the tests, in a few minutes.  make test-all: every test, whole.
+# make docs: build the documentation into site/.
 # Each makes .venv first, with uv where it is installed, else with venv and pip.
 
 PYTHON ?= python3
@@ -13,20 +15,31 @@ else ifeq ($(shell uname -s),Linux)
 HINT := @echo "note: without OpenBLAS everything is much slower; get it with: sudo apt-get install libopenblas0-pthread"
 endif
 
-.PHONY: chat test lint bench demo clean
+.PHONY: chat test test-all lint docs bench demo clean
 
 chat: $(STAMP)
 	$(HINT)
 	@$(RUN) $(BIN)/mlxrunner chat
 
+# A process per core; one that has nothing left to do takes tests from another.
+PYTEST = $(RUN) $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
+
 test: $(STAMP)
 	$(HINT)
-	$(RUN) $(BIN)/python -m pytest
+	$(PYTEST)
+
+test-all: $(STAMP)
+	$(HINT)
+	$(PYTEST) --everything
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The pages are then at site/index.html; a link that leads nowhere is an error.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(STAMP)
 	$(HINT)
@@ -50,4 +63,4 @@ $(STAMP): pyproject.toml
 	@touch $(STAMP)
 
 clean:
-	rm -rf .venv build dist .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist site .mypy_cache .ruff_cache .hypothesis

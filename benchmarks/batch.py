@@ -1,14 +1,18 @@
-"""A batch of 200 prompts that share prefixes, against mlx-lm: python benchmarks/batch.py [--scale S] [--only MODEL] [--rounds N] [--quick]
+"""Measure a batch of 200 prompts that share prefixes, against mlx-lm.
 
-On Linux first put a fast BLAS in front (`mlxrunner doctor` names it). Sides, on the same weights, in one process, in turn:
+python benchmarks/batch.py [--scale S] [--only MODEL] [--rounds N] [--quick]
+
+On Linux first put a fast BLAS in front (`mlxrunner doctor` names it). Sides, on the same weights,
+in one process, in turn:
 
 - ours, one at a time, and ours, 8 at a time: `run_batch` on a Runner and on a ParallelRunner
-- stream_generate: a loop over mlx_lm.stream_generate in the order of the input, with its own prompt cache, which is trimmed by hand to what
-  each prompt has in common with the one before
+- stream_generate: a loop over mlx_lm.stream_generate in the order of the input, with its own prompt
+  cache, which is trimmed by hand to what each prompt has in common with the one before
 - batch_generate: mlx_lm.batch_generate with all prompts, its default sizes
 
-Times are from the first prompt to the last token, for 16 greedy tokens each; ours include the ordering. At --scale 1 the prompts have 388,000
-tokens and up to 1,979 each; S scales the lengths of what they are made of, and of the answers.
+Times are from the first prompt to the last token, for 16 greedy tokens each; ours include the
+ordering. At --scale 1 the prompts have 388,000 tokens and up to 1,979 each; S scales the lengths of
+what they are made of, and of the answers.
 """
 
 from __future__ import annotations
@@ -22,23 +26,23 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm import batch_generate, stream_generate
 from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
+from support.prompts import DOCUMENT, SYSTEM, shared_prefixes
 
-from mlxrunner.batch.lanes import MOST
-from mlxrunner.batch.order import cost, sort_key
-from mlxrunner.batch.request import BatchRequest
-from mlxrunner.batch.run import run_batch
+from mlxrunner.batch.plan import MOST
+from mlxrunner.batch.prompts import cost
+from mlxrunner.batch.run import BatchRequest, run_batch
+from mlxrunner.batch.store import sort_key
+from mlxrunner.bench.backends import SameDecoder
+from mlxrunner.bench.measurements import Comparison, less_is_better, print_json, print_table
 from mlxrunner.bench.models import random_runner
-from mlxrunner.bench.rows import Row, less_is_better, print_json, print_table
-from mlxrunner.bench.sides import SameDecoder
 from mlxrunner.cache.tokens import TokenArray, common_prefix
 from mlxrunner.parallel.runner import ParallelRunner
 from mlxrunner.runner import Runner
-from mlxrunner.testing_prompts import DOCUMENT, SYSTEM, shared_prefixes
 
 ANSWER = 16
 Prompts = Sequence[TokenArray]
 Answers = list[list[int]]
-Side = Callable[[Runner, Prompts, int], tuple[Answers, int]]
+Backend = Callable[[Runner, Prompts, int], tuple[Answers, int]]
 """The answers of so many tokens each, and the prompt tokens that were evaluated for them."""
 
 
@@ -54,8 +58,8 @@ def together(runner: Runner, prompts: Prompts, length: int) -> tuple[Answers, in
         runner.tokenizer,
         runner.facts,
         max_sequences=MOST,
-        capacity=capacity,
-        max_batch=256,
+        context=capacity,
+        prefill_step=256,
     ) as several:
         return _ours(several, prompts, length)
 
@@ -108,15 +112,22 @@ class TextlessDecoder(SameDecoder):
 
 def scaled(prompts: Prompts, scale: float) -> list[TokenArray]:
     """Each part of a prompt cut to a share of it, at least a token."""
-    return [np.concatenate([part[: max(1, round(len(part) * scale))] for part in np.split(prompt, [SYSTEM, SYSTEM + DOCUMENT])])
-            for prompt in prompts]  # fmt: skip
+    return [
+        np.concatenate(
+            [
+                part[: max(1, round(len(part) * scale))]
+                for part in np.split(prompt, [SYSTEM, SYSTEM + DOCUMENT])
+            ]
+        )
+        for prompt in prompts
+    ]
 
 
 def compare(
     label: str, runner: Runner, scale: float, rounds: int, count: int | None = None
-) -> list[Row]:
+) -> list[Comparison]:
     prompts, length = scaled(shared_prefixes()[:count], scale), max(1, round(ANSWER * scale))
-    sides: dict[str, Side] = {
+    sides: dict[str, Backend] = {
         "stream_generate": streamed,
         "batch_generate": batched,
         "alone": alone,
@@ -157,7 +168,7 @@ def compare(
         for other, target in (("stream_generate", 5.0), ("batch_generate", 2.0)):
             ratio = [b / a for a, b in zip(seconds[ours], seconds[other], strict=True)]
             rows.append(
-                Row(
+                Comparison(
                     f"{label}: {shown}, vs {other}",
                     "s",
                     seconds[ours],

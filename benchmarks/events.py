@@ -1,11 +1,15 @@
-"""What an event of each request costs: python benchmarks/events.py [--tokens 32768] [--rounds 20]
+"""Measure the cost of the event of each request.
 
-A tiny Llama with random weights, so that what is measured is not lost in the model; a conversation of 64 messages. "in the observer":
-everything that is done for the event, after the last chunk was read, until its line is in the file, as the clock says; "again": the same
-a second time, when the model has not just used up the processor's caches. "whole request": the same request watched and unwatched in
-turn, in which all that is lost in the noise of the machine. A hit is a regenerated answer; "edited" changes the last message, so that its
-place has to be found; "first edited" changes the first one, where everything is evaluated again. Targets: 100 microseconds where nothing
-was lost, and 1 % of the request where the place was looked for.
+python benchmarks/events.py [--tokens 32768] [--rounds 20]
+
+A tiny Llama with random weights, so that what is measured is not lost in the model; a conversation
+of 64 messages. "in the observer": everything that is done for the event, after the last chunk was
+read, until its line is in the file, as the clock says; "again": the same a second time, when the
+model has not just used up the processor's caches. "whole request": the same request watched and
+unwatched in turn, in which all that is lost in the noise of the machine. A hit is a regenerated
+answer; "edited" changes the last message, so that its place has to be found; "first edited" changes
+the first one, where everything is evaluated again. Targets: 100 microseconds where nothing was
+lost, and 1 % of the request where the place was looked for.
 """
 
 import argparse
@@ -15,12 +19,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from mlxrunner.bench.rows import Row, excess, print_json, print_table
+from support.models import tiny_config, tiny_model
+
+from mlxrunner.bench.measurements import Comparison, excess, print_json, print_table
 from mlxrunner.models.facts import facts_of
-from mlxrunner.profiling.profile import Profile
+from mlxrunner.profiling.record.profile import Profile
 from mlxrunner.runner import Runner
 from mlxrunner.testing import ByteTokenizer
-from mlxrunner.testing_models import tiny_config, tiny_model
 
 MESSAGES = 64
 
@@ -41,7 +46,10 @@ class Timed:
 
 
 def conversation(tokens: int, edit: str = "", first: str = "") -> list[dict[str, str]]:
-    """About so many tokens of the byte tokenizer; `edit` ends the last message, `first` begins the first."""
+    """Return a conversation of about `tokens` tokens of the byte tokenizer.
+
+    `edit` ends the last message, `first` begins the first.
+    """
     each = tokens // MESSAGES - len("assistant: ")
     messages = [
         {
@@ -71,10 +79,10 @@ def main() -> None:
     runner = Runner(model, ByteTokenizer(), facts_of(model, config), name="tiny", prefill_step=256)
     with tempfile.TemporaryDirectory() as folder:
         profile = Profile("bench", events=Path(folder) / "events.jsonl")
-        profile.attach(runner)
+        profile.watch(runner)
         timed = Timed(profile)
         request(runner, conversation(given.tokens))
-        rows: list[Row] = []
+        rows: list[Comparison] = []
         for name, target, rounds, edits in (
             ("hit", 100.0, given.rounds, [("", "")]),
             ("edited", None, given.rounds, [("a", ""), ("b", "")]),
@@ -86,7 +94,7 @@ def main() -> None:
             timed.again.clear()
             for number in range(rounds):
                 for observer, times in ((timed, watched), (None, unwatched)):
-                    runner.observer = observer
+                    runner.observers[:] = [] if observer is None else [observer]
                     edit, first = edits[(2 * number + (observer is None)) % len(edits)]
                     times.append(request(runner, conversation(given.tokens, edit, first)))
             limit = target if target is not None else median(watched) * 1e4

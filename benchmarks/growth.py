@@ -1,4 +1,4 @@
-"""How the cost of a decode step grows with the number of sequences and the length of the prefix that they share.
+"""Measure how a decode step slows down with more sequences and a longer shared prefix.
 
 python benchmarks/parallel.py --plot docs/parallel.svg
 """
@@ -23,7 +23,10 @@ SEQUENCES = (1, 2, 4, 8, 16, 32, 64)
 OWN = 8
 STEPS = 12
 MOST_COPIED = 2**15
-"""Tokens that copies of the prefix may take together; beyond, mlx-lm's side is left out: it would take gigabytes."""
+"""Tokens that copies of the prefix may take together.
+
+Beyond, mlx-lm's side is left out: it would take gigabytes.
+"""
 
 
 class Point(NamedTuple):
@@ -44,7 +47,8 @@ def measure(model: Any) -> list[Point]:
         points += _mlx_lm(model, common)
         for point in points[-len(SEQUENCES) - 4 :]:
             print(
-                f"{point.side:10} prefix {point.prefix:5} x {point.sequences:3}: {point.ms:8.1f} ms a step",
+                f"{point.side:10} prefix {point.prefix:5} x {point.sequences:3}: {point.ms:8.1f} "
+                "ms a step",
                 flush=True,
             )
     return points
@@ -54,9 +58,13 @@ def _ours(model: Any, common: list[int]) -> list[Point]:
     most, each = max(SEQUENCES), OWN + STEPS + 4
     points = []
     with ParallelRunner(
-        model, ByteTokenizer(), facts_of(model, vars(model.args)), max_sequences=most, capacity=len(common) + each,
+        model,
+        ByteTokenizer(),
+        facts_of(model, vars(model.args)),
+        max_sequences=most,
+        context=len(common) + each,
         cells=len(common) + (most + 1) * each,
-    ) as runner:  # fmt: skip
+    ) as runner:
         rng = np.random.default_rng(0)
         for count in SEQUENCES:
             ends = [rng.integers(10, 250, OWN).tolist() for _ in range(count)]

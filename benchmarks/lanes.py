@@ -1,8 +1,11 @@
-"""How many lines of a batch at a time are fastest: python benchmarks/lanes.py [--lines N] [--answers N,N] [--new N,N] [--quick]
+"""Measure how many lines of a batch at a time are fastest.
 
-What `mlxrunner batch` chooses by (`mlxrunner/batch/lanes.py`). Each case: so many prompts that share 256 tokens and have so many new ones of
-their own, so many tokens of answer each. The same prompts run one at a time and several at a time, in turn, on the same weights; the figure is
-how many times faster than one at a time.
+python benchmarks/lanes.py [--lines N] [--answers N,N] [--new N,N] [--quick]
+
+`mlxrunner batch` chooses by these figures (`mlxrunner/batch/plan.py`). The prompts of a case share
+256 tokens. A case sets the number of prompts, of new tokens in each, and of tokens in each answer.
+The same prompts run one at a time and several at a time, in turn, on the same weights. The figure
+is the speed of several at a time, as a multiple of the speed of one at a time.
 """
 
 from __future__ import annotations
@@ -14,11 +17,10 @@ import time
 import mlx.core as mx
 import numpy as np
 
-from mlxrunner.batch.lanes import MAX_BATCH
-from mlxrunner.batch.request import BatchRequest
-from mlxrunner.batch.run import run_batch
+from mlxrunner.batch.run import BatchRequest, run_batch
+from mlxrunner.batch.work import MAX_BATCH
+from mlxrunner.bench.measurements import Comparison, less_is_better, print_json, print_table
 from mlxrunner.bench.models import random_runner
-from mlxrunner.bench.rows import Row, less_is_better, print_json, print_table
 from mlxrunner.parallel.runner import ParallelRunner
 from mlxrunner.runner import Runner
 
@@ -41,15 +43,15 @@ def several(runner: Runner, lanes: int, prompts: list[list[int]], answer: int) -
         runner.tokenizer,
         runner.facts,
         max_sequences=lanes,
-        capacity=capacity,
-        max_batch=max(MAX_BATCH, lanes),
+        context=capacity,
+        prefill_step=max(MAX_BATCH, lanes),
     ) as parallel:
         return seconds(parallel, prompts, answer)
 
 
 def compare(
     label: str, runner: Runner, new: int, answer: int, lines: int, rounds: int
-) -> list[Row]:
+) -> list[Comparison]:
     random = np.random.default_rng(new)
     common = random.integers(10, 500, COMMON).tolist()
     prompts = [[*common, *random.integers(10, 500, new).tolist()] for _ in range(lines)]

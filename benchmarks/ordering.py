@@ -1,10 +1,13 @@
-"""Time and memory of everything that a batch does beside the model: python benchmarks/ordering.py [--quick]
+"""Measure time and memory of everything that a batch does beside the model.
 
-First prompts of 500 tokens that share 50 beginnings, as token ids: stored, sorted, read in prefix order. Then a file of short JSON lines
-with the demo model's tokenizer: read, checked, tokenized and stored; sorted; planned (both orders); a result recorded for each, in
-groups; all results read in the order of the input. Each in a process of its own. CPU: seconds that it computed, which do not depend on
-who else uses the machine. Memory: the most that it ever had, in which Python and its libraries are about 50 MB. The store is in a file
-in TMPDIR, which should be on a disk.
+python benchmarks/ordering.py [--quick]
+
+First prompts of 500 tokens that share 50 beginnings, as token ids: stored, sorted, read in prefix
+order. Then a file of short JSON lines with the demo model's tokenizer: read, checked, tokenized and
+stored; sorted; planned (both orders); a result recorded for each, in groups; all results read in
+the order of the input. Each in a process of its own. CPU: seconds that it computed, which do not
+depend on who else uses the machine. Memory: the most that it ever had, in which Python and its
+libraries are about 50 MB. The store is in a file in TMPDIR, which should be on a disk.
 """
 
 import argparse
@@ -21,11 +24,9 @@ from pathlib import Path
 import numpy as np
 
 from mlxrunner.batch.lines import LineReader
-from mlxrunner.batch.order import cost
 from mlxrunner.batch.plan import survey
-from mlxrunner.batch.run import ORDERS
-from mlxrunner.batch.spool import spool
-from mlxrunner.batch.store import Entry, Store
+from mlxrunner.batch.prompts import cost, tokenize_lines
+from mlxrunner.batch.store import ORDERS, Store, StoredLine
 from mlxrunner.models.load import tokenizer_of
 
 LENGTH, SHARED, BEGINNINGS = 500, 250, 50
@@ -36,7 +37,11 @@ Stages = list[tuple[str, float, float, float]]
 
 @contextmanager
 def stage(stages: Stages, name: str) -> Iterator[None]:
-    """Appends the name, the seconds that it took, those that the process computed, and the most memory so far in MB."""
+    """Append the name of a stage with its seconds and memory.
+
+    The seconds are those that it took and those that the process computed; the memory is the most
+    so far, in MB.
+    """
     began, computed = time.perf_counter(), time.process_time()
     yield
     unit = 1e3 if sys.platform == "linux" else 1e6
@@ -55,7 +60,7 @@ def long_prompts(count: int, folder: Path) -> Stages:
             for index in range(count):
                 own = random.integers(0, 128_000, LENGTH - SHARED, np.int32)
                 store.add(
-                    Entry(
+                    StoredLine(
                         index,
                         index + 1,
                         np.concatenate([beginnings[random.integers(BEGINNINGS)], own]),
@@ -88,7 +93,7 @@ def short_lines(count: int, folder: Path) -> Stages:
     tokenizer = tokenizer_of("demo")
     with Store.create(folder / "short") as store:
         with stage(stages, "read, tokenized and stored"), file.open("rb") as lines:
-            spool(store, LineReader(lines), tokenizer, context=2048)
+            tokenize_lines(store, LineReader(lines), tokenizer, context=2048)
         with stage(stages, "sorted"):
             store.finish()
         with stage(stages, "planned"):
@@ -98,13 +103,14 @@ def short_lines(count: int, folder: Path) -> Stages:
             for number, entry in enumerate(store.pending()):
                 store.record(
                     entry.index,
-                    b'{"id": "a", "index": 0, "text": "It is nice to meet you.", "finish_reason": "stop"}',
+                    b'{"id": "a", "index": 0, "text": "It is nice to meet you.", '
+                    b'"finish_reason": "stop"}',
                 )
                 if number % GROUP == 0:
                     store.commit()
             store.commit()
         with stage(stages, "results read"):
-            if sum(1 for _ in store.bodies()) != count:
+            if sum(1 for _ in store.answers()) != count:
                 raise SystemExit("results are missing")
     return stages
 
@@ -126,7 +132,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder, get_context("spawn").Pool(1) as process:
             for name, seconds, computed, peak in process.apply(job, (count // share, Path(folder))):
                 print(
-                    f"{f'{count // share:,} {what}: {name}':60}  {seconds:8.2f}  {computed:8.2f}  {peak:8.0f}"
+                    f"{f'{count // share:,} {what}: {name}':60}  {seconds:8.2f}  {computed:8.2f}  "
+                    f"{peak:8.0f}"
                 )
                 results.append(
                     {

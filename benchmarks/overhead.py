@@ -1,8 +1,10 @@
-"""What the runner itself costs: its layer caches alone, and its Python over a bare loop: python benchmarks/overhead.py [--quick]
+"""Measure the cost of the runner's layer caches alone, and of its Python over a bare loop.
 
-On Linux first put a fast BLAS in front (`mlxrunner doctor` names it), and let nothing else run. The sides take turns in one process, and are
-compared round by round. "x": how many times better the runner is (1 is equal); "+": how much more it takes. `other` is mlx-lm's cache,
-or the bare loop.
+python benchmarks/overhead.py [--quick]
+
+On Linux first put a fast BLAS in front (`mlxrunner doctor` names it), and let nothing else run. The
+sides take turns in one process, and are compared round by round. "x": how many times better the
+runner is (1 is equal); "+": how much more it takes. `other` is mlx-lm's cache, or the bare loop.
 """
 
 from __future__ import annotations
@@ -15,11 +17,11 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
+from mlxrunner.bench.backends import Backend, Tokens, our_backend
 from mlxrunner.bench.harness import alternate, in_turn, some_tokens, wait
-from mlxrunner.bench.rows import Row, excess, less_is_better, print_json, print_table
-from mlxrunner.bench.sides import Side, Tokens, our_side
-from mlxrunner.cache.factory import make_layer_caches
-from mlxrunner.cache.full import FullAttentionCache
+from mlxrunner.bench.measurements import Comparison, excess, less_is_better, print_json, print_table
+from mlxrunner.cache.layers.factory import make_layer_caches
+from mlxrunner.cache.layers.full import FullAttentionCache
 from mlxrunner.runner import Runner
 
 PROMPT = 64
@@ -44,12 +46,13 @@ def main() -> None:
     print_json(rows, rounds=rounds)
 
 
-def own_python(runner: Runner, count: int, rounds: int) -> Iterator[Row]:
-    """What a token takes over a bare loop on the same caches. The wall time hides what is done while the device computes.
+def own_python(runner: Runner, count: int, rounds: int) -> Iterator[Comparison]:
+    """Compare the time of a token with that of a bare loop on the same caches.
 
-    A machine's noise is larger than what is looked for here: many short runs.
+    The wall time hides what is done while the device computes. A machine's noise is larger than
+    what is looked for here: many short runs.
     """
-    sides = {"ours": our_side(runner), "bare": bare_loop(runner)}
+    sides = {"ours": our_backend(runner), "bare": bare_loop(runner)}
     runs = alternate(runner, sides, some_tokens(runner, PROMPT), count, 4 * rounds)
     ours, bare = ([run.decode / (count - 1) * 1e6 for run in runs[side]] for side in sides)
     yield excess(f"{runner.name}: a token over a bare loop", "us", ours, bare, target=150)
@@ -57,8 +60,8 @@ def own_python(runner: Runner, count: int, rounds: int) -> Iterator[Row]:
     yield excess(f"{runner.name}: the same, CPU time of its thread", "us", ours, bare)
 
 
-def bare_loop(runner: Runner) -> Side:
-    """The least that decoding one step ahead takes, on the layer caches that the runner uses, and in its order."""
+def bare_loop(runner: Runner) -> Backend:
+    """Decode one step ahead with the least work, on the runner's caches and in its order."""
     model = runner.model
 
     def generate(prompt: list[int], max_tokens: int) -> Tokens:
@@ -88,8 +91,11 @@ def bare_loop(runner: Runner) -> Side:
 
 def cache_growth(
     tokens: int, rounds: int, layers: int = 8, heads: int = 8, head_dim: int = 64
-) -> Iterator[Row]:
-    """Layer caches that grow token by token, without a model: ours with the room reserved, mlx-lm's by concatenation."""
+) -> Iterator[Comparison]:
+    """Grow layer caches token by token without a model.
+
+    Ours have the room reserved; mlx-lm's grow by concatenation.
+    """
     makers: dict[str, Callable[[], Any]] = {"ours": FullAttentionCache, "mlx-lm": KVCache}
     times: dict[str, list[float]] = {side: [] for side in makers}
     peaks: dict[str, list[float]] = {side: [] for side in makers}

@@ -1,8 +1,12 @@
-"""Many sequences at once against mlx_lm's batch generator, on the same weights: python benchmarks/parallel.py [--quick] [--plot FILE]
+"""Measure many sequences at once against mlx_lm's batch generator, on the same weights.
 
-On Linux first put a fast BLAS in front (`mlxrunner doctor` names it), and let nothing else run. Three sides take turns in one process:
-ours; mlx-lm's BatchGenerator with the whole prompts; and the same with the common prefix prefilled once and its caches deep-copied
-into the batch, as well as it can be done with it. Times are from the first prompt to the last token, tokens per second count answers.
+python benchmarks/parallel.py [--quick] [--plot FILE]
+
+On Linux first put a fast BLAS in front (`mlxrunner doctor` names it), and let nothing else run.
+Three sides take turns in one process: ours; mlx-lm's BatchGenerator with the whole prompts; and the
+same with the common prefix prefilled once and its caches deep-copied into the batch, as well as it
+can be done with it. Times are from the first prompt to the last token, tokens per second count
+answers.
 """
 
 from __future__ import annotations
@@ -20,13 +24,19 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.llama import Model, ModelArgs
 
-from mlxrunner.bench.rows import Row, less_is_better, more_is_better, print_json, print_table
+from mlxrunner.bench.measurements import (
+    Comparison,
+    less_is_better,
+    more_is_better,
+    print_json,
+    print_table,
+)
 from mlxrunner.models.facts import facts_of
 from mlxrunner.parallel.runner import ParallelRunner
 from mlxrunner.testing import ByteTokenizer
 
 Prompts = list[list[int]]
-Side = Callable[[Any, list[int], Prompts, int], list[list[int]]]
+Backend = Callable[[Any, list[int], Prompts, int], list[list[int]]]
 SIZES = {"512 x 8": (512, 8, 8), "98 M": (768, 12, 12)}
 
 
@@ -38,16 +48,19 @@ def ours(model: Any, prefix: list[int], ends: Prompts, count: int) -> list[list[
         ByteTokenizer(),
         facts,
         max_sequences=len(ends),
-        capacity=capacity,
+        context=capacity,
         cells=cells(prefix, ends, count),
-        max_batch=1280,
+        prefill_step=1280,
     ) as runner:
         results = runner.run([prefix + end for end in ends], max_tokens=count, stop_tokens=[])
     return [result.tokens for result in results]
 
 
 def cells(prefix: list[int], ends: Prompts, count: int) -> int:
-    """Twice what these requests need when the prefix is stored once: each sequence's own tokens can lie side by side then."""
+    """Return twice the cells that these requests need when the prefix is stored once.
+
+    Each sequence's own tokens can lie side by side then.
+    """
     return 2 * (len(prefix) + sum(len(end) + count for end in ends))
 
 
@@ -78,7 +91,7 @@ def drain(model: Any, prompts: Prompts, caches: Any, count: int) -> list[list[in
 
 
 def measure(
-    side: Side, model: Any, prefix: list[int], ends: Prompts, count: int
+    side: Backend, model: Any, prefix: list[int], ends: Prompts, count: int
 ) -> tuple[float, float, list[list[int]]]:
     """Tokens per second, peak bytes beside the weights, and the answers."""
     gc.collect()
@@ -93,19 +106,24 @@ def measure(
 
 def compare(
     model: Any, label: str, prefix: int, sequences: int, count: int, rounds: int, targets: bool
-) -> list[Row]:
+) -> list[Comparison]:
     rng = np.random.default_rng(0)
     common = rng.integers(10, 250, prefix).tolist()
     ends = [rng.integers(10, 250, (8 if prefix else 64) + i % 5).tolist() for i in range(sequences)]
-    sides: list[Side] = [ours, batch_generate, prefilled_once]
-    figures: dict[Side, list[tuple[float, float, list[list[int]]]]] = {side: [] for side in sides}
+    sides: list[Backend] = [ours, batch_generate, prefilled_once]
+    figures: dict[Backend, list[tuple[float, float, list[list[int]]]]] = {
+        side: [] for side in sides
+    }
     for turn in range(rounds):
         for side in sides if turn % 2 else sides[::-1]:
             figures[side].append(measure(side, model, common, ends, count))
     same = sum(
         a == b for a, b in zip(figures[ours][0][2], figures[batch_generate][0][2], strict=True)
     )
-    name = f"{label}, {sequences} x {count} tokens, prefix {prefix} ({same} of {sequences} answers equal)"
+    name = (
+        f"{label}, {sequences} x {count} tokens, prefix {prefix} ({same} of {sequences} answers "
+        "equal)"
+    )
     rate = {side: [run[0] for run in runs] for side, runs in figures.items()}
     peak = {side: [run[1] / 1e6 for run in runs] for side, runs in figures.items()}
     shared = prefix > 0
@@ -135,9 +153,17 @@ def compare(
 
 def random_llama(hidden: int, layers: int, heads: int) -> Any:
     args = ModelArgs(
-        model_type="llama", hidden_size=hidden, num_hidden_layers=layers, intermediate_size=hidden * 8 // 3, num_attention_heads=heads,
-        num_key_value_heads=heads, rms_norm_eps=1e-5, vocab_size=8192, max_position_embeddings=16384, tie_word_embeddings=hidden < 768,
-    )  # fmt: skip
+        model_type="llama",
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        intermediate_size=hidden * 8 // 3,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        rms_norm_eps=1e-5,
+        vocab_size=8192,
+        max_position_embeddings=16384,
+        tie_word_embeddings=hidden < 768,
+    )
     mx.random.seed(0)
     model = Model(args)
     mx.eval(model.parameters())
@@ -165,7 +191,7 @@ def main() -> None:
 
         growth.plot(growth.measure(random_llama(*SIZES["512 x 8"])), given.plot)
         return
-    rows: list[Row] = []
+    rows: list[Comparison] = []
     for label, size in [("256 x 2", (256, 2, 4))] if given.quick else SIZES.items():
         model = random_llama(*size)
         prefix, sequences, count = (128, 4, 8) if given.quick else (1024, 16, 64)

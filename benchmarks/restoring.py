@@ -1,10 +1,14 @@
-"""A saved conversation against evaluating it again: python benchmarks/restoring.py [--quick]
+"""Measure restoring a saved conversation against evaluating it again.
 
-On Linux first put a fast BLAS in front (`mlxrunner doctor` names it), and let nothing else run. A random float32 Llama evaluates a prompt
-once; its entry is saved. Then, in turns: a fresh runner opens the session and reads it for its first turn (the file is in the page cache,
-as it is when a chat was left a moment ago; "cold disk": it was dropped from there first, where the system lets us). 5 % of the evaluation
-are 20 times. The next turn's tokens have to be those of the runner that never left. "saving" is what the chat waits
-for after a turn: the text on the disk and a copy of the caches; "writing" is what the thread behind it takes.
+python benchmarks/restoring.py [--quick]
+
+On Linux first put a fast BLAS in front (`mlxrunner doctor` names it), and let nothing else run. A
+random float32 Llama evaluates a prompt once; its entry is saved. Then, in turns: a fresh runner
+opens the session and reads it for its first turn (the file is in the page cache, as it is when a
+chat was left a moment ago; "cold disk": it was dropped from there first, where the system lets us).
+5 % of the evaluation are 20 times. The next turn's tokens have to be those of the runner that never
+left. "saving" is what the chat waits for after a turn: the text on the disk and a copy of the
+caches; "writing" is what the thread behind it takes.
 """
 
 from __future__ import annotations
@@ -19,13 +23,13 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlxrunner.chat.history import History, Spelling
 from parallel import random_llama
 
-from mlxrunner.bench.rows import Row, less_is_better, print_json, print_table
-from mlxrunner.chat.history import History, Spelling
+from mlxrunner.bench.measurements import Comparison, less_is_better, print_json, print_table
 from mlxrunner.models.facts import facts_of
 from mlxrunner.runner import Runner
-from mlxrunner.sessions.keeper import Keeper
+from mlxrunner.sessions.saver import Keeper
 from mlxrunner.sessions.session import Branch, Session
 from mlxrunner.sessions.store import CACHE, Sessions
 from mlxrunner.testing import ByteTokenizer
@@ -77,7 +81,7 @@ def restored(
     return seconds, *answer(runner, prompt, 8)
 
 
-def compare(label: str, model: Any, length: int, rounds: int) -> list[Row]:
+def compare(label: str, model: Any, length: int, rounds: int) -> list[Comparison]:
     context = length + 64
     said = np.random.default_rng(0).integers(10, 250, length).tolist()
     runner = runner_of(model, context)
@@ -107,7 +111,8 @@ def compare(label: str, model: Any, length: int, rounds: int) -> list[Row]:
             figures["warm"].append(seconds)
             if tokens != expected or usage.evaluated_tokens != len(TURN):
                 raise SystemExit(
-                    f"not the same: {tokens} instead of {expected}, {usage.evaluated_tokens} evaluated"
+                    f"not the same: {tokens} instead of {expected}, {usage.evaluated_tokens} "
+                    "evaluated"
                 )
             if forget(store.folder / "whole" / CACHE):
                 figures["cold disk"].append(

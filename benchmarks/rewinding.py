@@ -1,11 +1,15 @@
-"""Going back in a long conversation, and decoding at its full depth, against mlx-lm: python benchmarks/rewinding.py [--quick]
+"""Measure rewinding a long conversation, and decoding at its full depth, against mlx-lm.
 
-On Linux first put a fast BLAS in front (`mlxrunner doctor` names it), and let nothing else run. Random float32 weights; the sides take
-turns in one process. First a Llama: both answers are open at once and read in turn; memory is what each held beside the weights. Then
-models that can't be trimmed, after messages of 60 and 340 tokens: the same prompt again; a next turn with half of the answer left out
-("thinking"); the last message edited. Tokens: evaluated for the first one of the answer; ms: until it is there. mlx-lm's sides are the
-two of its server, whose LRUPromptCache trims where can_trim_prompt_cache says so: "single", stream_generate, starts again where not;
-"batched" also saves copies of its caches at the end of the system prompt and of each prompt.
+python benchmarks/rewinding.py [--quick]
+
+On Linux first put a fast BLAS in front (`mlxrunner doctor` names it), and let nothing else run.
+Random float32 weights; the sides take turns in one process. First a Llama: both answers are open at
+once and read in turn; memory is what each held beside the weights. Then models that can't be
+trimmed, after messages of 60 and 340 tokens: the same prompt again; a next turn with half of the
+answer left out ("thinking"); the last message edited. Tokens: evaluated for the first one of the
+answer; ms: until it is there. mlx-lm's sides are the two of its server, whose LRUPromptCache trims
+where can_trim_prompt_cache says so: "single", stream_generate, starts again where not; "batched"
+also saves copies of its caches at the end of the system prompt and of each prompt.
 """
 
 import argparse
@@ -19,21 +23,39 @@ import numpy as np
 from mlx_lm import stream_generate
 from mlx_lm.generate import BatchGenerator, generation_stream
 from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
+from support.models import tiny_config, tiny_model
 
+from mlxrunner.bench.backends import SameDecoder, Tokens, our_backend
 from mlxrunner.bench.harness import in_turn, wait
-from mlxrunner.bench.rows import Row, less_is_better, more_is_better, print_json, print_table
-from mlxrunner.bench.sides import SameDecoder, Tokens, our_side
+from mlxrunner.bench.measurements import (
+    Comparison,
+    less_is_better,
+    more_is_better,
+    print_json,
+    print_table,
+)
 from mlxrunner.models.facts import facts_of
 from mlxrunner.runner import Runner
 from mlxrunner.testing import EOS, ByteTokenizer
-from mlxrunner.testing_models import tiny_config, tiny_model
 
 SYSTEM, HEADER = (
     120,
     [1, 2, 3],
 )  # tokens of the system prompt; what a template puts before an answer
-SHAPE = {"hidden_size": 256, "num_hidden_layers": 6, "intermediate_size": 1024, "vocab_size": 300, "max_position_embeddings": 16384}  # fmt: skip
-WIDE = SHAPE | {"hidden_size": 512, "intermediate_size": 1536, "vocab_size": 8192, "num_attention_heads": 8, "num_key_value_heads": 4}  # fmt: skip
+SHAPE = {
+    "hidden_size": 256,
+    "num_hidden_layers": 6,
+    "intermediate_size": 1024,
+    "vocab_size": 300,
+    "max_position_embeddings": 16384,
+}
+WIDE = SHAPE | {
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "vocab_size": 8192,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
 SIDES = dict.fromkeys(("ours", "single", "batched"))
 MODELS = {
     "gemma3_text": tiny_config(
@@ -44,7 +66,10 @@ MODELS = {
 
 
 class Sides:
-    """Each keeps what it can for its next prompt. After its tokens it yields how many it evaluated for the first one."""
+    """Each keeps what it can for its next prompt.
+
+    After its tokens it yields how many it evaluated for the first one.
+    """
 
     def __init__(self, runner: Runner) -> None:
         self.runner, self.saved, self.batch = runner, LRUPromptCache(), BatchGenerator(runner.model)
@@ -92,7 +117,7 @@ def conversation(length: int) -> list[int]:
 
 def going_back(
     label: str, config: dict[str, Any], length: int, count: int, rounds: int
-) -> Iterator[Row]:
+) -> Iterator[Comparison]:
     model, said = tiny_model(config), conversation(length)
     prompts = {
         "again": said + HEADER,
@@ -133,7 +158,10 @@ def going_back(
 
 
 def read(tokens: Tokens, count: int, memory: list[int]) -> float:
-    """Seconds of `count` tokens, and of all that they have started. `memory`: bytes that this answer holds, and the most it held."""
+    """Seconds of `count` tokens, and of all that they have started.
+
+    `memory`: bytes that this answer holds, and the most it held.
+    """
     wait()
     mx.reset_peak_memory()
     before, began = mx.get_active_memory(), time.perf_counter()
@@ -149,7 +177,7 @@ def read(tokens: Tokens, count: int, memory: list[int]) -> float:
     return seconds
 
 
-def full_depth(length: int, count: int, bursts: int, step: int) -> Iterator[Row]:
+def full_depth(length: int, count: int, bursts: int, step: int) -> Iterator[Comparison]:
     config = tiny_config("llama", **WIDE)
     model, prompt = tiny_model(config), conversation(length)
     runner = Runner(
@@ -164,7 +192,7 @@ def full_depth(length: int, count: int, bursts: int, step: int) -> Iterator[Row]
         model, SameDecoder(runner.tokenizer), prompt, count + 2, prefill_step_size=step
     )
     sides = {
-        "ours": our_side(runner)(prompt, count + 2),
+        "ours": our_backend(runner)(prompt, count + 2),
         "mlx-lm": (response.token for response in responses),
     }
     memory = {name: [0, 0] for name in sides}

@@ -1,8 +1,12 @@
-"""What it costs to hold an answer to a schema: python benchmarks/structured.py [--quick]
+"""Measure the cost of holding an answer to a schema.
 
-On Linux first put a fast BLAS in front (`mlxrunner doctor` names it), and let nothing else run. The sides take turns in one process on the
-same prompt: answers held to a schema that goes on for ever, and free ones of as many tokens ("other"). Wall time as the reader of the
-tokens sees it, after the first; "x": tokens per second over those of the free ones. In parallel every second request is held to it.
+python benchmarks/structured.py [--quick]
+
+On Linux first put a fast BLAS in front (`mlxrunner doctor` names it), and let nothing else run. The
+sides take turns in one process on the same prompt: answers held to a schema that goes on for ever,
+and free ones of as many tokens ("other"). Wall time as the reader of the tokens sees it, after the
+first; "x": tokens per second over those of the free ones. In parallel every second request is held
+to it.
 """
 
 from __future__ import annotations
@@ -12,9 +16,9 @@ import time
 from contextlib import closing
 from typing import Any
 
+from mlxrunner.bench.backends import Backend, Tokens, our_backend
 from mlxrunner.bench.harness import in_turn, measure, some_tokens, wait
-from mlxrunner.bench.rows import Row, more_is_better, print_json, print_table
-from mlxrunner.bench.sides import Side, Tokens, our_side
+from mlxrunner.bench.measurements import Comparison, more_is_better, print_json, print_table
 from mlxrunner.models.load import load_model
 from mlxrunner.parallel.runner import ParallelRunner
 from mlxrunner.runner import Runner
@@ -38,7 +42,7 @@ SCHEMAS: dict[str, Any] = {
 }
 
 
-def held_side(runner: Runner, schema: Any) -> Side:
+def held_side(runner: Runner, schema: Any) -> Backend:
     def generate(prompt: list[int], max_tokens: int) -> Tokens:
         with closing(
             runner.generate(prompt, max_tokens=max_tokens, schema=schema, stop_tokens=[])
@@ -49,8 +53,8 @@ def held_side(runner: Runner, schema: Any) -> Side:
     return generate
 
 
-def alone(runner: Runner, name: str, count: int, rounds: int) -> Row:
-    sides = {"held": held_side(runner, SCHEMAS[name]), "free": our_side(runner)}
+def alone(runner: Runner, name: str, count: int, rounds: int) -> Comparison:
+    sides = {"held": held_side(runner, SCHEMAS[name]), "free": our_backend(runner)}
     rates: dict[str, list[float]] = {side: [] for side in sides}
     for turn in range(rounds + 1):
         for side in in_turn(sides, turn):
@@ -63,7 +67,7 @@ def alone(runner: Runner, name: str, count: int, rounds: int) -> Row:
     )
 
 
-def together(runner: ParallelRunner, count: int, rounds: int) -> Row:
+def together(runner: ParallelRunner, count: int, rounds: int) -> Comparison:
     rates: dict[str, list[float]] = {"held": [], "free": []}
     for turn in range(rounds + 1):
         for side in in_turn(rates, turn):
@@ -103,7 +107,7 @@ def main() -> None:
     loaded = load_model(given.model)
     runner = Runner(loaded.model, loaded.tokenizer, loaded.facts)
     rows = [alone(runner, name, count, rounds) for name in SCHEMAS]
-    with ParallelRunner.of(loaded, max_sequences=8, capacity=32 + count) as several:
+    with ParallelRunner.of(loaded, max_sequences=8, context=32 + count) as several:
         rows.append(together(several, count, rounds))
     print_table(rows)
     print_json(rows, versus="free answers", rounds=rounds)

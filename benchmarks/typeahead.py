@@ -1,9 +1,12 @@
-"""What evaluating while somebody types is worth, and whether it makes typing lag: python benchmarks/typeahead.py [--tokens N] [--rounds N]
+"""Measure the gain of evaluating while somebody types, and the lag that it adds to typing.
 
-A chat on a random Llama of 98 M parameters runs in a pseudo-terminal. A message is pasted, read over for as long as its evaluation takes,
-and sent; the time is from the Enter key to the end of an answer of one token. The sides take turns: with typing ahead and without.
-While a pasted message is being evaluated, keys are typed and the time until each is echoed is taken; then it is given up with Ctrl-C, and the
-time until the model is free is taken.
+python benchmarks/typeahead.py [--tokens N] [--rounds N]
+
+A chat on a random Llama of 98 M parameters runs in a pseudo-terminal. A message is pasted, read
+over for as long as its evaluation takes, and sent; the time is from the Enter key to the end of an
+answer of one token. The sides take turns: with typing ahead and without. While a pasted message is
+being evaluated, keys are typed and the time until each is echoed is taken; then it is given up with
+Ctrl-C, and the time until the model is free is taken.
 """
 
 from __future__ import annotations
@@ -18,18 +21,21 @@ from pathlib import Path
 
 import pexpect
 
-from mlxrunner.bench.rows import less_is_better, print_json, print_table
+from mlxrunner.bench.measurements import less_is_better, print_json, print_table
 
 KEYS = "the quick brown fox"
 
 
 def serve(type_ahead: bool, progress: Path) -> None:
-    """The chat itself, in the pseudo-terminal. `progress` gets a line for each evaluation in advance that was finished."""
+    """The chat itself, in the pseudo-terminal.
+
+    `progress` gets a line for each evaluation in advance that was finished.
+    """
     from mlxrunner.bench.models import random_runner
     from mlxrunner.chat import editor
-    from mlxrunner.chat.ahead import Draft
     from mlxrunner.chat.conversation import Conversation
     from mlxrunner.chat.start import open_chat
+    from mlxrunner.chat.typeahead import Draft
 
     class TimedDraft(Draft):
         ended = 0.0
@@ -56,7 +62,7 @@ def serve(type_ahead: bool, progress: Path) -> None:
     conversation.evaluate = noted  # type: ignore[method-assign]
     chat.after_turn.append(
         lambda chat: print(
-            f"<answered, ttft {chat.conversation.usages[-1].ttft_s:.4f}>", flush=True
+            f"<answered, ttft {chat.conversation.usages[-1].timing.ttft_s:.4f}>", flush=True
         )
     )
     sys.exit(chat.run(table))
@@ -80,7 +86,7 @@ class Chat:
         self.wait_until_evaluated(0)
 
     def wait_until_evaluated(self, length: int) -> None:
-        """Until a message of so many characters has been evaluated in advance, since the last call."""
+        """Wait until `length` characters of a message have been evaluated since the last call."""
         while str(length) not in self.progress.read_text().split():
             time.sleep(0.05)
         self.progress.write_text("")
@@ -99,7 +105,7 @@ class Chat:
         return seconds
 
     def echoes(self) -> list[float]:
-        """Seconds until each of some keys was on the screen, typed while the paste is being evaluated."""
+        """Return the seconds until each key was on the screen while the paste is evaluated."""
         seconds = []
         for key in KEYS.replace(" ", ""):
             time.sleep(0.3)  # longer than the pause after which evaluating goes on
@@ -177,10 +183,12 @@ def main() -> None:
     rows = [replace(first, target=10), echoes]
     print_table(rows)
     print(
-        f"slowest echo of {len(echo[True])}: {max(echo[True]) * 1e3:.1f} ms; without: {max(echo[False]) * 1e3:.1f} ms"
+        f"slowest echo of {len(echo[True])}: {max(echo[True]) * 1e3:.1f} ms; without: "
+        f"{max(echo[False]) * 1e3:.1f} ms"
     )
     print(
-        f"the model was free {max(stopped) * 1e3:.1f} ms after the key that needed it, at most, of {len(stopped)} times"
+        f"the model was free {max(stopped) * 1e3:.1f} ms after the key that needed it, at most, of "
+        f"{len(stopped)} times"
     )
     print_json(rows, versus="without typing ahead", rounds=options.rounds)
 

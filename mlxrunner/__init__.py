@@ -1,11 +1,11 @@
-"""Language models in a terminal on MLX, with one prefix-cache entry that always says what it reused.
+"""Run language models from a terminal on MLX, and reuse what an earlier prompt has evaluated.
 
 >>> from mlxrunner import Runner
 >>> runner = Runner.load("demo")
 >>> for chunk in runner.generate([{"role": "user", "content": "Hello!"}]):
 ...     print(chunk.text, end="")
 
-Importing this package imports neither mlx nor mlx-lm; the first use of a name does.
+Importing this package imports neither mlx nor mlx-lm nor numpy: the first use of a name does.
 """
 
 from __future__ import annotations
@@ -13,49 +13,116 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mlxrunner.batch.request import BatchRequest, BatchResult
-    from mlxrunner.batch.run import run_batch
+    from mlxrunner.batch.run import BatchRequest, BatchResult, run_batch
     from mlxrunner.errors import (
+        BrokenLineError,
         BusyError,
+        CacheFullError,
+        CancelledError,
+        ClosedError,
+        ContextFullError,
         ContextLengthError,
+        CutOffError,
+        DamagedStoreError,
+        DifferentRunError,
+        FileError,
         FormError,
         MemoryPlanError,
+        MissingFileError,
         MlxrunnerError,
         ModelError,
+        NoFreeSlotError,
+        NotSupportedError,
         OptionError,
+        OutputClosedError,
+        OutputError,
         PromptError,
+        ReadError,
+        RequestError,
+        SessionError,
+        StepFailedError,
+        StoreError,
+        TemplateLimitError,
+        TimeLimitError,
+        VerifyError,
+        WriteError,
+        WrongThreadError,
     )
-    from mlxrunner.events import Chunk, Usage
+    from mlxrunner.memory.plan import Plan
+    from mlxrunner.options import GenerateKwargs, GenerateOptions, RunnerKwargs, RunnerSettings
+    from mlxrunner.parallel.runner import ParallelRunner
+    from mlxrunner.profiling.record.profile import Profile
+    from mlxrunner.results import Chunk, Result, Usage
     from mlxrunner.runner import Runner
-    from mlxrunner.tokenizer import Message
+    from mlxrunner.templates.messages import Message
 
 __all__ = [
     "BatchRequest",
     "BatchResult",
+    "BrokenLineError",
     "BusyError",
+    "CacheFullError",
+    "CancelledError",
     "Chunk",
+    "ClosedError",
     "ContextFullError",
     "ContextLengthError",
+    "CutOffError",
+    "DamagedStoreError",
+    "DifferentRunError",
+    "FileError",
     "FormError",
+    "GenerateKwargs",
+    "GenerateOptions",
     "MemoryPlanError",
     "Message",
+    "MissingFileError",
     "MlxrunnerError",
     "ModelError",
+    "NoFreeSlotError",
+    "NotSupportedError",
     "OptionError",
+    "OutputClosedError",
+    "OutputError",
+    "ParallelRunner",
+    "Plan",
+    "Profile",
     "PromptError",
+    "ReadError",
+    "RequestError",
+    "Result",
     "Runner",
+    "RunnerKwargs",
+    "RunnerSettings",
+    "SessionError",
+    "StepFailedError",
+    "StoreError",
+    "TemplateLimitError",
+    "TimeLimitError",
     "Usage",
+    "VerifyError",
+    "WriteError",
+    "WrongThreadError",
     "run_batch",
 ]
 _HOMES = {
-    "BatchRequest": "batch.request",
-    "BatchResult": "batch.request",
-    "Chunk": "events",
-    "Message": "tokenizer",
+    "BatchRequest": "batch.run",
+    "BatchResult": "batch.run",
+    "Chunk": "results",
+    "GenerateKwargs": "options",
+    "GenerateOptions": "options",
+    "Message": "templates.messages",
+    "ParallelRunner": "parallel.runner",
+    "Plan": "memory.plan",
+    "Profile": "profiling.record.profile",
+    "Result": "results",
     "Runner": "runner",
-    "Usage": "events",
+    "RunnerKwargs": "options",
+    "RunnerSettings": "options",
+    "Usage": "results",
     "run_batch": "batch.run",
 }
+"""The module of each name that is not an error."""
 
 
 def __getattr__(name: str) -> Any:
@@ -63,4 +130,10 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(f"{__name__}.{_HOMES.get(name, 'errors')}"), name)
+    found = getattr(import_module(f"{__name__}.{_HOMES.get(name, 'errors')}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,4 +1,4 @@
-"""python -m mlxrunner"""
+"""Run the command line with `python -m mlxrunner`."""
 
 from mlxrunner.cli import main
 

@@ -1,67 +1,77 @@
-"""Everything that can go wrong, as one tree. The command line turns each into one line and an exit code.
+"""Every error that mlxrunner raises on purpose, as one tree.
 
-MlxrunnerError          exit code 1
-├── ModelError          exit code 2: a model that is missing, broken or not supported
-├── MemoryPlanError     exit code 2: what was asked for does not fit into the memory that the device offers
-├── OptionError         exit code 2: an option out of range (also a ValueError)
-├── PromptError         exit code 2: a prompt that can't be run
-│   ├── ContextLengthError   longer than the context
-│   ├── TemplateLimitError   made by a chat template that does not end
-│   └── BrokenLineError      a line of a batch that can't be run (`mlxrunner.batch.fields`)
-├── ReadError           exit code 2: a file or a log that can't be read (`mlxrunner.reading`)
-│   └── MissingFileError     that is not there
-├── WriteError          exit code 2: a report that can't be written (`mlxrunner.profiling.files`)
-├── OutputClosedError   exit code 2: standard output can't be written to (`mlxrunner.cli.program`)
-├── SessionError        exit code 1: a saved session that is missing, damaged, in use, or can't be written
-├── FileError           exit code 2: a file that can't be put into a message, or written (`mlxrunner.chat.files`)
-├── ContextFullError    exit code 1: the answer filled the context, and the caller wanted that to be an error
-├── FormError           exit code 1: an answer that can't go on in the form that was asked for
-├── CacheFullError, NotSupportedError   exit code 1: of caches for many sequences (`mlxrunner.cache.sequences`)
-├── StoreError          exit code 2: the lines and answers of a batch can't be kept (`mlxrunner.batch.store`)
-│   └── DamagedStoreError    they were kept, and are damaged
-├── OutputError         exit code 2: answers of a batch can't be written (`mlxrunner.batch.output`)
-├── CutOffError         exit code 1: a StoreError or an OutputError, after answers were given (`mlxrunner.batch.work`)
-├── TimeLimitError      a line of a batch that did not end in its time (`mlxrunner.batch.run`)
-├── DifferentRunError   exit code 2: a batch was begun with other options, model or input (`mlxrunner.batch.fingerprint`)
-├── NoFreeSlotError     exit code 1: every slot of a parallel runner is in use (`mlxrunner.parallel.slots`)
-├── StepFailedError     exit code 1: a step that carried several requests failed (`mlxrunner.parallel.request`)
-├── VerifyError         exit code 4: warm requests differed from a cold run (`--verify-cache` with `--strict`)
-├── WrongThreadError    exit code 1: a call from another thread than the one that owns the runner (`mlxrunner.owner`)
-└── BusyError           exit code 1: another request is still using the one entry
+The command line prints each as one line and ends with its exit code.
+
+MlxrunnerError               exit code 1
+├── ModelError               exit code 2: the model is missing, broken or not supported
+├── MemoryPlanError          exit code 2: the model and its caches do not fit into the memory
+├── OptionError              exit code 2: an option is out of range (also a ValueError)
+├── PromptError              exit code 2: the prompt cannot be run (also a ValueError)
+│   ├── ContextLengthError   exit code 2: the prompt is longer than the context
+│   ├── TemplateLimitError   exit code 2: the chat template took too long or made too much text
+│   └── BrokenLineError      exit code 2: a line of a batch cannot be run
+├── ReadError                exit code 2: a file or a log cannot be read
+│   └── MissingFileError     exit code 2: no file has this name
+├── WriteError               exit code 2: a report cannot be written
+├── OutputClosedError        exit code 2: standard output cannot be written to
+├── FileError                exit code 2: a file cannot be attached to a message, or written
+├── SessionError             exit code 1: a saved session is missing, damaged or in use
+├── ContextFullError         exit code 1: the answer filled the context (`overflow="error"`)
+├── FormError                exit code 1: no token continues an answer in the requested form
+├── CancelledError           exit code 1: the request was cancelled before it ended
+├── CacheFullError           exit code 1: a cache for many sequences has too few free cells
+├── NotSupportedError        exit code 1: a cache or a model cannot do this at all
+├── NoFreeSlotError          exit code 1: every slot of a ParallelRunner is in use
+├── StepFailedError          exit code 1: a step that carried several requests failed
+├── StoreError               exit code 2: the store of a batch cannot be made, opened or written
+│   └── DamagedStoreError    exit code 2: the store of a batch is damaged
+├── OutputError              exit code 2: the answers of a batch cannot be written
+├── CutOffError              exit code 1: a batch could not write any more after it had answered
+├── TimeLimitError           exit code 1: a request of a batch took longer than its time limit
+├── DifferentRunError        exit code 2: a batch was begun with other options, model or input
+├── RequestError             exit code 1: a request of `run_batch` has no answer
+├── VerifyError              exit code 4: a warm answer differed from a cold one (`--strict`)
+├── WrongThreadError         exit code 1: another thread than the owner called the runner
+├── ClosedError              exit code 1: the runner has been closed
+└── BusyError                exit code 1: another request still uses the entry
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 
 class MlxrunnerError(Exception):
-    """Base of all errors that mlxrunner raises on purpose."""
+    """Base class of all errors that mlxrunner raises on purpose."""
 
     exit_code = 1
+    """Exit code of the command line."""
     is_table = False
-    """The message has several lines, and nothing in it comes from a file."""
+    """True if the message has several lines, none of which comes from a file."""
 
 
 class ModelError(MlxrunnerError):
-    """A model that is missing, broken or of a kind that is not known; the message names the file or id."""
+    """The model is missing, broken or of an unknown kind; the message names the file or id."""
 
     exit_code = 2
 
 
 class MemoryPlanError(MlxrunnerError):
-    """The plan does not fit; the message is its table, with the settings that would."""
+    """The plan does not fit; the message is its table, with settings that would fit."""
 
     exit_code = 2
     is_table = True
 
 
 class OptionError(MlxrunnerError, ValueError):
-    """An option out of its range."""
+    """An option is unknown, of the wrong type or out of its range."""
 
     exit_code = 2
 
 
 class PromptError(MlxrunnerError, ValueError):
-    """A prompt that can't be run: empty, refused by the chat template, or made of something else than tokens."""
+    """The prompt cannot be run: it is empty, not made of tokens, or refused by the template."""
 
     exit_code = 2
 
@@ -71,14 +81,60 @@ class ContextLengthError(PromptError):
 
     def __init__(self, tokens: int, context: int) -> None:
         super().__init__(
-            f"the prompt has {tokens} tokens, which leaves no room in the context of {context} tokens: "
-            "shorten it or load the model with a longer --context"
+            f"the prompt has {tokens} tokens, which leaves no room in the context of {context} "
+            "tokens: shorten it or load the model with a longer --context"
         )
         self.tokens, self.context = tokens, context
 
 
 class TemplateLimitError(PromptError):
-    """A chat template that was stopped: it took too long, or made too much text."""
+    """A chat template was stopped because it took too long or made too much text."""
+
+
+class BrokenLineError(PromptError):
+    """A line of a batch cannot be run."""
+
+    def __init__(self, problem: str, fields: Mapping[str, Any]) -> None:
+        super().__init__(problem)
+        self.fields = fields
+        """The fields of the line that could be read, such as its id."""
+
+
+class ReadError(MlxrunnerError):
+    """A file cannot be read. The message begins with the path and says what to do."""
+
+    exit_code = 2
+
+
+class MissingFileError(ReadError):
+    """No file has this name; it may be a link to nothing."""
+
+
+class WriteError(MlxrunnerError):
+    """A report cannot be written; the message names the file."""
+
+    exit_code = 2
+
+    @classmethod
+    def of(cls, file: str, error: OSError) -> WriteError:
+        """Return the error for `file`, with the system's reason."""
+        return cls(f"{file}: can't be written: {error.strerror or error}")
+
+
+class OutputClosedError(MlxrunnerError):
+    """Standard output is closed or full."""
+
+    exit_code = 2
+
+
+class FileError(MlxrunnerError):
+    """A file cannot be attached to a message, or written by a command of the chat."""
+
+    exit_code = 2
+
+
+class SessionError(MlxrunnerError):
+    """A saved session is missing, damaged, open elsewhere, or cannot be written."""
 
 
 class ContextFullError(MlxrunnerError):
@@ -92,32 +148,139 @@ class ContextFullError(MlxrunnerError):
         self.answer, self.context = answer, context
 
 
-class SessionError(MlxrunnerError):
-    """A saved session, or its caches, that is missing, damaged, open elsewhere, or can't be written."""
-
-
 class FormError(MlxrunnerError):
-    """No token of the model begins or goes on with an answer in the form that was asked for (`schema`, `choices`)."""
+    """No token of the model continues an answer in the requested form (`schema`, `choices`)."""
 
     def __init__(self, tokens: int, why: str = "") -> None:
         reason = f": {why}" if why else ""
         super().__init__(
-            f"after {tokens} tokens of the answer, no token of the model fits the form that was asked for{reason}"
+            f"after {tokens} tokens of the answer, no token of the model fits the form that was "
+            f"asked for{reason}"
         )
         self.tokens = tokens
 
 
+class CancelledError(MlxrunnerError):
+    """The request was cancelled before it ended, so it has no result."""
+
+
+class CacheFullError(MlxrunnerError):
+    """A cache has fewer free cells than needed, even after defragmenting; nothing was changed."""
+
+    def __init__(
+        self,
+        what: str,
+        needed: int,
+        free: int,
+        total: int,
+        remedy: str = "remove tokens or sequences, or initialize the cache with a larger capacity",
+    ) -> None:
+        super().__init__(
+            f"{what} needs {needed} free cells, but {free} of {total} are free: {remedy}"
+        )
+        self.needed, self.free, self.total = needed, free, total
+
+
+class NotSupportedError(MlxrunnerError):
+    """This cache or model cannot do that at all; nothing was changed."""
+
+
+class NoFreeSlotError(MlxrunnerError):
+    """Every slot of a ParallelRunner has a request."""
+
+    def __init__(self, slots: int) -> None:
+        super().__init__(
+            f"all {slots} slots are in use: finish or cancel a request, or load with more "
+            "max_sequences"
+        )
+
+
+class StepFailedError(MlxrunnerError):
+    """A step that carried a request failed, maybe because of another request in the same step."""
+
+
+class RequestError(MlxrunnerError):
+    """A request of `run_batch` could not be answered; the message is one line."""
+
+    def __init__(self, message: str, *, is_refused: bool = False) -> None:
+        super().__init__(message)
+        self.is_refused = is_refused
+        """True if the request itself is at fault, so that it was not run."""
+
+
+class StoreError(MlxrunnerError):
+    """A store cannot be made, opened or written to. Answers committed before are safe."""
+
+    exit_code = 2
+
+
+class DamagedStoreError(StoreError):
+    """A file is no store, or has been changed; no run can resume from it."""
+
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(
+            f"{name}: {why}: no run can resume from it. Remove it and begin again with "
+            "another -o; the answers in the output stay"
+        )
+
+
+class OutputError(MlxrunnerError):
+    """The file of answers cannot be written, or another run wrote it."""
+
+    exit_code = 2
+
+
+class CutOffError(MlxrunnerError):
+    """A batch could not write any more; the store keeps its answers, and `--resume` continues."""
+
+
+class TimeLimitError(MlxrunnerError):
+    """A request of a batch did not end within its time limit."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(
+            f"stopped after {seconds:g} s without an end: allow more time, or a shorter answer "
+            "(max_tokens)"
+        )
+
+
+class DifferentRunError(MlxrunnerError):
+    """The run to resume was begun with other options, another model or another input."""
+
+    exit_code = 2
+
+
 class VerifyError(MlxrunnerError):
-    """A request that was run again cold gave something else than the entry had given."""
+    """A request gave another answer when it was run again without the entry."""
 
     exit_code = 4
 
     def __init__(self, failed: int, verified: int) -> None:
         super().__init__(
-            f"{failed} of {verified} verified requests gave something else when they were run again cold: the entry was wrong. "
-            "This is a bug or broken memory; the events with verify.equal false say more"
+            f"{failed} of {verified} verified requests gave something else when they were run "
+            "again cold: the entry was wrong. This is a bug or broken memory; the events with "
+            "verify.equal false say more"
         )
         self.failed, self.verified = failed, verified
+
+
+class WrongThreadError(MlxrunnerError):
+    """A thread that is not the owner made a call; nothing was touched."""
+
+    def __init__(self, what: str, owner: str, caller: str) -> None:
+        super().__init__(
+            f"this {what} belongs to the thread {owner!r}, which opened it, but thread {caller!r} "
+            f"called it: make all calls in {owner!r}"
+        )
+        self.what, self.owner, self.caller = what, owner, caller
+
+
+class ClosedError(MlxrunnerError):
+    """A closed runner was called."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"this {what} is closed: load the model again with {what}.load")
+        self.what = what
 
 
 class BusyError(MlxrunnerError):
@@ -127,14 +290,3 @@ class BusyError(MlxrunnerError):
         super().__init__(
             "another request still uses the entry: finish it or close its iterator first"
         )
-
-
-class WrongThreadError(MlxrunnerError):
-    """A call from another thread than the one that opened `what`; nothing was touched."""
-
-    def __init__(self, what: str, owner: str, caller: str) -> None:
-        super().__init__(
-            f"this {what} belongs to the thread {owner!r}, which opened it, but thread {caller!r} called it: "
-            f"make all calls in {owner!r}"
-        )
-        self.what, self.owner, self.caller = what, owner, caller

@@ -1,7 +1,14 @@
 """Fakes that are as strict as the real thing, for this project's tests and for yours.
 
-The oracle model is the judge of every cache: its next token is a function of every (token, position) that is visible through its
-caches, so a stale, missing, doubled or shifted key changes the answer. It talks to its caches exactly as mlx-lm's models do.
+    from mlxrunner.testing import oracle_runner
+
+    runner = oracle_runner()
+    answer = [chunk.token for chunk in runner.generate([1, 2, 3], max_tokens=5)]
+
+`oracle_runner` gives a `Runner` without files, weights or randomness. Its model is the judge of
+every cache: the next token is a function of every (token, position) that is visible through the
+caches, so a stale, missing, doubled or shifted key changes the answer. It talks to its caches
+exactly as mlx-lm's models do.
 """
 
 from __future__ import annotations
@@ -11,9 +18,8 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.models.base import create_attention_mask
@@ -21,34 +27,36 @@ from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache,
 
 from mlxrunner.models.facts import ModelFacts
 from mlxrunner.runner import Runner
-from mlxrunner.tokenizer.base import Message, checked_text
-from mlxrunner.tokenizer.stream import ByteStream
-from mlxrunner.tokenizer.template import check_messages
-from mlxrunner.tokenizer.vocabulary import Vocabulary
+from mlxrunner.tokenizer.byte_level import BOS, EOS, VOCAB, ByteTokenizer
 
-VOCAB = 300
-EOS = 299
-BOS = 298
+__all__ = [
+    "BOS",
+    "EOS",
+    "LAYERS",
+    "VOCAB",
+    "WINDOW",
+    "ByteTokenizer",
+    "OracleLayer",
+    "OracleModel",
+    "UnknownCache",
+    "interrupt_at",
+    "oracle_runner",
+]
+
 PRIME = 4093
+"""Modulus of the marks that stand for keys and values."""
 WINDOW = 12
+"""Tokens that the sliding and the chunked layers see."""
 PACKAGE = os.path.join(os.path.dirname(__file__), "")
-"""The folder of this package, whatever the folders above it are called."""
-LAYERS: dict[str, Callable[[], Any]] = {
-    "full": KVCache,
-    "sliding": lambda: RotatingKVCache(max_size=WINDOW),
-    "chunked": lambda: ChunkedKVCache(WINDOW),
-    "unknown": lambda: UnknownCache(),
-    "recurrent": lambda: ArraysCache(size=1),
-    "composite": lambda: CacheList(KVCache(), ArraysCache(size=1)),
-}
+"""The path of this package, with a separator at its end."""
 
 
 class UnknownCache(KVCache):  # type: ignore[misc]  # mlx-lm has no annotations
-    """A layer cache of a kind that nobody has heard of."""
+    """A layer cache of a kind that the package does not know."""
 
 
 class OracleModel:
-    """`kinds`: the layers, by name of LAYERS. `on_layer(index)` is called before each layer, to interrupt a forward pass."""
+    """A model whose answers depend on all that its layers can see through their caches."""
 
     def __init__(
         self,
@@ -56,42 +64,45 @@ class OracleModel:
         on_layer: Callable[[int], None] = lambda index: None,
     ) -> None:
         self.kinds = list(kinds)
+        """The kind of each layer, a key of `LAYERS`."""
         self.layers = self.kinds
         self.on_layer = on_layer
+        """Called with the index of each layer before it, so that a test can interrupt it."""
         self.forwards: list[int] = []
+        """The number of tokens of each forward pass so far."""
 
     def make_cache(self) -> list[Any]:
-        return [LAYERS[kind]() for kind in self.kinds]
+        """Return an empty layer cache of mlx-lm for each layer."""
+        return [LAYERS[kind].make_cache() for kind in self.kinds]
 
     def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
-        """`tokens [1, n]` -> logits `[1, n, VOCAB]`."""
+        """Return logits `[1, n, VOCAB]` for `tokens` `[1, n]`, and add these to each `cache`."""
         n = tokens.shape[1]
         self.forwards.append(n)
         total = mx.zeros((n,), mx.int32)
         for index, (kind, layer) in enumerate(zip(self.kinds, cache, strict=True)):
             self.on_layer(index)
-            total = total + (index + 1) * _seen(kind, tokens[0].astype(mx.int32), layer)
+            seen = LAYERS[kind].seen(tokens[0].astype(mx.int32), layer)
+            total = total + (index + 1) * seen
         target = total % (VOCAB - 3)
         distance = (mx.arange(VOCAB)[None] - target[:, None]) % VOCAB
         return (distance.astype(mx.float32) * -0.25)[None]
 
     def parameters(self) -> dict[str, mx.array]:
+        """Return an empty dictionary: the model has no weights."""
         return {}
 
 
-def _seen(kind: str, tokens: mx.array, cache: Any) -> mx.array:
-    """`[n]`: what each token sees of the past through one layer, as a number."""
-    if kind == "recurrent":
-        return _recur(tokens, cache)
-    if kind == "composite":
-        return _attend(tokens, cache[0], None) + 7 * _recur(tokens, cache[1])
-    if kind == "chunked":
-        return _attend_chunk(tokens, cache)
-    return _attend(tokens, cache, WINDOW if kind == "sliding" else None)
+def _attend_window(tokens: mx.array, cache: Any) -> mx.array:
+    return _attend(tokens, cache, WINDOW)
+
+
+def _attend_and_recur(tokens: mx.array, cache: Any) -> mx.array:
+    return _attend(tokens, cache[0]) + 7 * _recur(tokens, cache[1])
 
 
 def _attend_chunk(tokens: mx.array, cache: Any) -> mx.array:
-    """As Llama 4 does it: a token sees its own chunk only."""
+    """Attend as in Llama 4, where a token sees its own chunk only."""
     cache.maybe_trim_front()
     queries = mx.arange(cache.offset, cache.offset + tokens.shape[0])[:, None]
     stored = mx.arange(cache.start_position, cache.offset + tokens.shape[0])[None]
@@ -100,7 +111,7 @@ def _attend_chunk(tokens: mx.array, cache: Any) -> mx.array:
     )
 
 
-def _attend(tokens: mx.array, cache: Any, window: int | None, mask: Any = "ask") -> mx.array:
+def _attend(tokens: mx.array, cache: Any, window: int | None = None, mask: Any = "ask") -> mx.array:
     n = tokens.shape[0]
     if isinstance(mask, str):
         mask = create_attention_mask(tokens[None, :, None], cache, window_size=window)
@@ -133,44 +144,24 @@ def _row(marks: mx.array) -> mx.array:
     return mx.broadcast_to(marks.astype(mx.float32)[None, None, :, None], (1, 1, marks.shape[0], 2))
 
 
-class ByteTokenizer:
-    """One token per UTF-8 byte, and a chat template of one line a message: `role: text`, ended by EOS."""
+class OracleLayer(NamedTuple):
+    """A kind of layer of the oracle model."""
 
-    vocab_size = VOCAB
-    stop_tokens = frozenset({EOS})
-    message_ends = frozenset({EOS})
-    template_stops: tuple[str, ...] = ()
+    make_cache: Callable[[], Any]
+    """Makes the cache that a model of mlx-lm has for such a layer."""
+    seen: Callable[[mx.array, Any], mx.array]
+    """`(tokens [n], cache) -> [n]`: whole numbers that stand for the past that each token sees."""
 
-    def encode(self, text: str) -> list[int]:
-        return [BOS, *self.encode_more(text)]
 
-    def encode_more(self, text: str) -> list[int]:
-        tokens: list[int] = []
-        for index, part in enumerate(checked_text(text).split("\x1e")):
-            tokens += [EOS] * (index > 0) + list(part.encode())
-        return tokens
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        return b"".join(map(self._bytes, tokens)).decode("utf-8", "replace")
-
-    def render(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any
-    ) -> str:
-        text = "".join(
-            f"{message['role']}: {message['content']}\x1e" for message in check_messages(messages)
-        )
-        return text + ("assistant: " if add_generation_prompt else "")
-
-    def stream(self, context: Sequence[int]) -> ByteStream:
-        return ByteStream(self._bytes)
-
-    @cached_property
-    def vocabulary(self) -> Vocabulary:
-        return Vocabulary([*(bytes([byte]) for byte in range(256)), *[None] * (VOCAB - 256)])
-
-    @staticmethod
-    def _bytes(token: int) -> bytes:
-        return bytes([token]) if token < 256 else b"\x1e" if token == EOS else b""
+LAYERS = {
+    "full": OracleLayer(KVCache, _attend),
+    "sliding": OracleLayer(lambda: RotatingKVCache(max_size=WINDOW), _attend_window),
+    "chunked": OracleLayer(lambda: ChunkedKVCache(WINDOW), _attend_chunk),
+    "unknown": OracleLayer(UnknownCache, _attend),
+    "recurrent": OracleLayer(lambda: ArraysCache(size=1), _recur),
+    "composite": OracleLayer(lambda: CacheList(KVCache(), ArraysCache(size=1)), _attend_and_recur),
+}
+"""The kinds of layer that an oracle model can be made of."""
 
 
 def oracle_runner(
@@ -181,7 +172,12 @@ def oracle_runner(
     model: OracleModel | None = None,
     **options: Any,
 ) -> Runner:
-    """A Runner on the oracle model and the byte tokenizer, which never ends an answer by itself. `options`: those of Runner."""
+    """Return a `Runner` on the oracle model and the byte tokenizer.
+
+    `kinds` names the layers of the model, each a key of `LAYERS`. `model` is used instead if it is
+    given. `context` and `prefill_step` are in tokens. `options` are those of `Runner`. The answers
+    are the same each time, and never end by themselves: give `max_tokens`.
+    """
     model = model or OracleModel(kinds)
     layers = {kind: model.kinds.count(kind) for kind in model.kinds}
     facts = ModelFacts("oracle", context, True, layers, VOCAB)
@@ -198,9 +194,10 @@ def oracle_runner(
 
 @contextmanager
 def interrupt_at(line: int) -> Iterator[list[int]]:
-    """KeyboardInterrupt before the `line`-th line that is executed in this package, wherever that is.
+    """Raise KeyboardInterrupt before the `line`-th line of this package that is executed.
 
-    But for lines that compile to nothing (a bare `try:`): no signal is handled there, and CPython lets no handler see it.
+    Yield a list of one number, the lines executed so far. A `line` of -1 only counts them. Lines
+    that compile to nothing (a bare `try:`) do not count, because CPython handles no signal there.
     """
     seen = [0]
 

@@ -1,57 +1,144 @@
-"""For all tests."""
+"""For all tests: a home for each, signals as in a terminal, and no process left behind."""
 
 from __future__ import annotations
 
+import itertools
+import logging
 import os
 import signal
 import stat
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
+from ptyprocess import PtyProcess
+from support import sample
+from support.screen import Screen, end
+
+OF_THE_USER = {"COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "HF_HOME"}
+"""Variables that change what a test sees, beside those that begin with MLXRUNNER_ or XDG_."""
 
 
-def pytest_configure() -> None:
-    """Give the processes that tests start the signals back that a script's background jobs and nohup ignore.
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--everything",
+        action="store_true",
+        help="run the exhaustive tests whole and all random examples, not a sample of them",
+    )
 
-    A signal that is handled here has its default effect in them, one that is ignored here would be ignored there.
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Forget how and by whom the suite was started."""
+    sample.configure(is_everything=config.getoption("--everything"))
+    heed_signals()
+    for name in [*os.environ]:
+        if name.startswith(("MLXRUNNER_", "XDG_")) or name in OF_THE_USER:
+            del os.environ[name]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    sample.deselect(config, items)
+
+
+def heed_signals() -> None:
+    """Undo what a script's background job and nohup inherit: signals that are ignored or blocked.
+
+    The processes that tests start would inherit it, too. SIGHUP is still without effect here: a
+    handler that does nothing gives it its default effect in those processes.
     """
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    for number in (
+        signal.SIGQUIT,
+        signal.SIGTERM,
+        signal.SIGTSTP,
+        signal.SIGTTIN,
+        signal.SIGTTOU,
+        signal.SIGUSR1,
+    ):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         signal.signal(signal.SIGHUP, lambda number, frame: None)
 
 
+@pytest.fixture(scope="session")
+def homes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Paths of folders that do not exist yet, in a folder of this process."""
+    base = tmp_path_factory.mktemp("homes")
+    return (base / str(number) for number in itertools.count())
+
+
+@pytest.fixture(autouse=True)
+def own_home(homes: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Give each test a home of its own, without speeds, sessions or history of anybody else."""
+    home = next(homes)
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    return home
+
+
 @pytest.fixture(autouse=True)
 def no_freed_buffers() -> None:
-    """Tests that measure memory must not be handed larger buffers than they ask for, which an earlier test has freed."""
+    """Drop freed buffers, so that no test is handed a larger one than it asks for."""
     mx.clear_cache()
 
 
 @pytest.fixture(autouse=True)
 def no_process_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """End the processes that a test has started and not waited for, so that a failed test leaves none behind."""
+    """End the processes that a test has started and not waited for, also when it fails."""
     started: list[subprocess.Popen[Any]] = []
-    begin = subprocess.Popen.__init__
+    terminals: list[PtyProcess] = []
+    begin, spawn = subprocess.Popen.__init__, PtyProcess.spawn
 
     def record(self: subprocess.Popen[Any], *arguments: Any, **options: Any) -> None:
         begin(self, *arguments, **options)
         started.append(self)
 
+    def record_terminal(*arguments: Any, **options: Any) -> PtyProcess:
+        terminals.append(spawn(*arguments, **options))
+        return terminals[-1]
+
     monkeypatch.setattr(subprocess.Popen, "__init__", record)
+    monkeypatch.setattr(PtyProcess, "spawn", record_terminal)
     yield
     for process in started:
         if process.poll() is None:
             process.kill()
             process.wait()
+    for terminal in terminals:
+        end(terminal)
+
+
+@pytest.fixture
+def open_screen(tmp_path: Path) -> Iterator[Callable[..., Screen]]:
+    """Run the program in a terminal.
+
+    Called as `open_screen("-m", "mlxrunner", "chat")`, or with a script's name.
+    """
+    screens: list[Screen] = []
+
+    def start(*arguments: str, size: tuple[int, int] = (100, 30), **env: Any) -> Screen:
+        screens.append(
+            Screen(list(arguments), {"MLXRUNNER_DATA": str(tmp_path / "data"), **env}, size)
+        )
+        return screens[-1]
+
+    yield start
+    for screen in screens:
+        screen.kill()
 
 
 @pytest.fixture
 def full(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """A descriptor of a disk that is always full: of a copy of the device, so that nothing can replace the real one."""
+    """Yield a descriptor of a disk that is always full.
+
+    It is of a copy of the device, so that nothing can replace the real one.
+    """
     device = tmp_path_factory.mktemp("device") / "full"
     try:
         os.mknod(device, stat.S_IFCHR | 0o600, os.makedev(1, 7))
@@ -71,3 +158,13 @@ def null(tmp_path: Path) -> Path:
     except OSError:
         pytest.skip("only root can make devices")
     return device
+
+
+@pytest.fixture(autouse=True)
+def log_as_before() -> Iterator[None]:
+    """Give the logger its level and handlers back, which `-v` changes in this process."""
+    logger = logging.getLogger("mlxrunner")
+    level, handlers, propagate = logger.level, logger.handlers[:], logger.propagate
+    yield
+    logger.setLevel(level)
+    logger.handlers[:], logger.propagate = handlers, propagate

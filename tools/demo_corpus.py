@@ -1,8 +1,9 @@
 """The conversations that the demo model is trained and judged on: made by rule, from a seed.
 
-Knows nothing about tokens, models or training. A dialogue is a list of messages plus the questions in it whose
-answer is a fact told earlier. Names are split by hash into those that training may use and those that it never sees,
-so that "a name that occurs nowhere in the training text" is a property of the name, not of a run.
+Knows nothing about tokens, models or training. A dialogue is a list of messages plus the questions
+in it whose answer is a fact told earlier. Names are split by hash into those that training may use
+and those that it never sees, so that "a name that occurs nowhere in the training text" is a
+property of the name, not of a run.
 """
 
 from __future__ import annotations
@@ -15,16 +16,27 @@ from dataclasses import dataclass, field
 Message = dict[str, str]
 
 _REAL_NAMES = """
-Ana Ben Carla Dmitri Eva Farid Grace Hugo Ines Jon Kira Leo Maya Nina Omar Paul Rosa Sam Tina Yara Alice Bob Emma
-Noah Liam Olivia Lucas Mia Zoltan Petra Wendy Igor Kwame Ulrich Vera Xander Quinn Fiona Gustav Helga Helena Viktor
-Amara Joris Sunniva Pedro Keiko Tomas Brunhilde Nguyen Szymon Anneke Bjork Oyelaran Siobhan Peter Anna Maria John
-James Mary Robert Linda David Susan Thomas Karen Daniel Nancy Matthew Lisa Anthony Mark Sandra Steven Andrew Emily
-Joshua Kevin Brian George Edward Ronald Timothy Jason Jeffrey Ryan Jacob Gary Nicholas Eric Jonathan Stephen Larry
+Ana Ben Carla Dmitri Eva Farid Grace Hugo Ines Jon Kira Leo Maya Nina Omar Paul Rosa Sam Tina Yara \
+Alice Bob Emma
+Noah Liam Olivia Lucas Mia Zoltan Petra Wendy Igor Kwame Ulrich Vera Xander Quinn Fiona Gustav \
+Helga Helena Viktor
+Amara Joris Sunniva Pedro Keiko Tomas Brunhilde Nguyen Szymon Anneke Bjork Oyelaran Siobhan Peter \
+Anna Maria John
+James Mary Robert Linda David Susan Thomas Karen Daniel Nancy Matthew Lisa Anthony Mark Sandra \
+Steven Andrew Emily
+Joshua Kevin Brian George Edward Ronald Timothy Jason Jeffrey Ryan Jacob Gary Nicholas Eric \
+Jonathan Stephen Larry
 Justin Scott José Zoë Björn Søren Łukasz Chloé Jürgen André Noël Renée
 """.split()
-_CITIES = "Paris London Rome Tokyo Berlin Madrid Lima Oslo Cairo Delhi Boston Dublin Vienna Prague Athens Zürich".split()
+_CITIES = (
+    "Paris London Rome Tokyo Berlin Madrid Lima Oslo Cairo Delhi Boston Dublin Vienna Prague "
+    "Athens Zürich"
+).split()
 _ONSETS = [
-    *"b br c ch cl cr d dr f fl g gl gr h j k kl kr l m n p pl pr qu r s sh sk sl st str t th tr v vl w x y z zh".split(),
+    *(
+        "b br c ch cl cr d dr f fl g gl gr h j k kl kr l m n p pl pr qu r s sh sk sl st str t th "
+        "tr v vl w x y z zh"
+    ).split(),
     "",
     "",
     "",
@@ -256,7 +268,10 @@ _PLAIN_SYSTEM = ("You are a helpful assistant.", "You are a friendly assistant."
 
 @dataclass(frozen=True)
 class Recall:
-    """The answer in `messages[index]` has to contain `word`; `unseen`: a name that training never saw."""
+    """The answer in `messages[index]` has to contain `word`.
+
+    `unseen`: a name that training never saw.
+    """
 
     index: int
     kind: str
@@ -280,8 +295,9 @@ def dialogue(
 ) -> Dialogue:
     """One conversation.
 
-    `small_talk`: chance of another small-talk turn after each fact. `filler`: small-talk turns among the questions
-    that follow, for recall over a long distance. `held_out`: names come from the part that training never sees.
+    `small_talk`: chance of another small-talk turn after each fact. `filler`: small-talk turns
+    among the questions that follow, for recall over a long distance. `held_out`: names come from
+    the part that training never sees.
     """
     return _Writer(rng, held_out).write(max_facts, small_talk, filler)
 

@@ -1,8 +1,11 @@
-"""Judge the demo model on conversations that training never used: python tools/eval_demo.py [--conversations 500] [--model demo]
+"""Judge the demo model on conversations that training never used.
 
-Every question whose answer is a fact told earlier is asked through `Runner` itself, with the true conversation up to there as its
-history, greedily; it counts as right if the right word is in the answer. In half of the conversations all names are ones that
-occur nowhere in the training text; every fourth one is long, with small talk up to about 1,000 tokens.
+python tools/eval_demo.py [--conversations 500] [--model demo]
+
+Every question whose answer is a fact told earlier is asked through `Runner` itself, with the true
+conversation up to there as its history, greedily; it counts as right if the right word is in the
+answer. In half of the conversations all names are ones that occur nowhere in the training text;
+every fourth one is long, with small talk up to about 1,000 tokens.
 """
 
 from __future__ import annotations
@@ -46,9 +49,7 @@ def evaluate(runner: Runner, numbers: range) -> Score:
             tokens = runner.tokenize(prompt)
             if len(tokens) + 40 > runner.context:
                 continue
-            answer = "".join(
-                chunk.text for chunk in runner.generate(tokens.tolist(), max_tokens=40)
-            )
+            answer = runner.complete(tokens.tolist(), max_tokens=40).text
             right = re.search(rf"(?<!\w){re.escape(recall.word)}(?!\w)", answer) is not None
             kinds = [
                 "all",
@@ -77,7 +78,8 @@ def main() -> None:
     for kind in sorted(score.asked):
         print(f"{kind:12} {score.right[kind]:5} of {score.asked[kind]:5}  {score.share(kind):6.1%}")
     print(
-        f"recall {score.share('all'):.1%} (wanted: 97 %), names never seen {score.share('unseen name'):.1%} (wanted: 90 %)"
+        f"recall {score.share('all'):.1%} (wanted: 97 %), names never seen "
+        f"{score.share('unseen name'):.1%} (wanted: 90 %)"
     )
 
 

@@ -1,23 +1,29 @@
-"""How far each architecture can be rewound at 8,000 tokens, and what it costs: python tools/rewind_table.py
+"""Measure how far each architecture can be rewound at 8,000 tokens, and the cost.
 
-Tiny random models; tokens and layers are what counts. Prints the tables of the README: one long text, and the worst turn of a conversation
-of 40 with a long system prompt, with room for few checkpoints.
+python tools/rewind_table.py
+
+Tiny random models; tokens and layers are what counts. Prints the tables of docs/entry.md: one long
+text, and the worst turn of a conversation of 40 with a long system prompt, with room for few
+checkpoints.
 """
 
 from __future__ import annotations
+
+import sys
+from pathlib import Path
 
 import numpy as np
 
 from mlxrunner import Runner
 from mlxrunner.cache.checkpoints import PINNED
-from mlxrunner.events import Usage
 from mlxrunner.models.facts import facts_of
+from mlxrunner.results import Usage
 from mlxrunner.testing import EOS, ByteTokenizer
-from mlxrunner.testing_models import tiny_config, tiny_model
 
-ARCHITECTURES = [
-    "llama", "mistral", "qwen3", "deepseek_v3", "gemma3_text", "gpt_oss", "llama4", "qwen3_next", "lfm2", "jamba", "mamba2",
-]  # fmt: skip
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from support.models import ARCHITECTURES, tiny_config, tiny_model
+
 END = [EOS, 1, 2, 3]
 
 
@@ -47,7 +53,7 @@ def row(architecture: str) -> str:
     last(runner, history, 300)
     figures.append(last(runner, [*history[:4100], 5, *history[4101:]])[1])
     layers = ", ".join(f"{count} {kind}" for kind, count in facts.layers.items())
-    reused = " | ".join(f"{u.cached_tokens} of {u.matched_tokens}" for u in figures)
+    reused = " | ".join(f"{u.cached_tokens} of {u.cache.matched_tokens}" for u in figures)
     cost = (
         f"{checkpoints} checkpoints, {share:.0%} of the entry's bytes" if checkpoints else "nothing"
     )
@@ -73,7 +79,7 @@ def budgeted_runner(architecture: str, checkpoints: int) -> Runner:
 
 
 def kept(runner: Runner, matched: int) -> tuple[int, int]:
-    """Tokens that a prompt which shares so many with the entry would find in it, and those that it shares."""
+    """Return the tokens that a prompt with a shared beginning finds in the entry, and shares."""
     return runner.entry.reach(matched)[0], matched
 
 
@@ -89,8 +95,11 @@ def budgeted_row(architecture: str, checkpoints: int) -> str:
         prompt = [*history, *rng.integers(0, 290, message - 1).tolist(), *END]
         answer, _ = last(runner, prompt, length)
         for name, matched in {
-            "regenerate": len(prompt) - 1, "edit": begin, "strip": len(prompt), "system": SYSTEM - 2,
-        }.items():  # fmt: skip
+            "regenerate": len(prompt) - 1,
+            "edit": begin,
+            "strip": len(prompt),
+            "system": SYSTEM - 2,
+        }.items():
             found.setdefault(name, []).append(kept(runner, matched))
         interval = max(runner.checkpoint_interval, len(prompt) / (checkpoints - PINNED))
         reached = (kept(runner, matched) for matched in range(1, len(prompt), 7))
@@ -103,12 +112,16 @@ def budgeted_row(architecture: str, checkpoints: int) -> str:
 
 def main() -> None:
     print(
-        "| architecture | layers (tiny) | regenerate | think-stripped | edit at 4,100 | costs |\n|---|---|---|---|---|---|"
+        "| architecture | layers (tiny) | regenerate | think-stripped | edit at 4,100 | costs "
+        "|\n|---|---|---|---|---|---|"
     )
     for architecture in ARCHITECTURES:
         print(row(architecture), flush=True)
-    print("\n| architecture | checkpoints | regenerate | edit of the last message | think-stripped | line more in the system prompt |"
-          " edit anywhere |\n|---|---|---|---|---|---|---|")  # fmt: skip
+    print(
+        "\n| architecture | checkpoints | regenerate | edit of the last message | think-stripped | "
+        "line more in the system prompt |"
+        " edit anywhere |\n|---|---|---|---|---|---|---|"
+    )
     for architecture in BUDGETED:
         for checkpoints in BUDGETS:
             print(budgeted_row(architecture, checkpoints), flush=True)

@@ -1,12 +1,15 @@
-"""Train the embedded demo model on a CPU: python tools/train_demo.py [--out DIR] [--steps N]
+"""Train the embedded demo model on a CPU.
 
-Needs the `train` extra (PyTorch). Writes an ordinary model directory: config.json, model.safetensors (float16),
-tokenizer.model, tokenizer_config.json. Everything follows from the seed and the step number, so a run that was stopped goes on
-from its last checkpoint (`--work`) as if nothing had happened, but for the random splits of subword regularization.
+python tools/train_demo.py [--out DIR] [--steps N]
 
-What makes so small a model recall names it has never seen: many small steps, a three-fold loss on recalled answers, names of
-many invented shapes, subword regularization (Kudo 2018; BPE dropout, Provilkov 2020) in training only, and a last part
-mixed with long conversations.
+Needs the `train` extra (PyTorch). Writes an ordinary model directory: config.json,
+model.safetensors (float16), tokenizer.model, tokenizer_config.json. Everything follows from the
+seed and the step number, so a run that was stopped goes on from its last checkpoint (`--work`) as
+if nothing had happened, but for the random splits of subword regularization.
+
+What makes so small a model recall names it has never seen: many small steps, a three-fold loss on
+recalled answers, names of many invented shapes, subword regularization (Kudo 2018; BPE dropout,
+Provilkov 2020) in training only, and a last part mixed with long conversations.
 """
 
 from __future__ import annotations
@@ -92,11 +95,24 @@ def train_tokenizer(seed: int) -> bytes:
     text = (m["content"] for _ in range(8000) for m in dialogue(rng).messages)
     model = io.BytesIO()
     spm.SentencePieceTrainer.train(
-        sentence_iterator=text, model_writer=model, vocab_size=VOCAB, model_type="bpe", byte_fallback=True,
-        character_coverage=0.9995, split_digits=True, add_dummy_prefix=False, remove_extra_whitespaces=False,
-        normalization_rule_name="identity", user_defined_symbols=SPECIAL, unk_id=0, bos_id=1, eos_id=2, pad_id=-1,
-        num_threads=1, minloglevel=2,
-    )  # fmt: skip
+        sentence_iterator=text,
+        model_writer=model,
+        vocab_size=VOCAB,
+        model_type="bpe",
+        byte_fallback=True,
+        character_coverage=0.9995,
+        split_digits=True,
+        add_dummy_prefix=False,
+        remove_extra_whitespaces=False,
+        normalization_rule_name="identity",
+        user_defined_symbols=SPECIAL,
+        unk_id=0,
+        bos_id=1,
+        eos_id=2,
+        pad_id=-1,
+        num_threads=1,
+        minloglevel=2,
+    )
     return model.getvalue()
 
 
@@ -134,7 +150,10 @@ def make_batch(
     dropout: float,
     held_out: bool = False,
 ):  # type: ignore[no-untyped-def]
-    """`tokens, weights` of shape [rows, length + 1] and the spans (row, begin, end) of recalled answers."""
+    """Return `tokens, weights` of shape [rows, length + 1] and the spans of recalled answers.
+
+    A span is (row, begin, end).
+    """
     tokens, weights = torch.zeros(rows, length + 1, dtype=torch.long), torch.zeros(rows, length + 1)
     spans = []
     for row in range(rows):
@@ -166,7 +185,10 @@ def exact(model: Llama, batches: list) -> float:  # type: ignore[type-arg]
 
 
 def plan(step: int, steps: int, rng: random.Random) -> tuple[int, int, float]:
-    """Rows, length and dropout of a step: short at first, the last 45 % mixed with long conversations."""
+    """Return the rows, length and dropout of a step.
+
+    Rows are short at first; the last 45 % are mixed with long conversations.
+    """
     done = step / steps
     dropout = 0.1 if done < 0.85 else 0.05
     if done < 0.55 or rng.random() < 0.4:
@@ -198,11 +220,22 @@ def save_model(model: Llama, tokenizer: bytes, out: Path) -> None:
     (out / "model.safetensors").chmod(0o644)
     end = spm.SentencePieceProcessor(model_proto=tokenizer).piece_to_id("<|im_end|>")
     config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": HIDDEN, "num_hidden_layers": LAYERS,
-        "intermediate_size": INTERMEDIATE, "num_attention_heads": HEADS, "num_key_value_heads": HEADS, "rms_norm_eps": 1e-5,
-        "vocab_size": VOCAB, "max_position_embeddings": CONTEXT, "rope_theta": ROPE_BASE, "tie_word_embeddings": True,
-        "torch_dtype": "float16", "bos_token_id": 1, "eos_token_id": [end, 2],
-    }  # fmt: skip
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": HIDDEN,
+        "num_hidden_layers": LAYERS,
+        "intermediate_size": INTERMEDIATE,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": CONTEXT,
+        "rope_theta": ROPE_BASE,
+        "tie_word_embeddings": True,
+        "torch_dtype": "float16",
+        "bos_token_id": 1,
+        "eos_token_id": [end, 2],
+    }
     tokenizer_config = {
         "bos_token": "<s>",
         "eos_token": "<|im_end|>",
@@ -245,7 +278,8 @@ def main() -> None:
         first = saved["step"]
         if saved["steps"] != args.steps:
             parser.error(
-                f"{checkpoint} was made for --steps {saved['steps']}, not {args.steps}: remove it to start again"
+                f"{checkpoint} was made for --steps {saved['steps']}, not {args.steps}: remove it "
+                "to start again"
             )
     judge = random.Random("judge")
     tests = {
@@ -254,7 +288,8 @@ def main() -> None:
         "unseen": [make_batch(encoder, judge, 48, 300, 0.0, held_out=True) for _ in range(2)],
     }
     print(
-        f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(FACTS)} kinds of facts, from step {first}",
+        f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(FACTS)} kinds of facts, "
+        f"from step {first}",
         flush=True,
     )
     began, seen = time.monotonic(), 0
@@ -285,7 +320,8 @@ def main() -> None:
             )
             elapsed = time.monotonic() - began
             print(
-                f"step {step + 1}: loss {loss.item():.3f}, {figures}, {elapsed:.0f} s, {seen / elapsed:.0f} tokens/s",
+                f"step {step + 1}: loss {loss.item():.3f}, {figures}, {elapsed:.0f} s, "
+                f"{seen / elapsed:.0f} tokens/s",
                 flush=True,
             )
             temporary = checkpoint.with_suffix(".tmp")

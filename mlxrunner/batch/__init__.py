@@ -1,1 +1,1 @@
-"""Many prompts from a file or an iterable, in the order that makes the one entry worth most."""
+"""Run many prompts from a file or an iterable, in the order in which the one entry saves most."""

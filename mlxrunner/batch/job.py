@@ -1,91 +1,382 @@
-"""What a batch over files was asked for, and what its answers depend on."""
+"""Define a batch over files: its options, its input, output and store, and how a run is resumed.
+
+The store (OUTPUT.run) keeps a second run away. It is removed when all answers are in the output. A
+small file (OUTPUT.done) then records what the answers were made from, so that `--resume` can tell
+the same batch from another one. No tensors.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
-from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO
 
-from mlxrunner.batch.fingerprint import model_parts, option_parts
-from mlxrunner.batch.store import Order
-from mlxrunner.config import GenerateOptions
-from mlxrunner.errors import OptionError
+from mlxrunner.batch.fields import BatchOptions
+from mlxrunner.batch.output import AnswerFile
+from mlxrunner.batch.store import Store
+from mlxrunner.errors import (
+    DifferentRunError,
+    MlxrunnerError,
+    OptionError,
+    OutputError,
+    PromptError,
+    ReadError,
+    StoreError,
+)
+from mlxrunner.models.fingerprint import run_parts
 from mlxrunner.models.resolve import resolve
-from mlxrunner.writing import is_stream
+from mlxrunner.options import check_raw
+from mlxrunner.system.reading import open_file, open_given, read_text, say_if_waiting
+from mlxrunner.system.writing import check_own, is_stream, written
 
 STANDARD = "-"
-"""Standard input or output."""
+"""The name for standard input or standard output."""
+INPUT = "input"
+"""The name of the input's SHA-256 among the parts."""
+LARGEST = 2**22
+"""The most bytes of OUTPUT.done, which may hold a schema or a template of the command line."""
+_SHOWN = 80
+"""The most characters of a value that an error shows."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
-    """What `mlxrunner batch` was asked for; its --help says what each is. `loading`: of `Runner.load`; `defaults`: of `Runner.generate`.
+class Job(BatchOptions):
+    """The options of `mlxrunner batch`; its `--help` describes each.
 
-    OptionError for what can be known to be wrong before anything is read.
+    Creating it raises OptionError for a mistake that shows before anything is read.
     """
 
     input: str
+    """The path of the input, or "-" for standard input."""
     output: str = STANDARD
+    """The path of the output, or "-" for standard output."""
     model: str = "demo"
+    """The model's name or directory."""
     loading: Mapping[str, Any] = field(default_factory=dict)
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    system: str | None = None
-    raw: bool = False
-    template: str | None = None
-    order: Order = "prefix"
-    output_order: Literal["input", "done"] = "input"
+    """Options of `Runner.load`."""
+    prompt_template: str | None = None
+    """The text that makes a prompt of each row of a CSV file."""
     parallel: int | None = None
-    retries: int = 0
-    timeout: float | None = None
+    """The number of lines that run at a time; None for what is likely fastest and fits."""
     max_errors: int | None = None
+    """The number of failed lines in this run that stops it; None for no limit."""
     strict: bool = False
+    """True to run nothing if any line can't be run."""
     usage: bool = True
+    """True to write counts and times with each answer."""
     resume: bool = False
+    """True to continue the run that was writing to this output."""
 
     def __post_init__(self) -> None:
-        GenerateOptions.of(**self.defaults)
+        super().__post_init__()
         if self.max_errors is not None and self.max_errors < 1:
             raise OptionError(
                 f"max_errors: {self.max_errors} is out of range, it has to be at least 1"
             )
-        if self.raw and self.system:
+        if self.raw:
+            check_raw(self.defaults, self.system)
+        if self.prompt_template is None and self.input.lower().endswith(".csv"):
             raise OptionError(
-                "--system needs the chat template, which --raw leaves out: use one of them"
-            )
-        if self.template is None and self.input.lower().endswith(".csv"):
-            raise OptionError(
-                'a CSV file needs --prompt-template "... {column} ...", which says what to ask about a row'
+                'a CSV file needs --prompt-template "... {column} ...", which says what to ask '
+                "about a row"
             )
         if self.resume and self.store_path is None:
             raise OptionError(
-                "--resume needs an output file: what went to standard output or a device can't be gone on with"
+                "--resume needs an output file: a run whose answers went to standard output or a "
+                "device can't resume"
             )
         is_same = False
-        with suppress(OSError, ValueError):  # the latter: a NUL in a name
+        with suppress(OSError, ValueError):  # ValueError: a NUL in a name
             is_same = self.input != STANDARD and os.path.samefile(self.input, self.output)
         if is_same:
             raise OptionError(f"{self.output}: is the input; choose another file for the output")
 
     @property
     def store_path(self) -> Path | None:
-        """Beside the output; None where that is a stream."""
-        return (
-            None
-            if self.output == STANDARD or is_stream(self.output)
-            else Path(f"{self.output}.run")
-        )
+        """The path OUTPUT.run; None if the output is a stream."""
+        if self.output == STANDARD or is_stream(self.output):
+            return None
+        return Path(f"{self.output}.run")
 
     @property
     def trust_remote_code(self) -> bool:
+        """True if the model's own Python code may run."""
         return bool(self.loading.get("trust_remote_code"))
 
     def parts(self) -> dict[str, str]:
-        """What the answers depend on beside the input. How many lines run at a time, and in which order, is not among it. ModelError."""
+        """Return by name everything but the input that the answers depend on.
+
+        The number of lines at a time and their order are not among it. Raise ModelError if the
+        model can't be found.
+        """
         loading = {name: self.loading.get(name) for name in ("context", "kv_bits")}
-        lines = {"system": self.system, "raw": self.raw or None, "prompt_template": self.template}
+        lines = {
+            "system": self.system,
+            "raw": self.raw or None,
+            "prompt_template": self.prompt_template,
+        }
         written = {"output_order": self.output_order, "no_usage": not self.usage or None}
-        options = option_parts({**self.defaults, **loading, **lines, **written})
-        return {**model_parts(self.model, resolve(self.model)), **options}
+        options = {**self.defaults, **loading, **lines, **written}
+        return run_parts(self.model, resolve(self.model), options)
+
+
+def check_same(was: Mapping[str, str], now: Mapping[str, str], what: str) -> None:
+    """Raise DifferentRunError, with both values, for the first part that is not the same.
+
+    `what` names the output of the run that is resumed.
+    """
+    for name in [*now, *(name for name in was if name not in now)]:
+        if was.get(name) != now.get(name):
+            before, after = _shown(was.get(name)), _shown(now.get(name))
+            raise DifferentRunError(
+                f"{what} was begun with another {name}: {before} then, {after} now; --resume needs "
+                "the same, or choose another -o"
+            )
+
+
+def _shown(value: str | None) -> str:
+    """Return a value of a part for an error, cut to `_SHOWN` characters."""
+    if value is None:
+        return "not set"
+    return value if len(value) <= _SHOWN else f"{value[:_SHOWN]} ..."
+
+
+@contextmanager
+def opened_input(job: Job) -> Iterator[BinaryIO]:
+    """Open the input. Raise PromptError if it can't be read."""
+    if job.input == STANDARD:
+        if sys.stdin is None:
+            raise PromptError("standard input is closed")
+        say_if_waiting(sys.stdin.buffer, "standard input")
+        yield sys.stdin.buffer
+        return
+    try:
+        with open_given(job.input) as stream:
+            say_if_waiting(stream, job.input)
+            yield stream
+    except ReadError as error:
+        raise PromptError(str(error)) from error
+    except OSError as error:
+        raise PromptError(f"{job.input}: can't be read: {error.strerror or error}") from error
+
+
+def _input_digest(job: Job) -> str | None:
+    """Return the SHA-256 of the input as it is now, in hexadecimal.
+
+    Return None for a standard input that gives nothing: the store has read it already.
+    """
+    if job.input == STANDARD and (sys.stdin is None or sys.stdin.isatty()):
+        return None
+    with opened_input(job) as stream:
+        digest, size = _digest(stream)
+    return digest if size or job.input != STANDARD else None
+
+
+def _digest(stream: BinaryIO) -> tuple[str, int]:
+    """Return the SHA-256 of the rest of a stream, in hexadecimal, and its size in bytes."""
+    found, size = hashlib.sha256(), 0
+    while part := stream.read(2**20):
+        found.update(part)
+        size += len(part)
+    return found.hexdigest(), size
+
+
+def open_output(job: Job) -> AnswerFile:
+    """Open the file or the stream for the answers. Raise OutputError if that fails."""
+    if job.store_path is not None:
+        return AnswerFile.open(Path(job.output))
+    return AnswerFile.streaming(None if job.output == STANDARD else Path(job.output))
+
+
+@contextmanager
+def opened_store(job: Job) -> Iterator[Store]:
+    """Open the store: a new one, or that of the run that is resumed.
+
+    If the block fails, a store without a complete input is removed, and so is a new store without
+    answers. An output file that is new and empty goes with it. Raise OutputError if there are
+    answers already and `resume` is not set. Raise StoreError if another run is writing to the same
+    output.
+    """
+    path, output = job.store_path, Path(job.output)
+    if path is None:
+        with Store.create() as store:
+            yield store
+        return
+    # OUTPUT.done is written last, when an error would come too late.
+    _check_writable(completion_path(path), replaced=True)
+    is_new, was_there = not path.exists(), output.exists()
+    with _new_store(output, path) if is_new else _existing_store(job, path) as store:
+        try:
+            yield store
+        except BaseException:
+            with suppress(MlxrunnerError, OSError):
+                if not store.is_complete or (is_new and not store.counts.done):
+                    path.unlink()
+                    if not was_there and not output.stat().st_size:
+                        output.unlink()
+            raise
+
+
+@contextmanager
+def store_to_plan(job: Job) -> Iterator[Store]:
+    """Open the store of the run that is resumed if its input is complete, else a temporary store.
+
+    Nothing is written to the former.
+    """
+    path = job.store_path
+    if job.resume and path is not None and path.exists():
+        with Store.open(path) as store:
+            if store.is_complete:
+                yield store
+                return
+    with Store.create() as store:
+        yield store
+
+
+def _check_writable(file: Path, *, replaced: bool = False) -> None:
+    """Raise OutputError if `file` exists and can't be written."""
+    try:
+        check_own(file, replaced=replaced)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise OutputError(f"{file}: can't be written: {error.strerror}") from error
+
+
+def _existing_store(job: Job, path: Path) -> Store:
+    """Open the store at `path`. Raise OutputError if it has an input and `resume` is not set."""
+    store = Store.open(path)
+    if store.is_complete and not job.resume:
+        store.close()
+        raise OutputError(
+            f"{path}: is there from a run that has not ended: go on with it with --resume, or "
+            f"remove it and {job.output} to begin again"
+        )
+    return store
+
+
+def _new_store(output: Path, path: Path) -> Store:
+    """Create the store. Raise OutputError if the output has content or can't be written."""
+    _check_writable(output)
+    if output.exists() and output.stat().st_size:
+        raise OutputError(f"{output}: is there already: choose another -o, or remove it")
+    try:
+        return Store.create(path)
+    except StoreError as error:
+        raise OutputError(f"{output}: can't be written: {error}") from error
+
+
+def completion_path(store: Path) -> Path:
+    """Return the path of OUTPUT.done for the store's path."""
+    return store.with_suffix(".done")
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The record of a batch that has ended, kept in a small file."""
+
+    lines: int
+    """The number of lines of the input."""
+    failed: int
+    """The number of lines whose answer is an error."""
+    size: int
+    """The size of the output in bytes."""
+    digest: str
+    """The SHA-256 of the output, in hexadecimal."""
+    made_from: dict[str, str]
+    """The model, the options and the input, as in the store's `meta`."""
+
+    @classmethod
+    def read(cls, path: Path) -> Completion | None:
+        """Read the record from `path`. Return None if there is no such file or it is damaged."""
+        with suppress(ReadError, ValueError, TypeError, RecursionError):
+            found = cls(**json.loads(read_text(path, LARGEST)))
+            if found._is_whole():
+                return found
+        return None
+
+    def _is_whole(self) -> bool:
+        """Return True if all fields have values of the right type."""
+        counts, made_from = (self.lines, self.failed, self.size), self.made_from
+        return (
+            all(type(count) is int and count >= 0 for count in counts)
+            and isinstance(self.digest, str)
+            and isinstance(made_from, dict)
+            and all(isinstance(value, str) for value in made_from.values())
+        )
+
+    def write(self, path: Path) -> None:
+        """Write the whole record to the disk, with mode 0600. Raise OutputError if that fails."""
+        try:
+            with written(path) as stream:
+                json.dump(asdict(self), stream, indent=1)
+        except OSError as error:
+            raise OutputError(f"{path}: can't be written: {error.strerror}") from error
+
+
+def completed(job: Job, parts: Mapping[str, str]) -> Completion | None:
+    """Return the record of the run that is resumed, if that run has ended.
+
+    Return None without `resume`, if there is a store, or if there is no output. `parts` is what
+    this run would be made from beside the input. Raise DifferentRunError if the ended run was made
+    from something else. Raise OutputError if its record is missing or the output has been changed
+    since.
+    """
+    path, output = job.store_path, Path(job.output)
+    if not job.resume or path is None or path.exists() or not output.exists():
+        return None
+    size = output.stat().st_size
+    if not size:
+        return None
+    record, again = completion_path(path), "choose another -o, or remove it to begin again"
+    found = Completion.read(record)
+    if found is None:
+        raise OutputError(
+            f"{output}: is there, and neither {path.name} nor {record.name}, which say what it was "
+            f"made from: {again}"
+        )
+    check_made_from(job, found.made_from, parts)
+    if size != found.size:
+        raise OutputError(
+            f"{output}: has {size} bytes, and the run that wrote it left {found.size}: {again}"
+        )
+    if _output_digest(output) != found.digest:
+        raise OutputError(f"{output}: is not what the run left, somebody has changed it: {again}")
+    return found
+
+
+def _output_digest(output: Path) -> str:
+    """Return the SHA-256 of the output, in hexadecimal. Raise OutputError if it can't be read."""
+    try:
+        descriptor, _ = open_file(output)
+        with os.fdopen(descriptor, "rb") as stream:
+            return _digest(stream)[0]
+    except ReadError as error:
+        raise OutputError(str(error)) from error
+    except OSError as error:
+        raise OutputError(f"{output}: can't be read: {error.strerror}") from error
+
+
+def complete(job: Job, store: Store, output: AnswerFile) -> None:
+    """Put the whole output onto the disk, write OUTPUT.done and remove the store.
+
+    Raise OutputError if a file can't be written.
+    """
+    output.seal()
+    path, counts = job.store_path, store.counts
+    if path is not None:
+        found = Completion(counts.lines, counts.failed, output.size, output.digest, store.meta)
+        found.write(completion_path(path))
+        path.unlink()
+
+
+def check_made_from(job: Job, was: Mapping[str, str], parts: Mapping[str, str]) -> None:
+    """Raise DifferentRunError unless the resumed run has the same parts and the same input."""
+    now = _input_digest(job)
+    check_same(was, {**parts, INPUT: was.get(INPUT, "") if now is None else now}, job.output)

@@ -1,95 +1,226 @@
-"""What a batch will cost, before anything runs: tokens evaluated in each order, at best, and the time that this takes. No weights needed."""
+"""Estimate what a batch costs before it runs.
+
+A plan has the tokens evaluated in each order, the number of lines at a time, and the seconds. It
+needs no weights. The seconds come from the speed of each model in its last run, kept in one small
+file of the user's cache folder. A file that can't be read or written, or that is damaged, counts as
+no file and never raises an error.
+"""
 
 from __future__ import annotations
 
+import json
+import math
+import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mlxrunner.batch.order import Cost, cost
-from mlxrunner.batch.speed import Speed
-from mlxrunner.batch.store import Counts, Entry, Order
+from mlxrunner.batch.prompts import Cost, cost
+from mlxrunner.batch.store import Counts, Order, StoredLine
+from mlxrunner.cache.overflow import Shift
 from mlxrunner.cache.tokens import TokenArray
-from mlxrunner.overflow import Shift
+from mlxrunner.errors import ReadError
+from mlxrunner.system.reading import read_json
+from mlxrunner.system.writing import written
+from mlxrunner.terminal.text import duration
 
-_COUNTED = "all of the prompts alone, one line at a time: one that goes on like the answer before it costs less"
+MOST, LONG, FEWER = 8, 1024, 4
+"""Run MOST lines at a time, but FEWER if lines have more than LONG new tokens on average.
+
+Measured by benchmarks/lanes.py on MLX's CPU backend: 8 lines bring about as much as 16. The gain
+shrinks as the new part gets longer and the answer shorter; the memory grows with both.
+"""
+MOST_MODELS = 100
+"""The number of models whose speed is kept, those used last, so that the file stays small."""
+LARGEST = 2**20
+"""The most bytes of the file of speeds."""
+_COUNTED = (
+    "all of the prompts alone, one line at a time: one that goes on like the answer before it "
+    "costs less"
+)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """The speed of a model in its last batch."""
+
+    prefill_rate: float
+    """Prompt tokens evaluated per second."""
+    decode_rate: float
+    """Answer tokens per second, of all lines that ran at once."""
+    answer_tokens: float
+    """The mean number of tokens of an answer."""
+
+    def seconds(self, evaluated: int, answers: float) -> float:
+        """Return the seconds for `evaluated` prompt tokens and `answers` answer tokens."""
+        return evaluated / self.prefill_rate + answers / self.decode_rate
+
+
+@dataclass(frozen=True)
+class Survey:
+    """The lines that are to be run, in one order."""
+
+    cost: Cost
+    """The tokens of the prompts in this order."""
+    longest_prompt: int
+    """The tokens of the longest prompt."""
+    longest_answer: int | None
+    """The most tokens of an answer; None if a line has no limit."""
+    answer_tokens: float
+    """The expected tokens of all answers, each of the mean length or its limit if that is less."""
+
+    @property
+    def lines(self) -> int:
+        """The number of lines."""
+        return self.cost.prompts
+
+    @property
+    def evaluated(self) -> int:
+        """The prompt tokens that one entry evaluates, one line at a time."""
+        return self.cost.evaluated
+
+    @property
+    def new_tokens(self) -> float:
+        """The mean number of tokens that a line does not share with the line before it."""
+        return self.evaluated / self.lines if self.lines else 0.0
+
+    def cells(self, lanes: int, context: int) -> int:
+        """Return the most tokens that `lanes` lines store at once, if they share nothing.
+
+        `context` is the most tokens of a prompt and its answer.
+        """
+        answer = context if self.longest_answer is None else self.longest_answer
+        return lanes * min(context, self.longest_prompt + answer)
+
+
+def survey(
+    lines: Iterable[StoredLine],
+    defaults: Mapping[str, Any],
+    context: int,
+    speed: Speed | None = None,
+) -> Survey:
+    """Survey the lines that can be run, in their order, with two in memory at a time.
+
+    `defaults` are the options of the batch, and `context` is the most tokens of a prompt and its
+    answer. Without a `speed` no answer tokens are expected.
+    """
+    mean = speed.answer_tokens if speed else 0.0
+    longest = answer = 0
+    expected, is_limited = 0.0, True
+
+    def prompts() -> Iterator[TokenArray]:
+        nonlocal longest, answer, expected, is_limited
+        for line in lines:
+            if line.error is None:
+                options = {**defaults, **line.options}
+                limit, tokens = options.get("max_tokens"), _within(context, line.tokens, options)
+                longest, answer = max(longest, len(tokens)), max(answer, limit or 0)
+                expected += mean if limit is None else min(mean, limit)
+                is_limited = is_limited and limit is not None
+                yield tokens
+
+    found = cost(prompts())
+    return Survey(found, longest, answer if is_limited else None, expected)
+
+
+def _within(context: int, tokens: TokenArray, options: Mapping[str, Any]) -> TokenArray:
+    """Return the tokens of a prompt that are run, after a shift if the prompt does not fit."""
+    if options.get("overflow") != "shift" or len(tokens) < context:
+        return tokens
+    shift = Shift(context, min(options.get("keep") or 0, context - 2))
+    return np.concatenate([tokens[: shift.keep], tokens[shift.keep + shift.discard(len(tokens)) :]])
+
+
+def worth(evaluated: int, lines: int) -> int:
+    """Return the number of lines at a time that is likely to be fastest.
+
+    `evaluated` is the number of prompt tokens that one entry would evaluate for all `lines`.
+    """
+    return max(1, min(MOST if evaluated <= LONG * lines else FEWER, lines))
+
+
+def lanes_for(found: Survey, wanted: int | None, loading: Mapping[str, Any]) -> tuple[int, str]:
+    """Return the number of lines at a time, and the reason if the options allow only one.
+
+    The reason is else empty. The number may fall again when the model is loaded and several lines
+    do not fit. `wanted` is the number asked for, or None for the fastest; `loading` holds the
+    options of `Runner.load`.
+    """
+    lanes = max(1, min(wanted, found.lines)) if wanted else worth(found.evaluated, found.lines)
+    if lanes > 1 and loading.get("kv_bits"):
+        return 1, "--kv-bits stores one sequence only"
+    return lanes, ""
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Counts of lines: of the input, `broken` ones (they get an error and are not run), `done` ones (of a run that is continued),
-    and those `to_run`.
-
-    Counts of prompt tokens, of the lines that are left to run: `tokens`, and how many are evaluated with one entry in the order of the
-    input, in prefix order, and by a cache of any size (`evaluated_at_best`: the nodes of the tree of prefixes). `answer_tokens`: the most
-    that are expected; `parallel`: how many lines run at a time, as far as they fit. `seconds` for `order`, by the `speed` that was measured
-    last; None where there is none.
-    """
+    """The cost of a batch. Prompt tokens are those of the lines that are left to run."""
 
     lines: int
+    """The number of lines of the input."""
     broken: int
+    """The number of lines that get an error and are not run."""
     done: int
+    """The number of lines that a resumed run has answered before."""
     to_run: int
+    """The number of lines that are left to run."""
     tokens: int
+    """The prompt tokens of the lines to run."""
     evaluated_in_input_order: int
+    """The prompt tokens evaluated with one entry in the order of the input."""
     evaluated_in_prefix_order: int
+    """The prompt tokens evaluated with one entry in prefix order."""
     evaluated_at_best: int
+    """The prompt tokens that a cache of any size evaluates: the nodes of the tree of prefixes."""
     order: Order
+    """The order that was chosen."""
     parallel: int
+    """The number of lines at a time, if they fit into memory."""
     answer_tokens: float | None
+    """The expected answer tokens; None if no speed is known."""
     seconds: float | None
+    """The expected seconds in the chosen order; None if no speed is known."""
     speed: Speed | None
+    """The speed that was measured last; None if there is none."""
 
     @property
     def evaluated(self) -> int:
-        """Prompt tokens evaluated in the order that was chosen."""
-        return (
-            self.evaluated_in_prefix_order
-            if self.order == "prefix"
-            else self.evaluated_in_input_order
-        )
+        """The prompt tokens evaluated in the chosen order."""
+        if self.order == "prefix":
+            return self.evaluated_in_prefix_order
+        return self.evaluated_in_input_order
 
     @property
     def saved(self) -> float:
-        """The share of prompt tokens that this order does not evaluate."""
+        """The share of prompt tokens that the chosen order does not evaluate, from 0 to 1."""
         return 1 - self.evaluated / self.tokens if self.tokens else 0.0
 
     def as_dict(self) -> dict[str, Any]:
+        """Return all fields by name, with `evaluated` and `saved`."""
         return asdict(self) | {"evaluated": self.evaluated, "saved": self.saved}
 
     def table(self) -> str:
-        """For people: a line per count, with a remark."""
-        remarks = [
+        """Return the plan as text for people: a line per count, with remarks."""
+        remarks = (
             f"{self.broken} can't be run" if self.broken else "",
             f"{self.done} are done" if self.done else "",
-        ]
+        )
+        by_input, by_prefix = self.evaluated_in_input_order, self.evaluated_in_prefix_order
         rows = [
             ("lines", self.lines, ", ".join(filter(None, remarks))),
             ("prompt tokens", self.tokens, ""),
-            (
-                "evaluated in input order",
-                self.evaluated_in_input_order,
-                self._share(self.evaluated_in_input_order),
-            ),
-            (
-                "evaluated in prefix order",
-                self.evaluated_in_prefix_order,
-                self._share(self.evaluated_in_prefix_order),
-            ),
+            ("evaluated in input order", by_input, self._share(by_input)),
+            ("evaluated in prefix order", by_prefix, self._share(by_prefix)),
             ("evaluated at best", self.evaluated_at_best, "by a cache of any size"),
         ]
         wide = max(len(f"{count:,}") for _, count, _ in rows)
         text = [f"{what:<25}  {count:>{wide},}  {remark}".rstrip() for what, count, remark in rows]
-        return "\n".join(
-            [
-                *text,
-                _COUNTED,
-                self._time(),
-                f"{self.parallel} at a time, as far as they fit into memory",
-            ]
-        )
+        text += [_COUNTED, self._time()]
+        return "\n".join([*text, f"{self.parallel} at a time, as far as they fit into memory"])
 
     def _share(self, evaluated: int) -> str:
         return f"{1 - evaluated / self.tokens:.0%} saved" if self.tokens else ""
@@ -115,7 +246,10 @@ def make_plan(
     parallel: int,
     speed: Speed | None = None,
 ) -> BatchPlan:
-    """The plan for lines that were surveyed in both orders. `parallel`: at a time; `speed`: the one with which they were surveyed."""
+    """Return the plan for lines that were surveyed in both orders.
+
+    `parallel` is the number of lines at a time, and `speed` the one with which they were surveyed.
+    """
     by_input, by_prefix, chosen = found["input"].cost, found["prefix"].cost, found[order]
     return BatchPlan(
         lines=counts.lines,
@@ -134,74 +268,58 @@ def make_plan(
     )
 
 
-@dataclass(frozen=True)
-class Survey:
-    """Of the lines that are to be run, in one order: their `cost`, the `longest_prompt` and `longest_answer` (None: no limit) in tokens.
+def speed_file() -> Path:
+    """Return the path `$XDG_CACHE_HOME/mlxrunner/speed.json`, by default in ~/.cache."""
+    folder = os.environ.get("XDG_CACHE_HOME")
+    return (Path(folder) if folder else Path.home() / ".cache") / "mlxrunner" / "speed.json"
 
-    `answer_tokens`: how long all answers are expected to be: as long as the mean was, but no longer than is allowed.
+
+def known_speed(model: str) -> Speed | None:
+    """Return the last measured speed of `model`, as the user names it.
+
+    Return None if there is none, or if its figures are not positive numbers.
     """
-
-    cost: Cost
-    longest_prompt: int
-    longest_answer: int | None
-    answer_tokens: float
-
-    @property
-    def lines(self) -> int:
-        return self.cost.prompts
-
-    @property
-    def evaluated(self) -> int:
-        """By one entry, one line at a time."""
-        return self.cost.evaluated
-
-    @property
-    def new_tokens(self) -> float:
-        """That a line has beyond what it shares with the one before."""
-        return self.evaluated / self.lines if self.lines else 0.0
-
-    def cells(self, lanes: int, context: int) -> int:
-        """Tokens that may have to be stored at once, as if nothing was shared."""
-        answer = context if self.longest_answer is None else self.longest_answer
-        return lanes * min(context, self.longest_prompt + answer)
+    with suppress(TypeError, ValueError, KeyError):
+        speed = Speed(**_speeds()[_key(model)])
+        if all(_is_measured(getattr(speed, field.name)) for field in fields(speed)):
+            return speed
+    return None
 
 
-def survey(
-    entries: Iterable[Entry], defaults: Mapping[str, Any], context: int, speed: Speed | None = None
-) -> Survey:
-    """Of the entries that can be run, in their order. One of them is in memory at a time."""
-    mean = speed.answer_tokens if speed else 0.0
-    longest = answer = 0
-    expected, is_limited = 0.0, True
+def remember_speed(model: str, speed: Speed) -> None:
+    """Keep the speed for the next estimate, in a file with mode 0600.
 
-    def prompts() -> Iterator[TokenArray]:
-        nonlocal longest, answer, expected, is_limited
-        for entry in entries:
-            if entry.error is None:
-                options = {**defaults, **entry.options}
-                limit, tokens = options.get("max_tokens"), _within(context, entry.tokens, options)
-                longest, answer = max(longest, len(tokens)), max(answer, limit or 0)
-                expected += mean if limit is None else min(mean, limit)
-                is_limited = is_limited and limit is not None
-                yield tokens
-
-    found = cost(prompts())
-    return Survey(found, longest, answer if is_limited else None, expected)
+    Nothing happens if the file can't be written.
+    """
+    models = _speeds()
+    models.pop(_key(model), None)
+    models[_key(model)] = asdict(speed)
+    with suppress(OSError, RuntimeError):
+        file = speed_file()
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with written(file) as stream:
+            json.dump(dict(list(models.items())[-MOST_MODELS:]), stream, indent=1)
 
 
-def _within(context: int, tokens: TokenArray, options: Mapping[str, Any]) -> TokenArray:
-    """What is run of a prompt that is shifted because it does not fit."""
-    if options.get("overflow") != "shift" or len(tokens) < context:
-        return tokens
-    shift = Shift(context, min(options.get("keep") or 0, context - 2))
-    return np.concatenate([tokens[: shift.keep], tokens[shift.keep + shift.discard(len(tokens)) :]])
+def _is_measured(value: Any) -> bool:
+    """Return True if `value` is a positive, finite number."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and math.isfinite(value) and value > 0
 
 
-def duration(seconds: float) -> str:
-    """Time for people: 40 s, 3 min 20 s, 2 h 5 min."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{seconds:.1f} s" if seconds < 10 else f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
+def _key(model: str) -> str:
+    """Return the name of a model in the file; for a directory its absolute path."""
+    with suppress(OSError, ValueError, RuntimeError):
+        folder = Path(model).expanduser()
+        if folder.is_dir():
+            return str(folder.resolve())
+    return model
+
+
+def _speeds() -> dict[str, Any]:
+    """Return the speeds in the file by model; empty if it can't be read."""
+    with suppress(ReadError, RuntimeError):  # RuntimeError: there is no home directory
+        found = read_json(speed_file(), LARGEST)
+        if isinstance(found, dict):
+            return found
+    return {}

@@ -1,6 +1,7 @@
-"""Run requests, one at a time or several at once, so that one that fails is an answer like any other. No files here.
+"""Run the lines of a batch, one at a time or several at once; a failed line gives an outcome too.
 
-`run_batch` is the way in for programs; `answer` is what it and the command share: entries of a store in, outcomes out as they end.
+Programs call `run_batch`. It shares `Execution` with the command: lines of a store go in, and
+outcomes come out as they end. No files here.
 """
 
 from __future__ import annotations
@@ -8,101 +9,84 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Unpack
 
 import mlx.core as mx
 
-from mlxrunner.batch.earlier import Begun, begun_of
-from mlxrunner.batch.output import OutputError
-from mlxrunner.batch.request import BatchRequest, BatchResult
-from mlxrunner.batch.spool import lines_of, spool
-from mlxrunner.batch.store import Entry, Order, Store, StoreError
+from mlxrunner.batch.fields import BatchOptions, checked_id, checked_options
+from mlxrunner.batch.lines import Line
+from mlxrunner.batch.prompts import Begun, tokenize_lines
+from mlxrunner.batch.store import Order, OutputOrder, Store, StoredLine
 from mlxrunner.cache.lookup import Earlier
-from mlxrunner.cache.sequences import CacheFullError
-from mlxrunner.config import GenerateOptions
-from mlxrunner.errors import BusyError, MlxrunnerError, OptionError, PromptError
-from mlxrunner.events import Chunk, Usage
+from mlxrunner.errors import (
+    BusyError,
+    CacheFullError,
+    MlxrunnerError,
+    NoFreeSlotError,
+    OptionError,
+    OutputError,
+    PromptError,
+    RequestError,
+    StoreError,
+    TimeLimitError,
+)
+from mlxrunner.options import GenerateKwargs, GenerateOptions
 from mlxrunner.parallel.handle import Handle
-from mlxrunner.parallel.request import Result
 from mlxrunner.parallel.runner import ParallelRunner
-from mlxrunner.parallel.slots import NoFreeSlotError
+from mlxrunner.results import Chunk, Result, Usage
 from mlxrunner.runner import Runner
-from mlxrunner.terminal import one_line
-from mlxrunner.tokenizer.prompt import Prepared
+from mlxrunner.terminal.text import one_line
+from mlxrunner.tokenizer.prompt import Prompt, TokenizedPrompt
 
-ORDERS: tuple[Order, ...] = ("prefix", "input")
-OUTPUT_ORDERS = ("input", "done")
 GIVE_BACK_EVERY = 256
-"""Lines after which memory that MLX keeps for later is given back."""
+"""The number of lines after which the memory that MLX keeps for later is given back."""
 FATAL = (BusyError, StoreError, OutputError, BrokenPipeError)
-"""No fault of a request, and no good for the next one."""
-
-
-class TimeLimitError(MlxrunnerError):
-    """A request that did not end in its time."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__(
-            f"stopped after {seconds:g} s without an end: allow more time, or a shorter answer (max_tokens)"
-        )
+"""The runner or a file failed, not the request; stop the batch."""
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """How one entry ended: with a `result`, or with an `error` in one line; `is_refused`: the request was at fault, and was not run."""
+class BatchRequest:
+    """One prompt of a batch."""
 
-    entry: Entry
-    result: Result | None = None
-    error: str | None = None
-    is_refused: bool = False
+    prompt: Prompt
+    """The prompt as raw text, token ids or messages."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of `GenerateOptions` for this prompt only."""
+    id: str | int | None = None
+    """The id that the result carries; None for no id."""
 
 
 @dataclass(frozen=True)
-class How:
-    """What holds for all entries. `defaults`: options of those that don't say otherwise; a default seed S gives number i the seed S + i.
+class BatchResult:
+    """The answer to a request of `run_batch`: either a `result` or an `error`."""
 
-    `retries`: of a request that failed, unless it was refused; `timeout`: seconds for each try. `is_stopping`: when true no further
-    entry is begun. `tick` is called after each token and each piece of a prompt.
-    """
+    index: int
+    """The number of the request, from 0."""
+    id: str | int | None
+    """The id of the request."""
+    result: Result | None
+    """The answer; None if there is an error."""
+    error: RequestError | None = None
+    """The reason, in one line, why there is no answer; None if there is one."""
 
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    retries: int = 0
-    timeout: float | None = None
-    is_stopping: Callable[[], bool] = lambda: False
-    tick: Callable[[], None] = lambda: None
+    @property
+    def text(self) -> str:
+        """The text of the answer. Raise the request's `error` if there is no answer."""
+        return self._answered().text
 
-    def __post_init__(self) -> None:
-        if isinstance(self.retries, bool) or not isinstance(self.retries, int) or self.retries < 0:
-            raise OptionError(
-                f"retries: {self.retries!r} is out of range, it has to be a whole number of at least 0"
-            )
-        if self.timeout is not None and not self.timeout > 0:
-            raise OptionError(
-                f"timeout: {self.timeout!r} is out of range, it has to be more than 0 seconds"
-            )
+    @property
+    def usage(self) -> Usage:
+        """The usage of the answer. Raise the request's `error` if there is no answer."""
+        return self._answered().usage
 
-    def options(self, entry: Entry) -> dict[str, Any]:
-        options = {**self.defaults, **entry.options}
-        if options.get("seed") is not None and entry.options.get("seed") is None:
-            options["seed"] = (self.defaults["seed"] + entry.index) % 2**64
-        return options
-
-
-class Deadline:
-    """Call it often: it ticks, and raises TimeLimitError when the time is over. `reached`: tokens of the prompt that are evaluated."""
-
-    def __init__(self, how: How) -> None:
-        self._how, self.reached = how, 0
-        self._end = time.monotonic() + (how.timeout or 0)
-
-    def __call__(self, reached: int = 0, *_: object) -> None:
-        self.reached = max(self.reached, reached)
-        self._how.tick()
-        if self._how.timeout is not None and time.monotonic() > self._end:
-            raise TimeLimitError(self._how.timeout)
+    def _answered(self) -> Result:
+        """Return the answer. Raise the request's error if there is none."""
+        if self.result is None:
+            raise self.error or RequestError("the request has no answer")
+        return self.result
 
 
 def run_batch(
@@ -110,173 +94,282 @@ def run_batch(
     requests: Iterable[BatchRequest],
     *,
     order: Order = "prefix",
-    output_order: str = "input",
+    output_order: OutputOrder = "input",
     retries: int = 0,
     timeout: float | None = None,
-    **defaults: Any,
+    **defaults: Unpack[GenerateKwargs],
 ) -> Iterator[BatchResult]:
-    """Answer all requests, in the order in which they reuse most of each other, and give the results back in the order they came.
+    """Answer all requests in the order that reuses most; yield the results as the requests came.
 
-    The requests are read to their end first, into a temporary file; memory does not grow with their number. order: "prefix", or
-    "input" to run them as they come. output_order: "done" gives each result as soon as it is there. retries, timeout: of a request
-    that failed, and seconds for each try. defaults: options of `Runner.generate` for requests that don't say otherwise; with a default
-    seed S, request number i gets S + i. A ParallelRunner runs as many at a time as it has slots; the results are the same.
+    The requests are first read to their end, into a temporary file; memory does not grow with their
+    number. A ParallelRunner runs one request per slot at a time; the results are the same.
 
-    A request that can't be run, fails or takes too long is a result with an `error`; it never stops the others. OptionError at once for
-    options of the whole batch that are wrong. Ctrl-C, or closing the iterator, ends what is running and leaves the runner usable.
+    `order` is "prefix", or "input" to run the requests as they come. `output_order` is "input", or
+    "done" to yield each result as soon as it is there. `retries` is the number of further tries for
+    a request that failed, and `timeout` the most seconds for each try. `defaults` are options of
+    `Runner.generate` for requests that do not give them. With a default seed S, request number i
+    (from 0) gets the seed S + i.
+
+    A request that can't be run, fails or takes too long has a result with an `error` and never
+    stops the others. Raise OptionError at once if an option of the whole batch is wrong. Ctrl-C, or
+    closing the iterator, ends the requests that are running and leaves the runner usable.
     """
-    for name, value, known in (
-        ("order", order, ORDERS),
-        ("output_order", output_order, OUTPUT_ORDERS),
-    ):
-        if value not in known:
-            raise OptionError(
-                f"{name}: {value!r} is not known, it has to be one of {', '.join(known)}"
-            )
-    GenerateOptions.of(**defaults)
-    how = How(defaults, retries, timeout)
-    return _run_batch(runner, requests, order, output_order == "done", how)
+    options = BatchOptions(
+        defaults=defaults,
+        order=order,
+        output_order=output_order,
+        retries=retries,
+        timeout=timeout,
+    )
+    return _run_batch(runner, requests, options)
 
 
 def _run_batch(
-    runner: Runner | ParallelRunner,
-    requests: Iterable[BatchRequest],
-    order: Order,
-    as_done: bool,
-    how: How,
+    runner: Runner | ParallelRunner, requests: Iterable[BatchRequest], options: BatchOptions
 ) -> Iterator[BatchResult]:
     with Store.create(unique_ids=False) as store:
-        spool(
+        tokenize_lines(
             store,
-            lines_of(requests, how.defaults),
+            lines_of(requests, options),
             runner.tokenizer,
-            context=context_of(runner),
-            defaults=how.defaults,
+            context=runner.context,
+            defaults=options.defaults,
         )
         store.finish()
         place = -1
-        begun = begun_of(store, order, parallel=isinstance(runner, ParallelRunner))
-        with closing(answer(runner, store.pending(order), how, begun)) as outcomes:  # type: ignore[type-var]
+        begun = Begun.of(store, options.order, parallel=isinstance(runner, ParallelRunner))
+        execution = Execution(runner, options, begun)
+        with closing(execution.run(store.pending(options.order))) as outcomes:
             for outcome in outcomes:
-                entry, error = (
-                    outcome.entry,
-                    outcome.error and outcome.error.removeprefix(f"line {outcome.entry.number}: "),
-                )
-                result = BatchResult(entry.index, entry.id, outcome.result, error)
-                if as_done:
+                line, error = outcome.line, None
+                if outcome.error is not None:
+                    message = outcome.error.removeprefix(f"line {line.number}: ")
+                    error = RequestError(message, is_refused=outcome.is_refused)
+                result = BatchResult(line.index, line.id, outcome.result, error)
+                if options.output_order == "done":
                     yield result
                     continue
                 store.record(result.index, _to_bytes(result))
-                for body in store.bodies(after=place):
-                    place = body.place
-                    yield _from_bytes(body.body)
+                for answer in store.answers(after=place):
+                    place = answer.place
+                    yield _from_bytes(answer.body)
 
 
-def answer(
-    runner: Runner | ParallelRunner | None, entries: Iterator[Entry], how: How, begun: Begun
-) -> Iterator[Outcome]:
-    """The outcomes, as they end; entries are read one by one, as they can be begun. No runner is needed if none can be run."""
-    if isinstance(runner, ParallelRunner):
-        return _giving_back(Together(runner, entries, how, begun).run())
-    return _one_by_one(runner, entries, how, begun)
+def lines_of(requests: Iterable[BatchRequest], batch: BatchOptions | None = None) -> Iterator[Line]:
+    """Yield the requests of a program as lines.
+
+    A line gets an error if its id or its options, together with the defaults, are wrong.
+    """
+    batch = batch or BatchOptions()
+    for index, request in enumerate(requests):
+        if not isinstance(request, BatchRequest):
+            shown = f"{request!r:.80}"
+            raise PromptError(f"request {index} has to be a BatchRequest(prompt), not {shown}")
+        options: dict[str, Any] = {}
+        name = error = None
+        try:
+            name = checked_id("id", request.id)
+            options = json.loads(json.dumps(checked_options(dict(request.options), None, batch)))
+        except (OptionError, PromptError) as problem:
+            error = str(problem)
+        except (TypeError, ValueError, RecursionError) as problem:
+            error = f"the options have to be values that JSON knows: {problem}"
+        yield Line(index, index + 1, request.prompt, name, options=options, error=error)
 
 
-def _giving_back(outcomes: Iterator[Outcome]) -> Iterator[Outcome]:
-    """Free the unused buffers of MLX from time to time, because steps of new sizes leave more and more of them."""
-    with closing(outcomes):  # type: ignore[type-var]
+def _to_bytes(result: BatchResult) -> bytes:
+    """Return a result as JSON, to be read by `_from_bytes`."""
+    stored = vars(result)
+    if result.error is not None:
+        stored = {**stored, "error": [str(result.error), result.error.is_refused]}
+    if result.result is not None:
+        inner = {**vars(result.result), "usage": result.result.usage.as_dict()}
+        stored = {**stored, "result": inner}
+    return json.dumps(stored).encode()
+
+
+def _from_bytes(body: bytes) -> BatchResult:
+    """Return the result that `_to_bytes` wrote."""
+    stored = json.loads(body)
+    result = stored["result"]
+    if result is not None:
+        result["usage"] = Usage.from_dict(result["usage"])
+        logprobs = result["logprobs"]
+        if logprobs is not None:
+            result["logprobs"] = [
+                (own, {int(token): value for token, value in top.items()}) for own, top in logprobs
+            ]
+        result = Result(**result)
+    error = stored["error"]
+    if error is not None:
+        message, is_refused = error
+        error = RequestError(message, is_refused=is_refused)
+    return BatchResult(stored["index"], stored["id"], result, error)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The end of one line: a `result` or an `error`."""
+
+    line: StoredLine
+    result: Result | None = None
+    error: str | None = None
+    """The reason for the failure, in one line; None if there is a result."""
+    is_refused: bool = False
+    """True if the request was at fault and was not run."""
+
+
+Outcomes = Generator[Outcome, None, None]
+
+
+def _refused(line: StoredLine, error: str) -> Outcome:
+    return Outcome(line, error=one_line(error), is_refused=True)
+
+
+def _failed(line: StoredLine, error: Exception) -> Outcome:
+    text = one_line(" ".join(str(error).split()))
+    return Outcome(
+        line, error=text if isinstance(error, MlxrunnerError) else f"{type(error).__name__}: {text}"
+    )
+
+
+@dataclass(frozen=True)
+class Execution:
+    """The run of the lines of a batch on a runner."""
+
+    runner: Runner | ParallelRunner | None
+    """The runner; None if no line can be run."""
+    options: BatchOptions
+    """The options of the batch."""
+    begun: Begun
+    """The lines that have begun."""
+    is_stopping: Callable[[], bool] = lambda: False
+    """A function that returns True when no further line may begin."""
+    tick: Callable[[], None] = lambda: None
+    """A function that is called after each token and each piece of a prompt."""
+
+    def run(self, lines: Iterator[StoredLine]) -> Outcomes:
+        """Yield the outcomes as they end. A line is read when it can begin."""
+        if isinstance(self.runner, ParallelRunner):
+            return _giving_back(_Together(self, self.runner, lines).run())
+        return self._one_by_one(self.runner, lines)
+
+    def _one_by_one(self, runner: Runner | None, lines: Iterator[StoredLine]) -> Outcomes:
+        for line in lines:
+            if self.is_stopping():
+                return
+            if line.error is not None:
+                yield _refused(line, line.error)
+            else:
+                assert runner is not None
+                yield self._tried(runner, line)
+
+    def _tried(self, runner: Runner, line: StoredLine) -> Outcome:
+        """Run a line, again if it fails and retries are left, and return its outcome."""
+        for left in range(self.options.retries, -1, -1):
+            deadline, chunks = Deadline(self), list[Chunk]()
+            options = self.options.of_line(line.index, line.options)
+            try:
+                prompt = self.prompt_of(line, runner)
+                with closing(runner.generate(prompt, progress=deadline, **options)) as answered:
+                    for chunk in answered:
+                        chunks.append(chunk)
+                        if chunk.finish_reason is None:
+                            deadline()
+                return Outcome(line, Result.of(chunks))
+            except FATAL:
+                raise
+            except (PromptError, OptionError) as error:
+                self.begun.failed(line.index, 0)
+                return _refused(line, str(error))
+            except Exception as error:
+                self.begun.failed(line.index, len(line.tokens) if chunks else deadline.reached)
+                if not left:
+                    return _failed(line, error)
+        raise AssertionError  # the last try returns
+
+    def prompt_of(self, line: StoredLine, runner: Runner | ParallelRunner) -> TokenizedPrompt:
+        """Return the prompt of a line: its tokens, and the number that earlier lines share.
+
+        If the runner is observed, the prompt also has its text and messages.
+        """
+        earlier: Earlier | None = self.begun.begin(line.index, line.tokens)
+        if len(line.tokens) >= runner.context:
+            earlier = None  # a shift makes another prompt of it
+        if not runner.observers or line.prompt is None:
+            return TokenizedPrompt(line.tokens, earlier=earlier)
+        if isinstance(line.prompt, str):
+            return TokenizedPrompt(line.tokens, "text", text=line.prompt, earlier=earlier)
+        options = self.options.of_line(line.index, line.options)
+        variables = GenerateOptions.of(**options).variables
+        text = runner.tokenizer.render(line.prompt, **variables)
+        return TokenizedPrompt(
+            line.tokens, "messages", line.prompt, text, variables, earlier=earlier
+        )
+
+
+class Deadline:
+    """A callable that ticks, and raises TimeLimitError when the time of a try is over.
+
+    Call it often.
+    """
+
+    def __init__(self, execution: Execution) -> None:
+        """Begin the time of a try, which is the `timeout` of the execution's options."""
+        self._tick, self._timeout = execution.tick, execution.options.timeout
+        self._end = time.monotonic() + (self._timeout or 0)
+        self.reached = 0
+        """Tokens of the prompt that are evaluated."""
+
+    def __call__(self, reached: int = 0, *_: object) -> None:
+        self.reached = max(self.reached, reached)
+        self._tick()
+        if self._timeout is not None and time.monotonic() > self._end:
+            raise TimeLimitError(self._timeout)
+
+
+def _giving_back(outcomes: Outcomes) -> Outcomes:
+    """Yield the outcomes, and free the unused buffers of MLX from time to time.
+
+    Steps of new sizes leave more and more of these buffers.
+    """
+    with closing(outcomes):
         for number, outcome in enumerate(outcomes, 1):
             yield outcome
             if number % GIVE_BACK_EVERY == 0:
                 mx.clear_cache()
 
 
-def _one_by_one(
-    runner: Runner | None, entries: Iterator[Entry], how: How, begun: Begun
-) -> Iterator[Outcome]:
-    for entry in entries:
-        if how.is_stopping():
-            return
-        if entry.error is not None:
-            yield _refused(entry, entry.error)
-        else:
-            assert runner is not None
-            yield _tried(runner, entry, how, begun)
-
-
-def _tried(runner: Runner, entry: Entry, how: How, begun: Begun) -> Outcome:
-    for left in range(how.retries, -1, -1):
-        deadline, chunks = Deadline(how), list[Chunk]()
-        try:
-            prompt = prompt_of(entry, runner, begun)
-            with closing(
-                runner.generate(prompt, progress=deadline, **how.options(entry))
-            ) as answered:  # type: ignore[type-var]
-                for chunk in answered:
-                    chunks.append(chunk)
-                    if chunk.finish_reason is None:
-                        deadline()
-            return Outcome(entry, Result.of(chunks))
-        except FATAL:
-            raise
-        except (PromptError, OptionError) as error:
-            begun.failed(entry.index, 0)
-            return _refused(entry, str(error))
-        except Exception as error:
-            begun.failed(entry.index, len(entry.tokens) if chunks else deadline.reached)
-            if not left:
-                return Outcome(entry, error=_described(error))
-    raise AssertionError  # the last try returns
-
-
-def prompt_of(entry: Entry, runner: Runner | ParallelRunner, begun: Begun) -> Prepared:
-    """Prepare a line: its tokens, how many other lines have, and for a profile also the messages."""
-    earlier: Earlier | None = begun.begin(entry.index, entry.tokens)
-    if len(entry.tokens) >= context_of(runner):
-        earlier = None  # what is left of it is another prompt
-    if runner.observer is None or entry.prompt is None:
-        return Prepared(entry.tokens, earlier=earlier)
-    if isinstance(entry.prompt, str):
-        return Prepared(entry.tokens, "text", text=entry.prompt, earlier=earlier)
-    return Prepared(
-        entry.tokens,
-        "messages",
-        entry.prompt,
-        runner.tokenizer.render(entry.prompt),
-        earlier=earlier,
-    )
-
-
-def context_of(runner: Runner | ParallelRunner) -> int:
-    """Most tokens of a prompt and its answer."""
-    return runner.capacity if isinstance(runner, ParallelRunner) else runner.context
-
-
 @dataclass(eq=False)
-class Flight:
-    """A request that is running beside others. `left`: retries."""
+class _Flight:
+    """A request that is running beside others."""
 
-    entry: Entry
+    line: StoredLine
     handle: Handle
     deadline: Deadline
-    left: int
+    retries: int
+    """The number of retries that are left."""
     chunks: list[Chunk] = field(default_factory=list)
 
 
-class Together:
-    """As many requests at once as the runner has slots.
+class _Together:
+    """The requests that run side by side, as many as the runner has slots.
 
-    An error in a step that all share ends all of them, and nobody knows whose fault it was: each is run again, alone.
+    An error in a step that all requests share ends all of them. Nobody knows which one caused it,
+    so each is run again alone.
     """
 
     def __init__(
-        self, runner: ParallelRunner, entries: Iterator[Entry], how: How, begun: Begun
+        self, execution: Execution, runner: ParallelRunner, lines: Iterator[StoredLine]
     ) -> None:
-        self._runner, self._entries, self._how, self._begun = runner, entries, how, begun
-        self._flights: list[Flight] = []
-        self._waiting: deque[tuple[Entry, int]] = deque()  # with their retries
-        self._suspects: deque[tuple[Entry, int]] = deque()
+        self._execution, self._runner, self._lines = execution, runner, lines
+        self._begun = execution.begun
+        self._flights: list[_Flight] = []
+        self._waiting: deque[tuple[StoredLine, int]] = deque()  # lines and their retries
+        self._suspects: deque[tuple[StoredLine, int]] = deque()
 
-    def run(self) -> Iterator[Outcome]:
+    def run(self) -> Outcomes:
+        """Yield the outcomes as they end. Requests that still run are cancelled at the end."""
         try:
             while True:
                 yield from self._begin()
@@ -292,100 +385,80 @@ class Together:
                 flight.handle.cancel()
 
     def _begin(self) -> Iterator[Outcome]:
-        """Submit what can begin now."""
+        """Submit the lines that can begin now, and yield the outcomes of those that can't."""
         while (taken := self._next()) is not None:
-            entry, left = taken
-            if entry.error is not None:
-                yield _refused(entry, entry.error)
+            line, retries = taken
+            if line.error is not None:
+                yield _refused(line, line.error)
                 continue
-            options = self._how.options(entry)
+            options = self._execution.options.of_line(line.index, line.options)
             try:
-                handle = self._runner.submit(prompt_of(entry, self._runner, self._begun), **options)
+                handle = self._runner.submit(
+                    self._execution.prompt_of(line, self._runner), **options
+                )
             except (NoFreeSlotError, CacheFullError) as error:
-                self._begun.failed(entry.index, 0)
+                self._begun.failed(line.index, 0)
                 if self._flights:
                     self._waiting.appendleft(taken)
                     return
-                yield Outcome(entry, error=_described(error))
+                yield _failed(line, error)
             except (PromptError, OptionError) as error:
-                self._begun.failed(entry.index, 0)
-                yield _refused(entry, str(error))
+                self._begun.failed(line.index, 0)
+                yield _refused(line, str(error))
             else:
-                self._flights.append(Flight(entry, handle, Deadline(self._how), left))
+                self._flights.append(_Flight(line, handle, Deadline(self._execution), retries))
 
-    def _next(self) -> tuple[Entry, int] | None:
-        """What is to be begun; a suspect only where nothing else runs, and nothing beside it."""
+    def _next(self) -> tuple[StoredLine, int] | None:
+        """Return the next line to begin and its retries; None if none can begin now.
+
+        A suspect begins only when nothing else runs, and nothing begins beside it.
+        """
         if self._suspects:
             return None if self._flights else self._suspects.popleft()
         if len(self._flights) == len(self._runner.slots):
             return None
         if self._waiting:
             return self._waiting.popleft()
-        entry = None if self._how.is_stopping() else next(self._entries, None)
-        return None if entry is None else (entry, self._how.retries)
+        line = None if self._execution.is_stopping() else next(self._lines, None)
+        return None if line is None else (line, self._execution.options.retries)
 
     def _landed(self) -> Iterator[Outcome]:
-        """What has ended with this step, or has no time left."""
+        """Yield the outcomes of the requests that ended with this step or ran out of time."""
         for flight in list(self._flights):
             flight.chunks += flight.handle.poll()
             try:
                 if flight.handle.error is not None:
                     raise flight.handle.error
-                if flight.handle.finished:
-                    outcome = Outcome(flight.entry, Result.of(flight.chunks))
-                else:
+                if not flight.handle.finished:
                     flight.deadline()
                     continue
+                outcome = Outcome(flight.line, Result.of(flight.chunks))
             except FATAL:
                 raise
             except Exception as error:
                 flight.handle.cancel()
-                self._begun.failed(flight.entry.index, flight.handle.reached)
-                if flight.left:
+                self._begun.failed(flight.line.index, flight.handle.reached)
+                if flight.retries:
                     self._flights.remove(flight)
-                    self._waiting.append((flight.entry, flight.left - 1))
+                    self._waiting.append((flight.line, flight.retries - 1))
                     continue
-                outcome = Outcome(flight.entry, error=_described(error))
+                outcome = _failed(flight.line, error)
             self._flights.remove(flight)
             yield outcome
 
     def _fell(self, error: Exception) -> Iterator[Outcome]:
-        """The runner has ended all requests."""
+        """Take an error that ended all requests: queue each to be run again alone.
+
+        A request that was alone uses up a retry; without one left, yield its outcome.
+        """
         flights, self._flights = self._flights, []
         for flight in flights:
-            self._begun.failed(flight.entry.index, flight.handle.reached)
+            self._begun.failed(flight.line.index, flight.handle.reached)
         if len(flights) > 1:
-            self._suspects.extend((flight.entry, flight.left) for flight in flights)
+            self._suspects.extend((flight.line, flight.retries) for flight in flights)
             return
         for flight in flights:
-            if flight.left:
-                self._suspects.append((flight.entry, flight.left - 1))
+            if flight.retries:
+                self._suspects.append((flight.line, flight.retries - 1))
             else:
-                yield Outcome(flight.entry, error=_described(error))
-
-
-def _refused(entry: Entry, error: str) -> Outcome:
-    return Outcome(entry, error=one_line(error), is_refused=True)
-
-
-def _described(error: Exception) -> str:
-    text = one_line(" ".join(str(error).split()))
-    return text if isinstance(error, MlxrunnerError) else f"{type(error).__name__}: {text}"
-
-
-def _to_bytes(result: BatchResult) -> bytes:
-    return json.dumps(asdict(result)).encode()
-
-
-def _from_bytes(body: bytes) -> BatchResult:
-    stored = json.loads(body)
-    result = stored["result"]
-    if result is not None:
-        result["usage"] = Usage(**result["usage"])
-        logprobs = result["logprobs"]
-        if logprobs is not None:
-            result["logprobs"] = [
-                (own, {int(token): value for token, value in top.items()}) for own, top in logprobs
-            ]
-        result = Result(**result)
-    return BatchResult(**{**stored, "result": result})
+                yield _failed(flight.line, error)

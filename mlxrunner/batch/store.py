@@ -1,7 +1,9 @@
-"""The lines of a batch and their answers in one SQLite file: bounded memory, an order made by a sort on disk, nothing lost, nothing done twice.
+"""Keep the lines of a batch and their answers in one SQLite file.
 
-Either a whole input is in the store (`is_complete`) or none of it. An answer is there from the `commit` after its `record` on, whatever
-happens then: kill -9, a power cut, a full disk. One process at a time has a store open. Knows nothing about models or files of answers.
+Memory is bounded, since the lines are sorted on disk. The store holds either a whole input
+(`is_complete`) or nothing of it. An answer survives a kill -9, a power cut or a full disk from the
+first `commit` after its `record`, and its line is never run again. One process at a time can open a
+store. Knows nothing about models or files of answers.
 """
 
 from __future__ import annotations
@@ -13,107 +15,128 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, get_args
 
-from mlxrunner.batch.order import sort_key, tokens_of
+import numpy as np
+
 from mlxrunner.cache.tokens import TokenArray, as_tokens
-from mlxrunner.errors import MlxrunnerError
-from mlxrunner.tokenizer.base import Message
-from mlxrunner.writing import open_database, open_temporary_database
+from mlxrunner.errors import DamagedStoreError, StoreError
+from mlxrunner.system.writing import open_database, open_temporary_database
+from mlxrunner.templates.messages import Message
 
 Format = Literal["plain", "chat.completion", "text_completion", "unknown"]
-"""How a line wants to be answered: our own way, or as the OpenAI object of that name. Unknown: a line that can't be read; when the input
-is complete it gets that of the first line that can."""
+"""The form of a line's answer: our own object, or the OpenAI object of that name.
+
+A line that can't be read is "unknown"; `finish` gives it the format of the first line that can.
+"""
 Order = Literal["prefix", "input"]
+"""The order in which lines run: sorted by their token ids, or as they came."""
+OutputOrder = Literal["input", "done"]
+"""The order in which answers are written: that of the input, or as they end."""
+ORDERS: tuple[Order, ...] = get_args(Order)
+OUTPUT_ORDERS: tuple[OutputOrder, ...] = get_args(OutputOrder)
 
 APPLICATION_ID = 0x6D6C7862  # "mlxb"
 VERSION = 4
+"""The version of the tables."""
 CACHE_KIB = 32 * 1024
-"""Memory for SQLite's pages, and for a run of its sort."""
+"""The KiB of memory for SQLite's pages, and for a run of its sort."""
 
 _SCHEMA = """
 CREATE TABLE input (lines INTEGER NOT NULL, broken INTEGER NOT NULL);
 CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE lines (
-    line INTEGER PRIMARY KEY, number INTEGER NOT NULL, id, format TEXT NOT NULL, options TEXT, error TEXT, tokens BLOB NOT NULL, prompt TEXT,
+    line INTEGER PRIMARY KEY, number INTEGER NOT NULL, id, format TEXT NOT NULL, options TEXT, \
+error TEXT, tokens BLOB NOT NULL, prompt TEXT,
     sum INTEGER NOT NULL
 );
 CREATE UNIQUE INDEX ids ON lines (id) WHERE id IS NOT NULL AND error IS NULL;
 CREATE TABLE places (place INTEGER PRIMARY KEY, line INTEGER NOT NULL);
-CREATE TABLE results (done INTEGER PRIMARY KEY, line INTEGER NOT NULL UNIQUE REFERENCES lines, failed INTEGER NOT NULL, body BLOB NOT NULL,
+CREATE TABLE results (done INTEGER PRIMARY KEY, line INTEGER NOT NULL UNIQUE REFERENCES lines, \
+failed INTEGER NOT NULL, body BLOB NOT NULL,
     sum INTEGER NOT NULL
 );
 CREATE INDEX failures ON results (line) WHERE failed;
 """
-
-
-class StoreError(MlxrunnerError):
-    """A store that can't be made, opened or written to. What was committed before stays."""
-
-    exit_code = 2
-
-
-class DamagedStoreError(StoreError):
-    """A file that is not a store, or not as this program wrote it; no run can be resumed from it."""
-
-    def __init__(self, name: str, why: str) -> None:
-        super().__init__(
-            f"{name}: {why}: no run can be gone on with from it. Remove it and begin again with another -o; the answers "
-            "in the output stay"
-        )
+"""The text that `_check` compares with the tables of an opened store: never change a character."""
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A line of the input. `index` from 0, in the order of the input; `number`: its line in the file, from 1. With an `error`, no tokens.
-
-    `prompt`: the text or the messages that `tokens` were made of, if they were."""
+class StoredLine:
+    """A line of the input."""
 
     index: int
+    """The number of the line among those that are not empty, from 0."""
     number: int
+    """The number of the line in the file, from 1."""
     tokens: TokenArray
+    """The tokens of its prompt; empty if there is an error."""
     id: str | int | None = None
+    """The id that the line gives; None if it gives none."""
     format: Format = "plain"
+    """The form of its answer."""
     options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of `GenerateOptions` that the line itself gives."""
     error: str | None = None
+    """The reason why it can't be run, in one line; None if it can."""
     prompt: str | Sequence[Message] | None = None
+    """The text or the messages from which the tokens were made; None for token ids."""
 
 
 @dataclass(frozen=True)
-class Body:
-    """What was recorded for line `index`. `place`: give it as `after` to go on behind it."""
+class StoredAnswer:
+    """The answer to a line."""
 
     place: int
+    """The position of this answer, to be passed as `after` to read the answers behind it."""
     index: int
+    """The index of the line."""
     body: bytes
+    """The bytes of the answer."""
     failed: bool
+    """True if the answer is an error."""
 
 
 @dataclass(frozen=True)
 class Counts:
-    """`lines`: of a complete input, `broken`: those of them with an error; `done`: lines with a result, `failed`: those that failed."""
+    """The numbers of lines in a store."""
 
     lines: int
+    """The lines that were added; all lines once the input is complete."""
     broken: int
+    """The lines that can't be run."""
     done: int
+    """The lines that have an answer."""
     failed: int
+    """The lines whose answer is an error."""
 
     @property
     def left(self) -> int:
+        """The lines that have no answer."""
         return self.lines - self.done
 
 
 _TABLES = "SELECT type, name, tbl_name, sql FROM sqlite_master ORDER BY name"
+_SETTINGS = f"""
+PRAGMA locking_mode=EXCLUSIVE; PRAGMA cache_size=-{CACHE_KIB}; PRAGMA foreign_keys=ON;
+BEGIN EXCLUSIVE; COMMIT;
+PRAGMA synchronous=FULL; PRAGMA fullfsync=ON;  -- the latter: macOS
+PRAGMA trusted_schema=OFF; PRAGMA cell_size_check=ON
+"""
 _INSERT_LINE = """
-INSERT INTO lines (line, number, id, options, error, tokens, prompt, format, sum) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)
+INSERT INTO lines (line, number, id, options, error, tokens, prompt, format, sum)
+VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)
 """
 _INSERT_RESULT = "INSERT INTO results (done, line, failed, body, sum) VALUES (?, ?, ?, ?, ?)"
 _RESULT = "SELECT done, line, failed, body, sum FROM results WHERE"
 _SET_FORMATS = """
-UPDATE lines SET format = :format, sum = row_sum(line, number, id, options, error, tokens, prompt, :format) WHERE format = 'unknown'
+UPDATE lines SET format = :format,
+sum = row_sum(line, number, id, options, error, tokens, prompt, :format)
+WHERE format = 'unknown'
 """
 _FIRST_FORMAT = "SELECT format FROM lines WHERE format <> 'unknown' ORDER BY line LIMIT 1"
+_FIRST_WITH_ID = "SELECT number FROM lines WHERE id = ? AND error IS NULL"
+_WITHOUT_PLACE = "SELECT line FROM lines WHERE line NOT IN (SELECT line FROM places) LIMIT 1"
 _PENDING = """
 SELECT {place}, line, number, id, options, error, tokens, prompt, format, sum FROM {table}
 WHERE {place} > ? AND line NOT IN (SELECT line FROM results) ORDER BY {place} LIMIT 1
@@ -125,22 +148,26 @@ _NEXT = {
 
 
 class Store:
-    """Made by `create` or `open`; a context manager. Any method may raise StoreError; then nothing after the last commit has happened.
+    """A batch store, made by `create` or `open`; a context manager.
 
-    An input goes in by `add` and ends with `finish`; then `pending` gives its entries and `record` and `commit` take their results.
+    An input goes in by `add` and ends with `finish`. Then `pending` yields its lines, and `record`
+    and `commit` take their answers. Each method may raise StoreError; everything since the last
+    commit is undone then.
     """
 
     def __init__(self, name: str, database: sqlite3.Connection) -> None:
-        """Use `create` or `open`."""
+        """Call `create` or `open` instead."""
         self._name, self._db = name, database
         self._lines = self._broken = 0
-        self._recorded = 0  # `done` of the last result, in a transaction
+        self._recorded = 0  # within a transaction, `done` of its last result
 
     @classmethod
     def create(cls, path: Path | None = None, *, unique_ids: bool = True) -> Store:
-        """A new, empty store (file mode 0600); None: a private temporary one, gone with the process. StoreError if the file exists.
+        """Make a new, empty store in a file with mode 0600.
 
-        `unique_ids`: an id that was there becomes an error; to a program, which gets its answers in order, they mean nothing.
+        Without a `path` the store is private and ends with the process. With `unique_ids` a line
+        whose id was used before gets an error. A program gets its answers in order, so it may use
+        an id twice. Raise StoreError if the file exists.
         """
         store = cls._connect(path, new=True)
         if not unique_ids:
@@ -149,25 +176,29 @@ class Store:
 
     @classmethod
     def open(cls, path: Path) -> Store:
-        """An existing store. StoreError if there is none, it is not a store of this version, or another process has it open."""
+        """Open an existing store.
+
+        Raise StoreError if there is none, if it is not a store of this version, or if another
+        process has it open.
+        """
         return cls._connect(path, new=False)
 
     @classmethod
     def _connect(cls, path: Path | None, *, new: bool) -> Store:
-        """A store that holds its file's lock, and whose commits are on the disk.
+        """Return a store that holds the lock of its file and whose commits are on the disk.
 
-        A file without content becomes a store: a process may have been killed directly after making it.
+        A file without content becomes a store, because a process may have been killed directly
+        after making it.
         """
         name = "the batch's temporary file" if path is None else str(path)
         try:
-            store = cls(
-                name, open_temporary_database() if path is None else open_database(path, new=new)
-            )
+            opened = open_temporary_database() if path is None else open_database(path, new=new)
         except OSError as error:
             problem = "can't be made" if new else "can't be opened"
             raise StoreError(f"{error.filename or name}: {problem}: {error.strerror}") from error
         except sqlite3.Error as error:
             raise StoreError(f"{name}: {_reason(error)}") from error
+        store = cls(name, opened)
         try:
             store._set_up()
         except BaseException:
@@ -176,80 +207,66 @@ class Store:
         return store
 
     def _set_up(self) -> None:
+        """Lock the file, make the tables if it is empty, and check it."""
         with self._explained():
-            self._db.executescript(
-                f"PRAGMA locking_mode=EXCLUSIVE; PRAGMA cache_size=-{CACHE_KIB}; PRAGMA foreign_keys=ON; BEGIN EXCLUSIVE; COMMIT;"
-                "PRAGMA synchronous=FULL; PRAGMA fullfsync=ON;"  # the latter: macOS
-                "PRAGMA trusted_schema=OFF; PRAGMA cell_size_check=ON"
-            )
+            self._db.executescript(_SETTINGS)
             if self._one("PRAGMA schema_version") == (0,):
                 marks = f"PRAGMA application_id={APPLICATION_ID}; PRAGMA user_version={VERSION}"
                 self._db.executescript(f"BEGIN; {marks}; {_SCHEMA} COMMIT")
-            (kind,), (version,) = (
-                self._one("PRAGMA application_id"),
-                self._one("PRAGMA user_version"),
-            )
+            (kind,) = self._one("PRAGMA application_id")
+            (version,) = self._one("PRAGMA user_version")
             if kind != APPLICATION_ID:
                 raise DamagedStoreError(self._name, "is not a batch store")
             if version != VERSION:
-                why = f"is a batch store of version {version}, and this program knows version {VERSION}"
-                raise DamagedStoreError(self._name, why)
+                why = f"is a batch store of version {version}, and this program knows version"
+                raise DamagedStoreError(self._name, f"{why} {VERSION}")
             self._check()
 
     def _check(self) -> None:
-        """DamagedStoreError where the tables are others, or don't agree with each other: SQLite itself looks at little."""
+        """Raise DamagedStoreError if the tables are not ours or do not agree with each other.
+
+        SQLite itself checks little.
+        """
         if self._db.execute(_TABLES).fetchall() != _tables():
             raise self.damaged("its tables are not those of a batch store")
         inputs = self._db.execute("SELECT lines, broken FROM input").fetchall()
-        (last,), (place,) = (
-            self._one("SELECT max(line) FROM lines"),
-            self._one("SELECT max(place) FROM places"),
-        )
+        (last,) = self._one("SELECT max(line) FROM lines")
+        (place,) = self._one("SELECT max(place) FROM places")
         if inputs:
             lines, broken = inputs[0]
             if len(inputs) > 1 or not _are_ints(lines, broken) or not 0 <= broken <= lines:
                 raise self.damaged("it does not say how many lines there are")
             if (-1 if last is None else last) != lines - 1 or (place or 0) != lines:
                 raise self.damaged(f"{lines} lines should be in it, and are not")
-            if (
-                self._one(
-                    "SELECT line FROM lines WHERE line NOT IN (SELECT line FROM places) LIMIT 1"
-                )
-                is not None
-            ):
+            if self._one(_WITHOUT_PLACE) is not None:
                 raise self.damaged("a line has no place in its order")
             self._lines, self._broken = lines, broken
         elif last is not None or place is not None:
             raise self.damaged("it has lines, and no end of them")
 
     def damaged(self, why: str) -> DamagedStoreError:
-        """The error to raise for what can't have been written here."""
+        """Return the error to raise for a store whose content this program can't have written."""
         return DamagedStoreError(self._name, f"is damaged ({why})")
 
     def __enter__(self) -> Store:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """Safe to repeat. What was recorded since the last commit is dropped."""
+        """Drop everything recorded since the last commit, and close the file. Safe to repeat."""
         self._db.close()
 
     @property
     def is_complete(self) -> bool:
-        """Whether a whole input is there; if not, there is nothing of it."""
+        """True if the store holds a whole input; otherwise it holds nothing of it."""
         with self._explained():
             return self._one("SELECT lines FROM input") is not None
 
     @property
     def meta(self) -> dict[str, str]:
-        """What `finish` was given: what the store was made from."""
+        """The parts that the store was made from, by name, as given to `finish`."""
         with self._explained():
             found = self._db.execute("SELECT name, value FROM meta").fetchall()
             if not all(isinstance(text, str) for row in found for text in row):
@@ -258,48 +275,41 @@ class Store:
 
     @property
     def counts(self) -> Counts:
-        """Of what was added and recorded so far."""
+        """The numbers of lines and answers so far."""
         with self._explained():
-            (done,), (failed,) = (
-                self._one(f"SELECT count(*) FROM results {where}") for where in ("", "WHERE failed")
-            )
+            (done,) = self._one("SELECT count(*) FROM results")
+            (failed,) = self._one("SELECT count(*) FROM results WHERE failed")
         return Counts(self._lines, self._broken, done, failed)
 
-    def add(self, entry: Entry) -> None:
-        """The next line of the input; its index is one more than the last one's. An id that was there becomes that line's error."""
+    def add(self, line: StoredLine) -> None:
+        """Add the next line of the input, whose index is one more than that of the last.
+
+        A line whose id was used before gets an error instead.
+        """
         with self._explained():
             self._begin_input()
-            if entry.index != self._lines:
-                raise StoreError(
-                    f"{self._name}: line {entry.index} was added where line {self._lines} has to come"
-                )
+            if line.index != self._lines:
+                wrong = f"line {line.index} was added where line {self._lines} has to come"
+                raise StoreError(f"{self._name}: {wrong}")
             try:
-                self._insert(entry)
+                self._insert(line)
             except sqlite3.IntegrityError:
-                (first,) = self._one(
-                    "SELECT number FROM lines WHERE id = ? AND error IS NULL", entry.id
-                )
-                name = "id" if entry.format == "plain" else "custom_id"
-                problem = f"line {entry.number}: {name} {entry.id!r:.80} was there before, on line {first}"
-                entry = replace(entry, error=problem, tokens=as_tokens([]))
-                self._insert(entry)
+                (first,) = self._one(_FIRST_WITH_ID, line.id)
+                name = "id" if line.format == "plain" else "custom_id"
+                problem = f"{name} {line.id!r:.80} was there before, on line {first}"
+                problem = f"line {line.number}: {problem}"
+                line = replace(line, error=problem, tokens=as_tokens([]))
+                self._insert(line)
             self._lines += 1
-            self._broken += entry.error is not None
+            self._broken += line.error is not None
 
-    def _insert(self, entry: Entry) -> None:
-        options = json.dumps(dict(entry.options)) if entry.options else None
-        tokens, prompt = sort_key(entry.tokens), _as_text(entry.prompt)
-        columns = (
-            entry.index,
-            entry.number,
-            entry.id,
-            options,
-            entry.error,
-            tokens,
-            prompt,
-            entry.format,
-        )
-        self._db.execute(_INSERT_LINE, (*columns, _sum(*columns)))
+    def _insert(self, line: StoredLine) -> None:
+        options = json.dumps(dict(line.options)) if line.options else None
+        prompt = None if line.prompt is None else json.dumps(line.prompt, default=str)
+        tokens = sort_key(line.tokens)
+        columns = (line.index, line.number, line.id, options, line.error, tokens, prompt)
+        row = (*columns, line.format)
+        self._db.execute(_INSERT_LINE, (*row, _sum(*row)))
 
     def _begin_input(self) -> None:
         if self._db.in_transaction:
@@ -310,7 +320,11 @@ class Store:
         self._lines = self._broken = 0
 
     def finish(self, meta: Mapping[str, str] | None = None) -> None:
-        """The input is complete: sort it, and commit everything. Until then the store is as it was."""
+        """Sort the input, which is now complete, and commit everything.
+
+        Until then the store on the disk stays as it was. `meta` holds the parts that it was made
+        from.
+        """
         with self._explained():
             self._begin_input()
             if self._broken:
@@ -324,10 +338,11 @@ class Store:
             self._db.execute("INSERT INTO input VALUES (?, ?)", (self._lines, self._broken))
             self._db.execute("COMMIT")
 
-    def pending(self, order: Order = "prefix") -> Iterator[Entry]:
-        """Entries without a result, one at a time; those recorded in the meantime don't come any more.
+    def pending(self, order: Order = "prefix") -> Iterator[StoredLine]:
+        """Yield the lines without an answer, one at a time.
 
-        "prefix": broken lines first, then by token ids, equal ones as they came; "input": as they came.
+        A line that gets its answer in the meantime is left out. "prefix" yields broken lines first
+        and then the others by token ids, equal ones as they came; "input" yields all as they came.
         """
         place = -1
         while (row := self._next(_NEXT[order], place)) is not None:
@@ -335,13 +350,16 @@ class Store:
             if _sum(*columns) != written or columns[-1] not in get_args(Format):
                 raise self.damaged(f"line {columns[0]!r:.20} of it has changed")
             try:
-                entry = _entry(columns[:-1], columns[-1])
+                line = _line(*columns)
             except (ValueError, TypeError, RecursionError) as error:
                 raise self.damaged(f"line {columns[0]!r:.20} of it can't be read") from error
-            yield entry
+            yield line
 
     def record(self, index: int, body: bytes, *, failed: bool = False) -> None:
-        """The result of a line: what is to be written for it. It counts from the next `commit` on. A second one is a StoreError."""
+        """Take the answer of line `index`. The next `commit` keeps it.
+
+        Raise StoreError if the line has an answer already.
+        """
         with self._explained():
             if not self._db.in_transaction:
                 self._db.execute("BEGIN")
@@ -351,34 +369,35 @@ class Store:
             self._db.execute(_INSERT_RESULT, (*row, _sum(*row)))
 
     def commit(self) -> None:
-        """What was recorded is on the disk when this returns."""
+        """Put everything recorded onto the disk, before this returns."""
         with self._explained():
             if self._db.in_transaction:
                 self._db.execute("COMMIT")
 
-    def bodies(self, order: Literal["input", "done"] = "input", after: int = -1) -> Iterator[Body]:
-        """Results behind `after` (a `Body.place`), one at a time.
+    def answers(self, order: OutputOrder = "input", after: int = -1) -> Iterator[StoredAnswer]:
+        """Yield the answers behind `after` (a `StoredAnswer.place`), one at a time.
 
-        "input": in the order of the input, up to the first line that has none yet (`place` is the index); "done": as they were recorded.
+        "input" yields them in the order of the input, up to the first line that has none yet;
+        "done" yields them as they were recorded.
         """
         where = "line = ? + 1" if order == "input" else "done > ? ORDER BY done LIMIT 1"
         while (row := self._next(f"{_RESULT} {where}", after)) is not None:
-            body = self._body(row, order)
-            after = body.place
-            yield body
+            answer = self._answer(row, order)
+            after = answer.place
+            yield answer
 
-    def _body(self, row: tuple[Any, ...], order: Literal["input", "done"] = "input") -> Body:
+    def _answer(self, row: tuple[Any, ...], order: OutputOrder = "input") -> StoredAnswer:
+        """Return the answer of a row. Raise DamagedStoreError if it has changed."""
         *columns, written = row
         done, line, failed, body = columns
         if _sum(*columns) != written or not _are_ints(done, line) or not 0 <= line < self._lines:
             raise self.damaged(f"the answer of line {line!r:.20} has changed")
-        return Body(done if order == "done" else line, line, body, bool(failed))
+        return StoredAnswer(done if order == "done" else line, line, body, bool(failed))
 
-    def first_failure(self) -> Body | None:
-        """The result of the first line of the input that failed so far."""
-        with self._explained():
-            row = self._one(f"{_RESULT} failed ORDER BY line LIMIT 1")
-        return None if row is None else self._body(row)
+    def first_failure(self) -> StoredAnswer | None:
+        """Return the answer of the first failed line of the input; None if no line has failed."""
+        row = self._next(f"{_RESULT} failed AND line > ? ORDER BY line LIMIT 1", -1)
+        return None if row is None else self._answer(row)
 
     def _next(self, query: str, after: int) -> Any:
         with self._explained():
@@ -389,53 +408,69 @@ class Store:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """SQLite's errors in one line, with everything since the last commit undone."""
+        """Turn SQLite's errors into errors of one line. Undo everything since the last commit."""
         try:
             yield
-        except (
-            sqlite3.Error,
-            UnicodeDecodeError,
-            StoreError,
-        ) as error:  # the second: SQLite quotes the file
+        except (sqlite3.Error, UnicodeDecodeError, StoreError) as error:
             with suppress(sqlite3.Error):
                 self._db.rollback()
             if isinstance(error, StoreError):
                 raise
+            # SQLite quotes the file in its messages, which may not be UTF-8.
             if isinstance(error, UnicodeDecodeError) or _is_damage(error):
                 raise DamagedStoreError(self._name, "is not a batch store, or damaged") from error
             raise StoreError(f"{self._name}: {_reason(error)}") from error
 
 
-def _entry(columns: list[Any], form: Format) -> Entry:
-    """The line of a row. ValueError, TypeError or RecursionError where it is none, whatever its checksum says."""
-    line, number, name, options, error, tokens, prompt = columns
+def sort_key(tokens: TokenArray) -> bytes:
+    """Return the tokens as bytes that sort like the tokens, prefixes first.
+
+    Each token takes 4 bytes, the most significant one first.
+    """
+    return tokens.astype(">u4").tobytes()
+
+
+def tokens_of(key: bytes) -> TokenArray:
+    """Return the tokens of a `sort_key`."""
+    return np.frombuffer(key, ">u4").astype(np.int32)
+
+
+def _line(
+    index: Any,
+    number: Any,
+    name: Any,
+    options: Any,
+    error: Any,
+    tokens: Any,
+    prompt: Any,
+    form: Any,
+) -> StoredLine:
+    """Return the line of a row.
+
+    Raise ValueError, TypeError or RecursionError if the columns are not those of a line, although
+    their checksum is right.
+    """
     options = json.loads(options) if options else {}
     if not (
-        isinstance(options, dict) and _are_ints(line, number) and isinstance(name, str | int | None)
+        isinstance(options, dict)
+        and _are_ints(index, number)
+        and isinstance(name, str | int | None)
+        and isinstance(error, str | None)
     ):
         raise TypeError("not the columns of a line")
-    if not isinstance(error, str | None):
-        raise TypeError("not the columns of a line")
-    return Entry(
-        line,
-        number,
-        tokens_of(tokens),
-        name,
-        form,
-        options,
-        error,
-        None if prompt is None else json.loads(prompt),
-    )
+    made_of = None if prompt is None else json.loads(prompt)
+    return StoredLine(index, number, tokens_of(tokens), name, form, options, error, made_of)
 
 
 def _tables() -> list[Any]:
+    """Return the rows that describe the tables of a store of this version."""
     with closing(open_temporary_database()) as database:
         database.executescript(_SCHEMA)
         return database.execute(_TABLES).fetchall()
 
 
 def _sum(*columns: str | bytes | int | None) -> int:
-    """Of all that is in a row, so that a bit that a disk has turned does not become another answer."""
+    """Return a checksum of a row, which tells if a bit on the disk has flipped."""
     total = 0
     for column in columns:
         data = column if isinstance(column, bytes) else str(column).encode("utf-8", "surrogatepass")
@@ -447,31 +482,32 @@ def _are_ints(*values: Any) -> bool:
     return all(isinstance(value, int) for value in values)
 
 
+_DAMAGE = (
+    sqlite3.SQLITE_NOTADB,
+    sqlite3.SQLITE_CORRUPT,
+    sqlite3.SQLITE_FORMAT,
+    sqlite3.SQLITE_MISMATCH,
+)
+
+
 def _is_damage(error: sqlite3.Error) -> bool:
-    """A text in the file that is not UTF-8 has no code of SQLite's."""
+    """Return True if the error says that the file is not a sound SQLite database."""
     code = getattr(error, "sqlite_errorcode", None)
-    damage = (
-        sqlite3.SQLITE_NOTADB,
-        sqlite3.SQLITE_CORRUPT,
-        sqlite3.SQLITE_FORMAT,
-        sqlite3.SQLITE_MISMATCH,
-    )
-    return (
-        code & 0xFF in damage if code is not None else isinstance(error, sqlite3.OperationalError)
-    )
-
-
-def _as_text(prompt: str | Sequence[Message] | None) -> str | None:
-    return None if prompt is None else json.dumps(prompt, default=str)
+    if code is None:  # a text in the file that is not UTF-8
+        return isinstance(error, sqlite3.OperationalError)
+    return code & 0xFF in _DAMAGE
 
 
 def _reason(error: sqlite3.Error) -> str:
+    """Return the cause of an error of SQLite, and its remedy, in one line."""
     match getattr(error, "sqlite_errorcode", 0) & 0xFF:
         case sqlite3.SQLITE_BUSY:
             return "another process is using it: wait for its end"
         case sqlite3.SQLITE_FULL:
-            return "the disk is full (or that of temporary files): make room and go on; what was committed is kept"
+            return (
+                "the disk is full (or that of temporary files): make room and go on; what was "
+                "committed is kept"
+            )
         case sqlite3.SQLITE_CONSTRAINT:
             return f"a line has to be there, and can have one result only ({error})"
-    text = " ".join(str(error).split())
-    return f"{text}; what was committed is kept"
+    return f"{' '.join(str(error).split())}; what was committed is kept"

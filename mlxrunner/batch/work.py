@@ -1,79 +1,191 @@
-"""A batch over files: read the input into the store, run what has no answer yet, write what is answered. Can be killed at any byte.
+"""Run a batch over files: read the input into the store, run the lines, write the answers.
 
-The store (OUTPUT.run) is the truth: an answer is committed there before it is written to the output. When everything is in the output and on
-the disk it is removed, and what the answers were made from stays (OUTPUT.done).
+The run can be killed at any byte. The store is authoritative: an answer is committed there before
+it is written to the output.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, TypeVar
 
-from mlxrunner.batch.answers import error_of, write_line
-from mlxrunner.batch.earlier import begun_of
-from mlxrunner.batch.files import (
+from mlxrunner.batch.job import (
+    INPUT,
+    Job,
     check_made_from,
-    finish,
-    finished,
+    complete,
+    completed,
     open_output,
     opened_input,
     opened_store,
     store_to_plan,
 )
-from mlxrunner.batch.fingerprint import INPUT
-from mlxrunner.batch.interrupt import Interrupt
-from mlxrunner.batch.job import Job
-from mlxrunner.batch.lanes import lanes_for, open_runner
 from mlxrunner.batch.lines import LineReader
-from mlxrunner.batch.output import OutputError
-from mlxrunner.batch.plan import BatchPlan, Survey, make_plan, survey
-from mlxrunner.batch.progress import Progress, Tally
-from mlxrunner.batch.run import ORDERS, How, answer
-from mlxrunner.batch.speed import Speed, known_speed, remember_speed
-from mlxrunner.batch.spool import spool
-from mlxrunner.batch.store import Counts, DamagedStoreError, Order, Store, StoreError
-from mlxrunner.batch.writer import Writer
-from mlxrunner.errors import MlxrunnerError, PromptError
-from mlxrunner.models.load import tokenizer_of
+from mlxrunner.batch.output import Writer, error_of, write_line
+from mlxrunner.batch.plan import (
+    BatchPlan,
+    Speed,
+    Survey,
+    known_speed,
+    lanes_for,
+    make_plan,
+    remember_speed,
+    survey,
+)
+from mlxrunner.batch.prompts import Begun, tokenize_lines
+from mlxrunner.batch.run import Execution, Outcome
+from mlxrunner.batch.store import ORDERS, Counts, Order, Store
+from mlxrunner.errors import (
+    CutOffError,
+    DamagedStoreError,
+    MemoryPlanError,
+    NotSupportedError,
+    OutputError,
+    PromptError,
+    StoreError,
+)
+from mlxrunner.loading import plan_model
+from mlxrunner.models.load import load_model, tokenizer_of
+from mlxrunner.options import RunnerSettings
 from mlxrunner.parallel.runner import ParallelRunner
-from mlxrunner.runner import Runner, plan_model
+from mlxrunner.runner import Runner
+from mlxrunner.terminal.progress import Progress, loading
+from mlxrunner.terminal.signals import Interrupts, say_now
+from mlxrunner.terminal.text import duration
 from mlxrunner.tokenizer import Tokenizer
 
 T = TypeVar("T")
-Watch = Callable[[Runner | ParallelRunner], None]
+Watch = Callable[[Runner | ParallelRunner], object]
 Stopped = Literal["interrupt", "errors"]
+ENDING = (
+    "finishing the lines that are running; Ctrl-C again stops at once, and nothing that is "
+    "finished is lost"
+)
+MAX_BATCH = 256
+"""The tokens of a step.
+
+Where rows are long, pieces of several prompts in one row cost more than they save.
+"""
 
 
-class CutOffError(MlxrunnerError):
-    """A batch that could not write any more. What is in the store stays, and is gone on from."""
+@dataclass
+class Tally:
+    """The counts and times of a run so far."""
+
+    total: int = 0
+    """The number of lines of the input."""
+    earlier: int = 0
+    """The number of lines that were done before this run."""
+    earlier_failed: int = 0
+    """The number of those lines that failed."""
+    done: int = 0
+    """The number of lines that have ended in this run, as in all fields below."""
+    failed: int = 0
+    """The number of those lines that failed."""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    answer_tokens: int = 0
+    prompt_seconds: float = 0.0
+    """The seconds of prefill, added up over lines that overlap if several run at a time."""
+    answer_seconds: float = 0.0
+    """The seconds of decoding, added up in the same way."""
+    began: float = field(default_factory=time.monotonic)
+    """The time at which the run began, on time.monotonic."""
+
+    def add(self, outcome: Outcome) -> None:
+        """Count a line that has ended."""
+        self.done += 1
+        if outcome.result is None:
+            self.failed += 1
+            return
+        usage = outcome.result.usage
+        self.prompt_tokens += usage.prompt_tokens
+        self.cached_tokens += usage.cached_tokens
+        self.answer_tokens += usage.completion_tokens
+        self.prompt_seconds += usage.timing.prefill_s
+        self.answer_seconds += usage.timing.decode_s
+
+    @property
+    def seconds(self) -> float:
+        """The seconds since the run began."""
+        return max(time.monotonic() - self.began, 1e-9)
+
+    @property
+    def rate(self) -> float:
+        """The answer tokens per second."""
+        return self.answer_tokens / self.seconds
+
+    @property
+    def reused(self) -> float:
+        """The share of the prompt tokens that were not evaluated, from 0 to 1."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    def speed(self) -> Speed | None:
+        """Return the speed for the next estimate; None if the run was too short to tell.
+
+        The seconds of this run are divided between prompts and answers like the lines' own seconds.
+        """
+        evaluated, answered = self.prompt_tokens - self.cached_tokens, self.done - self.failed
+        if not (evaluated and answered > 0 and self.prompt_seconds and self.answer_seconds):
+            return None
+        share = self.prompt_seconds / (self.prompt_seconds + self.answer_seconds)
+        prompts, answers = self.seconds * share, self.seconds * (1 - share)
+        mean = self.answer_tokens / answered
+        return Speed(evaluated / prompts, self.answer_tokens / answers, mean)
+
+    def line(self) -> str:
+        """Return the progress so far, for people. The time left assumes the same pace."""
+        failed = self.earlier_failed + self.failed
+        parts = [f"{self.earlier + self.done} of {self.total} lines"]
+        if failed:
+            parts.append(f"{failed} failed")
+        parts += [f"{self.rate:.0f} tokens/s", f"{self.reused:.1%} of prompt tokens reused"]
+        if self.done:
+            left = self.seconds / self.done * (self.total - self.earlier - self.done)
+            parts.append(f"{duration(left)} left")
+        return ", ".join(parts)
+
+    def summary(self) -> str:
+        """Return a sentence for people about the whole run."""
+        return (
+            f"{self.done} lines in {duration(self.seconds)}: {self.prompt_tokens:,} prompt tokens, "
+            f"{self.reused:.1%} of them reused; {self.answer_tokens:,} answer tokens, "
+            f"{self.rate:.0f}/s"
+        )
 
 
 @dataclass(frozen=True)
-class Summary:
-    """How it ended. `lines`, `done`, `failed`: of the whole batch; `tally`: of this run. `stopped`: by Ctrl-C, or by too many failures.
-
-    `first_error`: of the first line in the input that failed, if it is known.
-    """
+class JobSummary:
+    """The end of a job. The counts are those of the whole batch."""
 
     lines: int
+    """The number of lines of the input."""
     done: int
+    """The number of lines that have an answer."""
     failed: int
+    """The number of lines whose answer is an error."""
     tally: Tally
+    """The counts and times of this run."""
     stopped: Stopped | None = None
+    """The cause of an early end: Ctrl-C, or too many failures; None if all lines are done."""
     first_error: str | None = None
+    """The error of the first failed line of the input; None if no line failed or it is unknown."""
 
 
-def run_job(job: Job, progress: Progress, watch: Watch = lambda runner: None) -> Summary:
-    """Run it, or go on with it. Errors of lines are in the output; what is raised is about the whole batch, in one line.
+def run_job(job: Job, progress: Progress, watch: Watch = lambda runner: None) -> JobSummary:
+    """Run the job, or resume it, and return its end.
 
-    `watch` is given the runner before it runs anything.
+    `watch` is called with the runner before it runs anything. The output holds the errors of lines.
+    An error that is raised concerns the whole batch, and has a message of one line.
     """
-    how, parts = How(job.defaults, job.retries, job.timeout), job.parts()
-    done = finished(job, parts)
-    if done is not None:
-        return Summary(done.lines, done.lines, done.failed, Tally(done.lines, done.lines))
+    parts = job.parts()
+    found = completed(job, parts)
+    if found is not None:
+        return JobSummary(found.lines, found.lines, found.failed, Tally(found.lines, found.lines))
     with opened_store(job) as store:
         tokenizer = tokenizer_of(job.model, trust_remote_code=job.trust_remote_code)
         context = _context(job)
@@ -90,7 +202,10 @@ def run_job(job: Job, progress: Progress, watch: Watch = lambda runner: None) ->
             writer = Writer(store, output, job.output_order)
             writer.mend()
             try:
-                return _run(job, how, store, writer, tokenizer, context, progress, watch)
+                with _runner(job, store, context, progress) as runner:
+                    if runner is not None:
+                        watch(runner)
+                    return _run(job, store, writer, tokenizer, runner, progress)
             except DamagedStoreError:
                 raise
             except (StoreError, OutputError) as error:
@@ -98,21 +213,18 @@ def run_job(job: Job, progress: Progress, watch: Watch = lambda runner: None) ->
 
 
 def plan_job(job: Job, progress: Progress) -> BatchPlan:
-    """What it will cost, or what is left of it will: no weights are read, and nothing is kept."""
+    """Return the plan of the job, or of the lines that are left.
+
+    No weights are read, and nothing is kept.
+    """
     parts, speed = job.parts() if job.resume else {}, known_speed(job.model)
-    done, context = finished(job, parts), _context(job)
+    done, context = completed(job, parts), _context(job)
     with store_to_plan(job) as store:
         if store.is_complete:
             check_made_from(job, store.meta, parts)
         elif done is None:
-            _read(
-                job,
-                store,
-                tokenizer_of(job.model, trust_remote_code=job.trust_remote_code),
-                context,
-                {},
-                progress,
-            )
+            tokenizer = tokenizer_of(job.model, trust_remote_code=job.trust_remote_code)
+            _read(job, store, tokenizer, context, {}, progress)
         counts = store.counts if done is None else Counts(done.lines, 0, done.lines, done.failed)
         found = {order: _survey(job, store, order, context, progress, speed) for order in ORDERS}
     lanes, _ = lanes_for(found[job.order], job.parallel, job.loading)
@@ -120,13 +232,11 @@ def plan_job(job: Job, progress: Progress) -> BatchPlan:
 
 
 def _context(job: Job) -> int:
-    """Most tokens of a prompt and its answer: as asked, or the model's own, or what fits."""
-    names = ("prefill_step", "kv_bits", "rewind_slack", "checkpoint_budget")
-    return plan_model(
-        job.model,
-        job.loading.get("context"),
-        **{name: job.loading[name] for name in names if name in job.loading},
-    ).context
+    """Return the most tokens of a prompt and its answer.
+
+    It is as asked, or else the model's own or what fits into memory.
+    """
+    return plan_model(job.model, **vars(RunnerSettings.among(job.loading))).context
 
 
 def _read(
@@ -137,18 +247,11 @@ def _read(
     parts: dict[str, str],
     progress: Progress,
 ) -> None:
-    """The whole input into the store."""
+    """Read the whole input into the store."""
     with opened_input(job) as stream:
-        reader = LineReader(
-            stream, defaults=job.defaults, system=job.system, raw=job.raw, template=job.template
-        )
-        spool(
-            store,
-            _counted(reader, "reading", progress),
-            tokenizer,
-            context=context,
-            defaults=job.defaults,
-        )
+        reader = LineReader(stream, job, template=job.prompt_template)
+        lines = _counted(reader, "reading", progress)
+        tokenize_lines(store, lines, tokenizer, context=context, defaults=job.defaults)
         store.finish({**parts, INPUT: reader.digest})
     progress.close()
 
@@ -161,86 +264,128 @@ def _survey(
     progress: Progress,
     speed: Speed | None = None,
 ) -> Survey:
-    found = survey(
-        _counted(store.pending(order), "planning", progress), job.defaults, context, speed
-    )
+    """Survey the lines that have no answer yet, and show the progress."""
+    lines = _counted(store.pending(order), "planning", progress)
+    found = survey(lines, job.defaults, context, speed)
     progress.close()
     return found
 
 
 def _counted(items: Iterable[T], what: str, progress: Progress) -> Iterator[T]:
+    """Yield the items, and show how many there were."""
     for number, item in enumerate(items, 1):
-        progress.count(what, number)
+        progress.update(partial("{}: {} lines".format, what, number))
         yield item
 
 
 def _run(
     job: Job,
-    how: How,
     store: Store,
     writer: Writer,
     tokenizer: Tokenizer,
-    context: int,
+    runner: Runner | ParallelRunner | None,
     progress: Progress,
-    watch: Watch,
-) -> Summary:
-    """All lines that have no answer, or those until it is stopped; when none is left the store goes."""
+) -> JobSummary:
+    """Run the lines that have no answer, until none is left or the run is stopped.
+
+    The store is removed when no line is left.
+    """
     before = store.counts
-    with _runner(job, store, context, progress) as runner, Interrupt() as interrupt:
-        if runner is not None:
-            watch(runner)
-        tally = Tally(before.lines, before.done, before.failed)
+    tally = Tally(before.lines, before.done, before.failed)
+    with (
+        Interrupts() as interrupts,
+        interrupts.asking(partial(say_now, ENDING), is_settled_when_seen=False) as interrupted,
+    ):
 
         def is_stopping() -> bool:
-            return interrupt.asked or (
-                job.max_errors is not None and tally.failed >= job.max_errors
-            )
+            failed_too_often = job.max_errors is not None and tally.failed >= job.max_errors
+            return interrupted() or failed_too_often
 
-        how = How(how.defaults, how.retries, how.timeout, is_stopping, writer.tick)
-        begun = begun_of(store, job.order, parallel=isinstance(runner, ParallelRunner))
-        with writer, closing(answer(runner, store.pending(job.order), how, begun)) as outcomes:  # type: ignore[type-var]
+        begun = Begun.of(store, job.order, parallel=isinstance(runner, ParallelRunner))
+        execution = Execution(runner, job, begun, is_stopping, writer.tick)
+        with writer, closing(execution.run(store.pending(job.order))) as outcomes:
             for outcome in outcomes:
-                failed = outcome.result is None
-                writer.write(
-                    outcome.entry.index,
-                    write_line(outcome, tokenizer, model=job.model, usage=job.usage),
-                    failed=failed,
-                )
+                line = write_line(outcome, tokenizer, model=job.model, usage=job.usage)
+                writer.write(outcome.line.index, line, failed=outcome.result is None)
                 tally.add(outcome)
-                progress.update(tally)
+                progress.update(tally.line, tally.earlier + tally.done, tally.total)
         after, first = store.counts, store.first_failure()
         if after.left and not is_stopping():
             raise store.damaged(f"{after.left} of {after.lines} lines are not found in it")
         if not after.left:
-            writer.seal()
-            finish(job, store, writer.output)
+            complete(job, store, writer.output)
     progress.close()
     speed = tally.speed()
     if speed is not None:
         remember_speed(job.model, speed)
-    stopped: Stopped | None = ("interrupt" if interrupt.asked else "errors") if after.left else None
-    return Summary(
-        after.lines,
-        after.done,
-        after.failed,
-        tally,
-        stopped,
-        error_of(first.body) if first is not None else None,
-    )
+    stopped: Stopped | None = ("interrupt" if interrupted() else "errors") if after.left else None
+    first_error = error_of(first.body) if first is not None else None
+    return JobSummary(after.lines, after.done, after.failed, tally, stopped, first_error)
 
 
 @contextmanager
 def _runner(
     job: Job, store: Store, context: int, progress: Progress
 ) -> Iterator[Runner | ParallelRunner | None]:
-    """None if there is no line that can be run."""
+    """Yield the runner for the lines without an answer; None if none of them can be run."""
     found = _survey(job, store, job.order, context, progress)
     if not found.lines:
         yield None
         return
-    runner = open_runner(job.model, job.loading, job.parallel, found, context, progress.say)
+    with loading(job.model, is_quiet=not progress.has_bar):
+        runner = open_runner(job, found, context, progress.say)
     try:
         yield runner
     finally:
         if isinstance(runner, ParallelRunner):
             runner.close()
+
+
+def open_runner(
+    job: Job, found: Survey, context: int, say: Callable[[str], None]
+) -> Runner | ParallelRunner:
+    """Load the model and return a runner for the surveyed lines.
+
+    The runner takes as many lines at a time as `lanes_for` says and as fit into memory. `say` is
+    called with that number and the reason for it. Raise ModelError if the model can't be loaded,
+    and MemoryPlanError if it does not fit.
+    """
+    lanes, why = lanes_for(found, job.parallel, job.loading)
+    if lanes > 1:
+        runner = _several(job, lanes, found, context, say)
+        if isinstance(runner, ParallelRunner):
+            return runner
+        why = runner
+    if why:
+        say(f"one line at a time: {why}")
+    return Runner.load(job.model, **{**job.loading, "context": context})
+
+
+def _several(
+    job: Job, lanes: int, found: Survey, context: int, say: Callable[[str], None]
+) -> ParallelRunner | str:
+    """Return a runner for several lines at a time, or the reason why it has to be one."""
+    loaded = load_model(job.model, trust_remote_code=job.trust_remote_code)
+    while lanes > 1:
+        try:
+            runner = ParallelRunner.of(
+                loaded,
+                max_sequences=lanes,
+                context=context,
+                cells=found.cells(lanes, context),
+                prefill_step=max(MAX_BATCH, lanes),
+                reserve=bool(job.loading.get("reserve", True)),
+            )
+        except NotSupportedError as error:
+            return str(error)
+        except MemoryPlanError:
+            if job.parallel is not None:
+                raise
+            lanes //= 2
+        else:
+            say(
+                f"{lanes} lines at a time, prefixes that they share stored once "
+                f"({found.new_tokens:.0f} new tokens a line)"
+            )
+            return runner
+    return "more do not fit into memory; --max-tokens would bound what each line needs"

@@ -1,1 +1,4 @@
-"""Measurements of one model on this machine, alone and against mlx-lm: each figure as a share of what the machine can do at most."""
+"""Measure one model on this machine, alone and against mlx-lm.
+
+Each figure has its share of the most that the machine can do.
+"""

@@ -1,6 +1,7 @@
-"""How anything is measured here: sides that take turns in one process, each run as the reader of the tokens sees it.
+"""Measure requests as the reader of their tokens sees them, on backends that take turns.
 
-Another side begins each round, so that what slows the machine slows all of them, and they are compared round by round.
+All backends run in one process, and another one begins each round. A disturbance of the machine
+slows all of them, and they are compared round by round.
 """
 
 from __future__ import annotations
@@ -16,59 +17,73 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.generate import generation_stream
 
-from mlxrunner.bench.sides import Side
+from mlxrunner.bench.backends import Backend
 from mlxrunner.runner import Runner
 
 Begin = Callable[[str], None]
-"""Called with the name of what is done next."""
+"""A function that is called with the name of the next piece of work."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """Seconds to the first token (`ttft`), from there to the last (`decode`), and of these the reading thread's own (`python`);
-    `peak`: bytes of all MLX memory; `stored`: bytes that hold the entry's tokens afterwards, of our side."""
+    """One measured request."""
 
     tokens: list[int]
+    """The tokens of the answer."""
     ttft: float
+    """The seconds to the first token."""
     decode: float
+    """The seconds from the first token to the last."""
     python: float
+    """The seconds of `decode` that the reading thread itself computed."""
     peak: int
+    """The peak of all MLX memory, in bytes."""
     stored: int = 0
+    """The bytes of the runner's entry that hold tokens afterwards, for our own backend only."""
 
 
 def alternate(
     runner: Runner,
-    sides: Mapping[str, Side],
+    backends: Mapping[str, Backend],
     prompt: list[int],
     count: int,
     rounds: int,
     begin: Begin = lambda name: None,
 ) -> dict[str, list[Run]]:
-    """`rounds` cold runs of each side after one that doesn't count; says so if they gave different tokens."""
-    runs: dict[str, list[Run]] = {side: [] for side in sides}
+    """Run each backend cold `rounds` times, after one run that does not count.
+
+    `count` is the number of tokens to answer. Print a line on standard error if the backends give
+    different tokens.
+    """
+    runs: dict[str, list[Run]] = {backend: [] for backend in backends}
     for turn in range(rounds + 1):
         begin(
             f"cold prompt of {len(prompt)}, "
             + (f"round {turn} of {rounds}" if turn else "warming up")
         )
-        for side in in_turn(sides, turn):
+        for backend in in_turn(backends, turn):
             runner.reset()
-            runs[side].append(measure(sides[side], prompt, count, runner))
+            runs[backend].append(measure(backends[backend], prompt, count, runner))
     if len({tuple(run.tokens) for those in runs.values() for run in those}) > 1:
-        print(f"{', '.join(sides)}: not the same tokens after {len(prompt)}", file=sys.stderr)
-    return {side: those[1:] for side, those in runs.items()}
+        print(f"{', '.join(backends)}: not the same tokens after {len(prompt)}", file=sys.stderr)
+    return {backend: those[1:] for backend, those in runs.items()}
 
 
-def in_turn(sides: Mapping[str, Any], turn: int) -> list[str]:
-    return list(sides) if turn % 2 else list(sides)[::-1]
+def in_turn(backends: Mapping[str, Any], turn: int) -> list[str]:
+    """Return the names in the order of round `turn`: forwards in odd rounds, else backwards."""
+    return list(backends) if turn % 2 else list(backends)[::-1]
 
 
-def measure(side: Side, prompt: list[int], count: int, runner: Runner) -> Run:
-    """All `count` tokens of an answer; a first token alone is read from an answer of two, whose second one nobody waits for."""
+def measure(backend: Backend, prompt: list[int], count: int, runner: Runner) -> Run:
+    """Measure an answer of `count` tokens.
+
+    A single token is measured as the first of two, so that the second is already being computed, as
+    it is for a reader.
+    """
     wait()
     mx.reset_peak_memory()
     began = time.perf_counter()
-    answer = side(prompt, max(count, 2))
+    answer = backend(prompt, max(count, 2))
     tokens = [next(answer)]
     first, first_python = time.perf_counter(), time.thread_time()
     while len(tokens) < count:
@@ -87,7 +102,7 @@ def measure(side: Side, prompt: list[int], count: int, runner: Runner) -> Run:
 
 
 def wait() -> None:
-    """For what the last run left on its way; and give back what it no longer needs."""
+    """Wait for the last run to end on the device, and give back its memory."""
     mx.synchronize()
     mx.synchronize(generation_stream)
     gc.collect()
@@ -95,6 +110,7 @@ def wait() -> None:
 
 
 def some_tokens(runner: Runner, count: int, seed: int = 0) -> list[int]:
+    """Return `count` random tokens of the runner's vocabulary."""
     tokens: list[int] = (
         np.random.default_rng(seed).integers(runner.facts.vocab, size=count).tolist()
     )

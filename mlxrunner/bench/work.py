@@ -1,4 +1,7 @@
-"""The work that is measured: cold prompts, warm ones, answers at several depths, memory; alone, or against mlx-lm in turn."""
+"""Measure a model, alone or in turn with mlx-lm.
+
+The measurements are cold prompts, warm prompts, answers at several depths, and memory.
+"""
 
 from __future__ import annotations
 
@@ -12,32 +15,34 @@ from typing import Any
 import mlx.core as mx
 import mlx_lm
 
-from mlxrunner import device
+from mlxrunner.bench.backends import Backend, PromptCacheBackend, mlx_lm_backend, our_backend
 from mlxrunner.bench.ceilings import Ceilings, cost_of, measure_ceilings, num_parameters
-from mlxrunner.bench.figures import Figure, Findings
 from mlxrunner.bench.harness import Begin, alternate, in_turn, measure, some_tokens, wait
+from mlxrunner.bench.measurements import Figure, Measurements, less_is_better, more_is_better
 from mlxrunner.bench.models import load_or_make
-from mlxrunner.bench.rows import less_is_better, more_is_better
-from mlxrunner.bench.sides import PromptCacheSide, Side, mlx_lm_side, our_side
+from mlxrunner.engine.observation import Observation
 from mlxrunner.errors import MlxrunnerError, OptionError
+from mlxrunner.loading import plan_model
+from mlxrunner.memory.reserve import must_fit, weights_of
 from mlxrunner.models.resolve import resolve
-from mlxrunner.observation import Observation
-from mlxrunner.reserve import must_fit, weights_of
-from mlxrunner.runner import Runner, plan_model
-from mlxrunner.terminal import size
+from mlxrunner.runner import Runner
+from mlxrunner.system import device
+from mlxrunner.terminal.text import size
 
 CONTEXTS = (512, 2048)
+"""The default lengths of prompts, in tokens."""
 CACHED = (0, 50, 90, 99, 100)
-"""Per cent of a prompt that the entry has already."""
+"""The percentages of a prompt that the entry holds already."""
 QUICK_CONTEXT = 128
+"""The length of the prompt of a quick bench, in tokens."""
 SHORTEST = 16
+"""The length of the shortest prompt, in tokens."""
 
 
 class Bench:
-    """Of one model. `findings` grow while `run` goes on: an interrupted one has something to say.
+    """A bench of one model.
 
-    contexts: tokens of the prompts (default: CONTEXTS, as far as the model goes). rounds: how often each is measured. answer: tokens decoded
-    after each. versus: also run mlx-lm on the same weights, alternately. OptionError for a prompt that the model is not made for.
+    `run` fills `measurements` as it goes, so an interrupted bench has some.
     """
 
     def __init__(
@@ -52,23 +57,30 @@ class Bench:
         trust_remote_code: bool = False,
         begin: Begin = lambda name: None,
     ) -> None:
-        self._model, self._rounds, self._answer, self._versus, self._quick = (
-            model,
-            rounds,
-            answer,
-            versus,
-            quick,
-        )
+        """Prepare a bench; `run` loads the model and measures it.
+
+        `contexts` are the lengths of the prompts in tokens, by default CONTEXTS as far as the
+        model's context allows. `rounds` is the number of runs of each measurement, and `answer` the
+        number of tokens decoded after each prompt. With `versus`, mlx-lm runs on the same weights
+        in turn. With `quick`, the bandwidth is measured with smaller arrays. `begin` is called with
+        the name of each piece of work.
+        """
+        self._model, self._contexts, self._rounds = model, list(contexts), rounds
+        self._answer, self._versus, self._quick = answer, versus, quick
         self._begin, self._trust = begin, trust_remote_code
-        self._contexts = list(contexts)
-        self.findings = Findings()
+        self.measurements = Measurements()
 
     @staticmethod
     def num_parts(contexts: int, rounds: int) -> int:
-        """How often `begin` is called."""
+        """Return the number of calls of `begin`."""
         return 2 + contexts * (rounds + 1) + rounds
 
-    def run(self) -> Findings:
+    def run(self) -> Measurements:
+        """Measure the model and return the measurements.
+
+        Raise OptionError if a prompt is too short, or too long for the model's context. Raise
+        ModelError if the model can't be loaded, and MemoryPlanError if it does not fit.
+        """
         self._load()
         self._begin("measuring what the machine can do at most")
         self._ceilings = measure_ceilings(self._runner.model, quick=self._quick)
@@ -77,9 +89,10 @@ class Bench:
             self._cold(context)
         self._warm(self._contexts[-1])
         self._memory()
-        return self.findings
+        return self.measurements
 
     def _load(self) -> None:
+        """Load the model, check the lengths of the prompts, and make the runner."""
         self._begin(f"loading {self._model}")
         if not self._model.startswith("random:"):
             must_fit(
@@ -97,8 +110,9 @@ class Bench:
         self._contexts = sorted(set(self._contexts or (min(context, most) for context in CONTEXTS)))
         if not SHORTEST <= self._contexts[0] <= self._contexts[-1] <= most:
             raise OptionError(
-                f"context: {self._contexts[0]} to {self._contexts[-1]} tokens with an answer of {self._answer} are out of range: "
-                f"at least {SHORTEST}, at most {most} for this model's context of {loaded.facts.context}"
+                f"context: {self._contexts[0]} to {self._contexts[-1]} tokens with an answer of "
+                f"{self._answer} are out of range: at least {SHORTEST}, at most {most} for this "
+                f"model's context of {loaded.facts.context}"
             )
         context = self._contexts[-1] + self._answer + 1
         self._runner = Runner(
@@ -106,10 +120,14 @@ class Bench:
         )
         self._cost = cost_of(loaded.model, loaded.config)
         self._weights = weights_of(loaded.model)
-        self._runner.observer, self._evaluated = self._observe, 0
+        self._runner.observers.append(self._observe)
+        self._evaluated = 0
 
     def _compare_loads(self) -> dict[str, list[float]]:
-        """Seconds of each side, with its tokenizer, one after the other; nothing of one is there while the other loads."""
+        """Measure the seconds in which each backend loads model and tokenizer, one after the other.
+
+        Nothing of one backend is left in memory while the other loads.
+        """
         folder = str(resolve(self._model))
         ways: dict[str, Callable[[], object]] = {
             "ours": lambda: load_or_make(self._model, trust_remote_code=self._trust),
@@ -117,25 +135,26 @@ class Bench:
                 folder, tokenizer_config={"trust_remote_code": self._trust}
             ),
         }
-        found: dict[str, list[float]] = {side: [] for side in ways}
+        found: dict[str, list[float]] = {backend: [] for backend in ways}
         for turn in range(self._rounds + 1):
-            for side in in_turn(ways, turn):
+            for backend in in_turn(ways, turn):
                 wait()
                 began = time.perf_counter()
                 try:
-                    ways[side]()
+                    ways[backend]()
                 except MlxrunnerError:
                     raise
-                except Exception as error:  # a tokenizer that only we know, say
+                except Exception as error:  # such as a tokenizer that only we know
                     print(
                         f"mlx-lm can't load it by itself: {type(error).__name__}", file=sys.stderr
                     )
                     return {}
-                found[side].append(time.perf_counter() - began)
-        return {side: those[1:] for side, those in found.items()}
+                found[backend].append(time.perf_counter() - began)
+        return {backend: those[1:] for backend, those in found.items()}
 
     def _say_what(self, ceilings: Ceilings) -> None:
-        self.findings.about = {
+        """Record the model, the versions, the time to load and the ceilings."""
+        self.measurements.about = {
             "model": self._model,
             "parameters": f"{num_parameters(self._runner.model) / 1e6:.3g} M",
             "weights": size(self._weights),
@@ -148,8 +167,10 @@ class Bench:
         ours = self._loads["ours"]
         share = self._weights / ceilings.bandwidth / median(ours)
         if "mlx-lm" in self._loads:
-            self.findings.rows.append(less_is_better("load", "s", ours, self._loads["mlx-lm"]))
-        self.findings.figures += [
+            self.measurements.comparisons.append(
+                less_is_better("load", "s", ours, self._loads["mlx-lm"])
+            )
+        self.measurements.figures += [
             Figure("load", "s", ours, share, "bandwidth"),
             Figure(f"ceiling: bandwidth, {ceilings.dtype}", "GB/s", [ceilings.bandwidth / 1e9]),
             Figure(
@@ -158,18 +179,18 @@ class Bench:
         ]
 
     def _cold(self, context: int) -> None:
-        """Prefill, decode at that depth, and memory."""
-        sides: dict[str, Side] = {"ours": our_side(self._runner)}
+        """Measure prefill, decode at that depth, and memory."""
+        backends: dict[str, Backend] = {"ours": our_backend(self._runner)}
         if self._versus:
-            sides["mlx-lm"] = mlx_lm_side(self._runner)
+            backends["mlx-lm"] = mlx_lm_backend(self._runner)
         prompt, steps = some_tokens(self._runner, context), self._answer - 1
-        runs = alternate(self._runner, sides, prompt, self._answer, self._rounds, self._begin)
+        runs = alternate(self._runner, backends, prompt, self._answer, self._rounds, self._begin)
         ours = runs["ours"]
-        prefill = {side: [context / run.ttft for run in those] for side, those in runs.items()}
-        decode = {side: [steps / run.decode for run in those] for side, those in runs.items()}
-        peak = {side: [run.peak / 1e6 for run in those] for side, those in runs.items()}
+        prefill = {name: [context / run.ttft for run in those] for name, those in runs.items()}
+        decode = {name: [steps / run.decode for run in those] for name, those in runs.items()}
+        peak = {name: [run.peak / 1e6 for run in those] for name, those in runs.items()}
         ttft, step = median(run.ttft for run in ours), median(run.decode for run in ours) / steps
-        self.findings.figures += [
+        self.measurements.figures += [
             Figure(
                 f"cold prefill of {context}",
                 "tok/s",
@@ -191,7 +212,7 @@ class Bench:
             ),
         ]
         if self._versus:
-            self.findings.rows += [
+            self.measurements.comparisons += [
                 more_is_better(
                     f"cold prefill of {context}", "tok/s", prefill["ours"], prefill["mlx-lm"]
                 ),
@@ -202,18 +223,21 @@ class Bench:
             ]
 
     def _warm(self, context: int) -> None:
-        """Time to the first token of a prompt whose beginning is in the entry, and of the same prompt after its answer."""
-        sides: dict[str, Side] = {"ours": our_side(self._runner)}
+        """Measure the time to the first token of prompts whose beginning is in the entry.
+
+        The last of them is asked again after its answer.
+        """
+        backends: dict[str, Backend] = {"ours": our_backend(self._runner)}
         if self._versus:
-            sides["mlx-lm"] = other = PromptCacheSide(self._runner)
+            backends["mlx-lm"] = other = PromptCacheBackend(self._runner)
         names = [f"first token of {context}, {percent} % cached" for percent in CACHED]
         found: dict[str, dict[str, list[float]]] = {}
         evaluated: dict[str, int] = {}
 
         def ask(name: str, prompt: list[int]) -> None:
-            for side in in_turn(sides, turn):
-                run = measure(sides[side], prompt, 1, self._runner)
-                found.setdefault(name, {}).setdefault(side, []).append(run.ttft * 1e3)
+            for backend in in_turn(backends, turn):
+                run = measure(backends[backend], prompt, 1, self._runner)
+                found.setdefault(name, {}).setdefault(backend, []).append(run.ttft * 1e3)
             evaluated[name] = self._evaluated
 
         for turn in range(self._rounds):
@@ -224,29 +248,35 @@ class Bench:
             prompt = some_tokens(self._runner, context, seed=turn)
             for percent, name in zip(CACHED, names, strict=True):
                 kept = context * percent // 100
-                # Different from its first token on, so that no more than `kept` can be reused of the entry that the last one left.
+                # The rest differs from its first token on, so that no more than `kept` tokens of
+                # the last entry can be reused.
                 prompt = prompt[:kept] + [
                     (token + 1) % self._runner.facts.vocab for token in prompt[kept:]
                 ]
                 ask(name, prompt)
-            for side in sides.values():
-                measure(side, prompt, self._answer, self._runner)
+            for backend in backends.values():
+                measure(backend, prompt, self._answer, self._runner)
             ask(f"first token of {context}, regenerated", prompt)
         for name, ms in found.items():
             share = self._share(
                 median(ms["ours"]) / 1e3, evaluated[name], self._runner.entry.used_bytes
             )
-            self.findings.figures.append(Figure(name, "ms", ms["ours"], *share, evaluated[name]))
-            if self._versus and name != names[0]:  # the cold one is compared as a rate
-                self.findings.rows.append(less_is_better(name, "ms", ms["ours"], ms["mlx-lm"]))
+            self.measurements.figures.append(
+                Figure(name, "ms", ms["ours"], *share, evaluated[name])
+            )
+            if self._versus and name != names[0]:  # the cold prompt is compared as a rate
+                self.measurements.comparisons.append(
+                    less_is_better(name, "ms", ms["ours"], ms["mlx-lm"])
+                )
 
     def _observe(self, runner: Any, observation: Observation) -> None:
         self._evaluated = observation.usage.evaluated_tokens
 
     def _memory(self) -> None:
+        """Record the memory of the weights and of the entry."""
         offered = device.offered_bytes()
         entry = self._runner.entry
-        self.findings.figures += [
+        self.measurements.figures += [
             Figure("weights", "MB", [self._weights / 1e6], self._weights / offered, "memory"),
             Figure(
                 f"entry of {len(entry.tokens)} tokens",
@@ -259,7 +289,11 @@ class Bench:
         mx.clear_cache()
 
     def _share(self, seconds: float, tokens: int, stored: int) -> tuple[float | None, str | None]:
-        """Of the ceiling that bounds a pass over `tokens` tokens with `stored` bytes of caches."""
+        """Return the share of a ceiling that a pass reached, and the name of the ceiling.
+
+        The pass is over `tokens` tokens with `stored` bytes of caches, in `seconds`. Both are None
+        if the cost of a pass is not known.
+        """
         if self._cost is None:
             return None, None
         least, ceiling = self._cost.least_s(tokens, stored, self._ceilings)

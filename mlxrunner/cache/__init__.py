@@ -1,32 +1,45 @@
-"""The entry and its layer caches, and the caches of several sequences. Bookkeeping never imports mlx; what holds tensors comes when asked for."""
+"""The prefix-cache entry, its layer caches, and the caches that several sequences share.
+
+Bookkeeping modules never import mlx. Classes that hold tensors are imported at their first use.
+"""
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mlxrunner.cache.entry import CacheEntry, PrefixCache, Session
-from mlxrunner.cache.layer import LayerCache, RewindError
+from mlxrunner.cache.entry import CacheEntry
+from mlxrunner.cache.layers.protocol import LayerCache, RewindError
 from mlxrunner.cache.lookup import Lookup
-from mlxrunner.cache.sequences import (
-    END,
-    Batch,
-    Cache,
-    CacheConfig,
-    CacheFullError,
-    NotSupportedError,
-)
+from mlxrunner.cache.prefix import EntryLease, PrefixCache
+from mlxrunner.cache.shared.sequences import END, Batch, Cache, CacheConfig
 from mlxrunner.cache.tokens import TokenBuffer, common_prefix
+from mlxrunner.errors import CacheFullError, NotSupportedError
 
 if TYPE_CHECKING:
-    from mlxrunner.cache.causal import CausalCache
-    from mlxrunner.cache.encoder import EncoderCache
-    from mlxrunner.cache.wrapper import WrapperCache
+    from mlxrunner.cache.shared.causal import CausalCache
+    from mlxrunner.cache.shared.encoder import EncoderCache
+    from mlxrunner.cache.shared.wrapper import WrapperCache
 
 __all__ = [
-    "END", "Batch", "Cache", "CacheConfig", "CacheEntry", "CacheFullError", "CausalCache", "EncoderCache", "LayerCache", "Lookup",
-    "NotSupportedError", "PrefixCache", "RewindError", "Session", "TokenBuffer", "WrapperCache", "common_prefix",
-]  # fmt: skip
+    "END",
+    "Batch",
+    "Cache",
+    "CacheConfig",
+    "CacheEntry",
+    "CacheFullError",
+    "CausalCache",
+    "EncoderCache",
+    "EntryLease",
+    "LayerCache",
+    "Lookup",
+    "NotSupportedError",
+    "PrefixCache",
+    "RewindError",
+    "TokenBuffer",
+    "WrapperCache",
+    "common_prefix",
+]
 
 _WITH_TENSORS = {"CausalCache": "causal", "EncoderCache": "encoder", "WrapperCache": "wrapper"}
 
@@ -34,4 +47,4 @@ _WITH_TENSORS = {"CausalCache": "causal", "EncoderCache": "encoder", "WrapperCac
 def __getattr__(name: str) -> Any:
     if name not in _WITH_TENSORS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_WITH_TENSORS[name]}"), name)
+    return getattr(import_module(f"{__name__}.shared.{_WITH_TENSORS[name]}"), name)

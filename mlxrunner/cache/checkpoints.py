@@ -1,11 +1,12 @@
-"""Which checkpoints to take and which to keep. Bookkeeping only: what a checkpoint holds is opaque here, no tensors.
+"""Decide which checkpoints to take and which to keep. Bookkeeping only: no tensors.
 
-A checkpoint is what the layers that can't compute backwards (windows, states) looked like at one offset. For a model whose layers
-all rewind by themselves the set stays empty and costs nothing.
+A checkpoint is a copy, at one offset, of the layers that can't compute backwards (windows, states).
+A model whose layers all rewind by themselves needs no checkpoints.
 
-Three offsets of a prompt have a role, as prompts go back to them; the others are spread over what lies between. Nothing that was given
-up can be had again without evaluating it, so the spacing grows with the text: one checkpoint in `length / (free + 1)` tokens, where
-`free` is how many the budget has room for beside the PINNED ones.
+Three offsets of a prompt have a role, because later prompts go back to them. The other checkpoints
+are spread between these. Only evaluating its tokens again brings a dropped checkpoint back.
+Therefore the spacing grows with the text: one checkpoint per `length / (free + 1)` tokens, where
+`free` is the number of checkpoints that the budget holds beside the PINNED ones.
 """
 
 from __future__ import annotations
@@ -16,49 +17,58 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 SPACING = 256
-"""Fewest tokens that are worth splitting a chunk for, unless something asks for that very offset."""
+"""Smallest spacing in tokens. A chunk is split for less only at an offset that has a role."""
 HEADER = 64
 """Most tokens between the last message end and the end of the prompt: the header of the answer."""
 NEAR_END = 8
-"""Tokens before an end that is likely to move: templates and retries change the last few, a line is appended to a system prompt."""
+"""Tokens between a checkpoint and an end that is likely to move.
+
+Templates and retries change the last few tokens; users append lines to system prompts.
+"""
 INTERVAL = 1024
-"""Tokens between two checkpoints where the budget has room for many."""
+"""Tokens between two checkpoints while the budget has room for many."""
 
 Role = Literal["answer", "system", "message"]
-"""Where an answer, a system prompt's successor or the last message begins, or shortly before."""
+"""The place where an answer, the text behind a system prompt or the last message begins."""
 ROLES: tuple[Role, ...] = ("answer", "system", "message")
-"""In the order in which they are given up, after all that have none: without the first, a regenerated answer costs one message."""
+"""The roles in the order in which their checkpoints are dropped, after all without a role.
+
+Without "answer", a regenerated answer costs the evaluation of one message.
+"""
 PINNED = len(ROLES)
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The state of all layers at one offset. `snapshots`: one per layer, None for a layer that rewinds by itself."""
+    """The state of all layers at one offset."""
 
     offset: int
     nbytes: int
     snapshots: Sequence[Any] = ()
+    """One per layer; None for a layer that rewinds by itself."""
     role: Role | None = None
 
 
 @dataclass(frozen=True)
 class Places:
-    """Offsets of one prompt: those with a role, the ends of its messages, and `until`, beyond which no prefill pauses.
-
-    `ahead`: nobody has asked for an answer yet.
-    """
+    """Offsets of one prompt at which checkpoints are worth taking."""
 
     roles: Mapping[int, Role] = field(default_factory=dict)
     ends: Sequence[int] = ()
+    """Offsets at which the messages of the prompt end."""
     until: int = 0
+    """The offset from which on no prefill pauses."""
     ahead: bool = False
+    """True if the prompt is evaluated before its answer is asked for."""
 
 
 def places_of(total: int, message_ends: Sequence[int], *, ahead: bool = False) -> Places:
-    """Find where the next prompt is likely to leave a prompt of `total` tokens.
+    """Return the offsets at which the next prompt is likely to leave a prompt of `total` tokens.
 
-    What follows the answer's place, at most HEADER tokens, is evaluated in one pass, as the seed of the answer. A long system prompt has its
-    place shortly before its end, where one with another line appended still finds it. `ahead`: the last message has no end yet.
+    At most HEADER tokens follow the answer's place. They are evaluated in one pass, as the seed of
+    the answer. The place of a long system prompt is shortly before its end, so that a system prompt
+    with another line appended still finds it. `message_ends`: offsets at which the messages end.
+    `ahead`: the last message has no end yet.
     """
     ends = [end for end in message_ends if end < total]
     answer = (
@@ -75,12 +85,19 @@ def places_of(total: int, message_ends: Sequence[int], *, ahead: bool = False) -
 
 
 def spacing(length: int, slots: int, interval: int) -> int:
-    """Return the tokens between two checkpoints in a text of `length` with room for `slots`; at least `interval`."""
+    """Return the tokens between two checkpoints, at least `interval`.
+
+    `length`: tokens of the text. `slots`: number of checkpoints that the budget has room for.
+    """
     return max(interval, length // (max(slots - PINNED, 0) + 1))
 
 
 def thinned(items: Sequence[Checkpoint], budget: int, interval: int) -> list[Checkpoint]:
-    """Return the `items` (sorted by offset) that fit into `budget` bytes. The last one stays while another without a role is left."""
+    """Return the `items` (sorted by offset) that fit into `budget` bytes.
+
+    The last one is kept as long as others without a role can be dropped. `interval`: tokens between
+    two checkpoints.
+    """
     kept = list(items)
     size = max((item.nbytes for item in kept), default=0)
     while sum(item.nbytes for item in kept) > budget:
@@ -93,13 +110,17 @@ def thinned(items: Sequence[Checkpoint], budget: int, interval: int) -> list[Che
 
 
 def slots_of(budget: int, nbytes: int) -> int:
-    """Return how many checkpoints of `nbytes` fit into the budget."""
+    """Return the number of checkpoints of `nbytes` bytes that fit into `budget` bytes."""
     return budget // max(nbytes, 1)
 
 
 def _least_useful(items: Sequence[Checkpoint], allowed: int) -> int:
-    """The index of the one without a role whose loss leaves a gap that fills the `allowed` one best, or else the smallest gap; then the last
-    one if it has no role, and then by role."""
+    """Return the index of the checkpoint to drop.
+
+    Checkpoints without a role come first. Of these, drop the one whose loss leaves the largest gap
+    of about `allowed` tokens or less, or else the smallest gap. The last one comes next if it has
+    no role. Then the order is that of ROLES.
+    """
     offsets = [0, *(item.offset for item in items)]
     gaps = {
         i: offsets[i + 2] - offsets[i] for i, item in enumerate(items[:-1]) if item.role is None
@@ -115,13 +136,17 @@ def _least_useful(items: Sequence[Checkpoint], allowed: int) -> int:
 
 
 class Checkpoints:
-    """A set bounded by `budget` bytes, sorted by offset. An interrupt at any line leaves it as it was, or as it was to become."""
+    """A set of checkpoints, sorted by offset, of at most `budget` bytes.
+
+    An interrupt at any line leaves the set either unchanged or completely changed.
+    """
 
     def __init__(self, budget: int, interval: int = INTERVAL) -> None:
         self.budget, self.interval = budget, interval
         self._items: list[Checkpoint] = []
         self._places = Places()
-        self._offered = 0  # offset of the last one, kept or not: the next one comes a spacing later
+        # Offset of the last one added, kept or not. The next comes a spacing later.
+        self._offered = 0
 
     def __len__(self) -> int:
         return len(self._items)
@@ -138,21 +163,26 @@ class Checkpoints:
         return sum(item.nbytes for item in self._items)
 
     def at(self, offset: int) -> Checkpoint | None:
+        """Return the checkpoint at exactly `offset`; None if there is none."""
         return next((item for item in self._items if item.offset == offset), None)
 
     def before(self, to: int) -> list[Checkpoint]:
-        """Those at offsets <= `to`, the largest first."""
+        """Return the checkpoints at offsets <= `to`, the largest offset first."""
         return self._items[: bisect_right(self._items, to, key=_offset)][::-1]
 
     def truncate(self, to: int) -> None:
-        """Drop those beyond `to`, and the roles of what lies there."""
+        """Drop the checkpoints and the roles beyond offset `to`."""
         self._items = self._items[: bisect_right(self._items, to, key=_offset)]
         roles = {offset: role for offset, role in self._places.roles.items() if offset <= to}
         self._places = replace(self._places, roles=roles, until=min(self._places.until, to))
         self._offered = min(self._offered, to)
 
     def mark(self, places: Places) -> None:
-        """Set the places of the next prompt. Evaluating ahead leaves the last answer's place its role."""
+        """Set the places of the next prompt.
+
+        If `places` are of a prompt evaluated ahead, the checkpoint of the last answer keeps its
+        role.
+        """
         last: tuple[Role | None, ...] = ("answer",) if places.ahead else ()
         self._items = [
             replace(
@@ -163,7 +193,10 @@ class Checkpoints:
         self._places = places
 
     def add(self, new: Checkpoint) -> bool:
-        """Keep `new` (unless one is there) and make room for it; returns whether it is kept."""
+        """Add `new`, make room for it, and return True if it is kept.
+
+        Return False if its offset already has a checkpoint, or if it exceeds the budget.
+        """
         self._offered = max(self._offered, new.offset)
         if self.at(new.offset) is not None or new.nbytes > self.budget:
             return False
@@ -173,7 +206,7 @@ class Checkpoints:
         return self.at(new.offset) is not None
 
     def next_stop(self, at: int) -> int | None:
-        """Return the offset where a prefill at `at` pauses for the next checkpoint; None for no pause."""
+        """Return the offset of the next checkpoint of a prefill at `at`; None for no pause."""
         if at >= self._places.until:
             return None
         wanted = min(offset for offset in (*self._places.roles, self._places.until) if offset > at)
@@ -186,7 +219,10 @@ class Checkpoints:
         return end if end > max(at, due - apart // 2) else due
 
     def due(self, at: int) -> int:
-        """Return the offset from which on a checkpoint is due for an entry at `at`; due now if not beyond `at`."""
+        """Return the offset from which on an entry at offset `at` should take a checkpoint.
+
+        It should take one now if the returned offset is not beyond `at`.
+        """
         return at if at in self._places.roles else self._last + self._spacing
 
     @property
@@ -195,8 +231,12 @@ class Checkpoints:
 
     @property
     def _spacing(self) -> int:
-        """From the last one to the next: the interval, until a quarter of the budget is used. From then on a third more than the budget allows
-        on an average, which makes up for what is given up later (tried on thousands of histories)."""
+        """Tokens from the last checkpoint to the next.
+
+        This is the interval until a quarter of the budget is used. From then on it is a third more
+        than the budget allows on average, because some checkpoints are dropped later. The factor
+        was tried on thousands of histories.
+        """
         slots = slots_of(
             self.budget, max((item.nbytes for item in self._items), default=self.budget)
         )

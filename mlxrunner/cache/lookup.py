@@ -1,4 +1,4 @@
-"""What a prompt found in the entry, and why not more. Bookkeeping only: no tensors."""
+"""Explain how much of a prompt the entry held, and why not more. No tensors."""
 
 from __future__ import annotations
 
@@ -9,44 +9,55 @@ from mlxrunner.cache.tokens import TokenArray, common_prefix
 
 Outcome = Literal["hit", "partial", "miss"]
 WINDOW = 16
-"""So many of the dropped tokens are remembered, to show what lay where a prompt left the entry."""
+"""Number of dropped tokens to remember, to show where a prompt left the entry."""
 
 
 @dataclass(frozen=True)
 class Lookup:
-    """What a prompt found in the entry, and why not more.
-
-    `reason`: None when nothing was lost, else "empty", "no_common_token", "diverged", "prompt_shorter", "rewind_limited" (by the
-    layer kind `limited_by`), "interrupted" (the request before was ended in its prefill), "restored" (from the file `freed_by`), or why
-    the entry was given up: "entry_freed", "model_changed", "options_changed", "verify_failed", each by what `freed_by` says.
-    `lost`: how many more tokens would have been reused at most without that.
-    """
+    """The tokens of a prompt that the entry held, and the reason for the missing ones."""
 
     prompt_tokens: int
     entry_tokens: int
+    """Tokens that the entry held."""
     matched: int
+    """Tokens of the longest common prefix of the prompt and the entry."""
     cached: int
+    """Tokens reused, at most `matched`."""
     reason: str | None = None
+    """The reason for evaluating more than the prompt's new tokens; None if nothing was lost.
+
+    "empty", "no_common_token", "diverged", "prompt_shorter"; "rewind_limited": by a layer of kind
+    `limited_by`; "interrupted": the request before ended in its prefill; "restored": the entry came
+    from the file `freed_by`; or the reason that freed the entry: "entry_freed", "model_changed",
+    "options_changed", "verify_failed".
+    """
     limited_by: str | None = None
+    """Kind of the layer that could not be rewound further; None if no layer limited the rewind."""
     freed_by: str | None = None
     checkpoint: int | None = None
-    """Offset of the checkpoint that was used, if one was."""
+    """Offset of the checkpoint that was used; None if none was."""
     lost: int = 0
+    """Most tokens that would have been reused without `reason`."""
     dropped: tuple[int, ...] = ()
     """The first tokens of the entry beyond the match."""
     rewind_s: float = 0.0
+    """Seconds that the rewind took."""
     is_restored: bool = False
-    """Whether the entry had just come from a file."""
+    """True if the entry was just read from a file."""
     ahead: int = 0
-    """So many of `cached` were evaluated in advance, since the last request. All the rest is said of the entry as that one had left it."""
+    """Tokens of `cached` that were evaluated ahead, since the last request.
+
+    All other fields describe the entry as the last request left it.
+    """
 
     @property
     def reused(self) -> int:
-        """Tokens of the last request's entry that did not have to be evaluated again."""
+        """Number of tokens reused from the entry of the last request."""
         return self.cached - self.ahead
 
     @property
     def outcome(self) -> Outcome:
+        """ "hit" if all that could be reused was, "miss" if no token was, else "partial"."""
         if self.reused == 0:
             return "miss"
         return "hit" if self.reused == min(self.prompt_tokens - 1, self.entry_tokens) else "partial"
@@ -54,19 +65,21 @@ class Lookup:
 
 @dataclass(frozen=True)
 class Earlier:
-    """The part of a prompt that earlier lines of a batch have: its first `tokens`; `is_repeat`: one of them was the same prompt.
-
-    `reason`: why the entry lacks some of it, where it says nothing better than what its own last prompt was.
-    """
+    """The part of a prompt that earlier lines of a batch share."""
 
     tokens: int
+    """Tokens from the beginning that an earlier line shares."""
     is_repeat: bool = False
+    """True if an earlier line was the same prompt."""
     reason: str = ""
+    """The reason why the entry lacks some of these tokens, unless the lookup gives its own."""
 
     def judged(self, found: Lookup, evaluated: int) -> Lookup:
-        """`found` with the loss against the tree of all prefixes, of a prompt of which `evaluated` tokens were evaluated.
+        """Return `found` with the loss measured against all earlier prefixes.
 
-        What no other line had evaluated had to be; of a prompt that is there twice the last token has to be, for its logits.
+        `evaluated`: tokens of the prompt that were evaluated. Tokens that no earlier line shares
+        are no loss, and neither is the last token of a repeated prompt, which is evaluated for its
+        logits.
         """
         is_whole = found.cached + evaluated == found.prompt_tokens
         lost = max(0, min(self.tokens - found.cached, evaluated) - (self.is_repeat and is_whole))
@@ -83,43 +96,48 @@ class Earlier:
 
 
 @dataclass(frozen=True)
-class Loss:
-    """What the next lookup has to say about tokens that were there and are not: `reason` and `by` as in `Lookup`."""
+class LostTokens:
+    """A loss of tokens that the next lookup reports."""
 
     reason: str
+    """See `Lookup.reason`."""
     by: str | None
+    """See `Lookup.freed_by`."""
     tokens: TokenArray
 
 
 @dataclass(frozen=True)
 class Early:
-    """The entry as the last request had left it, where something was evaluated in advance since then.
-
-    Of its `tokens` the first `kept` are still there; `by` is the lookup that dropped the others, if any were.
-    """
+    """The entry as the last request left it, if tokens were evaluated ahead since then."""
 
     tokens: TokenArray
     kept: int
+    """Tokens, from the beginning, that are still in the entry."""
     by: Lookup | None = None
+    """The lookup that dropped the others; None if none was dropped."""
 
     def after(self, found: Lookup) -> Early:
-        """Once more was evaluated in advance, on what was `found`."""
+        """Return the state after evaluating more tokens ahead, starting from the lookup `found`."""
         return self if found.cached >= self.kept else replace(self, kept=found.cached, by=found)
 
     def described(self, found: Lookup, prompt: TokenArray) -> Lookup:
-        """What a request `found`, said of the entry as the last request had left it."""
+        """Return the lookup `found`, described against the entry as the last request left it."""
         last = self.after(found)
         matched, reused, by = common_prefix(self.tokens, prompt), last.kept, last.by
         found = replace(
-            found, entry_tokens=len(self.tokens), matched=matched, ahead=found.cached - reused, limited_by=None,
+            found,
+            entry_tokens=len(self.tokens),
+            matched=matched,
+            ahead=found.cached - reused,
+            limited_by=None,
             dropped=tuple(self.tokens[matched : matched + WINDOW].tolist()),
-        )  # fmt: skip
+        )
         if by is None or reused >= min(matched, found.prompt_tokens - 1):
             return found
         if by.limited_by:
             return replace(found, limited_by=by.limited_by, checkpoint=by.checkpoint)
         if matched < min(found.prompt_tokens, found.entry_tokens):
-            return found  # it would have left the entry in any case
+            return found  # the prompt leaves the entry in any case
         freed_by = (
             by.freed_by
             if by.reason == "entry_freed"
@@ -130,12 +148,15 @@ class Early:
 
 def explained(
     found: Lookup,
-    loss: Loss | None = None,
+    loss: LostTokens | None = None,
     prompt: TokenArray | None = None,
     restored_from: str | None = None,
 ) -> Lookup:
-    """`found` with its reason, if it has none yet, and what that cost; `loss`: of tokens that are not in the entry any more, which `prompt`
-    may share."""
+    """Return `found` with its reason, if it has none yet, and the tokens lost for that reason.
+
+    `loss`: why the entry lost tokens that `prompt` may share. `restored_from`: the file that the
+    entry came from.
+    """
     before, matched, most = found.entry_tokens, found.matched, found.prompt_tokens - 1
     reason, by, lost = found.reason, found.freed_by, 0
     missing = (
@@ -152,7 +173,7 @@ def explained(
         and matched == before
         and (before == 0 if loss.reason != "interrupted" else missing > 0)
     ):
-        # What an interrupt has left out had to be evaluated anyway.
+        # Tokens that an interrupted prefill did not reach had to be evaluated anyway: no loss.
         reason, by, lost = (
             loss.reason,
             loss.by,

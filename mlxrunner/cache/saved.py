@@ -1,4 +1,7 @@
-"""What an entry holds, as plain data for files: arrays by name, and numbers. No tensors: arrays are known by `shape` and `dtype` only."""
+"""An entry as plain data for files: arrays by name, and numbers.
+
+No tensors: only the `shape` and `dtype` of arrays are used.
+"""
 
 from __future__ import annotations
 
@@ -10,45 +13,54 @@ from mlxrunner.cache.checkpoints import Role
 from mlxrunner.cache.tokens import TokenArray
 
 ROWS = ("full", "quantized", "sliding")
-"""Kinds that store a row per token, and no more."""
+"""Saved kinds with at most one row per token.
+
+A file with more rows is refused before its arrays are read.
+"""
 STATES = "recurrent"
-"""The kind whose arrays have no rows: as a rule, their shape does not depend on the number of tokens."""
+"""The saved kind whose arrays have no axis of rows."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """One layer, or one checkpoint of it, cut to what counts: nothing that was trimmed is in it.
-
-    `arrays`: keys and values are `[1, kv_heads, rows, ...]`. As a layer gives them they are views of its buffers, to be copied before
-    the next forward pass. `numbers`: what else a cache of mlx-lm keeps. `parts`: the layers within a composite one.
-    """
+    """One layer, or one checkpoint of it, without trimmed rows."""
 
     kind: str
     arrays: Mapping[str, Any] = field(default_factory=dict)
+    """Arrays by name; keys and values are `[1, kv_heads, rows, ...]`.
+
+    The arrays that a layer returns are views of its buffers. Copy them before the next forward
+    pass.
+    """
     numbers: Mapping[str, Any] = field(default_factory=dict)
+    """The other values that a cache of mlx-lm keeps, by name."""
     parts: Sequence[Saved] = ()
+    """The layers within a composite one."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """An array without its content; None for an axis that depends on the number of tokens. `may_lack`: it comes with later tokens only."""
+    """An array without its content."""
 
     dtype: str
     shape: tuple[int | None, ...]
+    """The sizes of the axes; None for an axis that depends on the number of tokens."""
     may_lack: bool = False
+    """True if the array exists only after later tokens."""
 
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """`layers`: one per layer, None for a layer that needs none."""
+    """A checkpoint of an entry."""
 
     offset: int
     role: Role | None
     layers: Sequence[Saved | None]
+    """One per layer; None for a layer that needs no checkpoint."""
 
 
 class SavedEntry(Protocol):
-    """An entry that can be taken over: read from its file a layer at a time, as it is iterated over."""
+    """An entry that can be taken over. Iterating reads it from its file, one layer at a time."""
 
     @property
     def tokens(self) -> TokenArray: ...
@@ -65,18 +77,22 @@ class SavedEntry(Protocol):
 
 @dataclass(frozen=True)
 class Exported:
-    """An entry as it is now. `is_exact`: a cold run on its tokens would store the same, which a shift or fewer bits undo."""
+    """An entry as it is now."""
 
     tokens: TokenArray
     layers: Sequence[Saved]
     checkpoints: Sequence[SavedCheckpoint]
     is_exact: bool = True
+    """True if a cold run on its tokens would store the same: not after a shift."""
 
 
 def mismatch(saved: Saved, like: Saved, tokens: int) -> str | None:
-    """Why `saved`, of so many tokens, can't be a layer that is `like` this outline of one; None where it can."""
+    """Return the reason why `saved` can't be a layer with the outline `like`; None if it can.
+
+    `tokens`: the number of tokens in `saved`.
+    """
     if not (saved.arrays or saved.numbers or saved.parts):
-        return None  # of a checkpoint: a part that needs none
+        return None  # a part that needs no checkpoint
     if saved.kind != like.kind or len(saved.parts) != len(like.parts):
         return f"a layer is of the kind {saved.kind!r:.40} instead of {like.kind!r}"
     lacking = {
@@ -100,9 +116,12 @@ def mismatch(saved: Saved, like: Saved, tokens: int) -> str | None:
         shapes = [_without_rows(like.kind, array.shape) for array in (found, expected)]
         too_many = like.kind in ROWS and len(found.shape) == 4 and found.shape[2] > tokens
         if too_many or not _fits(*shapes) or dtype_name(found.dtype) != dtype_name(expected.dtype):
+            here, there = (
+                f"{dtype_name(array.dtype)} {list(array.shape)}" for array in (found, expected)
+            )
             return (
-                f"the {name} of a {like.kind} layer are {dtype_name(found.dtype)} {list(found.shape)}, "
-                f"which does not go with {dtype_name(expected.dtype)} {list(expected.shape)} and {tokens} tokens"
+                f"the {name} of a {like.kind} layer are {here}, "
+                f"which does not go with {there} and {tokens} tokens"
             )
     for name, number in like.numbers.items():
         if type(saved.numbers[name]) is not type(number) or (
@@ -120,7 +139,7 @@ def mismatch(saved: Saved, like: Saved, tokens: int) -> str | None:
 
 
 def shapes(saved: Saved) -> Saved:
-    """The same without any content, and without what that would keep alive."""
+    """Return the shapes of `saved`, without references to its arrays."""
     arrays = {
         name: Shape(dtype_name(array.dtype), tuple(array.shape))
         for name, array in saved.arrays.items()
@@ -129,8 +148,10 @@ def shapes(saved: Saved) -> Saved:
 
 
 def combined(found: Sequence[Saved]) -> Saved:
-    """The outline of a layer from its `shapes` after several numbers of tokens: axes that are not the same stand open, and what is an
-    array in some and nothing in others may lack."""
+    """Return the outline of a layer from its `shapes` after several numbers of tokens.
+
+    Axes whose sizes differ are None. An array that is missing in some of `found` may lack.
+    """
     first = found[0]
     names = dict.fromkeys(name for one in found for name in one.arrays)
     numbers = {name: value for name, value in first.numbers.items() if name not in names}
@@ -159,7 +180,10 @@ def _fits(shape: Sequence[int | None], expected: Sequence[int | None]) -> bool:
 
 
 def outline(saved: Saved) -> list[Any]:
-    """What is the same for any number of tokens, for comparing formats: kind, names, types, shapes."""
+    """Return the properties that don't depend on the number of tokens.
+
+    These are the kind, the names, the types and the shapes.
+    """
     arrays = {
         name: [dtype_name(array.dtype), _without_rows(saved.kind, array.shape)]
         for name, array in saved.arrays.items()
@@ -168,12 +192,12 @@ def outline(saved: Saved) -> list[Any]:
 
 
 def dtype_name(dtype: Any) -> str:
-    """ "float32" of "float32" and of mlx.core.float32."""
+    """Return "float32" for "float32" and for mlx.core.float32."""
     return str(dtype).rpartition(".")[2]
 
 
 def _without_rows(kind: str, shape: Sequence[int | None]) -> list[int | None]:
-    """A shape in which the number of rows stands open."""
+    """Return `shape` with None for the number of rows."""
     return [
         None if axis == 2 and len(shape) == 4 and kind != STATES else size
         for axis, size in enumerate(shape)

@@ -1,4 +1,4 @@
-"""Tokens on the host: a growing numpy buffer and the longest common prefix. Plain numpy, no tensors."""
+"""Tokens on the host: a growing numpy buffer and the longest common prefix. No tensors."""
 
 from __future__ import annotations
 
@@ -14,28 +14,31 @@ TokenArray = NDArray[np.int32]
 
 
 def as_tokens(tokens: Sequence[int] | NDArray[Any]) -> TokenArray:
-    """Token ids as an int32 array; PromptError if they are not integers from 0 to 2**31 - 1."""
+    """Return a copy of the token ids as an int32 array.
+
+    Raise PromptError unless they are whole numbers from 0 to 2**31 - 1.
+    """
     try:
-        array = np.array(
-            tokens
-        )  # a copy: what the caller does with his own does not matter any more
+        array = np.array(tokens)
     except (ValueError, OverflowError) as error:
         raise PromptError("token ids have to be a flat list of integers") from error
     if array.size == 0:
         return np.empty(0, np.int32)
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise PromptError(
-            f"token ids have to be a flat list of integers, not {array.dtype} of shape {array.shape}"
+            "token ids have to be a flat list of integers, "
+            f"not {array.dtype} of shape {array.shape}"
         )
     if array.min() < 0 or array.max() > np.iinfo(np.int32).max:
         raise PromptError(
-            f"token ids have to be between 0 and {np.iinfo(np.int32).max}: found {array.min()} to {array.max()}"
+            f"token ids have to be between 0 and {np.iinfo(np.int32).max}: "
+            f"found {array.min()} to {array.max()}"
         )
     return array.astype(np.int32, copy=False)
 
 
 def common_prefix(a: TokenArray, b: TokenArray) -> int:
-    """Length of the longest common prefix: 0.03 ms for 128k tokens."""
+    """Return the length in tokens of the longest common prefix (0.03 ms for 128k tokens)."""
     length = min(len(a), len(b))
     different = a[:length] != b[:length]
     first = int(different.argmax()) if length else 0
@@ -43,9 +46,9 @@ def common_prefix(a: TokenArray, b: TokenArray) -> int:
 
 
 class TokenBuffer(Sequence[int]):
-    """An append-and-truncate list of token ids that numpy can compare without a conversion.
+    """An append-and-truncate list of token ids that numpy compares without a conversion.
 
-    The length is the last thing that changes, so that an interrupt leaves either the old or the new content.
+    The length changes last, so that an interrupt leaves either the old or the new content.
     """
 
     __slots__ = ("_data", "_length")

@@ -1,1 +1,1 @@
-"""The terminal chat: a conversation that never evaluates a token twice, and the loop that reads and prints."""
+"""The terminal chat: a conversation that evaluates no token twice, and the loop around it."""

@@ -1,65 +1,79 @@
-"""Several lines of one conversation, by name. They keep tokens only: there is one entry, and it follows the line that is talked on."""
+"""The branches of one conversation, by name.
+
+A branch keeps tokens only. There is one prefix-cache entry, and it follows the present branch.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 
-from mlxrunner.chat.history import History
 from mlxrunner.errors import OptionError
-
-MAIN = "main"
+from mlxrunner.sessions.session import MAIN, Branch
 
 
 @dataclass
 class Branches:
-    """`current`: the one that is talked on; the others lie in `others`, as they were left, with their system prompts.
-
-    `given_up`: those that the user has dropped.
-    """
+    """The names of all branches, and every branch but the present one, which the chat holds."""
 
     current: str = MAIN
-    others: dict[str, tuple[str | None, History]] = field(default_factory=dict)
-    given_up: list[tuple[str | None, History]] = field(default_factory=list)
+    """The name of the present branch."""
+    others: dict[str, Branch] = field(default_factory=dict)
+    """The other branches, by name."""
+    given_up: list[Branch] = field(default_factory=list)
+    """The branches that the user has dropped."""
 
     def __iter__(self) -> Iterator[str]:
         yield from sorted([self.current, *self.others])
 
-    def fork(self, name: str, system: str | None, history: History) -> None:
-        """Leave the current branch as it is and go on under another name. OptionError for a name that is taken."""
+    def fork(self, name: str, present: Branch) -> None:
+        """Continue under another name, and leave the branch `present` as it is.
+
+        Raise OptionError if the name is taken or not one word.
+        """
         if not name or name.split() != [name]:
-            raise OptionError(f"{name!r} is no name for a branch: one word")
+            raise OptionError(f"{name!r} is not a name for a branch: it has to be one word")
         if name in self:
             raise OptionError(f"there is a branch {name} already: /switch {name} goes to it")
-        self.others[self.current] = (system, history.copy())
+        self.others[self.current] = present
         self.current = name
 
-    def switch(self, name: str, system: str | None, history: History) -> tuple[str | None, History]:
-        """Leave the current branch, and what is to be gone on with. OptionError for a name that is not known."""
+    def switch(self, name: str, present: Branch) -> Branch:
+        """Leave the branch `present`, and return the branch to continue.
+
+        Raise OptionError if no branch has this name.
+        """
         if name == self.current:
-            return system, history
-        if name not in self.others:
-            raise OptionError(f"there is no branch {name!r}: there are {', '.join(self)}")
-        self.others[self.current] = (system, history)
+            return present
+        self._check(name)
+        self.others[self.current] = present
         self.current = name
         return self.others.pop(name)
 
-    def keep(self, name: str, system: str | None, history: History) -> str:
-        """Put an earlier state of branch `name` beside the others; returns the name it gets: `main~1` for one of `main`."""
+    def keep(self, name: str, branch: Branch) -> str:
+        """Keep an earlier state of branch `name`. Return its new name, such as `main~1`."""
         base = re.sub(r"~\d+$", "", name)
         free = next(f"{base}~{number}" for number in count(1) if f"{base}~{number}" not in self)
-        self.others[free] = (system, history)
+        self.others[free] = branch
         return free
 
-    def drop(self, name: str) -> History:
-        """Forget a branch, and return it. OptionError for the one that is talked on, or that is not known."""
+    def drop(self, name: str) -> Branch:
+        """Drop a branch and return it. Raise OptionError if it is the present one or unknown."""
         if name == self.current:
-            raise OptionError(
-                f"branch {name} is the one that is talked on: /switch to another one first"
-            )
+            raise OptionError(f"branch {name} is the present one: /switch to another one first")
+        self._check(name)
+        self.given_up.append(self.others.pop(name))
+        return self.given_up[-1]
+
+    def forget_tokens(self) -> None:
+        """Keep the other branches as texts only, for another model."""
+        self.others = {
+            name: replace(branch, history=branch.history.without_tokens())
+            for name, branch in self.others.items()
+        }
+
+    def _check(self, name: str) -> None:
         if name not in self.others:
             raise OptionError(f"there is no branch {name!r}: there are {', '.join(self)}")
-        self.given_up.append(self.others.pop(name))
-        return self.given_up[-1][1]

@@ -1,29 +1,39 @@
-"""A conversation whose history is the tokens that were evaluated: a turn appends only its own. Knows nothing about terminals."""
+"""A conversation whose history is the evaluated tokens, so that a turn adds only its own.
+
+The history never changes. Each operation replaces it in one assignment, so that an interrupt leaves
+either the old one or the new one. This knows nothing about terminals.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from mlxrunner.cache.overflow import Shift
 from mlxrunner.cache.tokens import as_tokens, common_prefix
-from mlxrunner.chat.history import History, Spelling, Turn
-from mlxrunner.chat.spelling import Drift, Policy, Speller, messages
-from mlxrunner.events import Chunk, Usage
-from mlxrunner.overflow import Shift
-from mlxrunner.pipeline import Progress
+from mlxrunner.chat.rendering import Policy, Renderer, TemplateDrift
+from mlxrunner.engine.pipeline import Progress
+from mlxrunner.results import Chunk, Usage
 from mlxrunner.runner import Runner
-from mlxrunner.tokenizer import Message
-from mlxrunner.tokenizer.prompt import Prepared, system_tokens
+from mlxrunner.sessions.history import History, Rendering, Turn
+from mlxrunner.sessions.session import Branch
+from mlxrunner.templates.messages import Message
+from mlxrunner.tokenizer.prompt import TokenizedPrompt, system_tokens
+
+UNSTABLE = 4
+"""Number of tokens at the end of a draft that the next key may change."""
 
 
 @dataclass(frozen=True)
 class Outlook:
-    """What a prompt would reuse of the entry as it is: `cached` of its `tokens`."""
+    """The tokens of a prompt that the entry could provide now."""
 
     tokens: int
+    """Tokens of the prompt."""
     cached: int
+    """Tokens of the prompt that the entry can provide."""
 
     def __str__(self) -> str:
         return (
@@ -33,159 +43,172 @@ class Outlook:
 
 @dataclass
 class Conversation:
-    """`options`: those of `Runner.generate`; `overflow` is "shift" unless they say otherwise. `usages`: one for each turn.
-
-    `policy`, `keep_thinking`, `variables`: see `Speller`.
-    """
+    """A runner, the turns that it has answered, and the options for the next answer."""
 
     runner: Runner
     system: str | None = None
+    """The system prompt, or None."""
     options: dict[str, Any] = field(default_factory=dict)
+    """Options of `Runner.generate`; `overflow` is "shift" unless it is given here."""
     policy: Policy = "exact"
+    """The policy of the renderer: see `Renderer.policy`."""
     keep_thinking: bool = False
+    """Keep thinking in the history even if the template leaves it out."""
     variables: dict[str, Any] = field(default_factory=dict)
+    """Variables of the chat template, such as `enable_thinking`."""
     history: History = field(default_factory=History)
     usages: list[Usage] = field(default_factory=list)
-    asked: Spelling = field(default_factory=Spelling)
-    """What the last answer goes on from."""
-    _drift: tuple[Spelling, Drift] | None = field(default=None, repr=False)
+    """The usage of each answer."""
+    asked: Rendering = field(default_factory=Rendering)
+    """The rendering that the last answer continues."""
+    _drift: tuple[Rendering, TemplateDrift] | None = field(default=None, repr=False)
+    """The last result of `drift`, with the rendering that it is about."""
 
     @property
     def messages(self) -> list[Message]:
-        """All turns, without the system prompt."""
-        return messages(replace(self.history, first=0), None)
+        """The messages of all turns, without the system prompt."""
+        return self.history.all_messages
 
     @property
-    def speller(self) -> Speller:
-        return Speller(self.runner.tokenizer, self.policy, self.keep_thinking, self.variables)
+    def renderer(self) -> Renderer:
+        """A renderer with the present settings."""
+        return Renderer(
+            self.runner.tokenizer, self.system, self.policy, self.keep_thinking, self.variables
+        )
+
+    @property
+    def branch(self) -> Branch:
+        """The system prompt and the history."""
+        return Branch(self.system, self.history)
+
+    def switch_to(self, branch: Branch) -> None:
+        """Continue another branch."""
+        self.system, self.history = branch.system, branch.history
 
     def clear(self) -> None:
-        """Forget the turns; the system prompt stays, and so does what the entry can reuse of it."""
+        """Forget the turns. The system prompt stays, and so do its tokens in the entry."""
         self.history = History()
 
-    def undo(self, turns: int = 1) -> list[Turn]:
-        """Take back the last turns, which are returned; the entry is rewound when something else is evaluated."""
-        count = max(len(self.history.turns) - turns, 0)
-        taken = self.history.turns[count:]
-        self.history.cut(count)
-        return taken
+    def undo(self, turns: int = 1) -> tuple[Turn, ...]:
+        """Take back the last `turns` turns and return them.
+
+        The entry keeps their tokens until something else is evaluated.
+        """
+        history, count = self.history, max(len(self.history.turns) - turns, 0)
+        self.history = history.cut(count)
+        return history.turns[count:]
 
     def answer_with(self, number: int, answer: str) -> None:
-        """Put another answer into turn `number` (from 0), and drop the turns after it: the conversation goes on from there."""
-        turn, asked, dropped = (
-            self.history.turns[number],
-            self.asked_for(number),
-            self.history.dropped,
-        )
-        self.history.cut(number)
-        if turn.begins is not None:  # the tokens stay as they are, and so does what they lack
-            self.history.dropped = dropped
-        spelling = asked.and_then(answer, self.runner.tokenizer.encode_more(answer))
-        self.history.add(Turn(turn.user, answer, asked.end), spelling)
-        self.speller.settle(self.history, self.system, is_edited=True)
+        """Replace the answer of turn `number` (from 0), and drop the turns after it."""
+        self.history = self.renderer.with_answer(self.history, number, answer)
 
-    def asked_for(self, number: int) -> Spelling:
-        """What the answer of turn `number` goes on from; where those tokens are not known any more, as it would be spelled now."""
-        turn = self.history.turns[number]
-        if turn.begins is not None:
-            return self.history.spelling.up_to(turn.begins)
-        before = self.history.copy()
-        before.cut(number)
-        return self.speller.spell(before, self.system, turn.user)
+    def outlook(self, text: str | None = None, after: History | None = None) -> Outlook:
+        """Return how much a prompt would reuse now, if it sends `text` after the history `after`.
 
-    def outlook(self, text: str | None = None) -> Outlook:
-        """What sending `text` would reuse; without it, what of the conversation so far is in the entry."""
-        speller = self.speller
-        spelling = (
-            speller.draft(self.history, self.system, "")
-            if text is None
-            else speller.spell(self.history, self.system, text)
+        `after` is by default the present history. Without a `text` the prompt is the conversation
+        so far.
+        """
+        renderer, history = self.renderer, self.history if after is None else after
+        rendering = (
+            renderer.render_draft(history, "") if text is None else renderer.render(history, text)
         )
-        entry, tokens = self.runner.entry, as_tokens(spelling.tokens)
+        entry, tokens = self.runner.entry, as_tokens(rendering.tokens)
         matched = common_prefix(entry.tokens.array, tokens)
         return Outlook(len(tokens), entry.reach(min(matched, len(tokens) - (text is not None)))[0])
 
-    def drift(self) -> Drift | None:
-        """What was evaluated against what the template says; None where nothing was yet, and where a full context has dropped some."""
-        if not self.history.spelling.text or self.history.dropped or self.history.first:
+    def drift(self) -> TemplateDrift | None:
+        """Compare the evaluated tokens with those that the template would make.
+
+        Return None if nothing is evaluated yet, or if a full context has dropped a part.
+        """
+        history = self.history
+        if not history.rendering.text or history.dropped or history.first:
             return None
-        if self._drift is None or self._drift[0] is not self.history.spelling:
-            self._drift = (self.history.spelling, self.speller.drift(self.history, self.system))
+        if self._drift is None or self._drift[0] is not history.rendering:
+            self._drift = (history.rendering, self.renderer.drift(history))
         return self._drift[1]
 
-    def evaluate(self, draft: str, cancelled: Callable[[], bool]) -> None:
-        """Evaluate what the next prompt begins with, as far as it is known: the conversation, and what has been typed of `draft`."""
-        tokens = self.speller.draft(self.history, self.system, draft).tokens
+    def evaluate(
+        self, draft: str, cancelled: Callable[[], bool], after: History | None = None
+    ) -> None:
+        """Evaluate the known part of the next prompt: the conversation and the text typed so far.
+
+        `after` stands in for the history, as in `send`. `cancelled` is called between small chunks;
+        the evaluation ends once it returns True.
+        """
+        history = self.history if after is None else after
+        tokens = self.renderer.render_draft(history, draft).tokens
         if draft:
             tokens = tokens[:-UNSTABLE]
         if len(tokens) < self.runner.context:
             self.runner.evaluate(tokens, cancelled=cancelled)
 
-    def send(self, text: str, progress: Progress | None = None, **options: Any) -> Iterator[Chunk]:
-        """The answer to `text`, with `options` over the conversation's own. Closing the iterator, or an interrupt, keeps the answer as
-        far as it was given.
+    def send(
+        self,
+        text: str,
+        progress: Progress | None = None,
+        after: History | None = None,
+        **options: Any,
+    ) -> Iterator[Chunk]:
+        """Yield the answer to `text`, which follows `after`, by default the present history.
 
-        A turn that got no answer at all (an error, an interrupted prefill) is taken back.
+        `options` take precedence over the conversation's own. Closing the iterator, or an
+        interrupt, keeps the answer so far. If there is no answer at all (an error, an interrupted
+        prefill), the history stays as it was. Errors are those of `Runner.generate`.
         """
         began = time.perf_counter()
         options = self.options | options
-        history = (
-            self.history.copy()
-        )  # what is not rendered any more is so only when there is an answer
-        spelling = self.speller.spell(history, self.system, text)
-        overflow: dict[str, Any] = {}
+        history = self.history if after is None else after
+        rendering = self.renderer.render(history, text)
+        prompt = self._prompt(history, text, rendering, began)
+        keep = 0
         if options.get("overflow", "shift") == "shift":
-            keep = self._keep_tokens(spelling, options)
-            overflow = {"overflow": "shift", "keep": keep}
-            if len(spelling.tokens) >= self.runner.context:
+            given, tokenizer = options.get("keep"), self.runner.tokenizer
+            keep = system_tokens(tokenizer, prompt) if given is None else given
+            options |= {"overflow": "shift", "keep": keep}
+            if len(prompt.tokens) >= self.runner.context:
                 shift = Shift(self.runner.context, keep)
-                spelling = self._without_oldest(history, text, spelling, shift)
-                if len(self.runner.tokenizer.encode_more(text)) >= shift.target_free:
-                    overflow = {
-                        "overflow": "stop"
-                    }  # what a shift leaves would begin in the middle of this turn
-        asked: list[Message] = [*messages(history, self.system), {"role": "user", "content": text}]
-        prepared = Prepared(
-            as_tokens(spelling.tokens),
+                history, rendering = self._without_oldest(history, text, rendering, shift)
+                prompt = self._prompt(history, text, rendering, began)
+                if len(tokenizer.encode_more(text)) >= shift.target_free:
+                    # After a shift the context would begin in the middle of this turn.
+                    keep = 0
+                    options |= {"overflow": "stop", "keep": given}
+        chunks = self.runner.generate(prompt, progress=progress, **options)
+        self.asked = rendering
+        return self._answer(history, text, rendering, keep, chunks)
+
+    def _prompt(
+        self, history: History, text: str, rendering: Rendering, began: float
+    ) -> TokenizedPrompt:
+        asked: Message = {"role": "user", "content": text}
+        return TokenizedPrompt(
+            as_tokens(rendering.tokens),
             "messages",
-            asked,
-            spelling.text,
-            self.speller.variables,
+            [*history.messages(self.system), asked],
+            rendering.text,
+            self.variables,
             time.perf_counter() - began,
         )
-        chunks = self.runner.generate(prepared, progress=progress, **(options | overflow))
-        self.asked = spelling
-        return self._answer(text, spelling, history.first, overflow.get("keep", 0), chunks)
 
     def _without_oldest(
-        self, history: History, text: str, spelling: Spelling, shift: Shift
-    ) -> Spelling:
-        """Where the tokens can't simply go on, the oldest turns are not rendered any more, so that the next turns have room."""
-        if (
-            history.spelling.text
-            and spelling.text.startswith(history.spelling.text)
-            and self.policy == "exact"
-        ):
-            return spelling
-        while len(
-            spelling.tokens
-        ) > self.runner.context - shift.target_free and history.first < len(history.turns):
-            history.first += 1
-            spelling = self.speller.spell(history, self.system, text)
-        return spelling
+        self, history: History, text: str, rendering: Rendering, shift: Shift
+    ) -> tuple[History, Rendering]:
+        """Leave the oldest turns out of the rendering, so that the next turns have room.
 
-    def _keep_tokens(self, spelling: Spelling, options: dict[str, Any]) -> int:
-        """What a full context keeps: the system prompt with BOS, or what the options say."""
-        keep: int | None = options.get("keep")
-        system = messages(History(), self.system)
-        return (
-            system_tokens(self.runner.tokenizer, system, as_tokens(spelling.tokens))
-            if keep is None
-            else keep
-        )
+        If the evaluated tokens can be continued, nothing is left out: the runner makes room itself.
+        """
+        evaluated = history.rendering.text
+        if self.policy == "exact" and evaluated and rendering.text.startswith(evaluated):
+            return history, rendering
+        most = self.runner.context - shift.target_free
+        while len(rendering.tokens) > most and history.first < len(history.turns):
+            history = replace(history, first=history.first + 1)
+            rendering = self.renderer.render(history, text)
+        return history, rendering
 
     def _answer(
-        self, user: str, asked: Spelling, first: int, keep: int, chunks: Iterator[Chunk]
+        self, history: History, user: str, asked: Rendering, keep: int, chunks: Iterator[Chunk]
     ) -> Iterator[Chunk]:
         shown: list[Chunk] = []
         try:
@@ -194,36 +217,31 @@ class Conversation:
                 yield chunk
         finally:
             chunks.close()  # type: ignore[attr-defined]  # a generator
-            text = "".join(chunk.text for chunk in shown)
-            if text or (shown and shown[-1].finish_reason is not None):
-                tokens = [chunk.token for chunk in shown if chunk.token is not None]
-                self.history.first = first
+            if any(chunk.text for chunk in shown) or (shown and shown[-1].finish_reason):
                 if self.runner.usage is not None:
                     self.usages.append(self.runner.usage)
-                self._remember(user, asked, text, tokens, keep)
+                turn, rendering = self._turn(user, asked, shown)
+                answered = history.with_turn(turn, rendering)
+                self.history = answered.without_range(keep, self.runner.shifted_tokens)
+                self.history = self.renderer.settled(self.history)
 
-    def _remember(
-        self, user: str, asked: Spelling, text: str, tokens: Sequence[int], keep: int
-    ) -> None:
-        """Remember the tokens whose text was shown: not those of half a character, nor of a stop string or after it."""
-        tokenizer = self.runner.tokenizer
-        stream, spelled, count, closing = tokenizer.stream(asked.tokens[-8:]), "", 0, ""
-        for place, token in enumerate(tokens, 1):
-            if token in tokenizer.stop_tokens and spelled == text and place == len(tokens):
-                closing, count = tokenizer.decode([token]), place
+    def _turn(self, user: str, asked: Rendering, shown: list[Chunk]) -> tuple[Turn, Rendering]:
+        """Return the turn, and the rendering up to its end.
+
+        The rendering has the tokens whose text was shown. It lacks those of half a character, of a
+        stop string, and after that.
+        """
+        tokenizer, text = self.runner.tokenizer, "".join(chunk.text for chunk in shown)
+        tokens = [chunk.token for chunk in shown if chunk.token is not None]
+        stream, rendered, count, closing = tokenizer.stream(asked.tokens[-8:]), "", 0, ""
+        for number, token in enumerate(tokens, 1):
+            if token in tokenizer.stop_tokens and rendered == text and number == len(tokens):
+                closing, count = tokenizer.decode([token]), number
                 break
             piece = stream.add(token)
-            if not text.startswith(spelled + piece):
+            if not text.startswith(rendered + piece):
                 break
             if piece:
-                spelled, count = spelled + piece, place
-        self.history.add(
-            Turn(user, text, asked.end, closing=closing),
-            asked.and_then(spelled + closing, tokens[:count]),
-        )
-        self.history.drop(keep, self.runner.shifted_tokens)
-        self.speller.settle(self.history, self.system)
-
-
-UNSTABLE = 4
-"""The last tokens of what is being typed, which the next key may change."""
+                rendered, count = rendered + piece, number
+        turn = Turn(user, text, asked.end, closing=closing)
+        return turn, asked.and_then(rendered + closing, tokens[:count])

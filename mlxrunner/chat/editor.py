@@ -1,4 +1,7 @@
-"""The line editor of the chat: prompt_toolkit in a thread of its own, while the caller's thread has the model to itself."""
+"""The line editor of the chat, which runs prompt_toolkit in a thread of its own.
+
+So the caller's thread has the model to itself.
+"""
 
 from __future__ import annotations
 
@@ -24,35 +27,38 @@ from prompt_toolkit.layout.screen import Char
 from prompt_toolkit.output import Output
 from prompt_toolkit.output.defaults import create_output
 
-from mlxrunner.chat.ahead import Draft
-from mlxrunner.chat.commands import Table, is_open
-from mlxrunner.chat.keyboard import Keyboard
-from mlxrunner.chat.keys import uninterrupted
-from mlxrunner.reading import ReadError, open_file
-from mlxrunner.terminal import SHOWN
-from mlxrunner.writing import open_own
+from mlxrunner.chat.commands.table import CommandTable, is_open
+from mlxrunner.chat.typeahead import Draft
+from mlxrunner.errors import ReadError
+from mlxrunner.system.reading import open_file
+from mlxrunner.system.writing import open_own
+from mlxrunner.terminal.keyboard import Keyboard
+from mlxrunner.terminal.signals import uninterrupted
+from mlxrunner.terminal.text import SHOWN
 
 LONGEST_HISTORY = 2**26
-"""Bytes of the file of earlier texts."""
+"""Most bytes of the file of earlier texts."""
 
 PROMPT, MORE = ">>> ", "... "
 NAMED = re.compile(r'(?<!\S)@(?:"[^"\n]*|\S*)$')
-"""A file that is being named in a text."""
+"""Matches a file that is being named at the end of a text."""
 
 
 class Editor:
-    """Reads texts from a terminal. `history`: the file that keeps them, None for none; `words(command)`: what completes its argument.
-
-    `keyboard`: what has the terminal while no line is edited.
-    """
+    """Reads texts from a terminal."""
 
     def __init__(
         self,
-        table: Table,
+        table: CommandTable,
         words: Callable[[str], Iterable[str]],
         history: Path | None = None,
         keyboard: Keyboard | None = None,
     ) -> None:
+        """Complete the commands in `table`, and their arguments with `words(command)`.
+
+        `history` is the file that keeps the texts; None keeps none. `keyboard` has the terminal
+        while no line is edited.
+        """
         Char.display_mappings.update({chr(code): shown for code, shown in SHOWN.items()})
         self._keyboard = keyboard or Keyboard()
         self._session: PromptSession[str] = PromptSession(
@@ -69,11 +75,12 @@ class Editor:
         self._session.default_buffer.on_text_changed += self._changed
 
     def read(self, idle: Callable[[Draft], None], default: str = "") -> str:
-        """What was typed. Until then `idle(draft)` works in the caller's thread; it has to return soon after the draft is over.
+        """Return the text that the user types, while `idle(draft)` works in the caller's thread.
 
-        EOFError after Ctrl-D, KeyboardInterrupt after Ctrl-C.
+        `default` is the text to begin with. `idle` has to return soon after the draft is over.
+        Raise EOFError after Ctrl-D, and KeyboardInterrupt after Ctrl-C.
         """
-        self._end()  # of a line before, where an interrupt has hit that itself
+        self._end()  # an interrupt may have cut off the end of the last line
         self._feed(self._keyboard.typed_before())
         with self._keyboard.editing():
             return self._edited(idle, default)
@@ -108,7 +115,7 @@ class Editor:
         return outcome[0]
 
     def _feed(self, typed: str) -> None:
-        """Let the next line begin with what was typed before it, and those after that go on from there."""
+        """Begin the next line with the keys in `typed`; further lines in them follow it."""
         if typed:
             keys: list[KeyPress] = []
             parser = Vt100Parser(keys.append)
@@ -120,7 +127,7 @@ class Editor:
         self._draft.update(buffer.text)
 
     def _end(self) -> None:
-        """End the editing, which may only just have begun, from the other thread."""
+        """End the editing in the other thread, even if it has only just begun."""
         app = self._session.app
         while self._thread.is_alive():
             if app.loop is not None and app.is_running:
@@ -131,7 +138,7 @@ class Editor:
 
 
 def _output() -> Output:
-    """The terminal, which goes on to say what is pasted after a line is entered: see `Keyboard`."""
+    """Return the terminal. It keeps marking pasted text after a line is entered: see `Keyboard`."""
     output = create_output()
     output.disable_bracketed_paste = lambda: None  # type: ignore[method-assign]
     return output
@@ -162,9 +169,9 @@ def _bindings(keyboard: Keyboard) -> KeyBindings:
 
 
 class ChatCompleter(Completer):
-    """Commands, what they take, and paths after `@` and where a command takes one."""
+    """Completes commands, their arguments, and paths after `@` or where a command takes one."""
 
-    def __init__(self, table: Table, words: Callable[[str], Iterable[str]]) -> None:
+    def __init__(self, table: CommandTable, words: Callable[[str], Iterable[str]]) -> None:
         self._table, self._words = table, words
         self._paths = PathCompleter(expanduser=True)
 
@@ -193,18 +200,21 @@ class ChatCompleter(Completer):
             for one in self._paths.get_completions(Document(path), complete_event):
                 whole = path + one.text
                 quote = '"' if named[0][1:2] == '"' or len(whole.split()) > 1 else ""
-                end = "" if one.display_text.endswith("/") else quote  # a folder is gone on with
+                end = "" if one.display_text.endswith("/") else quote  # a folder's name goes on
                 yield Completion(f"@{quote}{whole}{end}", -len(named[0]), display=one.display)
 
 
 class PrivateHistory(FileHistory):
-    """Entries of any number of lines, in a file that only its owner can read; a file that can't be written is done without."""
+    """Entries of any number of lines, in a file that only its owner can read.
+
+    A file that cannot be read or written is ignored.
+    """
 
     def load_history_strings(self) -> Iterable[str]:
         try:
             os.close(
                 open_file(os.fsdecode(self.filename), LONGEST_HISTORY)[0]
-            )  # a FIFO would never end
+            )  # raises for a FIFO, which never ends
             return list(super().load_history_strings())
         except (OSError, ReadError):
             return []

@@ -1,4 +1,4 @@
-"""Markdown that is rendered while it streams. Knows nothing about models."""
+"""Render Markdown while it streams. Knows nothing about models."""
 
 from __future__ import annotations
 
@@ -11,14 +11,20 @@ from rich.live import Live
 from rich.markdown import Markdown
 from rich.segment import Segment
 
-from mlxrunner.terminal import visible
+from mlxrunner.terminal.text import visible
 
 REDRAW_S = 0.05
-"""The least time between two drawings of the block that is still growing; ten times what the last one took, if that is more."""
+"""Least seconds between two drawings of the block that still grows.
+
+If a drawing takes long, the time is ten times as long as the drawing.
+"""
 
 
 class StreamedMarkdown:
-    """Blocks that are complete are printed for good; the last one is drawn again as it grows, its end only where it is taller than the screen."""
+    """A view that prints complete blocks for good, and draws the last one again as it grows.
+
+    If the last block is taller than the screen, only its end is drawn.
+    """
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -75,9 +81,10 @@ class StreamedMarkdown:
 
 
 class _Block:
-    """Markdown without the spaces that would fill its lines; `newest`: only so many lines, the last; `gap`: an empty line before."""
+    """Markdown without the spaces that would fill its lines."""
 
     def __init__(self, text: str, newest: int | None = None, gap: bool = False) -> None:
+        """Show `text`, only its last `newest` lines if given, after an empty line if `gap`."""
         self._text, self._newest, self._gap = text, newest, gap
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -104,7 +111,7 @@ def _trimmed(line: list[Segment]) -> list[Segment]:
 
 
 def _parser() -> MarkdownIt:
-    """Angle brackets are text, as they are for a model that writes code."""
+    """Return a parser that takes angle brackets for text, because models write code."""
     return (
         MarkdownIt("commonmark", {"html": False})
         .enable(["strikethrough", "table"])
@@ -113,7 +120,11 @@ def _parser() -> MarkdownIt:
 
 
 def _markdown(text: str) -> Markdown:
-    """Lines end where the model ended them; links and images show their address, and entities what they stand for, if that is harmless."""
+    """Return parsed Markdown whose lines end where the model ended them.
+
+    Links and images show their address. Entities show their character, unless that could control
+    the terminal.
+    """
     markdown = Markdown("", hyperlinks=False)
     markdown.parsed = _parser().parse(text)
     for token in markdown.parsed:
@@ -129,7 +140,7 @@ def _markdown(text: str) -> Markdown:
 
 
 def _blocks(text: str) -> list[str]:
-    """One after the other; the last one may go on."""
+    """Return the blocks of `text` in order; the last one may still grow."""
     begins = [
         token.map[0]
         for token in _parser().parse(text)

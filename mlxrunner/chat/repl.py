@@ -1,4 +1,7 @@
-"""The chat: read a text, do the command or print the answer, again. Everything that is not a command is sent."""
+"""The loop of the chat: read a text, then run the command or print the answer.
+
+A text that is not a command is sent to the model.
+"""
 
 from __future__ import annotations
 
@@ -12,37 +15,49 @@ from functools import partial
 from traceback import clear_frames
 from typing import Any, NoReturn, Protocol
 
-from mlxrunner.chat.ahead import Ahead, Draft
+from mlxrunner.chat.attachments import Attachments
 from mlxrunner.chat.branches import Branches
-from mlxrunner.chat.commands import Table, is_open, quoted, unquoted
+from mlxrunner.chat.commands.table import CommandTable, is_open, quoted, unquoted
 from mlxrunner.chat.conversation import Conversation
-from mlxrunner.chat.files import Attachments
-from mlxrunner.chat.keyboard import Keyboard
-from mlxrunner.chat.keys import Interrupts, interruptible, orderly_end, uninterrupted, wait_readable
-from mlxrunner.chat.log import held_log
-from mlxrunner.chat.render import Plain, ThinkingApart, View, wrapped
+from mlxrunner.chat.typeahead import Draft, TypeAhead
+from mlxrunner.chat.view import PlainView, ThinkingView, View, held_log, wrapped
 from mlxrunner.errors import ContextLengthError, MlxrunnerError, ModelError, PromptError
-from mlxrunner.power import on_battery
-from mlxrunner.reserve import must_fit
-from mlxrunner.runner import Runner, plan_model
-from mlxrunner.terminal import Output, PrefillBar
+from mlxrunner.loading import plan_model
+from mlxrunner.memory.reserve import must_fit
+from mlxrunner.options import RunnerSettings
+from mlxrunner.runner import Runner
+from mlxrunner.sessions.history import History
+from mlxrunner.system.power import on_battery
+from mlxrunner.terminal.keyboard import Keyboard
+from mlxrunner.terminal.progress import PrefillProgress
+from mlxrunner.terminal.signals import Interrupts, orderly_end, uninterrupted, wait_readable
+from mlxrunner.terminal.text import FilteredStream
 
 logger = logging.getLogger("mlxrunner")
 
 INTERRUPTED = 130
+"""Exit code after Ctrl-C."""
 PIECE = 2**16
-"""Bytes of standard input that are read at once."""
-PLANNED = ("context", "prefill_step", "kv_bits", "rewind_slack", "checkpoint_budget")
+"""Most bytes read from standard input at once."""
 
 
 class Reader(Protocol):
+    """A source of texts."""
+
     def read(self, idle: Callable[[Draft], None], default: str = "") -> str:
-        """The next text; EOFError at the end, KeyboardInterrupt where it was given up. See `Editor.read`."""
+        """Return the next text. `default` is there to be edited.
+
+        `idle(draft)` works until the text is complete. Raise EOFError at the end of the input, and
+        KeyboardInterrupt if the user gives the text up.
+        """
         ...
 
 
-class Lines:
-    """A line of standard input is a text, or the lines between quotes are; what begins with `default` can't be edited there."""
+class StdinReader:
+    '''Reads a text from each line of standard input; lines between """ are one text.
+
+    Nobody edits these lines: `default` and `idle` are ignored.
+    '''
 
     def __init__(self) -> None:
         self._unread = b""
@@ -56,13 +71,13 @@ class Lines:
         return text.rstrip("\n")
 
     def _line(self) -> str:
-        """The next line, with its end; "" behind the last one. Ctrl-C ends the wait for it, whenever it comes."""
+        """Return the next line with its end, or "" after the last one.
+
+        Ctrl-C ends the wait for it at any time.
+        """
         try:
             descriptor = sys.stdin.fileno()
-        except (
-            OSError,
-            ValueError,
-        ):  # of no descriptor, as a program may have put one in the place of standard input
+        except (OSError, ValueError):  # a program may have replaced sys.stdin
             return sys.stdin.readline()
         while b"\n" not in self._unread:
             wait_readable(descriptor)
@@ -76,12 +91,10 @@ class Lines:
 
 
 class NoRunner:
-    """In the place of a runner that was given up for another one. Whoever needs it gets a ModelError of one line.
-
-    `why`: it could not be loaded again; None as long as that was not tried.
-    """
+    """Stands for a runner that was freed for another one. Using it raises ModelError."""
 
     def __init__(self, why: str | None = None) -> None:
+        """Keep the error of loading the model again; None means that this was not tried yet."""
         self.why = why
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -92,38 +105,47 @@ class NoRunner:
 
 @dataclass
 class Chat:
-    """What the commands work on. `loading`: the options of `Runner.load`; `view()`: where an answer goes.
-
-    `after_turn` are called when an answer has been remembered, also one that was interrupted or failed, before the next text is read;
-    `after_load` when another runner was loaded than the first, `after_command` when a command has been done.
-    """
+    """The loop, and the chat that the commands work on: see `ChatContext`."""
 
     conversation: Conversation
-    reader: Reader = field(default_factory=Lines)
-    view: Callable[[], View] = Plain
+    reader: Reader = field(default_factory=StdinReader)
+    view: Callable[[], View] = PlainView
+    """Makes the view for one answer."""
     model: str = ""
+    """The name from which the model was loaded."""
     loading: dict[str, Any] = field(default_factory=dict)
+    """Options of `Runner.load`."""
     interactive: bool = False
+    """True if a user is at the terminal."""
     type_ahead: bool = True
+    """True to evaluate a text while the user types it."""
     show_thinking: bool = True
+    """True to show thinking, False to hide it."""
     branches: Branches = field(default_factory=Branches)
     attachments: Attachments = field(default_factory=Attachments)
     after_turn: list[Callable[[Chat], None]] = field(default_factory=list)
+    """Functions called after each answer, complete or interrupted, before the next text is read."""
     after_load: list[Callable[[Chat], None]] = field(default_factory=list)
+    """Functions called after another runner is loaded."""
     after_command: list[Callable[[Chat], None]] = field(default_factory=list)
+    """Functions called after each command."""
     interrupts: Interrupts = field(default_factory=Interrupts)
     keyboard: Keyboard = field(default_factory=Keyboard)
 
     def __post_init__(self) -> None:
-        self._known_runner = self.conversation.runner  # that `after_load` need not be told of
-        self._table = Table(())
+        self._known_runner = self.conversation.runner  # `after_load` is not called for it
+        self._table = CommandTable()
+        self._typeahead = self._type_ahead()
 
     @property
     def runner(self) -> Runner:
         return self.conversation.runner
 
-    def run(self, table: Table) -> int:
-        """Until the end of the input or /bye; returns the exit code: in a terminal 0, else that of the last error, 130 after Ctrl-C."""
+    def run(self, table: CommandTable) -> int:
+        """Read texts and act on them until the end of the input or /bye. Return the exit code.
+
+        In a terminal that is 0. Elsewhere it is that of the last error, or 130 after Ctrl-C.
+        """
         self._table = table
         with orderly_end(), self.keyboard, self.interrupts:
             return self._run()
@@ -134,7 +156,7 @@ class Chat:
             try:
                 with self.interrupts.listening():
                     failed = self._try(self._complete_model) or failed
-                    text = self._read()
+                    text = self._read(self._typeahead)
                     failed = self._try(partial(self._do, text)) or failed
             except EOFError:
                 return 0 if self.interactive else failed
@@ -143,44 +165,53 @@ class Chat:
                     return INTERRUPTED
 
     def _try(self, act: Callable[[], None]) -> int:
-        """Do it; the exit code of the error that was said about it."""
+        """Call `act`, and print its error. Return the exit code of the error, or 0."""
         try:
             act()
         except MlxrunnerError as error:
-            self.say(
-                f"error: {error}{self._way_out(error) if isinstance(error, ContextLengthError) else ''}"
-            )
+            hint = self._hint(error) if isinstance(error, ContextLengthError) else ""
+            self.say(f"error: {error}{hint}")
             return error.exit_code
         except EOFError:
             raise
         except Exception as error:
             if not self.interactive:
                 raise
-            # Nobody should lose a conversation to a bug.
+            # A bug must not cost the user the conversation.
             logger.debug("internal error", exc_info=True)
             self.say(
-                f"internal error: {type(error).__name__}: {' '.join(str(error).split())} (the conversation is still there)"
+                f"internal error: {type(error).__name__}: {' '.join(str(error).split())} "
+                "(the conversation is still there)"
             )
         return 0
 
-    def _way_out(self, error: ContextLengthError) -> str:
-        """What else makes room, where something does."""
+    def _hint(self, error: ContextLengthError) -> str:
+        """Return a hint that says what makes room, or ""."""
         if self.attachments.texts:
             return "; /file -d drops the files that wait"
-        is_due_to_turns = (
-            error.tokens - len(self.conversation.history.spelling.tokens) < error.context
-        )
-        return "; /undo takes turns back, /clear all of them" if is_due_to_turns else ""
+        evaluated = len(self.conversation.history.rendering.tokens)
+        fits_alone = error.tokens - evaluated < error.context
+        return "; /undo takes turns back, /clear all of them" if fits_alone else ""
 
-    def _read(self, default: str = "", *, ahead: bool = True) -> str:
-        """`ahead`: whether what comes next is what is sent, and may be evaluated."""
-        work = Ahead(self._evaluate, types_ahead=lambda: self.type_ahead and not on_battery())
+    def _read(self, idle: Callable[[Draft], None], default: str = "") -> str:
         with held_log(self.interactive):
-            return self.reader.read(work if ahead else Draft.wait_until_over, default)
+            return self.reader.read(idle, default)
 
-    def _evaluate(self, draft: str, cancelled: Callable[[], bool]) -> None:
-        text = "" if self._table.parses(draft) else unquoted(draft)
-        self.conversation.evaluate(self.attachments.before(text), cancelled)
+    def _type_ahead(self, after: History | None = None) -> TypeAhead:
+        """Return a worker that evaluates a draft as the message after `after`.
+
+        None stands for the present history.
+        """
+        return TypeAhead(
+            partial(self._evaluate, after=after),
+            reads_draft=lambda: self.type_ahead and not on_battery(),
+        )
+
+    def _evaluate(
+        self, draft: str, cancelled: Callable[[], bool], after: History | None = None
+    ) -> None:
+        text = "" if self._table.is_command(draft) else unquoted(draft)
+        self.conversation.evaluate(self.attachments.before(text), cancelled, after)
         if not text and not cancelled():
             self.conversation.drift()  # so that /stats has it at once
 
@@ -196,32 +227,110 @@ class Chat:
             if text.strip():
                 self.send(text)
 
+    def say(self, text: str) -> None:
+        """Print a note, which is not an answer, on stderr."""
+        sys.stdout.flush()
+        FilteredStream(sys.stderr).write((wrapped(text) if self.interactive else text) + "\n")
+
+    def edit(self, text: str, after: History | None) -> str | None:
+        """Return `text` as the user changes it: see `ChatContext.edit`."""
+        if not self.interactive:
+            raise PromptError("there is no line editor without a terminal")
+        idle = Draft.wait_until_over if after is None else self._type_ahead(after)
+        try:
+            typed = self._read(idle, quoted(text))
+        except (EOFError, KeyboardInterrupt):
+            return None
+        return None if typed == quoted(text) or not typed.strip() else unquoted(typed)
+
+    def send(self, text: str, after: History | None = None) -> None:
+        """Send `text` with the attachments and the files that it names, and print the answer."""
+        before = self.conversation.history
+        message = self.attachments.with_named(text, self.runner, self.say)
+        try:
+            self.answer(message, after)
+        finally:
+            if self.conversation.history is not before:
+                self.attachments.texts.clear()
+
+    def answer(self, text: str, after: History | None = None, **options: Any) -> None:
+        """Send `text` as it is, and print the answer: see `ChatContext.answer`.
+
+        `options` take precedence over the conversation's own.
+        """
+        if after is not None:
+            self.say(str(self.conversation.outlook(text, after)))
+        with (
+            self.interrupts.asking() as interrupted,
+            self.keyboard.answering(),
+            held_log(self.interactive),
+            ExitStack() as ending,
+        ):
+            bar = PrefillProgress()
+
+            def progress(done: int, total: int) -> None:
+                if self.keyboard.asks_to_stop:
+                    bar.pause()
+                    self.keyboard.stop()
+                bar(done, total)
+                if interrupted():
+                    raise KeyboardInterrupt
+
+            ending.callback(self._answered, self.conversation.history)
+            chunks = self.conversation.send(text, progress, after, **options)
+            asked = self.conversation.asked.text
+            view = ThinkingView(self.view, asked, self.show_thinking, self.interactive)
+            # These run in reverse order, even if one of them fails because the window is gone.
+            ending.callback(view.close)
+            ending.callback(chunks.close)  # type: ignore[attr-defined]  # a generator
+            ending.callback(bar.close)
+            with suppress(KeyboardInterrupt):
+                for chunk in chunks:
+                    if self.keyboard.asks_to_stop:
+                        view.pause()
+                        self.keyboard.stop()
+                    view.write(chunk.text)
+                    if interrupted():
+                        break
+        if interrupted():  # even if it came late
+            self.say("(interrupted)")
+            raise KeyboardInterrupt
+
+    def _answered(self, before: History) -> None:
+        if self.conversation.history is not before:
+            for act in self.after_turn:
+                act(self)
+
     def reload(self, name: str, **changes: Any) -> None:
-        """Go on with another model, or the same one loaded otherwise. What is wrong with it is said while the present one is still there."""
+        """Load another model, or the same one with other options, and continue with it.
+
+        If the request itself is wrong, raise while the present model is still loaded.
+        """
         loading = self.loading | changes
-        plan = {option: loading[option] for option in PLANNED if option in loading}
+        plan = vars(RunnerSettings.among(loading))
         found = plan_model(name, **plan)
         if loading.get("reserve", True):
             must_fit(found)
-        # Two models at a time may be too much: the present one is given up first. An interrupt leaves it at that: see `_run`.
+        # Two models at once may be too much, so the present one is freed first. After an interrupt
+        # here, `_run` loads it again.
         self._known_runner = self.conversation.runner = NoRunner()  # type: ignore[assignment]
         try:
             runner = Runner.load(name, **loading)
         except Exception as error:
-            clear_frames(error.__traceback__)  # which hold what was loaded so far
+            clear_frames(error.__traceback__)  # they hold what was loaded so far
             self._try(self._complete_model)
             raise
         if name != self.model:
-            for history in (
-                self.conversation.history,
-                *(history for _, history in self.branches.others.values()),
-            ):
-                history.forget_tokens()
+            self.conversation.history = self.conversation.history.without_tokens()
+            self.branches.forget_tokens()
         self.model, self.loading, self.conversation.runner = name, loading, runner
         self._complete_model()
 
     def _complete_model(self) -> None:
-        """Bring what an interrupt or an error left of a change of models to its end: there is a model, and all who keep it know it."""
+        """Complete a change of models that an interrupt or an error has cut off.
+
+        Afterwards a model is loaded, and `after_load` has been called for it.
+        """
         runner = self.conversation.runner
         if isinstance(runner, NoRunner) and runner.why is None:
             self.say(f"{self.model} is loaded again: it had been given up for the other model")
@@ -239,73 +348,6 @@ class Chat:
         try:
             return Runner.load(self.model, **self.loading)
         except Exception as error:
-            self.conversation.runner = NoRunner(" ".join(str(error).split()))  # type: ignore[assignment]
+            failed = NoRunner(" ".join(str(error).split()))
+            self.conversation.runner = failed  # type: ignore[assignment]
             raise
-
-    def say(self, text: str) -> None:
-        """Everything that is not an answer goes to stderr."""
-        sys.stdout.flush()
-        Output(sys.stderr).write((wrapped(text) if self.interactive else text) + "\n")
-
-    def edit(self, text: str, *, ahead: bool = True) -> str | None:
-        """`text` as the user changes it; None where that was given up, or nothing is changed. `ahead`: whether it is the next message."""
-        if not self.interactive:
-            raise PromptError("there is no line editor without a terminal")
-        try:
-            typed = self._read(quoted(text), ahead=ahead)
-        except (EOFError, KeyboardInterrupt):
-            return None
-        return None if typed == quoted(text) or not typed.strip() else unquoted(typed)
-
-    def send(self, text: str, answer: Callable[[str], None] | None = None) -> None:
-        """A text of the user, with the files that wait and those that it names, which `answer` gets (default: the method)."""
-        message = self.attachments.put_into(self, text)
-        try:
-            (answer or self.answer)(message)
-        finally:
-            turns = self.conversation.history.turns
-            if turns and turns[-1].user == message:
-                self.attachments.clear()
-
-    def answer(self, text: str, **options: Any) -> None:
-        """Send `text` as it is and print what comes; `options` over the conversation's own."""
-        turns = len(self.conversation.history.turns)
-        with (
-            interruptible(self.interrupts.ignore) as interrupted, self.keyboard.answering(),
-            held_log(self.interactive), ExitStack() as ending,
-        ):  # fmt: skip
-            bar = PrefillBar()
-
-            def progress(done: int, total: int) -> None:
-                if self.keyboard.asks_to_stop:
-                    bar.pause()
-                    self.keyboard.stop()
-                bar(done, total)
-                if interrupted():
-                    raise KeyboardInterrupt
-
-            chunks = self.conversation.send(text, progress, **options)
-            view = ThinkingApart(
-                self.view, self.conversation.asked.text, self.show_thinking, self.interactive
-            )
-            ending.callback(self._answered, turns)
-            # From the last to the first, also where one of them fails: the window may be gone.
-            ending.callback(view.close)
-            ending.callback(chunks.close)  # type: ignore[attr-defined]  # a generator
-            ending.callback(bar.close)
-            with suppress(KeyboardInterrupt):
-                for chunk in chunks:
-                    if self.keyboard.asks_to_stop:
-                        view.pause()
-                        self.keyboard.stop()
-                    view.write(chunk.text)
-                    if interrupted():
-                        break
-        if interrupted():  # however late it came
-            self.say("(interrupted)")
-            raise KeyboardInterrupt
-
-    def _answered(self, turns: int) -> None:
-        if len(self.conversation.history.turns) > turns:
-            for act in self.after_turn:
-                act(self)

@@ -1,4 +1,4 @@
-"""A chat put together: every command, and the editor and the view that standard input and output call for."""
+"""Assemble a chat: the commands, and the editor and view for standard input and output."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import os
 from pathlib import Path
 from typing import Any
 
-from mlxrunner.chat import files, reports, settings, turns
-from mlxrunner.chat.commands import Command, Table
+from mlxrunner.chat.commands import files, reports, settings, turns
+from mlxrunner.chat.commands.table import ChatContext, Command, CommandTable
 from mlxrunner.chat.conversation import Conversation
-from mlxrunner.chat.keyboard import Keyboard, is_terminal
 from mlxrunner.chat.repl import Chat
-from mlxrunner.folders import data_folder
+from mlxrunner.system.folders import data_folder
+from mlxrunner.terminal.keyboard import Keyboard, is_terminal
 
 
 def open_chat(
@@ -21,9 +21,13 @@ def open_chat(
     history: bool = True,
     keyboard: Keyboard | None = None,
     **options: Any,
-) -> tuple[Chat, Table]:
-    """`more`: commands of other rooms; `plain`: no Markdown; `history`: keep what is typed for the next time. `options`: other fields of
-    `Chat`."""
+) -> tuple[Chat, CommandTable]:
+    """Return a chat and the table of its commands.
+
+    `more` are commands beside those that every chat has. `plain` turns Markdown off. `history`
+    keeps what is typed for the next chat. `keyboard` is the one already in use, if any. `options`
+    are other fields of `Chat`.
+    """
     table = commands(*more)
     chat = Chat(conversation, interactive=is_terminal(), **options)
     if chat.interactive:
@@ -31,12 +35,8 @@ def open_chat(
 
         words = {command.name: command.words for command in table}
         chat.keyboard = keyboard or Keyboard(terminal=True)
-        chat.reader = Editor(
-            table,
-            lambda name: words[name](chat),
-            _history_file() if history else None,
-            chat.keyboard,
-        )
+        file = _history_file() if history else None
+        chat.reader = Editor(table, lambda name: words[name](chat), file, chat.keyboard)
     if chat.interactive and not plain and os.environ.get("TERM", "dumb") != "dumb":
         from rich.console import Console
 
@@ -46,32 +46,37 @@ def open_chat(
     return chat, table
 
 
-def commands(*more: Command) -> Table:
-    """All commands; `more` are those of other rooms."""
+HELP = (
+    'Alt-Enter, Ctrl-J or """ around it: a text of several lines. '
+    'In """, a text is sent whatever it begins with.',
+    '@PATH in a text, or @"PATH" where that has spaces: the file goes with it.',
+    "Ctrl-C stops an answer and keeps what was shown; while typing it clears the line. "
+    "Ctrl-Z suspends the chat.",
+)
+"""Lines of /help after the commands."""
 
-    def show_help(chat: Chat, argument: str) -> None:
-        for line in table.help():
+
+def commands(*more: Command) -> CommandTable:
+    """Return the table of all commands, with `more` before /help."""
+
+    def show_help(chat: ChatContext, argument: str) -> None:
+        for line in (*table.help(), *HELP):
             chat.say(line)
-        chat.say(
-            'Alt-Enter, Ctrl-J or """ around it: a text of several lines. In """, a text is sent whatever it begins with.'
-        )
-        chat.say('@PATH in a text, or @"PATH" where that has spaces: the file goes with it.')
-        chat.say(
-            "Ctrl-C stops an answer and keeps what was shown; while typing it clears the line. Ctrl-Z suspends the chat."
-        )
 
-    def leave(chat: Chat, argument: str) -> None:
+    def leave(chat: ChatContext, argument: str) -> None:
         raise EOFError
 
-    table = Table((
-        *turns.COMMANDS,
-        *settings.COMMANDS,
-        *reports.COMMANDS,
-        *files.COMMANDS,
-        *more,
-        Command("/help", "", "this list", show_help),
-        Command("/bye", "", "leave (so does Ctrl-D)", leave),
-    ))  # fmt: skip
+    table = CommandTable(
+        (
+            *turns.COMMANDS,
+            *settings.COMMANDS,
+            *reports.COMMANDS,
+            *files.COMMANDS,
+            *more,
+            Command("/help", "", "this list", show_help),
+            Command("/bye", "", "leave (so does Ctrl-D)", leave),
+        )
+    )
     return table
 
 

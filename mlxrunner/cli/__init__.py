@@ -1,4 +1,7 @@
-"""The command line: parse, call, print. Nothing here computes; a file per command, or per few small ones."""
+"""The command line: it parses, calls and prints, and computes nothing.
+
+A file holds one command, or a few small ones.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +28,16 @@ from mlxrunner.cli.verify import verify
 @click.version_option(package_name="mlxrunner", message="mlxrunner %(version)s")
 @debug_option
 def main() -> None:
-    """Run language models in a terminal on Apple silicon (MLX). One prefix-cache entry: only what is new in a prompt is evaluated."""
+    """Run language models in a terminal on Apple silicon (MLX). One prefix-cache entry: only what
+    is new in a prompt is evaluated.
+    """
     for stream, errors in (
         (sys.stdout, "backslashreplace"),
         (sys.stderr, "backslashreplace"),
         (sys.stdin, "surrogateescape"),
     ):
-        # A model may print what the terminal's encoding lacks; what is no text on standard input is refused where it is used.
+        # A model may print characters that the terminal's encoding lacks. Bytes on standard input
+        # that are no text are refused where they are used.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors=errors)
 

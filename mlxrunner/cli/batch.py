@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TextIO
 
 import click
@@ -14,23 +15,26 @@ from mlxrunner.cli.options import (
     check_options,
     form_options,
     model_options,
+    option_of,
     overflow_options,
     sampling_options,
     take,
+    template_options,
     together,
 )
 from mlxrunner.cli.program import INTERRUPTED, line_text, visible_text
 from mlxrunner.cli.recording import WATCHING, recording, watching_options
 from mlxrunner.errors import OptionError
+from mlxrunner.options import GenerateOptions
 
 if TYPE_CHECKING:
     from mlxrunner.batch.job import Job
-    from mlxrunner.batch.work import Summary
+    from mlxrunner.batch.work import JobSummary
 
 _INPUT = (
     click.option(
         "--prompt-template",
-        "template",
+        "prompt_template",
         metavar="TEXT",
         help='INPUT is CSV; each row is put into TEXT: "... {column} ...".',
     ),
@@ -41,26 +45,70 @@ _INPUT = (
     click.option(
         "--strict",
         is_flag=True,
-        help="Run nothing if a line can't be run. With --verify-cache: exit code 4 if an answer differed.",
+        help="Run nothing if a line can't be run. With --verify-cache: exit code 4 if an answer "
+        "differed.",
     ),
 )
 _RUNNING = (
-    click.option("--order", type=click.Choice(["prefix", "input"]), default="prefix", show_default=True,
-                 help="Run lines so that each reuses most of the one before, or as they come."),
-    click.option("--parallel", type=click.IntRange(min=1), metavar="N", help="Run N lines at a time.  [default: what is likely fastest, and fits]"),
-    click.option("--retries", type=click.IntRange(min=0), default=0, show_default=True, metavar="N", help="Try a line that failed N times more."),
-    click.option("--timeout", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS", help="For each line (each try)."),
-    click.option("--max-errors", type=click.IntRange(min=1), metavar="N", help="Stop when N lines of this run have failed."),
-)  # fmt: skip
+    click.option(
+        "--order",
+        type=click.Choice(["prefix", "input"]),
+        default="prefix",
+        show_default=True,
+        help="Run lines so that each reuses most of the one before, or as they come.",
+    ),
+    click.option(
+        "--parallel",
+        type=click.IntRange(min=1),
+        metavar="N",
+        help="Run N lines at a time.  [default: what is likely fastest, and fits]",
+    ),
+    click.option(
+        "--retries",
+        type=click.IntRange(min=0),
+        default=0,
+        show_default=True,
+        metavar="N",
+        help="Try a line that failed N times more.",
+    ),
+    click.option(
+        "--timeout",
+        type=click.FloatRange(min=0, min_open=True),
+        metavar="SECONDS",
+        help="For each line (each try).",
+    ),
+    click.option(
+        "--max-errors",
+        type=click.IntRange(min=1),
+        metavar="N",
+        help="Stop when N lines of this run have failed.",
+    ),
+)
 _OUTPUT = (
-    click.option("-o", "--output", metavar="FILE", help="Where the answers go; - is standard output."),
-    click.option("--output-order", type=click.Choice(["input", "done"]), default="input", show_default=True,
-                 help="Write answers in the order of the input, or as they finish."),
-    click.option("--no-usage", is_flag=True, help="Leave out counts and times: the same answers are the same bytes."),
+    click.option(
+        "-o", "--output", metavar="FILE", help="Where the answers go; - is standard output."
+    ),
+    click.option(
+        "--output-order",
+        type=click.Choice(["input", "done"]),
+        default="input",
+        show_default=True,
+        help="Write answers in the order of the input, or as they finish.",
+    ),
+    click.option(
+        "--no-usage",
+        is_flag=True,
+        help="Leave out counts and times: the same answers are the same bytes.",
+    ),
     click.option("--resume", is_flag=True, help="Go on with a run that was stopped or killed."),
-    click.option("--plan", "only_plan", is_flag=True, help="Only say what it will cost, without loading the weights."),
+    click.option(
+        "--plan",
+        "only_plan",
+        is_flag=True,
+        help="Only say what it will cost, without loading the weights.",
+    ),
     click.option("-q", "--quiet", is_flag=True, help="Nothing on stderr but what stops the batch."),
-)  # fmt: skip
+)
 
 
 @click.command()
@@ -69,59 +117,64 @@ _OUTPUT = (
 @model_options
 @sampling_options
 @form_options
+@template_options
 @overflow_options("stop")
 @watching_options
-@click.option(
-    "--logprobs", type=int, metavar="K", help="Each token's log-probability and the K likeliest."
-)
+@option_of(GenerateOptions, "logprobs")
 @click.option(
     "--json", "as_json", is_flag=True, help="With --plan: print one JSON object instead of a table."
 )
 def batch(
-    input_file: str, output: str | None, model: str, template: str | None,
-    no_usage: bool, only_plan: bool, quiet: bool, as_json: bool, **options: Any,
-) -> None:  # fmt: skip
-    """Answer each line of INPUT, in the order that reuses most, and write a line for each to the output.
+    input_file: str,
+    output: str | None,
+    model: str,
+    prompt_template: str | None,
+    no_usage: bool,
+    only_plan: bool,
+    quiet: bool,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Answer each line of INPUT, in the order that reuses most, and write a line for each to the
+    output.
 
-    A line of INPUT is {"prompt": ...} or {"messages": [...]}, with an "id" and any sampling option, or a line of an OpenAI batch file; with
-    --prompt-template INPUT is CSV. - is standard input. The options below hold for lines that don't say otherwise; with --seed S line
-    number i (from 0) gets S + i. A line that can't be answered gets an "error" and stops nothing.
+    A line of INPUT is {"prompt": ...} or {"messages": [...]}, with an "id" and any sampling option,
+    or a line of an OpenAI batch file; with --prompt-template INPUT is CSV. - is standard input. The
+    options below hold for lines that don't say otherwise; with --seed S line number i (from 0) gets
+    S + i. A line that can't be answered gets an "error" and stops nothing.
 
-    A run that was stopped, killed or cut off goes on with the same command and --resume. Exit code 1 if a line failed or the run was cut
-    off, 2 if nothing can be run, 4 with --verify-cache and --strict, 130 after Ctrl-C, 143 after kill, 129 when the window is closed.
+    A run that was stopped, killed or cut off goes on with the same command and --resume. Exit code
+    1 if a line failed or the run was cut off, 2 if nothing can be run, 4 with --verify-cache and
+    --strict, 130 after Ctrl-C, 143 after kill, 129 when the window is closed.
     """
     from mlxrunner.batch.job import STANDARD, Job
-    from mlxrunner.chat.keys import orderly_end
+    from mlxrunner.terminal.signals import orderly_end
 
     if not output and not only_plan:
         raise OptionError("where do the answers go? -o FILE, or -o - for standard output")
     if as_json and not only_plan:
         raise OptionError("--json is for --plan; the answers are JSON lines anyway")
-    own = (
-        "system",
-        "raw",
-        "strict",
-        "order",
-        "parallel",
-        "retries",
-        "timeout",
-        "max_errors",
-        "output_order",
-        "resume",
-    )
     recorded = take(options, WATCHING) | {"strict": options["strict"]}
     if recorded["verify_cache"]:
         if options["parallel"] not in (None, 1):
             raise OptionError(
-                "--verify-cache looks at one request at a time, and --parallel runs several at once: use one of them"
+                "--verify-cache looks at one request at a time, and --parallel runs several at "
+                "once: use one of them"
             )
         options["parallel"] = 1
-    job_options, loading = take(options, own), take(options, LOADING)
+    own = tuple(field.name for field in fields(Job) if field.name in options)
+    own_options, loading = take(options, own), take(options, LOADING)
     check_options(options, quiet=quiet)
     job = Job(
-        input=input_file, output=output or STANDARD, model=model, template=template, loading=loading, defaults=options,
-        usage=not no_usage, **job_options,
-    )  # fmt: skip
+        input=input_file,
+        output=output or STANDARD,
+        model=model,
+        prompt_template=prompt_template,
+        loading=loading,
+        defaults=options,
+        usage=not no_usage,
+        **own_options,
+    )
     with orderly_end():
         _run(job, recorded, only_plan=only_plan, quiet=quiet, as_json=as_json)
 
@@ -129,14 +182,15 @@ def batch(
 def _run(
     job: Job, recorded: dict[str, Any], *, only_plan: bool, quiet: bool, as_json: bool
 ) -> None:
-    """Ends with the exit code."""
+    """Run or plan the job, and end with the exit code."""
     from mlxrunner.batch.job import STANDARD
-    from mlxrunner.batch.progress import progress_for
-    from mlxrunner.batch.work import CutOffError, plan_job, run_job
+    from mlxrunner.batch.work import plan_job, run_job
+    from mlxrunner.errors import CutOffError
+    from mlxrunner.terminal.progress import LINE_EVERY_S, Progress
 
-    progress = progress_for(
-        quiet=quiet, shares_terminal=job.output == STANDARD and _is_terminal(sys.stdout)
-    )
+    shares_terminal = job.output == STANDARD and _is_terminal(sys.stdout)
+    has_bar = _is_terminal(sys.stderr) and not shares_terminal
+    progress = Progress(has_bar=has_bar, line_every_s=LINE_EVERY_S, is_quiet=quiet)
     try:
         if only_plan:
             plan = plan_job(job, progress)
@@ -144,13 +198,14 @@ def _run(
             click.echo(json.dumps(plan.as_dict()) if as_json else plan.table())
             return
         with recording(recorded, "batch") as profile:
-            summary = run_job(job, progress, profile.attach)
+            summary = run_job(job, progress, profile.watch)
             progress.close()
             if not quiet:
                 _report(job, summary)
             if summary.stopped:
                 _say_how_to_go_on(job)
     except (KeyboardInterrupt, SystemExit, CutOffError):
+        progress.close()
         _say_how_to_go_on(job)
         raise
     finally:
@@ -159,11 +214,11 @@ def _run(
 
 
 def _is_terminal(stream: TextIO | None) -> bool:
-    """None: it is closed."""
+    """Return True if the stream is a terminal. A closed stream is None."""
     return stream is not None and stream.isatty()
 
 
-def _report(job: Job, summary: Summary) -> None:
+def _report(job: Job, summary: JobSummary) -> None:
     tally = summary.tally
     if tally.done or summary.stopped:
         click.echo(tally.summary(), err=True)

@@ -1,4 +1,4 @@
-"""`mlxrunner bench`: how fast a model is on this machine, as shares of what the machine can do."""
+"""`mlxrunner bench`: measure the speed of a model, in shares of what the machine can do."""
 
 from __future__ import annotations
 
@@ -49,13 +49,15 @@ def bench(
     as_json: bool,
     trust_remote_code: bool,
 ) -> None:
-    """Measure MODEL on this machine: load, cold prefill, first token with 0 to 100 % of the prompt cached, decode, memory.
+    """Measure MODEL on this machine: load, cold prefill, first token with 0 to 100 % of the prompt
+    cached, decode, memory.
 
-    Each figure is also given as a share of what the machine can do at most, which is measured first: bytes and operations per second.
-    MODEL is demo, a directory, a hub id, or random:100M for random weights of that size. Ctrl-C prints what was measured so far.
-    """  # fmt: skip
+    Each figure is also given as a share of what the machine can do at most, which is measured
+    first: bytes and operations per second. MODEL is demo, a directory, a hub id, or random:100M
+    for random weights of that size. Ctrl-C prints what was measured so far.
+    """
     from mlxrunner.bench.work import CONTEXTS, QUICK_CONTEXT, Bench
-    from mlxrunner.terminal import Steps
+    from mlxrunner.terminal.progress import Steps
 
     rounds = rounds or (1 if quick else 3)
     if quick:
@@ -72,9 +74,9 @@ def bench(
         made.run()
     finally:
         steps.close()
-        if made.findings.about:
+        if made.measurements.about:
             click.echo(
-                json.dumps(made.findings.as_dict())
+                json.dumps(made.measurements.as_dict())
                 if as_json
-                else visible_text(made.findings.table())
+                else visible_text(made.measurements.table())
             )

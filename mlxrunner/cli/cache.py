@@ -1,4 +1,4 @@
-"""`mlxrunner cache`: a session's caches as a prompt-cache file of mlx-lm, and such a file as a session."""
+"""`mlxrunner cache`: exchange the caches of sessions with prompt-cache files of mlx-lm."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ import json
 import click
 
 from mlxrunner.cli.options import debug_option
-from mlxrunner.errors import OptionError
-from mlxrunner.reading import ReadError, read_json
+from mlxrunner.errors import OptionError, ReadError
+from mlxrunner.system.reading import read_json
 
 MOST_TOKENS = 2**25
-"""Bytes of a file of token ids: four million of them."""
+"""Most bytes of a file of token ids: about four million of them."""
 
 
 @click.group()
 @debug_option
 def cache() -> None:
-    """Exchange caches with mlx-lm: its prompt-cache files (mlx_lm.cache_prompt, mlx_lm.generate --prompt-cache-file)."""
+    """Exchange caches with mlx-lm: its prompt-cache files (mlx_lm.cache_prompt, mlx_lm.generate
+    --prompt-cache-file).
+    """
 
 
 @cache.command()
@@ -26,7 +28,9 @@ def cache() -> None:
 @click.option("--force", is_flag=True, help="Overwrite FILE.")
 @debug_option
 def export(session: str, file: str, force: bool) -> None:
-    """Write the caches of SESSION to FILE.safetensors for mlx-lm, with their tokens in its metadata."""
+    """Write the caches of SESSION to FILE.safetensors for mlx-lm, with their tokens in its
+    metadata.
+    """
     from pathlib import Path
 
     from mlxrunner.sessions.exchange import export_session
@@ -54,14 +58,19 @@ def export(session: str, file: str, force: bool) -> None:
 @click.option(
     "--tokens",
     metavar="IDS",
-    help="The tokens that it is of, as [1, 2 ...] or @FILE. [default: as an export of mlxrunner says]",
+    help=(
+        "The tokens that it is of, as [1, 2 ...] or @FILE. [default: as an export of "
+        "mlxrunner says]"
+    ),
 )
 @click.option(
     "--kv-bits", type=int, metavar="B", help="8 or 4, for a file with quantized keys and values."
 )
 @debug_option
 def import_(file: str, name: str, model: str, tokens: str | None, kv_bits: int | None) -> None:
-    """Make a session of FILE, a prompt cache of mlx-lm: a chat whose prompt begins with its tokens goes on from there."""
+    """Make a session of FILE, a prompt cache of mlx-lm: a chat whose prompt begins with its tokens
+    goes on from there.
+    """
     from pathlib import Path
 
     from mlxrunner.sessions.exchange import import_session
@@ -70,7 +79,8 @@ def import_(file: str, name: str, model: str, tokens: str | None, kv_bits: int |
         Path(file), name, model, None if tokens is None else _tokens(tokens), kv_bits
     )
     click.echo(
-        f"{count} tokens: in `mlxrunner chat --session {name}`, a prompt that begins with them does not evaluate them again",
+        f"{count} tokens: in `mlxrunner chat --session {name}`, a prompt that begins with them "
+        "does not evaluate them again",
         err=True,
     )
 
@@ -86,7 +96,8 @@ def _tokens(text: str) -> list[int]:
         raise OptionError(f"--tokens: {error}") from error
     except (ValueError, RecursionError) as error:
         raise OptionError(
-            f"--tokens: {text[:60]} is not readable as a JSON list: {' '.join(str(error).split())[:100]}"
+            f"--tokens: {text[:60]} is not readable as a JSON list: "
+            f"{' '.join(str(error).split())[:100]}"
         ) from error
     if not isinstance(found, list):
         raise OptionError(f"--tokens: has to be a list of token ids, as [1, 2, 3], not {text[:60]}")

@@ -15,6 +15,7 @@ from mlxrunner.cli.options import (
     overflow_options,
     sampling_options,
     take,
+    template_var_option,
 )
 from mlxrunner.cli.recording import recording, recording_options
 from mlxrunner.errors import OptionError
@@ -25,6 +26,7 @@ from mlxrunner.errors import OptionError
 @click.option("--system", metavar="TEXT", help="The system prompt.")
 @sampling_options
 @overflow_options("shift")
+@template_var_option
 @click.option(
     "--history",
     type=click.Choice(["exact", "template"]),
@@ -81,34 +83,36 @@ def chat(
 ) -> None:
     """Talk with a model. Each turn evaluates only its own tokens.
 
-    In a terminal: line editing, /help for the commands, Ctrl-C stops an answer, Ctrl-D leaves. Otherwise each line of standard
-    input is a turn, and stdout gets the answers.
+    In a terminal: line editing, /help for the commands, Ctrl-C stops an answer, Ctrl-D leaves.
+    Otherwise each line of standard input is a turn, and stdout gets the answers.
     """
-    from mlxrunner.chat.keyboard import Keyboard, is_terminal
+    from mlxrunner.terminal.keyboard import Keyboard, is_terminal
 
     if sys.stdin is None:
         raise OptionError(
             "standard input is closed: a chat reads its turns from a terminal, a file or a pipe"
         )
     loading, keyboard = take(options, LOADING), Keyboard(is_terminal())
-    with (
-        keyboard
-    ):  # before what takes its time: all that is typed meanwhile is kept, as it was typed
+    # Enter it first of all, to keep what is typed while the model loads.
+    with keyboard:
+        from mlxrunner.chat.commands.sessions import Saving
         from mlxrunner.chat.conversation import Conversation
-        from mlxrunner.chat.keys import uninterrupted
+        from mlxrunner.chat.saved_settings import put_back
         from mlxrunner.chat.start import open_chat
-        from mlxrunner.config import GenerateOptions
-        from mlxrunner.sessions.commands import Saving
-        from mlxrunner.sessions.settings import put_back
+        from mlxrunner.options import GenerateOptions
+        from mlxrunner.terminal.signals import uninterrupted
 
         saving = Saving(caches=not no_cache_file, kv_bits=session_kv_bits)
         with recording(options, "chat") as profile, saving.opened(session) as resumed:
-            GenerateOptions.of(**options)  # complain before loading
+            GenerateOptions.of(**options)  # raise its errors before loading
             if history == "template" and keep_thinking:
                 raise OptionError(
-                    "--keep-thinking needs --history exact: with template, the template decides what stays"
+                    "--keep-thinking needs --history exact: "
+                    "with template, the template decides what stays"
                 )
-            conversation = Conversation(None, system, options, history, keep_thinking)  # type: ignore[arg-type]  # loaded below
+            variables = options.pop("template") or {}
+            runner: Any = None  # loaded below
+            conversation = Conversation(runner, system, options, history, keep_thinking, variables)
             if resumed is not None:
                 given = {
                     name
@@ -117,11 +121,18 @@ def chat(
                 }
                 model = put_back(resumed, conversation, loading, model, given)
             conversation.runner = load(model, loading, banner=is_terminal())
-            profile.attach(conversation.runner)
+            profile.watch(conversation.runner)
             opened, table = open_chat(
-                conversation, *saving.commands, plain=plain, history=not no_history, model=model, loading=loading,
-                type_ahead=not no_type_ahead, keyboard=keyboard, after_load=[lambda chat: profile.attach(chat.runner)],
-            )  # fmt: skip
+                conversation,
+                *saving.commands,
+                plain=plain,
+                history=not no_history,
+                model=model,
+                loading=loading,
+                type_ahead=not no_type_ahead,
+                keyboard=keyboard,
+                after_load=[lambda chat: profile.watch(chat.runner)],
+            )
             saving.begin(opened, resumed is not None)
             try:
                 code = opened.run(table)

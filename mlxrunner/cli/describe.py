@@ -1,4 +1,7 @@
-"""What is known without generating anything: `models`, `show`, `plan`, `doctor`."""
+"""`mlxrunner models`, `show`, `plan` and `doctor`: describe models and the machine.
+
+None of them generates anything.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from mlxrunner.cli.program import visible_text
 def models(as_json: bool) -> None:
     """List the models in the local hub cache, with their sizes on disk."""
     from mlxrunner.models.catalog import cached_models
-    from mlxrunner.terminal import size
+    from mlxrunner.terminal.text import size
 
     found = cached_models()
     if as_json:
@@ -29,7 +32,10 @@ def models(as_json: bool) -> None:
         )
     elif not found:
         click.echo(
-            "no models in the hub cache yet: -m mlx-community/Llama-3.2-1B-Instruct-4bit would download one",
+            (
+                "no models in the hub cache yet: -m mlx-community/Llama-3.2-1B-Instruct-4bit "
+                "would download one"
+            ),
             err=True,
         )
     else:
@@ -42,9 +48,11 @@ def models(as_json: bool) -> None:
 @json_option
 @debug_option
 def show(model: str, as_json: bool) -> None:
-    """Say what is known about MODEL without loading its weights: architecture, layers by kind, context, bytes per token."""
+    """Say what is known about MODEL without loading its weights: architecture, layers by kind,
+    context, bytes per token.
+    """
     from mlxrunner.models.facts import describe
-    from mlxrunner.terminal import size
+    from mlxrunner.terminal.text import size
 
     facts = describe(model)
     if as_json:
@@ -61,7 +69,8 @@ def show(model: str, as_json: bool) -> None:
         "weights": size(facts.weight_bytes),
         "cache": f"{size(facts.cache.per_token)} per token"
         + (f" and {size(facts.cache.fixed)} whatever the length" if facts.cache.fixed else "")
-        + f"; {size(facts.cache.per_token * facts.context + facts.cache.fixed)} for the whole context",
+        + f"; {size(facts.cache.per_token * facts.context + facts.cache.fixed)} "
+        "for the whole context",
     }
     for name, value in rows.items():
         click.echo(f"{name:13} {visible_text(value)}")
@@ -78,11 +87,14 @@ def show(model: str, as_json: bool) -> None:
 @json_option
 @debug_option
 def plan(model: str, measure: bool, as_json: bool, **options: Any) -> None:
-    """Say what MODEL needs for a context, what this device offers, and the largest context that fits.
+    """Say what MODEL needs for a context, what this device offers, and the largest context that
+    fits.
 
-    Works from config.json and the headers of the weight files, without loading them. Exit code 2 if it does not fit.
+    Works from config.json and the headers of the weight files, without loading them. Exit code 2 if
+    it does not fit.
     """
-    from mlxrunner.runner import Runner, plan_model
+    from mlxrunner.loading import plan_model
+    from mlxrunner.runner import Runner
 
     made = plan_model(model, **options)
     if measure and made.fits:
@@ -98,7 +110,7 @@ def doctor(as_json: bool) -> None:
     """Say what this machine has (device, memory, libraries), and what to do about what it lacks."""
     from dataclasses import asdict
 
-    from mlxrunner.doctor import findings
+    from mlxrunner.system.doctor import findings
 
     found = findings()
     if as_json:

@@ -15,15 +15,18 @@ from mlxrunner.cli.options import (
     json_option,
     load,
     model_options,
+    option_of,
     overflow_options,
     sampling_options,
     take,
+    template_options,
 )
 from mlxrunner.cli.recording import recording, recording_options
 from mlxrunner.errors import OptionError, PromptError
+from mlxrunner.options import GenerateOptions, check_raw
 
 if TYPE_CHECKING:
-    from mlxrunner.profiling.profile import Profile
+    from mlxrunner.profiling.record.profile import Profile
     from mlxrunner.runner import Runner
 
 
@@ -41,12 +44,12 @@ if TYPE_CHECKING:
 )
 @sampling_options
 @form_options
+@template_options
 @overflow_options("stop")
 @recording_options
-@click.option(
-    "--logprobs",
-    type=int,
-    metavar="K",
+@option_of(
+    GenerateOptions,
+    "logprobs",
     help="With --json: each token's log-probability and the K likeliest.",
 )
 @click.option(
@@ -85,18 +88,24 @@ def generate(
 ) -> None:
     """Answer one prompt. The answer goes to stdout and nothing else does.
 
-    --json prints an object with text, tokens, finish_reason and usage (a line for each --repeat and each of --n answers). With --n the
-    seeds are SEED, SEED + 1 ..., and an answer has at most 1024 tokens unless --max-tokens says otherwise.
+    --json prints an object with text, tokens, finish_reason and usage (a line for each --repeat and
+    each of --n answers). With --n the seeds are SEED, SEED + 1 ..., and an answer has at most 1024
+    tokens unless --max-tokens says otherwise.
     """
-    if raw and system:
-        raise OptionError(
-            "--system needs the chat template, which --raw leaves out: use one of them"
-        )
+    if raw:
+        check_raw(options, system)
     if options["logprobs"] is not None and not as_json:
         raise OptionError("--logprobs needs --json to print them")
     if count > 1 and options["verify_cache"]:
         raise OptionError(
-            "--verify-cache looks at one request at a time, and --n runs several at once: use one of them"
+            "--verify-cache looks at one request at a time, and --n runs several at once: "
+            "use one of them"
+        )
+    if count > 1 and repeat > 1:
+        raise OptionError("--repeat asks one after the other, and --n at once: use one of them")
+    if count > 1 and options["kv_bits"] is not None:
+        raise OptionError(
+            "--kv-bits stores one sequence only, and --n runs several at once: use one of them"
         )
     text = _read_prompt(prompt)
     if not text:
@@ -114,52 +123,64 @@ def generate(
             _answers(model, request, count, parallel, loading, as_json, options, profile)
             return
         runner = load(model, loading, banner=banner)
-        profile.attach(runner)
+        profile.watch(runner)
         for _ in range(repeat):
             _answer(runner, request, as_json, options)
 
 
 def _answers(
-    model: str, request: Any, count: int, parallel: int, loading: dict[str, Any], as_json: bool, options: dict[str, Any],
+    model: str,
+    request: Any,
+    count: int,
+    parallel: int,
+    loading: dict[str, Any],
+    as_json: bool,
+    options: dict[str, Any],
     profile: Profile,
-) -> None:  # fmt: skip
-    """Several answers, an empty line between them."""
+) -> None:
+    """Print several answers with an empty line between them."""
     from mlxrunner.parallel.samples import sample
-    from mlxrunner.terminal import Output
+    from mlxrunner.terminal.text import FilteredStream
 
-    output = Output()
+    output = FilteredStream()
     shared = {name: loading[name] for name in ("context", "trust_remote_code")}
     for number, result in enumerate(
-        sample(model, request, count, parallel=parallel, watch=profile.attach, **shared, **options)
+        sample(model, request, count, parallel=parallel, watch=profile.watch, **shared, **options)
     ):
         if as_json:
-            answer = {
+            answer: dict[str, Any] = {
                 "text": result.text,
                 "tokens": result.tokens,
                 "finish_reason": result.finish_reason,
             }
+            if result.logprobs is not None:
+                answer["logprobs"] = [
+                    {"logprob": logprob, "top": top} for logprob, top in result.logprobs
+                ]
             click.echo(json.dumps({"index": number, **answer, "usage": result.usage.as_dict()}))
         else:
             output.write(f"{chr(10) if number else ''}{result.text}\n")
 
 
 def _answer(runner: Runner, request: Any, as_json: bool, options: dict[str, Any]) -> None:
-    from mlxrunner.terminal import Output, PrefillBar
+    from mlxrunner.terminal.progress import PrefillProgress
+    from mlxrunner.terminal.text import FilteredStream
 
-    output, bar = Output(), PrefillBar()
+    output, bar = FilteredStream(), PrefillProgress()
     chunks = []
     try:
         for chunk in runner.generate(request, progress=bar, **options):
             chunks.append(chunk)
             if not as_json:
-                output.write(chunk.text)
+                output.write(
+                    chunk.text + ("\n" if chunk.finish_reason else "")
+                )  # before the log line
     except KeyboardInterrupt:
         output.write("" if as_json else "\n")
         raise
     finally:
         bar.close()
     if not as_json:
-        output.write("\n")
         return
     last = chunks[-1]
     result: dict[str, Any] = {

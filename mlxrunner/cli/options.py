@@ -1,24 +1,31 @@
-"""Options that several commands have."""
+"""Command-line options that several commands share."""
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from mlxrunner.cli.program import F, set_debug
-from mlxrunner.config import MAX_SCHEMA
-from mlxrunner.errors import OptionError
-from mlxrunner.reading import ReadError, read_text
+from mlxrunner.errors import OptionError, ReadError
+from mlxrunner.options import MAX_SCHEMA, GenerateOptions, RunnerSettings, about, names
+from mlxrunner.system.reading import read_text
 
 if TYPE_CHECKING:
     from mlxrunner.runner import Runner
 
+MOST_TOOLS = 2**22
+"""Most bytes of a file of tools."""
+INTERVAL = "checkpoint_interval"
+"""The only setting of a runner that does not change a memory plan."""
 DEMO_BANNER = (
-    "This is the embedded demo model: a toy of 2.8 million parameters that remembers small facts you tell it, and nothing else.\n"
-    "For a real one: -m mlx-community/Llama-3.2-1B-Instruct-4bit (or any MLX model on the hub, or a directory)."
+    "This is the embedded demo model: a toy of 2.8 million parameters that remembers small facts "
+    "you tell it, and nothing else.\n"
+    "For a real one: -m mlx-community/Llama-3.2-1B-Instruct-4bit (or any MLX model on the hub, "
+    "or a directory)."
 )
 
 
@@ -44,7 +51,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 
 
 def together(options: tuple[Callable[[F], F], ...]) -> Callable[[F], F]:
-    """Several options as one decorator, in the order in which --help shows them."""
+    """Return several options as one decorator, in the order in which --help shows them."""
 
     def decorate(command: F) -> F:
         for option in reversed(options):
@@ -54,65 +61,101 @@ def together(options: tuple[Callable[[F], F], ...]) -> Callable[[F], F]:
     return decorate
 
 
-MEMORY_OPTIONS = (
-    click.option("--context", type=int, help="Most tokens of prompt and answer together. [default: the model's own, or what fits]"),
-    click.option("--kv-bits", type=int, metavar="B", help="Store full attention's keys and values in 8 or 4 bits. [default: as computed]"),
-    click.option("--prefill-step", type=int, default=2048, show_default=True, help="Prompt tokens evaluated at once."),
-    click.option("--rewind-slack", type=int, default=512, show_default=True, help="Tokens a sliding window keeps beyond itself, to be rewound."),
-    click.option("--checkpoint-budget", type=int, metavar="BYTES", help="For checkpoints of windows and states. [default: room for 8]"),
-)  # fmt: skip
-LOADING = (
-    "context",
-    "kv_bits",
-    "prefill_step",
-    "rewind_slack",
-    "checkpoint_budget",
-    "checkpoint_interval",
-    "reserve",
-    "trust_remote_code",
+def option_of(kind: type, name: str, flag: str | None = None, **changes: Any) -> Callable[[F], F]:
+    """Return the command-line option for a field of GenerateOptions or RunnerSettings.
+
+    `flag` is its name on the command line, by default made from `name`. `changes` are attributes of
+    `click.option` to add or replace.
+    """
+    one = kind.__dataclass_fields__[name]  # type: ignore[attr-defined]  # `kind` is a dataclass
+    described, attributes = about(one), dict[str, Any]()
+    if described.kind is str and described.among:
+        attributes["type"] = click.Choice(list(described.among))
+    elif described.kind is not str:
+        attributes["type"] = described.kind
+    if described.is_list:
+        attributes["multiple"] = True
+    elif one.default is not None:
+        attributes |= {"default": one.default, "show_default": described.shows_default}
+    attributes |= {"help": described.help, "metavar": described.metavar, **changes}
+    return click.option(flag or f"--{name.replace('_', '-')}", name, **attributes)
+
+
+def _options_of(kind: type, chosen: Iterable[str]) -> tuple[Callable[[F], F], ...]:
+    return tuple(option_of(kind, name) for name in chosen)
+
+
+LOADING = (*names(RunnerSettings), "reserve", "trust_remote_code")
+"""Names of the options of `Runner.load`."""
+FULL_CONTEXT = ("overflow", "keep")
+FORM = ("schema", "choices")
+TEMPLATE = ("template", "tools")
+SAMPLING = tuple(
+    name
+    for name in names(GenerateOptions)
+    if name not in (*FULL_CONTEXT, *FORM, *TEMPLATE, "logprobs", "stop_tokens")
 )
+MEMORY_OPTIONS = _options_of(RunnerSettings, [n for n in names(RunnerSettings) if n != INTERVAL])
 
 
 def overflow_options(default: str) -> Callable[[F], F]:
-    """What happens when the context is full."""
-    return together((
-        click.option("--overflow", type=click.Choice(["stop", "shift", "error"]), default=default, show_default=True,
-                     help="When the context is full: end the answer, drop the oldest half after the first --keep tokens, or fail."),
-        click.option("--keep", type=int, help="Tokens that a shift keeps. [default: the system prompt]"),
-    ))  # fmt: skip
+    """Return the options for a full context. `default` is that of --overflow."""
+    first, second = FULL_CONTEXT
+    return together(
+        (
+            option_of(GenerateOptions, first, default=default),
+            option_of(GenerateOptions, second),
+        )
+    )
 
 
 def model_options(command: F) -> F:
-    """What generate and chat load, and how much they say about it."""
-    return together((
-        click.option("-m", "--model", default="demo", show_default=True, envvar="MLXRUNNER_MODEL", show_envvar=True,
-                     help="demo, a model directory, or a hub id such as mlx-community/Llama-3.2-1B-Instruct-4bit."),
-        *MEMORY_OPTIONS,
-        click.option("--checkpoint-interval", type=int, default=1024, show_default=True, help="Tokens between checkpoints."),
-        click.option("--reserve/--no-reserve", default=True, help="Take all memory at start, or as the conversation grows.  [default: reserve]"),
-        click.option("--trust-remote-code", is_flag=True, help="Run Python code that the model brings. Only if you trust it."),
-        click.option("-v", "--verbose", count=True, expose_value=False, callback=_verbose,
-                     help="Log to stderr what each request reused and what it cost; -vv: also what is left, before it is evaluated."),
-        debug_option,
-    ))(command)  # fmt: skip
+    """Add the options for loading a model and for logging: generate, chat and batch share them."""
+    return together(
+        (
+            click.option(
+                "-m",
+                "--model",
+                default="demo",
+                show_default=True,
+                envvar="MLXRUNNER_MODEL",
+                show_envvar=True,
+                help=(
+                    "demo, a model directory, or a hub id such as "
+                    "mlx-community/Llama-3.2-1B-Instruct-4bit."
+                ),
+            ),
+            *MEMORY_OPTIONS,
+            option_of(RunnerSettings, INTERVAL),
+            click.option(
+                "--reserve/--no-reserve",
+                default=True,
+                help="Take all memory at start, or as the conversation grows.  [default: reserve]",
+            ),
+            click.option(
+                "--trust-remote-code",
+                is_flag=True,
+                help="Run Python code that the model brings. Only if you trust it.",
+            ),
+            click.option(
+                "-v",
+                "--verbose",
+                count=True,
+                expose_value=False,
+                callback=_verbose,
+                help=(
+                    "Log to stderr what each request reused and what it cost; -vv: also "
+                    "what is left, before it is evaluated."
+                ),
+            ),
+            debug_option,
+        )
+    )(command)
 
 
 def sampling_options(command: F) -> F:
-    """How the next token is chosen, and when an answer ends."""
-    return together((
-        click.option("--max-tokens", type=int, help="Longest answer. [default: until the model stops or the context is full]"),
-        click.option("--temperature", type=float, default=0.0, show_default=True, help="0 = always the most likely token."),
-        click.option("--top-k", type=int, default=0, help="Only the K most likely tokens. [default: all]"),
-        click.option("--top-p", type=float, default=1.0, help="Only the most likely tokens up to this probability. [default: all]"),
-        click.option("--min-p", type=float, default=0.0, help="Only tokens at least this likely, as a share of the likeliest."),
-        click.option("--repetition-penalty", type=float, help="Divide the logits of recent tokens; 1 = off."),
-        click.option("--presence-penalty", type=float, help="Subtract from the logits of recent tokens."),
-        click.option("--frequency-penalty", type=float, help="Subtract from them once per occurrence."),
-        click.option("--penalty-context", type=int, default=20, show_default=True, help="How many recent tokens the penalties see."),
-        click.option("--seed", type=int, help="Makes sampling repeatable."),
-        click.option("--stop", multiple=True, metavar="TEXT",
-                     help="End the answer before TEXT; may be given several times. No effect with --schema or --choices."),
-    ))(command)  # fmt: skip
+    """Add the options that choose the next token and end an answer."""
+    return together(_options_of(GenerateOptions, SAMPLING))(command)
 
 
 def _read_schema(ctx: click.Context, parameter: click.Parameter, file: str | None) -> str | None:
@@ -135,7 +178,8 @@ def _split_choices(
         )
     except csv.Error as error:
         raise OptionError(
-            f"--choices {line}: the texts are separated by commas, one that has a comma is put in double quotes"
+            f"--choices {line}: the texts are separated by commas, one that has a comma is put in "
+            "double quotes"
         ) from error
     if not choices:
         raise OptionError("--choices: there is none, give them as yes,no")
@@ -143,36 +187,84 @@ def _split_choices(
 
 
 def form_options(command: F) -> F:
-    """What an answer has to be."""
-    return together((
-        click.option("--schema", metavar="FILE", callback=_read_schema, help="The answer is JSON that fits the JSON schema in FILE."),
-        click.option("--choices", metavar="A,B,...", callback=_split_choices,
-                     help='The answer is one of these; one with a comma is put in double quotes: \'yes,"no, never"\'.'),
-    ))(command)  # fmt: skip
+    """Add the options that hold the answer to a form."""
+    schema, choices = FORM
+    return together(
+        (
+            option_of(GenerateOptions, schema, callback=_read_schema),
+            option_of(GenerateOptions, choices, multiple=False, callback=_split_choices),
+        )
+    )(command)
+
+
+def _read_variables(
+    ctx: click.Context, parameter: click.Parameter, given: tuple[str, ...]
+) -> dict[str, Any] | None:
+    variables: dict[str, Any] = {}
+    for one in given:
+        name, equals, value = one.partition("=")
+        if not equals:
+            raise OptionError(f"--template-var {one}: it has to be NAME=VALUE")
+        try:
+            variables[name] = json.loads(value)
+        except (ValueError, RecursionError):
+            variables[name] = value
+    return variables or None
+
+
+def _read_tools(ctx: click.Context, parameter: click.Parameter, file: str | None) -> str | None:
+    if file is None:
+        return None
+    try:
+        return read_text(file, MOST_TOOLS, given=True)
+    except ReadError as error:
+        raise OptionError(f"--tools {error}") from error
+
+
+def template_var_option(command: F) -> F:
+    """Add the option for variables of the chat template."""
+    changes: dict[str, Any] = {"multiple": True, "callback": _read_variables}
+    return option_of(GenerateOptions, "template", "--template-var", **changes)(command)
+
+
+def template_options(command: F) -> F:
+    """Add the options for what the chat template is given besides the messages."""
+    tools = option_of(GenerateOptions, "tools", callback=_read_tools)
+    return template_var_option(tools(command))
 
 
 def check_options(options: dict[str, Any], *, quiet: bool = False) -> None:
-    """Complain before a model is loaded. `quiet`: say nothing of what only has no effect."""
-    from mlxrunner.config import GenerateOptions
-    from mlxrunner.constrain import check_form
+    """Check the options of a request before a model is loaded. Raise OptionError if one is wrong.
+
+    Print a note if an option has no effect, unless `quiet` is true.
+    """
+    from mlxrunner.engine.constrain import check_form
 
     checked = GenerateOptions.of(**options)
     check_form(checked)
     if checked.has_form and checked.stop and not quiet:
         click.echo(
-            "--stop has no effect with --schema or --choices: such an answer ends where its form is complete",
+            (
+                "--stop has no effect with --schema or --choices: such an answer ends where its "
+                "form is complete"
+            ),
             err=True,
         )
 
 
 def take(options: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    """Move these options out of `options`."""
+    """Remove the options `names` from `options` and return them."""
     return {name: options.pop(name) for name in names}
 
 
 def load(model: str, loading: dict[str, Any], *, banner: bool) -> Runner:
+    """Load `model` with a bar in a terminal, after the banner of the demo model if `banner`."""
+    from mlxrunner.models.resolve import resolve
     from mlxrunner.runner import Runner
+    from mlxrunner.terminal.progress import loading as loading_bar
 
     if banner and model == "demo":
         click.echo(DEMO_BANNER, err=True)
-    return Runner.load(model, **loading)
+    resolve(model)  # a download shows a bar of its own
+    with loading_bar(model):
+        return Runner.load(model, **loading)

@@ -1,17 +1,14 @@
-"""What the logs of requests say: `report`, `explain`, `simulate`."""
+"""`mlxrunner report`, `explain` and `simulate`: read the logs of requests."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 import click
 
 from mlxrunner.cli.options import debug_option, json_option
-from mlxrunner.cli.program import visible_text
 from mlxrunner.errors import OptionError
 
 BELOW_RATE = 3
@@ -32,8 +29,12 @@ FILE = click.Path(path_type=str)
     metavar="FILE",
     help="Also write a trace for ui.perfetto.dev or chrome://tracing.",
 )
-@click.option("--min-hit-rate", type=click.FloatRange(0, 1), metavar="RATE",
-              help="Exit code 3 if a smaller share of the prompt tokens was reused, such as 0.8.")  # fmt: skip
+@click.option(
+    "--min-hit-rate",
+    type=click.FloatRange(0, 1),
+    metavar="RATE",
+    help="Exit code 3 if a smaller share of the prompt tokens was reused, such as 0.8.",
+)
 @json_option
 @debug_option
 def report(
@@ -44,26 +45,28 @@ def report(
     min_hit_rate: float | None,
     as_json: bool,
 ) -> None:
-    """Say what the requests in EVENTS reused, what was lost to what, where, at what cost, and what to change.
+    """Say what the requests in EVENTS reused, what was lost to what, where, at what cost, and what
+    to change.
 
-    EVENTS are files that --events wrote; those they were rotated to (FILE.1 ...) are read, too. Lines that can't be read are skipped
-    and counted.
+    EVENTS are files that --events wrote; those they were rotated to (FILE.1 ...) are read, too.
+    Lines that can't be read are skipped and counted.
     """
-    from mlxrunner.chat.keys import orderly_end
-    from mlxrunner.profiling.files import sources
-    from mlxrunner.profiling.report import make_report, skipped_words
-    from mlxrunner.profiling.screen import console, show
-    from mlxrunner.profiling.wording import number, percent
+    from mlxrunner.profiling.report.formatting import number, percent
+    from mlxrunner.profiling.report.report import make_report, skipped_words, source_files
+    from mlxrunner.profiling.report.screen import console, show
+    from mlxrunner.terminal.progress import reading
+    from mlxrunner.terminal.signals import orderly_end
 
-    with orderly_end(), _counter("events") as progress:  # what is half written does not stay
-        made = make_report(sources(events), html=html, csv=csv, trace=trace, progress=progress)
+    with orderly_end(), reading("events") as progress:  # a report that is half written is removed
+        made = make_report(source_files(events), html=html, csv=csv, trace=trace, progress=progress)
     click.echo(json.dumps(made.as_dict())) if as_json else show(made.summary, console(sys.stdout))
     if made.skipped.total():
         click.echo(f"mlxrunner: {skipped_words(made.skipped)}", err=True)
     if min_hit_rate is not None and made.summary.hit_rate < min_hit_rate:
         reused, prompt = (number(made.summary.tokens[name]) for name in ("saved", "prompt"))
         click.echo(
-            f"mlxrunner: {reused} of {prompt} prompt tokens were reused, less than the wanted {percent(min_hit_rate)}",
+            f"mlxrunner: {reused} of {prompt} prompt tokens were reused, less than the wanted "
+            f"{percent(min_hit_rate)}",
             err=True,
         )
         sys.exit(BELOW_RATE)
@@ -75,21 +78,24 @@ def report(
 @click.option("--last", is_flag=True, help="The last request in the file, instead of an ID.")
 @debug_option
 def explain(events: str, request: str | None, last: bool) -> None:
-    """Show why a request in EVENTS did not reuse more: both sides of the place where prompt and entry part, and what to change.
+    """Show why a request in EVENTS did not reuse more: both sides of the place where prompt and
+    entry part, and what to change.
 
-    ID is that of the event, or its beginning. Where MLXRUNNER_EVENTS is set, EVENTS may be left out.
+    ID is that of the event, or its beginning. Where MLXRUNNER_EVENTS is set, EVENTS may be left
+    out.
     """
-    from mlxrunner.profiling.explain import find, show
-    from mlxrunner.profiling.files import sources
-    from mlxrunner.profiling.screen import console
+    from mlxrunner.profiling.report.explain import find, show
+    from mlxrunner.profiling.report.report import source_files
+    from mlxrunner.profiling.report.screen import console
+    from mlxrunner.terminal.progress import reading
 
     known = os.environ.get("MLXRUNNER_EVENTS")
     if known and request is None and not last and events != known:
         events, request = known, events
     if (request is None) == (not last):
         raise OptionError("give the ID of an event, or --last" + (", not both" if last else ""))
-    with _counter("events") as progress:
-        event = find(sources([events]), request, progress)
+    with reading("events") as progress:
+        event = find(source_files([events]), request, progress)
     show(event, console(sys.stdout))
 
 
@@ -102,12 +108,35 @@ def explain(events: str, request: str | None, last: bool) -> None:
     metavar="K",
     help="Replay with K entries; several times. [default: 2, 4, 8]",
 )
-@click.option("--slots", type=click.IntRange(2, 1024), multiple=True, metavar="K",
-              help="Replay requests that ran side by side in K slots; several times. [default: 2, 4, 8, 16]")  # fmt: skip
-@click.option("--checkpoint-interval", "intervals", type=click.IntRange(min=1), multiple=True, metavar="N",
-              help="Replay with checkpoints every N tokens; several times. [default: a quarter and four times as many]")  # fmt: skip
-@click.option("--rewind-slack", "slacks", type=click.IntRange(min=0), multiple=True, metavar="N",
-              help="Replay with windows that keep N tokens more; several times. [default: 0 and four times as many]")  # fmt: skip
+@click.option(
+    "--slots",
+    type=click.IntRange(2, 1024),
+    multiple=True,
+    metavar="K",
+    help="Replay requests that ran side by side in K slots; several times. [default: 2, 4, 8, 16]",
+)
+@click.option(
+    "--checkpoint-interval",
+    "intervals",
+    type=click.IntRange(min=1),
+    multiple=True,
+    metavar="N",
+    help=(
+        "Replay with checkpoints every N tokens; several times. [default: a quarter and "
+        "four times as many]"
+    ),
+)
+@click.option(
+    "--rewind-slack",
+    "slacks",
+    type=click.IntRange(min=0),
+    multiple=True,
+    metavar="N",
+    help=(
+        "Replay with windows that keep N tokens more; several times. [default: 0 and four "
+        "times as many]"
+    ),
+)
 @json_option
 @debug_option
 def simulate(
@@ -118,18 +147,20 @@ def simulate(
     slacks: tuple[int, ...],
     as_json: bool,
 ) -> None:
-    """Replay LOG, which --log-tokens wrote, without a model: what would have been reused with other settings.
+    """Replay LOG, which --log-tokens wrote, without a model: what would have been reused with other
+    settings.
 
-    One thing is changed at a time: more entries, other slots, prompts sorted by prefix, thinking kept or stripped, other checkpoint intervals and
-    slacks. The first row is what was run, and has to agree with the log.
+    One thing is changed at a time: more entries, other slots, prompts sorted by prefix, thinking
+    kept or stripped, other checkpoint intervals and slacks. The first row is what was run, and has
+    to agree with the log.
     """
-    from mlxrunner.profiling.files import sources
-    from mlxrunner.profiling.report import skipped_words
-    from mlxrunner.profiling.screen import console, show_simulation
-    from mlxrunner.profiling.trials import simulate as replay
+    from mlxrunner.profiling.replay.trials import simulate as replay
+    from mlxrunner.profiling.report.report import skipped_words, source_files
+    from mlxrunner.profiling.report.screen import console, show_simulation
+    from mlxrunner.terminal.progress import reading
 
-    with _counter("requests") as progress:
-        made = replay(sources(log), entries, intervals, slacks, slots, progress)
+    with reading("requests") as progress:
+        made = replay(source_files(log), entries, intervals, slacks, slots, progress)
     click.echo(json.dumps(made.as_dict())) if as_json else show_simulation(
         made, console(sys.stdout)
     )
@@ -137,15 +168,3 @@ def simulate(
         click.echo(f"mlxrunner: {line}", err=True)
     if made.skipped.total():
         click.echo(f"mlxrunner: {skipped_words(made.skipped)}", err=True)
-
-
-@contextmanager
-def _counter(what: str) -> Iterator[Callable[[int], None]]:
-    """A line on stderr that counts, if that is a terminal; gone when it is done."""
-    if not sys.stderr.isatty():
-        yield lambda count: None
-        return
-    from rich.console import Console
-
-    with Console(stderr=True).status(f"reading {visible_text(what)}") as status:
-        yield lambda count: status.update(f"reading {what}: {count:,}")

@@ -1,6 +1,7 @@
-"""The program around the commands: each library error becomes one line on stderr and an exit code.
+"""The program around the commands: it turns each library error into one line and an exit code.
 
-Standard output that is closed or full is such an error; standard error that is so is done without.
+Standard output that is closed or full is such an error. Standard error that is closed or full is
+ignored.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ from typing import Any, TextIO, TypeVar
 
 import click
 
-from mlxrunner.errors import MlxrunnerError
+from mlxrunner.errors import MlxrunnerError, OutputClosedError
 
 INTERRUPTED = 130
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Program(click.Group):
-    """Turns errors into one line; `--debug` anywhere shows the traceback, too."""
+    """A click group that prints each error as one line; `--debug` adds the traceback."""
 
     def main(self, *arguments: Any, **extra: Any) -> Any:
         guard_streams()
         try:
             return super().main(*arguments, **extra)
-        except OutputClosedError as error:  # while the arguments were read: by --help
+        except OutputClosedError as error:  # raised by --help, while click reads the arguments
             click.echo(f"mlxrunner: {error}", err=True)
             sys.exit(error.exit_code)
         finally:
@@ -58,14 +59,18 @@ class Program(click.Group):
             _report(
                 ctx,
                 line_text(
-                    f"internal error: {type(error).__name__}: {' '.join(str(error).split())} (--debug shows where)"
+                    f"internal error: {type(error).__name__}: {' '.join(str(error).split())} "
+                    "(--debug shows where)"
                 ),
             )
             sys.exit(1)
 
 
 def _end_if_told(error: BaseException | None) -> None:
-    """Ctrl-C or `kill` in the middle of an import may come out of Python as the cause of a RuntimeError."""
+    """Exit if Ctrl-C or `kill` is the cause of `error`.
+
+    Python wraps them in a RuntimeError if they come in the middle of an import.
+    """
     while (error := error and error.__cause__) is not None:
         if isinstance(error, KeyboardInterrupt):
             sys.exit(INTERRUPTED)
@@ -73,14 +78,8 @@ def _end_if_told(error: BaseException | None) -> None:
             sys.exit(error.code)
 
 
-class OutputClosedError(MlxrunnerError):
-    """Nothing can be written to standard output."""
-
-    exit_code = 2
-
-
 class StandardOutput(io.TextIOWrapper):
-    """Standard output whose errors are ours; a reader that has gone away stays a BrokenPipeError."""
+    """Standard output that raises OutputClosedError, or BrokenPipeError if its reader is gone."""
 
     def write(self, text: str) -> int:
         with self._explained():
@@ -106,7 +105,7 @@ class StandardOutput(io.TextIOWrapper):
 
 
 class StandardError(io.TextIOWrapper):
-    """Standard error, if there is one: a terminal that has gone away stops nothing."""
+    """Standard error that ignores failures, such as a terminal that has gone away."""
 
     def write(self, text: str) -> int:
         with suppress(OSError):
@@ -119,7 +118,10 @@ class StandardError(io.TextIOWrapper):
 
 
 def guard_streams() -> None:
-    """Put them in the place of the process's own; what is closed is taken up, so that no file that is opened gets its number."""
+    """Replace the standard streams by StandardOutput and StandardError.
+
+    A closed stream is opened on /dev/null, so that no other file gets its number.
+    """
     for number in (0, 1, 2):
         try:
             os.fstat(number)
@@ -132,7 +134,7 @@ def guard_streams() -> None:
 
 
 def give_up_output() -> None:
-    """Drop output that could not be written, so that it is not tried again when the process ends."""
+    """Drop output that could not be written, so that Python does not retry at exit."""
     try:
         sys.stdout.flush()
     except (OutputClosedError, OSError, ValueError):
@@ -163,16 +165,19 @@ def _report(ctx: click.Context, text: str) -> None:
 
 
 def line_text(text: str) -> str:
-    from mlxrunner.terminal import one_line
+    """Return `text` as one safe line: see `one_line`, which is imported late."""
+    from mlxrunner.terminal.text import one_line
 
     return one_line(text)
 
 
 def visible_text(text: str) -> str:
-    from mlxrunner.terminal import visible
+    """Return `text` without control characters: see `visible`, which is imported late."""
+    from mlxrunner.terminal.text import visible
 
     return visible(text)
 
 
 def set_debug(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
+    """Note that --debug was given, before or after the command."""
     ctx.meta["debug"] = ctx.meta.get("debug") or value

@@ -1,4 +1,4 @@
-"""Options of every command that generates: what is written down of its requests, and which of them are verified."""
+"""Options that record and verify requests, for every command that generates."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from mlxrunner.cli.program import F
 from mlxrunner.errors import OptionError
 
 if TYPE_CHECKING:
-    from mlxrunner.profiling.profile import Profile
+    from mlxrunner.profiling.record.profile import Profile
 
 WATCHING = ("events", "log_text", "log_tokens", "metrics", "verify_cache")
 RECORDING = (*WATCHING, "strict")
 
 
 def recording_options(command: F) -> F:
-    """To be used together with `recording`."""
+    """Add the options that `recording` reads."""
     strict = click.option(
         "--strict", is_flag=True, help="With --verify-cache: exit code 4 if one of them differed."
     )
@@ -28,28 +28,69 @@ def recording_options(command: F) -> F:
 
 
 def watching_options(command: F) -> F:
-    """The same for a command with a --strict of its own."""
-    return together((
-        click.option("--events", metavar="FILE", envvar="MLXRUNNER_EVENTS", show_envvar=True,
-                     help="Append a JSON line about each request: what it reused, why not more, what that cost."),
-        click.option("--log-text", is_flag=True, help="With --events: a few tokens' text where a prompt leaves the entry, not only hashes."),
-        click.option("--log-tokens", metavar="FILE", envvar="MLXRUNNER_LOG_TOKENS", show_envvar=True,
-                     help="Append each request's token ids, which are its text, for mlxrunner simulate."),
-        click.option("--metrics", metavar="FILE", help="Keep counters of the requests in FILE, in Prometheus text format (textfile collector)."),
-        click.option("--verify-cache", type=float, default=0.0, metavar="RATE",
-                     help="Run this share of the requests that reused something again cold, and compare: 0 to 1.  [default: 0]"),
-    ))(command)  # fmt: skip
+    """Add the same options without --strict, for a command with a --strict of its own."""
+    return together(
+        (
+            click.option(
+                "--events",
+                metavar="FILE",
+                envvar="MLXRUNNER_EVENTS",
+                show_envvar=True,
+                help=(
+                    "Append a JSON line about each request: what it reused, why not more, "
+                    "what that cost."
+                ),
+            ),
+            click.option(
+                "--log-text",
+                is_flag=True,
+                help=(
+                    "With --events: a few tokens' text where a prompt leaves the entry, not "
+                    "only hashes."
+                ),
+            ),
+            click.option(
+                "--log-tokens",
+                metavar="FILE",
+                envvar="MLXRUNNER_LOG_TOKENS",
+                show_envvar=True,
+                help="Append each request's token ids, which are its text, for mlxrunner simulate.",
+            ),
+            click.option(
+                "--metrics",
+                metavar="FILE",
+                help=(
+                    "Keep counters of the requests in FILE, in Prometheus text format "
+                    "(textfile collector)."
+                ),
+            ),
+            click.option(
+                "--verify-cache",
+                type=float,
+                default=0.0,
+                metavar="RATE",
+                help=(
+                    "Run this share of the requests that reused something again cold, and "
+                    "compare: 0 to 1.  [default: 0]"
+                ),
+            ),
+        )
+    )(command)
 
 
 @contextmanager
 def recording(options: dict[str, Any], command: str) -> Iterator[Profile]:
-    """Takes the options out of `options`; the Profile is to be attached to each runner that is loaded. Closes it at the end."""
+    """Yield a Profile made of the recording options, which are taken out of `options`.
+
+    Attach it to each runner that is loaded. It is closed at the end. Raise OptionError if the
+    options contradict each other.
+    """
     taken = take(options, RECORDING)
     if taken["log_text"] and not taken["events"]:
         raise OptionError("--log-text says what --events writes: give it a file, too")
     if command != "batch" and taken["strict"] and not taken["verify_cache"]:
         raise OptionError("--strict needs --verify-cache RATE to find a difference")
-    from mlxrunner.profiling.files import must_differ
+    from mlxrunner.profiling.report.report import must_differ
 
     must_differ(
         {
@@ -58,11 +99,11 @@ def recording(options: dict[str, Any], command: str) -> Iterator[Profile]:
             "--metrics": taken["metrics"],
         }
     )
-    from mlxrunner.profiling.profile import Profile, profiled
+    from mlxrunner.profiling.record.profile import Profile, profiled
 
     sinks = []
     if taken["metrics"]:
-        from mlxrunner.profiling.metrics import Metrics
+        from mlxrunner.profiling.record.metrics import Metrics
 
         sinks.append(Metrics(taken["metrics"]))
     profile = Profile(
@@ -77,6 +118,7 @@ def recording(options: dict[str, Any], command: str) -> Iterator[Profile]:
         yield profile
     if taken["strict"] and taken["verify_cache"]:
         click.echo(
-            f"mlxrunner: {profile.verified} of {profile.eligible} requests that reused something were verified",
+            f"mlxrunner: {profile.verified} of {profile.eligible} requests that reused something "
+            "were verified",
             err=True,
         )

@@ -1,4 +1,4 @@
-"""`mlxrunner sessions`: the conversations that were saved."""
+"""`mlxrunner sessions`: list, show, export and remove saved conversations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mlxrunner.cli.program import visible_text
 
 if TYPE_CHECKING:
     from mlxrunner.sessions.session import Session
-    from mlxrunner.sessions.store import Sessions
+    from mlxrunner.sessions.store import SessionStore
 
 
 @click.group()
@@ -26,12 +26,12 @@ def sessions() -> None:
 @json_option
 @debug_option
 def list_(as_json: bool) -> None:
-    """List the saved sessions: turns, bytes of text and caches, when they were saved, with which model."""
+    """List the saved sessions: turns, bytes of text and caches, date, model."""
     from mlxrunner.errors import SessionError
-    from mlxrunner.sessions.store import Sessions
-    from mlxrunner.terminal import size
+    from mlxrunner.sessions.store import SessionStore
+    from mlxrunner.terminal.text import size
 
-    store = Sessions()
+    store = SessionStore()
     found: list[dict[str, Any]] = []
     for name in store.names():
         try:
@@ -46,7 +46,10 @@ def list_(as_json: bool) -> None:
     for one in [] if as_json else found:
         caches = size(one["cache_bytes"]) if one["cache_bytes"] else "none"
         turns = f"{one['turns']} turn{'' if one['turns'] == 1 else 's'}"
-        line = f"{one['name']:{width}}  {turns:>9}  text {size(one['text_bytes']):>7}  caches {caches:>7}  {one['saved']}"
+        line = (
+            f"{one['name']:{width}}  {turns:>9}  text {size(one['text_bytes']):>7}  "
+            f"caches {caches:>7}  {one['saved']}"
+        )
         others = f"  and {', '.join(one['branches'])}" if one["branches"] else ""
         click.echo(visible_text(f"{line}  {' '.join(one['model'].split())}{others}"))
 
@@ -63,10 +66,10 @@ branch_option = click.option(
 @debug_option
 def show(name: str, branch: str | None, as_json: bool) -> None:
     """Show session NAME: what is known about it, and what was said."""
-    from mlxrunner.sessions.store import Sessions
-    from mlxrunner.terminal import size
+    from mlxrunner.sessions.store import SessionStore
+    from mlxrunner.terminal.text import size
 
-    store = Sessions()
+    store = SessionStore()
     session = _on_branch(store, name, branch)
     about = _described(store, name, session)
     if as_json:
@@ -111,9 +114,9 @@ def show(name: str, branch: str | None, as_json: bool) -> None:
 def rm(names: tuple[str, ...]) -> None:
     """Remove sessions, text and caches. One that is open in a chat stays, the others go."""
     from mlxrunner.errors import SessionError
-    from mlxrunner.sessions.store import Sessions
+    from mlxrunner.sessions.store import SessionStore
 
-    store, failed = Sessions(), []
+    store, failed = SessionStore(), []
     for name in dict.fromkeys(names):
         try:
             store.remove(name)
@@ -130,16 +133,18 @@ def rm(names: tuple[str, ...]) -> None:
 @click.option("--force", is_flag=True, help="Overwrite FILE.")
 @debug_option
 def export(name: str, file: str, branch: str | None, force: bool) -> None:
-    """Write what was said in session NAME to FILE: JSON for FILE.json, else Markdown; - is standard output."""
+    """Write what was said in session NAME to FILE: JSON for FILE.json, else Markdown; - is standard
+    output.
+    """
     from pathlib import Path
 
-    from mlxrunner.chat.files import as_json, as_markdown
+    from mlxrunner.chat.commands.files import transcript
     from mlxrunner.errors import OptionError
-    from mlxrunner.sessions.store import Sessions
-    from mlxrunner.writing import written
+    from mlxrunner.sessions.store import SessionStore
+    from mlxrunner.system.writing import written
 
-    session = _on_branch(Sessions(), name, branch)
-    text = as_json(session, session.model) if file.endswith(".json") else as_markdown(session)
+    session = _on_branch(SessionStore(), name, branch)
+    text = transcript(file, session.system, session.messages, session.model)
     if file == "-":
         click.echo(visible_text(text), nl=False)
         return
@@ -160,26 +165,36 @@ def _flat(settings: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             yield key, value
 
 
-def _on_branch(store: Sessions, name: str, branch: str | None) -> Session:
-    """The session, as if `branch` were the one that was talked on last. SessionError where it has none of that name."""
+def _on_branch(store: SessionStore, name: str, branch: str | None) -> Session:
+    """Return the session with `branch` as its present one.
+
+    Raise SessionError if it has no branch of that name.
+    """
     from mlxrunner.errors import SessionError
 
     session = store.load(name)
     if branch is not None and branch not in session.branches:
         raise SessionError(
-            f"the session {name!r} has no branch {branch!r}: there are {', '.join(sorted(session.branches))}"
+            f"the session {name!r} has no branch {branch!r}: "
+            f"there are {', '.join(sorted(session.branches))}"
         )
     session.branch = session.branch if branch is None else branch
     return session
 
 
-def _described(store: Sessions, name: str, session: Session) -> dict[str, Any]:
+def _described(store: SessionStore, name: str, session: Session) -> dict[str, Any]:
     from datetime import datetime
 
     text_bytes, cache_bytes = store.nbytes(name)
     saved = datetime.fromtimestamp(session.saved_at).strftime("%Y-%m-%d %H:%M")
-    turns, tokens = len(session.history.turns), len(session.history.spelling.tokens)
+    turns, tokens = len(session.history.turns), len(session.history.rendering.tokens)
     return {
-        "name": name, "model": session.model, "turns": turns, "tokens": tokens, "saved": saved,
-        "text_bytes": text_bytes, "cache_bytes": cache_bytes, "branches": sorted({*session.branches} - {session.branch}),
-    }  # fmt: skip
+        "name": name,
+        "model": session.model,
+        "turns": turns,
+        "tokens": tokens,
+        "saved": saved,
+        "text_bytes": text_bytes,
+        "cache_bytes": cache_bytes,
+        "branches": sorted({*session.branches} - {session.branch}),
+    }

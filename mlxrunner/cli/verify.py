@@ -12,10 +12,10 @@ from mlxrunner.cli.options import debug_option, json_option
 from mlxrunner.cli.program import visible_text
 
 if TYPE_CHECKING:
-    from mlxrunner.verify.report import Report
+    from mlxrunner.verify.findings import Findings
 
 DIFFERENT, UNTESTED = 4, 5
-"""Exit codes."""
+"""Exit codes if an answer differs, and if nothing could be proved."""
 
 
 @click.command()
@@ -23,7 +23,10 @@ DIFFERENT, UNTESTED = 4, 5
 @click.option(
     "--context",
     type=int,
-    help="Tokens of the longest prompt and answer. [default: by the model's speed, for about two minutes]",
+    help=(
+        "Tokens of the longest prompt and answer. [default: by the model's speed, for about "
+        "two minutes]"
+    ),
 )
 @click.option(
     "--tokens",
@@ -45,12 +48,13 @@ DIFFERENT, UNTESTED = 4, 5
 def verify(model: str, as_json: bool, **options: Any) -> None:
     """Prove on this device that reuse changes nothing in what MODEL answers.
 
-    Conversations are appended to, edited, regenerated, cancelled and run over the edge of the context; each warm answer is held against a
-    cold one, tokens and logits, and the difference against what the device's own order of sums makes. MODEL is demo, a directory, a hub
-    id, or random:100M for random weights. Exit code 4 if anything differs, 5 if nothing could be proved: where cold runs differ from each
-    other as much as one wrong token makes.
-    """  # fmt: skip
-    from mlxrunner.terminal import Steps
+    Conversations are appended to, edited, regenerated, cancelled and run over the edge of the
+    context; each warm answer is held against a cold one, tokens and logits, and the difference
+    against what the device's own order of sums makes. MODEL is demo, a directory, a hub id, or
+    random:100M for random weights. Exit code 4 if anything differs, 5 if nothing could be
+    proved: where cold runs differ from each other as much as one wrong token makes.
+    """
+    from mlxrunner.terminal.progress import Steps
     from mlxrunner.verify.run import NUM_PARTS, verification
 
     steps = Steps("verify", NUM_PARTS)
@@ -60,10 +64,10 @@ def verify(model: str, as_json: bool, **options: Any) -> None:
         report = made.run()
     finally:
         steps.close()
-        if made is not None and made.report.rows:
-            _print(made.report, as_json)
+        if made is not None and made.findings.checks:
+            _print(made.findings, as_json)
     sys.exit(0 if report.passed else DIFFERENT if report.is_different else UNTESTED)
 
 
-def _print(report: Report, as_json: bool) -> None:
+def _print(report: Findings, as_json: bool) -> None:
     click.echo(json.dumps(report.as_dict()) if as_json else visible_text(report.table()))

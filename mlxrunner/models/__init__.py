@@ -1,1 +1,1 @@
-"""Models: find one, check it, load it, know its facts. The forward pass itself is mlx-lm's."""
+"""Find a model, check it, load it, and know its facts. mlx-lm computes the forward pass."""

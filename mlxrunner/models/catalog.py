@@ -1,4 +1,4 @@
-"""What is in the local hub cache."""
+"""List the models in the local hub cache."""
 
 from __future__ import annotations
 
@@ -10,15 +10,19 @@ from mlxrunner.errors import ModelError
 
 @dataclass(frozen=True)
 class CachedModel:
-    """A downloaded model that could be run; `nbytes` on disk."""
+    """A downloaded model that can be run."""
 
     name: str
     nbytes: int
+    """Bytes on disk."""
     folder: Path
 
 
 def cached_models() -> list[CachedModel]:
-    """The repositories of the hub cache that hold a config.json and safetensors, by name."""
+    """List the repositories of the hub cache with a config.json and safetensors, sorted by name.
+
+    Raise ModelError if the hub cache can't be read.
+    """
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
@@ -30,7 +34,7 @@ def cached_models() -> list[CachedModel]:
         raise ModelError(f"the hub cache can't be read: {error}") from error
     found = []
     for repository in repositories:
-        # First the one that the name stands for.
+        # The revision that the name stands for comes first.
         for revision in sorted(
             repository.revisions, key=lambda revision: "main" not in revision.refs
         ):

@@ -1,4 +1,4 @@
-"""What is known about a model from its configuration and its shapes, without reading its weights."""
+"""Read the facts of a model from its configuration and its shapes, without its weights."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from mlxrunner import device
 from mlxrunner.errors import ModelError
 from mlxrunner.models.resolve import check_files, read_config, read_headers, resolve, rope_settings
 from mlxrunner.models.settings import check_layers, size_of, text_settings
+from mlxrunner.system import device
+from mlxrunner.system.mlx_lm_internals import model_classes
 
 DEFAULT_CONTEXT = 4096
 _CONTEXT_NAMES = (
@@ -30,31 +31,41 @@ _CONTEXT_NAMES = (
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """`context`: tokens that the model was made for; `layers`: layers by kind of cache; `vocab`: width of the logits.
-
-    `depends_on_chunks`: whether its answer is another one when its prompt comes in other chunks (see `mlxrunner.models.chunks`), so that
-    nothing that was evaluated is used again; None where that was not tried, for lack of weights.
-    """
+    """The facts that decide how a model is run."""
 
     architecture: str
+    """mlx-lm's name of the model type."""
     context: int
+    """Tokens that the model was made for."""
     context_is_known: bool
+    """False if `context` is a default, because config.json does not give it."""
     layers: dict[str, int]
+    """Number of layers by kind of cache."""
     vocab: int
+    """Width of the logits."""
     depends_on_chunks: bool | None = None
+    """True if the answer changes when the prompt comes in other chunks. Nothing is then reused.
+
+    None: not tried, because no weights are loaded. See `mlxrunner.models.chunks`.
+    """
 
 
 @dataclass(frozen=True)
 class CacheCost:
-    """Bytes that one more token adds to the entry, and bytes that do not depend on the tokens (states; windows once full)."""
+    """The cost of the caches in bytes."""
 
     per_token: int
+    """Bytes that one more token adds."""
     fixed: int
+    """Bytes that do not depend on the tokens: states, and windows once full."""
 
 
 def facts_of(model: Any, config: dict[str, Any]) -> ModelFacts:
-    """The facts of a model that was built from `config`, once its windows hold what it asks for; nothing is evaluated."""
-    from mlxrunner.cache.factory import make_layer_caches
+    """Return the facts of a model that was built from `config`. Evaluate nothing.
+
+    Windows are first made as wide as the model's masks.
+    """
+    from mlxrunner.cache.layers.factory import make_layer_caches
     from mlxrunner.models.windows import widen_windows
 
     widen_windows(model)
@@ -75,23 +86,25 @@ def facts_of(model: Any, config: dict[str, Any]) -> ModelFacts:
 
 
 def build(folder: Path) -> tuple[Any, dict[str, Any]]:
-    """The model of `folder` with its shapes but without its weights: nothing is read but config.json, nothing is evaluated."""
-    from mlx_lm.utils import _get_classes
+    """Build the model of `folder` with its shapes but without its weights.
 
+    Read config.json only, and evaluate nothing. Raise ModelError if no model can be built.
+    """
     config = read_config(folder)
     config |= rope_settings(config)
     try:
-        model_class, args_class = _get_classes(config)
-        return model_class(args_class.from_dict(config)), config
+        model_class, arguments_class = model_classes(config)
+        return model_class(arguments_class.from_dict(config)), config
     except Exception as error:
         raise ModelError(
-            f"{folder / 'config.json'}: no model can be built from it: {' '.join(str(error).split())[:300]}"
+            f"{folder / 'config.json'}: no model can be built from it: "
+            f"{' '.join(str(error).split())[:300]}"
         ) from error
 
 
 def cache_cost(model: Any) -> CacheCost:
-    """From the shapes of the caches after one unevaluated token."""
-    from mlxrunner.cache.factory import CacheOptions, layouts_of
+    """Return the cost of the caches, from their shapes after one unevaluated token."""
+    from mlxrunner.cache.layers.factory import CacheOptions, layouts_of
 
     layouts = layouts_of(model, CacheOptions())
     growing = sum(layout.row_bytes for layout in layouts if layout.most_rows is None)
@@ -103,20 +116,24 @@ def cache_cost(model: Any) -> CacheCost:
 
 @dataclass(frozen=True)
 class Shapes:
-    """A model with its shapes but without its weights. `weight_bytes`: what they will take once loaded."""
+    """A model with its shapes but without its weights."""
 
     model: Any
     config: dict[str, Any]
     facts: ModelFacts
     weight_bytes: int
+    """Bytes of the weights once loaded."""
 
 
 def without_weights(name: str) -> Shapes:
-    """Model `name` from its config.json and the headers of its weight files."""
+    """Return model `name`, from its config.json and the headers of its weight files.
+
+    Raise ModelError if these files are missing or broken.
+    """
     folder = resolve(name)
     check_files(folder)
     config = read_config(folder)
-    # The files first: a model can be built without them, for nothing.
+    # Read the files first: a model without them would be built for nothing.
     tensors = _tensors(folder)
     check_layers(folder / "config.json", config, len(tensors))
     model, config = build(folder)
@@ -125,8 +142,11 @@ def without_weights(name: str) -> Shapes:
 
 
 def usable_facts(folder: Path, model: Any, config: dict[str, Any]) -> ModelFacts:
-    """`facts_of` a model through which a token can be run, as far as its shapes say; ModelError otherwise. Nothing is evaluated."""
-    from mlxrunner.cache.factory import make_layer_caches, run_lazily
+    """Return `facts_of` a model, after checking that a token can run through its shapes.
+
+    Evaluate nothing. Raise ModelError if no token can run.
+    """
+    from mlxrunner.cache.layers.factory import make_layer_caches, run_lazily
 
     try:
         caches = make_layer_caches(model)
@@ -145,7 +165,7 @@ def usable_facts(folder: Path, model: Any, config: dict[str, Any]) -> ModelFacts
 
 @dataclass(frozen=True)
 class Description:
-    """Return the figures of `mlxrunner show`: the ModelFacts that need no weights, and bytes."""
+    """The figures of `mlxrunner show`: the facts that need no weights, and sizes in bytes."""
 
     architecture: str
     context: int
@@ -160,7 +180,7 @@ class Description:
 
 
 def describe(name: str) -> Description:
-    """Everything about a model that can be said without loading its weights."""
+    """Describe the model `name` without loading its weights. Raise ModelError if it is broken."""
     shapes = without_weights(name)
     known = {
         name: value for name, value in vars(shapes.facts).items() if name != "depends_on_chunks"
@@ -171,7 +191,7 @@ def describe(name: str) -> Description:
 
 
 def weight_bytes(folder: Path) -> int:
-    """Bytes of all tensors, from the safetensors headers."""
+    """Return the bytes of all tensors, from the safetensors headers."""
     return _stored_bytes(_tensors(folder))
 
 
@@ -180,7 +200,10 @@ def _stored_bytes(tensors: Sequence[dict[str, Any]]) -> int:
 
 
 def loaded_bytes(tensors: Sequence[dict[str, Any]], config: dict[str, Any]) -> int:
-    """Bytes of all tensors once loaded: a device may want another type than the file has."""
+    """Return the bytes of all tensors once loaded.
+
+    A device may need another type than that of the file.
+    """
     dtype = device.preferred_dtype()
     if dtype is None or _is_quantized(config):
         return _stored_bytes(tensors)
@@ -201,7 +224,7 @@ def _is_quantized(config: dict[str, Any]) -> bool:
 
 
 def _set_dtype(model: Any, config: dict[str, Any]) -> None:
-    """Give an unevaluated model the type that it would compute with on this device."""
+    """Give an unevaluated model the type in which it computes on this device."""
     names = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
     stored = names.get(str(config.get("torch_dtype") or config.get("dtype")), mx.bfloat16)
     model.set_dtype(stored if _is_quantized(config) else device.preferred_dtype() or stored)

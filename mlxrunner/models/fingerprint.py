@@ -1,8 +1,13 @@
-"""What a saved entry depends on, as a short text for each part. No tensors.
+"""Make short digests of a model and a run. Sessions, batches and events compare them.
 
-Of the weights not every byte is read: a file's size, its header (names, types, shapes) and 64 bytes at the beginning, in the middle and
-at the end of every tensor. That takes milliseconds where a whole file takes seconds, and a model that was trained further, merged or
-quantized otherwise differs in all of them; a change that was made so as to leave those bytes alone is not seen.
+`fingerprint` describes a model's files, `run_parts` the files and the options of a batch, and
+`loaded_fingerprint` a model in memory with the options that decide what it stores. Users' files
+hold these digests: if the content of a digest changes, all older files look foreign.
+
+Not every byte of the weights is read. The digest of the files covers each file's size, its header
+(names, types, shapes), and 64 bytes at the beginning, in the middle and at the end of every tensor.
+This takes milliseconds; whole files take seconds. Further training, merging and quantizing change
+all of these. A change that leaves exactly those bytes alone stays unnoticed.
 """
 
 from __future__ import annotations
@@ -10,15 +15,20 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from mlxrunner.cache.saved import Saved, outline
-from mlxrunner.errors import ModelError
+from mlxrunner.errors import ModelError, ReadError
 from mlxrunner.models.resolve import MOST_BYTES, read_config, read_headers
-from mlxrunner.reading import ReadError, is_there, open_file, read_bytes
-from mlxrunner.tokenizer.template import read_json, read_template
+from mlxrunner.system.reading import is_there, open_file, read_bytes
+from mlxrunner.templates.rendering import read_json, read_template
+
+if TYPE_CHECKING:
+    from mlxrunner.models.facts import ModelFacts
 
 PARTS = {
     "weights": "other weights",
@@ -27,18 +37,39 @@ PARTS = {
     "template": "another chat template",
     "kv": "caches of another format",
 }
-"""And how a difference is called."""
+"""The description of a difference, by part."""
+STORED_NAMES = {
+    "weights": "set of weights",
+    "config": "config.json",
+    "tokenizer": "tokenizer",
+    "template": "chat template",
+}
+"""The name under which a batch stores a part."""
 SPELLING = ("tokenizer", "template")
 """The parts that tokens depend on."""
+FLAGS = {"template": "template_var"}
+"""The names on the command line of options that have another name there."""
 TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer.model", "added_tokens.json", "special_tokens_map.json", "vocab.json", "merges.txt", "tiktoken.model",
-)  # fmt: skip
+    "tokenizer.json",
+    "tokenizer.model",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+    "tiktoken.model",
+)
 UNIMPORTANT = ("_name_or_path", "transformers_version")
 SAMPLE = 64
+"""Bytes that are read at each place of a tensor in a file."""
+SAMPLED_WEIGHTS = 16
+"""Approximate number of sampled weights in memory, and number of sampled values of each."""
 
 
 def fingerprint(folder: Path) -> dict[str, str]:
-    """Of the model directory `folder`, but for the format of its caches (`with_format`). ModelError where it is broken."""
+    """Return the fingerprint of the model directory `folder`, without its cache format.
+
+    `with_format` adds the format of its caches. Raise ModelError if the directory is broken.
+    """
     settings = read_json(folder / "tokenizer_config.json")
     template = read_template(folder, settings)
     words = [_content(folder / name) for name in TOKENIZER_FILES if is_there(folder / name)]
@@ -64,17 +95,63 @@ def fingerprint(folder: Path) -> dict[str, str]:
 
 
 def with_format(known: Mapping[str, str], outlines: Sequence[Saved]) -> dict[str, str]:
-    """With the part "kv": the format of a model's layer caches."""
+    """Add the part "kv": the format of a model's layer caches."""
     return {**known, "kv": digest([outline(layer) for layer in outlines])}
 
 
 def differences(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Which parts are not the same."""
+    """List the parts that differ between two fingerprints."""
     return [part for part in PARTS if saved.get(part) != now.get(part)]
 
 
+def run_parts(name: str, folder: Path, options: Mapping[str, Any]) -> dict[str, str]:
+    """Return the model and the options that the answers of a batch depend on, by name.
+
+    These are the name of the model, a digest of each part of it, and the options that are set, by
+    their names on the command line. Raise ModelError if the model directory `folder` is broken.
+    """
+    return {**model_parts(name, folder), **option_parts(options)}
+
+
+def model_parts(name: str, folder: Path) -> dict[str, str]:
+    """Return the name of a model and a digest of each part of it, by the names that batches store.
+
+    Raise ModelError if the model directory `folder` is broken.
+    """
+    parts = fingerprint(folder)
+    return {"model": name, **{STORED_NAMES[part]: found for part, found in parts.items()}}
+
+
+def option_parts(options: Mapping[str, Any]) -> dict[str, str]:
+    """Return the options that are set, by their names on the command line, with values in JSON."""
+    return {
+        f"--{FLAGS.get(name, name).replace('_', '-')}": json.dumps(value)
+        for name, value in options.items()
+        if value not in (None, (), [])
+    }
+
+
+def loaded_fingerprint(
+    weights: Iterable[tuple[str, Any]], facts: ModelFacts, settings: Mapping[str, Any]
+) -> str:
+    """Return a digest of a model in memory: 16 hexadecimal digits.
+
+    It covers the architecture, the shapes and a sample of the `weights` (name and array of each),
+    and `settings`. The model's name and files don't matter.
+    """
+    ordered = sorted(weights)
+    shapes = [[name, list(array.shape), str(array.dtype)] for name, array in ordered]
+    described = [facts.architecture, facts.layers, facts.vocab, dict(settings), shapes]
+    found = hashlib.blake2b(digest_size=8)
+    found.update(json.dumps(described, sort_keys=True).encode())
+    for _, array in ordered[:: max(1, len(ordered) // SAMPLED_WEIGHTS)]:
+        values = np.array(array.reshape(-1)[:SAMPLED_WEIGHTS].tolist(), np.float32)
+        found.update(json.dumps(values.tolist()).encode())
+    return found.hexdigest()
+
+
 def digest(value: Any) -> str:
-    """Of anything that JSON knows."""
+    """Return a short digest of a value that JSON can hold."""
     return _digest(_canonical(value))
 
 

@@ -1,8 +1,10 @@
-"""Load a model directory with mlx-lm: every architecture it has, quantized weights included, errors in one line."""
+"""Load a model directory with mlx-lm. The text of every error is one line.
+
+All of mlx-lm's architectures load, also with quantized weights.
+"""
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from mlxrunner import device
 from mlxrunner.errors import ModelError
-from mlxrunner.events import logger
 from mlxrunner.models.chunks import DEPENDS, depends_on_chunks
 from mlxrunner.models.facts import ModelFacts, usable_facts
 from mlxrunner.models.resolve import (
@@ -25,15 +25,18 @@ from mlxrunner.models.resolve import (
 )
 from mlxrunner.models.settings import check_layers
 from mlxrunner.models.windows import widen_windows
+from mlxrunner.results import logger
+from mlxrunner.system import device
+from mlxrunner.system.mlx_lm_internals import has_architecture
 from mlxrunner.tokenizer import Tokenizer, load_tokenizer
 
 LOOKED_AT = 64
-"""Values of each tensor that are looked at."""
+"""Number of values of each tensor that are checked first."""
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to run: mlx-lm's module, the tokenizer, and what is known about it."""
+    """A model ready to run: mlx-lm's module, the tokenizer, and the facts about it."""
 
     name: str
     folder: Path
@@ -44,7 +47,10 @@ class LoadedModel:
 
 
 def load_model(name: str, *, trust_remote_code: bool = False) -> LoadedModel:
-    """Load `name` ("demo", a directory or a hub id) and evaluate its weights. ModelError names what is missing or broken."""
+    """Load `name` ("demo", a directory or a hub id) and evaluate its weights.
+
+    Raise ModelError, which names the missing or broken file.
+    """
     folder = resolve(name)
     config = _check(folder)
     tokenizer = load_tokenizer(
@@ -67,7 +73,10 @@ def _tried(name: str, model: Any, facts: ModelFacts) -> ModelFacts:
 
 
 def unread_model(folder: Path) -> Any:
-    """mlx-lm's model in `folder` with the types and shapes that it would have, its weights not read. ModelError as `load_model`."""
+    """Return mlx-lm's model in `folder` with its types and shapes, without reading its weights.
+
+    Raise the same ModelError as `load_model`.
+    """
     _check(folder)
     model = _load_weights(folder, trust_remote_code=False)[0]
     widen_windows(model)
@@ -83,7 +92,10 @@ def _check(folder: Path) -> dict[str, Any]:
 
 
 def tokenizer_of(name: str, *, trust_remote_code: bool = False) -> Tokenizer:
-    """The tokenizer of model `name` alone: no weights are read. ModelError names what is missing or broken."""
+    """Return the tokenizer of model `name` alone, without reading weights.
+
+    Raise ModelError, which names the missing or broken file.
+    """
     folder = resolve(name)
     check_files(folder)
     return load_tokenizer(
@@ -92,15 +104,9 @@ def tokenizer_of(name: str, *, trust_remote_code: bool = False) -> Tokenizer:
 
 
 def check_model_type(folder: Path, config: dict[str, Any]) -> None:
-    """ModelError unless mlx-lm has the architecture."""
-    from mlx_lm.utils import MODEL_REMAPPING
-
+    """Raise ModelError unless mlx-lm supports the architecture."""
     kind = config["model_type"]
-    module = MODEL_REMAPPING.get(kind, kind)
-    known = (
-        module.isidentifier() and importlib.util.find_spec(f"mlx_lm.models.{module}") is not None
-    )
-    if config.get("model_file") is None and not known:
+    if config.get("model_file") is None and not has_architecture(kind):
         raise ModelError(
             f"{folder / 'config.json'}: model_type {kind[:80]!r} is not one that mlx-lm supports"
         )
@@ -133,8 +139,10 @@ def _read_weights(folder: Path, model: Any) -> None:
 
 
 def _check_numbers(folder: Path, model: Any) -> None:
-    """ModelError for a tensor without one number in it, as damaged files have them. A few places are looked at, and all of it only if
-    those are bad."""
+    """Raise ModelError for a tensor that holds only NaN, as in damaged files.
+
+    Look at a few values first, and at the whole tensor only if those are all NaN.
+    """
     parameters: Any = tree_flatten(model.parameters())
     floats = [(name, array.reshape(-1)) for name, array in parameters if _may_be_nan(array)]
     places = [mx.all(mx.isnan(array[:: max(1, array.size // LOOKED_AT)])) for _, array in floats]
@@ -142,7 +150,8 @@ def _check_numbers(folder: Path, model: Any) -> None:
     for (name, array), is_bad in zip(floats, places, strict=True):
         if is_bad.item() and mx.all(mx.isnan(array)).item():
             raise ModelError(
-                f"{folder}: the {array.size} values of the tensor {name} are all NaN: the weights are damaged, download them again"
+                f"{folder}: the {array.size} values of the tensor {name} are all NaN: the weights "
+                "are damaged, download them again"
             )
 
 
@@ -153,7 +162,10 @@ def _may_be_nan(array: mx.array) -> bool:
 def _explain(error: Exception) -> str:
     text = " ".join(str(error).split())
     if isinstance(error, TypeError) and "missing" in text and "argument" in text:
-        return f"config.json lacks a setting that this architecture needs: {text.split(':')[-1].strip()}"
+        return (
+            "config.json lacks a setting that this architecture needs: "
+            f"{text.split(':')[-1].strip()}"
+        )
     if "trust_remote_code" in text:
         return "wants to run Python code of its own; if you trust it, add --trust-remote-code"
     if isinstance(error, KeyError):

@@ -1,4 +1,4 @@
-"""From what a user names (demo, a directory, a hub id) to a model directory on disk, checked before anything is loaded."""
+"""Resolve the name of a model (demo, a directory, a hub id) to a checked directory on disk."""
 
 from __future__ import annotations
 
@@ -8,18 +8,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from mlxrunner.errors import ModelError
+from mlxrunner.errors import MissingFileError, ModelError, ReadError
 from mlxrunner.models.settings import check_settings
-from mlxrunner.reading import (
-    MissingFileError,
-    ReadError,
-    is_of_kernel,
-    is_there,
-    open_file,
-    read_json,
-)
-from mlxrunner.tensorfile import HeaderError
-from mlxrunner.tensorfile import read_header as read_tensors
+from mlxrunner.system.reading import is_of_kernel, is_there, open_file, read_json
+from mlxrunner.system.tensorfile import HeaderError
+from mlxrunner.system.tensorfile import read_header as read_tensors
 
 DEMO = "demo"
 DEMO_FOLDER = Path(__file__).parent / "demo"
@@ -35,14 +28,17 @@ HUB_FILES = [
     "*.jinja",
     "*.py",
 ]
-"""What mlx-lm needs of a repository; *.py is only run with --trust-remote-code."""
+"""Files of a repository that mlx-lm needs. *.py only runs with --trust-remote-code."""
 
 MOST_SETTINGS = 2**24
-"""Bytes of a config.json; the largest in use, with a setting for each of a hundred thousand tensors, have half of that."""
+"""Largest size of a config.json in bytes.
+
+The largest one in use, with a setting for each of a hundred thousand tensors, has half this size.
+"""
 MOST_HEADER = 2**26
-"""Of the header of one weight file."""
+"""Largest size of the header of a weight file, in bytes."""
 MOST_SIDE = 2**31 - 1
-"""Of a tensor: what MLX counts with."""
+"""Largest side of a tensor: MLX counts with 32 bits."""
 MOST_BYTES = {
     ".json": 2**27,
     ".jinja": 2**20,
@@ -52,12 +48,25 @@ MOST_BYTES = {
     ".tiktoken": 2**26,
     ".py": 2**22,
 }
-"""Of a file that a tokenizer is made from, by its suffix: several times what the largest ones in use have."""
+"""Largest size in bytes of a file that a tokenizer is made from, by its suffix.
+
+Each is several times the size of the largest file in use.
+"""
 LAST_TOKEN = 2**31 - 1
 
 
+def name_of(model: str | os.PathLike[str]) -> str:
+    """The text that names `model`. ModelError if it is neither a text nor a path."""
+    if isinstance(model, str | os.PathLike):
+        return os.fspath(model)
+    raise ModelError(f"{model!r:.80} names no model: give 'demo', a directory or a hub id")
+
+
 def resolve(name: str) -> Path:
-    """The directory of model `name`: "demo", a directory, or a hub id, downloaded if it is not in the cache yet."""
+    """Return the directory of model `name`: "demo", a directory, or a hub id.
+
+    A model that is not in the hub cache is downloaded. Raise ModelError if there is no such model.
+    """
     if name == DEMO:
         return DEMO_FOLDER
     shown = name if name.strip() and name.isprintable() and len(name) < 300 else f"{name[:300]!r}"
@@ -72,7 +81,7 @@ def resolve(name: str) -> Path:
     except (
         OSError,
         RuntimeError,
-    ) as error:  # a name that is too long, the home directory of nobody
+    ) as error:  # a name too long, or the home of an unknown user
         raise ModelError(f"{shown}: not a usable path: {_one_line(error)}") from error
     if HUB_ID.fullmatch(name):
         return _from_hub(name)
@@ -82,16 +91,22 @@ def resolve(name: str) -> Path:
 
 
 def lasting(name: str) -> str:
-    """The name that means the same from everywhere: a directory by its whole path."""
+    """Return a name that is valid in every working directory: the full path of a directory.
+
+    Other names are returned unchanged.
+    """
     try:
         folder = Path(name).expanduser()
         return str(folder.resolve()) if name != DEMO and folder.is_dir() else name
-    except (OSError, RuntimeError):  # a name that is no path, which `resolve` says
+    except (OSError, RuntimeError):  # not a path: `resolve` reports it
         return name
 
 
 def _from_hub(name: str) -> Path:
-    """From the local hub cache if it is whole there, else downloaded with huggingface_hub's progress bar."""
+    """Return a model from the local hub cache if it is complete there, else download it.
+
+    The download shows huggingface_hub's progress bar.
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -106,7 +121,8 @@ def _from_hub(name: str) -> Path:
         if _is_whole(cached):
             return cached
     except LocalEntryNotFoundError as error:
-        # Set if files of the repository are known to be missing, which may be files that nobody needs.
+        # Set if files of the repository are missing. They may be files that the model does not
+        # need.
         partial = getattr(error, "snapshot_path", None)
     except HFValidationError as error:
         raise ModelError(f"{name}: not a valid hub id: {_one_line(error)}") from error
@@ -114,7 +130,8 @@ def _from_hub(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=HUB_FILES))
     except GatedRepoError as error:
         raise ModelError(
-            f"{name}: access is restricted: accept its terms on the hub, then log in with `hf auth login`"
+            f"{name}: access is restricted: accept its terms on the hub, then log in with `hf auth "
+            "login`"
         ) from error
     except RepositoryNotFoundError as error:
         raise ModelError(
@@ -130,12 +147,12 @@ def _from_hub(name: str) -> Path:
         raise ModelError(
             f"{name}: {part} in the local cache, and the hub can't be reached: {cause}"
         ) from error
-    except Exception as error:  # HTTP errors, a full disk, or whatever a proxy made of the answer
+    except Exception as error:  # HTTP errors, a full disk, or an answer changed by a proxy
         raise ModelError(f"{name}: the download failed: {_one_line(error)}") from error
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether the configuration and all weights are there."""
+    """Return True if `folder` holds the configuration and all weights."""
     try:
         read_config(folder)
         check_weights(folder)
@@ -145,7 +162,10 @@ def _is_whole(folder: Path) -> bool:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json, its values within bounds; ModelError where it is missing or broken."""
+    """Return config.json after checking its values.
+
+    Raise ModelError if it is missing or broken.
+    """
     file = folder / "config.json"
     try:
         config = read_json(file, MOST_SETTINGS)
@@ -153,7 +173,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         if is_there(file):
             raise ModelError(str(error)) from error
         raise ModelError(
-            f"{file}: missing: a model directory needs config.json, *.safetensors and tokenizer files"
+            f"{file}: missing: a model directory needs config.json, *.safetensors and tokenizer "
+            "files"
         ) from error
     except ReadError as error:
         raise ModelError(str(error)) from error
@@ -164,7 +185,10 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def eos_tokens(folder: Path, config: dict[str, Any]) -> list[int]:
-    """The end-of-sequence ids of config.json (its text_config too) and generation_config.json together; what is no id is passed over."""
+    """Return the end-of-sequence ids of config.json and generation_config.json together.
+
+    The ids in its text_config count, too. Values that are not token ids are ignored.
+    """
     sources = [config, config.get("text_config")]
     with suppress(ReadError):
         sources.append(read_json(folder / "generation_config.json", MOST_SETTINGS))
@@ -179,14 +203,14 @@ def eos_tokens(folder: Path, config: dict[str, Any]) -> list[int]:
 
 
 def rope_settings(config: dict[str, Any]) -> dict[str, Any]:
-    """The `rope_parameters` that transformers 5 writes, under the names that most of mlx-lm's architectures read.
+    """Return `rope_parameters`, as transformers 5 writes them, under the names that mlx-lm reads.
 
-    Without them a Llama would be run with rotary positions that it was not trained with, and nobody would say so.
+    Without them a Llama would silently run with rotary positions that it was not trained with.
     """
     rope = config.get("rope_parameters")
     if (
         not isinstance(rope, dict) or "rope_theta" not in rope
-    ):  # or one for each kind of layer: the architecture reads it itself
+    ):  # a dict per kind of layer is read by the architecture itself
         return {}
     settings = {
         "rope_theta": rope["rope_theta"],
@@ -202,9 +226,10 @@ def rope_settings(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_files(folder: Path) -> None:
-    """ModelError where a file that a library would open for us is not a regular file of a sensible size.
+    """Raise ModelError for a file that is not a regular file of a sensible size.
 
-    The libraries open them by name, without asking: a FIFO would keep them waiting, a device feed them for ever.
+    The libraries open files by name without checks. A FIFO would block them, and a device would
+    feed them forever.
     """
     for place in (folder, folder / "additional_chat_templates"):
         try:
@@ -231,12 +256,18 @@ def _check_file(file: Path, limit: int | None) -> None:
 
 
 def check_weights(folder: Path) -> list[Path]:
-    """The weight files, each one's header read and compared with the file; ModelError names the first bad one."""
+    """Return the weight files after comparing each one with its header.
+
+    Raise ModelError, which names the first bad file.
+    """
     return list(read_headers(folder))
 
 
 def read_headers(folder: Path) -> dict[Path, dict[str, Any]]:
-    """The header of each weight file, as `read_header`; ModelError where one is missing or broken."""
+    """Return the header of each weight file, as `read_header` reads it.
+
+    Raise ModelError if a file is missing or broken.
+    """
     files = sorted(folder.glob("model*.safetensors"))
     index = folder / "model.safetensors.index.json"
     if is_there(index):
@@ -251,7 +282,8 @@ def read_headers(folder: Path) -> dict[Path, dict[str, Any]]:
         missing = sorted(shard for shard in shards if not is_there(folder / shard))
         if missing:
             raise ModelError(
-                f"{folder / missing[0]}: missing: {len(missing)} of {len(shards)} weight files that {index.name} lists"
+                f"{folder / missing[0]}: missing: {len(missing)} of {len(shards)} weight files "
+                f"that {index.name} lists"
             )
     if not files:
         raise ModelError(
@@ -261,7 +293,10 @@ def read_headers(folder: Path) -> dict[Path, dict[str, Any]]:
 
 
 def read_header(file: Path) -> dict[str, Any]:
-    """A safetensors file's header (name -> dtype, shape, data_offsets); ModelError where it is cut off or not one."""
+    """Return a safetensors file's header: name -> dtype, shape, data_offsets.
+
+    Raise ModelError if the file is cut off or is not a safetensors file.
+    """
     try:
         descriptor, size = open_file(file)
     except ReadError as error:
@@ -271,7 +306,8 @@ def read_header(file: Path) -> dict[str, Any]:
         for name, place in header.tensors.items():
             if max(place.shape, default=0) > MOST_SIDE:
                 raise HeaderError(
-                    f"damaged: {name[:80]!r} has the shape {place.shape}, and {MOST_SIDE:,} is the longest side"
+                    f"damaged: {name[:80]!r} has the shape {place.shape}, and {MOST_SIDE:,} is the "
+                    "longest side"
                 )
         return header.entries
     except (HeaderError, OSError) as error:

@@ -1,4 +1,4 @@
-"""The values that a config.json can have, checked before a model is built: one number can take all memory."""
+"""Check the values of a config.json before a model is built: one number can take all memory."""
 
 from __future__ import annotations
 
@@ -10,29 +10,34 @@ from typing import Any
 from mlxrunner.errors import ModelError
 
 COUNTS = re.compile(
-    r"(?!.*(?:size|dim|tokens)_)(?:.*_)?(?:layers?|experts?|loops|blocks|codebooks|depth|embedders|ngram)"
+    r"(?!.*(?:size|dim|tokens)_)(?:.*_)?"
+    r"(?:layers?|experts?|loops|blocks|codebooks|depth|embedders|ngram)"
 )
-"""Settings that say how many parts are built, each of them in Python."""
+"""Names of settings that count parts of a model. Building each part costs time in Python."""
 MOST_PARTS = 1024
-"""The deepest models have 200 layers, the widest 512 experts."""
+"""Largest number of parts. The deepest models have 200 layers, the widest 512 experts."""
 ALWAYS_BUILT = 64
-"""Layers that cost nothing to build."""
+"""Number of layers up to which building the model costs nothing."""
 SIZES = re.compile(
     r"(?:.*_)?(?:(?:hidden|intermediate|vocab)_size|d_model|n_embd|n_inner|dim|heads?|rank)"
 )
 MOST_SIZE = 2**27
-"""Of one side of a matrix."""
+"""Largest side of a matrix."""
 MOST_LIST = 2**16
-"""Entries of a list of settings, such as the kinds of all layers."""
+"""Longest list of settings, such as the kinds of all layers."""
 
 
 def check_settings(file: Path, config: dict[str, Any]) -> None:
-    """ModelError for the first setting of `config` (or of one within it) that no model can have; `file` is named."""
+    """Raise ModelError for the first setting of `config` that no model can have.
+
+    Nested settings are checked, too. The message names `file`.
+    """
     for name, value in _settings(config):
         last = name.rpartition(".")[2]
         if isinstance(value, list) and len(value) > MOST_LIST:
             raise ModelError(
-                f"{file}: {name[:200]} is a list of {len(value):,} values, and {MOST_LIST:,} are the most"
+                f"{file}: {name[:200]} is a list of {len(value):,} values, and {MOST_LIST:,} are "
+                "the most"
             )
         for pattern, most in ((COUNTS, MOST_PARTS), (SIZES, MOST_SIZE)):
             if (
@@ -48,21 +53,29 @@ def check_settings(file: Path, config: dict[str, Any]) -> None:
                     else "a huge number"
                 )
                 raise ModelError(
-                    f"{file}: {name[:200]} is {shown}; no model has more than {most:,}: download the file again"
+                    f"{file}: {name[:200]} is {shown}; no model has more than {most:,}: download "
+                    "the file again"
                 )
 
 
 def check_layers(file: Path, config: dict[str, Any], tensors: int) -> None:
-    """ModelError where there are to be more layers than tensors in the weight files: each layer has at least one of its own."""
+    """Raise ModelError if the model has more layers than its weight files have `tensors`.
+
+    Each layer has at least one tensor of its own.
+    """
     layers = size_of(config, "num_hidden_layers", "n_layers", "n_layer", "num_layers")
     if layers > max(tensors, ALWAYS_BUILT):
         raise ModelError(
-            f"{file}: {layers:,} layers, but the weight files have {tensors:,} tensors in all: they are not of one model"
+            f"{file}: {layers:,} layers, but the weight files have {tensors:,} tensors in all: "
+            "they are not of one model"
         )
 
 
 def size_of(config: dict[str, Any], *names: str) -> int:
-    """The first of `names` that `config`, or its `text_config`, has as a whole number above 0; 0 if none."""
+    """Return the value of the first of `names` that is a positive whole number.
+
+    It may be in `config` or its `text_config`. Return 0 if there is none.
+    """
     sources = (config, text_settings(config))
     return next(
         (s[name] for name in names for s in sources if type(s.get(name)) is int and s[name] > 0), 0
@@ -76,7 +89,7 @@ def text_settings(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _settings(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every setting with its name, `a.b` where one is within another."""
+    """Yield every setting with its name, `a.b` for a nested one."""
     for name, value in config.items():
         yield prefix + name, value
         if isinstance(value, dict):

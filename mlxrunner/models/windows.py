@@ -1,7 +1,8 @@
-"""Sliding windows as wide as the masks that a model asks for: what a query sees is what its mask says.
+"""Make sliding windows as wide as the masks that a model asks for.
 
-mlx-lm's PLaMo 3 wants one token more than it has its caches keep. With those, a query sees that token if it is in the same chunk and
-misses it if not, so that an answer depends on how its prompt was cut, and on what was reused.
+mlx-lm's PLaMo 3 asks for one token more than its caches keep. A query then sees that token if it is
+in the same chunk, and misses it if not. The answer would depend on the chunks of the prompt, and on
+reuse.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from mlx_lm.models.cache import CacheList, RotatingKVCache, make_prompt_cache
 
 
 def widen_windows(model: Any) -> None:
-    """Have mlx-lm's `model` make its windows as wide as its masks, if they aren't; may be called again. Nothing is evaluated."""
+    """Make the windows of mlx-lm's `model` as wide as its masks. Evaluate nothing.
+
+    A second call changes nothing.
+    """
     narrow = {size: width for size, width in masks_asked(model).items() if width > size}
     if narrow:
         model.make_cache = partial(_made_wider, model.make_cache, narrow)
@@ -29,7 +33,10 @@ def _made_wider(make: Callable[[], list[Any]], widths: dict[int, int]) -> list[A
 
 
 def masks_asked(model: Any) -> dict[int, int]:
-    """By size of a window, the widest mask that `model` asks a window of that size for: one for all of them, as a rule."""
+    """Return the widest mask that `model` asks for, in tokens, by the size of the window.
+
+    Models usually ask all windows of a size for the same mask.
+    """
     inners = make_prompt_cache(model)
     asked: dict[int, int] = {}
     for window in _windows(inners):
@@ -38,7 +45,7 @@ def masks_asked(model: Any) -> dict[int, int]:
     if asked:
         try:
             model(mx.zeros((1, 1), mx.int32), cache=inners)
-        except Exception:  # a model that can't be run says so to who runs it
+        except Exception:  # running the model raises the same error
             return {}
     return asked
 

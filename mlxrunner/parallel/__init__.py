@@ -1,1 +1,1 @@
-"""Many sequences at once on one model: slots that share prefixes, one row of tokens per step, `ParallelRunner`."""
+"""Many requests at once on one model: slots that share prefixes, one row of tokens per step."""

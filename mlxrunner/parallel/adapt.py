@@ -1,8 +1,10 @@
-"""Let a stock mlx-lm model run tokens of many sequences as one row: positions per token, keys and values in shared cells.
+"""Adapt a stock mlx-lm model to run tokens of many sequences as one row.
 
-mlx-lm's code is not changed: for the life of the adaptation each attention's `rope` is wrapped so that it takes one position per
-token, and the last norm so that only the rows whose logits somebody wants go through the output projection. Whether a model works
-this way is not guessed from its name: two sequences are run in one row and separately, and the logits have to agree.
+Each token has its own position. Keys and values lie in shared cells. mlx-lm's code is not changed:
+while a model is adapted, wrappers replace each attention's `rope`, which takes one position per
+token, and the last norm, which passes only the rows whose logits are wanted. A model qualifies by a
+proof, not by its name: it runs two sequences in one row and separately, and the logits have to
+agree.
 """
 
 from __future__ import annotations
@@ -15,28 +17,38 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlxrunner.cache.causal import CausalCache
-from mlxrunner.cache.factory import CacheOptions, make_layer_caches
-from mlxrunner.cache.rotate import Rotate, rotators
-from mlxrunner.cache.sequences import Batch, Cache, NotSupportedError
-from mlxrunner.cache.sliding import SlidingWindowCache
-from mlxrunner.cache.split import WORTH_SPLITTING
-from mlxrunner.cache.wrapper import WrapperCache
-from mlxrunner.overflow import window_closes
-from mlxrunner.parallel.attention import Attention, Parts, calls_attention, class_with
+from mlxrunner.cache.layers.extents import Window
+from mlxrunner.cache.layers.factory import CacheOptions, make_layer_caches
+from mlxrunner.cache.layers.rotate import Rotate, rotators
+from mlxrunner.cache.overflow import window_closes
+from mlxrunner.cache.shared.causal import CausalCache
+from mlxrunner.cache.shared.sequences import Batch, Cache
+from mlxrunner.cache.shared.split import WORTH_SPLITTING
+from mlxrunner.cache.shared.wrapper import WrapperCache
+from mlxrunner.errors import NotSupportedError
+from mlxrunner.parallel.attention import Parts
+from mlxrunner.system.mlx_lm_internals import (
+    Attention,
+    calls_attention,
+    class_with,
+    last_norm,
+    with_rope,
+)
 
 WINDOWS_KEEP = 64
-"""Tokens that a window keeps beyond itself, so that a prompt that differs in its last few tokens can resume."""
+"""Tokens that a window keeps beyond itself.
+
+With them, a prompt that differs in its last few tokens can resume.
+"""
 TOLERANCE = 0.02
-"""Of the largest logit: what another order of sums makes in half precision; a wrong position makes far more."""
+"""Largest accepted difference of logits, as a share of the largest one.
 
-
-LAST_NORMS = ("norm", "final_layernorm", "final_norm")
-"""Names under which a model's body has its last norm."""
+Half-precision sums in another order differ by less. A wrong position makes a far larger difference.
+"""
 
 
 class PerTokenRope(nn.Module):  # type: ignore[misc,name-defined]  # mlx.nn has no annotations
-    """A rope that also takes an offset per token: `x [1, heads, n, head_dim]` with `offset [n]`."""
+    """A rope that also takes one offset per token: `x [1, heads, n, head_dim]`, `offset [n]`."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__()
@@ -51,7 +63,7 @@ class PerTokenRope(nn.Module):  # type: ignore[misc,name-defined]  # mlx.nn has 
 
 
 class SomeRows(nn.Module):  # type: ignore[misc,name-defined]
-    """The last norm, of the wanted rows only."""
+    """The last norm, applied to the wanted rows only."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__()
@@ -64,7 +76,7 @@ class SomeRows(nn.Module):  # type: ignore[misc,name-defined]
 
 
 class LayerView:
-    """What a model's layer is handed instead of a cache of its own: its share of the cells."""
+    """One layer's part of the shared cells, in place of the layer's cache."""
 
     def __init__(self, step: Adapted, layer: int, group: int) -> None:
         self._step, self._layer, self._group = step, layer, group
@@ -80,11 +92,11 @@ class LayerView:
 
     @property
     def parts(self) -> Parts | None:
-        """How the attention of this step is to be computed, if not at once."""
+        """The parts in which this step computes its attention; None: one product."""
         return self._step.parts[self._group]
 
     def buffers(self) -> tuple[mx.array, mx.array]:
-        """All cells of the layer, once it has written."""
+        """Return keys and values of all cells of the layer. Call it after the layer has written."""
         return self._step.groups[self._group].buffers()
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
@@ -97,7 +109,7 @@ class LayerView:
 
 
 def attention_in_parts(whole: Attention) -> Attention:
-    """mlx-lm's attention function, but in parts where a step of many sequences asks for it."""
+    """Return mlx-lm's attention function, changed to compute in parts if a step asks for it."""
 
     def attend(
         queries: mx.array,
@@ -120,35 +132,51 @@ def attention_in_parts(whole: Attention) -> Attention:
 
 
 class Engine(ABC):
-    """What runs the rows of a scheduler, and what is stored of each sequence.
+    """The interface for running a scheduler's rows.
 
-    `groups`: a CausalCache for each kind of layer (full, and each width of window); `cache`: all of them as one.
+    An engine stores the keys and values of each sequence.
     """
 
     def __init__(self, windows: Iterable[int], memory: int = WINDOWS_KEEP) -> None:
-        """`windows`: of each layer, 0 for full attention; `memory`: tokens that they keep beyond themselves."""
+        """Make one group of cells for each width of window.
+
+        `windows`: the window of each layer in tokens, 0 for full attention. `memory`: tokens that
+        windows keep beyond themselves.
+        """
         self._kinds, self._memory = sorted(set(windows)), memory
         self.groups = self._make_groups()
+        """One CausalCache for each kind of layer: full attention, and each width of window."""
         self.cache = _joined(self.groups)
+        """All groups as one cache."""
 
     @abstractmethod
     def forward(self, tokens: mx.array, batch: Batch, rows: Sequence[int]) -> mx.array:
-        """`tokens [n]` of `batch` -> logits `[len(rows), vocab]` of the wanted rows. CacheFullError changes nothing."""
+        """Return the logits `[len(rows), vocab]` of some rows of `tokens [n]`.
+
+        `batch`: the positions and sequences of the tokens. `rows`: indices of the tokens whose
+        logits are wanted. Raise CacheFullError, with nothing changed, if cells are missing.
+        """
 
     @abstractmethod
     def expect(self, sequence: int, count: int) -> None:
-        """So many more tokens of the sequence will come; where its attention can be computed by itself, they should lie side by side."""
+        """Prepare for `count` more tokens of the sequence.
+
+        They lie side by side if the engine can compute attention in parts.
+        """
 
     @abstractmethod
     def _make_group(self, window: int | None, memory: int | None) -> CausalCache:
-        """The cache of one kind of layer."""
+        """Return the cache of one kind of layer."""
 
     @property
     def has_windows(self) -> bool:
         return any(self._kinds)
 
     def can_shift(self, tokens: int, keep: int, discard: int) -> bool:
-        """Return True if no window lacks what the next token of a sequence sees once `keep .. keep + discard - 1` of `tokens` are gone."""
+        """Return True if every window still holds all that the next token sees after a shift.
+
+        The shift drops `discard` of the sequence's `tokens` tokens, behind the first `keep`.
+        """
         return all(window_closes(window, tokens, keep, discard) for window in self._kinds if window)
 
     def _make_groups(self) -> list[CausalCache]:
@@ -159,7 +187,7 @@ class Engine(ABC):
 
 
 class Adapted(Engine):
-    """A model that runs rows of many sequences. `close` undoes everything."""
+    """A model that is adapted to rows of many sequences. `close` undoes everything."""
 
     def __init__(
         self,
@@ -170,9 +198,11 @@ class Adapted(Engine):
         max_batch: int,
         memory: int = WINDOWS_KEEP,
     ) -> None:
-        """`capacity`: tokens per sequence; `max_batch`: tokens per step; `memory`: tokens that windows keep beyond themselves.
+        """Wrap the parts of `model`, prove that it can share a row, and make the cells.
 
-        NotSupportedError, with nothing changed, names the layer that can't share a row.
+        `capacity`: tokens per sequence. `max_batch`: tokens per step. `memory`: tokens that windows
+        keep beyond themselves. Raise NotSupportedError, with nothing changed, if a layer can't
+        share a row.
         """
         self.model = model
         self._wrapped: list[tuple[Any, str, Any]] = []
@@ -189,13 +219,8 @@ class Adapted(Engine):
         self._worth_splitting = WORTH_SPLITTING
         self._rotations: dict[int, list[Rotate] | None] = {}
         self.layer = -1
-        """The last one that has written."""
-        attentions = [
-            module
-            for layer in model.layers
-            for module in layer.modules()
-            if callable(getattr(module, "rope", None))
-        ]
+        """The layer that wrote last, for error messages; -1 before the first."""
+        attentions = [module for layer in model.layers for module in with_rope(layer)]
         self.can_split = bool(attentions) and all(map(calls_attention, attentions))
         reference = _separately(model)
         try:
@@ -209,7 +234,10 @@ class Adapted(Engine):
     def forward(
         self, tokens: mx.array, batch: Batch, rows: Sequence[int], *, reserve: bool = False
     ) -> mx.array:
-        """`tokens [n]` of `batch` -> logits `[len(rows), vocab]` of the wanted rows, not evaluated yet. CacheFullError changes nothing."""
+        """Return the unevaluated logits; see `Engine.forward`.
+
+        `reserve`: let the row see every cell, and store nothing.
+        """
         self.cache.start_forward(batch, reserve=reserve)
         self.positions = mx.array(list(batch.positions), mx.int32)
         self.masks = [group.mask for group in self.groups]
@@ -231,11 +259,11 @@ class Adapted(Engine):
         return logits[0]
 
     def state(self) -> list[mx.array]:
-        """All buffers, to be evaluated."""
+        """Return all buffers, to be evaluated."""
         return [array for group in self.groups for array in group.state]
 
     def close(self) -> None:
-        """May be called again, and goes on where it was interrupted."""
+        """Restore the model. A second call, also after an interrupt, is allowed."""
         while self._wrapped:
             owner, name, inner = self._wrapped[-1]
             setattr(owner, name, inner)
@@ -252,24 +280,24 @@ class Adapted(Engine):
 
     def _wrap(self) -> None:
         for layer in self.model.layers:
-            for module in [
-                module for module in layer.modules() if callable(getattr(module, "rope", None))
-            ]:
+            for module in with_rope(layer):
                 self._replace(module, "rope", PerTokenRope(module.rope))
                 if self.can_split:
                     self._replace(module, "__class__", class_with(module, attention_in_parts))
-        inner = getattr(getattr(self.model, "language_model", self.model), "model", None)
-        name = next((name for name in LAST_NORMS if callable(getattr(inner, name, None))), None)
-        if name is not None:
-            self._head = SomeRows(getattr(inner, name))
-            self._replace(inner, name, self._head)
+        found = last_norm(self.model)
+        if found is not None:
+            self._head = SomeRows(getattr(*found))
+            self._replace(*found, self._head)
 
     def _replace(self, owner: Any, name: str, wrapper: Any) -> None:
         self._wrapped.append((owner, name, getattr(owner, name)))
         setattr(owner, name, wrapper)
 
     def _shift(self, layer: int, keys: mx.array, offsets: mx.array) -> mx.array:
-        """Moved as it was proved for this layer. NotSupportedError where some layer's keys can't be moved."""
+        """Move keys in the way that was proved for this layer.
+
+        Raise NotSupportedError if the keys of some layer can't be moved.
+        """
         by = int(offsets[0].item())  # type: ignore[arg-type]  # all the same
         if by not in self._rotations:
             self._rotations[by] = rotators(
@@ -278,12 +306,16 @@ class Adapted(Engine):
         ways = self._rotations[by]
         if ways is None:
             raise NotSupportedError(
-                "this model's keys can't be moved to other positions: what is kept has to be evaluated again"
+                "this model's keys can't be moved to other positions: "
+                "what is kept has to be evaluated again"
             )
         return ways[layer](keys, by)
 
     def _prove(self, reference: list[mx.array]) -> None:
-        """Two sequences in one row, in two steps, against each one alone."""
+        """Run two sequences in one row, in two steps, and compare each with its logits run alone.
+
+        Raise NotSupportedError if they differ, or if a step fails.
+        """
         groups, cache = self.groups, self.cache
         self.groups = self._make_groups()
         self.cache = _joined(self.groups)
@@ -293,10 +325,8 @@ class Adapted(Engine):
             self._worth_splitting = 0  # the first step was one product, this one is in parts
             logits = self.forward(mx.array([7, 11, 12]), Batch([2, 2, 3], [0, 1, 1]), [0, 2])
             mx.eval(logits)
-            gap = max(
-                float(mx.abs(a - b).max().item()) for a, b in zip(logits, reference, strict=True)
-            )  # type: ignore[arg-type]
-            scale = max(float(mx.abs(b).max().item()) for b in reference)  # type: ignore[arg-type]
+            gap = max(_largest(a - b) for a, b in zip(logits, reference, strict=True))
+            scale = max(_largest(b) for b in reference)
         except Exception as error:
             text = " ".join(str(error).split())[:200]
             at = (
@@ -305,7 +335,8 @@ class Adapted(Engine):
                 else f"layer {self.layer} ({type(self.model.layers[self.layer]).__name__}): "
             )
             raise NotSupportedError(
-                f"{at}this model can't run several sequences in one row, run one at a time: {type(error).__name__}: {text}"
+                f"{at}this model can't run several sequences in one row, run one at a time: "
+                f"{type(error).__name__}: {text}"
             ) from error
         finally:
             self.cache.close()
@@ -313,7 +344,8 @@ class Adapted(Engine):
             self._worth_splitting = WORTH_SPLITTING
         if not gap <= TOLERANCE * max(scale, 1e-6):
             raise NotSupportedError(
-                f"this model answers otherwise with several sequences in one row (logits differ by {gap:.2g})"
+                "this model answers otherwise with several sequences in one row "
+                f"(logits differ by {gap:.2g})"
             )
 
 
@@ -322,22 +354,23 @@ def _joined(groups: list[CausalCache]) -> Cache:
 
 
 def _windows(model: Any) -> list[int]:
-    """The window of each layer, 0 for full attention. NotSupportedError names the first layer of another kind."""
+    """Return the window of each layer in tokens, 0 for full attention.
+
+    Raise NotSupportedError, which names the first layer of another kind.
+    """
     windows = []
     for number, cache in enumerate(make_layer_caches(model, CacheOptions())):
-        if cache.kind not in ("full", "sliding") or (
-            cache.kind == "sliding" and not isinstance(cache, SlidingWindowCache)
-        ):
+        if not cache.stores_plain_rows:
             raise NotSupportedError(
-                f"layer {number} is {cache.kind}: only full and sliding-window attention can run several sequences in one row; "
-                "run one at a time"
+                f"layer {number} is {cache.kind}: only full and sliding-window attention can run "
+                "several sequences in one row; run one at a time"
             )
-        windows.append(cache.window if isinstance(cache, SlidingWindowCache) else 0)
+        windows.append(cache.extent.window if isinstance(cache.extent, Window) else 0)
     return windows
 
 
 def _separately(model: Any) -> list[mx.array]:
-    """The logits after each of the two sequences of the proof, alone."""
+    """Return the logits after each of the two sequences of the proof, run alone."""
     logits = [
         model(mx.array([tokens]), cache=make_prompt_cache(model))[0, -1]
         for tokens in ([5, 6, 7], [9, 10, 11, 12])
@@ -347,6 +380,10 @@ def _separately(model: Any) -> list[mx.array]:
 
 
 def _dtype(model: Any) -> mx.Dtype:
-    """What the model computes in: keys and values are stored as they come."""
+    """Return the type in which the model computes and its keys and values are stored."""
     logits: mx.array = model(mx.array([[1]]), cache=make_prompt_cache(model))
     return logits.dtype
+
+
+def _largest(array: mx.array) -> float:
+    return float(mx.abs(array).max().item())  # type: ignore[arg-type]

@@ -1,42 +1,18 @@
-"""Attention of one row of tokens in parts: what all sequences share once, and what each has of its own by itself.
+"""Compute the attention of one row of tokens in parts.
 
-mlx-lm's attention layers call a function `scaled_dot_product_attention` of their module. For the life of an adaptation a layer gets a
-class of its own in which that name means ours; the module, other models and other layers are as they were.
+One part covers the cells that all sequences share; the others cover each sequence's own cells.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from types import FunctionType
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from mlxrunner.cache.split import Lanes, Part, Split
-
-NAME = "scaled_dot_product_attention"
-Attention = Callable[..., mx.array]
-
-
-def calls_attention(module: Any) -> bool:
-    """Whether a layer gets its attention through the function that can be exchanged."""
-    call = type(module).__call__
-    return (
-        isinstance(call, FunctionType)
-        and NAME in call.__code__.co_names
-        and NAME in call.__globals__
-    )
-
-
-def class_with(module: Any, attention: Callable[[Attention], Attention]) -> type:
-    """The class of `module`, but with `attention(original)` instead of the original function."""
-    old = type(module)
-    call = old.__call__
-    names = {**call.__globals__, NAME: attention(call.__globals__[NAME])}
-    new = FunctionType(call.__code__, names, call.__name__, call.__defaults__, call.__closure__)
-    new.__kwdefaults__ = call.__kwdefaults__
-    return type(old.__name__, (old,), {"__call__": new, "__module__": old.__module__})
+from mlxrunner.cache.shared.split import Part, Split, StackedParts
+from mlxrunner.system.mlx_lm_internals import Attention
 
 
 class _Single:
@@ -48,22 +24,28 @@ class _Single:
         self.is_causal = part.visible is not None and _is_causal(part.visible)
 
     def take(self, rows: mx.array) -> mx.array:
-        """Of `[1, groups, per_group, n, d]`, its own: `[1, groups, per_group, queries, d]`."""
+        """Return this part's rows: `[1, groups, per_group, n, d]` to `[..., queries, d]`."""
         return rows[..., self.queries, :]
 
     def product(self, rows: mx.array, buffer: mx.array, *, transposed: bool = False) -> mx.array:
-        """`rows [1, groups, per_group, queries, k]`, times its cells of `buffer [1, groups, cells, d]`."""
+        """Multiply `rows` by this part's cells of `buffer`.
+
+        Shapes: `rows [1, groups, per_group, queries, k]`, `buffer [1, groups, cells, d]`.
+        """
         own = buffer[..., self.cells, :]
         return product(rows, own.swapaxes(-1, -2) if transposed else own)
 
     def whole(
         self, attention: Attention, queries: mx.array, keys: mx.array, values: mx.array, **more: Any
     ) -> mx.array:
-        """`queries [1, heads, n, d]` -> its own, `[1, heads, queries, d]`."""
-        return attention(
-            queries[..., self.queries, :], keys[..., self.cells, :], values[..., self.cells, :],
-            mask="causal" if self.is_causal else self.mask, **more,
-        )  # fmt: skip
+        """Return the attention `[1, heads, queries, d]` of this part's `queries`.
+
+        `queries [1, heads, n, d]` are those of all parts.
+        """
+        mask = "causal" if self.is_causal else self.mask
+        own = queries[..., self.queries, :]
+        stored = keys[..., self.cells, :], values[..., self.cells, :]
+        return attention(own, *stored, mask=mask, **more)
 
     def drop(self, rows: mx.array) -> mx.array:
         return rows
@@ -73,14 +55,19 @@ class _Single:
         return range(self.queries.start, self.queries.stop)
 
 
-class _Batch:
-    """Lanes: a query of each of many sequences, over a stretch of the buffer that is a batch already."""
+class _Stack:
+    """Stacked parts: one query of each of many sequences.
 
-    def __init__(self, lanes: Lanes) -> None:
-        self._lanes, self._queries = lanes, mx.array(lanes.queries)
-        self._wanted = mx.array(lanes.wanted) if len(lanes.wanted) < len(lanes.queries) else None
-        self.mask = None if lanes.visible is None else mx.array(lanes.visible)[None, None, None]
-        self.order = [lanes.queries[index] for index in lanes.wanted]
+    Their cells are a stretch of the buffer that is a batch without any copy.
+    """
+
+    def __init__(self, stacked: StackedParts) -> None:
+        self._stacked, self._queries = stacked, mx.array(stacked.queries)
+        self._wanted = (
+            mx.array(stacked.wanted) if len(stacked.wanted) < len(stacked.queries) else None
+        )
+        self.mask = None if stacked.visible is None else mx.array(stacked.visible)[None, None, None]
+        self.order = [stacked.queries[index] for index in stacked.wanted]
 
     def take(self, rows: mx.array) -> mx.array:
         return mx.take(rows, self._queries, axis=-2)
@@ -104,15 +91,15 @@ class _Batch:
         )
 
     def drop(self, rows: mx.array) -> mx.array:
-        """Without what nobody asked for."""
+        """Drop the rows of lanes whose results are not used."""
         return rows if self._wanted is None else mx.take(rows, self._wanted, axis=-2)
 
     def _view(self, buffer: mx.array) -> mx.array:
-        """`[1, groups, cells, d]` -> `[lanes, groups, length, d]`, the same memory."""
-        lanes, count = self._lanes, len(self._lanes.queries)
-        stretch = buffer[0, :, lanes.begin : lanes.begin + count * lanes.size]
-        return stretch.reshape(buffer.shape[1], count, lanes.size, -1)[
-            :, :, : lanes.length
+        """View `buffer [1, groups, cells, d]` as `[stacked, groups, length, d]`, without a copy."""
+        stacked, count = self._stacked, len(self._stacked.queries)
+        stretch = buffer[0, :, stacked.begin : stacked.begin + count * stacked.size]
+        return stretch.reshape(buffer.shape[1], count, stacked.size, -1)[
+            :, :, : stacked.length
         ].swapaxes(0, 1)
 
 
@@ -121,9 +108,9 @@ class Parts:
 
     def __init__(self, split: Split) -> None:
         self._common = split.common
-        self._parts: list[_Single | _Batch] = [
+        self._parts: list[_Single | _Stack] = [
             *map(_Single, split.parts),
-            *map(_Batch, split.lanes),
+            *map(_Stack, split.stacks),
         ]
         order = [query for part in self._parts for query in part.order]
         self._order = None if order == sorted(order) else mx.array(np.argsort(order))
@@ -139,7 +126,11 @@ class Parts:
         sinks: mx.array | None,
         cache: Any,
     ) -> mx.array:
-        """`queries [1, heads, n, head_dim]`; `keys` and `values [1, kv_heads, cells, head_dim]`: whole buffers."""
+        """Return the attention `[1, heads, n, head_dim]` of `queries`, which have the same shape.
+
+        `keys` and `values [1, kv_heads, cells, head_dim]` are whole buffers. `attention`: mlx-lm's
+        function for parts without common cells.
+        """
         if self._common.end > self._common.begin:
             return self._with_common(queries, keys, values, scale, sinks)
         more = (
@@ -159,7 +150,7 @@ class Parts:
         scale: float,
         sinks: mx.array | None,
     ) -> mx.array:
-        """One softmax over the scores of both; each product is made where it is dense."""
+        """Compute one softmax over the scores of common and own cells, from dense products."""
         _, heads, n, _ = queries.shape
         groups, common = keys.shape[1], slice(*self._common)
         shared = self._common.end - self._common.begin
@@ -182,19 +173,19 @@ class Parts:
         return both.reshape(1, heads, n, -1)
 
     def _in_order(self, rows: list[mx.array]) -> mx.array:
-        """Those of all parts, in the order of the queries."""
+        """Join the rows of all parts, in the order of the queries."""
         joined = rows[0] if len(rows) == 1 else mx.concatenate(rows, axis=-2)
         return joined if self._order is None else mx.take(joined, self._order, axis=-2)
 
 
 def product(a: mx.array, b: mx.array) -> mx.array:
-    """`[1, groups, per_group, n, k] @ [1, groups, k, m]`, the heads of a group as one matrix."""
+    """Return `[1, groups, per_group, n, k] @ [1, groups, k, m]`, a group's heads as one matrix."""
     _, groups, per_group, n, k = a.shape
     return (a.reshape(1, groups, per_group * n, k) @ b).reshape(1, groups, per_group, n, -1)
 
 
 def _is_causal(visible: np.ndarray[Any, Any]) -> bool:
-    """Whether each query sees exactly what is before it and itself, the last one all."""
+    """Return True if each query sees itself and all cells before it, and the last one sees all."""
     queries, cells = visible.shape
     return cells >= queries and bool(
         (visible == np.tri(queries, cells, cells - queries, dtype=np.bool_)).all()

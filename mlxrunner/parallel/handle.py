@@ -1,31 +1,30 @@
-"""What `ParallelRunner.submit` gives back: a request's answer, as it comes."""
+"""The handle of a request that runs beside others."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
+from mlxrunner.engine.owner import Owner
 from mlxrunner.errors import MlxrunnerError
-from mlxrunner.events import Chunk
-from mlxrunner.parallel.request import Request, Result
-
-if TYPE_CHECKING:
-    from mlxrunner.parallel.runner import ParallelRunner
+from mlxrunner.parallel.request import ActiveRequest
+from mlxrunner.parallel.scheduler import Scheduler
+from mlxrunner.results import Chunk, Result
 
 
 class Handle:
-    """A request's answer: iterate it for its chunks, as they come; `cancel` ends it without touching the others.
+    """The growing answer of a request.
 
-    WrongThreadError from any thread but the runner's; only `error` and `finished` may be read from others.
+    Iterating it yields its chunks and drives the steps of all requests of the runner. All members
+    but `error` and `finished` raise WrongThreadError in any thread but the runner's.
     """
 
-    def __init__(self, runner: ParallelRunner, request: Request) -> None:
-        self._runner, self._request = runner, request
+    def __init__(self, owner: Owner, scheduler: Scheduler, request: ActiveRequest) -> None:
+        self._owner, self._scheduler, self._request = owner, scheduler, request
 
     def __iter__(self) -> Iterator[Chunk]:
         request = self._request
         while True:
-            self._runner.owner.check()
+            self._owner.check()
             if request.chunks:
                 yield request.chunks.popleft()
                 continue
@@ -33,34 +32,42 @@ class Handle:
                 raise request.error
             if request.finished:
                 return
-            self._runner.step()
+            self._scheduler.step()
 
     @property
     def error(self) -> MlxrunnerError | None:
-        """What ended it, if it was an error of its own."""
+        """The error that ended the request, or None."""
         return self._request.error
 
     @property
     def finished(self) -> bool:
-        """Whether no more chunks will come than those that are there."""
+        """True once the last chunk is ready, or will never come."""
         return self._request.finished
 
     @property
     def reached(self) -> int:
-        """Tokens of the prompt that were evaluated or reused so far."""
-        return min(self._request.place, len(self._request.prompt))
+        """Number of the prompt's tokens that are evaluated or reused so far."""
+        return min(self._request.place, len(self._request.tokens))
 
     def poll(self) -> list[Chunk]:
-        """The chunks that came since the last time, without a step: for whoever drives many requests at once."""
-        self._runner.owner.check()
+        """Return the chunks since the last call, without running a step.
+
+        A caller that drives many requests uses it.
+        """
+        self._owner.check()
         chunks = list(self._request.chunks)
         self._request.chunks.clear()
         return chunks
 
     def cancel(self) -> None:
-        """End the request; its slot is free, and what it evaluated can be reused."""
-        self._runner.cancel(self._request)
+        """End the request and free its slot. Its evaluated tokens can be reused.
+
+        A second call is allowed, also after the runner was closed.
+        """
+        self._owner.check_thread()
+        if not self._owner.is_closed:
+            self._scheduler.cancel(self._request)
 
     def result(self) -> Result:
-        """Wait for the end."""
+        """Run the request to its end and return its result, or raise the error that ended it."""
         return Result.of(list(self))

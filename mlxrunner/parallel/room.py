@@ -1,41 +1,45 @@
-"""Cells for each request to its end, whatever the others still do, before it begins."""
+"""Reserve cells for each request to its end, before it begins."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from mlxrunner.cache.sequences import CacheFullError
+from mlxrunner.errors import CacheFullError
 from mlxrunner.parallel.adapt import Engine
-from mlxrunner.parallel.request import Request
+from mlxrunner.parallel.request import ActiveRequest
 from mlxrunner.parallel.slots import Choice, Slot
 
 T = TypeVar("T")
 
 
 class Room:
-    """The `cells` of `adapted`, and who takes them: `requests`, each of up to `capacity` tokens.
+    """The cells of an engine, and the requests that take them.
 
-    A request begins when the cells that others use, those that they may still take, and its own
-    are no more than there are: so none ever lacks one. Idle slots don't count: they give way.
+    A request begins only if there are enough cells for itself, for those that the others use, and
+    for those that the others may still take. Therefore no running request ever lacks a cell. Idle
+    slots don't count, because they are cleared if necessary.
     """
 
     def __init__(
         self,
         adapted: Engine,
         slots: Sequence[Slot],
-        requests: Sequence[Request],
+        requests: Sequence[ActiveRequest],
         *,
         capacity: int,
         cells: int,
     ) -> None:
+        """Manage `cells` cells per layer for running `requests` of up to `capacity` tokens each."""
         self._adapted, self._slots, self._requests = adapted, slots, requests
         self._capacity, self._cells = capacity, cells
 
-    def check(self, request: Request, choice: Choice, others: Sequence[Request]) -> None:
+    def check(
+        self, request: ActiveRequest, choice: Choice, others: Sequence[ActiveRequest]
+    ) -> None:
         """Raise CacheFullError if `request` might not find room beside `others`.
 
-        `choice`: what it shares, and with whom.
+        `choice`: the prefix that it shares, and the slot that has it.
         """
         if self._cells >= len(self._slots) * self._capacity:
             return
@@ -50,7 +54,11 @@ class Room:
             )
 
     def make(self, act: Callable[[], T], clear: Callable[[Slot], None]) -> T:
-        """Call `act`; where it lacks room, `clear` idle slots, the least recently used first."""
+        """Call `act` and return its result, after clearing idle slots if it lacks room.
+
+        `clear` empties one slot; the least recently used slot comes first. Raise CacheFullError if
+        no slot is left to clear.
+        """
         while True:
             try:
                 return act()
@@ -60,14 +68,15 @@ class Room:
                     raise
                 clear(min(idle, key=lambda slot: slot.last_used))
 
-    def _most(self, request: Request) -> int:
-        """Tokens that it has at its end, or when it is full."""
-        return min(len(request.prompt) + request.limit, self._capacity)
+    def _most(self, request: ActiveRequest) -> int:
+        """Return the most tokens that `request` can have."""
+        return min(len(request.tokens) + request.limit, self._capacity)
 
-    def _coming(self, request: Request) -> int:
-        """Cells that it may still take.
+    def _coming(self, request: ActiveRequest) -> int:
+        """Return the most cells that `request` may still take.
 
-        One that shifts copies what it shares with others, but for what it keeps where it is.
+        A shift copies the tokens that the request shares with others, except for those that it
+        keeps.
         """
         coming = self._most(request) - request.place
         if not request.is_placed and request.source is not None:
@@ -80,10 +89,10 @@ class Room:
             group.num_shared(request.slot.number, others, kept) for group in self._adapted.groups
         )
 
-    def _shared(self, request: Request, source: Slot, tokens: int) -> int:
-        """Of `tokens` tokens that `request` takes from `source`, count those that need no cells.
+    def _shared(self, request: ActiveRequest, source: Slot, tokens: int) -> int:
+        """Return how many of the `tokens` that `request` takes from `source` need no cells.
 
-        None if one of the two may move its own.
+        That is all of them, or none if `request` or a request in `source` may shift.
         """
         movers = [
             other for other in self._requests if other.slot is source and other.shift is not None

@@ -1,8 +1,9 @@
-"""ParallelRunner: many requests at once on one model, beside `Runner`; a prefix that several share is stored and read once.
+"""The ParallelRunner: many requests at once on one model.
 
-Each step is one row of tokens through the model: a token of each request that is decoding, and pieces of the prompts of those that
-are not yet. The next step is dispatched before the tokens of the last one are read. There is no thread: whoever iterates a handle
-drives the steps of all.
+A prefix that several requests share is stored and read once. Each step runs one row of tokens
+through the model: a token of each request that decodes, and pieces of the prompts of the others.
+The next step is dispatched before the tokens of the last one are read. There is no thread:
+iterating a handle drives the steps of all requests.
 """
 
 from __future__ import annotations
@@ -11,50 +12,49 @@ import time
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from os import PathLike
+from typing import Any, Unpack
 
 import mlx.core as mx
-import numpy as np
 
-from mlxrunner import device
-from mlxrunner.answer import Answer, Clock
-from mlxrunner.cache.factory import CacheOptions, layouts_of
-from mlxrunner.cache.lookup import Lookup
-from mlxrunner.cache.sequences import Batch, CacheFullError, NotSupportedError
-from mlxrunner.cache.tokens import TokenArray
-from mlxrunner.config import GenerateOptions
-from mlxrunner.constrain import constraint_of
-from mlxrunner.errors import ContextLengthError, OptionError, PromptError
-from mlxrunner.events import FinishReason, Usage
+from mlxrunner.cache.layers.factory import CacheOptions, layouts_of
+from mlxrunner.cache.shared.sequences import Batch
+from mlxrunner.engine.answer import AnswerStream
+from mlxrunner.engine.observation import Observer, tell, usage_of
+from mlxrunner.engine.owner import Owned, Owner
+from mlxrunner.engine.requests import prepare
+from mlxrunner.engine.sampling import NextToken, dispatch
+from mlxrunner.errors import CacheFullError, NoFreeSlotError, NotSupportedError, OptionError
+from mlxrunner.memory.plan import Batch as WorstBatch
+from mlxrunner.memory.plan import Plan
+from mlxrunner.memory.reserve import choose as choose_plan
+from mlxrunner.memory.reserve import demand_of, must_fit, weights_of
 from mlxrunner.models.chunks import DEPENDS
 from mlxrunner.models.facts import ModelFacts
 from mlxrunner.models.load import LoadedModel, load_model
-from mlxrunner.observation import Observer, tell, usage_of
-from mlxrunner.overflow import Shift
-from mlxrunner.owner import Owned, Owner
+from mlxrunner.models.resolve import name_of
+from mlxrunner.options import GenerateKwargs, GenerateOptions, Option
 from mlxrunner.parallel.adapt import WINDOWS_KEEP, Adapted
 from mlxrunner.parallel.handle import Handle
-from mlxrunner.parallel.request import Request, Result
+from mlxrunner.parallel.request import ActiveRequest
 from mlxrunner.parallel.scheduler import Scheduler
-from mlxrunner.parallel.slots import NoFreeSlotError, Slot
-from mlxrunner.plan import Batch as WorstBatch
-from mlxrunner.plan import Plan
-from mlxrunner.reserve import choose as choose_plan
-from mlxrunner.reserve import demand_of, must_fit, weights_of
-from mlxrunner.sampling import NextToken, dispatch
+from mlxrunner.parallel.slots import Slot
+from mlxrunner.results import FinishReason, Result, Usage
+from mlxrunner.system import device
 from mlxrunner.tokenizer import Tokenizer
-from mlxrunner.tokenizer.prompt import Prompt, prepare, system_tokens
+from mlxrunner.tokenizer.prompt import Prompt
 
-DEFAULT_MAX_BATCH = 1024
+DEFAULT_PREFILL_STEP = 1024
 AHEAD = 4
-"""Requests per slot that `run_each` has read and not given back yet, at most."""
+"""Most requests per slot that `run_each` has read and whose results it has not yielded yet."""
 
 
 class ParallelRunner:
-    """`max_sequences` requests at once, each of up to `capacity` tokens, `max_batch` tokens a step. Use as a context manager, or `close`.
+    """A runner of up to `max_sequences` requests at once, of up to `context` tokens each.
 
-    All calls come from the thread that opened it: WrongThreadError from any other. NotSupportedError for models with layers that can't
-    share a row: run those one at a time.
+    The thread that opened it owns it; calls from any other raise WrongThreadError. Use it as a
+    context manager, or call `close`, after which calls raise ClosedError. A model with layers that
+    can't share a row raises NotSupportedError: run its requests one at a time with `Runner`.
     """
 
     def __init__(
@@ -64,39 +64,52 @@ class ParallelRunner:
         facts: ModelFacts,
         *,
         max_sequences: int,
-        capacity: int | None = None,
-        max_batch: int | None = None,
+        context: int | None = None,
+        prefill_step: int | None = None,
         cells: int | None = None,
         name: str = "",
     ) -> None:
-        """`cells`: tokens that are stored at most, of all sequences together, a shared one once; None: `max_sequences * capacity`, which
-        is always enough. With fewer, a request for which there may not be room to its end is refused at once: CacheFullError."""
+        """Make a runner from loaded parts; `ParallelRunner.load` is the usual way.
+
+        `context` is the most tokens of one prompt and its answer, `prefill_step` the most tokens of
+        one step of all requests. `cells` is the most tokens stored for all requests together, where
+        a shared token counts once. Its default, `max_sequences * context`, is always enough. With
+        fewer cells, a request that may not find room to its end is refused at once with
+        CacheFullError. Raise OptionError for numbers that are too small, and NotSupportedError for
+        a model that can't share a row.
+        """
+        Option(low=1).check("max_sequences", max_sequences)
+        for option, value in (("context", context), ("cells", cells)):
+            if value is not None:
+                Option(low=2).check(option, value)
+        if prefill_step is not None:
+            Option(low=max_sequences).check("prefill_step", prefill_step)
         self.owner = Owner("ParallelRunner")
-        self.capacity = capacity or facts.context
-        self.cells = cells or max_sequences * self.capacity
-        self.max_batch = min(max_batch or DEFAULT_MAX_BATCH, max_sequences * self.capacity)
-        if max_sequences < 1 or self.capacity < 2 or self.max_batch < max_sequences:
+        self.context = context or facts.context
+        self.cells = cells or max_sequences * self.context
+        self.prefill_step = min(prefill_step or DEFAULT_PREFILL_STEP, max_sequences * self.context)
+        if self.prefill_step < max_sequences:
             raise OptionError(
-                f"max_sequences {max_sequences}, capacity {self.capacity}, max_batch {self.max_batch}: at least one sequence of "
-                "two tokens is needed, and a step has to hold a token of each"
+                f"max_sequences: {max_sequences} is out of range, a step of {self.prefill_step} "
+                "tokens has to hold one of each"
             )
         if facts.depends_on_chunks:
             raise NotSupportedError(f"{DEPENDS}: run one at a time")
         self.model, self.tokenizer, self.facts, self.name = model, tokenizer, facts, name
         share_of_cells = -(-self.cells // max_sequences)
         self.plan: Plan | None = None
-        self.observer: Observer | None = None
-        """Is told of every request after it has ended (see `mlxrunner.profiling`)."""
+        self.observers: list[Observer] = []
+        """Functions that are called with every ended request (see `mlxrunner.profiling`)."""
         self._adapted = Adapted(
-            model, max_sequences=max_sequences, capacity=share_of_cells, max_batch=self.max_batch
+            model, max_sequences=max_sequences, capacity=share_of_cells, max_batch=self.prefill_step
         )
         try:
             self._scheduler = Scheduler(
                 self._adapted,
                 max_sequences,
-                capacity=self.capacity,
+                capacity=self.context,
                 cells=self.cells,
-                max_batch=self.max_batch,
+                max_batch=self.prefill_step,
                 ended=self._ended,
             )
         except BaseException:
@@ -106,22 +119,27 @@ class ParallelRunner:
     @classmethod
     def load(
         cls,
-        model: str = "demo",
+        model: str | PathLike[str] = "demo",
         *,
         max_sequences: int,
-        capacity: int | None = None,
-        max_batch: int | None = None,
+        context: int | None = None,
+        prefill_step: int | None = None,
         cells: int | None = None,
         reserve: bool = True,
         trust_remote_code: bool = False,
     ) -> ParallelRunner:
-        """Load "demo", a directory or a hub id. `reserve`: allocate all cells and run the largest step once, now."""
-        loaded = load_model(model, trust_remote_code=trust_remote_code)
+        """Load "demo", a model directory or a hub id. See `ParallelRunner` for the arguments.
+
+        With `reserve` the runner allocates all cells now and runs the largest step once. Raise
+        ModelError, which names the missing or broken file, or MemoryPlanError with the plan's table
+        if the plan does not fit.
+        """
+        loaded = load_model(name_of(model), trust_remote_code=trust_remote_code)
         return cls.of(
             loaded,
             max_sequences=max_sequences,
-            capacity=capacity,
-            max_batch=max_batch,
+            context=context,
+            prefill_step=prefill_step,
             cells=cells,
             reserve=reserve,
         )
@@ -132,16 +150,25 @@ class ParallelRunner:
         loaded: LoadedModel,
         *,
         max_sequences: int,
-        capacity: int | None = None,
-        max_batch: int | None = None,
+        context: int | None = None,
+        prefill_step: int | None = None,
         cells: int | None = None,
         reserve: bool = True,
     ) -> ParallelRunner:
-        """On a model that is loaded already; MemoryPlanError, before anything is allocated, if the plan does not fit."""
+        """Make a runner for a loaded model. See `ParallelRunner.load` for the arguments.
+
+        Raise MemoryPlanError, before anything is allocated, if the plan does not fit.
+        """
         runner = cls(
-            loaded.model, loaded.tokenizer, loaded.facts, max_sequences=max_sequences, capacity=capacity, max_batch=max_batch,
-            cells=cells, name=loaded.name,
-        )  # fmt: skip
+            loaded.model,
+            loaded.tokenizer,
+            loaded.facts,
+            max_sequences=max_sequences,
+            context=context,
+            prefill_step=prefill_step,
+            cells=cells,
+            name=loaded.name,
+        )
         if reserve:
             try:
                 runner.plan = runner._reserve(loaded)
@@ -151,8 +178,11 @@ class ParallelRunner:
         return runner
 
     def _reserve(self, loaded: LoadedModel) -> Plan:
-        """Hold the plan against what the device offers, allocate all cells, and run the largest step once with every cell in sight."""
-        windows = len(self.slots) * WINDOWS_KEEP + self.max_batch
+        """Check the plan against the device's offer, and allocate all cells.
+
+        To measure it, run the largest step, which sees every cell.
+        """
+        windows = len(self.slots) * WINDOWS_KEEP + self.prefill_step
         layouts = [
             layout
             if layout.most_rows is None
@@ -163,40 +193,43 @@ class ParallelRunner:
             self.model,
             loaded.config,
             CacheOptions(),
-            self.max_batch,
+            self.prefill_step,
             weights=weights_of(self.model),
             checkpoint_budget=0,
         )
         demand = replace(demand, layouts=layouts)
         offered = device.offered_bytes()
-        must_fit(choose_plan(demand, self.cells, self.max_batch, offered=offered, limit=self.cells))
+        must_fit(
+            choose_plan(demand, self.cells, self.prefill_step, offered=offered, limit=self.cells)
+        )
         before = mx.get_active_memory()
         mx.reset_peak_memory()
-        in_flight = [
-            self._largest_step(),
-            self._largest_step(),
-        ]  # the second is dispatched before the first is read
+        # As in a run, the second step is dispatched before the first is read.
+        in_flight = [self._largest_step(), self._largest_step()]
         mx.eval(in_flight, self._adapted.state())
         peak, stored = mx.get_peak_memory(), sum(group.nbytes for group in self._adapted.groups)
         del in_flight
         mx.clear_cache()
         # A shift, between two steps, holds the moved half of a sequence, and its keys once more.
-        shifted = stored * self.capacity // self.cells
+        shifted = stored * self.context // self.cells
         measured = replace(
             demand, batch=WorstBatch(max(0, peak - before - stored, shifted), is_measured=True)
         )
         plan = must_fit(
-            choose_plan(measured, self.cells, self.max_batch, offered=offered, limit=self.cells)
+            choose_plan(measured, self.cells, self.prefill_step, offered=offered, limit=self.cells)
         )
         device.set_limits(plan.total, measured.batch.fixed)
         return plan
 
     def _largest_step(self) -> list[mx.array]:
-        """Dispatched: a full row with every cell in sight, and a token for each slot, sampled in the costliest way. Nothing is stored."""
-        batch = Batch(list(range(self.max_batch)), [0] * self.max_batch)
-        rows = range(self.max_batch - len(self.slots), self.max_batch)
+        """Dispatch a full row that sees every cell, and sample a token for each slot.
+
+        The sampling is the costliest possible. Nothing is stored.
+        """
+        batch = Batch(list(range(self.prefill_step)), [0] * self.prefill_step)
+        rows = range(self.prefill_step - len(self.slots), self.prefill_step)
         logits = self._adapted.forward(
-            mx.zeros((self.max_batch,), mx.int32), batch, rows, reserve=True
+            mx.zeros((self.prefill_step,), mx.int32), batch, rows, reserve=True
         )
         costliest = NextToken(
             GenerateOptions.of(temperature=1.0, top_p=0.9, logprobs=5, seed=0), logits.shape[-1]
@@ -209,25 +242,25 @@ class ParallelRunner:
 
     @property
     def slots(self) -> Sequence[Slot]:
-        """One for each of the sequences."""
+        """The slots, one for each sequence."""
         return self._scheduler.slots
 
     @property
     def settings(self) -> dict[str, Any]:
         """The options that decide what is stored."""
         return {
-            "context": self.capacity,
+            "context": self.context,
             "cells": self.cells,
             "max_sequences": len(self.slots),
-            "max_batch": self.max_batch,
+            "max_batch": self.prefill_step,
         }
 
     def attend_at_once(self) -> None:
-        """From now on compute each attention as one product where it would be in parts (`mlxrunner.cache.split`): another order of sums."""
-        self._adapted.can_split = False
+        """Compute each attention as one product from now on, never in parts.
 
-    def explain_loss(self, reason: str, by: str, tokens: TokenArray) -> None:
-        """An entry that was there before is none of the slots' affair."""
+        Parts (`mlxrunner.cache.shared.split`) add their sums in another order.
+        """
+        self._adapted.can_split = False
 
     def __enter__(self) -> ParallelRunner:
         return self
@@ -235,31 +268,58 @@ class ParallelRunner:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def __repr__(self) -> str:
+        if self.owner.is_closed:
+            return f"ParallelRunner({self.name!r}, closed)"
+        running, slots = len(self._scheduler.requests), len(self.slots)
+        busy = f"{running} of {slots} slots busy"
+        return f"ParallelRunner({self.name!r}, context={self.context}, {busy})"
+
     def close(self) -> None:
-        """Cancel what runs, free the cells, and give the model back as it was. May be called again, also after an interrupt."""
+        """Cancel all requests, free the cells, and restore the model.
+
+        A second call is allowed, also after an interrupt.
+        """
+        if self.owner.is_closed:
+            return
         self.owner.check()
         try:
             for request in list(self._scheduler.requests):
                 self.cancel(request)
         finally:
             self._adapted.close()
+        self.model = self._adapted.model = None
+        self.owner.close()
 
-    def submit(self, prompt: Prompt, **options: Any) -> Handle:
-        """Begin a request; prompt and options as in `Runner.generate`, but for its callbacks.
+    def complete(self, prompt: Prompt, **options: Unpack[GenerateKwargs]) -> Result:
+        """Run one request to its end, beside the running ones, and return its result.
 
-        NoFreeSlotError if every slot has a request, CacheFullError if there might not be room to its end.
+        Raise the errors of `submit`. If the call is interrupted, the request is cancelled.
+        """
+        handle = self.submit(prompt, **options)
+        try:
+            return handle.result()
+        finally:
+            handle.cancel()
+
+    def submit(self, prompt: Prompt, **options: Unpack[GenerateKwargs]) -> Handle:
+        """Begin a request. Prompt and options are those of `Runner.generate`, without callbacks.
+
+        Raise NoFreeSlotError if every slot has a request, and CacheFullError if the request might
+        not find room to its end.
         """
         self.owner.check()
-        return self._begin(self._request(prompt, options))
+        return self._begin(self._request(prompt, dict(options)))
 
-    def run(self, prompts: Sequence[Prompt], **options: Any) -> list[Result]:
-        """All answers, in the order of the prompts; as many at a time as there are slots."""
-        return list(self.run_each((prompt, options) for prompt in prompts))
+    def run(self, prompts: Sequence[Prompt], **options: Unpack[GenerateKwargs]) -> list[Result]:
+        """Return all answers in the order of the prompts. Each free slot starts the next prompt."""
+        return list(self.run_each((prompt, dict(options)) for prompt in prompts))
 
     def run_each(self, requests: Iterable[tuple[Prompt, dict[str, Any]]]) -> Iterator[Result]:
-        """As `run`, each prompt with options of its own. Of `requests` as many are read as can run, and a few of whose answers wait.
+        """Yield the answers of `requests`, pairs of a prompt and its options, in their order.
 
-        What runs is cancelled when one of them can't be submitted or fails, or when the iterator is closed.
+        Only a few more requests are read than can run. If a request can't be submitted or fails, or
+        if the iterator is closed, the running requests are cancelled.
         """
         self.owner.check()
         return Owned(self._run_each(requests), self.owner)
@@ -279,7 +339,7 @@ class ParallelRunner:
             for handle in handles:
                 self.owner.do(handle.cancel)  # an iterator may be dropped in any thread
 
-    def _begin_when_possible(self, request: Request) -> Handle:
+    def _begin_when_possible(self, request: ActiveRequest) -> Handle:
         while True:
             try:
                 return self._begin(request)
@@ -289,79 +349,60 @@ class ParallelRunner:
                 self.step()
                 request.clock.postpone()
 
-    def _begin(self, request: Request) -> Handle:
+    def _begin(self, request: ActiveRequest) -> Handle:
         if not self._scheduler.requests:
             mx.reset_peak_memory()
         request.active_bytes = mx.get_active_memory()
         self._scheduler.admit(request)
-        return Handle(self, request)
+        return Handle(self.owner, self._scheduler, request)
 
-    def cancel(self, request: Request) -> None:
-        """End a request without touching the others."""
+    def cancel(self, request: ActiveRequest) -> None:
+        """End a request without affecting the others."""
         self.owner.check()
         self._scheduler.cancel(request)
 
     def step(self) -> None:
-        """One forward pass for all that run. Whatever goes wrong in it ends them all, with a StepFailedError each."""
+        """Run one forward pass for all requests.
+
+        An error in it ends all of them, each with a StepFailedError.
+        """
         self.owner.check()
         self._scheduler.step()
 
-    def _request(self, prompt: Prompt, given: dict[str, Any]) -> Request:
+    def _request(self, prompt: Prompt, given: dict[str, Any]) -> ActiveRequest:
         began = time.perf_counter()
-        options = GenerateOptions.of(**given)
-        prepared = prepare(self.tokenizer, prompt)
-        tokens, shifted = prepared.tokens, 0
-        shift = self._shift(prompt, tokens, options)
-        self._check(tokens)
-        if shift is not None and len(tokens) >= self.capacity:
-            shifted = shift.discard(len(tokens))
-            tokens = np.concatenate([tokens[: shift.keep], tokens[shift.keep + shifted :]])
-        elif len(tokens) >= self.capacity:
-            raise ContextLengthError(len(tokens), self.capacity)
-        clock, room = Clock(began, time.perf_counter()), self.capacity - len(tokens)
-        limit = (
-            (options.max_tokens or self.capacity)
-            if shift
-            else min(options.max_tokens or room, room)
+        request = prepare(
+            prompt,
+            GenerateOptions.of(**given),
+            tokenizer=self.tokenizer,
+            facts=self.facts,
+            context=self.context,
+            began=began,
         )
-        next_token = NextToken(
-            options,
-            self.facts.vocab,
-            constraint=constraint_of(options, self.tokenizer, self.facts.vocab),
-        )
-        return Request(
-            tokens, options, limit, Answer(self.tokenizer, tokens, options, limit), clock, next_token, prepared,
-            Lookup(len(tokens), 0, 0, 0), shift=shift, shifted=shifted, history=mx.array(tokens) if next_token.needs_history else None,
-        )  # fmt: skip
+        answer = AnswerStream(self.tokenizer, request.tokens, request.options, request.limit)
+        return ActiveRequest.of(request, answer)
 
-    def _shift(self, prompt: Prompt, tokens: TokenArray, options: GenerateOptions) -> Shift | None:
-        if options.overflow != "shift":
-            return None
-        return Shift(
-            self.capacity,
-            system_tokens(self.tokenizer, prompt, tokens) if options.keep is None else options.keep,
-        )
-
-    def _check(self, tokens: TokenArray) -> None:
-        if len(tokens) == 0:
-            raise PromptError("the prompt is empty: at least one token is needed")
-        if self.facts.vocab and int(tokens.max()) >= self.facts.vocab:
-            raise PromptError(
-                f"token id {int(tokens.max())} is beyond the model's vocabulary of {self.facts.vocab}"
-            )
-
-    def _ended(self, request: Request, reason: FinishReason | None, error: str | None) -> Usage:
+    def _ended(
+        self, request: ActiveRequest, reason: FinishReason | None, error: str | None
+    ) -> Usage:
         usage = self._usage(request)
-        if self.observer is not None:
-            tell(self.observer, self, lambda: request.observation(usage, reason, error))
+        if self.observers:
+            tell(self.observers, self, lambda: request.observation(usage, reason, error))
         return usage
 
-    def _usage(self, request: Request) -> Usage:
+    def _usage(self, request: ActiveRequest) -> Usage:
         clock, groups = request.clock, self._adapted.groups
         return usage_of(
-            request.lookup, clock, request.answer.count, request.prepared.earlier, evaluated_tokens=request.evaluated,
-            trimmed_tokens=request.trimmed, shifted_tokens=request.shifted, reevaluated_tokens=request.reevaluated,
+            request.lookup,
+            clock,
+            request.answer.count,
+            request.prompt.earlier,
+            evaluated_tokens=request.evaluated,
+            trimmed_tokens=request.trimmed,
+            shifted_tokens=request.shifted,
+            reevaluated_tokens=request.reevaluated,
             prefill_s=clock.first - clock.tokenized if request.answer.count else 0.0,
-            cache_bytes=sum(group.nbytes for group in groups), used_bytes=sum(group.used_bytes for group in groups),
+            cache_bytes=sum(group.nbytes for group in groups),
+            used_bytes=sum(group.used_bytes for group in groups),
             peak_bytes=mx.get_peak_memory(),
-        )  # fmt: skip
+        )

@@ -1,31 +1,39 @@
-"""Several answers to one prompt, whose tokens are stored once."""
+"""Several answers to one prompt, which is stored once."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from mlxrunner.cache.sequences import NotSupportedError
-from mlxrunner.errors import ContextLengthError
-from mlxrunner.events import logger
+from mlxrunner.errors import ContextLengthError, NotSupportedError
 from mlxrunner.models.load import LoadedModel, load_model
-from mlxrunner.parallel.request import Result
+from mlxrunner.options import GenerateOptions
 from mlxrunner.parallel.runner import ParallelRunner
 from mlxrunner.parallel.slots import WORTH_WAITING
+from mlxrunner.results import Result, logger
 from mlxrunner.runner import Runner
-from mlxrunner.tokenizer.prompt import Prompt, tokenize
+from mlxrunner.tokenizer.prompt import Prompt, tokenize_prompt
 
 DEFAULT_MAX_TOKENS = 1024
-"""Room for each answer where no limit is given: it has to be known before the first token."""
+"""Tokens of each answer without a limit. Its room has to be known before the first token."""
 
 
 def sample(
-    model: str, prompt: Prompt, count: int, *, parallel: int, context: int | None, trust_remote_code: bool,
-    watch: Callable[[Any], None] = lambda runner: None, **options: Any,
-) -> Iterator[Result]:  # fmt: skip
-    """`count` answers, at most `parallel` at a time, with the seeds `seed`, `seed + 1` ...; one by one if the model can't share a row.
+    model: str,
+    prompt: Prompt,
+    count: int,
+    *,
+    parallel: int,
+    context: int | None,
+    trust_remote_code: bool,
+    watch: Callable[[Any], object] = lambda runner: None,
+    **options: Any,
+) -> Iterator[Result]:
+    """Yield `count` answers to one prompt, at most `parallel` at a time.
 
-    `watch` is given the runner before its first request.
+    Their seeds are `seed`, `seed + 1` ... A model that can't share a row computes them one by one.
+    `context`: tokens of the prompt and one answer; None: the model's own. `watch` is called with
+    the runner before its first request. Raise ContextLengthError if the prompt fills the context.
     """
     loaded = load_model(model, trust_remote_code=trust_remote_code)
     seed = options.pop("seed", None)
@@ -39,7 +47,7 @@ def sample(
         runner = Runner(loaded.model, loaded.tokenizer, loaded.facts, name=model, context=context)
         watch(runner)
         for one in each:
-            yield _alone(runner, prompt, one)
+            yield runner.complete(prompt, **one)
 
 
 def _together(
@@ -48,22 +56,19 @@ def _together(
     each: list[dict[str, Any]],
     parallel: int,
     context: int,
-    watch: Callable[[Any], None],
+    watch: Callable[[Any], object],
 ) -> Iterator[Result]:
-    length = len(tokenize(loaded.tokenizer, prompt))
+    variables = GenerateOptions.of(**each[0]).variables
+    length = len(tokenize_prompt(loaded.tokenizer, prompt, variables).tokens)
     if length >= context:
         raise ContextLengthError(length, context)
     room = min(each[0].get("max_tokens") or DEFAULT_MAX_TOKENS, context - length)
-    # What shifts shares nothing in the end.
+    # A request that shifts copies its shared tokens.
     cells = (
         None if each[0].get("overflow") == "shift" else length + parallel * (room + WORTH_WAITING)
     )
     with ParallelRunner.of(
-        loaded, max_sequences=parallel, capacity=length + room, cells=cells
+        loaded, max_sequences=parallel, context=length + room, cells=cells
     ) as runner:
         watch(runner)
         yield from runner.run_each((prompt, one) for one in each)
-
-
-def _alone(runner: Runner, prompt: Prompt, options: dict[str, Any]) -> Result:
-    return Result.of(list(runner.generate(prompt, **options)))

@@ -1,8 +1,11 @@
-"""Which requests share the next step, where their tokens go, and what becomes of them when something fails. No prompts, no loading.
+"""Schedule requests: choose the tokens of each step and their cells, and end failed requests.
 
-A request waits for a prefix that another one is evaluating, then its prompt is evaluated in pieces, then it decodes; one forward pass
-carries a token or a piece of each. One whose prefix does not come after all may wait for room: none is ended for want of it. What happens
-to a slot is done in an order that an interrupt may cut anywhere: see `Slot`.
+Knows nothing about prompts or loading.
+
+A request may wait for a prefix that another one is evaluating. Then its prompt is evaluated in
+pieces, and then it decodes. One forward pass carries a token or a piece of each request. If the
+awaited prefix does not come, the request waits for room. It never ends for lack of room. Slots
+change in an order that an interrupt may cut anywhere: see `Slot`.
 """
 
 from __future__ import annotations
@@ -17,22 +20,28 @@ import mlx.core as mx
 import numpy as np
 
 from mlxrunner.cache.lookup import WINDOW, Lookup, explained
-from mlxrunner.cache.sequences import END, Batch, CacheFullError, NotSupportedError
+from mlxrunner.cache.shared.sequences import END, Batch
 from mlxrunner.cache.tokens import TokenArray
-from mlxrunner.errors import ContextFullError, FormError, MlxrunnerError
-from mlxrunner.events import Chunk, FinishReason, Usage, log_lookup
+from mlxrunner.engine.sampling import Decoded, Sampled, dispatch
+from mlxrunner.errors import (
+    CacheFullError,
+    FormError,
+    MlxrunnerError,
+    NotSupportedError,
+    StepFailedError,
+)
 from mlxrunner.parallel.adapt import Engine
-from mlxrunner.parallel.request import Request, Step, StepFailedError
+from mlxrunner.parallel.request import ActiveRequest, Step
 from mlxrunner.parallel.room import Room
 from mlxrunner.parallel.slots import Choice, Slot, choose, share
-from mlxrunner.sampling import Decoded, Sampled, dispatch
+from mlxrunner.results import Chunk, FinishReason, Usage, log_lookup
 
-Ended = Callable[[Request, FinishReason | None, str | None], Usage]
-"""Is told of each request that has ended: why, or the name of its error."""
+Ended = Callable[[ActiveRequest, FinishReason | None, str | None], Usage]
+"""A function of an ended request, its finish reason, and the name of its error."""
 
 
 class Scheduler:
-    """Runs requests on `adapted`: at most `max_sequences` of up to `capacity` tokens, `cells` in all, `max_batch` tokens a step."""
+    """The scheduler of all requests on an engine."""
 
     def __init__(
         self,
@@ -44,41 +53,54 @@ class Scheduler:
         max_batch: int,
         ended: Ended,
     ) -> None:
+        """Make a scheduler of at most `max_sequences` requests of up to `capacity` tokens each.
+
+        `cells`: the most cells per layer that all requests take together. `max_batch`: the most
+        tokens of a step. `ended`: called for each request at its end.
+        """
         self.slots = [Slot(number) for number in range(max_sequences)]
-        self.requests: list[Request] = []
-        """Those that run, in the order in which they came: one waits for those before it only."""
+        self.requests: list[ActiveRequest] = []
+        """The running requests, in order of arrival. A request waits only for earlier ones."""
         self._adapted, self._ended = adapted, ended
         self._capacity, self._max_batch = capacity, max_batch
         self._room = Room(adapted, self.slots, self.requests, capacity=capacity, cells=cells)
         self._pending: Step | None = None
         self.ticks = 0
-        """Steps so far."""
+        """Number of steps so far."""
         self._calls = 0
         self._is_whole = True
 
     @property
     def moment(self) -> tuple[int, int]:
-        """Steps so far, and calls of `admit` and `cancel` since the last one: they decide together what is found where."""
+        """The steps so far, and the calls of `admit` and `cancel` since the last step.
+
+        A replay needs both to find the same tokens in the same slots.
+        """
         return self.ticks, self._calls
 
     @property
     def is_idle(self) -> bool:
-        """Return True if the last step had nothing to dispatch."""
+        """True if the last step had nothing to dispatch."""
         return self._pending is None
 
-    def admit(self, request: Request) -> None:
-        """Give it a slot and what it can share. NoFreeSlotError, CacheFullError: it was not admitted, and may be again."""
+    def admit(self, request: ActiveRequest) -> None:
+        """Give a request a slot and the prefix that it can share.
+
+        Raise NoFreeSlotError or CacheFullError if there is no room now. The request may be admitted
+        later.
+        """
         clock = request.clock
         self._calls += 1
         self._mend()
-        self.place_waiting()  # who waits for a slot that is free again goes on first: it may be given away now
-        choice = choose(self.slots, request.prompt, can_resume=self._can_resume)
+        # Place waiting requests first: the slot whose prefix they share may be taken now.
+        self.place_waiting()
+        choice = choose(self.slots, request.tokens, can_resume=self._can_resume)
         self._room.check(request, choice, self.requests)
         slot = request.slot = choice.slot
         request.trimmed = len(slot.tokens)
         try:
             clock.lookup_began = time.perf_counter()
-            slot.is_busy, slot.planned = True, request.prompt
+            slot.is_busy, slot.planned = True, request.tokens
             request.began = self.moment
             self._follow(request, choice)
             clock.lookup_s = time.perf_counter() - clock.lookup_began
@@ -87,8 +109,8 @@ class Scheduler:
             self._free(slot)
             raise
 
-    def cancel(self, request: Request) -> None:
-        """End a request without touching the others."""
+    def cancel(self, request: ActiveRequest) -> None:
+        """End a request without affecting the others."""
         self._calls += 1
         with self._whole():
             if not request.finished:
@@ -96,7 +118,7 @@ class Scheduler:
                 self._retire(request)
 
     def step(self) -> None:
-        """Dispatch the next forward pass, then read the tokens of the one before."""
+        """Dispatch the next forward pass, then read the tokens of the last one."""
         self.ticks, self._calls = self.ticks + 1, 0
         with self._whole():
             self.place_waiting()
@@ -107,7 +129,10 @@ class Scheduler:
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
-        """After an error or an interrupt nobody knows what was written: all requests are ended, and what the slots hold is forgotten."""
+        """End all requests and empty all slots if the block raises an error or is interrupted.
+
+        Nobody knows then which cells were written.
+        """
         self._mend()
         self._is_whole = False
         try:
@@ -118,20 +143,21 @@ class Scheduler:
         self._is_whole = True
 
     def _mend(self) -> None:
-        """Finish what a second interrupt has kept from being forgotten after the first one."""
+        """End all requests if a second interrupt has cut `forget_everything` short."""
         if not self._is_whole:
             self.forget_everything(KeyboardInterrupt())
 
     def forget_everything(self, error: BaseException) -> None:
-        """End all requests, as an `error` in a step does, and empty the slots."""
+        """End all requests and empty the slots, after an `error` in a step."""
         self._pending = None
         for slot in self.slots:
             slot.tokens.truncate(0)
         why = StepFailedError(
-            f"a step that carried this request, and others, was ended by {_named(error)}: submit it again"
+            f"a step that carried this request, and others, was ended by {_named(error)}: "
+            "submit it again"
         )
         for request in list(self.requests):
-            if request.finished:  # all but for its slot
+            if request.finished:  # an interrupt came before it was removed
                 self.requests.remove(request)
             else:
                 request.ending = "forgotten"
@@ -149,48 +175,48 @@ class Scheduler:
         self._adapted.cache.remove(slot.number, 0, END)
 
     def _free(self, slot: Slot) -> None:
-        """Forget its tokens, and that it has a request."""
+        """Forget the tokens and the request of a slot."""
         self._clear(slot)
         slot.is_busy, slot.planned = False, slot.planned[:0]
 
     def _can_resume(self, slot: Slot, matched: int) -> bool:
         return matched == 0 or self._adapted.cache.can_resume(slot.number, matched)
 
-    def _follow(self, request: Request, choice: Choice) -> None:
-        """Take what another slot has, or wait for what it will have."""
+    def _follow(self, request: ActiveRequest, choice: Choice) -> None:
+        """Take the prefix that another slot has, or begin to wait for it."""
         if choice.ready:
             self._resume(request, choice.source, choice.matched)
         else:
-            self._clear(request.slot)  # nobody may take what is going to be replaced
+            self._clear(request.slot)  # others must not share tokens that will be replaced
             request.source, request.promised = choice.source, choice.matched
 
-    def _resume(self, request: Request, source: Slot, cached: int) -> None:
+    def _resume(self, request: ActiveRequest, source: Slot, cached: int) -> None:
         """Give the request's slot the first `cached` tokens of `source`."""
         slot, cache = request.slot, self._adapted.cache
-        before, matched = len(source.tokens), source.shared_with(request.prompt)
+        before, matched = len(source.tokens), source.shared_with(request.tokens)
         dropped = tuple(source.tokens[matched : matched + WINDOW])
-        limited_by = "sliding" if cached < min(matched, len(request.prompt) - 1) else None
+        limited_by = "sliding" if cached < min(matched, len(request.tokens) - 1) else None
         slot.tokens.truncate(0)
         if source is not slot:
             cache.copy_prefix(source.number, slot.number, cached)
         else:
             cache.remove(slot.number, cached, END)
         slot.exact = END
-        self._adapted.expect(slot.number, len(request.prompt) - cached + request.limit)
-        slot.tokens.extend(request.prompt[:cached])
+        self._adapted.expect(slot.number, len(request.tokens) - cached + request.limit)
+        slot.tokens.extend(request.tokens[:cached])
         request.place, request.is_placed = cached, True
         request.lookup = explained(
             Lookup(
-                len(request.prompt), before, matched, cached, limited_by=limited_by, dropped=dropped
+                len(request.tokens), before, matched, cached, limited_by=limited_by, dropped=dropped
             )
         )
         request.trimmed = max(0, request.trimmed - cached) if source is slot else request.trimmed
-        log_lookup(len(request.prompt), matched, cached)
+        log_lookup(len(request.tokens), matched, cached)
 
     def place_waiting(self) -> None:
-        """Share a prefix with those that wait for it, once it is there.
+        """Give waiting requests their prefix, once it is evaluated.
 
-        Look again where it will not come any more, or where room was lacking.
+        Requests whose prefix will not come, or that lacked room, choose again.
         """
         for number, request in enumerate(self.requests):
             if request.is_placed:
@@ -198,19 +224,19 @@ class Scheduler:
             source, promised = request.source, request.promised
             if source is None:
                 self._place_again(request, self.requests[:number])
-            elif source.shared_with(request.prompt) >= promised and self._can_resume(
+            elif source.shared_with(request.tokens) >= promised and self._can_resume(
                 source, promised
             ):
                 self._resume(request, source, promised)
-            elif not source.is_busy or source.will_share_with(request.prompt) < promised:
+            elif not source.is_busy or source.will_share_with(request.tokens) < promised:
                 self._place_again(request, self.requests[:number])
 
-    def _place_again(self, request: Request, ahead: Sequence[Request]) -> None:
-        """By what the slots have now; where there is no room for it, it waits."""
+    def _place_again(self, request: ActiveRequest, ahead: Sequence[ActiveRequest]) -> None:
+        """Choose again, from the present content of the slots. Without room the request waits."""
         request.source, request.promised = None, 0
         before = [other.slot for other in ahead]
         choice = choose(
-            self.slots, request.prompt, own=request.slot, ahead=before, can_resume=self._can_resume
+            self.slots, request.tokens, own=request.slot, ahead=before, can_resume=self._can_resume
         )
         others = [other for other in self.requests if other.is_placed or other.source is not None]
         with suppress(CacheFullError):
@@ -218,7 +244,10 @@ class Scheduler:
             self._follow(request, choice)
 
     def _dispatch(self) -> Step | None:
-        """Build and dispatch the next row; None if there is nothing to do. Where cells are missing, the youngest requests end."""
+        """Build and dispatch the next row; return None if there is nothing to do.
+
+        If cells are missing, the youngest requests end.
+        """
         for request in [request for request in self.requests if request.is_decoding]:
             try:
                 self._make_room(request)
@@ -233,15 +262,14 @@ class Scheduler:
                 self._fail(self.requests[-1], error)
         return None
 
-    def _row(self) -> list[tuple[Request, int]]:
-        """How many tokens of which requests go into the next step."""
+    def _row(self) -> list[tuple[ActiveRequest, int]]:
+        """Return the requests of the next step, with the number of tokens of each."""
         row = [(request, 1) for request in self.requests if request.is_decoding]
         prefilling = [request for request in self.requests if request.is_placed and request.left]
         if prefilling:
             wanted = [request.left for request in prefilling]
-            if (
-                self._adapted.has_windows
-            ):  # they forget: who shares a prefix has to take it while it is there
+            if self._adapted.has_windows:
+                # Windows drop tokens: a prefix has to be shared while it is stored.
                 wanted = [
                     min(left, *self._waited_for(request, left))
                     for request, left in zip(prefilling, wanted, strict=True)
@@ -252,8 +280,11 @@ class Scheduler:
             ]
         return row
 
-    def _waited_for(self, request: Request, left: int) -> list[int]:
-        """How far it is to the ends of the prefixes for which others wait."""
+    def _waited_for(self, request: ActiveRequest, left: int) -> list[int]:
+        """Return `left`, and the distances to the ends of the prefixes that others wait for.
+
+        All are numbers of tokens.
+        """
         ends = [
             other.promised - request.place
             for other in self.requests
@@ -261,8 +292,8 @@ class Scheduler:
         ]
         return [left, *(end for end in ends if end > 0)]
 
-    def _forward(self, row: list[tuple[Request, int]]) -> Step:
-        """Dispatch the forward pass of a row, and what samples from it."""
+    def _forward(self, row: list[tuple[ActiveRequest, int]]) -> Step:
+        """Dispatch the forward pass of a row, and the sampling from it."""
         ends = accumulate(count for _, count in row)
         sampling = {
             end - 1: request
@@ -287,8 +318,11 @@ class Scheduler:
         dispatch([array for _, sampled in step for array in sampled.arrays] or [logits])
         return step
 
-    def _sample(self, requests: list[Request], logits: mx.array) -> Step:
-        """A token for each request, with its own sampler; plain greedy ones all at once. One that can't go on ends with its error."""
+    def _sample(self, requests: list[ActiveRequest], logits: mx.array) -> Step:
+        """Sample a token for each request, at once for all plain greedy ones.
+
+        A request whose form allows no token ends with a FormError.
+        """
         best = mx.argmax(logits, axis=-1) if any(r.next_token.is_plain for r in requests) else None
         step: Step = []
         for row, request in enumerate(requests):
@@ -308,41 +342,42 @@ class Scheduler:
             step.append((request, sampled))
         return step
 
-    def _deliver(self, request: Request, sampled: Sampled) -> None:
+    def _deliver(self, request: ActiveRequest, sampled: Sampled) -> None:
         decoded: Decoded = sampled.decoded(sampled.read())
         chunk = request.answer.take(decoded, request.clock)
         request.said.append(decoded.token)
         if request.place > len(request.slot.tokens):
-            request.slot.tokens.append(
-                decoded.token
-            )  # its forward pass was dispatched with this step
+            # Its forward pass was dispatched with this step.
+            request.slot.tokens.append(decoded.token)
         if chunk.finish_reason is None:
             request.chunks.append(chunk)
             return
-        room = self._capacity - len(request.prompt)
-        if (
-            request.options.overflow == "error"
-            and chunk.finish_reason == "length"
-            and request.limit == room != request.options.max_tokens
-        ):
+        error = request.error_at(chunk)
+        if error is not None:
             request.chunks.append(replace(chunk, finish_reason=None))
-            self._fail(request, ContextFullError(room, self._capacity))
+            self._fail(request, error)
         else:
             self._retire(request, chunk.finish_reason, last=chunk)
 
-    def _fail(self, request: Request, error: MlxrunnerError, name: str | None = "") -> None:
-        """End a request with an error of its own; `name`: what is recorded of it, None for an interrupt."""
+    def _fail(self, request: ActiveRequest, error: MlxrunnerError, name: str | None = "") -> None:
+        """End a request with `error`. `name`: the recorded name of the error.
+
+        None stands for an interrupt, and "" for the name of the error's class.
+        """
         request.error = error
         self._retire(request, error=type(error).__name__ if name == "" else name)
 
     def _retire(
         self,
-        request: Request,
+        request: ActiveRequest,
         reason: FinishReason | None = None,
         error: str | None = None,
         last: Chunk | None = None,
     ) -> None:
-        """Free the slot; its tokens stay for whoever shares them. A token of it that is still on its way is dropped."""
+        """End a request and free its slot, whose tokens stay for others to share.
+
+        A sampled token that was not read yet is dropped.
+        """
         slot = request.slot
         slot.tokens.truncate(slot.exact)
         self._adapted.cache.remove(slot.number, len(slot.tokens), END)
@@ -355,14 +390,15 @@ class Scheduler:
         slot.is_busy, slot.last_used, slot.asked = (
             False,
             self.ticks,
-            min(len(request.prompt), len(slot.tokens)),
+            min(len(request.tokens), len(slot.tokens)),
         )
         slot.planned, slot.exact = slot.planned[:0], END
 
-    def _make_room(self, request: Request) -> None:
-        """Before a token that would not fit any more: drop the oldest half after what is kept.
+    def _make_room(self, request: ActiveRequest) -> None:
+        """Drop the oldest half behind the kept tokens if the next token would not fit.
 
-        Where keys can't be moved, or a window lacks what the next token sees, what is left is evaluated again.
+        The remaining tokens are evaluated again if keys can't be moved, or if a window lacks tokens
+        that the next one sees.
         """
         shift, slot = request.shift, request.slot
         if shift is None or request.place < self._capacity:
@@ -387,8 +423,11 @@ class Scheduler:
             slot.tokens.extend(kept)
             request.place = len(kept)
 
-    def _evaluate_again(self, request: Request, kept: TokenArray) -> None:
-        """Go back to where it can resume, and evaluate the rest of `kept` once more, with the token that was sampled last."""
+    def _evaluate_again(self, request: ActiveRequest, kept: TokenArray) -> None:
+        """Go back to the last offset at which the request can resume.
+
+        The rest of `kept` is evaluated again, with the token that was sampled last.
+        """
         assert request.shift is not None
         assert request.last is not None
         slot, keep = request.slot, request.shift.keep

@@ -1,65 +1,82 @@
-"""Which slot a new prompt goes to, and where its prefix comes from. Bookkeeping only: no tensors, no model."""
+"""Choose the slot of a new prompt, and the slot that its prefix comes from.
+
+Bookkeeping only: no tensors, no model.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from mlxrunner.cache.sequences import END
+from mlxrunner.cache.shared.sequences import END
 from mlxrunner.cache.tokens import TokenArray, TokenBuffer, as_tokens, common_prefix
-from mlxrunner.errors import MlxrunnerError
+from mlxrunner.errors import NoFreeSlotError
 
 WORTH_WAITING = 16
-"""Tokens of a prefix that somebody else is evaluating at the moment, for which a new prompt waits instead of evaluating them again."""
+"""Fewest tokens that make waiting worthwhile.
+
+A new prompt waits for a prefix that another request is evaluating if this saves at least as many.
+"""
 SHORT_TAIL = 4
-"""Tokens by which a conversation that goes on may differ: templates end an answer in their own way."""
+"""Most last tokens of a slot that a continuation of its conversation may lack.
+
+Templates end an answer in their own way.
+"""
 EDITED = 4
-"""A prompt that shares all but one in EDITED tokens of a slot's last prompt edits its last message."""
+"""Largest edited part of a slot's last prompt: one in EDITED of its tokens.
 
-
-class NoFreeSlotError(MlxrunnerError):
-    """Every slot has a request."""
-
-    def __init__(self, slots: int) -> None:
-        super().__init__(
-            f"all {slots} slots are in use: finish or cancel a request, or load with more max_sequences"
-        )
+A prompt that shares the rest of them counts as an edit of its last message.
+"""
 
 
 @dataclass
 class Slot:
-    """A sequence of the cache. `tokens`: those whose forward pass was dispatched; `planned`: what its request is about to evaluate.
+    """A sequence of the cache.
 
-    `asked`: tokens of the last request's prompt. `exact`: as many of `tokens` as a cold run would store the same keys for.
-    Tokens are forgotten before their cells are touched, and noted after they are there: a slot never claims what it does not have.
+    Its tokens are dropped before their cells change, and added after their cells are written.
+    Therefore a slot never claims tokens that it does not have.
     """
 
     number: int
     tokens: TokenBuffer = field(default_factory=TokenBuffer)
+    """The tokens whose forward pass was dispatched."""
     planned: TokenArray = field(default_factory=lambda: as_tokens([]))
+    """The prompt of its request, which will be evaluated."""
     is_busy: bool = False
+    """True if it has a request."""
     last_used: int = 0
+    """The number of the step in which its last request ended."""
     asked: int = 0
+    """Number of tokens of the last request's prompt."""
     exact: int = END
+    """Number of first `tokens` whose keys are those that a cold run would store."""
 
     def shared_with(self, prompt: TokenArray) -> int:
-        """The first tokens of `prompt` that are in this slot, as a cold run would store them."""
+        """Return the number of first tokens of `prompt` that this slot holds exactly.
+
+        These tokens have the keys that a cold run would store.
+        """
         return min(common_prefix(self.tokens.array, prompt), self.exact)
 
     def will_share_with(self, prompt: TokenArray) -> int:
-        """The first tokens of `prompt` that will be in this slot; 0 if they have been evaluated."""
+        """Return the number of first tokens of `prompt` that this slot will have.
+
+        Return 0 if it has them already.
+        """
         shared = common_prefix(self.planned, prompt)
         return shared if shared > len(self.tokens) else 0
 
 
 @dataclass(frozen=True)
 class Choice:
-    """`slot` is to be used with the first `matched` tokens of `source`; `ready`: whether they have been evaluated yet."""
+    """The slot of a prompt, and the source of its prefix."""
 
     slot: Slot
     source: Slot
+    """The slot that has, or will have, the first `matched` tokens."""
     matched: int
     ready: bool = True
+    """True if these tokens are evaluated already."""
 
 
 def choose(
@@ -72,10 +89,11 @@ def choose(
 ) -> Choice:
     """Choose the slot for `prompt`, and the slot, busy or not, whose prefix it shares.
 
-    At least one token of `prompt` is left to evaluate. A much longer prefix that another request is
-    about to evaluate is waited for. `own`: the only slot that comes into question; None: any that is
-    free, NoFreeSlotError if all are busy. `ahead`: those that may be waited for (all that are busy).
-    `can_resume(slot, n)`: whether all is stored that a query behind its first n tokens sees.
+    At least one token of `prompt` is left to evaluate. The prompt waits for a prefix that another
+    request is about to evaluate if that is much longer. `own`: the slot to use; None: any free one.
+    `ahead`: the slots that may be waited for (default: all busy ones). `can_resume(slot, n)`
+    returns True if the slot stores all that a query behind its first n tokens sees. Raise
+    NoFreeSlotError if all slots are busy.
     """
     free = [slot for slot in slots if not slot.is_busy] if own is None else [own]
     if not free:
@@ -103,9 +121,13 @@ def choose(
 def _awaited(
     busy: Sequence[Slot], prompt: TokenArray, most: int, ready: int
 ) -> tuple[Slot, int, bool] | None:
-    """The slot that will have so much more of `prompt` than is `ready` that it is waited for."""
+    """Return the slot to wait for, with the number of tokens that it will have.
+
+    Return None if waiting for more than the `ready` tokens is not worth it. `most`: the most tokens
+    to share.
+    """
     coming = [min(slot.will_share_with(prompt), most) for slot in busy]
-    # Where many share a prefix, all take it from the first, whatever else two of them have in common.
+    # All requests with a common prefix wait for the first of them, even if two share more.
     enough = max(coming, default=0) - WORTH_WAITING
     for slot, count in zip(busy, coming, strict=True):
         if count > enough:
@@ -114,9 +136,11 @@ def _awaited(
 
 
 def _going_on(free: Sequence[Slot], shared: dict[int, int]) -> Slot | None:
-    """The slot whose conversation goes on: where the prompt has all of its tokens but a short tail.
+    """Return the free slot whose conversation the prompt continues, or None.
 
-    Where no slot is empty, also where the prompt edits its last message or asks it again.
+    The prompt has all tokens of that slot but a short tail. If no slot is empty, the result may
+    also be a slot whose last message the prompt edits or repeats. `shared`: the tokens that the
+    prompt shares with each slot.
     """
     alike = sorted(
         (slot for slot in free if shared[slot.number]),
@@ -131,7 +155,11 @@ def _going_on(free: Sequence[Slot], shared: dict[int, int]) -> Slot | None:
 
 
 def share(budget: int, wants: Sequence[int], first: int) -> list[int]:
-    """How many tokens each of several prefills gets of a step's `budget`: in turn, beginning with number `first`, none starves."""
+    """Return the tokens of a step's `budget` that each of several prefills gets.
+
+    `wants`: the tokens that each has left. They take turns, beginning with number `first`, so that
+    none starves.
+    """
     given = [0] * len(wants)
     order = [(first + i) % len(wants) for i in range(len(wants))]
     hungry = [i for i in order if wants[i]]

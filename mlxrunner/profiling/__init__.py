@@ -1,1 +1,1 @@
-"""What every request reused, why not more, and what that cost: events, the token log, and those who read them."""
+"""Record what requests reused, why not more, and what that cost; read, report and replay it."""

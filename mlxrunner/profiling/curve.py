@@ -1,31 +1,33 @@
-"""What a prefill costs on this machine: a curve fitted to those that were run. Plain arithmetic, no tensors.
+"""Estimate the time of a prefill on this machine from a curve fitted to earlier prefills.
 
-A chunk that takes the entry from `a` to `b` tokens costs `fixed + linear * (b - a) + square * (b**2 - a**2)` seconds: something for the
-pass itself, something for each token, and attention, which grows with what is there already.
+A chunk that takes the entry from `a` to `b` tokens costs `fixed + linear * (b - a) + square * (b**2
+- a**2)` seconds: for the pass itself, for each token, and for attention, which grows with the
+length of the entry. No tensors.
 """
 
 from __future__ import annotations
 
-Row = tuple[float, float, float]
+Terms = tuple[float, float, float]
+"""The fixed, the linear and the square part of a cost."""
 
 
 class PrefillCurve:
-    """Least squares over all chunks so far, with no coefficient below zero.
+    """A least-squares fit to all chunks so far, with no coefficient below zero.
 
-    It is fitted again when there are a quarter more chunks than the last time, or one that went further than all before: most
-    requests only add theirs to a list.
+    The fit is made again when there are a quarter more chunks, or a chunk that goes further or is
+    longer than all before. Most requests only add their chunks to a list.
     """
 
     def __init__(self) -> None:
         self._products = [[0.0] * 3 for _ in range(3)]
         self._targets = [0.0] * 3
-        self._coming: list[tuple[Row, float]] = []
-        self._fitted: Row = (0.0, 0.0, 0.0)
+        self._coming: list[tuple[Terms, float]] = []
+        self._fitted: Terms = (0.0, 0.0, 0.0)
         self._count = 0
         self._reach = self._largest = 0
 
     def add(self, begin: int, end: int, seconds: float) -> None:
-        """A chunk that was evaluated."""
+        """Add a chunk that took the entry from `begin` to `end` tokens in `seconds`."""
         self._coming.append((_row(begin, end), seconds))
         is_further = end > self._reach or end - begin > self._largest
         if is_further:
@@ -34,9 +36,11 @@ class PrefillCurve:
             self._fit()
 
     def seconds(self, tokens: int, step: int) -> float | None:
-        """What the first `tokens` tokens of a prompt would cost, in chunks of `step`; 0 for none.
+        """Estimate the seconds for the first `tokens` tokens of a prompt.
 
-        None where that would be a guess: they are more than twice as far, or their chunks more than four times as long, as what was measured.
+        They are evaluated in chunks of `step` tokens. Return None if that would be a guess: the
+        tokens reach more than twice as far as any measurement, or the chunks are more than four
+        times as long.
         """
         if tokens == 0:
             return 0.0
@@ -46,6 +50,7 @@ class PrefillCurve:
         return fixed * -(-tokens // step) + linear * tokens + square * _scaled(tokens)
 
     def _fit(self) -> None:
+        """Add the new chunks to the normal equations, and solve these."""
         for row, seconds in self._coming:
             for i in range(3):
                 self._targets[i] += row[i] * seconds
@@ -55,8 +60,8 @@ class PrefillCurve:
         self._coming.clear()
         self._fitted = self._solve()
 
-    def _solve(self) -> Row:
-        """The normal equations, without the columns that would come out negative."""
+    def _solve(self) -> Terms:
+        """Solve the normal equations, without the columns whose coefficient would be negative."""
         columns = [0, 1, 2]
         while columns:
             solved = _gauss(
@@ -66,7 +71,7 @@ class PrefillCurve:
                 found = dict(zip(columns, solved, strict=True))
                 return found.get(0, 0.0), found.get(1, 0.0), found.get(2, 0.0)
             worst = columns[solved.index(min(solved))] if solved is not None else None
-            # The time of a token is what there is at least: it goes last.
+            # Each token takes some time, so the linear column goes last.
             columns.remove(
                 worst
                 if worst is not None and worst != 1
@@ -75,17 +80,18 @@ class PrefillCurve:
         return 0.0, 0.0, 0.0
 
 
-def _row(begin: int, end: int) -> Row:
+def _row(begin: int, end: int) -> Terms:
+    """Return the factors of the coefficients for a chunk."""
     return 1.0, float(end - begin), _scaled(end) - _scaled(begin)
 
 
 def _scaled(tokens: int) -> float:
-    """Squares in thousands, so that the columns are of one size."""
+    """Return the square in thousands, so that the columns have similar sizes."""
     return tokens * tokens / 1000
 
 
 def _gauss(rows: list[list[float]]) -> list[float] | None:
-    """Solve a small system; None where it has no single solution."""
+    """Solve a small linear system. Return None if it has no single solution."""
     size = len(rows)
     for i in range(size):
         pivot = max(range(i, size), key=lambda r: abs(rows[r][i]))

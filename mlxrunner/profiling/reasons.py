@@ -1,6 +1,6 @@
-"""Why a request reused no more than it did: the closed list, each with a sentence and a remedy. Plain data, no tensors.
+"""Define the reasons why a request reused no more than it did, each with a sentence and a remedy.
 
-`reason` of `Usage` and of every event is one of `REASONS`, or None where nothing was lost.
+`reason` of `Usage` and of every event is one of `REASONS`, or None if nothing was lost. No tensors.
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ PARTS = {
     "message_end": "the end mark",
     "generation_prompt": "the generation prompt",
 }
-"""Parts of a message, as `divergence.part` names them."""
+"""The parts of a message, as `divergence.part` names them, in words."""
 
 
 @dataclass(frozen=True)
 class Reason:
-    """`sentence`: what happened; `remedy`: what to change, empty where there is nothing to mend."""
+    """A reason for a loss of tokens."""
 
     name: str
     sentence: str
+    """The sentence that says what happened."""
     remedy: str = ""
+    """The change that helps; empty if there is nothing to mend."""
 
 
 _ALL = (
@@ -39,7 +41,8 @@ _ALL = (
     Reason(
         "diverged",
         "the prompt leaves the entry in the middle",
-        "put what changes (dates, retrieved text, counters) at the end, and send earlier turns back as they were",
+        "put what changes (dates, retrieved text, counters) at the end, and send earlier turns "
+        "back as they were",
     ),
     Reason("prompt_shorter", "the prompt is the beginning of the entry, which was rewound to it"),
     Reason(
@@ -64,18 +67,21 @@ _ALL = (
     ),
     Reason(
         "interrupted",
-        "the request before it was ended before its prompt was evaluated, so the rest of it was missing",
+        "the request before it was ended before its prompt was evaluated, so the rest of it was "
+        "missing",
     ),
     Reason(
         "verify_failed",
         "a check against a cold run had found the entry wrong, and freed it",
-        "this is a bug or broken memory: please report it with the event, and run with --verify-cache 1 to see how often",
+        "this is a bug or broken memory: please report it with the event, and run with "
+        "--verify-cache 1 to see how often",
     ),
     Reason("restored", "the entry came from a file"),
     Reason(
         "batch_order",
         "an earlier line of the batch had evaluated it, and the entry had gone on to others",
-        "run the lines in prefix order (--order prefix, which is the default): it evaluates each prefix once",
+        "run the lines in prefix order (--order prefix, which is the default): it evaluates each "
+        "prefix once",
     ),
     Reason(
         "line_failed",
@@ -84,57 +90,76 @@ _ALL = (
     ),
     Reason(
         "side_by_side",
-        "lines that ran at the same time evaluated the same few tokens, instead of waiting for each other",
+        "lines that ran at the same time evaluated the same few tokens, instead of waiting for "
+        "each other",
     ),
 )
 PARTING = ("diverged", "no_common_token", "rewind_limited")
-"""These may have cost nothing: of a line of a batch, where the rest of the prompt is new to all lines."""
+"""The reasons that may cost nothing, as for a line of a batch whose rest is new to all lines."""
 BATCH = ("batch_order", "line_failed", "side_by_side")
-"""Losses of a line to other lines: where it parts from the entry is no matter of its text."""
+"""The losses of a line to other lines, which no change of its text mends."""
 REASONS: Mapping[str, Reason] = {reason.name: reason for reason in _ALL}
+"""All reasons by name."""
 
 
-def explain(event: Mapping[str, Any]) -> str:
-    """One sentence on what `event` (a dict of an events file, or of a Usage) did not reuse, and where; plain text of this program's making.
+PLACE_REMEDIES = {
+    "system: text": (
+        "keep the system prompt the same; what changes (a date, retrieved text) belongs into the "
+        "last message"
+    ),
+    "text": (
+        "send earlier messages back to the letter as they were; what changes belongs into the last "
+        "message"
+    ),
+    "thinking": (
+        "the template leaves out earlier thinking: mlxrunner simulate says what keeping it would do"
+    ),
+    "tools": "send the same tools, in the same order and words, from the first request on",
+    "template header": (
+        "the template's own text changes (a date, say): fix its variables, or use another template"
+    ),
+    "message end": (
+        "a message goes on where it had ended before: send earlier messages back as they were"
+    ),
+    "generation prompt": (
+        "the answer had begun otherwise: choose options of the template (thinking or not) once"
+    ),
+}
+"""The remedies by the part of the message, or by role and part."""
 
-    Names that come from the file (roles, kinds, what freed the entry) are in it as they are: filter them before a terminal.
+
+def remedy(reason: str | None) -> str:
+    """Return the change that helps against a reason; empty if there is nothing to mend."""
+    return REASONS[reason].remedy if reason is not None else ""
+
+
+def place_remedy(place: str) -> str:
+    """Return the change that helps if tokens are lost at `place`; empty if none is known.
+
+    `aggregate.place_of` names the places.
     """
-    ahead = event["ahead_tokens"]
+    part = place.rpartition(": ")[2]
+    return PLACE_REMEDIES.get(place, PLACE_REMEDIES.get(part, ""))
+
+
+def explain(found: Mapping[str, Any], where: str = "") -> str:
+    """Say in one sentence what a request did not reuse, and why.
+
+    `found` holds the counts and causes of a request, by the names of the fields of `Event`. `where`
+    is the place where prompt and entry part, such as "token 9, in the text of message 0 (user)".
+    """
+    ahead, detail = found["ahead_tokens"], found["freed_by"]
     counts = (
-        f"{event['cached_tokens'] - ahead} of {event['prompt_tokens']} prompt tokens were reused"
+        f"{found['cached_tokens'] - ahead} of {found['prompt_tokens']} prompt tokens were reused"
     )
     if ahead:
         counts += f", {ahead} had been evaluated in advance"
-    if event["reason"] is None:
+    if found["reason"] is None:
         return f"nothing was lost: {counts}"
-    sentence = REASONS[event["reason"]].sentence
-    if event["reason"] in PARTING and not event["lost_tokens"]:
+    if found["reason"] in PARTING and not found["lost_tokens"]:
         counts += "; nothing was lost by that"
-    detail = (
-        event["rewind_limited_by"] if event["reason"] == "rewind_limited" else event["freed_by"]
-    )
-    if detail:
-        sentence += f" ({detail})"
-    if divergence := event.get("divergence"):
-        sentence += f"; they part at token {divergence['index']}, {place(divergence)}"
-    return f"{sentence}; {counts}"
-
-
-def place(divergence: Mapping[str, Any]) -> str:
-    """Where a divergence lies: "in the text of message 2 (user)", and what was there before, if that is something else."""
-    here = _place(divergence)
-    before = _place(divergence["previous"]) if divergence["previous"]["part"] else here
-    return here if before == here else f"{here}, where before was {before.removeprefix('in ')}"
-
-
-def _place(side: Mapping[str, Any]) -> str:
-    if side["part"] is None:
-        return (
-            "in a prompt without known parts"
-            if side["message"] is None
-            else f"in message {side['message']}"
-        )
-    part = f"in {PARTS[side['part']]}"
-    if side["message"] is None or side["part"] == "generation_prompt":
-        return part
-    return f"{part} of message {side['message']} ({side['role']})"
+    if found["reason"] == "rewind_limited":
+        detail = found["rewind_limited_by"]
+    sentence = REASONS[found["reason"]].sentence + (f" ({detail})" if detail else "")
+    parted = f"; they part at {where}" if where else ""
+    return f"{sentence}{parted}; {counts}"

@@ -1,1 +1,1 @@
-"""Conversations that survive: their text, settings and tokens as JSON, and beside it what the entry holds, as safetensors."""
+"""Saved conversations: text, settings and tokens as JSON, the prefix-cache entry as safetensors."""

@@ -1,4 +1,8 @@
-"""The entry as arrays of a file, and back. Copies are made at once, on the thread that owns the model; what is read is read layer by layer."""
+"""Convert the prefix-cache entry to the arrays of a file, and back.
+
+Packing copies the whole entry at once, in the thread that owns the model. Reading a file goes layer
+by layer.
+"""
 
 from __future__ import annotations
 
@@ -17,25 +21,35 @@ from mlxrunner.errors import PromptError, SessionError
 from mlxrunner.sessions.tensors import Buffer, StoredArray, TensorFile
 
 QUANTIZED = ("full", "sliding")
-"""Kinds whose keys and values can be stored in fewer bits; states can't be without harm, and adapt to nothing."""
+"""Kinds of layer whose keys and values can be stored in fewer bits; it would harm other states."""
 MOST_TOKENS = 2**24
+"""Most tokens that a stored entry may have."""
 PACKED = ("packed", "scales", "biases")
+"""Suffixes of the three arrays that store one quantized array."""
 
 
 @dataclass(frozen=True)
 class Packed:
-    """An entry copied to the host, for `Sessions.save_cache`. `nbytes`: what it takes in memory and in the file."""
+    """A copy of an entry in host memory, ready for `SessionStore.save_cache`."""
 
     arrays: dict[str, Buffer]
+    """The tokens and the arrays of all layers and checkpoints, by name."""
     metadata: dict[str, str]
+    """The structure of the entry and the fingerprint of the model, as JSON texts."""
 
     @property
     def nbytes(self) -> int:
+        """Size of all arrays in bytes."""
         return sum(buffer.data.nbytes for buffer in self.arrays.values())
 
 
 def pack(entry: Exported, fingerprint: Mapping[str, str], bits: int | None = None) -> Packed:
-    """Copy an entry. `bits`: 8 or 4, to store keys and values in so many bits; what is restored then is close, not equal."""
+    """Return a copy of `entry` in host memory.
+
+    `fingerprint` is that of the model, and is stored with the entry. `bits` (4 or 8) stores keys
+    and values in fewer bits: what is restored is then close to the original, not equal. None stores
+    them exactly.
+    """
     packer = _Packer(bits)
     packer.arrays["tokens"] = _buffer(mx.array(entry.tokens))
     structure = {
@@ -67,7 +81,7 @@ class _Packer:
         self._bits = bits
 
     def layer(self, name: str, saved: Saved) -> dict[str, Any]:
-        """The structure of a layer, whose arrays are copied."""
+        """Copy the arrays of a layer, and return its structure for JSON."""
         arrays = {
             key: self._array(f"{name}.{key}", array, saved.kind)
             for key, array in saved.arrays.items()
@@ -81,7 +95,7 @@ class _Packer:
         }
 
     def _array(self, name: str, array: mx.array, kind: str) -> list[int] | None:
-        """Bits and group size, where it was quantized."""
+        """Copy an array. Return its bits and group size if it was quantized, or None."""
         size = (
             next((size for size in (64, 32) if array.shape[-1] % size == 0), None)
             if array.size and array.ndim > 1
@@ -98,10 +112,10 @@ class _Packer:
 
 
 class StoredEntry:
-    """A SavedEntry in a file: `tokens` are read now, the rest when a layer wants it.
+    """A `SavedEntry` in a file. Opening it reads the tokens; a layer is read when it is used.
 
-    `fingerprint`: what it depends on; where that is the same, `check` says whether the file holds what it should. SessionError where it is
-    damaged.
+    Raise SessionError if the file is damaged. If `fingerprint` equals that of the model, call
+    `check` before using the layers.
     """
 
     def __init__(self, file: TensorFile) -> None:
@@ -136,11 +150,15 @@ class StoredEntry:
             PromptError,
         ) as error:
             raise SessionError(
-                f"the cache is damaged, or no cache of a session: {' '.join(str(error).split())[:100]}"
+                "the cache is damaged, or not the cache of a session: "
+                f"{' '.join(str(error).split())[:100]}"
             ) from error
 
     def check(self, outline: Sequence[Saved]) -> None:
-        """SessionError unless every array is of the type and shape that the model's layers store (`Runner.outline`)."""
+        """Raise SessionError unless every array has the type and shape that the model stores.
+
+        `outline` describes the model's layers: see `EntryControl.outline`.
+        """
         for layers in (self._layers, *(item.layers for item in self._checkpoints)):
             if len(layers) != len(outline):
                 raise SessionError(
@@ -152,14 +170,17 @@ class StoredEntry:
 
     @property
     def nbytes(self) -> int:
+        """Size of all arrays in bytes."""
         return sum(array.nbytes for array in self._file.arrays.values())
 
     @property
     def layers(self) -> Iterator[Saved]:
+        """The layers, each read from the file when it is reached."""
         return (_read(layer) for layer in self._layers)
 
     @property
     def checkpoints(self) -> Iterator[SavedCheckpoint]:
+        """The checkpoints, each read from the file when it is reached."""
         for item in self._checkpoints:
             yield SavedCheckpoint(
                 item.offset, item.role, [layer and _read(layer) for layer in item.layers]
@@ -168,7 +189,7 @@ class StoredEntry:
 
 @dataclass(frozen=True)
 class _Stored:
-    """One array as it lies in the file, in one piece."""
+    """An array that is stored in the file as it is."""
 
     array: StoredArray
 
@@ -189,11 +210,13 @@ class _Stored:
 
 @dataclass(frozen=True)
 class _Quantized:
-    """One that was stored in fewer bits: packed values, scales, biases."""
+    """An array that is stored in fewer bits, as packed values, scales and biases."""
 
     parts: Sequence[_Stored]
+    """Packed values (uint32), scales and biases."""
     bits: int
     group: int
+    """Number of values that share a scale and a bias."""
 
     @property
     def dtype(self) -> str:
@@ -210,7 +233,7 @@ class _Quantized:
 
 
 def _quantized(parts: Sequence[_Stored], bits: int, group: int) -> _Quantized:
-    """ValueError where the parts don't belong together."""
+    """Return the three arrays as one. Raise ValueError if they do not belong together."""
     found = _Quantized(parts, bits, group)
     *rows, columns = found.shape
     like = [("uint32", parts[0].shape), *[(found.dtype, (*rows, columns // group))] * 2]
@@ -236,7 +259,7 @@ def _tokens(array: StoredArray) -> TokenArray:
 
 
 def _layer(file: TensorFile, name: str, found: Mapping[str, Any]) -> Saved:
-    """A layer whose arrays are still in the file."""
+    """Return a layer whose arrays are not read yet."""
     arrays: dict[str, _Stored | _Quantized] = {}
     for key, how in found["arrays"].items():
         if how is None:
@@ -260,7 +283,7 @@ def _read(layer: Saved) -> Saved:
 
 
 def _buffer(array: mx.array) -> Buffer:
-    """A copy of its own on the host: nothing of it belongs to MLX, so that any thread may have it."""
+    """Return a copy of an array in host memory, outside MLX, so that any thread may use it."""
     raw = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
     host = np.array(raw).reshape(-1)
     return Buffer(dtype_name(array.dtype), array.shape, host.view(np.uint8).data)

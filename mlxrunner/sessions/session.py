@@ -1,27 +1,36 @@
-"""What is saved of a conversation, and its JSON. Every text that is read may be anybody's: it is checked before it is believed."""
+"""The saved form of a conversation: `Session` and its JSON.
+
+A file may come from anybody, so each value is checked before it is used.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
-from mlxrunner.chat.branches import MAIN
-from mlxrunner.chat.history import History, Mark, Spelling, Turn, common
-from mlxrunner.chat.spelling import messages
 from mlxrunner.errors import PromptError, SessionError
-from mlxrunner.tokenizer.base import Message, Tokenizer
+from mlxrunner.sessions.history import History, Position, Rendering, Turn, common
+from mlxrunner.templates.messages import Message
+from mlxrunner.tokenizer.base import Tokenizer
 
 SCHEMA = 1
+"""Version of the JSON format."""
+MAIN = "main"
+"""The name of the first branch."""
 MOST_TOKENS = 2**31 - 1
+"""The largest token id."""
 LATEST = 4e9
-"""The end of what a session can say about when it was saved, in seconds since 1970: in 2096."""
+"""The latest accepted time of saving, in seconds since 1970: in the year 2096."""
 HALF = "\ufffd"
-"""What bytes are decoded to that are no character."""
+"""The character that stands for bytes that are not a whole character."""
+SAVED_AS = {"rendering": "spelling"}
+"""Names of fields that have another name in the JSON of a session."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Branch:
     """One line of a conversation, with its system prompt."""
 
@@ -31,53 +40,62 @@ class Branch:
 
 @dataclass
 class Session:
-    """`branches` by name, one of which, `branch`, is the present one. `settings`: of the chat, as JSON knows them.
-
-    `fingerprint`: of the model that it was made with, a text for each part (see `fingerprint.py`). `saved_at`: seconds since 1970.
-    """
+    """A conversation with all its branches."""
 
     model: str
     branches: dict[str, Branch] = field(default_factory=lambda: {MAIN: Branch()})
     branch: str = MAIN
+    """The name of the present branch."""
     settings: dict[str, Any] = field(default_factory=dict)
+    """The settings of the chat, as JSON values."""
     fingerprint: dict[str, str] = field(default_factory=dict)
+    """A text for each part of the model that made the tokens; see `models.fingerprint`."""
     saved_at: float = 0.0
+    """The time of the last save in seconds since 1970, or 0."""
 
     @property
     def system(self) -> str | None:
+        """The system prompt of the present branch."""
         return self.branches[self.branch].system
 
     @property
     def history(self) -> History:
+        """The history of the present branch."""
         return self.branches[self.branch].history
 
     @property
     def messages(self) -> list[Message]:
-        """All turns of the present branch, without the system prompt."""
-        return messages(replace(self.history, first=0), None)
+        """The messages of all turns of the present branch, without the system prompt."""
+        return self.history.all_messages
 
     def forget_tokens(self) -> None:
-        """The text stays: for a model that would spell it otherwise."""
-        for branch in self.branches.values():
-            branch.history.forget_tokens()
+        """Keep only the texts, for a model that renders or tokenizes them differently."""
+        self._forget_where(lambda history: True)
 
-    def forget_misspelled(self, tokenizer: Tokenizer, vocab: int) -> bool:
-        """Forget tokens that do not spell the text beside them, or are none of the `vocab` (0: not known); whether there were any."""
-        found = [
-            one.history
-            for one in self.branches.values()
-            if not _is_spelled(one.history, tokenizer, vocab)
-        ]
-        for history in found:
-            history.forget_tokens()
+    def forget_mismatched(self, tokenizer: Tokenizer, vocab: int) -> bool:
+        """Forget tokens that do not decode to their text. Return True if there were any.
+
+        `vocab` is the model's number of tokens, or 0 if it is not known.
+        """
+        return self._forget_where(lambda history: not _matches(history, tokenizer, vocab))
+
+    def _forget_where(self, holds: Callable[[History], bool]) -> bool:
+        found = {name: one for name, one in self.branches.items() if holds(one.history)}
+        self.branches |= {
+            name: replace(one, history=one.history.without_tokens()) for name, one in found.items()
+        }
         return bool(found)
 
     def to_json(self) -> str:
-        return json.dumps({"schema": SCHEMA, **vars(self)}, default=vars)
+        """Return the session as JSON, which `from_json` reads."""
+        return json.dumps({"schema": SCHEMA, **vars(self)}, default=_fields)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Session:
-        """SessionError that says what is wrong with it."""
+        """Return the session in `text`.
+
+        Raise SessionError if it is damaged or in another format.
+        """
         try:
             found = json.loads(text, parse_constant=_refuse)
         except (ValueError, RecursionError) as error:
@@ -110,16 +128,21 @@ class Session:
         return session
 
 
+def _fields(value: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass under their names in the JSON."""
+    return {SAVED_AS.get(name, name): field for name, field in vars(value).items()}
+
+
 def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no number")
+    raise ValueError(f"{constant} is not a number")
 
 
 class _Reader:
-    """Takes values of the right types out of a JSON object."""
+    """Takes values from a JSON object and checks their types."""
 
     def __init__(self, found: Any, what: str) -> None:
         if not isinstance(found, dict):
-            raise SessionError(f"is damaged: {what} is no object")
+            raise SessionError(f"is damaged: {what} is not an object")
         self._found, self._what = found, what
 
     def take(self, name: str, *types: type | None) -> Any:
@@ -131,7 +154,7 @@ class _Reader:
 
 def _one_word(name: str) -> str:
     if name.split() != [name]:
-        raise SessionError(f"is damaged: {name[:50]!r} is no name for a branch")
+        raise SessionError(f"is damaged: {name[:50]!r} is not a name for a branch")
     return name
 
 
@@ -142,56 +165,62 @@ def _branch(value: Any) -> Branch:
 
 def _history(value: Any) -> History:
     read = _Reader(value, "a history")
-    spelling = _Reader(read.take("spelling", dict), "a spelling")
-    text, tokens = spelling.take("text", str), spelling.take("tokens", list)
+    rendering = _Reader(read.take("spelling", dict), "a spelling")
+    text, tokens = rendering.take("text", str), rendering.take("tokens", list)
     if any(type(token) is not int or not 0 <= token <= MOST_TOKENS for token in tokens):
-        raise SessionError("is damaged: a token is no whole number from 0 to 2147483647")
-    turns = [_turn(turn, Mark(len(text), len(tokens))) for turn in read.take("turns", list)]
-    marks = [mark for turn in turns for mark in (turn.begins, turn.ends) if mark is not None]
-    for one, other in pairwise(marks):
+        raise SessionError("is damaged: a token is not a whole number between 0 and 2147483647")
+    end = Position(len(text), len(tokens))
+    turns = tuple(_turn(turn, end) for turn in read.take("turns", list))
+    positions = [one for turn in turns for one in (turn.begins, turn.ends) if one is not None]
+    for one, other in pairwise(positions):
         if one.characters > other.characters or one.tokens > other.tokens:
             raise SessionError(
-                f"is damaged: a mark at {other.tokens} of {len(tokens)} tokens comes after one at {one.tokens}"
+                f"is damaged: a mark at {other.tokens} of {len(tokens)} tokens "
+                f"comes after one at {one.tokens}"
             )
     first, dropped = read.take("first", int), read.take("dropped", int)
     if not 0 <= first <= len(turns) or dropped < 0:
         raise SessionError(
-            f"is damaged: the first of {len(turns)} turns is {first}, and {dropped} tokens were dropped"
+            f"is damaged: the first of {len(turns)} turns is {first}, "
+            f"and {dropped} tokens were dropped"
         )
-    return History(turns, Spelling(text, tokens), first, dropped)
+    return History(turns, Rendering(text, tuple(tokens)), first, dropped)
 
 
-def _turn(value: Any, most: Mark) -> Turn:
+def _turn(value: Any, most: Position) -> Turn:
     read = _Reader(value, "a turn")
-    begins, ends = (_mark(read.take(name, dict, None), most) for name in ("begins", "ends"))
+    begins, ends = (_position(read.take(name, dict, None), most) for name in ("begins", "ends"))
     return Turn(
         read.take("user", str), read.take("answer", str), begins, ends, read.take("closing", str)
     )
 
 
-def _mark(value: Any, most: Mark) -> Mark | None:
+def _position(value: Any, most: Position) -> Position | None:
     if value is None:
         return None
     read = _Reader(value, "a mark")
-    mark = Mark(read.take("characters", int), read.take("tokens", int))
-    if not (0 <= mark.characters <= most.characters and 0 <= mark.tokens <= most.tokens):
-        raise SessionError(f"is damaged: a mark at {mark.tokens} of {most.tokens} tokens")
-    return mark
+    position = Position(read.take("characters", int), read.take("tokens", int))
+    if not (0 <= position.characters <= most.characters and 0 <= position.tokens <= most.tokens):
+        raise SessionError(f"is damaged: a mark at {position.tokens} of {most.tokens} tokens")
+    return position
 
 
-def _is_spelled(history: History, tokenizer: Tokenizer, vocab: int) -> bool:
-    """Whether the tokens are those of the text, but for white space, which some tokenizers add or take away, and halves of characters."""
-    text, tokens = history.spelling.text, history.spelling.tokens
+def _matches(history: History, tokenizer: Tokenizer, vocab: int) -> bool:
+    """Return True if the tokens of `history` decode to its text.
+
+    White space may differ, because some tokenizers add or remove it. So may broken characters.
+    """
+    text, tokens = history.rendering.text, history.rendering.tokens
     if vocab and max(tokens, default=0) >= vocab:
         return False
-    if not text and not history.turns:  # as caches come from elsewhere
+    if not text and not history.turns:  # imported caches come without a text
         return True
-    spelled = _bare(tokenizer.decode(tokens))
+    decoded = _bare(tokenizer.decode(tokens))
     compare = _are_ends if history.dropped else _is_whole
     try:
-        # A tokenizer may write some texts otherwise, or put a token in front.
-        return compare(spelled, _bare(text)) or compare(
-            spelled, _bare(tokenizer.decode(tokenizer.encode(text)))
+        # A tokenizer may change some texts, or put a token in front.
+        return compare(decoded, _bare(text)) or compare(
+            decoded, _bare(tokenizer.decode(tokenizer.encode(text)))
         )
     except PromptError:
         return False
@@ -201,18 +230,18 @@ def _bare(text: str) -> str:
     return "".join(text.split())
 
 
-def _is_whole(spelled: str, text: str) -> bool:
-    """Where bytes are no character, those around them may be lost with them: at most a character for each mark."""
+def _is_whole(decoded: str, text: str) -> bool:
+    """Return True if `decoded` is `text` with at most one character lost for each broken one."""
     text, place = text.replace(HALF, ""), 0
-    for part in spelled.split(HALF):
+    for part in decoded.split(HALF):
         found = text.find(part, place)
         if found < 0:
             return False
         place = found + len(part)
-    return len(text) <= len(spelled)
+    return len(text) <= len(decoded)
 
 
-def _are_ends(spelled: str, text: str) -> bool:
-    """A full context has dropped what was between them."""
-    spelled, text = spelled.replace(HALF, ""), text.replace(HALF, "")
-    return common(spelled, text) + common(spelled[::-1], text[::-1]) >= len(spelled)
+def _are_ends(decoded: str, text: str) -> bool:
+    """Return True if `decoded` is `text` without a part in the middle."""
+    decoded, text = decoded.replace(HALF, ""), text.replace(HALF, "")
+    return common(decoded, text) + common(decoded[::-1], text[::-1]) >= len(decoded)

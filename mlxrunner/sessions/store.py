@@ -1,10 +1,12 @@
-"""Sessions on disk: a folder each, with the text in one file and the caches in another. No tensors.
+"""Sessions on disk: a folder each, with the text in one file and the caches in another.
 
-    <data folder>/sessions/NAME/conversation.json     what was said, settings, tokens: written first, small
-    <data folder>/sessions/NAME/cache.safetensors     what the entry held, with its own tokens: may be older, or missing
+    <data folder>/sessions/NAME/
+        conversation.json    text, settings, tokens: small, and written first
+        cache.safetensors    the prefix-cache entry with its tokens: may be older, or missing
 
-The two need not be of the same moment: the caches know their tokens, and are compared with a prompt as ever. So nothing that happens
-between the two, or to the second, costs any text. A session that is open is locked, by a lock on its folder.
+The two files may be of different times: the caches know their tokens, which are compared with the
+next prompt. So losing the second file, or a crash between the two writes, costs no text. A lock on
+the folder keeps others from writing a session that is open.
 """
 
 from __future__ import annotations
@@ -19,20 +21,23 @@ from pathlib import Path
 from weakref import WeakValueDictionary
 
 from mlxrunner.errors import SessionError
-from mlxrunner.folders import data_folder
-from mlxrunner.sessions.files import Folder
+from mlxrunner.sessions.folder import Folder
 from mlxrunner.sessions.session import Session
 from mlxrunner.sessions.tensors import Buffer, TensorFile, write
-from mlxrunner.writing import write_all
+from mlxrunner.system.folders import data_folder
+from mlxrunner.system.writing import write_all
 
 NAME = re.compile(r"\w[\w.-]{0,47}")
 TEXT, CACHE = "conversation.json", "cache.safetensors"
 MOST_TEXT = 64 * 2**20
-"""Bytes of a conversation: more than that is no conversation."""
+"""Most bytes that the file of a conversation may have."""
 
 
-class Sessions:
-    """The sessions in `folder` (default: the user's). Every error is a SessionError of one line."""
+class SessionStore:
+    """The sessions in `folder`, by default the user's.
+
+    Every error is a SessionError of one line.
+    """
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
@@ -40,7 +45,7 @@ class Sessions:
 
     @property
     def folder(self) -> Path:
-        """Made when it is first needed."""
+        """The folder of the sessions, which is made when it is first needed."""
         try:
             folder = data_folder() / "sessions" if self._folder is None else self._folder
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -49,7 +54,7 @@ class Sessions:
         return folder
 
     def names(self) -> list[str]:
-        """In alphabetical order."""
+        """Return the names of all sessions, in alphabetical order."""
         return sorted(
             path.parent.name
             for path in self.folder.glob(f"*/{TEXT}")
@@ -57,16 +62,18 @@ class Sessions:
         )
 
     def exists(self, name: str) -> bool:
+        """Return True if a session `name` is saved."""
         return (self.folder / checked(name) / TEXT).exists()
 
     def load(self, name: str) -> Session:
-        """SessionError where there is none of that name, or it is damaged."""
-        with self._open(name) as folder, _said(f"the session {name!r} can't be read"):
+        """Return a session. Raise SessionError if it is missing or damaged."""
+        with self._open(name) as folder, _as_session_error(f"the session {name!r} can't be read"):
             fd = folder.open(TEXT)
             with os.fdopen(fd, "rb") as file:
                 if os.fstat(fd).st_size > MOST_TEXT:
                     raise SessionError(
-                        f"the session {name!r} is too large: {os.fstat(fd).st_size} of at most {MOST_TEXT} bytes"
+                        f"the session {name!r} is too large: {os.fstat(fd).st_size} of at most "
+                        f"{MOST_TEXT} bytes"
                     )
                 text = file.read(MOST_TEXT)
         try:
@@ -75,30 +82,42 @@ class Sessions:
             raise SessionError(f"the session {name!r} ({folder.path / TEXT}) {error}") from error
 
     def save(self, name: str, session: Session) -> None:
-        """The text. Afterwards it is on the disk, and `session.saved_at` says so; after an error, what was there before is still there."""
+        """Write the text of a session to the disk, then set its `saved_at`.
+
+        After a SessionError the old text is still there.
+        """
         now = time.time()
         text = replace(session, saved_at=now).to_json().encode()
         if len(text) > MOST_TEXT:
             raise SessionError(
-                f"the session {name!r} could not be saved: {len(text)} of at most {MOST_TEXT} bytes: "
-                "/branch -d drops a branch, /export writes the text elsewhere"
+                f"the session {name!r} could not be saved: {len(text)} of at most {MOST_TEXT} "
+                "bytes: /branch -d drops a branch, /export writes the text elsewhere"
             )
-        with self.lock(name) as folder, _said(f"the session {name!r} could not be saved"):
+        with (
+            self.lock(name) as folder,
+            _as_session_error(f"the session {name!r} could not be saved"),
+        ):
             folder.write(TEXT, lambda fd: write_all(fd, text))
         session.saved_at = now
 
     def save_cache(
         self, name: str, arrays: Mapping[str, Buffer], metadata: Mapping[str, str]
     ) -> None:
-        """The caches, of a session whose text is there. As `save`."""
+        """Write the caches of a session whose text is saved.
+
+        After a SessionError the old caches are still there.
+        """
         with (
             self.lock(name) as folder,
-            _said(f"the caches of the session {name!r} could not be saved"),
+            _as_session_error(f"the caches of the session {name!r} could not be saved"),
         ):
             folder.write(CACHE, lambda fd: write(fd, arrays, metadata))
 
     def load_cache(self, name: str) -> TensorFile | None:
-        """Open; None where there are none. SessionError where they are damaged."""
+        """Return the open file of the caches, or None if there are none.
+
+        Raise SessionError if the session is missing or the file is damaged.
+        """
         with self._open(name) as folder:
             try:
                 fd = folder.open(CACHE)
@@ -109,29 +128,32 @@ class Sessions:
         return TensorFile(fd)
 
     def drop_cache(self, name: str) -> None:
+        """Remove the caches of a session. Its text stays."""
         with (
             self.lock(name) as folder,
-            _said(f"the caches of the session {name!r} can't be removed"),
+            _as_session_error(f"the caches of the session {name!r} can't be removed"),
         ):
             folder.remove(CACHE)
 
     def nbytes(self, name: str) -> tuple[int, int]:
-        """Bytes of the text and of the caches."""
-        with self._open(name) as folder, _said(f"the session {name!r} can't be read"):
+        """Return the sizes of the text and of the caches in bytes."""
+        with self._open(name) as folder, _as_session_error(f"the session {name!r} can't be read"):
             return folder.size(TEXT), folder.size(CACHE)
 
     def remove(self, name: str) -> None:
-        """SessionError where there is none, or somebody has it open."""
+        """Remove a session. Raise SessionError if it is missing or open in a chat."""
         self._open(name).close()
-        with self.lock(name) as folder, _said(f"the session {name!r} can't be removed"):
+        with self.lock(name) as folder, _as_session_error(f"the session {name!r} can't be removed"):
             for file in folder.names():
                 folder.remove(file)
 
     @contextmanager
     def lock(self, name: str) -> Iterator[Folder]:
-        """Hold the session, which is made if it is not there: nobody else can open it to write.
+        """Lock a session, so that nobody else can write it. A missing session's folder is made.
 
-        May be nested; a thread may do so only while the one that made these `Sessions` holds it, or the folder that is yielded.
+        Locks may be nested. Another thread may nest a lock only while the thread that made this
+        store holds the lock or the folder that is yielded. Raise SessionError if another chat holds
+        the lock.
         """
         if checked(name) in self._held:
             yield self._held[name]
@@ -144,7 +166,7 @@ class Sessions:
                 folder.path.rmdir()
 
     def _lock(self, name: str) -> Folder:
-        with _said(f"the session {name!r} can't be opened"):
+        with _as_session_error(f"the session {name!r} can't be opened"):
             folder = Folder(self.folder / name, make=True)
         if folder.lock():
             return folder
@@ -164,17 +186,18 @@ class Sessions:
 
 
 def checked(name: str) -> str:
-    """SessionError unless it can be the name of a folder, here and everywhere."""
+    """Return `name`. Raise SessionError unless it can name a folder on every system."""
     if not NAME.fullmatch(name):
         raise SessionError(
-            f"{name[:60]!r} can't be a session's name: letters, digits, . - and _, at most 48 of them, a letter or digit first"
+            f"{name[:60]!r} can't be a session's name: letters, digits, . - and _, "
+            "at most 48 of them, a letter or digit first"
         )
     return name
 
 
 @contextmanager
-def _said(what: str) -> Iterator[None]:
-    """An OSError as one line."""
+def _as_session_error(what: str) -> Iterator[None]:
+    """Turn an OSError into a SessionError of one line that begins with `what`."""
     try:
         yield
     except OSError as error:
@@ -182,4 +205,5 @@ def _said(what: str) -> Iterator[None]:
 
 
 def _reason(error: OSError) -> str:
-    return f"{error.strerror or ' '.join(str(error).split())}{f' ({error.filename})' if error.filename else ''}"
+    file = f" ({error.filename})" if error.filename else ""
+    return f"{error.strerror or ' '.join(str(error).split())}{file}"

@@ -1,7 +1,8 @@
-"""A safetensors file by hand: written from buffers, and read array by array, each with its checksum. No tensors: bytes, types, shapes.
+"""Write a safetensors file from buffers, and read it array by array, each with its checksum.
 
-By hand, because what is read may be damaged or made to do harm: the header is bounded and checked against the size of the file before
-anything is allocated, and the file that was opened is the one that is read, whatever its name means by then.
+This knows bytes, types and shapes, and no tensors. The format is read here and not by a library,
+because a file may be damaged or malicious. The header is bounded, and checked against the size of
+the file before anything is allocated. Everything is read from the descriptor that was opened.
 """
 
 from __future__ import annotations
@@ -16,30 +17,45 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlxrunner.errors import SessionError
-from mlxrunner.tensorfile import HeaderError, Place, read_header
-from mlxrunner.writing import write_all
+from mlxrunner.system.tensorfile import HeaderError, Place, read_header
+from mlxrunner.system.writing import write_all
 
 TYPES = {
-    "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64", "complex64": "C64", "bool": "BOOL",
-    "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64", "uint8": "U8", "uint16": "U16", "uint32": "U32", "uint64": "U64",
-}  # fmt: skip
-"""Their names in a safetensors file."""
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float64": "F64",
+    "complex64": "C64",
+    "bool": "BOOL",
+    "int8": "I8",
+    "int16": "I16",
+    "int32": "I32",
+    "int64": "I64",
+    "uint8": "U8",
+    "uint16": "U16",
+    "uint32": "U32",
+    "uint64": "U64",
+}
+"""The name of each type in a safetensors file."""
 NAMES = {name: dtype for dtype, name in TYPES.items()}
 MOST_HEADER = 16 * 2**20
+"""Most bytes of a file's header."""
 CHECKSUMS = "crc32"
+"""Name of the text in the metadata that holds the checksums, as JSON."""
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """An array to be written: `data` are its bytes in C order, little-endian."""
+    """An array to write."""
 
     dtype: str
     shape: Sequence[int]
     data: memoryview
+    """The bytes of the array in C order, little-endian."""
 
 
 def write(fd: int, arrays: Mapping[str, Buffer], metadata: Mapping[str, str]) -> None:
-    """All arrays and texts, in the order given. OSError where the disk won't take them."""
+    """Write the arrays and the metadata to the descriptor `fd`. Raise OSError if that fails."""
     sums = {name: zlib.crc32(buffer.data) for name, buffer in arrays.items()}
     header: dict[str, Any] = {"__metadata__": {**metadata, CHECKSUMS: json.dumps(sums)}}
     end = 0
@@ -59,24 +75,29 @@ def write(fd: int, arrays: Mapping[str, Buffer], metadata: Mapping[str, str]) ->
 
 @dataclass(frozen=True)
 class StoredArray:
-    """One that lies in a file. `dtype` and `shape` are known, its bytes are read when asked for."""
+    """An array in a file; only `read` reads its bytes."""
 
     file: TensorFile
     name: str
     dtype: str
     shape: tuple[int, ...]
     begin: int
+    """Offset of the first byte in the file."""
     nbytes: int
 
     def read(self) -> bytearray:
-        """Its bytes. SessionError where they are not those that were written."""
+        """Return the bytes of the array.
+
+        Raise SessionError if they are cut off or do not match their checksum.
+        """
         data = bytearray(self.nbytes)
         done, view = 0, memoryview(data)
         while done < self.nbytes:
             count = os.preadv(self.file.fd, [view[done:]], self.begin + done)
             if count == 0:
                 raise SessionError(
-                    f"the cache is truncated: {self.name!r} ends after {done} of {self.nbytes} bytes"
+                    f"the cache is truncated: {self.name!r} ends after {done} of "
+                    f"{self.nbytes} bytes"
                 )
             done += count
         if self.file.sums.get(self.name, None) != zlib.crc32(data):
@@ -87,9 +108,9 @@ class StoredArray:
 
 
 class TensorFile:
-    """An open safetensors file, which it closes. SessionError where it is truncated, damaged, or none.
+    """An open safetensors file, which is closed when this object is dropped.
 
-    `arrays`: those in it, by name. `metadata`: the texts in its header. `sums`: the checksums of the arrays.
+    Raise SessionError if the file is truncated, damaged or of another format.
     """
 
     def __init__(self, fd: int) -> None:
@@ -98,7 +119,9 @@ class TensorFile:
         try:
             header = read_header(fd, os.fstat(fd).st_size, MOST_HEADER)
             self.metadata = header.metadata
+            """The texts in the header, by name."""
             self.sums = _sums(self.metadata)
+            """The CRC-32 of each array, by name."""
             self.arrays = {name: self._array(name, place) for name, place in header.tensors.items()}
         except HeaderError as error:
             close()
@@ -119,5 +142,5 @@ def _sums(metadata: Mapping[str, str]) -> dict[str, int]:
     try:
         found = json.loads(metadata.get(CHECKSUMS, "{}"))
     except (ValueError, RecursionError) as error:
-        raise SessionError("the cache is damaged: its checksums are no JSON") from error
+        raise SessionError("the cache is damaged: its checksums are not JSON") from error
     return found if isinstance(found, dict) else {}

@@ -1,24 +1,28 @@
-"""Text and tokens. `load_tokenizer` picks the library; the rest of the program sees only the `Tokenizer` protocol."""
+"""Text and tokens.
+
+`load_tokenizer` picks the library; the rest of the program sees only the `Tokenizer` protocol.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
 
-from mlxrunner.reading import is_there
-from mlxrunner.tokenizer.base import Message, TextStream, Tokenizer
+from mlxrunner.system.reading import is_there
+from mlxrunner.tokenizer.base import TextStream, Tokenizer
 from mlxrunner.tokenizer.tables import check_tables
 
-__all__ = ["Message", "TextStream", "Tokenizer", "load_tokenizer"]
+__all__ = ["TextStream", "Tokenizer", "load_tokenizer"]
 
 
 def load_tokenizer(
     folder: Path, eos_tokens: Iterable[int] = (), *, trust_remote_code: bool = False
 ) -> Tokenizer:
-    """The tokenizer of a model directory; `eos_tokens`: what the model's configuration says ends an answer.
+    """Load the tokenizer of a model directory.
 
-    A tokenizer.json wins where there is one: it also holds what the publisher added after training the tokenizer.model.
-    ModelError where no tokenizer is there or it is damaged.
+    `eos_tokens`: tokens that end an answer according to the model's configuration. A tokenizer.json
+    is preferred to a tokenizer.model, because it also holds additions after the training. Raise
+    ModelError if the tokenizer is missing or damaged.
     """
     check_tables(folder)
     if is_there(folder / "tokenizer.model") and not is_there(folder / "tokenizer.json"):

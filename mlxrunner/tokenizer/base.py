@@ -1,35 +1,32 @@
-"""What the runner needs of a tokenizer, whatever library is behind it."""
+"""The tokenizer protocol of a runner, for any library."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, TypedDict
+from typing import Any, Protocol
 
 from mlxrunner.errors import PromptError
+from mlxrunner.templates.messages import Message
 from mlxrunner.tokenizer.vocabulary import Vocabulary
 
 
-class Message(TypedDict):
-    """One turn of a conversation. `role`: usually "system", "user" or "assistant"."""
-
-    role: str
-    content: str
-
-
 class TextStream(Protocol):
-    """Turns tokens into text as they come: never half a character, no leading space lost."""
+    """A converter of tokens into text, one at a time.
+
+    It yields whole characters, and keeps leading spaces.
+    """
 
     def add(self, token: int) -> str:
-        """The text that became complete with this token."""
+        """Return the text that this token completes."""
         ...
 
     def finish(self) -> str:
-        """What is left; an incomplete character becomes U+FFFD."""
+        """Return the rest, with U+FFFD for an incomplete character."""
         ...
 
 
 class Tokenizer(Protocol):
-    """Text <-> token ids, and the chat template."""
+    """A converter between text and token ids that also renders the chat template."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -41,20 +38,23 @@ class Tokenizer(Protocol):
 
     @property
     def message_ends(self) -> frozenset[int]:
-        """Tokens that end a message, of whatever role: where the next prompt may differ from this one."""
+        """Tokens that end a message of any role. The next prompt may differ from there on."""
         ...
 
     @property
     def template_stops(self) -> tuple[str, ...]:
-        """Stop strings that the fallback template needs; empty where the model has a template of its own."""
+        """Stop strings that the fallback template needs. Empty if the model has a template."""
         ...
 
     def encode(self, text: str) -> list[int]:
-        """Text with its special tokens recognized; BOS in front if the model wants one, never twice. PromptError if not Unicode."""
+        """Encode text with its special tokens, and put one BOS in front if the model uses it.
+
+        Raise PromptError if `text` is not valid Unicode.
+        """
         ...
 
     def encode_more(self, text: str) -> list[int]:
-        """Text that goes on after other tokens: no BOS."""
+        """Encode text that follows other tokens, without BOS."""
         ...
 
     def decode(self, tokens: Sequence[int]) -> str: ...
@@ -62,33 +62,41 @@ class Tokenizer(Protocol):
     def render(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any
     ) -> str:
-        """The conversation as the model's chat template writes it. PromptError where the template refuses it.
+        """Return the conversation as the model's chat template writes it.
 
-        variables: what else the template may look at, such as `enable_thinking`.
+        `variables`: the other variables of the template, such as `enable_thinking` or `tools`.
+        Raise PromptError if the template refuses the conversation.
         """
         ...
 
     def stream(self, context: Sequence[int]) -> TextStream:
-        """A stream for the tokens that follow `context`."""
+        """Return a stream for the tokens that follow `context`."""
         ...
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """The bytes of each token, made when first asked for. OptionError for a tokenizer whose tokens are not made of bytes."""
+        """The bytes of each token, computed on first use.
+
+        Raise OptionError if the tokens are not made of bytes.
+        """
         ...
 
 
 def checked_text(text: str) -> str:
-    """`text`, or PromptError for what no tokenizer takes: halves of characters, as they come from files that are not UTF-8."""
+    """Return `text` if it is valid Unicode, and raise PromptError otherwise.
+
+    Half characters (lone surrogates) come from files that are not UTF-8.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise PromptError(
-            f"the text is not valid Unicode: {error.reason} at character {error.start}; is it UTF-8?"
+            f"the text is not valid Unicode: {error.reason} at character {error.start}; "
+            "is it UTF-8?"
         ) from error
     return text
 
 
 def with_bos(tokens: list[int], bos: int | None) -> list[int]:
-    """BOS in front, once."""
+    """Return `tokens` with BOS in front, unless it is there already."""
     return tokens if bos is None or tokens[:1] == [bos] else [bos, *tokens]

@@ -1,4 +1,4 @@
-"""Whatever tokenizer mlx-lm and transformers load for a model directory."""
+"""Tokenizers that mlx-lm and transformers load."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from mlxrunner.errors import ModelError, OptionError, PromptError
-from mlxrunner.tokenizer.base import Message, checked_text, with_bos
-from mlxrunner.tokenizer.native import is_failure, panics_as_errors, quiet
-from mlxrunner.tokenizer.stream import DecodeStream
-from mlxrunner.tokenizer.tables import check_ids
-from mlxrunner.tokenizer.template import (
+from mlxrunner.system.mlx_lm_internals import transformers_tokenizer
+from mlxrunner.templates.messages import Message
+from mlxrunner.templates.rendering import (
     END_OF_MESSAGE,
     END_OF_TURN,
     FALLBACK_STOPS,
@@ -21,6 +19,10 @@ from mlxrunner.tokenizer.template import (
     render_chat,
     render_jinja,
 )
+from mlxrunner.tokenizer.base import checked_text, with_bos
+from mlxrunner.tokenizer.native import is_failure, panics_as_errors, quiet
+from mlxrunner.tokenizer.stream import DecodeStream
+from mlxrunner.tokenizer.tables import check_ids
 from mlxrunner.tokenizer.vocabulary import Vocabulary
 
 BYTE = re.compile("<0x([0-9A-F]{2})>")
@@ -29,7 +31,10 @@ JSON_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json
 
 
 class HuggingFaceTokenizer:
-    """mlx-lm's TokenizerWrapper (for its chat templates and end tokens) around a transformers tokenizer."""
+    """A tokenizer of transformers, behind mlx-lm's TokenizerWrapper.
+
+    The wrapper knows the chat templates and the end tokens.
+    """
 
     def __init__(
         self, folder: Path, eos_tokens: Iterable[int] = (), *, trust_remote_code: bool = False
@@ -39,21 +44,21 @@ class HuggingFaceTokenizer:
                 self._load(folder, list(eos_tokens), trust_remote_code)
         except Exception as error:
             for name in JSON_FILES:
-                read_json(folder / name)  # says so if it is the one that is broken
+                read_json(folder / name)  # raises the better error if this file is broken
             raise ModelError(
                 f"{folder}: no tokenizer could be loaded: {_explain(folder, error)}"
             ) from error
 
     def _load(self, folder: Path, eos_tokens: list[int], trust_remote_code: bool) -> None:
-        """With everything asked for once, so that a tokenizer that can't answer is found here."""
+        """Load the tokenizer, and try all functions once, so that a broken tokenizer fails here."""
         from mlx_lm.utils import load_tokenizer
 
-        # Said either way: left open, transformers would ask on the terminal.
+        # Always pass a value: without one transformers asks on the terminal.
         trust = {"trust_remote_code": trust_remote_code}
         self._wrapper: Any = load_tokenizer(folder, trust, eos_token_ids=eos_tokens or None)
         _bound_template(self._wrapper)
         bos: int | None = self._wrapper.bos_token_id
-        # Asked, not read from the configuration: the post-processor of tokenizer.json has the last word.
+        # Not read from the configuration, because the post-processor of tokenizer.json decides.
         wants_bos = bos is not None and self._wrapper.encode("a", add_special_tokens=True)[:1] == [
             bos
         ]
@@ -69,7 +74,7 @@ class HuggingFaceTokenizer:
         }
         check_ids(folder / "tokenizer.json", self.message_ends)
         self._encode(self._anchor + PROBE)
-        self.decode(sorted(vocab.values()))  # a decoder may give up at some tokens only
+        self.decode(sorted(vocab.values()))  # a decoder may fail for a few tokens only
 
     @property
     def vocab_size(self) -> int:
@@ -87,7 +92,7 @@ class HuggingFaceTokenizer:
         return with_bos(self._encode(checked_text(text)), self._bos)
 
     def encode_more(self, text: str) -> list[int]:
-        # Behind another token, so that no space is put in front as at the beginning of a text.
+        # Encode it behind another token: a text's beginning would get a space in front.
         return self._encode(self._anchor + checked_text(text))[len(self._encode(self._anchor)) :]
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -95,11 +100,11 @@ class HuggingFaceTokenizer:
             text = self._wrapper.decode(
                 list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False
             )
-        except BaseException as error:  # a panic is no Exception
+        except BaseException as error:  # a panic is not an Exception
             if not is_failure(error):
                 raise
             raise ModelError(
-                f"the model's tokenizer can't decode its tokens: {' '.join(str(error).split())[:300]}"
+                f"the model's tokenizer can't decode its tokens: {_one_line(error)}"
             ) from error
         return str(text)
 
@@ -124,12 +129,13 @@ class HuggingFaceTokenizer:
             != self.decode(probe).strip().encode()
         ):
             raise OptionError(
-                "schema, choices: this model's tokenizer does not spell its tokens byte by byte, which they need"
+                "schema, choices: this model's tokenizer does not spell its tokens byte by byte, "
+                "which they need"
             )
         return Vocabulary(pieces)
 
     def _pieces(self) -> list[bytes | None]:
-        """The bytes of each token id, None for special and added ones and where the vocabulary has a gap."""
+        """Return the bytes of each token id; None for special and added tokens and for gaps."""
         vocab: dict[str, int] = self._wrapper.get_vocab()
         special = {*self._wrapper.all_special_ids, *self._wrapper.added_tokens_decoder}
         decoder = getattr(getattr(self._wrapper, "backend_tokenizer", None), "decoder", None)
@@ -145,11 +151,11 @@ class HuggingFaceTokenizer:
                 return list(self._wrapper.encode(text, add_special_tokens=False, verbose=False))
         except Exception as error:
             raise PromptError(
-                f"the model's tokenizer can't encode this text: {' '.join(str(error).split())[:300]}"
+                f"the model's tokenizer can't encode this text: {_one_line(error)}"
             ) from error
 
     def _apply(
-        self, messages: list[dict[str, str]], add_generation_prompt: bool, **variables: Any
+        self, messages: Sequence[Message], add_generation_prompt: bool, /, **variables: Any
     ) -> str:
         text = self._wrapper.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=add_generation_prompt, **variables
@@ -158,10 +164,13 @@ class HuggingFaceTokenizer:
 
 
 def _bound_template(wrapper: Any) -> None:
-    """Have transformers' tokenizer behind `wrapper` render within our limits. One that renders in its own way keeps it: that is no jinja."""
+    """Let transformers' tokenizer behind `wrapper` render in our sandbox.
+
+    A tokenizer with its own renderer, which is not jinja, keeps it.
+    """
     from transformers import PreTrainedTokenizerBase
 
-    tokenizer = wrapper._tokenizer
+    tokenizer = transformers_tokenizer(wrapper)
     if type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
         return
 
@@ -184,19 +193,26 @@ def _bound_template(wrapper: Any) -> None:
 
 
 def _spell(piece: str) -> bytes:
-    """As SentencePiece writes its pieces."""
+    """Return the bytes of a piece as SentencePiece writes it."""
     byte = BYTE.fullmatch(piece)
     return bytes.fromhex(byte[1]) if byte else piece.replace("▁", " ").encode()
 
 
 def _spell_byte_level() -> Callable[[str], bytes | None]:
-    """As GPT-2 writes them: a printable character for each byte."""
+    """Return a function from a piece to its bytes, for pieces as GPT-2 writes them.
+
+    GPT-2 writes each byte as one printable character.
+    """
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()}
     return lambda piece: (
         bytes(byte_of[letter] for letter in piece) if byte_of.keys() >= set(piece) else None
     )
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]
 
 
 def _explain(folder: Path, error: Exception) -> str:

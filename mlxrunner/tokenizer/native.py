@@ -1,4 +1,4 @@
-"""Calls of libraries that are not written in Python, whose failures are no ordinary exceptions."""
+"""Call native libraries, whose failures are not ordinary exceptions."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from mlxrunner.terminal import visible
-from mlxrunner.writing import open_temporary
+from mlxrunner.system.writing import open_temporary
+from mlxrunner.terminal.text import visible
 
 PANIC = "PanicException"
-"""Name of the BaseException that a panic of Rust becomes in Python; each library has its own class."""
+"""Class name of the BaseException that a panic of Rust becomes. Each library has its own class."""
 
 
 class NativeError(Exception):
-    """A library gave up; the first line of what it said."""
+    """The error of a native library that panicked. Its message is the panic's first line."""
 
 
 def is_failure(error: BaseException) -> bool:
-    """Return True for an exception or a panic, and not for Ctrl-C."""
+    """Return True for an exception or a panic, False for Ctrl-C."""
     return isinstance(error, Exception) or type(error).__name__ == PANIC
 
 
 @contextmanager
 def panics_as_errors() -> Iterator[None]:
-    """NativeError instead of a panic of Rust."""
+    """Raise NativeError instead of a panic of Rust."""
     try:
         yield
     except BaseException as error:
@@ -36,13 +36,15 @@ def panics_as_errors() -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Hold back what this process writes to stderr, and show it at the end, where it can't drive the terminal.
+    """Hold back the stderr of this process until the block ends.
 
-    Nothing is shown after a panic, whose debug print it is."""
+    Then write it with control characters made visible. After a panic it is dropped, because it is
+    debug output.
+    """
     sys.stderr.flush()
     try:
         shown = os.dup(2)
-    except OSError:  # there is none
+    except OSError:  # stderr is closed
         yield
         return
     with open_temporary() as kept:

@@ -1,71 +1,142 @@
-"""What can be given as a prompt, and its tokens."""
+"""Turn a prompt in any of its forms into tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
 
 from mlxrunner.cache.lookup import Earlier
+from mlxrunner.cache.overflow import Shift
 from mlxrunner.cache.tokens import TokenArray, as_tokens, common_prefix
-from mlxrunner.errors import PromptError
-from mlxrunner.tokenizer.base import Message, Tokenizer
+from mlxrunner.errors import ContextLengthError, OptionError, PromptError
+from mlxrunner.options import GenerateOptions
+from mlxrunner.templates.messages import Message, check_messages
+from mlxrunner.tokenizer.base import Tokenizer
 
 
 @dataclass(frozen=True, eq=False)
-class Prepared:
-    """A prompt with its tokens and what they were made of: `messages` and the `text` that the chat template made of them (with
-    `variables`, where it was given some); of a raw prompt, only the text. `seconds`: what a caller has taken for that, which is part of
-    the request's time. `earlier`: of a line of a batch, what lines before it have of it."""
+class TokenizedPrompt:
+    """A prompt with its tokens and the source of the tokens."""
 
     tokens: TokenArray
     kind: Literal["messages", "text", "tokens"] = "tokens"
     messages: Sequence[Message] = ()
+    """The conversation; empty unless `kind` is "messages"."""
     text: str = ""
+    """The tokenized text: the raw prompt, or the messages as the chat template wrote them."""
     variables: Mapping[str, Any] = field(default_factory=dict)
+    """Variables for the chat template, `tools` among them."""
     seconds: float = 0.0
+    """Seconds that the caller took to make the tokens. They count as part of the request."""
     earlier: Earlier | None = None
+    """For a line of a batch: the part of its tokens that earlier lines share."""
 
 
-Prompt = str | Sequence[int] | Sequence[Message] | Prepared
-"""Raw text, token ids, messages for the chat template, or one of these prepared by the caller."""
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | TokenizedPrompt
+"""Raw text, token ids, messages for the chat template, or a prompt that the caller tokenized."""
 
 
-def tokenize(tokenizer: Tokenizer, prompt: Prompt) -> TokenArray:
-    """A `str` is raw text, integers are taken as they are, messages go through the chat template."""
-    return prepare(tokenizer, prompt).tokens
+def tokenize_prompt(
+    tokenizer: Tokenizer, prompt: Prompt, variables: Mapping[str, Any] = MappingProxyType({})
+) -> TokenizedPrompt:
+    """Tokenize `prompt`.
 
-
-def prepare(tokenizer: Tokenizer, prompt: Prompt) -> Prepared:
-    """The tokens of `prompt`, and what they were made of."""
-    if isinstance(prompt, Prepared):
+    A `str` is raw text, messages go through the chat template, and token ids are used unchanged.
+    `variables`: the other variables of the template, `tools` among them. Raise OptionError if they
+    are given without messages, or if the template does not use the tools. Raise PromptError for
+    anything else that can't be tokenized.
+    """
+    if isinstance(prompt, TokenizedPrompt):
         return prompt
-    if isinstance(prompt, str):
-        return Prepared(as_tokens(tokenizer.encode(prompt)), "text", text=prompt)
-    if not isinstance(prompt, Sequence | np.ndarray):
+    if not isinstance(prompt, str | Sequence | np.ndarray):
         raise PromptError(f"a prompt is a text, token ids or messages, not {type(prompt).__name__}")
-    if len(prompt) and isinstance(prompt[0], dict):
-        messages: Any = tuple(
-            dict(message) if isinstance(message, dict) else message for message in prompt
+    if not isinstance(prompt, str) and len(prompt) and isinstance(prompt[0], dict):
+        messages: Any = prompt
+        return _tokenize_messages(tokenizer, check_messages(messages), variables)
+    if variables:
+        raise OptionError(
+            "template, tools: only messages go through the chat template, "
+            "and this prompt is a text or tokens"
         )
-        text = tokenizer.render(messages)
-        return Prepared(as_tokens(tokenizer.encode(text)), "messages", messages, text)
-    return Prepared(as_tokens(prompt))  # type: ignore[arg-type]
+    if isinstance(prompt, str):
+        return TokenizedPrompt(as_tokens(tokenizer.encode(prompt)), "text", text=prompt)
+    return TokenizedPrompt(as_tokens(prompt))  # type: ignore[arg-type]
 
 
-def system_tokens(tokenizer: Tokenizer, prompt: Prompt, tokens: TokenArray) -> int:
-    """How many of a prompt's first `tokens` are its system prompt with BOS, or BOS alone: what a full context keeps."""
-    first = tokenizer.encode("")
-    messages: Any = (prompt.messages or prompt.tokens) if isinstance(prompt, Prepared) else prompt
-    if (
-        not isinstance(messages, str)
-        and len(messages)
-        and isinstance(messages[0], dict)
-        and messages[0].get("role") == "system"
+def _tokenize_messages(
+    tokenizer: Tokenizer, messages: Sequence[Message], variables: Mapping[str, Any]
+) -> TokenizedPrompt:
+    text = tokenizer.render(messages, **variables)
+    if variables.get("tools") and text == _rendered(
+        tokenizer, messages, {**variables, "tools": None}
     ):
+        raise OptionError("tools: the model's chat template does not use them")
+    if any("tool_calls" in message for message in messages):
+        plain: Any = [{**message, "tool_calls": []} for message in messages]
+        if text == _rendered(tokenizer, plain, variables):
+            raise PromptError("tool_calls: the model's chat template does not use them")
+    tokens = as_tokens(tokenizer.encode(text))
+    return TokenizedPrompt(tokens, "messages", messages, text, variables)
+
+
+def _rendered(
+    tokenizer: Tokenizer, messages: Sequence[Message], variables: Mapping[str, Any]
+) -> str | None:
+    """Return the conversation as the template writes it, or None if the template refuses it."""
+    try:
+        return tokenizer.render(messages, **variables)
+    except PromptError:
+        return None
+
+
+def system_tokens(tokenizer: Tokenizer, prompt: TokenizedPrompt) -> int:
+    """Return the number of first tokens that a full context keeps.
+
+    These are the system prompt with BOS, or BOS alone.
+    """
+    first = tokenizer.encode("")
+    if prompt.messages and prompt.messages[0].get("role") == "system":
         with suppress(PromptError):  # a template that refuses a system prompt alone
-            first = tokenizer.encode(tokenizer.render(messages[:1], add_generation_prompt=False))
-    return common_prefix(as_tokens(first), tokens)
+            system = tokenizer.render(
+                prompt.messages[:1], add_generation_prompt=False, **prompt.variables
+            )
+            first = tokenizer.encode(system)
+    return common_prefix(as_tokens(first), prompt.tokens)
+
+
+def check_tokens(tokens: TokenArray, vocab: int = 0) -> None:
+    """Raise PromptError for a prompt without tokens, or with a token beyond the vocabulary.
+
+    `vocab`: the number of tokens in the vocabulary; 0 if it is not known.
+    """
+    if len(tokens) == 0:
+        raise PromptError("the prompt is empty: at least one token is needed")
+    if vocab and int(tokens.max()) >= vocab:
+        raise PromptError(
+            f"token id {int(tokens.max())} is beyond the model's vocabulary of {vocab}"
+        )
+
+
+def check_length(tokens: TokenArray, context: int) -> None:
+    """Raise ContextLengthError for a prompt that leaves no room for an answer."""
+    if len(tokens) >= context:
+        raise ContextLengthError(len(tokens), context)
+
+
+def shift_of(
+    options: GenerateOptions, tokenizer: Tokenizer, prompt: TokenizedPrompt, context: int
+) -> Shift | None:
+    """Return the rule that makes room for `prompt` in a full context.
+
+    Return None if `options` ask for none. `context`: tokens of the context. Raise OptionError if
+    `keep` leaves no room.
+    """
+    if options.overflow != "shift":
+        return None
+    keep = system_tokens(tokenizer, prompt) if options.keep is None else options.keep
+    return Shift(context, keep)

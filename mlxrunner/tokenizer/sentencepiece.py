@@ -1,4 +1,4 @@
-"""A `tokenizer.model` read by sentencepiece itself: no tokenizer.json, no conversion."""
+"""Tokenizers that sentencepiece reads from a `tokenizer.model`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from mlxrunner.errors import ModelError
-from mlxrunner.tokenizer.base import Message, checked_text, with_bos
-from mlxrunner.tokenizer.stream import ByteStream
-from mlxrunner.tokenizer.template import (
+from mlxrunner.templates.messages import Message
+from mlxrunner.templates.rendering import (
     END_OF_MESSAGE,
     END_OF_TURN,
     FALLBACK_STOPS,
@@ -20,13 +19,18 @@ from mlxrunner.tokenizer.template import (
     read_template,
     render_chat,
 )
+from mlxrunner.tokenizer.base import checked_text, with_bos
+from mlxrunner.tokenizer.stream import ByteStream
 from mlxrunner.tokenizer.vocabulary import Vocabulary
 
 SPACE = "▁"
 
 
 class SentencePieceTokenizer:
-    """SentencePiece with the special tokens of tokenizer_config.json and added_tokens.json, and the model's chat template."""
+    """A tokenizer of SentencePiece, with special tokens and the model's chat template.
+
+    The special tokens come from tokenizer_config.json and added_tokens.json.
+    """
 
     def __init__(self, folder: Path, eos_tokens: Iterable[int] = ()) -> None:
         import sentencepiece
@@ -39,7 +43,7 @@ class SentencePieceTokenizer:
         config = read_json(folder / "tokenizer_config.json")
         self._pieces: int = self._model.get_piece_size()
         self._special = self._special_tokens(config, read_json(folder / "added_tokens.json"))
-        # Longest first, so that a token that begins like another one is found whole.
+        # Longest first: a token may begin like another one.
         alternatives = "|".join(
             re.escape(text) for text in sorted(self._special, key=len, reverse=True)
         )
@@ -102,7 +106,7 @@ class SentencePieceTokenizer:
         return ByteStream(self.piece_bytes, context)
 
     def piece_bytes(self, token: int) -> bytes:
-        """The bytes that a token stands for; a token beyond the vocabulary stands for nothing."""
+        """Return the bytes of a token; none for a token beyond the vocabulary."""
         if token in self._texts:
             return self._texts[token].encode()
         if not 0 <= token < self._pieces:
@@ -122,7 +126,10 @@ class SentencePieceTokenizer:
         )
 
     def _is_mark(self, token: int) -> bool:
-        """Whether a token is no text: special, unknown, unused, or a symbol that looks like one of these."""
+        """Return True for a token that is not text.
+
+        Such a token is special, unknown, unused, or a symbol that looks like one of these.
+        """
         if token in self._texts or token >= self._pieces:
             return True
         if self._model.is_byte(token):
@@ -133,7 +140,7 @@ class SentencePieceTokenizer:
 
     @cached_property
     def _adds_prefix(self) -> bool:
-        """Whether the model puts a space in front of a text, to be taken away again when decoding."""
+        """True if the model puts a space in front of a text, which decoding has to remove."""
         return bool(self._model.encode("a", out_type=str)[0].startswith(SPACE))
 
     def _special_tokens(self, config: dict[str, Any], added: dict[str, Any]) -> dict[str, int]:

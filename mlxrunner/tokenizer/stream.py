@@ -1,4 +1,4 @@
-"""Text that grows token by token: whole characters only, and stop strings held back until they can't be one."""
+"""Text that grows token by token, in whole characters, and stop strings in it."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ from collections.abc import Callable, Sequence
 
 INCOMPLETE = "\ufffd"
 LONGEST_CHARACTER = 4
-"""Bytes of the longest character, and so the most tokens that it can be made of."""
+"""Bytes of the longest character, which is also the most tokens of a character."""
 MOST_PENDING = 2 * LONGEST_CHARACTER
 CONTEXT = 6
 
 
 class ByteStream:
-    """For tokenizers whose tokens are byte strings: linear, exact, even where `context` ends within a character."""
+    """The stream of a tokenizer whose tokens are byte strings.
+
+    It is exact even if `context` ends within a character.
+    """
 
     def __init__(self, piece_bytes: Callable[[int], bytes], context: Sequence[int] = ()) -> None:
         self._piece_bytes = piece_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        for token in context[-CONTEXT:]:
-            self.add(token)
+        self._decoder.decode(b"".join(map(piece_bytes, context[-CONTEXT:])))
 
     def add(self, token: int) -> str:
         return self._decoder.decode(self._piece_bytes(token))
@@ -29,9 +31,10 @@ class ByteStream:
 
 
 class DecodeStream:
-    """For any tokenizer with a `decode`: the text of a few tokens with and without the new one, compared.
+    """The stream of any tokenizer with a `decode` function.
 
-    The tokens before the answer are decoded along, so that a decoder that strips the space of a first word does not strip ours.
+    It compares the text of a few tokens with and without the new one. The last tokens before the
+    answer are decoded, too, because a decoder may strip the space of the first word.
     """
 
     def __init__(self, decode: Callable[[list[int]], str], context: Sequence[int]) -> None:
@@ -49,7 +52,8 @@ class DecodeStream:
             return self._show(len(self._pending), text)
         if len(self._pending) < MOST_PENDING:
             return ""
-        # Broken characters only, so far: show all but the last tokens, which may be the beginning of a whole one.
+        # All characters so far are broken. Show all but the last tokens, which may begin a whole
+        # character.
         for count in range(len(self._pending) - LONGEST_CHARACTER + 1, 0, -1):
             if text.startswith(whole := self._text(count)):
                 return self._show(count, whole)
@@ -59,23 +63,23 @@ class DecodeStream:
         return self._show(len(self._pending), self._text(len(self._pending)))
 
     def _text(self, count: int) -> str:
-        """What the first `count` pending tokens add to the text."""
+        """Return the text that the first `count` pending tokens add."""
         pending = self._pending[:count]
         text = self._decode(self._shown + pending)
         if text.startswith(self._shown_text):
             return text[len(self._shown_text) :]
-        return self._decode(pending)  # a decoder that gives up the bytes before a broken one, too
+        return self._decode(pending)  # this decoder also drops the bytes before a broken one
 
     def _show(self, count: int, text: str) -> str:
         shown, self._pending = self._pending[:count], self._pending[count:]
         shown_text = self._decode(shown)
-        if shown_text:  # else what was shown before still says more about a leading space
+        if shown_text:  # else keep the earlier tokens, which decide about a leading space
             self._shown, self._shown_text = shown, shown_text
         return text
 
 
 class StopScanner:
-    """Holds back what may be the start of a stop string, and cuts exactly before one."""
+    """A scanner that cuts a text before a stop string, and holds back a possible start of one."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
@@ -83,11 +87,14 @@ class StopScanner:
         self.stopped = False
 
     def add(self, text: str) -> str:
-        """The text that may be shown now; after a match, `stopped` is True and nothing more is to come."""
+        """Return the text that may be shown now.
+
+        After a match `stopped` is True, and no more text may be added.
+        """
         if not self._stops:
             return text
         held = self._held + text
-        # The one that ends first, so that it does not matter how the text was cut into pieces.
+        # Take the match that ends first: it does not depend on how the text was cut.
         found = [
             (place + len(stop), place) for stop in self._stops if (place := held.find(stop)) >= 0
         ]
@@ -99,13 +106,13 @@ class StopScanner:
         return held[: len(held) - keep]
 
     def finish(self) -> str:
-        """What was held back and turned out not to be a stop string."""
+        """Return the text that was held back and is not a stop string."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a beginning of `stop`."""
+    """Return the length of the longest end of `text` that begins `stop`."""
     return next(
         (n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0
     )

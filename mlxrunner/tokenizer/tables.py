@@ -1,4 +1,7 @@
-"""Tables of special tokens, looked at before a library reads them: theirs take quadratic time, and memory for the highest id."""
+"""Check tables of special tokens before a library reads them.
+
+Reading takes quadratic time, and memory for the highest id.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +9,20 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from mlxrunner.errors import ModelError
-from mlxrunner.reading import ReadError, is_there, read_bytes
-from mlxrunner.tokenizer.template import MOST_JSON, read_json
+from mlxrunner.errors import ModelError, ReadError
+from mlxrunner.system.reading import is_there, read_bytes
+from mlxrunner.templates.rendering import MOST_JSON, read_json
 
 MOST_SPECIAL = 2**15
-"""Special tokens of a model; some that speak have 28,000."""
+"""Most special tokens of a model. Some speech models have 28,000."""
 MOST_NAMED = 2**12
-"""Of those that are only listed as `additional_special_tokens`, which take longest."""
+"""Most tokens listed as `additional_special_tokens`, which take longest to load."""
 LAST_TOKEN = 2**22 - 1
-"""The largest vocabularies in use have a million tokens."""
+"""The highest token id. The largest vocabularies in use have a million tokens."""
 
 
 def check_tables(folder: Path) -> None:
-    """ModelError where a file of `folder` has more special tokens than any model, or ids beyond any vocabulary."""
+    """Raise ModelError if a file of `folder` has too many special tokens, or too high ids."""
     settings, added = (
         read_json(folder / "tokenizer_config.json"),
         read_json(folder / "added_tokens.json"),
@@ -53,7 +56,7 @@ def check_tables(folder: Path) -> None:
 
 
 def check_ids(file: Path, tokens: Iterable[int]) -> None:
-    """ModelError for an id that no vocabulary has."""
+    """Raise ModelError for an id that no vocabulary has. The message names `file`."""
     wrong = next((token for token in tokens if not 0 <= token <= LAST_TOKEN), None)
     if wrong is not None:
         shown = wrong if abs(wrong) < 10**20 else "a number of more than 20 digits"
@@ -70,5 +73,6 @@ def _of(table: dict[str, Any], name: str, kind: type | tuple[type, ...]) -> Any:
 def _check_count(file: Path, name: str, count: int, most: int) -> None:
     if count > most:
         raise ModelError(
-            f"{file}: {name} has {count:,} special tokens, and {most:,} are the most: loading them would take minutes"
+            f"{file}: {name} has {count:,} special tokens, and {most:,} are the most: "
+            "loading them would take minutes"
         )

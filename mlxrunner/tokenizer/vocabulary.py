@@ -1,4 +1,4 @@
-"""The bytes that each token stands for, as the library for constrained decoding wants them. Knows no grammar."""
+"""The bytes of each token, in the form for llguidance. Knows nothing about grammars."""
 
 from __future__ import annotations
 
@@ -14,17 +14,21 @@ IN_UTF8 = {bytes([byte]) for byte in range(256)} - {
 
 
 class Vocabulary:
-    """Bytes of each token id. Kept by its tokenizer, so that what the library makes of it is made once."""
+    """The bytes of each token id, and llguidance's form of them, which is computed once."""
 
     def __init__(self, pieces: Sequence[bytes | None]) -> None:
-        """`pieces`: None for a token that is no text (BOS, the end of a turn)."""
+        """Wrap `pieces`, the bytes of each token.
+
+        The bytes are None for a token that is not text (BOS, the end of a turn).
+        """
         self.pieces = pieces
 
     @cached_property
     def guide(self) -> Any:
-        """llguidance's own form of it; about a second for 100,000 tokens.
+        """The vocabulary in llguidance's form. Computing it takes a second per 100,000 tokens.
 
-        Its end token is one behind the last, which no model has: where an answer may end is decided by the stop tokens of a request.
+        Its end token is one behind the last, which no model has. The stop tokens of a request
+        decide where an answer may end.
         """
         from llguidance import LLTokenizer, TokenizerWrapper
 
@@ -35,12 +39,12 @@ class Vocabulary:
         return set(self.pieces) >= IN_UTF8
 
     def can_spell(self, text: str) -> bool:
-        """Whether some tokens together are exactly `text`."""
+        """Return True if some sequence of tokens is exactly `text`."""
         if self._spells_everything:
             return True
         data, pieces = text.encode(), {piece for piece in self.pieces if piece}
         longest = max(map(len, pieces), default=0)
-        ends = [True]  # whether the first so many bytes can be spelled
+        ends = [True]  # at n: the first n bytes can be spelled
         for end in range(1, len(data) + 1):
             ends.append(
                 any(
@@ -52,7 +56,7 @@ class Vocabulary:
 
 
 class _Library:
-    """The attributes that llguidance asks for."""
+    """The attributes of a tokenizer that llguidance reads."""
 
     bos_token_id = None
     special_token_ids: Sequence[int] = ()
@@ -62,16 +66,17 @@ class _Library:
         self.eos_token_id = len(pieces)
 
     def __call__(self, text: str) -> list[int]:
-        """How it would spell forced text; it is never asked (`no_forcing` in `constrain.HEAD`), and an error if it were."""
+        """Fail: llguidance only tokenizes forced text, and there is none (`constrain.HEAD`)."""
         raise AssertionError("the model decides how a text is spelled")
 
 
 def library() -> Any:
-    """The module llguidance, or OptionError with the command that installs it."""
+    """Return the module llguidance. Raise OptionError if it is not installed."""
     try:
         import llguidance
     except ImportError as error:
         raise OptionError(
-            "schema, choices: answers in a given form need llguidance, which is not installed: pip install llguidance"
+            "schema, choices: answers in a given form need llguidance, which is not installed: "
+            "pip install llguidance"
         ) from error
     return llguidance

@@ -1,1 +1,4 @@
-"""Warm against cold on the user's own device and model: what reuse could change, measured against what the device changes by itself."""
+"""Compare warm with cold requests on the user's own device and model.
+
+The differences due to reuse are measured against those that the device makes by itself.
+"""

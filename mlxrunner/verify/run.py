@@ -1,4 +1,7 @@
-"""Run the scenarios: each warm, cold, and cold in other prefill steps, at a length that the model's speed allows."""
+"""Run the scenarios, each warm, cold, and cold in other prefill steps.
+
+The model's speed decides the length of the prompts.
+"""
 
 from __future__ import annotations
 
@@ -6,42 +9,39 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from mlxrunner import device
 from mlxrunner.bench.models import load_or_make
-from mlxrunner.config import GenerateOptions
 from mlxrunner.errors import OptionError
+from mlxrunner.loading import plan_model
+from mlxrunner.memory.reserve import must_fit
 from mlxrunner.models.chunks import DEPENDS
 from mlxrunner.models.load import LoadedModel
-from mlxrunner.reserve import must_fit
-from mlxrunner.runner import Runner, plan_model
-from mlxrunner.verify.answer import Answer, ask, difference
-from mlxrunner.verify.beside import MOVED_KEYS, PARALLEL, moved_keys, parallel
-from mlxrunner.verify.report import Report, Row
+from mlxrunner.options import GenerateOptions
+from mlxrunner.runner import Runner
+from mlxrunner.system import device
+from mlxrunner.verify.answer import AnswerLogits, ask, difference
+from mlxrunner.verify.cross_checks import MOVED_KEYS, PARALLEL, moved_keys, parallel
+from mlxrunner.verify.findings import Check, Findings
 from mlxrunner.verify.scenarios import MORE, SCENARIOS, SMALLEST, THINKING, Case, Talk
 
 Begin = Callable[[str], None]
-"""Called with the name of what is done next."""
+"""A function that is called with the name of each part before the part runs."""
 REPEATED = "the same cold run twice"
 NUM_PARTS = len(SCENARIOS) + 5
-"""How often `begin` is called by a whole verification, loading included."""
+"""Number of calls of `begin` in a whole verification, loading included."""
 SECONDS = 120
-"""What a verification should take at most, about."""
+"""Longest time that a verification should take, roughly."""
 MOST = 2048
 """Tokens of context beyond which a longer one proves nothing new."""
 RUNS = 3 * len(SCENARIOS) + 10
-"""Prompts that are evaluated whole, about."""
+"""Approximate number of prompts that are evaluated whole."""
 NEAR_END = 3
-"""Where a wrong token is put to see what it changes: a state forgets what is far away."""
+"""Place of the wrong token, in tokens from the end. A state forgets distant tokens."""
 SMALL_STEP = 8
-"""A prefill step for which a device has other kernels, as for single tokens."""
+"""A prefill step in tokens for which a device uses other kernels, as for single tokens."""
 
 
 class Verification:
-    """Of `runner`, with answers of `answer` tokens. `report.rows` grow while `run` goes on: an interrupted one has something to say.
-
-    `other`: a Runner on the same model with the same caches but no checkpoints, so that its passes end elsewhere: what that changes is
-    the noise.
-    """
+    """A verification of a runner. `findings` grow while it runs, also up to an interrupt."""
 
     def __init__(
         self,
@@ -52,16 +52,19 @@ class Verification:
         about: str = "",
         begin: Begin = lambda name: None,
     ) -> None:
-        self._runner, self._other, self._talk, self._begin = (
-            runner,
-            other,
-            Talk(runner, answer),
-            begin,
-        )
-        self._step = min(runner.prefill_step, max(len(self._talk.base) // 5, 2))
-        self.report = Report(runner.name, device.backend(), runner.context, about)
+        """Prepare a verification with answers of `answer` tokens.
 
-    def run(self) -> Report:
+        `other`: a Runner on the same model with the same caches but no checkpoints. Its passes end
+        at other offsets, and the resulting difference is the noise. `about`: the first line of the
+        table.
+        """
+        self._runner, self._other = runner, other
+        self._talk, self._begin = Talk(runner, answer), begin
+        self._step = min(runner.prefill_step, max(len(self._talk.base) // 5, 2))
+        self.findings = Findings(runner.name, device.backend(), runner.context, about)
+
+    def run(self) -> Findings:
+        """Run all checks and return the findings."""
         self._runner.prefill_step = self._step
         self._noise()
         for number, name in enumerate(SCENARIOS):
@@ -69,43 +72,51 @@ class Verification:
             self._other.prefill_step = max(
                 (self._step // 2, self._step // 3, SMALL_STEP)[number % 3], 1
             )
-            self.report.rows.append(self._row(name))
+            self.findings.checks.append(self._row(name))
         for name, row in ((MOVED_KEYS, moved_keys), (PARALLEL, parallel)):
             self._begin(name)
-            self.report.rows.append(row(self._talk))
-        self.report.is_complete = True
-        return self.report
+            self.findings.checks.append(row(self._talk))
+        self.findings.is_complete = True
+        return self.findings
 
     def _noise(self) -> None:
-        """The same run twice, and what one wrong token changes."""
+        """Measure the difference of two equal runs, and the change that one wrong token makes."""
         self._begin(REPEATED)
         base = Case(self._talk.base)
         first, second = self._cold(self._runner, base), self._cold(self._runner, base)
         wrong = self._cold(self._runner, Case(self._talk.changed(len(self._talk.base) - NEAR_END)))
         between = difference(first, second)
-        self.report.rows.append(Row(REPEATED, found=between, noise=between))
-        self.report.wrong_token = difference(first, wrong).logits
-        self.report.epsilon = first.epsilon
+        self.findings.checks.append(Check(REPEATED, found=between, noise=between))
+        self.findings.wrong_token = difference(first, wrong).logits
+        self.findings.epsilon = first.epsilon
 
-    def _row(self, name: str) -> Row:
+    def _row(self, name: str) -> Check:
         self._runner.reset()
         case = SCENARIOS[name](self._talk)
         warm = ask(self._runner, case, self._talk.answer)
         entry, usage, fault = self._runner.entry, warm.usage, None
         if not entry.is_true:
-            fault = f"the entry holds {len(entry.tokens)} tokens, but its layers are at {sorted(set(entry.offsets))}"
+            fault = (
+                f"the entry holds {len(entry.tokens)} tokens, "
+                f"but its layers are at {sorted(set(entry.offsets))}"
+            )
         cold = self._cold(self._runner, case)
-        # A run that shifts goes through the caches that are on trial: it says nothing about the device.
+        # A run that shifts uses the caches under test: it shows nothing about the device.
         noise = None if case.options else difference(cold, self._cold(self._other, case))
-        self.report.largest = max(self.report.largest, cold.largest)
+        self.findings.largest = max(self.findings.largest, cold.largest)
         reused = usage.cached_tokens if usage is not None else 0
-        return Row(
-            name, found=difference(warm, cold), noise=noise, reused=reused,
-            prompt=usage.prompt_tokens if usage is not None else 0, fault=fault,
-            untested=None if reused or fault else f"nothing could be reused: {usage.reason if usage is not None else ''}",
-        )  # fmt: skip
+        reason = usage.reason if usage is not None else ""
+        return Check(
+            name,
+            found=difference(warm, cold),
+            noise=noise,
+            reused=reused,
+            prompt=usage.prompt_tokens if usage is not None else 0,
+            fault=fault,
+            untested=None if reused or fault else f"nothing could be reused: {reason}",
+        )
 
-    def _cold(self, runner: Runner, case: Case) -> Answer:
+    def _cold(self, runner: Runner, case: Case) -> AnswerLogits:
         runner.reset()
         if case.before is not None:
             ask(runner, Case(case.before), 1)
@@ -121,10 +132,12 @@ def verification(
     trust_remote_code: bool = False,
     begin: Begin = lambda name: None,
 ) -> Verification:
-    """Load `model` (a name, or `random:100M`) and get ready to verify it.
+    """Load `model` (a name, or `random:100M`) and prepare to verify it.
 
-    context: tokens of the longest prompt with its answer (default: what the model evaluates fast enough for a verification of SECONDS).
-    tokens: of each answer. kv_bits: as in `Runner.load`. OptionError where they are too few for anything to be found.
+    `context`: tokens of the longest prompt with its answer; None: as many as a verification of
+    SECONDS allows. `tokens`: tokens of each answer. `kv_bits`: see `Runner.load`. `begin`: called
+    with the name of each part. Raise OptionError if the context is too short to find anything, and
+    MemoryPlanError if the model does not fit into memory.
     """
     GenerateOptions.of(max_tokens=tokens)
     begin(f"loading {model}")
@@ -145,7 +158,10 @@ def verification(
         context=context,
         kv_bits=kv_bits,
     )
-    about = f"{model} on {device.backend()}: context {context}, answers of {tokens} tokens, prefill {1 / token_s:.0f} tokens/s"
+    about = (
+        f"{model} on {device.backend()}: context {context}, answers of {tokens} tokens, "
+        f"prefill {1 / token_s:.0f} tokens/s"
+    )
     if loaded.facts.depends_on_chunks:
         about += f"; {DEPENDS}, and nothing is reused"
     return Verification(
@@ -154,13 +170,19 @@ def verification(
 
 
 def _affordable(limit: int, token_s: float, step_s: float, beside: int) -> int:
-    """The context whose prompts can be evaluated RUNS times in SECONDS, a ninth of them in small steps."""
+    """Return the context whose prompts can be evaluated RUNS times in SECONDS.
+
+    A ninth of the prompts is evaluated in small steps. `beside`: other tokens of the context.
+    """
     prompt = SECONDS / RUNS / (token_s + step_s / (9 * SMALL_STEP))
     return min(limit, max(int(prompt), 2 * SMALLEST) + beside)
 
 
 def _speed(loaded: LoadedModel, most: int) -> tuple[float, float]:
-    """Seconds of a prompt token among many, and of a single one."""
+    """Return the seconds of a prompt token among many, and of a single one.
+
+    `most`: tokens of the context. Raise OptionError if they are too few.
+    """
     if most < SMALLEST:
         raise OptionError(
             f"context: {most} tokens are too few to verify anything: at least {SMALLEST} are needed"
@@ -175,5 +197,5 @@ def _speed(loaded: LoadedModel, most: int) -> tuple[float, float]:
         ]
         seconds = time.perf_counter() - began
     usage = usages[-1]
-    decode = usage.decode_s if usage is not None else 0.0
+    decode = usage.timing.decode_s if usage is not None else 0.0
     return (seconds - decode) / count, decode / 3

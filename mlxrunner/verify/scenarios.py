@@ -1,6 +1,7 @@
-"""The ways in which a conversation comes back to its entry, each as a function that leaves a warm entry and says which prompt is next.
+"""The ways in which a conversation comes back to its entry.
 
-A further one is a function here and a line in SCENARIOS.
+Each scenario is a function that leaves a warm entry and returns the next prompt. A new scenario is
+a function here and a line in SCENARIOS.
 """
 
 from __future__ import annotations
@@ -17,42 +18,51 @@ from typing import Any
 from mlxrunner.errors import OptionError
 from mlxrunner.runner import Runner
 from mlxrunner.sessions.entry import StoredEntry, pack
-from mlxrunner.sessions.store import Sessions
+from mlxrunner.sessions.store import SessionStore
 
 WORDS = """
-the a one many river stone copper lantern morning engine letter winter garden number harbour music paper island window thread
-opens carries answers remembers forgets counts follows builds turns holds brings takes under over between without because until when
-quiet early heavy seventh yellow careful distant broken simple
+the a one many river stone copper lantern morning engine letter winter garden number harbour music
+paper island window thread opens carries answers remembers forgets counts follows builds turns holds
+brings takes under over between without because until when quiet early heavy seventh yellow careful
+distant broken simple
 """.split()
 MESSAGES = 6
-"""In a prompt, the first one of half the length of the others."""
+"""Number of messages of a prompt. The first one is half as long as the others."""
 MORE = 16
 """Tokens of a next turn."""
 THINKING = 3
-"""A thoughtful answer is so many times as long as the others."""
+"""Length of an answer with thinking, as a multiple of other answers."""
 SMALLEST = 48
-"""Tokens of a prompt; with fewer there is nothing to edit early."""
+"""Fewest tokens of a prompt. Shorter ones have no early token to edit."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """The prompt that comes to the warm entry. `before`: what a cold run has to have evaluated first, in one request (for a shift, whose
-    result depends on what it dropped)."""
+    """The prompt that comes to the warm entry."""
 
     prompt: list[int]
     options: dict[str, Any] = field(default_factory=dict)
+    """Options of `generate`."""
     before: list[int] | None = None
+    """The prompt that a cold run evaluates first, in one request; None if there is none.
+
+    The result of a shift depends on the tokens that it dropped.
+    """
 
 
 class Talk:
-    """Made-up text of a conversation, as tokens: `base` is a prompt that fills `runner`'s context but for answers and next turns."""
+    """Made-up text of a conversation, as tokens.
+
+    `base` is a prompt that fills the runner's context except for answers and next turns.
+    """
 
     def __init__(self, runner: Runner, answer: int) -> None:
         self.runner, self.answer = runner, answer
         length = runner.context - THINKING * answer - 2 * MORE
         if length < SMALLEST:
             raise OptionError(
-                f"context: {runner.context} tokens are too few to verify anything with answers of {answer}: "
+                f"context: {runner.context} tokens are too few to verify anything "
+                f"with answers of {answer}: "
                 f"at least {runner.context - length + SMALLEST} are needed"
             )
         self._random = random.Random(0)
@@ -63,17 +73,17 @@ class Talk:
         self.base = text[:length]
 
     def more(self, count: int = MORE) -> list[int]:
-        """The tokens of a next turn."""
+        """Return the tokens of a next turn."""
         return [*self._ends[:1], *self._text(count)][:count]
 
     def changed(self, place: int) -> list[int]:
-        """`base` with another token at `place`."""
+        """Return `base` with another token at `place`."""
         old, vocab = self.base[place], max(self.runner.facts.vocab, 2)
         other = next((token for token in self._text(MORE) if token != old), (old + 1) % vocab)
         return [*self.base[:place], other, *self.base[place + 1 :]]
 
     def unlike(self, prompt: list[int]) -> list[int]:
-        """Another prompt of that length, no token of which is that of `prompt` in its place."""
+        """Return a prompt of the same length that has another token in every place."""
         vocab = max(self.runner.facts.vocab, 2)
         text = self._text(len(prompt))
         return [
@@ -82,7 +92,10 @@ class Talk:
         ]
 
     def say(self, prompt: list[int], count: int) -> list[int]:
-        """The tokens of a greedy answer, which the entry holds afterwards but for the last."""
+        """Return `count` tokens of a greedy answer.
+
+        The entry then holds the prompt and all of them but the last.
+        """
         return [
             chunk.token or 0
             for chunk in self.runner.generate(prompt, max_tokens=count, stop_tokens=[])
@@ -99,23 +112,27 @@ class Talk:
             usable = [token for token in spelled if not vocab or token < vocab]
             tokens += usable or [
                 self._random.randrange(max(vocab, 2))
-            ]  # a tokenizer that has no words for it
+            ]  # the tokenizer has no tokens for these words
         return tokens[:count]
 
 
 def append(talk: Talk) -> Case:
+    """Append an answer and a next turn."""
     return Case([*talk.base, *talk.say(talk.base, talk.answer), *talk.more()])
 
 
 def edit_early(talk: Talk) -> Case:
+    """Change a token after an eighth of the prompt."""
     return _edit(talk, len(talk.base) // 8)
 
 
 def edit_middle(talk: Talk) -> Case:
+    """Change a token in the middle of the prompt."""
     return _edit(talk, len(talk.base) // 2)
 
 
 def edit_last(talk: Talk) -> Case:
+    """Change the last token of the prompt."""
     return _edit(talk, len(talk.base) - 1)
 
 
@@ -125,17 +142,20 @@ def _edit(talk: Talk, place: int) -> Case:
 
 
 def regenerate(talk: Talk) -> Case:
+    """Repeat the prompt after its answer."""
     talk.say(talk.base, talk.answer)
     return Case(talk.base)
 
 
 def think_strip(talk: Talk) -> Case:
-    """The first half of an answer, its thinking, is left out of the next prompt."""
+    """Leave the first half of an answer, its thinking, out of the next prompt."""
     said = talk.say(talk.base, THINKING * talk.answer)
     return Case([*talk.base, *said[len(said) // 2 :], *talk.more()])
 
 
 def cancel_prefill(talk: Talk) -> Case:
+    """Interrupt the prefill after half of the prompt, then repeat the prompt."""
+
     def stop(done: int, total: int) -> None:
         if 2 * done > total:
             raise _Stopped
@@ -147,6 +167,7 @@ def cancel_prefill(talk: Talk) -> Case:
 
 
 def cancel_decode(talk: Talk) -> Case:
+    """Close the answer after some tokens, then append a next turn."""
     chunks: Any = talk.runner.generate(talk.base, max_tokens=THINKING * talk.answer, stop_tokens=[])
     said = [chunk.token for chunk in islice(chunks, talk.answer)]
     chunks.close()
@@ -154,22 +175,22 @@ def cancel_decode(talk: Talk) -> Case:
 
 
 def restore(talk: Talk) -> Case:
-    """The entry goes into a file, as that of a saved session does, and comes back into caches that were freed."""
+    """Save the entry as a session does, and read it back into freed caches."""
     said = talk.say(talk.base, talk.answer)
     with TemporaryDirectory() as folder:
-        sessions = Sessions(Path(folder))
+        sessions = SessionStore(Path(folder))
         packed = pack(talk.runner.entry.export(), {})
         with sessions.lock("verify"):
             sessions.save_cache("verify", packed.arrays, packed.metadata)
         file = sessions.load_cache("verify")
         assert file is not None
-        talk.runner.adopt(StoredEntry(file))
-        _ = talk.runner.entry  # read now: the file goes
+        talk.runner.cache.adopt(StoredEntry(file))
+        _ = talk.runner.entry  # read it now, before the file is removed
     return Case([*talk.base, *said, *talk.more()])
 
 
 def overflow(talk: Talk) -> Case:
-    """A history of two turns, and then a prompt that is longer than the context."""
+    """Continue a history of two turns with a prompt that is longer than the context."""
     talk.say(talk.base[: len(talk.base) // 2], 1)
     said = talk.say(talk.base, talk.answer)
     history = [*talk.base, *said[:-1]]
@@ -178,7 +199,7 @@ def overflow(talk: Talk) -> Case:
 
 
 def overflow_decode(talk: Talk) -> Case:
-    """An answer that goes over the edge of the context."""
+    """Let an answer grow beyond the context."""
     talk.say(talk.base, 1)
     return Case(
         [*talk.base, *talk.more(talk.runner.context - len(talk.base) - max(talk.answer // 2, 1))],
@@ -191,7 +212,7 @@ def _shift(talk: Talk) -> dict[str, Any]:
 
 
 class _Stopped(KeyboardInterrupt):
-    """What Ctrl-C does, but from here."""
+    """An interrupt, as by Ctrl-C, that a scenario raises."""
 
 
 SCENARIOS: dict[str, Callable[[Talk], Case]] = {

@@ -1,4 +1,4 @@
-"""What a batch lost: the tokens that another order or a larger cache would have kept, and no others."""
+"""A batch loses the tokens that another order or a larger cache would have kept, no others."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from support.models import tiny_config, tiny_model
 
-from mlxrunner.batch.earlier import shared_before
-from mlxrunner.batch.request import BatchRequest, BatchResult
-from mlxrunner.batch.run import run_batch
-from mlxrunner.batch.store import Entry, Order, Store
+from mlxrunner.batch.prompts import shared_before
+from mlxrunner.batch.run import BatchRequest, BatchResult, run_batch
+from mlxrunner.batch.store import Order, Store, StoredLine
 from mlxrunner.cache.tokens import as_tokens, common_prefix
+from mlxrunner.engine.observation import Observation
 from mlxrunner.models.facts import facts_of
-from mlxrunner.observation import Observation
 from mlxrunner.parallel.runner import ParallelRunner
 from mlxrunner.runner import Runner
 from mlxrunner.testing import ByteTokenizer, oracle_runner
-from mlxrunner.testing_models import tiny_config, tiny_model
 
 Prompts = Sequence[Sequence[int]]
 
@@ -30,7 +29,7 @@ def optimum(prompts: Prompts) -> int:
 
 
 def some_prompts(seed: int, most: int = 40) -> list[list[int]]:
-    """Prompts that share prefixes of all lengths; some are there twice, some are the beginning of others."""
+    """Return prompts that share prefixes of all lengths, with repeats and beginnings of others."""
     rng = random.Random(seed)
     prompts = [[rng.randrange(1, 250) for _ in range(rng.randint(1, 60))]]
     while len(prompts) < rng.randint(2, most):
@@ -54,8 +53,8 @@ def several(slots: int = 4) -> ParallelRunner:
         ByteTokenizer(),
         facts_of(model, config),
         max_sequences=slots,
-        capacity=128,
-        max_batch=64,
+        context=128,
+        prefill_step=64,
     )
 
 
@@ -65,14 +64,14 @@ class Watch:
     def __init__(self, runner: Runner | ParallelRunner) -> None:
         self.evaluated = self.lost = 0
         self.reasons: dict[str | None, int] = {}
-        runner.observer = self
+        runner.observers.append(self)
 
     def __call__(self, runner: Any, observed: Observation) -> None:
         usage = observed.usage
         self.evaluated += usage.evaluated_tokens
-        self.lost += usage.lost_tokens
-        if usage.lost_tokens:
-            self.reasons[usage.reason] = self.reasons.get(usage.reason, 0) + usage.lost_tokens
+        self.lost += usage.cache.lost_tokens
+        if usage.cache.lost_tokens:
+            self.reasons[usage.reason] = self.reasons.get(usage.reason, 0) + usage.cache.lost_tokens
 
 
 def run(
@@ -151,7 +150,7 @@ def test_what_a_line_shares_with_those_before_it(seed: int) -> None:
     prompts = [as_tokens(prompt) for prompt in some_prompts(seed)]
     with Store.create() as store:
         for index, prompt in enumerate(prompts):
-            store.add(Entry(index, index + 1, prompt))
+            store.add(StoredLine(index, index + 1, prompt))
         store.finish()
         found = shared_before(store.pending("prefix"), len(prompts))
     for index, prompt in enumerate(prompts):

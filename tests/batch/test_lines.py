@@ -1,4 +1,4 @@
-"""Lines of a file: what is read from good ones, what is said about bad ones, and that none of them stops the rest."""
+"""Good lines of a file are read, bad ones are reported, and none stops the rest."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ import sys
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from mlxrunner.batch.fields import BatchOptions
 from mlxrunner.batch.lines import Line, LineReader
-from mlxrunner.terminal import LONGEST_LINE
+from mlxrunner.terminal.text import LONGEST_LINE
 
 
-def read(content: bytes | str, **settings: Any) -> list[Line]:
-    return list(
-        LineReader(
-            io.BytesIO(content.encode() if isinstance(content, str) else content), **settings
-        )
-    )
+def read(content: bytes | str, **options: Any) -> list[Line]:
+    stream = io.BytesIO(content.encode() if isinstance(content, str) else content)
+    longest = {"longest": options.pop("longest")} if "longest" in options else {}
+    return list(LineReader(stream, BatchOptions(**options), **longest))
 
 
 def one(record: Any, **settings: Any) -> Line:
@@ -80,7 +79,10 @@ SYSTEM = {"role": "system", "content": "Be brief."}
     ],
 )
 def test_prompts(record: Any, settings: dict[str, Any], prompt: Any) -> None:
-    """A prompt is a user message, or plain text with raw; a system prompt goes in front where the line brings none."""
+    """A prompt is a user message, or plain text with raw.
+
+    A system prompt goes in front where the line brings none.
+    """
     assert one(record, **settings) == Line(0, 1, prompt)
 
 
@@ -112,7 +114,12 @@ def test_prompts(record: Any, settings: dict[str, Any], prompt: Any) -> None:
 )
 def test_options(fields: dict[str, Any], options: dict[str, Any]) -> None:
     """Those that the line gives, as `generate` takes them; null is as good as nothing."""
-    assert one({"prompt": "Hello", **fields}) == Line(0, 1, [user("Hello")], options=options)  # type: ignore[arg-type]
+    assert one({"prompt": "Hello", **fields}) == Line(
+        0,
+        1,
+        [user("Hello")],
+        options=options,  # type: ignore[arg-type]
+    )
 
 
 def test_a_line_without_a_form_of_its_answer_overrides_a_default() -> None:
@@ -146,12 +153,18 @@ def test_ids_are_kept_as_they_are(name: str | int | None) -> None:
         ('{"prompt": "a", "id": "\\uDE00"}', "half a character"),
         ('{"prompt": "a", "stop": ["\\uDE00"]}', "half a character"),
         ('{"prompt": "a", "temperature": NaN}', "not JSON: NaN is not a number of JSON"),
-        ('{"prompt": "a", "temperature": -Infinity}', "not JSON: -Infinity is not a number of JSON"),
+        (
+            '{"prompt": "a", "temperature": -Infinity}',
+            "not JSON: -Infinity is not a number of JSON",
+        ),
         ('{"prompt": "a", "temperature": 1e999}', "temperature: inf is out of range"),
         ('{"prompt": "a", "seed": ' + "9" * 5000 + "}", "not JSON: Exceeds the limit"),
         ("[" * 100_000, "nested too deeply"),
         ('{"a":' * 100_000, "nested too deeply"),
-        ('{"prompt": "a", "schema": ' + '{"a":' * 100_000 + "1" + "}" * 100_001, "nested too deeply"),
+        (
+            '{"prompt": "a", "schema": ' + '{"a":' * 100_000 + "1" + "}" * 100_001,
+            "nested too deeply",
+        ),
         ("{}", 'has no "prompt" and no "messages"'),
         ('{"prompt": null}', 'has no "prompt" and no "messages"'),
         ('{"prompt": "a", "messages": []}', "has both a prompt and messages"),
@@ -160,19 +173,40 @@ def test_ids_are_kept_as_they_are(name: str | int | None) -> None:
         ('{"prompt": ["a"]}', "prompt has to be a text, not a list"),
         ('{"messages": []}', "messages has to be a list of at least one message"),
         ('{"messages": {"role": "user"}}', "messages has to be a list of at least one message"),
-        ('{"messages": ["Hello"]}', "message 0 has to be {\"role\": text, \"content\": text}, not 'Hello'"),
+        (
+            '{"messages": ["Hello"]}',
+            'message 0 has to be {"role": text, "content": text}, not \'Hello\'',
+        ),
         ('{"messages": [{"role": 5, "content": "a"}]}', "message 0 has to be"),
-        ('{"messages": [{"role": "user"}]}', "message 0: content has to be a text, not null"),
-        ('{"messages": [{"role": "user", "content": "a", "tool_calls": [1]}]}', "message 0 has a field that is not supported: 'tool_calls'"),
-        ('{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "message 0: content of type 'image_url' is not supported"),
-        ('{"messages": [{"role": "user", "content": ["a"]}]}', "message 0: content of type 'a' is not supported, only text"),
+        (
+            '{"messages": [{"role": "user"}]}',
+            "message 0: content has to be a text or a list of text parts, not None",
+        ),
+        (
+            '{"messages": [{"role": "user", "content": "a", "tool_calls": [1]}]}',
+            "message 0: only an assistant has tool_calls, not 'user'",
+        ),
+        (
+            '{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}',
+            "message 0: content of type 'image_url' is not supported",
+        ),
+        (
+            '{"messages": [{"role": "user", "content": ["a"]}]}',
+            "message 0: content of type 'a' is not supported, only text",
+        ),
         ('{"prompt": "a", "system": 5}', "system has to be a text, not a number"),
         ('{"promt": "a"}', "unknown field 'promt': known are choices, "),
         ('{"prompt": "a", "logits_processors": []}', "unknown field 'logits_processors'"),
-        ('{"prompt": "a", "id": 1.5}', "id has to be a text or a whole number of at most 64 bits, not 1.5"),
+        (
+            '{"prompt": "a", "id": 1.5}',
+            "id has to be a text or a whole number of at most 64 bits, not 1.5",
+        ),
         ('{"prompt": "a", "id": true}', "id has to be a text or a whole number"),
         ('{"prompt": "a", "id": 9223372036854775808}', "id has to be a text or a whole number"),
-        ('{"prompt": "a", "temperature": -1}', "temperature: -1 is out of range, it has to be between 0 and 100"),
+        (
+            '{"prompt": "a", "temperature": -1}',
+            "temperature: -1 is out of range, it has to be between 0 and 100",
+        ),
         ('{"prompt": "a", "temperature": "hot"}', "temperature: 'hot' is not a number"),
         ('{"prompt": "a", "max_tokens": 0}', "max_tokens: 0 is out of range"),
         ('{"prompt": "a", "max_tokens": 1.5}', "max_tokens: 1.5 is not a whole number"),
@@ -180,20 +214,33 @@ def test_ids_are_kept_as_they_are(name: str | int | None) -> None:
         ('{"prompt": "a", "overflow": "wrap"}', "overflow: 'wrap' is not known"),
         ('{"prompt": "a", "overflow": {}}', "overflow: {} is not known"),
         ('{"prompt": "a", "stop": {"a": 1}}', "stop: {'a': 1} is not a list of texts"),
-        ('{"prompt": "a", "stop": [""]}', "stop: [''] is not a list of texts of at least one character"),
+        (
+            '{"prompt": "a", "stop": [""]}',
+            "stop: [''] is not a list of texts of at least one character",
+        ),
         ('{"prompt": "a", "stop_tokens": "12"}', "stop_tokens: '1' is not a whole number"),
         ('{"prompt": "a", "choices": []}', "choices: the list is empty"),
         ('{"prompt": "a", "stop": ""}', "stop: '' is not a list of texts"),
         ('{"prompt": "a", "choices": "yes"}', "choices: 'yes' is not a list of texts"),
         ('{"prompt": "a", "schema": {"not": {}}}', "schema: "),
-        ('{"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}}', "schema: "),
+        (
+            '{"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"schema": '
+            '{"not": {}}}}}',
+            "schema: ",
+        ),
         ('{"prompt": "a", "penalty_context": 1%s}' % ("0" * 30), "penalty_context: 1"),
-        ('{"prompt": "a", "schema": 5}', "schema has to be a JSON schema (an object), not a number"),
+        (
+            '{"prompt": "a", "schema": 5}',
+            "schema has to be a JSON schema (an object), not a number",
+        ),
         ('{"prompt": "a", "response_format": "json"}', "response_format: 'json' is not known"),
-        ('{"prompt": "a", "response_format": {"type": "json_schema"}}', "response_format: json_schema has no schema"),
+        (
+            '{"prompt": "a", "response_format": {"type": "json_schema"}}',
+            "response_format: json_schema has no schema",
+        ),
         ('{"prompt": "a", "schema": {}, "response_format": {"type": "text"}}', "give one of them"),
     ],
-)  # fmt: skip
+)
 def test_what_is_said_about_a_bad_line(line: bytes | str, problem: str) -> None:
     """Its number and what is wrong, in one short line; the lines around it are read."""
     good = b'{"prompt": "Hello"}\n'
@@ -235,9 +282,9 @@ def test_what_is_said_about_a_bad_line(line: bytes | str, problem: str) -> None:
             "message 0: role 'usr' is not known, it has to be one of",
         ),
         (
-            '{"id": 1, "messages": [{"role": "tool", "content": "a"}]}',
+            '{"id": 1, "messages": [{"role": "robot", "content": "a"}]}',
             1,
-            "role 'tool' is not known",
+            "role 'robot' is not known",
         ),
         (
             '{"custom_id": "x", "body": {"messages": [{"role": "", "content": "a"}]}}',
@@ -249,7 +296,7 @@ def test_what_is_said_about_a_bad_line(line: bytes | str, problem: str) -> None:
 def test_what_could_be_read_in_two_ways_is_an_error(
     line: str, name: str | int | None, problem: str
 ) -> None:
-    """Of its line only, with the line's id: a key that is there twice, a role that a template would leave out in silence."""
+    """A repeated key or an unknown role is an error of its line only, with the line's id."""
     (bad,) = read(line)
     assert bad.error is not None
     assert problem in bad.error
@@ -278,7 +325,10 @@ def test_a_system_prompt_needs_the_template() -> None:
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"], ids=["plain", "with a BOM"])
 def test_empty_lines_are_counted_only(end: str, mark: bytes) -> None:
-    """They have a number and no index; a byte order mark and the way lines end don't matter, nor whether the last one does."""
+    """Empty lines have a number and no index.
+
+    A byte order mark and line ends, also a missing last one, change nothing.
+    """
     lines = read(
         mark
         + end.join(
@@ -300,7 +350,7 @@ def test_an_empty_file_has_no_lines(content: bytes) -> None:
 
 @pytest.mark.parametrize("extra", [-1, 0, 1, 2, 1000])
 def test_a_line_that_is_too_long(extra: int) -> None:
-    """Up to the longest it is read; beyond that it is an error that says how long a line may be, and the next line is read."""
+    """A line beyond the limit is an error that names the limit, and the next line is read."""
     line = b'{"prompt": "' + b"x" * (100 + extra - 14) + b'"}'
     assert len(line) == 100 + extra
     first, second = read(line + b'\n{"prompt": "b"}\n', longest=100)
@@ -357,20 +407,21 @@ JSON = st.recursive(
     max_leaves=6,
 )
 NAMES = st.sampled_from(
-    "prompt messages id system custom_id body url method max_tokens stop choices schema response_format".split()
+    (
+        "prompt messages id system custom_id body url method max_tokens stop choices schema "
+        "response_format"
+    ).split()
 )
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(NAMES, JSON, max_size=4))
 def test_any_object_is_a_line_or_an_error(record: dict[str, Any]) -> None:
-    """Whatever the fields hold, nothing else comes out; and what comes out can be written as UTF-8."""
+    """Any object is a line or an error, and every text that comes out can be written as UTF-8."""
     line = one(record)
     assert (line.prompt == "") == (line.error is not None)
     json.dumps([line.prompt, line.id, dict(line.options), line.error], ensure_ascii=False).encode()
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.binary(max_size=200))
 def test_any_bytes_are_lines(content: bytes) -> None:
     """As many as there are that are not empty, and never an exception."""

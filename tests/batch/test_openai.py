@@ -8,20 +8,27 @@ from typing import Any
 
 import pytest
 
+from mlxrunner.batch.fields import BatchOptions
 from mlxrunner.batch.lines import Line, LineReader
 
 HELLO = [{"role": "user", "content": "Hello"}]
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 
 
 def one(record: dict[str, Any], **settings: Any) -> Line:
-    (line,) = LineReader(io.BytesIO(json.dumps(record).encode()), **settings)
+    (line,) = LineReader(io.BytesIO(json.dumps(record).encode()), BatchOptions(**settings))
     return line
 
 
 def chat(**body: Any) -> Line:
-    return one({
-        "custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "gpt-4o-mini", "messages": HELLO, **body}
-    })  # fmt: skip
+    return one(
+        {
+            "custom_id": "a",
+            "method": "POST",
+            "url": "/v1/chat/completions",
+            "body": {"model": "gpt-4o-mini", "messages": HELLO, **body},
+        }
+    )
 
 
 def test_a_line_of_a_chat() -> None:
@@ -98,6 +105,13 @@ def test_a_line_of_a_completion() -> None:
             },
             {},
         ),
+        ({"tools": [TOOL]}, {"tools": [TOOL]}),
+        ({"tools": [TOOL], "tool_choice": "auto"}, {"tools": [TOOL]}),
+        ({"tools": [TOOL], "tool_choice": "none"}, {}),
+        (
+            {"chat_template_kwargs": {"enable_thinking": False}},
+            {"template": {"enable_thinking": False}},
+        ),
         (
             {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1},
             {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1},
@@ -106,7 +120,14 @@ def test_a_line_of_a_completion() -> None:
 )
 def test_options_of_a_body(body: dict[str, Any], options: dict[str, Any]) -> None:
     """Translated to ours; what asks for nothing and what has no meaning here is left out."""
-    assert chat(**body) == Line(0, 1, HELLO, "a", "chat.completion", options)  # type: ignore[arg-type]
+    assert chat(**body) == Line(
+        0,
+        1,
+        HELLO,
+        "a",
+        "chat.completion",
+        options,  # type: ignore[arg-type]
+    )
 
 
 @pytest.mark.parametrize(
@@ -116,8 +137,17 @@ def test_options_of_a_body(body: dict[str, Any], options: dict[str, Any]) -> Non
         ({"stream": True}, "stream: True is not supported, only false"),
         (
             {"tools": [{"type": "function"}]},
-            "tools: [{'type': 'function'}] is not supported, only []",
+            'tools: number 0 has to be {"type": "function", "function": {"name": text, ...}}, not',
         ),
+        ({"tools": [{"type": "web_search"}]}, "tools: number 0 has to be"),
+        ({"tools": {}}, "tools: it has to be a list of JSON objects"),
+        (
+            {"tools": [TOOL], "parallel_tool_calls": False},
+            "parallel_tool_calls: false is not supported, only true",
+        ),
+        ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice: {'type': 'func"),
+        ({"chat_template_kwargs": {"messages": []}}, "template: 'messages' is not free"),
+        ({"chat_template_kwargs": {}, "template": {}}, "say the same thing: give one of them"),
         ({"tool_choice": "required"}, "tool_choice: 'required' is not supported, only \"none\""),
         ({"logit_bias": {"5": 1}}, "logit_bias: {'5': 1} is not supported, only {}"),
         ({"modalities": ["text", "audio"]}, "modalities: ['text', 'audio'] is not supported"),
@@ -142,7 +172,7 @@ def test_options_of_a_body(body: dict[str, Any], options: dict[str, Any]) -> Non
     ],
 )
 def test_what_a_body_asks_for_in_vain(body: dict[str, Any], problem: str) -> None:
-    """An error that names the field and what would be supported; the line keeps its id and its form of answer."""
+    """The error names the field and what is supported; the line keeps its id and answer format."""
     line = chat(**body)
     assert line.error is not None
     assert line.error.startswith("line 1: ")

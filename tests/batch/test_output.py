@@ -10,36 +10,34 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.models import write_model
 
-from mlxrunner.batch.answers import write_line
-from mlxrunner.batch.fingerprint import DifferentRunError, check_same, model_parts, option_parts
-from mlxrunner.batch.output import Output, OutputError
+from mlxrunner.batch.job import check_same
+from mlxrunner.batch.output import AnswerFile, Writer, write_line
 from mlxrunner.batch.run import Outcome
-from mlxrunner.batch.store import Body, Entry, Store
-from mlxrunner.batch.writer import Writer
+from mlxrunner.batch.store import Store, StoredAnswer, StoredLine
 from mlxrunner.cache.tokens import as_tokens
-from mlxrunner.errors import ModelError, OptionError
-from mlxrunner.events import Usage
-from mlxrunner.parallel.request import Result
+from mlxrunner.errors import DifferentRunError, ModelError, OptionError, OutputError
+from mlxrunner.models.fingerprint import model_parts, option_parts
+from mlxrunner.results import Result, Usage
 from mlxrunner.testing import EOS, ByteTokenizer
-from mlxrunner.testing_models import write_model
 from mlxrunner.tokenizer.vocabulary import Vocabulary
 
 LINES = [b'{"index": 0}', b'{"index": 1, "text": "two"}', b"{}"]
 WHOLE = b"".join(line + b"\n" for line in LINES)
 
 
-def bodies(after: int = -1) -> Iterator[Body]:
-    return (Body(i, i, line, False) for i, line in enumerate(LINES) if i > after)
+def bodies(after: int = -1) -> Iterator[StoredAnswer]:
+    return (StoredAnswer(i, i, line, False) for i, line in enumerate(LINES) if i > after)
 
 
 @pytest.mark.parametrize("behind", [b"", b"\0" * 9], ids=["cut off", "zeros behind"])
 @pytest.mark.parametrize("length", range(len(WHOLE) + 1))
 def test_a_file_cut_off_at_any_byte_is_mended(tmp_path: Path, length: int, behind: bytes) -> None:
-    """Also if the file system has put zeros behind: the torn line goes, and what is missing is written."""
+    """A torn line goes and what is missing is written, also if zeros follow the end."""
     file = tmp_path / "out"
     file.write_bytes(WHOLE[:length] + behind)
-    with closing(Output.open(file)) as output:
+    with closing(AnswerFile.open(file)) as output:
         output.mend(bodies())
         assert file.read_bytes() in (
             WHOLE[: sum(len(line) + 1 for line in LINES[:count])] for count in range(4)
@@ -59,7 +57,7 @@ def test_a_file_that_somebody_else_wrote_to_is_refused_and_left_alone(
     file = tmp_path / "out"
     file.write_bytes(content)
     with (
-        closing(Output.open(file)) as output,
+        closing(AnswerFile.open(file)) as output,
         pytest.raises(OutputError, match="not what this run wrote: move it away"),
     ):
         output.mend(bodies())
@@ -68,10 +66,10 @@ def test_a_file_that_somebody_else_wrote_to_is_refused_and_left_alone(
 
 def test_the_output_is_for_its_owner_only(tmp_path: Path) -> None:
     """Mode 0600, as answers may be private; also of a file that is there."""
-    Output.open(tmp_path / "new").close()
+    AnswerFile.open(tmp_path / "new").close()
     assert (tmp_path / "new").stat().st_mode & 0o777 == 0o600
     (tmp_path / "old").touch(0o644)
-    Output.open(tmp_path / "old").close()
+    AnswerFile.open(tmp_path / "old").close()
     assert (tmp_path / "old").stat().st_mode & 0o777 == 0o600
 
 
@@ -80,9 +78,9 @@ def test_what_cannot_be_written_is_one_line(tmp_path: Path, full: int) -> None:
     os.mkfifo(tmp_path / "fifo")
     for path in (tmp_path / "no" / "out", tmp_path, tmp_path / "fifo"):
         with pytest.raises(OutputError, match="can't be written: "):
-            Output.open(path)
+            AnswerFile.open(path)
     with (
-        closing(Output.streaming(Path(f"/dev/fd/{full}"))) as output,
+        closing(AnswerFile.streaming(Path(f"/dev/fd/{full}"))) as output,
         pytest.raises(OutputError, match=rf"/dev/fd/{full}: can't be written: No space"),
     ):
         output.append(bodies())
@@ -107,7 +105,7 @@ def test_a_line_that_was_half_written_is_written_over(tmp_path: Path, error: Any
         def __getattr__(self, name: str) -> Any:
             return getattr(self.inner, name)
 
-    with closing(Output.open(tmp_path / "out")) as output:
+    with closing(AnswerFile.open(tmp_path / "out")) as output:
         output._stream = Breaking(output._stream)  # type: ignore[assignment]
         with pytest.raises((KeyboardInterrupt, OutputError)):
             output.append(bodies())
@@ -119,15 +117,18 @@ def test_a_line_that_was_half_written_is_written_over(tmp_path: Path, error: Any
 def test_the_store_has_everything_before_the_output_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever fails in between: a commit that fails leaves the output as it was, a write that fails loses nothing."""
-    with Store.create(tmp_path / "run") as store, closing(Output.open(tmp_path / "out")) as output:
+    """A failed commit leaves the output as it was, and a failed write loses nothing."""
+    with (
+        Store.create(tmp_path / "run") as store,
+        closing(AnswerFile.open(tmp_path / "out")) as output,
+    ):
         for index in range(3):
-            store.add(Entry(index, index + 1, as_tokens([1])))
+            store.add(StoredLine(index, index + 1, as_tokens([1])))
         store.finish()
         writer = Writer(store, output, "input")
         store.record(0, LINES[0])
         monkeypatch.setattr(
-            Output, "append", lambda self, bodies: (_ for _ in ()).throw(OutputError("full"))
+            AnswerFile, "append", lambda self, bodies: (_ for _ in ()).throw(OutputError("full"))
         )
         with pytest.raises(OutputError):
             writer.flush()
@@ -151,9 +152,9 @@ def test_a_line_waits_for_its_turn_in_the_store(tmp_path: Path) -> None:
         ("done", [LINES[1] + b"\n"] * 2),
     ):
         out = tmp_path / order
-        with Store.create() as store, closing(Output.open(out)) as output:
+        with Store.create() as store, closing(AnswerFile.open(out)) as output:
             for index in range(3):
-                store.add(Entry(index, index + 1, as_tokens([1])))
+                store.add(StoredLine(index, index + 1, as_tokens([1])))
             store.finish()
             with Writer(store, output, order) as writer:  # type: ignore[arg-type]
                 writer.write(1, LINES[1], failed=False)
@@ -162,18 +163,20 @@ def test_a_line_waits_for_its_turn_in_the_store(tmp_path: Path) -> None:
             assert out.read_bytes().startswith(expected[1])
 
 
-USAGE = Usage(
-    prompt_tokens=30, matched_tokens=20, cached_tokens=20, evaluated_tokens=10, trimmed_tokens=0, completion_tokens=2, outcome="hit",
-    reason=None, rewind_limited_by=None, checkpoint=None, freed_by=None, shifted_tokens=0, reevaluated_tokens=0, tokenize_s=0.0,
-    lookup_s=0.0, prefill_s=0.1, ttft_s=0.1, decode_s=0.1, cache_bytes=1, peak_bytes=1,
-)  # fmt: skip
+USAGE = Usage.from_dict({
+    'prompt_tokens': 30, 'matched_tokens': 20, 'cached_tokens': 20, 'evaluated_tokens': 10,
+    'trimmed_tokens': 0, 'completion_tokens': 2, 'outcome': "hit", 'reason': None,
+    'rewind_limited_by': None, 'checkpoint': None, 'freed_by': None, 'shifted_tokens': 0,
+    'reevaluated_tokens': 0, 'tokenize_s': 0.0, 'lookup_s': 0.0, 'prefill_s': 0.1, 'ttft_s': 0.1,
+    'decode_s': 0.1, 'cache_bytes': 1, 'peak_bytes': 1,
+})  # fmt: skip  # fields by subject
 HOSTILE = 'a"\\\n\r\x1b[2J\u2028\u202eé\U0001f600\x00'
 
 
 def outcome(
     form: Any = "plain", error: str | None = None, *, refused: bool = True, logprobs: Any = None
 ) -> Outcome:
-    entry = Entry(4, 6, as_tokens([1]), "me" + HOSTILE, form)
+    entry = StoredLine(4, 6, as_tokens([1]), "me" + HOSTILE, form)
     if error is not None:
         return Outcome(entry, error=error, is_refused=refused)
     return Outcome(entry, Result("hi" + HOSTILE, [104, 105], "stop", USAGE, logprobs))
@@ -187,7 +190,7 @@ def written(made: Outcome, *, usage: bool = True) -> Any:
 
 
 def test_our_own_lines() -> None:
-    """id, index, text, finish_reason, usage, or error; nothing of the text can break the line or drive a terminal."""
+    """A line has id, index, text, finish_reason, usage or error, and cannot drive a terminal."""
     found = written(outcome())
     assert list(found) == ["id", "index", "text", "finish_reason", "usage"]
     assert (found["id"], found["index"], found["text"]) == ("me" + HOSTILE, 4, "hi" + HOSTILE)
@@ -200,8 +203,9 @@ def test_our_own_lines() -> None:
             "error": "line 6: is wrong",
         }
     assert written(outcome(logprobs=[(-0.5, {104: -0.5}), (-0.1, {})]))["logprobs"] == [
-        {"logprob": -0.5, "top": {"104": -0.5}}, {"logprob": -0.1, "top": {}}
-    ]  # fmt: skip
+        {"logprob": -0.5, "top": {"104": -0.5}},
+        {"logprob": -0.1, "top": {}},
+    ]
 
 
 def test_openai_chat_lines() -> None:
@@ -220,12 +224,20 @@ def test_openai_chat_lines() -> None:
     assert choice["message"] == {"role": "assistant", "content": "hi" + HOSTILE}
     assert (choice["index"], choice["finish_reason"]) == (0, "stop")
     assert choice["logprobs"]["content"][0] == {
-        "token": "h", "logprob": -0.5, "bytes": [104],
-        "top_logprobs": [{"token": "h", "logprob": -0.5, "bytes": [104]}, {"token": "!", "logprob": -1.0, "bytes": [33]}],
-    }  # fmt: skip
+        "token": "h",
+        "logprob": -0.5,
+        "bytes": [104],
+        "top_logprobs": [
+            {"token": "h", "logprob": -0.5, "bytes": [104]},
+            {"token": "!", "logprob": -1.0, "bytes": [33]},
+        ],
+    }
     assert body["usage"] == {
-        "prompt_tokens": 30, "completion_tokens": 2, "total_tokens": 32, "prompt_tokens_details": {"cached_tokens": 20},
-    }  # fmt: skip
+        "prompt_tokens": 30,
+        "completion_tokens": 2,
+        "total_tokens": 32,
+        "prompt_tokens_details": {"cached_tokens": 20},
+    }
 
 
 def test_what_is_impossible_is_a_number_too() -> None:
@@ -249,12 +261,14 @@ def test_openai_text_lines() -> None:
     assert (body["object"], body["created"], "usage" in body) == ("text_completion", 0, False)
     assert body["choices"][0]["text"] == "hi" + HOSTILE
     assert body["choices"][0]["logprobs"] == {
-        "tokens": ["h", "i"], "token_logprobs": [-0.5, -0.1], "top_logprobs": [{"h": -0.5}, {}]
-    }  # fmt: skip
+        "tokens": ["h", "i"],
+        "token_logprobs": [-0.5, -0.1],
+        "top_logprobs": [{"h": -0.5}, {}],
+    }
 
 
 def test_a_token_that_is_part_of_a_character_has_its_own_bytes() -> None:
-    """Put together they are the answer's; as text it is named by them, so that no two of them have the same name."""
+    """The bytes of all tokens join to the answer, and no two tokens have the same name."""
     first, *rest = "é".encode()
     partial = [(-0.5, {first: -0.5, rest[0]: -1.0, EOS: -2.0}), (-0.1, {})]
     token, _ = written(outcome("chat.completion", logprobs=partial))["response"]["body"]["choices"][
@@ -268,7 +282,10 @@ def test_a_token_that_is_part_of_a_character_has_its_own_bytes() -> None:
 
 
 def test_of_tokens_that_are_spelled_alike_the_likelier_one_is_kept() -> None:
-    """SentencePiece has a letter, and its byte. A tokenizer without bytes of its own gives those of the text."""
+    """SentencePiece has a letter, and its byte.
+
+    A tokenizer without bytes of its own gives those of the text.
+    """
 
     class Alike(ByteTokenizer):
         vocabulary = Vocabulary([b"a", b"a", b"b"])
@@ -312,7 +329,7 @@ def test_openai_errors(refused: bool, status: int, kind: str) -> None:
 
 
 def test_a_model_is_known_by_its_parts(tmp_path: Path) -> None:
-    """Other weights, another configuration, another tokenizer: another model, and the part is named; the same again: the same."""
+    """Other weights, configuration or tokenizer are another model, and the part is named."""
     model = tmp_path / "model"
     write_model(model)
     was = model_parts("m", model)

@@ -7,19 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.prompts import shared_prefixes
 
-from mlxrunner.batch.lanes import lanes_for, worth
 from mlxrunner.batch.lines import LineReader
-from mlxrunner.batch.order import cost, sort_key
-from mlxrunner.batch.plan import BatchPlan, duration, make_plan, survey
-from mlxrunner.batch.run import ORDERS
-from mlxrunner.batch.speed import Speed
-from mlxrunner.batch.spool import spool
-from mlxrunner.batch.store import Entry, Order, Store
+from mlxrunner.batch.plan import BatchPlan, Speed, lanes_for, make_plan, survey, worth
+from mlxrunner.batch.prompts import cost, tokenize_lines
+from mlxrunner.batch.store import ORDERS, Order, Store, StoredLine, sort_key
 from mlxrunner.cache.tokens import as_tokens
 from mlxrunner.models.load import tokenizer_of
 from mlxrunner.runner import Runner
-from mlxrunner.testing_prompts import shared_prefixes
 
 SPEED = Speed(prefill_rate=100, decode_rate=10, answer_tokens=20)
 
@@ -40,7 +36,7 @@ def store() -> Store:
     for index, tokens in enumerate(prompts):
         options = {"max_tokens": 5} if index == 2 else {}
         store.add(
-            Entry(
+            StoredLine(
                 index,
                 index + 1,
                 as_tokens(tokens),
@@ -106,7 +102,7 @@ def test_without_a_measured_speed(store: Store) -> None:
 
 
 def test_the_table_and_the_dictionary(store: Store) -> None:
-    """For people: numbers under each other, with what they mean; for programs: everything, as JSON."""
+    """People get a table with the meaning of each number; programs get everything as JSON."""
     plan = planned(store, speed=SPEED)
     assert plan.table().splitlines() == [
         "lines                      5  1 can't be run",
@@ -114,8 +110,10 @@ def test_the_table_and_the_dictionary(store: Store) -> None:
         "evaluated in input order   9  0% saved",
         "evaluated in prefix order  7  22% saved",
         "evaluated at best          6  by a cache of any size",
-        "all of the prompts alone, one line at a time: one that goes on like the answer before it costs less",
-        "about 6.6 s in prefix order, as fast as last time: prompts 100 tokens/s, answers 10 tokens/s and 16 tokens long",
+        "all of the prompts alone, one line at a time: one that goes on like the answer before it "
+        "costs less",
+        "about 6.6 s in prefix order, as fast as last time: prompts 100 tokens/s, answers 10 "
+        "tokens/s and 16 tokens long",
         "1 at a time, as far as they fit into memory",
     ]
     found = json.loads(json.dumps(plan.as_dict()))
@@ -130,7 +128,7 @@ def test_the_length_of_answers_is_what_the_lines_allow() -> None:
     with Store.create() as store:
         for index, limit in enumerate((6, 6, 6, None)):
             options = {} if limit is None else {"max_tokens": limit}
-            store.add(Entry(index, index + 1, as_tokens([1, 2, index]), options=options))
+            store.add(StoredLine(index, index + 1, as_tokens([1, 2, index]), options=options))
         store.finish()
         speed = Speed(prefill_rate=100, decode_rate=10, answer_tokens=10)
         lines = survey(store.pending("prefix"), {}, 100, speed)
@@ -151,11 +149,11 @@ def test_nothing_to_run() -> None:
 
 
 def test_two_hundred_prompts() -> None:
-    """The case of the README: the plan has what the pure functions say."""
+    """The case of docs/bench.md: the plan has what the pure functions say."""
     prompts = shared_prefixes()
     with Store.create() as store:
         for index, tokens in enumerate(prompts):
-            store.add(Entry(index, index + 1, tokens))
+            store.add(StoredLine(index, index + 1, tokens))
         store.finish()
         plan = planned(store)
     assert plan.tokens == 388_000
@@ -168,7 +166,7 @@ def test_two_hundred_prompts() -> None:
 
 
 def test_the_runner_evaluates_what_was_planned(tmp_path: Path) -> None:
-    """On the demo model, from a file, in prefix order: exactly as many prompt tokens as the plan says."""
+    """A run evaluates exactly the prompt tokens that its plan says, with the demo model."""
     names = ["Zorblin", "Mia", "Bo", "Zora", "Mia"]
     file = tmp_path / "input.jsonl"
     file.write_text(
@@ -177,13 +175,17 @@ def test_the_runner_evaluates_what_was_planned(tmp_path: Path) -> None:
         )
     )
     with Store.create() as store, file.open("rb") as stream:
-        spool(store, LineReader(stream), tokenizer_of("demo"), context=2048)
+        tokenize_lines(store, LineReader(stream), tokenizer_of("demo"), context=2048)
         store.finish()
         plan = planned(store)
         runner = Runner.load("demo", 256, reserve=False)
         evaluated = 0
         for entry in store.pending():
-            *_, last = runner.generate(entry.tokens, max_tokens=1, stop_tokens=[])  # type: ignore[arg-type]
+            *_, last = runner.generate(
+                entry.tokens,  # type: ignore[arg-type]
+                max_tokens=1,
+                stop_tokens=[],
+            )
             assert last.usage is not None
             evaluated += last.usage.evaluated_tokens
     assert evaluated == plan.evaluated_in_prefix_order == plan.evaluated_at_best + 1
@@ -197,7 +199,7 @@ def test_of_a_prompt_that_is_shifted_only_what_is_left_counts(keep: int | None) 
     with Store.create() as store:
         for index, tokens in enumerate(prompts):
             store.add(
-                Entry(
+                StoredLine(
                     index,
                     index + 1,
                     as_tokens(tokens),
@@ -212,10 +214,10 @@ def test_of_a_prompt_that_is_shifted_only_what_is_left_counts(keep: int | None) 
 
 
 def test_the_number_at_a_time_is_that_of_the_run() -> None:
-    """As many as are worth it, no more than there are lines, one where the cache can hold no more; and why."""
+    """The plan says how many run at a time, bounded by the lines and the cache, and why."""
     with Store.create() as store:
         for index in range(3):
-            store.add(Entry(index, index + 1, as_tokens([index])))
+            store.add(StoredLine(index, index + 1, as_tokens([index])))
         store.finish()
         found = survey(store.pending(), {}, 2048)
     assert lanes_for(found, None, {}) == (3, "")
@@ -226,23 +228,6 @@ def test_the_number_at_a_time_is_that_of_the_run() -> None:
         == lanes_for(found, 2, {"kv_bits": 8})
         == (1, "--kv-bits stores one sequence only")
     )
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0, "0.0 s"),
-        (0.44, "0.4 s"),
-        (9.94, "9.9 s"),
-        (59.4, "59 s"),
-        (59.6, "1 min 0 s"),
-        (200, "3 min 20 s"),
-        (7500, "2 h 5 min"),
-    ],
-)
-def test_durations(seconds: float, text: str) -> None:
-    """In the two largest units."""
-    assert duration(seconds) == text
 
 
 def test_long_lines_run_fewer_at_a_time() -> None:

@@ -1,4 +1,4 @@
-"""Runs that are stopped, killed or cut off anywhere, and gone on with: nothing is lost, nothing is done twice."""
+"""Runs that are stopped, killed or cut off anywhere go on without loss or repeated work."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from support.models import write_model
+from support.waiting import PATIENCE_S, until
 
 from mlxrunner import cli
 from mlxrunner.batch.store import Store
-from mlxrunner.testing_models import write_model
 
 KILLS = 50
 
@@ -31,7 +32,7 @@ def run(*arguments: object, stdin: str = "") -> Result:
 
 
 def lines(count: int, *, seed: int = 0, broken: tuple[int, ...] = ()) -> str:
-    """Questions with shared beginnings and short answers, greedy ones and sampled ones with a seed of their own."""
+    """Return questions with shared beginnings and short answers, greedy or with a seed."""
     chosen = random.Random(seed)
     written = []
     for index in range(count):
@@ -61,7 +62,7 @@ def unbroken(*arguments: object) -> bytes:
 
 
 def stop_in_the_middle(*arguments: object) -> None:
-    """In input order the sixth line is broken: five answers and an error are there, six lines are left."""
+    """Break the sixth line in input order: five answers and an error are there, six lines left."""
     result = run(
         "in.jsonl",
         "-o",
@@ -86,8 +87,9 @@ def resume(*arguments: object) -> Result:
     return run("in.jsonl", "-o", "out.jsonl", "--no-usage", "--parallel", 1, "--resume", *arguments)
 
 
-def test_a_run_killed_50_times_at_random_points_equals_an_unbroken_one(folder: Path) -> None:
-    """SIGKILL while it starts, reads, answers, commits and writes: the file is equal byte for byte in the end, and never wrong before."""
+@pytest.mark.exhaustive(0)
+def test_a_run_killed_at_many_random_points_equals_an_unbroken_one(folder: Path) -> None:
+    """The file after SIGKILL at any stage equals the unbroken one, and is never wrong before."""
     Path("one.jsonl").write_text(lines(1))
     Path("in.jsonl").write_text(lines(500, broken=(7, 61)))
     expected = unbroken("--context", 128)
@@ -104,7 +106,9 @@ def test_a_run_killed_50_times_at_random_points_equals_an_unbroken_one(folder: P
             wait_for_commits(
                 1 + (kill in (15, 35)),
                 Path("out.jsonl.run"),
-                at_most=chosen.uniform(0, 1.5 * beginning[as_user]),
+                at_most=PATIENCE_S
+                if kill % 5 == 3
+                else chosen.uniform(0, 1.5 * beginning[as_user]),
             )
             time.sleep(chosen.uniform(0, 0.05))
             process.kill()
@@ -129,7 +133,7 @@ def test_a_run_killed_50_times_at_random_points_equals_an_unbroken_one(folder: P
 
 
 def wait_for_commits(count: int, store: Path, *, at_most: float) -> None:
-    """Until the store's file has changed so often after the input was in it, or for `at_most` seconds: no run gets far, on no machine."""
+    """Wait until the store has changed so often after its input, or `at_most` seconds."""
 
     def state() -> int:
         return store.stat().st_mtime_ns if store.exists() else 0
@@ -143,7 +147,10 @@ def wait_for_commits(count: int, store: Path, *, at_most: float) -> None:
 
 
 class Starter:
-    """Starts the command, as a user does or as a fork of a process that has imported everything, which saves a second each time."""
+    """Starts the command as a user does or as a fork.
+
+    The fork is of a process that has imported everything, which saves a second each time.
+    """
 
     def __init__(self, options: list[str]) -> None:
         self._options = options
@@ -288,11 +295,11 @@ def test_an_output_that_somebody_wrote_to_is_not_touched(folder: Path) -> None:
 
 
 def test_killed_after_the_last_answer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything is in the store, and not all in the output: nothing is left to run, no model is loaded."""
+    """A run with all answers in its store has nothing left to run and loads no model."""
     expected = unbroken()
     with monkeypatch.context() as patched:
         patched.setattr(
-            "mlxrunner.batch.output.Output.seal",
+            "mlxrunner.batch.output.AnswerFile.seal",
             lambda self: (_ for _ in ()).throw(KeyboardInterrupt),
         )
         assert resume().exit_code == 130
@@ -327,7 +334,10 @@ def test_resume_of_nothing_begins(folder: Path) -> None:
 
 
 def test_resume_of_a_complete_output_does_nothing_and_says_so(folder: Path) -> None:
-    """The exit code is that of the run: a line failed. What it was made from is in a private file beside it."""
+    """The exit code is that of the run with its failed line.
+
+    What it was made from is in a private file beside it.
+    """
     expected = unbroken()
     result = run("in.jsonl", "-o", "whole.jsonl", "--no-usage", "--parallel", 2, "--resume")
     assert "whole.jsonl is complete (12 lines): nothing to do" in result.stderr
@@ -363,7 +373,10 @@ def test_resume_of_a_complete_output_refuses_what_it_was_not_made_from(
 
 
 def test_resume_of_an_output_that_nothing_is_known_of_is_refused(folder: Path) -> None:
-    """Its record is gone or damaged, or the output was written to since. Another run at the same place makes a new one."""
+    """Its record is gone or damaged, or the output was written to since.
+
+    Another run at the same place makes a new one.
+    """
     expected = unbroken()
     again = ["in.jsonl", "-o", "whole.jsonl", "--no-usage", "--resume"]
     Path("whole.jsonl").write_bytes(expected + b"{}\n")
@@ -372,10 +385,7 @@ def test_resume_of_an_output_that_nothing_is_known_of_is_refused(folder: Path) -
         result.exit_code,
         f"has {len(expected) + 3} bytes, and the run that wrote it left {len(expected)}"
         in result.stderr,
-    ) == (
-        2,
-        True,
-    )
+    ) == (2, True)
     Path("whole.jsonl").write_bytes(expected)
     for broken in (
         "",
@@ -404,8 +414,8 @@ def test_an_output_that_was_changed_and_kept_its_size_is_not_complete(folder: Pa
     result = run("in.jsonl", "-o", "whole.jsonl", "--no-usage", "--resume")
     assert result.exit_code == 2
     assert (
-        "whole.jsonl: is not what the run left, somebody has changed it: choose another -o, or remove it"
-        in result.stderr
+        "whole.jsonl: is not what the run left, somebody has changed it: choose another -o, or "
+        "remove it" in result.stderr
     )
     assert Path("whole.jsonl").read_bytes() == changed
     Path("whole.jsonl").write_bytes(expected)
@@ -429,10 +439,7 @@ def test_a_damaged_store_says_so_and_offers_no_resume(folder: Path, at: str) -> 
     result = resume()
     assert result.exit_code == 2, result.stderr
     assert result.stderr.startswith("mlxrunner: out.jsonl.run: is ")
-    assert (
-        "no run can be gone on with from it. Remove it and begin again with another -o"
-        in result.stderr
-    )
+    assert "no run can resume from it. Remove it and begin again with another -o" in result.stderr
     assert "to go on" not in result.stderr
     assert Path("out.jsonl").read_bytes() == answers
     assert store.exists()
@@ -440,7 +447,7 @@ def test_a_damaged_store_says_so_and_offers_no_resume(folder: Path, at: str) -> 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_run_that_is_told_to_end_says_how_to_go_on(folder: Path, number: signal.Signals) -> None:
-    """By `kill`, or a window that is closed: the answers that are there stay, and the rest equals an unbroken run."""
+    """The answers before `kill` or a closed window stay, and the rest equals an unbroken run."""
     expected = unbroken("--context", 128)
     command = [
         "batch",
@@ -456,24 +463,23 @@ def test_a_run_that_is_told_to_end_says_how_to_go_on(folder: Path, number: signa
     ]
     command += ["--order", "input"]
     code = (
-        "import time\nfrom mlxrunner.batch import writer\nfrom mlxrunner.cli import main\n"
-        "writer.SHORTEST, flush, waited = 0, writer.Writer.flush, []\n"
+        "import time\nfrom mlxrunner.batch import output\nfrom mlxrunner.cli import main\n"
+        "output.SHORTEST_S = output.SHARE = 0\n"
+        "flush, waited = output.Writer.flush, []\n"
         "def slow(self):\n"
         "    flush(self)\n"
         "    if self.output.size and not waited:\n"
         "        waited.append(open('waits', 'w').close())\n"
-        "        time.sleep(60)\n"
-        "writer.Writer.flush = slow\n"
+        "        time.sleep(3600)\n"
+        "output.Writer.flush = slow\n"
         "main()\n"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", code, *command], stderr=subprocess.PIPE, text=True
     )
-    while not Path("waits").exists():
-        assert process.poll() is None
-        time.sleep(0.005)
+    until(lambda: Path("waits").exists() or process.poll() is not None)
     process.send_signal(number)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 128 + number, said
     assert said.splitlines()[-1] == f"to go on: mlxrunner {' '.join(command)} --resume"
     assert 0 < len(Path("out.jsonl").read_bytes()) < len(expected)
@@ -484,7 +490,10 @@ def test_a_run_that_is_told_to_end_says_how_to_go_on(folder: Path, number: signa
 
 def test_nohup_protects_a_run(folder: Path) -> None:
     """A window that is closed does not end it."""
-    code = "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN); from mlxrunner.cli import main; main(sys.argv[1:])"
+    code = (
+        "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN); from mlxrunner.cli "
+        "import main; main(sys.argv[1:])"
+    )
     command = [
         "batch",
         "in.jsonl",
@@ -497,11 +506,9 @@ def test_nohup_protects_a_run(folder: Path) -> None:
         "-q",
     ]
     process = subprocess.Popen([sys.executable, "-c", code, *command])
-    while not Path("out.jsonl").exists():
-        time.sleep(0.005)
-        assert process.poll() is None
+    until(lambda: Path("out.jsonl").exists() or process.poll() is not None)
     process.send_signal(signal.SIGHUP)
-    assert process.wait(timeout=60) == 1  # of the broken line
+    assert process.wait(PATIENCE_S) == 1  # of the broken line
     assert len(Path("out.jsonl").read_text().splitlines()) == 12
 
 
@@ -516,7 +523,7 @@ def test_killed_between_the_last_two_files(folder: Path) -> None:
 
 
 def test_a_plan_leaves_the_run_alone_that_it_is_about(folder: Path) -> None:
-    """Killed while it read the input, or later: the store stays as it was; what is refused by the run is refused here."""
+    """A plan leaves a killed run's store as it was and refuses what the run refuses."""
     expected = unbroken()
     Store.create(Path("out.jsonl.run")).close()
     plan = [
@@ -539,6 +546,9 @@ def test_a_plan_leaves_the_run_alone_that_it_is_about(folder: Path) -> None:
     assert json.loads(run(*plan).stdout)["done"] == 6
     result = run(*plan, "--system", "Be kind.")
     assert (result.exit_code, "was begun with another --system: " in result.stderr) == (2, True)
+    result = run(*plan, "--template-var", "enable_thinking=false")
+    assert result.exit_code == 2
+    assert "was begun with another --template-var: not set then, " in result.stderr
     assert Path("out.jsonl.run").read_bytes() == before
     resume()
     assert Path("out.jsonl").read_bytes() == expected
@@ -547,13 +557,13 @@ def test_a_plan_leaves_the_run_alone_that_it_is_about(folder: Path) -> None:
 
 
 def test_without_resume_nothing_is_overwritten(folder: Path) -> None:
-    """Neither an output nor a run that has not ended; the message says what to do. An empty file is taken."""
+    """Neither an output nor an unfinished run is overwritten; an empty file is taken."""
     stop_in_the_middle()
     content = Path("out.jsonl").read_bytes()
     result = run("in.jsonl", "-o", "out.jsonl")
     assert (
-        "out.jsonl.run: is there from a run that has not ended: go on with it with --resume, or remove it and out.jsonl"
-        in result.stderr
+        "out.jsonl.run: is there from a run that has not ended: go on with it with --resume, or "
+        "remove it and out.jsonl" in result.stderr
     )
     Path("out.jsonl.run").unlink()
     result = run("in.jsonl", "-o", "out.jsonl")
@@ -617,7 +627,7 @@ def test_a_run_from_standard_input_goes_on_with_or_without_it(folder: Path) -> N
 def test_a_refused_resume_keeps_a_store_that_has_no_answer_yet(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed between the end of the input and the first answer: what came from standard input is nowhere else."""
+    """A run that was killed before its first answer keeps what came from standard input."""
     expected, text = unbroken(), Path("in.jsonl").read_text()
     arguments = ["-", "-o", "out.jsonl", "--no-usage", "--parallel", 1]
     with monkeypatch.context() as patched:
@@ -645,10 +655,7 @@ def test_a_second_run_at_the_same_time_is_refused(folder: Path) -> None:
                 sys.executable,
                 "-m",
                 "mlxrunner",
-                "batch",
-                "in.jsonl",
-                "-o",
-                "out.jsonl",
+                *"batch in.jsonl -o out.jsonl".split(),
                 *arguments,
             ]
             result = subprocess.run(code, capture_output=True, text=True)
@@ -677,7 +684,8 @@ def test_a_file_that_may_not_grow_is_one_line_and_loses_nothing(folder: Path, li
     code = (
         "import resource; from mlxrunner.cli import main\n"
         f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, resource.RLIM_INFINITY))\n"
-        "main(['batch', 'in.jsonl', '-o', 'out.jsonl', '--no-usage', '--no-reserve', '--parallel', '1', '--resume'])"
+        "main(['batch', 'in.jsonl', '-o', 'out.jsonl', '--no-usage', '--no-reserve', '--parallel', "
+        "'1', '--resume'])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == (1 if limit < 1000 else 2)  # cut off, or never begun
@@ -691,7 +699,10 @@ def test_a_file_that_may_not_grow_is_one_line_and_loses_nothing(folder: Path, li
 
 
 def test_a_full_disk_is_one_line_and_loses_nothing(folder: Path) -> None:
-    """A disk that gets larger by a page each time it is full, wherever that is. Needs the right to mount one."""
+    """A disk that gets larger by a page each time it is full, wherever that is.
+
+    Needs the right to mount one.
+    """
     expected = unbroken()
     Path("small").mkdir()
     if subprocess.run(
@@ -724,25 +735,41 @@ def test_a_full_disk_is_one_line_and_loses_nothing(folder: Path) -> None:
     assert len(said) > 5
 
 
+# The program, which writes each answer at once, and makes a file once one has thirty tokens.
+TELLS = """
+from pathlib import Path
+from mlxrunner.batch import output
+from mlxrunner.cli import main
+from mlxrunner.runner import Runner
+
+output.SHORTEST_S = output.SHARE = 0
+generate = Runner.generate
+
+def told(self, *arguments, **options):
+    for number, chunk in enumerate(generate(self, *arguments, **options), 1):
+        if number == 30:
+            Path("thirty").touch()
+        yield chunk
+
+Runner.generate = told
+main()
+"""
+
+
 def started(*arguments: str) -> subprocess.Popen[str]:
     """The command on its way: its first answers are there."""
-    command = [
-        sys.executable,
-        "-m",
-        "mlxrunner",
-        "batch",
-        "in.jsonl",
-        "-o",
-        "out.jsonl",
-        "--no-usage",
-        "--no-reserve",
-        "--parallel",
-        "1",
-    ]
-    process = subprocess.Popen([*command, *arguments], stderr=subprocess.PIPE, text=True)
-    while not (Path("out.jsonl").exists() and Path("out.jsonl").stat().st_size):
-        assert process.poll() is None
-        time.sleep(0.02)
+    options = ["in.jsonl", "-o", "out.jsonl", "--no-usage", "--no-reserve", "--parallel", "1"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", TELLS, "batch", *options, *arguments],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    until(
+        lambda: (
+            (Path("out.jsonl").exists() and Path("out.jsonl").stat().st_size)
+            or process.poll() is not None
+        )
+    )
     return process
 
 
@@ -756,8 +783,8 @@ def test_ctrl_c_finishes_the_current_line_and_says_how_to_go_on(folder: Path) ->
     assert process.returncode == 130
     assert "finishing the lines that are running" in said
     assert (
-        "to go on: mlxrunner batch in.jsonl -o out.jsonl --no-usage --no-reserve --parallel 1 --order input --resume\n"
-        in said
+        "to go on: mlxrunner batch in.jsonl -o out.jsonl --no-usage --no-reserve --parallel 1 "
+        "--order input --resume\n" in said
     )
     with Store.open(Path("out.jsonl.run")) as store:
         assert 0 < store.counts.done < 40
@@ -775,7 +802,7 @@ def test_a_second_ctrl_c_stops_at_once(folder: Path) -> None:
     ]
     Path("in.jsonl").write_text("\n".join(map(json.dumps, long)))
     process = started()
-    time.sleep(0.5)
+    until(lambda: Path("thirty").exists() or process.poll() is not None)
     process.send_signal(signal.SIGINT)
     assert process.stderr is not None
     while "finishing the lines" not in process.stderr.readline():

@@ -9,15 +9,16 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from support.models import tiny_config, tiny_model
+from support.prompts import shared_prefixes
 
 import mlxrunner
 from mlxrunner import BatchRequest, BatchResult, OptionError, Runner, run_batch
-from mlxrunner.batch.order import cost, sort_key
+from mlxrunner.batch.prompts import cost
+from mlxrunner.batch.store import sort_key
 from mlxrunner.models.facts import facts_of
 from mlxrunner.parallel.runner import ParallelRunner
 from mlxrunner.testing import ByteTokenizer, OracleModel, oracle_runner
-from mlxrunner.testing_models import tiny_config, tiny_model
-from mlxrunner.testing_prompts import shared_prefixes
 
 Make = Callable[[], Any]
 
@@ -37,7 +38,7 @@ def alone() -> Runner:
 @pytest.fixture
 def together() -> Iterator[ParallelRunner]:
     model, facts = llama()
-    with ParallelRunner(model, ByteTokenizer(), facts, max_sequences=3, capacity=256) as runner:
+    with ParallelRunner(model, ByteTokenizer(), facts, max_sequences=3, context=256) as runner:
         yield runner
 
 
@@ -54,7 +55,12 @@ def requests(count: int = 12, **options: Any) -> list[BatchRequest]:
 
 def texts(results: list[BatchResult]) -> list[Any]:
     return [
-        (result.index, result.id, result.result and result.result.tokens, result.error)
+        (
+            result.index,
+            result.id,
+            result.result and result.result.tokens,
+            result.error and str(result.error),
+        )
         for result in results
     ]
 
@@ -148,7 +154,10 @@ BAD: dict[str, tuple[BatchRequest, str]] = {
         "has 256 tokens, which leaves no room in the context of 256",
     ),
     "no token": (BatchRequest([5, 9999]), "9999 is beyond the model's vocabulary"),
-    "no prompt": (BatchRequest(7), "a prompt is a text, token ids or messages"),  # type: ignore[arg-type]
+    "no prompt": (
+        BatchRequest(7),  # type: ignore[arg-type]
+        "a prompt is a text, token ids or messages",
+    ),
     "option": (BatchRequest("x", {"temperature": -1}), "temperature: -1 is out of range"),
     "unknown option": (BatchRequest("x", {"colour": 1}), "unknown option 'colour'"),
     "message": (BatchRequest([{"role": "user"}]), "content"),  # type: ignore[list-item]
@@ -200,13 +209,13 @@ def with_failures(which: str, request: pytest.FixtureRequest, times: int) -> Any
 
 @pytest.mark.parametrize("which", ["alone", "together"])
 def test_a_request_that_fails_costs_only_itself(which: str, request: pytest.FixtureRequest) -> None:
-    """Also where others were in the same forward pass: their answers are those of a run without it."""
+    """Requests in the same forward pass get the answers of a run without the failing one."""
     asked = requests(9, max_tokens=4, stop_tokens=[])
     expected = texts(list(run_batch(request.getfixturevalue("alone"), asked)))
     bad = BatchRequest([*prompts(1)[0], 251, 3], {}, "bad")
     runner = with_failures(which, request, times=100)
     results = list(run_batch(runner, [*asked[:4], bad, *asked[4:]]))
-    assert results[4].error == "RuntimeError: the device fell over"
+    assert str(results[4].error) == "RuntimeError: the device fell over"
     assert [entry[1:] for entry in texts(results[:4] + results[5:])] == [
         entry[1:] for entry in expected
     ]
@@ -215,7 +224,7 @@ def test_a_request_that_fails_costs_only_itself(which: str, request: pytest.Fixt
 @pytest.mark.parametrize("which", ["alone", "together"])
 @pytest.mark.parametrize(("retries", "fails"), [(0, True), (1, True), (4, False)])
 def test_retries(which: str, retries: int, fails: bool, request: pytest.FixtureRequest) -> None:
-    """A request that failed is tried again, so many times."""
+    """A request that failed is tried again, `retries` times at most."""
     runner = with_failures(which, request, times=3)
     asked = [*requests(3, max_tokens=2), BatchRequest([251, 251], {"max_tokens": 2})]
     results = list(run_batch(runner, asked, retries=retries))
@@ -376,7 +385,7 @@ def test_where_cells_are_few_requests_wait_for_room() -> None:
         BatchRequest([1, 2, 3], {"max_tokens": 200}),
     ]
     with ParallelRunner(
-        model, ByteTokenizer(), facts, max_sequences=4, capacity=256, cells=130
+        model, ByteTokenizer(), facts, max_sequences=4, context=256, cells=130
     ) as runner:
         results = list(run_batch(runner, asked))
     expected = texts(
@@ -400,7 +409,7 @@ def test_in_parallel_shared_prefixes_are_evaluated_once(together: ParallelRunner
 def test_what_mlx_keeps_of_freed_buffers_is_given_back(
     together: ParallelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps of ever new sizes leave ever more of them: memory would grow with the number of lines."""
+    """Freed buffers are given back, because steps of ever new sizes leave ever more of them."""
     monkeypatch.setattr("mlxrunner.batch.run.GIVE_BACK_EVERY", 4)
     given = []
     monkeypatch.setattr(mx, "clear_cache", lambda: given.append(1))

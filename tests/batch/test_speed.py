@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mlxrunner.batch.speed import MOST_MODELS, Speed, known_speed, remember_speed, speed_file
+from mlxrunner.batch.plan import MOST_MODELS, Speed, known_speed, remember_speed, speed_file
 
 FAST, SLOW = Speed(2000, 200, 30.5), Speed(20, 2, 3)
 
@@ -57,12 +57,25 @@ def test_a_directory_is_known_by_any_of_its_names(
 @pytest.mark.parametrize(
     "content",
     [
-        b"", b"nope", b"[]", b"5", b"\xff\xfe", b"[" * 100_000, b'{"demo": 5}', b'{"demo": []}', b'{"demo": {}}',
-        b'{"demo": {"prefill_rate": 1, "decode_rate": 1}}', b'{"demo": {"prefill_rate": 1, "decode_rate": 1, "answer_tokens": 1, "x": 1}}',
-        *(json.dumps({"demo": {"prefill_rate": 1, "decode_rate": wrong, "answer_tokens": 1}}).encode()
-          for wrong in (0, -1, "1", None, True, math.nan, math.inf, [])),
+        b"",
+        b"nope",
+        b"[]",
+        b"5",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"demo": 5}',
+        b'{"demo": []}',
+        b'{"demo": {}}',
+        b'{"demo": {"prefill_rate": 1, "decode_rate": 1}}',
+        b'{"demo": {"prefill_rate": 1, "decode_rate": 1, "answer_tokens": 1, "x": 1}}',
+        *(
+            json.dumps(
+                {"demo": {"prefill_rate": 1, "decode_rate": wrong, "answer_tokens": 1}}
+            ).encode()
+            for wrong in (0, -1, "1", None, True, math.nan, math.inf, [])
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_damaged_file_is_as_good_as_none(content: bytes) -> None:
     """Nothing is known, and the next measurement makes it whole."""
     speed_file().parent.mkdir(parents=True)
@@ -94,7 +107,7 @@ def test_a_file_that_can_not_be_written(folder: Path) -> None:
 
 
 def test_an_interrupted_write_leaves_the_old_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The new content takes the old one's place in one step, or not at all, and nothing is left beside it."""
+    """The new content takes the old one's place in one step or not at all, and leaves no rest."""
     remember_speed("demo", SLOW)
 
     def interrupted(*args: Any) -> None:

@@ -1,4 +1,7 @@
-"""CSV in a prompt template: Python's csv rules, numbers of the file's lines, one error per bad row."""
+"""CSV in a prompt template follows Python's csv rules.
+
+Rows have the numbers of the file's lines; each bad row is one error.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +10,21 @@ import io
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxrunner.batch.lines import Line, LineReader
-from mlxrunner.batch.table import Template
+from mlxrunner.batch.fields import BatchOptions
+from mlxrunner.batch.lines import Line, LineReader, Template
 from mlxrunner.errors import OptionError
 
 
 def read(content: bytes | str, template: str = "{a}", **settings: Any) -> list[Line]:
     stream = io.BytesIO(content.encode() if isinstance(content, str) else content)
-    return list(LineReader(stream, template=template, raw=True, **settings))
+    return list(LineReader(stream, BatchOptions(raw=True), template=template, **settings))
 
 
 def test_rows_become_prompts() -> None:
-    """The template with the row's values; the numbers are those of the file's lines, where a row begins; a column `id` is the id."""
+    """A row's values fill the template, its first line is its number, and column `id` is its id."""
     content = 'id,name,place\nx1,Bo,"here, there"\n\nx2,"two\r\nlines ""quoted""",\n,Al,{name}\n'
     assert read(content, "Who is {name} at {place}? {{{name}}}") == [
         Line(0, 2, "Who is Bo at here, there? {Bo}", "x1"),
@@ -32,7 +35,7 @@ def test_rows_become_prompts() -> None:
 
 def test_a_prompt_is_a_user_message() -> None:
     """As on any other line, with a system prompt where one is given."""
-    (line,) = LineReader(io.BytesIO(b"a\n1\n"), template="{a}", system="S")
+    (line,) = LineReader(io.BytesIO(b"a\n1\n"), BatchOptions(system="S"), template="{a}")
     assert line.prompt == [{"role": "system", "content": "S"}, {"role": "user", "content": "1"}]
 
 
@@ -55,7 +58,8 @@ def test_empty_lines_before_the_header() -> None:
         (b"1", "row 2 has 1 values and the header 2 columns: none for 'b' (is a comma missing?)"),
         (
             b"1,2,3",
-            "row 2 has 3 values and the header 2 columns: '3' is behind the last, 'b' (are quotes missing?)",
+            "row 2 has 3 values and the header 2 columns: '3' is behind the last, 'b' (are quotes "
+            "missing?)",
         ),
         (b'"1"x,2', "not a CSV row: ',' expected after '\"'"),
         (b"\xff,2", "not a CSV row: it is not UTF-8"),
@@ -138,13 +142,12 @@ def test_a_value_longer_than_csv_takes_by_default() -> None:
     ],
 )
 def test_what_concerns_the_whole_file(content: bytes | str, template: str, problem: str) -> None:
-    """A template that does not fit, or no header, is an error before anything runs, and names the columns."""
+    """A template that does not fit, or no header, is an error that names the columns."""
     with pytest.raises(OptionError) as caught:
         read(content, template)
     assert problem in str(caught.value)
 
 
-@settings(deadline=None)
 @given(
     st.dictionaries(st.text("ab {}[].!:0", min_size=1), st.text(max_size=5), min_size=1, max_size=3)
 )
@@ -157,7 +160,6 @@ def test_what_values_contain_is_not_looked_at(row: dict[str, str]) -> None:
         assert template.fill(row) == "{" + "|".join(row[name] for name in columns) + "}"
 
 
-@settings(deadline=None)
 @given(
     st.lists(
         st.lists(

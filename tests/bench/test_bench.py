@@ -1,4 +1,4 @@
-"""`mlxrunner bench`: every figure is there, in a table and in JSON; mlx-lm beside; an interrupt loses nothing."""
+"""`mlxrunner bench` gives every figure, in a table and in JSON, also after an interrupt."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from support.models import write_model
 
 from mlxrunner import ModelError, cli
-from mlxrunner.bench import sides
+from mlxrunner.bench import backends as sides
+from mlxrunner.bench.backends import PromptCacheBackend, mlx_lm_backend
 from mlxrunner.bench.ceilings import num_parameters
-from mlxrunner.bench.figures import Findings
+from mlxrunner.bench.measurements import Measurements
 from mlxrunner.bench.models import load_or_make
-from mlxrunner.bench.sides import PromptCacheSide, mlx_lm_side
 from mlxrunner.bench.work import Bench
 from mlxrunner.runner import Runner
-from mlxrunner.testing_models import write_model
 
 
 def run(*arguments: str) -> Result:
@@ -32,7 +32,7 @@ def no_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_figure_of_a_model(tmp_path: Path) -> None:
-    """Load, ceilings, prefill, decode and memory for each context, warm prompts of the longest, each as a share."""
+    """Load, ceilings, prefill, decode, memory and warm prompts each come with a share."""
     write_model(tmp_path / "m")
     result = run(
         str(tmp_path / "m"), "--context", "64", "--context", "100", "--rounds", "2", "--json"
@@ -41,14 +41,24 @@ def test_every_figure_of_a_model(tmp_path: Path) -> None:
     found = json.loads(result.stdout)
     figures = {figure["name"]: figure for figure in found["figures"]}
     assert list(figures) == [
-        "load", "ceiling: bandwidth, float32", "ceiling: arithmetic, float32",
-        "cold prefill of 64", "decode after 64", "peak memory with 64",
-        "cold prefill of 100", "decode after 100", "peak memory with 100",
-        "first token of 100, 0 % cached", "first token of 100, 50 % cached",
-        "first token of 100, 90 % cached", "first token of 100, 99 % cached",
-        "first token of 100, 100 % cached", "first token of 100, regenerated",
-        "weights", "entry of 100 tokens",
-    ]  # fmt: skip
+        "load",
+        "ceiling: bandwidth, float32",
+        "ceiling: arithmetic, float32",
+        "cold prefill of 64",
+        "decode after 64",
+        "peak memory with 64",
+        "cold prefill of 100",
+        "decode after 100",
+        "peak memory with 100",
+        "first token of 100, 0 % cached",
+        "first token of 100, 50 % cached",
+        "first token of 100, 90 % cached",
+        "first token of 100, 99 % cached",
+        "first token of 100, 100 % cached",
+        "first token of 100, regenerated",
+        "weights",
+        "entry of 100 tokens",
+    ]
     assert all(
         0 < figure["min"] <= figure["median"] <= figure["max"] for figure in figures.values()
     )
@@ -68,6 +78,7 @@ def test_every_figure_of_a_model(tmp_path: Path) -> None:
     assert found["rounds"] == 2
 
 
+@pytest.mark.exhaustive(0)
 def test_beside_mlx_lm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The same tokens from the same weights, ratios with minimum, median and maximum."""
     write_model(tmp_path / "m")
@@ -76,11 +87,15 @@ def test_beside_mlx_lm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "not the same tokens" not in result.stderr
     versus = result.stdout.split("against mlx-lm")[1].splitlines()
     assert [line.split("  ")[0] for line in versus[2:]] == [
-        "load", "cold prefill of 48", "decode after 48", "peak memory with 48", *(f"first token of 48, {p} % cached" for p in (50, 90, 99, 100)),
+        "load",
+        "cold prefill of 48",
+        "decode after 48",
+        "peak memory with 48",
+        *(f"first token of 48, {p} % cached" for p in (50, 90, 99, 100)),
         "first token of 48, regenerated",
-    ]  # fmt: skip
-    findings = Bench(str(tmp_path / "m"), contexts=[48], rounds=2, versus=True).run()
-    assert findings.as_dict()["versus"][0]["gain"].keys() == {"min", "median", "max"}
+    ]
+    measurements = Bench(str(tmp_path / "m"), contexts=[48], rounds=2, versus=True).run()
+    assert measurements.as_dict()["versus"][0]["gain"].keys() == {"min", "median", "max"}
 
 
 def test_what_mlx_lm_can_not_load_by_itself_has_no_row(
@@ -93,19 +108,22 @@ def test_what_mlx_lm_can_not_load_by_itself_has_no_row(
         raise ValueError
 
     monkeypatch.setattr("mlx_lm.load", refuse)
-    findings = Bench(str(tmp_path / "m"), contexts=[32], rounds=1, versus=True).run()
+    measurements = Bench(str(tmp_path / "m"), contexts=[32], rounds=1, versus=True).run()
     assert "mlx-lm can't load it by itself: ValueError" in capsys.readouterr().err
-    assert findings.rows[0].name == "cold prefill of 32"
+    assert measurements.comparisons[0].name == "cold prefill of 32"
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "mamba2"])
 def test_mlx_lm_s_prompt_cache_is_trimmed_to_what_is_shared(
     architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same tokens as a cold run, and no more evaluated than is new; anew where a cache can't be trimmed."""
+    """A trimmed prompt cache gives a cold run's tokens and evaluates only what is new.
+
+    It starts anew where a cache cannot be trimmed.
+    """
     write_model(tmp_path / "m", architecture)
     runner = Runner.load(str(tmp_path / "m"), reserve=False)
-    side, cold = PromptCacheSide(runner), mlx_lm_side(runner)
+    side, cold = PromptCacheBackend(runner), mlx_lm_backend(runner)
     given: list[int] = []
     generate = sides.stream_generate
 
@@ -161,12 +179,13 @@ def test_ctrl_c_prints_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> Non
     [
         (
             ["--context", "5000"],
-            "context: 5000 to 5000 tokens with an answer of 32 are out of range: at least 16, at most 2015",
+            "context: 5000 to 5000 tokens with an answer of 32 are out of range: at least 16, at "
+            "most 2015",
         ),
         (["--context", "3"], "context: 3 to 3 tokens"),
         (
             ["random:many"],
-            "random:many: a random model is named by its size: random:100M, or random:1.5G",
+            "random:many is not a size: name a random model like random:100M or random:1.5G",
         ),
         (["random:5000G"], "the device offers"),
         (["/nowhere/at/all"], "no such model"),
@@ -187,20 +206,20 @@ def test_a_random_model_has_about_the_size_of_its_name() -> None:
     assert 1e6 < num_parameters(loaded.model) < 4e6
     runner = Runner(loaded.model, loaded.tokenizer, loaded.facts, name=loaded.name, context=64)
     assert len(list(runner.generate([1, 2, 3], max_tokens=4, stop_tokens=[]))) == 4
-    with pytest.raises(ModelError, match="named by its size"):
+    with pytest.raises(ModelError, match="is not a size"):
         load_or_make("random:-1M")
 
 
 def test_nothing_measured_is_an_empty_table() -> None:
     """An interrupt may come early."""
-    assert Findings({"model": "demo"}).table() == "model demo"
+    assert Measurements({"model": "demo"}).table() == "model demo"
 
 
 def test_a_model_with_experts_gets_figures_without_shares(tmp_path: Path) -> None:
-    """How many weights a token uses depends on it; windows may evaluate more than what is new, which is said."""
+    """Figures have no share where experts or windows decide how much a token takes."""
     write_model(tmp_path / "m", "gpt_oss", max_position_embeddings=512)
-    findings = Bench(str(tmp_path / "m"), contexts=[100], rounds=1, answer=4).run()
-    shares = {figure.name: figure.share for figure in findings.figures}
+    measurements = Bench(str(tmp_path / "m"), contexts=[100], rounds=1, answer=4).run()
+    shares = {figure.name: figure.share for figure in measurements.figures}
     assert shares["cold prefill of 100"] is None
     assert shares["weights"] is not None
-    assert "cold prefill of 100" in findings.table()
+    assert "cold prefill of 100" in measurements.table()

@@ -6,6 +6,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
+from support.models import tiny_config, tiny_model
 
 from mlxrunner.bench.ceilings import (
     Ceilings,
@@ -15,7 +16,6 @@ from mlxrunner.bench.ceilings import (
     measure_ceilings,
     num_parameters,
 )
-from mlxrunner.testing_models import tiny_config, tiny_model
 
 TABLE = 288 * 64
 

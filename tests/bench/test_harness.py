@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from mlxrunner.bench.backends import mlx_lm_backend, our_backend
 from mlxrunner.bench.harness import alternate, in_turn, measure, some_tokens
-from mlxrunner.bench.sides import mlx_lm_side, our_side
 from mlxrunner.runner import Runner
 from mlxrunner.testing import oracle_runner
 
@@ -17,22 +17,22 @@ def test_another_side_begins_each_round() -> None:
     order: list[str] = []
     runner = oracle_runner()
 
-    def side(name: str) -> Iterator[int]:
+    def backend(name: str) -> Iterator[int]:
         order.append(name)
         yield from (1, 2, 3)
 
-    sides = {name: (lambda prompt, count, name=name: side(name)) for name in ("a", "b")}
-    runs = alternate(runner, sides, [1], 2, rounds=3)  # type: ignore[arg-type]  # generators
+    backends = {name: (lambda prompt, count, name=name: backend(name)) for name in ("a", "b")}
+    runs = alternate(runner, backends, [1], 2, rounds=3)  # type: ignore[arg-type]  # generators
     assert order == ["b", "a", "a", "b", "b", "a", "a", "b"]
     assert [len(those) for those in runs.values()] == [3, 3]
-    assert in_turn(sides, 1) == ["a", "b"]
+    assert in_turn(backends, 1) == ["a", "b"]
 
 
 def test_sides_that_disagree_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     """What gives other tokens has done other work."""
     runner = oracle_runner()
-    sides = {"a": lambda prompt, count: iter_of(1, 2), "b": lambda prompt, count: iter_of(1, 3)}
-    alternate(runner, sides, [5, 6], 2, rounds=1)  # type: ignore[arg-type]  # generators
+    backends = {"a": lambda prompt, count: iter_of(1, 2), "b": lambda prompt, count: iter_of(1, 3)}
+    alternate(runner, backends, [5, 6], 2, rounds=1)  # type: ignore[arg-type]  # generators
     assert "a, b: not the same tokens after 2" in capsys.readouterr().err
 
 
@@ -44,7 +44,9 @@ def test_both_sides_give_the_same_tokens_and_leave_a_true_entry() -> None:
     """On the embedded model, from a cold start."""
     runner = Runner.load("demo", context=128, reserve=False)
     prompt = some_tokens(runner, 40)
-    ours, other = (measure(make(runner), prompt, 6, runner) for make in (our_side, mlx_lm_side))
+    ours, other = (
+        measure(make(runner), prompt, 6, runner) for make in (our_backend, mlx_lm_backend)
+    )
     assert ours.tokens == other.tokens
     assert ours.ttft > 0
     assert ours.peak > 0

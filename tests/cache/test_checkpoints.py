@@ -8,8 +8,9 @@ from contextlib import suppress
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.sample import examples
 
 from mlxrunner.cache.checkpoints import (
     HEADER,
@@ -95,7 +96,7 @@ def test_one_that_is_larger_than_the_budget_is_not_kept() -> None:
     ],
 )
 def test_what_lies_in_between_is_thinned_evenly(offsets: list[int], lost: int) -> None:
-    """Room for 5, of which 2 are free: one in a third of the text would do, so nothing closer to that is given up."""
+    """Thinning keeps free places too: with 5 of which 2 are free, a third of the text is enough."""
     kept = thinned([at(offset) for offset in offsets], 5, INTERVAL)
     assert {*offsets} - {one.offset for one in kept} == {lost}
 
@@ -112,7 +113,7 @@ def test_where_every_loss_does_harm_the_smallest_gap_is_left() -> None:
 
 
 def test_those_with_a_role_go_last() -> None:
-    """Where the answer begins first, then the system prompt's end, where the last message begins last of all."""
+    """The system prompt's end goes after the answer's begin, and the last message's begin last."""
     items = [
         at(10, role="system"),
         at(20),
@@ -124,8 +125,13 @@ def test_those_with_a_role_go_last() -> None:
         [one.offset for one in thinned(items, budget, INTERVAL)] for budget in range(5, -1, -1)
     ]
     assert found == [
-        [10, 20, 900, 950, 2000], [10, 900, 950, 2000], [10, 900, 950], [10, 900], [900], [],
-    ]  # fmt: skip
+        [10, 20, 900, 950, 2000],
+        [10, 900, 950, 2000],
+        [10, 900, 950],
+        [10, 900],
+        [900],
+        [],
+    ]
 
 
 marks = st.lists(
@@ -135,12 +141,15 @@ marks = st.lists(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(marks, st.integers(0, 60), st.integers(1, 3000))
 def test_what_holds_of_every_thinning(
     given_marks: list[tuple[int, int, Role | None]], budget: int, interval: int
 ) -> None:
-    """Within the budget, in order, a subset, the same each time, idempotent; nothing goes without need; roles outlive the others."""
+    """Thinning keeps an ordered subset within the budget, and is stable and idempotent.
+
+    Nothing goes without need, and roles outlive the others.
+    """
     items = [at(*mark) for mark in sorted(given_marks, key=lambda mark: mark[0])]
     kept = thinned(items, budget, interval)
     assert sum(item.nbytes for item in kept) <= budget
@@ -162,7 +171,7 @@ def test_what_holds_of_every_thinning(
 additions = st.lists(st.tuples(st.integers(1, 400), st.integers(1, 12)), max_size=30)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(
     budget=st.integers(0, 40),
     adds=additions,
@@ -172,7 +181,7 @@ additions = st.lists(st.tuples(st.integers(1, 400), st.integers(1, 12)), max_siz
 def test_the_budget_holds_whatever_is_added(
     budget: int, adds: list[tuple[int, int]], cuts: list[int], data: st.DataObject
 ) -> None:
-    """Sorted, distinct, never over the budget; nothing is dropped for nothing; whatever is marked and cut in between."""
+    """Checkpoints are sorted and distinct within the budget after any additions, marks and cuts."""
     some = Checkpoints(budget)
     for turn, (offset, nbytes) in enumerate(adds):
         if turn % 5 == 0:
@@ -193,7 +202,7 @@ def test_the_budget_holds_whatever_is_added(
 
 @pytest.mark.parametrize("budget", range(1, 9))
 def test_an_interrupt_at_any_line_leaves_it_whole(budget: int) -> None:
-    """As it was, or as it was to become; never over the budget, and the next one is taken as ever."""
+    """An interrupt leaves the old state or the new one, within the budget, and stays usable."""
     line, was_interrupted = 0, True
     while was_interrupted:
         line, was_interrupted = line + 1, False
@@ -266,7 +275,10 @@ def test_an_interrupt_at_any_line_leaves_it_whole(budget: int) -> None:
 def test_the_places_of_a_prompt(
     ends: list[int], total: int, ahead: bool, roles: dict[int, Role]
 ) -> None:
-    """Where the system prompt ends (shortly before, if it is long), where the last message begins, where the answer does."""
+    """The places are the system prompt's end, the last message's begin and the answer's.
+
+    Of a long system prompt the place is shortly before its end.
+    """
     places = places_of(total, ends, ahead=ahead)
     assert places.roles == roles
     assert places.until == (total if ahead else max(roles, default=0))
@@ -334,7 +346,7 @@ def test_where_a_prefill_pauses(
     assert stops(Checkpoints(100, 1000), start, places_of(total, ends)) == expected
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(
     lengths=st.lists(st.integers(1, 60) | st.integers(1, 4000), max_size=25),
     header=st.integers(0, 200),
@@ -345,7 +357,7 @@ def test_where_a_prefill_pauses(
 def test_what_holds_of_all_stops(
     lengths: list[int], header: int, interval: int, budget: int, data: st.DataObject
 ) -> None:
-    """For any messages, start, interval and budget: in order, at all places, never far apart, and few enough."""
+    """Stops are in order, at all places, near each other and few, for any prompt and settings."""
     ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
     total = (ends[-1] if ends else 0) + header
     start = data.draw(st.integers(0, max(0, total - 1)))
@@ -373,7 +385,7 @@ HISTORIES = {"short": SHORT, "long": LONG, "mixed": MIXED}
 def talk(
     some: Checkpoints, system: int, turns: Sequence[Turn], header: int = 4
 ) -> Iterator[tuple[int, int, int]]:
-    """A conversation as the pipeline has it; where the last message begins, where its answer does, and the length of all."""
+    """Return a conversation as the pipeline has it, with the places and the length of all."""
     ends, at_ = [system], 0
     for message, answer in turns:
         begin = ends[-1]
@@ -403,8 +415,12 @@ def widest_gap(some: Checkpoints, length: int) -> int:
 @pytest.mark.parametrize("system", [20, 300, 1176, 5000])
 @pytest.mark.parametrize("budget", [4, 5, 6, 8, 12, 16])
 def test_forty_turns(budget: int, system: int, turns: list[Turn]) -> None:
-    """Regenerate and think-strip lose the answer's header, an edit of the last message nothing, a line more in a long system prompt
-    its last few tokens, and an edit anywhere at most 1.5 intervals: one in `length / (budget - 3)` tokens, or the configured one."""
+    """Forty turns lose no more than their kind of edit may cost.
+
+    Regenerate and think-strip lose the answer's header, an edit of the last message nothing, a line
+    more in a long system prompt its last few tokens, and an edit anywhere at most 1.5 intervals:
+    one in `length / (budget - 3)` tokens, or the configured one.
+    """
     some = Checkpoints(budget)
     for begin, total, length in talk(some, system, turns):
         assert lost(some, begin) == 0
@@ -418,7 +434,10 @@ def test_forty_turns(budget: int, system: int, turns: list[Turn]) -> None:
 
 @pytest.mark.parametrize("budget", [8, 16, 64])
 def test_a_very_long_conversation_is_covered_evenly(budget: int) -> None:
-    """Of hundreds of turns the widest gap is at times nearly twice the interval: what was given up can't be had back."""
+    """The widest gap of hundreds of turns is below twice the interval.
+
+    What was given up cannot be had back.
+    """
     for turns in ([(100, 200)] * 600, LONG, MIXED * 4):
         some = Checkpoints(budget)
         for _, _, length in talk(some, 300, turns):
@@ -427,15 +446,18 @@ def test_a_very_long_conversation_is_covered_evenly(budget: int) -> None:
 
 histories = st.lists(
     st.tuples(
-        st.sampled_from(["append", "append", "append", "edit", "regenerate", "shift", "interrupt", "restore"]),
+        st.sampled_from(
+            ["append", "append", "append", "edit", "regenerate", "shift", "interrupt", "restore"]
+        ),
         st.integers(1, 80) | st.integers(1, 5000),
         st.integers(1, 80) | st.integers(1, 3000),
     ),
-    min_size=1, max_size=40,
-)  # fmt: skip
+    min_size=1,
+    max_size=40,
+)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(
     histories,
     st.integers(4, 24),
@@ -446,8 +468,10 @@ histories = st.lists(
 def test_the_bound_that_always_holds(
     history: list[tuple[str, int, int]], budget: int, interval: int, system: int, rng: random.Random
 ) -> None:
-    """Whatever happens to a conversation, no gap is wider than twice what the budget allows for the longest text it has had; places keep
-    their checkpoints, and the same history leads to the same ones."""
+    """No gap is wider than twice what the budget allows for the longest text so far.
+
+    Places keep their checkpoints, and the same history leads to the same ones.
+    """
     runs = [
         play(history, budget, interval, system, random.Random(seed)) for seed in [rng.random()] * 2
     ]
@@ -529,5 +553,10 @@ def restore(some: Checkpoints, ends: list[int], at_: int, rng: random.Random) ->
 
 
 ACTS: dict[str, Act] = {
-    "append": append, "edit": edit, "regenerate": regenerate, "shift": shift, "interrupt": interrupt, "restore": restore,
-}  # fmt: skip
+    "append": append,
+    "edit": edit,
+    "regenerate": regenerate,
+    "shift": shift,
+    "interrupt": interrupt,
+    "restore": restore,
+}

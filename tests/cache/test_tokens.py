@@ -59,9 +59,15 @@ def test_a_buffer_grows_past_its_first_allocation() -> None:
 
 @pytest.mark.parametrize(
     "bad",
-    [pytest.param([1, -1], id="negative"), pytest.param([2**31], id="too-large"), pytest.param([1.5], id="float"),
-     pytest.param(["a"], id="text"), pytest.param([[1, 2]], id="nested"), pytest.param([2**70], id="huge")],
-)  # fmt: skip
+    [
+        pytest.param([1, -1], id="negative"),
+        pytest.param([2**31], id="too-large"),
+        pytest.param([1.5], id="float"),
+        pytest.param(["a"], id="text"),
+        pytest.param([[1, 2]], id="nested"),
+        pytest.param([2**70], id="huge"),
+    ],
+)
 def test_what_is_no_token_id_is_refused(bad: list[object]) -> None:
     """With a message that says what was found."""
     with pytest.raises(PromptError, match="token ids have to be"):

@@ -7,26 +7,25 @@ import json
 import re
 import stat
 import threading
-import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.models import write_model
+from support.waiting import until
 
 from mlxrunner import Runner
-from mlxrunner.chat import clipboard
-from mlxrunner.chat.ahead import Draft
-from mlxrunner.chat.commands import is_open
+from mlxrunner.chat.commands.reports import explanation, saved_seconds
+from mlxrunner.chat.commands.table import is_open
 from mlxrunner.chat.conversation import Conversation
 from mlxrunner.chat.repl import Chat
-from mlxrunner.chat.reports import explanation, saved_seconds
 from mlxrunner.chat.start import commands
-from mlxrunner.events import Usage
+from mlxrunner.chat.typeahead import Draft
 from mlxrunner.profiling.reasons import REASONS
-from mlxrunner.sessions.commands import Saving
-from mlxrunner.testing_models import write_model
+from mlxrunner.results import CacheUse, MemoryUse, Timing, Usage
+from mlxrunner.terminal import clipboard
 
 TABLE = commands()
 
@@ -89,7 +88,7 @@ def test_help_has_every_command(do: Do) -> None:
         ("/x-y_z", "error: no such command: /x-y_z (/help lists them)"),
         (
             "/clear the table please",
-            'error: /clear takes nothing behind it; """ around a text sends it as it is',
+            'error: /clear takes no argument; """ around a text sends it as it is',
         ),
         ("/undo x", "error: 'x' is not a whole number between 1 and 999999999"),
         ("/undo 0", "error: '0' is not a whole number between 1 and 999999999"),
@@ -100,7 +99,10 @@ def test_help_has_every_command(do: Do) -> None:
         ("/edit 1", "error: there is nothing to edit yet"),
         ("/retry", "error: there is no answer to try again"),
         ("/switch", "error: there is no branch '': there are main"),
-        ("/branch two words", "error: 'two words' is no name for a branch: one word"),
+        (
+            "/branch two words",
+            "error: 'two words' is not a name for a branch: it has to be one word",
+        ),
         ("/branch main", "error: there is a branch main already: /switch main goes to it"),
         ("/stats", "no turn yet"),
         ("/explain", "no turn yet"),
@@ -117,7 +119,7 @@ def test_help_has_every_command(do: Do) -> None:
             "/export",
             "error: /export FILE: which file? FILE.json for JSON, anything else is Markdown",
         ),
-        ("/set nonsense 3", "error: there is no setting nonsense: there are temperature"),
+        ("/set nonsense 3", "error: there is no setting nonsense: there are max_tokens"),
         ("/set temperature warm", "error: temperature: 'warm' is not a number"),
         ("/set top_k 1.5", "error: top_k: '1.5' is not a whole number"),
         ("/set top_p 3", "error: top_p: 3.0 is out of range, it has to be between 0 and 1"),
@@ -163,7 +165,7 @@ def test_what_cannot_be_done_is_one_line(do: Do, line: str, said: str) -> None:
 def test_what_is_no_command_is_a_text(text: str) -> None:
     """A slash and letters, digits, - and _ are one; a path, or what is quoted, is not."""
     assert TABLE.parse(text) is None
-    assert not commands().parses(text)
+    assert not commands().is_command(text)
 
 
 def test_a_command_is_read_at_once_whatever_it_takes() -> None:
@@ -259,7 +261,7 @@ def test_another_model_goes_on_with_the_texts(chat: Chat, do: Do, tmp_path: Path
 
 
 def test_no_branch_keeps_tokens_of_another_model(chat: Chat, do: Do, tmp_path: Path) -> None:
-    """They would be beyond its vocabulary, or say something else; until it has evaluated something nothing has drifted."""
+    """Tokens beyond the new model's vocabulary are dropped, and no drift is reported before use."""
     write_model(tmp_path / "tiny")
     chat.conversation.options["max_tokens"] = 3
     lines = do(
@@ -273,9 +275,8 @@ def test_no_branch_keeps_tokens_of_another_model(chat: Chat, do: Do, tmp_path: P
     assert not [line for line in lines if line.startswith("error")]
     assert "history    exact; drift from the template: not known" in lines
     assert len(chat.conversation.history.turns) == 2
-    assert chat.conversation.asked.tokens == chat.runner.tokenizer.encode(
-        chat.conversation.asked.text
-    )
+    asked = chat.conversation.asked
+    assert list(asked.tokens) == chat.runner.tokenizer.encode(asked.text)
 
 
 def test_a_text_file_goes_into_the_message(chat: Chat, do: Do, tmp_path: Path) -> None:
@@ -306,7 +307,7 @@ def test_a_text_file_goes_into_the_message(chat: Chat, do: Do, tmp_path: Path) -
 
 
 def test_clearing_is_offered_only_where_it_makes_room(chat: Chat, do: Do, tmp_path: Path) -> None:
-    """Not for a message that is too long by itself, nor for one that is no text; files that wait are named first."""
+    """Clearing is offered unless the message itself is too long; waiting files are named first."""
     chat.conversation.options = {"overflow": "stop", "max_tokens": 3}
     (tmp_path / "a.txt").write_text("word " * 600)
     too_long, damaged, due_to_turns, *_, with_files = do(
@@ -371,7 +372,7 @@ def test_what_is_no_text_or_too_long_is_one_line(
     for line in (f"/file {file}", f"What is in @{file}"):
         (shown,) = do(line)
         assert shown.startswith(f"error: {file}: {said}")
-    assert chat.conversation.history.turns == []
+    assert chat.conversation.history.turns == ()
 
 
 def test_a_message_that_failed_keeps_its_files(chat: Chat, do: Do, tmp_path: Path) -> None:
@@ -395,14 +396,15 @@ def test_exports_are_whole_private_and_overwrite_nothing(
     )
     assert (
         (tmp_path / "talk.md").read_text()
-        == "## System\n\nBe brief.\n\n## User\n\nMy name is Ana.\n\n## Assistant\n\nNice to meet you.\n"
+        == "## System\n\nBe brief.\n\n## User\n\nMy name is Ana.\n\n"
+        "## Assistant\n\nNice to meet you.\n"
     )
     said = json.loads((tmp_path / "talk.json").read_text())
     assert said == {"model": "demo", "system": "Be brief.", "messages": chat.conversation.messages}
     assert stat.S_IMODE((tmp_path / "talk.md").stat().st_mode) == 0o600
     assert (
-        lines[-1]
-        == f"error: {tmp_path}/talk.md is there already: /export -f {tmp_path}/talk.md overwrites it"
+        lines[-1] == f"error: {tmp_path}/talk.md is there already: "
+        f"/export -f {tmp_path}/talk.md overwrites it"
     )
     assert (
         do("Hello!", f"/export -f {tmp_path}/talk.md")[-1]
@@ -428,7 +430,10 @@ def test_a_name_that_begins_like_a_flag_is_a_name(
 def test_copy_says_by_what(
     chat: Chat, do: Do, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first program that works gets the answer without its thinking; with none of them, and no terminal, it is an error."""
+    """The first program that works gets the answer without its thinking.
+
+    With none of them, and no terminal, it is an error.
+    """
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("DISPLAY", ":0")
     monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
@@ -439,9 +444,9 @@ def test_copy_says_by_what(
     program = tmp_path / "xclip"
     program.write_text(f'#!/bin/sh\nexec /bin/cat > "{tmp_path}/copied"\n')
     program.chmod(0o700)
-    chat.conversation.history.turns[-1] = replace(
-        chat.conversation.history.turns[-1], answer="<think>x</think>\n\nHow é?"
-    )
+    *earlier, last = chat.conversation.history.turns
+    changed = replace(last, answer="<think>x</think>\n\nHow é?")
+    chat.conversation.history = replace(chat.conversation.history, turns=(*earlier, changed))
     assert do("/copy") == ["copied 6 characters with xclip"]
     assert (tmp_path / "copied").read_text() == "How é?"
     chat.conversation.answer_with(0, "Write </think> at the end.")
@@ -472,7 +477,7 @@ def test_an_edit_that_changes_nothing_drops_nothing(
     """Whatever white space or quotes the text begins or ends with."""
     chat.interactive = True
     do(text, "I have a dog.")
-    before = list(chat.conversation.history.turns)
+    before = chat.conversation.history.turns
 
     class Enter(Typist):
         def read(self, idle: Any, default: str = "") -> str:
@@ -486,7 +491,7 @@ def test_an_edit_that_changes_nothing_drops_nothing(
 def test_files_go_into_a_message_that_is_edited(
     chat: Chat, do: Do, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that wait and those that it names; once, however often it is edited, and none that a file of it names."""
+    """Waiting and named files go in once, however often a message is edited, without nesting."""
     chat.interactive = True
     monkeypatch.chdir(tmp_path)
     (tmp_path / "note.txt").write_text("My name is Ana.\n@other.py and @no/such.txt")
@@ -509,7 +514,7 @@ def test_an_edit_or_retry_that_is_interrupted_brings_the_turn_back(
 ) -> None:
     """No work is lost, neither by Ctrl-C in the prefill nor by an error."""
     do("My name is Ana.", "I have a dog.")
-    before = list(chat.conversation.history.turns)
+    before = chat.conversation.history.turns
     lines = do("/retry max_tokens=0")
     assert lines[-1].startswith("error: max_tokens: 0 is out of range")
     chat.interactive = True
@@ -535,13 +540,33 @@ def test_nothing_is_typed_ahead_on_battery(
     monkeypatch.setattr("mlxrunner.chat.repl.on_battery", lambda: battery)
     text = "My name is Ana and I have a very good dog."
 
+    waits = threading.Event()
+
+    class Watched(Draft):
+        def wait_until_over(self) -> None:
+            waits.set()
+            super().wait_until_over()
+
+    evaluate, evaluated = chat.conversation.evaluate, []
+
+    def told(prompt: str, cancelled: Callable[[], bool], *after: Any) -> None:
+        evaluate(prompt, cancelled, *after)
+        evaluated.append(prompt)
+
+    monkeypatch.setattr(chat.conversation, "evaluate", told)
+
     class Slow:
         def read(self, idle: Callable[[Draft], None], default: str = "") -> str:
-            draft = Draft(text)
-            evaluating = threading.Thread(target=lambda: (time.sleep(1.0), draft.finish()))
-            evaluating.start()
+            draft = Watched(text)
+            reading = threading.Thread(
+                target=lambda: (
+                    until(lambda: waits.is_set() if battery else text in evaluated),
+                    draft.finish(),
+                )
+            )
+            reading.start()
             idle(draft)
-            evaluating.join()
+            reading.join()
             raise EOFError
 
     chat.reader = Slow()
@@ -551,22 +576,43 @@ def test_nothing_is_typed_ahead_on_battery(
     assert ("My name is Ana" in spelled) is wanted
 
 
+FLAT = [
+    field.name
+    for part in (Usage, Timing, MemoryUse, CacheUse)
+    for field in fields(part)
+    if field.name not in ("timing", "memory", "cache")
+]
+
+
 def usage(**changes: Any) -> Usage:
-    counts = dict.fromkeys(Usage.__dataclass_fields__, 0) | {
+    counts = dict.fromkeys(FLAT, 0) | {
         "outcome": "hit",
         "reason": None,
         "rewind_limited_by": None,
     }
-    return Usage(**(counts | {"checkpoint": None, "freed_by": None} | changes))
+    return Usage.from_dict(counts | {"checkpoint": None, "freed_by": None} | changes)
 
 
 @pytest.mark.parametrize("reason", [None, *REASONS])
 def test_every_reason_has_its_words(reason: str | None) -> None:
     """With what limited it, what freed it, what it cost."""
     lines = explanation(
-        usage(prompt_tokens=50, matched_tokens=40, cached_tokens=30, ahead_tokens=10, evaluated_tokens=20, lost_tokens=9, trimmed_tokens=5,
-              reason=reason, rewind_limited_by="sliding", freed_by="a reset", checkpoint=30, shifted_tokens=9, reevaluated_tokens=4)
-    )  # fmt: skip
+        usage(
+            prompt_tokens=50,
+            matched_tokens=40,
+            cached_tokens=30,
+            ahead_tokens=10,
+            evaluated_tokens=20,
+            lost_tokens=9,
+            trimmed_tokens=5,
+            reason=reason,
+            rewind_limited_by="sliding",
+            freed_by="a reset",
+            checkpoint=30,
+            shifted_tokens=9,
+            reevaluated_tokens=4,
+        )
+    )
     sentence = REASONS[reason].sentence if reason else "nothing was lost"
     assert lines[0].startswith(sentence)
     assert lines[0].endswith("20 of 50 prompt tokens were reused, 10 had been evaluated in advance")
@@ -595,17 +641,10 @@ def test_explain_and_stats_tell_of_the_last_turn(do: Do) -> None:
 
 
 def test_saved_seconds_are_those_of_the_events() -> None:
-    """By the same curve: nothing for what was evaluated in advance, nor where it would be a guess."""
+    """Saved seconds come from the events' curve, and exclude typing ahead and plain guesses."""
     first = usage(cached_tokens=0, evaluated_tokens=100, prefill_s=1.0)
     assert saved_seconds(
         [first, usage(cached_tokens=60, ahead_tokens=10, evaluated_tokens=1, prefill_s=0.01)], 100
     ) == pytest.approx(0.5)
     assert saved_seconds([first, usage(cached_tokens=1000, evaluated_tokens=0)], 100) == 0.0
     assert saved_seconds([], 100) == 0.0
-
-
-def test_the_readme_lists_the_commands() -> None:
-    """As the table has them."""
-    readme = (Path(__file__).parent.parent.parent / "README.md").read_text()
-    for command in commands(*Saving().commands):
-        assert f"| `{command.usage.replace('|', chr(92) + '|')}` | {command.help} |" in readme

@@ -48,7 +48,7 @@ def test_turn_10_evaluates_only_the_new_tokens_and_remembers_turn_1(demo: Runner
         "\n<|im_start|>user\nWhat is my name?<|im_end|>\n<|im_start|>assistant\n"
     )
     assert usage.evaluated_tokens == len(turn)
-    assert usage.trimmed_tokens == 0
+    assert usage.cache.trimmed_tokens == 0
 
 
 def test_every_turn_of_a_chat_is_a_full_hit(demo: Runner) -> None:
@@ -59,7 +59,7 @@ def test_every_turn_of_a_chat_is_a_full_hit(demo: Runner) -> None:
         say(conversation, f"Call me Zqx{turn}vwj.")
         usage = conversation.usages[-1]
         assert usage.outcome == ("hit" if turn else "miss")
-        assert usage.trimmed_tokens == 0
+        assert usage.cache.trimmed_tokens == 0
 
 
 def test_the_template_decides_what_the_tokens_mean(demo: Runner) -> None:
@@ -96,7 +96,7 @@ def test_an_answer_that_is_stopped_stays_as_far_as_it_was_shown() -> None:
 
 
 def test_a_turn_without_an_answer_is_taken_back() -> None:
-    """An interrupted prefill leaves the conversation as it was, and the entry with its finished chunks."""
+    """An interrupted prefill keeps the conversation as it was and the entry's finished chunks."""
     runner = oracle_runner(prefill_step=4)
     conversation = endless(runner, max_tokens=3)
     say(conversation, "hello")
@@ -156,14 +156,14 @@ def test_a_stop_string_keeps_the_tokens_of_what_was_shown() -> None:
     ids=["stop", "early", "limit"],
 )
 def test_a_full_context_never_ends_a_chat(options: dict[str, Any]) -> None:
-    """Whatever ends the answers: no turn is refused, and half of the context is not evaluated again each time."""
+    """No turn is refused whatever ends the answers, and no half context is evaluated each time."""
     runner = Runner.load("demo", context=200, reserve=False)
     conversation = Conversation(runner, options=options)
     for turn in range(30):
         say(conversation, ("Hello!", "I have a dog.", "How are you?")[turn % 3])
         assert conversation.usages[-1].evaluated_tokens < 60
         assert runner.entry.is_true
-    assert sum(usage.shifted_tokens for usage in conversation.usages) > 100
+    assert sum(usage.cache.shifted_tokens for usage in conversation.usages) > 100
 
 
 class Stripping(ByteTokenizer):
@@ -174,7 +174,10 @@ class Stripping(ByteTokenizer):
             {**m, "content": m["content"].upper()} if m["role"] == "assistant" else m
             for m in messages
         ]
-        return super().render(changed, add_generation_prompt=add_generation_prompt)  # type: ignore[arg-type]
+        return super().render(
+            changed,  # type: ignore[arg-type]
+            add_generation_prompt=add_generation_prompt,
+        )
 
 
 def test_a_template_that_rewrites_answers_survives_a_full_context() -> None:
@@ -224,12 +227,12 @@ def test_drafts_that_are_given_up_are_not_counted_as_evaluated_ahead() -> None:
     say(conversation, "hello")
     before = len(runner.entry.tokens)
     conversation.evaluate("a long draft that is given up in the end", lambda: False)
-    shared = len(conversation.speller.draft(conversation.history, None, "").tokens)
+    shared = len(conversation.renderer.render_draft(conversation.history, "").tokens)
     say(conversation, "short")
     assert conversation.usages[-1].cached_tokens == shared
-    assert conversation.usages[-1].ahead_tokens == shared - before
+    assert conversation.usages[-1].cache.ahead_tokens == shared - before
     say(conversation, "more")
-    assert conversation.usages[-1].ahead_tokens == 0
+    assert conversation.usages[-1].cache.ahead_tokens == 0
 
 
 def test_an_answer_of_repeated_tokens_is_kept_whole_over_a_shift() -> None:
@@ -238,7 +241,7 @@ def test_an_answer_of_repeated_tokens_is_kept_whole_over_a_shift() -> None:
     conversation = Conversation(runner, options={"stop_tokens": [], "max_tokens": 40})
     for _ in range(4):
         answer = say(conversation, "Hello!")
-        assert runner.tokenizer.decode(conversation.history.spelling.tokens).endswith(answer)
+        assert runner.tokenizer.decode(conversation.history.rendering.tokens).endswith(answer)
 
 
 def test_a_turn_that_was_interrupted_before_any_text_is_taken_back() -> None:
@@ -302,9 +305,9 @@ def act(conversation: Conversation, rng: random.Random, saved: list[Any]) -> Non
     elif what == "edit" and turns:
         conversation.answer_with(rng.randrange(len(turns)), f"edited {number}")
     elif what == "branch":
-        saved.append(conversation.history.copy())
+        saved.append(conversation.history)
     elif what == "switch" and saved:
-        conversation.history = saved[-1].copy()
+        conversation.history = saved[-1]
     elif what == "look":
         conversation.evaluate("", lambda: False)
         assert conversation.outlook().cached <= conversation.outlook().tokens
@@ -313,6 +316,7 @@ def act(conversation: Conversation, rng: random.Random, saved: list[Any]) -> Non
         conversation.clear()
 
 
+@pytest.mark.exhaustive(5)
 @pytest.mark.parametrize(
     "kinds", [["full", "full"], ["full", "recurrent"], ["sliding", "composite"]], ids="+".join
 )
@@ -339,12 +343,12 @@ def test_whatever_is_done_the_entry_is_exact_and_every_place_is_true(
             for place in (
                 mark for turn in history.turns for mark in (turn.begins, turn.ends) if mark
             ):
-                assert place.characters <= len(history.spelling.text)
-                assert place.tokens <= len(history.spelling.tokens)
+                assert place.characters <= len(history.rendering.text)
+                assert place.tokens <= len(history.rendering.tokens)
             if (
                 rng.random() < 0.1
                 and 0 < len(entry) < context - 5
-                and not any(u.shifted_tokens for u in conversation.usages)
+                and not any(u.cache.shifted_tokens for u in conversation.usages)
             ):
                 warm, cold = (
                     [c.token for c in r.generate([*entry, 5], max_tokens=3, stop_tokens=[])]
@@ -354,7 +358,7 @@ def test_whatever_is_done_the_entry_is_exact_and_every_place_is_true(
 
 
 def test_an_edited_answer_behind_a_gap_is_known_to_lack_tokens() -> None:
-    """The first answer filled the context, so that its question lost tokens; what is saved would look damaged otherwise."""
+    """An edited answer is saved with its lost tokens, so that the file does not look damaged."""
     conversation = Conversation(
         oracle_runner(context=100),
         options={"max_tokens": 30, "stop_tokens": [], "overflow": "shift", "keep": 2},
@@ -364,5 +368,5 @@ def test_an_edited_answer_behind_a_gap_is_known_to_lack_tokens() -> None:
     turn = conversation.history.turns[0]
     conversation.answer_with(0, "no")
     history, tokenizer = conversation.history, conversation.runner.tokenizer
-    spells = tokenizer.decode(history.spelling.tokens) == history.spelling.text
+    spells = tokenizer.decode(history.rendering.tokens) == history.rendering.text
     assert spells != bool(history.dropped), turn

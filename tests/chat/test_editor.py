@@ -14,10 +14,10 @@ from prompt_toolkit.document import Document
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
-from mlxrunner.chat.ahead import Draft
-from mlxrunner.chat.commands import is_open, quoted, unquoted
+from mlxrunner.chat.commands.table import is_open, quoted, unquoted
 from mlxrunner.chat.editor import ChatCompleter, Editor, PrivateHistory
 from mlxrunner.chat.start import commands
+from mlxrunner.chat.typeahead import Draft
 
 
 def completions(text: str) -> list[str]:
@@ -71,7 +71,7 @@ def test_a_path_with_spaces_is_completed_in_quotes(
 
 
 def test_a_second_interrupt_leaves_no_line_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that comes while the first is still ending the line: the next line is read all the same."""
+    """A second interrupt, while the first ends the line, does not stop the next from being read."""
     with create_pipe_input() as keys, create_app_session(input=keys, output=DummyOutput()):
         editor = Editor(commands(), lambda name: [])
 

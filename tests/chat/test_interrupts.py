@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 
 from mlxrunner.chat.conversation import Conversation
-from mlxrunner.chat.history import Turn
-from mlxrunner.chat.keys import Interrupts
 from mlxrunner.chat.repl import Chat
 from mlxrunner.chat.start import commands
 from mlxrunner.errors import ModelError
+from mlxrunner.sessions.history import History, Turn
+from mlxrunner.terminal.signals import Interrupts
 from mlxrunner.testing import oracle_runner
 
 
 class Presses:
-    """Ctrl-C before the so-manieth lines of this package, counted anew where the chat listens to it again after one."""
+    """Presses Ctrl-C before given lines of this package, counted anew after each one."""
 
     def __init__(self, lines: list[int]) -> None:
         self._left, self.seen, self.most = lines, 0, 0
@@ -99,10 +99,10 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def change_model(lines: list[int], name: str = "other") -> tuple[Chat, Presses, list[str]]:
-    """A chat that was told to go on with another model, pressed at `lines`; what those who keep a model were told of."""
+    """Change the model of a chat, pressing at `lines`, and return what the keepers were told."""
     presses, told = Presses(lines), []
     conversation = Conversation(oracle_runner())
-    conversation.history.turns.append(Turn("hello", "well"))
+    conversation.history = History((Turn("hello", "well"),))
     chat = Chat(conversation, model="first", interactive=True, loading={"context": 512})
     chat.after_load.append(lambda chat: told.append(chat.runner.name))
     chat.reader = Typed(presses, f"/model {name}")
@@ -111,10 +111,11 @@ def change_model(lines: list[int], name: str = "other") -> tuple[Chat, Presses, 
     return chat, presses, told
 
 
+@pytest.mark.exhaustive(0)
 def test_a_change_of_models_that_is_interrupted_anywhere_leaves_one(
     load: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The one before or the new one, known to all who keep it; the conversation is there, however often Ctrl-C was pressed."""
+    """All keepers know the old or the new model, and the conversation stays after any Ctrl-C."""
     _, counted, _ = change_model([])
     total, rng, kept = counted.most, random.Random(9), set()
     assert total > 30
@@ -154,9 +155,9 @@ def test_without_any_model_the_chat_says_so_and_goes_on(
     capsys: pytest.CaptureFixture[str],
     tmp_path: Any,
 ) -> None:
-    """The one before can't be loaded again either: what was said can be written, and another model can be chosen."""
+    """The chat can be written and another model chosen when the old one cannot be loaded again."""
     conversation = Conversation(oracle_runner())
-    conversation.history.turns.append(Turn("hello", "well"))
+    conversation.history = History((Turn("hello", "well"),))
     chat = Chat(conversation, model="broken", interactive=True)
     presses = Presses([])
     chat.reader = Typed(

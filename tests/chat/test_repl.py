@@ -8,12 +8,14 @@ import subprocess
 import sys
 from functools import partial
 
+from support.waiting import PATIENCE_S
+
 PIPE = [sys.executable, "-m", "mlxrunner", "chat"]
 
 
 def piped(stdin: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*PIPE, *arguments], input=stdin, capture_output=True, text=True, timeout=120
+        [*PIPE, *arguments], input=stdin, capture_output=True, text=True, timeout=PATIENCE_S
     )
 
 
@@ -82,7 +84,7 @@ def test_an_error_in_a_pipe_is_a_line_and_an_exit_code() -> None:
 
 
 def test_quotes_in_a_pipe_are_one_text() -> None:
-    """Of as many lines as are between them, for a message as for /system; without their end, what there is."""
+    """The lines between quotes are one text, for a message as for /system, also if left open."""
     lines = [
         '/system """The user has a dog.',
         'The user\'s name is Ana."""',
@@ -102,7 +104,7 @@ def test_quotes_in_a_pipe_are_one_text() -> None:
 
 
 def test_lines_that_begin_with_a_path_are_a_text() -> None:
-    """Between quotes in a pipe as in a terminal; a single word that is no command is still refused."""
+    """A line that begins with a path is a text; a single word that is no command is refused."""
     result = piped('"""\n/etc\nMy name is Ana.\n"""\nWhat is my name?\n/xyzzy\n')
     assert result.stdout.splitlines()[1] == "Your name is Ana."
     assert result.stderr == "error: no such command: /xyzzy (/help lists them)\n"
@@ -126,6 +128,6 @@ def test_ctrl_c_in_a_pipe_ends_with_130() -> None:
     child.stdin.flush()
     assert child.stdout.readline() == "Nice to meet you.\n"
     child.send_signal(signal.SIGINT)
-    assert child.wait(60) == 130
+    assert child.wait(PATIENCE_S) == 130
     assert child.stderr is not None
     assert "Traceback" not in child.stderr.read()

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,10 +16,11 @@ from typing import Any
 import pexpect
 import pytest
 from click.testing import CliRunner, Result
+from support.models import write_model
+from support.waiting import PATIENCE_S, until
 
 from mlxrunner import cli
-from mlxrunner.sessions.store import CACHE, TEXT, Sessions
-from mlxrunner.testing_models import write_model
+from mlxrunner.sessions.store import CACHE, TEXT, SessionStore
 
 Chat = Callable[..., Result]
 HIT = "last turn  hit (restored: session zor): 58 prompt tokens, 38 matched"
@@ -64,9 +64,13 @@ def test_a_name_is_recalled_across_save_exit_and_session(chat: Chat, data: Path)
     third = chat(["What is my name?"], "--session", "zor")
     assert third.stdout == "Your name is Zorblin.\n"
     assert third.stderr.startswith("session zor: 2 turns, 69 tokens restored")
-    assert [turn["user"] for turn in content(data, "zor")["branches"]["main"]["history"]["turns"]] == [
-        "My name is Zorblin.", "What is my name?", "What is my name?",
-    ]  # fmt: skip
+    assert [
+        turn["user"] for turn in content(data, "zor")["branches"]["main"]["history"]["turns"]
+    ] == [
+        "My name is Zorblin.",
+        "What is my name?",
+        "What is my name?",
+    ]
 
 
 def test_a_name_is_recalled_on_a_screen(open_screen: Any) -> None:
@@ -141,7 +145,7 @@ def test_settings_come_back_unless_others_are_given(chat: Chat, data: Path) -> N
 
 
 def test_context_and_shown_thinking_come_back(chat: Chat, data: Path) -> None:
-    """With --session unless another one is given, and with /load, which loads the model again for it."""
+    """Context and shown thinking come back with --session and /load, unless another is given."""
     chat(["/set context 512", "My name is Zorblin.", "/think hide"], "--session", "zor")
     asked = ["/set context", "/think"]
     hidden = "thinking is hidden; it is as the template has it"
@@ -151,8 +155,12 @@ def test_context_and_shown_thinking_come_back(chat: Chat, data: Path) -> None:
     assert given[1:] == ["context = 600", hidden]
     loaded = chat(["/load zor", *asked, "What is my name?", "/stats", "/load zor"])
     assert loaded.stderr.splitlines()[:5] == [
-        "loaded again with a context of 512 tokens", again[0], "context = 512", hidden, HIT,
-    ]  # fmt: skip
+        "loaded again with a context of 512 tokens",
+        again[0],
+        "context = 512",
+        hidden,
+        HIT,
+    ]
     assert loaded.stdout == "Your name is Zorblin.\n"
 
 
@@ -191,8 +199,8 @@ def test_tokens_that_do_not_spell_the_text_are_dropped(
     again = chat(lines, "--session", "zor")
     first = again.stderr.splitlines()[0]
     assert (
-        first
-        == "session zor: 1 turn, 38 tokens restored (350 kB); it is tokenized anew: its tokens do not spell its text"
+        first == "session zor: 1 turn, 38 tokens restored (350 kB); "
+        "it is tokenized anew: its tokens do not spell its text"
     )
     assert again.stdout.splitlines()[-1] == f"Your name is {'Ana' if lines[1:] else 'Zorblin'}."
     assert "tokenized anew" not in chat([], "--session", "zor").stderr
@@ -214,11 +222,24 @@ def test_settings_that_can_not_be_are_left_out(chat: Chat, data: Path) -> None:
     saved = content(data, "zor")
     saved["settings"] = {
         "options": {
-            "temperature": "hot", "seed": 3, "os.system": "x", "stop": [[]], "top_k": 10**30, "logits_processors": [1],
-            "schema": '{"type": "object"}', "choices": ["a", "b"], "stop_tokens": [3], "logprobs": 5,
+            "temperature": "hot",
+            "seed": 3,
+            "os.system": "x",
+            "stop": [[]],
+            "top_k": 10**30,
+            "logits_processors": [1],
+            "schema": '{"type": "object"}',
+            "choices": ["a", "b"],
+            "stop_tokens": [3],
+            "logprobs": 5,
         },
-        "history": "../..", "keep_thinking": 7, "variables": {"tools": "x"}, "kv_bits": 3, "context": 10**30, "hide_thinking": "x",
-    }  # fmt: skip
+        "history": "../..",
+        "keep_thinking": 7,
+        "variables": {"tools": "x"},
+        "kv_bits": 3,
+        "context": 10**30,
+        "hide_thinking": "x",
+    }
     (data / "sessions" / "zor" / TEXT).write_text(json.dumps(saved))
     again = chat(["What is my name?", "/set seed"], "--session", "zor")
     assert again.stdout == "Your name is Zorblin.\n"
@@ -251,7 +272,7 @@ def test_branches_come_back(chat: Chat) -> None:
 
 
 def test_what_was_taken_back_is_saved_when_one_leaves(chat: Chat, data: Path) -> None:
-    """Not only what ends with an answer; once its branch is dropped, nothing of it is left in the file."""
+    """Leaving saves what was taken back, and the file has nothing of a branch that was dropped."""
     chat(
         ["My name is Ana.", "My name is Zorblin.", "/undo", "/branch -d main~1"], "--session", "zor"
     )
@@ -275,7 +296,7 @@ WIPES = {
 
 @pytest.mark.parametrize("wipes", WIPES.values(), ids=WIPES)
 def test_no_command_wipes_what_was_saved(chat: Chat, data: Path, wipes: list[str]) -> None:
-    """It is kept as a branch, which the chat and `sessions` name, and /switch goes back to; a question that is asked there is answered."""
+    """The saved text is kept as a branch, which is named and can be gone on with."""
     chat(["My name is Ana.", "I have a parrot."], "--session", "zor")
     before = [
         (turn["user"], turn["answer"])
@@ -331,7 +352,7 @@ def test_an_answer_that_is_changed_or_tried_again_is_kept(chat: Chat, data: Path
 
 
 def test_an_explicit_flag_overwrites(chat: Chat, data: Path) -> None:
-    """/save -f keeps nothing of what was there; /save under the name that this chat has saved to keeps it."""
+    """/save -f drops what was there, unless the chat itself has saved under that name."""
     result = chat(["My name is Ana.", "/save zor", "/clear", "My name is Quib.", "/save zor"])
     assert result.stderr.count("kept as branch main~1 (1 turn)") == 1
     assert list(content(data, "zor")["branches"]) == ["main~1", "main"]
@@ -344,7 +365,7 @@ def test_the_branch_that_is_talked_on_can_not_be_dropped(chat: Chat) -> None:
     """Nor one that is not there."""
     result = chat(["/branch -d main", "/branch -d other", "/branch other", "/branch -d main"])
     assert result.stderr.splitlines()[:2] == [
-        "error: branch main is the one that is talked on: /switch to another one first",
+        "error: branch main is the present one: /switch to another one first",
         "error: there is no branch 'other': there are main",
     ]
     assert result.stderr.splitlines()[3] == "branch main is dropped, with 0 turns"
@@ -374,8 +395,8 @@ def test_nothing_is_lost_without_being_said(chat: Chat, data: Path) -> None:
     said = result.stderr.splitlines()
     assert said[0] == "error: there is a session ana already: /save -f ana overwrites it"
     assert (
-        said[1]
-        == "error: what was said is not saved (1 turn): /save NAME saves it, /load -f ana gives it up"
+        said[1] == "error: what was said is not saved (1 turn): "
+        "/save NAME saves it, /load -f ana gives it up"
     )
     assert said[2].startswith("saved as zor: 1 turn")
     assert said[3].startswith("saved as zor: 1 turn")
@@ -453,7 +474,7 @@ def test_another_model_within_a_session(chat: Chat, data: Path) -> None:
 def test_a_full_disk_is_said_and_the_chat_goes_on(
     chat: Chat, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After each turn in one line, and by the exit code; the conversation can still be written elsewhere."""
+    """A full disk is one line after each turn and an exit code; the text can be exported."""
 
     def full(*arguments: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -465,7 +486,7 @@ def test_a_full_disk_is_said_and_the_chat_goes_on(
     assert f"{full}on the disk: none of 1 turn\n" in result.stderr
     assert f"{full}on the disk: none of 2 turns\n" in result.stderr
     assert result.exit_code == 1
-    assert Sessions().names() == []
+    assert SessionStore().names() == []
 
 
 class Disk:
@@ -495,7 +516,8 @@ def disk(data: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 
 SAFE = re.compile(
-    r"(?:error|mlxrunner): the (caches of the )?session 'zor' could not be saved: No space left on device; on the disk: (.*)"
+    r"(?:error|mlxrunner): the (caches of the )?session 'zor' could not be saved: "
+    r"No space left on device; on the disk: (.*)"
 )
 
 
@@ -509,7 +531,7 @@ def test_a_full_disk_says_which_turns_are_safe(
     said = [found for line in result.stderr.splitlines() if (found := SAFE.match(line))]
     kept = (
         content(data, "zor")["branches"]["main"]["history"]["turns"]
-        if "zor" in Sessions().names()
+        if "zor" in SessionStore().names()
         else []
     )
     assert said
@@ -519,7 +541,7 @@ def test_a_full_disk_says_which_turns_are_safe(
     assert said[-1][2] == which
     assert (len(kept) == 7) == (size >= 9000)
     assert "its text was" not in result.stderr
-    assert not kept or len(Sessions().load("zor").history.turns) == len(kept)
+    assert not kept or len(SessionStore().load("zor").history.turns) == len(kept)
 
 
 def test_caches_give_way_to_the_text(chat: Chat, data: Path, disk: Callable[[int], None]) -> None:
@@ -529,8 +551,8 @@ def test_caches_give_way_to_the_text(chat: Chat, data: Path, disk: Callable[[int
     result = chat(["What is my name?"], "--session", "zor")
     assert result.stdout == "Your name is Zorblin.\n"
     assert (
-        "the caches of the session 'zor' could not be saved: No space left on device; on the disk: all of 2 turns"
-        in result.stderr
+        "the caches of the session 'zor' could not be saved: No space left on device; on the disk: "
+        "all of 2 turns" in result.stderr
     )
     assert len(content(data, "zor")["branches"]["main"]["history"]["turns"]) == 2
 
@@ -539,7 +561,7 @@ def test_caches_give_way_to_the_text(chat: Chat, data: Path, disk: Callable[[int
 def test_a_window_that_is_closed_in_mid_answer_costs_nothing(
     open_screen: Any, tmp_path: Path, data: Path, end: str
 ) -> None:
-    """The question, and the answer as far as it was shown, are saved; a second signal does no harm."""
+    """The question and the shown part of the answer are saved; a second signal does no harm."""
     write_model(tmp_path / "model", vocab_size=300)
     chat = ("-m", "mlxrunner", "chat", "--no-reserve", "--plain", "--session", "hup")
     screen = open_screen(*chat, "-m", str(tmp_path / "model"), "--max-tokens", "4000")
@@ -594,7 +616,7 @@ def test_a_chat_in_a_pipe_that_is_killed_costs_nothing(data: Path) -> None:
         while not child.stderr.readline().startswith("1 turn taken back"):
             pass
         child.send_signal(signal.SIGTERM)
-        assert child.wait(60) == 128 + signal.SIGTERM
+        assert child.wait(PATIENCE_S) == 128 + signal.SIGTERM
     assert content(data, "hup")["branches"]["main"]["history"]["turns"] == []
 
 
@@ -607,5 +629,4 @@ def close(screen: Any, end: str) -> None:
         os.kill(screen.child.pid, getattr(signal, end))
         os.kill(screen.child.pid, signal.SIGTERM)
         screen.child.expect(pexpect.EOF)
-    while screen.child.isalive():
-        time.sleep(0.05)
+    until(lambda: not screen.child.isalive())

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import base64
 import os
-import random
 import re
 import signal
 import stat
 import termios
-import textwrap
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,26 +15,37 @@ import pexpect
 import pytest
 
 import mlxrunner
+from mlxrunner.chat.commands.sessions import Saving
 from mlxrunner.chat.start import commands
-from mlxrunner.sessions.commands import Saving
-from mlxrunner.sessions.store import Sessions
-from mlxrunner.tokenizer import Message, load_tokenizer
+from mlxrunner.sessions.store import SessionStore
+from mlxrunner.templates.messages import Message
+from mlxrunner.tokenizer import load_tokenizer
 
 DEMO = Path(mlxrunner.__file__).parent / "models" / "demo"
 CHAT = ("-m", "mlxrunner", "chat")
 ALT_ENTER, CTRL_C, CTRL_J, TAB, UP = "\x1b\r", "\x03", "\n", "\t", "\x1b[A"
 PASTE, PASTED = "\x1b[200~", "\x1b[201~"
 
-# An endless, slow answer: Ctrl-C has something to interrupt. After each turn the entry is compared with the conversation.
+# An endless, slow answer: Ctrl-C has something to interrupt. After each turn the entry is compared
+# with the conversation. In the folder MOMENTS, if there is one, a file appears some layers after a
+# text was read, or after its answer has begun.
 SLOW = """
-import sys, time
+import os, random, sys, time
+from pathlib import Path
 from mlxrunner.chat.conversation import Conversation
-from mlxrunner.chat.render import Plain
+from mlxrunner.chat.view import PlainView
 from mlxrunner.chat.start import open_chat
 from mlxrunner.testing import OracleModel, oracle_runner
 
+moments, rng, asked, layers_left = os.environ.get("MOMENTS"), random.Random(4), -1, 0
+
 def slowly(index):
+    global layers_left
     time.sleep(0.004)
+    if moments and layers_left:
+        layers_left -= 1
+        if not layers_left:
+            Path(moments, str(asked)).touch()
 
 model = OracleModel(["full", "recurrent"], on_layer=slowly)
 runner = oracle_runner(model=model, prefill_step=3)
@@ -45,12 +53,15 @@ conversation = Conversation(runner, options={"stop_tokens": [], "max_tokens": 40
 chat, table = open_chat(conversation, plain=True, history=False)
 read, shown, turns = chat.reader.read, [], 0
 
-class Shown(Plain):
+class Shown(PlainView):
     def __init__(self):
         super().__init__()
         shown.clear()
 
     def write(self, text):
+        global layers_left
+        if layers_left is None:
+            layers_left = rng.randint(1, 40)
         shown.append(text)
         super().write(text)
 
@@ -60,22 +71,28 @@ def tail(runner, prompt):
     return [chunk.token for chunk in runner.generate([*prompt, 5], max_tokens=4, stop_tokens=[])]
 
 def checked(*arguments):
-    global turns
+    global turns, asked, layers_left
     model.on_layer = lambda index: None
     history = conversation.history
     kept = list(runner.entry.tokens)
     assert runner.entry.is_true or not kept, "the entry is not true"
     if len(history.turns) > turns:
         assert history.turns[-1].answer == "".join(shown), (history.turns[-1].answer, shown)
-        spelled = history.spelling.tokens  # the last token of an answer that is full is not run through the model
-        assert len(kept) >= len(spelled) - 1 and kept[: len(spelled)] == spelled[: len(kept)], "the entry lacks what was shown"
+        spelled = list(history.rendering.tokens)  # the last token of an answer that is full \
+is not run through the model
+        assert len(kept) >= len(spelled) - 1 and kept[: len(spelled)] == spelled[: len(kept)], \
+"the entry lacks what was shown"
     if kept:
         assert tail(runner, kept) == tail(oracle_runner(["full", "recurrent"]), kept), "not exact"
     print(f"<true {'decode' if len(history.turns) > turns else 'prefill'}>", flush=True)
     turns = len(history.turns)
     chat.type_ahead = not chat.type_ahead
+    layers_left = 0
     model.on_layer = slowly
-    return read(*arguments)
+    text = read(*arguments)
+    asked += 1
+    layers_left = rng.randint(1, 24) if asked % 4 < 2 else None
+    return text
 
 chat.reader.read = checked
 sys.exit(chat.run(table))
@@ -89,8 +106,10 @@ def test_there_is_a_banner_a_prompt_and_an_answer(open_screen: Any) -> None:
     assert screen.say("My name is Ana.") == "Nice to meet you."
     assert screen.say("What is my name?") == "Your name is Ana."
     assert screen.lines == [
-        "This is the embedded demo model: a toy of 2.8 million parameters that remembers small facts you tell it, and nothing else.",
-        "For a real one: -m mlx-community/Llama-3.2-1B-Instruct-4bit (or any MLX model on the hub, or a directory).",
+        "This is the embedded demo model: a toy of 2.8 million parameters that remembers small "
+        "facts you tell it, and nothing else.",
+        "For a real one: -m mlx-community/Llama-3.2-1B-Instruct-4bit (or any MLX model on the hub, "
+        "or a directory).",
         ">>> My name is Ana.",
         "Nice to meet you.",
         ">>> What is my name?",
@@ -102,7 +121,7 @@ def test_there_is_a_banner_a_prompt_and_an_answer(open_screen: Any) -> None:
 
 def test_line_editing(open_screen: Any, tmp_path: Path) -> None:
     """Several lines by three ways, a line given up, completion, suggestion, history."""
-    screen = open_screen(*CHAT)
+    screen = open_screen(*CHAT, size=(300, 30))  # paths stand on one line
     screen.prompt()
     screen.child.send(f"My name{CTRL_J}is{ALT_ENTER}Ana.\r")
     screen.until("... is\n... Ana.\n").until("Nice to meet you").prompt()
@@ -165,7 +184,7 @@ def test_texts_are_kept_for_the_next_time(open_screen: Any, tmp_path: Path) -> N
 
 
 def test_going_back_says_what_is_reused(open_screen: Any) -> None:
-    """/undo, /edit of a message and of an answer, /retry, /branch, /switch, /clear: as a person would use them, one after the other."""
+    """/undo, /edit, /retry, /branch, /switch and /clear say what they reuse, one by one."""
     screen = open_screen(*CHAT)
     screen.prompt()
     assert screen.say("/undo") == "error: there is no turn to take back"
@@ -220,18 +239,17 @@ def test_going_back_says_what_is_reused(open_screen: Any) -> None:
 def test_ctrl_c_at_twenty_random_moments_leaves_an_exact_conversation(
     open_screen: Any, tmp_path: Path
 ) -> None:
-    """Of prefill and decode, with typing ahead and without; the next turn is that of a cold run, and what was shown is kept."""
+    """The next turn equals a cold run, and what was shown is kept, after Ctrl-C at any moment."""
     script = tmp_path / "slow.py"
-    script.write_text(textwrap.dedent(SLOW))
-    rng = random.Random(4)
-    screen = open_screen(str(script), size=(200, 50))
+    script.write_text(SLOW.replace('"max_tokens": 400', '"max_tokens": 1500'))
+    screen = open_screen(str(script), size=(200, 50), MOMENTS=str(tmp_path))
     met = {"prefill": 0, "decode": 0}
     for turn in range(22):
         screen.until(lambda count=turn: screen.raw.count("<true ") == count + 1).prompt()
         screen.child.send(f"turn {turn}: a question of several chunks")
         screen.until("several chunks")
         screen.child.send("\r")
-        time.sleep(rng.uniform(0.0, 0.4))
+        screen.until((tmp_path / str(turn)).exists)
         screen.child.send(CTRL_C)
     screen.until(lambda: screen.raw.count("<true ") == 23).prompt()
     for kind in re.findall("<true (decode|prefill)>", screen.raw)[1:]:
@@ -255,7 +273,7 @@ def test_an_interrupt_from_outside_while_typing_is_a_ctrl_c(open_screen: Any) ->
 def answering(open_screen: Any, folder: Path) -> Any:
     """A chat in the middle of a slow answer."""
     script = folder / "slow.py"
-    script.write_text(textwrap.dedent(SLOW).replace('"max_tokens": 400', '"max_tokens": 60'))
+    script.write_text(SLOW.replace('"max_tokens": 400', '"max_tokens": 60'))
     screen = open_screen(str(script), size=(200, 50))
     screen.prompt()
     screen.child.send("hello\r")
@@ -302,7 +320,7 @@ def test_what_is_edited_cannot_drive_the_terminal(open_screen: Any) -> None:
 
 
 def test_every_command_works_in_a_terminal(open_screen: Any, tmp_path: Path) -> None:
-    """Typed one after the other, as a person would; a command that is new has to be typed here, too."""
+    """Every command works typed one after the other, and a new one has to be typed here too."""
     (tmp_path / "note.txt").write_text("My cat is Tom.")
     tokens = r"\d+ of \d+ tokens reused, \d+ to evaluate"
     said = {
@@ -310,7 +328,8 @@ def test_every_command_works_in_a_terminal(open_screen: Any, tmp_path: Path) -> 
         "/system The user's name is Ana.": "system prompt: The user's name is Ana.",
         "What is my name?": r"Your name is Ana\.",
         "/set temperature 0.5": r"temperature = 0\.5",
-        "/show": r"(?s)sampling  temperature 0\.5.*system    The user's name is Ana.*2 assistant Your name is Ana",
+        "/show": r"(?s)sampling  temperature 0\.5.*system    The user's name is Ana"
+        r".*2 assistant Your name is Ana",
         "/set temperature default": r"temperature = 0\.0",
         "/think hide": "thinking is hidden; it is as the template has it",
         "/stats": "(?s)last turn  .*history    exact; drift from the template: none",
@@ -331,9 +350,9 @@ def test_every_command_works_in_a_terminal(open_screen: Any, tmp_path: Path) -> 
     }
     typed = {text.split()[0] for text in said if text.startswith("/")}
     assert typed | {"/bye"} == {
-        command.name for command in commands(*Saving(Sessions(tmp_path)).commands)
+        command.name for command in commands(*Saving(SessionStore(tmp_path)).commands)
     }
-    screen = open_screen(*CHAT, size=(140, 60), SSH_TTY="/dev/pts/0")
+    screen = open_screen(*CHAT, size=(300, 60), SSH_TTY="/dev/pts/0")
     for text, answer in said.items():
         if text == "/edit":
             screen.child.send("/edit\r")
@@ -347,9 +366,7 @@ def test_every_command_works_in_a_terminal(open_screen: Any, tmp_path: Path) -> 
     assert base64.b64decode(copied[1]) == b"Your name is Ana."
     assert (tmp_path / "talk.md").read_text().endswith("## Assistant\n\nYour name is Ana.\n")
     screen.child.send("/bye\r")
-    screen.child.expect(pexpect.EOF)
-    screen.child.close()
-    assert screen.child.exitstatus == 0
+    assert screen.end() == 0
 
 
 @pytest.mark.parametrize("size", [(100, 30), (24, 8)], ids=["wide", "narrow"])
@@ -378,7 +395,7 @@ def test_a_paste_of_5000_lines_is_one_message(open_screen: Any, size: tuple[int,
 
 
 def test_plain_answers_without_work_ahead(open_screen: Any) -> None:
-    """`--plain --no-type-ahead`: the same answers; what comes before a text is evaluated all the same."""
+    """`--plain --no-type-ahead` gives the same answers and evaluates what precedes a text."""
     screen = open_screen(*CHAT, "--plain", "--no-type-ahead")
     assert screen.say("My name is Ana.") == "Nice to meet you."
     assert screen.say("What is my name?") == "Your name is Ana."
@@ -403,8 +420,9 @@ def test_a_resize_while_typing_and_while_answering(open_screen: Any, tmp_path: P
     assert screen.leave() == 0
 
 
-# A model that thinks, with a template that opens the thinking, leaves it out later, and has a switch for it.
-THINKING = r"""
+# A model that thinks, with a template that opens the thinking, leaves it out later, and has a
+# switch for it.
+THINKING = """
 import sys
 import mlx.core as mx
 from mlxrunner.chat.conversation import Conversation
@@ -414,9 +432,11 @@ from mlxrunner.testing import EOS, ByteTokenizer, oracle_runner
 class Template(ByteTokenizer):
     def render(self, messages, *, add_generation_prompt=True, enable_thinking=True):
         last = max(i for i, m in enumerate(messages) if m["role"] == "user")
-        shown = [{**m, "content": m["content"].split("</think>\n\n")[-1]} if i < last else m for i, m in enumerate(messages)]
+        shown = [{**m, "content": m["content"].split("</think>\\n\\n")[-1]} if i < last else m \
+for i, m in enumerate(messages)]
         text = super().render(shown, add_generation_prompt=add_generation_prompt)
-        return text + ("" if not add_generation_prompt else "<think>\n" if enable_thinking else "<think>\n\n</think>\n\n")
+        return text + ("" if not add_generation_prompt else "<think>\\n" \
+if enable_thinking else "<think>\\n\\n</think>\\n\\n")
 
 runner = oracle_runner()
 runner.tokenizer = Template()
@@ -427,17 +447,18 @@ def script(tokens, logits):
     if tokens[-1].item() == EOS:
         return logits  # of the step that is always one ahead
     if not left:
-        thinks = bytes(t for t in tokens.tolist()[-8:] if t < 256) == b"<think>\n"
-        left = [*(b"hmm, well</think>\n\nSo **it** is." if thinks else b"At once."), EOS]
+        thinks = bytes(t for t in tokens.tolist()[-8:] if t < 256) == b"<think>\\n"
+        left = [*(b"hmm, well</think>\\n\\nSo **it** is." if thinks else b"At once."), EOS]
     return mx.where(mx.arange(logits.shape[-1]) == left.pop(0), 1e4, logits)
 
-chat, table = open_chat(Conversation(runner, options={"logits_processors": [script]}), history=False, model="oracle")
+chat, table = open_chat(Conversation(runner, options={"logits_processors": [script]}), \
+history=False, model="oracle")
 sys.exit(chat.run(table))
 """
 
 
 def test_thinking_is_shown_hidden_and_switched_off(open_screen: Any, tmp_path: Path) -> None:
-    """Dimmed, or only that there is some; with /think off the template is told. What it was is not in the next prompt."""
+    """Thinking is dimmed, hidden or switched off, and never in the next prompt."""
     script = tmp_path / "thinking.py"
     script.write_text(THINKING)
     screen = open_screen(str(script))
@@ -463,7 +484,7 @@ BAR = (
 def test_a_long_prefill_shows_how_far_it_is(open_screen: Any, tmp_path: Path) -> None:
     """With the share that came from the cache; it is gone when the answer begins."""
     script = tmp_path / "slow.py"
-    script.write_text(textwrap.dedent(BAR))
+    script.write_text(BAR)
     screen = open_screen(str(script), "--no-type-ahead", size=(120, 30))
     screen.until("<true prefill>").prompt()
     screen.child.send("hello\r")
@@ -485,7 +506,7 @@ def test_a_killed_chat_leaves_the_terminal_as_it_was(
 ) -> None:
     """It shows what is typed again; the exit code says what it was."""
     script = tmp_path / "slow.py"
-    script.write_text(textwrap.dedent(SLOW))
+    script.write_text(SLOW)
     screen = open_screen(str(script), size=(200, 50))
     before = termios.tcgetattr(screen.child.child_fd)
     screen.until("<true prefill>").prompt()

@@ -19,7 +19,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @pytest.fixture
 def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The (still missing) folder that huggingface_hub takes for its cache; the hub itself is a closed port."""
+    """Give huggingface_hub a cache folder that is still missing, and a closed port as the hub."""
     from huggingface_hub import constants
     from huggingface_hub.utils import _cache_manager
 
@@ -45,7 +45,10 @@ def set_endpoint(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
 
 @pytest.fixture
 def cache_repository(hub_cache: Path) -> Callable[..., Path]:
-    """Fabricates a cached repository and returns its snapshot, which `write` fills; `listed`: files that the hub was seen to have."""
+    """Return a function that fabricates a cached repository and returns its snapshot.
+
+    `write` fills the snapshot; `listed` are the files that the hub was seen to have.
+    """
 
     def make(name: str, write: Callable[[Path], Any], *, listed: list[str] | None = None) -> Path:
         repository = hub_cache / f"models--{name.replace('/', '--')}"
@@ -67,7 +70,11 @@ def cache_repository(hub_cache: Path) -> Callable[..., Path]:
 
 @dataclass
 class Hub:
-    """`files` by path; `answer`: a status, headers and a body for everything instead; `seen`: the requests."""
+    """A hub of `files` by path.
+
+    `answer` is a status, headers and a body that answer everything instead; `seen` are the
+    requests.
+    """
 
     files: dict[str, bytes] = field(default_factory=dict)
     answer: tuple[int, dict[str, str], bytes] | None = None

@@ -1,8 +1,7 @@
-"""Model folders that are broken or made to do harm: a good one is written, and one to three things in it are changed.
+"""Model folders with one to three things changed in a good one, broken or made to do harm.
 
-    python tests/models/mutations.py SEED COUNT FOLDER
-
-tries COUNT of them, and prints a line for each that does not end in one clear line. The test runs a few of them.
+`python tests/models/mutations.py SEED COUNT FOLDER` tries COUNT of them, and prints a line for each
+that does not end in one clear line. The test runs a few of them.
 """
 
 from __future__ import annotations
@@ -20,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 SCALARS: list[Any] = [
-    None, True, False, 0, 1, -1, 2, 3, 7, 10**3, 10**6, 10**9, 2**31, 2**32, 2**63, 10**30, -(10**9), 0.0, 0.5, -1.5, 1e308, float("nan"),
-    float("inf"), -float("inf"), "", "x", "0", "</s>", "<s>", "\0", "\ud83d", "a\nb", "x" * 3000, "../../x", "llama", "default",
-]  # fmt: skip
+    None, True, False, 0, 1, -1, 2, 3, 7, 10**3, 10**6, 10**9, 2**31, 2**32, 2**63, 10**30,
+    -(10**9), 0.0, 0.5, -1.5, 1e308, float("nan"), float("inf"), -float("inf"), "", "x", "0",
+    "</s>", "<s>", "\0", "\ud83d", "a\nb", "x" * 3000, "../../x", "llama", "default",
+]  # fmt: skip  # values by rows
 VALUES: list[Any] = [
     *SCALARS,
     [],
@@ -38,16 +38,25 @@ VALUES: list[Any] = [
     [True] * 1000,
 ]
 ROPE: list[Any] = [
-    {"type": kind, "rope_type": kind, "factor": factor, "original_max_position_embeddings": most, "low_freq_factor": low}
+    {
+        "type": kind,
+        "rope_type": kind,
+        "factor": factor,
+        "original_max_position_embeddings": most,
+        "low_freq_factor": low,
+    }
     for kind in ("linear", "llama3", "yarn", "longrope", "su", "mrope", "dynamic", "nope", 3, None)
     for factor in (8.0, 0, -1, "2", None, float("nan"))
     for most, low in ((64, 1.0), (0, 0), ("x", None), (-5, "1"))
-]  # fmt: skip
+]
 BOMBS = [
-    "{{ 'x' * 10**10 }}", "{{ 'a'.center(5 * 10**9) }}", "{% if %}", "{{ messages[9].content }}", "{{ raise_exception('no') }}", "", "{{",
-    "{% for i in range(100000) %}{% for j in range(100000) %}x{% endfor %}{% endfor %}", "{{ lipsum() }}", "{{ 1 / 0 }}", "{% include 'x' %}",
-    "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "\0", "{{ bos_token * 3 }}{{ eos_token.content }}", "x" * 100_000, "{{ '\\ud83d' }}",
-]  # fmt: skip
+    "{{ 'x' * 10**10 }}", "{{ 'a'.center(5 * 10**9) }}", "{% if %}", "{{ messages[9].content }}",
+    "{{ raise_exception('no') }}", "", "{{",
+    "{% for i in range(100000) %}{% for j in range(100000) %}x{% endfor %}{% endfor %}",
+    "{{ lipsum() }}", "{{ 1 / 0 }}", "{% include 'x' %}",
+    "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "\0",
+    "{{ bos_token * 3 }}{{ eos_token.content }}", "x" * 100_000, "{{ '\\ud83d' }}",
+]  # fmt: skip  # templates by rows
 REGEXES = [
     "(a+)+$",
     "(",
@@ -61,12 +70,24 @@ REGEXES = [
 ]
 NORMALIZERS: list[Any] = [
     {"type": "Replace", "pattern": {"Regex": pattern}, "content": "x" * 20} for pattern in REGEXES
-] + [{"type": "Prepend", "prepend": "a" * 100_000}, {"type": "Nope"}, {"type": "Sequence", "normalizers": []}, {"type": "Precompiled",
-     "precompiled_charsmap": "AAAA"}, {"type": "BertNormalizer"}, 3]  # fmt: skip
-PRE: list[Any] = [
-    {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False} for pattern in REGEXES
 ] + [
-    {"type": "ByteLevel"}, {"type": "Metaspace", "replacement": "xx"}, {"type": "Metaspace", "replacement": ""}, {"type": "Digits"}, "x"]  # fmt: skip
+    {"type": "Prepend", "prepend": "a" * 100_000},
+    {"type": "Nope"},
+    {"type": "Sequence", "normalizers": []},
+    {"type": "Precompiled", "precompiled_charsmap": "AAAA"},
+    {"type": "BertNormalizer"},
+    3,
+]
+PRE: list[Any] = [
+    {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    for pattern in REGEXES
+] + [
+    {"type": "ByteLevel"},
+    {"type": "Metaspace", "replacement": "xx"},
+    {"type": "Metaspace", "replacement": ""},
+    {"type": "Digits"},
+    "x",
+]
 MODELS = [
     {"type": "BPE", "vocab": {"a": 0}, "merges": [["a", "b"]]},
     {"type": "BPE", "vocab": {"a": 0, "b": 0}, "merges": []},
@@ -113,8 +134,11 @@ PROCESSORS = [
     {"type": "Sequence", "processors": []},
     {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
 ]
-CLASSES = ["PreTrainedTokenizerFast", "LlamaTokenizer", "GPT2Tokenizer", "Qwen2Tokenizer", "BertTokenizer", "NoSuchTokenizer", "T5Tokenizer",
-           "LlamaTokenizerFast", "ByT5Tokenizer", "WhisperTokenizer", "MistralCommonTokenizer", "TokenizersBackend", 3, ""]  # fmt: skip
+CLASSES = [
+    "PreTrainedTokenizerFast", "LlamaTokenizer", "GPT2Tokenizer", "Qwen2Tokenizer", "BertTokenizer",
+    "NoSuchTokenizer", "T5Tokenizer", "LlamaTokenizerFast", "ByT5Tokenizer", "WhisperTokenizer",
+    "MistralCommonTokenizer", "TokenizersBackend", 3, "",
+]  # fmt: skip  # names by rows
 
 
 def mutate(folder: Path, choose: random.Random) -> str:
@@ -170,17 +194,65 @@ def config(folder: Path, choose: random.Random) -> str:
         with contextlib.suppress(OSError, ValueError):
             content |= json.loads(_bytes(file))
         value: Any
-        name, value = choose.choice([
-            ("rope_scaling", choose.choice(ROPE)), ("rope_parameters", choose.choice(ROPE) | {"rope_theta": choose.choice(SCALARS)}),
-            ("eos_token_id", choose.choice([*VALUES, [10**30, -1, True, "a"], list(range(10**5))])), ("bos_token_id", choose.choice(VALUES)),
-            ("quantization", choose.choice([*VALUES, {"bits": 4}, {"bits": 3, "group_size": 0}, {"bits": "4", "group_size": 64}])),
-            ("quantization_config", choose.choice([*VALUES, {"quant_method": "fp8"}, {"quant_method": "gptq", "bits": 4}, {"quant_method": 3}])),
-            ("text_config", choose.choice([*VALUES, content])), ("layer_types", choose.choice([*VALUES, ["full_attention"] * 10**5])),
-            ("head_dim", choose.choice(SCALARS)), ("sliding_window", choose.choice(SCALARS)), ("torch_dtype", choose.choice(VALUES)),
-            ("model_file", choose.choice(["x.py", "../x", 3])), ("auto_map", {"AutoTokenizer": ["x.Y", None]}), ("tokenizer_class", "Nope"),
-            ("model_type", choose.choice(["mistral", "gemma3_text", "mamba2", "base", "cache", "../x", "x" * 300, "", "lfm2", "bert"])),
-            ("num_hidden_layers", choose.choice([10**6, 10**9, 1024, 0, -3, 2.5, "2"])),
-        ])  # fmt: skip
+        name, value = choose.choice(
+            [
+                ("rope_scaling", choose.choice(ROPE)),
+                ("rope_parameters", choose.choice(ROPE) | {"rope_theta": choose.choice(SCALARS)}),
+                (
+                    "eos_token_id",
+                    choose.choice([*VALUES, [10**30, -1, True, "a"], list(range(10**5))]),
+                ),
+                ("bos_token_id", choose.choice(VALUES)),
+                (
+                    "quantization",
+                    choose.choice(
+                        [
+                            *VALUES,
+                            {"bits": 4},
+                            {"bits": 3, "group_size": 0},
+                            {"bits": "4", "group_size": 64},
+                        ]
+                    ),
+                ),
+                (
+                    "quantization_config",
+                    choose.choice(
+                        [
+                            *VALUES,
+                            {"quant_method": "fp8"},
+                            {"quant_method": "gptq", "bits": 4},
+                            {"quant_method": 3},
+                        ]
+                    ),
+                ),
+                ("text_config", choose.choice([*VALUES, content])),
+                ("layer_types", choose.choice([*VALUES, ["full_attention"] * 10**5])),
+                ("head_dim", choose.choice(SCALARS)),
+                ("sliding_window", choose.choice(SCALARS)),
+                ("torch_dtype", choose.choice(VALUES)),
+                ("model_file", choose.choice(["x.py", "../x", 3])),
+                ("auto_map", {"AutoTokenizer": ["x.Y", None]}),
+                ("tokenizer_class", "Nope"),
+                (
+                    "model_type",
+                    choose.choice(
+                        [
+                            "mistral",
+                            "gemma3_text",
+                            "mamba2",
+                            "base",
+                            "cache",
+                            "../x",
+                            "x" * 300,
+                            "",
+                            "lfm2",
+                            "bert",
+                        ]
+                    ),
+                ),
+                ("num_hidden_layers", choose.choice([10**6, 10**9, 1024, 0, -3, 2.5, "2"])),
+            ]
+        )
         content[name] = value
         _write(file, json.dumps(content).encode())
         return f"config.json: {name} = {value!r:.80}"
@@ -195,21 +267,32 @@ def tokenizer_config(folder: Path, choose: random.Random) -> str:
     except (OSError, ValueError, AssertionError):
         content = {}
     decoder = choose.choice([
-        {str(i): {"content": f"<{i}>", "special": True} for i in range(300, 100_300)}, {"1000000000": {"content": "<far>"}},
-        {"-1": {"content": "x"}}, {"0": {"content": ""}}, {"0": "x"}, {"a": {"content": "x"}}, {"5": {"content": "e", "special": "yes"}}, [], 3,
-        {"99999999999999999999": {"content": "y", "special": True, "lstrip": True, "rstrip": False, "normalized": False, "single_word": False}},
-    ])  # fmt: skip
+        {str(i): {"content": f"<{i}>", "special": True} for i in range(300, 100_300)},
+        {"1000000000": {"content": "<far>"}}, {"-1": {"content": "x"}}, {"0": {"content": ""}},
+        {"0": "x"}, {"a": {"content": "x"}}, {"5": {"content": "e", "special": "yes"}}, [], 3,
+        {"99999999999999999999": {"content": "y", "special": True, "lstrip": True, "rstrip": False,
+            "normalized": False, "single_word": False}},
+    ])  # fmt: skip  # damages by rows
     name, value = choose.choice([
-        ("chat_template", choose.choice([*BOMBS, *VALUES, [{"name": [], "template": 3}], {"default": "x"}])), ("added_tokens_decoder", decoder),
-        ("tokenizer_class", choose.choice(CLASSES)), ("bos_token", choose.choice([*VALUES, {"content": 3}, {"content": "<q>"}])),
-        ("eos_token", choose.choice([*VALUES, {"content": None}, "none"])), ("model_max_length", choose.choice(SCALARS)),
-        ("additional_special_tokens", choose.choice([*VALUES, [f"<{i}>" for i in range(100_000)]])), ("add_bos_token", choose.choice(SCALARS)),
-        ("extra_special_tokens", choose.choice([*VALUES, {"x": "<x>"}, ["<y>"]])), ("chat_template_type", choose.choice(["x", "../y", 3])),
-        ("tool_parser_type", choose.choice(["x", "json_tools", 3])), ("auto_map", {"AutoTokenizer": ["x.Y", None]}),
-        ("clean_up_tokenization_spaces", choose.choice(VALUES)), ("name_or_path", "/nowhere"), ("fix_mistral_regex", True), ("backend", "x"),
-        ("unk_token", choose.choice(VALUES)), ("pad_token", choose.choice(VALUES)), ("legacy", choose.choice(SCALARS)), ("vocab_file", "/etc/x"),
-        ("tokenizer_file", "/nowhere"), ("split_special_tokens", choose.choice(SCALARS)), ("padding_side", choose.choice(SCALARS)),
-    ])  # fmt: skip
+        ("chat_template",
+            choose.choice([*BOMBS, *VALUES, [{"name": [], "template": 3}], {"default": "x"}])),
+        ("added_tokens_decoder", decoder),
+        ("tokenizer_class", choose.choice(CLASSES)),
+        ("bos_token", choose.choice([*VALUES, {"content": 3}, {"content": "<q>"}])),
+        ("eos_token", choose.choice([*VALUES, {"content": None}, "none"])),
+        ("model_max_length", choose.choice(SCALARS)),
+        ("additional_special_tokens", choose.choice([*VALUES, [f"<{i}>" for i in range(100_000)]])),
+        ("add_bos_token", choose.choice(SCALARS)),
+        ("extra_special_tokens", choose.choice([*VALUES, {"x": "<x>"}, ["<y>"]])),
+        ("chat_template_type", choose.choice(["x", "../y", 3])),
+        ("tool_parser_type", choose.choice(["x", "json_tools", 3])),
+        ("auto_map", {"AutoTokenizer": ["x.Y", None]}),
+        ("clean_up_tokenization_spaces", choose.choice(VALUES)), ("name_or_path", "/nowhere"),
+        ("fix_mistral_regex", True), ("backend", "x"), ("unk_token", choose.choice(VALUES)),
+        ("pad_token", choose.choice(VALUES)), ("legacy", choose.choice(SCALARS)),
+        ("vocab_file", "/etc/x"), ("tokenizer_file", "/nowhere"),
+        ("split_special_tokens", choose.choice(SCALARS)), ("padding_side", choose.choice(SCALARS)),
+    ])  # fmt: skip  # damages by rows
     content[name] = value
     _write(file, json.dumps(content).encode())
     return f"tokenizer_config.json: {name} = {value!r:.80}"
@@ -233,35 +316,96 @@ def tokenizer_json(folder: Path, choose: random.Random) -> str:
         "single_word": False,
     }
     added = choose.choice([
-        [{"id": i, **token, "content": f"<{i}>"} for i in range(300, 100_300)], [{"id": 10**9, **token}], [{"id": -1, **token}],
-        [{"id": 2**32 - 1, **token}], [{"id": 0, **token, "content": ""}], [{"id": 0, **token}], [{"id": 5}], 3, [], [{"id": 2**40, **token}],
-        [{"id": 300, **token, "normalized": True, "single_word": True, "lstrip": True, "rstrip": True}], [{"id": 7, **token}, {"id": 7, **token}],
-    ])  # fmt: skip
-    name, value = choose.choice([
-        ("added_tokens", added), ("normalizer", choose.choice(NORMALIZERS)), ("pre_tokenizer", choose.choice(PRE)), ("model", choose.choice(MODELS)),
-        ("post_processor", choose.choice(PROCESSORS)), ("decoder", choose.choice([{"type": "Nope"}, {"type": "WordPiece"}, {"type": "BPEDecoder"},
-         {"type": "Strip", "content": "x", "start": 10**9, "stop": 10**9}, {"type": "Sequence", "decoders": []}, None, {"type": "CTC"},
-         {"type": "Replace", "pattern": {"Regex": "(a*)*b"}, "content": "x" * 10**5}])),
-        ("truncation", choose.choice([*VALUES, {"max_length": 0, "strategy": "LongestFirst", "stride": 5, "direction": "Right"},
-         {"max_length": 1, "strategy": "LongestFirst", "stride": 0, "direction": "Left"}])),
-        ("padding", choose.choice([*VALUES, {"strategy": {"Fixed": 10**6}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0,
-         "pad_type_id": 0, "pad_token": "x"}])), ("version", choose.choice(SCALARS)),
-    ])  # fmt: skip
+        [{"id": i, **token, "content": f"<{i}>"} for i in range(300, 100_300)],
+        [{"id": 10**9, **token}], [{"id": -1, **token}], [{"id": 2**32 - 1, **token}],
+        [{"id": 0, **token, "content": ""}], [{"id": 0, **token}], [{"id": 5}], 3, [],
+        [{"id": 2**40, **token}],
+        [{"id": 300, **token, "normalized": True, "single_word": True, "lstrip": True,
+            "rstrip": True}], [{"id": 7, **token}, {"id": 7, **token}],
+    ])  # fmt: skip  # damages by rows
+    name, value = choose.choice(
+        [
+            ("added_tokens", added),
+            ("normalizer", choose.choice(NORMALIZERS)),
+            ("pre_tokenizer", choose.choice(PRE)),
+            ("model", choose.choice(MODELS)),
+            ("post_processor", choose.choice(PROCESSORS)),
+            (
+                "decoder",
+                choose.choice(
+                    [
+                        {"type": "Nope"},
+                        {"type": "WordPiece"},
+                        {"type": "BPEDecoder"},
+                        {"type": "Strip", "content": "x", "start": 10**9, "stop": 10**9},
+                        {"type": "Sequence", "decoders": []},
+                        None,
+                        {"type": "CTC"},
+                        {"type": "Replace", "pattern": {"Regex": "(a*)*b"}, "content": "x" * 10**5},
+                    ]
+                ),
+            ),
+            (
+                "truncation",
+                choose.choice(
+                    [
+                        *VALUES,
+                        {
+                            "max_length": 0,
+                            "strategy": "LongestFirst",
+                            "stride": 5,
+                            "direction": "Right",
+                        },
+                        {
+                            "max_length": 1,
+                            "strategy": "LongestFirst",
+                            "stride": 0,
+                            "direction": "Left",
+                        },
+                    ]
+                ),
+            ),
+            (
+                "padding",
+                choose.choice(
+                    [
+                        *VALUES,
+                        {
+                            "strategy": {"Fixed": 10**6},
+                            "direction": "Right",
+                            "pad_to_multiple_of": None,
+                            "pad_id": 0,
+                            "pad_type_id": 0,
+                            "pad_token": "x",
+                        },
+                    ]
+                ),
+            ),
+            ("version", choose.choice(SCALARS)),
+        ]
+    )
     content[name] = value
     _write(file, json.dumps(content).encode())
     return f"tokenizer.json: {name} = {value!r:.80}"
 
 
 def other_json(folder: Path, choose: random.Random) -> str:
-    names = ("generation_config.json", "special_tokens_map.json", "added_tokens.json", "model.safetensors.index.json", "chat_template.json",
-             "hf_quant_config.json", "vocab.json", "preprocessor_config.json", "processor_config.json", "adapter_config.json")  # fmt: skip
+    names = (
+        "generation_config.json", "special_tokens_map.json", "added_tokens.json",
+        "model.safetensors.index.json", "chat_template.json", "hf_quant_config.json", "vocab.json",
+        "preprocessor_config.json", "processor_config.json", "adapter_config.json",
+    )  # fmt: skip  # names by rows
     file = folder / choose.choice(names)
     content = choose.choice([
-        *VALUES, {"eos_token_id": choose.choice(VALUES)}, {"bos_token": choose.choice(VALUES), "eos_token": choose.choice(VALUES)},
-        {"<x>": 10**9}, {"<x>": -1}, {f"<{i}>": 300 + i for i in range(100_000)}, {"weight_map": {"a": "model.safetensors"}},
-        {"weight_map": {"a": "../../x"}}, {"weight_map": {"a": "x\0y"}}, {"weight_map": {"a": 3}}, {"chat_template": choose.choice(BOMBS)},
-        {"additional_special_tokens": [f"<{i}>" for i in range(50_000)]}, {"quantization": {"quant_algo": "FP8"}}, {"a": {"a": {"a": {}}}},
-    ])  # fmt: skip
+        *VALUES, {"eos_token_id": choose.choice(VALUES)},
+        {"bos_token": choose.choice(VALUES), "eos_token": choose.choice(VALUES)}, {"<x>": 10**9},
+        {"<x>": -1}, {f"<{i}>": 300 + i for i in range(100_000)},
+        {"weight_map": {"a": "model.safetensors"}}, {"weight_map": {"a": "../../x"}},
+        {"weight_map": {"a": "x\0y"}}, {"weight_map": {"a": 3}},
+        {"chat_template": choose.choice(BOMBS)},
+        {"additional_special_tokens": [f"<{i}>" for i in range(50_000)]},
+        {"quantization": {"quant_algo": "FP8"}}, {"a": {"a": {"a": {}}}},
+    ])  # fmt: skip  # damages by rows
     _write(file, json.dumps(content).encode())
     return f"{file.name} = {content!r:.80}"
 
@@ -365,13 +509,17 @@ def damage(folder: Path, choose: random.Random) -> str:
     return f"{file.name}: {how}"
 
 
-NAMES = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model",
-         "added_tokens.json", "chat_template.jinja", "chat_template.json", "model.safetensors", "model-extra.safetensors", "vocab.json", "merges.txt",
-         "model.safetensors.index.json", "hf_quant_config.json", "tiktoken.model", "additional_chat_templates", "processor_config.json"]  # fmt: skip
+NAMES = [
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+    "special_tokens_map.json", "tokenizer.model", "added_tokens.json", "chat_template.jinja",
+    "chat_template.json", "model.safetensors", "model-extra.safetensors", "vocab.json",
+    "merges.txt", "model.safetensors.index.json", "hf_quant_config.json", "tiktoken.model",
+    "additional_chat_templates", "processor_config.json",
+]  # fmt: skip  # names by rows
 
 
 def kind_of_file(folder: Path, choose: random.Random) -> str:
-    """A FIFO, a directory, a link to nothing or to itself, a device: in the place of any file that may be there."""
+    """Put a FIFO, a directory, a broken link or a device in the place of any file."""
     file, how = (
         folder / choose.choice(NAMES),
         choose.choice(
@@ -407,33 +555,19 @@ def kind_of_file(folder: Path, choose: random.Random) -> str:
 
 
 CHANGES: list[Callable[[Path, random.Random], str]] = [
-    config, config, config, config, tokenizer_config, tokenizer_config, tokenizer_json, tokenizer_json, other_json, template, header, data, damage,
-    kind_of_file,
-]  # fmt: skip
+    config, config, config, config, tokenizer_config, tokenizer_config, tokenizer_json,
+    tokenizer_json, other_json, template, header, data, damage, kind_of_file,
+]  # fmt: skip  # weights by repetition
 
 
 def write_bases(root: Path) -> list[Path]:
-    """Good folders: architectures with the simple tokenizer, and a Llama with each kind of tokenizer."""
-    from mlxrunner.testing_models import write_model, write_tokenizer
-
-    sys.path.insert(0, str(Path(__file__).parents[1] / "tokenizer"))
-    from conftest import KINDS  # type: ignore[import-not-found]
+    """Write good folders: architectures with the simple tokenizer, a Llama with each tokenizer."""
+    from support.models import ARCHITECTURES, write_model, write_tokenizer
+    from support.tokenizers import KINDS
 
     chat = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
     folders = []
-    for kind in (
-        "llama",
-        "mistral",
-        "gemma3_text",
-        "lfm2",
-        "deepseek_v3",
-        "qwen3",
-        "qwen3_next",
-        "jamba",
-        "mamba2",
-        "gpt_oss",
-        "llama4",
-    ):
+    for kind in ARCHITECTURES:
         write_model(root / kind, kind, tokenizer=False)
         write_tokenizer(root / kind, chat_template=chat)
         folders.append(root / kind)
@@ -519,7 +653,8 @@ def main(seed: int, count: int, root: Path) -> int:
             if wrong:
                 found += 1
                 print(
-                    f"{number} {base.name} {command[0]} [{wrong}] {what}\n    {' '.join(text.split())[:300]}",
+                    f"{number} {base.name} {command[0]} [{wrong}] {what}\n    "
+                    f"{' '.join(text.split())[:300]}",
                     flush=True,
                 )
         for path in folder.rglob("*"):
@@ -559,6 +694,7 @@ def _run(command: list[str], said: Path) -> None:
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))  # for `support`
     root = Path(sys.argv[3])
     if not (root / "bases").exists():
         (root / "bases").mkdir(parents=True)

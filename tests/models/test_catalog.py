@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.models import write_model
 
 from mlxrunner.models.catalog import CachedModel, cached_models
 from mlxrunner.models.resolve import resolve
-from mlxrunner.testing_models import write_model
 
 
 def model(folder: Path) -> None:

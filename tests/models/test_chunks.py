@@ -1,4 +1,4 @@
-"""Models whose answers depend on how a prompt is cut into chunks: mended where it is a window, named and never reused where not."""
+"""Models that depend on their chunks are mended for windows, and otherwise never reused."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from click.testing import CliRunner
+from support.models import _TINY, tiny_config, tiny_model, write_model
 
 from mlxrunner import Runner, cli
-from mlxrunner.cache.factory import make_layer_caches
-from mlxrunner.cache.sequences import NotSupportedError
-from mlxrunner.cache.sliding import SlidingWindowCache
+from mlxrunner.cache.layers.factory import make_layer_caches
+from mlxrunner.cache.layers.sliding import SlidingWindowCache
+from mlxrunner.errors import NotSupportedError
 from mlxrunner.models.chunks import DEPENDS, depends_on_chunks
 from mlxrunner.models.facts import facts_of
 from mlxrunner.models.load import load_model
 from mlxrunner.parallel.runner import ParallelRunner
-from mlxrunner.profiling.profile import Profile
+from mlxrunner.profiling.record.profile import Profile
 from mlxrunner.sessions.entry import StoredEntry, pack
-from mlxrunner.sessions.store import Sessions
+from mlxrunner.sessions.store import SessionStore
 from mlxrunner.testing import ByteTokenizer
-from mlxrunner.testing_models import _TINY, tiny_config, tiny_model, write_model
 
 PLAMO: dict[str, Any] = {
     "head_dim": 16,
@@ -56,12 +56,13 @@ def answer(runner: Runner, prompt: list[int], count: int = 6) -> list[tuple[int 
     return [(chunk.token, pytest.approx(chunk.logprob, abs=2e-4)) for chunk in chunks]
 
 
+@pytest.mark.exhaustive(3)
 @pytest.mark.parametrize(
     "options", [{}, {"rewind_slack": 0, "checkpoint_interval": 20}], ids=["usual", "checkpoints"]
 )
 @pytest.mark.parametrize("seed", range(3))
 def test_a_window_holds_what_its_model_asks_for(seed: int, options: dict[str, int]) -> None:
-    """mlx-lm's PLaMo 3 wants one token more than it has its caches keep: random histories, warm and cold, and no reuse lost."""
+    """PLaMo 3 gets the one token more that it wants, and random histories lose no reuse."""
     model, config = plamo(seed)
     warm, dice, said = (
         runner_of(model, config, prefill_step=17, **options),
@@ -94,7 +95,10 @@ def test_its_prompts_are_evaluated_as_without_any_cache() -> None:
             prompt, max_tokens=1, stop_tokens=[], logprobs=0
         )
         assert chunk.token == mx.argmax(logits).item()
-        assert chunk.logprob == pytest.approx(expected[chunk.token].item(), abs=1e-4)  # type: ignore[index]
+        assert chunk.logprob == pytest.approx(
+            expected[chunk.token].item(),  # type: ignore[index]
+            abs=1e-4,
+        )
 
 
 def test_it_is_the_same_in_parallel_and_after_a_session(tmp_path: Path) -> None:
@@ -103,13 +107,13 @@ def test_it_is_the_same_in_parallel_and_after_a_session(tmp_path: Path) -> None:
     prompts = [[i * 37 % 290 for i in range(60)], [i * 37 % 290 for i in range(40)] + [5] * 30]
     alone = [answer(runner_of(model, config), prompt, 20) for prompt in prompts]
     with ParallelRunner(
-        model, ByteTokenizer(), facts_of(model, config), max_sequences=2, capacity=200
+        model, ByteTokenizer(), facts_of(model, config), max_sequences=2, context=200
     ) as together:
         handles = [
             together.submit(prompt, max_tokens=20, stop_tokens=[], logprobs=0) for prompt in prompts
         ]
         assert [[(chunk.token, chunk.logprob) for chunk in handle] for handle in handles] == alone
-    runner, sessions = runner_of(model, config), Sessions(tmp_path)
+    runner, sessions = runner_of(model, config), SessionStore(tmp_path)
     said = [*prompts[0], *(token or 0 for token, _ in answer(runner, prompts[0]))]
     restore(runner, sessions)
     following = [*said, 7, 8, 9]
@@ -118,13 +122,13 @@ def test_it_is_the_same_in_parallel_and_after_a_session(tmp_path: Path) -> None:
     assert runner.usage.cached_tokens == len(said) - 1
 
 
-def restore(runner: Runner, sessions: Sessions) -> None:
+def restore(runner: Runner, sessions: SessionStore) -> None:
     packed = pack(runner.entry.export(), {})
     with sessions.lock("one"):
         sessions.save_cache("one", packed.arrays, packed.metadata)
     file = sessions.load_cache("one")
     assert file is not None
-    runner.adopt(StoredEntry(file))
+    runner.cache.adopt(StoredEntry(file))
 
 
 @pytest.mark.parametrize("name", ["llama", *_TINY])
@@ -134,6 +138,7 @@ def test_no_model_of_ours_is_accused(name: str) -> None:
     assert not depends_on_chunks(model, 288)
 
 
+@pytest.mark.exhaustive(4)
 @pytest.mark.parametrize(
     "dtype", [mx.float32, mx.bfloat16, mx.float16], ids=["float32", "bfloat16", "float16"]
 )
@@ -141,7 +146,7 @@ def test_no_model_of_ours_is_accused(name: str) -> None:
 def test_it_is_found_with_a_few_tokens(
     window: int, dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However wide its window is; and with windows that hold what is asked for there is nothing to find."""
+    """A few tokens find it for any window, and find nothing where windows hold enough."""
     for seed in range(5):
         model, config = plamo(seed, sliding_window=window)
         model.set_dtype(dtype)
@@ -173,7 +178,7 @@ def folder(tmp_path: Path, as_mlx_lm_has_it: None) -> Path:
 def test_it_is_named_at_load_and_never_reused(
     folder: Path, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    """Each request is a cold one and says why; a session comes back as text; nothing is evaluated in advance."""
+    """Each request is cold and says why, a session is text, and nothing is evaluated early."""
     with caplog.at_level(logging.WARNING, "mlxrunner"):
         runner = Runner.load(str(folder), 400, reserve=False)
     assert [record.message for record in caplog.records if record.name == "mlxrunner"] == [
@@ -183,13 +188,13 @@ def test_it_is_named_at_load_and_never_reused(
     said: list[int] = [i * 37 % 250 for i in range(60)]
     for number in range(4):
         if number == 3:
-            restore(runner, Sessions(tmp_path / "sessions"))
+            restore(runner, SessionStore(tmp_path / "sessions"))
         found = answer(runner, said)
         assert found == answer(Runner.load(str(folder), 400, reserve=False), said)
         assert runner.usage is not None
         assert runner.usage.cached_tokens == 0
         if number:
-            assert (runner.usage.reason, runner.usage.freed_by) == ("entry_freed", DEPENDS)
+            assert (runner.usage.reason, runner.usage.cache.freed_by) == ("entry_freed", DEPENDS)
         said = [*said, *(token or 0 for token, _ in found), 9]
     assert runner.evaluate(said) == 0
     too_long = [*said, *range(200), *range(200)]
@@ -204,14 +209,14 @@ def test_it_runs_one_request_at_a_time(folder: Path) -> None:
     """With the reason, for those that would rather run several."""
     loaded = load_model(str(folder))
     with pytest.raises(NotSupportedError, match=f"{DEPENDS}: run one at a time"):
-        ParallelRunner.of(loaded, max_sequences=2, capacity=100, reserve=False)
+        ParallelRunner.of(loaded, max_sequences=2, context=100, reserve=False)
 
 
 def test_nothing_of_it_is_verified_and_nothing_accused(folder: Path, tmp_path: Path) -> None:
     """--verify-cache looks at what was reused."""
     runner = Runner.load(str(folder), 400, reserve=False)
     profile = Profile(events=tmp_path / "events.jsonl", verify=1.0)
-    profile.attach(runner)
+    profile.watch(runner)
     for count in (40, 50, 70):
         answer(runner, [i * 37 % 250 for i in range(count)])
     profile.finish(strict=True)
@@ -223,7 +228,7 @@ def test_nothing_of_it_is_verified_and_nothing_accused(folder: Path, tmp_path: P
 def test_verify_proves_nothing_about_it(
     folder: Path, is_tried: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Exit code 5, whether it was found at load or not: cold runs differ as much as one wrong token makes."""
+    """The exit code is 5, since cold runs differ as much as one wrong token makes."""
     if not is_tried:
         monkeypatch.setattr("mlxrunner.models.load.depends_on_chunks", lambda model, vocab: False)
     result = CliRunner().invoke(

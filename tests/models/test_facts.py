@@ -1,4 +1,4 @@
-"""Facts without weights are the facts of the real thing: kinds of layers, bytes per token, bytes of weights."""
+"""Facts without weights equal the real kinds of layers, bytes per token and of weights."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
+from support.models import save_model, tiny_config, tiny_model, write_model
 
-from mlxrunner import ModelError, Runner, device
+from mlxrunner import ModelError, Runner
 from mlxrunner.models.facts import (
     DEFAULT_CONTEXT,
     CacheCost,
@@ -20,7 +21,7 @@ from mlxrunner.models.facts import (
     facts_of,
     weight_bytes,
 )
-from mlxrunner.testing_models import save_model, tiny_config, tiny_model, write_model
+from mlxrunner.system import device
 
 FLOAT = 4
 HEAD = 2 * 16 * FLOAT
@@ -35,9 +36,11 @@ CASES = {
         {"full": 1, "sliding": 2},
         CacheCost(2 * HEAD, 2 * (16 + SLACK + STEP) * 2 * HEAD),
     ),
-    # One layer of attention; the others keep two columns of 64, and those before the last forward pass.
+    # One layer of attention; the others keep two columns of 64, and those before the last forward
+    # pass.
     "lfm2": ({"full": 1, "recurrent": 2}, CacheCost(2 * HEAD, 2 * 2 * 2 * 64 * FLOAT)),
-    # Multi-head latent attention: the latent vector and the rotated part of the key, for all heads together.
+    # Multi-head latent attention: the latent vector and the rotated part of the key, for all heads
+    # together.
     "deepseek_v3": ({"full": 2}, CacheCost(2 * (16 + 8) * FLOAT, 0)),
 }
 cases = pytest.mark.parametrize(
@@ -70,7 +73,7 @@ def test_the_cost_of_the_cache_is_what_the_architecture_says(
 def test_a_real_entry_holds_what_was_foretold(
     tmp_path: Path, kind: str, layers: dict[str, int], cost: CacheCost
 ) -> None:
-    """Allocated for the whole context when the runner starts, and evaluated for real; states are kept twice."""
+    """A full context takes the foretold bytes, allocated at the start; states are kept twice."""
     write_model(tmp_path, kind, torch_dtype="bfloat16", max_position_embeddings=1024)
     runner = Runner.load(str(tmp_path))
     foretold = describe(str(tmp_path)).cache

@@ -5,12 +5,24 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import mlx.nn as nn
 import pytest
+from mlx.utils import tree_flatten
+from support.models import save_model, tiny_config, tiny_model, write_model
 
-from mlxrunner.models.fingerprint import differences, fingerprint
-from mlxrunner.models.resolve import read_header
-from mlxrunner.testing_models import save_model, tiny_config, tiny_model, write_model
+from mlxrunner.models.facts import facts_of
+from mlxrunner.models.fingerprint import (
+    differences,
+    fingerprint,
+    loaded_fingerprint,
+    option_parts,
+    run_parts,
+    with_format,
+)
+from mlxrunner.models.load import load_model
+from mlxrunner.models.resolve import read_header, resolve
 
 
 @pytest.fixture
@@ -46,24 +58,48 @@ def test_the_same_model_elsewhere_is_the_same(folder: Path, tmp_path: Path) -> N
 
 CHANGES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "a seed": (lambda f: save_model(f, tiny_model(tiny_config(), 1), tiny_config()), ["weights"]),
-    "the first byte of a tensor": (lambda f: flip(f, "model.layers.1.mlp.up_proj.weight", lambda first, last: first), ["weights"]),
-    "the last byte of a tensor": (lambda f: flip(f, "model.norm.weight", lambda first, last: last - 1), ["weights"]),
-    "the middle of a tensor": (lambda f: flip(f, "lm_head.weight", lambda first, last: (first + last) // 2), ["weights"]),
+    "the first byte of a tensor": (
+        lambda f: flip(f, "model.layers.1.mlp.up_proj.weight", lambda first, last: first),
+        ["weights"],
+    ),
+    "the last byte of a tensor": (
+        lambda f: flip(f, "model.norm.weight", lambda first, last: last - 1),
+        ["weights"],
+    ),
+    "the middle of a tensor": (
+        lambda f: flip(f, "lm_head.weight", lambda first, last: (first + last) // 2),
+        ["weights"],
+    ),
     "a setting": (lambda f: change_json(f / "config.json", rope_theta=5e5), ["config"]),
-    "the version that wrote it": (lambda f: change_json(f / "config.json", transformers_version="9"), []),
-    "the template": (lambda f: change_json(f / "tokenizer_config.json", chat_template="{{ x }}"), ["template"]),
-    "a template in a file": (lambda f: (f / "chat_template.jinja").write_text("{{ y }}"), ["template"]),
-    "a special token": (lambda f: change_json(f / "tokenizer_config.json", eos_token="<s>"), ["tokenizer"]),
+    "the version that wrote it": (
+        lambda f: change_json(f / "config.json", transformers_version="9"),
+        [],
+    ),
+    "the template": (
+        lambda f: change_json(f / "tokenizer_config.json", chat_template="{{ x }}"),
+        ["template"],
+    ),
+    "a template in a file": (
+        lambda f: (f / "chat_template.jinja").write_text("{{ y }}"),
+        ["template"],
+    ),
+    "a special token": (
+        lambda f: change_json(f / "tokenizer_config.json", eos_token="<s>"),
+        ["tokenizer"],
+    ),
     "the vocabulary": (lambda f: change_json(f / "tokenizer.json", version="2.0"), ["tokenizer"]),
     "a tokenizer.model": (lambda f: (f / "tokenizer.model").write_bytes(b"x"), ["tokenizer"]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("change", "parts"), CHANGES.values(), ids=CHANGES)
 def test_a_change_is_seen_by_its_part(
     folder: Path, change: Callable[[Path], object], parts: list[str]
 ) -> None:
-    """The others stay the same. The part "kv" is that of the layer caches, and not in a directory."""
+    """The others stay the same.
+
+    The part "kv" is that of the layer caches, and not in a directory.
+    """
     before = fingerprint(folder) | {"kv": ""}
     change(folder)
     assert differences(before, fingerprint(folder) | {"kv": ""}) == parts
@@ -82,3 +118,51 @@ def test_few_bytes_of_the_weights_are_read(folder: Path, monkeypatch: pytest.Mon
     )
     fingerprint(folder)
     assert 0 < sum(read) <= 192 * tensors
+
+
+DEMO_FILES = {
+    "weights": "240d4762c0b177c0",
+    "config": "4b0929df23898d48",
+    "tokenizer": "f5a2abacd6af9345",
+    "template": "4773ca072babe719",
+}
+"""As sessions and batches of version 0.1 hold them."""
+
+
+def test_digests_that_are_stored_stay_valid() -> None:
+    """Files of an earlier version hold these: a change makes sessions cold and batches foreign."""
+    demo = resolve("demo")
+    assert fingerprint(demo) == DEMO_FILES
+    assert run_parts("demo", demo, {"max_tokens": 64, "seed": None}) == {
+        "model": "demo",
+        "set of weights": DEMO_FILES["weights"],
+        "config.json": DEMO_FILES["config"],
+        "tokenizer": DEMO_FILES["tokenizer"],
+        "chat template": DEMO_FILES["template"],
+        "--max-tokens": "64",
+    }
+    options = {"system": None, "stop": ("a", "b"), "temperature": 0.5, "kv_bits": 8}
+    assert option_parts(options) == {
+        "--stop": '["a", "b"]',
+        "--temperature": "0.5",
+        "--kv-bits": "8",
+    }
+    assert with_format(DEMO_FILES, [])["kv"] == "ef3d7163ebe93528"
+
+
+def test_the_fingerprint_of_a_loaded_model_stays_valid() -> None:
+    """Events of an earlier version hold these: times of equal fingerprints are compared."""
+    loaded = load_model("demo")
+    settings = {"context": 512, "prefill_step": 64, "kv_bits": None}
+    weights = tree_flatten(loaded.model.parameters())
+    assert loaded_fingerprint(weights, loaded.facts, settings) == "363fd6949df2486c"
+    assert loaded_fingerprint(weights, loaded.facts, {}) != "363fd6949df2486c"
+
+
+def test_the_fingerprint_of_packed_weights_stays_valid() -> None:
+    """A quantized model's integers count as numbers of 32 bits."""
+    model = tiny_model(tiny_config())
+    nn.quantize(model, group_size=32, bits=4)
+    weights: Any = tree_flatten(model.parameters())
+    facts = facts_of(model, tiny_config())
+    assert loaded_fingerprint(weights, facts, {}) == "d2179edcc7de533e"

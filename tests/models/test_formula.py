@@ -1,4 +1,4 @@
-"""Llama and Mistral compute what their papers say: loaded models against the same formulas in numpy."""
+"""Llama and Mistral compute what their papers say, held against the formulas in numpy."""
 
 from __future__ import annotations
 
@@ -9,16 +9,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from support.models import save_model, tiny_config, tiny_model, write_model, write_tokenizer
 
-from mlxrunner import Runner, device
+from mlxrunner import Runner
 from mlxrunner.models.load import load_model
-from mlxrunner.testing_models import (
-    save_model,
-    tiny_config,
-    tiny_model,
-    write_model,
-    write_tokenizer,
-)
+from mlxrunner.system import device
 
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 LLAMA3 = {
@@ -61,7 +56,10 @@ cases = pytest.mark.parametrize("config", CASES.values(), ids=CASES.keys())
 
 
 class Reference:
-    """The forward pass of Llama (Touvron et al. 2023, GQA: Ainslie et al. 2023), of all tokens at once, in float32 numpy."""
+    """The forward pass of Llama (Touvron et al.
+
+    2023, GQA: Ainslie et al. 2023), of all tokens at once, in float32 numpy.
+    """
 
     def __init__(self, config: dict[str, Any], weights: dict[str, mx.array]) -> None:
         self.config = config
@@ -125,7 +123,10 @@ class Reference:
         return self.linear(name, x).reshape(len(x), heads, self.head_dim).transpose(1, 0, 2)
 
     def rope(self, x: np.ndarray) -> np.ndarray:
-        """Rotate the pairs of `x [heads, n, head_dim]`: (i, i + half), or neighbours where `rope_traditional` says so."""
+        """Rotate the pairs of `x [heads, n, head_dim]`.
+
+        Pairs are (i, i + half), or neighbours where `rope_traditional` says so.
+        """
         frequencies, scale = rope_frequencies(self.config, self.head_dim)
         angles = np.arange(x.shape[1])[:, None] * frequencies
         cos, sin = (np.float32(scale) * f(angles).astype(np.float32) for f in (np.cos, np.sin))
@@ -145,7 +146,8 @@ class Reference:
 def rope_frequencies(config: dict[str, Any], dims: int) -> tuple[np.ndarray, float]:
     """Radians per position of each pair, and the factor on queries and keys.
 
-    Linear: Chen et al. 2023. Llama 3: its reference code. YaRN: Peng et al. 2023, with its defaults beta_fast 32 and beta_slow 1.
+    Linear: Chen et al. 2023. Llama 3: its reference code. YaRN: Peng et al. 2023, with its defaults
+    beta_fast 32 and beta_slow 1.
     """
     parameters = config.get("rope_parameters", {})
     base = parameters.get("rope_theta") or config.get("rope_theta", 10000.0)
@@ -189,7 +191,7 @@ def test_the_logits_are_those_of_the_formula(tmp_path: Path, config: dict[str, A
 
 @cases
 def test_greedy_generation_is_that_of_the_formula(tmp_path: Path, config: dict[str, Any]) -> None:
-    """Prefilled in chunks, decoded from the cache, and again from a reused prefix: always what the formula computes from nothing."""
+    """Chunks, decoding and a reused prefix give what the formula computes from nothing."""
     reference = write(tmp_path, config)
     runner = Runner.load(str(tmp_path), prefill_step=7)
     prompt = np.random.default_rng(2).integers(0, 256, 30).tolist()
@@ -210,7 +212,7 @@ def test_each_rope_variant_changes_the_logits(name: str) -> None:
 
 @pytest.mark.skipif(device.is_gpu(), reason="a GPU computes in the type that is stored")
 def test_half_precision_weights_are_computed_in_float32_on_a_cpu(tmp_path: Path) -> None:
-    """The formula with the rounded weights holds within 1e-4, which float16 arithmetic would not reach."""
+    """Rounded weights agree with the formula within 1e-4, which float16 would not reach."""
     config = tiny_config("mistral", torch_dtype="float16")
     model = tiny_model(config)
     model.set_dtype(mx.float16)

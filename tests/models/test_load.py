@@ -1,4 +1,4 @@
-"""Loading: what comes back, and that a broken directory is one line which names the file or the folder."""
+"""A model loads whole, and a broken directory is one line with the file or the folder."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
+from support.models import BOS, EOS, save_model, tiny_config, write_model
 
-from mlxrunner import ModelError, Runner, device
+from mlxrunner import ModelError, Runner
 from mlxrunner.models.load import load_model, tokenizer_of
-from mlxrunner.testing_models import BOS, EOS, save_model, tiny_config, write_model
+from mlxrunner.system import device
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +56,7 @@ def configure(folder: Path, **settings: Any) -> None:
 
 
 def test_a_whole_directory_loads(folder: Path) -> None:
-    """The model is evaluated and says what it is; the tokenizer knows the end tokens of config.json."""
+    """The model is evaluated and described, and the tokenizer knows config.json's end tokens."""
     loaded = load_model(str(folder))
     assert (loaded.name, loaded.folder) == (str(folder), folder)
     assert loaded.facts.architecture == "llama"
@@ -201,7 +202,10 @@ def only_sentencepiece(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (without("tokenizer.json", "tokenizer_config.json"), ": no tokenizer could be loaded: neither tokenizer.json nor"),
+        (
+            without("tokenizer.json", "tokenizer_config.json"),
+            ": no tokenizer could be loaded: neither tokenizer.json nor",
+        ),
         (without("tokenizer.json"), ": no tokenizer could be loaded: neither tokenizer.json nor"),
         (replaced("tokenizer.json", b""), "/tokenizer.json: not readable as JSON"),
         (replaced("tokenizer.json", b'{"model": '), "/tokenizer.json: not readable as JSON"),
@@ -210,15 +214,38 @@ def only_sentencepiece(folder: Path) -> None:
         (replaced("tokenizer.json", b"[]"), "/tokenizer.json: has to be a JSON object, not list"),
         (replaced("tokenizer.json", b"{}"), ": no tokenizer could be loaded"),
         (replaced("tokenizer_config.json", b"{"), "/tokenizer_config.json: not readable as JSON"),
-        (replaced("tokenizer_config.json", b"null"), "/tokenizer_config.json: has to be a JSON object"),
-        (replaced("tokenizer_config.json", b'{"bos_token": 3}'), ": no tokenizer could be loaded: TypeError: Special token bos_token"),
-        (replaced("generation_config.json", b"[]"), "/generation_config.json: has to be a JSON object"),
+        (
+            replaced("tokenizer_config.json", b"null"),
+            "/tokenizer_config.json: has to be a JSON object",
+        ),
+        (
+            replaced("tokenizer_config.json", b'{"bos_token": 3}'),
+            ": no tokenizer could be loaded: TypeError: Special token bos_token",
+        ),
+        (
+            replaced("generation_config.json", b"[]"),
+            "/generation_config.json: has to be a JSON object",
+        ),
         (replaced("chat_template.jinja", b"\xff\xfe"), ": no tokenizer could be loaded"),
         (only_sentencepiece, "/tokenizer.model: not a SentencePiece model, or damaged"),
     ],
-    ids=["no files", "no tokenizer.json", "empty", "cut off", "not UTF-8", "too deep", "list", "not a tokenizer",
-         "broken config", "null config", "wrong config", "generation is a list", "template not UTF-8", "broken tokenizer.model"],
-)  # fmt: skip
+    ids=[
+        "no files",
+        "no tokenizer.json",
+        "empty",
+        "cut off",
+        "not UTF-8",
+        "too deep",
+        "list",
+        "not a tokenizer",
+        "broken config",
+        "null config",
+        "wrong config",
+        "generation is a list",
+        "template not UTF-8",
+        "broken tokenizer.model",
+    ],
+)
 def test_a_tokenizer_that_is_missing_or_broken_is_an_error(
     folder: Path, damage: Callable[[Path], None], message: str
 ) -> None:
@@ -283,7 +310,7 @@ def test_a_tokenizer_with_code_of_its_own_is_refused_unless_trusted(
 
 
 def test_the_tokenizer_alone_needs_no_weights(folder: Path) -> None:
-    """The same tokens and the same ends of an answer as with the model, from a folder without weights."""
+    """The tokenizer of a folder without weights has the model's tokens and ends of an answer."""
     loaded = load_model(str(folder)).tokenizer
     for file in folder.glob("*.safetensors*"):
         file.unlink()
@@ -297,7 +324,10 @@ def test_the_tokenizer_alone_needs_no_weights(folder: Path) -> None:
 
 def test_the_tokenizer_alone_prints_nothing() -> None:
     """The libraries behind it have nothing to say about what they lack."""
-    program = "from mlxrunner.models.load import tokenizer_of; tokenizer_of('demo').render([{'role': 'user', 'content': 'Hello'}])"
+    program = (
+        "from mlxrunner.models.load import tokenizer_of; tokenizer_of('demo').render([{'role': "
+        "'user', 'content': 'Hello'}])"
+    )
     said = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )

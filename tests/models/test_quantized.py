@@ -1,4 +1,4 @@
-"""Quantized directories, as mlx-community publishes them, run like the quantized model in memory."""
+"""Quantized directories, as mlx-community publishes them, run like the model in memory."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from mlx import nn
 from mlx.utils import tree_flatten
+from support.models import save_model, tiny_config, tiny_model, write_tokenizer
 
 from mlxrunner import ModelError, Runner
 from mlxrunner.models.facts import weight_bytes
 from mlxrunner.models.load import load_model
-from mlxrunner.testing_models import save_model, tiny_config, tiny_model, write_tokenizer
 
 PROMPT = np.random.default_rng(3).integers(0, 256, 24).tolist()
 

@@ -1,4 +1,4 @@
-"""From a name to a checked directory: paths, hub ids, the hub's cache, and every way in which a directory can be broken."""
+"""A name leads to a checked directory: paths, hub ids, the hub's cache, and broken ones."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.models import save_model, tiny_config, tiny_model, write_model
 
 from mlxrunner import ModelError
 from mlxrunner.models.resolve import (
@@ -23,7 +24,6 @@ from mlxrunner.models.resolve import (
     resolve,
     rope_settings,
 )
-from mlxrunner.testing_models import save_model, tiny_config, tiny_model, write_model
 
 
 def one_line(error: pytest.ExceptionInfo[ModelError]) -> str:
@@ -419,7 +419,6 @@ def test_a_truncated_file_is_named(tmp_path: Path, weights: bytes, cut: int) -> 
     assert f"{len(weights[:cut])} bytes" in str(error.value)
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_garbage_is_a_model_error_or_a_header(
     tmp_path_factory: pytest.TempPathFactory, content: bytes
@@ -451,9 +450,21 @@ def with_header(header: bytes, rest: bytes = b"") -> bytes:
         with_header(b'{"a": {"data_offsets": [0, 8]}}', b"123456789"),
         with_header(b"[" * 100_000),
     ],
-    ids=["text", "huge length", "not UTF-8", "list", "number", "no offsets", "empty offsets", "text offset", "null offset",
-         "byte missing", "byte too many", "too deep"],
-)  # fmt: skip
+    ids=[
+        "text",
+        "huge length",
+        "not UTF-8",
+        "list",
+        "number",
+        "no offsets",
+        "empty offsets",
+        "text offset",
+        "null offset",
+        "byte missing",
+        "byte too many",
+        "too deep",
+    ],
+)
 def test_a_file_that_is_not_safetensors_is_named(tmp_path: Path, content: bytes) -> None:
     """Before mlx is asked to read it."""
     file = tmp_path / "model.safetensors"

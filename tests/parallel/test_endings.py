@@ -1,4 +1,4 @@
-"""However a request ends, the others and those to come get what they would have got alone, and no slot is lost."""
+"""Other requests keep their answers and all slots stay usable, however a request ends."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ from typing import Any
 
 import mlx.nn as nn
 import pytest
+from support.models import tiny_config, tiny_model
 
 from mlxrunner import ContextLengthError, Runner
-from mlxrunner.cache.sequences import CacheFullError
+from mlxrunner.errors import CacheFullError, NoFreeSlotError, StepFailedError
 from mlxrunner.models.facts import facts_of
 from mlxrunner.parallel.handle import Handle
-from mlxrunner.parallel.request import StepFailedError
 from mlxrunner.parallel.runner import ParallelRunner
-from mlxrunner.parallel.slots import NoFreeSlotError
 from mlxrunner.testing import ByteTokenizer, interrupt_at
-from mlxrunner.testing_models import tiny_config, tiny_model
 
 LONG, OTHER = [i * 7 % 290 for i in range(40)], [i * 11 % 290 for i in range(30)]
 SHARING = [*LONG[:25], 9, 9]
@@ -60,8 +58,11 @@ def is_consistent(runner: ParallelRunner) -> bool:
 
 
 def interrupted(given: Parts, act: Act, line: int) -> tuple[bool, int]:
-    """Whether `act` was interrupted at a line in the middle of other work, and the lines it has; the rest is held against the answers alone."""
-    with ParallelRunner(*given, max_sequences=3, capacity=80, max_batch=16) as runner:
+    """Return whether `act` was interrupted at a line during other work, and its lines.
+
+    The rest is held against the answers alone.
+    """
+    with ParallelRunner(*given, max_sequences=3, context=80, prefill_step=16) as runner:
         runner.submit(OTHER[:20], max_tokens=2, stop_tokens=[]).result()
         handles = [
             (runner.submit(prompt, max_tokens=6, stop_tokens=[]), prompt)
@@ -98,7 +99,7 @@ def interrupted(given: Parts, act: Act, line: int) -> tuple[bool, int]:
 
 @pytest.mark.parametrize("act", ACTS)
 def test_ctrl_c_at_any_line(llama: Parts, act: str) -> None:
-    """Of a submission, a step, a cancel: nobody waits for ever, nobody gets a wrong token, no slot is lost and none claims what it has not."""
+    """Ctrl-C in a submission, a step or a cancel leaves no wait, wrong token or lost slot."""
     _, total = interrupted(llama, ACTS[act], -1)
     places = range(1, total + 1, max(1, total // 40))
     assert sum(interrupted(llama, ACTS[act], line)[0] for line in places) > 0.8 * len(places)
@@ -108,15 +109,15 @@ def test_ctrl_c_while_a_model_is_adapted_or_given_back_leaves_it_as_it_was(llama
     """At any line of the constructor; at any line of `close`, which can be called again."""
     model = llama[0]
     with interrupt_at(-1) as seen:
-        runner = ParallelRunner(*llama, max_sequences=2, capacity=20)
+        runner = ParallelRunner(*llama, max_sequences=2, context=20)
     with interrupt_at(-1) as closing:
         runner.close()
     for line in range(1, seen[0], max(1, seen[0] // 60)):
         with suppress(KeyboardInterrupt), interrupt_at(line):
-            ParallelRunner(*llama, max_sequences=2, capacity=20)
+            ParallelRunner(*llama, max_sequences=2, context=20)
         assert is_as_it_was(model), f"line {line}"
     for line in range(1, closing[0] + 1):
-        runner = ParallelRunner(*llama, max_sequences=2, capacity=20)
+        runner = ParallelRunner(*llama, max_sequences=2, context=20)
         with suppress(KeyboardInterrupt), interrupt_at(line):
             runner.close()
         runner.close()
@@ -133,7 +134,7 @@ def test_an_error_while_tokens_are_read_ends_all_and_says_so(
     llama: Parts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody waits for a token that was lost, and everybody knows why."""
-    with ParallelRunner(*llama, max_sequences=2, capacity=80) as runner:
+    with ParallelRunner(*llama, max_sequences=2, context=80) as runner:
         first = runner.submit(LONG, max_tokens=9, stop_tokens=[])
         second = runner.submit(OTHER, max_tokens=9, stop_tokens=[])
         for _ in range(3):
@@ -158,7 +159,7 @@ def test_an_error_while_tokens_are_read_ends_all_and_says_so(
 
 def test_run_leaves_nothing_running(llama: Parts) -> None:
     """Where a prompt can't be run, and where nobody wants the other answers any more."""
-    with ParallelRunner(*llama, max_sequences=1, capacity=60) as runner:
+    with ParallelRunner(*llama, max_sequences=1, context=60) as runner:
         with pytest.raises(ContextLengthError):
             runner.run([[1, 2], list(range(70))], max_tokens=40, stop_tokens=[])
         answers = runner.run_each(([i], {"max_tokens": 2 + i, "stop_tokens": []}) for i in range(5))
@@ -174,7 +175,7 @@ def test_the_single_runner_beside_it_is_not_disturbed_by_an_error(
 ) -> None:
     """On the same model: which rows are wanted is forgotten however a pass ends."""
     expected = alone(llama, LONG, 5)
-    with ParallelRunner(*llama, max_sequences=2, capacity=80) as runner:
+    with ParallelRunner(*llama, max_sequences=2, context=80) as runner:
         view = runner._adapted._views[1]
 
         def fail(*_: object) -> None:
@@ -188,10 +189,10 @@ def test_the_single_runner_beside_it_is_not_disturbed_by_an_error(
 
 @pytest.mark.parametrize("is_dirty", [False, True])
 def test_a_chain_of_prefixes_is_evaluated_once(llama: Parts, is_dirty: bool) -> None:
-    """Who waits for somebody who waits himself is not taken in by what that one's slot held before."""
+    """A request that waits for a waiting one does not use what that one's slot held before."""
     first = list(range(1, 61))
     second = [*first, *range(100, 160)]
-    with ParallelRunner(*llama, max_sequences=3, capacity=200, max_batch=16) as runner:
+    with ParallelRunner(*llama, max_sequences=3, context=200, prefill_step=16) as runner:
         if is_dirty:
             runner.run([[250 + i] * 150 for i in range(3)], max_tokens=1)
         results = runner.run(
@@ -203,7 +204,7 @@ def test_a_chain_of_prefixes_is_evaluated_once(llama: Parts, is_dirty: bool) -> 
 def test_those_that_wait_for_a_cancelled_prefix_evaluate_it_once(llama: Parts) -> None:
     """Where cells are few, so that two copies of it would not fit beside an unrelated request."""
     prefix = list(range(1, 101))
-    with ParallelRunner(*llama, max_sequences=4, capacity=150, cells=200) as runner:
+    with ParallelRunner(*llama, max_sequences=4, context=150, cells=200) as runner:
         first = runner.submit([*prefix, 5], max_tokens=10, stop_tokens=[])
         waiting = [runner.submit([*prefix, end], max_tokens=10, stop_tokens=[]) for end in (6, 7)]
         other = runner.submit([290, 291], max_tokens=30, stop_tokens=[])
@@ -217,14 +218,19 @@ def test_those_that_wait_for_a_cancelled_prefix_evaluate_it_once(llama: Parts) -
 
 
 def test_windows_share_a_prefix_in_every_wave() -> None:
-    """Also when no idle slot can resume at its end any more: the first of the wave evaluates it, the others share it."""
+    """The first of each wave evaluates the prefix and the others share it, without idle slots."""
     config = tiny_config(
         "gemma3_text", max_position_embeddings=4096, vocab_size=300, sliding_window=16
     )
     model = tiny_model(config)
     prefix = [i * 7 % 290 for i in range(200)]
     with ParallelRunner(
-        model, ByteTokenizer(), facts_of(model, config), max_sequences=4, capacity=400, max_batch=64
+        model,
+        ByteTokenizer(),
+        facts_of(model, config),
+        max_sequences=4,
+        context=400,
+        prefill_step=64,
     ) as runner:
         for wave in range(2):
             prompts = [
@@ -238,11 +244,12 @@ def test_windows_share_a_prefix_in_every_wave() -> None:
                 )
 
 
+@pytest.mark.exhaustive(2)
 @pytest.mark.parametrize(
     ("name", "cells"), [("llama", None), ("llama", 300), ("gemma3_text", None), ("gpt_oss", 500)]
 )
 def test_any_mixture_ends_with_every_cell_free(name: str, cells: int | None) -> None:
-    """Random prefixes, limits, cancels and full contexts, windows among them, with few cells or enough: no other token than alone."""
+    """Random prefixes, limits, cancels and full contexts give the tokens of lone requests."""
     windows = {} if name == "llama" else {"sliding_window": 16}
     config = tiny_config(name, **({"max_position_embeddings": 4096, "vocab_size": 300} | windows))
     model, rng = tiny_model(config), random.Random(cells)
@@ -266,7 +273,9 @@ def test_any_mixture_ends_with_every_cell_free(name: str, cells: int | None) -> 
         return expected[which, shifts]
 
     finished = 0
-    with ParallelRunner(*given, max_sequences=5, capacity=140, max_batch=32, cells=cells) as runner:
+    with ParallelRunner(
+        *given, max_sequences=5, context=140, prefill_step=32, cells=cells
+    ) as runner:
         running: list[tuple[Handle, int, bool]] = []
 
         def end_one() -> int:
@@ -309,9 +318,9 @@ def test_any_mixture_ends_with_every_cell_free(name: str, cells: int | None) -> 
 
 def test_a_prompt_that_was_cancelled_counts_what_was_evaluated_of_it(llama: Parts) -> None:
     """Not what would have been."""
-    with ParallelRunner(*llama, max_sequences=2, capacity=80, max_batch=16) as runner:
+    with ParallelRunner(*llama, max_sequences=2, context=80, prefill_step=16) as runner:
         seen: list[Any] = []
-        runner.observer = lambda _, observation: seen.append(observation.usage)
+        runner.observers.append(lambda _, observation: seen.append(observation.usage))
         first = runner.submit(LONG, max_tokens=3, stop_tokens=[])
         waiting = runner.submit(SHARING, max_tokens=3, stop_tokens=[])
         runner.step()

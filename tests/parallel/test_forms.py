@@ -1,4 +1,4 @@
-"""Answers in a given form among others: each one is that of the single runner, and nobody pays for another one's dead end."""
+"""Answers in a form equal the single runner's, and a dead end costs nobody else."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
+from support.models import tiny_config, tiny_model
+from support.sample import fewer
 
 from mlxrunner import FormError, OptionError, Runner
 from mlxrunner.models.facts import facts_of
 from mlxrunner.parallel.runner import ParallelRunner
 from mlxrunner.parallel.samples import sample
 from mlxrunner.testing import VOCAB, ByteTokenizer
-from mlxrunner.testing_models import tiny_config, tiny_model
 from mlxrunner.tokenizer.vocabulary import Vocabulary
 
 SCHEMA: dict[str, Any] = {
@@ -69,13 +70,14 @@ def requests(seed: int) -> list[tuple[list[int], dict[str, Any]]]:
     return pairs
 
 
+@pytest.mark.exhaustive(1)
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3_text", "gpt_oss"])
 def test_each_answer_is_that_of_the_single_runner(architecture: str) -> None:
-    """Held to a form or not, whoever else is in the step, and with slots that others have used before."""
+    """The answer is the single runner's with any others in the step and in used slots."""
     given = parts(architecture)
     for seed in range(3):
         pairs = requests(seed)
-        with ParallelRunner(*given, max_sequences=4, capacity=160, max_batch=24) as runner:
+        with ParallelRunner(*given, max_sequences=4, context=160, prefill_step=24) as runner:
             results = list(runner.run_each(pairs))
             again = list(runner.run_each(reversed(pairs)))[::-1]
         for (prompt, options), result, second in zip(pairs, results, again, strict=True):
@@ -90,7 +92,7 @@ def test_each_answer_is_that_of_the_single_runner(architecture: str) -> None:
 def test_log_probabilities_are_those_of_the_possible_tokens() -> None:
     """Chunk by chunk as in the single runner."""
     given, options = parts(), {"choices": ["yes", "no"], "logprobs": 4}
-    with ParallelRunner(*given, max_sequences=2, capacity=60) as runner:
+    with ParallelRunner(*given, max_sequences=2, context=60) as runner:
         other = runner.submit([9, 9], max_tokens=20, stop_tokens=[])
         chunks = list(runner.submit([1, 2], **options))
         other.result()
@@ -107,8 +109,8 @@ def test_an_answer_that_joins_and_one_that_is_cancelled_take_nothing_from_the_ot
         [chunk.token for chunk in Runner(*given).generate(prompt, **options)]
         for prompt, options in (first, second)
     ]
-    for steps in range(len(alone[0])):
-        with ParallelRunner(*given, max_sequences=3, capacity=100) as runner:
+    for steps in range(0, len(alone[0]), fewer(1, 4)):
+        with ParallelRunner(*given, max_sequences=3, context=100) as runner:
             stream = iter(runner.submit(first[0], **first[1]))
             shown = [next(stream).token for _ in range(steps)]
             cancelled = runner.submit([7, 8], schema=SCHEMA)
@@ -134,7 +136,7 @@ def test_a_dead_end_is_an_error_of_its_own_request() -> None:
     expected = [
         chunk.token for chunk in Runner(*given).generate(prompt, max_tokens=25, stop_tokens=[])
     ]
-    with ParallelRunner(*given, max_sequences=2, capacity=60) as runner:
+    with ParallelRunner(*given, max_sequences=2, context=60) as runner:
         other = runner.submit(prompt, max_tokens=25, stop_tokens=[])
         failing = runner.submit([5, 6, 7, 9], schema={"const": "abz"})
         shown = []
@@ -155,7 +157,7 @@ def test_a_dead_end_is_an_error_of_its_own_request() -> None:
 
 def test_a_form_that_cannot_be_had_takes_no_slot() -> None:
     """It is refused when it is submitted."""
-    with ParallelRunner(*parts(tokenizer=NoZ()), max_sequences=1, capacity=60) as runner:
+    with ParallelRunner(*parts(tokenizer=NoZ()), max_sequences=1, context=60) as runner:
         for form in (
             {"choices": ["abz"]},
             {"schema": {"not": {}}},

@@ -1,4 +1,4 @@
-"""Who keeps what, and who waits, where slots and cells are few: nothing reusable is lost, nobody who was admitted fails."""
+"""Where slots and cells are few, nothing reusable is lost and no admitted request fails."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import random
 from typing import Any
 
 import pytest
+from support.models import tiny_config, tiny_model
 
 from mlxrunner import Runner
-from mlxrunner.cache.sequences import CacheFullError
+from mlxrunner.errors import CacheFullError, NoFreeSlotError
 from mlxrunner.models.facts import facts_of
 from mlxrunner.parallel.handle import Handle
 from mlxrunner.parallel.runner import ParallelRunner
-from mlxrunner.parallel.slots import NoFreeSlotError
 from mlxrunner.testing import ByteTokenizer
-from mlxrunner.testing_models import tiny_config, tiny_model
 
 Parts = tuple[Any, ByteTokenizer, Any]
+TIE = 1e-5
+"""Log-probabilities that are nearer to each other may change places with the order of sums."""
 
 
 def parts(name: str) -> Parts:
@@ -31,24 +32,39 @@ def alone(given: Parts, prompt: list[int], count: int) -> list[int]:
     return [chunk.token for chunk in chunks if chunk.token is not None]
 
 
+def same_until_a_tie(given: Parts, prompt: list[int], answer: list[int]) -> bool:
+    """Compare `answer` with that of a single runner, up to a tie of the two likeliest tokens.
+
+    The order of sums, which is another one in each BLAS, decides which of them is taken.
+    """
+    expected = Runner(*given).complete(prompt, max_tokens=len(answer), stop_tokens=[], logprobs=2)
+    assert len(expected.tokens) == len(answer)
+    for ours, its, (_, top) in zip(answer, expected.tokens, expected.logprobs or [], strict=True):
+        if ours != its:
+            first, second = top.values()
+            return ours in top and abs(first - second) < TIE
+    return True
+
+
 def some(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(290) for _ in range(count)]
 
 
+@pytest.mark.exhaustive(4)
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss"])
 @pytest.mark.parametrize("header", [0, 1, 20, 200])
 def test_users_with_a_common_header_keep_their_own_conversations(name: str, header: int) -> None:
-    """From the second turn on each evaluates only what is new of its own, short first messages or long ones."""
+    """From the second turn on each user evaluates only what is new of its own."""
     given, rng = parts(name), random.Random(header)
     shared = some(rng, header)
     talks = [[*shared, *some(rng, length)] for length in (10, 60, 10, 100)]
-    with ParallelRunner(*given, max_sequences=4, capacity=600, max_batch=256) as runner:
+    with ParallelRunner(*given, max_sequences=4, context=600, prefill_step=256) as runner:
         before = [0] * 4
         for turn in range(4):
             for user, talk in enumerate(talks):
                 result = runner.submit(talk, max_tokens=5, stop_tokens=[]).result()
                 assert turn == 0 or result.usage.cached_tokens == before[user]
-                assert result.tokens == alone(given, talk, 5)
+                assert same_until_a_tie(given, talk, result.tokens)
                 before[user] = len(talk) + 4  # nobody ran the last token
                 talk += result.tokens + some(rng, 30)
 
@@ -57,7 +73,7 @@ def test_a_prefix_that_a_window_has_left_is_taken_from_who_still_has_it() -> Non
     """A busy slot that is past it promises nothing."""
     given, rng = parts("gemma3_text"), random.Random(1)
     trunk = some(rng, 280)
-    with ParallelRunner(*given, max_sequences=4, capacity=300, max_batch=64) as runner:
+    with ParallelRunner(*given, max_sequences=4, context=300, prefill_step=64) as runner:
         runner.submit(trunk[:98] + some(rng, 6), max_tokens=2, stop_tokens=[]).result()
         ahead = runner.submit(trunk[:250] + some(rng, 5), max_tokens=30, stop_tokens=[])
         for _ in range(12):
@@ -70,7 +86,7 @@ def test_a_prefix_that_a_window_has_left_is_taken_from_who_still_has_it() -> Non
 def test_who_lacks_room_when_a_prefix_does_not_come_waits_for_it() -> None:
     """And is not ended: its answer comes once it can share what another one evaluates now."""
     given, trunk = parts("llama"), list(range(1, 21))
-    with ParallelRunner(*given, max_sequences=3, capacity=30, max_batch=10, cells=38) as runner:
+    with ParallelRunner(*given, max_sequences=3, context=30, prefill_step=10, cells=38) as runner:
         first, *others = [
             runner.submit([*trunk, 100 + i], max_tokens=5, stop_tokens=[]) for i in range(3)
         ]
@@ -82,6 +98,7 @@ def test_who_lacks_room_when_a_prefix_does_not_come_waits_for_it() -> None:
             assert handle.result().tokens == alone(given, [*trunk, 101 + i], 5)
 
 
+@pytest.mark.exhaustive(1)
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss"])
 def test_none_that_was_admitted_lacks_room(name: str) -> None:
     """With few cells, prefixes of many lengths, some that shift, and cancels."""
@@ -92,7 +109,7 @@ def test_none_that_was_admitted_lacks_room(name: str) -> None:
         trunk = some(rng, 280)
         cells = rng.choice([310, 400, 500])
         with ParallelRunner(
-            *given, max_sequences=4, capacity=300, max_batch=64, cells=cells
+            *given, max_sequences=4, context=300, prefill_step=64, cells=cells
         ) as runner:
             running: list[Handle] = []
             for _ in range(14):

@@ -1,19 +1,19 @@
-"""A full context among others: what is dropped, moved or evaluated again is what the single runner drops, moves or evaluates again."""
+"""A full context among others is dropped, moved or evaluated again as in a single runner."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+from support.models import tiny_config, tiny_model
 
 from mlxrunner import ContextFullError, Runner
-from mlxrunner.cache.sequences import CacheFullError
+from mlxrunner.errors import CacheFullError
 from mlxrunner.models.facts import facts_of
-from mlxrunner.parallel.request import Result
 from mlxrunner.parallel.runner import ParallelRunner
 from mlxrunner.parallel.samples import sample
+from mlxrunner.results import Result
 from mlxrunner.testing import ByteTokenizer
-from mlxrunner.testing_models import tiny_config, tiny_model
 
 CONTEXT = 100
 WINDOWS = {
@@ -52,21 +52,22 @@ def alone(given: Parts, tokens: list[int], **options: Any) -> Result:
     )
 
 
+@pytest.mark.exhaustive(8)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("length", [20, 90, 150])
 def test_a_shifted_answer_is_that_of_the_single_runner(name: str, length: int) -> None:
-    """After one shift or several, from a prompt that fits or one that has to be cut, beside another one that shares its beginning."""
+    """The answer after shifts is the single runner's, for prompts that fit or are cut."""
     given, options = (
         parts(name),
         {"max_tokens": 130, "stop_tokens": [], "overflow": "shift", "keep": 4, "logprobs": 0},
     )
     expected = alone(given, prompt(length), **options)
-    with ParallelRunner(*given, max_sequences=3, capacity=CONTEXT, max_batch=32) as runner:
+    with ParallelRunner(*given, max_sequences=3, context=CONTEXT, prefill_step=32) as runner:
         beside = runner.submit([*prompt(18), 280, 281], max_tokens=70, stop_tokens=[])
         result = runner.submit(prompt(length), **options).result()
         assert result.tokens == expected.tokens
-        assert result.usage.shifted_tokens == expected.usage.shifted_tokens > 40
-        assert result.usage.reevaluated_tokens == 0
+        assert result.usage.cache.shifted_tokens == expected.usage.cache.shifted_tokens > 40
+        assert result.usage.cache.reevaluated_tokens == 0
         for ours, its in zip(result.logprobs or [], expected.logprobs or [], strict=True):
             assert ours[0] == pytest.approx(its[0], abs=1e-4)
         assert (
@@ -75,13 +76,14 @@ def test_a_shifted_answer_is_that_of_the_single_runner(name: str, length: int) -
         )
 
 
+@pytest.mark.exhaustive(6)
 @pytest.mark.parametrize("window", [8, 40, 90, 99, 100, 120])
 @pytest.mark.parametrize("keep", [0, 20])
 @pytest.mark.parametrize("name", ["gemma3_text", "olmo3", "cohere2", "gpt_oss"])
 def test_a_window_that_lacks_what_the_next_token_sees_is_evaluated_again(
     name: str, keep: int, window: int
 ) -> None:
-    """Narrow windows and those that hold the whole context are moved; the answer is the single runner's, whatever the window."""
+    """Windows of any width are moved or evaluated again, and the answer is the single runner's."""
     layers = (
         {"layer_types": ["sliding_attention", "full_attention"] * 2}
         if name in ("olmo3", "gpt_oss")
@@ -104,13 +106,13 @@ def test_a_window_that_lacks_what_the_next_token_sees_is_evaluated_again(
     }
     expected = Result.of(list(Runner(*given, context=CONTEXT).generate(prompt(90), **options)))
     is_moved = window > CONTEXT or keep == 0 or CONTEXT - (CONTEXT - keep) // 2 - window + 1 >= keep
-    with ParallelRunner(*given, max_sequences=3, capacity=CONTEXT, max_batch=32) as runner:
+    with ParallelRunner(*given, max_sequences=3, context=CONTEXT, prefill_step=32) as runner:
         beside = runner.submit([*prompt(18), 280, 281], max_tokens=70, stop_tokens=[])
         result = runner.submit(prompt(90), **options).result()
         assert result.tokens == expected.tokens
         assert (
-            (result.usage.reevaluated_tokens == 0)
-            == (expected.usage.reevaluated_tokens == 0)
+            (result.usage.cache.reevaluated_tokens == 0)
+            == (expected.usage.cache.reevaluated_tokens == 0)
             == is_moved
         )
         for ours, its in zip(result.logprobs or [], expected.logprobs or [], strict=True):
@@ -123,7 +125,7 @@ def test_a_window_that_lacks_what_the_next_token_sees_is_evaluated_again(
 
 @pytest.mark.parametrize("reused", [0, 30, 60])
 def test_whether_a_window_is_moved_does_not_depend_on_what_was_reused(reused: int) -> None:
-    """The single runner's window stores more than it shows; how much more depends on the requests before."""
+    """Moving a window is independent of how much more it stores than it shows."""
     config = WINDOWS | {
         "max_position_embeddings": 4096,
         "vocab_size": 300,
@@ -141,12 +143,12 @@ def test_whether_a_window_is_moved_does_not_depend_on_what_was_reused(reused: in
 
 
 def test_a_shifted_conversation_is_shared_only_as_far_as_a_cold_run_would_store_it() -> None:
-    """Another prompt that happens to be what the shift has left gets the answer that it would have got alone."""
+    """A prompt that equals what a shift has left gets the answer that it gets alone."""
     given, options = (
         parts("llama"),
         {"max_tokens": 40, "stop_tokens": [], "overflow": "shift", "keep": 4},
     )
-    with ParallelRunner(*given, max_sequences=3, capacity=CONTEXT, max_batch=32) as runner:
+    with ParallelRunner(*given, max_sequences=3, context=CONTEXT, prefill_step=32) as runner:
         shifting = runner.submit(prompt(90), **options)
         while not shifting._request.shifted:
             runner.step()
@@ -168,11 +170,11 @@ def test_what_cannot_be_moved_is_evaluated_again(monkeypatch: pytest.MonkeyPatch
         {"max_tokens": 130, "stop_tokens": [], "overflow": "shift", "keep": 4},
     )
     expected = alone(given, prompt(90), **options)
-    with ParallelRunner(*given, max_sequences=2, capacity=CONTEXT, max_batch=32) as runner:
+    with ParallelRunner(*given, max_sequences=2, context=CONTEXT, prefill_step=32) as runner:
         beside = runner.submit(prompt(30, 11), max_tokens=60, stop_tokens=[])
         result = runner.submit(prompt(90), **options).result()
         assert result.tokens == expected.tokens
-        assert result.usage.reevaluated_tokens == expected.usage.reevaluated_tokens > 0
+        assert result.usage.cache.reevaluated_tokens == expected.usage.cache.reevaluated_tokens > 0
         assert (
             beside.result().tokens
             == alone(given, prompt(30, 11), max_tokens=60, stop_tokens=[]).tokens
@@ -180,7 +182,7 @@ def test_what_cannot_be_moved_is_evaluated_again(monkeypatch: pytest.MonkeyPatch
 
 
 def test_many_that_shift_and_share_in_few_cells() -> None:
-    """None is begun that might not fit, none is ended because another one had to copy what they shared."""
+    """No request begins that might not fit, and none ends because another copies shared tokens."""
     given = parts("llama")
     requests = [
         (
@@ -191,7 +193,7 @@ def test_many_that_shift_and_share_in_few_cells() -> None:
     ]
     for cells in (110, 150, 250):
         with ParallelRunner(
-            *given, max_sequences=4, capacity=CONTEXT, cells=cells, max_batch=32
+            *given, max_sequences=4, context=CONTEXT, cells=cells, prefill_step=32
         ) as runner:
             for (tokens, options), result in zip(requests, runner.run_each(requests), strict=True):
                 assert result.tokens == alone(given, tokens, **options).tokens, f"{cells} cells"
@@ -199,9 +201,7 @@ def test_many_that_shift_and_share_in_few_cells() -> None:
 
 def test_a_request_that_shifts_needs_no_more_than_a_context() -> None:
     """Whatever the limit of its answer is."""
-    with ParallelRunner(
-        *parts("llama"), max_sequences=2, capacity=CONTEXT, cells=CONTEXT
-    ) as runner:
+    with ParallelRunner(*parts("llama"), max_sequences=2, context=CONTEXT, cells=CONTEXT) as runner:
         running = runner.submit([1, 2, 3], max_tokens=200, stop_tokens=[], overflow="shift")
         with pytest.raises(
             CacheFullError, match="this request needs 2 free cells, but 0 of 100 are free"
@@ -210,6 +210,7 @@ def test_a_request_that_shifts_needs_no_more_than_a_context() -> None:
         assert len(running.result().tokens) == 200
 
 
+@pytest.mark.exhaustive(1)
 @pytest.mark.parametrize("max_tokens", [None, 100])
 def test_several_answers_that_shift(max_tokens: int | None) -> None:
     """`generate --n 2 --overflow shift`, where the context is too small for the answers."""
@@ -230,13 +231,13 @@ def test_several_answers_that_shift(max_tokens: int | None) -> None:
     for i, result in enumerate(results):
         single = list(runner.generate(text[:300], **(options | {"seed": 3 + i})))
         assert result.tokens == [chunk.token for chunk in single]
-        assert result.usage.shifted_tokens > 0
+        assert result.usage.cache.shifted_tokens > 0
 
 
 def test_an_answer_may_fail_where_the_context_ends() -> None:
     """overflow="error": what there was, and then an error of this request alone."""
     given = parts("llama")
-    with ParallelRunner(*given, max_sequences=2, capacity=CONTEXT) as runner:
+    with ParallelRunner(*given, max_sequences=2, context=CONTEXT) as runner:
         beside = runner.submit(prompt(30, 11), max_tokens=60, stop_tokens=[])
         failing = runner.submit(prompt(90), overflow="error", stop_tokens=[])
         seen = []

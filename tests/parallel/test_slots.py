@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxrunner.cache.tokens import TokenBuffer, as_tokens
-from mlxrunner.parallel.slots import WORTH_WAITING, NoFreeSlotError, Slot, choose, share
+from mlxrunner.errors import NoFreeSlotError
+from mlxrunner.parallel.slots import WORTH_WAITING, Slot, choose, share
 
 
 def slot(
@@ -71,7 +72,7 @@ def test_no_free_slot_is_an_error_with_the_number_of_slots() -> None:
 def test_a_step_is_shared_without_waste_and_nobody_starves(
     budget: int, wants: list[int], first: int
 ) -> None:
-    """All of the budget is used while anybody wants more, and who gets less than he wants gets no less than others but for one token."""
+    """All of the budget is used while anybody wants more; shares differ by a token at most."""
     given_ = share(budget, wants, first)
     assert all(0 <= got <= want for got, want in zip(given_, wants, strict=True))
     assert sum(given_) == min(budget, sum(wants))
@@ -86,7 +87,7 @@ def test_turns_go_round() -> None:
 
 
 def test_many_with_one_prefix_take_it_from_the_first() -> None:
-    """Not from one that by chance begins its own part with the same token: that one would have to be waited for, too."""
+    """All take the prefix from the first, not from one with a token of its own in common."""
     trunk = list(range(100))
     slots = [slot(0, [], busy=True), slot(1, [], busy=True), slot(2, [])]
     slots[0].planned, slots[1].planned = as_tokens([*trunk, 7]), as_tokens([*trunk, 8])

@@ -1,4 +1,4 @@
-"""Where a prompt leaves the entry, against the truth: every part of conversations edited, in eight families of templates."""
+"""A prompt that leaves the entry is placed right, for every part in eight template families."""
 
 from __future__ import annotations
 
@@ -9,28 +9,36 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
-from families import KINDS, Piece
+from support.families import KINDS, Piece
+from support.models import write_tokenizer
+from support.sample import fewer
 
 from mlxrunner.cache.lookup import WINDOW, Lookup
 from mlxrunner.cache.tokens import TokenArray, as_tokens, common_prefix
 from mlxrunner.errors import PromptError
-from mlxrunner.profiling.divergence import Divergences
-from mlxrunner.profiling.segments import common
-from mlxrunner.testing_models import write_tokenizer
+from mlxrunner.profiling.record.divergence import Divergences
+from mlxrunner.profiling.schema import Divergence
+from mlxrunner.templates.segments import common
 from mlxrunner.tokenizer import Tokenizer, load_tokenizer
-from mlxrunner.tokenizer.prompt import Prepared
+from mlxrunner.tokenizer.prompt import TokenizedPrompt
 
-CONVERSATIONS = 12
+CONVERSATIONS = fewer(12, 2)
 """Each is edited in some 80 ways, in each family."""
 WANTED = 0.98
 WORDS = (
-    "blue cars red bikes the weather in Paris is fine today and tomorrow rain user system assistant model tool result name "
-    'größe straße 日本語 [INST] {} "quoted" 3.14 end. why? so, I think that 12 of 40 were late; call it a day'
+    "blue cars red bikes the weather in Paris is fine today and tomorrow rain user system "
+    "assistant model tool result name "
+    'größe straße 日本語 [INST] {} "quoted" 3.14 end. why? so, I think that 12 of 40 were late; '
+    "call "
+    "it a day"
 ).split()
 
 
 class Case(NamedTuple):
-    """What was asked and answered (`ended`: the end token was evaluated as well), and what is asked then."""
+    """A prompt with its answer, and the prompt that follows.
+
+    `ended`: the end token was evaluated as well.
+    """
 
     what: str
     chat: list[dict[str, str]]
@@ -50,7 +58,7 @@ def said(role: str, content: str) -> dict[str, str]:
 
 
 def edits(rng: random.Random, content: str) -> Iterator[tuple[str, str]]:
-    """A text changed at its beginning, in the middle, at its end, cut, gone on with, and emptied."""
+    """Yield a text changed at its beginning, middle and end, cut, continued, and emptied."""
     words = content.split(" ")
     yield "first word", " ".join([rng.choice(WORDS) + "x", *words[1:]])
     yield "a word", " ".join([*words[: len(words) // 2], "other", *words[len(words) // 2 + 1 :]])
@@ -163,8 +171,10 @@ def _answered(family: str, case: Case) -> list[Piece]:
         close = between.rstrip().removesuffix("<|start|>assistant<|channel|>final<|message|>")
         lead = len(begin) - len(begin.lstrip())
         spelled = [
-            (begin[:lead], "text"), (begin[lead:] + thought + close, "thinking"), (between[len(close) :] + told, "text"),
-        ]  # fmt: skip
+            (begin[:lead], "text"),
+            (begin[lead:] + thought + close, "thinking"),
+            (between[len(close) :] + told, "text"),
+        ]
     else:
         spelled = [(case.answer, "text")]
     if case.ended:
@@ -187,7 +197,7 @@ def _spelled(pieces: list[Piece]) -> str:
 
 @pytest.fixture(scope="module")
 def merging(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
-    """A byte-level BPE for each family, trained on its conversations: merges go over spaces and line ends, headers included."""
+    """Return a byte-level BPE per family, whose merges go over spaces, line ends and headers."""
     from tokenizers import Tokenizer as Fast
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -225,14 +235,16 @@ def merging(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
 
 def _prepared(
     tokenizer: Tokenizer, chat: list[dict[str, str]], variables: dict[str, Any]
-) -> Prepared:
+) -> TokenizedPrompt:
     rendered = tokenizer.render(chat, **variables)  # type: ignore[arg-type]
-    return Prepared(as_tokens(tokenizer.encode(rendered)), "messages", chat, rendered, variables)  # type: ignore[arg-type]
+    return TokenizedPrompt(
+        as_tokens(tokenizer.encode(rendered)), "messages", chat, rendered, variables
+    )  # type: ignore[arg-type]
 
 
 def _found(
-    tokenizer: Tokenizer, before: Prepared, entry: TokenArray, after: Prepared
-) -> dict[str, Any] | None:
+    tokenizer: Tokenizer, before: TokenizedPrompt, entry: TokenArray, after: TokenizedPrompt
+) -> Divergence | None:
     places = Divergences(tokenizer)
     places.follow(before)
     matched = common_prefix(entry, after.tokens)
@@ -249,7 +261,10 @@ def _found(
 def _differs(
     tokenizer: Tokenizer, index: int, entry: TokenArray, prompt: TokenArray, at: int
 ) -> int:
-    """The first character that differs; where the same text goes on for long in other tokens, that of the first two of these."""
+    """Return the first character that differs.
+
+    Where the same text goes on for long in other tokens, that of the first two of these.
+    """
     remembered = tokenizer.decode(entry[: index + WINDOW].tolist())
     if at < len(remembered):
         return at
@@ -263,7 +278,10 @@ def _differs(
 def test_the_place_is_the_one_of_the_first_character_that_differs(
     family: str, merging: dict[str, Tokenizer]
 ) -> None:
-    """Message, role and part on both sides, in at least 98 % of all edits; the message that is named is the one that was edited."""
+    """Message, role and part are right on both sides of 98 % of all edits.
+
+    The message that is named is the one that was edited.
+    """
     tokenizer, right, wrong = merging[family], 0, Counter[str]()
     examples: dict[str, str] = {}
     for seed in range(CONVERSATIONS):
@@ -286,23 +304,23 @@ def test_the_place_is_the_one_of_the_first_character_that_differs(
             if found is None:
                 continue
             at = _differs(
-                tokenizer, found["index"], entry, after.tokens, common(_spelled(old), _spelled(new))
+                tokenizer, found.index, entry, after.tokens, common(_spelled(old), _spelled(new))
             )
             truth = _at(old, at), _at(new, at)
             said = tuple(
-                tuple(found[side][key] for key in ("message", "role", "part"))
-                for side in ("previous", "current")
+                (side.message, side.role, side.part) for side in (found.previous, found.current)
             )
-            assert tuple(found[key] for key in ("message", "role", "part")) == said[1]
+            assert (found.message, found.role, found.part) == said[1]
             right += said == truth
             if said != truth:
                 wrong[case.what] += 1
                 examples[case.what] = (
-                    f"seed {seed}: {_spelled(old)[at - 20 : at]!r} | {_spelled(old)[at : at + 20]!r} / "
+                    f"seed {seed}: {_spelled(old)[at - 20 : at]!r} | "
+                    f"{_spelled(old)[at : at + 20]!r} / "
                     f"{_spelled(new)[at : at + 20]!r}\n    said {said}\n    true {truth}"
                 )
     total = right + wrong.total()
     print(f"{family}: {right} of {total} places right, {right / total:.1%}")
     told = "\n".join(f"{count} {what}: {examples[what]}" for what, count in wrong.most_common())
-    assert total > 600
+    assert total > 50 * CONVERSATIONS
     assert right / total >= WANTED, f"{right} of {total}\n{told}"

@@ -9,16 +9,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mlxrunner.testing_models import write_model
+from support.models import write_model
+from support.waiting import PATIENCE_S
 
 
 def test_another_model_in_the_middle_of_a_chat_says_why_nothing_was_reused(tmp_path: Path) -> None:
-    """`/set context` loads the same model again, `/model` another: the next event has the reason."""
+    """The event after `/set context` or `/model` has the reason why nothing was reused."""
     file = tmp_path / "events.jsonl"
     said = "My name is Ana.\n/set context 1024\nWhat is my name?\n"
     command = [sys.executable, "-m", "mlxrunner", "chat", "--events", str(file)]
     result = subprocess.run(
-        command, input=said, capture_output=True, text=True, check=True, timeout=300
+        command, input=said, capture_output=True, text=True, check=True, timeout=PATIENCE_S
     )
     assert result.stdout.splitlines()[-1] == "Your name is Ana."
     first, second = (json.loads(line) for line in file.read_text().splitlines())
@@ -37,7 +38,7 @@ def chat(file: Path, said: str, *arguments: str, data: Path) -> list[dict[str, A
         capture_output=True,
         text=True,
         check=True,
-        timeout=300,
+        timeout=PATIENCE_S,
         env=environment,
     )
     return [json.loads(line) for line in file.read_text().splitlines()]
@@ -62,7 +63,7 @@ def test_another_model_says_so(tmp_path: Path) -> None:
 
 
 def test_a_session_is_restored_or_says_why_not(tmp_path: Path) -> None:
-    """The first turn of the next process goes on from the file; a damaged file is an entry that was given up."""
+    """The first turn of the next process reuses the file, or a damaged one is given up."""
     data = tmp_path / "data"
     chat(tmp_path / "1", "My name is Ana.\n", "--session", "a", data=data)
     (restored,) = chat(tmp_path / "2", "What is my name?\n", "--session", "a", data=data)

@@ -1,4 +1,4 @@
-"""Where a prompt and the entry part: the right message and part, on both sides, in six families of templates."""
+"""A prompt and the entry part at the right message and part, in six template families."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from mlxrunner.chat.conversation import Conversation
-from mlxrunner.profiling.divergence import _from_begin, _from_end
-from mlxrunner.profiling.reasons import explain
-from mlxrunner.tokenizer.prompt import Prepared
+from mlxrunner.profiling.record.divergence import _from_begin, _from_end
+from mlxrunner.profiling.schema import Event
+from mlxrunner.tokenizer.prompt import TokenizedPrompt
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 
@@ -33,7 +33,7 @@ def sides(event: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
 
 
 def test_an_edited_message_is_named(talk: Callable[..., Any], family: Any) -> None:
-    """The second user message of a conversation, in each family; its text is shown where that was asked for."""
+    """The second user message is named in each family, and its text where it was asked for."""
     talking = talk(family.name, log_text=True)
     talking.ask([user("Hello you"), assistant("Hi"), user("blue cars")], "fine")
     event = talking.ask([user("Hello you"), assistant("Hi"), user("blue bikes")], "fine")
@@ -44,7 +44,10 @@ def test_an_edited_message_is_named(talk: Callable[..., Any], family: Any) -> No
     assert divergence["common"]["text"].endswith("blue ")
     assert divergence["previous"]["text"].startswith("cars")
     assert divergence["current"]["text"].startswith("bikes")
-    assert f"at token {divergence['index']}, in the text of message 2 (user)" in explain(event)
+    assert (
+        f"at token {divergence['index']}, in the text of message 2 (user)"
+        in Event.of(event).explain()
+    )
 
 
 def test_another_system_prompt_is_named(talk: Callable[..., Any], family: Any) -> None:
@@ -75,12 +78,14 @@ def test_a_message_that_goes_on_parts_at_its_end(talk: Callable[..., Any]) -> No
     talking.ask([user("Hello")], "fine")
     event = talking.ask([user("Hello, once more")], "fine")
     assert sides(event) == ((0, "user", "message_end"), (0, "user", "text"))
-    assert explain(event).startswith(
-        "the prompt leaves the entry in the middle; they part at token "
+    assert (
+        Event.of(event)
+        .explain()
+        .startswith("the prompt leaves the entry in the middle; they part at token ")
     )
     assert (
         "in the text of message 0 (user), where before was the end mark of message 0 (user)"
-        in explain(event)
+        in Event.of(event).explain()
     )
 
 
@@ -109,8 +114,11 @@ def test_thinking_that_qwen_strips_is_named(talk: Callable[..., Any]) -> None:
     assert sides(event) == ((1, "assistant", "thinking"), (1, "assistant", "text"))
     assert event["divergence"]["previous"]["text"].startswith("<think>\nhm")
     assert event["divergence"]["current"]["text"].startswith("fine<|im_end|>")
-    where = "in the text of message 1 (assistant), where before was the thinking block of message 1 (assistant)"
-    assert where in explain(event)
+    where = (
+        "in the text of message 1 (assistant), where before was the thinking block of message 1 "
+        "(assistant)"
+    )
+    assert where in Event.of(event).explain()
 
 
 def test_thinking_of_another_kind_is_named_within(talk: Callable[..., Any]) -> None:
@@ -137,10 +145,10 @@ def test_another_tool_list_is_named(talk: Callable[..., Any]) -> None:
     talking = talk("chatml")
     tokenizer = talking.runner.tokenizer
 
-    def prepared(tool: str) -> Prepared:
+    def prepared(tool: str) -> TokenizedPrompt:
         variables = {"tools": [{"name": tool}]}
         text = tokenizer.render([SYSTEM, user("Hello")], **variables)
-        return Prepared(
+        return TokenizedPrompt(
             np.array(tokenizer.encode(text), np.int32),
             "messages",
             [SYSTEM, user("Hello")],
@@ -151,7 +159,7 @@ def test_another_tool_list_is_named(talk: Callable[..., Any]) -> None:
     talking.ask(prepared("weather"), "fine")
     event = talking.ask(prepared("clock"), "fine")
     assert sides(event) == ((0, "system", "tools"), (0, "system", "tools"))
-    assert "in the tool list of message 0 (system)" in explain(event)
+    assert "in the tool list of message 0 (system)" in Event.of(event).explain()
 
 
 def test_hashes_are_all_that_is_written_by_default(talk: Callable[..., Any]) -> None:
@@ -188,7 +196,7 @@ def test_raw_prompts_have_text_and_token_ids_nothing(talk: Callable[..., Any]) -
     talking.ask([1, 2, 3, 4], "fine")
     event = talking.ask([1, 2, 5, 6], "fine")
     assert sides(event) == ((None, None, None), (None, None, None))
-    assert "in a prompt without known parts" in explain(event)
+    assert "in a prompt without known parts" in Event.of(event).explain()
 
 
 def test_a_chat_knows_its_messages(talk: Callable[..., Any]) -> None:

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -17,13 +16,14 @@ from typing import Any
 import jsonschema
 import pytest
 from click.testing import CliRunner
+from support.waiting import PATIENCE_S, until
 
 from mlxrunner import cli
 from mlxrunner.errors import BusyError, ContextFullError
 from mlxrunner.parallel.runner import ParallelRunner
-from mlxrunner.profiling.event import logfmt
-from mlxrunner.profiling.profile import Profile
-from mlxrunner.profiling.reading import event_schema
+from mlxrunner.profiling.record.event import logfmt
+from mlxrunner.profiling.record.profile import Profile
+from mlxrunner.profiling.schema import Event, event_schema
 from mlxrunner.runner import Runner
 from mlxrunner.testing import oracle_runner
 
@@ -40,7 +40,7 @@ def events(tmp_path: Path) -> Path:
 def runner(events: Path) -> Runner:
     """An oracle runner whose requests are written to `events`."""
     runner = oracle_runner(("full", "sliding"), prefill_step=16, context=128)
-    Profile("python", events=events).attach(runner)
+    Profile("python", events=events).watch(runner)
     return runner
 
 
@@ -65,11 +65,11 @@ def checked(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def test_each_request_is_one_event_of_the_schema(
     runner: Runner, events: Path, lines: Lines
 ) -> None:
-    """Cold, appended, repeated, edited; sampled, with logprobs; that ended by a limit, a stop string, a full context."""
+    """Each kind of request, sampling and ending gives one event of the schema."""
     prompt = list(range(1, 50))
     list(runner.generate(prompt, max_tokens=3))
     list(runner.generate([*prompt, 60, 61], max_tokens=1))
-    list(runner.generate(prompt, max_tokens=5, temperature=1, logprobs=2))
+    list(runner.generate(prompt, max_tokens=5, temperature=1, seed=1, logprobs=2))
     list(runner.generate([*prompt[:40], 99], max_tokens=5))
     list(runner.generate("text", max_tokens=60, overflow="shift", keep=1))
     list(runner.generate([{"role": "user", "content": "x" * 60}], max_tokens=90, overflow="shift"))
@@ -166,9 +166,9 @@ def test_a_request_whose_iterator_is_kept_is_told_of_before_the_entry_changes(
     if then == "generate":
         list(runner.generate([9, 8], max_tokens=2, stop_tokens=[]))
     else:
-        {"evaluate": runner.evaluate, "keep": runner.keep, "reset": lambda _: runner.reset()}[then](
-            [9, 8]
-        )
+        {"evaluate": runner.evaluate, "keep": runner.cache.keep, "reset": lambda _: runner.reset()}[
+            then
+        ]([9, 8])
     first.close()  # type: ignore[attr-defined]
     written = checked(lines(events))
     assert [event["prompt_tokens"] for event in written] == [5, 2][: len(written)]
@@ -207,18 +207,18 @@ def test_an_exception_in_the_model_is_named_without_its_text(
 def test_an_observer_that_fails_fails_no_request(caplog: pytest.LogCaptureFixture) -> None:
     """It is a warning."""
     runner = oracle_runner()
-    runner.observer = lambda runner, observation: 1 / 0
+    runner.observers.append(lambda runner, observation: 1 / 0)
     assert len(list(runner.generate([1, 2], max_tokens=3))) == 3
     assert "the request was not recorded: ZeroDivisionError" in caplog.text
 
 
 def test_nothing_is_made_that_nobody_wants(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a file, a log level or anybody who listens, a profile only counts."""
-    from mlxrunner.profiling import profile as module
+    from mlxrunner.profiling.record import profile as module
 
     monkeypatch.setattr(module, "event_of", lambda *_: pytest.fail("an event was made"))
     runner, profile = oracle_runner(), Profile()
-    profile.attach(runner)
+    profile.watch(runner)
     list(runner.generate([1, 2], max_tokens=2))
     assert profile.number == 1
 
@@ -229,7 +229,7 @@ def test_the_same_answers_with_and_without_events(events: Path) -> None:
     for watched in (False, True):
         runner = oracle_runner(("full", "sliding"))
         if watched:
-            Profile(events=events, log_text=True, verify=1).attach(runner)
+            Profile(events=events, log_text=True, verify=1).watch(runner)
         answers.append(
             [
                 [c.token for c in runner.generate(prompt, max_tokens=5)]
@@ -243,8 +243,8 @@ def test_requests_of_a_parallel_runner_are_events(events: Path, lines: Lines) ->
     """Each with what it shared; a cancelled one too."""
     profile = Profile("python", events=events)
     messages = [{"role": "user", "content": "My name is Ana. What is my name?"}]
-    with ParallelRunner.load("demo", max_sequences=2, capacity=128) as runner:
-        profile.attach(runner)
+    with ParallelRunner.load("demo", max_sequences=2, context=128) as runner:
+        profile.watch(runner)
         runner.run([messages, messages], max_tokens=4)
         runner.run(["My name is Bo"], max_tokens=2)
         handle = runner.submit(messages)
@@ -280,9 +280,9 @@ def test_the_file_can_come_from_the_environment(events: Path, lines: Lines) -> N
 
 def test_verbose_logs_the_event_as_logfmt(caplog: pytest.LogCaptureFixture) -> None:
     """Counts and places, no text; one line."""
-    logged: list[dict[str, Any]] = []
+    logged: list[Event] = []
     runner = oracle_runner()
-    Profile("python", log_text=True, sinks=[logged.append]).attach(runner)
+    Profile("python", log_text=True, sinks=[logged.append]).watch(runner)
     with caplog.at_level(logging.INFO, "mlxrunner"):
         list(runner.generate("hello you", max_tokens=2))
         list(runner.generate("hello there", max_tokens=2))
@@ -292,7 +292,8 @@ def test_verbose_logs_the_event_as_logfmt(caplog: pytest.LogCaptureFixture) -> N
     )
     assert "outcome=partial reason=diverged" in second
     assert "divergence_index=7 divergence_part=text" in second
-    assert logged[1]["divergence"]["current"]["text"] == "there"
+    assert logged[1].divergence is not None
+    assert logged[1].divergence.current.text == "there"
     assert "there" not in second
     assert second == logfmt(logged[1])
 
@@ -300,39 +301,33 @@ def test_verbose_logs_the_event_as_logfmt(caplog: pytest.LogCaptureFixture) -> N
 def test_logfmt_quotes_what_has_to_be() -> None:
     """Spaces, quotes, control characters: a line stays a line."""
     example = json.loads(Path(__file__).with_name("example.jsonl").read_text().splitlines()[0])
-    line = logfmt(example | {"freed_by": 'a "reset"\n\x1b[31m', "error": "", "command": "a=b"})
+    hostile = {"freed_by": 'a "reset"\n\x1b[31m', "error": "", "command": "a=b"}
+    line = logfmt(Event.of(example | hostile))
     assert r'freed_by="a \"reset\"\n\u001b[31m"' in line
     assert 'error=""' in line
     assert 'command="a=b"' in line
     assert "\n" not in line
 
 
+def greetings(count: int, events: str) -> list[str]:
+    """The command that answers `count` times and logs to `events`."""
+    options = ["-p", "Hello!", "--repeat", str(count), "--events", events]
+    return [sys.executable, "-m", "mlxrunner", "generate", *options]
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_killed_process_leaves_whole_lines(
     tmp_path: Path, lines: Lines, number: signal.Signals
 ) -> None:
-    """In the middle of an endless run; Ctrl-C also leaves the event of the request that it ended."""
+    """In an endless run, Ctrl-C also leaves the event of the request that it ended."""
     file = tmp_path / "events"
-    command = [
-        sys.executable,
-        "-m",
-        "mlxrunner",
-        "generate",
-        "-p",
-        "Hello!",
-        "--repeat",
-        "1000000",
-        "--events",
-        str(file),
-    ]
+    command = greetings(1_000_000, str(file))
     process = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ
     )
-    until = time.monotonic() + 60
-    while time.monotonic() < until and (not file.exists() or file.read_bytes().count(b"\n") < 3):
-        time.sleep(0.05)
+    until(lambda: file.exists() and file.read_bytes().count(b"\n") >= 3)
     process.send_signal(number)
-    process.wait(timeout=60)
+    process.wait(PATIENCE_S)
     found = checked(lines(file))
     assert [event["number"] for event in found] == list(range(1, len(found) + 1))
     assert len(found) >= 3
@@ -343,18 +338,7 @@ def test_a_killed_process_leaves_whole_lines(
 def test_a_full_disk_is_a_warning_and_the_answer_comes(full: int) -> None:
     """On standard error, once."""
     stream = f"/dev/fd/{full}"
-    command = [
-        sys.executable,
-        "-m",
-        "mlxrunner",
-        "generate",
-        "-p",
-        "Hello!",
-        "--repeat",
-        "3",
-        "--events",
-        stream,
-    ]
+    command = greetings(3, stream)
     result = subprocess.run(command, capture_output=True, text=True, check=True, pass_fds=[full])
     assert result.stdout == "Hello! How can I help you?\n" * 3
     assert result.stderr == f"{stream}: not written: No space left on device\n"

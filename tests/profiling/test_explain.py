@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 from rich.console import Console
+from support.events import afternoon, as_event, example_event
 
 from mlxrunner import cli
-from mlxrunner.profiling import explain
-from mlxrunner.profiling.explain import MOST, compare, show, words
 from mlxrunner.profiling.reasons import REASONS
-from mlxrunner.testing_events import afternoon, example_event
+from mlxrunner.profiling.report import explain
+from mlxrunner.profiling.report.explain import MOST, compare, show, words
 
 
 def run(*arguments: str | Path, width: int = 120) -> Result:
@@ -193,7 +193,7 @@ def shown(event: dict[str, Any], width: int = 120, *, colours: bool = False) -> 
         emoji=False,
     )
     with console.capture() as captured:
-        show(event, console)
+        show(as_event(event), console)
     return captured.get()
 
 

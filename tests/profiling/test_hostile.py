@@ -1,4 +1,4 @@
-"""Logs that somebody damaged, or made up: report, explain and simulate end with figures or with one line, whatever is in them."""
+"""Damaged or made-up logs end in figures or one line in report, explain and simulate."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from support.events import afternoon, example_event
 
 from mlxrunner import cli
-from mlxrunner.profiling.profile import Profile
-from mlxrunner.profiling.tokenlog import are_ids
+from mlxrunner.profiling.record.profile import Profile
+from mlxrunner.profiling.record.tokenlog import are_ids
 from mlxrunner.testing import oracle_runner
-from mlxrunner.testing_events import afternoon, example_event
 
 TRIES = 80
 VALUES: list[Any] = [
-    None, True, -1, 0, 1, 2**31, 2**53, 2**53 + 1, 10**30, 10**400, 1e308, 0.5, 1e-320, "", "x", "\x00", "\u202e\x1b[31m", "a" * 10**5,
-    "\ud800", [], {}, [[]], [None], [2**40], [1, "a" * 10**5], {"a": {}}, "NaN", "2026-99-99T00:00:00Z", "0001-01-01T00:00:00Z", "=1+1",
+    None, True, -1, 0, 1, 2**31, 2**53, 2**53 + 1, 10**30, 10**400, 1e308, 0.5, 1e-320, "", "x",
+    "\x00", "\u202e\x1b[31m", "a" * 10**5, "\ud800", [], {}, [[]], [None], [2**40],
+    [1, "a" * 10**5], {"a": {}}, "NaN", "2026-99-99T00:00:00Z", "0001-01-01T00:00:00Z", "=1+1",
     [0] * 5000,
-]  # fmt: skip
+]  # fmt: skip  # values by rows
 RAW = [
     b"NaN",
     b"-Infinity",
@@ -51,7 +52,7 @@ def places(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def mutated(rng: random.Random, log: bytes) -> bytes:
-    """One or many values replaced or left out; raw bytes; lines repeated, shuffled, dropped; cut off."""
+    """Return the lines with values replaced or left out, raw bytes, repeats, or an early end."""
     lines = log.splitlines()
     kind = rng.choice(["values", "values", "values", "raw", "bytes", "cut", "lines", "whole"])
     if kind == "values":
@@ -99,7 +100,7 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
         oracle_runner(["full", "sliding", "recurrent"], checkpoint_interval=10),
         Profile(tokens=file),
     )
-    profile.attach(runner)
+    profile.watch(runner)
     for number in range(8):
         list(
             runner.generate([*range(1, 30 + number), 200 - number], max_tokens=5, overflow="shift")
@@ -113,7 +114,7 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 def test_a_damaged_log_is_read_as_far_as_it_can_be(
     command: str, logs: dict[str, bytes], tmp_path: Path
 ) -> None:
-    """Exit code 0, or 2 with one line that says why; pages and traces that were written are whole."""
+    """The exit code is 0, or 2 with one line that says why; pages and traces are whole."""
     file, codes = tmp_path / "log.jsonl", set()
     wanted = {
         "report": [

@@ -12,12 +12,12 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from support.events import afternoon, as_event, example_event
+from support.waiting import PATIENCE_S
 
-from mlxrunner.profiling.html import page
-from mlxrunner.profiling.summary import Summary
-from mlxrunner.profiling.svg import Plot, Scale
-from mlxrunner.profiling.tally import BINS
-from mlxrunner.testing_events import afternoon, example_event
+from mlxrunner.profiling.report.aggregate import BINS, Summary
+from mlxrunner.profiling.report.html import page
+from mlxrunner.profiling.report.svg import Plot, Scale
 
 CHROMIUM = next(
     (
@@ -33,12 +33,12 @@ HOSTILE = """</title><script>alert(1)</script><img src=x onerror=alert(2)>"'&\x1
 def summary_of(count: int = 60, **changes: object) -> Summary:
     summary = Summary()
     for event in afternoon(count):
-        summary.add(event | changes)
+        summary.add(as_event(event | changes))
     return summary
 
 
 class Elements(HTMLParser):
-    """Every element with its attributes; `open_tags` is empty where all were closed in their order."""
+    """Collects elements with their attributes; `open_tags` is empty if all are closed in order."""
 
     VOID = frozenset(["meta", "line", "rect", "circle", "path", "polyline", "br"])
 
@@ -78,7 +78,7 @@ def test_names_from_files_are_text() -> None:
     """Model, role and file names cannot end a tag, run, reorder or hide anything."""
     summary = Summary()
     divergence = example_event()["divergence"] | {"role": HOSTILE[:40]}
-    summary.add(example_event(model=HOSTILE, divergence=divergence, time=HOSTILE))
+    summary.add(as_event(example_event(model=HOSTILE, divergence=divergence, time=HOSTILE)))
     text = page(summary, [HOSTILE])
     elements = Elements(text)
     assert elements.open_tags == []
@@ -104,13 +104,15 @@ def test_the_timeline_draws_what_was_cached_lost_and_new() -> None:
     """A bar's parts are as high as their tokens, one upon the other."""
     summary = Summary()
     summary.add(
-        example_event(
-            prompt_tokens=100,
-            matched_tokens=60,
-            cached_tokens=50,
-            saved_tokens=50,
-            evaluated_tokens=50,
-            lost_tokens=20,
+        as_event(
+            example_event(
+                prompt_tokens=100,
+                matched_tokens=60,
+                cached_tokens=50,
+                saved_tokens=50,
+                evaluated_tokens=50,
+                lost_tokens=20,
+            )
         )
     )
     figure = re.search(r"<figure.*?</figure>", page(summary, ["e"]), re.DOTALL)
@@ -166,13 +168,15 @@ def test_a_share_that_is_not_quite_nothing_is_written_in_one_size() -> None:
     """Only the unit is small."""
     summary = Summary()
     summary.add(
-        example_event(
-            prompt_tokens=10**6,
-            cached_tokens=50,
-            saved_tokens=50,
-            evaluated_tokens=999_950,
-            saved_s=None,
-            max_sequences=4,
+        as_event(
+            example_event(
+                prompt_tokens=10**6,
+                cached_tokens=50,
+                saved_tokens=50,
+                evaluated_tokens=999_950,
+                saved_s=None,
+                max_sequences=4,
+            )
         )
     )
     text = page(summary, ["e"])
@@ -209,7 +213,7 @@ def test_marks_differ_without_colours() -> None:
 def test_a_browser_shows_the_page_in_light_and_dark(
     tmp_path: Path, width: int, height: int
 ) -> None:
-    """Without an error on its console; the two screenshots are on the background of their kind, and not empty."""
+    """The page has no error on the console, and its two screenshots have their background."""
     file = tmp_path / "report.html"
     file.write_text(page(summary_of(), ["events.jsonl"]), encoding="utf-8")
     backgrounds = set()
@@ -236,7 +240,7 @@ def test_a_browser_shows_the_page_in_light_and_dark(
 def test_a_browser_runs_nothing_of_a_hostile_file(tmp_path: Path) -> None:
     """The page as the browser understands it has no script, and its policy was never needed."""
     summary = Summary()
-    summary.add(example_event(model=HOSTILE))
+    summary.add(as_event(example_event(model=HOSTILE)))
     file = tmp_path / "report.html"
     file.write_text(page(summary, [HOSTILE]), encoding="utf-8")
     console = _browse(file, tmp_path, "--dump-dom")
@@ -263,7 +267,9 @@ def _browse(file: Path, folder: Path, *arguments: str) -> str:
         *arguments,
         file.as_uri(),
     ]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=PATIENCE_S, env=environment
+    )
     assert result.returncode == 0, result.stderr
     return result.stdout + result.stderr
 

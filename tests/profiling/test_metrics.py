@@ -10,18 +10,21 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from prometheus_client.parser import text_string_to_metric_families
+from support.events import afternoon, as_event, example_event
 
 from mlxrunner import cli
 from mlxrunner.errors import OptionError
-from mlxrunner.profiling.metrics import Metrics
-from mlxrunner.testing_events import afternoon, example_event
+from mlxrunner.profiling.record.metrics import Metrics
 
 
 def values(file: Path) -> dict[str, float]:
     """Every sample as the official parser reads it: name and labels -> value."""
     families = text_string_to_metric_families(file.read_text())
     return {
-        f"{sample.name}{{{','.join(f'{name}={value}' for name, value in sorted(sample.labels.items()))}}}": sample.value
+        f"{sample.name}"
+        f"{{{','.join(f'{name}={value}' for name, value in sorted(sample.labels.items()))}}}": (
+            sample.value
+        )
         for family in families
         for sample in family.samples
     }
@@ -35,11 +38,17 @@ def file(tmp_path: Path) -> Path:
 def test_events_are_counted_by_model(file: Path) -> None:
     """Requests by outcome and end, tokens, seconds, and the entry as it is now."""
     metrics = Metrics(file)
-    metrics(example_event())
-    metrics(example_event(model="other", outcome="hit", reason=None, lost_tokens=0))
+    metrics(as_event(example_event()))
+    metrics(as_event(example_event(model="other", outcome="hit", reason=None, lost_tokens=0)))
     metrics(
-        example_event(
-            finish="interrupted", ttft_s=None, prefill_s=None, decode_s=None, entry_tokens_after=5
+        as_event(
+            example_event(
+                finish="interrupted",
+                ttft_s=None,
+                prefill_s=None,
+                decode_s=None,
+                entry_tokens_after=5,
+            )
         )
     )
     found = values(file)
@@ -55,11 +64,11 @@ def test_events_are_counted_by_model(file: Path) -> None:
 
 
 def test_histograms_are_cumulative(file: Path) -> None:
-    """Each bucket has what is below its bound; the last one has all, and the count is that of requests with a first token."""
+    """Each bucket counts what is below its bound, the last all requests with a first token."""
     metrics = Metrics(file)
     for seconds in (0.005, 0.05, 0.05, 500.0):
-        metrics(example_event(ttft_s=seconds))
-    metrics(example_event(ttft_s=None))
+        metrics(as_event(example_event(ttft_s=seconds)))
+    metrics(as_event(example_event(ttft_s=None)))
     found = values(file)
     bucket = "mlxrunner_ttft_seconds_bucket{{le={},model=demo,outcome=partial}}"
     assert [found[bucket.format(bound)] for bound in ("0.01", "0.03", "0.1", "100.0", "+Inf")] == [
@@ -76,12 +85,12 @@ def test_histograms_are_cumulative(file: Path) -> None:
 def test_a_second_run_goes_on_counting(file: Path) -> None:
     """Many short runs count like one long one."""
     for event in afternoon(20):
-        Metrics(file)(event)
+        Metrics(file)(as_event(event))
     one_by_one = values(file)
     file.unlink()
     together = Metrics(file)
     for event in afternoon(20):
-        together(event)
+        together(as_event(event))
     assert values(file) == pytest.approx(one_by_one)
     assert (
         sum(
@@ -94,10 +103,10 @@ def test_a_second_run_goes_on_counting(file: Path) -> None:
 
 
 def test_the_file_is_replaced_as_a_whole(file: Path) -> None:
-    """Whoever reads it while it is written sees the old one or the new one; nothing is left beside it."""
+    """A reader sees the old file or the new one, and nothing is left beside it."""
     metrics = Metrics(file)
     before = file.stat().st_ino
-    metrics(example_event())
+    metrics(as_event(example_event()))
     assert file.stat().st_ino != before
     assert [one.name for one in file.parent.iterdir()] == [file.name]
 
@@ -105,9 +114,9 @@ def test_the_file_is_replaced_as_a_whole(file: Path) -> None:
 def test_labels_are_escaped(file: Path) -> None:
     """A model's name with quotes, line ends and backslashes comes back as it was."""
     name = 'a"b\\c\nd'
-    Metrics(file)(example_event(model=name))
+    Metrics(file)(as_event(example_event(model=name)))
     again = Metrics(file)
-    again(example_event(model=name))
+    again(as_event(example_event(model=name)))
     assert values(file)[f"mlxrunner_prompt_tokens_total{{model={name}}}"] == 128
 
 
@@ -158,7 +167,7 @@ def test_only_its_owner_and_who_could_before_can_read_it(file: Path) -> None:
     metrics = Metrics(file)
     assert file.stat().st_mode & 0o777 == 0o600
     file.chmod(0o664)
-    metrics(example_event())
+    metrics(as_event(example_event()))
     assert file.stat().st_mode & 0o777 == 0o644
 
 
@@ -171,7 +180,7 @@ def test_a_disk_that_fills_up_ends_no_request(
     metrics = Metrics(folder / "m.prom")
     (folder / "m.prom").unlink()
     folder.rmdir()
-    metrics(example_event())
+    metrics(as_event(example_event()))
     assert "can't be written" in caplog.text
 
 
@@ -196,6 +205,6 @@ def test_without_the_client_it_says_what_to_install(file: Path) -> None:
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (result.returncode, result.stdout) == (2, "")
     assert (
-        result.stderr
-        == "mlxrunner: --metrics needs the package prometheus_client: pip install prometheus_client\n"
+        result.stderr == "mlxrunner: --metrics needs the package prometheus_client: "
+        "pip install prometheus_client\n"
     )

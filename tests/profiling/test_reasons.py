@@ -1,24 +1,22 @@
-"""Each reason of the list, produced as a user would come by it, and what the program says about it."""
+"""Each reason of the list, produced as a user would come by it, with the program's words."""
 
 from __future__ import annotations
 
 import json
-import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from support.models import write_model
 
 from mlxrunner import cli
-from mlxrunner.profiling.profile import Profile
-from mlxrunner.profiling.reading import event_schema
-from mlxrunner.profiling.reasons import PARTS, REASONS, explain
+from mlxrunner.profiling.reasons import PARTS, REASONS
+from mlxrunner.profiling.record.profile import Profile
+from mlxrunner.profiling.schema import Event, event_schema
 from mlxrunner.runner import Runner
 from mlxrunner.testing import oracle_runner
-from mlxrunner.testing_models import write_model
 
 Lines = Callable[[Path], list[dict[str, Any]]]
 
@@ -42,13 +40,18 @@ def events(tmp_path: Path) -> Path:
 
 def test_the_list_is_the_schema_s_and_has_a_sentence_each() -> None:
     """And a remedy where there is something to mend."""
-    properties = event_schema()["properties"]
-    assert [*REASONS, None] == properties["reason"]["enum"]
-    assert [*PARTS, None] == event_schema()["$defs"]["side"]["properties"]["part"]["enum"]
+    schema = event_schema()
+    reason, part = schema["properties"]["reason"], schema["$defs"]["Side"]["properties"]["part"]
+    assert reason["anyOf"] == [{"enum": sorted(REASONS)}, {"type": "null"}]
+    assert part["anyOf"] == [{"enum": sorted(PARTS)}, {"type": "null"}]
     assert all(reason.sentence for reason in REASONS.values())
     assert [name for name, reason in REASONS.items() if not reason.remedy] == [
-        "empty", "prompt_shorter", "interrupted", "restored", "side_by_side",
-    ]  # fmt: skip
+        "empty",
+        "prompt_shorter",
+        "interrupted",
+        "restored",
+        "side_by_side",
+    ]
 
 
 def test_empty_and_prompt_shorter(events: Path, lines: Lines) -> None:
@@ -226,12 +229,12 @@ def test_entry_freed(talk: Callable[..., Any], events: Path) -> None:
 
 
 def test_model_changed_and_options_changed(events: Path, lines: Lines) -> None:
-    """Another model in the same process, and the same one with other options; the profile goes with them."""
+    """Another model or other options in one process are the reason; the profile goes with them."""
     profile = Profile(events=events)
     for name, bits in (("demo", None), ("demo", 8), ("other", 8), ("other", 8)):
         runner = Runner.load("demo", kv_bits=bits, reserve=False, context=512)
         runner.name = name
-        profile.attach(runner)
+        profile.watch(runner)
         list(runner.generate("My name is Ana.", max_tokens=2))
     profile.finish()
     _, options, model, again = lines(events)
@@ -244,16 +247,21 @@ def test_model_changed_and_options_changed(events: Path, lines: Lines) -> None:
     assert (model["reason"], model["freed_by"]) == ("model_changed", "demo -> other")
     assert (again["reason"], again["freed_by"]) == ("options_changed", "loaded again")
     assert len({event["fingerprint"] for event in (options, model, again)}) == 1
-    assert explain(options).startswith(
-        "the model was loaded again with options that change what is stored (kv_bits: None -> 8)"
+    assert (
+        Event.of(options)
+        .explain()
+        .startswith(
+            "the model was loaded again with options that change what is stored (kv_bits: None -> "
+            "8)"
+        )
     )
-    assert explain(model).startswith("another model was loaded")
+    assert Event.of(model).explain().startswith("another model was loaded")
 
 
 def test_interrupted(events: Path, lines: Lines) -> None:
-    """Ctrl-C in a prefill: what was finished counts as evaluated, and the rest, which had to be evaluated anyway, is not lost."""
+    """A prefill that Ctrl-C ends counts what it finished, and nothing else is lost."""
     runner, profile = oracle_runner(prefill_step=8), Profile(events=events)
-    profile.attach(runner)
+    profile.watch(runner)
     prompt = list(range(1, 41))
 
     def press(done: int, total: int) -> None:
@@ -278,15 +286,12 @@ def test_interrupted(events: Path, lines: Lines) -> None:
         event["cached_tokens"],
         event["evaluated_tokens"],
         event["lost_tokens"],
-    ) == (
-        "interrupted",
-        16,
-        24,
-        0,
-    )
+    ) == ("interrupted", 16, 24, 0)
     assert later["reason"] == "diverged"
-    assert explain(event).startswith(
-        "the request before it was ended before its prompt was evaluated"
+    assert (
+        Event.of(event)
+        .explain()
+        .startswith("the request before it was ended before its prompt was evaluated")
     )
 
 
@@ -295,7 +300,7 @@ def test_what_was_evaluated_in_advance_is_no_interrupted_request(
 ) -> None:
     """It is there or not yet there; nothing was lost, and nothing was saved."""
     runner, profile = oracle_runner(prefill_step=8), Profile(events=events)
-    profile.attach(runner)
+    profile.watch(runner)
     asked = iter([False, False, True])
     assert 0 < runner.evaluate(list(range(1, 41)), cancelled=lambda: next(asked)) < 40
     list(runner.generate(list(range(1, 41)), max_tokens=2))
@@ -305,11 +310,9 @@ def test_what_was_evaluated_in_advance_is_no_interrupted_request(
     assert event["ahead_tokens"] == event["cached_tokens"] > 0
 
 
-def test_interrupted_in_a_terminal(events: Path, lines: Lines) -> None:
+def test_interrupted_in_a_terminal(open_screen: Any, events: Path, lines: Lines) -> None:
     """A long message, Ctrl-C while it is evaluated, and the same message again."""
-    import pexpect
-
-    command = [
+    command = (
         "-m",
         "mlxrunner",
         "chat",
@@ -318,23 +321,16 @@ def test_interrupted_in_a_terminal(events: Path, lines: Lines) -> None:
         "1",
         "--events",
         str(events),
-    ]
-    environment = {**os.environ, "TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1"}
-    terminal = pexpect.spawn(
-        sys.executable, command, timeout=120, dimensions=(40, 200), env=environment
     )
+    screen = open_screen(*command, size=(200, 40))
     for requests in (1, 2):
-        terminal.expect(">>>")
-        terminal.send("and then " * 450 + "\r")
+        screen.prompt()
+        screen.child.send("and then " * 200 + "\r")
         if requests == 1:
-            terminal.expect("evaluating")
-            terminal.sendintr()
-            terminal.expect("interrupted")
-        while not events.exists() or len(lines(events)) < requests:
-            assert (
-                terminal.expect([pexpect.TIMEOUT, pexpect.EOF], timeout=0.1) == 0
-            )  # and read what it shows, or it would wait for that
-    terminal.close(force=True)
+            screen.until("evaluating")
+            screen.child.sendintr()
+            screen.until("interrupted")
+        screen.until(lambda requests=requests: events.exists() and len(lines(events)) == requests)
     stopped, again = lines(events)
     assert (stopped["finish"], stopped["completion_tokens"]) == ("interrupted", 0)
     assert again["reason"] == "interrupted"
@@ -344,25 +340,47 @@ def test_interrupted_in_a_terminal(events: Path, lines: Lines) -> None:
     assert "was ended before its prompt was evaluated" in said(events)
 
 
-def test_typing_ahead_hides_no_loss_in_a_terminal(events: Path, lines: Lines) -> None:
-    """A turn, /clear, another one, all of it evaluated while it is typed."""
-    import pexpect
+# The program, which adds each prompt that was evaluated in advance to a file once that is done.
+TELLS = """
+import sys
+from mlxrunner.cli import main
+from mlxrunner.runner import Runner
 
-    command = ["-m", "mlxrunner", "chat", "--no-history", "--events", str(events)]
-    environment = {**os.environ, "TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1"}
-    terminal = pexpect.spawn(
-        sys.executable, command, timeout=120, dimensions=(40, 200), env=environment
+evaluate, file = Runner.evaluate, sys.argv.pop(1)
+
+def told(self, prompt, **options):
+    count = evaluate(self, prompt, **options)
+    with open(file, "a") as stream:
+        stream.write(self.tokenizer.decode(self.entry.tokens))
+    return count
+
+Runner.evaluate = told
+main()
+"""
+
+
+def test_typing_ahead_hides_no_loss_in_a_terminal(
+    open_screen: Any, events: Path, lines: Lines, tmp_path: Path
+) -> None:
+    """A turn, /clear, another one, all of it evaluated while it is typed."""
+    evaluated = tmp_path / "evaluated"
+    screen = open_screen(
+        "-c", TELLS, str(evaluated), "chat", "--no-history", "--events", str(events)
     )
-    for requests, text in enumerate(
-        ("My name is Ana and I live in Rome.", "/clear", "My name is Tom and I live in Oslo.")
+    for text in (
+        "My name is Ana and I live in Rome.",
+        "/clear",
+        "My name is Tom and I live in Oslo.",
     ):
-        terminal.expect(">>>")
-        terminal.send(text)
-        terminal.expect([pexpect.TIMEOUT, pexpect.EOF], timeout=1.5)  # it is evaluated
-        terminal.send("\r")
-        while requests != 1 and (not events.exists() or len(lines(events)) < requests / 2 + 1):
-            terminal.expect([pexpect.TIMEOUT, pexpect.EOF], timeout=0.1)
-    terminal.close(force=True)
+        screen.prompt()
+        screen.child.send(text)
+        screen.until(
+            lambda text=text: (
+                text.startswith("/") or (evaluated.exists() and text[:25] in evaluated.read_text())
+            )
+        )
+        screen.child.send("\r")
+    screen.until(lambda: len(lines(events)) == 2)
     first, second = lines(events)
     assert (first["run"], first["saved_tokens"]) == ("cold-miss", 0)
     assert (second["run"], second["reason"]) == ("warm-partial", "diverged")
@@ -373,9 +391,9 @@ def test_typing_ahead_hides_no_loss_in_a_terminal(events: Path, lines: Lines) ->
 
 
 def test_what_an_interrupted_request_lost_is_counted_once() -> None:
-    """It diverged, and evaluated 50 of 500; the next one evaluates the others, which nobody has evaluated before."""
+    """The rest of an interrupted request is evaluated by the next one and counted once."""
     runner, seen = oracle_runner(prefill_step=50, context=2000), []
-    Profile(sinks=[seen.append]).attach(runner)
+    Profile(sinks=[seen.append]).watch(runner)
     list(runner.generate([1] * 1000, max_tokens=1))
     prompt = [1] * 500 + [2] * 500
 
@@ -386,9 +404,7 @@ def test_what_an_interrupted_request_lost_is_counted_once() -> None:
     with pytest.raises(KeyboardInterrupt):
         list(runner.generate(prompt, max_tokens=1, progress=press))
     list(runner.generate(prompt, max_tokens=1))
-    counts = [
-        (event["reason"], event["evaluated_tokens"], event["lost_tokens"]) for event in seen[1:]
-    ]
+    counts = [(event.reason, event.evaluated_tokens, event.lost_tokens) for event in seen[1:]]
     assert counts == [("diverged", 50, 50), ("interrupted", 450, 0)]
 
 
@@ -405,19 +421,19 @@ def test_interrupted_before_anything_was_evaluated() -> None:
             list(runner.generate([1, 2, 3, 4], max_tokens=2, progress=press))
         usage = list(runner.generate(prompt, max_tokens=2))[-1].usage
         assert usage is not None
-        assert (usage.reason, usage.lost_tokens) == (reason, lost)
+        assert (usage.reason, usage.cache.lost_tokens) == (reason, lost)
 
 
 def test_restored(events: Path, lines: Lines) -> None:
     """An entry that came from a file; once, and only where nothing else was lost."""
     runner, profile = oracle_runner(), Profile(events=events)
-    profile.attach(runner)
+    profile.watch(runner)
     list(runner.generate([1, 2, 3], max_tokens=2))
     told = list(runner.entry.tokens)
     for prompt in ([*told, 9], [*told, 9, 8], [1, 7]):
         other = oracle_runner()
         list(other.generate([1, 2, 3], max_tokens=2))
-        runner.adopt(other.entry.export(), "chat.session")
+        runner.cache.adopt(other.entry.export(), "chat.session")
         list(runner.generate(prompt, max_tokens=1))
     list(runner.generate([1, 7, 6], max_tokens=1))
     _, first, second, parted, last = lines(events)
@@ -429,12 +445,12 @@ def test_restored(events: Path, lines: Lines) -> None:
     assert second["reason"] == "restored"
     assert (parted["reason"], parted["run"]) == ("diverged", "warm-restored")
     assert (last["reason"], last["run"]) == (None, "warm-hit")
-    assert explain(first).startswith("the entry came from a file (chat.session)")
+    assert Event.of(first).explain().startswith("the entry came from a file (chat.session)")
 
 
 def test_verify_failed(events: Path, lines: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rewind that spoils what is stored is found, reported, mended, and an exit code of its own."""
-    from mlxrunner.cache.full import FullAttentionCache
+    """A rewind that spoils what is stored is found, reported and mended, with its own exit code."""
+    from mlxrunner.cache.layers.full import FullAttentionCache
 
     honest = FullAttentionCache.rewind
 
@@ -473,10 +489,10 @@ def test_what_is_evaluated_in_advance_leaves_the_explanation_to_the_request(
 ) -> None:
     """In a chat something is evaluated before nearly every turn."""
     runner, other, profile = oracle_runner(), oracle_runner(), Profile(events=events)
-    profile.attach(runner)
+    profile.watch(runner)
     list(other.generate([1, 2, 3], max_tokens=2))
     told = list(other.entry.tokens)
-    runner.adopt(other.entry.export(), "session a")
+    runner.cache.adopt(other.entry.export(), "session a")
     runner.evaluate([*told, 9])
     list(runner.generate([*told, 9, 8], max_tokens=1))
     (event,) = lines(events)
@@ -486,9 +502,9 @@ def test_what_is_evaluated_in_advance_leaves_the_explanation_to_the_request(
 def test_a_restored_entry_that_was_given_up_unread_says_so(events: Path, lines: Lines) -> None:
     """Nothing was restored then."""
     runner, other, profile = oracle_runner(), oracle_runner(), Profile(events=events)
-    profile.attach(runner)
+    profile.watch(runner)
     list(other.generate([1, 2, 3], max_tokens=2))
-    runner.adopt(other.entry.export(), "session a")
+    runner.cache.adopt(other.entry.export(), "session a")
     runner.reset()
     list(runner.generate([1, 2, 3], max_tokens=1))
     (event,) = lines(events)
@@ -496,9 +512,9 @@ def test_a_restored_entry_that_was_given_up_unread_says_so(events: Path, lines: 
 
 
 def test_a_draft_that_was_evaluated_and_not_sent_costs_nothing(events: Path, lines: Lines) -> None:
-    """What the last request left is all there, and what of the draft was used is not counted as saved."""
+    """An unsent draft loses nothing of the last request, and its used part is not saved."""
     runner, profile = Runner.load("demo", reserve=False), Profile(events=events, log_text=True)
-    profile.attach(runner)
+    profile.watch(runner)
     messages = [{"role": "user", "content": "My name is Ana."}]
     answer = "".join(chunk.text for chunk in runner.generate(messages))
     messages.append({"role": "assistant", "content": answer})
@@ -552,33 +568,33 @@ def test_what_is_evaluated_in_advance_hides_no_loss(
 
 
 def test_what_was_evaluated_in_advance_for_nothing_may_be_what_freed_the_rest() -> None:
-    """A draft that left the entry earlier than the prompt does; and one that a layer could not go back for."""
+    """A draft that leaves the entry early, or cannot be taken back, is what freed the rest."""
     for kind, budget, reason in (("full", 0, "entry_freed"), ("recurrent", 0, "rewind_limited")):
         runner, seen = oracle_runner((kind,), checkpoint_budget=budget), []
-        Profile(sinks=[seen.append]).attach(runner)
+        Profile(sinks=[seen.append]).watch(runner)
         prompt = list(range(1, 41))
         list(runner.generate(prompt, max_tokens=1))
         runner.evaluate([*prompt[:30], 99])
         list(runner.generate([*prompt, 98], max_tokens=2))
         event = seen[-1]
         kept = 30 if kind == "full" else 0
-        assert (event["reason"], event["saved_tokens"], event["lost_tokens"]) == (
+        assert (event.reason, event.saved_tokens, event.lost_tokens) == (
             reason,
             kept,
             40 - kept,
         )
-        assert event["rewind_limited_by"] == (None if kind == "full" else kind)
+        assert event.rewind_limited_by == (None if kind == "full" else kind)
 
 
 def test_a_reset_after_something_was_evaluated_in_advance_says_what_it_cost() -> None:
     """The tokens of the last request count, not those of the draft."""
     runner, seen = oracle_runner(), []
-    Profile(sinks=[seen.append]).attach(runner)
+    Profile(sinks=[seen.append]).watch(runner)
     list(runner.generate([1, 2, 3, 4], max_tokens=1))
     runner.evaluate([1, 2, 9, 9])
     runner.reset()
     list(runner.generate([1, 2, 3, 5], max_tokens=1))
-    assert (seen[-1]["reason"], seen[-1]["lost_tokens"], seen[-1]["ahead_tokens"]) == (
+    assert (seen[-1].reason, seen[-1].lost_tokens, seen[-1].ahead_tokens) == (
         "entry_freed",
         3,
         0,
@@ -588,20 +604,20 @@ def test_a_reset_after_something_was_evaluated_in_advance_says_what_it_cost() ->
 def test_a_shift_moves_what_was_evaluated_in_advance_too() -> None:
     """A full context before the request: the share of the draft is no saving."""
     runner, seen = Runner.load("demo", reserve=False, context=64), []
-    Profile(sinks=[seen.append]).attach(runner)
+    Profile(sinks=[seen.append]).watch(runner)
     prompt = list(range(1, 41))
     list(runner.generate(prompt, max_tokens=1))
     runner.evaluate([*prompt, *range(101, 121)])
     list(runner.generate([*prompt, *range(101, 131)], max_tokens=1, overflow="shift", keep=4))
     event = seen[-1]
-    assert event["shifted_tokens"] > 0
-    assert event["ahead_tokens"] == 20
-    assert event["saved_tokens"] == event["cached_tokens"] - 20 == 40 - event["shifted_tokens"]
+    assert event.shifted_tokens > 0
+    assert event.ahead_tokens == 20
+    assert event.saved_tokens == event.cached_tokens - 20 == 40 - event.shifted_tokens
 
 
 @pytest.fixture
 def batch(tmp_path: Path) -> Path:
-    """Lines about two documents, in turn: in input order each prefix is evaluated again and again."""
+    """Return lines about two documents in turn: in input order each prefix is evaluated again."""
     file = tmp_path / "in.jsonl"
     texts = [f"{'abcdefgh'[number % 2] * 60} question {number}" for number in range(8)]
     file.write_text("".join(json.dumps({"prompt": text, "max_tokens": 2}) + "\n" for text in texts))

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from support.events import afternoon, example_event
 
 from mlxrunner import cli
-from mlxrunner.profiling.report import make_report
-from mlxrunner.testing_events import afternoon, example_event
+from mlxrunner.profiling.report.report import make_report
 
 
 def run(*arguments: str | Path, env: dict[str, str] | None = None) -> Result:
@@ -34,11 +34,25 @@ def events(tmp_path: Path) -> Path:
 
 
 def test_the_report_has_every_figure_of_the_issue(events: Path) -> None:
-    """Totals, both hit rates, times to the first token by outcome, losses by reason with the remedy and by place, the costliest."""
+    """The report has totals, hit rates, first-token times, losses with remedies, and costs."""
     result = run(events)
     assert (result.exit_code, result.stderr) == (0, "")
-    for wanted in ("hit rate by token", "hit rate by request", "p50", "p90", "p99", "partial", "tokens lost, by reason", "what to change",
-                   "put what changes", "tokens lost, by place", "the costliest misses", "hit rate over time", "prefill", "decode"):  # fmt: skip
+    for wanted in (
+        "hit rate by token",
+        "hit rate by request",
+        "p50",
+        "p90",
+        "p99",
+        "partial",
+        "tokens lost, by reason",
+        "what to change",
+        "put what changes",
+        "tokens lost, by place",
+        "the costliest misses",
+        "hit rate over time",
+        "prefill",
+        "decode",
+    ):
         assert wanted in result.stdout, wanted
 
 
@@ -59,15 +73,17 @@ def test_a_hit_rate_below_the_wanted_one_is_exit_code_3(events: Path) -> None:
     assert below.exit_code == 3
     found = json.loads(run(events, "--json").stdout)["tokens"]
     assert (
-        f"mlxrunner: {found['saved']:,} of {found['prompt']:,} prompt tokens were reused, less than the wanted"
-        in below.stderr
+        f"mlxrunner: {found['saved']:,} of {found['prompt']:,} prompt tokens were reused, less "
+        "than the wanted" in below.stderr
     )
     assert "hit rate by token" in below.stdout
     assert run(events, "--min-hit-rate", "80").exit_code == 2
 
 
 def test_lines_that_cannot_be_read_are_skipped_with_a_count(tmp_path: Path) -> None:
-    """Cut off, garbage, of another version, of another program, with a field missing or wrong: never a crash."""
+    """Cut off, garbage, of another version, of another program, with a field missing or wrong:
+    never a crash.
+    """
     good = example_event()
     missing = {name: value for name, value in good.items() if name != "outcome"}
     broken = [
@@ -149,7 +165,7 @@ def mutated(value: Any, rng: random.Random) -> Any:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_whatever_the_lines_say_nothing_crashes(tmp_path: Path, seed: int) -> None:
-    """Fields left out, of other types, out of range, hostile: each line is used or counted, and every result is written."""
+    """Each damaged line is used or counted, and every result is written."""
     rng = random.Random(seed)
     events = [
         mutated(event, rng) if rng.random() < 0.8 else event
@@ -201,7 +217,7 @@ def test_all_results_are_written_in_one_go_for_their_owner_only(
 
 
 def test_what_cannot_be_written_is_one_clear_line(events: Path, tmp_path: Path, full: int) -> None:
-    """A missing folder, a folder in its place, a full disk, the events themselves: nothing is left behind, and nothing is lost."""
+    """A missing folder, a full disk or the events as output is one line that loses nothing."""
     before = events.read_bytes()
     for option, target, message in (
         ("--html", tmp_path / "no" / "p.html", "can't be written: No such file"),
@@ -275,10 +291,11 @@ def test_a_report_that_is_told_to_end_leaves_nothing_half_written(
     rows.write_text("old")
     code = (
         "import os, signal, sys\n"
-        "from mlxrunner.profiling import summary\n"
+        "from mlxrunner.profiling.report import aggregate\n"
         "def told(*given): os.kill(os.getpid(), signal.SIGTERM)\n"
-        "summary.Summary.add = told\n"
-        f"from mlxrunner.cli import main; main(['report', {str(events)!r}, '--csv', {str(rows)!r}])\n"
+        "aggregate.Summary.add = told\n"
+        f"from mlxrunner.cli import main; main(['report', {str(events)!r}, '--csv', "
+        f"{str(rows)!r}])\n"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 143

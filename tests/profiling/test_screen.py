@@ -7,12 +7,12 @@ import re
 
 import pytest
 from rich.console import Console
+from support.events import afternoon, as_event, example_event
 
-from mlxrunner.profiling.reasons import PARTS
-from mlxrunner.profiling.screen import console, show, sparkline
-from mlxrunner.profiling.summary import NOWHERE, Summary, place_of
-from mlxrunner.profiling.wording import number, percent, place_remedy, rate, seconds
-from mlxrunner.testing_events import afternoon, example_event
+from mlxrunner.profiling.reasons import PARTS, place_remedy
+from mlxrunner.profiling.report.aggregate import NOWHERE, Summary, place_of
+from mlxrunner.profiling.report.formatting import number, percent, rate, seconds
+from mlxrunner.profiling.report.screen import console, show, sparkline
 
 HOSTILE = "\x1b[31m[bold red]evil[/]\x1b]8;;http://x\x07:smile:\u202e"
 
@@ -31,7 +31,7 @@ def printed(summary: Summary, width: int, encoding: str = "utf-8") -> str:
 def summary() -> Summary:
     made = Summary()
     for event in afternoon(300):
-        made.add(event)
+        made.add(as_event(event))
     return made
 
 
@@ -62,10 +62,10 @@ def test_every_figure_is_there_at_every_width(summary: Summary, width: int) -> N
 def test_what_is_not_known_is_not_called_nothing() -> None:
     """Of parallel requests nobody knows what was saved, and their times overlap."""
     made = Summary()
-    made.add(example_event(saved_s=None, max_sequences=4))
+    made.add(as_event(example_event(saved_s=None, max_sequences=4)))
     assert re.search(r"time saved +- *\n", printed(made, 200))
     assert "decode 438 tokens/s for each of several at a time" in printed(made, 200)
-    made.add(example_event(saved_s=1.0, ahead_tokens=7, saved_tokens=23))
+    made.add(as_event(example_event(saved_s=1.0, ahead_tokens=7, saved_tokens=23)))
     text = printed(made, 200)
     assert "1 s, as estimated from this machine's own prefills, in 1 of the requests" in text
     assert "(7 of these evaluated in advance)" in text
@@ -87,7 +87,7 @@ def test_text_of_a_file_drives_nothing() -> None:
     """Escape sequences, rich's markup and emoji codes come out as the characters they are."""
     made = Summary()
     divergence = example_event()["divergence"] | {"role": HOSTILE}
-    made.add(example_event(model=HOSTILE, divergence=divergence))
+    made.add(as_event(example_event(model=HOSTILE, divergence=divergence)))
     text = printed(made, 300)
     assert "\x1b" not in text
     assert "\\x1b[31m[bold red]evil[/]" in text
@@ -111,8 +111,15 @@ def test_figures_are_honest() -> None:
         "100 %",
     ]
     assert [seconds(value) for value in (None, 0, 0.0000123, 0.0123, 1.234, 119, 600, 9000)] == [
-        "-", "0 s", "12 µs", "12.3 ms", "1.23 s", "119 s", "10 min", "2.5 h",
-    ]  # fmt: skip
+        "-",
+        "0 s",
+        "12 µs",
+        "12.3 ms",
+        "1.23 s",
+        "119 s",
+        "10 min",
+        "2.5 h",
+    ]
     assert [rate(value) for value in (None, 1.234, 2345.6)] == [
         "-",
         "1.2 tokens/s",
@@ -121,10 +128,12 @@ def test_figures_are_honest() -> None:
 
 
 def test_every_place_has_a_remedy() -> None:
-    """By the part of the message; of a system prompt, its own; none where the place is not known."""
+    """Each part of a message has a remedy, a system prompt its own, an unknown place none."""
     divergence = example_event()["divergence"]
     for part in PARTS:
-        assert place_remedy(place_of(example_event(divergence=divergence | {"part": part})))
+        assert place_remedy(
+            place_of(as_event(example_event(divergence=divergence | {"part": part})))
+        )
     assert place_remedy("system: text") != place_remedy("user: text") == place_remedy("a: b: text")
     assert place_remedy(NOWHERE) == place_remedy("somewhere") == ""
 

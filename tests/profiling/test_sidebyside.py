@@ -1,99 +1,69 @@
-"""Requests that ran side by side, replayed from their log: each finds what the real runner found for it."""
+"""A replay of requests side by side finds for each what the real runner found."""
 
 from __future__ import annotations
 
 import json
 import random
 from collections import Counter
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from support.histories import History, Parts, tiny_parts
 
 from mlxrunner import cli
-from mlxrunner.batch.request import BatchRequest
-from mlxrunner.batch.run import run_batch
-from mlxrunner.cache.sequences import CacheFullError
-from mlxrunner.errors import FormError
-from mlxrunner.models.facts import facts_of
+from mlxrunner.batch.run import BatchRequest, run_batch
+from mlxrunner.errors import CacheFullError, NoFreeSlotError
 from mlxrunner.parallel.handle import Handle
-from mlxrunner.parallel.request import StepFailedError
 from mlxrunner.parallel.runner import ParallelRunner
-from mlxrunner.parallel.slots import NoFreeSlotError
-from mlxrunner.profiling.profile import Profile
-from mlxrunner.profiling.sidebyside import SideBySide, can_be_replayed
-from mlxrunner.profiling.tokenlog import LoggedRequest, read_token_log
-from mlxrunner.profiling.trials import simulate
-from mlxrunner.profiling.whatif import Simulation
-from mlxrunner.testing import ByteTokenizer
-from mlxrunner.testing_models import tiny_config, tiny_model
+from mlxrunner.profiling.record.profile import Profile
+from mlxrunner.profiling.record.tokenlog import LoggedRequest, read_token_log
+from mlxrunner.profiling.replay.sidebyside import SideBySide, can_be_replayed
+from mlxrunner.profiling.replay.trials import simulate
+from mlxrunner.profiling.replay.variants import Simulation
+from mlxrunner.results import Usage
 
 NAMES = ["llama", "gemma3_text", "gpt_oss"]
 
 
 @cache
-def parts(name: str, window: int = 32) -> tuple[Any, ByteTokenizer, Any]:
-    windows = {} if name == "llama" else {"sliding_window": window}
-    config = tiny_config(name, **({"max_position_embeddings": 4096, "vocab_size": 300} | windows))
-    model = tiny_model(config)
-    return model, ByteTokenizer(), facts_of(model, config)
+def parts(name: str, window: int = 32) -> Parts:
+    return tiny_parts(name, **({} if name == "llama" else {"sliding_window": window}))
 
 
 def some(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(290) for _ in range(count)]
 
 
-class History:
-    """Random events on one runner, logged to `file`. `seen` counts what happened."""
+class LoggedHistory(History):
+    """Its requests are logged to `file`."""
+
+    weights = (8, 10, 1, 0.3)
+    failures = (KeyboardInterrupt, RuntimeError)
 
     def __init__(self, name: str, rng: random.Random, file: Path) -> None:
-        self.rng, self.file, self.seen = rng, file, Counter[str]()
-        self.given = parts(name, rng.choice([8, 32, 90]))
-        self.context = rng.randint(30, 150)
-        self.trunk, self.past = some(rng, 2 * self.context), [[7]]
-        self.live: list[tuple[Handle, list[int]]] = []
+        super().__init__(parts(name, rng.choice([8, 32, 90])), rng)
+        self.file = file
 
-    def run(self, events: int) -> list[LoggedRequest]:
-        rng, slots, profile = self.rng, self.rng.randint(2, 5), Profile(tokens=self.file)
-        cells = rng.choice([None, rng.randint(self.context, slots * self.context)])
-        most = rng.choice([8, 32, 200])
-        with ParallelRunner(
-            *self.given, max_sequences=slots, capacity=self.context, max_batch=most, cells=cells
-        ) as runner:
-            profile.attach(runner)
-            for _ in range(events):
-                rng.choices([self.submit, self.step, self.cancel, self.interrupt], [8, 10, 1, 0.3])[
-                    0
-                ](runner)
-            while self.live:
-                self.step(runner)
+    def logged(self, events: int) -> list[LoggedRequest]:
+        """Run, and return what the log says of it."""
+        profile = Profile(tokens=self.file)
+        self.run(events, profile.watch, fewest=2)
         profile.finish()
         return list(read_token_log([self.file]))
 
     def submit(self, runner: ParallelRunner) -> None:
         """Some that can't begin are tried again and again, with others cancelled in between."""
         rng = self.rng
-        base = rng.choice([self.trunk, self.trunk, rng.choice(self.past)])
-        base = base[
-            : rng.choice([0, 1, len(base), rng.randint(0, len(base)), rng.randint(0, self.context)])
-        ]
-        prompt = (base + some(rng, rng.choice([0, 1, 3, rng.randint(1, 40)])) or [7])[
-            : self.context - 1
-        ]
+        prompt = self.prompt()[: self.context - 1]
         options: dict[str, Any] = {
             "stop_tokens": rng.choice([[], rng.sample(range(290), 30)]),
             "max_tokens": rng.choice([1, 3, 10, 40]),
         }
         if rng.random() < 0.3:
-            keep = rng.choice([0, 1, rng.randint(0, self.context // 2), self.context - 2])
-            options |= {
-                "overflow": "shift",
-                "keep": keep,
-                "max_tokens": rng.randint(1, 3 * self.context),
-            }
+            options |= self.shift()
         elif rng.random() < 0.4:
             options |= rng.choice(
                 [
@@ -103,52 +73,22 @@ class History:
                 ]
             )
         try:
-            self.live.append((runner.submit(prompt, **options), prompt))
+            self.live.append((runner.submit(prompt, **options), prompt, options))
             self.seen["waited"] += not self.live[-1][0]._request.is_placed
         except (NoFreeSlotError, CacheFullError):
             self.seen["in vain"] += 1
             rng.choice([self.step, self.cancel])(runner)
 
-    def step(self, runner: ParallelRunner) -> None:
-        for _ in range(self.rng.choice([1, 1, 5, 30])):
-            runner.step()
-        for handle, prompt in [one for one in self.live if one[0].finished]:
-            self.live.remove((handle, prompt))
-            usage = None if handle.error else handle.result().usage
-            self.seen["failed" if usage is None else "ended"] += 1
-            if usage is not None:
-                self.past.append((prompt + handle._request.said)[: self.context - 1])
-                self.seen["shifted"] += usage.shifted_tokens > 0
-                self.seen["evaluated again"] += usage.reevaluated_tokens > 0
-                self.seen["reused"] += usage.cached_tokens > 0
-
-    def cancel(self, runner: ParallelRunner) -> None:
-        if self.live:
-            self.live.pop(self.rng.randrange(len(self.live)))[0].cancel()
-            self.seen["cancelled"] += 1
-
-    def interrupt(self, runner: ParallelRunner) -> None:
-        """A step that fails in some layer."""
-        view = self.rng.choice(runner._adapted._views)
-
-        def fail(keys: Any, values: Any) -> Any:
-            raise self.rng.choice([KeyboardInterrupt, RuntimeError])
-
-        view.update_and_fetch = fail  # type: ignore[method-assign]
-        try:
-            runner.step()
-        except (KeyboardInterrupt, RuntimeError):
-            self.seen["interrupted"] += 1
-            for handle, _ in self.live:
-                with suppress(StepFailedError, FormError):
-                    handle.result()
-            self.live.clear()
-        finally:
-            del view.update_and_fetch
+    def ended(self, handle: Handle, prompt: list[int], options: dict[str, Any]) -> Usage | None:
+        self.seen["failed" if handle.error else "ended"] += 1
+        if handle.error:
+            return None
+        self.past.append((prompt + handle._request.said)[: self.context - 1])
+        return handle.result().usage
 
 
 def assert_agrees(logged: list[LoggedRequest]) -> None:
-    """Request by request: its slot, what matched, what was cached, what the source of that had, and what its slot had in the end."""
+    """Check each request's slot, matched and cached tokens, their source and the slot's end."""
     assert all(map(can_be_replayed, logged))
     group = SideBySide(logged[0].process)
     group.requests = logged
@@ -169,13 +109,14 @@ def assert_agrees(logged: list[LoggedRequest]) -> None:
         assert request.finished
 
 
+@pytest.mark.exhaustive(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_replay_agrees_with_the_parallel_runner(name: str, tmp_path: Path) -> None:
-    """With shared prefixes, waits, shifts, cancels, few cells, steps that fail: every request of every history."""
+    """Every request of every history agrees, with waits, shifts, cancels and failing steps."""
     seen = Counter[str]()
     for seed in range(12):
-        history = History(name, random.Random(f"{name} {seed}"), tmp_path / str(seed))
-        assert_agrees(history.run(40))
+        history = LoggedHistory(name, random.Random(f"{name} {seed}"), tmp_path / str(seed))
+        assert_agrees(history.logged(40))
         seen += history.seen
     wanted = [
         "ended",
@@ -204,8 +145,8 @@ def logged_batch(
         for _ in range(24)
     ]
     profile, total = Profile(tokens=file), Counter[str]()
-    with ParallelRunner(*given, max_sequences=slots, capacity=160, max_batch=64) as runner:
-        profile.attach(runner)
+    with ParallelRunner(*given, max_sequences=slots, context=160, prefill_step=64) as runner:
+        profile.watch(runner)
         for result in run_batch(runner, requests, stop_tokens=[], **options):
             assert result.result is not None
             total["cached"] += result.result.usage.cached_tokens
@@ -231,17 +172,18 @@ def test_a_batch_is_replayed_as_it_was_run(name: str, tmp_path: Path) -> None:
     )
     assert "each of the 24 requests found exactly what the log says" in said
     assert (
-        "24 requests ran side by side, in slots of their own. With other slots and sorted by prefix they do so again"
-        in said
+        "24 requests ran side by side, in slots of their own. With other slots and sorted by "
+        "prefix they do so again" in said
     )
 
 
+@pytest.mark.exhaustive(4)
 @pytest.mark.parametrize("slots", [2, 3, 8])
 @pytest.mark.parametrize("name", NAMES)
 def test_other_slots_are_what_a_runner_with_them_does(
     name: str, slots: int, tmp_path: Path
 ) -> None:
-    """The log of four slots, replayed in others, gives what a batch in these found; in four, what it found itself."""
+    """A log of four slots replays as a batch does in other numbers, and as itself in four."""
     logged_batch(name, tmp_path / "log", 4, order="input")
     _, total = logged_batch(name, tmp_path / "other", slots, order="input")
     made = rows(simulate([tmp_path / "log"], slots=[slots, 4]))
@@ -271,14 +213,14 @@ def test_keys_that_could_not_be_moved_are_not_moved_on_paper(
     monkeypatch.setattr("mlxrunner.parallel.adapt.rotators", lambda *_: None)
     file, rng = tmp_path / "log", random.Random(5)
     trunk, profile = some(rng, 50), Profile(tokens=file)
-    with ParallelRunner(*parts("llama"), max_sequences=3, capacity=64) as runner:
-        profile.attach(runner)
+    with ParallelRunner(*parts("llama"), max_sequences=3, context=64) as runner:
+        profile.watch(runner)
         first = runner.submit(trunk, max_tokens=200, overflow="shift", keep=10, stop_tokens=[])
         for _ in range(60):
             runner.step()
         tail = [*trunk[:10], *first._request.slot.tokens[10:40]]
         runner.submit([*tail, 1], max_tokens=9, stop_tokens=[]).result()
-        assert first.result().usage.reevaluated_tokens
+        assert first.result().usage.cache.reevaluated_tokens
     profile.finish()
     logged = list(read_token_log([file]))
     assert any(one.facts["beside"]["stuck"] for one in logged)

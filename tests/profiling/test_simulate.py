@@ -13,22 +13,27 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from support.models import tiny_config, tiny_model
 
-import mlxrunner.cache.sliding
-import mlxrunner.pipeline
+import mlxrunner.cache.layers.sliding
+import mlxrunner.engine.pipeline
 from mlxrunner import Runner, cli
+from mlxrunner.cache.layers.extents import is_layer, read_extent
 from mlxrunner.models.facts import facts_of
 from mlxrunner.parallel.runner import ParallelRunner
-from mlxrunner.profiling import paper, simulate
-from mlxrunner.profiling.paper import is_layer, paper_layer
-from mlxrunner.profiling.profile import Profile
-from mlxrunner.profiling.simulate import Replay, Request, Settings
-from mlxrunner.profiling.tokenlog import LoggedRequest, read_token_log
-from mlxrunner.profiling.trials import by_prefix
-from mlxrunner.profiling.trials import simulate as replay
-from mlxrunner.profiling.whatif import Simulation
+from mlxrunner.profiling.record.profile import Profile
+from mlxrunner.profiling.record.tokenlog import LoggedRequest, read_token_log
+from mlxrunner.profiling.replay import simulate
+from mlxrunner.profiling.replay.simulate import (
+    Replay,
+    ReplayedLayer,
+    ReplayedRequest,
+    ReplaySettings,
+)
+from mlxrunner.profiling.replay.trials import by_prefix
+from mlxrunner.profiling.replay.trials import simulate as replay
+from mlxrunner.profiling.replay.variants import Simulation
 from mlxrunner.testing import EOS, ByteTokenizer, oracle_runner
-from mlxrunner.testing_models import tiny_config, tiny_model
 
 ARCHITECTURES = [
     "llama",
@@ -65,13 +70,15 @@ def nested(depth: int) -> dict[str, Any]:
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows that move, and checkpoints that come, every few tokens."""
-    monkeypatch.setattr("mlxrunner.cache.sliding.STEP", 8)
-    monkeypatch.setattr("mlxrunner.profiling.paper.STEP", 8)
+    monkeypatch.setattr("mlxrunner.cache.layers.extents.STEP", 8)
     monkeypatch.setattr("mlxrunner.cache.checkpoints.SPACING", 20)
 
 
 def talk(seed: str, turns: int) -> Iterator[tuple[str, list[list[int]]]]:
-    """The messages of a conversation that goes on, is edited, regenerated, cut, interrupted and begun anew; answers may be added."""
+    """Return a conversation that goes on, is edited, regenerated, cut, interrupted or restarted.
+
+    Answers may be added.
+    """
     rng = random.Random(seed)
 
     def message() -> list[int]:
@@ -108,7 +115,7 @@ def converse(
 ) -> list[LoggedRequest]:
     """Run such a conversation with the token log on; what was logged."""
     profile = Profile(tokens=log)
-    profile.attach(runner)
+    profile.watch(runner)
     rng = random.Random(seed)
     for kind, messages in talk(seed, turns):
         prompt = [token for message in messages for token in message]
@@ -136,7 +143,7 @@ def _interrupted(
     runner: Runner, prompt: list[int], passes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C while that pass of the prefill is evaluated."""
-    real, left = mlxrunner.pipeline.evaluate, [passes]
+    real, left = mlxrunner.engine.pipeline.evaluate, [passes]
 
     def evaluate(caches: Any) -> None:
         real(caches)
@@ -145,17 +152,20 @@ def _interrupted(
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(mlxrunner.pipeline, "evaluate", evaluate)
+        patch.setattr(mlxrunner.engine.pipeline, "evaluate", evaluate)
         with suppress(KeyboardInterrupt):
             list(runner.generate(prompt, max_tokens=2, stop_tokens=[], overflow="shift", keep=8))
 
 
 def assert_agrees(logged: list[LoggedRequest]) -> set[str | None]:
-    """Request by request: what matched, what was cached, the entry and its checkpoints before and after. The reasons that occurred."""
+    """Check what matched and was cached, and the entry around it; return the reasons.
+
+    The entry's checkpoints are compared before and after each request.
+    """
     again = Replay(logged[0].process)
     seen = set()
     for one in logged:
-        found, facts = again.run(Request.of(one)), one.facts
+        found, facts = again.run(ReplayedRequest.of(one)), one.facts
         replayed = (
             found.matched,
             found.cached,
@@ -178,11 +188,12 @@ def tiny_runner(architecture: str, **options: Any) -> Runner:
     return Runner(model, ByteTokenizer(), facts_of(model, config), **{**SMALL, **options})
 
 
+@pytest.mark.exhaustive(3)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_replay_agrees_with_the_runner_on_real_architectures(
     architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Full attention, windows, states, chunks, and mixtures of them: exactly, in every request of a long conversation."""
+    """Every request of a long conversation agrees exactly, for all kinds of layers."""
     logged = converse(tiny_runner(architecture), tmp_path / "log", architecture, monkeypatch)
     assert {"diverged", "entry_freed", None} <= assert_agrees(logged)
     assert any(one.facts["evaluated"] < len(one.prompt) for one in logged), (
@@ -201,11 +212,12 @@ def test_a_replay_agrees_whatever_the_budget_for_checkpoints(
     assert_agrees(converse(runner, tmp_path / "log", "+".join(kinds) + str(budget), monkeypatch))
 
 
+@pytest.mark.exhaustive(2)
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next", "oracle"])
 def test_a_replay_agrees_in_a_full_context(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tokens are dropped from the middle, during an answer or before it; what follows is moved, or evaluated again."""
+    """Tokens dropped before or during an answer are replayed, moved or evaluated again."""
     runner = (
         oracle_runner(["full", "sliding"], context=200, **SMALL)
         if name == "oracle"
@@ -218,8 +230,7 @@ def test_a_replay_agrees_in_a_full_context(
 
 def test_the_constants_are_the_pipelines() -> None:
     """A replay that cuts chunks elsewhere would be wrong about states."""
-    assert simulate.SEED_TOKENS == mlxrunner.pipeline.SEED_TOKENS
-    assert paper.STEP == mlxrunner.cache.sliding.STEP
+    assert simulate.SEED_TOKENS == mlxrunner.engine.pipeline.SEED_TOKENS
 
 
 @pytest.fixture
@@ -251,14 +262,17 @@ def test_settings_that_are_those_of_the_run_change_nothing(log: Path) -> None:
 
 
 def log_of(file: Path, *models: tuple[list[str], bool]) -> None:
-    """The same edited prompts asked of each model (kinds of its layers, whether it begins a process of its own)."""
+    """Ask each model the same edited prompts and return the log.
+
+    A model is the kinds of its layers, and whether it begins a process of its own.
+    """
     profile = None
     for number, (kinds, is_new) in enumerate(models):
         if profile is None or is_new:
             profile = Profile(tokens=file)
         runner = oracle_runner(kinds, **SMALL)
         runner.name = f"model {number}"
-        profile.attach(runner)
+        profile.watch(runner)
         for place in (0, 120, 30, 90, 60):
             prompt = [1 + i % 250 for i in range(150)]
             prompt[place] += 1
@@ -270,7 +284,7 @@ def log_of(file: Path, *models: tuple[list[str], bool]) -> None:
 def test_each_model_is_replayed_with_its_own_layers(
     tmp_path: Path, first: list[str], is_new: bool
 ) -> None:
-    """Of one process or of several, in whichever order: what acts on any of them is tried, and none finds what another has evaluated."""
+    """What acts on any layer is tried, and no model finds what another has evaluated."""
     second = ["full", "sliding"] if first == ["full"] else ["full"]
     log_of(tmp_path / "log", (first, True), (second, is_new))
     log_of(tmp_path / "1", (first, True))
@@ -299,11 +313,13 @@ def test_options_with_nothing_to_act_on_are_said(tmp_path: Path) -> None:
     log_of(tmp_path / "full", (["full"], True))
     log_of(tmp_path / "recurrent", (["recurrent"], True))
     options = ("--checkpoint-interval", "10", "--rewind-slack", "9")
+    slots = run(tmp_path / "full", "--slots", "2").stderr
+    assert "--slots has nothing to act on: no requests in the log ran side by side\n" in slots
     both = run(tmp_path / "full", *options)
     assert both.exit_code == 0
     assert (
-        "mlxrunner: --checkpoint-interval has nothing to act on: no layer in the log takes checkpoints\n"
-        in both.stderr
+        "mlxrunner: --checkpoint-interval has nothing to act on: no layer in the log takes "
+        "checkpoints\n" in both.stderr
     )
     assert (
         "mlxrunner: --rewind-slack has nothing to act on: no layer in the log has a window\n"
@@ -326,7 +342,7 @@ def test_the_log_may_come_from_the_environment(log: Path) -> None:
 def test_other_slacks_and_intervals_are_what_a_runner_with_them_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Replayed with the settings of a second runner, the first one's log gives what the second one did."""
+    """The first runner's log in a second one's settings gives what the second one did."""
     prompts = [
         [token for message in messages for token in message] for _, messages in talk("same", 40)
     ]
@@ -334,7 +350,7 @@ def test_other_slacks_and_intervals_are_what_a_runner_with_them_does(
     def run(name: str, **options: Any) -> list[LoggedRequest]:
         runner = oracle_runner(["full", "sliding"], **{**SMALL, **options})
         profile = Profile(tokens=tmp_path / name)
-        profile.attach(runner)
+        profile.watch(runner)
         for prompt in prompts:
             list(runner.generate(prompt, max_tokens=3, stop_tokens=[]))
         profile.finish()
@@ -342,17 +358,17 @@ def test_other_slacks_and_intervals_are_what_a_runner_with_them_does(
 
     first = run("first")
     for name, options, settings in (
-        ("slack", {"rewind_slack": 60}, Settings(slack=60)),
-        ("interval", {"checkpoint_interval": 13}, Settings(interval=13)),
+        ("slack", {"rewind_slack": 60}, ReplaySettings(slack=60)),
+        ("interval", {"checkpoint_interval": 13}, ReplaySettings(interval=13)),
     ):
         again = Replay(first[0].process, settings)
-        assert [again.run(Request.of(one)).cached for one in first] == [
+        assert [again.run(ReplayedRequest.of(one)).cached for one in first] == [
             one.facts["cached"] for one in run(name, **options)
         ]
 
 
-def request(*tokens: int, answer: tuple[int, ...] = ()) -> Request:
-    return Request(np.array(tokens, np.int32), np.array(answer, np.int32), len(tokens))
+def request(*tokens: int, answer: tuple[int, ...] = ()) -> ReplayedRequest:
+    return ReplayedRequest(np.array(tokens, np.int32), np.array(answer, np.int32), len(tokens))
 
 
 def process(**changes: Any) -> dict[str, Any]:
@@ -383,11 +399,11 @@ def process(**changes: Any) -> dict[str, Any]:
 
 
 def test_two_entries_hold_two_conversations() -> None:
-    """With one, each evicts the other; with two, both stay; with two and three conversations, the least recently used one goes."""
+    """One entry alternates, two hold two conversations, and a third evicts the oldest used."""
     first, second, third = ([number * 100 + i for i in range(20)] for number in (1, 2, 3))
 
     def cached(entries: int, *prompts: list[int]) -> list[int]:
-        again = Replay(process(), Settings(entries=entries))
+        again = Replay(process(), ReplaySettings(entries=entries))
         return [again.run(request(*prompt)).cached for prompt in prompts]
 
     assert cached(1, first, second, [*first, 1], [*second, 2]) == [0, 0, 0, 0]
@@ -414,7 +430,7 @@ def test_a_conversation_that_shares_little_goes_on_in_a_copy() -> None:
     """What both share is reused, and the first one stays whole."""
     system = list(range(10))
     first, second = [*system, *range(100, 130)], [*system, *range(200, 230)]
-    again = Replay(process(), Settings(entries=2))
+    again = Replay(process(), ReplaySettings(entries=2))
     assert [
         again.run(request(*prompt)).cached for prompt in (first, second, [*first, 1], [*second, 2])
     ] == [0, 10, 40, 40]
@@ -490,10 +506,17 @@ def test_a_log_without_anything_to_replay_is_one_clear_line(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     "changes",
-    [{"prefill_step": 0}, {"checkpoint_interval": 0}, {"layers": [{}]}, {"layers": [7]}, {"layers": [nested(440)]},
-     {"thinking": [{"begin": "x"}]}, {"context": 0}],
+    [
+        {"prefill_step": 0},
+        {"checkpoint_interval": 0},
+        {"layers": [{}]},
+        {"layers": [7]},
+        {"layers": [nested(440)]},
+        {"thinking": [{"begin": "x"}]},
+        {"context": 0},
+    ],
     ids=lambda changes: str(changes)[:40],
-)  # fmt: skip
+)
 def test_a_log_that_makes_no_sense_is_refused(log: Path, changes: dict[str, Any]) -> None:
     """Zero steps, broken layers: counted, never a crash or a hang."""
     lines = [json.loads(line) for line in log.read_text().splitlines()]
@@ -538,7 +561,7 @@ def test_requests_that_make_no_sense_crash_nothing(log: Path, name: str) -> None
 def test_requests_side_by_side_of_older_logs_are_replayed_one_at_a_time(
     architecture: str, tmp_path: Path
 ) -> None:
-    """Their log does not say how they ran: it says the first row, and the others are what a runner of one at a time finds."""
+    """Rows of older logs are replayed one at a time, but for the first, which is in the log."""
     log, rng = tmp_path / "log", random.Random(architecture)
     shared = [rng.randrange(290) for _ in range(120)]
     prompts = [
@@ -549,10 +572,10 @@ def test_requests_side_by_side_of_older_logs_are_replayed_one_at_a_time(
     config = tiny_config(architecture, max_position_embeddings=512, vocab_size=300)
     model = tiny_model(config)
     with ParallelRunner(
-        model, ByteTokenizer(), facts_of(model, config), max_sequences=3, capacity=160
+        model, ByteTokenizer(), facts_of(model, config), max_sequences=3, context=160
     ) as several:
         profile = Profile(tokens=log)
-        profile.attach(several)
+        profile.watch(several)
         requests = [
             (prompt, {"max_tokens": most, "stop_tokens": []})
             for prompt, most in zip(prompts, lengths, strict=True)
@@ -619,25 +642,26 @@ def test_an_entry_from_elsewhere_is_said(log: Path) -> None:
     )
 
 
-def test_layers_on_paper_store_nothing() -> None:
-    """Asked for keys and values they say so; asked to go where they can't, they refuse as the real ones do."""
-    layer = paper_layer(process()["layers"][0], 100)
-    assert is_layer(process()["layers"][0])
-    with pytest.raises(TypeError, match="on paper"):
-        layer.update_and_fetch(None, None)
+def test_replayed_layers_store_nothing() -> None:
+    """Replayed layers say that they hold nothing, and refuse the moves that real ones refuse."""
+    line = process()["layers"][0]
+    assert is_layer(line)
+    layer = ReplayedLayer(line, read_extent(line, 100))
+    with pytest.raises(TypeError, match="a full layer can't be saved"):
+        layer.export()
     layer.end_forward(5)
     with pytest.raises(RuntimeError, match="can't be rewound"):
         layer.rewind(6)
 
 
 def test_what_is_never_reused_is_never_reused_with_other_settings(tmp_path: Path) -> None:
-    """Each request of a model whose answers depend on chunks is a cold one, whatever the order and however many entries there are."""
+    """A model that depends on its chunks is cold in any order and with any number of entries."""
     config = tiny_config("llama", vocab_size=300)
     model, log = tiny_model(config), tmp_path / "log.jsonl"
     facts = replace(facts_of(model, config), depends_on_chunks=True)
     profile = Profile(tokens=log)
     runner = Runner(model, ByteTokenizer(), facts, name="dependent", context=200)
-    profile.attach(runner)
+    profile.watch(runner)
     beginning = list(range(40))
     for prompt in ([*beginning, 9], [7, *beginning], [*beginning, 8, 8], beginning):
         list(runner.generate(prompt, max_tokens=3, stop_tokens=[]))
@@ -646,6 +670,6 @@ def test_what_is_never_reused_is_never_reused_with_other_settings(tmp_path: Path
     assert {(row.cached, row.evaluated) for row in made.rows} == {(0, 41 + 41 + 42 + 40)}
     (first, *_) = read_token_log([log])
     assert first.process["never_reused"] is True
-    lone = Replay(first.process, Settings(entries=4))
+    lone = Replay(first.process, ReplaySettings(entries=4))
     for _ in range(2):
-        assert lone.run(Request(first.prompt, first.answer, len(first.prompt))).reused == 0
+        assert lone.run(ReplayedRequest(first.prompt, first.answer, len(first.prompt))).reused == 0

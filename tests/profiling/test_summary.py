@@ -6,17 +6,25 @@ import json
 
 import jsonschema
 import pytest
+from support.events import afternoon, as_event, example_event
 
-from mlxrunner.profiling.reading import event_schema
-from mlxrunner.profiling.summary import MOST_PLACES, NOWHERE, SAMPLES, Summary, place_of
-from mlxrunner.profiling.tally import BINS, Times, by_tokens
-from mlxrunner.testing_events import afternoon, example_event
+from mlxrunner.profiling.report.aggregate import (
+    BINS,
+    MOST_PLACES,
+    NOWHERE,
+    SAMPLES,
+    Summary,
+    Times,
+    by_tokens,
+    place_of,
+)
+from mlxrunner.profiling.schema import event_schema
 
 
 def summary_of(*events: dict) -> Summary:  # type: ignore[type-arg]
     summary = Summary()
     for event in events:
-        summary.add(event)
+        summary.add(as_event(event))
     return summary
 
 
@@ -30,11 +38,25 @@ def test_made_up_events_are_events() -> None:
 def test_rates_are_of_tokens_and_of_requests() -> None:
     """A long miss weighs more by token than by request."""
     hit = example_event(
-        outcome="hit", reason=None, prompt_tokens=100, cached_tokens=99, saved_tokens=99, matched_tokens=99, evaluated_tokens=1, lost_tokens=0
-    )  # fmt: skip
+        outcome="hit",
+        reason=None,
+        prompt_tokens=100,
+        cached_tokens=99,
+        saved_tokens=99,
+        matched_tokens=99,
+        evaluated_tokens=1,
+        lost_tokens=0,
+    )
     miss = example_event(
-        outcome="miss", reason="empty", prompt_tokens=900, cached_tokens=0, saved_tokens=0, matched_tokens=0, evaluated_tokens=900, lost_tokens=0
-    )  # fmt: skip
+        outcome="miss",
+        reason="empty",
+        prompt_tokens=900,
+        cached_tokens=0,
+        saved_tokens=0,
+        matched_tokens=0,
+        evaluated_tokens=900,
+        lost_tokens=0,
+    )
     summary = summary_of(hit, miss)
     assert summary.hit_rate == pytest.approx(0.099)
     assert summary.request_hit_rate == 0.5
@@ -60,7 +82,7 @@ def test_what_was_evaluated_in_advance_is_nothing_reused() -> None:
 
 
 def test_rates_per_second_leave_out_what_was_never_evaluated() -> None:
-    """An interrupted prefill counts for nothing, and the first token of an answer belongs to its prefill."""
+    """Interrupted prefills count for nothing, and an answer's first token for its prefill."""
     whole = example_event(
         evaluated_tokens=200, prefill_s=0.1, ttft_s=0.11, completion_tokens=11, decode_s=0.05
     )
@@ -143,7 +165,7 @@ def test_memory_is_bounded_whatever_the_file_says() -> None:
     summary = Summary()
     for number in range(SAMPLES + 1000):
         divergence = example_event()["divergence"] | {"role": f"role {number} " + "x" * 10_000}
-        summary.add(example_event(model=f"model {number}", divergence=divergence))
+        summary.add(as_event(example_event(model=f"model {number}", divergence=divergence)))
     assert len(summary.places) <= MOST_PLACES + 1
     assert max(map(len, summary.places)) < 60
     assert len(summary.models) <= MOST_PLACES + 1
@@ -154,15 +176,16 @@ def test_memory_is_bounded_whatever_the_file_says() -> None:
 def test_a_place_is_named_by_role_and_part() -> None:
     """As far as they are known."""
     divergence = example_event()["divergence"]
-    assert place_of(example_event()) == "assistant: text"
+    assert place_of(as_event(example_event())) == "assistant: text"
     assert (
-        place_of(example_event(divergence=divergence | {"part": "template_header"}))
+        place_of(as_event(example_event(divergence=divergence | {"part": "template_header"})))
         == "assistant: template header"
     )
     assert (
-        place_of(example_event(divergence=divergence | {"role": None, "part": None})) == "somewhere"
+        place_of(as_event(example_event(divergence=divergence | {"role": None, "part": None})))
+        == "somewhere"
     )
-    assert place_of(example_event(divergence=None)) == NOWHERE
+    assert place_of(as_event(example_event(divergence=None))) == NOWHERE
 
 
 def test_the_json_form_is_json_without_text_of_prompts() -> None:

@@ -11,9 +11,9 @@ import pytest
 from click.testing import CliRunner
 
 from mlxrunner import cli
-from mlxrunner.profiling.profile import Profile
-from mlxrunner.profiling.simulate import Request
-from mlxrunner.profiling.thinking import Rewriter
+from mlxrunner.profiling.record.profile import Profile
+from mlxrunner.profiling.replay.simulate import ReplayedRequest
+from mlxrunner.profiling.replay.thinking import Rewriter
 from mlxrunner.testing import ByteTokenizer, oracle_runner
 
 THINK, END_THINK, END, LINE = 901, 902, 903, 10
@@ -23,12 +23,15 @@ PROCESS: dict[str, Any] = {
 }
 
 
-def request(prompt: list[int], answer: list[int]) -> Request:
-    return Request(np.array(prompt, np.int32), np.array(answer, np.int32), len(prompt))
+def request(prompt: list[int], answer: list[int]) -> ReplayedRequest:
+    return ReplayedRequest(np.array(prompt, np.int32), np.array(answer, np.int32), len(prompt))
 
 
-def turns(*, kept: bool, opened: bool = False) -> list[Request]:
-    """Three turns of a model that thinks before it answers; `kept`: later prompts repeat it; `opened`: the template opens the block."""
+def turns(*, kept: bool, opened: bool = False) -> list[ReplayedRequest]:
+    """Return three turns of a thinking model.
+
+    `kept`: later prompts repeat the thinking; `opened`: the template opens the block.
+    """
     history: list[int] = [1, 2, END]
     made = []
     for turn in range(3):
@@ -58,7 +61,7 @@ def test_thinking_is_put_back_where_the_log_shows_what_was_left_out(opened: bool
 
 
 def test_thinking_is_stripped_from_earlier_messages_only() -> None:
-    """Whole blocks before the last message's end; one that the template has just opened, or left empty, stays."""
+    """Whole blocks before the last message are stripped; open and empty ones stay."""
     rewriter = Rewriter(PROCESS, "stripped")
     prompt = [1, END, THINK, 5, 6, END_THINK, 7, END, 8, END, THINK, LINE, END_THINK]
     assert rewriter.rewrite(request(prompt, [])).prompt.tolist() == [
@@ -120,7 +123,7 @@ def test_simulate_says_what_keeping_or_stripping_would_do(tmp_path: Path) -> Non
     runner = oracle_runner()
     runner.tokenizer = ThinkingTokenizer()
     profile = Profile(tokens=tmp_path / "log")
-    profile.attach(runner)
+    profile.watch(runner)
     history: list[int] = []
     for turn in range(4):
         history += [*range(10 * turn, 10 * turn + 10), 299]

@@ -12,8 +12,8 @@ import pytest
 from click.testing import CliRunner
 
 from mlxrunner import cli
-from mlxrunner.profiling.profile import Profile
-from mlxrunner.profiling.tokenlog import ANEW, read_token_log
+from mlxrunner.profiling.record.profile import Profile
+from mlxrunner.profiling.record.tokenlog import ANEW, read_token_log
 from mlxrunner.testing import oracle_runner
 
 Lines = Callable[[Path], list[dict[str, Any]]]
@@ -26,14 +26,17 @@ def log(tmp_path: Path) -> Path:
 
 
 def watched(log: Path, **options: Any) -> Any:
-    """An oracle runner whose tokens are logged, and a list of (prompt, entry afterwards) that fills as it is asked."""
+    """Return an oracle runner with a token log, and its list of (prompt, entry afterwards).
+
+    The list fills as the runner is asked.
+    """
     runner, profile = oracle_runner(**options), Profile(tokens=log)
-    profile.attach(runner)
+    profile.watch(runner)
     return runner, profile
 
 
 def test_every_request_comes_back_whole(log: Path) -> None:
-    """Prompt, answer, and what the runner did; over appended, edited and repeated prompts, and an interrupted one."""
+    """Prompt, answer and the runner's acts come back, also of an interrupted request."""
     runner, profile = watched(log, prefill_step=4)
     asked = []
 
@@ -43,7 +46,7 @@ def test_every_request_comes_back_whole(log: Path) -> None:
             (
                 prompt,
                 list(runner.entry.tokens)[len(prompt) :],
-                usage.matched_tokens,
+                usage.cache.matched_tokens,
                 usage.cached_tokens,
             )
         )
@@ -125,11 +128,17 @@ def test_a_lost_line_takes_those_that_share_with_it(log: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"prompt": [-1]}, {"prompt": "x"}, {"prompt": [1.5]}, {"prompt": [2**40]}, {"answer": None}, {"shared": -1}, {"shared": 10**6},
+        {"prompt": [-1]},
+        {"prompt": "x"},
+        {"prompt": [1.5]},
+        {"prompt": [2**40]},
+        {"answer": None},
+        {"shared": -1},
+        {"shared": 10**6},
         {"number": True},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_line_that_makes_no_sense_is_skipped(log: Path, change: dict[str, Any]) -> None:
     """Whatever is in it."""
     runner, profile = watched(log)
@@ -162,8 +171,10 @@ def test_the_layers_of_other_models_are_told(log: Path) -> None:
     (request,) = read_token_log([log])
     told = {layer["kind"]: layer for layer in request.process["layers"]}
     assert [(kind, layer["count"], layer["needs_checkpoints"]) for kind, layer in told.items()] == [
-        ("sliding", 2, True), ("full", 1, False), ("recurrent", 1, True),
-    ]  # fmt: skip
+        ("sliding", 2, True),
+        ("full", 1, False),
+        ("recurrent", 1, True),
+    ]
     assert told["sliding"]["slack"] == 5
     assert told["sliding"]["window"] > 0
     assert told["recurrent"]["checkpoint_fixed"] > 0

@@ -10,18 +10,18 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from support.events import afternoon, as_event, example_event
 
-from mlxrunner.profiling.trace import Trace
-from mlxrunner.testing_events import afternoon, example_event
+from mlxrunner.profiling.report.trace import TraceWriter
 
 NOON = int(datetime(2026, 11, 20, 13, tzinfo=UTC).timestamp()) * 10**6
 
 
 def trace_of(*events: dict[str, Any]) -> list[dict[str, Any]]:
     stream = io.StringIO()
-    trace = Trace(stream)
+    trace = TraceWriter(stream)
     for event in events:
-        trace.add(event)
+        trace.add(as_event(event))
     trace.close()
     document = json.loads(stream.getvalue())
     assert document["displayTimeUnit"] == "ms"
@@ -30,7 +30,7 @@ def trace_of(*events: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def test_a_trace_has_what_the_format_asks_for() -> None:
-    """Complete events with times and places, metadata, counters: the trace event format's own fields and types."""
+    """A trace has complete events, metadata and counters with the format's fields and types."""
     for entry in trace_of(*afternoon(50)):
         assert isinstance(entry["name"], str)
         assert isinstance(entry["pid"], int)
@@ -69,7 +69,7 @@ def test_requests_lie_where_they_were_in_time() -> None:
 
 
 def test_a_request_that_began_before_the_first_one_lies_before_it() -> None:
-    """Of several at a time, the shorter one ends, and is written, first; files may come in any order."""
+    """The shorter request of several is written first, and files may come in any order."""
     late, early = (
         example_event(time="2026-11-20T13:00:05.000000Z"),
         example_event(time="2026-11-20T13:00:00.000000Z", total_s=10.0),

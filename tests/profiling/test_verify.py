@@ -11,16 +11,17 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from click.testing import CliRunner
+from support.events import as_event
+from support.models import tiny_config, tiny_model
 
 from mlxrunner import cli
 from mlxrunner.errors import OptionError, VerifyError
 from mlxrunner.models.facts import facts_of
-from mlxrunner.profiling.profile import Profile, profiled
-from mlxrunner.profiling.summary import Summary
-from mlxrunner.profiling.verify import Measured, Verifier
+from mlxrunner.profiling.record.profile import Profile, profiled
+from mlxrunner.profiling.record.verify import Measured, Verifier
+from mlxrunner.profiling.report.aggregate import Summary
 from mlxrunner.runner import Runner
 from mlxrunner.testing import ByteTokenizer
-from mlxrunner.testing_models import tiny_config, tiny_model
 
 ARCHITECTURES = [
     "llama",
@@ -58,7 +59,9 @@ def watched(
         prefill_step=16,
         **options,
     )
-    Profile(verify=verify, sinks=[events.append], chance=chance).attach(runner)
+    Profile(
+        verify=verify, sinks=[lambda event: events.append(event.as_dict())], chance=chance
+    ).watch(runner)
     return runner, events
 
 
@@ -68,7 +71,7 @@ def ask(runner: Runner, prompt: Any, **options: Any) -> None:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_healthy_entry_is_never_accused(architecture: str) -> None:
-    """Appended, edited, regenerated and shortened prompts; every answer token was compared, and the entry is left as it was."""
+    """Every answer token of any prompt is compared, and the entry stays as it was."""
     runner, events = watched(architecture)
     text = "the quick brown fox jumps over the lazy dog " * 2
     ask(runner, text)
@@ -86,7 +89,7 @@ def test_a_healthy_entry_is_never_accused(architecture: str) -> None:
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "lfm2", "mamba2"])
 def test_a_spoiled_entry_is_caught(architecture: str, caplog: pytest.LogCaptureFixture) -> None:
-    """What is stored is changed between two requests: it is found, freed and said, and the next request is right again."""
+    """A value changed between requests is found, freed and reported, and the next is right."""
     runner, events = watched(architecture)
     ask(runner, "the quick brown fox")
     for cache in runner.entry.caches:
@@ -107,7 +110,7 @@ def test_a_spoiled_entry_is_caught(architecture: str, caplog: pytest.LogCaptureF
 def test_a_tolerance_that_hides_a_wrong_token_certifies_nothing(
     noise: float, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A request within it is untested, which is neither counted as verified nor as different; the entry stays."""
+    """A request within the tolerance is untested, neither verified nor different."""
     runner, events = watched()
     ask(runner, "the quick brown fox jumps")
     monkeypatch.setattr(Verifier, "_measure", lambda self, warm, last: Measured(noise, 4.0))
@@ -123,7 +126,7 @@ def test_a_tolerance_that_hides_a_wrong_token_certifies_nothing(
     assert runner.entry.tokens
     summary = Summary()
     for event in events:
-        summary.add(event)
+        summary.add(as_event(event))
     assert (summary.verified, summary.unequal, summary.untested) == (0, 0, 1)
 
 
@@ -154,8 +157,7 @@ def spoil(cache: Any) -> None:
     elif inner is not None:
         inner.cache = [None if state is None else -3 * state for state in inner.cache]
     else:
-        stored = cache._stored
-        cache._stored = type(stored)(stored.keys, -stored.values, stored.first, stored.rows)
+        cache._stored = cache._stored._replace(values=-cache._stored.values)
 
 
 def test_not_a_number_is_a_difference() -> None:
@@ -196,9 +198,20 @@ def test_sampled_answers_are_verified_by_their_logits() -> None:
     for _ in range(2):
         ask(runner, "hello there", temperature=1.5, seed=3)
     assert 0 < events[-1]["verify"]["tolerance"] < events[-1]["verify"]["wrong_token"]
-    assert events[-1]["verify"] | {"seconds": 0, "tolerance": 0, "logits_difference": 0, "wrong_token": 0} == {
-        "equal": True, "tokens": 0, "first_difference": None, "logits_difference": 0, "tolerance": 0, "seconds": 0, "wrong_token": 0,
-    }  # fmt: skip
+    assert events[-1]["verify"] | {
+        "seconds": 0,
+        "tolerance": 0,
+        "logits_difference": 0,
+        "wrong_token": 0,
+    } == {
+        "equal": True,
+        "tokens": 0,
+        "first_difference": None,
+        "logits_difference": 0,
+        "tolerance": 0,
+        "seconds": 0,
+        "wrong_token": 0,
+    }
 
 
 def test_a_shifted_entry_is_not_held_against_a_cold_run() -> None:
@@ -225,7 +238,7 @@ def test_quantized_entries_are_verified_with_more_patience() -> None:
 
 def test_ctrl_c_while_verifying_loses_no_event(monkeypatch: pytest.MonkeyPatch) -> None:
     """The request itself had ended."""
-    from mlxrunner.profiling.verify import Verifier
+    from mlxrunner.profiling.record.verify import Verifier
 
     runner, events = watched()
     ask(runner, "hello")

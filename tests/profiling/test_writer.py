@@ -1,4 +1,4 @@
-"""Lines in a file that others append to: whole, private, bounded, and never a reason for a request to fail."""
+"""Lines in a shared file are whole, private and bounded, and never make a request fail."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from mlxrunner.errors import OptionError
 from mlxrunner.profiling.reading import with_rotated
-from mlxrunner.profiling.writer import KEPT, LineWriter
+from mlxrunner.profiling.record.writer import KEPT, LineWriter
 
 
 def test_lines_are_appended_to_what_is_there(tmp_path: Path) -> None:
@@ -29,7 +29,7 @@ def test_lines_are_appended_to_what_is_there(tmp_path: Path) -> None:
 
 
 def test_a_full_file_is_rotated(tmp_path: Path) -> None:
-    """The youngest is FILE.1, and no more are kept than said; each begins with the writer's first line."""
+    """FILE.1 is the youngest of the kept files, and each begins with the writer's first line."""
     file = tmp_path / "events"
     writer = LineWriter(file, limit=30, first=lambda: "head")
     for number in range(20):
@@ -48,7 +48,7 @@ def test_a_full_file_is_rotated(tmp_path: Path) -> None:
 def test_what_is_not_ours_is_neither_moved_nor_replaced(
     number: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where a rotated file's name is somebody else's: nothing is rotated, and one warning says why."""
+    """Nothing is rotated where the name belongs to somebody else, and one warning says why."""
     target, link = tmp_path / "target", tmp_path / f"events.{number}"
     target.write_text("precious")
     link.symlink_to(target)
@@ -77,10 +77,11 @@ def test_a_line_longer_than_the_limit_is_written_all_the_same(tmp_path: Path) ->
 
 WRITE = """
 import sys
-from mlxrunner.profiling.writer import LineWriter
+from mlxrunner.profiling.record.writer import LineWriter
 writer = LineWriter(sys.argv[1], limit=int(sys.argv[3]))
 for number in range(400):
-    writer.write('{"who": "%s", "number": %d, "fill": "%s"}' % (sys.argv[2], number, "x" * (number % 97)))
+    writer.write('{"who": "%s", "number": %d, "fill": "%s"}' % \
+(sys.argv[2], number, "x" * (number % 97)))
 """
 
 
@@ -170,7 +171,7 @@ def test_a_line_behind_one_that_was_cut_off_is_whole(tmp_path: Path) -> None:
 
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
-    """A link, a FIFO that nobody reads, and what others may write to: with what it is, and as it was."""
+    """A link, a FIFO and a file open to others are named, refused and left as they were."""
     (tmp_path / "link").symlink_to("target")
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "open").touch()

@@ -1,4 +1,4 @@
-"""A store in a temporary folder, and keepers of oracle runners."""
+"""A store in a temporary folder, and savers of oracle runners."""
 
 from __future__ import annotations
 
@@ -8,25 +8,29 @@ from pathlib import Path
 import pytest
 
 from mlxrunner import Runner
-from mlxrunner.sessions.keeper import Keeper
-from mlxrunner.sessions.store import Sessions
+from mlxrunner.sessions.saver import Saver
+from mlxrunner.sessions.store import SessionStore
 
 MODEL = {"weights": "w", "config": "c", "tokenizer": "t", "template": "p"}
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Sessions:
-    return Sessions(tmp_path / "sessions")
+def store(tmp_path: Path) -> SessionStore:
+    return SessionStore(tmp_path / "sessions")
 
 
 @pytest.fixture
-def keeper(store: Sessions) -> Callable[..., Keeper]:
-    """Of a runner, which lives as long as the test unless `holds` is false, with a fingerprint of which parts can be given."""
+def saver(store: SessionStore) -> Callable[..., Saver]:
+    """Return a function that makes a saver of a runner.
+
+    The runner lives as long as the test unless `holds` is false. Parts of the fingerprint are
+    options.
+    """
     runners: list[Runner] = []
 
-    def make(runner: Runner, *, holds: bool = True, **options: object) -> Keeper:
+    def make(runner: Runner, *, holds: bool = True, **options: object) -> Saver:
         runners.extend([runner] * holds)
         parts = {name: str(options.pop(name, value)) for name, value in MODEL.items()}
-        return Keeper(runner, parts, store, **options)  # type: ignore[arg-type]
+        return Saver(runner, parts, store, **options)  # type: ignore[arg-type]
 
     return make

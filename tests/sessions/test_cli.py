@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 
 from mlxrunner import cli
 from mlxrunner.models.resolve import DEMO_FOLDER
-from mlxrunner.sessions.store import TEXT, Sessions
+from mlxrunner.sessions.store import TEXT, SessionStore
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +76,7 @@ def test_a_broken_session_does_not_hide_the_others(data: Path) -> None:
     assert result.stderr.count("\n") == 1
     assert run("sessions", "show", "bad").exit_code == 1
     assert run("sessions", "rm", "bad").exit_code == 0
-    assert Sessions().names() == ["zor"]
+    assert SessionStore().names() == ["zor"]
 
 
 def test_what_a_session_says_can_not_drive_the_terminal(data: Path) -> None:
@@ -95,7 +95,7 @@ def test_what_a_session_says_can_not_drive_the_terminal(data: Path) -> None:
 
 
 def test_export(tmp_path: Path) -> None:
-    """Markdown or JSON; a file that is there is not overwritten but with --force; - is standard output."""
+    """`sessions export` writes Markdown or JSON, to a new file, with --force, or to -."""
     talk("zor", "My name is Zorblin.")
     markdown, as_json = tmp_path / "zor.md", tmp_path / "zor.json"
     assert run("sessions", "export", "zor", str(markdown)).exit_code == 0
@@ -140,14 +140,14 @@ def test_rm_goes_on_where_it_can(data: Path) -> None:
     """And says at the end what was not there, or is open."""
     for name in ("zor", "open", "ana"):
         talk(name, "Hello!")
-    with Sessions().lock("open"):
+    with SessionStore().lock("open"):
         result = run("sessions", "rm", "nope", "zor", "zor", "open", "ana")
     assert result.stderr == (
         "mlxrunner: no session is called 'nope'; `mlxrunner sessions list` lists them; "
         "the session 'open' is open in another chat: close that, or use another name\n"
     )
     assert result.exit_code == 1
-    assert Sessions().names() == ["open"]
+    assert SessionStore().names() == ["open"]
 
 
 @pytest.mark.parametrize("name", ["../x", "a/b", ".", ""])
@@ -166,14 +166,15 @@ def test_a_name_is_no_path(command: tuple[str, ...], name: str, tmp_path: Path) 
 
 
 def test_caches_go_out_to_mlx_lm_and_come_back(tmp_path: Path) -> None:
-    """A session made of an exported file goes on where the first one was, and its first turn evaluates only what is new."""
+    """A session made of an exported file goes on and evaluates only what is new."""
     talk("zor", "My name is Zorblin.")
     file = tmp_path / "zor.safetensors"
     assert run("cache", "export", "zor", str(file)).stderr == "38 tokens\n"
     assert run("cache", "export", "zor", str(file)).exit_code == 2  # it is there
     result = run("cache", "import", str(file), "--session", "again")
     assert result.stderr == (
-        "38 tokens: in `mlxrunner chat --session again`, a prompt that begins with them does not evaluate them again\n"
+        "38 tokens: in `mlxrunner chat --session again`, a prompt that begins with them does not "
+        "evaluate them again\n"
     )
     said = talk("again", "/stats", "My name is Zorblin.", "/stats")
     assert said.stderr.startswith("session again: 0 turns, 38 tokens restored (350 kB)\n")
@@ -200,7 +201,7 @@ def test_an_imported_session_knows_its_model_from_everywhere(
     )
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    assert Sessions().load("again").model == str(tmp_path / "demodir")
+    assert SessionStore().load("again").model == str(tmp_path / "demodir")
     assert talk("again", "My name is Zorblin.").stderr.startswith(
         "session again: 0 turns, 38 tokens restored"
     )
@@ -244,7 +245,7 @@ def test_the_tokens_of_a_foreign_file_are_given(tmp_path: Path) -> None:
         result = run(*arguments, "three", "--tokens", wrong)
         assert result.exit_code in (1, 2), wrong
         assert result.stderr.count("\n") == 1
-    assert Sessions().names() == ["one", "two"]
+    assert SessionStore().names() == ["one", "two"]
     said = talk("two", "My name is Zorblin.", "/stats")
     assert said.stdout == "Nice to meet you, Zorblin.\n"
     assert f"{len(tokens) - 1} cached, 1 evaluated" in said.stderr
@@ -259,7 +260,7 @@ def test_a_session_without_caches_can_not_be_exported(tmp_path: Path) -> None:
 
 def test_caches_that_the_model_has_left_behind_are_not_exported(tmp_path: Path, data: Path) -> None:
     """It has other weights now: one line says so."""
-    from mlxrunner.testing_models import write_model
+    from support.models import write_model
 
     folder = tmp_path / "model"
     write_model(folder, vocab_size=300)
@@ -289,9 +290,22 @@ def test_a_quantized_session_goes_out_and_comes_back(tmp_path: Path) -> None:
     file = tmp_path / "zor.safetensors"
     run("chat", "--no-reserve", "--session", "zor", "--kv-bits", "8", stdin="My name is Zorblin.\n")
     assert run("cache", "export", "zor", str(file)).stderr == "38 tokens\n"
-    assert "instead of 'full'" in run("cache", "import", str(file), "--session", "again").stderr
+    refused = run("cache", "import", str(file), "--session", "again").stderr
+    assert "it has a QuantizedKVCache for a full layer" in refused
     assert run("cache", "import", str(file), "--session", "again", "--kv-bits", "3").exit_code == 2
     assert run("cache", "import", str(file), "--session", "again", "--kv-bits", "8").exit_code == 0
     assert talk("again", "My name is Zorblin.").stderr.startswith(
         "session again: 0 turns, 38 tokens restored"
     )
+
+
+def test_template_variables_are_kept_and_may_be_given_anew() -> None:
+    """Saved with the session; what the command line says wins."""
+    for option, expected in (
+        (("--template-var", "style=brief", "--template-var", "n=1"), {"style": "brief", "n": 1}),
+        ((), {"style": "brief", "n": 1}),
+        (("--template-var", "style=long"), {"style": "long", "n": 1}),
+    ):
+        result = run("chat", "--no-reserve", "--session", "ana", *option, stdin="Hello!\n")
+        assert result.exit_code == 0, result.stderr
+        assert SessionStore().load("ana").settings["variables"] == expected

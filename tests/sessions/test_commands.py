@@ -1,4 +1,4 @@
-"""/save, /load and an open session: nothing that was said is lost, or overwritten, without being asked for, whatever fails in between."""
+"""/save, /load and an open session lose or overwrite no text unasked, whatever fails."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from shutil import copytree
 from typing import Any
 
 import pytest
+from support.models import write_model
+from support.waiting import PATIENCE_S
 
 from mlxrunner import Runner
+from mlxrunner.chat.commands.sessions import Saving
 from mlxrunner.chat.conversation import Conversation
 from mlxrunner.chat.repl import Chat
 from mlxrunner.chat.start import commands
 from mlxrunner.errors import SessionError
 from mlxrunner.models.resolve import DEMO_FOLDER, read_config
-from mlxrunner.sessions.commands import Saving
-from mlxrunner.sessions.store import Sessions
-from mlxrunner.testing_models import write_model
+from mlxrunner.sessions.store import SessionStore
 
 ANA, ZORBLIN, WHO = "My name is Ana.", "My name is Zorblin.", "What is my name?"
 
@@ -31,7 +32,7 @@ class Talk:
     def __init__(
         self,
         runner: Runner,
-        store: Sessions,
+        store: SessionStore,
         capsys: Any,
         name: str | None = None,
         model: str = "demo",
@@ -73,14 +74,14 @@ def demo() -> Runner:
 
 @pytest.fixture
 def talk(
-    demo: Runner, store: Sessions, capsys: pytest.CaptureFixture[str]
+    demo: Runner, store: SessionStore, capsys: pytest.CaptureFixture[str]
 ) -> Iterator[Callable[..., Talk]]:
-    """`talk(NAME)`: a chat with that session open; a `Sessions` of its own, as each process has."""
+    """Return `talk(NAME)`, which opens a chat with that session and a store of its own."""
     begun: list[Talk] = []
 
     def begin(name: str | None = None, runner: Runner | None = None, **options: Any) -> Talk:
         demo.reset()
-        begun.append(Talk(runner or demo, Sessions(store.folder), capsys, name, **options))
+        begun.append(Talk(runner or demo, SessionStore(store.folder), capsys, name, **options))
         return begun[-1]
 
     yield begin
@@ -92,7 +93,7 @@ def talk(
 Begin = Callable[..., Talk]
 
 
-def users(store: Sessions, name: str) -> list[str]:
+def users(store: SessionStore, name: str) -> list[str]:
     return [turn.user for turn in store.load(name).history.turns]
 
 
@@ -101,18 +102,18 @@ def full(*arguments: Any) -> None:
 
 
 def test_a_load_that_fails_leaves_both_sessions_as_they_were(
-    talk: Begin, store: Sessions, monkeypatch: pytest.MonkeyPatch
+    talk: Begin, store: SessionStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is said then still goes to the session that is open, and not over the other one, which stays free."""
+    """After a failed load the text goes to the open session, and the other one stays free."""
     one = talk("other")
     one(ANA)
     one.leave()
     one = talk("one")
-    sessions, loading = one.saving.sessions, threading.Event()
+    sessions, loading = one.saving.store, threading.Event()
     load = sessions.load
 
     def failing(*arguments: Any) -> None:
-        loading.wait(30)
+        loading.wait(PATIENCE_S)
         raise SessionError("no room")
 
     with monkeypatch.context() as patch:
@@ -130,7 +131,7 @@ def test_a_load_that_fails_leaves_both_sessions_as_they_were(
 
 
 def test_a_turn_that_found_no_room_is_saved_when_one_leaves(
-    talk: Begin, store: Sessions, monkeypatch: pytest.MonkeyPatch
+    talk: Begin, store: SessionStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There is room again by then."""
     one = talk("one")
@@ -142,7 +143,7 @@ def test_a_turn_that_found_no_room_is_saved_when_one_leaves(
     assert users(store, "one") == [ZORBLIN]
 
 
-def test_what_another_chat_added_is_not_overwritten(talk: Begin, store: Sessions) -> None:
+def test_what_another_chat_added_is_not_overwritten(talk: Begin, store: SessionStore) -> None:
     """/load, somebody else goes on with the session and leaves, /save: only with -f."""
     first = talk("one")
     first(ZORBLIN)
@@ -159,7 +160,7 @@ def test_what_another_chat_added_is_not_overwritten(talk: Begin, store: Sessions
     assert users(store, "one") == [ZORBLIN]
 
 
-def test_what_somebody_damaged_is_not_overwritten(talk: Begin, store: Sessions) -> None:
+def test_what_somebody_damaged_is_not_overwritten(talk: Begin, store: SessionStore) -> None:
     """It is a session of that name, whatever is in it."""
     mine = talk()
     mine(ZORBLIN, "/save one")
@@ -169,7 +170,7 @@ def test_what_somebody_damaged_is_not_overwritten(talk: Begin, store: Sessions) 
     assert file.read_text() == "{"
 
 
-def test_an_answer_that_failed_is_saved_at_once(talk: Begin, store: Sessions) -> None:
+def test_an_answer_that_failed_is_saved_at_once(talk: Begin, store: SessionStore) -> None:
     """It is in the conversation: the full context ended it."""
     one = talk("one", Runner.load("demo", 64, reserve=False))
     one.chat.conversation.options = {"overflow": "error"}
@@ -179,7 +180,7 @@ def test_an_answer_that_failed_is_saved_at_once(talk: Begin, store: Sessions) ->
     one.give_up()
 
 
-def test_an_answer_is_saved_though_the_window_is_gone(talk: Begin, store: Sessions) -> None:
+def test_an_answer_is_saved_though_the_window_is_gone(talk: Begin, store: SessionStore) -> None:
     """Nothing can be written there any more."""
     one = talk("one")
 
@@ -196,8 +197,8 @@ def test_an_answer_is_saved_though_the_window_is_gone(talk: Begin, store: Sessio
     assert users(store, "one") == [ZORBLIN]
 
 
-def test_what_was_changed_is_not_given_up(talk: Begin, store: Sessions) -> None:
-    """Not only turns count: an edited answer that is not saved needs -f, in any chat; what is saved, somewhere, does not."""
+def test_what_was_changed_is_not_given_up(talk: Begin, store: SessionStore) -> None:
+    """An unsaved edit needs -f in any chat, as a turn does, and a saved one does not."""
     mine = talk()
     mine(ANA, "/save ana", "/clear", ZORBLIN, "/save zor")
     refused = (
@@ -231,9 +232,9 @@ def test_a_failed_turn_counts_as_said(talk: Begin) -> None:
 
 
 def test_a_model_whose_files_are_gone_or_others_by_now(
-    talk: Begin, store: Sessions, tmp_path: Path
+    talk: Begin, store: SessionStore, tmp_path: Path
 ) -> None:
-    """What it was loaded from is what counts: the text is saved, and the caches are not taken for those of the new weights."""
+    """The text is saved, and caches of the loaded weights are not taken for the new ones'."""
     folder = tmp_path / "model"
     copytree(DEMO_FOLDER, folder)
     one = talk(None, Runner.load(str(folder), reserve=False), model=str(folder))
@@ -250,7 +251,7 @@ def test_a_model_whose_files_are_gone_or_others_by_now(
 
 
 def test_a_model_that_is_loaded_again_is_kept_as_the_first(
-    talk: Begin, store: Sessions, tmp_path: Path
+    talk: Begin, store: SessionStore, tmp_path: Path
 ) -> None:
     """/set context reads its files; so what is saved after it has caches of these."""
     one = talk()
@@ -259,11 +260,11 @@ def test_a_model_that_is_loaded_again_is_kept_as_the_first(
 
 
 def test_saved_means_that_it_is_on_the_disk(
-    talk: Begin, store: Sessions, monkeypatch: pytest.MonkeyPatch
+    talk: Begin, store: SessionStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where caches of another session were still being written: both have theirs, before anything else is evaluated."""
+    """Both sessions' caches are on the disk before anything else is evaluated."""
     one = talk("one")
-    sessions = one.saving.sessions
+    sessions = one.saving.store
     save_cache, written = sessions.save_cache, []
 
     def slowly(name: str, *arguments: Any) -> None:

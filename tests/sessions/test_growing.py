@@ -1,4 +1,4 @@
-"""States whose shapes grow with the tokens: a session keeps them, whatever its length, and still refuses what can't be theirs."""
+"""A session keeps states that grow with the tokens, and refuses those of others."""
 
 from __future__ import annotations
 
@@ -7,33 +7,62 @@ from functools import cache
 from typing import Any
 
 import pytest
+from support.models import tiny_config, tiny_model
 
 from mlxrunner import Runner
 from mlxrunner.cache.saved import Saved, Shape, combined, mismatch
 from mlxrunner.errors import SessionError
 from mlxrunner.models.facts import facts_of
 from mlxrunner.sessions.entry import StoredEntry, pack
-from mlxrunner.sessions.store import Sessions
+from mlxrunner.sessions.store import SessionStore
 from mlxrunner.testing import ByteTokenizer
-from mlxrunner.testing_models import tiny_config, tiny_model
 
 LATENT = {"q_lora_rank": 24, "qk_rope_head_dim": 8}
 GROWING: dict[str, dict[str, Any]] = {
     "longcat_flash_ngram": LATENT
     | {
-        "num_layers": 2, "ffn_hidden_size": 96, "moe_topk": 2, "expert_ffn_hidden_size": 32, "n_routed_experts": 4,
-        "zero_expert_num": 1, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "v_head_dim": 16, "routed_scaling_factor": 1.0,
-        "mla_scale_q_lora": True, "mla_scale_kv_lora": True, "ngram_vocab_size_ratio": 2, "attention_bias": False,
+        "num_layers": 2,
+        "ffn_hidden_size": 96,
+        "moe_topk": 2,
+        "expert_ffn_hidden_size": 32,
+        "n_routed_experts": 4,
+        "zero_expert_num": 1,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+        "routed_scaling_factor": 1.0,
+        "mla_scale_q_lora": True,
+        "mla_scale_kv_lora": True,
+        "ngram_vocab_size_ratio": 2,
+        "attention_bias": False,
     },
     "deepseek_v41": LATENT
     | {
-        "num_hidden_layers": 4, "head_dim": 16, "o_groups": 2, "o_lora_rank": 16, "moe_intermediate_size": 32,
-        "n_routed_experts": 4, "num_experts_per_tok": 2, "sliding_window": 12, "compress_ratios": [4, 1, 4, 1],
-        "kv_source_layer_ids": [0, 1, 2, 3], "index_source_layer_ids": [0, 2], "index_n_heads": 2, "index_head_dim": 16,
-        "index_topk": 8, "hc_mult": 2, "hc_sinkhorn_iters": 3, "candidate_block_size": 2, "candidate_topk_blocks": 16,
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "o_groups": 2,
+        "o_lora_rank": 16,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 12,
+        "compress_ratios": [4, 1, 4, 1],
+        "kv_source_layer_ids": [0, 1, 2, 3],
+        "index_source_layer_ids": [0, 2],
+        "index_n_heads": 2,
+        "index_head_dim": 16,
+        "index_topk": 8,
+        "hc_mult": 2,
+        "hc_sinkhorn_iters": 3,
+        "candidate_block_size": 2,
+        "candidate_topk_blocks": 16,
     },
-}  # fmt: skip
-"""An n-gram's last tokens, as many as there are; groups of four tokens, the window before them, and the group that is still open."""
+}
+"""Shapes of states that grow.
+
+An n-gram's last tokens, as many as there are; groups of four tokens, the window before them, and
+the group that is still open.
+"""
 
 
 @cache
@@ -52,7 +81,7 @@ def answer(runner: Runner, prompt: list[int]) -> list[tuple[int | None, float]]:
     return [(chunk.token, pytest.approx(chunk.logprob, abs=1e-4)) for chunk in chunks]
 
 
-def saved(store: Sessions, runner: Runner) -> StoredEntry:
+def saved(store: SessionStore, runner: Runner) -> StoredEntry:
     packed = pack(runner.entry.export(), {})
     with store.lock("one"):
         store.save_cache("one", packed.arrays, packed.metadata)
@@ -61,31 +90,32 @@ def saved(store: Sessions, runner: Runner) -> StoredEntry:
     return StoredEntry(file)
 
 
+@pytest.mark.exhaustive(10)
 @pytest.mark.parametrize("options", [{}, {"checkpoint_interval": 9}], ids=["usual", "checkpoints"])
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 13, 64, 129])
 @pytest.mark.parametrize("name", GROWING)
 def test_a_session_goes_on_where_it_was(
-    name: str, length: int, options: dict[str, int], store: Sessions
+    name: str, length: int, options: dict[str, int], store: SessionStore
 ) -> None:
     """Nothing is damaged, nothing evaluated again, and the answer is a cold run's."""
     runner, prompt = runner_of(name, **options), [i * 37 % 250 for i in range(length)]
     said = [*prompt, *(token or 0 for token, _ in answer(runner, prompt))]
     entry = saved(store, runner)
-    entry.check(runner.outline())
+    entry.check(runner.cache.outline())
     restored, following = runner_of(name, **options), [*said, 7, 8]
-    restored.adopt(entry)
+    restored.cache.adopt(entry)
     assert answer(restored, following) == answer(runner_of(name), following)
     assert restored.usage is not None
     assert restored.usage.cached_tokens == len(said) - 1
 
 
 @pytest.mark.parametrize("name", GROWING)
-def test_another_models_states_are_refused(name: str, store: Sessions) -> None:
+def test_another_models_states_are_refused(name: str, store: SessionStore) -> None:
     """By what does not grow: types, widths and the number of axes."""
     runner = runner_of(name)
     answer(runner, list(range(40)))
     entry = saved(store, runner)
-    outline = runner.outline()
+    outline = runner.cache.outline()
     for index, layer in enumerate(outline):
         for part, like in [(None, layer), *enumerate(layer.parts)]:
             for key, shape in like.arrays.items():
@@ -109,7 +139,7 @@ def test_another_models_states_are_refused(name: str, store: Sessions) -> None:
 
 
 def test_an_outline_is_what_stays_the_same() -> None:
-    """An axis that changes stands open; what was not there after one token may lack, and nothing else may."""
+    """An outline leaves changing axes open, and lets later arrays be absent, nothing else."""
     after_one = Saved("X", {"a": Shape("float32", (1, 1, 8))}, {"b": None, "n": 3})
     after_nine = Saved(
         "X", {"a": Shape("float32", (1, 9, 8)), "b": Shape("float32", (1, 2))}, {"n": 3}

@@ -1,4 +1,4 @@
-"""Session folders that somebody damaged, or made to do harm: each command ends in one line or in what is asked for."""
+"""Damaged session folders end each command in one line or in what is asked for."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from mlxrunner.sessions.store import CACHE, TEXT
 Change = Callable[[random.Random, Path], None]
 DEEP = "[" * 5000 + "]" * 5000
 VALUES = [
-    "null", "true", "-1", "1.5", "1" * 401, "1" * 5000, "-" + "9" * 400, "1e999", "NaN", "-Infinity", "9223372036854775808", '""',
-    '"a\\u0000b"', '"\\ud800"', '"\\u202e\\u001b[31m"', '"a\\nb"', json.dumps("x" * 100_000), "[]", "{}", "[null]", "[[1]]", DEEP,
+    "null", "true", "-1", "1.5", "1" * 401, "1" * 5000, "-" + "9" * 400, "1e999", "NaN",
+    "-Infinity", "9223372036854775808", '""', '"a\\u0000b"', '"\\ud800"', '"\\u202e\\u001b[31m"',
+    '"a\\nb"', json.dumps("x" * 100_000), "[]", "{}", "[null]", "[[1]]", DEEP,
     '{"\\ud800": {"": []}}', '"../.."', '"/dev/zero"', "[0, 1, 2, 3, 4, 5]",
-]  # fmt: skip
+]  # fmt: skip  # values by rows
 
 
 class Raw(str):
@@ -112,7 +113,7 @@ def change_size(rng: random.Random, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A session with two branches and a system prompt, its arrays as they are, and one with them in 8 bits."""
+    """Return a session with two branches and a system prompt, and one with 8-bit arrays."""
     data = tmp_path_factory.mktemp("made")
     for name, options in (("a", []), ("b", ["--session-kv-bits", "8"])):
         run(

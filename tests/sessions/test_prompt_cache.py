@@ -1,4 +1,4 @@
-"""Prompt caches of mlx-lm: what is continued there equals what is continued here, in both directions, with mlx-lm's own functions."""
+"""Prompt caches of mlx-lm continue there as here, through mlx-lm's own functions."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
+from support.models import ARCHITECTURES, tiny_config, tiny_model, write_model
 
 from mlxrunner import Runner
-from mlxrunner.cache.factory import CacheOptions
+from mlxrunner.cache.layers.factory import CacheOptions
 from mlxrunner.cache.saved import Exported
 from mlxrunner.errors import OptionError, SessionError
 from mlxrunner.models.facts import facts_of
 from mlxrunner.sessions.exchange import import_session
 from mlxrunner.sessions.prompt_cache import export_file, import_file
-from mlxrunner.sessions.store import Sessions
+from mlxrunner.sessions.store import SessionStore
 from mlxrunner.testing import ByteTokenizer
-from mlxrunner.testing_models import tiny_config, tiny_model, write_model
 
-ARCHITECTURES = "llama mistral qwen3 deepseek_v3 gemma3_text gpt_oss llama4 qwen3_next lfm2 jamba mamba2".split()
 NEXT = [5, 6, 7]
 
 
@@ -79,10 +78,13 @@ class Tiny:
 
 
 tinies = pytest.mark.parametrize(
-    "tiny", [*((name, None) for name in ARCHITECTURES), ("qwen3", 8), ("llama", 4)], ids=lambda made: f"{made[0]} {made[1] or ''}".strip()
-)  # fmt: skip
+    "tiny",
+    [*((name, None) for name in ARCHITECTURES), ("qwen3", 8), ("llama", 4)],
+    ids=lambda made: f"{made[0]} {made[1] or ''}".strip(),
+)
 
 
+@pytest.mark.exhaustive(8)
 @tinies
 @pytest.mark.parametrize("length", [5, 120])
 def test_mlx_lm_goes_on_from_our_file(
@@ -111,19 +113,20 @@ def test_mlx_lm_goes_on_from_our_file(
     assert (tmp_path / "x.safetensors").stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.exhaustive(8)
 @tinies
 @pytest.mark.parametrize("length", [30, 140])
 def test_we_go_on_from_a_file_of_mlx_lm(
     tmp_path: Path, tiny: tuple[str, int | None], length: int
 ) -> None:
-    """What save_prompt_cache wrote is an entry of the given tokens, and the model says here what it says there."""
+    """A file of save_prompt_cache is an entry of its tokens with the same answer as there."""
     made = Tiny(*tiny)
     said = np.random.default_rng(1).integers(0, 290, length).tolist()
     save_prompt_cache(str(tmp_path / "x.safetensors"), made.their_cache(said))
     entry = import_file(tmp_path / "x.safetensors", made.model, made.options, said)
     assert entry.offsets == [length] * len(entry.caches)
     runner = made.runner()
-    runner.adopt(entry.export())
+    runner.cache.adopt(entry.export())
     chunks = list(runner.generate([*said, *NEXT], max_tokens=8, stop_tokens=[]))
     assert [chunk.token for chunk in chunks] == made.theirs(made.their_cache(said), NEXT)
     usage = chunks[-1].usage
@@ -165,8 +168,8 @@ def file(tmp_path: Path) -> Path:
         ("llama", [], "0 tokens"),
         ("gemma3_text", list(range(40)), "has 2 layers, and the model 3"),
         ("deepseek_v3", list(range(40)), "is of another model"),
-        ("mamba2", list(range(40)), "the kind 'full' instead of 'recurrent'"),
-        ("gpt_oss", list(range(40)), "the kind 'full' instead of 'sliding'"),
+        ("mamba2", list(range(40)), "has a KVCache for a recurrent layer"),
+        ("gpt_oss", list(range(40)), "has a KVCache for a sliding layer"),
     ],
 )
 def test_a_file_that_is_of_something_else_is_one_line(
@@ -258,6 +261,11 @@ def test_bits_that_a_model_cannot_have_are_an_error_in_one_line(tmp_path: Path, 
         match="kv_bits: this model can't use a quantized cache: heads of 16 and 16 numbers",
     ):
         import_session(
-            file, "one", str(tmp_path / "lfm2"), list(range(40)), 8, Sessions(tmp_path / "sessions")
+            file,
+            "one",
+            str(tmp_path / "lfm2"),
+            list(range(40)),
+            8,
+            SessionStore(tmp_path / "sessions"),
         )
-    assert Sessions(tmp_path / "sessions").names() == []
+    assert SessionStore(tmp_path / "sessions").names() == []

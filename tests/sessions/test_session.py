@@ -1,12 +1,14 @@
-"""Tokens of a session that are those of its text are known as such, whatever was said and by which tokenizer."""
+"""Tokens that spell a session's text are known as such, for any text and tokenizer."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 
 from mlxrunner import Runner
 from mlxrunner.chat.conversation import Conversation
-from mlxrunner.chat.history import History, Spelling, Turn
+from mlxrunner.sessions.history import History, Rendering, Turn
 from mlxrunner.sessions.session import Branch, Session
 from mlxrunner.testing import ByteTokenizer, oracle_runner
 
@@ -16,19 +18,19 @@ VOCAB = 300
 def is_kept(history: History, tokenizer: ByteTokenizer | None = None) -> bool:
     """Whether the tokens stay, with a tokenizer of bytes unless another one is given."""
     session = Session("x", {"main": Branch(), "other": Branch(None, history)})
-    tokens = list(history.spelling.tokens)
-    found = session.forget_misspelled(tokenizer or ByteTokenizer(), VOCAB)
-    assert history.spelling.tokens == ([] if found else tokens)
+    found = session.forget_mismatched(tokenizer or ByteTokenizer(), VOCAB)
+    after = session.branches["other"].history
+    assert after.rendering.tokens == (() if found else history.rendering.tokens)
     return not found
 
 
 def spelled(text: str, tokens: list[int], dropped: int = 0) -> History:
-    return History([Turn("a", "b")], Spelling(text, tokens), dropped=dropped)
+    return History((Turn("a", "b"),), Rendering(text, tuple(tokens)), dropped=dropped)
 
 
 @pytest.mark.parametrize("text", ["hello", "naïve 🙂 日本", " two  spaces\n", "\ufffd as it is"])
 def test_tokens_of_the_text_are_kept(text: str) -> None:
-    """And not where one of them is another one, is missing, is one too many, or is none of the model's."""
+    """A token that is wrong, missing, extra or unknown to the model drops them."""
     tokens = list(text.encode())
     assert is_kept(spelled(text, tokens))
     for wrong in (
@@ -46,7 +48,11 @@ def test_halves_of_characters_may_take_others_with_them() -> None:
 
     class Greedy(ByteTokenizer):
         def decode(self, tokens: object) -> str:
-            return super().decode(tokens).replace("]\ufffd", "\ufffd\ufffd")  # type: ignore[arg-type]
+            return (
+                super()
+                .decode(tokens)  # type: ignore[arg-type]
+                .replace("]\ufffd", "\ufffd\ufffd")
+            )
 
     assert is_kept(spelled("[x]abc", [*b"[x]", 0xE2, *b"abc"]), Greedy())
     assert not is_kept(spelled("[x]abcdefgh", [*b"[x]", 0xE2, *b"abc"]), Greedy())
@@ -57,7 +63,9 @@ def test_a_token_in_front_that_is_no_text_is_known() -> None:
 
     class Begins(ByteTokenizer):
         def decode(self, tokens: object) -> str:
-            return "<s>" * (list(tokens)[:1] == [258]) + super().decode(tokens)  # type: ignore[arg-type,call-overload]
+            return "<s>" * (list(tokens)[:1] == [258]) + super().decode(
+                tokens,  # type: ignore[arg-type,call-overload]
+            )
 
         def encode(self, text: str) -> list[int]:
             return [258, *self.encode_more(text)]
@@ -68,7 +76,7 @@ def test_a_token_in_front_that_is_no_text_is_known() -> None:
 
 def test_tokens_without_a_text_are_those_of_caches_from_elsewhere() -> None:
     """Before the first turn only."""
-    assert is_kept(History(spelling=Spelling("", [1, 2, 3])))
+    assert is_kept(History(rendering=Rendering("", (1, 2, 3))))
     assert not is_kept(spelled("", [1, 2, 3]))
 
 
@@ -92,10 +100,10 @@ def shifted() -> Conversation:
 def test_what_a_full_context_has_dropped_is_not_missed(shifted: Conversation) -> None:
     """The text is whole, the tokens are its two ends; other tokens are still seen."""
     history = shifted.history
-    assert is_kept(history.copy())
-    tokens = history.spelling.tokens
-    history.spelling = Spelling(history.spelling.text, [*tokens[:30], *b"other", *tokens[35:]])
-    assert not is_kept(history)
+    assert is_kept(history)
+    tokens = history.rendering.tokens
+    other = Rendering(history.rendering.text, (*tokens[:30], *b"other", *tokens[35:]))
+    assert not is_kept(replace(history, rendering=other))
 
 
 def test_tokens_of_a_real_tokenizer_are_known() -> None:
@@ -111,5 +119,5 @@ def test_tokens_of_a_real_tokenizer_are_known() -> None:
             conversation.runner,
             Session("demo", {"main": Branch(None, conversation.history)}),
         )
-        assert conversation.history.spelling.tokens
-        assert not session.forget_misspelled(runner.tokenizer, runner.facts.vocab)
+        assert conversation.history.rendering.tokens
+        assert not session.forget_mismatched(runner.tokenizer, runner.facts.vocab)

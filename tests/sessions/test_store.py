@@ -1,4 +1,7 @@
-"""Sessions on disk: whole or not at all, for their owner alone, one writer at a time, under names that are nothing but names."""
+"""Sessions on disk are whole or not there, private, and written by one process at a time.
+
+Their names are nothing but names.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +18,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mlxrunner.chat.history import History, Spelling, Turn
 from mlxrunner.errors import SessionError
+from mlxrunner.sessions.history import History, Rendering, Turn
 from mlxrunner.sessions.session import Branch, Session
-from mlxrunner.sessions.store import CACHE, TEXT, Sessions
+from mlxrunner.sessions.store import CACHE, TEXT, SessionStore
 from mlxrunner.sessions.tensors import Buffer
 
 
 def session(text: str = "hello", tokens: int = 5) -> Session:
-    history = History([Turn(text, text)], Spelling(text, list(range(tokens))))
+    history = History((Turn(text, text),), Rendering(text, tuple(range(tokens))))
     return Session(
         "demo", {"main": Branch("be brief", history)}, settings={"options": {"temperature": 0.5}}
     )
@@ -54,7 +57,7 @@ def files_of_at_most(nbytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_what_was_saved_is_loaded(store: Sessions) -> None:
+def test_what_was_saved_is_loaded(store: SessionStore) -> None:
     """Every field, texts of any kind included."""
     saved = session("naïve \x1b[31m \u2028 🙂 \ud800")
     saved.branches["other"] = Branch(None, History())
@@ -63,7 +66,7 @@ def test_what_was_saved_is_loaded(store: Sessions) -> None:
     assert store.names() == ["one"]
 
 
-def test_the_files_are_their_owners_alone(store: Sessions) -> None:
+def test_the_files_are_their_owners_alone(store: SessionStore) -> None:
     """Folders 0700, files 0600, and nothing else is there."""
     store.save("one", session())
     store.save_cache("one", {"x": buffer(1)}, {"a": "b"})
@@ -82,9 +85,9 @@ def test_the_users_folder_is_where_the_system_has_such_things(
     monkeypatch.delenv("MLXRUNNER_DATA", raising=False)
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "xdg"))
-    assert Sessions().folder == tmp_path / "xdg" / "mlxrunner" / "sessions"
+    assert SessionStore().folder == tmp_path / "xdg" / "mlxrunner" / "sessions"
     monkeypatch.setenv("MLXRUNNER_DATA", str(tmp_path / "chosen"))
-    assert Sessions().folder == tmp_path / "chosen" / "sessions"
+    assert SessionStore().folder == tmp_path / "chosen" / "sessions"
 
 
 @pytest.mark.parametrize(
@@ -105,7 +108,7 @@ def test_the_users_folder_is_where_the_system_has_such_things(
         "~",
     ],
 )
-def test_a_name_is_no_path(store: Sessions, name: str) -> None:
+def test_a_name_is_no_path(store: SessionStore, name: str) -> None:
     """Refused in one line by everything that takes a name; nothing is made anywhere."""
     for act in (
         store.load,
@@ -121,13 +124,13 @@ def test_a_name_is_no_path(store: Sessions, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["a", "My-Session_2.1", "größe", "日本"])
-def test_names_are_letters_of_any_language(store: Sessions, name: str) -> None:
+def test_names_are_letters_of_any_language(store: SessionStore, name: str) -> None:
     """With digits, dots, dashes and underscores."""
     store.save(name, session())
     assert store.names() == [name]
 
 
-def test_links_are_not_followed(store: Sessions, tmp_path: Path) -> None:
+def test_links_are_not_followed(store: SessionStore, tmp_path: Path) -> None:
     """Neither in place of a session nor of its files; what they point to stays as it is."""
     outside = tmp_path / "outside"
     outside.mkdir()
@@ -147,7 +150,7 @@ def test_links_are_not_followed(store: Sessions, tmp_path: Path) -> None:
     assert (outside / TEXT).read_text() == "mine"
 
 
-def test_what_is_no_file_is_refused(store: Sessions) -> None:
+def test_what_is_no_file_is_refused(store: SessionStore) -> None:
     """A pipe in place of a file would wait for ever."""
     store.save("one", session())
     (store.folder / "one" / TEXT).unlink()
@@ -162,12 +165,23 @@ def test_what_is_no_file_is_refused(store: Sessions) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "", "{", "[]", "null", "1", '"x"', "[" * 100_000, '{"a":' * 100_000, "\xff", '{"schema": 1}', '{"schema": 2}', '{"schema": NaN}',
+        "",
+        "{",
+        "[]",
+        "null",
+        "1",
+        '"x"',
+        "[" * 100_000,
+        '{"a":' * 100_000,
+        "\xff",
+        '{"schema": 1}',
+        '{"schema": 2}',
+        '{"schema": NaN}',
         '{"schema": ' + "9" * 10_000 + "}",
     ],
     ids=range(13),
-)  # fmt: skip
-def test_a_text_that_is_none_of_ours_is_one_line(store: Sessions, text: str) -> None:
+)
+def test_a_text_that_is_none_of_ours_is_one_line(store: SessionStore, text: str) -> None:
     """Whatever it is."""
     store.save("one", session())
     (store.folder / "one" / TEXT).write_bytes(text.encode("latin-1"))
@@ -180,22 +194,43 @@ def test_a_text_that_is_none_of_ours_is_one_line(store: Sessions, text: str) -> 
 @pytest.mark.parametrize(
     ("path", "value"),
     [
-        (["model"], 3), (["branch"], "nowhere"), (["branches"], []), (["branches", "main"], None), (["settings"], "x"), (["saved_at"], "now"),
-        (["branches", "main", "system"], 1), (["branches", "main", "history", "turns"], {}), (["branches", "main", "history", "turns", 0], 7),
-        (["branches", "main", "history", "turns", 0, "user"], ["x"]), (["branches", "main", "history", "first"], 9),
-        (["branches", "main", "history", "first"], -1), (["branches", "main", "history", "dropped"], -1),
-        (["branches", "main", "history", "spelling", "tokens"], [1, -1]), (["branches", "main", "history", "spelling", "tokens"], [1.5]),
-        (["branches", "main", "history", "spelling", "tokens"], [2**31]), (["branches", "main", "history", "spelling", "tokens"], [True]),
+        (["model"], 3),
+        (["branch"], "nowhere"),
+        (["branches"], []),
+        (["branches", "main"], None),
+        (["settings"], "x"),
+        (["saved_at"], "now"),
+        (["branches", "main", "system"], 1),
+        (["branches", "main", "history", "turns"], {}),
+        (["branches", "main", "history", "turns", 0], 7),
+        (["branches", "main", "history", "turns", 0, "user"], ["x"]),
+        (["branches", "main", "history", "first"], 9),
+        (["branches", "main", "history", "first"], -1),
+        (["branches", "main", "history", "dropped"], -1),
+        (["branches", "main", "history", "spelling", "tokens"], [1, -1]),
+        (["branches", "main", "history", "spelling", "tokens"], [1.5]),
+        (["branches", "main", "history", "spelling", "tokens"], [2**31]),
+        (["branches", "main", "history", "spelling", "tokens"], [True]),
         (["branches", "main", "history", "turns", 0, "ends"], {"characters": 0, "tokens": 99}),
-        (["branches", "main", "history", "turns", 0, "begins"], {"characters": -1, "tokens": 0}), (["fingerprint"], None),
-        (["branches", "main", "history", "turns", 0], TURN | {"begins": END | {"characters": 0}, "ends": END | {"tokens": 0}}),
-        (["branches", "main", "history", "turns", 0], TURN | {"begins": END | {"tokens": 0}, "ends": END | {"characters": 0}}),
-        (["branches", "main", "history", "turns"], [TURN | {"ends": END}, TURN | {"begins": BEGIN}]),
+        (["branches", "main", "history", "turns", 0, "begins"], {"characters": -1, "tokens": 0}),
+        (["fingerprint"], None),
+        (
+            ["branches", "main", "history", "turns", 0],
+            TURN | {"begins": END | {"characters": 0}, "ends": END | {"tokens": 0}},
+        ),
+        (
+            ["branches", "main", "history", "turns", 0],
+            TURN | {"begins": END | {"tokens": 0}, "ends": END | {"characters": 0}},
+        ),
+        (
+            ["branches", "main", "history", "turns"],
+            [TURN | {"ends": END}, TURN | {"begins": BEGIN}],
+        ),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_text_with_a_wrong_value_is_one_line(
-    store: Sessions, path: list[str], value: object
+    store: SessionStore, path: list[str], value: object
 ) -> None:
     """Types, bounds and what belongs together are checked."""
     store.save("one", session())
@@ -211,8 +246,11 @@ def test_a_text_with_a_wrong_value_is_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_a_full_disk_costs_nothing_that_was_there(store: Sessions) -> None:
-    """Text first: where only the caches have no room, the new text is kept with the old caches; nothing half-written stays."""
+def test_a_full_disk_costs_nothing_that_was_there(store: SessionStore) -> None:
+    """The new text stays with the old caches where only these have no room.
+
+    Nothing half-written stays.
+    """
     store.save("one", session("old"))
     store.save_cache("one", {"x": buffer(1)}, {})
     with files_of_at_most(2000):
@@ -234,20 +272,20 @@ def test_a_full_disk_costs_nothing_that_was_there(store: Sessions) -> None:
 
 
 def test_what_is_saved_is_on_the_disk_in_whole(
-    store: Sessions, monkeypatch: pytest.MonkeyPatch
+    store: SessionStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The file before it gets its name, then the folder: not only as far as the drive's own memory."""
+    """The file is synced before it gets its name, then the folder, down to the medium."""
     synced: list[str] = []
     kinds = {stat.S_IFREG: "file", stat.S_IFDIR: "folder"}
     monkeypatch.setattr(
-        "mlxrunner.sessions.files.whole_sync",
+        "mlxrunner.sessions.folder.whole_sync",
         lambda fd: synced.append(kinds[stat.S_IFMT(os.fstat(fd).st_mode)]),
     )
     store.save("one", session())
     assert synced == ["file", "folder"]
 
 
-def test_a_session_that_could_not_be_begun_is_not_there(store: Sessions) -> None:
+def test_a_session_that_could_not_be_begun_is_not_there(store: SessionStore) -> None:
     """Nor is its folder."""
     with files_of_at_most(10), pytest.raises(SessionError):
         store.save("one", session())
@@ -258,15 +296,15 @@ def test_a_folder_that_can_not_be_made_is_one_line(tmp_path: Path) -> None:
     """A file where the data folder should be."""
     (tmp_path / "file").write_text("")
     with pytest.raises(SessionError, match="no folder for sessions can be made"):
-        Sessions(tmp_path / "file" / "sessions").save("one", session())
+        SessionStore(tmp_path / "file" / "sessions").save("one", session())
 
 
-def test_removing(store: Sessions) -> None:
+def test_removing(store: SessionStore) -> None:
     """Everything of it goes; what is not there, or open elsewhere, is said."""
     store.save("one", session())
     store.save_cache("one", {"x": buffer(1)}, {})
     with (
-        Sessions(store.folder).lock("one"),
+        SessionStore(store.folder).lock("one"),
         pytest.raises(SessionError, match="open in another chat"),
     ):
         store.remove("one")
@@ -279,15 +317,15 @@ def test_removing(store: Sessions) -> None:
 HOLD = """
 import sys, time
 from pathlib import Path
-from mlxrunner.sessions.store import Sessions
-with Sessions(Path(sys.argv[1])).lock("one"):
+from mlxrunner.sessions.store import SessionStore
+with SessionStore(Path(sys.argv[1])).lock("one"):
     print("held", flush=True)
-    time.sleep(60)
+    time.sleep(3600)
 """
 
 
-def test_two_processes_can_not_write_one_session(store: Sessions) -> None:
-    """The second is refused in one line, reading is not; when the first is killed the session is free."""
+def test_two_processes_can_not_write_one_session(store: SessionStore) -> None:
+    """A second writer is refused in one line, a reader is not, and a kill frees the session."""
     store.save("one", session())
     with subprocess.Popen(
         [sys.executable, "-c", HOLD, str(store.folder)], stdout=subprocess.PIPE, text=True
@@ -309,9 +347,9 @@ KILLED = """
 import os, random, signal, sys, time
 from pathlib import Path
 import numpy as np
-from mlxrunner.chat.history import History, Spelling, Turn
+from mlxrunner.sessions.history import History, Rendering, Turn
 from mlxrunner.sessions.session import Branch, Session
-from mlxrunner.sessions.store import Sessions
+from mlxrunner.sessions.store import SessionStore
 from mlxrunner.sessions.tensors import Buffer
 assert "mlx" not in sys.modules
 
@@ -319,29 +357,39 @@ folder = Path(sys.argv[1])
 kept = 0
 found = {"nothing new": 0, "newer text": 0, "newer caches": 0}
 
-def saving(first):
-    store = Sessions(folder)
+def saving(first, saved):
+    store = SessionStore(folder)
     with store.lock("one"):
         for n in range(first, first + 10_000):
-            turns = [Turn(f"turn {n}", "x" * (n % 50))] * 20
-            store.save("one", Session("demo", {"main": Branch(None, History(turns, Spelling("", [n] * 2000)))}))
+            turns = (Turn(f"turn {n}", "x" * (n % 50)),) * 20
+            store.save("one", Session("demo", {"main": \
+Branch(None, History(turns, Rendering("", (n,) * 2000)))}))
+            os.write(saved, b"t")
             rows = np.full(300_000 + n, n, np.int32)
-            store.save_cache("one", {"tokens": Buffer("int32", rows.shape, rows.view(np.uint8).data)}, {"n": str(n)})
+            store.save_cache("one", \
+{"tokens": Buffer("int32", rows.shape, rows.view(np.uint8).data)}, {"n": str(n)})
+            os.write(saved, b"c")
 
 caches = 0
 for attempt in range(50):
+    read, write = os.pipe()
     child = os.fork()
     if child == 0:
-        saving(kept + 1)
+        saving(kept + 1, write)
+    os.close(write)
+    for _ in range(attempt % 4):  # from before its first text to after its second one
+        os.read(read, 1)
     time.sleep(random.uniform(0.001, 0.05))
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    store = Sessions(folder)
+    os.close(read)
+    store = SessionStore(folder)
     if not store.exists("one"):
         continue
     session = store.load("one")
-    n = session.history.spelling.tokens[0]
-    assert session.history.spelling.tokens == [n] * 2000 and session.messages[0]["content"] == f"turn {n}", n
+    n = session.history.rendering.tokens[0]
+    assert session.history.rendering.tokens == (n,) * 2000 \
+and session.messages[0]["content"] == f"turn {n}", n
     assert n >= kept
     found["newer text" if n > kept else "nothing new"] += 1
     kept = n
@@ -357,7 +405,7 @@ print(found["newer text"], found["newer caches"], len(os.listdir(folder / "one")
 
 
 def test_killed_fifty_times_while_saving(tmp_path: Path) -> None:
-    """kill -9 at any moment: text and caches are each whole, as they were saved last or once before, and saving goes on."""
+    """Text and caches are each whole after kill -9 at any moment, and saving goes on."""
     done = subprocess.run(
         [sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True
     )
@@ -366,7 +414,7 @@ def test_killed_fifty_times_while_saving(tmp_path: Path) -> None:
     assert texts >= 5
     assert caches >= 1
     assert files <= 4
-    store = Sessions(tmp_path)
+    store = SessionStore(tmp_path)
     store.save("one", session("after all"))
     store.save_cache("one", {"x": buffer(1)}, {})
     assert sorted(os.listdir(tmp_path / "one")) == [CACHE, TEXT]

@@ -1,4 +1,4 @@
-"""What is particular to a tokenizer.json: transformers reads it, and neither asks nor looks anything up while it does."""
+"""transformers reads a tokenizer.json without asking or looking anything up."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_class_name_in_the_configuration_changes_no_tokens(
 def test_a_tokenizer_that_transformers_builds_anew_keeps_every_promise(
     copy_of: Callable[..., Path], kind: str, name: str, model_type: str, legacy: bool | None
 ) -> None:
-    """For some classes it takes only the vocabulary from the file: the text, BOS and the stream are right all the same."""
+    """The text, BOS and the stream are right where only the vocabulary comes from the file."""
     folder = copy_of(kind, tokenizer_class=name, legacy=legacy)
     (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
     tokenizer = load_tokenizer(folder)
@@ -154,7 +154,8 @@ def test_a_folder_of_other_files_has_no_tokenizer(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
     text = str(error.value)
     assert text.startswith(
-        f"{tmp_path}: no tokenizer could be loaded: neither tokenizer.json nor tokenizer.model is there"
+        f"{tmp_path}: no tokenizer could be loaded: neither tokenizer.json nor tokenizer.model is "
+        "there"
     )
     assert "\n" not in text
 

@@ -1,11 +1,15 @@
-"""From a token to its character in the conversation's text, with each kind of tokenizer: what divergences are placed by."""
+"""Each token of a conversation leads to its character, for each kind of tokenizer.
+
+Divergences are placed by this.
+"""
 
 from __future__ import annotations
 
 from mlxrunner.models.resolve import DEMO_FOLDER
-from mlxrunner.profiling.divergence import Divergences
-from mlxrunner.tokenizer import Message, Tokenizer, load_tokenizer
-from mlxrunner.tokenizer.prompt import prepare
+from mlxrunner.profiling.record.divergence import Divergences
+from mlxrunner.templates.messages import Message
+from mlxrunner.tokenizer import Tokenizer, load_tokenizer
+from mlxrunner.tokenizer.prompt import tokenize_prompt
 
 CHAT: list[Message] = [
     {"role": "user", "content": "the quick brown fox größer 日本語 😀"},
@@ -15,7 +19,7 @@ CHAT: list[Message] = [
 
 
 def check(tokenizer: Tokenizer) -> None:
-    prepared, divergences = prepare(tokenizer, CHAT), Divergences(tokenizer)
+    prepared, divergences = tokenize_prompt(tokenizer, CHAT), Divergences(tokenizer)
     parts, before = set(), 0
     for index, token in enumerate(prepared.tokens.tolist()):
         at = divergences._character(prepared, prepared.tokens, index)
@@ -32,7 +36,7 @@ def check(tokenizer: Tokenizer) -> None:
 
 
 def test_every_token_is_found_in_the_text(tokenizer: Tokenizer) -> None:
-    """Also where a decoder adds or drops spaces, BOS stands in front, and a character takes several tokens."""
+    """A token is found behind BOS, changed spaces, and characters of several tokens."""
     check(tokenizer)
 
 

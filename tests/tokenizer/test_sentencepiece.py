@@ -1,4 +1,4 @@
-"""What is particular to a `tokenizer.model`: pieces, symbols, tokens beyond the pieces, damaged side files."""
+"""A `tokenizer.model` has pieces, symbols and tokens beyond them, or damaged side files."""
 
 from __future__ import annotations
 

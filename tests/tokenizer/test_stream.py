@@ -1,4 +1,4 @@
-"""Text token by token: what comes out is what decoding at once gives, no character is broken, stop strings are cut exactly."""
+"""The stream gives what decoding at once gives, whole characters and exact stops."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.sample import examples
 
 from mlxrunner.tokenizer import Tokenizer, load_tokenizer
 from mlxrunner.tokenizer.stream import ByteStream, DecodeStream, StopScanner
 
 BROKEN = "\ufffd"
-FIXTURE = settings(
-    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None
-)
+FIXTURE = examples(60)
 """For tests that use a tokenizer, which no example changes."""
-# SentencePiece's and Metaspace's mark for a space can't be told from one; U+FFFD is the subject of tests of its own.
+# SentencePiece's and Metaspace's mark for a space can't be told from one; U+FFFD is the subject of
+# tests of its own.
 texts = st.text(
     st.characters(exclude_categories=["Cs"], exclude_characters="▁" + BROKEN), max_size=40
 )
@@ -122,7 +122,7 @@ def test_a_stream_of_random_tokens_adds_up_to_the_decoded_text(
 @FIXTURE
 @given(data=st.data())
 def test_random_tokens_never_break_a_stream(tokenizer: Tokenizer, data: Any) -> None:
-    """Also ids beyond the vocabulary, which a model with padded logits may give; text that follows is whole again."""
+    """Text after random ids, also beyond the vocabulary, is whole again."""
     context = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 3), max_size=12))
     tokens = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 3), max_size=30))
     text = "".join(streamed(tokenizer, context, [*tokens, *tokenizer.encode_more("the dog")]))
@@ -329,9 +329,19 @@ def test_exactly_what_may_begin_a_stop_string_is_held_back(
         (["bc", "abc"], ["abc"], [""], True),
         (["é"], ["e", "\u0301", "é"], ["e", "\u0301", ""], True),
     ],
-    ids=["none", "split", "almost", "end of text", "fallback", "overlap with itself", "the shorter one ends first", "in one piece",
-         "the longer one begins first", "code points"],
-)  # fmt: skip
+    ids=[
+        "none",
+        "split",
+        "almost",
+        "end of text",
+        "fallback",
+        "overlap with itself",
+        "the shorter one ends first",
+        "in one piece",
+        "the longer one begins first",
+        "code points",
+    ],
+)
 def test_a_stop_string_by_example(
     stops: list[str], pieces: list[str], expected: list[str], stopped: bool
 ) -> None:

@@ -1,4 +1,4 @@
-"""What every tokenizer promises, whatever library is behind it: texts come back, BOS stands there once, answers end."""
+"""Texts come back, BOS stands there once and answers end, with any tokenizer library."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.models import write_model
+from support.sample import examples
 
 from mlxrunner import PromptError, Runner
-from mlxrunner.testing_models import write_model
 from mlxrunner.tokenizer import Tokenizer, load_tokenizer
 
-FIXTURE = settings(
-    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=80, deadline=None
-)
+FIXTURE = examples(80)
 HOSTILE = {
     "empty": "",
     "one space": " ",
@@ -50,7 +49,10 @@ USER: Any = [{"role": "user", "content": "hi"}]
 
 
 def comes_back(tokenizer: Tokenizer, kind: str, text: str) -> bool:
-    """Whether `text` encoded and decoded is the same. Metaspace takes a first space for the one that it would add."""
+    """Whether `text` encoded and decoded is the same.
+
+    Metaspace takes a first space for the one that it would add.
+    """
     tokens = tokenizer.encode(text)[1 if kind in BOS else 0 :]
     return tokenizer.decode(tokens) == (text.removeprefix(" ") if kind == "metaspace" else text)
 
@@ -64,7 +66,10 @@ def test_a_hostile_text_comes_back(tokenizer: Tokenizer, kind: str, text: str) -
 @FIXTURE
 @given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁<")))
 def test_any_text_comes_back(tokenizer: Tokenizer, kind: str, text: str) -> None:
-    """Every character has a token or bytes. Not here: names of tokens, and SentencePiece's mark for a space, which is read as one."""
+    """Every character has a token or bytes.
+
+    Not here: names of tokens, and SentencePiece's mark for a space, which is read as one.
+    """
     assert comes_back(tokenizer, kind, text)
 
 
@@ -135,7 +140,7 @@ def test_text_that_goes_on_has_no_bos(tokenizer: Tokenizer, kind: str) -> None:
 def test_a_text_may_be_encoded_in_two_parts_that_meet_at_a_special_token(
     tokenizer: Tokenizer, kind: str, before: str, after: str
 ) -> None:
-    """As a conversation goes on behind the token that ended an answer: the same tokens as all at once."""
+    """A conversation that goes on behind an end token has the tokens of encoding it at once."""
     end = END.get(kind, "</s>")
     assert tokenizer.encode(before + end) + tokenizer.encode_more(after) == tokenizer.encode(
         before + end + after
@@ -190,7 +195,7 @@ def test_a_tokenizer_that_wants_no_bos_gets_none(copy_of: Callable[..., Path], k
 def test_stop_tokens_are_the_given_ones_the_tokenizers_and_the_templates(
     directories: Any, kind: str, given_tokens: Any
 ) -> None:
-    """The end of a sequence, what the configuration says, and the end of a turn that the template writes."""
+    """Stop tokens are the end of a sequence, the configuration's, and the template's turn end."""
     tokenizer = load_tokenizer(directories[kind], given_tokens)
     eos = {"byte_level": "<|endoftext|>", "byte_level_bos": "<|end_of_text|>"}.get(kind, "</s>")
     named = {eos} | ({END[kind]} if kind in END else set())

@@ -1,4 +1,4 @@
-"""The bytes of each token, for every kind of tokenizer: joined they are the text, and masks made of them lead to valid answers."""
+"""The bytes of tokens join to the text, and masks of them lead to valid answers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from mlxrunner import OptionError
-from mlxrunner.config import GenerateOptions
-from mlxrunner.constrain import constraint_of
+from mlxrunner.engine.constrain import constraint_of
+from mlxrunner.options import GenerateOptions
 from mlxrunner.tokenizer import Tokenizer, load_tokenizer
 from mlxrunner.tokenizer.vocabulary import Vocabulary
 
@@ -41,7 +41,7 @@ SCHEMA: dict[str, Any] = {
 
 
 def walk(tokenizer: Tokenizer, seed: int, **form: Any) -> tuple[str, list[int]]:
-    """An answer of tokens chosen blindly among the possible ones, as a reader sees it, who has seen a prompt before it."""
+    """Return a blindly chosen answer of possible tokens as its reader sees it after a prompt."""
     rng = random.Random(seed)
     width = tokenizer.vocab_size + 7
     constraint = constraint_of(GenerateOptions.of(**form), tokenizer, width)
@@ -120,12 +120,7 @@ def test_a_vocabulary_with_gaps_spells_what_it_can() -> None:
         text
         for text in ("ab", "abcab", "cabc", "éab", "a", "b", "abb", "e")
         if vocabulary.can_spell(text)
-    ] == [
-        "ab",
-        "abcab",
-        "cabc",
-        "éab",
-    ]
+    ] == ["ab", "abcab", "cabc", "éab"]
 
 
 def word_pieces(folder: Path) -> None:
@@ -162,7 +157,7 @@ def test_a_tokenizer_whose_tokens_are_not_bytes_is_refused(tmp_path: Path) -> No
 
 
 def test_added_words_are_not_used(copy_of: Callable[..., Path]) -> None:
-    """A tokenizer.json may have them between its pieces: they are special or not, and never part of an answer in a form."""
+    """Added words between a tokenizer.json's pieces are never part of an answer in a form."""
     folder = copy_of("byte_level")
     file = folder / "tokenizer.json"
     content = json.loads(file.read_text())

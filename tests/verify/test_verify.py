@@ -1,8 +1,7 @@
-"""`mlxrunner verify`: passes on every kind of layer, and fails, with the row named, on caches that are wrong."""
+"""`mlxrunner verify` passes on every kind of layer, and names the row of wrong caches."""
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -11,25 +10,18 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from click.testing import CliRunner, Result
+from support.models import save_model, tiny_config, tiny_model, write_model, write_tokenizer
 
 from mlxrunner import OptionError, Runner, cli
-from mlxrunner.cache.causal import CausalCache
 from mlxrunner.cache.entry import CacheEntry
-from mlxrunner.cache.full import FullAttentionCache
-from mlxrunner.cache.recurrent import RecurrentCache
-from mlxrunner.cache.sequences import Batch
-from mlxrunner.cache.sliding import SlidingWindowCache
+from mlxrunner.cache.layers.full import FullAttentionCache
+from mlxrunner.cache.layers.recurrent import RecurrentCache
+from mlxrunner.cache.layers.sliding import SlidingWindowCache
+from mlxrunner.cache.shared.causal import CausalCache
+from mlxrunner.cache.shared.sequences import Batch
 from mlxrunner.parallel.adapt import Adapted, PerTokenRope
 from mlxrunner.parallel.runner import ParallelRunner
-from mlxrunner.terminal import Steps
 from mlxrunner.testing import oracle_runner
-from mlxrunner.testing_models import (
-    save_model,
-    tiny_config,
-    tiny_model,
-    write_model,
-    write_tokenizer,
-)
 from mlxrunner.verify.run import NUM_PARTS, Verification, _affordable
 from mlxrunner.verify.scenarios import SCENARIOS, SMALLEST, Talk
 
@@ -73,10 +65,11 @@ def oracle_verification(*kinds: str, budget: int = 2**20) -> Verification:
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows that move and checkpoints that come every few tokens."""
-    monkeypatch.setattr("mlxrunner.cache.sliding.STEP", 8)
+    monkeypatch.setattr("mlxrunner.cache.layers.extents.STEP", 8)
     monkeypatch.setattr("mlxrunner.cache.checkpoints.SPACING", 20)
 
 
+@pytest.mark.exhaustive(3)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_kind_of_layer_passes(architecture: str, tmp_path: Path) -> None:
     """Every row is there, and tested where the model can do what it is about."""
@@ -108,11 +101,11 @@ def test_every_kind_of_layer_passes(architecture: str, tmp_path: Path) -> None:
     ids=["recurrent", "composite", "chunked", "unknown"],
 )
 def test_a_model_that_hides_nothing_passes(kinds: list[str], untested: set[str]) -> None:
-    """The oracle's answer depends on every key in sight; what can't be reused is not called tested."""
+    """The oracle's answer depends on every key in sight; layers that reuse nothing are untested."""
     report = oracle_verification(*kinds, budget=0 if untested else 2**20).run()
     assert report.passed, report.table()
     assert not report.is_blind
-    verdicts = {row.name: report.verdict(row) for row in report.rows}
+    verdicts = {row.name: report.verdict(row) for row in report.checks}
     assert {name for name in list(SCENARIOS)[:6] if verdicts[name] == "not tested"} == untested
 
 
@@ -139,7 +132,7 @@ def test_too_short_a_context_is_refused() -> None:
 def test_a_model_that_does_not_exist_is_named() -> None:
     """Also one of random weights."""
     assert "no such model" in run("/nowhere/at/all").stderr
-    assert "a random model is named by its size: random:100M" in run("random:many").stderr
+    assert "name a random model like random:100M" in run("random:many").stderr
     assert run("random:9999G").exit_code == 2
 
 
@@ -237,11 +230,18 @@ def rotate_by_a_wrong_offset(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def shift_by_one_less(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys are moved to a position beside theirs."""
-    from mlxrunner.cache.rotate import rotators
+    from mlxrunner.cache.layers.rotate import rotators
 
-    monkeypatch.setattr("mlxrunner.runner.rotators", lambda model, caches, by: rotators(model, caches, by + 1) and [
-        (lambda keys, _, way=way: way(keys, by + 1)) for way in rotators(model, caches, by + 1) or ()
-    ])  # fmt: skip
+    monkeypatch.setattr(
+        "mlxrunner.runner.rotators",
+        lambda model, caches, by: (
+            rotators(model, caches, by + 1)
+            and [
+                (lambda keys, _, way=way: way(keys, by + 1))
+                for way in rotators(model, caches, by + 1) or ()
+            ]
+        ),
+    )
 
 
 def restore_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,9 +264,7 @@ def window_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
         rewind(self, to)
         if self._stored is not None:
             values = mx.roll(self._stored.values, 1, axis=2)
-            self._stored = type(self._stored)(
-                self._stored.keys, values, self._stored.first, self._stored.rows
-            )
+            self._stored = self._stored._replace(values=values)
 
     monkeypatch.setattr(SlidingWindowCache, "rewind", wrong)
 
@@ -282,7 +280,7 @@ def another_prompt_in_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def other_places_in_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond the 40th token a sequence lies one position too far: for prompts with nothing in common as for others."""
+    """Put a sequence one position too far beyond its 40th token, shared prefix or not."""
     forward = Adapted.forward
 
     def wrong(
@@ -313,7 +311,7 @@ def no_walls_in_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def a_shared_token_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only a prefix that is shared lacks a token: nothing is wrong with prompts that have nothing in common."""
+    """Take one token from a shared prefix only, and leave other prompts right."""
     monkeypatch.setattr(CausalCache, "can_resume", lambda self, sequence, position: True)
     copy = CausalCache.copy_prefix
     monkeypatch.setattr(
@@ -323,6 +321,7 @@ def a_shared_token_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.exhaustive(4)
 @pytest.mark.parametrize(
     ("break_it", "architecture", "rows"),
     [
@@ -426,22 +425,6 @@ def test_what_is_done_is_said_on_stderr() -> None:
     assert len(lines) == NUM_PARTS
     assert result.stdout.startswith("demo on ")
     assert "14 of 14 rows tested, and reuse changes nothing in them." in result.stdout
-
-
-def test_a_terminal_shows_a_bar_that_goes_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the step's name, which can't drive the terminal; nothing of it stays."""
-    screen = io.StringIO()
-    screen.isatty = lambda: True  # type: ignore[method-assign]
-    monkeypatch.setattr("sys.stderr", screen)
-    monkeypatch.setenv("TERM", "xterm-256color")
-    steps = Steps("verify", 2)
-    steps("loading \x1b[31mred[bold]")
-    steps("append")
-    steps.close()
-    shown = screen.getvalue()
-    assert "verify: loading \\x1b[31mred[bold]" in shown or "verify: append" in shown
-    assert "\x1b[31mred" not in shown
-    assert shown.endswith("\x1b[2K")
 
 
 def test_the_context_is_chosen_by_the_speed() -> None:

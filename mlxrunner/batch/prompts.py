@@ -1,0 +1,241 @@
+"""Turn the prompts of a batch into tokens, and count what each shares with the prompts before it.
+
+A prompt is compared only with the one before it, whose tokens the one entry holds. Prefix order
+sorts prompts by token ids, depth-first through the tree of their prefixes. Each prompt then follows
+the one with which it shares most, and every node of the tree is evaluated once. No cache of any
+size evaluates fewer tokens. No tensors.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+import numpy as np
+
+from mlxrunner.batch.lines import Line
+from mlxrunner.batch.store import Order, Store, StoredLine
+from mlxrunner.cache.lookup import Earlier
+from mlxrunner.cache.tokens import TokenArray, as_tokens, common_prefix
+from mlxrunner.errors import OptionError, PromptError
+from mlxrunner.options import GenerateOptions
+from mlxrunner.templates.messages import Message
+from mlxrunner.terminal.text import one_line
+from mlxrunner.tokenizer import Tokenizer
+from mlxrunner.tokenizer.prompt import (
+    Prompt,
+    TokenizedPrompt,
+    check_length,
+    check_tokens,
+    shift_of,
+    tokenize_prompt,
+)
+
+RECENT = 64
+"""The number of lines that are remembered.
+
+In prefix order, no line shares more with an earlier line than with the last of these.
+"""
+
+
+def tokenize_lines(
+    store: Store,
+    lines: Iterable[Line],
+    tokenizer: Tokenizer,
+    *,
+    context: int,
+    defaults: Mapping[str, Any] | None = None,
+) -> None:
+    """Add the lines to the store with their tokens. Call the store's `finish` afterwards.
+
+    `context` is the most tokens of a prompt and its answer, and `defaults` are the options of the
+    batch. A line gets an error if the tokenizer or the chat template refuses its prompt, or if the
+    prompt leaves no room in the context. Where a full context is shifted, only the part that the
+    shift keeps has to leave room.
+    """
+    for line in lines:
+        tokens, options, error = as_tokens([]), line.options, line.error
+        if error is None:
+            try:
+                prompt = _tokenize(line, tokenizer, defaults or {})
+                check_tokens(prompt.tokens)
+                options = _within(context, line, prompt, tokenizer, defaults or {})
+                tokens = prompt.tokens
+            except (PromptError, OptionError) as problem:
+                error = f"line {line.number}: {one_line(str(problem))}"
+        text = line.prompt if error is None and is_text(line.prompt) else None
+        store.add(
+            StoredLine(line.index, line.number, tokens, line.id, line.format, options, error, text)
+        )
+
+
+def is_text(prompt: Prompt) -> TypeGuard[str | Sequence[Message]]:
+    """Return True for a text or messages, False for tokens."""
+    return isinstance(prompt, str) or (
+        isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+    )
+
+
+def _tokenize(line: Line, tokenizer: Tokenizer, defaults: Mapping[str, Any]) -> TokenizedPrompt:
+    """Tokenize a prompt with the template variables and tools of its line.
+
+    Messages also get the template variables and tools of the defaults.
+    """
+    has_messages = is_text(line.prompt) and not isinstance(line.prompt, str)
+    options = GenerateOptions.of(**{**(defaults if has_messages else {}), **line.options})
+    return tokenize_prompt(tokenizer, line.prompt, options.variables)
+
+
+def _within(
+    context: int,
+    line: Line,
+    prompt: TokenizedPrompt,
+    tokenizer: Tokenizer,
+    defaults: Mapping[str, Any],
+) -> Mapping[str, Any]:
+    """Return the line's options, and the number of tokens that a shift keeps by default.
+
+    Only the messages tell where the system prompt ends. Raise PromptError if the prompt does not
+    fit.
+    """
+    together = {**defaults, **line.options}
+    if together.get("overflow") == "shift":
+        shift = shift_of(GenerateOptions.of(**together), tokenizer, prompt, context)
+        return line.options if shift is None else {**line.options, "keep": shift.keep}
+    check_length(prompt.tokens, context)
+    return line.options
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The tokens of prompts that run one after the other with one entry.
+
+    For sorted prompts `evaluated == nodes + repeats`: if the entry holds a whole prompt, its last
+    token is evaluated again for its logits. `nodes` and `repeats` describe all prompts only if they
+    are sorted.
+    """
+
+    prompts: int = 0
+    """The number of prompts."""
+    tokens: int = 0
+    """The tokens of all prompts."""
+    evaluated: int = 0
+    """The tokens that are evaluated with one entry, in this order."""
+    nodes: int = 0
+    """The nodes of the tree of their prefixes."""
+    repeats: int = 0
+    """The number of prompts that the prompt before them begins with."""
+
+
+def cost(prompts: Iterable[TokenArray]) -> Cost:
+    """Return the cost of the prompts in this order, beginning with an empty entry.
+
+    Two prompts are in memory at a time.
+    """
+    entry = np.empty(0, np.int32)
+    count = tokens = evaluated = nodes = repeats = 0
+    for prompt in prompts:
+        shared = common_prefix(entry, prompt)
+        count += 1
+        tokens += len(prompt)
+        nodes += len(prompt) - shared
+        evaluated += len(prompt) - min(shared, len(prompt) - 1)
+        repeats += shared == len(prompt)
+        entry = prompt
+    return Cost(count, tokens, evaluated, nodes, repeats)
+
+
+@dataclass
+class _BegunLine:
+    """A line that has begun."""
+
+    index: int
+    """The number of the line, from 0."""
+    tokens: TokenArray
+    reached: int
+    """The number of its tokens that are evaluated, or will be."""
+
+
+class Begun:
+    """The lines that have begun, to tell how much of the next one was evaluated before.
+
+    Another order or a larger cache could have kept that part. Over all lines, the tokens lost this
+    way are those evaluated beyond the tree of their prefixes.
+    """
+
+    def __init__(self, known: array[int] | None = None, *, parallel: bool = False) -> None:
+        """Take `known`, the result of `shared_before`; None if the lines run in prefix order.
+
+        `parallel` says that several lines run at a time.
+        """
+        self._known, self._recent = known, deque[_BegunLine](maxlen=RECENT)
+        self._reason = "batch_order" if known is not None else "line_failed"
+        if parallel and known is None:
+            self._reason = "side_by_side"
+
+    @classmethod
+    def of(cls, store: Store, order: Order, *, parallel: bool) -> Begun:
+        """Make it for the lines of `store` that run in `order`."""
+        if order == "prefix":
+            return cls(parallel=parallel)
+        return cls(shared_before(store.pending("prefix"), store.counts.lines), parallel=parallel)
+
+    def begin(self, index: int, tokens: TokenArray) -> Earlier:
+        """Begin line `index` with these tokens, and return how much of it earlier lines share."""
+        own = next((line for line in self._recent if line.index == index), None)
+        shared, is_repeat = self._shared(index, tokens)
+        if own is not None:
+            self._recent.remove(own)
+        self._recent.append(_BegunLine(index, tokens, len(tokens)))
+        if own is not None and own.reached > shared:
+            return Earlier(own.reached, is_repeat, "line_failed")
+        return Earlier(shared, is_repeat, self._reason)
+
+    def failed(self, index: int, reached: int) -> None:
+        """End line `index` early, after `reached` of its tokens were evaluated or reused."""
+        for line in self._recent:
+            if line.index == index:
+                line.reached = min(reached, len(line.tokens))
+
+    def _shared(self, index: int, tokens: TokenArray) -> tuple[int, bool]:
+        """Return the tokens that an earlier line shares, and True if it has the same prompt."""
+        if self._known is not None:
+            return self._known[index] >> 1, bool(self._known[index] & 1)
+        most, is_repeat = 0, False
+        for line in self._recent:
+            if line.index != index:
+                shared = min(common_prefix(line.tokens, tokens), line.reached)
+                most = max(most, shared)
+                is_repeat |= shared == len(tokens) == len(line.tokens)
+        return most, is_repeat
+
+
+def shared_before(lines: Iterable[StoredLine], count: int) -> array[int]:
+    """Return for each of `count` lines what it shares with any line before it in the input.
+
+    Item `index` is twice the number of shared tokens, plus one if a line before has the same
+    prompt. `lines` come in prefix order. Among the lines that come earlier in the input, the
+    nearest on each side in prefix order share most.
+    """
+    found = array("q", bytes(8 * count))
+    # Each line on the stack comes earlier in the input than the line above it. The second number
+    # is that of the tokens that it shares with the line below.
+    stack: list[tuple[int, int]] = []
+    before: TokenArray | None = None
+    for line in lines:
+        if line.error is not None:
+            continue
+        shared = 0 if before is None else common_prefix(before, line.tokens)
+        is_repeat = before is not None and shared == len(before) == len(line.tokens)
+        before = line.tokens
+        while stack and stack[-1][0] > line.index:
+            index, below = stack.pop()
+            found[index] = max(found[index], 2 * shared)
+            shared = min(shared, below)
+        shared = shared if stack else 0
+        found[line.index] = 2 * shared + is_repeat
+        stack.append((line.index, shared))
+    return found

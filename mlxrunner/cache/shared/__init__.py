@@ -1,0 +1,1 @@
+"""Caches that hold many sequences at once, for parallel generation."""

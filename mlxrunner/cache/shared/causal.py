@@ -1,0 +1,394 @@
+"""The cache of causal attention for several sequences: full, windowed or chunked.
+
+It has the semantics of Ollama's causal cache. The buffers of a whole layer are allocated once and
+written in place, as `Cells` plans it. While rows move, the cells count as empty until all rows have
+arrived. An interrupt in between leaves an empty cache, never a wrong one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import mlx.core as mx
+import numpy as np
+
+from mlxrunner.cache.shared.cells import Bools, Cells, Ints, Lift, Move, Placement, Run, Sight, runs
+from mlxrunner.cache.shared.sequences import END, Batch, Cache, CacheConfig, Commit, Lifecycle
+from mlxrunner.cache.shared.split import WORTH_SPLITTING, Split, split
+from mlxrunner.errors import CacheFullError, NotSupportedError
+
+Shift = Callable[[int, mx.array, mx.array], mx.array]
+"""A function of a layer index, keys and offsets that returns the re-rotated keys.
+
+`shift(layer, keys [1, kv_heads, n, head_dim], offsets [n] int32)` moves each key by its number of
+positions.
+"""
+
+MANY_RUNS = 64
+"""Number of runs beyond which one gather is faster than a slice for each run."""
+SOME_RUNS, SHORT = 4, 8
+"""More than SOME_RUNS runs, on average shorter than SHORT cells, are written by one scatter.
+
+That is faster than a slice for each run.
+"""
+
+
+class Places:
+    """Cells that rows are written to, prepared once for all layers."""
+
+    def __init__(self, cells: Ints) -> None:
+        self._runs = runs(cells)
+        scattered = len(self._runs) > SOME_RUNS and len(cells) < SHORT * len(self._runs)
+        self._cells = mx.array(cells) if scattered else None
+
+    def put(self, buffer: mx.array, rows: mx.array) -> None:
+        """Write `rows [1, heads, n, dim]` into `buffer [1, heads, cells, dim]`, in place."""
+        if self._cells is not None:
+            buffer[:, :, self._cells, :] = rows
+            return
+        done = 0
+        for run in self._runs:
+            following = done + run.end - run.begin
+            buffer[..., run.begin : run.end, :] = rows[..., done:following, :]
+            done = following
+
+
+@dataclass
+class Layer:
+    """The buffers of one layer: `[1, kv_heads, rows, head_dim]`. The values may be wider."""
+
+    keys: mx.array
+    values: mx.array
+
+    @classmethod
+    def like(cls, keys: mx.array, values: mx.array, rows: int, dtype: mx.Dtype) -> Layer:
+        """Allocate the buffers at once, so that an allocation that does not fit fails here."""
+        layer = cls(
+            *(mx.zeros((1, part.shape[1], rows, part.shape[3]), dtype) for part in (keys, values))
+        )
+        mx.eval(layer.keys, layer.values)
+        return layer
+
+    @property
+    def nbytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
+
+    def check(self, index: int, keys: mx.array, values: mx.array) -> None:
+        """Raise ValueError unless `keys` and `values` have the shape of this layer's rows."""
+        for name, rows, buffer in (("keys", keys, self.keys), ("values", values, self.values)):
+            if rows.shape != (expected := (*buffer.shape[:2], rows.shape[2], buffer.shape[3])):
+                raise ValueError(
+                    f"layer {index}: {name} of shape {rows.shape}, "
+                    f"but the cache was allocated for {expected}"
+                )
+
+    def write(self, places: Places, keys: mx.array, values: mx.array) -> None:
+        places.put(self.keys, keys.astype(self.keys.dtype))
+        places.put(self.values, values.astype(self.values.dtype))
+
+    def read(self, run: Run) -> tuple[mx.array, mx.array]:
+        return self.keys[..., run.begin : run.end, :], self.values[..., run.begin : run.end, :]
+
+
+@dataclass(frozen=True)
+class Forward:
+    """The pass under way: `tokens` that go to `places` (None in a reserve pass), and their mask."""
+
+    tokens: int
+    places: Places | None
+    history: Run
+    mask: mx.array
+    visible: Bools
+    sequences: Sequence[int]
+
+
+class CausalCache(Cache):
+    """The cache of causal attention, in cells that all sequences share.
+
+    A query sees the tokens of its sequence at positions up to its own: all of them, the last
+    `window`, or those of its `chunk`. One sequence may have more than `capacity` tokens while
+    others have fewer. With a `memory`, there are at most `max_sequences * memory + max_batch`
+    cells, and older tokens are dropped when a batch starts. `shift` re-rotates keys. Without it,
+    `remove` can't close gaps.
+    """
+
+    def __init__(
+        self,
+        shift: Shift | None = None,
+        window: int | None = None,
+        memory: int | None = None,
+        chunk: int | None = None,
+    ) -> None:
+        self._shift, self._sight = shift, Sight(window, memory, chunk)
+        self._lifecycle = Lifecycle()
+        self._dtype, self._max_batch, self._rows = mx.float32, 0, Run(0, 0)
+        self._cells = self._no_cells = Cells.empty(0, 0, self._sight)
+        self._layers: dict[int, Layer] = {}
+        self._layer = 0
+        self._forward: Forward | None = None
+        self._undo: tuple[Cells, Forward | None] | None = None
+
+    @property
+    def window(self) -> int | None:
+        return self._sight.window
+
+    @property
+    def memory(self) -> int | None:
+        """Tokens kept per sequence, by default the window; None: all."""
+        return self._sight.memory
+
+    @property
+    def mask(self) -> mx.array:
+        """The mask of the pass under way, `[n_tokens, history]`.
+
+        Some models need it before their layers write.
+        """
+        return self._current().mask
+
+    @property
+    def state(self) -> list[mx.array]:
+        """All buffers, to be evaluated."""
+        return [buffer for layer in self._layers.values() for buffer in (layer.keys, layer.values)]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.nbytes for layer in self._layers.values())
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the cells that have an owner."""
+        return self.nbytes * (self.num_cells - self.num_free) // max(1, self.num_cells)
+
+    @property
+    def num_cells(self) -> int:
+        return self._cells.num_cells
+
+    @property
+    def num_free(self) -> int:
+        return self._cells.num_free
+
+    def buffers(self) -> tuple[mx.array, mx.array]:
+        """Return keys and values of the current layer, all cells: for a pass that is split."""
+        return self._layers[self._layer].keys, self._layers[self._layer].values
+
+    def split(self, worth: float = WORTH_SPLITTING) -> Split | None:
+        """Split the attention of the pass under way; return None if one product is faster."""
+        forward = self._current()
+        return split(forward.visible, forward.sequences, forward.history, self._cells.lanes, worth)
+
+    def expect(self, sequence: int, count: int) -> None:
+        """Reserve a lane, so that the next `count` tokens of the sequence lie side by side.
+
+        Without enough room there is no lane. Caches with a memory never have lanes.
+        """
+        self._lifecycle.check()
+        if self._sight.memory is None:
+            self._become(self._cells.expecting(sequence, count))
+
+    def num_used_by(self, sequences: Sequence[int], prefix: tuple[int, int] = (0, 0)) -> int:
+        """Return the number of cells with tokens of any of `sequences`, or of a prefix.
+
+        `prefix`: another sequence, and how many of its first tokens count.
+        """
+        other, length = prefix
+        used = self._cells.owners[list(sequences)].any(axis=0)
+        return int(
+            np.count_nonzero(used | (self._cells.owners[other] & (self._cells.positions < length)))
+        )
+
+    def num_shared(self, sequence: int, others: Sequence[int], begin: int = 0) -> int:
+        """Return how many tokens of `sequence`, from `begin` on, any of `others` shares."""
+        owners = self._cells.owners
+        shared = owners[sequence] & owners[list(others)].any(axis=0)
+        return int(np.count_nonzero(shared & (self._cells.positions >= begin)))
+
+    @property
+    def sequences(self) -> tuple[int, ...]:
+        """The sequences that have tokens."""
+        return self._cells.sequences
+
+    def set_config(self, config: CacheConfig) -> None:
+        self._lifecycle.configure(config)
+
+    def init(self, dtype: mx.Dtype, max_sequences: int, capacity: int, max_batch: int) -> None:
+        self._lifecycle.initialize(
+            max_sequences=max_sequences, capacity=capacity, max_batch=max_batch
+        )
+        self._dtype, self._max_batch = dtype, max_batch
+        num_cells = self._sight.num_cells(max_sequences, capacity, max_batch)
+        self._rows = Run(0, num_cells).padded(self._lifecycle.config.history_multiple)
+        self._cells = self._no_cells = Cells.empty(num_cells, max_sequences, self._sight)
+
+    def start_forward(self, batch: Batch, reserve: bool = False) -> None:
+        self._undo = None
+        if reserve:
+            self._check_size(batch)
+            self._undo = self._cells, self._forward
+            everything = np.ones((len(batch), self._rows.end), np.bool_)
+            self._forward = Forward(
+                len(batch), None, self._rows, self._as_mask(everything), everything, batch.sequences
+            )
+            return
+        before, after, cells, move = self._place(batch)
+        history = after.history(batch).padded(self._lifecycle.config.history_multiple)
+        visible = after.mask(batch, cells, history)
+        forward = Forward(
+            len(batch), Places(cells), history, self._as_mask(visible), visible, batch.sequences
+        )
+        if move is not None:
+            self._move(move, before)
+        self._undo = before, self._forward
+        self._cells, self._forward = after, forward
+
+    def undo_forward(self) -> None:
+        if self._undo is not None:
+            (self._cells, self._forward), self._undo = self._undo, None
+
+    def set_layer(self, layer: int) -> None:
+        self._layer = layer
+
+    def put(self, keys: mx.array, values: mx.array) -> None:
+        forward = self._current()
+        for name, rows in (("keys", keys), ("values", values)):
+            if rows.shape[2] != forward.tokens:
+                raise ValueError(
+                    f"layer {self._layer}: {rows.shape[2]} {name} were put, "
+                    f"but start_forward announced {forward.tokens} tokens"
+                )
+        layer = self._layers.get(self._layer) or Layer.like(
+            keys, values, self._rows.end, self._dtype
+        )
+        layer.check(self._layer, keys, values)
+        self._layers[self._layer] = layer
+        if forward.places is not None:
+            self._undo = None
+            layer.write(forward.places, keys, values)
+
+    def get(self) -> tuple[mx.array, mx.array, mx.array]:
+        forward, layer = self._current(), self._layers.get(self._layer)
+        if layer is None:
+            raise RuntimeError(f"layer {self._layer}: get was called before anything was put")
+        return *layer.read(forward.history), forward.mask
+
+    def copy_prefix(self, source: int, target: int, length: int) -> None:
+        self.prepare_copy_prefix(source, target, length)()
+
+    def prepare_copy_prefix(self, source: int, target: int, length: int) -> Commit:
+        self._lifecycle.check()
+        return partial(self._become, self._cells.with_prefix(source, target, length))
+
+    def can_resume(self, sequence: int, position: int) -> bool:
+        self._lifecycle.check()
+        return self._cells.can_resume(sequence, position)
+
+    def remove(self, sequence: int, begin: int, end: int = END) -> None:
+        self.prepare_remove(sequence, begin, end)()
+
+    def prepare_remove(self, sequence: int, begin: int, end: int = END) -> Commit:
+        self._lifecycle.check()
+        if self._shift is None and begin < end and self._cells.holds(sequence, end):
+            raise NotSupportedError(
+                f"the tokens behind position {end - 1} can't move up: "
+                "this cache was made without a shift function for their keys; "
+                "remove all from a position on, and evaluate the rest again"
+            )
+        after, lift = self._cells.without(sequence, begin, end)
+        if lift is None or self._shift is None:
+            return partial(self._become, after)
+        offsets = mx.full(lift.sources.shape, lift.by, mx.int32)
+        rows = {}
+        for index, layer in self._layers.items():
+            keys = self._shift(index, _read(layer.keys, lift.sources), offsets).astype(self._dtype)
+            rows[index] = keys, _read(layer.values, lift.copies.sources)
+            layer.check(index, *rows[index])
+        mx.eval(rows)
+        return partial(self._lift, lift, rows, after)
+
+    def defragment(self) -> None:
+        """Close all holes between cells in use.
+
+        A forward pass that is under way has to be started again.
+        """
+        self._lifecycle.check()
+        after, move = self._cells.packed()
+        if move is not None:
+            self._move(move, after)
+
+    def close(self) -> None:
+        self._lifecycle.close()
+        self._layers.clear()
+        self._cells = self._no_cells = Cells.empty(0, 0, self._sight)
+        self._forward = self._undo = None
+
+    def _current(self) -> Forward:
+        self._lifecycle.check()
+        if self._forward is None:
+            raise RuntimeError("no forward pass is under way: call start_forward first")
+        return self._forward
+
+    def _check_size(self, batch: Batch) -> None:
+        self._lifecycle.check()
+        self._cells.check_sequences(*batch.sequences)
+        if (n := len(batch)) > (most := self._max_batch):
+            raise CacheFullError(
+                f"a batch of {n} tokens (max_batch is {most})",
+                n,
+                most,
+                most,
+                remedy="split it, or raise max_batch",
+            )
+
+    def _place(self, batch: Batch) -> Placement:
+        self._check_size(batch)
+        return self._cells.place(batch)
+
+    def _as_mask(self, visible: Bools) -> mx.array:
+        mask, dtype = mx.array(visible), self._lifecycle.config.mask_dtype
+        return (
+            mask
+            if dtype is None or dtype == mx.bool_
+            else mx.where(mask, mx.array(0, dtype), mx.array(-np.inf, dtype))
+        )
+
+    def _become(self, after: Cells) -> None:
+        self._cells, self._undo = after, None
+
+    def _forget(self) -> None:
+        self._cells, self._forward, self._undo = self._no_cells, None, None
+
+    def _move(self, move: Move, after: Cells) -> None:
+        self._forget()
+        targets = np.arange(move.begin, move.begin + len(move.sources), dtype=np.int32)
+        for layer in self._layers.values():
+            for buffer in (layer.keys, layer.values):
+                _write(buffer, targets, _read(buffer, move.sources))
+        self._cells = after
+
+    def _lift(self, lift: Lift, rows: dict[int, tuple[mx.array, mx.array]], after: Cells) -> None:
+        self._forget()
+        for index, (keys, values) in rows.items():
+            _write(self._layers[index].keys, lift.targets, keys)
+            _write(self._layers[index].values, lift.copies.targets, values)
+        self._cells = after
+
+
+def _read(buffer: mx.array, cells: Ints) -> mx.array:
+    """Return an evaluated copy of these rows: a view would make the next write copy the buffer."""
+    found = runs(cells)
+    if len(found) > MANY_RUNS:
+        rows = mx.take(buffer, mx.array(cells), axis=2)
+    else:
+        rows = mx.contiguous(
+            mx.concatenate(
+                [buffer[..., run.begin : run.end, :] for run in found or [Run(0, 0)]], axis=2
+            )
+        )
+    mx.eval(rows)
+    return rows
+
+
+def _write(buffer: mx.array, cells: Ints, rows: mx.array) -> None:
+    Places(cells).put(buffer, rows)
+    mx.eval(buffer)

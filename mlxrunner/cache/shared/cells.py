@@ -1,0 +1,412 @@
+"""The position and the owners of each cell. Bookkeeping only: numpy, no tensors.
+
+A cell is one row of every layer's buffers. `Cells` is a value: each operation returns the next
+value, together with the plan for moving the rows, and changes nothing. Therefore a failed operation
+leaves no trace, and keeping the old value undoes an operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mlxrunner.cache.shared.sequences import END, Batch
+from mlxrunner.errors import CacheFullError
+
+Ints = NDArray[np.int32]
+Bools = NDArray[np.bool_]
+SMALLEST_LANE = 32
+"""Cells of the smallest lane. Other lanes are 2, 4, 8 ... times as large, so that sizes repeat."""
+
+
+class Run(NamedTuple):
+    """Cells `begin .. end - 1`."""
+
+    begin: int
+    end: int
+
+    def padded(self, multiple: int) -> Run:
+        """Return the smallest run around this one that begins and ends at a multiple."""
+        return Run(self.begin // multiple * multiple, -(-self.end // multiple) * multiple)
+
+
+class Lane(NamedTuple):
+    """Cells reserved for a sequence, so that its next tokens lie side by side.
+
+    Lanes of one size begin at multiples of it, so that a buffer can be seen as a row of equal
+    pieces.
+    """
+
+    run: Run
+    next: int
+    """The first cell that is not taken yet."""
+
+
+@dataclass(frozen=True)
+class Sight:
+    """The range that a query sees, and the number of tokens that are stored for it."""
+
+    window: int | None = None
+    """Tokens that a query at position p sees, from p - window + 1 on; None: all."""
+    memory: int | None = None
+    """Tokens of a sequence that are kept, the next one included; at least `window`, the default.
+
+    More than `window` tokens make small rewinds possible.
+    """
+    chunk: int | None = None
+    """Tokens of a chunk, of which a query sees those up to its own; None: no chunks.
+
+    A query at position p sees from p - p % chunk on.
+    """
+
+    def __post_init__(self) -> None:
+        for name in ("window", "memory", "chunk"):
+            if (size := getattr(self, name)) is not None and size < 1:
+                raise ValueError(f"{name} has to be at least 1, not {size}")
+        reach = self.chunk if self.window is None else self.window
+        if self.memory is None:
+            object.__setattr__(self, "memory", self.window)
+        elif reach is None or self.memory < reach:
+            raise ValueError(
+                f"a memory of {self.memory} tokens does not hold what a query may see "
+                f"({reach or 'everything'})"
+            )
+
+    def first_seen(self, positions: Ints) -> Ints:
+        """Return the first position that each query sees."""
+        first = (
+            np.zeros_like(positions) if self.chunk is None else positions - positions % self.chunk
+        )
+        return first if self.window is None else np.maximum(first, positions - (self.window - 1))
+
+    def first_kept(self, positions: Ints) -> Ints:
+        """Return the first position that is kept when a batch begins at each position."""
+        return np.zeros_like(positions) if self.memory is None else positions - (self.memory - 1)
+
+    def num_cells(self, max_sequences: int, capacity: int, max_batch: int) -> int:
+        """Return the cells for `max_sequences` sequences of `capacity` tokens each.
+
+        With a memory, each sequence needs only that, and one batch of `max_batch` tokens comes on
+        top.
+        """
+        everything = max_sequences * capacity
+        return (
+            everything
+            if self.memory is None
+            else min(everything, max_sequences * self.memory + max_batch)
+        )
+
+
+class Move(NamedTuple):
+    """Rows to move: those of the cells `sources`, in this order, to the cells from `begin` on.
+
+    All rows are read before the first is written.
+    """
+
+    begin: int
+    sources: Ints
+
+
+class Lift(NamedTuple):
+    """Tokens that change their position."""
+
+    sources: Ints
+    targets: Ints
+    """The new cells of the tokens. Shared tokens get other cells than `sources`."""
+    by: int
+    """Number of positions to move by."""
+
+    @property
+    def copies(self) -> Lift:
+        """The tokens that get another cell."""
+        moved = self.sources != self.targets
+        return Lift(self.sources[moved], self.targets[moved], self.by)
+
+
+class Placement(NamedTuple):
+    """The cells of a batch, and the tokens before and after it."""
+
+    before: Cells
+    """The tokens before the batch, with the rows moved."""
+    after: Cells
+    """The tokens with those of the batch."""
+    cells: Ints
+    """The cells of the batch, `[n_tokens]`."""
+    move: Move | None
+    """Rows to move first; None if no row has to move."""
+
+
+@dataclass(frozen=True, eq=False)
+class Cells:
+    """The tokens in the cells. The arrays are never written to."""
+
+    positions: Ints
+    """The position of the token in each cell, `[cells]`."""
+    owners: Bools
+    """True where a sequence owns a cell, `[sequences, cells]`. A cell without owners is free."""
+    sight: Sight = Sight()
+    lanes: Mapping[int, Lane] = field(default_factory=dict)
+    """The lanes of some sequences. They are given up if a batch finds no other room."""
+
+    @classmethod
+    def empty(cls, num_cells: int, max_sequences: int, sight: Sight) -> Cells:
+        return cls(
+            np.zeros(num_cells, np.int32), np.zeros((max_sequences, num_cells), np.bool_), sight
+        )
+
+    @property
+    def num_cells(self) -> int:
+        return len(self.positions)
+
+    @property
+    def num_free(self) -> int:
+        return self.num_cells - int(np.count_nonzero(self.used))
+
+    @property
+    def used(self) -> Bools:
+        """True for cells with an owner, `[cells]`."""
+        used: Bools = np.logical_or.reduce(self.owners, axis=0)
+        return used
+
+    @property
+    def sequences(self) -> tuple[int, ...]:
+        """The sequences that have tokens."""
+        return tuple(np.flatnonzero(self.owners.any(axis=1)).tolist())
+
+    def next_positions(self) -> Ints:
+        """Return the next position of each sequence `[sequences]`; 0 for one without tokens."""
+        ends: Ints = (self.owners * (self.positions + 1)).max(axis=1)
+        return ends
+
+    def holds(self, sequence: int, begin: int) -> bool:
+        """Return True if the sequence has tokens at positions >= `begin`."""
+        self.check_sequences(sequence)
+        return bool((self.owners[sequence] & (self.positions >= begin)).any())
+
+    def can_resume(self, sequence: int, position: int) -> bool:
+        """Return True if all tokens that a query at `position` may see are stored."""
+        self.check_sequences(sequence)
+        own = self.owners[sequence]
+        stored = self.positions[own]
+        if not 0 <= position <= stored.max(initial=-1) + 1:
+            return False
+        if self.sight.memory is None:
+            return True
+        first = int(self.sight.first_seen(np.array([position], np.int32))[0])
+        return len(np.unique(stored[(stored >= first) & (stored < position)])) == position - first
+
+    def with_prefix(self, source: int, target: int, length: int) -> Cells:
+        """Let `target` share the tokens of `source` at positions < `length`, and no others.
+
+        Raise ValueError for a negative length or a sequence that does not exist.
+        """
+        self.check_sequences(source, target)
+        if length < 0:
+            raise ValueError(f"the length of a prefix can't be {length}")
+        owners = self.owners.copy()
+        owners[target] = self.owners[source] & (self.positions < length)
+        return replace(self, owners=owners)
+
+    def without(self, sequence: int, begin: int, end: int) -> tuple[Cells, Lift | None]:
+        """Drop the tokens of `sequence` at positions `begin .. end - 1`, and move up those behind.
+
+        Return the cells and the tokens that move, if any. Raise ValueError for a range that does
+        not exist, and CacheFullError if there is no room to copy shared tokens.
+        """
+        self.check_sequences(sequence)
+        if not 0 <= begin <= end:
+            raise ValueError(f"there are no positions {begin} .. {end}")
+        if begin == end:
+            return self, None
+        own, positions, owners = self.owners[sequence], self.positions.copy(), self.owners.copy()
+        lifted = own & (positions >= end)
+        owners[sequence] = own & (positions < begin)
+        sources = np.flatnonzero(lifted).astype(np.int32)
+        shared = owners[:, sources].any(axis=0)
+        owners[sequence, sources[~shared]] = True
+        free = np.flatnonzero(~owners.any(axis=0))
+        if (needed := int(np.count_nonzero(shared))) > len(free):
+            what = f"removing positions {begin} .. {end - 1} of sequence {sequence}"
+            raise CacheFullError(what, needed, len(free), self.num_cells)
+        targets = sources.copy()
+        targets[shared] = free[:needed]
+        owners[sequence, targets] = True
+        positions[targets] = self.positions[sources] - (end - begin)
+        after = replace(self, positions=positions, owners=owners)
+        return after, Lift(sources, targets, begin - end) if len(sources) else None
+
+    def expecting(self, sequence: int, count: int) -> Cells:
+        """Give the sequence a lane of at least `count` cells in place of the one it had.
+
+        The sequence gets no lane if there is no such room.
+        """
+        self.check_sequences(sequence)
+        lanes = {other: lane for other, lane in self.lanes.items() if other != sequence}
+        most = self.num_cells // len(self.owners)
+        if 0 < count <= most:
+            size = min(SMALLEST_LANE << max(0, (-(-count // SMALLEST_LANE) - 1).bit_length()), most)
+            begins = np.arange(0, self.num_cells - size + 1, size)
+            total = np.concatenate([[0], np.cumsum(_without(~self.used, lanes.values()))])
+            fitting = begins[total[begins + size] - total[begins] == size]
+            if len(fitting):
+                begin = int(fitting[0])
+                lanes[sequence] = Lane(Run(begin, begin + size), begin)
+        return replace(self, lanes=lanes)
+
+    def place(self, batch: Batch) -> Placement:
+        """Find cells for the batch, after dropping the tokens beyond each memory.
+
+        Tokens go to the lanes of their sequences; the others lie side by side. Raise CacheFullError
+        if there is no room.
+        """
+        self.check_sequences(*batch.sequences)
+        kept, n = self._kept_for(batch), len(batch)
+        if n > kept.num_free:
+            raise CacheFullError(f"a batch of {n} tokens", n, kept.num_free, self.num_cells)
+        before, move = self, None
+        placed = kept._in_lanes(batch)
+        if placed is None:
+            before, kept = replace(before, lanes={}), replace(kept, lanes={})
+            placed = kept._in_lanes(batch)
+        if placed is None:
+            order, move = self._packing(kept)
+            before, kept, start = (
+                before._in_order(order),
+                kept._in_order(order),
+                self.num_cells - kept.num_free,
+            )
+            placed = np.arange(start, start + n, dtype=np.int32), {}
+        cells, lanes = placed
+        positions, owners = kept.positions.copy(), kept.owners.copy()
+        positions[cells] = batch.positions
+        owners[batch.sequences, cells] = True
+        return Placement(
+            before, replace(kept, positions=positions, owners=owners, lanes=lanes), cells, move
+        )
+
+    def packed(self) -> tuple[Cells, Move | None]:
+        """Close all holes, in the same order."""
+        order, move = self._packing(self)
+        return self._in_order(order), move
+
+    def history(self, batch: Batch) -> Run:
+        """Return the cells from the first to the last that a placed batch may see."""
+        sequences, lowest = _lowest_positions(batch)
+        seen = self.owners[sequences] & (self.positions >= self.sight.first_seen(lowest)[:, None])
+        cells = np.flatnonzero(seen.any(axis=0))
+        return Run(int(cells[0]), int(cells[-1]) + 1)
+
+    def mask(self, batch: Batch, cells: Ints, history: Run) -> Bools:
+        """Return the mask `[n_tokens, history]` of the batch: True where a token sees a cell.
+
+        `cells`: the cells of the batch. `history` may reach beyond all cells.
+        """
+        queries, sequences = np.array(batch.positions, np.int32), np.array(batch.sequences)
+        positions = self.positions[history.begin : history.end]
+        visible: Bools = self.owners[:, history.begin : history.end][sequences]
+        visible &= positions <= queries[:, None]
+        if self.sight != Sight():
+            visible &= positions >= self.sight.first_seen(queries)[:, None]
+        if ahead := list(batch.sees_forward):
+            forward = (sequences[ahead][:, None] == sequences[ahead]) & (
+                queries[ahead][:, None] < queries[ahead]
+            )
+            visible[np.ix_(np.array(ahead), cells[ahead] - history.begin)] |= forward
+        missing = history.end - history.begin - visible.shape[1]
+        return np.pad(visible, ((0, 0), (0, missing))) if missing else visible
+
+    def check_sequences(self, *sequences: int) -> None:
+        """Raise ValueError for a sequence that does not exist."""
+        if not 0 <= min(sequences) <= max(sequences) < len(self.owners):
+            wrong = next(sequence for sequence in sequences if not 0 <= sequence < len(self.owners))
+            raise ValueError(
+                f"there is no sequence {wrong}: "
+                f"the cache was initialized for {len(self.owners)}, counted from 0"
+            )
+
+    def _kept_for(self, batch: Batch) -> Cells:
+        """Drop the tokens that no sequence needs once the batch has begun."""
+        if self.sight.memory is None:
+            return self
+        begins = self.next_positions()
+        sequences, lowest = _lowest_positions(batch)
+        begins[sequences] = lowest
+        return replace(
+            self, owners=self.owners & (self.positions >= self.sight.first_kept(begins)[:, None])
+        )
+
+    def _in_lanes(self, batch: Batch) -> tuple[Ints, dict[int, Lane]] | None:
+        """Return the cells of the batch, and the remaining lanes.
+
+        Return None if the tokens without a lane find no room beside the lanes.
+        """
+        cells, sequences = np.full(len(batch), -1, np.int32), np.array(batch.sequences)
+        free, lanes = ~self.used, dict(self.lanes)
+        for sequence in lanes.keys() & set(batch.sequences):
+            own, lane = np.flatnonzero(sequences == sequence), lanes.pop(sequence)
+            taken = Run(lane.next, lane.next + len(own))
+            if taken.end <= lane.run.end and free[taken.begin : taken.end].all():
+                cells[own] = range(*taken)
+                free[taken.begin : taken.end] = False
+                lanes[sequence] = lane._replace(next=taken.end)
+        others = np.flatnonzero(cells < 0)
+        start = _first_fit(_without(free, lanes.values()), len(others)) if len(others) else 0
+        if start is None:
+            return None
+        cells[others] = range(start, start + len(others))
+        return cells, lanes
+
+    def _packing(self, kept: Cells) -> tuple[Ints, Move | None]:
+        """Return the order in which all cells would be packed, and the move that does it.
+
+        Cells that are also used in `kept` come first.
+        """
+        rank = np.where(kept.used, 0, np.where(self.used, 1, 2))
+        order = np.argsort(rank, kind="stable").astype(np.int32)
+        displaced = np.flatnonzero((order != np.arange(self.num_cells)) & (rank[order] < 2))
+        if not len(displaced):
+            return order, None
+        begin, end = int(displaced[0]), int(displaced[-1]) + 1
+        return order, Move(begin, order[begin:end])
+
+    def _in_order(self, order: Ints) -> Cells:
+        return replace(
+            self, positions=self.positions[order], owners=self.owners[:, order], lanes={}
+        )
+
+
+def runs(cells: Ints) -> list[Run]:
+    """Return the cells as runs of neighbours."""
+    begins = np.flatnonzero(np.diff(cells, prepend=-2) != 1)
+    lengths = np.diff(begins, append=len(cells))
+    return [
+        Run(first, first + n)
+        for first, n in zip(cells[begins].tolist(), lengths.tolist(), strict=True)
+    ]
+
+
+def _without(free: Bools, lanes: Iterable[Lane]) -> Bools:
+    """Return the cells of `free` that are in no lane."""
+    free = free.copy()
+    for lane in lanes:
+        free[lane.next : lane.run.end] = False
+    return free
+
+
+def _first_fit(free: Bools, n: int) -> int | None:
+    """Return the first of `n` free cells side by side; None if there are none."""
+    edges = np.flatnonzero(np.diff(free, prepend=False, append=False))
+    fitting = np.flatnonzero(edges[1::2] - edges[::2] >= n)
+    return int(edges[2 * fitting[0]]) if len(fitting) else None
+
+
+def _lowest_positions(batch: Batch) -> tuple[Sequence[int], Ints]:
+    """Return the sequences of a batch, and the lowest position of each."""
+    lowest: dict[int, int] = {}
+    for sequence, position in zip(batch.sequences, batch.positions, strict=True):
+        lowest[sequence] = min(position, lowest.get(sequence, END))
+    return list(lowest), np.array(list(lowest.values()), np.int32)

@@ -1,0 +1,219 @@
+"""The interface of a cache for several sequences at once, and its batches.
+
+No tensors here.
+
+All tokens of a step, of all sequences, go through the model as one row. Keys and values are `[1,
+kv_heads, n, head_dim]`. Positions and sequences are given per token. A sequence is a number from 0
+to `max_sequences - 1`. The interface is that of the Ollama runner's kvcache package. Operations
+that may fail have two phases: the first computes everything, the second applies it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+END = 2**31 - 1
+"""The end of a range of positions that reaches to the end of the sequence."""
+
+Commit = Callable[[], None]
+"""A function that applies a computed change. Call it at once or not at all."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The tokens of one forward pass."""
+
+    positions: Sequence[int]
+    """The position of each token."""
+    sequences: Sequence[int]
+    """The sequence of each token."""
+    encoder_inputs: Sequence[int] = ()
+    """Indices of tokens that stand for an encoder's input, such as an image."""
+    sees_forward: Sequence[int] = ()
+    """Indices of tokens that also see later tokens of this list in the same sequence.
+
+    The tokens of an image in Gemma 3 do so.
+    """
+
+    def __post_init__(self) -> None:
+        for name in ("positions", "sequences", "encoder_inputs", "sees_forward"):
+            object.__setattr__(self, name, tuple(int(number) for number in getattr(self, name)))
+        n = len(self.positions)
+        if n == 0 or n != len(self.sequences):
+            raise ValueError(
+                f"{n} positions and {len(self.sequences)} sequences: "
+                "give one of each per token, for at least one token"
+            )
+        if not all(0 <= position < END for position in self.positions):
+            raise ValueError(
+                f"positions have to be in 0 .. {END - 1}, "
+                f"not {min(self.positions)} .. {max(self.positions)}"
+            )
+        for name in ("encoder_inputs", "sees_forward"):
+            if not all(0 <= index < n for index in getattr(self, name)):
+                raise ValueError(
+                    f"{name} are indices of the {n} tokens of the batch, not {getattr(self, name)}"
+                )
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """The model's wishes for its cache."""
+
+    mask_dtype: mx.Dtype | None = None
+    """Type of an additive mask (0 or -inf); None: a boolean mask."""
+    history_multiple: int = 1
+    """Number of cells to whose multiples the history of `get` is padded, masked out."""
+
+    def __post_init__(self) -> None:
+        if self.history_multiple < 1:
+            raise ValueError(f"history_multiple has to be at least 1, not {self.history_multiple}")
+
+
+class Cache(ABC):
+    """Keys and values of several sequences.
+
+    Call the methods in this order: `set_config` (if needed), `init`, then for each forward pass
+    `start_forward` and, for each layer, `set_layer`, `put`, `get`; between passes `copy_prefix`,
+    `can_resume`, `remove`; at the end `close`. Calls out of order raise RuntimeError, and arguments
+    out of range raise ValueError. A call that raises changes nothing.
+    """
+
+    @abstractmethod
+    def init(self, dtype: mx.Dtype, max_sequences: int, capacity: int, max_batch: int) -> None:
+        """Fix all sizes, once.
+
+        `capacity`: tokens per sequence. `max_batch`: tokens per forward pass over all sequences.
+        The first `put` of each layer allocates its tensors of type `dtype` as a whole. They never
+        grow.
+        """
+
+    @abstractmethod
+    def set_config(self, config: CacheConfig) -> None:
+        """Set the model's wishes, at most once, before `init`."""
+
+    @abstractmethod
+    def start_forward(self, batch: Batch, reserve: bool = False) -> None:
+        """Find room for the batch and build its mask, once for all layers.
+
+        `reserve`: a pass of the worst-case shapes (the whole cache is the history) that allocates
+        the tensors and stores nothing. Raise CacheFullError if there is no room.
+        """
+
+    def undo_forward(self) -> None:  # noqa: B027 -- nothing to undo unless a cache says so
+        """Undo a successful `start_forward`. Do nothing if that was not the last call."""
+
+    @abstractmethod
+    def set_layer(self, layer: int) -> None:
+        """Choose the layer for the next `put` and `get`."""
+
+    @abstractmethod
+    def put(self, keys: mx.array, values: mx.array) -> None:
+        """Store `keys` and `values [1, kv_heads, n, head_dim]` of the batch in the current layer.
+
+        Raise ValueError unless `n` is the number of tokens given to `start_forward`.
+        """
+
+    @abstractmethod
+    def get(self) -> tuple[mx.array, mx.array, mx.array | None]:
+        """Return keys and values of the history, and the mask `[n_tokens, history]`.
+
+        The mask is True where a token may attend. Don't keep the results: as long as a view of a
+        buffer is alive, each write to the buffer copies all of it.
+        """
+
+    @abstractmethod
+    def copy_prefix(self, source: int, target: int, length: int) -> None:
+        """Set the sequence `target` to the tokens of `source` at positions < `length`.
+
+        Both sequences share these tokens: nothing is copied.
+        """
+
+    @abstractmethod
+    def can_resume(self, sequence: int, position: int) -> bool:
+        """Return True if all tokens that a query at `position` may see are stored.
+
+        Return False if `position` is beyond the end of the sequence.
+        """
+
+    @abstractmethod
+    def remove(self, sequence: int, begin: int, end: int = END) -> None:
+        """Drop the tokens at positions `begin .. end - 1`.
+
+        Unless `end` is END, the tokens behind move up by `end - begin`. Raise NotSupportedError if
+        keys can't be moved, and CacheFullError if there is no room to copy shared tokens.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free the storage. A second call is allowed."""
+
+    def prepare_copy_prefix(self, source: int, target: int, length: int) -> Commit:
+        """Return the second phase of `copy_prefix`, or raise the errors of `copy_prefix`.
+
+        The second phase should not fail. By default it is all of `copy_prefix`.
+        """
+        return partial(self.copy_prefix, source, target, length)
+
+    def prepare_remove(self, sequence: int, begin: int, end: int = END) -> Commit:
+        """Return the second phase of `remove`, or raise the errors of `remove`.
+
+        The second phase should not fail. By default it is all of `remove`.
+        """
+        return partial(self.remove, sequence, begin, end)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return 0
+
+
+class Lifecycle:
+    """The order of calls for all caches: configure at most once, initialize once, close."""
+
+    def __init__(self) -> None:
+        self.config = CacheConfig()
+        self._is_configured = self._is_initialized = self._is_closed = False
+
+    def configure(self, config: CacheConfig) -> None:
+        """Set the configuration. Raise RuntimeError after `initialize`, or if called twice."""
+        self._check_open()
+        if self._is_initialized:
+            raise RuntimeError("set_config was called after init: the sizes are fixed by then")
+        if self._is_configured:
+            raise RuntimeError("set_config was called twice")
+        self.config, self._is_configured = config, True
+
+    def initialize(self, **sizes: int) -> None:
+        """Check the sizes. Raise RuntimeError if called twice, ValueError for a size below 1."""
+        self._check_open()
+        if self._is_initialized:
+            raise RuntimeError("init was called twice: make another cache")
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"{name} has to be at least 1, not {size}")
+        self._is_initialized = True
+
+    def check(self) -> None:
+        """Raise RuntimeError unless the cache is initialized and open."""
+        self._check_open()
+        if not self._is_initialized:
+            raise RuntimeError("the cache was not initialized: call init first")
+
+    def close(self) -> None:
+        """Refuse all further calls."""
+        self._is_closed = True
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise RuntimeError("the cache was closed: make another one")

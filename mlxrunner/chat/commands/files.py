@@ -1,0 +1,85 @@
+"""Commands that attach files, and that copy or export the conversation."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from mlxrunner.chat.attachments import read_text
+from mlxrunner.chat.commands.table import PATH, ChatContext, Command, count_of, flagged
+from mlxrunner.errors import FileError, OptionError
+from mlxrunner.system.writing import written
+from mlxrunner.templates.messages import Message
+from mlxrunner.templates.thinking import without_thinking
+from mlxrunner.terminal.clipboard import copy
+from mlxrunner.terminal.text import size
+
+
+def attach(chat: ChatContext, argument: str) -> None:
+    drop, name = flagged(argument, "-d")
+    attached = chat.attachments.texts
+    if drop and name and name not in attached:
+        raise OptionError(f"{name} does not wait for the next message: /file lists those that do")
+    if drop:
+        for one in [name] if name else list(attached):
+            del attached[one]
+    elif name:
+        attached[name] = read_text(name, chat.runner)
+    for one, text in attached.items():
+        chat.say(f"{one} ({size(len(text.encode()))}) goes with the next message")
+    if not attached:
+        chat.say("no file goes with the next message")
+
+
+def copy_answer(chat: ChatContext, argument: str) -> None:
+    history = chat.conversation.history
+    if not history.turns:
+        raise OptionError("there is no answer to copy yet")
+    asked = chat.conversation.renderer.asked(history, len(history.turns) - 1)
+    text = without_thinking(history.turns[-1].answer, asked.text)
+    chat.say(f"copied {len(text)} characters {copy(text)}")
+
+
+def export(chat: ChatContext, argument: str) -> None:
+    force, name = flagged(argument, "-f")
+    if not name:
+        raise OptionError("/export FILE: which file? FILE.json for JSON, anything else is Markdown")
+    path, conversation = Path(os.path.expanduser(name)), chat.conversation
+    text = transcript(name, conversation.system, conversation.messages, chat.model)
+    try:
+        with written(path, force=force) as stream:
+            stream.write(text)
+    except FileExistsError as error:
+        raise FileError(f"{name} is there already: /export -f {name} overwrites it") from error
+    except OSError as error:
+        raise FileError(f"{name}: {error.strerror or error}") from error
+    chat.say(f"{count_of(len(conversation.history.turns), 'turn')} written to {name}")
+
+
+def transcript(file: str, system: str | None, messages: Sequence[Message], model: str) -> str:
+    """Return the text of a conversation: JSON if the name `file` ends in .json, else Markdown."""
+    if file.endswith(".json"):
+        content = {"model": model, "system": system, "messages": messages}
+        return json.dumps(content, ensure_ascii=False, indent=1) + "\n"
+    prompt = [f"## System\n\n{system}\n"] if system else []
+    headed = (f"## {one['role'].capitalize()}\n\n{one['content']}\n" for one in messages)
+    return "\n".join([*prompt, *headed])
+
+
+COMMANDS = (
+    Command(
+        "/file",
+        f"[-d] [{PATH}]",
+        "put a text file before the next message; without PATH: list them; -d drops it, or all",
+        attach,
+    ),
+    Command("/copy", "", "copy the last answer to the clipboard", copy_answer),
+    Command(
+        "/export",
+        f"[-f] {PATH}",
+        "write the conversation as Markdown, or JSON for PATH.json; -f overwrites",
+        export,
+    ),
+)

@@ -1,0 +1,303 @@
+"""Save a chat and continue it: /save and /load, and a session that is saved after each turn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+
+from mlxrunner.chat.commands.table import ChatContext, Command, count_of
+from mlxrunner.chat.repl import Chat
+from mlxrunner.chat.saved_settings import apply, load_with_context, settings_of
+from mlxrunner.errors import OptionError, SessionError
+from mlxrunner.models.resolve import lasting, resolve
+from mlxrunner.sessions.saver import Saver
+from mlxrunner.sessions.session import Branch, Session
+from mlxrunner.sessions.store import SessionStore
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """A session as this chat last saved or loaded it."""
+
+    content: str
+    """The JSON of the session."""
+    branches: Mapping[str, Branch] = field(default_factory=dict)
+    """The branches of the session, by name."""
+    saved_at: float = 0.0
+    """The time of the save in seconds since 1970, or 0 before the first one."""
+
+    @classmethod
+    def of(cls, session: Session, saved_at: float) -> _Saved:
+        return cls(session.to_json(), dict(session.branches), saved_at)
+
+    def dropped(self, chat: ChatContext, now: Session) -> list[tuple[str, Branch]]:
+        """Return the saved branches, with their names, whose turns no branch of `now` has.
+
+        Branches that the user has dropped are left out.
+        """
+        others = [*now.branches.values(), *chat.branches.given_up]
+        return [
+            (name, branch)
+            for name, branch in self.branches.items()
+            if not any(branch.history.is_within(other.history) for other in others)
+        ]
+
+
+class Saving:
+    """Saves and loads a chat."""
+
+    def __init__(
+        self,
+        store: SessionStore | None = None,
+        *,
+        caches: bool = True,
+        kv_bits: int | None = None,
+    ) -> None:
+        """Save into `store`, by default the user's.
+
+        `caches` and `kv_bits` are those of `Saver`. Raise OptionError if `kv_bits` is not 4, 8 or
+        None.
+        """
+        if kv_bits not in (None, 4, 8):
+            raise OptionError(f"session_kv_bits: {kv_bits} is out of range, it has to be 4 or 8")
+        self.store = store or SessionStore()
+        self._caches, self._kv_bits = caches, kv_bits
+        self.name: str | None = None
+        """Name of the session that the chat is saved to after each turn, or None."""
+        self._lock = ExitStack()
+        self._runner_saver: Saver | None = None
+        self._saved: dict[str, _Saved] = {}
+        self.commands = (
+            Command(
+                "/save",
+                "[-f] NAME",
+                "save the conversation as session NAME; -f overwrites another one",
+                self._save,
+                self._names,
+            ),
+            Command(
+                "/load",
+                "[-f] NAME",
+                "go on with session NAME; -f gives up what is not saved",
+                self._load,
+                self._names,
+            ),
+        )
+
+    @contextmanager
+    def opened(self, name: str | None) -> Iterator[Session | None]:
+        """Lock the session `name`, and yield what was saved of it, or None.
+
+        The lock lasts until this ends, or until /load goes over to another session and locks that
+        one.
+        """
+        with self._lock:
+            found = None
+            if name is not None:
+                self._lock.enter_context(self.store.lock(name))
+                self.name = name
+                found = self.store.load(name) if self.store.exists(name) else None
+            try:
+                yield found
+            except BaseException:
+                with suppress(SessionError):  # it would hide the other error
+                    self._wait()
+                raise
+            self._wait()
+
+    def begin(self, chat: Chat, resumed: bool) -> None:
+        """Restore the open session in the chat, if it is `resumed`, and save it after each turn."""
+        self._watch_runner(chat)
+        chat.after_load.append(self._watch_runner)
+        if self.name is not None:
+            if resumed:
+                chat.say(self._resume(chat, self.name, settings=False))
+            else:
+                chat.say(f"session {self.name}: a new one")
+                self._saved[self.name] = _Saved.of(self._session(chat), 0.0)
+        chat.after_turn.append(self._after_turn)
+        chat.after_command.append(self._after_command)
+
+    def end(self, chat: ChatContext) -> None:
+        """Save what has changed since the last turn."""
+        if self.name is not None:
+            with self._naming_safe_turns(chat, self.name):
+                if self._session(chat).to_json() != self._saved[self.name].content:
+                    self._store(chat, self.name)
+                self._wait()
+
+    def _wait(self) -> None:
+        """Wait until all caches are written."""
+        if self._runner_saver is not None:
+            self._runner_saver.wait()
+
+    def _after_turn(self, chat: ChatContext) -> None:
+        if self.name is not None:
+            with self._naming_safe_turns(chat, self.name):
+                self._store(chat, self.name)
+
+    @contextmanager
+    def _naming_safe_turns(self, chat: ChatContext, name: str) -> Iterator[None]:
+        """Add to an error which turns are on the disk nevertheless."""
+        try:
+            yield
+        except SessionError as error:
+            history = chat.conversation.history
+            saved = self._saved.get(name, _Saved(""))
+            shared = (history.shared_turns(one.history) for one in saved.branches.values())
+            safe, turns = max(shared, default=0), len(history.turns)
+            which = "all of" if safe == turns else f"the first {safe} of" if safe else "none of"
+            raise SessionError(
+                f"{error}; on the disk: {which} {count_of(turns, 'turn')}"
+            ) from error
+
+    def _after_command(self, chat: ChatContext) -> None:
+        if self.name is not None:
+            self._keep_dropped(chat, self.name)
+
+    def _keep_dropped(self, chat: ChatContext, name: str) -> None:
+        """Keep as branches the turns that the next save of the session `name` would drop."""
+        saved = self._saved.get(name)
+        for branch, dropped in saved.dropped(chat, self._session(chat)) if saved else ():
+            kept = chat.branches.keep(branch, dropped)
+            turns = count_of(len(dropped.history.turns), "turn")
+            chat.say(
+                f"what was saved is kept as branch {kept} ({turns}): /switch {kept} goes back to it"
+            )
+
+    def _save(self, chat: ChatContext, argument: str) -> None:
+        force, name = _forced(argument, self.name)
+        with self.store.lock(name):
+            if not force and self.store.exists(name) and self._is_another(name):
+                found = (
+                    f"session {name} was changed elsewhere"
+                    if name in self._saved
+                    else f"there is a session {name} already"
+                )
+                raise OptionError(f"{found}: /save -f {name} overwrites it")
+            with self._naming_safe_turns(chat, name):
+                self._store(chat, name, force=force)
+                self._saver.wait()
+        tokens = f", {len(chat.runner.entry.tokens)} tokens" if self._caches else ""
+        chat.say(f"saved as {name}: {_turns(chat)}{tokens}")
+
+    def _load(self, chat: ChatContext, argument: str) -> None:
+        force, name = _forced(argument, None)
+        goes_over = self.name not in (None, name)
+        if not force and not goes_over and self._is_unsaved(chat):
+            raise OptionError(
+                f"what was said is not saved ({_turns(chat)}): /save NAME saves it, "
+                f"/load -f {name} gives it up"
+            )
+        session = self.store.load(name)  # raise its errors before the present chat is given up
+        with ExitStack() as held:
+            if goes_over:
+                held.enter_context(self.store.lock(name))
+                if not force:
+                    self.end(chat)
+            self._saver.wait()
+            load_with_context(chat, session)
+            line = self._resume(chat, name, settings=True)
+            if goes_over:
+                self.name = name
+                self._lock.close()
+                self._lock.push(held.pop_all())
+        chat.say(line)
+
+    def _resume(self, chat: ChatContext, name: str, *, settings: bool) -> str:
+        """Restore a session in the chat, and return a line about it."""
+        session, caches = self._saver.load(name)
+        conversation = chat.conversation
+        apply(chat, session.settings, begun=settings)
+        if settings:
+            conversation.system = session.system
+        elif conversation.system != session.system:
+            session.branches[session.branch] = Branch(
+                session.system, session.history.without_tokens()
+            )
+        conversation.history = session.history
+        chat.branches.current = session.branch
+        chat.branches.others = {
+            branch: one for branch, one in session.branches.items() if branch != session.branch
+        }
+        self._saved[name] = _Saved.of(self._session(chat), session.saved_at)
+        return f"session {name}: {_turns(chat)}, {caches}{_where_turns_are(chat)}"
+
+    def _store(self, chat: ChatContext, name: str, *, force: bool = False) -> None:
+        """Save the chat. With `force`, keep nothing of what was saved under the name before."""
+        if not force:
+            self._keep_dropped(chat, name)
+        session = self._session(chat)
+        saved = _Saved.of(session, 0.0)
+        try:
+            self._saver.save(name, session)
+        finally:
+            if session.saved_at:  # the text is on the disk, even if the caches are not
+                self._saved[name] = replace(saved, saved_at=session.saved_at)
+
+    def _is_unsaved(self, chat: ChatContext) -> bool:
+        """Return True if the chat has turns that no session has in their present state."""
+        session = self._session(chat)
+        has_turns = any(branch.history.turns for branch in session.branches.values())
+        return has_turns and session.to_json() not in {one.content for one in self._saved.values()}
+
+    def _is_another(self, name: str) -> bool:
+        """Return True unless this chat has saved or loaded the session as it is on the disk."""
+        with suppress(SessionError):
+            saved = self._saved.get(name)
+            return saved is None or saved.saved_at != self.store.load(name).saved_at
+        return True
+
+    def _session(self, chat: ChatContext) -> Session:
+        """Return the present chat as a session."""
+        branches = chat.branches.others | {chat.branches.current: chat.conversation.branch}
+        return Session(lasting(chat.model), branches, chat.branches.current, settings_of(chat))
+
+    def _watch_runner(self, chat: ChatContext) -> None:
+        """Save the entry of the runner that was just loaded, from now on.
+
+        Its fingerprint is taken at once, because the files of the model may change later.
+        """
+        before, folder = self._runner_saver, resolve(chat.model)
+        self._runner_saver = Saver(
+            chat.runner, folder, self.store, caches=self._caches, kv_bits=self._kv_bits
+        )
+        if before is not None:
+            before.wait()
+
+    @property
+    def _saver(self) -> Saver:
+        if self._runner_saver is None:
+            raise RuntimeError("the chat has not begun")
+        return self._runner_saver
+
+    def _names(self, chat: ChatContext) -> Iterable[str]:
+        return self.store.names()
+
+
+def _forced(argument: str, default: str | None) -> tuple[bool, str]:
+    """Return True and the name if -f is the first word, or else False and the name.
+
+    Raise OptionError unless there is exactly one name. `default` stands for a missing one.
+    """
+    words = argument.split()
+    force = words[:1] == ["-f"]
+    names = words[force:] or ([default] if default else [])
+    if len(names) != 1:
+        raise OptionError("which session? one NAME, without spaces")
+    return force, names[0]
+
+
+def _turns(chat: ChatContext) -> str:
+    return count_of(len(chat.conversation.history.turns), "turn")
+
+
+def _where_turns_are(chat: ChatContext) -> str:
+    """Return a note that names the longest branch if the present one is empty, or ""."""
+    others = {name: len(branch.history.turns) for name, branch in chat.branches.others.items()}
+    longest = max(others, key=others.__getitem__, default=None)
+    if chat.conversation.history.turns or longest is None or not others[longest]:
+        return ""
+    turns = count_of(others[longest], "turn")
+    return f"; branch {longest} has {turns}: /switch {longest} goes to it"

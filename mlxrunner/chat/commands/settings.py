@@ -1,0 +1,196 @@
+"""Commands for sampling, context, system prompt, thinking and model."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterable
+from typing import Any
+
+from mlxrunner.chat.commands.table import ChatContext, Command
+from mlxrunner.chat.rendering import POLICIES
+from mlxrunner.errors import OptionError
+from mlxrunner.options import OVERFLOW, GenerateOptions, RunnerSettings, about, chat_options
+
+SETTABLE = dict(chat_options())
+"""The options of a request that `/set` knows, by name."""
+CONTEXT = about(RunnerSettings.__dataclass_fields__["context"])
+DEFAULT = "default"
+STANDARD = vars(GenerateOptions()) | {"overflow": "shift"}
+"""The options of a chat that sets none."""
+
+
+def parse_settings(text: str) -> dict[str, Any]:
+    """Return the options of a request that a text such as `temperature=0.8 seed=3` gives.
+
+    Raise OptionError for an unknown name or a value out of range.
+    """
+    try:
+        pairs = [word.partition("=") for word in shlex.split(text)]
+    except ValueError as error:
+        raise OptionError(f"{text}: {error}") from error
+    for name, found, _ in pairs:
+        if not found:
+            raise OptionError(f"{name}: has to be NAME=VALUE, as temperature=0.8")
+    options = {}
+    for given, _, value in pairs:
+        name = _known(given, tuple(SETTABLE))
+        options[name] = SETTABLE[name].parse(name, value)
+    GenerateOptions.of(**options)
+    return options
+
+
+def set_(chat: ChatContext, argument: str) -> None:
+    name, _, value = argument.partition(" ")
+    if not name:
+        show_settings(chat)
+        return
+    name, value = _known(name, (*SETTABLE, "context", "history")), value.strip()
+    if not value:
+        chat.say(f"{name} = {_shown(chat, name)}")
+    elif name == "context":
+        chat.reload(chat.model, context=None if value == DEFAULT else CONTEXT.parse(name, value))
+        chat.say(
+            f"loaded again with a context of {chat.runner.context} tokens; "
+            "the conversation is evaluated again"
+        )
+    elif name == "history":
+        if value not in POLICIES:
+            raise OptionError(
+                f"history: {value!r} is not known, it has to be one of {', '.join(POLICIES)}"
+            )
+        chat.conversation.policy = value
+        chat.say(f"history = {value}: {chat.conversation.outlook()}")
+    else:
+        options = {known: old for known, old in chat.conversation.options.items() if known != name}
+        if value != DEFAULT:
+            options[name] = SETTABLE[name].parse(name, value)
+        GenerateOptions.of(**options)
+        chat.conversation.options = options
+        chat.say(f"{name} = {_shown(chat, name)}")
+
+
+def show_settings(chat: ChatContext) -> None:
+    for name in ("context", "history", *SETTABLE):
+        chat.say(f"{name:20}{_shown(chat, name)}")
+
+
+def show(chat: ChatContext, argument: str) -> None:
+    conversation = chat.conversation
+    chat.say(
+        f"model     {chat.model}, context of {chat.runner.context} tokens, "
+        f"history {conversation.policy}"
+    )
+    changed = {
+        name: value
+        for name, value in conversation.options.items()
+        if value not in (STANDARD.get(name), ())
+    }
+    chat.say(
+        "sampling  " + (", ".join(f"{name} {value}" for name, value in changed.items()) or "greedy")
+    )
+    chat.say(f"branch    {chat.branches.current} of {', '.join(chat.branches)}")
+    chat.say(f"system    {conversation.system or '(none)'}")
+    for number, message in enumerate(conversation.messages, 1):
+        line = " ".join(message["content"].split())
+        chat.say(f"{number:4} {message['role']:10}{line[:100]}{' ...' if len(line) > 100 else ''}")
+
+
+def system(chat: ChatContext, argument: str) -> None:
+    if argument:
+        chat.conversation.clear()
+        chat.conversation.system = argument
+    chat.say(f"system prompt: {chat.conversation.system or '(none)'}")
+
+
+def think(chat: ChatContext, argument: str) -> None:
+    conversation = chat.conversation
+    if argument in ("show", "hide"):
+        chat.show_thinking = argument == "show"
+    elif argument in ("on", "off"):
+        if not _has_switch(chat):
+            raise OptionError("this model's template has no switch for thinking")
+        conversation.variables = {**conversation.variables, "enable_thinking": argument == "on"}
+    elif argument:
+        raise OptionError(f"/think {argument}: has to be show, hide, on or off")
+    wanted = conversation.variables.get("enable_thinking")
+    switched = "as the template has it" if wanted is None else "on" if wanted else "off"
+    chat.say(f"thinking is {'shown' if chat.show_thinking else 'hidden'}; it is {switched}")
+
+
+def _has_switch(chat: ChatContext) -> bool:
+    probe: Any = chat.conversation.history.messages(None) or [{"role": "user", "content": "x"}]
+    return (
+        len({chat.runner.tokenizer.render(probe, enable_thinking=on) for on in (True, False)}) > 1
+    )
+
+
+def model(chat: ChatContext, argument: str) -> None:
+    if argument:
+        chat.reload(argument)
+    chat.say(f"model: {chat.model}, context of {chat.runner.context} tokens")
+
+
+def _shown(chat: ChatContext, name: str) -> str:
+    if name == "context":
+        return str(chat.runner.context)
+    if name == "history":
+        return chat.conversation.policy
+    value = chat.conversation.options.get(name)
+    value = STANDARD[name] if value is None or value == () else value
+    if name == "stop":
+        return ", ".join(map(json.dumps, [value] if isinstance(value, str) else value)) or "(none)"
+    return "(none)" if value is None else str(value)
+
+
+def _known(name: str, names: tuple[str, ...]) -> str:
+    name = name.replace("-", "_")
+    if name not in names:
+        raise OptionError(f"there is no setting {name}: there are {', '.join(names)}")
+    return name
+
+
+def _setting_names(chat: ChatContext) -> Iterable[str]:
+    return (*SETTABLE, "context", "history", *OVERFLOW, *POLICIES)
+
+
+def _model_names(chat: ChatContext) -> Iterable[str]:
+    from mlxrunner.models.catalog import cached_models
+
+    return ["demo", *(found.name for found in cached_models())]
+
+
+def _think_words(chat: ChatContext) -> Iterable[str]:
+    return ("show", "hide", "on", "off")
+
+
+COMMANDS = (
+    Command(
+        "/system",
+        "[TEXT]",
+        "set the system prompt and begin anew; without TEXT: show it",
+        system,
+    ),
+    Command(
+        "/set",
+        "[NAME VALUE]",
+        "sampling, seed, stop, context, history; VALUE default takes it back",
+        set_,
+        _setting_names,
+    ),
+    Command("/show", "", "model, settings, and the messages with their numbers", show),
+    Command(
+        "/think",
+        "[show|hide|on|off]",
+        "show or hide thinking; let the model think or not",
+        think,
+        _think_words,
+    ),
+    Command(
+        "/model",
+        "[NAME]",
+        "go on with another model; the conversation is evaluated anew",
+        model,
+        _model_names,
+    ),
+)

@@ -1,0 +1,182 @@
+"""The commands of a chat: their description, their context, and the parsing of typed text.
+
+/help, completion and the table in docs/chat.md are made from a `CommandTable`. This knows nothing
+about what the commands do.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any, Protocol
+
+from mlxrunner.errors import OptionError
+
+if TYPE_CHECKING:
+    from mlxrunner.chat.attachments import Attachments
+    from mlxrunner.chat.branches import Branches
+    from mlxrunner.chat.conversation import Conversation
+    from mlxrunner.runner import Runner
+    from mlxrunner.sessions.history import History
+
+PATH = "PATH"
+"""The word in `Command.takes` that makes completion offer paths."""
+QUOTES = '"""'
+_QUOTED = re.compile(rf"\s*(?:/[\w-]+\s+)?{QUOTES}")
+ELSEWHERE = {"/exit": "/bye", "/quit": "/bye", "/q": "/bye"}
+"""Names of commands in other chats, and the commands here that do the same."""
+_COMMAND = re.compile(r"\s*(/[\w-]+)(?:\s+(.*))?", re.DOTALL)
+
+
+class ChatContext(Protocol):
+    """The chat that a command works on."""
+
+    conversation: Conversation
+    branches: Branches
+    attachments: Attachments
+    model: str
+    """The name from which the model was loaded."""
+    loading: dict[str, Any]
+    """Options of `Runner.load`."""
+    show_thinking: bool
+    """True to show thinking, False to hide it."""
+
+    @property
+    def runner(self) -> Runner: ...
+
+    def say(self, text: str) -> None:
+        """Print a note, which is not an answer."""
+        ...
+
+    def edit(self, text: str, after: History | None) -> str | None:
+        """Return `text` as the user changes it, or None if the user changes nothing or gives up.
+
+        Meanwhile the text is evaluated as the message after `after`, unless that is None. Raise
+        PromptError without a terminal.
+        """
+        ...
+
+    def send(self, text: str, after: History | None = None) -> None:
+        """Send `text` with the attachments and the files that it names, as `answer` does."""
+        ...
+
+    def answer(self, text: str, after: History | None = None, **options: Any) -> None:
+        """Send `text` as it is, and print the answer.
+
+        It follows `after`, by default the present history. If there is no answer, the present
+        history stays.
+        """
+        ...
+
+    def reload(self, name: str, **changes: Any) -> None:
+        """Load another model, or the same one with other options."""
+        ...
+
+
+def _nothing(chat: ChatContext) -> Iterable[str]:
+    return ()
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of the chat."""
+
+    name: str
+    """The command with its slash, such as /undo."""
+    takes: str
+    """The argument as /help shows it, or "" if the command takes none."""
+    help: str
+    """One line for /help."""
+    run: Callable[[ChatContext, str], None]
+    """Runs the command: `run(chat, argument)`. The chat prints an MlxrunnerError in one line."""
+    words: Callable[[ChatContext], Iterable[str]] = _nothing
+    """Returns the words that complete the argument."""
+
+    @property
+    def takes_path(self) -> bool:
+        """True if completion offers paths for the argument."""
+        return PATH in self.takes
+
+    @property
+    def usage(self) -> str:
+        """The command with its argument, as /help shows them."""
+        return f"{self.name} {self.takes}".rstrip()
+
+
+class CommandTable:
+    """Commands in the order in which /help shows them."""
+
+    def __init__(self, commands: Iterable[Command] = ()) -> None:
+        self._commands = {command.name: command for command in commands}
+
+    def __iter__(self) -> Iterator[Command]:
+        return iter(self._commands.values())
+
+    def parse(self, text: str) -> tuple[Command, str] | None:
+        """Split a text into a command and its argument, which may be quoted.
+
+        Return None if the text is not a command. Raise OptionError if the command is unknown, or if
+        it takes no argument and gets one.
+        """
+        if not self.is_command(text) or (found := _COMMAND.fullmatch(text)) is None:
+            return None
+        name, argument = found[1], (found[2] or "").strip()
+        argument = argument if is_open(argument) else unquoted(argument).strip()
+        command = self._commands.get(name)
+        if command is None:
+            raise OptionError(f"no such command: {name} ({self._similar(name)}/help lists them)")
+        if argument and not command.takes:
+            raise OptionError(f"{name} takes no argument; {QUOTES} around a text sends it as it is")
+        return command, argument
+
+    def is_command(self, text: str) -> bool:
+        """Return True if the first word is a slash and letters, digits, `-` or `_`.
+
+        `/usr/bin` and `/* a comment` are not commands. Several lines are a command only if their
+        first word names one: `/etc` and a listing below it are a text.
+        """
+        found = _COMMAND.fullmatch(text)
+        return found is not None and (found[1] in self._commands or "\n" not in text.strip())
+
+    def help(self) -> list[str]:
+        """Return one line for each command."""
+        width = max(len(command.usage) for command in self) + 2
+        return [f"{command.usage:{width}}{command.help}" for command in self]
+
+    def _similar(self, name: str) -> str:
+        similar = get_close_matches(name, self._commands, n=1)
+        similar = [ELSEWHERE[name]] if name in ELSEWHERE else similar
+        return f"did you mean {similar[0]}? " if similar else ""
+
+
+def flagged(argument: str, flag: str) -> tuple[bool, str]:
+    """Return True and the rest if `flag` is the first word, or else False and `argument`."""
+    first, _, rest = argument.partition(" ")
+    return (True, rest.strip()) if first == flag else (False, argument)
+
+
+def count_of(count: int, noun: str) -> str:
+    """Return a number with its noun: "1 turn", "2 turns"."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def is_open(text: str) -> bool:
+    '''Return True if a text or an argument begins with """ and does not end with them yet.'''
+    found = _QUOTED.match(text)
+    rest = text[found.end() :].strip() if found else QUOTES
+    return found is not None and not rest.endswith(QUOTES)
+
+
+def unquoted(text: str) -> str:
+    '''Return a text without the """ around it, or before it while it is open.'''
+    if not text.strip().startswith(QUOTES):
+        return text
+    inner = text.strip()[len(QUOTES) :]
+    return inner.lstrip("\n") if is_open(text) else inner[: -len(QUOTES)].strip("\n")
+
+
+def quoted(text: str) -> str:
+    """Return `text` as a user has to type it, in quotes if it could be taken for something else."""
+    return f"{QUOTES}\n{text}\n{QUOTES}" if _QUOTED.match(text) else text

@@ -1,0 +1,75 @@
+"""One thread owns a model and its runner: calls from other threads are refused."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from inspect import GEN_RUNNING, getgeneratorstate
+from typing import TypeVar
+
+from mlxrunner.errors import ClosedError, WrongThreadError
+
+T = TypeVar("T")
+
+
+class Owner:
+    """The thread that opened `what`, with a flag that is set when `what` is closed."""
+
+    def __init__(self, what: str) -> None:
+        self._what, self._thread = what, threading.current_thread()
+        self._left: deque[Callable[[], object]] = deque()
+        self.is_closed = False
+
+    @property
+    def is_here(self) -> bool:
+        """True in the owner's thread."""
+        return threading.current_thread() is self._thread
+
+    def check(self) -> None:
+        """Raise WrongThreadError in any thread but the owner, and ClosedError after `close`."""
+        self.check_thread()
+        if self.is_closed:
+            raise ClosedError(self._what)
+        while self._left:
+            self._left.popleft()()
+
+    def check_thread(self) -> None:
+        """Raise WrongThreadError, with both names, in any thread but the owner."""
+        if not self.is_here:
+            raise WrongThreadError(self._what, self._thread.name, threading.current_thread().name)
+
+    def do(self, act: Callable[[], object]) -> None:
+        """Call `act` now; in another thread, leave it to the owner's next call."""
+        if self.is_here:
+            act()
+        else:
+            self._left.append(act)
+
+    def close(self) -> None:
+        """Refuse all further calls."""
+        self.is_closed = True
+
+
+class Owned(Iterator[T]):
+    """A generator that only its owner advances and closes."""
+
+    def __init__(self, inner: Generator[T, None, None], owner: Owner) -> None:
+        self._inner, self._owner = inner, owner
+
+    def __iter__(self) -> Owned[T]:
+        return self
+
+    def __next__(self) -> T:
+        self._owner.check()
+        return next(self._inner)
+
+    @property
+    def is_running(self) -> bool:
+        """True while the generator computes its next value, as seen from a callback."""
+        return getgeneratorstate(self._inner) == GEN_RUNNING
+
+    def close(self) -> None:
+        """Close the generator. A second call is allowed, also after the runner was closed."""
+        self._owner.check_thread()
+        self._inner.close()

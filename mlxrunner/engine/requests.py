@@ -1,0 +1,111 @@
+"""Turn a prompt and options into a checked request, for both runners."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mlxrunner.cache.overflow import Shift
+from mlxrunner.cache.tokens import TokenArray
+from mlxrunner.engine.answer import Clock
+from mlxrunner.engine.constrain import constraint_of
+from mlxrunner.engine.sampling import LogitsProcessor, NextToken
+from mlxrunner.errors import ContextFullError
+from mlxrunner.models.facts import ModelFacts
+from mlxrunner.options import GenerateOptions
+from mlxrunner.results import Chunk
+from mlxrunner.tokenizer import Tokenizer
+from mlxrunner.tokenizer.prompt import (
+    Prompt,
+    TokenizedPrompt,
+    check_length,
+    check_tokens,
+    shift_of,
+    tokenize_prompt,
+)
+
+
+@dataclass(eq=False, kw_only=True)
+class Request:
+    """A prompt and its options, checked and ready to be run."""
+
+    prompt: TokenizedPrompt
+    """The prompt that the caller gave."""
+    tokens: TokenArray
+    """The tokens to evaluate: those of the prompt, shortened by a shift if it is too long."""
+    options: GenerateOptions
+    next_token: NextToken
+    clock: Clock
+    context: int
+    """Most tokens of the prompt and its answer together."""
+    limit: int
+    """Most tokens of the answer."""
+    shift: Shift | None = None
+    """The rule that makes room in a full context; None: the answer ends there."""
+    discarded: int = 0
+    """Tokens of the prompt that were dropped because it was too long."""
+
+    def error_at(self, last: Chunk) -> ContextFullError | None:
+        """Return the error that ends the request after its `last` chunk, or None.
+
+        With `overflow="error"` it is an error if the full context ended the answer.
+        """
+        room = self.context - len(self.tokens)
+        is_full = last.finish_reason == "length" and self.limit == room != self.options.max_tokens
+        if self.options.overflow == "error" and is_full:
+            return ContextFullError(room, self.context)
+        return None
+
+
+def prepare(
+    prompt: Prompt,
+    options: GenerateOptions,
+    *,
+    tokenizer: Tokenizer,
+    facts: ModelFacts,
+    context: int,
+    began: float,
+    processors: Sequence[LogitsProcessor] = (),
+) -> Request:
+    """Tokenize `prompt`, check it, and make it fit into `context` tokens.
+
+    `began`: the moment of the caller's request, on `time.perf_counter`. `processors`: functions of
+    all tokens so far and the logits that return changed logits. Raise PromptError,
+    ContextLengthError or OptionError if the request can't be run.
+    """
+    tokenized = tokenize_prompt(tokenizer, prompt, options.variables)
+    tokens = tokenized.tokens
+    check_tokens(tokens, facts.vocab)
+    shift = shift_of(options, tokenizer, tokenized, context)
+    discarded = 0
+    if shift is None:
+        check_length(tokens, context)
+    elif len(tokens) >= context:
+        discarded = shift.discard(len(tokens))
+        tokens = np.concatenate([tokens[: shift.keep], tokens[shift.keep + discarded :]])
+    constraint = constraint_of(options, tokenizer, facts.vocab)
+    return Request(
+        prompt=tokenized,
+        tokens=tokens,
+        options=options,
+        next_token=NextToken(options, facts.vocab, processors, constraint),
+        clock=Clock(began - tokenized.seconds, time.perf_counter()),
+        context=context,
+        limit=_limit(options, context, len(tokens)),
+        shift=shift,
+        discarded=discarded,
+    )
+
+
+def _limit(options: GenerateOptions, context: int, prompt: int) -> int:
+    """Return the most tokens of the answer to `prompt` tokens.
+
+    With shifts, an answer without a limit ends after `context` tokens.
+    """
+    if options.overflow == "shift":
+        return options.max_tokens or context
+    room = context - prompt
+    return min(options.max_tokens or room, room)

@@ -1,0 +1,84 @@
+"""One request of a Runner under way, and its description when it has ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mlxrunner.cache.entry import CacheEntry
+from mlxrunner.cache.prefix import EntryLease
+from mlxrunner.engine.answer import AnswerStream
+from mlxrunner.engine.observation import Observation, finish_of, usage_of
+from mlxrunner.engine.pipeline import Pipeline, Progress
+from mlxrunner.engine.requests import Request
+from mlxrunner.results import FinishReason, Usage
+
+
+@dataclass
+class Run:
+    """A prepared request with its lease of the entry."""
+
+    request: Request
+    lease: EntryLease
+    progress: Progress | None
+    """A function called during the prefill with the tokens in the entry and all prompt tokens."""
+    active_bytes: int = 0
+    """Bytes of MLX memory in use when the request began."""
+    usage: Usage | None = None
+    """The usage, set when the answer has ended."""
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    """The name of the exception that ended the request; None if no exception did."""
+    is_told: bool = False
+    """True once the observers were called."""
+
+    def counted(self, answer: AnswerStream, pipeline: Pipeline, entry: CacheEntry) -> Usage:
+        """Return the usage of the request after the end of `answer`."""
+        request, lookup = self.request, self.lease.lookup
+        evaluated = sum(count for _, _, count in pipeline.chunks)
+        return usage_of(
+            lookup,
+            request.clock,
+            answer.count,
+            request.prompt.earlier,
+            evaluated_tokens=min(evaluated, lookup.prompt_tokens - lookup.cached),
+            trimmed_tokens=lookup.entry_tokens - lookup.reused,
+            shifted_tokens=request.discarded + pipeline.shifted,
+            reevaluated_tokens=pipeline.reevaluated,
+            prefill_s=pipeline.prefill_s,
+            cache_bytes=entry.nbytes,
+            used_bytes=entry.used_bytes,
+            peak_bytes=mx.get_peak_memory(),
+        )
+
+    def observation(
+        self, usage: Usage, entry: CacheEntry, pipeline: Pipeline | None
+    ) -> Observation:
+        """Return the request as observers see it, with the entry after the request."""
+        request, lease = self.request, self.lease
+        has_logits = lease.forwarded == len(entry.tokens) and not entry.is_shifted
+        return Observation(
+            prepared=request.prompt,
+            prompt=lease.prompt,
+            options=request.options,
+            lookup=lease.lookup,
+            usage=usage,
+            finish=finish_of(self.finish_reason, self.error),
+            error=self.error,
+            clock=request.clock,
+            chunks=pipeline.chunks if pipeline is not None else (),
+            entry=entry.tokens,
+            active_bytes=self.active_bytes,
+            checkpoints=entry.checkpoints.offsets,
+            logits=pipeline.logits if pipeline is not None and has_logits else None,
+            is_greedy=request.next_token.is_greedy,
+        )
+
+
+def keep_only_what_can_be_evaluated(lease: EntryLease) -> None:
+    """Free the entry if its arrays can't be evaluated, which happens after some exceptions."""
+    try:
+        mx.eval([cache.state for cache in lease.caches])
+    except Exception as error:
+        lease.free(f"{type(error).__name__} while evaluating")

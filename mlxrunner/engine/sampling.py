@@ -1,0 +1,207 @@
+"""Turn logits into the next token, with mlx-lm's sampler functions."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, make_logits_processors
+
+from mlxrunner.engine.constrain import Constraint
+from mlxrunner.options import GenerateOptions
+
+COLDEST = 1e-4
+"""Temperature below which sampling is greedy, because the inverse would overflow."""
+Sampler = Callable[[mx.array], mx.array]
+LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
+dispatch: Callable[[list[mx.array]], None] = mx.async_eval
+"""Begin to evaluate arrays. Reading one waits for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """A token of the answer, on the host."""
+
+    token: int
+    logprob: float | None = None
+    top_logprobs: dict[int, float] | None = None
+    is_last: bool = False
+    """True if this token completes the form that was asked for."""
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """A token that the device may still be computing."""
+
+    token: mx.array
+    """The token id, `[1]`."""
+    logprob: mx.array | None = None
+    """Its log-probability `[1]`; None if it was not asked for."""
+    top_tokens: mx.array | None = None
+    """The most likely tokens `[k]`, unordered; None if they were not asked for."""
+    top_logprobs: mx.array | None = None
+    """The log-probabilities of `top_tokens`, `[k]`."""
+
+    def read(self) -> int:
+        """Wait for the token and return its id."""
+        token: Any = self.token.item()
+        return int(token)
+
+    def decoded(self, token: int) -> Decoded:
+        """Return `token`, which was read before, with the log-probabilities that were asked for."""
+        if self.logprob is None:
+            return Decoded(token)
+        logprob: Any = self.logprob.item()
+        return Decoded(token, logprob, self.top())
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """The arrays of this token, to be evaluated."""
+        return [
+            a
+            for a in (self.token, self.logprob, self.top_tokens, self.top_logprobs)
+            if a is not None
+        ]
+
+    def top(self) -> dict[int, float] | None:
+        """Return log-probabilities by token id, most likely first; None if not asked for."""
+        if self.top_tokens is None or self.top_logprobs is None:
+            return None
+        tokens: Any = self.top_tokens.tolist()
+        logprobs: Any = self.top_logprobs.tolist()
+        possible = [pair for pair in zip(tokens, logprobs, strict=True) if pair[1] > -math.inf]
+        return dict(sorted(possible, key=lambda pair: -pair[1]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constrained(Sampled):
+    """A token of an answer in a given form. The first read advances the constraint."""
+
+    constraint: Constraint
+    place: int
+    """Its index in the answer, from 0."""
+
+    def read(self) -> int:
+        token = super().read()
+        if self.constraint.count == self.place:
+            self.constraint.advance(token)
+        return token
+
+    def decoded(self, token: int) -> Decoded:
+        decoded = super().decoded(token)
+        return replace(decoded, is_last=True) if self.constraint.is_done else decoded
+
+
+class NextToken:
+    """A sampler of one request's tokens from logits `[1, vocab]`.
+
+    It has its own random numbers, so that other requests don't change its answer. With a
+    `constraint`, each call reads the token before, while the device evaluates the logits.
+    """
+
+    def __init__(
+        self,
+        options: GenerateOptions,
+        vocab: int,
+        processors: Sequence[LogitsProcessor] = (),
+        constraint: Constraint | None = None,
+    ) -> None:
+        self._constraint = constraint
+        self._before: Constrained | None = None
+        self._logprobs = None if options.logprobs is None else min(options.logprobs, vocab - 1)
+        self._filters = _filters(options, vocab)
+        self._needs_normalized = options.temperature > 0 and options.top_p < 1
+        self._processors = [*_penalties(options), *processors]
+        self._temperature = options.temperature if options.temperature >= COLDEST else 0.0
+        self._key = mx.random.key(secrets.randbits(64) if options.seed is None else options.seed)
+
+    @property
+    def is_greedy(self) -> bool:
+        """True if each token is the most likely one by the model's own logits."""
+        return self._temperature == 0 and not self._processors and self._constraint is None
+
+    @property
+    def is_plain(self) -> bool:
+        """True if sampling is greedy and no log-probabilities are asked for."""
+        return self.is_greedy and self._logprobs is None
+
+    @property
+    def needs_history(self) -> bool:
+        """True if calls need `history`."""
+        return bool(self._processors)
+
+    def _sample(self, logprobs: mx.array) -> mx.array:
+        if self._temperature == 0:
+            return mx.argmax(logprobs, axis=-1)
+        for keep_likely in self._filters:
+            logprobs = keep_likely(logprobs)
+        self._key, now = mx.random.split(self._key)
+        return mx.random.categorical(logprobs * (1 / self._temperature), key=now)
+
+    def __call__(self, logits: mx.array, history: mx.array | None = None) -> Sampled:
+        """Sample the next token. `history`: all tokens so far, prompt included, `[n]`.
+
+        Raise FormError if no token fits the form.
+        """
+        if self._constraint is None:
+            return self._next(logits, history)
+        masked = self._masked(logits, self._constraint)
+        sampled = self._next(masked, history)
+        arrays = sampled.token, sampled.logprob, sampled.top_tokens, sampled.top_logprobs
+        self._before = Constrained(
+            *arrays, constraint=self._constraint, place=self._constraint.count
+        )
+        return self._before
+
+    def _masked(self, logits: mx.array, constraint: Constraint) -> mx.array:
+        """Return the logits of the tokens that may come next, -inf for the others.
+
+        Once the form is complete every token may come, because its result is never read.
+        """
+        dispatch([logits])
+        if self._before is not None:
+            self._before.read()
+        if constraint.is_done:
+            return logits
+        return mx.where(mx.array(constraint.mask(logits.shape[-1])), logits, -mx.inf)
+
+    def _next(self, logits: mx.array, history: mx.array | None) -> Sampled:
+        for process in self._processors:
+            logits = process(history, logits) if history is not None else logits
+        if self._logprobs is None and not self._needs_normalized:
+            return Sampled(self._sample(logits))
+        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        token = self._sample(logprobs)
+        if self._logprobs is None:
+            return Sampled(token)
+        row = logprobs[0].astype(mx.float32)
+        if self._logprobs == 0:
+            return Sampled(token, row[token])
+        best = mx.argpartition(-row, kth=self._logprobs - 1)[: self._logprobs]
+        return Sampled(token, row[token], best, row[best])
+
+
+def _filters(options: GenerateOptions, vocab: int) -> list[Sampler]:
+    """Return the filters top-p, min-p and top-k, in mlx-lm's order."""
+    filters: list[Sampler] = []
+    if options.top_p < 1:
+        # At 0 only the most likely token is kept.
+        filters.append(lambda logprobs: apply_top_p(logprobs, max(options.top_p, 1e-9)))
+    if options.min_p > 0:
+        filters.append(lambda logprobs: apply_min_p(logprobs, options.min_p))
+    if 0 < options.top_k < vocab:
+        filters.append(lambda logprobs: apply_top_k(logprobs, options.top_k))
+    return filters
+
+
+def _penalties(options: GenerateOptions) -> list[LogitsProcessor]:
+    size = options.penalty_context
+    repetition = options.repetition_penalty if options.repetition_penalty != 1 else None
+    processors: list[LogitsProcessor] = make_logits_processors(
+        None, repetition, size, options.presence_penalty, size, options.frequency_penalty, size
+    )
+    return processors

@@ -1,0 +1,156 @@
+"""Load a model and plan its memory, for `Runner.load` and `plan_model`."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Unpack
+
+from mlxrunner.cache.layers.factory import CacheOptions, make_layer_caches
+from mlxrunner.errors import ModelError
+from mlxrunner.memory.plan import Demand, Plan, make_plan
+from mlxrunner.memory.reserve import (
+    announce,
+    choose,
+    demand_of,
+    must_fit,
+    must_have_room,
+    weights_of,
+)
+from mlxrunner.memory.reserve import reserve as reserve_memory
+from mlxrunner.models.facts import without_weights
+from mlxrunner.models.load import LoadedModel, load_model
+from mlxrunner.options import RunnerKwargs, RunnerSettings
+from mlxrunner.system import device
+
+if TYPE_CHECKING:
+    from mlxrunner.runner import Runner
+
+
+def plan_model(model: str, context: int | None = None, **settings: Unpack[RunnerKwargs]) -> Plan:
+    """Return the memory plan of `model`, without loading its weights.
+
+    `context` (in tokens) and the other settings are those of RunnerSettings. Raise ModelError if
+    the model is missing or broken, and OptionError if a setting is out of range.
+    """
+    chosen = RunnerSettings.of(**{"context": context, **settings})
+    found = without_weights(model)
+    demand = demand_of(
+        found.model,
+        found.config,
+        cache_options(chosen, found.facts.context),
+        chosen.prefill_step,
+        weights=found.weight_bytes,
+        checkpoint_budget=chosen.checkpoint_budget,
+    )
+    return choose(
+        demand,
+        chosen.context,
+        chosen.prefill_step,
+        offered=device.offered_bytes(),
+        limit=found.facts.context,
+    )
+
+
+def cache_options(settings: RunnerSettings, context: int, *, whole: bool = True) -> CacheOptions:
+    """Return the options of the layer caches.
+
+    `context` (in tokens) is used if the settings have none. `whole` allocates it at once.
+    """
+    return CacheOptions(settings.context or context, whole, settings.rewind_slack, settings.kv_bits)
+
+
+def load(
+    kind: type[Runner],
+    model: str,
+    settings: RunnerSettings,
+    *,
+    reserve: bool,
+    trust_remote_code: bool,
+) -> Runner:
+    """Load `model` into a runner of class `kind`; see `Runner.load`."""
+    if reserve:
+        with suppress(ModelError):  # loading the model explains better what is wrong with it
+            must_fit(plan_model(model, **vars(settings)))
+    loaded = load_model(model, trust_remote_code=trust_remote_code)
+    demand = demand_of(
+        loaded.model,
+        loaded.config,
+        cache_options(settings, loaded.facts.context),
+        settings.prefill_step,
+        weights=weights_of(loaded.model),
+        checkpoint_budget=settings.checkpoint_budget,
+    )
+    if not reserve:
+        return _growing(kind, loaded, model, settings, demand)
+    return _reserved(kind, loaded, model, settings, demand)
+
+
+def _growing(
+    kind: type[Runner], loaded: LoadedModel, model: str, settings: RunnerSettings, demand: Demand
+) -> Runner:
+    """Return a runner that takes memory as the conversation grows."""
+    plan = _chosen(demand, settings, loaded.facts.context, device.offered_bytes())
+    runner = _made(kind, loaded, model, settings, plan, whole=False)
+    runner.growing = demand
+    must_have_room(demand, 1, settings.prefill_step)
+    announce(plan, settings.context, loaded.facts.context)
+    runner.plan = plan
+    return runner
+
+
+def _reserved(
+    kind: type[Runner], loaded: LoadedModel, model: str, settings: RunnerSettings, demand: Demand
+) -> Runner:
+    """Return a runner that has taken all its memory.
+
+    The worst-case batch may take more than was estimated. If the caller asked for no context, a
+    smaller one is tried then: the largest that fits by the measured figure.
+    """
+    limit, offered = loaded.facts.context, device.offered_bytes()
+    plan = _chosen(demand, settings, limit, offered)
+    while True:
+        runner = _made(kind, loaded, model, settings, plan, whole=True)
+        must_fit(plan)
+        demand = replace(demand, batch=demand.batch.measured(_taken(runner), plan.context))
+        plan = make_plan(
+            demand,
+            context=plan.context,
+            prefill_step=settings.prefill_step,
+            offered=offered,
+            limit=limit,
+        )
+        if plan.fits or settings.context is not None:
+            break
+        del runner
+        plan = _chosen(demand, settings, plan.context - 1, offered)
+    device.set_limits(must_fit(plan).total, demand.batch.nbytes(plan.context))
+    announce(plan, settings.context, limit)
+    runner.plan = plan
+    return runner
+
+
+def _taken(runner: Runner) -> int:
+    """Allocate the caches and run the worst-case batch. Return the bytes that the batch took."""
+    caches = runner.cache.empty_caches()
+    scratch = make_layer_caches(runner.model, runner.cache.options)
+    step = runner.prefill_step
+    return reserve_memory(runner.model, caches, runner.context, step, scratch).batch
+
+
+def _chosen(demand: Demand, settings: RunnerSettings, limit: int, offered: int) -> Plan:
+    return choose(demand, settings.context, settings.prefill_step, offered=offered, limit=limit)
+
+
+def _made(
+    kind: type[Runner],
+    loaded: LoadedModel,
+    model: str,
+    settings: RunnerSettings,
+    plan: Plan,
+    *,
+    whole: bool,
+) -> Runner:
+    planned = replace(settings, context=plan.context, checkpoint_budget=plan.checkpoint_budget)
+    parts = loaded.model, loaded.tokenizer, loaded.facts
+    return kind(*parts, name=model, whole=whole, **vars(planned))

@@ -1,0 +1,229 @@
+"""Plan memory: compare the model's need for a context with the device's offer. Pure arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mlxrunner.cache.layers.layout import Layout
+from mlxrunner.terminal.text import size
+
+CHECKPOINTS = 8
+"""Number of checkpoints that fit into the default budget.
+
+They cover a system prompt, the last few messages and some places in between.
+"""
+CHECKPOINT_SHARE = 10
+"""The default budget is at most this fraction of the device's offer: one part in 10."""
+SMALLEST_CONTEXT = 256
+"""Fewest tokens of a context that the advice recommends."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Memory of the worst-case batch in bytes: `fixed + per_token * context`.
+
+    The batch is one prefill step at the far end of the context.
+    """
+
+    fixed: int
+    per_token: int = 0
+    is_measured: bool = False
+
+    def nbytes(self, context: int) -> int:
+        """Return the bytes of the batch with `context` tokens."""
+        return self.fixed + self.per_token * context
+
+    def measured(self, nbytes: int, context: int) -> Batch:
+        """Return a batch that was measured to take `nbytes` with `context` tokens.
+
+        It keeps the estimated growth with the context.
+        """
+        per_token = min(self.per_token, nbytes // context)
+        return Batch(nbytes - per_token * context, per_token, is_measured=True)
+
+
+@dataclass(frozen=True)
+class Demand:
+    """The memory that a model needs, as functions of the context. All sizes are in bytes."""
+
+    weights: int
+    layouts: Sequence[Layout]
+    """The layout of each layer's cache."""
+    batch: Batch
+    checkpoint_budget: int | None = None
+    """Bytes for checkpoints; None chooses the default."""
+
+    def caches(self, context: int) -> int:
+        """Return the bytes of all caches for `context` tokens."""
+        return sum(layout.nbytes(context) for layout in self.layouts)
+
+    def checkpoints(self, context: int, offered: int) -> int:
+        """Return the checkpoint budget in bytes; 0 if no layer needs checkpoints.
+
+        By default it holds CHECKPOINTS at the far end of the context, and at most a tenth of the
+        device's offer.
+        """
+        one = sum(layout.checkpoint_bytes(context) for layout in self.layouts)
+        if self.checkpoint_budget is not None or not one:
+            return (self.checkpoint_budget or 0) if one else 0
+        return min(CHECKPOINTS * one, offered // CHECKPOINT_SHARE)
+
+    def growing(self, tokens: int, prefill_step: int, offered: int) -> int:
+        """Return the bytes in use after `tokens` tokens if memory is allocated as tokens come.
+
+        A step shorter than `prefill_step` tokens needs less.
+        """
+        batch = self.batch.nbytes(tokens) * min(tokens, prefill_step) // prefill_step
+        return self.weights + self.caches(tokens) + self.checkpoints(tokens, offered) + batch
+
+    def total(self, context: int, offered: int) -> int:
+        """Return all bytes for `context` tokens on a device that offers `offered` bytes."""
+        return (
+            self.weights
+            + self.caches(context)
+            + self.checkpoints(context, offered)
+            + self.batch.nbytes(context)
+        )
+
+    def largest_context(self, offered: int, limit: int) -> int:
+        """Return the largest context, in tokens, up to `limit` that fits into `offered` bytes.
+
+        Return 0 if none fits.
+        """
+        if self.total(limit, offered) <= offered:
+            return limit
+        low, high = 0, limit
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.total(middle, offered) <= offered else (low, middle)
+        return low
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of the plan's table. All sizes are in bytes."""
+
+    what: str
+    total: int
+    layers: int = 0
+    rows: int = 0
+    """Tokens that each of the layers stores."""
+    row_bytes: int = 0
+    """Bytes of one token in one layer."""
+    fixed: int = 0
+    """Bytes that do not depend on the tokens."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A memory plan for one context. All sizes are in bytes."""
+
+    context: int
+    prefill_step: int
+    lines: tuple[Line, ...]
+    total: int
+    offered: int
+    largest_context: int
+    """Largest context that fits, up to the model's own or to this one; 0 if none fits."""
+    checkpoint_budget: int
+    batch_is_measured: bool
+
+    @property
+    def fits(self) -> bool:
+        """True if the total is at most the device's offer."""
+        return self.total <= self.offered
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"fits": self.fits}
+
+    def table(self) -> str:
+        """Return the plan as a table for users.
+
+        It has a line for each item, the sum, and the largest context that fits.
+        """
+        rows = [(line.what, _detail(line), size(line.total)) for line in self.lines]
+        rows += [("total", "", size(self.total)), ("device offers", "", size(self.offered))]
+        wide = [max(len(row[i]) for row in rows) for i in range(3)]
+        text = [
+            f"{what:<{wide[0]}}  {detail:<{wide[1]}}  {nbytes:>{wide[2]}}"
+            for what, detail, nbytes in rows
+        ]
+        return "\n".join([*text, self.advice()])
+
+    def advice(self) -> str:
+        """Return a sentence about the largest context that fits."""
+        if self.fits:
+            return (
+                f"a context of {self.context} tokens fits; the largest that would: "
+                f"{self.largest_context}"
+            )
+        if self.largest_context >= SMALLEST_CONTEXT:
+            return (
+                f"a context of {self.context} tokens does not fit; this would: --context "
+                f"{self.largest_context}"
+            )
+        smaller = (
+            f", a smaller --prefill-step than {self.prefill_step}" if self.prefill_step > 64 else ""
+        )
+        return f"not even a short context fits: try a smaller or quantized model{smaller}"
+
+
+def make_plan(demand: Demand, *, context: int, prefill_step: int, offered: int, limit: int) -> Plan:
+    """Return the plan for `context` tokens.
+
+    `prefill_step`: tokens per chunk. `offered`: bytes that the device offers. `limit`: the model's
+    own context in tokens. `largest_context` of the plan is at most the larger of `limit` and
+    `context`.
+    """
+    budget = demand.checkpoints(context, offered)
+    batch = demand.batch.nbytes(context)
+    lines = [
+        Line("weights", demand.weights),
+        *_layer_lines(demand.layouts, context),
+        *([Line("checkpoints", budget)] if budget else []),
+        Line(
+            f"batch of {prefill_step} tokens "
+            f"({'measured' if demand.batch.is_measured else 'estimated'})",
+            batch,
+        ),
+    ]
+    total = sum(line.total for line in lines)
+    largest = demand.largest_context(offered, max(limit, context))
+    return Plan(
+        context,
+        prefill_step,
+        tuple(lines),
+        total,
+        offered,
+        largest,
+        budget,
+        demand.batch.is_measured,
+    )
+
+
+def _layer_lines(layouts: Sequence[Layout], context: int) -> list[Line]:
+    """Return one line for each group of equal layers."""
+    counts: dict[Layout, int] = {}
+    for layout in layouts:
+        counts[layout] = counts.get(layout, 0) + 1
+    return [
+        Line(
+            f"{layout.kind} layers",
+            n * layout.nbytes(context),
+            n,
+            layout.rows(context),
+            layout.row_bytes,
+            layout.fixed_bytes,
+        )
+        for layout, n in counts.items()
+    ]
+
+
+def _detail(line: Line) -> str:
+    if not line.layers:
+        return ""
+    stored = f"{line.rows} tokens x {size(line.row_bytes)}" if line.row_bytes else ""
+    fixed = f"{size(line.fixed)} whatever the length" if line.fixed else ""
+    return f"{line.layers} x " + " + ".join(filter(None, (stored, fixed)))

@@ -1,0 +1,233 @@
+"""Measure the memory that a model needs, and reserve it at start."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from mlxrunner.cache.checkpoints import HEADER
+from mlxrunner.cache.layers.factory import CacheOptions, evaluate, layouts_of, run_lazily
+from mlxrunner.cache.layers.protocol import LayerCache
+from mlxrunner.engine.pipeline import SEED_TOKENS
+from mlxrunner.errors import MemoryPlanError
+from mlxrunner.memory.plan import SMALLEST_CONTEXT, Batch, Demand, Plan, make_plan
+from mlxrunner.models.settings import size_of
+from mlxrunner.results import logger
+from mlxrunner.system import device
+from mlxrunner.terminal.text import size
+
+
+def demand_of(
+    model: Any,
+    config: dict[str, Any],
+    options: CacheOptions,
+    prefill_step: int,
+    *,
+    weights: int,
+    checkpoint_budget: int | None = None,
+) -> Demand:
+    """Return the memory that `model` needs, with an estimate for its batch.
+
+    `model` may have no weights loaded. `weights`: their bytes. `checkpoint_budget`: bytes for
+    checkpoints; None chooses the default.
+    """
+    gpu = device.is_gpu()
+    batch = estimate_batch(
+        config, prefill_step, 2 if gpu else 4, is_fused=gpu, has_sinks=_has_sinks(model)
+    )
+    return Demand(weights, layouts_of(model, options), batch, checkpoint_budget)
+
+
+def weights_of(model: Any) -> int:
+    """Return the bytes of a loaded model's parameters."""
+    from mlxrunner.cache.layers.base import tree_bytes
+
+    return tree_bytes(model.parameters())
+
+
+def _has_sinks(model: Any) -> bool:
+    """Return True if an attention of `model` has sinks: scores beside those of the keys."""
+    parameters: Any = tree_flatten(model.parameters())
+    return any(name.endswith("sinks") for name, _ in parameters)
+
+
+def estimate_batch(
+    config: dict[str, Any], prefill_step: int, item: int, *, is_fused: bool, has_sinks: bool = False
+) -> Batch:
+    """Estimate the batch roughly from the model's dimensions, for a plan without weights.
+
+    `item`: bytes of one number. `is_fused`: attention kernels keep no scores in memory.
+    """
+    get = partial(size_of, config)
+    hidden, heads, vocab = (
+        get("hidden_size", "d_model", "n_embd"),
+        get("num_attention_heads", "n_head"),
+        get("vocab_size"),
+    )
+    experts, dense = get("num_experts_per_tok"), get("intermediate_size", "ffn_dim", "n_inner")
+    chosen = (get("moe_intermediate_size") or dense) * experts
+    wide = max(3 * max(dense, 4 * hidden), 5 * chosen)
+    fixed = prefill_step * ((8 + 2 * experts) * hidden + wide) * item + HEADER * vocab * item
+    scores = (3 if has_sinks else 2) * heads * prefill_step * 4
+    return Batch(fixed, 0 if is_fused else scores + prefill_step)
+
+
+def choose(
+    demand: Demand, context: int | None, prefill_step: int, *, offered: int, limit: int
+) -> Plan:
+    """Return the plan for `context` tokens.
+
+    If `context` is None, the plan is for the model's own context (`limit`), or for the largest that
+    fits into `offered` bytes.
+    """
+    if context is None:
+        fitting = demand.largest_context(offered, limit)
+        context = (
+            fitting if fitting >= min(SMALLEST_CONTEXT, limit) else limit
+        )  # no useful context fits: the plan reports it
+    return make_plan(
+        demand, context=context, prefill_step=prefill_step, offered=offered, limit=limit
+    )
+
+
+def must_fit(plan: Plan) -> Plan:
+    """Return `plan` if it fits. Raise MemoryPlanError with its table otherwise."""
+    if not plan.fits:
+        raise MemoryPlanError(f"this does not fit into memory\n{plan.table()}")
+    return plan
+
+
+def must_have_room(demand: Demand, tokens: int, prefill_step: int) -> None:
+    """Raise MemoryPlanError if a limit of the process or its cgroup is too low for `tokens` tokens.
+
+    Under such a limit an allocation that fails ends the process. The machine's free memory does not
+    count here, because the plan has already compared it.
+    """
+    limit = device.hard_limit()
+    if limit is None:
+        return
+    offered = limit.nbytes + mx.get_active_memory() + mx.get_cache_memory()
+    needed = demand.growing(tokens, prefill_step, offered)
+    if needed > offered:
+        most = (
+            bisect_right(
+                range(tokens), offered, key=lambda n: demand.growing(n, prefill_step, offered)
+            )
+            - 1
+        )
+        smaller = f", or a smaller --prefill-step than {prefill_step}" if prefill_step > 64 else ""
+        raise MemoryPlanError(
+            f"{tokens} tokens need {size(needed)} of memory, and {limit.name} leaves "
+            f"{size(offered)}: "
+            f"give at most {max(most, 0)} tokens{smaller}"
+        )
+
+
+def announce(plan: Plan, asked: int | None, limit: int) -> None:
+    """Log a warning if the context differs from the model's own, `limit` tokens.
+
+    `asked`: the context that the user asked for; None: the plan chose it.
+    """
+    if plan.context > limit:
+        logger.warning(
+            "context: %d tokens, but the model was made for %d: it may answer badly beyond them",
+            plan.context,
+            limit,
+        )
+    elif plan.context < limit and asked is None:
+        logger.warning(
+            "context: %d tokens, the most that fits into %s; the model's own is %d",
+            plan.context,
+            size(plan.offered),
+            limit,
+        )
+
+
+@dataclass(frozen=True)
+class Reserved:
+    """Memory that was reserved at start, in bytes."""
+
+    caches: int
+    """Bytes that stay allocated."""
+    batch: int
+    """Most bytes that a step needs in addition."""
+
+
+def reserve(
+    model: Any,
+    caches: Sequence[LayerCache],
+    context: int,
+    prefill_step: int,
+    scratch: Sequence[LayerCache],
+) -> Reserved:
+    """Allocate `caches` whole, run the worst-case batch once, and leave them empty.
+
+    The batch is a full prefill step of `prefill_step` tokens at the far end of the context. The
+    seed of an answer follows, with the logits of the largest decode step. The prefill computes only
+    the first layers, until each kind of layer was met. The memory of one layer's work is free again
+    before the next layer starts. Therefore the other layers would only cost time. `scratch` holds
+    caches like `caches`, for the layers that are not computed.
+    """
+    before = mx.get_active_memory()
+    _compute(model, caches, 1)  # allocates every buffer
+    taken = mx.get_active_memory()
+    mx.reset_peak_memory()
+    step, seed = min(prefill_step, context - 1), min(_longest_seed(caches), context - 1)
+    first = _layers_of_each_kind(model, caches)
+    run_lazily(model, scratch, 1)
+    batch = [*caches[:first], *scratch[first:]]
+    _pretend(batch, context - step)
+    run_lazily(model, batch, step)
+    evaluate(batch[:first])
+    del batch
+    _pretend(caches, context - seed)
+    _compute(model, caches, seed)
+    peak = mx.get_peak_memory()
+    for cache in (*caches, *scratch):
+        cache.free()
+    mx.clear_cache()
+    return Reserved(taken - before, max(0, peak - taken))
+
+
+def _compute(model: Any, caches: Sequence[LayerCache], tokens: int) -> None:
+    logits = run_lazily(model, caches, tokens)
+    mx.eval(logits[:, -1, :], [cache.state for cache in caches])
+
+
+def _pretend(caches: Sequence[LayerCache], offset: int) -> None:
+    for cache in caches:
+        cache.pretend(offset)
+
+
+def _longest_seed(caches: Sequence[LayerCache]) -> int:
+    """Return the most tokens of a prompt that are evaluated together with their logits."""
+    return (
+        max(SEED_TOKENS, HEADER)
+        if any(cache.needs_checkpoints for cache in caches)
+        else SEED_TOKENS
+    )
+
+
+def _layers_of_each_kind(model: Any, caches: Sequence[LayerCache]) -> int:
+    """Return the number of first layers that hold one of each kind, plus one layer.
+
+    The input of the extra layer is computed from all of these. Two layers are of one kind if they
+    store the same and have weights of the same shapes. For example, some layers have experts and
+    others do not.
+    """
+    layers = getattr(model, "layers", ())
+    if len(layers) != len(caches):
+        return len(caches)
+    kinds = [(cache.layouts(), _shapes(layer)) for cache, layer in zip(caches, layers, strict=True)]
+    return min(max(map(kinds.index, kinds)) + 2, len(caches))
+
+
+def _shapes(layer: Any) -> list[tuple[str, tuple[int, ...]]]:
+    parameters: Any = tree_flatten(layer.parameters())
+    return [(name, array.shape) for name, array in parameters]

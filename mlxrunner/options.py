@@ -1,0 +1,529 @@
+"""The options of a request and the settings of a runner, each described once.
+
+A field's metadata holds its type, bounds and help text. Keyword arguments in Python, options of the
+command line, fields of batch lines and the chat's `/set` are made from it. This knows nothing about
+models, or about the meaning of tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields
+from numbers import Integral, Real
+from typing import Any, Literal, TypedDict
+
+from mlxrunner.errors import OptionError
+
+MAX_LOGPROBS = 100
+"""Most tokens whose log-probabilities can be asked for."""
+OVERFLOW = ("stop", "shift", "error")
+"""The actions that can be taken when the context is full."""
+RESERVED = tuple(
+    "messages tools add_generation_prompt chat_template tokenize return_dict self".split()
+)
+"""Names that a variable of the chat template cannot have."""
+MAX_SCHEMA = 2**17
+"""Most characters of a JSON schema. Compiling a longer one takes too long."""
+MOST_TOKENS = 2**31 - 1
+"""Largest value of an option that counts tokens."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """The description of one option, for every way in which it can be given."""
+
+    kind: type = int
+    """Type of the value: `int`, `float` or `str`."""
+    help: str = ""
+    """The text of `--help`."""
+    low: float | None = None
+    """The smallest value, or None."""
+    high: float | None = None
+    """The largest value, or None."""
+    among: tuple[Any, ...] = ()
+    """The allowed values, if there are few."""
+    metavar: str | None = None
+    """The name of the value in `--help`."""
+    is_list: bool = False
+    """True if the option holds several values."""
+    shows_default: bool = False
+    """True if `--help` shows the default."""
+    in_chat: bool = True
+    """True if the chat's `/set` knows it."""
+
+    def check(self, name: str, value: Any) -> None:
+        """Raise OptionError if `value` is of the wrong type or out of range."""
+        if self.kind is int:
+            _check_whole(name, value)
+        if self.among and value not in self.among:
+            if self.kind is str:
+                known = ", ".join(self.among)
+                raise OptionError(f"{name}: {value!r} is not known, it has to be one of {known}")
+            known = " or ".join(map(str, self.among))
+            raise OptionError(f"{name}: {value} is out of range, it has to be {known}")
+        if self.low is not None:
+            _check_range(name, value, self.low, self.high)
+
+    def parse(self, name: str, text: str) -> Any:
+        """Return the value that `text` holds. Raise OptionError if it cannot be read.
+
+        The text of a list is JSON, or its only element.
+        """
+        if self.is_list:
+            return _list_of(name, text)
+        try:
+            return self.kind(text)
+        except ValueError as error:
+            whole = "whole " if self.kind is int else ""
+            raise OptionError(f"{name}: {text!r} is not a {whole}number") from error
+
+
+def _option(default: Any, kind: type, help: str, **about: Any) -> Any:
+    return field(default=default, metadata={"option": Option(kind, help, **about)})
+
+
+def about(one: Field[Any]) -> Option:
+    """Return the description of a field of GenerateOptions or RunnerSettings."""
+    found: Option = one.metadata["option"]
+    return found
+
+
+def names(kind: type) -> tuple[str, ...]:
+    """Return the names of all options of GenerateOptions or RunnerSettings."""
+    return tuple(one.name for one in fields(kind))
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions:
+    """The options of a request.
+
+    `schema` and `choices` hold the answer to a form. Such an answer ends where its form is
+    complete: `stop` has no effect on it, and stop tokens can only come there. Raise OptionError if
+    a value is of the wrong type, out of range, or contradicts another.
+    """
+
+    max_tokens: int | None = _option(
+        None, int, "Longest answer. [default: until the model stops or the context is full]", low=1
+    )
+    temperature: float = _option(
+        0.0, float, "0 = always the most likely token.", low=0, high=100, shows_default=True
+    )
+    top_k: int = _option(
+        0, int, "Only the K most likely tokens. [default: all]", low=0, high=MOST_TOKENS
+    )
+    top_p: float = _option(
+        1.0,
+        float,
+        "Only the most likely tokens up to this probability. [default: all]",
+        low=0,
+        high=1,
+    )
+    min_p: float = _option(
+        0.0,
+        float,
+        "Only tokens at least this likely, as a share of the likeliest.",
+        low=0,
+        high=1,
+    )
+    repetition_penalty: float | None = _option(
+        None, float, "Divide the logits of recent tokens; 1 = off.", low=0.01, high=100
+    )
+    presence_penalty: float | None = _option(
+        None, float, "Subtract from the logits of recent tokens.", low=-100, high=100
+    )
+    frequency_penalty: float | None = _option(
+        None, float, "Subtract from them once per occurrence.", low=-100, high=100
+    )
+    penalty_context: int = _option(
+        20,
+        int,
+        "How many recent tokens the penalties see.",
+        low=1,
+        high=MOST_TOKENS,
+        shows_default=True,
+    )
+    seed: int | None = _option(None, int, "Makes sampling repeatable.", low=0, high=2**64 - 1)
+    stop: tuple[str, ...] = _option(
+        (),
+        str,
+        "End the answer before TEXT; may be given several times. "
+        "No effect with --schema or --choices.",
+        metavar="TEXT",
+        is_list=True,
+    )
+    schema: str | None = _option(
+        None,
+        str,
+        "The answer is JSON that fits the JSON schema in FILE.",
+        metavar="FILE",
+        in_chat=False,
+    )
+    choices: tuple[str, ...] = _option(
+        (),
+        str,
+        "The answer is one of these; one with a comma is put in double quotes: "
+        "'yes,\"no, never\"'.",
+        metavar="A,B,...",
+        is_list=True,
+        in_chat=False,
+    )
+    overflow: str = _option(
+        "stop",
+        str,
+        "When the context is full: end the answer, drop the oldest half after the first --keep "
+        "tokens, or fail.",
+        among=OVERFLOW,
+        shows_default=True,
+    )
+    keep: int | None = _option(
+        None, int, "Tokens that a shift keeps. [default: the system prompt]", low=0
+    )
+    logprobs: int | None = _option(
+        None,
+        int,
+        "Each token's log-probability and the K likeliest.",
+        low=0,
+        high=MAX_LOGPROBS,
+        metavar="K",
+        in_chat=False,
+    )
+    stop_tokens: tuple[int, ...] | None = _option(
+        None,
+        int,
+        "Token ids that end the answer. [default: the model's own]",
+        is_list=True,
+        in_chat=False,
+    )
+    template: str | None = _option(
+        None,
+        str,
+        "Set a variable of the chat template, such as enable_thinking=false; may be given several "
+        "times. VALUE is JSON, or else a text.",
+        metavar="NAME=VALUE",
+        in_chat=False,
+    )
+    tools: str | None = _option(
+        None,
+        str,
+        "Tell the model of the tools in FILE, a JSON list of OpenAI's descriptions of functions.",
+        metavar="FILE",
+        in_chat=False,
+    )
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
+        if any(not isinstance(text, str) or not text for text in self.stop):
+            raise OptionError("stop: each stop string has to be a text of at least one character")
+        for token in self.stop_tokens or ():
+            _check_whole("stop_tokens", token)
+        _check_form(self.schema, self.choices)
+        _check_template(self.template)
+        _check_tools(self.tools)
+
+    @property
+    def has_form(self) -> bool:
+        """True if the answer is held to a schema or to choices."""
+        return self.schema is not None or bool(self.choices)
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """The variables of the chat template besides the messages: `template` and `tools`."""
+        variables: dict[str, Any] = {} if self.template is None else json.loads(self.template)
+        tools = [] if self.tools is None else json.loads(self.tools)
+        return {**variables, "tools": tools} if tools else variables
+
+    def ends(self, default: frozenset[int]) -> frozenset[int]:
+        """Return the tokens that end the answer. `default` are those of the tokenizer."""
+        return default if self.stop_tokens is None else frozenset(self.stop_tokens)
+
+    def stops(self, default: Sequence[str]) -> tuple[str, ...]:
+        """Return the texts before which the answer ends. `default` are those of the template."""
+        return () if self.has_form else (*self.stop, *default)
+
+    @classmethod
+    def of(cls, **options: Any) -> GenerateOptions:
+        """Return the options that a caller gives as keyword arguments (see GenerateKwargs).
+
+        `stop` and `choices` may be a string or several. `schema` and `template` may be a
+        dictionary, and `tools` a list of dictionaries. Raise OptionError if a name is unknown or a
+        value is wrong.
+        """
+        _check_names(cls, options)
+        stop_tokens: Sequence[int] | None = options.pop("stop_tokens", None)
+        return cls(
+            stop=_texts("stop", options.pop("stop", None)),
+            stop_tokens=None if stop_tokens is None else _tuple("stop_tokens", stop_tokens),
+            schema=_json_text("schema", options.pop("schema", None), dict),
+            template=_json_text("template", options.pop("template", None), dict),
+            tools=_json_text("tools", options.pop("tools", None), list, tuple),
+            choices=_choices(options.pop("choices", None)),
+            **options,
+        )
+
+
+class GenerateKwargs(TypedDict, total=False):
+    """The options of GenerateOptions as `generate` takes them, for type checkers.
+
+    `stop` and `choices` take one string or several. `schema`, `template` and `tools` take JSON
+    text, or an object (for `tools` a list of objects).
+    """
+
+    max_tokens: int | None
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    penalty_context: int
+    seed: int | None
+    stop: str | Sequence[str]
+    schema: str | dict[str, Any] | None
+    template: str | dict[str, Any] | None
+    tools: str | Sequence[dict[str, Any]] | None
+    choices: str | Sequence[str] | None
+    overflow: Literal["stop", "shift", "error"]
+    keep: int | None
+    logprobs: int | None
+    stop_tokens: Sequence[int] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunnerSettings:
+    """The settings of a runner: what its caches store, and how far they can be rewound.
+
+    Raise OptionError if a value is of the wrong type or out of range.
+    """
+
+    context: int | None = _option(
+        None,
+        int,
+        "Most tokens of prompt and answer together. [default: the model's own, or what fits]",
+        low=2,
+        high=MOST_TOKENS,
+    )
+    kv_bits: int | None = _option(
+        None,
+        int,
+        "Store full attention's keys and values in 8 or 4 bits. [default: as computed]",
+        among=(4, 8),
+        metavar="B",
+    )
+    prefill_step: int = _option(
+        2048, int, "Prompt tokens evaluated at once.", low=1, high=MOST_TOKENS, shows_default=True
+    )
+    rewind_slack: int = _option(
+        512,
+        int,
+        "Tokens a sliding window keeps beyond itself, to be rewound.",
+        low=0,
+        high=MOST_TOKENS,
+        shows_default=True,
+    )
+    checkpoint_budget: int | None = _option(
+        None,
+        int,
+        "For checkpoints of windows and states. [default: room for 8]",
+        low=0,
+        metavar="BYTES",
+    )
+    checkpoint_interval: int = _option(
+        1024, int, "Tokens between checkpoints.", low=1, high=MOST_TOKENS, shows_default=True
+    )
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
+
+    @classmethod
+    def of(cls, **settings: Any) -> RunnerSettings:
+        """Return the settings given by name. Raise OptionError if a name or a value is wrong."""
+        _check_names(cls, settings)
+        return cls(**settings)
+
+    @classmethod
+    def among(cls, options: Mapping[str, Any]) -> RunnerSettings:
+        """Return the settings that are among `options`, which may hold others as well."""
+        return cls(**{name: options[name] for name in names(cls) if name in options})
+
+
+class RunnerKwargs(TypedDict, total=False):
+    """The settings of RunnerSettings except `context`, as keyword arguments, for type checkers."""
+
+    kv_bits: int | None
+    prefill_step: int
+    rewind_slack: int
+    checkpoint_budget: int | None
+    checkpoint_interval: int
+
+
+def _check_names(kind: type, given: Mapping[str, Any]) -> None:
+    unknown = sorted(given.keys() - set(names(kind)))
+    if unknown:
+        known = ", ".join(sorted(names(kind)))
+        raise OptionError(f"unknown option {unknown[0]!r}: known are {known}")
+
+
+def _check_fields(options: Any) -> None:
+    for one in fields(options):
+        option, value = about(one), getattr(options, one.name)
+        if not option.is_list and (value is not None or one.default is not None):
+            option.check(one.name, value)
+
+
+def _check_whole(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise OptionError(f"{name}: {value!r} is not a whole number")
+
+
+def _check_range(name: str, value: Any, low: float, high: float | None) -> None:
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not is_number:
+        raise OptionError(f"{name}: {value!r} is not a number")
+    if not value >= low or (high is not None and not value <= high):
+        bounds = f"at least {low}" if high is None else f"between {low} and {high}"
+        raise OptionError(f"{name}: {value} is out of range, it has to be {bounds}")
+
+
+def _texts(name: str, given: Any) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) else _tuple(name, () if given is None else given)
+
+
+def _tuple(name: str, values: Any) -> tuple[Any, ...]:
+    try:
+        return tuple(values)
+    except TypeError as error:
+        raise OptionError(f"{name}: {values!r} is not a list") from error
+
+
+def _list_of(name: str, text: str) -> tuple[Any, ...]:
+    if text[:1] not in ('"', "["):
+        return (text,)
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise OptionError(
+            f'{name}: {text} is not readable as JSON; it can be a bare text, "a\\n" or ["a", "b"]'
+        ) from error
+    return tuple(value) if isinstance(value, list) else (value,)
+
+
+def _choices(given: Any) -> tuple[str, ...]:
+    choices = _texts("choices", given)
+    if given is not None and not choices:
+        raise OptionError(
+            "choices: the list is empty, it has to have at least one text "
+            "(leave the option out for a free answer)"
+        )
+    return choices
+
+
+def _json_text(name: str, value: Any, *kinds: type) -> Any:
+    """Return a value of the types `kinds` as JSON text, and any other value as it is.
+
+    The check of the option refuses other types. Raise OptionError if JSON cannot hold the value.
+    """
+    if not isinstance(value, kinds):
+        return value
+    try:
+        return json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise OptionError(f"{name}: it can't be written as JSON: {error}") from error
+
+
+def _parsed(name: str, text: str | None, kind: str) -> Any:
+    if not isinstance(text, str):
+        raise OptionError(f"{name}: it has to be {kind}, not {type(text).__name__}")
+    try:
+        value = json.loads(text)
+        json.dumps(value, allow_nan=False)
+    except (ValueError, RecursionError) as error:
+        raise OptionError(f"{name}: not valid JSON: {error}") from error
+    return value
+
+
+def _check_template(template: str | None) -> None:
+    if template is None:
+        return
+    kind = 'a JSON object of variables, such as {"enable_thinking": false}'
+    variables = _parsed("template", template, kind)
+    if not isinstance(variables, dict):
+        raise OptionError(f"template: it has to be {kind}, not {template.strip()[:40]}")
+    for name in variables:
+        if name in RESERVED:
+            raise OptionError(
+                f"template: {name!r} is not free for a variable; reserved are "
+                f"{', '.join(sorted(RESERVED))}"
+            )
+        if not name.isidentifier():
+            raise OptionError(
+                f"template: {name!r:.60} is not a name; it has to be letters, digits and _"
+            )
+
+
+def _check_tools(tools: str | None) -> None:
+    if tools is None:
+        return
+    kind = 'a list of JSON objects, such as [{"type": "function", "function": {"name": "f"}}]'
+    listed = _parsed("tools", tools, kind)
+    if not isinstance(listed, list):
+        raise OptionError(f"tools: it has to be {kind}, not {tools.strip()[:40]}")
+    for number, tool in enumerate(listed):
+        if not isinstance(tool, dict) or not tool:
+            raise OptionError(f"tools: number {number} has to be a JSON object, not {tool!r:.60}")
+
+
+def _check_form(schema: str | None, choices: tuple[str, ...]) -> None:
+    for text in choices:
+        if not isinstance(text, str) or not text:
+            raise OptionError("choices: each one has to be a text of at least one character")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise OptionError(f"choices: {text!r} is not valid Unicode") from error
+    if schema is None:
+        return
+    if choices:
+        raise OptionError("schema, choices: an answer has one form, use one of them")
+    _check_schema(schema)
+
+
+def _check_schema(schema: Any) -> None:
+    if not isinstance(schema, str):
+        kind = type(schema).__name__
+        raise OptionError(
+            f"schema: it has to be the text of a JSON object or a dictionary, not {kind}"
+        )
+    if len(schema) > MAX_SCHEMA:
+        raise OptionError(
+            f"schema: {len(schema)} characters are too many, it may have at most {MAX_SCHEMA}"
+        )
+    try:
+        parsed = json.loads(schema)
+    except (ValueError, RecursionError) as error:
+        raise OptionError(f"schema: not valid JSON: {error}") from error
+    if not isinstance(parsed, dict):
+        raise OptionError(
+            f'schema: it has to be a JSON object, such as {{"type": "object"}}, '
+            f"not {schema.strip()[:40]}"
+        )
+
+
+def chat_options() -> Iterator[tuple[str, Option]]:
+    """Return the options that the chat's `/set` knows, by name."""
+    return ((one.name, about(one)) for one in fields(GenerateOptions) if about(one).in_chat)
+
+
+def check_raw(options: Mapping[str, Any], system: str | None) -> None:
+    """Raise OptionError if an option needs the chat template, which --raw leaves out."""
+    given = {
+        "--system": system,
+        "--template-var": options.get("template"),
+        "--tools": options.get("tools"),
+    }
+    for flag, value in given.items():
+        if value:
+            raise OptionError(
+                f"{flag} needs the chat template, which --raw leaves out: use one of them"
+            )

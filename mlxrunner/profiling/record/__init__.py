@@ -1,0 +1,1 @@
+"""Record requests: events, token logs and metrics."""

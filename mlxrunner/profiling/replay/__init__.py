@@ -1,0 +1,1 @@
+"""Replay recorded requests with other settings, without a model."""

@@ -1,0 +1,356 @@
+"""Replay a token log without a model, to find what would be reused with other settings.
+
+`mlxrunner.cache.entry` and `mlxrunner.cache.checkpoints` themselves make the decisions, on layers
+that have an extent and store nothing. This module has only the order in which a request asks for
+them, which is that of `mlxrunner.engine.pipeline`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mlxrunner.cache.checkpoints import places_of
+from mlxrunner.cache.entry import CacheEntry
+from mlxrunner.cache.layers.extents import Extent, is_layer, read_extent
+from mlxrunner.cache.layers.protocol import LayerCache, Snapshot
+from mlxrunner.cache.lookup import Lookup
+from mlxrunner.cache.overflow import Shift
+from mlxrunner.cache.prefix import EntryLease, PrefixCache
+from mlxrunner.cache.tokens import TokenArray, TokenBuffer, as_tokens, common_prefix
+from mlxrunner.profiling.record.tokenlog import LoggedRequest, are_ids
+
+MOST_MARKS = 32
+"""The most kinds of thinking blocks that a token log may name."""
+SEED_TOKENS = 16
+"""The most tokens of a rest that is evaluated in one pass, as in `mlxrunner.engine.pipeline`."""
+
+
+@dataclass(frozen=True)
+class ReplaySettings:
+    """The settings of a replay."""
+
+    entries: int = 1
+    """The number of entries; the least recently used one makes room."""
+    interval: int | None = None
+    """The tokens between checkpoints; None for that of the runner."""
+    slack: int | None = None
+    """The rewind slack of windows in tokens; None for that of the runner."""
+
+
+AS_RUN = ReplaySettings()
+
+
+@dataclass(frozen=True)
+class ReplayedRequest:
+    """One request as it is replayed."""
+
+    prompt: TokenArray
+    """The tokens of the prompt."""
+    answer: TokenArray
+    """The tokens of the answer that were run through the model."""
+    evaluated: int
+    """The offset in the prompt up to which it was evaluated."""
+    entry: TokenArray | None = None
+    """The tokens of the entry afterwards, if they are not the beginning of prompt and answer.
+
+    That is the case after a shift in a full context; else None.
+    """
+    shortened: bool = False
+    """True if the prompt was too long and a part of it was left out."""
+    matched: int = 0
+    """The number of tokens that the prompt found in the entry."""
+    entry_before: int = 0
+    """The number of tokens that the entry held before."""
+    freed: bool = False
+    """True if the entry had been freed."""
+
+    @classmethod
+    def of(cls, logged: LoggedRequest) -> ReplayedRequest:
+        """Return the request that a line of the log describes."""
+        facts = logged.facts
+        answer, entry = logged.answer, None
+        if facts.get("entry") is not None:
+            entry = as_tokens(facts["entry"])
+            count = min(len(entry) + facts["shifted"] - len(logged.prompt), len(entry))
+            answer = entry[len(entry) - max(count, 0) :]
+        elif facts["shifted"]:
+            answer = answer[: max(logged.process["context"] - len(logged.prompt), 0)]
+        return cls(
+            logged.prompt,
+            answer,
+            facts["evaluated"],
+            entry,
+            shortened=entry is None and facts["shifted"] > 0,
+            matched=facts["matched"],
+            entry_before=facts["entry_before"],
+            freed=facts.get("freed_by") is not None,
+        )
+
+
+class Replay:
+    """The entries of one process."""
+
+    def __init__(self, process: Mapping[str, Any], settings: ReplaySettings = AS_RUN) -> None:
+        """Begin with empty entries. `process` is its line of the token log."""
+        self._process, self._settings = process, settings
+        self._message_ends = np.array(process["message_ends"], np.int32)
+        self._entries = [_Entry(process, settings) for _ in range(settings.entries)]
+
+    def run(self, request: ReplayedRequest) -> Lookup:
+        """Return the lookup of a request, and leave the entry as the request leaves it."""
+        if self._process.get("never_reused") or (request.freed and request.entry_before == 0):
+            self.reset()
+        entry = self._choose(request.prompt)
+        self._entries.remove(entry)
+        self._entries.append(entry)
+        if request.shortened:
+            _follow(entry.cache, request)
+        with entry.cache.begin(request.prompt) as lease:
+            self._prefill(lease, request.evaluated)
+            if lease.recorded == len(request.prompt) <= request.evaluated:
+                self._decode(entry, lease, request)
+            return lease.lookup
+
+    def reset(self) -> None:
+        """Empty all entries."""
+        for entry in self._entries:
+            entry.cache.reset()
+
+    @property
+    def checkpoints(self) -> list[int]:
+        """The offsets of the checkpoints of the entry used last."""
+        return self._entries[-1].cache.current.checkpoints.offsets
+
+    @property
+    def tokens(self) -> TokenArray:
+        """The tokens of the entry used last."""
+        return self._entries[-1].cache.current.tokens.array
+
+    def _choose(self, prompt: TokenArray) -> _Entry:
+        """Return the entry that shares most with the prompt.
+
+        If that would drop more than half of the entry, return a copy in the place of the least
+        recently used entry.
+        """
+        best = max(self._entries, key=lambda entry: entry.matched(prompt))
+        matched = best.matched(prompt)
+        oldest = next((entry for entry in self._entries if entry is not best or not matched), best)
+        if oldest is not best and 2 * matched < len(best.cache.current.tokens):
+            oldest.become(best)
+            return oldest
+        return best
+
+    def _prefill(self, lease: EntryLease, evaluated: int) -> None:
+        """Evaluate the prompt up to `evaluated`, chunk by chunk, as `Pipeline` does.
+
+        A pass that was interrupted there is not recorded.
+        """
+        prompt, step = lease.prompt, self._process["prefill_step"]
+        if lease.needs_checkpoints:
+            ends = (np.flatnonzero(np.isin(prompt, self._message_ends)) + 1).tolist()
+            lease.mark(places_of(len(prompt), ends))
+            self._checkpoint_if_due(lease)
+        while lease.recorded < len(prompt):
+            stop = self._next_stop(lease)
+            while lease.recorded < stop:
+                chunk = lease.remaining[: stop - lease.recorded]
+                if stop < len(prompt):
+                    chunk = chunk[:step]
+                lease.begin_forward()
+                lease.end_forward(len(chunk))
+                if lease.recorded + len(chunk) > evaluated:
+                    return
+                lease.record(chunk)
+            if lease.needs_checkpoints and stop < len(prompt):
+                lease.checkpoint()
+            else:
+                self._checkpoint_if_due(lease)
+
+    def _next_stop(self, lease: EntryLease) -> int:
+        """Return the offset at which the prefill pauses next."""
+        if lease.needs_checkpoints:
+            return lease.next_stop
+        return len(lease.prompt) - (len(lease.remaining) > SEED_TOKENS)
+
+    def _checkpoint_if_due(self, lease: EntryLease) -> None:
+        if lease.needs_checkpoints and lease.recorded >= lease.checkpoint_due:
+            lease.checkpoint()
+
+    def _decode(self, entry: _Entry, lease: EntryLease, request: ReplayedRequest) -> None:
+        """Evaluate the answer's tokens, one pass each, with a checkpoint at every interval.
+
+        In a full context, make room as the log shows.
+        """
+        shift = None if request.entry is None else _shift(request, self._process["context"])
+        rest = request.answer
+        while len(rest):
+            count = len(rest)
+            if shift is not None:
+                if lease.recorded >= shift.context:
+                    self._make_room(lease, shift)
+                count = min(count, max(shift.context - lease.recorded, 1))
+            if lease.needs_checkpoints:
+                count = min(count, max(lease.checkpoint_due - lease.recorded, 1))
+            for layer in entry.layers:
+                layer.decode(count)
+            lease.record(rest[:count])
+            rest = rest[count:]
+            self._checkpoint_if_due(lease)
+        if request.entry is not None and not np.array_equal(
+            entry.cache.entry.tokens.array, request.entry
+        ):
+            self._evaluate(lease, lease.restart(request.entry))
+
+    def _make_room(self, lease: EntryLease, shift: Shift) -> None:
+        """Shift the entry, or evaluate what it keeps again if it can't be shifted."""
+        tokens = lease.tokens
+        discard = shift.discard(len(tokens))
+        if not lease.shift(shift.keep, discard, _moved):
+            self._evaluate(
+                lease, lease.restart(tokens[: shift.keep] + tokens[shift.keep + discard :])
+            )
+
+    def _evaluate(self, lease: EntryLease, tokens: TokenArray) -> None:
+        """Evaluate these tokens, chunk by chunk, without checkpoints."""
+        step = self._process["prefill_step"]
+        for begin in range(0, len(tokens), step):
+            chunk = tokens[begin : begin + step]
+            lease.begin_forward()
+            lease.end_forward(len(chunk))
+            lease.record(chunk)
+
+
+def is_usable(logged: LoggedRequest) -> bool:
+    """Return True if a log says what a replay needs, in values that make sense.
+
+    Anybody may have written the log.
+    """
+    process, facts = logged.process, logged.facts
+    least = {
+        "context": 2,
+        "prefill_step": 1,
+        "checkpoint_interval": 1,
+        "checkpoint_budget": 0,
+        "rewind_slack": 0,
+    }
+    try:
+        marks = [mark[side] for mark in process["thinking"] for side in ("begin", "end")]
+        held = [] if facts["entry"] is None else facts["entry"]
+        if not all(map(are_ids, [*marks, held])) or len(process["thinking"]) > MOST_MARKS:
+            return False
+        began = facts.get("began_s", 0)
+        if isinstance(began, bool) or not -(2**53) <= began <= 2**53:
+            return False
+        return all(process[name] >= low for name, low in least.items()) and all(
+            map(is_layer, process["layers"])
+        )
+    except (KeyError, TypeError, ValueError):
+        return False
+
+
+class ReplayedLayer(LayerCache):
+    """Layers that store in the same way, reduced to their extent: they hold no data."""
+
+    def __init__(self, line: Mapping[str, Any], extent: Extent) -> None:
+        """Stand for the layers that `line` of a token log describes.
+
+        `extent` is the extent of such a layer when it is empty.
+        """
+        self.kind: str = line["kind"]
+        self._line, self._extent = line, extent
+
+    @property
+    def extent(self) -> Extent:
+        return self._extent
+
+    def end_forward(self, tokens: int) -> None:
+        self._extent = self._extent.after(tokens)
+
+    def decode(self, tokens: int) -> None:
+        """Store `tokens` tokens in as many forward passes."""
+        self._extent = self._extent.decoded(tokens)
+
+    def go_back(self, to: int) -> None:
+        self._extent = self._extent.rewound(to)
+
+    def free(self) -> None:
+        self._extent = self._extent.empty()
+
+    def shift(self, keep: int, discard: int, rotate: Callable[[Any, int], Any]) -> None:
+        self._extent = self._extent.shifted(keep, discard)
+
+    def snapshot(self) -> Snapshot:
+        nbytes = self._line["count"] * self._extent.checkpoint_bytes(self._line)
+        return Snapshot(self._extent.checkpoint(), nbytes)
+
+    def restore(self, snapshot: Snapshot, offset: int) -> None:
+        self._extent = snapshot.content
+
+
+class _Entry:
+    """A prefix cache and its layers."""
+
+    def __init__(self, process: Mapping[str, Any], settings: ReplaySettings) -> None:
+        self.layers = [
+            ReplayedLayer(line, read_extent(line, process["context"], settings.slack))
+            for line in process["layers"]
+        ]
+        self._interval = settings.interval or process["checkpoint_interval"]
+        self.cache = PrefixCache(self._caches, process["checkpoint_budget"], self._interval)
+
+    def _caches(self) -> list[LayerCache]:
+        return list(self.layers)
+
+    def become(self, other: _Entry) -> None:
+        """Become a copy of `other`."""
+        held = other.cache.current
+        self.layers, checkpoints = deepcopy((other.layers, held.checkpoints))
+        self.cache = PrefixCache(self._caches, checkpoints.budget, self._interval)
+        self.cache.entry = CacheEntry(TokenBuffer(held.tokens[:]), self._caches(), checkpoints)
+
+    def matched(self, prompt: TokenArray) -> int:
+        """Return the number of tokens that the entry shares with the prompt."""
+        return common_prefix(self.cache.current.tokens.array, prompt)
+
+
+def _follow(cache: PrefixCache, request: ReplayedRequest) -> None:
+    """Move the entry as the runner did for a prompt that was shortened in the middle.
+
+    The entry shows what was left out: behind the common prefix it continues like the prompt, some
+    tokens later.
+    """
+    held, prompt = cache.current.tokens.array, request.prompt
+    keep = common_prefix(held, prompt)
+    if keep == min(len(held), len(prompt)) or len(held) <= request.entry_before:
+        return
+    gaps = np.flatnonzero(held[keep + 1 :] == prompt[keep]) + 1
+    longest = max(
+        ((common_prefix(held[keep + gap :], prompt[keep:]), int(gap)) for gap in gaps), default=None
+    )
+    if longest is not None:
+        whole = np.concatenate([held[: keep + longest[1]], prompt[keep:]])
+        cache.prepare(whole, keep, longest[1], _moved if request.matched > keep else _not_moved)
+
+
+def _shift(request: ReplayedRequest, context: int) -> Shift:
+    """Return how the runner made room.
+
+    It kept the tokens with which the entry begins afterwards.
+    """
+    assert request.entry is not None
+    keep = common_prefix(request.entry, np.concatenate([request.prompt, request.answer]))
+    return Shift(context, min(keep, context - 2))
+
+
+def _moved(layers: Sequence[LayerCache], by: int) -> Sequence[Callable[[Any, int], Any]]:
+    """Return a function for each layer that leaves its keys as they are."""
+    return [lambda keys, by: keys for _ in layers]
+
+
+def _not_moved(layers: Sequence[LayerCache], by: int) -> None:
+    return None

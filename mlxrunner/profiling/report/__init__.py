@@ -1,0 +1,1 @@
+"""Report on recorded requests: tables, pages, traces and explanations."""

@@ -1,0 +1,366 @@
+"""Add up events: what was reused, what was lost, to what and at what cost.
+
+One pass over the events needs memory that hardly grows with the file. Each event keeps only eight
+bytes, for its time to the first token, because these times have to be sorted. Everything else is a
+sum, one of at most BINS bins, one of SAMPLES requests drawn by chance (from a fixed seed), or one
+of the costliest requests.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from mlxrunner.profiling.reasons import BATCH
+from mlxrunner.profiling.schema import Event
+
+COUNTED = ("prompt", "matched", "cached", "ahead", "saved", "evaluated", "lost", "completion")
+"""The counts of tokens that are added up."""
+OUTCOMES = ("hit", "partial", "miss")
+BINS = 240
+"""The most bins of a timeline."""
+SAMPLES = 1500
+"""The most requests in the plot of first tokens."""
+COSTLIEST = 10
+"""The number of the costliest misses that are listed."""
+NOWHERE = "(not in the entry)"
+"""The place of tokens that were lost although prompt and entry did not part.
+
+The entry was too short, or there was none.
+"""
+OTHER_LINES = "(evaluated for other lines)"
+"""The place of tokens that other lines of a batch had evaluated."""
+LONGEST_ROLE = 40
+"""The most characters of a role in the name of a place."""
+MOST_PLACES = 200
+"""The most names that are counted apart: roles and models come from files, in any number."""
+
+
+@dataclass
+class Times:
+    """A collection of times."""
+
+    values: array[float] = field(default_factory=lambda: array("d"))
+    """The seconds, in the order in which they were added."""
+
+    def percentile(self, share: float) -> float | None:
+        """Return the least time that a `share` of all times (0 to 1) does not exceed.
+
+        Return None if there are no times.
+        """
+        if not self.values:
+            return None
+        return sorted(self.values)[max(0, math.ceil(share * len(self.values)) - 1)]
+
+    def as_dict(self) -> dict[str, float | int | None]:
+        """Return the number of times, and three percentiles in seconds."""
+        ordered = Times(array("d", sorted(self.values)))
+        return {
+            "requests": len(ordered.values),
+            **{f"p{p}": ordered.percentile(p / 100) for p in (50, 90, 99)},
+        }
+
+
+@dataclass
+class LossSum:
+    """The sum over the requests that lost tokens to one reason, or at one place."""
+
+    requests: int = 0
+    """The number of requests."""
+    tokens: int = 0
+    """The lost tokens."""
+    seconds: float = 0.0
+    """The seconds to evaluate them, at each request's own prefill rate if that is known."""
+
+    def add(self, tokens: int, seconds: float) -> None:
+        """Add the loss of a request."""
+        self.requests += 1
+        self.tokens += tokens
+        self.seconds += seconds
+
+
+@dataclass
+class Bin:
+    """The sums and peaks of consecutive requests."""
+
+    time: str = ""
+    """The time at which the first of them began."""
+    requests: int = 0
+    """The number of requests."""
+    matched: int = 0
+    """The tokens that prompts found in the entry."""
+    cached: int = 0
+    """The prompt tokens that were reused."""
+    lost: int = 0
+    """The prompt tokens that were lost."""
+    new: int = 0
+    """The prompt tokens that were evaluated, maybe in advance, and not lost."""
+    used_bytes: int = 0
+    """The most bytes of caches that hold tokens."""
+    cache_bytes: int = 0
+    """The most bytes allocated for caches."""
+    peak_bytes: int = 0
+    """The largest peak of all memory, in bytes."""
+
+    def merge(self, other: Bin) -> None:
+        """Add the requests of another bin."""
+        self.time = self.time or other.time
+        for name in ("requests", "matched", "cached", "lost", "new"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name in ("used_bytes", "cache_bytes", "peak_bytes"):
+            setattr(self, name, max(getattr(self, name), getattr(other, name)))
+
+    @property
+    def prompt(self) -> int:
+        """The tokens of the prompts."""
+        return self.cached + self.lost + self.new
+
+
+class Timeline:
+    """The requests in their order, in at most BINS bins of `width` requests each."""
+
+    def __init__(self) -> None:
+        self.bins: list[Bin] = []
+        self.width = 1
+
+    def add(self, one: Bin) -> None:
+        """Add a bin of one request."""
+        if self.bins and self.bins[-1].requests < self.width:
+            self.bins[-1].merge(one)
+            return
+        if len(self.bins) == BINS:
+            self._halve()
+        self.bins.append(one)
+
+    def _halve(self) -> None:
+        """Merge each two bins into one."""
+        for left, right in zip(self.bins[::2], self.bins[1::2], strict=True):
+            left.merge(right)
+        self.bins = self.bins[::2]
+        self.width *= 2
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A request in the plot of first tokens."""
+
+    evaluated: int
+    """The prompt tokens that were evaluated."""
+    ttft_s: float
+    """The seconds to the first token."""
+    outcome: str
+
+
+@dataclass(frozen=True)
+class Miss:
+    """A request that lost tokens."""
+
+    seconds: float
+    """The seconds to evaluate the lost tokens; 0 if unknown."""
+    tokens: int
+    """The number of lost tokens."""
+    id: str
+    time: str
+    model: str
+    outcome: str
+    reason: str
+    place: str
+
+    @property
+    def order(self) -> tuple[float, int, str]:
+        """The key that sorts misses by their cost."""
+        return self.seconds, self.tokens, self.id
+
+
+class Summary:
+    """All figures of a report. Call `add` with each event, in the order of the file."""
+
+    def __init__(self) -> None:
+        self.requests = 0
+        self.first_time = self.last_time = ""
+        self.tokens: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.outcomes: Counter[str] = Counter()
+        self.finishes: Counter[str] = Counter()
+        self.models: Counter[str] = Counter()
+        self.runs: Counter[str] = Counter()
+        self.ttft: dict[str, Times] = {outcome: Times() for outcome in OUTCOMES}
+        self.reasons: dict[str, LossSum] = {}
+        self.places: dict[str, LossSum] = {}
+        self.timeline = Timeline()
+        self.samples: list[Sample] = []
+        self.verified = self.unequal = self.untested = 0
+        self.estimated = 0
+        """Requests whose saved time is known."""
+        self.side_by_side = 0
+        """Requests of runners that run several at once."""
+        self._sampled = 0
+        self._misses: list[tuple[tuple[float, int, str], int, Miss]] = []
+        self._random = random.Random(0)
+
+    def add(self, event: Event) -> None:
+        """Add an event."""
+        self.requests += 1
+        self.first_time = min(self.first_time or event.time, event.time)
+        self.last_time = max(self.last_time, event.time)
+        self._add_counts(event)
+        self._add_times(event)
+        self._add_loss(event)
+        self.timeline.add(_bin_of(event))
+        if event.verify is not None:
+            self.verified += event.verify.equal is not None
+            self.untested += event.verify.equal is None
+            self.unequal += event.verify.equal is False
+
+    @property
+    def hit_rate(self) -> float:
+        """The share of all prompt tokens that were reused, from 0 to 1.
+
+        Tokens evaluated in advance do not count as reused.
+        """
+        return self.tokens["saved"] / self.tokens["prompt"] if self.tokens["prompt"] else 0.0
+
+    @property
+    def request_hit_rate(self) -> float:
+        """The share of all requests that reused all they could, from 0 to 1."""
+        return self.outcomes["hit"] / self.requests if self.requests else 0.0
+
+    @property
+    def saved_s(self) -> float | None:
+        """The seconds saved in the `estimated` requests; None if there are none."""
+        return self.seconds["saved"] if self.estimated else None
+
+    @property
+    def prefill_rate(self) -> float | None:
+        """The evaluated prompt tokens per second, over the requests that had a first token."""
+        return (
+            self.tokens["prefilled"] / self.seconds["prefill"] if self.seconds["prefill"] else None
+        )
+
+    @property
+    def decode_rate(self) -> float | None:
+        """The tokens per second after the first token of each answer."""
+        return self.tokens["decoded"] / self.seconds["decode"] if self.seconds["decode"] else None
+
+    @property
+    def costliest(self) -> list[Miss]:
+        """The costliest misses, the costliest first."""
+        return [miss for _, _, miss in sorted(self._misses, reverse=True)]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the figures that `--json` prints, without any text of a model."""
+        return {
+            "requests": self.requests,
+            "first_time": self.first_time or None,
+            "last_time": self.last_time or None,
+            "hit_rate": self.hit_rate,
+            "request_hit_rate": self.request_hit_rate,
+            "tokens": {name: self.tokens[name] for name in COUNTED},
+            "saved_s": self.saved_s,
+            "estimated": self.estimated,
+            "side_by_side": self.side_by_side,
+            "prefill_rate": self.prefill_rate,
+            "decode_rate": self.decode_rate,
+            "profile_s": self.seconds["profile"],
+            "total_s": self.seconds["total"],
+            "outcomes": {outcome: self.outcomes[outcome] for outcome in OUTCOMES},
+            "finishes": dict(self.finishes),
+            "models": dict(self.models),
+            "runs": dict(self.runs),
+            "ttft_s": {outcome: self.ttft[outcome].as_dict() for outcome in OUTCOMES},
+            "reasons": {reason: asdict(loss) for reason, loss in by_tokens(self.reasons)},
+            "places": {place: asdict(loss) for place, loss in by_tokens(self.places)},
+            "costliest": [asdict(miss) for miss in self.costliest],
+            "verified": self.verified,
+            "unequal": self.unequal,
+            "untested": self.untested,
+        }
+
+    def _add_counts(self, event: Event) -> None:
+        for name in COUNTED:
+            self.tokens[name] += getattr(event, f"{name}_tokens")
+        self.outcomes[event.outcome] += 1
+        self.finishes[event.finish] += 1
+        _count(self.models, event.model)
+        self.runs[event.run] += 1
+
+    def _add_times(self, event: Event) -> None:
+        self.estimated += event.saved_s is not None
+        self.side_by_side += event.max_sequences > 1
+        self.seconds["saved"] += event.saved_s or 0.0
+        self.seconds["profile"] += event.profile_s
+        self.seconds["total"] += event.total_s
+        if event.ttft_s is None:
+            return
+        self.ttft[event.outcome].values.append(event.ttft_s)
+        self.tokens["prefilled"] += event.evaluated_tokens
+        self.seconds["prefill"] += event.prefill_s or 0.0
+        self.tokens["decoded"] += max(event.completion_tokens - 1, 0)
+        self.seconds["decode"] += event.decode_s or 0.0
+        self._sampled += 1
+        sample = Sample(event.evaluated_tokens, event.ttft_s, event.outcome)
+        if len(self.samples) < SAMPLES:
+            self.samples.append(sample)
+        elif (place := self._random.randrange(self._sampled)) < SAMPLES:
+            self.samples[place] = sample
+
+    def _add_loss(self, event: Event) -> None:
+        tokens, reason, rate = event.lost_tokens, event.reason, event.prefill_rate
+        if reason is None:
+            return
+        took = tokens / rate if rate else 0.0
+        self.reasons.setdefault(reason, LossSum()).add(tokens, took)
+        if not tokens:
+            return
+        place = place_of(event)
+        if place not in self.places and len(self.places) >= MOST_PLACES:
+            place = "elsewhere"
+        self.places.setdefault(place, LossSum()).add(tokens, took)
+        miss = Miss(took, tokens, event.id, event.time, event.model, event.outcome, reason, place)
+        push = heapq.heappush if len(self._misses) < COSTLIEST else heapq.heappushpop
+        push(self._misses, (miss.order, self.requests, miss))
+
+
+def by_tokens(losses: Mapping[str, LossSum]) -> list[tuple[str, LossSum]]:
+    """Return the losses with their names, the largest first."""
+    return sorted(losses.items(), key=lambda item: (-item[1].tokens, -item[1].requests, item[0]))
+
+
+def place_of(event: Event) -> str:
+    """Return the name of the place where prompt and entry part: "assistant: thinking".
+
+    Return NOWHERE or OTHER_LINES if tokens were lost to something else.
+    """
+    parted = event.divergence
+    if event.reason in BATCH:
+        return OTHER_LINES
+    if parted is None:
+        return NOWHERE
+    part = (parted.part or "somewhere").replace("_", " ")
+    return f"{parted.role[:LONGEST_ROLE]}: {part}" if parted.role else part
+
+
+def _bin_of(event: Event) -> Bin:
+    """Return the bin of one request."""
+    return Bin(
+        time=event.time,
+        requests=1,
+        matched=event.matched_tokens,
+        cached=event.saved_tokens,
+        lost=event.lost_tokens,
+        new=event.evaluated_tokens + event.ahead_tokens - event.lost_tokens,
+        used_bytes=event.used_bytes,
+        cache_bytes=event.cache_bytes,
+        peak_bytes=event.peak_bytes,
+    )
+
+
+def _count(counter: Counter[str], name: str) -> None:
+    """Count another `name`. Beyond MOST_PLACES names, count new ones together."""
+    counter[name if name in counter or len(counter) < MOST_PLACES else "other"] += 1

@@ -1,0 +1,191 @@
+"""The results of a request: chunks, and the usage, which tells what was reused and what it cost.
+
+This knows nothing about models.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from mlxrunner.errors import CancelledError
+
+logger = logging.getLogger("mlxrunner")
+
+FinishReason = Literal["stop", "length"]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds that the parts of a request took, and tokens per second."""
+
+    tokenize_s: float
+    """Time to render and tokenize the prompt."""
+    lookup_s: float
+    """Time to find the common prefix and rewind the caches to it."""
+    prefill_s: float
+    """Time to evaluate the prompt."""
+    ttft_s: float
+    """Time from the request to the first token of the answer."""
+    decode_s: float
+    """Time from the first token of the answer to the last."""
+    prefill_rate: float = 0.0
+    """Evaluated prompt tokens per second."""
+    decode_rate: float = 0.0
+    """Tokens of the answer per second, without the first one, which belongs to the prefill."""
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Bytes that a request used."""
+
+    cache_bytes: int
+    """Bytes allocated for caches and checkpoints."""
+    peak_bytes: int
+    """The most MLX memory in use during the request, with the weights."""
+    used_bytes: int = 0
+    """Bytes of `cache_bytes` that hold tokens."""
+
+
+@dataclass(frozen=True)
+class CacheUse:
+    """Tokens of the entry that a request found, kept and dropped."""
+
+    matched_tokens: int
+    """Longest common prefix of the prompt and the entry as the last request left it."""
+    trimmed_tokens: int
+    """Tokens dropped from the entry to rewind it to the cached ones."""
+    rewind_limited_by: str | None
+    """Kind of the layer that could not be rewound to the match, or None."""
+    checkpoint: int | None
+    """Offset of the checkpoint that was used to rewind, or None."""
+    freed_by: str | None
+    """Reason for which the entry was freed before this request, or None."""
+    shifted_tokens: int
+    """Tokens dropped from the middle because the context was full."""
+    reevaluated_tokens: int
+    """Tokens evaluated again after a shift, because a layer could not move what it stores."""
+    lost_tokens: int = 0
+    """Most tokens that could have been reused in addition, if not for `reason`."""
+    ahead_tokens: int = 0
+    """Tokens of `cached_tokens` that were evaluated in advance since the last request."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """The counts, times and sizes of one request. Counts are in tokens."""
+
+    prompt_tokens: int
+    """Tokens of the prompt."""
+    completion_tokens: int
+    """Tokens of the answer."""
+    cached_tokens: int
+    """Prompt tokens that were reused, and so not evaluated now."""
+    evaluated_tokens: int
+    """Prompt tokens that were run through the model."""
+    outcome: Literal["hit", "partial", "miss"]
+    """"hit": all that can be reused was; "partial": a part of it was; "miss": nothing was."""
+    reason: str | None
+    """Reason why not more was reused (listed in `mlxrunner.profiling.reasons`), or None."""
+    timing: Timing
+    """Times in seconds, and rates."""
+    memory: MemoryUse
+    """Sizes in bytes."""
+    cache: CacheUse
+    """Details of what the entry held, kept and dropped."""
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens of the prompt and of the answer."""
+        return self.prompt_tokens + self.completion_tokens
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all counts, times and sizes by name, as one flat dictionary without the rates."""
+        flat = {**vars(self), **vars(self.cache), **vars(self.timing), **vars(self.memory)}
+        for name in ("timing", "memory", "cache", "prefill_rate", "decode_rate"):
+            del flat[name]
+        return flat
+
+    @classmethod
+    def from_dict(cls, flat: Mapping[str, Any]) -> Usage:
+        """Return the usage that `as_dict` gave. Counts and times give the rates."""
+        answered, decode_s = flat["completion_tokens"] - 1, flat["decode_s"]
+        prefill_s = flat["prefill_s"]
+        rates = {
+            "prefill_rate": flat["evaluated_tokens"] / prefill_s if prefill_s else 0.0,
+            "decode_rate": answered / decode_s if decode_s and answered > 0 else 0.0,
+        }
+        groups: dict[str, Any] = {
+            "timing": _part(Timing, {**flat, **rates}),
+            "memory": _part(MemoryUse, flat),
+            "cache": _part(CacheUse, flat),
+        }
+        return _part(cls, {**flat, **groups})
+
+
+def _part(kind: type[T], values: Mapping[str, Any]) -> T:
+    names = kind.__dataclass_fields__  # type: ignore[attr-defined]  # every `kind` is a dataclass
+    return kind(**{name: value for name, value in values.items() if name in names})
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A piece of an answer: one token, and the text that became complete with it."""
+
+    text: str
+    """New text; empty while a character or a stop string is incomplete."""
+    token: int | None
+    """The token id."""
+    logprob: float | None = None
+    """Natural logarithm of the token's probability, if `logprobs` was given."""
+    top_logprobs: dict[int, float] | None = None
+    """Log-probabilities of the likeliest tokens by token id, if `logprobs` was given."""
+    finish_reason: FinishReason | None = None
+    """Reason for the end of the answer, in the last chunk only."""
+    usage: Usage | None = None
+    """The usage of the request, in the last chunk only."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished answer."""
+
+    text: str
+    """The whole text of the answer."""
+    tokens: list[int]
+    """The token ids of the answer, with the one that ended it."""
+    finish_reason: FinishReason
+    """"stop": the model or a stop string ended the answer; "length": a limit did."""
+    usage: Usage
+    """The counts, times and sizes of the request."""
+    logprobs: list[tuple[float, dict[int, float]]] | None = None
+    """For each token its log-probability and those of the likeliest tokens by id, if requested."""
+
+    @classmethod
+    def of(cls, chunks: Sequence[Chunk]) -> Result:
+        """Join all chunks of a request. Raise CancelledError if the last chunk is missing."""
+        last = chunks[-1] if chunks else None
+        if last is None or last.usage is None or last.finish_reason is None:
+            raise CancelledError("the request was cancelled before it ended")
+        logprobs = [
+            (chunk.logprob, chunk.top_logprobs or {})
+            for chunk in chunks
+            if chunk.logprob is not None
+        ]
+        return cls(
+            "".join(chunk.text for chunk in chunks),
+            [chunk.token for chunk in chunks if chunk.token is not None],
+            last.finish_reason,
+            last.usage,
+            logprobs or None,
+        )
+
+
+def log_lookup(prompt_tokens: int, matched: int, cached: int) -> None:
+    """Log how many tokens are left to evaluate, before the first token."""
+    logger.debug(
+        "lookup prompt_tokens=%d matched_tokens=%d cached_tokens=%d", prompt_tokens, matched, cached
+    )

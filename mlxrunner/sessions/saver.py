@@ -1,0 +1,190 @@
+"""Save a runner's conversation: its text at once, its caches in a thread during the next turn."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+
+from mlxrunner.errors import ModelError, SessionError
+from mlxrunner.models.fingerprint import PARTS, SPELLING, differences, fingerprint, with_format
+from mlxrunner.runner import Runner
+from mlxrunner.sessions.entry import Packed, StoredEntry, pack
+from mlxrunner.sessions.folder import Folder
+from mlxrunner.sessions.session import Session
+from mlxrunner.sessions.store import SessionStore
+from mlxrunner.terminal.text import size
+
+
+class Saver:
+    """Saves the conversation of one runner, in the thread that owns the runner."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        model: Path | Mapping[str, str],
+        store: SessionStore | None = None,
+        *,
+        caches: bool = True,
+        kv_bits: int | None = None,
+    ) -> None:
+        """Save into `store`, by default the user's.
+
+        `model` is the directory of the model, or its fingerprint. `caches=False` saves only the
+        text. `kv_bits` (4 or 8) stores keys and values in fewer bits.
+        """
+        self.store = SessionStore() if store is None else store
+        # Weak, so that a chat that changes its model frees the old one at once.
+        self._runner = weakref.ref(runner)
+        self._caches, self._kv_bits = caches, kv_bits
+        self._outline = runner.cache.outline()
+        known = fingerprint(model) if isinstance(model, Path) else model
+        self._fingerprint = with_format(known, self._outline)
+        self._writer: threading.Thread | None = None
+        self._failed: str | None = None
+        """The text of an error in the thread; the error itself would keep the folder open."""
+        self._behind: dict[str, tuple[int, ...]] = {}
+        """The tokens of each session whose caches are newer than its file."""
+
+    @property
+    def runner(self) -> Runner:
+        """The runner. Raise ModelError if it has been dropped."""
+        runner = self._runner()
+        if runner is None:
+            raise ModelError("no model is loaded: /model NAME loads one")
+        return runner
+
+    def load(self, name: str) -> tuple[Session, str]:
+        """Load a session and give its caches to the runner. Return it with a line about them.
+
+        The runner reads the caches in the next turn. A session made with another tokenizer or
+        template keeps its text only. Raise SessionError if the text cannot be read.
+        """
+        session = self.store.load(name)
+        self.wait()  # caches still to be written belong to the entry that is replaced now
+        different = differences(session.fingerprint, self._fingerprint)
+        if any(part in SPELLING for part in different):
+            session.forget_tokens()
+        mismatched = session.forget_mismatched(self.runner.tokenizer, self.runner.facts.vocab)
+        self.runner.reset()
+        return session, self._restore(name) + (
+            "; it is tokenized anew: its tokens do not spell its text" if mismatched else ""
+        )
+
+    def _restore(self, name: str) -> str:
+        try:
+            file = self.store.load_cache(name)
+            if file is None:
+                return "without caches: the first turn evaluates it anew"
+            entry = StoredEntry(file)
+            if different := differences(entry.fingerprint, self._fingerprint):
+                raise SessionError(", ".join(PARTS[part] for part in different))
+            if len(entry.tokens) > self.runner.context:
+                raise SessionError(
+                    f"{len(entry.tokens)} tokens, and the context is {self.runner.context}"
+                )
+            entry.check(self._outline)
+        except SessionError as error:
+            return f"its text is kept, its caches are dropped: {error}"
+        self.runner.cache.adopt(entry, f"session {name}")
+        return f"{len(entry.tokens)} tokens restored ({size(entry.nbytes)})"
+
+    def save(self, name: str, session: Session) -> None:
+        """Save a session. Its text is on the disk when this returns.
+
+        The caches of its tokens are copied now and written in a thread. If the disk is full, the
+        old caches are removed to make room for the text. Raise SessionError if the text cannot be
+        saved, or if the caches of an earlier call could not be.
+        """
+        session.fingerprint = dict(self._fingerprint)
+        try:
+            self.store.save(name, session)
+        except SessionError as error:
+            if not _is_full(error):
+                raise
+            self._save_in_their_place(name, session)
+        tokens = session.history.rendering.tokens
+        if not self._caches:
+            self.store.drop_cache(name)
+        elif (writer := self._started()) is not None and writer.is_alive():
+            # Copy one entry at a time: the next save, or `wait`, writes the newer caches.
+            self._behind[name] = tokens
+        else:
+            self._write(name, tokens)
+        self._raise()
+
+    def _save_in_their_place(self, name: str, session: Session) -> None:
+        """Save the text on a full disk: once the caches are written, or else after removing them.
+
+        Raise SessionError if the text cannot be saved even then.
+        """
+        if (writer := self._started()) is not None:
+            writer.join()
+        try:
+            self.store.save(name, session)
+        except SessionError as error:
+            if not _is_full(error) or not self.store.nbytes(name)[1]:
+                raise
+            self.store.drop_cache(name)
+            self.store.save(name, session)
+
+    def wait(self) -> None:
+        """Wait until the caches of the last `save` are on the disk.
+
+        Raise SessionError if they could not be written.
+        """
+        writer = self._started()
+        if writer is not None:
+            writer.join()
+        if self._behind:
+            self._write(*self._behind.popitem())
+            self.wait()
+        self._raise()
+
+    def _started(self) -> threading.Thread | None:
+        """Return the writing thread, or None.
+
+        A thread that an interrupt kept from starting is forgotten, which releases its lock.
+        """
+        if self._writer is not None and self._writer.ident is None:
+            self._writer = None
+        return self._writer
+
+    def _write(self, name: str, tokens: tuple[int, ...]) -> None:
+        self._behind.pop(name, None)
+        runner = self._runner()
+        if runner is None:  # the model is gone, and its entry with it
+            return
+        runner.cache.keep(tokens)  # drop what was typed and never sent, or taken back
+        entry = runner.entry
+        if not entry.tokens:
+            self.store.drop_cache(name)
+            return
+        packed = pack(entry.export(), self._fingerprint, self._kv_bits)
+        with self.store.lock(name) as held:
+            self._writer = threading.Thread(
+                target=self._run, args=(name, [packed], held), name="saving a session"
+            )
+            self._writer.start()
+
+    def _run(self, name: str, packed: list[Packed], held: Folder) -> None:
+        """Write the caches. This runs in the thread, which keeps the session locked meanwhile."""
+        try:
+            last = packed.pop()  # nobody else holds it
+            self.store.save_cache(name, last.arrays, last.metadata)
+        except SessionError as error:
+            self._failed = str(error)
+
+    def _raise(self) -> None:
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            raise SessionError(failed)
+
+
+def _is_full(error: SessionError) -> bool:
+    return isinstance(error.__cause__, OSError) and error.__cause__.errno in (
+        errno.ENOSPC,
+        errno.EDQUOT,
+    )

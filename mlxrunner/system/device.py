@@ -1,0 +1,166 @@
+"""Ask which device MLX computes on. No other module asks."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from mlxrunner.system.limits import MACHINE, Limit, limits
+from mlxrunner.terminal.text import size
+
+
+def is_gpu() -> bool:
+    """Return True if MLX computes on a GPU (Metal or CUDA) by default."""
+    return bool(mx.default_device() == mx.Device(mx.gpu))
+
+
+def backend() -> str:
+    """Return "metal", "cuda" or "cpu"."""
+    if not is_gpu():
+        return "cpu"
+    return "metal" if mx.metal.is_available() else "cuda"
+
+
+def preferred_dtype() -> mx.Dtype | None:
+    """Return the type to which unquantized weights are converted after loading.
+
+    None keeps them as they are stored.
+    """
+    return None if is_gpu() else mx.float32
+
+
+def describe() -> dict[str, Any]:
+    """Return MLX's description of its device."""
+    return dict(mx.device_info())
+
+
+def memory_bytes() -> tuple[int, int]:
+    """Return the machine's memory and the memory available to MLX, in bytes.
+
+    On Metal the latter is the recommended working set. On a CPU it is the available memory, or a
+    limit of the process if that is less.
+    """
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    offered = describe().get("max_recommended_working_set_size") if is_gpu() else None
+    return total, int(offered) if offered else _available(total)
+
+
+def offered_bytes() -> int:
+    """Return the bytes that a runner may use in all.
+
+    On Metal this is the recommended working set. On a CPU it is nine tenths of the available
+    memory, plus the memory that MLX uses already.
+    """
+    offered = memory_bytes()[1]
+    return offered if is_gpu() else offered * 9 // 10 + int(mx.get_active_memory())
+
+
+def hard_limit() -> Limit | None:
+    """Return the narrowest limit of this process or its cgroup, or None if there is none.
+
+    The system ends a process that goes beyond it.
+    """
+    return next((limit for limit in limits() if limit.name != MACHINE), None)
+
+
+def set_limits(total: int, batch: int) -> None:
+    """Set MLX's limits by the plan: `total` bytes in all.
+
+    MLX may keep up to `batch` bytes of freed buffers for the next step.
+    """
+    mx.set_memory_limit(max(total, offered_bytes()))
+    mx.set_cache_limit(max(batch, SMALLEST_CACHE))
+    recommended = describe().get("max_recommended_working_set_size") if is_gpu() else None
+    if recommended:
+        mx.set_wired_limit(min(total, int(recommended)))
+
+
+SMALLEST_CACHE = 64 * 2**20
+
+
+def _available(total: int) -> int:
+    return min([total, *(limit.nbytes for limit in limits())])
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of `mlxrunner doctor`."""
+
+    name: str
+    value: str
+    ok: bool = True
+    advice: str = ""
+    """The remedy; "" if there is none."""
+
+
+def memory() -> Finding:
+    """Report the memory, and the limit that lowers it below that of the machine."""
+    total, available = memory_bytes()
+    limit = None if is_gpu() else next(iter(limits()), None)
+    by = (
+        f" (limited by {limit.name})"
+        if limit and limit.name != MACHINE and limit.nbytes <= available
+        else ""
+    )
+    return Finding("memory", f"{size(total)} in all, {size(available)} for MLX{by}")
+
+
+def blas() -> Finding:
+    """Report the library of matrix products on this device, with advice if it is slow."""
+    if is_gpu():
+        return Finding("BLAS", f"not needed: matrix products run on {backend()}")
+    if platform.system() == "Darwin":
+        return Finding("BLAS", "Accelerate")
+    loaded = sorted(
+        {
+            Path(line.split()[-1]).name
+            for line in _maps()
+            if "openblas" in line.lower() and "numpy" not in line
+        }
+    )
+    if loaded:
+        return Finding("BLAS", loaded[0])
+    library = openblas()
+    if library is not None:
+        advice = f"about 40 times faster: LD_PRELOAD={library} OPENBLAS_NUM_THREADS=1 mlxrunner ..."
+    else:
+        advice = (
+            "about 40 times faster with OpenBLAS: apt-get install libopenblas0-pthread, then run "
+            "mlxrunner doctor again"
+        )
+    return Finding("BLAS", "the wheel's own reference BLAS, slow", ok=False, advice=advice)
+
+
+def openblas() -> Path | None:
+    """Return the path of OpenBLAS as a Linux distribution installs it; None if it is missing."""
+    places = (
+        *Path("/usr/lib").glob("*-linux-gnu/libopenblas.so.0"),
+        Path("/usr/lib64/libopenblas.so.0"),
+    )
+    return next((place for place in places if place.exists()), None)
+
+
+def compiler() -> Finding:
+    """Report the C++ compiler, with which mx.compile builds fused kernels on a CPU.
+
+    A GPU needs none.
+    """
+    if is_gpu():
+        return Finding("compiler", f"not needed: kernels are compiled by {backend()}")
+    found = shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
+    if found:
+        return Finding("compiler", found)
+    return Finding(
+        "compiler", "none", ok=False, advice="kernels run unfused, a little slower: install g++"
+    )
+
+
+def _maps() -> list[str]:
+    maps = Path("/proc/self/maps")
+    return maps.read_text().splitlines() if maps.exists() else []

@@ -1,0 +1,140 @@
+"""All code that relies on mlx-lm's private parts: names, attributes and code that may change.
+
+The docstring of each function names its expectations. tests/system/test_mlx_lm_internals.py checks
+them against the installed mlx-lm, whose version has to be one of VERSIONS.
+
+Public and used elsewhere: `load_model`, `load_tokenizer`, `make_prompt_cache`, the cache classes
+with their `state`, `from_state` and `offset`, `create_attention_mask`, the samplers.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from types import FunctionType
+from typing import Any
+
+import mlx.core as mx
+
+VERSIONS = ("0.32.2",)
+"""Tested versions of mlx-lm; pyproject.toml allows 0.32.2 up to 0.33."""
+ATTENTION = "scaled_dot_product_attention"
+LAST_NORMS = ("norm", "final_layernorm", "final_norm")
+"""Names under which a model's body has its last norm."""
+
+Attention = Callable[..., mx.array]
+
+
+def model_classes(config: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return the classes of a model and of its arguments.
+
+    Expects `mlx_lm.utils._get_classes`, which finds the module by `model_type`. Raise ValueError if
+    there is none.
+    """
+    from mlx_lm.utils import _get_classes
+
+    model_class, arguments_class = _get_classes(config)
+    return model_class, arguments_class
+
+
+def has_architecture(model_type: str) -> bool:
+    """Return True if mlx-lm has a module for `model_type`, without importing it.
+
+    Expects `mlx_lm.utils.MODEL_REMAPPING` and a module `mlx_lm.models.NAME` for each.
+    """
+    from mlx_lm.utils import MODEL_REMAPPING
+
+    module = MODEL_REMAPPING.get(model_type, model_type)
+    return module.isidentifier() and importlib.util.find_spec(f"mlx_lm.models.{module}") is not None
+
+
+def transformers_tokenizer(wrapper: Any) -> Any:
+    """Return transformers' tokenizer behind mlx-lm's `TokenizerWrapper`.
+
+    Expects its attribute `_tokenizer`.
+    """
+    return wrapper._tokenizer
+
+
+def with_rope(layer: Any) -> list[Any]:
+    """Return the modules of `layer` that rotate keys and queries: those with a callable `rope`.
+
+    Expects `rope(x [batch, heads, n, head_dim], offset=int or array)`.
+    """
+    modules = layer.modules() if hasattr(layer, "modules") else []
+    return [module for module in modules if callable(getattr(module, "rope", None))]
+
+
+def last_norm(model: Any) -> tuple[Any, str] | None:
+    """Return the body of `model` and the name of the norm before its output projection.
+
+    Expects the body under `model`, or under `language_model.model`. Return None if it is not there.
+    """
+    body = getattr(getattr(model, "language_model", model), "model", None)
+    name = next((name for name in LAST_NORMS if callable(getattr(body, name, None))), None)
+    return None if name is None else (body, name)
+
+
+def calls_attention(module: Any) -> bool:
+    """Return True if `module` calls an attention function that can be replaced.
+
+    Expects a `__call__` in Python that looks ATTENTION up among the names of its own module.
+    """
+    call = type(module).__call__
+    return (
+        isinstance(call, FunctionType)
+        and ATTENTION in call.__code__.co_names
+        and ATTENTION in call.__globals__
+    )
+
+
+def class_with(module: Any, attention: Callable[[Attention], Attention]) -> type:
+    """Return a subclass of `module`'s class that calls `attention(original)`.
+
+    Set it as the `__class__` of a module that `calls_attention`. The copied `__call__` has its own
+    globals, so that the module's file, other models and other layers don't change.
+    """
+    old = type(module)
+    call = old.__call__
+    names = {**call.__globals__, ATTENTION: attention(call.__globals__[ATTENTION])}
+    new = FunctionType(call.__code__, names, call.__name__, call.__defaults__, call.__closure__)
+    new.__kwdefaults__ = call.__kwdefaults__
+    return type(old.__name__, (old,), {"__call__": new, "__module__": old.__module__})
+
+
+def is_stock_cache(cache: Any) -> bool:
+    """Return True if the class of `cache` is in `mlx_lm.models.cache`, not in a model's file."""
+    return type(cache).__module__ == "mlx_lm.models.cache"
+
+
+def has_settable_state(cache: Any) -> bool:
+    """Return True if a cache can be restored from its `state`, as mlx-lm's caches can.
+
+    A cache that a model's file defines (DeepSeek-V4.1) is restored from its attributes.
+    """
+    state = getattr(type(cache), "state", None)
+    return not isinstance(state, property) or state.fset is not None
+
+
+def rows_in_order(cache: Any, rows: mx.array) -> mx.array:
+    """Return the `rows` of a RotatingKVCache by their positions, without unused ones.
+
+    Expects its attribute `_idx`: the row after the newest one. The cache keeps no first tokens.
+    """
+    at = cache._idx
+    if at < cache.offset and at < rows.shape[2]:
+        rows = mx.concatenate([rows[..., at:, :], rows[..., :at, :]], axis=2)
+    return rows[..., : min(at, rows.shape[2]), :] if at >= cache.offset else rows
+
+
+def strange_class(metadata: Mapping[str, str]) -> str | None:
+    """Return the first name in a prompt-cache file's metadata that is not a class of caches.
+
+    Return None if all are, and "" if there are no names. Expects the classes under keys that begin
+    with "1.", as `save_prompt_cache` writes them; `load_prompt_cache` looks them up by name.
+    """
+    classes = {value for name, value in metadata.items() if name.startswith("1.")}
+    strange = (
+        name for name in sorted(classes) if not name.endswith("Cache") and name != "CacheList"
+    )
+    return next(strange, None if classes else "")

@@ -1,0 +1,154 @@
+"""The messages of a conversation, and the check that a chat template can render them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NotRequired, TypedDict
+
+from mlxrunner.errors import PromptError
+
+
+class Function(TypedDict):
+    """The function that a tool call names."""
+
+    name: str
+    arguments: Mapping[str, Any] | str
+    """The arguments by name, or the text of a JSON object of them."""
+
+
+class ToolCall(TypedDict):
+    """A call that the model asks for, in OpenAI's form."""
+
+    id: NotRequired[str]
+    type: NotRequired[str]
+    """Always "function", if it is given."""
+    function: Function
+
+
+class Message(TypedDict):
+    """One message of a conversation."""
+
+    role: str
+    """Usually "system", "user", "assistant" or "tool"."""
+    content: str
+    """The text of the message.
+
+    `check_messages` also takes OpenAI's list of parts, such as `{"type": "text", "text": "Hello"}`,
+    and joins their texts. The content may be missing beside tool calls.
+    """
+    tool_calls: NotRequired[Sequence[ToolCall]]
+    """The calls that a message of the assistant asks for."""
+    tool_call_id: NotRequired[str]
+    """For role "tool": the id of the call whose result the content is."""
+    name: NotRequired[str]
+    """For role "tool": the name of the function that was called."""
+
+
+SHAPE = '{"role": text, "content": text}'
+"""Form of a message, for errors."""
+TOOL_CALL = '{"function": {"name": text, "arguments": object}}'
+"""Form of a tool call, for errors."""
+
+
+def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """Return plain copies, each with a text as its content and objects as arguments of calls.
+
+    Fields that no chat template reads are left out. Raise PromptError, which says which message is
+    wrong and why.
+    """
+    if not messages:
+        raise PromptError("the conversation is empty: at least one message is needed")
+    return [check_message(index, message) for index, message in enumerate(messages)]
+
+
+def check_message(index: int, message: Any) -> Message:
+    """Return a plain copy of message number `index`: see `check_messages`.
+
+    Raise PromptError if the message is wrong.
+    """
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise PromptError(f"message {index} has to be {SHAPE}, not {message!r:.80}")
+    role, calls = message["role"], message.get("tool_calls")
+    if calls and role != "assistant":
+        raise PromptError(f"message {index}: only an assistant has tool_calls, not {role!r:.80}")
+    content = message.get("content")
+    checked: Message = {
+        "role": role,
+        "content": "" if content is None and calls else _text(index, content),
+    }
+    if calls:
+        checked["tool_calls"] = _tool_calls(index, calls)
+    for name in ("tool_call_id", "name") if role == "tool" else ():
+        value = message.get(name)
+        if value is not None and not isinstance(value, str):
+            raise PromptError(f"message {index}: {name} has to be a text, not {value!r:.80}")
+        if value is not None:
+            checked[name] = value
+    return checked
+
+
+def _text(index: int, content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list | tuple):
+        raise PromptError(
+            f"message {index}: content has to be a text or a list of text parts, "
+            f"not {content!r:.80}"
+        )
+    return "".join(_part(index, part) for part in content)
+
+
+def _part(index: int, part: Any) -> str:
+    match part:
+        case {"type": "text", "text": str(text)}:
+            return text
+        case {"type": kind}:
+            shown = kind
+        case _:
+            shown = part
+    raise PromptError(
+        f"message {index}: content of type {shown!r:.80} is not supported, only text "
+        '({"type": "text", "text": text})'
+    )
+
+
+def _tool_calls(index: int, calls: Any) -> list[ToolCall]:
+    if not isinstance(calls, list | tuple):
+        raise PromptError(f"message {index}: tool_calls has to be a list, not {calls!r:.80}")
+    return [_tool_call(index, call) for call in calls]
+
+
+def _tool_call(index: int, call: Any) -> ToolCall:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise PromptError(f"message {index}: a tool call has to be {TOOL_CALL}, not {call!r:.80}")
+    kind = call.get("type", "function")
+    if kind != "function":
+        raise PromptError(
+            f'message {index}: a tool call of type {kind!r:.80} is not supported, only "function"'
+        )
+    checked: ToolCall = {
+        "type": "function",
+        "function": {"name": function["name"], "arguments": _arguments(index, function)},
+    }
+    if isinstance(call.get("id"), str):
+        checked["id"] = call["id"]
+    return checked
+
+
+def _arguments(index: int, function: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the arguments as an object, the form that chat templates expect."""
+    given = function.get("arguments", {})
+    arguments = given
+    if isinstance(given, str):
+        try:
+            arguments = json.loads(given or "{}")
+        except (ValueError, RecursionError):
+            arguments = None
+    if not isinstance(arguments, Mapping):
+        raise PromptError(
+            f"message {index}: the arguments of {function['name']!r:.80} have to be a JSON object, "
+            f"not {given!r:.80}"
+        )
+    return arguments

@@ -1,0 +1,1 @@
+"""The terminal: safe text, keys, signals, progress and the clipboard."""

@@ -1,0 +1,108 @@
+"""Text for a terminal, which no model's output can control. Knows nothing about models."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import IO
+
+# C0 without newline and tab, DEL, C1, and characters that reorder or hide text: bidirectional
+# controls, line separators, tags, and characters without a width. The table leaves out characters
+# that writing systems and emoji need.
+_RANGES = (
+    (0x00, 0x08),
+    (0x0B, 0x1F),
+    (0x7F, 0x9F),
+    (0xAD, 0xAD),
+    (0x34F, 0x34F),
+    (0x61C, 0x61C),
+    (0x115F, 0x1160),
+    (0x17B4, 0x17B5),
+    (0x180B, 0x180F),
+    (0x200B, 0x200B),
+    (0x200E, 0x200F),
+    (0x2028, 0x202E),
+    (0x2060, 0x206F),
+    (0x3164, 0x3164),
+    (0xFEFF, 0xFEFF),
+    (0xFFA0, 0xFFA0),
+    (0xFFF0, 0xFFFB),
+    (0x1BCA0, 0x1BCA3),
+    (0x1D173, 0x1D17A),
+    (0xE0000, 0xE00FF),
+    (0xE01F0, 0xE0FFF),
+)
+# Names and errors need no joiners, no variation selectors, no second line and no half characters.
+_RANGES_OF_LINES = (
+    (0x09, 0x0A),
+    (0x200C, 0x200D),
+    (0xD800, 0xDFFF),
+    (0xFE00, 0xFE0F),
+    (0xE0100, 0xE01EF),
+)
+
+
+def _shown(ranges: Iterable[tuple[int, int]]) -> dict[int, str]:
+    return {
+        code: ascii(chr(code))[1:-1] for first, last in ranges for code in range(first, last + 1)
+    }
+
+
+SHOWN = _shown(_RANGES)
+r"""The text that is shown instead of each control character: `\x1b`, `\u202e`."""
+SHOWN[ord("\r")] = r"\x0d"
+_SHOWN_IN_LINES = SHOWN | _shown(_RANGES_OF_LINES)
+LONGEST_LINE = 500
+"""Most characters of a text within an error."""
+
+
+def visible(text: str) -> str:
+    """Return `text` with control characters made visible; newline and tab stay."""
+    return text.translate(SHOWN)
+
+
+def one_line(text: str, longest: int = LONGEST_LINE) -> str:
+    """Return a text from a file, a model or a client as part of one line.
+
+    Nothing in it ends the line, controls the terminal or hides. If it has more than `longest`
+    characters, its middle is left out, because an error says at its end what to do.
+    """
+    if len(text) > longest:
+        begin, end = text[: longest * 3 // 5], text[len(text) - longest * 2 // 5 :]
+        text = f"{begin} ... ({len(text) - len(begin) - len(end):,} characters left out) ... {end}"
+    return text.translate(_SHOWN_IN_LINES)
+
+
+class FilteredStream:
+    """Writes and flushes text: `visible` text to a terminal, every character elsewhere."""
+
+    def __init__(self, stream: IO[str] | None = None) -> None:
+        """Write to `stream`, by default stdout."""
+        self._stream = stream or sys.stdout
+        self._filter = visible if self._stream.isatty() else str
+
+    def write(self, text: str) -> None:
+        if text:
+            self._stream.write(self._filter(text))
+            self._stream.flush()
+
+
+def size(nbytes: float) -> str:
+    """Return bytes for people, such as 1.5 MB (decimal, as disks and Apple's tools count)."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 1000:
+            return (
+                f"{nbytes:.0f} {unit}" if unit == "B" or nbytes >= 100 else f"{nbytes:.3g} {unit}"
+            )
+        nbytes /= 1000
+    return f"{nbytes:.3g} TB"
+
+
+def duration(seconds: float) -> str:
+    """Return a time for people, such as 40 s, 3 min 20 s or 2 h 5 min."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"

@@ -1,0 +1,177 @@
+"""Two checks beside the scenarios: keys that a shift has moved, and two sequences in one row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from mlxrunner.cache.layers.factory import make_layer_caches
+from mlxrunner.cache.layers.protocol import LayerCache
+from mlxrunner.errors import NotSupportedError
+from mlxrunner.parallel.runner import ParallelRunner
+from mlxrunner.results import Usage
+from mlxrunner.verify.answer import ask, same_tokens
+from mlxrunner.verify.findings import FACTOR, Check, Difference
+from mlxrunner.verify.scenarios import Case, Talk, overflow
+
+MOVED_KEYS, PARALLEL = "overflow: moved keys", "two in parallel"
+LIKELIEST = 20
+"""Number of tokens whose log-probabilities are compared if there are no logits."""
+
+
+def moved_keys(talk: Talk) -> Check:
+    """Compare the first layer's keys after a shift with newly evaluated keys of the same tokens.
+
+    Keys of the first layer depend on token and position only. They are compared relative to the
+    largest key of each channel, because a channel with large keys would hide the others. A key was
+    rotated three times, by angles that are as large as positions and are rounded like them.
+    """
+    runner = talk.runner
+    runner.reset()
+    case = overflow(talk)
+    usage = ask(runner, case, talk.answer).usage
+    if not runner.entry.caches:
+        return Check(MOVED_KEYS, fault="the entry is empty")
+    moved = _keys(runner.entry.caches[0])
+    if moved is None:
+        return Check(MOVED_KEYS, untested="the first layer stores no keys as they were computed")
+    if usage is None or usage.cached_tokens <= case.options["keep"]:
+        return Check(MOVED_KEYS, untested="nothing was moved: what is left was evaluated again")
+    tokens = list(runner.entry.tokens)
+    runner.reset()
+    talk.say(tokens, 1)
+    computed = _keys(runner.entry.caches[0])
+    assert computed is not None
+    count = min(moved.shape[2], computed.shape[2])
+    gaps = mx.abs(
+        moved[:, :, -count:].astype(mx.float32) - computed[:, :, -count:].astype(mx.float32)
+    ).max(axis=(0, 2))
+    apart = mx.where(
+        gaps == 0, 0, gaps / mx.abs(computed.astype(mx.float32)).max(axis=(0, 2))
+    ).max()
+    limit = FACTOR * (
+        2 * float(mx.finfo(moved.dtype).eps) + runner.context * float(mx.finfo(mx.float32).eps)
+    )
+    gap = float(apart.item())  # type: ignore[arg-type]  # a float array
+    return Check(MOVED_KEYS, found=Difference(0, 0, gap), limit=limit)
+
+
+def _keys(cache: LayerCache) -> mx.array | None:
+    """Return a copy of the keys of the last tokens, `[1, kv_heads, n, head_dim]`.
+
+    Return None if the layer does not store them as computed.
+    """
+    if not cache.stores_plain_rows:
+        return None
+    keys = mx.contiguous(cache.export().arrays["keys"])
+    mx.eval(keys)
+    return keys
+
+
+def parallel(talk: Talk) -> Check:
+    """Compare two prompts with half of their tokens in common, at once and each alone.
+
+    The check also measures the noise of a device with two prompts at once. It compares two prompts
+    with nothing in common, at once and each alone. It also compares the attention to a common
+    prefix in parts and in one product.
+    """
+    runner, half = talk.runner, len(talk.base) // 2
+    shared = [talk.base, [*talk.base[:half], *talk.more(half // 2)]]
+    unlike = [talk.base, talk.unlike(talk.base)]
+    base, *others = [_alone(talk, prompt) for prompt in (*shared, unlike[1])]
+    as_computed = make_layer_caches(runner.model)
+    pairs = zip(runner.entry.caches, as_computed, strict=False)
+    if any(other.stores_plain_rows > one.stores_plain_rows for one, other in pairs):
+        return Check(PARALLEL, untested="parallel requests have no quantized caches")
+    runner.reset()
+    try:
+        in_parts, at_once = _together(talk, shared), _together(talk, shared, at_once=True)
+        apart = _together(talk, unlike)
+    except NotSupportedError as error:
+        return Check(PARALLEL, untested=str(error))
+    noise = [_worst(apart, [base, others[1]]), _worst(in_parts, at_once)]
+    usages, none = _usages(in_parts), sum(usage.cached_tokens for usage in _usages(apart))
+    return Check(
+        PARALLEL,
+        found=_worst(in_parts, [base, others[0]]),
+        apart=max(noise, key=lambda one: one.logits if one.logits == one.logits else np.inf),
+        reused=sum(usage.cached_tokens for usage in usages),
+        prompt=sum(usage.prompt_tokens for usage in usages),
+        fault=f"{none} tokens were shared by prompts with nothing in common" if none else None,
+    )
+
+
+@dataclass(frozen=True)
+class _Said:
+    """An answer of a runner that gives no logits."""
+
+    tokens: list[int]
+    logprobs: list[dict[int, float]]
+    """Log-probabilities of the likeliest tokens, by token id, for each place of the answer."""
+    usage: Usage | None
+
+
+def _alone(talk: Talk, prompt: list[int]) -> _Said:
+    talk.runner.reset()
+    answer = ask(talk.runner, Case(prompt), talk.answer)
+    # A sum over a vocabulary in float32 would differ more than the two runs.
+    exact = answer.logits.astype(np.float64)
+    # A model may answer with infinities, which the table shows.
+    with np.errstate(invalid="ignore"):
+        logprobs = exact - np.logaddexp.reduce(exact, axis=1, keepdims=True)
+    return _Said(answer.tokens, [dict(enumerate(row.tolist())) for row in logprobs], answer.usage)
+
+
+def _together(talk: Talk, prompts: list[list[int]], *, at_once: bool = False) -> list[_Said]:
+    runner = talk.runner
+    with ParallelRunner(
+        runner.model,
+        runner.tokenizer,
+        runner.facts,
+        max_sequences=len(prompts),
+        context=runner.context,
+    ) as together:
+        if at_once:
+            together.attend_at_once()
+        handles = [
+            together.submit(prompt, max_tokens=talk.answer, stop_tokens=[], logprobs=LIKELIEST)
+            for prompt in prompts
+        ]
+        answers = [list(handle) for handle in handles]
+    return [
+        _Said(
+            [chunk.token or 0 for chunk in chunks],
+            [dict(chunk.top_logprobs or {}) for chunk in chunks],
+            chunks[-1].usage,
+        )
+        for chunks in answers
+    ]
+
+
+def _usages(answers: list[_Said]) -> list[Usage]:
+    return [answer.usage for answer in answers if answer.usage is not None]
+
+
+def _worst(answers: list[_Said], others: list[_Said]) -> Difference:
+    """Return the largest difference; NaN if one of them is not a number."""
+    found = [_against(one, other) for one, other in zip(answers, others, strict=True)]
+    return Difference(
+        sum(d.equal for d in found),
+        sum(d.tokens for d in found),
+        float(np.max([d.logits for d in found])),
+    )
+
+
+def _against(one: _Said, other: _Said) -> Difference:
+    """Compare the log-probabilities that both have, up to the first token that differs."""
+    equal = same_tokens(one.tokens, other.tokens)
+    pairs = list(zip(one.logprobs, other.logprobs, strict=False))[: equal + 1]
+    apart = [
+        abs(value - there[token])
+        for here, there in pairs
+        for token, value in here.items()
+        if token in there
+    ]
+    return Difference(equal, max(len(one.tokens), len(other.tokens)), float(np.max([0.0, *apart])))

@@ -1,0 +1,160 @@
+"""Lines and requests become tokens in the store, or errors; nothing of it stops the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mlxrunner.batch.fields import BatchOptions
+from mlxrunner.batch.lines import Line
+from mlxrunner.batch.prompts import tokenize_lines
+from mlxrunner.batch.run import BatchRequest, lines_of
+from mlxrunner.batch.store import Store, StoredLine
+from mlxrunner.errors import PromptError
+from mlxrunner.testing import BOS, EOS, ByteTokenizer
+
+
+def spooled(lines: Iterable[Line], tokenizer: Any = None, **settings: Any) -> list[StoredLine]:
+    with Store.create() as store:
+        tokenize_lines(store, lines, tokenizer or ByteTokenizer(), **{"context": 100, **settings})
+        store.finish()
+        return list(store.pending("input"))
+
+
+def test_a_line_becomes_its_tokens() -> None:
+    """The tokens are those that the runner would evaluate; the rest of the line stays."""
+    messages: Any = [{"role": "user", "content": "hi"}]
+    lines = [
+        Line(0, 3, "hi", 7, "text_completion", {"max_tokens": 5}),
+        Line(1, 4, messages, "a", "plain"),
+        Line(2, 9, id="b", error="line 9: broken"),
+    ]
+    text, chat, broken = spooled(lines)
+    assert text.tokens.tolist() == [BOS, *b"hi"]
+    assert (text.index, text.number, text.id, text.format, text.options, text.error) == (
+        0,
+        3,
+        7,
+        "text_completion",
+        {"max_tokens": 5},
+        None,
+    )
+    assert chat.tokens.tolist() == ByteTokenizer().encode(ByteTokenizer().render(messages))
+    assert (broken.index, broken.number, broken.id, broken.tokens.tolist(), broken.error) == (
+        2,
+        9,
+        "b",
+        [],
+        "line 9: broken",
+    )
+
+
+@pytest.mark.parametrize("length", [98, 99, 100])
+@pytest.mark.parametrize("overflow", ["stop", "error", "shift"])
+@pytest.mark.parametrize("by", ["line", "default"])
+def test_a_prompt_that_is_too_long(length: int, overflow: str, by: str) -> None:
+    """A prompt without room for an answer is an error with both numbers, unless it is shifted."""
+    options = {"overflow": overflow}
+    line = Line(0, 1, "x" * (length - 1), options=options if by == "line" else {})
+    (found,) = spooled(
+        [line], context=99, defaults=options if by == "default" else {"overflow": "stop"}
+    )
+    if length < 99 or overflow == "shift":
+        assert (len(found.tokens), found.error) == (length, None)
+    else:
+        assert found.error is not None
+        assert found.error.startswith(
+            f"line 1: the prompt has {length} tokens, which leaves no room in the context of 99 "
+            "tokens"
+        )
+
+
+def test_what_the_template_or_the_tokenizer_refuses() -> None:
+    """Is the error of that line."""
+
+    class Refusing(ByteTokenizer):
+        def render(self, messages: Any, *, add_generation_prompt: bool = True) -> str:
+            raise PromptError("no such roles")
+
+        def encode(self, text: str) -> list[int]:
+            return []
+
+    chat, empty = spooled(
+        [Line(0, 5, [{"role": "user", "content": "a"}]), Line(1, 6, "a")], Refusing()
+    )
+    assert chat.error == "line 5: no such roles"
+    assert empty.error == "line 6: the prompt is empty: at least one token is needed"
+
+
+def test_requests_of_a_program() -> None:
+    """Texts, messages and token ids take a program's options; each wrong one is its own error."""
+    requests = [
+        BatchRequest("hi", {"stop": ("a", "b"), "max_tokens": 3}, id="x"),
+        BatchRequest([{"role": "user", "content": "hi"}]),
+        BatchRequest([1, 2, 3]),
+        BatchRequest(np.array([4, 5])),  # type: ignore[arg-type]
+        BatchRequest("hi", {"temperature": -1}, id=4),
+        BatchRequest("hi", {"progress": print}),
+        BatchRequest("hi", {"stop_tokens": {1}}),
+        BatchRequest("\ud800"),
+        BatchRequest([-1]),
+        BatchRequest([]),
+        BatchRequest(5),  # type: ignore[arg-type]
+    ]
+    found = spooled(lines_of(requests, BatchOptions(defaults={"temperature": 1})))
+    assert [one.index for one in found] == list(range(11))
+    assert (found[0].options, found[0].id) == ({"stop": ["a", "b"], "max_tokens": 3}, "x")
+    assert [one.tokens.tolist() for one in found[2:4]] == [[1, 2, 3], [4, 5]]
+    errors = [one.error for one in found]
+    assert errors[:4] == [None] * 4
+    for error, problem in zip(
+        errors[4:],
+        [
+            "temperature: -1 is out of range",
+            "unknown option 'progress'",
+            "values that JSON knows",
+            "not valid Unicode",
+            "token ids have to be between 0 and",
+            "the prompt is empty",
+            "a prompt is a text, token ids or messages, not int",
+        ],
+        strict=True,
+    ):
+        assert error is not None
+        assert problem in error
+    assert found[4].id == 4
+
+
+@pytest.mark.parametrize(
+    "name",
+    [2**70, (1,), "\ud800", 1.5, True, object()],
+    ids=["long", "tuple", "half", "float", "bool", "object"],
+)
+def test_an_id_that_cannot_be_is_an_error_of_its_request_only(name: Any) -> None:
+    """It can't come back; the index says which one it was."""
+    bad, good = spooled(lines_of([BatchRequest("hi", id=name), BatchRequest("hi", id="b")]))
+    assert (bad.id, good.id, good.error) == (None, "b", None)
+    assert bad.error is not None
+    assert bad.error.startswith("id ")
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [({"overflow": "shift"}, 12), ({"overflow": "shift", "keep": 3}, 3), ({}, None)],
+)
+def test_what_a_shift_keeps(options: dict[str, Any], kept: int | None) -> None:
+    """A shift keeps the system prompt with BOS by default, counted here for the store."""
+    messages: Any = [{"role": "system", "content": "S!"}, {"role": "user", "content": "hi"}]
+    (found,) = spooled([Line(0, 1, messages, options=options)])
+    assert found.options.get("keep") == kept
+    if "keep" not in options and kept is not None:
+        assert found.tokens[:kept].tolist() == [BOS, *b"system: S!", EOS]
+
+
+def test_more_than_can_be_kept_is_an_error_before_anything_runs() -> None:
+    """As the runner would say it."""
+    (found,) = spooled([Line(0, 1, "hi", options={"overflow": "shift", "keep": 99})])
+    assert found.error == "line 1: keep: 99 tokens leave no room in the context of 100 tokens"

@@ -1,0 +1,172 @@
+"""A new kind of layer cache is one file and one line: those of docs/adding-a-cache-kind.md.
+
+The code is read from the page and run as it stands there, as if it were a file of the package.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import mlx.core as mx
+import pytest
+import test_reuse as reuse
+from profiling import test_simulate as replays
+
+from mlxrunner import Runner
+from mlxrunner.cache.layers import extents, factory
+from mlxrunner.cache.layers.extents import Everything, read_extent
+from mlxrunner.cache.layers.protocol import describe
+from mlxrunner.sessions.entry import StoredEntry, pack
+from mlxrunner.sessions.store import SessionStore
+from mlxrunner.testing import LAYERS, PACKAGE, PRIME, OracleLayer, OracleModel, oracle_runner
+
+PAGE = Path(__file__).parents[3] / "docs" / "adding-a-cache-kind.md"
+NAME = "mlxrunner.cache.layers.trail"
+FILE = os.path.join(PACKAGE, "cache", "layers", "trail.py")
+"""Where the file would be: Ctrl-C comes between its lines, too."""
+
+# In small steps, as the oracle suite runs.
+small_steps = reuse.small_steps
+
+MIXES = {
+    "no-help": (["trail", "full"], reuse.NO_HELP),
+    "checkpoints": (["full", "trail"], reuse.CHECKPOINTS),
+    "few-checkpoints": (["trail", "sliding"], reuse.FEW),
+    "all": (["full", "sliding", "recurrent", "trail", "chunked"], reuse.CHECKPOINTS),
+}
+
+
+class Mix:
+    """Layers, and how they may be rewound."""
+
+    def __init__(self, name: str) -> None:
+        self.kinds, self.options = MIXES[name]
+
+    def runner(self, **options: Any) -> Runner:
+        return oracle_runner(self.kinds, **(self.options | options))
+
+
+mixes = pytest.mark.parametrize("mix", [Mix(name) for name in MIXES], ids=MIXES)
+
+
+def recur(tokens: mx.array, cache: Any) -> mx.array:
+    """What the model does: each token changes the state, and sees it."""
+    state = cache.last if cache.last.shape[0] else mx.array([1], mx.int32)
+    states = []
+    for place in range(tokens.shape[0]):
+        state = (state * 31 + tokens[place : place + 1] + 1) % PRIME
+        states.append(state)
+    cache.append(mx.concatenate(states))
+    return mx.concatenate(states)
+
+
+@pytest.fixture(autouse=True)
+def kind(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The page's file, and its line in the registry; gone again after the test."""
+    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    *code, line = blocks
+    module = ModuleType(NAME)
+    monkeypatch.setitem(sys.modules, NAME, module)
+    monkeypatch.setattr(extents, "EXTENTS", dict(extents.EXTENTS))
+    exec(compile("\n".join(code), FILE, "exec"), vars(module))
+    assert len(line.splitlines()) == 1
+    for model_cache, make in eval(f"{{{line}}}", vars(module)).items():
+        monkeypatch.setitem(factory.KINDS, model_cache, make)
+    monkeypatch.setitem(LAYERS, "trail", OracleLayer(module.Trail, recur))
+    return module
+
+
+def test_the_line_decides(kind: ModuleType) -> None:
+    """Without it the model's own cache is looked after; with it the new kind takes its place."""
+    (cache,) = factory.make_layer_caches(OracleModel(["trail"]))
+    assert type(cache) is kind.TrailCache
+    del factory.KINDS[kind.Trail]
+    assert factory.layer_cache(kind.Trail(), factory.CacheOptions()).kind == "unknown"
+
+
+@mixes
+@pytest.mark.parametrize("end", reuse.ENDS.values(), ids=reuse.ENDS)
+def test_warm_equals_cold_for_every_split_after_every_end(mix: Any, end: Any) -> None:
+    """The oracle suite: a request that ends in this way, then a prompt that leaves it anywhere."""
+    reuse.test_warm_equals_cold_for_every_split_after_every_end(mix, end)
+
+
+@mixes
+def test_ctrl_c_at_any_line_leaves_a_true_entry(mix: Any) -> None:
+    """Those of the new file included."""
+    reuse.test_ctrl_c_at_any_line_leaves_a_true_entry(mix)
+
+
+@mixes
+def test_a_conversation_evaluates_only_what_is_new(mix: Any) -> None:
+    """Appending needs no rewind."""
+    reuse.test_a_conversation_evaluates_only_what_is_new(mix)
+
+
+def test_a_few_tokens_are_taken_back_without_a_checkpoint() -> None:
+    """As many as the page says, and one more is a fresh start."""
+    for back, cached in ((1, 22), (3, 20), (4, 0)):
+        runner = oracle_runner(["trail"], **reuse.NO_HELP)
+        reuse.tokens(runner, reuse.PROMPT[:23], 1)
+        usage = reuse.usage_of(runner, [*reuse.PROMPT[: 23 - back], 111, 112])
+        assert usage.cached_tokens == cached
+        assert usage.cache.rewind_limited_by == (None if cached else "trail")
+
+
+def test_a_saved_session_comes_back(tmp_path: Path) -> None:
+    """With its checkpoints: into another runner, from a file."""
+    runner = oracle_runner(["trail", "full"], **reuse.CHECKPOINTS)
+    answer = reuse.tokens(runner, reuse.PROMPT)
+    before = runner.entry.checkpoints.offsets
+    packed = pack(runner.entry.export(), {})
+    sessions = SessionStore(tmp_path)
+    with sessions.lock("one"):
+        sessions.save_cache("one", packed.arrays, packed.metadata)
+    for prompt in ([*reuse.PROMPT, *answer, 5], [*reuse.PROMPT[:16], 6, 7]):
+        other = oracle_runner(["trail", "full"], **reuse.CHECKPOINTS)
+        file = sessions.load_cache("one")
+        assert file is not None
+        stored = StoredEntry(file)
+        stored.check(other.cache.outline())
+        other.cache.adopt(stored)
+        assert other.entry.checkpoints.offsets == before
+        chunks = list(other.generate(prompt, max_tokens=6))
+        assert chunks[-1].usage.cached_tokens > 0
+        assert [chunk.token for chunk in chunks] == reuse.cold(["trail", "full"], prompt)
+
+
+def test_a_damaged_session_is_refused(kind: ModuleType) -> None:
+    """A number of states that does not fit the number of tokens is a ValueError."""
+    cache = kind.TrailCache()
+    with pytest.raises(ValueError, match="9 states of 20 tokens, and at most 4 are kept"):
+        cache.fill({"states": mx.zeros((9,), mx.int32)}, 20)
+
+
+@pytest.mark.parametrize("budget", [2**30, 300, 0], ids=["large", "small", "none"])
+@pytest.mark.parametrize("kinds", [["trail"], ["trail", "sliding"]], ids="+".join)
+def test_a_replay_agrees(
+    kinds: list[str], budget: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Request by request, with the same checkpoints kept and given up."""
+    runner = oracle_runner(kinds, checkpoint_budget=budget, **replays.SMALL)
+    logged = replays.converse(runner, tmp_path / "log", f"{kinds}{budget}", monkeypatch)
+    assert logged[0].process["layers"][0]["extent"] == "last_states"
+    replays.assert_agrees(logged)
+
+
+def test_a_log_of_a_kind_that_is_gone_is_refused(kind: ModuleType) -> None:
+    """Its extent is not known any more: nothing is guessed."""
+    (cache,) = factory.make_layer_caches(OracleModel(["trail"]))
+    cache.append(mx.array([1, 2], mx.int32))
+    line = describe(cache)
+    assert extents.is_layer(line)
+    assert read_extent(line, 100) == kind.LastStates(depth=4)
+    del extents.EXTENTS["last_states"]
+    assert not extents.is_layer(line)
+    assert extents.is_layer(line | {"extent": Everything.name})

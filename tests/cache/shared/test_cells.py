@@ -1,0 +1,393 @@
+"""Room, eviction, packing, lifting and masks assign the right cells, without any tensor.
+
+Each cell is drawn as its owners.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.sample import examples
+
+from mlxrunner.cache import END, Batch, CacheConfig, CacheFullError
+from mlxrunner.cache.shared.cells import Cells, Lane, Run, Sight, runs
+
+
+def placed(cells: Cells, *tokens: tuple[int, int]) -> Cells:
+    """With a batch of (sequence, position)."""
+    sequences, positions = zip(*tokens, strict=True)
+    return cells.place(Batch(positions, sequences)).after
+
+
+def drawn(cells: Cells) -> str:
+    """Draw per cell its owners and position, `.` for a free one: `0@3 01@4 .`"""
+    owners = [
+        "".join(str(sequence) for sequence in np.flatnonzero(cell)) for cell in cells.owners.T
+    ]
+    return " ".join(
+        f"{owner}@{position}" if owner else "."
+        for owner, position in zip(owners, cells.positions.tolist(), strict=True)
+    )
+
+
+def cells(num_cells: int = 6, max_sequences: int = 3, **sight: int) -> Cells:
+    return Cells.empty(num_cells, max_sequences, Sight(**sight))
+
+
+def test_a_batch_goes_to_the_first_room_that_holds_it() -> None:
+    """Side by side, in its own order."""
+    some = placed(cells(8), (0, 0), (1, 0), (0, 1), (1, 1))
+    holes, _ = some.without(1, 0, END)
+    assert drawn(holes) == "0@0 . 0@1 . . . . ."
+    assert drawn(placed(holes, (2, 0))) == "0@0 2@0 0@1 . . . . ."
+    assert drawn(placed(holes, (2, 0), (2, 1))) == "0@0 . 0@1 2@0 2@1 . . ."
+
+
+def test_without_room_side_by_side_the_cells_are_packed() -> None:
+    """In order, neighbours in one go, each row read before one is written."""
+    holes, _ = placed(cells(7), (0, 0), (1, 0), (0, 1), (0, 2), (1, 1), (2, 0)).without(1, 0, END)
+    assert drawn(holes) == "0@0 . 0@1 0@2 . 2@0 ."
+    placement = holes.place(Batch([1, 2, 3], [2, 2, 2]))
+    assert drawn(placement.before) == "0@0 0@1 0@2 2@0 . . ."
+    assert drawn(placement.after) == "0@0 0@1 0@2 2@0 2@1 2@2 2@3"
+    assert placement.cells.tolist() == [4, 5, 6]
+    assert placement.move is not None
+    assert (placement.move.begin, runs(placement.move.sources)) == (1, [Run(2, 4), Run(5, 6)])
+    assert drawn(holes) == "0@0 . 0@1 0@2 . 2@0 ."  # a value: nothing was done to it
+
+
+def test_packing_parks_what_is_about_to_be_dropped() -> None:
+    """Behind the rest, so that the step can be taken back until the batch is written over it."""
+    some = placed(cells(6, window=2), (0, 0), (1, 0), (0, 1), (1, 1), (0, 2))
+    assert drawn(some) == "0@0 1@0 0@1 1@1 0@2 ."
+    placement = some.place(Batch([3, 4, 5, 6], [0, 0, 0, 0]))
+    assert drawn(placement.before) == "1@1 0@2 0@0 1@0 0@1 ."
+    assert drawn(placement.after) == "1@1 0@2 0@3 0@4 0@5 0@6"
+    assert some.can_resume(0, 2)
+    assert placement.before.can_resume(0, 2)
+    assert not placement.after.can_resume(0, 2)
+
+
+def test_packed_cells_need_no_move() -> None:
+    """And packing is done once."""
+    once, move = placed(cells(), (0, 0), (0, 1)).packed()
+    assert move is None
+    holes, _ = placed(once, (1, 0)).without(0, 0, 1)
+    again, move = holes.packed()
+    assert (drawn(holes), drawn(again), move is not None) == (
+        ". 0@0 1@0 . . .",
+        "0@0 1@0 . . . .",
+        True,
+    )
+    assert again.packed()[1] is None
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        ([(0, 5)], "1@3 1@4 0@3 0@4 0@5 ."),
+        ([(0, 3)], "1@3 1@4 0@3 0@4 0@3 0@2"),
+        ([(1, 5)], "1@3 1@4 0@3 0@4 1@5 ."),
+        ([(1, 9)], "1@9 . 0@3 0@4 . ."),
+    ],
+    ids=["the-next", "an-earlier-one", "the-other-sequence", "far-ahead"],
+)
+def test_a_batch_drops_what_is_beyond_each_memory(
+    batch: list[tuple[int, int]], expected: str
+) -> None:
+    """Before its lowest position, or before the next one of a sequence that is not in it."""
+    before = placed(cells(6, 2), (1, 3), (1, 4), (0, 3), (0, 4), (1, 2), (0, 2))
+    assert drawn(before) == "1@3 1@4 0@3 0@4 1@2 0@2"
+    assert (
+        drawn(placed(Cells(before.positions, before.owners, Sight(window=3)), *batch)) == expected
+    )
+
+
+def test_a_full_cache_says_how_full() -> None:
+    """With the sizes; neighbours don't matter, room does."""
+    some = placed(cells(4), (0, 0), (0, 1), (1, 0))
+    with pytest.raises(
+        CacheFullError,
+        match=r"a batch of 2 tokens needs 2 free cells, but 1 of 4 are free: "
+        r"remove .* larger capacity",
+    ):
+        some.place(Batch([2, 3], [0, 0]))
+    assert drawn(placed(some, (0, 2))) == "0@0 0@1 1@0 0@2"
+
+
+def test_closing_a_gap_moves_positions_and_copies_what_is_shared() -> None:
+    """The other sequence keeps its cells."""
+    shared = placed(cells(6), (0, 0), (0, 1), (0, 2), (0, 3)).with_prefix(0, 1, 3)
+    assert drawn(shared) == "01@0 01@1 01@2 0@3 . ."
+    after, lift = shared.without(0, 0, 1)
+    assert drawn(after) == "1@0 1@1 1@2 0@2 0@0 0@1"
+    assert lift is not None
+    assert (lift.sources.tolist(), lift.targets.tolist(), lift.by) == ([1, 2, 3], [4, 5, 3], -1)
+    assert (lift.copies.sources.tolist(), lift.copies.targets.tolist()) == ([1, 2], [4, 5])
+
+
+def test_a_gap_that_can_not_be_closed_for_want_of_cells() -> None:
+    """Only copies need room; what the removal itself frees counts."""
+    shared = placed(cells(4), (0, 0), (0, 1), (0, 2)).with_prefix(0, 1, 3)
+    with pytest.raises(
+        CacheFullError,
+        match=r"removing positions 0 .. 0 of sequence 0 needs 2 free cells, but 1 of 4 are free",
+    ):
+        shared.without(0, 0, 1)
+    assert drawn(shared.without(0, 1, 2)[0]) == "01@0 1@1 1@2 0@1"
+    full = Cells(np.array([1, 0], np.int32), np.array([[True, True], [True, False]]))
+    assert (drawn(full), drawn(full.without(0, 0, 1)[0])) == ("01@1 0@0", "1@1 0@0")
+
+
+@pytest.mark.parametrize(
+    "args",
+    [(0, 2, 2), (0, 4, END), (2, 0, END), (2, 0, 5)],
+    ids=["empty", "behind", "no-tokens", "no-gap"],
+)
+def test_removing_nothing_changes_nothing(args: tuple[int, int, int]) -> None:
+    """And moves nothing."""
+    some = placed(cells(), (0, 0), (0, 1), (0, 2), (0, 3)).with_prefix(0, 1, 4)
+    after, lift = some.without(*args)
+    assert (drawn(after), lift) == (drawn(some), None)
+
+
+@pytest.mark.parametrize(
+    ("sight", "positions", "first"),
+    [
+        ({}, [0, 7], [0, 0]),
+        ({"window": 3}, [0, 2, 3, 7], [0, 0, 1, 5]),
+        ({"chunk": 4}, [0, 3, 4, 7], [0, 0, 4, 4]),
+        ({"window": 3, "chunk": 4}, [3, 4, 7], [1, 4, 5]),
+    ],
+    ids=["all", "window", "chunk", "both"],
+)
+def test_where_sight_begins(sight: dict[str, int], positions: list[int], first: list[int]) -> None:
+    """The query's own position is always inside."""
+    assert Sight(**sight).first_seen(np.array(positions, np.int32)).tolist() == first
+
+
+@pytest.mark.parametrize(
+    ("sight", "expected"),
+    [
+        ({}, 300),
+        ({"window": 10}, 46),
+        ({"window": 10, "memory": 20}, 76),
+        ({"window": 99}, 300),
+        ({"chunk": 8}, 300),
+    ],
+    ids=["all", "window", "memory", "never-more", "chunk"],
+)
+def test_how_many_cells(sight: dict[str, int], expected: int) -> None:
+    """Three sequences of 100 tokens, batches of 16."""
+    assert Sight(**sight).num_cells(3, 100, 16) == expected
+
+
+@pytest.mark.parametrize(
+    "sight",
+    [
+        {"window": 0},
+        {"chunk": -1},
+        {"window": 4, "memory": 3},
+        {"memory": 8},
+        {"chunk": 4, "memory": 2},
+    ],
+    ids=str,
+)
+def test_a_memory_has_to_hold_what_is_seen(sight: dict[str, int]) -> None:
+    """Otherwise a query would miss something without a word."""
+    with pytest.raises(ValueError, match=r"at least 1|does not hold"):
+        Sight(**sight)
+
+
+def test_a_run_is_padded_outwards() -> None:
+    """Both ends to a multiple."""
+    assert Run(5, 9).padded(4) == Run(4, 12)
+    assert Run(4, 8).padded(4) == Run(4, 8)
+    assert Run(5, 9).padded(1) == Run(5, 9)
+
+
+@given(st.lists(st.integers(0, 40), unique=True))
+def test_runs_are_the_cells_again(numbers: list[int]) -> None:
+    """In order, none twice, no two that could be one."""
+    found = runs(np.array(numbers, np.int32))
+    assert [cell for run in found for cell in range(run.begin, run.end)] == numbers
+    assert all(a.end != b.begin for a, b in pairwise(found))
+
+
+@examples(200)
+@given(st.data())
+def test_a_mask_is_what_two_loops_would_make(data: st.DataObject) -> None:
+    """Any cells, any batch, any sight, any part of the history."""
+    number = st.integers(0, 12)
+    sight = data.draw(
+        st.sampled_from(
+            [
+                Sight(),
+                Sight(window=3),
+                Sight(chunk=4),
+                Sight(window=4, chunk=3),
+                Sight(window=2, memory=7),
+            ]
+        )
+    )
+    n, start = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 4))
+    positions = np.array(data.draw(st.lists(number, min_size=10, max_size=10)), np.int32)
+    owners = np.array(
+        data.draw(
+            st.lists(st.lists(st.booleans(), min_size=10, max_size=10), min_size=2, max_size=2)
+        )
+    )
+    ahead = data.draw(st.lists(st.integers(0, n - 1), unique=True))
+    batch = Batch(
+        [data.draw(number) for _ in range(n)],
+        [data.draw(st.integers(0, 1)) for _ in range(n)],
+        sees_forward=ahead,
+    )
+    positions[start : start + n] = batch.positions
+    owners[:, start : start + n] = [
+        [sequence == other for other in batch.sequences] for sequence in range(2)
+    ]
+    some = Cells(positions, owners, sight)
+    history = Run(data.draw(st.integers(0, start)), data.draw(st.integers(start + n, 14)))
+    placed = np.arange(start, start + n, dtype=np.int32)
+    expected = []
+    for row, (query, sequence) in enumerate(zip(batch.positions, batch.sequences, strict=True)):
+        seen = []
+        for cell in range(history.begin, history.end):
+            if cell >= 10 or not owners[sequence, cell]:
+                seen.append(False)
+                continue
+            at = int(positions[cell])
+            near = (sight.window is None or at > query - sight.window) and (
+                sight.chunk is None or at >= query - query % sight.chunk
+            )
+            both = row in ahead and cell - start in ahead
+            seen.append((at <= query and near) or (at > query and both))
+        expected.append(seen)
+    assert some.mask(batch, placed, history).tolist() == expected
+    found = some.history(batch)
+    everything = some.mask(batch, placed, Run(0, 10))
+    assert not everything[:, : found.begin].any()
+    assert not everything[:, found.end :].any()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"positions": [], "sequences": []},
+        {"positions": [1, 2], "sequences": [0]},
+        {"positions": [-1], "sequences": [0]},
+        {"positions": [END], "sequences": [0]},
+        {"positions": [0], "sequences": [0], "encoder_inputs": [1]},
+        {"positions": [0], "sequences": [0], "sees_forward": [-1]},
+    ],
+    ids=["empty", "lengths", "negative", "end", "encoder-inputs", "sees-forward"],
+)
+def test_a_batch_is_checked(arguments: dict[str, list[int]]) -> None:
+    """When it is made, so that no cache has to."""
+    with pytest.raises(ValueError, match=r"positions|indices"):
+        Batch(**arguments)
+
+
+def test_a_batch_is_plain_data() -> None:
+    """Made of anything that counts, equal and hashable by its numbers."""
+    batch = Batch(np.arange(3), [0, 0, 1])
+    assert batch == Batch([0, 1, 2], (0, 0, 1))
+    assert (len(batch), len({batch, Batch([0, 1, 2], [0, 0, 1])})) == (3, 1)
+
+
+def test_a_multiple_of_nothing_is_refused() -> None:
+    """At least 1."""
+    with pytest.raises(ValueError, match="history_multiple has to be at least 1, not 0"):
+        CacheConfig(history_multiple=0)
+
+
+@pytest.mark.parametrize("call", ["place", "with_prefix", "without", "can_resume"])
+def test_a_sequence_that_is_not_there(call: str) -> None:
+    """Is named, with how many there are."""
+    arguments = {
+        "place": (Batch([0, 0], [1, 3]),),
+        "with_prefix": (0, 3, 1),
+        "without": (3, 0, END),
+        "can_resume": (3, 0),
+    }[call]
+    with pytest.raises(
+        ValueError, match="there is no sequence 3: the cache was initialized for 3, counted from 0"
+    ):
+        getattr(cells(), call)(*arguments)
+
+
+def test_the_interface_comes_without_mlx() -> None:
+    """Batches, errors and cells are there at once; the caches bring mlx when they are asked for."""
+    script = (
+        "import sys; from mlxrunner.cache import Cache, CacheConfig, Batch, CacheFullError, "
+        "NotSupportedError, END\n"
+        "import mlxrunner.cache.shared.cells, mlxrunner.cache; assert not [name for name in "
+        "sys.modules if name.split('.')[0].startswith('mlx_') "
+        "or name.split('.')[0] == 'mlx']\n"
+        "from mlxrunner.cache import CausalCache, EncoderCache, WrapperCache; assert 'mlx.core' in "
+        "sys.modules\n"
+        "try: mlxrunner.cache.Nothing\n"
+        "except AttributeError as error: print(error)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "module 'mlxrunner.cache' has no attribute 'Nothing'"
+
+
+def test_a_lane_keeps_the_tokens_of_a_sequence_side_by_side() -> None:
+    """The others go beside the lanes, and a lane ends where it was filled."""
+    cells = Cells.empty(200, 3, Sight()).expecting(0, 30).expecting(1, 20)
+    assert cells.lanes == {0: Lane(Run(0, 32), 0), 1: Lane(Run(32, 64), 32)}
+    first = cells.place(Batch([0, 1, 0, 0, 1], [0, 0, 1, 2, 2]))
+    assert first.cells.tolist() == [0, 1, 32, 64, 65]
+    second = first.after.place(Batch([2, 1, 2], [0, 1, 2]))
+    assert second.cells.tolist() == [2, 33, 66]
+    assert second.after.lanes == {0: Lane(Run(0, 32), 3), 1: Lane(Run(32, 64), 34)}
+    third = second.after.place(Batch(range(3, 33), [0] * 30))
+    assert third.cells.tolist() == [*range(67, 97)]  # more than was left of the lane
+    assert third.after.lanes == {1: Lane(Run(32, 64), 34)}
+
+
+def test_lanes_come_in_few_sizes_and_begin_at_multiples_of_them() -> None:
+    """Lanes have 32, 64, 128 ... cells, up to a sequence's equal share of them."""
+    cells = Cells.empty(300, 3, Sight()).place(Batch([0], [0])).after
+    assert cells.expecting(1, 1).lanes[1].run == Run(32, 64)
+    assert cells.expecting(1, 33).lanes[1].run == Run(64, 128)
+    assert cells.expecting(1, 70).lanes[1].run == Run(100, 200)
+    assert cells.expecting(1, 101).lanes == cells.expecting(1, 0).lanes == {}
+
+
+def test_lanes_give_way_where_there_is_no_other_room() -> None:
+    """They are a wish: everything that would fit without them fits."""
+    cells = Cells.empty(64, 2, Sight()).expecting(0, 6)
+    placement = cells.place(Batch(range(40), [1] * 40))
+    assert placement.cells.tolist() == [*range(40)]
+    assert placement.after.lanes == {}
+    assert placement.before.num_free == 64
+    assert cells.place(Batch(range(20), [1] * 20)).cells.tolist() == [*range(32, 52)]
+
+
+def test_a_lane_whose_cells_were_taken_is_no_lane() -> None:
+    """Copies that a shift needs may land in it."""
+    cells = Cells.empty(64, 2, Sight()).expecting(0, 6)
+    taken = replace(cells, owners=cells.owners.copy())
+    taken.owners[1, 1] = True
+    placement = taken.place(Batch([0, 1], [0, 0]))
+    assert placement.cells.tolist() == [2, 3]
+    assert placement.after.lanes == {}
+
+
+def test_packing_forgets_the_lanes() -> None:
+    """Their cells are somewhere else now."""
+    cells = Cells.empty(64, 2, Sight()).place(Batch([0], [0])).after.expecting(1, 3)
+    assert cells.lanes
+    assert cells.packed()[0].lanes == {}

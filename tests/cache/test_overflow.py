@@ -1,0 +1,330 @@
+"""A full context: the answer ends, fails, or goes on without its oldest tokens."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.rope_utils import initialize_rope
+from support.models import tiny_config, tiny_model
+
+from mlxrunner import ContextFullError, ContextLengthError, OptionError, Runner
+from mlxrunner.cache.layers.factory import CacheOptions, make_layer_caches
+from mlxrunner.cache.layers.rotate import rotators, turned
+from mlxrunner.cache.tokens import as_tokens
+from mlxrunner.chat.conversation import Conversation
+from mlxrunner.models.facts import facts_of
+from mlxrunner.testing import ByteTokenizer, oracle_runner
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+    "beta_fast": 32,
+    "beta_slow": 1,
+}
+ROPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("llama", {}),
+    "traditional": ("llama", {"rope_traditional": True}),
+    "linear": ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
+    "llama3": ("llama", {"rope_scaling": LLAMA3}),
+    "yarn": ("qwen3", {"head_dim": 16, "rope_theta": 1e4, "rope_scaling": YARN}),
+    "key norm": ("qwen3", {"head_dim": 16, "rope_theta": 1e6}),
+    "per-layer bases and windows": (
+        "gemma3_text",
+        {"rope_theta": 1e6, "rope_local_base_freq": 1e4},
+    ),
+    "rope in some layers only": ("smollm3", {"no_rope_layer_interval": 2, "rope_theta": 1e4}),
+}
+ropes = pytest.mark.parametrize(("architecture", "settings"), ROPES.values(), ids=ROPES)
+
+
+def build(architecture: str, settings: dict[str, Any], context: int = 60, **options: Any) -> Runner:
+    config = tiny_config(
+        architecture, vocab_size=300, **({"max_position_embeddings": 512} | settings)
+    )
+    model = tiny_model(config)
+    return Runner(
+        model, ByteTokenizer(), facts_of(model, config), context=context, prefill_step=16, **options
+    )
+
+
+def first_layer(model: Any, tokens: list[int], at: int) -> mx.array:
+    """Return the first layer's keys for `tokens` from position `at` on."""
+    caches = make_layer_caches(model, CacheOptions(at + len(tokens), whole=True))
+    model(mx.array([tokens]), cache=[c.model_cache for c in caches])
+    for cache in caches:
+        cache.pretend(at)
+    keys: list[mx.array] = []
+    write = caches[0].update_and_fetch
+    caches[0].model_cache.update_and_fetch = lambda k, v: (keys.append(k), write(k, v))[1]
+    model(mx.array([tokens]), cache=[c.model_cache for c in caches])
+    return keys[0]
+
+
+@ropes
+def test_shifted_keys_equal_keys_computed_at_the_new_position(
+    architecture: str, settings: dict[str, Any]
+) -> None:
+    """Of every layer's own rope, in float32 within 2e-4."""
+    runner = build(architecture, settings)
+    caches = make_layer_caches(runner.model)
+    ways = rotators(runner.model, caches, -150)
+    assert ways is not None
+    tokens = list(range(20, 30))
+    far, near = first_layer(runner.model, tokens, 157), first_layer(runner.model, tokens, 7)
+    moved = ways[0](far, -150)
+    assert mx.abs(moved - near).max().item() < 2e-4  # type: ignore[operator]
+    assert mx.abs(far - near).max().item() > 0.05  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    "scaling",
+    [None, LLAMA3, YARN, {"rope_type": "linear", "factor": 2.0}],
+    ids=["plain", "llama3", "yarn", "linear"],
+)
+@pytest.mark.parametrize("traditional", [False, True], ids=["halves", "pairs"])
+def test_a_rope_turns_keys_back_with_its_amplitude_divided_out(
+    head_dim: int, scaling: Any, traditional: bool
+) -> None:
+    """For positions up to thousands, as YaRN would apply its factor twice."""
+    mx.random.seed(0)
+    rope = initialize_rope(head_dim, 10_000.0, traditional, scaling, 8192)
+    keys = mx.random.normal((1, 2, 9, head_dim))
+    for by in (-1, -400, -3000):
+        there, here = rope(keys, offset=77 - by), rope(keys, offset=77)
+        assert mx.abs(
+            turned(rope, there, by) - here  # type: ignore[operator]
+        ).max().item() < 2e-4 * max(1, -by / 400)
+
+
+def test_layers_without_positions_are_moved_as_they_are() -> None:
+    """Layers that do not use their rope are found by comparing keys, here every second one."""
+    runner = build(*ROPES["rope in some layers only"])
+    ways = rotators(runner.model, make_layer_caches(runner.model), -5)
+    assert ways is not None
+    assert len({way.func if isinstance(way, partial) else way for way in ways}) == 2
+
+
+def test_what_cannot_be_moved_is_not_moved() -> None:
+    """Recurrent layers, and layers whose keys are rotated by something that is no rope module."""
+    for architecture in ("lfm2", "deepseek_v3"):
+        runner = build(architecture, {})
+        assert rotators(runner.model, make_layer_caches(runner.model), -5) is None
+
+
+def replayed(runner: Runner, history: list[int], keep: int, discard: int) -> Runner:
+    """A runner that evaluated `history` cold and then dropped the same tokens."""
+    fresh = Runner(
+        runner.model, ByteTokenizer(), runner.facts, context=runner.context, prefill_step=5
+    )
+    list(fresh.generate(history[:-1], max_tokens=1, stop_tokens=[]))
+    fresh._cache.prepare(
+        as_tokens(history), keep, discard, lambda caches, by: rotators(runner.model, caches, by)
+    )
+    return fresh
+
+
+@ropes
+def test_an_answer_goes_over_the_edge_and_the_entry_stays_true(
+    architecture: str, settings: dict[str, Any]
+) -> None:
+    """Three times the context, with every layer at the entry's offset after each token."""
+    runner = build(architecture, settings, context=48, rewind_slack=64)
+    offsets = set()
+    for chunk in runner.generate(
+        list(range(30)), max_tokens=150, stop_tokens=[], overflow="shift", keep=4
+    ):
+        offsets.add(len({cache.offset for cache in runner._cache.entry.caches}))
+        assert len(runner._cache.entry.tokens) <= 48
+    assert offsets == {1}
+    assert chunk.usage is not None
+    assert chunk.finish_reason == "length"
+    assert chunk.usage.cache.shifted_tokens >= 100
+    assert chunk.usage.cache.reevaluated_tokens == 0
+    assert runner.entry.is_true
+    assert runner.entry.tokens[:4] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "kinds", [["recurrent", "full"], ["composite"], ["unknown"]], ids=lambda kinds: kinds[0]
+)
+def test_layers_that_cannot_move_evaluate_the_kept_text_again(kinds: list[str]) -> None:
+    """So the answer is that of a cold run on the kept text, and the usage says how much it cost."""
+    runner = oracle_runner(kinds, context=40)
+    chunks = list(runner.generate(list(range(30)), max_tokens=60, overflow="shift", keep=3))
+    usage = chunks[-1].usage
+    assert usage is not None
+    assert usage.cache.shifted_tokens > 0
+    assert usage.cache.reevaluated_tokens > 0
+    answer = [chunk.token for chunk in chunks]
+    cold = oracle_runner(kinds, context=4096)
+    kept = list(runner.entry.tokens)
+    assert [c.token for c in cold.generate(kept, max_tokens=1)] == answer[-1:]
+
+
+def test_half_of_what_is_not_kept_becomes_free() -> None:
+    """The rule of the shift: keep, then drop max(len - (context - target_free), 0) tokens."""
+    runner = oracle_runner(["recurrent"], context=100)
+    chunks = list(runner.generate(list(range(99)), max_tokens=3, overflow="shift", keep=20))
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.cache.shifted_tokens == 40
+    assert runner.entry.tokens[:25] == [*range(20), *range(60, 65)]
+
+
+def test_a_prompt_that_is_too_long_keeps_its_beginning_and_its_end() -> None:
+    """And what the entry had of its end is moved, not evaluated again."""
+    runner = build("llama", {}, context=60)
+    history = list(range(58))
+    list(runner.generate(history, max_tokens=2, stop_tokens=[]))
+    longer = [*history, *range(100, 115)]
+    chunks = list(runner.generate(longer, max_tokens=4, stop_tokens=[], overflow="shift", keep=6))
+    usage = chunks[-1].usage
+    assert usage is not None
+    assert usage.prompt_tokens == 60 - 27
+    assert usage.cache.shifted_tokens == len(longer) - usage.prompt_tokens
+    assert usage.evaluated_tokens == 15
+    assert usage.cached_tokens == usage.prompt_tokens - 15
+    fresh = replayed(runner, [*history, 0], 6, usage.cache.shifted_tokens)
+    prompt = [*longer[:6], *longer[6 + usage.cache.shifted_tokens :]]
+    again = list(fresh.generate(prompt, max_tokens=4, stop_tokens=[]))
+    assert [c.token for c in again] == [c.token for c in chunks]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3_text"])
+def test_a_warm_shift_equals_a_cold_one(architecture: str) -> None:
+    """A shifted entry's logits are within 1e-4 of the same history evaluated in other chunks."""
+    settings = {"head_dim": 16, "rope_theta": 1e4} if architecture == "qwen3" else {}
+    runner = build(architecture, settings, context=64)
+    history: list[int] = [1]
+    for turn in range(5):
+        history += [(turn * 37 + i * 11) % 290 for i in range(9)]
+        history += [c.token or 0 for c in runner.generate(history, max_tokens=3, stop_tokens=[])]
+    prompt = [*history, 5, 6, 7]
+    warm = list(
+        runner.generate(prompt, max_tokens=5, stop_tokens=[], overflow="shift", keep=4, logprobs=0)
+    )
+    usage = warm[-1].usage
+    assert usage is not None
+    fresh = replayed(runner, history, 4, usage.cache.shifted_tokens)
+    cold = list(
+        fresh.generate(
+            [*prompt[:4], *prompt[4 + usage.cache.shifted_tokens :]],
+            max_tokens=5,
+            stop_tokens=[],
+            logprobs=0,
+        )
+    )
+    assert usage.cache.shifted_tokens > 0
+    assert [c.token for c in warm] == [c.token for c in cold]
+    assert (
+        max(abs((a.logprob or 0) - (b.logprob or 0)) for a, b in zip(warm, cold, strict=True))
+        < 1e-4
+    )
+
+
+def test_a_chat_goes_over_the_edge_again_and_again() -> None:
+    """Every turn is a hit, the system prompt stays and the entry is true, with the demo model."""
+    runner = Runner.load("demo", context=160)
+    conversation = Conversation(runner, system="The user's name is Ana.")
+    shifted = 0
+    for turn in range(40):
+        question = ("Hello!", "I have a dog.", "What is my name?", "How are you?")[turn % 4]
+        answer = "".join(chunk.text for chunk in conversation.send(question))
+        usage = conversation.usages[-1]
+        assert usage.outcome == ("hit" if turn else "miss")
+        assert usage.evaluated_tokens < 40
+        assert runner.entry.is_true
+        assert len(runner.entry.tokens) <= 160
+        shifted += usage.cache.shifted_tokens
+        if question == "What is my name?":
+            assert "Ana" in answer
+    assert shifted > 500
+
+
+def test_an_interrupt_during_a_shift_leaves_a_true_entry() -> None:
+    """What was kept, or nothing."""
+    for step in range(12):
+        runner = build("llama", {}, context=40)
+        calls = 0
+
+        def interrupt(*_: Any, step: int = step) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == step:
+                raise KeyboardInterrupt
+
+        original = type(runner.model).__call__
+        caches = runner._cache.empty_caches()
+        for cache in caches:
+            shift = cache.shift
+            cache.shift = lambda *a, shift=shift, **k: (  # type: ignore[method-assign]
+                interrupt(),
+                shift(*a, **k),
+                interrupt(),
+            )
+        with suppress(KeyboardInterrupt):
+            list(
+                runner.generate(
+                    list(range(30)), max_tokens=60, stop_tokens=[], overflow="shift", keep=5
+                )
+            )
+        assert type(runner.model).__call__ is original
+        assert runner.entry.is_true
+        entry = list(runner.entry.tokens)
+        if 0 < step < 3:
+            assert len(entry) <= 5 or runner.shifted_tokens == 0
+        prompt = [*entry, 9] if len(entry) <= 6 else [*entry[:5], 9]
+        warm = [c.token for c in runner.generate(prompt, max_tokens=4, stop_tokens=[])]
+        cold = build("llama", {}, context=40)
+        assert warm == [c.token for c in cold.generate(prompt, max_tokens=4, stop_tokens=[])]
+
+
+def test_stop_is_the_default_and_error_is_an_error() -> None:
+    """With what was answered so far, and both numbers."""
+    runner = oracle_runner(context=30)
+    assert list(runner.generate(list(range(25))))[-1].finish_reason == "length"
+    shown = []
+    with pytest.raises(ContextFullError, match="filled the context of 30 tokens after 5 tokens"):
+        for chunk in runner.generate(list(range(25)), overflow="error"):
+            shown.append(chunk.token)
+    assert len(shown) == 5
+    assert runner.entry.is_true
+    assert (
+        list(runner.generate(list(range(25)), overflow="error", max_tokens=5))[-1].finish_reason
+        == "length"
+    )
+    for overflow in ("stop", "error"):
+        with pytest.raises(ContextLengthError):
+            runner.generate(list(range(30)), overflow=overflow)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"overflow": "explode"},
+            "overflow: 'explode' is not known, it has to be one of stop, shift, error",
+        ),
+        (
+            {"overflow": "shift", "keep": 29},
+            "keep: 29 tokens leave no room in the context of 30 tokens",
+        ),
+        ({"keep": -1}, "keep: -1 is out of range"),
+    ],
+)
+def test_wrong_settings_are_named(options: dict[str, Any], message: str) -> None:
+    """Before anything runs."""
+    with pytest.raises(OptionError, match=message):
+        oracle_runner(context=30).generate([1, 2], **options)

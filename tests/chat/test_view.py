@@ -1,0 +1,216 @@
+"""How an answer looks on a screen of any width while it streams."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+
+import pyte
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+from mlxrunner.chat.markdown import StreamedMarkdown
+from mlxrunner.chat.view import ThinkingView, wrapped
+from mlxrunner.terminal.text import visible
+
+TEXT = """# A title
+
+Some *words* with `code`, **strong** ones
+and a line of its own. <div> & x < y
+
+- one
+- two
+  - deeper
+
+1. first
+2. second
+
+```python
+def f(x):
+    return "<b>" + x  # 日本語
+```
+
+| name | value |
+|------|-------|
+| a    | 日本  |
+
+> quoted
+
+[a link](http://example.org/x) and the end: 漢字かな交じり文はとても長いので折り返します。
+"""
+
+
+def pieces(text: str, length: int) -> Iterator[str]:
+    return (text[at : at + length] for at in range(0, len(text), length))
+
+
+def drawn(
+    text: str, size: tuple[int, int], length: int, monkeypatch: pytest.MonkeyPatch
+) -> list[str]:
+    """Return the screen and its scrollback after `text` was drawn in pieces."""
+    monkeypatch.setattr("mlxrunner.chat.markdown.REDRAW_S", 0.0)
+    screen = pyte.HistoryScreen(*size, history=5000, ratio=1)
+    screen.set_mode(pyte.modes.LNM)  # a file knows no terminal driver that would do it
+    stream = pyte.Stream(screen)
+    out = io.StringIO()
+    view = StreamedMarkdown(
+        Console(
+            file=out, force_terminal=True, width=size[0], height=size[1], color_system="standard"
+        )
+    )
+    for piece in pieces(text, length):
+        view.write(piece)
+        view._cost = 0.0
+    view.close()
+    stream.feed(out.getvalue())
+    gone = ["".join(line[x].data for x in range(size[0])).rstrip() for line in screen.history.top]
+    return "\n".join([*gone, *(line.rstrip() for line in screen.display)]).rstrip().split("\n")
+
+
+@pytest.mark.parametrize("size", [(80, 40), (80, 8), (30, 12), (12, 6)], ids=str)
+@pytest.mark.parametrize("length", [1, 7, 10_000])
+def test_streamed_markdown_ends_as_markdown_drawn_at_once(
+    size: tuple[int, int], length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drawing in pieces ends like drawing at once, on any screen, with nothing left over."""
+    assert drawn(TEXT, size, length, monkeypatch) == drawn(
+        TEXT, (size[0], 200), 10_000, monkeypatch
+    )
+
+
+def test_markdown_shows_everything_that_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Angle brackets, addresses of links, references, line ends."""
+    lines = drawn(TEXT + "\n[1]: http://example.org/reference\n", (80, 60), 5, monkeypatch)
+    text = "\n".join(lines)
+    for part in (
+        "<div> & x < y",
+        "http://example.org/x",
+        "http://example.org/reference",
+        'return "<b>" + x',
+        " • one",
+        "日本",
+    ):
+        assert part in text
+    assert "Some words with code, strong ones" in lines
+    assert "and a line of its own. <div> & x < y" in lines
+    assert lines[lines.index(" • one") - 2 :][:2] == ["and a line of its own. <div> & x < y", ""]
+
+
+def test_an_image_shows_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in a link, and without a text of its own."""
+    text = (
+        "See ![a *cat*](http://example.org/cat.png), ![](http://example.org/dog.png) "
+        "[![x](http://example.org/y)](http://example.org/z)"
+    )
+    assert drawn(text, (200, 5), 1000, monkeypatch) == [
+        "See a *cat* (http://example.org/cat.png), (http://example.org/dog.png) x "
+        "(http://example.org/y) (http://example.org/z)"
+    ]
+
+
+@pytest.mark.parametrize("entity", ["&#x202e;", "&#x2066;", "&rlm;", "&#xe0041;", "&#8238;"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a{}b",
+        "**a{}b**",
+        "[a{}b](http://x.org/{})",
+        "![a{}b](x{})",
+        "| a{}b |\n|---|\n| c |",
+        "# a{}b",
+    ],
+)
+def test_an_entity_cannot_hide_or_reorder_text(text: str, entity: str) -> None:
+    """Wherever it stands; so does an address."""
+    out = io.StringIO()
+    view = StreamedMarkdown(Console(file=out, force_terminal=False, width=200))
+    view.write(text.replace("{}", entity) + " <http://x.org/%E2%80%AE>")
+    view.close()
+    assert out.getvalue() == visible(out.getvalue())
+    assert "a\\" in out.getvalue() or "a&" in out.getvalue()
+
+
+def test_a_block_that_is_higher_than_the_screen_is_whole_at_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While it grows its last lines are shown, and when it is complete all of them, once."""
+    code = "```\n" + "".join(f"line {number}\n" for number in range(60)) + "```\n\nDone.\n"
+    lines = drawn(code, (40, 10), 9, monkeypatch)
+    assert [line.strip() for line in lines if "line" in line] == [
+        f"line {number}" for number in range(60)
+    ]
+    assert lines[-1] == "Done."
+
+
+def test_lines_are_not_filled_with_spaces() -> None:
+    """So that what is copied from the terminal is what was said."""
+    out = io.StringIO()
+    view = StreamedMarkdown(Console(file=out, force_terminal=True, width=60, color_system=None))
+    view.write("Hello.")
+    view.close()
+    assert out.getvalue().endswith("Hello.\n")
+
+
+@pytest.mark.parametrize(
+    "text", ["\x1b]0;owned\a", "a\x1b[2Jb", "\u202egnirts", "\x9b31m", "```\n\x1b[31m\n```"]
+)
+def test_a_model_cannot_drive_the_terminal(text: str) -> None:
+    """Control characters are shown, also in code."""
+    out = io.StringIO()
+    view = StreamedMarkdown(Console(file=out, force_terminal=False, width=60))
+    for character in text:
+        view.write(character)
+    view.close()
+    assert not set(out.getvalue()) & set("\x1b\x9b\a\u202e")
+    assert "\\x" in out.getvalue() or "\\u" in out.getvalue()
+
+
+class Written:
+    def __init__(self) -> None:
+        self.text, self.is_closed = "", False
+
+    def write(self, text: str) -> None:
+        self.text += text
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@pytest.mark.parametrize(
+    ("show", "terminal", "printed", "viewed"),
+    [
+        (True, True, "\x1b[2mhmm\x1b[22m\n\n", "Hello"),
+        (False, True, "\x1b[2mthinking ...\x1b[22m\r\x1b[K", "Hello"),
+        (True, False, "", "<think>hmm</think>\n\nHello"),
+        (False, False, "", "Hello"),
+    ],
+    ids=["shown", "hidden", "shown in a pipe", "hidden in a pipe"],
+)
+def test_thinking_is_dimmed_or_hidden(
+    show: bool, terminal: bool, printed: str, viewed: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And in a pipe it comes as it is, or not at all."""
+    written = Written()
+    view = ThinkingView(lambda: written, "", show, terminal)
+    for piece in pieces("<think>hmm</think>\n\nHello", 3):
+        view.write(piece)
+    view.close()
+    assert capsys.readouterr().out == printed
+    assert written.text == viewed
+    assert written.is_closed
+
+
+@pytest.mark.parametrize("width", [8, 20, 60])
+def test_notes_are_broken_between_words(width: int) -> None:
+    """No line is wider than the terminal, in cells, and nothing is lost."""
+    for text in (
+        "/edit [N]   edit a message",
+        "plain words that go on and on",
+        "日本語のとても長い文章です と言う",
+        "",
+        "x",
+    ):
+        shown = wrapped(text, width)
+        assert all(cell_len(line) <= width for line in shown.split("\n"))
+        assert "".join(shown.split()) == "".join(text.split())

@@ -1,0 +1,391 @@
+"""The command line as a user meets it: what it prints where, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from support.waiting import PATIENCE_S
+
+from mlxrunner import cli
+
+
+def run(*arguments: str, stdin: str = "", env: dict[str, str] | None = None) -> Result:
+    return CliRunner().invoke(
+        cli.main,
+        arguments,
+        input=stdin,
+        env={"MLXRUNNER_MODEL": "", **(env or {})} if env else None,
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["--version"],
+        ["generate", "--help"],
+        ["chat", "--help"],
+        ["show", "--help"],
+        ["bench", "--help"],
+        ["verify", "--help"],
+    ],
+)
+def test_help_and_version_import_neither_mlx_nor_mlx_lm(arguments: list[str]) -> None:
+    """They answer at once."""
+    code = (
+        "import sys; from mlxrunner.cli import main\n"
+        f"try: main({arguments!r})\n"
+        "except SystemExit as end: assert not end.code, end.code\n"
+        "heavy = {n.split('.')[0] for n in sys.modules} & {'mlx', 'mlx_lm', 'transformers', "
+        "'numpy', 'sentencepiece', 'rich', 'prompt_toolkit'}\n"
+        "assert not heavy, heavy\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "Usage:" in result.stdout or result.stdout.startswith("mlxrunner ")
+
+
+def test_importing_the_package_imports_no_mlx() -> None:
+    """No work at import."""
+    code = (
+        "import sys, mlxrunner; assert not {'mlx', 'mlx_lm', 'numpy', 'click'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("generate", "standard input is closed: give a prompt with --prompt TEXT"),
+        ("generate -p -", "standard input is closed: give a prompt with --prompt TEXT"),
+        (
+            "chat",
+            "standard input is closed: a chat reads its turns from a terminal, a file or a pipe",
+        ),
+    ],
+)
+def test_a_standard_input_that_is_closed_is_one_line(command: str, said: str) -> None:
+    line = f"{sys.executable} -m mlxrunner {command} <&-"
+    result = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert (result.returncode, result.stdout, result.stderr) == (2, "", f"mlxrunner: {said}\n")
+
+
+@pytest.mark.parametrize(
+    "command", ["doctor", "--help", "generate -p Hello!", "generate -p Hello! --json", "show demo"]
+)
+def test_a_standard_output_that_is_closed_or_full_is_one_line(command: str, full: int) -> None:
+    """And exit code 2: what was asked for did not come."""
+    for redirection, problem in (
+        (">&-", "standard output is closed"),
+        ("", "standard output can't be written: No space left on device"),
+    ):
+        line = f"{sys.executable} -m mlxrunner {command} {redirection}"
+        result = subprocess.run(
+            line, shell=True, stdout=full, stderr=subprocess.PIPE, text=True, timeout=PATIENCE_S
+        )
+        assert (result.returncode, result.stderr) == (2, f"mlxrunner: {problem}\n")
+
+
+def test_a_standard_error_that_is_closed_or_full_stops_nothing(full: int, tmp_path: Path) -> None:
+    """Nor does what goes there end up in a file that was opened instead."""
+    (tmp_path / "in.jsonl").write_text('{"prompt": "Hello!"}\n')
+    for redirection in ("2>&-", "", "<&-"):
+        line = (
+            f"{sys.executable} -m mlxrunner batch in.jsonl -o out.jsonl --events e.jsonl "
+            f"--no-reserve {redirection}"
+        )
+        result = subprocess.run(
+            line,
+            shell=True,
+            stdout=subprocess.PIPE,
+            stderr=full,
+            text=True,
+            timeout=PATIENCE_S,
+            cwd=tmp_path,
+        )
+        assert (result.returncode, result.stdout) == (0, "")
+        assert [
+            json.loads(one)["text"] for one in (tmp_path / "out.jsonl").read_text().splitlines()
+        ] == ["Hello! How can I help you?"]
+        assert [
+            json.loads(one)["command"] for one in (tmp_path / "e.jsonl").read_text().splitlines()
+        ] == ["batch"]
+        for file in ("out.jsonl", "out.jsonl.done", "e.jsonl"):
+            (tmp_path / file).unlink()
+
+
+@pytest.mark.parametrize(
+    "name", ["a\nmlxrunner: all is well", "b\x1b[2J", "zero\u200bwidth", "n" * 5000]
+)
+def test_a_name_cannot_forge_a_line_of_an_error(name: str) -> None:
+    """One line of bounded length, whatever a name has in it."""
+    for arguments in (
+        ["show", f"./{name}"],
+        ["batch", name, "-o", "out"],
+        ["report", name],
+        ["generate", "-p", "x", "-m", name],
+    ):
+        result = run(*arguments)
+        assert result.exit_code == 2
+        assert result.stderr.count("\n") == 1, result.stderr
+        assert len(result.stderr) < 700
+        assert not {"\x1b", "\u200b"} & set(result.stderr)
+
+
+@pytest.mark.parametrize(("told", "code"), [(KeyboardInterrupt(), 130), (SystemExit(143), 143)])
+def test_an_interrupt_that_python_wraps_is_one_all_the_same(
+    told: BaseException, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in the body of a class that is being imported."""
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise RuntimeError("Error calling __set_name__") from told
+
+    monkeypatch.setattr("mlxrunner.system.doctor.findings", interrupted)
+    result = run("doctor")
+    assert (result.exit_code, result.stderr) == (code, "")
+
+
+def test_generate_prints_the_answer_and_nothing_else() -> None:
+    """On stdout, ended by a newline."""
+    result = run("generate", "--prompt", "My name is Ana. What is my name?")
+    assert (result.stdout, result.stderr, result.exit_code) == ("Your name is Ana.\n", "", 0)
+
+
+def test_generate_reads_standard_input() -> None:
+    """With `-`, and without --prompt."""
+    for arguments in (["--prompt", "-"], []):
+        assert (
+            run("generate", *arguments, stdin="Hello!\n").stdout == "Hello! How can I help you?\n"
+        )
+
+
+def test_generate_json_is_one_object_per_run() -> None:
+    """With text, tokens, finish_reason and usage; the second run is a hit."""
+    result = run("generate", "-p", "My name is Ana.", "--json", "--repeat", "2", "--logprobs", "2")
+    first, second = (json.loads(line) for line in result.stdout.splitlines())
+    assert first["text"] == second["text"]
+    assert first["tokens"] == second["tokens"]
+    assert first["finish_reason"] == "stop"
+    assert len(first["logprobs"]) == len(first["tokens"])
+    assert [first["usage"]["outcome"], second["usage"]["outcome"]] == ["miss", "hit"]
+    assert second["usage"]["evaluated_tokens"] == 1
+    assert second["usage"]["cached_tokens"] == second["usage"]["prompt_tokens"] - 1
+
+
+def test_generate_json_of_several_answers_has_log_probabilities() -> None:
+    """One line for each of --n, with one entry for each token."""
+    result = run("generate", "-p", "My name is Ana.", "--json", "--n", "2", "--logprobs", "2")
+    answers = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [answer["index"] for answer in answers] == [0, 1]
+    for answer in answers:
+        assert len(answer["logprobs"]) == len(answer["tokens"])
+        assert {len(token["top"]) for token in answer["logprobs"]} == {2}
+
+
+@pytest.mark.parametrize("option", ["--repeat", "--kv-bits"])
+def test_generate_refuses_what_several_answers_would_ignore(option: str) -> None:
+    """In one line, before the model is loaded."""
+    result = run("generate", "-p", "Hello!", "--n", "2", option, "8")
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"mlxrunner: {option} ")
+    assert "--n " in result.stderr
+
+
+def test_generate_system_stop_and_max_tokens() -> None:
+    """A fact from the system prompt; an answer cut before the stop text; a limit."""
+    system = "The user's name is Ana."
+    assert (
+        run("generate", "-p", "What is my name?", "--system", system).stdout
+        == "Your name is Ana.\n"
+    )
+    assert (
+        run("generate", "-p", "What is my name?", "--system", system, "--stop", " is").stdout
+        == "Your name\n"
+    )
+    result = run("generate", "-p", "Hello!", "--max-tokens", "2", "--json")
+    assert json.loads(result.stdout)["finish_reason"] == "length"
+    assert len(json.loads(result.stdout)["tokens"]) == 2
+
+
+def test_raw_is_continued_without_a_template() -> None:
+    """The tokens of the prompt are its text and BOS, nothing more."""
+    templated = json.loads(run("generate", "-p", "Hello", "--json", "--max-tokens", "1").stdout)[
+        "usage"
+    ]["prompt_tokens"]
+    raw = json.loads(run("generate", "-p", "Hello", "--raw", "--json", "--max-tokens", "1").stdout)[
+        "usage"
+    ]["prompt_tokens"]
+    assert raw < templated
+
+
+def test_sampling_is_repeatable_with_a_seed() -> None:
+    """And differs without one, sooner or later."""
+    sample = ["generate", "-p", "Tell me something.", "--temperature", "2", "--max-tokens", "30"]
+    assert run(*sample, "--seed", "7").stdout == run(*sample, "--seed", "7").stdout
+    assert len({run(*sample, "--seed", str(seed)).stdout for seed in range(5)}) > 1
+
+
+def test_verbose_logs_one_line_a_request() -> None:
+    """-v logs what a request reused and its cost; -vv also what is left to evaluate."""
+    environment = {**os.environ, "COLUMNS": "80"}
+    command = [sys.executable, "-m", "mlxrunner", "generate", "-p", "Hello!", "--repeat", "2"]
+    once = subprocess.run([*command, "-v"], capture_output=True, text=True, env=environment)
+    miss, hit = once.stderr.splitlines()
+    assert miss.startswith(
+        "command=generate number=1 outcome=miss reason=empty prompt_tokens=19 evaluated_tokens=19 "
+    )
+    assert hit.startswith(
+        "command=generate number=2 outcome=hit reason=prompt_shorter prompt_tokens=19 "
+        "matched_tokens=19 cached_tokens=18 "
+    )
+    twice = subprocess.run([*command, "-vv"], capture_output=True, text=True, env=environment)
+    assert len(twice.stderr.splitlines()) == 4
+    assert twice.stderr.startswith("lookup prompt_tokens=19 matched_tokens=0 cached_tokens=0\n")
+    assert once.stdout == twice.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "-p", "x", "-m", "nowhere"], "mlxrunner: nowhere: no such model"),
+        (
+            ["generate", "-p", "x", "--top-p", "3"],
+            "mlxrunner: top_p: 3.0 is out of range, it has to be between 0 and 1",
+        ),
+        (["generate", "-p", "x", "--max-tokens", "0"], "mlxrunner: max_tokens: 0 is out of range"),
+        (
+            ["generate", "-p", "x", "--raw", "--system", "y"],
+            "mlxrunner: --system needs the chat template",
+        ),
+        (["generate", "-p", "x", "--logprobs", "3"], "mlxrunner: --logprobs needs --json"),
+        (["generate", "-p", ""], "mlxrunner: the prompt is empty"),
+        (
+            ["generate", "-p", "word " * 3000],
+            "mlxrunner: the prompt has 6017 tokens, which leaves no room in the context of 2048",
+        ),
+        (["generate", "-p", "x", "--context", "1"], "mlxrunner: context: 1 is out of range"),
+        (
+            ["generate", "-p", "x", "--prefill-step", "0"],
+            "mlxrunner: prefill_step: 0 is out of range",
+        ),
+        (["show", "nowhere"], "mlxrunner: nowhere: no such model"),
+        (
+            ["chat", "--history", "template", "--keep-thinking"],
+            "mlxrunner: --keep-thinking needs --history exact",
+        ),
+        (["chat", "--temperature", "-1"], "mlxrunner: temperature: -1.0 is out of range"),
+    ],
+    ids=lambda value: " ".join(value)[:30] if isinstance(value, list) else "",
+)
+def test_what_is_wrong_is_one_line_and_exit_code_2(arguments: list[str], message: str) -> None:
+    """On stderr, without a traceback."""
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith(message)
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_debug_shows_the_traceback() -> None:
+    """Of the same error."""
+    result = run("generate", "-p", "x", "-m", "nowhere", "--debug")
+    assert "Traceback" in result.stderr
+    assert "no such model" in result.stderr
+
+
+def test_a_bug_is_one_line_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exit code 1, and how to see more."""
+    from mlxrunner import Runner
+
+    monkeypatch.setattr(Runner, "generate", lambda *a, **k: 1 / 0)
+    result = run("generate", "-p", "x")
+    assert result.exit_code == 1
+    assert (
+        result.stderr
+        == "mlxrunner: internal error: ZeroDivisionError: division by zero (--debug shows where)\n"
+    )
+
+
+def test_control_characters_of_an_error_are_shown_not_sent() -> None:
+    """A hostile model name can't drive the terminal."""
+    result = run("generate", "-p", "x", "-m", "\x1b[31mred")
+    assert "\x1b" not in result.stderr
+    assert "\\x1b[31mred" in result.stderr
+
+
+def test_the_model_can_come_from_the_environment() -> None:
+    """MLXRUNNER_MODEL."""
+    result = CliRunner().invoke(
+        cli.main, ["generate", "-p", "x"], env={"MLXRUNNER_MODEL": "elsewhere"}
+    )
+    assert result.stderr.startswith("mlxrunner: elsewhere: no such model")
+
+
+def test_show_describes_the_demo() -> None:
+    """Architecture, layers by kind, context, bytes per token."""
+    text = run("show", "demo").stdout
+    assert "architecture  llama" in text
+    assert "6 full" in text
+    facts = json.loads(run("show", "demo", "--json").stdout)
+    assert facts["layers"] == {"full": 6}
+    assert facts["context"] >= 1024
+    assert facts["cache"]["per_token"] == 6 * 2 * 192 * 4
+
+
+def test_doctor_names_device_versions_and_remedies() -> None:
+    """Each with what to do about it where something is missing."""
+    found = {finding["name"]: finding for finding in json.loads(run("doctor", "--json").stdout)}
+    assert {
+        "device",
+        "backend",
+        "memory",
+        "BLAS",
+        "compiler",
+        "python",
+        "mlx",
+        "mlx-lm",
+        "mlxrunner",
+    } <= found.keys()
+    assert all(finding["ok"] or finding["advice"] for finding in found.values())
+    assert "backend" in run("doctor").stdout
+
+
+def test_the_doctor_notices_a_slow_blas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And says how to get a fast one."""
+    from mlxrunner.system import device
+
+    monkeypatch.setattr(device, "is_gpu", lambda: False)
+    monkeypatch.setattr(device.platform, "system", lambda: "Linux")
+    monkeypatch.setattr(device, "_maps", list)
+    monkeypatch.setattr(device, "openblas", lambda: None)
+    assert "apt-get install libopenblas0-pthread" in device.blas().advice
+    monkeypatch.setattr(device, "openblas", lambda: Path("/usr/lib/libopenblas.so.0"))
+    assert device.blas().advice.endswith(
+        "LD_PRELOAD=/usr/lib/libopenblas.so.0 OPENBLAS_NUM_THREADS=1 mlxrunner ..."
+    )
+    monkeypatch.setattr(device.shutil, "which", lambda name: None)
+    assert device.compiler().advice.endswith("install g++")
+
+
+def test_models_lists_an_empty_cache(tmp_path: Path) -> None:
+    """With a hint on stderr, and an empty list in JSON."""
+    command = [sys.executable, "-m", "mlxrunner", "models"]
+    environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path)}
+    text = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert (text.returncode, text.stdout) == (0, "")
+    assert "no models in the hub cache yet" in text.stderr
+    assert (
+        json.loads(
+            subprocess.run(
+                [*command, "--json"], capture_output=True, text=True, env=environment
+            ).stdout
+        )
+        == []
+    )

@@ -1,0 +1,161 @@
+"""--schema and --choices as a user meets them."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from jsonschema import Draft202012Validator
+
+from mlxrunner import cli
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"pet": {"enum": ["parrot", "cat"]}, "name": {"type": "string", "maxLength": 10}},
+    "required": ["pet", "name"],
+    "additionalProperties": False,
+}
+
+
+def generate(*arguments: str) -> Result:
+    return CliRunner().invoke(
+        cli.main, ["generate", "-p", "My name is Bo. What is my name?", *arguments]
+    )
+
+
+@pytest.mark.parametrize("more", [[], ["--n", "3"], ["--raw", "--repeat", "2"]], ids=str)
+def test_an_answer_that_fits_a_schema(tmp_path: Path, more: list[str]) -> None:
+    """Each line of standard output is one, with a mark of its encoding in the file or without."""
+    for encoding in ("utf-8", "utf-8-sig"):
+        (tmp_path / "pet.json").write_text(json.dumps(SCHEMA), encoding=encoding)
+        result = generate("--schema", str(tmp_path / "pet.json"), *more)
+        assert (result.stderr, result.exit_code) == ("", 0)
+        answers = [json.loads(line) for line in result.stdout.splitlines() if line]
+        assert answers
+        for answer in answers:
+            Draft202012Validator(SCHEMA).validate(answer)
+
+
+@pytest.mark.parametrize(
+    ("given", "answers"),
+    [
+        pytest.param("Ana,Bo,Cleo", {"Bo"}, id="commas"),
+        pytest.param('"Ana, Bo","Cleo, Bo"', {"Ana, Bo", "Cleo, Bo"}, id="a comma within"),
+        pytest.param('Ana, "say ""Bo"""', {"Ana", 'say "Bo"'}, id="quotes within"),
+        pytest.param("größer", {"größer"}, id="only one"),
+    ],
+)
+def test_an_answer_that_is_one_of_the_choices(given: str, answers: set[str]) -> None:
+    """Separated by commas; a space behind one does not count; the demo model knows the name."""
+    result = generate("--choices", given)
+    assert (result.stderr, result.exit_code) == ("", 0)
+    assert result.stdout.rstrip("\n") in answers
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "schema.json: no such file"),
+        (b"\xff\xfe{}", "can't be read: not UTF-8 (byte 0)"),
+        (b"", "schema: not valid JSON"),
+        (b"{}, {}", "schema: not valid JSON: Extra data"),
+        (b"[]", "schema: it has to be a JSON object"),
+        (b'{"not": {}}', 'schema: Unimplemented keys: ["not"]'),
+        (b'{"enum": []}', "schema: Unsatisfiable schema"),
+        (b'{"const": "\x1b[2J"}', "schema: not valid JSON: Invalid control character"),
+        (b" " * 200_000, "schema: 200000 characters are too many, it may have at most 131072"),
+    ],
+    ids=str,
+)
+def test_a_schema_that_is_no_use_is_one_line_before_the_model_is_loaded(
+    tmp_path: Path, content: bytes | None, message: str
+) -> None:
+    """The exit code is that of options."""
+    file = tmp_path / "schema.json"
+    if content is not None:
+        file.write_bytes(content)
+    result = generate("--schema", str(file), "--model", str(tmp_path / "no model"))
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1
+    assert message in result.stderr
+    assert "\x1b" not in result.stderr
+
+
+def test_a_schema_that_is_no_ordinary_file(tmp_path: Path) -> None:
+    """One line, which says what it is, and nothing waits for it."""
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "large").write_bytes(b" " * 2**20)
+    for name, message in (
+        (".", "is a directory, not a regular file"),
+        ("fifo", "is a FIFO, not a regular file"),
+        ("none", "none: no such file"),
+        ("large", "1,048,576 bytes or more, and at most 524,288 are read"),
+    ):
+        said = generate("--schema", str(tmp_path / name)).stderr
+        assert message in said
+        assert said.startswith("mlxrunner: --schema ")
+        assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("", "--choices: there is none, give them as yes,no"),
+        ("yes,", "choices: each one has to be a text of at least one character"),
+        ('"yes"no', "one that has a comma is put in double quotes"),
+        ('"yes', "one that has a comma is put in double quotes"),
+    ],
+    ids=str,
+)
+def test_choices_that_are_no_list_are_one_line(given: str, message: str) -> None:
+    """With an example or the rule."""
+    result = generate("--choices", given)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_one_form_at_a_time(tmp_path: Path) -> None:
+    """A schema and choices together are refused."""
+    (tmp_path / "any.json").write_text("{}")
+    assert (
+        "an answer has one form, use one of them"
+        in generate("--schema", str(tmp_path / "any.json"), "--choices", "a,b").stderr
+    )
+
+
+def test_without_the_library_the_command_says_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before a model is loaded; other answers do not need it."""
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    result = generate("--choices", "yes,no", "--model", "/no/model")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == (
+        "mlxrunner: schema, choices: answers in a given form need llguidance, which is not "
+        "installed: pip install llguidance\n"
+    )
+    assert generate("--max-tokens", "2").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("command", "times"),
+    [
+        (["generate", "-p", "Hi", "--stop", "e", "--choices", "yes,no"], 1),
+        (["generate", "-p", "Hi", "--stop", "e", "--max-tokens", "1"], 0),
+        (["generate", "-p", "Hi", "--choices", "yes,no", "--repeat", "2"], 0),
+        (["batch", "-", "-o", "-", "--stop", "e", "--choices", "yes,no"], 1),
+        (["batch", "-", "-o", "-", "--stop", "e", "--choices", "yes,no", "-q"], 0),
+    ],
+    ids=["generate", "no form", "no stop", "batch", "quiet"],
+)
+def test_a_stop_string_that_has_no_effect_is_said_once(command: list[str], times: int) -> None:
+    """On stderr; the answer is the whole form."""
+    result = CliRunner().invoke(cli.main, command, input='{"prompt": "Hi"}\n' * 2)
+    assert result.exit_code == 0
+    assert result.stderr.count("--stop has no effect with --schema or --choices") == times

@@ -1,0 +1,175 @@
+"""Evaluating in advance changes no answer, whether it is finished, cancelled or interrupted."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from mlxrunner import BusyError, ContextLengthError, PromptError, Runner
+from mlxrunner.testing import oracle_runner
+
+CHECKPOINTS = {"rewind_slack": 2, "checkpoint_interval": 7, "checkpoint_budget": 10**6}
+NO_HELP = {"rewind_slack": 0, "checkpoint_budget": 0}
+MIXES: dict[str, tuple[list[str], dict[str, int]]] = {
+    "full": (["full", "full"], NO_HELP),
+    "sliding": (["full", "sliding"], NO_HELP),
+    "sliding-checkpoints": (["sliding", "full"], CHECKPOINTS),
+    "recurrent": (["recurrent", "full"], NO_HELP),
+    "all": (["full", "sliding", "recurrent", "composite", "chunked"], NO_HELP),
+    "all-checkpoints": (
+        ["full", "sliding", "recurrent", "composite", "chunked", "unknown"],
+        CHECKPOINTS,
+    ),
+}
+every_mix = pytest.mark.parametrize("name", MIXES)
+
+
+def runner_of(name: str, **options: Any) -> Runner:
+    kinds, rewinding = MIXES[name]
+    return oracle_runner(kinds, prefill_step=5, **(rewinding | options))
+
+
+def answer(runner: Runner, prompt: list[int], count: int = 6) -> list[int | None]:
+    return [chunk.token for chunk in runner.generate(prompt, max_tokens=count, stop_tokens=[])]
+
+
+def cold(name: str, prompt: list[int]) -> list[int | None]:
+    return answer(runner_of(name), prompt)
+
+
+def numbers(count: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(1, 250) for _ in range(count)]
+
+
+class CancelAfter:
+    """Lets so many chunks pass."""
+
+    def __init__(self, chunks: int) -> None:
+        self.left = chunks
+
+    def __call__(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+
+@every_mix
+def test_a_prompt_that_was_evaluated_in_advance_is_a_hit_and_exact(name: str) -> None:
+    """All but the token that gives the logits is reused where the layers can go back by one."""
+    prompt = numbers(40, 1)
+    runner = runner_of(name)
+    assert runner.evaluate(prompt[:33]) == 33
+    assert list(runner.entry.tokens) == prompt[:33]
+    assert runner.entry.is_true
+    last = list(runner.generate(prompt, max_tokens=6, stop_tokens=[]))
+    assert [chunk.token for chunk in last] == cold(name, prompt)
+    assert last[-1].usage is not None
+    assert last[-1].usage.cached_tokens == 33
+
+
+@every_mix
+@pytest.mark.parametrize("chunks", [0, 1, 2, 3])
+def test_what_was_finished_before_it_was_cancelled_stays(name: str, chunks: int) -> None:
+    """And nothing more: the next request goes on from there, with the tokens of a cold run."""
+    prompt = numbers(40, 2)
+    runner = runner_of(name)
+    done = runner.evaluate(prompt, cancelled=CancelAfter(chunks))
+    assert done == len(runner.entry.tokens)
+    assert (done > 0) == (chunks > 0)
+    assert done < len(prompt)
+    assert answer(runner, prompt) == cold(name, prompt)
+
+
+@every_mix
+def test_typing_and_deleting_leaves_an_exact_entry(name: str) -> None:
+    """Typed and deleted texts, cancelled at random moments, leave an exact entry for the turn."""
+    rng = random.Random(name)
+    runner = runner_of(name)
+    said = numbers(20, 3)
+    for _ in range(8):
+        said += [int(token) for token in answer(runner, said) if token is not None]
+        draft: list[int] = []
+        for _ in range(12):
+            draft = (
+                draft[: rng.randrange(len(draft) + 1)]
+                if rng.random() < 0.4
+                else draft + numbers(rng.randrange(1, 9), rng.random())
+            )
+            runner.evaluate([*said, *draft, 7], cancelled=CancelAfter(rng.randrange(4)))
+            assert runner.entry.is_true or not runner.entry.caches
+        said += [*draft, 9]
+        assert answer(runner, said) == cold(name, said)
+
+
+@every_mix
+def test_an_interrupt_in_a_forward_pass_leaves_an_exact_entry(name: str) -> None:
+    """In every layer of several passes."""
+    prompt = numbers(30, 4)
+    for at in range(2, 30, 5):
+        runner = runner_of(name)
+        calls = iter(range(10**6))
+
+        def strike(index: int, calls: Any = calls, at: int = at) -> None:
+            if next(calls) == at:
+                raise KeyboardInterrupt
+
+        answer(runner, prompt[:8])
+        runner.model.on_layer = strike
+        with pytest.raises(KeyboardInterrupt):
+            while True:
+                runner.evaluate(prompt)
+                runner.reset()
+        runner.model.on_layer = lambda index: None
+        assert runner.entry.is_true or not runner.entry.caches
+        assert answer(runner, prompt) == cold(name, prompt)
+
+
+def test_an_entry_that_begins_with_it_is_left_alone() -> None:
+    """Nothing is trimmed: the next request may still want the rest."""
+    runner = runner_of("full")
+    prompt = numbers(20, 5)
+    answer(runner, prompt)
+    before = list(runner.entry.tokens)
+    assert runner.evaluate(prompt[:10]) == 0
+    assert list(runner.entry.tokens) == before
+
+
+def test_what_cannot_be_evaluated_is_an_error_that_changes_nothing() -> None:
+    """Too long, empty, while a request is running."""
+    runner = oracle_runner(context=30)
+    runner.evaluate([1, 2, 3])
+    with pytest.raises(ContextLengthError, match="30 tokens"):
+        runner.evaluate(list(range(1, 40)))
+    with pytest.raises(PromptError):
+        runner.evaluate([1, 2000])
+    assert list(runner.entry.tokens) == [1, 2, 3]
+    running = runner.generate([1, 2, 3, 4], stop_tokens=[])
+    next(running)
+    with pytest.raises(BusyError):
+        runner.evaluate([5, 6])
+    running.close()  # type: ignore[attr-defined]
+    assert runner.evaluate([1, 2, 3, 4, 5, 6, 7, 8]) > 0
+
+
+def test_chunks_grow_and_shrink_with_the_time_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a cancel is heard soon on any machine; never more than a prefill step."""
+    import mlxrunner.engine.pipeline as pipeline
+
+    clock = {"now": 0.0, "cost": 0.001}
+
+    def passing() -> float:
+        clock["now"] += clock["cost"]
+        return clock["now"]
+
+    monkeypatch.setattr(pipeline.time, "perf_counter", passing)
+    runner = oracle_runner(prefill_step=100)
+    runner.evaluate(numbers(400, 6))
+    assert runner.model.forwards[:5] == [8, 16, 32, 64, 100]
+    clock["cost"] = 1.0
+    runner.model.forwards.clear()
+    runner.reset()
+    runner.evaluate(numbers(100, 7))
+    assert runner.model.forwards[:4] == [8, 2, 2, 2]
+    assert max(runner.model.forwards) == 8

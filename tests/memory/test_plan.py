@@ -1,0 +1,462 @@
+"""The plan's arithmetic equals the real bytes for every kind of layer, and is printed well."""
+
+from __future__ import annotations
+
+import gc
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from click.testing import CliRunner, Result
+from hypothesis import given
+from hypothesis import strategies as st
+from mlx.utils import tree_flatten
+from support.models import tiny_config, write_model
+
+from mlxrunner import OptionError, Runner, cli
+from mlxrunner.cache.layers.layout import Layout
+from mlxrunner.loading import plan_model
+from mlxrunner.memory.plan import (
+    CHECKPOINT_SHARE,
+    CHECKPOINTS,
+    SMALLEST_CONTEXT,
+    Batch,
+    Demand,
+    Plan,
+    make_plan,
+)
+from mlxrunner.system import device
+from mlxrunner.terminal.text import size
+
+BYTES = st.integers(0, 2**40)
+SMALL = st.integers(0, 2**20)
+LAYOUTS = st.builds(
+    Layout,
+    kind=st.sampled_from(["full", "sliding", "recurrent"]),
+    row_bytes=SMALL,
+    most_rows=st.none() | st.integers(1, 5000),
+    fixed_bytes=SMALL,
+    checkpoint_rows=st.integers(0, 5000),
+    checkpoint_fixed=SMALL,
+)
+DEMANDS = st.builds(
+    Demand,
+    weights=BYTES,
+    layouts=st.lists(LAYOUTS, max_size=4).map(tuple),
+    batch=st.builds(Batch, BYTES, SMALL, st.booleans()),
+    checkpoint_budget=st.none() | BYTES,
+)
+CONTEXTS = st.integers(2, 10**6)
+PLANS = st.builds(
+    make_plan,
+    DEMANDS,
+    context=CONTEXTS,
+    prefill_step=st.integers(1, 8192),
+    offered=BYTES,
+    limit=CONTEXTS,
+)
+
+
+@given(DEMANDS, CONTEXTS, CONTEXTS, BYTES)
+def test_a_longer_context_never_takes_less(
+    demand: Demand, one: int, other: int, offered: int
+) -> None:
+    """Neither in all, nor for the caches or the checkpoints."""
+    short, long = sorted((one, other))
+    for nbytes in (demand.caches, demand.batch.nbytes):
+        assert nbytes(short) <= nbytes(long)
+    for with_budget in (demand.checkpoints, demand.total):
+        assert with_budget(short, offered) <= with_budget(long, offered)
+
+
+@given(DEMANDS, CONTEXTS, st.data())
+def test_the_largest_context_fits_and_one_more_token_does_not(
+    demand: Demand, limit: int, data: st.DataObject
+) -> None:
+    """Or it is the limit, or nothing fits at all."""
+    total = demand.total(data.draw(st.integers(0, limit)), 0)
+    offered = data.draw(st.integers(total - 5, total + 5) | BYTES)
+    largest = demand.largest_context(offered, limit)
+    assert 0 <= largest <= limit
+    assert largest == 0 or demand.total(largest, offered) <= offered
+    assert largest == limit or demand.total(largest + 1, offered) > offered
+
+
+@given(DEMANDS, CONTEXTS, CONTEXTS, BYTES)
+def test_a_plan_fits_exactly_up_to_its_largest_context(
+    demand: Demand, context: int, limit: int, offered: int
+) -> None:
+    """Also beyond the model's own context, where that was asked for."""
+    plan = make_plan(demand, context=context, prefill_step=8, offered=offered, limit=limit)
+    assert plan.fits == (plan.total <= offered) == (context <= plan.largest_context)
+    assert plan.largest_context <= max(limit, context)
+
+
+@given(DEMANDS, CONTEXTS, BYTES)
+def test_the_lines_of_a_plan_add_up_to_its_total(
+    demand: Demand, context: int, offered: int
+) -> None:
+    """Layers that are alike share a line of layers, tokens and bytes, besides what is fixed."""
+    plan = make_plan(demand, context=context, prefill_step=8, offered=offered, limit=context)
+    assert sum(line.total for line in plan.lines) == plan.total == demand.total(context, offered)
+    layers = [line for line in plan.lines if line.layers]
+    assert sum(line.layers for line in layers) == len(demand.layouts)
+    assert len(layers) == len(set(demand.layouts))
+    assert all(
+        line.total == line.layers * (line.rows * line.row_bytes + line.fixed) for line in layers
+    )
+    assert all(line.rows <= context for line in layers)
+
+
+def test_a_window_is_paid_for_once_and_a_state_whatever_the_length() -> None:
+    """Counted by hand."""
+    full, window, state = (
+        Layout("full", 10),
+        Layout("sliding", 10, most_rows=100),
+        Layout("recurrent", fixed_bytes=7),
+    )
+    demand = Demand(1000, (full, full, window, state), Batch(50, 2))
+    assert demand.caches(80) == 2 * 800 + 800 + 7
+    assert demand.caches(500) == 2 * 5000 + 1000 + 7
+    assert demand.total(500, 10**9) == 1000 + 11007 + 50 + 1000
+
+
+@pytest.mark.parametrize(
+    ("budget", "offered", "expected"),
+    [
+        (None, 10**9, CHECKPOINTS * (3 * 10 + 5)),
+        (None, 1000, 1000 // CHECKPOINT_SHARE),
+        (12, 10**9, 12),
+        (0, 10**9, 0),
+    ],
+    ids=[
+        "by default room for several",
+        "a share of what is offered",
+        "what the caller says",
+        "none",
+    ],
+)
+def test_the_budget_for_checkpoints(budget: int | None, offered: int, expected: int) -> None:
+    """Three rows of ten bytes and a state of five."""
+    layout = Layout("sliding", 10, most_rows=8, checkpoint_rows=3, checkpoint_fixed=5)
+    assert Demand(0, (layout,), Batch(0), budget).checkpoints(100, offered) == expected
+
+
+def test_a_model_that_rewinds_by_itself_gets_no_budget_for_checkpoints() -> None:
+    """Even if there was one asked for."""
+    demand = Demand(0, (Layout("full", 10),), Batch(0), checkpoint_budget=99)
+    assert demand.checkpoints(100, 10**9) == 0
+    assert [
+        line.what for line in make_plan(demand, context=9, prefill_step=4, offered=9, limit=9).lines
+    ] == ["weights", "full layers", "batch of 4 tokens (estimated)"]
+
+
+@given(PLANS)
+def test_the_table_is_aligned_and_holds_the_numbers(plan: Plan) -> None:
+    """The table has a line per item with bytes at the right, then sum, offer and a sentence."""
+    *rows, total, offered, advice = plan.table().splitlines()
+    assert {len(row) for row in rows} == {len(total)} == {len(offered)}
+    for row, line in zip(rows, plan.lines, strict=True):
+        assert row.startswith(line.what + " ")
+        assert row.endswith(" " + size(line.total))
+        assert not line.layers or f" {line.layers} x " in row
+        assert not line.row_bytes or f"{line.rows} tokens x {size(line.row_bytes)}" in row
+        assert not line.fixed or f"{size(line.fixed)} whatever the length" in row
+    assert total.split() == ["total", *size(plan.total).split()]
+    assert offered.split() == ["device", "offers", *size(plan.offered).split()]
+    assert advice == plan.advice()
+
+
+@given(PLANS)
+def test_the_json_has_the_numbers_of_the_table(plan: Plan) -> None:
+    """All of them, in bytes."""
+    read = json.loads(json.dumps(plan.as_dict()))
+    assert read.pop("fits") == plan.fits
+    assert Plan(**read | {"lines": plan.lines}) == plan
+    assert [line["total"] for line in read["lines"]] == [line.total for line in plan.lines]
+
+
+@pytest.mark.parametrize(
+    ("offered", "advice"),
+    [
+        (5000, "a context of 400 tokens fits; the largest that would: 490"),
+        (4000, "a context of 400 tokens does not fit; this would: --context 390"),
+        (
+            1000,
+            "not even a short context fits: try a smaller or quantized model, a smaller "
+            "--prefill-step than 256",
+        ),
+    ],
+    ids=["fits", "too long", "hopeless"],
+)
+def test_the_advice_says_what_would_fit(offered: int, advice: str) -> None:
+    """100 bytes of weights, 10 for each token."""
+    demand = Demand(100, (Layout("full", 10),), Batch(0))
+    plan = make_plan(demand, context=400, prefill_step=256, offered=offered, limit=2048)
+    assert plan.advice() == advice
+    assert (plan.largest_context >= SMALLEST_CONTEXT) == ("--prefill-step" not in advice)
+
+
+# Against the real thing.
+
+KINDS: dict[str, tuple[str, int | None, dict[str, Any]]] = {
+    "full": ("llama", None, {}),
+    "full in 8 bits": ("llama", 8, {"head_dim": 64}),
+    "full in 4 bits": ("llama", 4, {"head_dim": 32}),
+    "latent": ("deepseek_v3", None, {}),
+    "sliding": ("gemma3_text", None, {}),
+    "sliding, its full layers in 8 bits": ("gemma3_text", 8, {"head_dim": 32}),
+    "sliding with sinks and experts": ("gpt_oss", None, {}),
+    "a window longer than the context": ("gemma3_text", None, {"sliding_window": 4096}),
+    "convolution": ("lfm2", None, {}),
+    "recurrent with attention": ("jamba", None, {}),
+    "delta rule": ("qwen3_next", None, {}),
+    "composite": (
+        "falcon_h1",
+        None,
+        {
+            "head_dim": 16,
+            "mamba_d_head": 16,
+            "mamba_d_ssm": 64,
+            "mamba_n_heads": 4,
+            "mamba_d_state": 16,
+            "mlp_expansion_factor": 2,
+        },
+    ),
+    "composite with a window": (
+        "baichuan_m1",
+        None,
+        {
+            "rope_theta": 1e4,
+            "sliding_window": 64,
+            "sliding_window_layers": [1],
+            "conv_window": 2,
+        },
+    ),
+}
+CONTEXT = 1024
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "model"
+
+
+def parameter_bytes(runner: Runner) -> int:
+    parameters: Any = tree_flatten(runner.model.parameters())
+    return sum(array.nbytes for _, array in parameters)
+
+
+def caches(plan: Plan) -> int:
+    return sum(line.total for line in plan.lines if line.layers)
+
+
+def fill(runner: Runner, answer: int = 10) -> None:
+    """The whole context."""
+    prompt = [7 * place % 250 for place in range(runner.context - answer)]
+    for _ in runner.generate(prompt, max_tokens=answer + 1, stop_tokens=[]):
+        pass
+    gc.collect()
+    assert len(runner.entry.tokens) == runner.context - 1  # nothing follows the last token
+    mx.eval(
+        [cache.state for cache in runner.entry.caches]
+    )  # the last token's states would be computed with the next one
+
+
+@pytest.mark.skipif(device.is_gpu(), reason="a GPU computes in the type that is stored")
+@pytest.mark.parametrize(("kind", "kv_bits", "config"), KINDS.values(), ids=KINDS.keys())
+def test_the_planned_bytes_are_those_of_the_real_thing(
+    folder: Path,
+    kind: str,
+    kv_bits: int | None,
+    config: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The plan from config.json and headers has exact weights, and full caches within 1 %."""
+    write_model(folder, kind, max_position_embeddings=CONTEXT, torch_dtype="bfloat16", **config)
+    with monkeypatch.context() as nothing_is_read:
+        nothing_is_read.setattr(mx, "load", None)
+        nothing_is_read.setattr(mx, "eval", None)
+        plan = plan_model(str(folder), kv_bits=kv_bits, prefill_step=256, checkpoint_budget=0)
+    gc.collect()
+    # A freed buffer that is used again may be two pages larger than what was asked for.
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    runner = Runner.load(str(folder), kv_bits=kv_bits, prefill_step=256, checkpoint_budget=0)
+    weights = parameter_bytes(runner)
+    fill(runner)
+    assert plan.lines[0].total == weights
+    assert caches(plan) == pytest.approx(mx.get_active_memory() - before - weights, rel=0.01)
+    assert caches(plan) == pytest.approx(
+        runner.entry.nbytes, rel=0.05
+    )  # which counts each state once
+
+
+def test_a_state_is_planned_twice_because_the_one_before_it_is_kept(folder: Path) -> None:
+    """For a model of nothing but states."""
+    write_model(folder, "mamba2", max_position_embeddings=256)
+    plan = plan_model(str(folder), checkpoint_budget=0)
+    runner = Runner.load(str(folder), checkpoint_budget=0)
+    fill(runner)
+    assert caches(plan) == 2 * runner.entry.nbytes > 0
+
+
+def test_layers_of_chunks_take_no_more_than_planned(folder: Path) -> None:
+    """They are mlx-lm's, which allocate as they go."""
+    text = tiny_config("llama4")["text_config"] | {
+        "attn_temperature_tuning": True,
+        "max_position_embeddings": CONTEXT,
+    }
+    write_model(folder, "llama4", text_config=text, max_position_embeddings=CONTEXT)
+    plan = plan_model(str(folder))
+    runner = Runner.load(str(folder), checkpoint_budget=0)
+    fill(runner)
+    assert 0 < runner.entry.nbytes <= caches(plan)
+
+
+@pytest.mark.parametrize("budget", [None, 20_000])
+def test_checkpoints_stay_within_their_line(folder: Path, budget: int | None) -> None:
+    """Taken every few tokens of a long prompt."""
+    write_model(folder, "gemma3_text", max_position_embeddings=CONTEXT)
+    plan = plan_model(str(folder), checkpoint_budget=budget)
+    (line,) = (line for line in plan.lines if line.what == "checkpoints")
+    runner = Runner.load(
+        str(folder), checkpoint_budget=budget, checkpoint_interval=50, prefill_step=64
+    )
+    fill(runner)
+    assert budget is None or line.total == budget
+    assert line.total == plan.checkpoint_budget
+    assert 0.5 * line.total < runner.entry.checkpoints.nbytes <= line.total
+
+
+@pytest.mark.skipif(device.is_gpu(), reason="a GPU computes in the type that is stored")
+@pytest.mark.parametrize("stored", ["float16", "bfloat16", "quantized"])
+def test_weights_are_planned_as_they_will_be_loaded(folder: Path, stored: str) -> None:
+    """A CPU computes in float32; quantized weights stay as they are."""
+    model = write_model(
+        folder,
+        max_position_embeddings=64,
+        torch_dtype="float16" if stored == "quantized" else stored,
+    )
+    rewrite(folder, model, stored)
+    plan = plan_model(str(folder))
+    runner = Runner.load(str(folder))
+    fill(runner)
+    assert plan.lines[0].total == parameter_bytes(runner)
+    assert caches(plan) == runner.entry.nbytes
+
+
+def rewrite(folder: Path, model: Any, stored: str) -> None:
+    """Save `model` again, in another type."""
+    from mlx import nn
+    from support.models import save_model
+
+    config = json.loads((folder / "config.json").read_text())
+    if stored == "quantized":
+        model.set_dtype(mx.float16)
+        nn.quantize(model, group_size=32, bits=4)
+        config["quantization"] = {"group_size": 32, "bits": 4}
+    else:
+        model.set_dtype({"float16": mx.float16, "bfloat16": mx.bfloat16}[stored])
+    save_model(folder, model, config)
+
+
+def test_heads_that_can_not_be_quantized_are_refused_by_the_plan(folder: Path) -> None:
+    """Before anything is loaded, in one line."""
+    write_model(folder)
+    with pytest.raises(
+        OptionError, match="kv_bits: this model can't use a quantized cache: heads of 16"
+    ) as error:
+        plan_model(str(folder), kv_bits=8)
+    assert "\n" not in str(error.value)
+
+
+# The command.
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.main, ["plan", *arguments])
+
+
+@pytest.fixture
+def offers(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Bytes that the device offers, the same each time it is asked."""
+    nbytes = 10**9
+    monkeypatch.setattr(device, "offered_bytes", lambda: nbytes)
+    return nbytes
+
+
+def test_the_command_prints_the_table(offers: int) -> None:
+    """On stdout; 0 is the exit code of a plan that fits."""
+    result = run("demo", "--prefill-step", "256")
+    assert (result.stdout, result.stderr, result.exit_code) == (
+        plan_model("demo", prefill_step=256).table() + "\n",
+        "",
+        0,
+    )
+    assert "(estimated)" in result.stdout
+
+
+def test_the_options_of_the_command_are_those_of_the_plan(offers: int) -> None:
+    """Context, bits and prefill step, and the same numbers in JSON."""
+    result = run("demo", "--context", "700", "--kv-bits", "8", "--prefill-step", "100", "--json")
+    plan = plan_model("demo", 700, kv_bits=8, prefill_step=100)
+    assert json.loads(result.stdout) == json.loads(json.dumps(plan.as_dict()))
+    assert plan.lines[1].rows == 700
+    assert plan.lines[1].row_bytes < plan_model("demo").lines[1].row_bytes / 3
+    assert plan.lines[2].what == "batch of 100 tokens (estimated)"
+
+
+@pytest.mark.parametrize("measure", [[], ["--measure"]], ids=["estimated", "measured"])
+def test_a_plan_that_does_not_fit_is_exit_code_2(
+    offers: int, measure: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the table on stdout all the same, what would fit, and nothing loaded."""
+    monkeypatch.setattr(mx, "load", None)
+    result = run("demo", "--context", "1000000", *measure)
+    assert result.exit_code == 2
+    assert "a context of 1000000 tokens does not fit; this would: --context " in result.stdout
+    fitting = result.stdout.split()[-1]
+    assert run("demo", "--context", fitting).exit_code == 0
+    assert run("demo", "--context", str(int(fitting) + 1)).exit_code == 2
+    read = json.loads(run("demo", "--context", "1000000", "--json", *measure).stdout)
+    assert (read["fits"], read["largest_context"]) == (False, int(fitting))
+
+
+def test_measure_runs_the_batch_and_says_so(offers: int) -> None:
+    """Everything else is as it was estimated."""
+    options = ["demo", "--context", "256", "--prefill-step", "32", "--json"]
+    guessed, measured = (json.loads(run(*options, *more).stdout) for more in ([], ["--measure"]))
+    assert (guessed["batch_is_measured"], measured["batch_is_measured"]) == (False, True)
+    assert measured["lines"][:-1] == guessed["lines"][:-1]
+    assert measured["lines"][-1]["what"] == "batch of 32 tokens (measured)"
+    assert 0 < measured["lines"][-1]["total"] != guessed["lines"][-1]["total"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "mlxrunner: nowhere: no such model"),
+        (["nowhere", "--measure"], "mlxrunner: nowhere: no such model"),
+        (["demo", "--kv-bits", "5"], "mlxrunner: kv_bits: 5 is out of range, it has to be 4 or 8"),
+        (["demo", "--context", "1"], "mlxrunner: context: 1 is out of range"),
+        (["demo", "--prefill-step", "0"], "mlxrunner: prefill_step: 0 is out of range"),
+        (["demo", "--checkpoint-budget", "-1"], "mlxrunner: checkpoint_budget: -1 is out of range"),
+    ],
+    ids=" ".join,
+)
+def test_what_is_wrong_is_one_line_and_exit_code_2(arguments: list[str], message: str) -> None:
+    """On stderr."""
+    result = run(*arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(message)
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_context_beyond_the_models_own_is_planned_as_asked(offers: int) -> None:
+    """What fits is then reckoned beyond the model's own, too."""
+    plan = plan_model("demo", 5000)
+    assert plan.fits
+    assert plan.largest_context == plan.context == 5000

@@ -1,0 +1,442 @@
+"""A runner takes at its start all that it will need, or fails there with the plan's table."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from click.testing import CliRunner
+from support.models import EOS, write_model
+
+from mlxrunner import Chunk, MemoryPlanError, Runner, Usage, cli
+from mlxrunner.cache.checkpoints import HEADER
+from mlxrunner.loading import plan_model
+from mlxrunner.memory.plan import Batch, Plan
+from mlxrunner.system import device
+from mlxrunner.system.limits import Limit
+from mlxrunner.terminal.text import size
+
+FALCON: dict[str, Any] = {
+    "hidden_size": 64,
+    "head_dim": 16,
+    "mamba_d_head": 16,
+    "mamba_d_ssm": 64,
+    "mamba_n_heads": 4,
+    "mamba_d_state": 16,
+    "mlp_expansion_factor": 2,
+}
+BAICHUAN: dict[str, Any] = {
+    "rope_theta": 1e4,
+    "sliding_window": 64,
+    "sliding_window_layers": [1, 3],
+    "conv_window": 2,
+}
+WIDE: dict[str, Any] = {"hidden_size": 128, "num_hidden_layers": 4, "intermediate_size": 256}
+"""Large enough that what Python and MLX hold beside it does not matter."""
+TOLERANCE = 0.05
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def offer(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Sets the bytes that the device offers."""
+    return lambda nbytes: monkeypatch.setattr(device, "offered_bytes", lambda: nbytes)
+
+
+def active() -> int:
+    gc.collect()
+    mx.clear_cache()
+    return int(mx.get_active_memory())
+
+
+def answer(runner: Runner, prompt: list[int], tokens: int, **options: Any) -> list[Chunk]:
+    return list(runner.generate(prompt, max_tokens=tokens, stop_tokens=[], **options))
+
+
+def usage_of(chunks: list[Chunk]) -> Usage:
+    usage = chunks[-1].usage
+    assert usage is not None
+    return usage
+
+
+def plan_of(runner: Runner) -> Plan:
+    assert runner.plan is not None
+    return runner.plan
+
+
+def batch(plan: Plan) -> int:
+    return plan.lines[-1].total
+
+
+def caches(plan: Plan) -> int:
+    return sum(line.total for line in plan.lines if line.layers)
+
+
+# What is taken at start is enough.
+
+MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "full": ("llama", WIDE, {}),
+    "full in 8 bits": ("llama", {**WIDE, "head_dim": 32}, {"kv_bits": 8, "context": 512}),
+    "latent": ("deepseek_v3", WIDE, {"context": 1024}),
+    "experts in all layers but the first": (
+        "deepseek_v3",
+        {**WIDE, "moe_intermediate_size": 1024},
+        {"context": 256},
+    ),
+    "sliding": ("gemma3_text", {**WIDE, "sliding_window": 256}, {}),
+    "steps longer than the window": (
+        "gemma3_text",
+        {
+            **WIDE,
+            "num_hidden_layers": 18,
+            "hidden_size": 64,
+            "head_dim": 64,
+            "num_key_value_heads": 4,
+        },
+        {"context": 800, "prefill_step": 728, "rewind_slack": 0},
+    ),
+    "convolution": ("lfm2", {**WIDE, "block_dim": 128}, {}),
+    "recurrent": ("jamba", WIDE, {"context": 1024, "prefill_step": 128}),
+    "composite": ("baichuan_m1", {**WIDE, **BAICHUAN}, {"context": 1024}),
+    "many words, short steps": (
+        "gemma3_text",
+        {**WIDE, "vocab_size": 20000},
+        {"context": 512, "prefill_step": 16},
+    ),
+}
+
+
+@pytest.mark.parametrize(("kind", "config", "options"), MODELS.values(), ids=MODELS.keys())
+def test_a_full_context_needs_what_was_planned_and_no_more(
+    folder: Path, kind: str, config: dict[str, Any], options: dict[str, Any]
+) -> None:
+    """The peak and the rest of a full context that is rewound and refilled stay within 5 %."""
+    write_model(folder, kind, **{"max_position_embeddings": 2048, "vocab_size": 300, **config})
+    before = active()
+    runner = Runner.load(str(folder), **{"prefill_step": 256, **options})
+    at_start, plan, context = active() - before, plan_of(runner), runner.context
+    spare = int(TOLERANCE * plan.total)
+    planned_to_stay = plan.total - batch(plan)
+    assert at_start <= planned_to_stay + spare
+    prompt = [place * 7 % 250 for place in range(context - 8)]
+    prompt[-HEADER] = (
+        EOS  # what follows is evaluated in one piece with its logits, where there are checkpoints
+    )
+    again = [*prompt[: context // 2], *prompt[: context // 2 - 8]]
+    peaks = []
+    for text in (prompt, again, [*prompt, 1, 2, 3]):
+        chunks = answer(runner, text, context)
+        assert len(runner.entry.tokens) == context - 1
+        peaks.append(usage_of(chunks).memory.peak_bytes - before)
+        stays = active() - before
+        assert stays <= planned_to_stay + spare
+        if set(runner.facts.layers) == {"full"}:
+            assert stays - at_start <= spare, "buffers for the whole context were there before"
+    assert 0.8 * plan.total <= max(peaks) <= plan.total + spare
+
+
+@pytest.mark.parametrize("kv_bits", [None, 8], ids=["as computed", "8 bits"])
+def test_buffers_are_taken_at_start_and_stay(folder: Path, kv_bits: int | None) -> None:
+    """Through requests of every length, and a reset, which empties them."""
+    write_model(folder, head_dim=32, max_position_embeddings=512)
+    before = active()
+    runner = Runner.load(str(folder), kv_bits=kv_bits)
+    at_start, weights = active() - before, plan_of(runner).lines[0].total
+    assert at_start == pytest.approx(weights + caches(plan_of(runner)), rel=0.01)
+    for length in (1, 500, 20, 300, 511, 7):
+        answer(runner, [length % 200] * length, 3)
+        assert runner.entry.nbytes == caches(plan_of(runner))
+        assert active() - before == pytest.approx(at_start, rel=0.01)
+    runner.reset()
+    assert len(runner.entry.tokens) == 0
+    assert active() - before == pytest.approx(at_start, rel=0.01)
+
+
+# What happens at start leaves no trace.
+
+ALIKE: dict[str, tuple[str, dict[str, Any], int | None]] = {
+    "full": ("llama", {}, None),
+    "full in 8 bits": ("llama", {"head_dim": 32}, 8),
+    "latent": ("deepseek_v3", {}, None),
+    "sliding": ("gemma3_text", {}, None),
+    "recurrent": ("jamba", {}, None),
+    "convolution": ("lfm2", {}, None),
+    "states alone": ("mamba2", {}, None),
+    "composite": ("falcon_h1", FALCON, None),
+    "composite with a window": ("baichuan_m1", BAICHUAN, None),
+}
+
+
+@pytest.mark.parametrize(("kind", "config", "kv_bits"), ALIKE.values(), ids=ALIKE.keys())
+def test_a_reserved_runner_answers_like_one_that_is_not(
+    folder: Path, kind: str, config: dict[str, Any], kv_bits: int | None
+) -> None:
+    """The first request finds nothing; tokens and log-probabilities are the same, cold and warm."""
+    write_model(folder, kind, max_position_embeddings=512, **config)
+    reserved, lazy = (
+        Runner.load(str(folder), reserve=reserve, kv_bits=kv_bits, prefill_step=50)
+        for reserve in (True, False)
+    )
+    assert (len(reserved.entry.tokens), reserved.entry.caches) == (0, [])
+    for turn, prompt in enumerate(([*range(180)], [*range(180), 7, 8, 9], [*range(100), 5], [3])):
+        one, other = (answer(runner, prompt, 8, logprobs=0) for runner in (reserved, lazy))
+        if turn == 0:
+            assert (usage_of(one).outcome, usage_of(one).reason) == ("miss", "empty")
+        assert usage_of(one).cached_tokens == usage_of(other).cached_tokens
+        assert [chunk.token for chunk in one] == [chunk.token for chunk in other]
+        assert [chunk.logprob for chunk in one] == pytest.approx(
+            [chunk.logprob for chunk in other], abs=1e-5
+        )
+
+
+# Too little memory.
+
+
+def test_what_does_not_fit_fails_before_its_caches_are_taken(
+    folder: Path, offer: Callable[[int], None]
+) -> None:
+    """With the table, and a context that fits when it is tried."""
+    write_model(folder, max_position_embeddings=4096)
+    plan = plan_model(str(folder), 1000, prefill_step=64)
+    offer(plan.total)
+    before = active()
+    with pytest.raises(MemoryPlanError) as error:
+        Runner.load(str(folder), 4096, prefill_step=64)
+    too_large = plan_model(str(folder), 4096, prefill_step=64)
+    message = str(error.value)
+    del error
+    assert message == f"this does not fit into memory\n{too_large.table()}"
+    assert active() - before < too_large.lines[0].total / 10
+    (advised,) = map(int, re.findall(r"this would: --context (\d+)$", message))
+    assert advised == 1000
+    runner = Runner.load(str(folder), advised, prefill_step=64)
+    assert plan_of(runner).fits
+    assert runner.context == advised
+
+
+def test_the_default_context_is_what_fits_and_that_is_said(
+    folder: Path, offer: Callable[[int], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a warning, which goes to stderr."""
+    write_model(folder, max_position_embeddings=4096)
+    offered = plan_model(str(folder), 1000, prefill_step=64).total
+    offer(offered)
+    runner = Runner.load(str(folder), prefill_step=64)
+    assert runner.context == 1000
+    said = f"context: 1000 tokens, the most that fits into {size(offered)}; the model's own is 4096"
+    assert [
+        (record.levelno, record.getMessage())
+        for record in caplog.records
+        if record.name == "mlxrunner"
+    ] == [(logging.WARNING, said)]
+
+
+def test_the_default_context_is_the_models_own_where_that_fits(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing is said then."""
+    write_model(folder, max_position_embeddings=300)
+    assert Runner.load(str(folder)).context == 300
+    assert not [record for record in caplog.records if record.name == "mlxrunner"]
+
+
+def test_a_model_that_leaves_no_room_for_a_context_is_refused(
+    folder: Path, offer: Callable[[int], None]
+) -> None:
+    """Whatever the context."""
+    write_model(folder)
+    offer(1000)
+    for context in (None, 16):
+        with pytest.raises(
+            MemoryPlanError, match="not even a short context fits: try a smaller or quantized model"
+        ):
+            Runner.load(str(folder), context)
+
+
+def test_a_batch_that_was_underestimated_fails_at_start_too(
+    folder: Path, offer: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The table says that it was measured; nothing stays behind."""
+    write_model(folder, **WIDE, max_position_embeddings=1024)
+    monkeypatch.setattr("mlxrunner.memory.reserve.estimate_batch", lambda *a, **k: Batch(0))
+    plan = plan_model(str(folder))
+    offer(plan.total)
+    before = active()
+    with pytest.raises(MemoryPlanError, match=r"does not fit into memory\nweights ") as error:
+        Runner.load(str(folder), 1024)
+    assert "batch of 2048 tokens (measured)" in str(error.value)
+    del error
+    assert active() - before < plan.lines[0].total / 10
+
+
+@pytest.mark.parametrize("experts", [2, 4])
+@pytest.mark.parametrize(("step", "context"), [(512, 1024), (128, 4096), (64, 256)])
+def test_the_batch_of_a_model_with_sinks_is_not_underestimated(
+    folder: Path, step: int, context: int, experts: int
+) -> None:
+    """Sinks take the scores once more, and each expert of a token has rows of its own."""
+    sizes = {
+        "hidden_size": 128,
+        "num_attention_heads": 8,
+        "head_dim": 32,
+        "intermediate_size": 256,
+        "num_hidden_layers": 4,
+    }
+    layers = ["sliding_attention", "full_attention"] * 2
+    write_model(
+        folder,
+        "gpt_oss",
+        max_position_embeddings=8192,
+        num_experts_per_tok=experts,
+        layer_types=layers,
+        **sizes,
+    )
+    options = {"context": context, "prefill_step": step}
+    estimated, measured = (
+        plan_model(str(folder), **options),
+        plan_of(Runner.load(str(folder), **options)),
+    )  # type: ignore[arg-type]
+    assert measured.batch_is_measured
+    assert (
+        0.95 * measured.lines[-1].total < estimated.lines[-1].total < 2 * measured.lines[-1].total
+    )
+
+
+def test_without_reserving_it_loads_anyway_and_grows_as_it_goes(
+    folder: Path, offer: Callable[[int], None]
+) -> None:
+    """The plan is there to be read."""
+    write_model(folder, max_position_embeddings=4096)
+    offer(1000)
+    before = active()
+    runner = Runner.load(str(folder), 4096, reserve=False)
+    plan = plan_of(runner)
+    assert (plan.fits, plan.batch_is_measured, runner.context) == (False, False, 4096)
+    assert active() - before == pytest.approx(plan.lines[0].total, rel=0.01)
+    answer(runner, [1] * 30, 3)
+    short = runner.entry.nbytes
+    answer(runner, [1] * 1500, 3)
+    assert short < caches(plan) / 10 < runner.entry.nbytes < caches(plan) / 2
+
+
+def test_the_command_line_says_on_stderr_how_much_context_is_left() -> None:
+    """And answers on stdout as ever."""
+    code = (
+        "from mlxrunner import cli, loading\nfrom mlxrunner.system import device\n"
+        "total = loading.plan_model('demo', 1000, prefill_step=64).total\n"
+        "device.offered_bytes = lambda: total\n"
+        "cli.main(['generate', '-p', 'Hello!', '--prefill-step', '64'])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (0, "Hello! How can I help you?\n")
+    assert re.fullmatch(
+        r"context: 1000 tokens, the most that fits into \S+ MB; the model's own is 2048\n",
+        result.stderr,
+    )
+
+
+def test_the_command_line_fails_with_the_table_unless_told_not_to_reserve(
+    offer: Callable[[int], None],
+) -> None:
+    """Exit code 2, and the table on stderr."""
+    offer(1000)
+    refused = CliRunner().invoke(cli.main, ["generate", "-p", "Hello!"])
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert (
+        refused.stderr
+        == f"mlxrunner: this does not fit into memory\n{plan_model('demo').table()}\n"
+    )
+    lazy = CliRunner().invoke(cli.main, ["generate", "-p", "Hello!", "--no-reserve"])
+    assert (lazy.exit_code, lazy.stdout) == (0, "Hello! How can I help you?\n")
+
+
+# What MLX is told.
+
+
+def test_the_limits_of_mlx_come_from_the_plan(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The batch may be kept for the next step; all of it together may be used."""
+    told: list[tuple[int, int]] = []
+    monkeypatch.setattr(device, "set_limits", lambda total, batch: told.append((total, batch)))
+    write_model(folder)
+    Runner.load(str(folder), reserve=False)
+    assert told == []
+    plan = plan_of(Runner.load(str(folder)))
+    assert told == [(plan.total, batch(plan))]
+
+
+@pytest.mark.parametrize("gpu", [False, True], ids=["cpu", "gpu"])
+@pytest.mark.parametrize(
+    ("total", "batch"), [(10**9, 10**8), (10**11, 5)], ids=["usual", "more than recommended"]
+)
+def test_each_limit_is_what_it_says(
+    gpu: bool, total: int, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory is wired only where the device recommends how much, and never more than that."""
+    recommended = 10**10
+    told: dict[str, int] = {}
+    monkeypatch.setattr(device, "is_gpu", lambda: gpu)
+    monkeypatch.setattr(
+        device, "describe", lambda: {"max_recommended_working_set_size": recommended}
+    )
+    for name in ("memory", "cache", "wired"):
+        monkeypatch.setattr(
+            mx, f"set_{name}_limit", lambda nbytes, name=name: told.update({name: nbytes})
+        )
+    device.set_limits(total, batch)
+    assert told["memory"] >= total
+    assert told["cache"] == max(batch, device.SMALLEST_CACHE)
+    assert told.get("wired") == (min(total, recommended) if gpu else None)
+
+
+def test_what_a_device_offers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU offers what it recommends; a CPU most of the available memory and MLX's share."""
+    monkeypatch.setattr(device, "describe", lambda: {"max_recommended_working_set_size": 10**10})
+    monkeypatch.setattr(device, "_available", lambda total: 10**9)
+    monkeypatch.setattr(device, "is_gpu", lambda: True)
+    assert device.offered_bytes() == 10**10
+    monkeypatch.setattr(device, "is_gpu", lambda: False)
+    assert device.offered_bytes() == 9 * 10**8 + mx.get_active_memory()
+
+
+def test_memory_that_grows_is_looked_at_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt or answer that does not fit is one line, the entry stays true, and others run."""
+    runner = Runner.load("demo", context=1500, reserve=False)
+    monkeypatch.setattr(device, "is_gpu", lambda: False)
+    demand = runner.growing
+    assert demand is not None
+    offered = demand.growing(600, runner.prefill_step, 0)
+    monkeypatch.setattr(
+        device,
+        "hard_limit",
+        lambda: Limit("ulimit -v", offered - mx.get_active_memory() - mx.get_cache_memory()),
+    )
+    with pytest.raises(
+        MemoryPlanError,
+        match=r"^1256 tokens need .*, and ulimit -v leaves .*: "
+        r"give at most 600 tokens, or a smaller",
+    ) as error:
+        runner.generate([5] * 1000)
+    assert "\n" not in str(error.value)
+    chunks, count = runner.generate([5] * 200, stop_tokens=[]), 0
+    with pytest.raises(MemoryPlanError, match="tokens need"):
+        for count, _ in enumerate(chunks, 1):
+            pass
+    assert 250 <= count <= 600
+    assert runner.entry.is_true
+    assert len(list(runner.generate([5] * 200, max_tokens=3, stop_tokens=[]))) == 3
+    with pytest.raises(MemoryPlanError, match="1000 tokens need"):
+        runner.evaluate([5] * 1000)

@@ -1,0 +1,58 @@
+"""The embedded demo model keeps its promises, on conversations that training never used."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+
+from demo_corpus import FACTS, dialogue, is_held_out
+from eval_demo import conversation, evaluate
+from mlxrunner import Runner
+
+
+def test_it_recalls_what_it_was_told() -> None:
+    """The demo recalls 97 % of all questions and 90 % of those about unseen names.
+
+    A twelfth of what tools/eval_demo.py runs, with the same bounds.
+    """
+    score = evaluate(Runner.load("demo", reserve=False), range(42))
+    assert score.asked["all"] > 100
+    assert score.asked["unseen name"] > 25
+    assert score.asked["long"] > 20
+    assert score.share("all") >= 0.97, score.wrong
+    assert score.share("unseen name") >= 0.9, score.wrong
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_names_of_the_evaluation_occur_nowhere_in_training(number: int) -> None:
+    """Every word of a training dialogue that could be a name is on the other side of the split."""
+    unseen = {
+        recall.word.lower() for recall in conversation(2 * number + 1).recalls if recall.unseen
+    }
+    assert all(map(is_held_out, unseen))
+    words = {
+        word.strip(".,?!").lower()
+        for step in range(300)
+        for message in dialogue(random.Random(f"1:{step}")).messages
+        for word in message["content"].split()
+    }
+    assert not unseen & words
+
+
+def test_the_corpus_follows_from_its_seed() -> None:
+    """And tells, asks and answers consistently: the recalled word is in the answer."""
+    first, again = (dialogue(random.Random(5), filler=10) for _ in range(2))
+    assert first == again
+    for number in range(100):
+        talk = conversation(number)
+        assert [message["role"] for message in talk.messages if message["role"] != "system"][
+            :2
+        ] == ["user", "assistant"]
+        for recall in talk.recalls:
+            assert recall.kind in FACTS
+            assert recall.word in talk.messages[recall.index]["content"]

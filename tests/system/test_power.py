@@ -1,0 +1,56 @@
+"""Whether the machine runs on its battery."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mlxrunner.system import power
+
+BATTERY = {"type": "Battery", "status": "Discharging"}
+MAINS = {"type": "Mains", "online": "1"}
+
+
+@pytest.mark.parametrize(
+    ("supplies", "answer"),
+    [
+        ([], False),
+        ([MAINS], False),
+        ([BATTERY], True),
+        ([BATTERY, MAINS], False),
+        ([BATTERY, MAINS | {"online": "0"}], True),
+        ([BATTERY | {"status": "Charging"}], False),
+        ([BATTERY | {"scope": "Device"}], False),
+        ([BATTERY, {"type": "USB", "online": "1"}], False),
+    ],
+    ids=["none", "mains", "battery", "both", "unplugged", "charging", "a mouse", "usb"],
+)
+def test_on_linux_the_supplies_say_it(
+    tmp_path: Path, supplies: list[dict[str, str]], answer: bool
+) -> None:
+    """A mouse's battery is not the machine's."""
+    for number, supply in enumerate(supplies):
+        (tmp_path / str(number)).mkdir()
+        for name, value in supply.items():
+            (tmp_path / str(number) / name).write_text(value + "\n")
+    assert power._linux(tmp_path) is answer
+    assert power._linux(tmp_path / "nowhere") is False
+
+
+@pytest.mark.parametrize(("source", "answer"), [("Battery Power", True), ("AC Power", False)])
+def test_on_macos_pmset_says_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, answer: bool
+) -> None:
+    """And where there is none, nothing does."""
+    program = tmp_path / "pmset"
+    program.write_text(
+        f"#!/bin/sh\n[ \"$1 $2\" = '-g batt' ] && echo \"Now drawing from '{source}'\"\n"
+    )
+    program.chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(power.sys, "platform", "darwin")
+    assert power.on_battery() is answer
+    program.unlink()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert power.on_battery() is False

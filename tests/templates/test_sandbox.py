@@ -1,0 +1,236 @@
+"""The sandbox gives the text that transformers makes, and ends templates without end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxrunner import PromptError
+from mlxrunner.errors import TemplateLimitError
+from mlxrunner.templates import sandbox
+from mlxrunner.templates.rendering import render_jinja
+from mlxrunner.tokenizer import load_tokenizer
+
+MESSAGES: Any = [
+    {"role": "system", "content": "  Be brief.\n"},
+    {"role": "user", "content": "<b>hi</b> & {{ 1 }}"},
+    {"role": "assistant", "content": "<think>\nhm\n</think>\n\nhello"},
+    {"role": "user", "content": "ü" * 50},
+]
+EVERYDAY = {
+    "namespace, reversed, split": (
+        "{%- set ns = namespace(last=-1, seen='') %}{%- for m in messages[::-1] %}{%- if m.role == "
+        "'user' and ns.last < 0 %}"
+        "{%- set ns.last = messages|length - 1 - loop.index0 %}{%- endif %}{%- endfor %}"
+        "{%- for m in messages %}{{ m.content.split('</think>')[-1].lstrip('\\n') ~ loop.index ~ "
+        "(loop.index0 > ns.last) }}"
+        "{%- set ns.seen = ns.seen + m.role %}{%- endfor %}{{ ns.seen }}"
+    ),
+    "macro, call, recursion": (
+        "{% macro one(m, deep=2) %}[{{ m.role }}{% if deep %}{{ one(m, deep - 1) }}{% endif %}{{ "
+        "caller() if caller }}]{% endmacro %}"
+        "{% for m in messages %}{% call one(m) %}!{% endcall %}{% endfor %}"
+    ),
+    "filters and tests": (
+        "{{ messages|map(attribute='role')|unique|join(', ')|title }} {{ "
+        "messages|selectattr('role', 'equalto', 'user')|list|length }}"
+        "{{ messages[1].content|trim|upper|replace('B', 'x')|indent(4) }} {{ "
+        "messages[0]|tojson(indent=2) }} {{ none|default('d') }}"
+        "{{ messages|groupby('role')|first|first }} {{ 'abc' is in 'xabcx' }} {{ [3, 1]|sort }} {{ "
+        "(1, 2)|sum }} {{ '%s-%03d'|format('a', 7) }}"
+    ),
+    "methods": "{{ '{}:{:>5}'.format('a', 3) ~ '%s|%r' % ('x', [1]) ~ 'ab'.center(9, '*') ~ "
+    "dict(a=1, b=[2]).items()|list ~ '-'.join(['a', 'b']) }}",
+    "blocks": "{% set x %}{% for m in messages %}{{ m.role }},{% endfor %}{% endset %}"
+    "{% filter upper %}{{ x }}{% endfilter %}{{ x|length }}",
+    "loop controls": "{% for m in messages if m.role != 'system' %}"
+    "{% if loop.index > 2 %}{% break %}{% endif %}{{ loop.cycle('a', 'b') }}{% else %}none{% "
+    "endfor %}",
+    "arithmetic": "{{ (2 ** 10 - 24) // 3 % 7 * 'ab' ~ 7 / 2 ~ [1] * 3 ~ -5 ~ ('a' 'b') "
+    "~ 1.5|round }}",
+    "escaping": "{% autoescape true %}{{ messages[1].content ~ '<' }}{{ '<i>'|safe }}"
+    "{% endautoescape %}",
+    "generation": "{% generation %}{{ messages[2].content }}{% endgeneration %}",
+    "values": "{{ none }}{{ true }}{{ undefined_name }}{{ [1, 'a', {'b': (1,)}] }}"
+    "{{ add_generation_prompt }}{{ bos_token }}{{ tools }}",
+}
+
+
+@pytest.mark.parametrize("template", EVERYDAY.values(), ids=EVERYDAY)
+def test_a_template_makes_the_same_text_as_in_transformers(template: str) -> None:
+    """Whatever it uses."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    theirs: Any = render_jinja_template(
+        [MESSAGES], chat_template=template, add_generation_prompt=True, bos_token="<s>"
+    )
+    assert render_jinja(template, MESSAGES, True, bos_token="<s>") == theirs[0][0]
+
+
+def test_the_templates_of_the_other_tests_make_the_same_text(templates: dict[str, str]) -> None:
+    """Those of four families."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    for template in templates.values():
+        theirs: Any = render_jinja_template(
+            [MESSAGES[1:]], chat_template=template, add_generation_prompt=False, eos_token="</s>"
+        )
+        assert render_jinja(template, MESSAGES[1:], False, eos_token="</s>") == theirs[0][0]
+
+
+AGAIN = "{% for i in range(100000) %}"
+DOUBLED = (
+    "{% set ns = namespace(x=START) %}{% for i in range(60) %}{% set ns.x = TWICE %}{% endfor %}{{ "
+    "ns.x }}"
+)
+LARGE = {
+    "padding": "{{ 'a'.center(5 * 10**9) }}",
+    "padding, constant": "{{ 'a'|center(5000000000) }}",
+    "repeated text": "{{ 'x' * 10**10 }}",
+    "repeated list": "{{ [1] * 10**10 }}",
+    "doubled by ~": DOUBLED.replace("START", "'a'").replace("TWICE", "ns.x ~ ns.x"),
+    "doubled by +": DOUBLED.replace("START", "'a'").replace("TWICE", "ns.x + ns.x"),
+    "doubled lists": DOUBLED.replace("START", "[1]").replace("TWICE", "[ns.x, ns.x]"),
+    "doubled dictionaries": DOUBLED.replace("START", "{}").replace(
+        "TWICE", "{'a': ns.x, 'b': ns.x}"
+    ),
+    "written in loops": AGAIN + AGAIN + "x" * 50 + "{% endfor %}{% endfor %}",
+    "kept in loops": "{% set x %}"
+    + AGAIN
+    + AGAIN
+    + "x" * 5000
+    + "{% endfor %}{% endfor %}{% endset %}{{ x|length }}",
+    "number": "{{ 9999 ** 9999 ** 99 }}",
+    "product": "{{ 2**4000 * 2**4000 }}",
+    "width in a format": "{{ '%099999999d' % 1 }}",
+    "width in a method": "{{ '{:>9999999999}'.format(1) }}",
+    "computed width": "{{ '{:{w}}'.format(1, w=10**10) }}",
+    "computed width, old": "{{ '%*d' % (10**9, 1) }}",
+    "fields": "{{ ('{0}' * 9999).format('x' * 200000) }}",
+    "replaced": "{{ ('a' * 200000).replace('a', 'b' * 200000) }}",
+    "nothing replaced": "{{ ('a' * 200000)|replace('', 'b' * 200000) }}",
+    "joined": "{{ range(100000)|join('x' * 200000) }}",
+    "joined by a method": "{{ ('x' * 200000).join(range(100000)|map('string')) }}",
+    "indented": "{{ ('\\n' * 200000)|indent(9000) }}",
+    "filled": "{{ [1]|batch(10**9, 'x')|list }}",
+    "sliced": "{{ [1]|slice(10**9)|list }}",
+    "rounded": "{{ 1|round(10**9, 'ceil') }}",
+    "bytes": "{{ (1).to_bytes(10**10, 'big') }}",
+    "stripped": "{{ ('a' * 200000).strip('b' * 100000 ~ 'a') }}",
+    "searched backwards": "{{ ('a' * 200000).rfind('b' ~ 'a' * 100000) }}",
+    "tags": "{{ ('<' * 200000)|striptags }}",
+    "lists added": "{{ (range(100000)|batch(1)|list)|sum(start=[]) }}",
+    "tabs": "{{ ('\\t' * 200000).expandtabs(9999) }}",
+    "translated": "{{ ('a' * 200000).translate({97: 'b' * 200000}) }}",
+    "keys": "{{ dict.fromkeys(range(100000), 'x' * 10000) }}",
+    "in all": "".join(f"{{% set v{i} = 'x' * 200000 %}}" for i in range(400)),
+    "source": "{# #}" * 2**16,
+}
+
+
+@pytest.mark.parametrize("template", LARGE.values(), ids=LARGE)
+def test_a_template_that_makes_too_much_is_stopped_before_it_does(template: str) -> None:
+    """No memory is taken, and the clock is not needed."""
+    with pytest.raises(TemplateLimitError):
+        render_jinja(template, MESSAGES, True)
+
+
+ENDLESS = {
+    "loops": AGAIN * 4 + "{% endfor %}" * 4,
+    "conditions": AGAIN + "{% for k in range(100000) if k < 0 %}{% endfor %}{% endfor %}",
+    "macros": "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}"
+    "{% endmacro %}{{ m(100) }}",
+    "callers": "{% macro m() %}{{ caller() }}{{ caller() }}{% endmacro %}"
+    + "{% call m() %}" * 60
+    + "{% endcall %}" * 60,
+    "filters": AGAIN + "{% set x = range(100000)|select('equalto', -1)|list %}{% endfor %}",
+    "comparisons": "{% set a = ['a' * 1000] * 900 %}{% set b = ['a' * 1000] * 900 %}"
+    + AGAIN * 2
+    + "{% if a == b %}{% endif %}{% endfor %}{% endfor %}",
+    "growing lists": "{% set ns = namespace(x=[]) %}"
+    + AGAIN
+    + "{% set ns.x = ns.x + [i] %}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("template", ENDLESS.values(), ids=ENDLESS)
+def test_a_template_that_does_not_end_is_stopped(
+    template: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the processor's time, which a busy machine does not shorten."""
+    monkeypatch.setattr(sandbox, "MOST_SECONDS", 0.05)
+    with pytest.raises(TemplateLimitError, match="stopped"):
+        render_jinja(template, MESSAGES, True)
+
+
+def test_a_template_that_is_stopped_for_each_prompt_takes_no_longer_than_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each time half as long, so that a batch of many lines ends, too."""
+    monkeypatch.setattr(sandbox, "MOST_SECONDS", 0.4)
+    monkeypatch.setattr(sandbox, "LEAST_SECONDS", 0.0)
+    template = AGAIN * 2 + "{# for each prompt #}" + "{% endfor %}" * 2
+    said = []
+    for _ in range(10):
+        with pytest.raises(TemplateLimitError) as stopped:
+            render_jinja(template, MESSAGES, True)
+        said.append(str(stopped.value))
+    assert said[:3] == [
+        f"it was stopped after {seconds} seconds" for seconds in ("0.4", "0.2", "0.1")
+    ]
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ " + "(" * 20000 + "1" + ")" * 20000 + " }}",
+        "{% if 1 %}" * 3000 + "{% endif %}" * 3000,
+        "{{ 1" + "+1" * 5000 + " }}",
+        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+        "{% for x in [1] recursive %}{{ loop([1]) }}{% endfor %}",
+    ],
+    ids=["brackets", "blocks", "sums", "macro", "loop"],
+)
+def test_what_is_nested_too_deeply_is_an_ordinary_error(template: str) -> None:
+    """Of Python, which a conversation turns into one line."""
+    with pytest.raises(RecursionError):
+        render_jinja(template, MESSAGES, True)
+
+
+def test_much_text_given_may_become_much_text() -> None:
+    """The limits grow with the conversation."""
+    long: Any = [{"role": "user", "content": "word " * 500_000}] * 2
+    assert (
+        len(
+            render_jinja(
+                "{% for m in messages %}{{ m.content|trim }}{{ m.content }}{% endfor %}", long, True
+            )
+        )
+        == 9_999_998
+    )
+
+
+def test_names_and_things_that_are_no_data_reach_no_template() -> None:
+    """A namespace does not write out what it holds; an object is the name of its kind."""
+    assert render_jinja(
+        "{{ namespace(a=1) }}{{ thing }}{{ kind }}", MESSAGES, True, thing=Path("x"), kind=True
+    ) in ("<Namespace><PosixPath>True", "<Namespace><WindowsPath>True")
+    with pytest.raises(Exception, match="lipsum"):
+        render_jinja("{{ lipsum(n=10**9) }}", MESSAGES, True)
+
+
+@pytest.mark.parametrize("kind", ["tokenizer.json", "tokenizer.model"])
+def test_a_conversation_ends_in_one_line(kind: str, tmp_path: Path, copy_of: Any) -> None:
+    """With every library, and with what to do."""
+    folder: Path = copy_of(
+        "byte_level" if kind == "tokenizer.json" else "spm_plain",
+        chat_template="{{ 'x' * 10**10 }}",
+    )
+    with pytest.raises(
+        PromptError,
+        match=r"chat template does not end well: it was stopped .* characters out of .*--raw",
+    ) as error:
+        load_tokenizer(folder).render(MESSAGES)
+    assert "\n" not in str(error.value)

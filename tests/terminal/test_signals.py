@@ -1,0 +1,200 @@
+"""Ctrl-C, press by press, and the signals that end a command."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from mlxrunner.terminal.signals import Interrupts, orderly_end, say_now, uninterrupted
+
+
+def press() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.fixture(autouse=True)
+def before() -> Iterator[object]:
+    """The handler of Ctrl-C, which every test leaves as it was."""
+    handler = signal.getsignal(signal.SIGINT)
+    yield handler
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_the_first_one_asks_and_the_second_interrupts() -> None:
+    """Once: a third one must not hit what the second one began."""
+    said: list[int] = []
+    with Interrupts() as interrupts, interrupts.asking(lambda: said.append(1)) as interrupted:
+        press()
+        with pytest.raises(KeyboardInterrupt):
+            press()
+        press()
+        assert interrupted()
+    assert said == [1]
+
+
+def test_more_of_them_do_nothing_once_the_first_was_seen() -> None:
+    """The answer is being put away."""
+    with Interrupts() as interrupts, interrupts.asking() as interrupted:
+        assert not interrupted()
+        press()
+        assert interrupted()
+        press()
+        press()
+
+
+def test_a_batch_can_be_interrupted_after_the_first_was_seen() -> None:
+    """What is running may last: the second press ends that, too."""
+    with (
+        Interrupts() as interrupts,
+        interrupts.asking(is_settled_when_seen=False) as interrupted,
+    ):
+        press()
+        assert interrupted()
+        with pytest.raises(KeyboardInterrupt):
+            press()
+        press()
+        assert interrupted()
+
+
+def test_one_that_was_asked_for_is_not_raised_again_outside() -> None:
+    """The block around the answer hears nothing more until it listens anew."""
+    with Interrupts() as interrupts:
+        with interrupts.listening(), interrupts.asking() as interrupted:
+            press()
+        press()
+        assert interrupted()
+        with interrupts.listening(), pytest.raises(KeyboardInterrupt):
+            press()
+
+
+def test_after_asking_for_nothing_the_block_around_listens() -> None:
+    """An answer without Ctrl-C leaves everything as it was."""
+    with Interrupts() as interrupts, interrupts.listening():
+        with interrupts.asking():
+            pass
+        with pytest.raises(KeyboardInterrupt):
+            press()
+
+
+@pytest.mark.parametrize("kind", ["listening", "asking"])
+def test_one_that_comes_between_two_blocks_waits_for_the_next(kind: str) -> None:
+    """It is neither lost nor raised where nobody expects it."""
+    with Interrupts() as interrupts:
+        with interrupts.listening():
+            pass
+        press()
+        if kind == "asking":
+            with interrupts.asking() as interrupted:
+                assert interrupted()
+        else:
+            with pytest.raises(KeyboardInterrupt), interrupts.listening():
+                pytest.fail("it waited")
+
+
+def test_what_handles_an_interrupt_is_not_interrupted() -> None:
+    """More presses do nothing until the next block; one is one."""
+    with Interrupts() as interrupts:
+        with pytest.raises(KeyboardInterrupt), interrupts.listening():
+            press()
+        press()
+        with interrupts.listening():
+            pass
+
+
+@contextmanager
+def inherited(handler: signal.Handlers) -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_background_job_goes_on_ignoring_it() -> None:
+    """As the shell that has started it wants."""
+    with inherited(signal.SIG_IGN):
+        with (
+            Interrupts() as interrupts,
+            interrupts.listening(),
+            interrupts.asking() as interrupted,
+        ):
+            press()
+            press()
+            assert not interrupted()
+        with uninterrupted():
+            press()
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+def test_another_thread_hears_nothing() -> None:
+    """Only the main one may set handlers: elsewhere nothing is asked for, and nothing fails."""
+    asked: list[bool] = []
+
+    def work() -> None:
+        with Interrupts() as interrupts, interrupts.asking() as interrupted:
+            asked.append(interrupted())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert asked == [False]
+
+
+def test_what_must_not_be_interrupted_is_not() -> None:
+    """The interrupt comes when it is over; without one nothing does."""
+    done = []
+    with pytest.raises(KeyboardInterrupt), uninterrupted():
+        press()
+        done.append(True)
+    assert done
+    with uninterrupted():
+        pass
+
+
+def test_what_waited_reaches_the_block_around() -> None:
+    """Also a request to end."""
+    with Interrupts() as interrupts, interrupts.asking() as interrupted:
+        with uninterrupted():
+            press()
+            assert not interrupted()
+        assert interrupted()
+
+
+def test_afterwards_it_is_as_it_was(before: object) -> None:
+    """Also when what is inside fails."""
+    with pytest.raises(ValueError, match="x"), Interrupts() as interrupts, interrupts.asking():
+        raise ValueError("x")
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_what_a_handler_says_is_a_line(capfd: pytest.CaptureFixture[str]) -> None:
+    """Of its own, whatever stands before it; a terminal that is gone is no error."""
+    say_now("ending")
+    assert capfd.readouterr().err == "\nending\n"
+    kept = os.dup(2)
+    os.close(2)
+    try:
+        say_now("ending")
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
+def test_a_signal_to_end_is_an_exit_once() -> None:
+    """A second signal, at any moment, disturbs nothing, and all is restored afterwards."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    with pytest.raises(SystemExit) as caught, orderly_end():
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert caught.value.code == 128 + signal.SIGTERM
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGHUP)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    with orderly_end():
+        assert signal.getsignal(signal.SIGTERM) is not before[signal.SIGTERM]
+    assert {number: signal.getsignal(number) for number in before} == before
