@@ -35,8 +35,11 @@ from pathlib import Path
 from mlxrunner.chat.conversation import Conversation
 from mlxrunner.chat.view import PlainView
 from mlxrunner.chat.start import open_chat
+from mlxrunner.terminal.signals import Interrupts
 from mlxrunner.testing import OracleModel, oracle_runner
 
+heard, handle = [], Interrupts._heard
+Interrupts._heard = lambda self, *signal: (heard.append(signal), handle(self, *signal))
 moments, rng, asked, layers_left = os.environ.get("MOMENTS"), random.Random(4), -1, 0
 
 def slowly(index):
@@ -46,6 +49,8 @@ def slowly(index):
         layers_left -= 1
         if not layers_left:
             Path(moments, str(asked)).touch()
+            while asked % 4 < 2 and len(heard) <= asked and time.monotonic() < started + 60:
+                time.sleep(0.002)  # a slow machine must not turn a prefill into a decode
 
 model = OracleModel(["full", "recurrent"], on_layer=slowly)
 runner = oracle_runner(model=model, prefill_step=3)
@@ -71,7 +76,7 @@ def tail(runner, prompt):
     return [chunk.token for chunk in runner.generate([*prompt, 5], max_tokens=4, stop_tokens=[])]
 
 def checked(*arguments):
-    global turns, asked, layers_left
+    global turns, asked, layers_left, started
     model.on_layer = lambda index: None
     history = conversation.history
     kept = list(runner.entry.tokens)
@@ -90,7 +95,7 @@ is not run through the model
     layers_left = 0
     model.on_layer = slowly
     text = read(*arguments)
-    asked += 1
+    asked, started = asked + 1, time.monotonic()
     layers_left = rng.randint(1, 24) if asked % 4 < 2 else None
     return text
 
