@@ -370,8 +370,8 @@ class RunnerKwargs(TypedDict, total=False):
     checkpoint_interval: int
 
 
-def _check_names(kind: type, given: Mapping[str, Any]) -> None:
-    unknown = sorted(given.keys() - set(names(kind)))
+def _check_names(kind: Any, given: Mapping[str, Any]) -> None:
+    unknown = sorted(given.keys() - kind.__dataclass_fields__.keys())
     if unknown:
         known = ", ".join(sorted(names(kind)))
         raise OptionError(f"unknown option {unknown[0]!r}: known are {known}")
@@ -383,7 +383,7 @@ def check_fields(options: Any) -> None:
         if "option" not in one.metadata:
             continue
         described, value = about(one), getattr(options, one.name)
-        if not described.is_list and (value is not None or one.default is not None):
+        if value is not one.default and not described.is_list:
             described.check(one.name, value)
 
 
