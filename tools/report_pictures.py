@@ -63,7 +63,7 @@ def write_chat(folder: Path) -> None:
         typed += [f"/branch other{number}", f"I live in a {words(rng, 20)}.", "Tell me a story."]
         typed += ["/switch main", "/undo 2", f"I like {words(rng, rng.randint(5, 80))}."]
         typed += ["/retry temperature=0.8 seed=3", "What is my name?"]
-        typed += ["/save one"] if number == 1 else []
+        typed += ["/save -f one"] if number == 1 else []
         typed += ["/clear"]
     typed += ["/load -f one", "What is my name?", "Tell me a story.", "/clear", "Hello!"]
     options = ["--max-tokens", "60", "--overflow", "shift", "--verify-cache", "0.2"]
@@ -104,11 +104,11 @@ def run(folder: Path, *command: str, typed: str = "", allowed: tuple[int, ...] =
         cwd=folder,
         input=typed,
         text=True,
-        stdout=subprocess.DEVNULL,
+        capture_output=True,
         env=environment,
     )
     if ended.returncode not in allowed:
-        sys.exit(f"mlxrunner {command[0]} ended with {ended.returncode}")
+        sys.exit(f"{ended.stderr}mlxrunner {command[0]} ended with {ended.returncode}")
 
 
 def take(folder: Path, name: str, width: int, scheme: int) -> None:
