@@ -29,7 +29,7 @@ FLOORS = [
     ["models"],
     ["cache", "tokenizer"],
     ["templates"],
-    ["errors", "options", "results", "system", "terminal"],
+    ["arguments", "errors", "json_options", "names", "options", "results", "system", "terminal"],
 ]
 BOOKKEEPING = """
 batch.fields batch.job batch.lines batch.options batch.output batch.plan batch.prompts batch.store

@@ -11,7 +11,8 @@ import click
 
 from mlxrunner.cli.program import F, set_debug
 from mlxrunner.errors import OptionError, ReadError
-from mlxrunner.options import MAX_SCHEMA, GenerateOptions, RunnerSettings, about, names
+from mlxrunner.json_options import MAX_SCHEMA, check_schema, check_tools
+from mlxrunner.options import GenerateOptions, RunnerSettings, about, names
 from mlxrunner.system.reading import read_text
 
 if TYPE_CHECKING:
@@ -162,13 +163,26 @@ def sampling_options(command: F) -> F:
     return together(_options_of(GenerateOptions, SAMPLING))(command)
 
 
-def _read_schema(ctx: click.Context, parameter: click.Parameter, file: str | None) -> str | None:
+def _read_json(flag: str, file: str | None, most: int, check: Callable[[str], None]) -> str | None:
+    """Return the text of `file`, at most `most` bytes, if `check` finds nothing wrong with it."""
     if file is None:
         return None
     try:
-        return read_text(file, 4 * MAX_SCHEMA, given=True)
+        text = read_text(file, most, given=True)
+        check(text)
     except ReadError as error:
-        raise OptionError(f"--schema {error}") from error
+        raise OptionError(f"{flag} {error}") from error
+    except OptionError as error:
+        raise OptionError(f"{flag} {file}: {str(error).partition(': ')[2]}") from error
+    return text
+
+
+def _read_schema(ctx: click.Context, parameter: click.Parameter, file: str | None) -> str | None:
+    return _read_json("--schema", file, 4 * MAX_SCHEMA, check_schema)
+
+
+def _read_tools(ctx: click.Context, parameter: click.Parameter, file: str | None) -> str | None:
+    return _read_json("--tools", file, MOST_TOOLS, check_tools)
 
 
 def _split_choices(
@@ -214,15 +228,6 @@ def _read_variables(
         except (ValueError, RecursionError):
             variables[name] = value
     return variables or None
-
-
-def _read_tools(ctx: click.Context, parameter: click.Parameter, file: str | None) -> str | None:
-    if file is None:
-        return None
-    try:
-        return read_text(file, MOST_TOOLS, given=True)
-    except ReadError as error:
-        raise OptionError(f"--tools {error}") from error
 
 
 def template_var_option(command: F) -> F:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NotRequired, TypedDict
 
 from mlxrunner.errors import PromptError
+from mlxrunner.json_options import parsed_json
 
 
 class Function(TypedDict):
@@ -141,14 +142,17 @@ def _arguments(index: int, function: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the arguments as an object, the form that chat templates expect."""
     given = function.get("arguments", {})
     arguments = given
-    if isinstance(given, str):
-        try:
-            arguments = json.loads(given or "{}")
-        except (ValueError, RecursionError):
-            arguments = None
+    why = ""
+    try:
+        if isinstance(given, str):
+            arguments = parsed_json(given or "{}")
+        else:
+            json.dumps(given, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        arguments, why = None, f": {error}"
     if not isinstance(arguments, Mapping):
         raise PromptError(
             f"message {index}: the arguments of {function['name']!r:.80} have to be a JSON object, "
-            f"not {given!r:.80}"
+            f'such as {{"city": "Oslo"}}, not {given!r:.80}{why}'
         )
     return arguments

@@ -492,11 +492,11 @@ WRONG: dict[str, tuple[list[object], str]] = {
     ),
     "bad schema": (
         ["in.jsonl", "-o", "out.jsonl", "--schema", "in.jsonl"],
-        "schema: not valid JSON",
+        "--schema in.jsonl: not valid JSON",
     ),
     "list as schema": (
         ["in.jsonl", "-o", "out.jsonl", "--schema", "list.json"],
-        "schema: it has to be a JSON object",
+        "--schema list.json: it has to be a JSON object",
     ),
 }
 
