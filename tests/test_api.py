@@ -119,6 +119,50 @@ def test_type_checkers_see_every_public_name() -> None:
     assert (PACKAGE / "py.typed").is_file()
 
 
+PROGRAM = """
+from collections.abc import Mapping
+from typing import Any
+
+from mlxrunner import BatchRequest, Message, Runner, run_batch
+
+call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+chat: list[Message] = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": [{"type": "text", "text": "Hello"}]},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}},
+            {"function": {"name": "g", "arguments": {"city": "Oslo", "days": 3}}},
+        ],
+    },
+    {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]},
+    {"role": "tool", "tool_call_id": "1", "content": "[1, 2]", "name": "f"},
+]
+plain: list[dict[str, str]] = [{"role": "user", "content": "Hello"}]
+loose: list[dict[str, Any]] = [*plain, {"role": "assistant", "tool_calls": [call]}]
+other: tuple[Mapping[str, object], ...] = ({"role": "user", "content": "Hello"},)
+with Runner.load("demo", context=64) as runner:
+    for messages in (chat, plain, loose):
+        print(runner.complete(messages, tools=[{"type": "function"}]).text)
+    print(runner.complete(other).usage.cached_tokens, runner.complete([1, 2]).tokens)
+    print([one.text for one in run_batch(runner, [BatchRequest(chat), BatchRequest("a")])])
+wrong: Message = {"role": "user", "content": 5}  # type: ignore[typeddict-item]
+misspelt: Message = {"role": "user", "contents": ""}  # type: ignore[typeddict-unknown-key]
+runner.complete("a", max_tokens="5")  # type: ignore[arg-type]
+"""
+
+
+def test_a_typed_program_with_the_messages_of_openai_passes_mypy(tmp_path: Path) -> None:
+    """Text parts, tool calls and their results; an ignore that nothing needs would be an error."""
+    file = tmp_path / "program.py"
+    file.write_text(PROGRAM)
+    check = [sys.executable, "-m", "mypy", "--strict", "--config-file", "pyproject.toml", str(file)]
+    run = subprocess.run(check, capture_output=True, text=True, cwd=PACKAGE.parent, check=False)
+    assert run.stdout == "Success: no issues found in 1 source file\n", run.stdout + run.stderr
+
+
 def test_every_public_name_is_in_the_docs() -> None:
     """Somewhere in the pages, so that a reader can find it."""
     pages = " ".join(path.read_text() for path in (PACKAGE.parent / "docs").glob("*.md"))

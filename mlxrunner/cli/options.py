@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from mlxrunner.cli.program import F, set_debug
 from mlxrunner.errors import OptionError, ReadError
@@ -259,6 +260,12 @@ def check_options(options: dict[str, Any], *, quiet: bool = False) -> None:
             ),
             err=True,
         )
+
+
+def is_given(name: str) -> bool:
+    """Return True if the user typed the option `name` or set its environment variable."""
+    source = click.get_current_context().get_parameter_source(name)
+    return source in (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
 
 
 def take(options: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from mlxrunner.cache.overflow import Shift
 from mlxrunner.cache.tokens import TokenArray, as_tokens, common_prefix
 from mlxrunner.errors import ContextLengthError, OptionError, PromptError
 from mlxrunner.options import GenerateOptions
-from mlxrunner.templates.messages import Message, check_messages
+from mlxrunner.templates.messages import PlainMessage, check_messages
 from mlxrunner.tokenizer.base import Tokenizer
 
 
@@ -25,7 +25,7 @@ class TokenizedPrompt:
 
     tokens: TokenArray
     kind: Literal["messages", "text", "tokens"] = "tokens"
-    messages: Sequence[Message] = ()
+    messages: Sequence[PlainMessage] = ()
     """The conversation; empty unless `kind` is "messages"."""
     text: str = ""
     """The tokenized text: the raw prompt, or the messages as the chat template wrote them."""
@@ -72,7 +72,7 @@ def tokenize_prompt(
 
 
 def _tokenize_messages(
-    tokenizer: Tokenizer, messages: Sequence[Message], variables: Mapping[str, Any]
+    tokenizer: Tokenizer, messages: Sequence[PlainMessage], variables: Mapping[str, Any]
 ) -> TokenizedPrompt:
     text = tokenizer.render(messages, **variables)
     if variables.get("tools") and text == _rendered(
@@ -95,7 +95,7 @@ def _tokenize_messages(
 
 
 def _rendered(
-    tokenizer: Tokenizer, messages: Sequence[Message], variables: Mapping[str, Any]
+    tokenizer: Tokenizer, messages: Sequence[PlainMessage], variables: Mapping[str, Any]
 ) -> str | None:
     """Return the conversation as the template writes it, or None if the template refuses it."""
     try:
