@@ -49,7 +49,11 @@ class Forks:
         return _Spawn(self._start, command, arguments, **options)
 
     def _start(
-        self, arguments: list[str], env: dict[str, str], cwd: str | None, dimensions: tuple[int, int]
+        self,
+        arguments: list[str],
+        env: dict[str, str],
+        cwd: str | None,
+        dimensions: tuple[int, int],
     ) -> _Terminal:
         ours, theirs = pty.openpty()
         status, done = os.pipe()
@@ -102,7 +106,7 @@ class _Terminal(PtyProcess):
 
 def serve() -> list[str]:
     """Fork for each request. Return its arguments, in the fork; exit at the end of the requests."""
-    requests = socket.socket(fileno=0)
+    requests, watchers = socket.socket(fileno=0), set[int]()
     while True:
         text, files = b"", []
         while not text.endswith(b"\n"):
@@ -122,7 +126,7 @@ def serve() -> list[str]:
             _watch(program, status)
         os.close(terminal)
         os.close(status)
-        os.waitpid(watcher, os.WNOHANG)
+        watchers = {one for one in {*watchers, watcher} if os.waitpid(one, os.WNOHANG) == (0, 0)}
 
 
 def _watch(program: int, status: int) -> None:
