@@ -161,7 +161,12 @@ def model_options(command: F) -> F:
 
 def sampling_options(command: F) -> F:
     """Add the options that choose the next token and end an answer."""
-    return together(_options_of(GenerateOptions, SAMPLING))(command)
+    greedy = click.option(
+        "--greedy",
+        is_flag=True,
+        help="Always the most likely token: temperature 0 and no penalties.",
+    )
+    return together((greedy, *_options_of(GenerateOptions, SAMPLING)))(command)
 
 
 def _read_json(flag: str, file: str | None, most: int, check: Callable[[str], None]) -> str | None:
