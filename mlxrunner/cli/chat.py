@@ -18,6 +18,7 @@ from mlxrunner.cli.options import (
     template_var_option,
 )
 from mlxrunner.cli.recording import recording, recording_options
+from mlxrunner.cli.words import session_words
 from mlxrunner.errors import OptionError
 
 
@@ -51,6 +52,7 @@ from mlxrunner.errors import OptionError
 @click.option(
     "--session",
     metavar="NAME",
+    shell_complete=session_words,
     help="Go on with this saved conversation, or begin it; saved after each turn.",
 )
 @click.option(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlxrunner.cli.program import F, set_debug
+from mlxrunner.cli.words import model_words
 from mlxrunner.errors import OptionError, ReadError
 from mlxrunner.options import MAX_SCHEMA, GenerateOptions, RunnerSettings, about, names
 from mlxrunner.system.reading import read_text
@@ -118,6 +119,7 @@ def model_options(command: F) -> F:
                 "--model",
                 default="demo",
                 show_default=True,
+                shell_complete=model_words,
                 envvar="MLXRUNNER_MODEL",
                 show_envvar=True,
                 help=(
@@ -265,6 +267,7 @@ def load(model: str, loading: dict[str, Any], *, banner: bool) -> Runner:
 
     if banner and model == "demo":
         click.echo(DEMO_BANNER, err=True)
-    resolve(model)  # a download shows a bar of its own
+    # A download shows a bar of its own.
+    resolve(model, with_code=loading["trust_remote_code"])
     with loading_bar(model):
         return Runner.load(model, **loading)
