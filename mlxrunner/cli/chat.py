@@ -19,6 +19,7 @@ from mlxrunner.cli.options import (
 )
 from mlxrunner.cli.recording import recording, recording_options
 from mlxrunner.cli.settling import typed_options, usual_options
+from mlxrunner.cli.words import session_words
 from mlxrunner.errors import OptionError
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
 @click.option(
     "--session",
     metavar="NAME",
+    shell_complete=session_words,
     help="Go on with this saved conversation, or begin it; saved after each turn.",
 )
 @click.option(

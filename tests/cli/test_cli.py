@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -424,3 +425,9 @@ def test_models_lists_an_empty_cache(tmp_path: Path) -> None:
         )
         == []
     )
+
+
+def test_the_version_names_those_of_mlx_and_mlx_lm() -> None:
+    """A report of a bug needs the three; none of them is imported for that."""
+    expected = ", ".join(f"{name} {version(name)}" for name in ("mlx", "mlx-lm"))
+    assert run("--version").stdout == f"mlxrunner {version('mlxrunner')} ({expected})\n"
