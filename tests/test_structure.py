@@ -45,7 +45,8 @@ profiling.curve profiling.reading
 profiling.reasons profiling.record.divergence profiling.record.event profiling.record.metrics
 profiling.record.tokenlog profiling.record.writer profiling.replay.simulate
 profiling.replay.thinking profiling.replay.variants profiling.report.aggregate
-profiling.report.explain profiling.report.formatting profiling.report.html
+profiling.report.elements profiling.report.explain profiling.report.formatting
+profiling.report.html profiling.report.plots
 profiling.report.report profiling.report.csv_rows profiling.report.screen profiling.schema
 profiling.report.svg profiling.report.trace results sessions.folder sessions.history
 sessions.session sessions.store
