@@ -26,6 +26,7 @@ from mlxrunner.batch.job import (
     store_to_plan,
 )
 from mlxrunner.batch.lines import LineReader
+from mlxrunner.batch.options import ORDERS, Order
 from mlxrunner.batch.output import Writer, error_of, write_line
 from mlxrunner.batch.plan import (
     BatchPlan,
@@ -47,7 +48,7 @@ from mlxrunner.batch.retry import (
     opened_retry,
 )
 from mlxrunner.batch.run import Execution
-from mlxrunner.batch.store import ORDERS, Counts, Order, Store
+from mlxrunner.batch.store import Counts, Store
 from mlxrunner.batch.tally import Tally
 from mlxrunner.errors import (
     CutOffError,
