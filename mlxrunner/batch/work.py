@@ -189,13 +189,13 @@ def _read(
     with opened_input(job) as stream:
         reader = LineReader(stream, job, template=job.prompt_template)
         lines = _counted(reader, "reading", progress)
-        tokenize_lines(store, lines, tokenizer, context=context, defaults=job.defaults)
+        is_shifted = tokenize_lines(store, lines, tokenizer, context=context, defaults=job.defaults)
         parts = {**parts, INPUT: reader.digest}
         if retried is not None:
             check_same(retried.made_from, parts, job.output)
             copy_answers(job, store, retried)
             parts[ANSWERS] = retried.digest
-        store.finish(parts)
+        store.finish(parts, by_tokens=is_shifted)
     progress.close()
 
 
