@@ -358,8 +358,8 @@ class RunnerKwargs(TypedDict, total=False):
     checkpoint_interval: int
 
 
-def _check_names(kind: type, given: Mapping[str, Any]) -> None:
-    unknown = sorted(given.keys() - set(names(kind)))
+def _check_names(kind: Any, given: Mapping[str, Any]) -> None:
+    unknown = sorted(given.keys() - kind.__dataclass_fields__.keys())
     if unknown:
         known = ", ".join(sorted(names(kind)))
         raise OptionError(f"unknown option {unknown[0]!r}: known are {known}")
@@ -367,9 +367,9 @@ def _check_names(kind: type, given: Mapping[str, Any]) -> None:
 
 def _check_fields(options: Any) -> None:
     for one in fields(options):
-        option, value = about(one), getattr(options, one.name)
-        if not option.is_list and (value is not None or one.default is not None):
-            option.check(one.name, value)
+        value = getattr(options, one.name)
+        if value is not one.default and not about(one).is_list:
+            about(one).check(one.name, value)
 
 
 def _check_whole(name: str, value: Any) -> None:
