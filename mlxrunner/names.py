@@ -99,8 +99,8 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     """
     known, wanted = list(known), plain(name)
     meant = SAME.get(wanted) or MEANT.get(wanted)
-    if meant is not None and meant.partition(":")[0] in known:
-        return meant
+    if meant is not None:
+        return meant if meant.partition(":")[0] in known else None
     close = get_close_matches(wanted, known, n=1) if len(wanted) <= LONGEST else []
     return close[0] if close else None
 

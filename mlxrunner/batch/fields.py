@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mlxrunner.batch.options import BatchOptions
-from mlxrunner.batch.responses import read_response
+from mlxrunner.batch.responses import RESPONSE_FIELDS, read_response
 from mlxrunner.batch.store import Format
 from mlxrunner.batch.translate import ELSEWHERE, check_functions, translate, unknown
 from mlxrunner.engine.constrain import check_form
@@ -26,6 +26,8 @@ OPTIONS = frozenset(names(GenerateOptions))
 """The names of the options that a line may give."""
 FIELDS = OPTIONS | {"id", "prompt", "messages", "system", "response_format"}
 """The fields of a line that does not come from OpenAI's batch files."""
+BODY = OPTIONS | {"response_format"}
+"""The fields of a body of OpenAI's batch files beside its prompt, under our names."""
 ROLES = ("system", "user", "assistant", "tool")
 """The roles that a message may have."""
 ANY_OBJECT = '{"type": "object"}'
@@ -108,7 +110,9 @@ def _text_or_tokens(name: str, value: Any) -> Prompt:
         return _text(name, value)
     if not value:
         raise PromptError(f"{name} is empty")
-    wrong = next((one for one in value if type(one) is not int or not 0 <= one <= MOST_TOKENS), None)
+    wrong = next(
+        (one for one in value if type(one) is not int or not 0 <= one <= MOST_TOKENS), None
+    )
     if wrong is not None:
         raise PromptError(f"{name}: {wrong!r:.80} is not a token id")
     return value
@@ -145,10 +149,10 @@ def _message(number: int, message: Any) -> Message:
     checked = check_message(number, message)
     role = checked["role"]
     if role not in ROLES:
-        likely = did_you_mean(role, ROLES)
+        likely = did_you_mean(role, ROLES).rstrip()
         raise PromptError(
-            f"message {number}: role {role!r:.80} is not known, {likely}it has to be one of "
-            f"{', '.join(ROLES)}"
+            f"message {number}: role {role!r:.80} is not known, it has to be one of "
+            f"{', '.join(ROLES)}{likely and ': '}{likely}"
         )
     known = {"content", *checked}
     extra = [name for name, value in message.items() if value and name not in known]
@@ -276,9 +280,10 @@ def _read_openai(record: Mapping[str, Any], batch: BatchOptions) -> tuple[Prompt
     else:
         prompt = _conversation(body.pop("messages", None), batch.system)
     fields = translate(body, batch.defaults, counts_logprobs=form == "text_completion")
-    wrong = next((name for name in body if name in fields and name not in FIELDS), None)
+    wrong = next((name for name in body if name in fields and name not in BODY), None)
     if wrong is not None:
-        hint = did_you_mean(wrong, FIELDS).rstrip()
+        known = BODY | (RESPONSE_FIELDS if form == "response" else {"messages", "prompt"})
+        hint = did_you_mean(wrong, known - {wrong}).rstrip()
         raise OptionError(f"{wrong!r:.80} is not supported in a body{hint and ': '}{hint}")
     check_functions(fields.get("tools"))
     response_format = fields.pop("response_format", None)
@@ -289,9 +294,7 @@ def _check_envelope(record: Mapping[str, Any]) -> None:
     """Raise OptionError or PromptError for a wrong field around the body."""
     wrong = sorted(record.keys() - OPENAI_FIELDS)
     if wrong:
-        raise OptionError(
-            f"unknown field {wrong[0]!r:.80} beside custom_id, method, url and body"
-        )
+        raise OptionError(f"unknown field {wrong[0]!r:.80} beside custom_id, method, url and body")
     if not isinstance(record.get("custom_id"), str):
         raise PromptError("custom_id has to be a text")
     if record.get("method", "POST") != "POST":

@@ -16,6 +16,8 @@ LOGPROBS = "message.output_text.logprobs"
 """The member of `include` that asks for log-probabilities."""
 INCLUDED = (LOGPROBS, "reasoning.encrypted_content")
 """The members of `include` that are accepted. The second one has nothing to include here."""
+RESPONSE_FIELDS = frozenset(("input", "instructions", "text", "reasoning", "include"))
+"""The fields of a request that a chat does not have."""
 _TEXTS = ("input_text", "output_text", "text")
 """The types of parts that are texts."""
 
@@ -205,9 +207,7 @@ def response_body(
         "temperature": options.get("temperature"),
         "top_p": options.get("top_p"),
         "reasoning": {"effort": variables.get("reasoning_effort"), "summary": None},
-        "tools": [
-            {"type": "function", **tool["function"]} for tool in variables.get("tools", ())
-        ],
+        "tools": [{"type": "function", **tool["function"]} for tool in variables.get("tools", ())],
         "tool_choice": "auto",
         "parallel_tool_calls": True,
         "previous_response_id": None,

@@ -11,8 +11,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from mlxrunner.errors import OptionError
-from mlxrunner.names import SAME, did_you_mean
+from mlxrunner.names import SAME, did_you_mean, nearest
+from mlxrunner.options import RunnerSettings, names
 
+WHOLE = frozenset((*names(RunnerSettings), "parallel", "timeout", "retries", "resume"))
+"""The names of options that are for the whole batch."""
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 """The values of `reasoning_effort`."""
 ELSEWHERE = frozenset((
@@ -76,12 +79,14 @@ def translate(
     return fields
 
 
-def unknown(name: str, known: frozenset[str], where: str = "") -> OptionError:
+def unknown(name: str, known: frozenset[str]) -> OptionError:
     """Return the error for a field that is not known, with the nearest name that is."""
     likely = did_you_mean(name, known)
-    return OptionError(
-        f"unknown field {name!r:.80}{where}: {likely}known are {', '.join(sorted(known))}"
-    )
+    whole = nearest(name, WHOLE)
+    if not likely and whole is not None:
+        flag = whole.replace("_", "-")
+        return OptionError(f"{name!r:.80} is not for one line: --{flag} is for the whole batch")
+    return OptionError(f"unknown field {name!r:.80}: {likely}known are {', '.join(sorted(known))}")
 
 
 def _is_among(value: Any, accepted: tuple[Any, ...]) -> bool:
@@ -138,9 +143,7 @@ def _translate_form(fields: dict[str, Any]) -> None:
             )
     for name in ("schema", "choices", "response_format"):
         if name in fields:
-            raise OptionError(
-                f"{name} and structured_outputs say the same thing: give one of them"
-            )
+            raise OptionError(f"{name} and structured_outputs say the same thing: give one of them")
     fields |= found
 
 
@@ -149,7 +152,7 @@ def _translate_variables(fields: dict[str, Any], defaults: Mapping[str, Any]) ->
 
     The effort "none" also sets `enable_thinking` to false, unless the line says otherwise.
     """
-    own = {
+    own: dict[str, Any] = {
         name: fields.pop(name) for name in ("reasoning_effort", "documents") if name in fields
     }
     if not own:
