@@ -347,18 +347,32 @@ class AnswerFile:
             whole_sync(self._stream.fileno())
         except OSError as error:
             raise _unwritable(self.name, error) from error
-        with suppress(OSError):  # some file systems can't do that
-            folder = os.open(Path(self.name).resolve().parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+        _sync_folder(Path(self.name))
+
+    def rename(self, path: Path) -> None:
+        """Give the file the name `path`, in the place of the file that has it."""
+        try:
+            os.replace(self.name, path)
+        except OSError as error:
+            raise _unwritable(str(path), error) from error
+        self.name = str(path)
+        _sync_folder(path)
 
     def close(self) -> None:
         """Close the file. Standard output stays open."""
         if self._stream is not getattr(sys.stdout, "buffer", None):
             with suppress(OSError):
                 self._stream.close()
+
+
+def _sync_folder(path: Path) -> None:
+    """Put the names of the files beside `path` onto the disk, where the file system can do that."""
+    with suppress(OSError):
+        folder = os.open(path.resolve().parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def _is_open(stream: TextIO) -> bool:
@@ -391,10 +405,9 @@ class Writer:
         self._due = 0.0
 
     def mend(self) -> None:
-        """Cut off a torn end of the output, and add the answers that are missing."""
+        """Cut off a torn end of the output. The next `flush` adds the answers that are missing."""
         if self.output.is_file:
             self.output.mend(self._store.answers(self._order))
-        self.flush()
 
     def write(self, index: int, line: bytes, *, failed: bool) -> None:
         """Take the answer of line `index`, which is safe after the next `flush`.

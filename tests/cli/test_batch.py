@@ -18,7 +18,7 @@ from support.models import write_model, write_tokenizer
 from support.waiting import PATIENCE_S
 
 from mlxrunner import cli
-from mlxrunner.batch.work import Tally
+from mlxrunner.batch.tally import Tally
 
 FACTS = ["My name is Ana.", "My name is Zorblin."]
 
@@ -208,7 +208,7 @@ def test_bad_lines_get_an_error_with_their_number_and_stop_nothing() -> None:
         strict=True,
     ):
         assert said in error["error"]
-    assert result.exit_code == 1
+    assert result.exit_code == 3
     assert "7 of 9 lines failed, the first: line 2: not JSON" in result.stderr
 
 
@@ -217,7 +217,7 @@ def test_only_bad_lines_need_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "mlxrunner.batch.work.open_runner", lambda *arguments: pytest.fail("a model is loaded")
     )
-    assert run(write(*BROKEN), "-o", "out.jsonl").exit_code == 1
+    assert run(write(*BROKEN), "-o", "out.jsonl").exit_code == 3
     assert len(answers()) == len(BROKEN)
 
 
@@ -241,11 +241,11 @@ def test_max_errors_stops_and_can_be_gone_on_with() -> None:
     assert "stopped: 4 of 8 lines are done (--max-errors 3)" in result.stderr
     assert "to go on: " in result.stderr
     assert len(answers()) == 4
-    for written in (7, 8):
+    for code, written in ((1, 7), (3, 8)):
         result = run(
             "in.jsonl", "-o", "out.jsonl", "--max-errors", 3, "--order", "input", "--resume"
         )
-        assert (result.exit_code, len(answers())) == (1, written)
+        assert (result.exit_code, len(answers())) == (code, written)
     assert "to go on: " not in result.stderr
 
 
@@ -263,7 +263,7 @@ def test_openai_batch_files_end_to_end() -> None:
     ]
     result = run(write(*lines), "-o", "out.jsonl", "--parallel", 1)
     one, two, three = answers()
-    assert result.exit_code == 1
+    assert result.exit_code == 3
     assert [line["custom_id"] for line in (one, two, three)] == ["q1", "q2", "q3"]
     body = one["response"]["body"]
     assert (one["error"], one["response"]["status_code"], body["object"]) == (
@@ -342,7 +342,7 @@ def test_csv_end_to_end() -> None:
         "in.csv", "-o", "out.jsonl", "--prompt-template", "My name is {name}. What is my name?"
     )
     assert (answers()[0]["id"], answers()[0]["text"]) == ("x", "Your name is Ana.")
-    assert (result.exit_code, len(answers())) == (1, 3)
+    assert (result.exit_code, len(answers())) == (3, 3)
     assert answers()[2]["error"].startswith("line 5: ")
     result = run("in.csv", "-o", "other.jsonl")
     assert (result.exit_code, "a CSV file needs --prompt-template" in result.stderr) == (2, True)
@@ -570,7 +570,7 @@ def test_in_a_terminal_there_is_a_bar_that_is_gone_at_the_end() -> None:
 def test_the_words_of_a_tally(monkeypatch: pytest.MonkeyPatch) -> None:
     """The time left is at the pace of this run."""
     now = [100.0]
-    monkeypatch.setattr("mlxrunner.batch.work.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("mlxrunner.batch.tally.time.monotonic", lambda: now[0])
     tally = Tally(total=20, earlier=8, earlier_failed=1, began=now[0])
     now[0] += 8
     tally.done, tally.answer_tokens, tally.prompt_tokens, tally.cached_tokens = 4, 80, 100, 90
@@ -715,7 +715,7 @@ def test_template_variables_and_tools_become_part_of_the_prompt() -> None:
     ]
     options = ("--max-tokens", 3, "--template-var", "style=terse", "--tools", "tools.json")
     result = run(write(*lines), "-o", "out.jsonl", "-m", "tiny", "--events", "events", *options)
-    assert result.exit_code == 1, result.stderr
+    assert result.exit_code == 3, result.stderr
     default, own, openai, refused = answers()
     listed = json.dumps([TOOL])
     lengths = [
