@@ -35,7 +35,8 @@ FLOORS = [
     ],
 ]
 BOOKKEEPING = """
-batch.fields batch.job batch.lines batch.options batch.output batch.plan batch.prompts batch.store
+batch.fields batch.job batch.lines batch.options batch.output batch.plan batch.prompts
+batch.responses batch.store batch.translate names
 bench.measurements cache.checkpoints cache.entry cache.layers.extents cache.layers.layout
 cache.layers.protocol cache.lookup cache.overflow cache.prefix cache.saved cache.shared.cells
 cache.shared.sequences cache.shared.split cache.tokens chat.branches chat.commands.table

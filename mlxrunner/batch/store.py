@@ -26,7 +26,7 @@ from mlxrunner.errors import DamagedStoreError, StoreError
 from mlxrunner.system.writing import open_database, open_temporary_database
 from mlxrunner.templates.messages import PlainMessage
 
-Format = Literal["plain", "chat.completion", "text_completion", "unknown"]
+Format = Literal["plain", "chat.completion", "text_completion", "response", "unknown"]
 """The form of a line's answer: our own object, or the OpenAI object of that name.
 
 A line that can't be read is "unknown"; `finish` gives it the format of the first line that can.
