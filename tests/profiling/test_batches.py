@@ -98,7 +98,7 @@ def test_the_report_of_a_real_batch_knows_the_optimum_of_its_tree(tmp_path: Path
     program, common = CliRunner(), ["batch", str(given), "--parallel", "1"]
     for order in ("prefix", "input"):
         wanted = ["-o", str(tmp_path / order), "--order", order, "--events", str(events), "-q"]
-        assert program.invoke(main, [*common, *wanted]).exit_code == 1
+        assert program.invoke(main, [*common, *wanted]).exit_code == 3
     plan = json.loads(program.invoke(main, [*common, "--plan", "--json"]).output)
     told = program.invoke(main, ["report", str(events), "--json", "--csv", str(rows)])
     by_prefix, by_input = json.loads(told.output)["batches"]
