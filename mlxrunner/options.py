@@ -14,6 +14,7 @@ from numbers import Integral, Real
 from typing import Any, Literal, TypedDict
 
 from mlxrunner.errors import OptionError
+from mlxrunner.names import did_you_mean, nearest
 
 MAX_LOGPROBS = 100
 """Most tokens whose log-probabilities can be asked for."""
@@ -387,7 +388,14 @@ def _check_names(kind: Any, given: Mapping[str, Any]) -> None:
     unknown = sorted(given.keys() - kind.__dataclass_fields__.keys())
     if unknown:
         known = ", ".join(sorted(names(kind)))
-        raise OptionError(f"unknown option {unknown[0]!r}: known are {known}")
+        hint = did_you_mean(unknown[0], names(kind)) or _of_the_runner(unknown[0], kind)
+        raise OptionError(f"unknown option {unknown[0]!r}: {hint}known are {known}")
+
+
+def _of_the_runner(name: str, kind: type) -> str:
+    """Return a hint if `name`, which is none of the options `kind`, is a setting of a runner."""
+    found = nearest(name, names(RunnerSettings)) if kind is GenerateOptions else None
+    return "" if found is None else f"{found!r} is a setting of the runner (Runner.load); "
 
 
 def check_fields(options: Any) -> None:
