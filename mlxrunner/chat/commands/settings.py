@@ -11,6 +11,7 @@ from mlxrunner.chat.commands.table import ChatContext, Command
 from mlxrunner.chat.rendering import POLICIES
 from mlxrunner.config.layering import DEFAULT, HERE
 from mlxrunner.errors import OptionError
+from mlxrunner.names import did_you_mean
 from mlxrunner.options import (
     CHOOSING,
     GREEDY,
@@ -180,7 +181,8 @@ def _source(chat: ChatContext, name: str) -> str:
 def _known(name: str, names: tuple[str, ...]) -> str:
     name = name.replace("-", "_")
     if name not in names:
-        raise OptionError(f"there is no setting {name}: there are {', '.join(names)}")
+        hint = did_you_mean(name, names)
+        raise OptionError(f"there is no setting {name}: {hint}there are {', '.join(names)}")
     return name
 
 
