@@ -32,12 +32,12 @@ FLOORS = [
     ["arguments", "errors", "json_options", "names", "options", "results", "system", "terminal"],
 ]
 BOOKKEEPING = """
-batch.fields batch.job batch.lines batch.options batch.output batch.plan batch.prompts batch.store
+arguments batch.fields batch.job batch.lines batch.options batch.output batch.plan batch.prompts batch.store
 bench.measurements cache.checkpoints cache.entry cache.layers.extents cache.layers.layout
 cache.layers.protocol cache.lookup cache.overflow cache.prefix cache.saved cache.shared.cells
 cache.shared.sequences cache.shared.split cache.tokens chat.branches chat.commands.table
 chat.markdown chat.typeahead chat.view engine.constrain engine.owner errors
-memory.plan models.fingerprint options parallel.slots profiling.curve profiling.reading
+json_options memory.plan models.fingerprint names options parallel.slots profiling.curve profiling.reading
 profiling.reasons profiling.record.divergence profiling.record.event profiling.record.metrics
 profiling.record.tokenlog profiling.record.writer profiling.replay.simulate
 profiling.replay.thinking profiling.replay.variants profiling.report.aggregate
@@ -47,7 +47,7 @@ profiling.report.svg profiling.report.trace results sessions.folder sessions.his
 sessions.session sessions.store
 sessions.tensors system.folders system.limits system.power system.reading system.tensorfile
 system.writing templates.messages templates.segments templates.thinking terminal.clipboard
-terminal.keyboard terminal.progress terminal.signals terminal.text tokenizer.stream
+terminal.keyboard terminal.logs terminal.progress terminal.signals terminal.text tokenizer.stream
 tokenizer.vocabulary verify.findings
 """.split()
 
