@@ -35,6 +35,12 @@ URLS: dict[str, Format] = {
     "/v1/completions": "text_completion",
 }
 """The format of the answer for each `url` that is supported."""
+EMBEDDINGS_URL = "/v1/embeddings"
+NO_EMBEDDINGS = (
+    "embeddings are not supported: this program generates text; take a program that is made for "
+    "embedding models"
+)
+"""The error of `--embeddings` and of a line with EMBEDDINGS_URL."""
 _ELSEWHERE = frozenset((
     "model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
     "stream_options",
@@ -252,6 +258,8 @@ def _read_openai(record: Mapping[str, Any], batch: BatchOptions) -> tuple[Prompt
         raise PromptError("custom_id has to be a text")
     if record.get("method", "POST") != "POST":
         raise OptionError(f"method {record['method']!r:.80} is not supported, only POST")
+    if record.get("url") == EMBEDDINGS_URL:
+        raise OptionError(NO_EMBEDDINGS)
     if record.get("url") is not None and record["url"] not in list(URLS):
         raise OptionError(f"url {record['url']!r:.80} is not supported, only {' and '.join(URLS)}")
     if not isinstance(record.get("body"), dict):
