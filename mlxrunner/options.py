@@ -34,11 +34,13 @@ class Option:
     """The description of one option, for every way in which it can be given."""
 
     kind: type = int
-    """Type of the value: `int`, `float` or `str`."""
+    """Type of the value: `int`, `float`, `str` or `bool`."""
     help: str = ""
-    """The text of `--help`."""
+    """The text of `--help`. A flag that is on by default says what its `--no-` form does."""
     low: float | None = None
     """The smallest value, or None."""
+    above: float | None = None
+    """A number that the value has to exceed, or None."""
     high: float | None = None
     """The largest value, or None."""
     among: tuple[Any, ...] = ()
@@ -62,6 +64,12 @@ class Option:
                 raise OptionError(f"{name}: {value!r} is not known, it has to be one of {known}")
             known = " or ".join(map(str, self.among))
             raise OptionError(f"{name}: {value} is out of range, it has to be {known}")
+        if self.kind is str and not isinstance(value, str):
+            raise OptionError(f"{name}: {value!r:.80} is not a text")
+        if self.kind is bool and not isinstance(value, bool):
+            raise OptionError(f"{name}: {value!r:.80} has to be True or False")
+        if self.above is not None:
+            _check_above(name, value, self.above)
         if self.low is not None:
             _check_range(name, value, self.low, self.high)
 
@@ -79,19 +87,23 @@ class Option:
             raise OptionError(f"{name}: {text!r} is not a {whole}number") from error
 
 
-def _option(default: Any, kind: type, help: str, **about: Any) -> Any:
+def option(default: Any, kind: type, help: str, **about: Any) -> Any:
+    """Return a dataclass field that describes an option. `about` are fields of `Option`."""
     return field(default=default, metadata={"option": Option(kind, help, **about)})
 
 
+_option = option
+
+
 def about(one: Field[Any]) -> Option:
-    """Return the description of a field of GenerateOptions or RunnerSettings."""
+    """Return the description of a field that `option` made."""
     found: Option = one.metadata["option"]
     return found
 
 
 def names(kind: type) -> tuple[str, ...]:
-    """Return the names of all options of GenerateOptions or RunnerSettings."""
-    return tuple(one.name for one in fields(kind))
+    """Return the names of all options that are fields of the dataclass `kind`."""
+    return tuple(one.name for one in fields(kind) if "option" in one.metadata)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,7 +224,6 @@ class GenerateOptions:
     )
 
     def __post_init__(self) -> None:
-        _check_fields(self)
         if any(not isinstance(text, str) or not text for text in self.stop):
             raise OptionError("stop: each stop string has to be a text of at least one character")
         for token in self.stop_tokens or ():
@@ -220,6 +231,7 @@ class GenerateOptions:
         _check_form(self.schema, self.choices)
         _check_template(self.template)
         _check_tools(self.tools)
+        check_fields(self)
 
     @property
     def has_form(self) -> bool:
@@ -334,7 +346,7 @@ class RunnerSettings:
     )
 
     def __post_init__(self) -> None:
-        _check_fields(self)
+        check_fields(self)
 
     @classmethod
     def of(cls, **settings: Any) -> RunnerSettings:
@@ -358,18 +370,21 @@ class RunnerKwargs(TypedDict, total=False):
     checkpoint_interval: int
 
 
-def _check_names(kind: type, given: Mapping[str, Any]) -> None:
-    unknown = sorted(given.keys() - set(names(kind)))
+def _check_names(kind: Any, given: Mapping[str, Any]) -> None:
+    unknown = sorted(given.keys() - kind.__dataclass_fields__.keys())
     if unknown:
         known = ", ".join(sorted(names(kind)))
         raise OptionError(f"unknown option {unknown[0]!r}: known are {known}")
 
 
-def _check_fields(options: Any) -> None:
+def check_fields(options: Any) -> None:
+    """Check all fields of a dataclass that `option` made. Raise OptionError if one is wrong."""
     for one in fields(options):
-        option, value = about(one), getattr(options, one.name)
-        if not option.is_list and (value is not None or one.default is not None):
-            option.check(one.name, value)
+        if "option" not in one.metadata:
+            continue
+        described, value = about(one), getattr(options, one.name)
+        if value is not one.default and not described.is_list:
+            described.check(one.name, value)
 
 
 def _check_whole(name: str, value: Any) -> None:
@@ -377,10 +392,19 @@ def _check_whole(name: str, value: Any) -> None:
         raise OptionError(f"{name}: {value!r} is not a whole number")
 
 
-def _check_range(name: str, value: Any, low: float, high: float | None) -> None:
-    is_number = isinstance(value, Real) and not isinstance(value, bool)
-    if not is_number:
+def _check_number(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise OptionError(f"{name}: {value!r} is not a number")
+
+
+def _check_above(name: str, value: Any, above: float) -> None:
+    _check_number(name, value)
+    if not value > above:
+        raise OptionError(f"{name}: {value} is out of range, it has to be more than {above}")
+
+
+def _check_range(name: str, value: Any, low: float, high: float | None) -> None:
+    _check_number(name, value)
     if not value >= low or (high is not None and not value <= high):
         bounds = f"at least {low}" if high is None else f"between {low} and {high}"
         raise OptionError(f"{name}: {value} is out of range, it has to be {bounds}")

@@ -37,7 +37,9 @@ from mlxrunner import (
     errors,
     run_batch,
 )
-from mlxrunner.batch.fields import BatchOptions, read_fields
+from mlxrunner.batch.fields import read_fields
+from mlxrunner.batch.job import Job
+from mlxrunner.batch.options import BatchOptions, FileOptions
 from mlxrunner.chat.commands.settings import parse_settings
 from mlxrunner.errors import MlxrunnerError
 from mlxrunner.loading import plan_model
@@ -381,6 +383,48 @@ def test_every_door_refuses_a_setting_with_the_same_words(given: str) -> None:
     assert (result.exit_code, result.stderr) == (2, f"mlxrunner: {SETTINGS[given]}\n")
 
 
+BATCH = {
+    "order=random": "order: 'random' is not known, it has to be one of prefix, input",
+    "output_order=x": "output_order: 'x' is not known, it has to be one of input, done",
+    "retries=-1": "retries: -1 is out of range, it has to be at least 0",
+    "timeout=0": "timeout: 0.0 is out of range, it has to be more than 0",
+    "parallel=0": "parallel: 0 is out of range, it has to be at least 1",
+    "max_errors=0": "max_errors: 0 is out of range, it has to be at least 1",
+}
+
+
+@pytest.mark.parametrize("given", BATCH)
+def test_every_door_refuses_an_option_of_a_batch_with_the_same_words(given: str) -> None:
+    """`Job`, `run_batch` where it has the option, and the command line."""
+    name, _, text = given.partition("=")
+    value: dict[str, Any] = {name: about(FileOptions.__dataclass_fields__[name]).parse(name, text)}
+    with pytest.raises(OptionError) as error:
+        Job(input="in.jsonl", **value)
+    assert str(error.value) == BATCH[given]
+    if name in names(BatchOptions):
+        with pytest.raises(OptionError) as error:
+            run_batch(oracle_runner(), [], **value)
+        assert str(error.value) == BATCH[given]
+    option = f"--{name.replace('_', '-')}"
+    result = CliRunner().invoke(cli.main, ["batch", "in.jsonl", "-o", "out.jsonl", option, text])
+    assert result.exit_code == 2
+    if about(FileOptions.__dataclass_fields__[name]).kind is not str:  # click refuses a choice
+        assert result.stderr == f"mlxrunner: {BATCH[given]}\n"
+
+
+def test_a_batch_refuses_an_option_of_the_wrong_type() -> None:
+    """A flag is True or False, a number is no text."""
+    for wrong, message in (
+        ({"retries": True}, "retries: True is not a whole number"),
+        ({"timeout": "1"}, "timeout: '1' is not a number"),
+        ({"raw": "no"}, "raw: 'no' has to be True or False"),
+        ({"system": 5}, "system: 5 is not a text"),
+    ):
+        with pytest.raises(OptionError) as error:
+            Job(input="in.jsonl", **wrong)  # type: ignore[arg-type]
+        assert str(error.value) == message
+
+
 def test_an_unknown_option_is_named_with_the_known_ones() -> None:
     """For requests and for settings."""
     with pytest.raises(OptionError, match=r"unknown option 'temprature': known are choices, "):
@@ -395,7 +439,7 @@ def test_type_checkers_know_every_option() -> None:
     assert {"context", *RunnerKwargs.__annotations__} == set(names(RunnerSettings))
 
 
-@pytest.mark.parametrize("kind", [GenerateOptions, RunnerSettings])
+@pytest.mark.parametrize("kind", [GenerateOptions, RunnerSettings, FileOptions])
 def test_every_option_is_described(kind: type) -> None:
     """Its help stands in its field, and its default is a value that it allows."""
     for name in names(kind):

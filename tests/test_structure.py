@@ -32,7 +32,7 @@ FLOORS = [
     ["errors", "options", "results", "system", "terminal"],
 ]
 BOOKKEEPING = """
-batch.fields batch.job batch.lines batch.output batch.plan batch.prompts batch.store
+batch.fields batch.job batch.lines batch.options batch.output batch.plan batch.prompts batch.store
 bench.measurements cache.checkpoints cache.entry cache.layers.extents cache.layers.layout
 cache.layers.protocol cache.lookup cache.overflow cache.prefix cache.saved cache.shared.cells
 cache.shared.sequences cache.shared.split cache.tokens chat.branches chat.commands.table

@@ -1,4 +1,4 @@
-"""Check the options of a batch and the fields of its lines.
+"""Check the fields of a batch line.
 
 `read_fields` turns a line into a prompt and options of `generate`. A line has either the fields of
 this project or those of OpenAI's batch files (`custom_id`, `method`, `url`, `body`). The latter are
@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
 from typing import Any
 
-from mlxrunner.batch.store import ORDERS, OUTPUT_ORDERS, Format, Order, OutputOrder
+from mlxrunner.batch.options import BatchOptions
+from mlxrunner.batch.store import Format
 from mlxrunner.engine.constrain import check_form
 from mlxrunner.errors import OptionError, PromptError
-from mlxrunner.options import GenerateOptions
+from mlxrunner.options import GenerateOptions, names
 from mlxrunner.templates.messages import Message, check_message
 from mlxrunner.tokenizer.prompt import Prompt
 
-OPTIONS = frozenset(option.name for option in fields(GenerateOptions))
+OPTIONS = frozenset(names(GenerateOptions))
 """The names of the options that a line may give."""
 FIELDS = OPTIONS | {"id", "prompt", "messages", "system", "response_format"}
 """The fields of a line that does not come from OpenAI's batch files."""
@@ -55,54 +55,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
 }
 """Fields of a body that are not supported, with the values that are accepted and change nothing."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class BatchOptions:
-    """The options for all lines of a batch. Creating it raises OptionError if one is wrong."""
-
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Options of `GenerateOptions` for lines that do not give them.
-
-    With a default seed S, line number i (from 0) gets the seed S + i.
-    """
-    system: str | None = None
-    """The system prompt for lines without one."""
-    raw: bool = False
-    """True to continue a `prompt` as text, without the chat template."""
-    order: Order = "prefix"
-    """The order in which lines run: "prefix" (sorted by their tokens) or "input" (as they came)."""
-    output_order: OutputOrder = "input"
-    """The order of the answers: "input", or "done" for the order in which lines end."""
-    retries: int = 0
-    """The number of further tries for a line that failed. A refused line is not tried again."""
-    timeout: float | None = None
-    """The most seconds for each try; None for no limit."""
-
-    def __post_init__(self) -> None:
-        GenerateOptions.of(**self.defaults)
-        for name, known in (("order", ORDERS), ("output_order", OUTPUT_ORDERS)):
-            value = getattr(self, name)
-            if value not in known:
-                raise OptionError(
-                    f"{name}: {value!r} is not known, it has to be one of {', '.join(known)}"
-                )
-        if isinstance(self.retries, bool) or not isinstance(self.retries, int) or self.retries < 0:
-            raise OptionError(
-                f"retries: {self.retries!r} is out of range, it has to be a whole number of at "
-                "least 0"
-            )
-        if self.timeout is not None and not self.timeout > 0:
-            raise OptionError(
-                f"timeout: {self.timeout!r} is out of range, it has to be more than 0 seconds"
-            )
-
-    def of_line(self, index: int, own: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the options of line `index` (from 0). Its `own` options replace the defaults."""
-        options = {**self.defaults, **own}
-        if options.get("seed") is not None and own.get("seed") is None:
-            options["seed"] = (self.defaults["seed"] + index) % 2**64
-        return options
 
 
 def format_of(record: Mapping[str, Any]) -> Format:

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from mlxrunner.batch.fields import BatchOptions
+from mlxrunner.batch.options import FileOptions
 from mlxrunner.batch.output import AnswerFile
 from mlxrunner.batch.store import Store
 from mlxrunner.errors import (
@@ -46,8 +46,8 @@ _SHOWN = 80
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job(BatchOptions):
-    """The options of `mlxrunner batch`; its `--help` describes each.
+class Job(FileOptions):
+    """A batch over files.
 
     Creating it raises OptionError for a mistake that shows before anything is read.
     """
@@ -60,25 +60,9 @@ class Job(BatchOptions):
     """The model's name or directory."""
     loading: Mapping[str, Any] = field(default_factory=dict)
     """Options of `Runner.load`."""
-    prompt_template: str | None = None
-    """The text that makes a prompt of each row of a CSV file."""
-    parallel: int | None = None
-    """The number of lines that run at a time; None for what is likely fastest and fits."""
-    max_errors: int | None = None
-    """The number of failed lines in this run that stops it; None for no limit."""
-    strict: bool = False
-    """True to run nothing if any line can't be run."""
-    usage: bool = True
-    """True to write counts and times with each answer."""
-    resume: bool = False
-    """True to continue the run that was writing to this output."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.max_errors is not None and self.max_errors < 1:
-            raise OptionError(
-                f"max_errors: {self.max_errors} is out of range, it has to be at least 1"
-            )
         if self.raw:
             check_raw(self.defaults, self.system)
         if self.prompt_template is None and self.input.lower().endswith(".csv"):

@@ -14,7 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
-from mlxrunner.batch.fields import BatchOptions, checked_id, format_of, kind, read_fields
+from mlxrunner.batch.fields import checked_id, format_of, kind, read_fields
+from mlxrunner.batch.options import BatchOptions
 from mlxrunner.batch.store import Format
 from mlxrunner.errors import BrokenLineError, OptionError, PromptError
 from mlxrunner.terminal.text import one_line

@@ -20,7 +20,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
-from mlxrunner.batch.store import OutputOrder, Store, StoredAnswer, StoredLine
+from mlxrunner.batch.options import OutputOrder
+from mlxrunner.batch.store import Store, StoredAnswer, StoredLine
 from mlxrunner.errors import MlxrunnerError, OptionError, OutputError
 from mlxrunner.system.writing import is_writable, open_own, open_stream, whole_sync
 

@@ -19,8 +19,9 @@ from typing import Any
 
 import numpy as np
 
+from mlxrunner.batch.options import Order
 from mlxrunner.batch.prompts import Cost, cost
-from mlxrunner.batch.store import Counts, Order, StoredLine
+from mlxrunner.batch.store import Counts, StoredLine
 from mlxrunner.cache.overflow import Shift
 from mlxrunner.cache.tokens import TokenArray
 from mlxrunner.errors import ReadError

@@ -17,7 +17,8 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from mlxrunner.batch.lines import Line
-from mlxrunner.batch.store import Order, Store, StoredLine
+from mlxrunner.batch.options import Order
+from mlxrunner.batch.store import Store, StoredLine
 from mlxrunner.cache.lookup import Earlier
 from mlxrunner.cache.tokens import TokenArray, as_tokens, common_prefix
 from mlxrunner.errors import OptionError, PromptError

@@ -16,10 +16,11 @@ from typing import Any, Unpack
 
 import mlx.core as mx
 
-from mlxrunner.batch.fields import BatchOptions, checked_id, checked_options
+from mlxrunner.batch.fields import checked_id, checked_options
 from mlxrunner.batch.lines import Line
+from mlxrunner.batch.options import BatchOptions, Order, OutputOrder
 from mlxrunner.batch.prompts import Begun, tokenize_lines
-from mlxrunner.batch.store import Order, OutputOrder, Store, StoredLine
+from mlxrunner.batch.store import Store, StoredLine
 from mlxrunner.cache.lookup import Earlier
 from mlxrunner.errors import (
     BusyError,

@@ -19,6 +19,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from mlxrunner.batch.options import Order, OutputOrder
 from mlxrunner.cache.tokens import TokenArray, as_tokens
 from mlxrunner.errors import DamagedStoreError, StoreError
 from mlxrunner.system.writing import open_database, open_temporary_database
@@ -29,12 +30,6 @@ Format = Literal["plain", "chat.completion", "text_completion", "unknown"]
 
 A line that can't be read is "unknown"; `finish` gives it the format of the first line that can.
 """
-Order = Literal["prefix", "input"]
-"""The order in which lines run: sorted by their token ids, or as they came."""
-OutputOrder = Literal["input", "done"]
-"""The order in which answers are written: that of the input, or as they end."""
-ORDERS: tuple[Order, ...] = get_args(Order)
-OUTPUT_ORDERS: tuple[OutputOrder, ...] = get_args(OutputOrder)
 
 APPLICATION_ID = 0x6D6C7862  # "mlxb"
 VERSION = 4

@@ -25,6 +25,7 @@ from mlxrunner.batch.job import (
     store_to_plan,
 )
 from mlxrunner.batch.lines import LineReader
+from mlxrunner.batch.options import ORDERS, Order
 from mlxrunner.batch.output import Writer, error_of, write_line
 from mlxrunner.batch.plan import (
     BatchPlan,
@@ -38,7 +39,7 @@ from mlxrunner.batch.plan import (
 )
 from mlxrunner.batch.prompts import Begun, tokenize_lines
 from mlxrunner.batch.run import Execution, Outcome
-from mlxrunner.batch.store import ORDERS, Counts, Order, Store
+from mlxrunner.batch.store import Counts, Store
 from mlxrunner.errors import (
     CutOffError,
     DamagedStoreError,

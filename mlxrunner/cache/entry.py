@@ -51,7 +51,7 @@ class CacheEntry:
     @property
     def nbytes(self) -> int:
         """Bytes that all layers and checkpoints have allocated."""
-        return sum(cache.nbytes for cache in self.caches) + self.checkpoints.nbytes
+        return sum([cache.nbytes for cache in self.caches]) + self.checkpoints.nbytes
 
     def reach(self, to: int) -> tuple[int, str | None]:
         """Return the largest reachable offset <= `to`, and the kind of layer that limits it.
@@ -86,7 +86,7 @@ class CacheEntry:
     @property
     def used_bytes(self) -> int:
         """Bytes that hold the entry's tokens."""
-        return sum(cache.used_bytes for cache in self.caches)
+        return sum([cache.used_bytes for cache in self.caches])
 
     def export(self) -> Exported:
         """Return the content of the entry, as views of its buffers.

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
+from mlxrunner.batch.options import FileOptions
 from mlxrunner.cli.options import (
     LOADING,
     check_options,
@@ -31,76 +31,10 @@ if TYPE_CHECKING:
     from mlxrunner.batch.job import Job
     from mlxrunner.batch.work import JobSummary
 
-_INPUT = (
-    click.option(
-        "--prompt-template",
-        "prompt_template",
-        metavar="TEXT",
-        help='INPUT is CSV; each row is put into TEXT: "... {column} ...".',
-    ),
-    click.option("--system", metavar="TEXT", help="The system prompt of lines that bring none."),
-    click.option(
-        "--raw", is_flag=True, help="Prompts are plain text to be continued: no chat template."
-    ),
-    click.option(
-        "--strict",
-        is_flag=True,
-        help="Run nothing if a line can't be run. With --verify-cache: exit code 4 if an answer "
-        "differed.",
-    ),
+_FIRST = click.option(
+    "-o", "--output", metavar="FILE", help="Where the answers go; - is standard output."
 )
-_RUNNING = (
-    click.option(
-        "--order",
-        type=click.Choice(["prefix", "input"]),
-        default="prefix",
-        show_default=True,
-        help="Run lines so that each reuses most of the one before, or as they come.",
-    ),
-    click.option(
-        "--parallel",
-        type=click.IntRange(min=1),
-        metavar="N",
-        help="Run N lines at a time.  [default: what is likely fastest, and fits]",
-    ),
-    click.option(
-        "--retries",
-        type=click.IntRange(min=0),
-        default=0,
-        show_default=True,
-        metavar="N",
-        help="Try a line that failed N times more.",
-    ),
-    click.option(
-        "--timeout",
-        type=click.FloatRange(min=0, min_open=True),
-        metavar="SECONDS",
-        help="For each line (each try).",
-    ),
-    click.option(
-        "--max-errors",
-        type=click.IntRange(min=1),
-        metavar="N",
-        help="Stop when N lines of this run have failed.",
-    ),
-)
-_OUTPUT = (
-    click.option(
-        "-o", "--output", metavar="FILE", help="Where the answers go; - is standard output."
-    ),
-    click.option(
-        "--output-order",
-        type=click.Choice(["input", "done"]),
-        default="input",
-        show_default=True,
-        help="Write answers in the order of the input, or as they finish.",
-    ),
-    click.option(
-        "--no-usage",
-        is_flag=True,
-        help="Leave out counts and times: the same answers are the same bytes.",
-    ),
-    click.option("--resume", is_flag=True, help="Go on with a run that was stopped or killed."),
+_LAST = (
     click.option(
         "--plan",
         "only_plan",
@@ -109,11 +43,17 @@ _OUTPUT = (
     ),
     click.option("-q", "--quiet", is_flag=True, help="Nothing on stderr but what stops the batch."),
 )
+_OWN = (
+    *("prompt_template", "system", "raw", "strict"),
+    *("order", "parallel", "retries", "timeout", "max_errors"),
+    *("output_order", "usage", "resume"),
+)
+"""The options of a batch, in the order in which --help shows them."""
 
 
 @click.command()
 @click.argument("input_file", metavar="INPUT")
-@together((*_OUTPUT[:1], *_INPUT, *_RUNNING, *_OUTPUT[1:]))
+@together((_FIRST, *(option_of(FileOptions, name) for name in _OWN), *_LAST))
 @model_options
 @sampling_options
 @form_options
@@ -128,8 +68,6 @@ def batch(
     input_file: str,
     output: str | None,
     model: str,
-    prompt_template: str | None,
-    no_usage: bool,
     only_plan: bool,
     quiet: bool,
     as_json: bool,
@@ -162,18 +100,15 @@ def batch(
                 "once: use one of them"
             )
         options["parallel"] = 1
-    own = tuple(field.name for field in fields(Job) if field.name in options)
-    own_options, loading = take(options, own), take(options, LOADING)
+    own, loading = take(options, _OWN), take(options, LOADING)
     check_options(options, quiet=quiet)
     job = Job(
         input=input_file,
         output=output or STANDARD,
         model=model,
-        prompt_template=prompt_template,
         loading=loading,
         defaults=options,
-        usage=not no_usage,
-        **own_options,
+        **own,
     )
     with orderly_end():
         _run(job, recorded, only_plan=only_plan, quiet=quiet, as_json=as_json)

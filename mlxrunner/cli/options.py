@@ -62,15 +62,18 @@ def together(options: tuple[Callable[[F], F], ...]) -> Callable[[F], F]:
 
 
 def option_of(kind: type, name: str, flag: str | None = None, **changes: Any) -> Callable[[F], F]:
-    """Return the command-line option for a field of GenerateOptions or RunnerSettings.
+    """Return the command-line option for a field of the dataclass `kind` that describes one.
 
-    `flag` is its name on the command line, by default made from `name`. `changes` are attributes of
-    `click.option` to add or replace.
+    `flag` is its name on the command line, by default made from `name`: `--no-NAME` for a flag that
+    is on by default. `changes` are attributes of `click.option` to add or replace.
     """
     one = kind.__dataclass_fields__[name]  # type: ignore[attr-defined]  # `kind` is a dataclass
     described, attributes = about(one), dict[str, Any]()
     if described.kind is str and described.among:
         attributes["type"] = click.Choice(list(described.among))
+    elif described.kind is bool:
+        attributes["is_flag"] = True
+        attributes["flag_value"] = not one.default
     elif described.kind is not str:
         attributes["type"] = described.kind
     if described.is_list:
@@ -78,7 +81,8 @@ def option_of(kind: type, name: str, flag: str | None = None, **changes: Any) ->
     elif one.default is not None:
         attributes |= {"default": one.default, "show_default": described.shows_default}
     attributes |= {"help": described.help, "metavar": described.metavar, **changes}
-    return click.option(flag or f"--{name.replace('_', '-')}", name, **attributes)
+    prefix = "--no-" if described.kind is bool and one.default else "--"
+    return click.option(flag or prefix + name.replace("_", "-"), name, **attributes)
 
 
 def _options_of(kind: type, chosen: Iterable[str]) -> tuple[Callable[[F], F], ...]:

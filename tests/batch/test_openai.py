@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from mlxrunner.batch.fields import BatchOptions
 from mlxrunner.batch.lines import Line, LineReader
+from mlxrunner.batch.options import BatchOptions
 
 HELLO = [{"role": "user", "content": "Hello"}]
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}

@@ -110,6 +110,10 @@ class FullAttentionCache(OffsetCache):
     def capacity(self) -> int:
         return 0 if self.keys is None else int(self.keys.shape[2])
 
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.keys is None else int(self.keys.nbytes + self.values.nbytes)
+
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         end = self.offset + keys.shape[2]
         if self.keys is None:

@@ -102,7 +102,7 @@ class LayerCache(ABC):
 
         Raise RewindError, with nothing changed, if `can_rewind(to)` is False.
         """
-        if not self.can_rewind(to):
+        if self.extent.reachable(to) != to:
             raise RewindError(self.kind, self.offset, to)
         if to == 0:
             self.free()
@@ -250,10 +250,11 @@ def reach(caches: Sequence[LayerCache], to: int) -> tuple[int, str | None]:
     The limiting kind is that of the layer that prevents more; None if `to` itself is reachable.
     """
     limited_by = None
+    kinds = {cache.extent: cache.kind for cache in caches}
     while True:
-        for cache in caches:
-            if (reachable := cache.reachable(to)) < to:
-                to, limited_by = reachable, cache.kind
+        for extent, kind in kinds.items():
+            if (reachable := extent.reachable(to)) < to:
+                to, limited_by = reachable, kind
                 break
         else:
             return to, limited_by

@@ -1,0 +1,111 @@
+"""The names that other programs give to our options, in one table.
+
+`SAME` has names that mean the same as ours, value for value: the lines of a batch take them.
+`MEANT` has names for which another of ours, or nothing, is the nearest: errors mention it. Knows
+nothing about flags: names are written with underscores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+SAME: dict[str, str] = {
+    # OpenAI
+    "max_completion_tokens": "max_tokens",
+    "max_output_tokens": "max_tokens",
+    # vLLM
+    "chat_template_kwargs": "template",
+    "guided_choice": "choices",
+    "guided_json": "schema",
+    "stop_token_ids": "stop_tokens",
+    # llama.cpp and ollama
+    "json_schema": "schema",
+    "n_predict": "max_tokens",
+    "num_predict": "max_tokens",
+    "repeat_last_n": "penalty_context",
+    "repeat_penalty": "repetition_penalty",
+    # transformers, Anthropic, Mistral
+    "max_new_tokens": "max_tokens",
+    "stop_sequences": "stop",
+    "random_seed": "seed",
+}
+"""Our name for each name of another program that means the same."""
+
+MEANT: dict[str, str] = {
+    "temp": "temperature",
+    "seeds": "seed",
+    "length": "max_tokens",
+    "max_length": "max_tokens",
+    "max_gen_len": "max_tokens",
+    "stop_strings": "stop",
+    "format": "response_format",
+    "enable_thinking": 'template: {"enable_thinking": false}',
+    "think": 'template: {"enable_thinking": true}',
+    "thinking": 'template: {"enable_thinking": true}',
+    "reasoning": "reasoning_effort",
+    "functions": "tools",
+    "text": "prompt",
+    "input": "prompt",
+    "question": "prompt",
+    "instruction": "prompt",
+    "query": "prompt",
+    "content": "prompt",
+    "prompt_token_ids": "prompt",
+    "instructions": "system",
+    "system_prompt": "system",
+    "conversation": "messages",
+    "conversations": "messages",
+    "chat": "messages",
+    "ctx_size": "context",
+    "n_ctx": "context",
+    "num_ctx": "context",
+    "max_model_len": "context",
+    "cache_type_k": "kv_bits",
+    "cache_type_v": "kv_bits",
+    "kv_cache_dtype": "kv_bits",
+    "batch_size": "prefill_step",
+    "ubatch_size": "prefill_step",
+    "max_num_batched_tokens": "prefill_step",
+    "n_keep": "keep",
+    "num_keep": "keep",
+    "context_shift": "overflow",
+    "truncate": "overflow",
+    "truncation": "overflow",
+    "max_num_seqs": "parallel",
+    "np": "parallel",
+    "guided_grammar": "schema",
+    "guided_regex": "schema",
+    "grammar": "schema",
+    "regex": "schema",
+    "chat_template": "template",
+}
+"""Our nearest name for a name of another program that does not mean the same."""
+
+
+def plain(name: str) -> str:
+    """Return a name as the tables have it: `--Max-Tokens` is `max_tokens`."""
+    return name.lstrip("-").lower().replace("-", "_")
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """Return the name among `known` that somebody who wrote `name` may have meant.
+
+    A text that shows how to write it stands for a name with a value. Return None if there is none.
+    """
+    known, wanted = list(known), plain(name)
+    meant = SAME.get(wanted) or MEANT.get(wanted)
+    if meant is not None and meant.partition(":")[0] in known:
+        return meant
+    close = get_close_matches(wanted, known, n=1) if len(wanted) <= LONGEST else []
+    return close[0] if close else None
+
+
+LONGEST = 40
+"""The most characters of a name that is compared with all others."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return "did you mean 'x'? " for an error that names `name`, or nothing."""
+    found = nearest(name, known)
+    return "" if found is None else f"did you mean {found!r}? "
