@@ -19,7 +19,6 @@ from mlxrunner.runner import Runner
 from mlxrunner.testing import oracle_runner
 
 Lines = Callable[[Path], list[dict[str, Any]]]
-PASTE, PASTED = "\x1b[200~", "\x1b[201~"
 
 
 def run(*arguments: Any, stdin: str = "", code: int = 0) -> Result:
@@ -311,26 +310,41 @@ def test_what_was_evaluated_in_advance_is_no_interrupted_request(
     assert event["ahead_tokens"] == event["cached_tokens"] > 0
 
 
-def test_interrupted_in_a_terminal(open_screen: Any, events: Path, lines: Lines) -> None:
+# The program, which takes a second for each forward pass until a file is there.
+SLOW = """
+import sys, time
+from pathlib import Path
+from mlxrunner.cli import main
+from mlxrunner.engine.pipeline import Pipeline
+
+forward, file = Pipeline._forward, Path(sys.argv.pop(1))
+
+def slowly(self, *arguments, **options):
+    for _ in range(100):
+        if not file.exists():
+            time.sleep(0.01)
+    return forward(self, *arguments, **options)
+
+Pipeline._forward = slowly
+main()
+"""
+
+
+def test_interrupted_in_a_terminal(
+    open_screen: Any, events: Path, lines: Lines, tmp_path: Path
+) -> None:
     """A long message, Ctrl-C while it is evaluated, and the same message again."""
-    command = (
-        "-m",
-        "mlxrunner",
-        "chat",
-        "--no-type-ahead",
-        "--prefill-step",
-        "1",
-        "--events",
-        str(events),
-    )
-    screen = open_screen(*command, size=(200, 40))
+    go_on = tmp_path / "go on"
+    options = ("--no-type-ahead", "--prefill-step", "4", "--events", str(events))
+    screen = open_screen("-c", SLOW, str(go_on), "chat", *options, size=(200, 40))
     for requests in (1, 2):
         screen.prompt()
-        screen.child.send(f"{PASTE}{'and then ' * 200}{PASTED}\r")
+        screen.child.send("and then " * 30 + "\r")
         if requests == 1:
             screen.until("evaluating")
             screen.child.sendintr()
             screen.until("interrupted")
+            go_on.touch()
         screen.until(lambda requests=requests: events.exists() and len(lines(events)) == requests)
     stopped, again = lines(events)
     assert (stopped["finish"], stopped["completion_tokens"]) == ("interrupted", 0)
