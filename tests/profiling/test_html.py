@@ -153,14 +153,14 @@ NOTHING = dict.fromkeys(
 )
 @pytest.mark.parametrize("count", [1, 2, BINS + 5])
 def test_every_page_is_whole(count: int, changes: dict[str, object]) -> None:
-    """However few requests, and whatever is not known of them."""
+    """There may be few requests, of which little is known."""
     text = page(summary_of(count, **changes), ["events.jsonl"])
     assert Elements(text).open_tags == []
     assert not re.search(r"\bnan\b", text)
 
 
 def test_a_page_of_many_requests_is_small() -> None:
-    """What is drawn does not grow with the file."""
+    """The drawing does not grow with the file."""
     assert len(page(summary_of(3000), ["events.jsonl"])) < 600_000
 
 
@@ -250,7 +250,7 @@ def test_a_browser_runs_nothing_of_a_hostile_file(tmp_path: Path) -> None:
 
 
 def _browse(file: Path, folder: Path, *arguments: str) -> str:
-    """What a headless chromium prints: its console (lines with CONSOLE), and what was asked for."""
+    """Return a headless chromium's console (lines with CONSOLE), and what was asked for."""
     assert CHROMIUM is not None
     environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     options = [

@@ -28,7 +28,7 @@ def run(*arguments: Any, stdin: str = "", code: int = 0) -> Result:
 
 
 def said(events: Path) -> str:
-    """What `mlxrunner explain EVENTS --last` prints, as one line in lower case."""
+    """Return `mlxrunner explain EVENTS --last` as one line in lower case."""
     return " ".join(run("explain", events, "--last").stdout.lower().split())
 
 
@@ -39,7 +39,7 @@ def events(tmp_path: Path) -> Path:
 
 
 def test_the_list_is_the_schema_s_and_has_a_sentence_each() -> None:
-    """And a remedy where there is something to mend."""
+    """A remedy is there where there is something to mend."""
     schema = event_schema()
     reason, part = schema["properties"]["reason"], schema["$defs"]["Side"]["properties"]["part"]
     assert reason["anyOf"] == [{"enum": sorted(REASONS)}, {"type": "null"}]
@@ -652,7 +652,7 @@ def told(events: Path, page: Path) -> tuple[dict[str, Any], str, str, str]:
 def test_a_batch_that_evaluates_the_tree_has_lost_nothing(
     parallel: int, batch: Path, events: Path, tmp_path: Path, lines: Lines
 ) -> None:
-    """And nobody is told to change anything: report, page and explain say the same."""
+    """Report, page and explain say the same, and tell nobody to change anything."""
     run("batch", batch, "-o", tmp_path / "out", "--parallel", parallel, "--events", events)
     made, words, page, explained = told(events, tmp_path / "page.html")
     assert made["tokens"]["lost"] <= (0 if parallel == 1 else 16)
