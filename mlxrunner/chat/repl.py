@@ -17,7 +17,14 @@ from typing import Any, NoReturn, Protocol
 
 from mlxrunner.chat.attachments import Attachments
 from mlxrunner.chat.branches import Branches
-from mlxrunner.chat.commands.table import CommandTable, is_open, quoted, unquoted
+from mlxrunner.chat.commands.table import (
+    GOODBYES,
+    CommandTable,
+    is_continued,
+    is_open,
+    quoted,
+    unquoted,
+)
 from mlxrunner.chat.conversation import Conversation
 from mlxrunner.chat.typeahead import Draft, TypeAhead
 from mlxrunner.chat.view import PlainView, ThinkingView, View, held_log, wrapped
@@ -28,6 +35,7 @@ from mlxrunner.options import RunnerSettings
 from mlxrunner.runner import Runner
 from mlxrunner.sessions.history import History
 from mlxrunner.system.power import on_battery
+from mlxrunner.terminal.external import edit_outside
 from mlxrunner.terminal.keyboard import Keyboard
 from mlxrunner.terminal.progress import PrefillProgress
 from mlxrunner.terminal.signals import Interrupts, orderly_end, uninterrupted, wait_readable
@@ -56,7 +64,8 @@ class Reader(Protocol):
 class StdinReader:
     '''Reads a text from each line of standard input; lines between """ are one text.
 
-    Nobody edits these lines: `default` and `idle` are ignored.
+    So are a line that ends with a backslash and the next one. Nobody edits these lines: `default`
+    and `idle` are ignored.
     '''
 
     def __init__(self) -> None:
@@ -67,6 +76,11 @@ class StdinReader:
         if not text:
             raise EOFError
         while is_open(text) and (line := self._line()):
+            text += line
+        while is_continued(text.rstrip("\n")):
+            text = text.rstrip("\n")[:-1] + "\n"
+            if not (line := self._line()):
+                break
             text += line
         return text.rstrip("\n")
 
@@ -123,6 +137,8 @@ class Chat:
     """True to show thinking, False to hide it."""
     branches: Branches = field(default_factory=Branches)
     attachments: Attachments = field(default_factory=Attachments)
+    begun: str = ""
+    """The text that the next line begins with."""
     after_turn: list[Callable[[Chat], None]] = field(default_factory=list)
     """Functions called after each answer, complete or interrupted, before the next text is read."""
     after_load: list[Callable[[Chat], None]] = field(default_factory=list)
@@ -156,7 +172,8 @@ class Chat:
             try:
                 with self.interrupts.listening():
                     failed = self._try(self._complete_model) or failed
-                    text = self._read(self._typeahead)
+                    begun, self.begun = self.begun, ""
+                    text = self._read(self._typeahead, begun)
                     failed = self._try(partial(self._do, text)) or failed
             except EOFError:
                 return 0 if self.interactive else failed
@@ -216,6 +233,8 @@ class Chat:
             self.conversation.drift()  # so that /stats has it at once
 
     def _do(self, text: str) -> None:
+        if self.interactive and text.strip() in GOODBYES:
+            raise EOFError
         parsed = self._table.parse(text)
         if parsed is not None:
             command, argument = parsed
@@ -227,10 +246,17 @@ class Chat:
             if text.strip():
                 self.send(text)
 
-    def say(self, text: str) -> None:
-        """Print a note, which is not an answer, on stderr."""
+    def say(self, text: str, *, is_verbatim: bool = False) -> None:
+        """Print a note, which is not an answer, on stderr: see `ChatContext.say`."""
         sys.stdout.flush()
-        FilteredStream(sys.stderr).write((wrapped(text) if self.interactive else text) + "\n")
+        is_wrapped = self.interactive and not is_verbatim
+        FilteredStream(sys.stderr).write((wrapped(text) if is_wrapped else text) + "\n")
+
+    def write(self, text: str) -> str:
+        """Return `text` as the user leaves it in an editor: see `ChatContext.write`."""
+        if not self.interactive:
+            raise PromptError("there is no terminal for an editor")
+        return edit_outside(text, self.keyboard)
 
     def edit(self, text: str, after: History | None) -> str | None:
         """Return `text` as the user changes it: see `ChatContext.edit`."""

@@ -78,6 +78,18 @@ class Keyboard:
             self._is_lent = False
             signal.signal(signal.SIGTSTP, before)
 
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Lend the terminal, as it was before, to another program that runs in it."""
+        with self.editing():
+            if self._terminal:
+                self._release()
+            try:
+                yield
+            finally:
+                if self._terminal:
+                    self._take()
+
     def stop_group(self) -> None:
         """Stop this program and those started with it, as a terminal does at Ctrl-Z.
 

@@ -72,16 +72,18 @@ class Saving:
             Command(
                 "/save",
                 "[-f] NAME",
-                "save the conversation as session NAME; -f overwrites another one",
+                "save as session NAME; -f overwrites another one",
                 self._save,
                 self._names,
+                is_daily=True,
             ),
             Command(
                 "/load",
                 "[-f] NAME",
-                "go on with session NAME; -f gives up what is not saved",
+                "go on with session NAME; -f gives up unsaved turns",
                 self._load,
                 self._names,
+                is_daily=True,
             ),
         )
 
@@ -272,7 +274,7 @@ class Saving:
             raise RuntimeError("the chat has not begun")
         return self._runner_saver
 
-    def _names(self, chat: ChatContext) -> Iterable[str]:
+    def _names(self, chat: ChatContext, before: str) -> Iterable[str]:
         return self.store.names()
 
 

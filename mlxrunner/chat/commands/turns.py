@@ -5,17 +5,16 @@ Each of them says how much of the entry is reused.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from typing import Any
 
-from mlxrunner.chat.commands.settings import parse_settings
-from mlxrunner.chat.commands.table import ChatContext, Command, count_of, flagged
+from mlxrunner.chat.commands.settings import SETTABLE, parse_settings
+from mlxrunner.chat.commands.table import ChatContext, Command, count_of, flagged, whole_number
 from mlxrunner.errors import OptionError
 
 
 def undo(chat: ChatContext, argument: str) -> None:
-    taken = chat.conversation.undo(_number(argument, default=1))
+    taken = chat.conversation.undo(whole_number(argument, default=1))
     if not taken:
         raise OptionError("there is no turn to take back")
     left = count_of(len(chat.conversation.history.turns), "turn")
@@ -29,7 +28,7 @@ def edit(chat: ChatContext, argument: str) -> None:
     messages, history = chat.conversation.messages, chat.conversation.history
     if not messages:
         raise OptionError("there is nothing to edit yet")
-    number = _number(argument, default=len(messages) - 1)
+    number = whole_number(argument, default=len(messages) - 1)
     if number > len(messages):
         raise OptionError(
             f"there is no message {number}: the last one is {len(messages)}, see /show"
@@ -90,31 +89,30 @@ def clear(chat: ChatContext, argument: str) -> None:
     chat.say(f"cleared: {chat.conversation.outlook()}")
 
 
-def _names(chat: ChatContext) -> Iterable[str]:
+def _names(chat: ChatContext, before: str) -> Iterable[str]:
     return chat.branches
 
 
-def _number(argument: str, *, default: int) -> int:
-    if not argument:
-        return default
-    if not re.fullmatch("0*[1-9][0-9]{0,8}", argument):
-        raise OptionError(f"{argument[:20]!r} is not a whole number between 1 and 999999999")
-    return int(argument)
+def _retry_words(chat: ChatContext, before: str) -> Iterable[str]:
+    return (f"{name}=" for name in SETTABLE)
 
 
 COMMANDS = (
-    Command("/undo", "[N]", "take the last turn back, or the last N", undo),
+    Command("/undo", "[N]", "take the last turn back, or the last N", undo, is_daily=True),
     Command(
         "/edit",
         "[N]",
-        "edit message N of /show (else your last one) and go on from there; answers, too",
+        "edit message N of /show, or your last, and go on there",
         edit,
+        is_daily=True,
     ),
     Command(
         "/retry",
         "[NAME=VALUE ...]",
         "answer the last message again, with other sampling",
         retry,
+        _retry_words,
+        is_daily=True,
     ),
     Command(
         "/branch",
@@ -124,5 +122,5 @@ COMMANDS = (
         _names,
     ),
     Command("/switch", "NAME", "go on with another branch", switch, _names),
-    Command("/clear", "", "forget the conversation; the system prompt stays", clear),
+    Command("/clear", "", "forget the conversation; the system prompt stays", clear, is_daily=True),
 )
