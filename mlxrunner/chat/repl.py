@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from traceback import clear_frames
@@ -19,6 +19,7 @@ from mlxrunner.chat.attachments import Attachments
 from mlxrunner.chat.branches import Branches
 from mlxrunner.chat.commands.table import (
     GOODBYES,
+    Command,
     CommandTable,
     is_continued,
     is_open,
@@ -26,12 +27,24 @@ from mlxrunner.chat.commands.table import (
     unquoted,
 )
 from mlxrunner.chat.conversation import Conversation
+from mlxrunner.chat.full_context import full_context
+from mlxrunner.chat.taken import State, Taken
 from mlxrunner.chat.typeahead import Draft, TypeAhead
-from mlxrunner.chat.view import PlainView, ThinkingView, View, held_log, wrapped
+from mlxrunner.chat.view import (
+    DIM,
+    UNDIM,
+    PlainView,
+    ThinkingView,
+    View,
+    beginning,
+    held_log,
+    wrapped,
+)
 from mlxrunner.errors import ContextLengthError, MlxrunnerError, ModelError, PromptError
 from mlxrunner.loading import plan_model
 from mlxrunner.memory.reserve import must_fit
 from mlxrunner.options import RunnerSettings
+from mlxrunner.results import Chunk
 from mlxrunner.runner import Runner
 from mlxrunner.sessions.history import History
 from mlxrunner.system.power import on_battery
@@ -45,6 +58,8 @@ logger = logging.getLogger("mlxrunner")
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C."""
+PIECE_S = 0.4
+"""Seconds of a prefill that Ctrl-C may have to wait for, in a terminal."""
 PIECE = 2**16
 """Most bytes read from standard input at once."""
 
@@ -137,6 +152,8 @@ class Chat:
     """True to show thinking, False to hide it."""
     branches: Branches = field(default_factory=Branches)
     attachments: Attachments = field(default_factory=Attachments)
+    taken: Taken = field(default_factory=Taken)
+    """What commands took away, for /redo."""
     begun: str = ""
     """The text that the next line begins with."""
     after_turn: list[Callable[[Chat], None]] = field(default_factory=list)
@@ -149,6 +166,8 @@ class Chat:
     keyboard: Keyboard = field(default_factory=Keyboard)
 
     def __post_init__(self) -> None:
+        if self.interactive:
+            self.conversation.piece_s = PIECE_S
         self._known_runner = self.conversation.runner  # `after_load` is not called for it
         self._table = CommandTable()
         self._typeahead = self._type_ahead()
@@ -211,7 +230,7 @@ class Chat:
         return "; /undo takes turns back, /clear all of them" if fits_alone else ""
 
     def _read(self, idle: Callable[[Draft], None], default: str = "") -> str:
-        with held_log(self.interactive):
+        with held_log() if self.interactive else nullcontext():
             return self.reader.read(idle, default)
 
     def _type_ahead(self, after: History | None = None) -> TypeAhead:
@@ -237,20 +256,43 @@ class Chat:
             raise EOFError
         parsed = self._table.parse(text)
         if parsed is not None:
-            command, argument = parsed
-            command.run(self, argument)
-            for act in self.after_command:
-                act(self)
+            self._run_command(*parsed)
         else:
             text = text if is_open(text) else unquoted(text)
             if text.strip():
                 self.send(text)
 
-    def say(self, text: str, *, is_verbatim: bool = False) -> None:
+    def _run_command(self, command: Command, argument: str) -> None:
+        state = State(self.branches.current, self.conversation.branch)
+        self.taken.push(state)
+        try:
+            command.run(self, argument)
+        finally:
+            present = {self.branches.current: self.conversation.branch}
+            self.taken.settle(state, self.branches.others | present)
+        for act in self.after_command:
+            act(self)
+
+    def say(self, text: str, *, is_verbatim: bool = False, is_dim: bool = False) -> None:
         """Print a note, which is not an answer, on stderr: see `ChatContext.say`."""
         sys.stdout.flush()
-        is_wrapped = self.interactive and not is_verbatim
-        FilteredStream(sys.stderr).write((wrapped(text) if is_wrapped else text) + "\n")
+        text = wrapped(text) if self.interactive and not is_verbatim else text
+        is_dim = is_dim and sys.stderr.isatty()
+        sys.stderr.write(DIM if is_dim else "")
+        FilteredStream(sys.stderr).write(f"{text}\n")
+        sys.stderr.write(UNDIM if is_dim else "")
+        sys.stderr.flush()
+
+    def recall(self) -> None:
+        """Show the model and the last turn: see `ChatContext.recall`."""
+        if not self.interactive:
+            return
+        self.say(f"model {self.model}, context of {self.runner.context} tokens")
+        messages = self.conversation.messages
+        for number, message in list(enumerate(messages, 1))[-2:]:
+            text = beginning(message["content"], f"... (/show {number} shows it whole)")
+            mark = ">>> " if message["role"] == "user" else ""
+            self.say(f"{mark}{text}", is_verbatim=True, is_dim=True)
 
     def write(self, text: str) -> str:
         """Return `text` as the user leaves it in an editor: see `ChatContext.write`."""
@@ -284,12 +326,13 @@ class Chat:
 
         `options` take precedence over the conversation's own.
         """
+        first = (self.conversation.history if after is None else after).first
         if after is not None:
             self.say(str(self.conversation.outlook(text, after)))
         with (
             self.interrupts.asking() as interrupted,
             self.keyboard.answering(),
-            held_log(self.interactive),
+            held_log(),
             ExitStack() as ending,
         ):
             bar = PrefillProgress()
@@ -310,8 +353,10 @@ class Chat:
             ending.callback(view.close)
             ending.callback(chunks.close)  # type: ignore[attr-defined]  # a generator
             ending.callback(bar.close)
+            last: Chunk | None = None
             with suppress(KeyboardInterrupt):
                 for chunk in chunks:
+                    last = chunk
                     if self.keyboard.asks_to_stop:
                         view.pause()
                         self.keyboard.stop()
@@ -321,6 +366,9 @@ class Chat:
         if interrupted():  # even if it came late
             self.say("(interrupted)")
             raise KeyboardInterrupt
+        if last is not None:
+            for note in full_context(self.conversation, first, last, options):
+                self.say(note, is_dim=True)
 
     def _answered(self, before: History) -> None:
         if self.conversation.history is not before:

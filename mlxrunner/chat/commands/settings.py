@@ -113,10 +113,12 @@ def show_message(chat: ChatContext, argument: str) -> None:
 
 
 def system(chat: ChatContext, argument: str) -> None:
+    conversation = chat.conversation
     if argument:
-        chat.conversation.clear()
-        chat.conversation.system = argument
-    chat.say(f"system prompt: {chat.conversation.system or '(none)'}")
+        conversation.set_system(argument)
+    chat.say(f"system prompt: {conversation.system or '(none)'}")
+    if argument and conversation.history.turns:
+        chat.say(f"the conversation stays: {conversation.outlook()}")
 
 
 def think(chat: ChatContext, argument: str) -> None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from mlxrunner.chat.attachments import Attachments
     from mlxrunner.chat.branches import Branches
     from mlxrunner.chat.conversation import Conversation
+    from mlxrunner.chat.taken import Taken
     from mlxrunner.runner import Runner
     from mlxrunner.sessions.history import History
 
@@ -39,6 +40,7 @@ class ChatContext(Protocol):
     conversation: Conversation
     branches: Branches
     attachments: Attachments
+    taken: Taken
     model: str
     """The name from which the model was loaded."""
     loading: dict[str, Any]
@@ -51,11 +53,15 @@ class ChatContext(Protocol):
     @property
     def runner(self) -> Runner: ...
 
-    def say(self, text: str, *, is_verbatim: bool = False) -> None:
+    def say(self, text: str, *, is_verbatim: bool = False, is_dim: bool = False) -> None:
         """Print a note, which is not an answer.
 
-        `is_verbatim` keeps its lines and spaces as they are.
+        `is_verbatim` keeps its lines and spaces as they are. `is_dim` sets it apart from answers.
         """
+        ...
+
+    def recall(self) -> None:
+        """Show the model and the last turn, if a user is at the terminal."""
         ...
 
     def write(self, text: str) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 from mlxrunner.chat.commands.settings import SETTABLE, parse_settings
 from mlxrunner.chat.commands.table import ChatContext, Command, count_of, flagged, whole_number
+from mlxrunner.chat.taken import State
 from mlxrunner.errors import OptionError
 
 
@@ -20,7 +21,23 @@ def undo(chat: ChatContext, argument: str) -> None:
     left = count_of(len(chat.conversation.history.turns), "turn")
     chat.say(
         f"{count_of(len(taken), 'turn')} taken back, {left} left: {chat.conversation.outlook()}"
+        f"; /redo brings {'it' if len(taken) == 1 else 'them'} back"
     )
+
+
+def redo(chat: ChatContext, argument: str) -> None:
+    conversation, name = chat.conversation, chat.branches.current
+    present = conversation.branch
+    branch = chat.taken.pop(name, present)
+    if branch is None:
+        raise OptionError(f"no command has taken anything away from branch {name}")
+    chat.branches.drop_kept_within(branch)
+    kept = ""
+    if State(name, present).is_lost_in(branch):
+        kept = f"; what was here is kept as branch {chat.branches.keep(name, present)}"
+    conversation.switch_to(branch)
+    turns = count_of(len(branch.history.turns), "turn")
+    chat.say(f"brought back, {turns}: {conversation.outlook()}{kept}")
 
 
 def edit(chat: ChatContext, argument: str) -> None:
@@ -84,9 +101,11 @@ def switch(chat: ChatContext, argument: str) -> None:
 
 
 def clear(chat: ChatContext, argument: str) -> None:
+    had_turns = bool(chat.conversation.history.turns)
     chat.conversation.clear()
     chat.attachments.texts.clear()
-    chat.say(f"cleared: {chat.conversation.outlook()}")
+    back = "; /redo brings it back" if had_turns else ""
+    chat.say(f"cleared: {chat.conversation.outlook()}{back}")
 
 
 def _names(chat: ChatContext, before: str) -> Iterable[str]:
@@ -99,6 +118,7 @@ def _retry_words(chat: ChatContext, before: str) -> Iterable[str]:
 
 COMMANDS = (
     Command("/undo", "[N]", "take the last turn back, or the last N", undo, is_daily=True),
+    Command("/redo", "", "bring back what the last command took away", redo, is_daily=True),
     Command(
         "/edit",
         "[N]",
