@@ -264,6 +264,8 @@ def test_settings_hold_for_the_answers_that_follow(chat: Chat, do: Do) -> None:
         'stop = "."',
         "stop = (none)",
         "max_tokens = 2",
+        "(cut off at max_tokens 2: /set max_tokens 4 allows more, /retry max_tokens=4 answers "
+        "again)",
         "stop = (none)",
     ]
     assert do("/set seed 5", '/set stop "a\\n"', '/set stop ["x", "y"]') == [
