@@ -317,15 +317,16 @@ class Execution:
         earlier: Earlier | None = self.begun.begin(line.index, line.tokens)
         if len(line.tokens) >= runner.context:
             earlier = None  # a shift makes another prompt of it
+        own = self.begun.line(line.number)
         if not runner.observers or line.prompt is None:
-            return TokenizedPrompt(line.tokens, earlier=earlier)
+            return TokenizedPrompt(line.tokens, earlier=earlier, line=own)
         if isinstance(line.prompt, str):
-            return TokenizedPrompt(line.tokens, "text", text=line.prompt, earlier=earlier)
+            return TokenizedPrompt(line.tokens, "text", text=line.prompt, earlier=earlier, line=own)
         options = self.options.of_line(line.index, line.options)
         variables = GenerateOptions.of(**options).variables
         text = runner.tokenizer.render(line.prompt, **variables)
         return TokenizedPrompt(
-            line.tokens, "messages", line.prompt, text, variables, earlier=earlier
+            line.tokens, "messages", line.prompt, text, variables, earlier=earlier, line=own
         )
 
 
