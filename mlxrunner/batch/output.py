@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
 from mlxrunner.batch.options import OutputOrder
+from mlxrunner.batch.responses import response_body, response_usage
 from mlxrunner.batch.store import Store, StoredAnswer, StoredLine
 from mlxrunner.errors import MlxrunnerError, OptionError, OutputError
 from mlxrunner.system.writing import is_writable, open_own, open_stream, whole_sync
@@ -86,6 +87,8 @@ def _openai(
     line: StoredLine, result: Result, tokenizer: Tokenizer, model: str, usage: bool
 ) -> dict[str, Any]:
     """Return OpenAI's object for an answer."""
+    if line.format == "response":
+        return _openai_line(line, 200, _response(line, result, tokenizer, model, usage), None)
     is_chat = line.format == "chat.completion"
     choice: dict[str, Any] = {"index": 0}
     if is_chat:
@@ -109,6 +112,28 @@ def _openai(
             "prompt_tokens_details": {"cached_tokens": result.usage.cached_tokens},
         }
     return _openai_line(line, 200, body, None)
+
+
+def _response(
+    line: StoredLine, result: Result, tokenizer: Tokenizer, model: str, usage: bool
+) -> dict[str, Any]:
+    """Return the body of an answer in the format of OpenAI's Responses API."""
+    logprobs = _chat_logprobs(result, tokenizer)
+    body = response_body(
+        line.index,
+        line.options,
+        result.text,
+        is_cut=result.finish_reason == "length",
+        logprobs=None if logprobs is None else logprobs["content"],
+        created=int(time.time()) if usage else 0,
+        model=model,
+    )
+    if usage:
+        used = result.usage
+        body["usage"] = response_usage(
+            used.prompt_tokens, used.cached_tokens, used.completion_tokens
+        )
+    return body
 
 
 def _openai_error(line: StoredLine, message: str, status: int) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from support.prompts import shared_prefixes
 
 import mlxrunner
 from mlxrunner import BatchRequest, BatchResult, OptionError, Runner, run_batch
+from mlxrunner.batch.order import run_order
 from mlxrunner.batch.prompts import cost
 from mlxrunner.batch.store import sort_key
 from mlxrunner.models.facts import facts_of

@@ -88,6 +88,7 @@ def test_one_at_a_time_each_line_reuses_what_it_shares_with_the_one_before() -> 
     )
 
 
+@pytest.mark.exhaustive(2)
 @pytest.mark.parametrize("lanes", [None, 1, 2, 8])
 def test_any_number_at_a_time_gives_the_same_file(lanes: int | None) -> None:
     """Without usage the file is equal byte for byte; stderr says how many unless one was asked."""
@@ -312,6 +313,7 @@ def test_the_first_error_is_that_of_the_first_line(monkeypatch: pytest.MonkeyPat
     assert "3 of 3 lines failed, the first: line 1: ValueError: it fell" in result.stderr
 
 
+@pytest.mark.exhaustive(2)
 @pytest.mark.parametrize(
     ("command", "said"),
     [
@@ -496,11 +498,11 @@ WRONG: dict[str, tuple[list[object], str]] = {
     ),
     "bad schema": (
         ["in.jsonl", "-o", "out.jsonl", "--schema", "in.jsonl"],
-        "schema: not valid JSON",
+        "--schema in.jsonl: not valid JSON",
     ),
     "list as schema": (
         ["in.jsonl", "-o", "out.jsonl", "--schema", "list.json"],
-        "schema: it has to be a JSON object",
+        "--schema list.json: it has to be a JSON object",
     ),
 }
 
@@ -742,3 +744,51 @@ def test_raw_prompts_have_no_template_to_set_variables_of() -> None:
         result = run(write({"prompt": "a"}), "-o", "out.jsonl", "--raw", *option)
         assert result.exit_code == 2
         assert f"{option[0]} needs the chat template, which --raw leaves out" in result.stderr
+
+
+def test_lines_of_the_responses_api_are_answered_with_its_response_object() -> None:
+    """With output items and usage; a line that can't be run has the error of the API."""
+    body = {"model": "m", "input": "My name is Ana. What is my name?"}
+    cut = {"max_output_tokens": 2, "include": ["message.output_text.logprobs"], "top_logprobs": 1}
+    lines = [
+        {"custom_id": name, "method": "POST", "url": "/v1/responses", "body": {**body, **more}}
+        for name, more in (("a", {}), ("b", cut), ("c", {"background": True}))
+    ]
+    run(write(*lines, "no json"), "-o", "out.jsonl")
+    whole, short, refused, broken = answers()
+    found = whole["response"]["body"]
+    assert (whole["custom_id"], whole["response"]["status_code"]) == ("a", 200)
+    assert (found["object"], found["status"], found["model"]) == ("response", "completed", "demo")
+    (item,) = found["output"]
+    assert (item["type"], item["role"], item["status"]) == ("message", "assistant", "completed")
+    assert item["content"] == [
+        {"type": "output_text", "text": "Your name is Ana.", "annotations": []}
+    ]
+    usage = found["usage"]
+    assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
+    assert usage["output_tokens_details"] == {"reasoning_tokens": 0}
+    found = short["response"]["body"]
+    assert (found["status"], found["max_output_tokens"]) == ("incomplete", 2)
+    assert found["incomplete_details"] == {"reason": "max_output_tokens"}
+    (content,) = found["output"][0]["content"]
+    assert [len(token["top_logprobs"]) for token in content["logprobs"]] == [1, 1]
+    assert refused["response"]["status_code"] == 400
+    assert "background: True is not supported" in refused["error"]["message"]
+    assert broken["response"]["status_code"] == 400
+
+
+def test_token_ids_and_lists_of_prompts_are_answered() -> None:
+    """A list has an answer for each of its prompts, with its number behind the id."""
+    run(write({"prompt": "Hello!"}), "-o", "plain.jsonl", "--raw", "--max-tokens", 3)
+    from mlxrunner.models.load import tokenizer_of
+
+    tokens = [int(token) for token in tokenizer_of("demo").encode("Hello!")]
+    lines = [{"id": "t", "prompt": tokens}, {"id": "l", "prompt": ["Hello!", tokens, [2**31 - 1]]}]
+    run(write(*lines), "-o", "out.jsonl", "--raw", "--max-tokens", 3)
+    (plain,) = answers("plain.jsonl")
+    *good, bad = answers()
+    assert [(line["id"], line["text"]) for line in good] == [
+        (name, plain["text"]) for name in ("t", "l/0", "l/1")
+    ]
+    assert (bad["id"], bad["index"]) == ("l/2", 3)
+    assert "beyond the model's vocabulary" in bad["error"]
