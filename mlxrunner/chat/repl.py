@@ -28,6 +28,7 @@ from mlxrunner.options import RunnerSettings
 from mlxrunner.runner import Runner
 from mlxrunner.sessions.history import History
 from mlxrunner.system.power import on_battery
+from mlxrunner.terminal.early import INTERRUPTED
 from mlxrunner.terminal.keyboard import Keyboard
 from mlxrunner.terminal.progress import PrefillProgress
 from mlxrunner.terminal.signals import Interrupts, orderly_end, uninterrupted, wait_readable
@@ -35,8 +36,6 @@ from mlxrunner.terminal.text import FilteredStream
 
 logger = logging.getLogger("mlxrunner")
 
-INTERRUPTED = 130
-"""Exit code after Ctrl-C."""
 PIECE = 2**16
 """Most bytes read from standard input at once."""
 

@@ -22,10 +22,11 @@ from mlxrunner.cli.options import (
     template_options,
     together,
 )
-from mlxrunner.cli.program import INTERRUPTED, line_text, visible_text
+from mlxrunner.cli.program import line_text, visible_text
 from mlxrunner.cli.recording import WATCHING, recording, watching_options
 from mlxrunner.errors import OptionError
 from mlxrunner.options import GenerateOptions
+from mlxrunner.terminal.early import INTERRUPTED
 
 if TYPE_CHECKING:
     from mlxrunner.batch.job import Job
