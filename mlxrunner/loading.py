@@ -163,4 +163,6 @@ def _made(
 ) -> Runner:
     planned = replace(settings, context=plan.context, checkpoint_budget=plan.checkpoint_budget)
     parts = loaded.model, loaded.tokenizer, loaded.facts
-    return kind(*parts, name=model, whole=whole, **vars(planned))
+    runner = kind(*parts, name=model, whole=whole, **vars(planned))
+    runner.suggested_options = dict(loaded.suggested)
+    return runner

@@ -5,7 +5,7 @@ All of mlx-lm's architectures load, also with quantized weights.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,12 @@ from mlxrunner.models.resolve import (
     rope_settings,
 )
 from mlxrunner.models.settings import check_layers
+from mlxrunner.models.suggested import suggestion_of
 from mlxrunner.models.windows import widen_windows
 from mlxrunner.results import logger
 from mlxrunner.system import device
 from mlxrunner.system.mlx_lm_internals import has_architecture
+from mlxrunner.terminal.text import one_line
 from mlxrunner.tokenizer import Tokenizer, load_tokenizer
 
 LOOKED_AT = 64
@@ -46,6 +48,8 @@ class LoadedModel:
     tokenizer: Tokenizer
     facts: ModelFacts
     config: dict[str, Any]
+    suggested: dict[str, Any] = field(default_factory=dict)
+    """The sampling that the model suggests, as options of a request."""
 
 
 def load_model(name: str, *, trust_remote_code: bool = False) -> LoadedModel:
@@ -63,7 +67,15 @@ def load_model(name: str, *, trust_remote_code: bool = False) -> LoadedModel:
     facts = _tried(name, model, usable_facts(folder, model, config))
     if HUB_ID.fullmatch(name) and not Path(name).is_dir():
         remember_use(name)
-    return LoadedModel(name, folder, model, tokenizer, facts, config)
+    return LoadedModel(name, folder, model, tokenizer, facts, config, _suggested(folder))
+
+
+def _suggested(folder: Path) -> dict[str, Any]:
+    """Return the sampling that the model suggests, and warn in the log of what is ignored."""
+    found = suggestion_of(folder)
+    if found.problem is not None:
+        logger.warning("%s", one_line(found.problem))
+    return found.options
 
 
 def _tried(name: str, model: Any, facts: ModelFacts) -> ModelFacts:
