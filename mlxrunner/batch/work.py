@@ -60,7 +60,7 @@ from mlxrunner.errors import (
     StoreError,
 )
 from mlxrunner.loading import plan_model
-from mlxrunner.models.load import load_model, tokenizer_of
+from mlxrunner.models.load import LoadProgress, load_model, tell_nobody, tokenizer_of
 from mlxrunner.options import RunnerSettings
 from mlxrunner.parallel.runner import ParallelRunner
 from mlxrunner.runner import Runner
@@ -275,8 +275,8 @@ def _runner(
     if not found.lines:
         yield None
         return
-    with loading(job.model, is_quiet=not progress.has_bar):
-        runner = open_runner(job, found, context, progress.say)
+    with loading(job.model, is_quiet=not progress.has_bar) as show:
+        runner = open_runner(job, found, context, progress.say, show)
     try:
         yield runner
     finally:
@@ -285,7 +285,11 @@ def _runner(
 
 
 def open_runner(
-    job: Job, found: Survey, context: int, say: Callable[[str], None]
+    job: Job,
+    found: Survey,
+    context: int,
+    say: Callable[[str], None],
+    progress: LoadProgress = tell_nobody,
 ) -> Runner | ParallelRunner:
     """Load the model and return a runner for the surveyed lines.
 
@@ -301,7 +305,7 @@ def open_runner(
         why = runner
     if why:
         say(f"one line at a time: {why}")
-    return Runner.load(job.model, **{**job.loading, "context": context})
+    return Runner.load(job.model, progress=progress, **{**job.loading, "context": context})
 
 
 def _several(

@@ -28,7 +28,6 @@ from mlxrunner.cli.recording import WATCHING, recording, watching_options
 from mlxrunner.cli.settling import options_that_hold, typed_options
 from mlxrunner.errors import OptionError
 from mlxrunner.options import GenerateOptions
-from mlxrunner.terminal.early import INTERRUPTED
 
 if TYPE_CHECKING:
     from mlxrunner.batch.job import Job
