@@ -61,7 +61,7 @@ from mlxrunner.errors import (
     StoreError,
 )
 from mlxrunner.loading import plan_model
-from mlxrunner.models.load import load_model, tokenizer_of
+from mlxrunner.models.load import LoadProgress, load_model, tell_nobody, tokenizer_of
 from mlxrunner.options import RunnerSettings
 from mlxrunner.parallel.runner import ParallelRunner
 from mlxrunner.runner import Runner
@@ -293,8 +293,8 @@ def _runner(
     if not found.lines:
         yield None
         return
-    with loading(job.model, is_quiet=not progress.has_bar):
-        runner = open_runner(job, found, context, progress.say)
+    with loading(job.model, is_quiet=not progress.has_bar) as show:
+        runner = open_runner(job, found, context, progress.say, show)
     try:
         yield runner
     finally:
@@ -303,7 +303,11 @@ def _runner(
 
 
 def open_runner(
-    job: Job, found: Survey, context: int, say: Callable[[str], None]
+    job: Job,
+    found: Survey,
+    context: int,
+    say: Callable[[str], None],
+    progress: LoadProgress = tell_nobody,
 ) -> Runner | ParallelRunner:
     """Load the model and return a runner for the surveyed lines.
 
@@ -319,7 +323,7 @@ def open_runner(
         why = runner
     if why:
         say(f"one line at a time: {why}")
-    return Runner.load(job.model, **{**job.loading, "context": context})
+    return Runner.load(job.model, progress=progress, **{**job.loading, "context": context})
 
 
 def _several(

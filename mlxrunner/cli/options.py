@@ -291,5 +291,5 @@ def load(model: str, loading: dict[str, Any], *, banner: bool) -> Runner:
         click.echo(DEMO_BANNER, err=True)
     # A download shows a bar of its own.
     resolve(model, with_code=loading["trust_remote_code"])
-    with loading_bar(model):
-        return Runner.load(model, **loading)
+    with loading_bar(model) as show:
+        return Runner.load(model, progress=show, **loading)
