@@ -46,7 +46,8 @@ _LAST = (
     click.option("-q", "--quiet", is_flag=True, help="Nothing on stderr but what stops the batch."),
 )
 _OWN = (
-    *("prompt_template", "system", "raw", "strict"),
+    *("prompt_template", "prompt_column", "messages_column", "id_column", "delimiter"),
+    *("system", "raw", "strict"),
     *("order", "parallel", "retries", "timeout", "max_errors"),
     *("output_order", "usage", "resume", "retry_failed"),
 )
@@ -54,7 +55,7 @@ _OWN = (
 
 
 @click.command()
-@click.argument("input_file", metavar="INPUT")
+@click.argument("inputs", metavar="INPUT...", nargs=-1, required=True)
 @together((_FIRST, *(option_of(FileOptions, name) for name in _OWN), *_LAST))
 @model_options
 @sampling_options
@@ -67,7 +68,7 @@ _OWN = (
     "--json", "as_json", is_flag=True, help="With --plan: print one JSON object instead of a table."
 )
 def batch(
-    input_file: str,
+    inputs: tuple[str, ...],
     output: str | None,
     model: str,
     only_plan: bool,
@@ -79,7 +80,9 @@ def batch(
     output.
 
     A line of INPUT is {"prompt": ...} or {"messages": [...]}, with an "id" and any sampling option,
-    or a line of an OpenAI batch file; with --prompt-template INPUT is CSV. - is standard input. The
+    or a line of an OpenAI batch file. INPUT may also be a table (CSV, TSV, Parquet), a data set
+    (a folder of datasets.save_to_disk or of Parquet files, or hf://datasets/OWNER/NAME), or a
+    folder whose files are one prompt each. gzip and zstd are decompressed. - is standard input. The
     options below hold for lines that don't say otherwise; with --seed S line number i (from 0) gets
     S + i. A line that can't be answered gets an "error" and stops nothing.
 
@@ -107,7 +110,7 @@ def batch(
     own, loading = take(options, _OWN), take(options, LOADING)
     check_options(options, quiet=quiet)
     job = Job(
-        input=input_file,
+        inputs=inputs,
         output=output or STANDARD,
         model=model,
         loading=loading,
@@ -166,8 +169,11 @@ def _report(job: Job, summary: JobSummary) -> None:
             f"{line_text(job.output)} is complete ({summary.lines} lines): nothing to do", err=True
         )
     else:
-        source = "standard input" if job.input == "-" else line_text(job.input)
-        click.echo(f"{source} has no lines: nothing to do", err=True)
+        source = ", ".join(
+            "standard input" if name == "-" else line_text(name) for name in job.inputs
+        )
+        has = "has" if len(job.inputs) == 1 else "have"
+        click.echo(f"{source} {has} no lines: nothing to do", err=True)
     if summary.failed:
         first = f", the first: {line_text(summary.first_error)}" if summary.first_error else ""
         click.echo(f"{summary.failed} of {summary.lines} lines failed{first}", err=True)
