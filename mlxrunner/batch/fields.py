@@ -19,7 +19,7 @@ from mlxrunner.engine.constrain import check_form
 from mlxrunner.errors import OptionError, PromptError
 from mlxrunner.names import did_you_mean
 from mlxrunner.options import MOST_TOKENS, GenerateOptions, names
-from mlxrunner.templates.messages import Message, check_message
+from mlxrunner.templates.messages import PlainMessage, check_message
 from mlxrunner.tokenizer.prompt import Prompt
 
 OPTIONS = frozenset(names(GenerateOptions))
@@ -127,7 +127,7 @@ def _text(name: str, value: Any) -> str:
     return value
 
 
-def _conversation(messages: Any, system: str | None) -> list[Message]:
+def _conversation(messages: Any, system: str | None) -> list[PlainMessage]:
     """Return the messages as the chat template takes them.
 
     A `system` prompt is put in front if they do not begin with one. Raise PromptError for the first
@@ -141,7 +141,7 @@ def _conversation(messages: Any, system: str | None) -> list[Message]:
     return checked
 
 
-def _message(number: int, message: Any) -> Message:
+def _message(number: int, message: Any) -> PlainMessage:
     """Return message `number` (from 0), checked. Raise PromptError if it is not supported."""
     if isinstance(message, dict) and message.get("role") == "developer":
         # OpenAI's newer name for "system", which no chat template knows.

@@ -23,7 +23,7 @@ from mlxrunner.cache.lookup import Earlier
 from mlxrunner.cache.tokens import TokenArray, as_tokens, common_prefix
 from mlxrunner.errors import OptionError, PromptError
 from mlxrunner.options import GenerateOptions
-from mlxrunner.templates.messages import Message
+from mlxrunner.templates.messages import PlainMessage
 from mlxrunner.terminal.text import one_line
 from mlxrunner.tokenizer import Tokenizer
 from mlxrunner.tokenizer.prompt import (
@@ -77,7 +77,7 @@ def tokenize_lines(
     return is_shifted
 
 
-def is_text(prompt: Prompt) -> TypeGuard[str | Sequence[Message]]:
+def is_text(prompt: Prompt) -> TypeGuard[str | Sequence[PlainMessage]]:
     """Return True for a text or messages, False for tokens."""
     return isinstance(prompt, str) or (
         isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)

@@ -24,7 +24,7 @@ from mlxrunner.batch.order import run_order
 from mlxrunner.cache.tokens import TokenArray, as_tokens
 from mlxrunner.errors import DamagedStoreError, StoreError
 from mlxrunner.system.writing import open_database, open_temporary_database
-from mlxrunner.templates.messages import Message
+from mlxrunner.templates.messages import PlainMessage
 
 Format = Literal["plain", "chat.completion", "text_completion", "response", "unknown"]
 """The form of a line's answer: our own object, or the OpenAI object of that name.
@@ -84,7 +84,7 @@ class StoredLine:
     """Options of `GenerateOptions` that the line itself gives."""
     error: str | None = None
     """The reason why it can't be run, in one line; None if it can."""
-    prompt: str | Sequence[Message] | None = None
+    prompt: str | Sequence[PlainMessage] | None = None
     """The text or the messages from which the tokens were made; None for token ids."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TextIO
 
 import click
@@ -24,6 +25,7 @@ from mlxrunner.cli.options import (
 )
 from mlxrunner.cli.program import line_text, visible_text
 from mlxrunner.cli.recording import WATCHING, recording, watching_options
+from mlxrunner.cli.settling import options_that_hold, typed_options
 from mlxrunner.errors import OptionError
 from mlxrunner.options import GenerateOptions
 
@@ -67,13 +69,17 @@ _OWN = (
 @click.option(
     "--json", "as_json", is_flag=True, help="With --plan: print one JSON object instead of a table."
 )
+@click.pass_context
 def batch(
+    ctx: click.Context,
+    /,
     inputs: tuple[str, ...],
     output: str | None,
     model: str,
     only_plan: bool,
     quiet: bool,
     as_json: bool,
+    greedy: bool,
     **options: Any,
 ) -> None:
     """Answer each line of INPUT, in the order that reuses most, and write a line for each to the
@@ -117,8 +123,16 @@ def batch(
         defaults=options,
         **own,
     )
+    typed = typed_options(ctx, options, greedy=greedy)
+    job = replace(job, defaults=_reproducible(options_that_hold("batch", model, options, typed)))
     with orderly_end():
         _run(job, recorded, only_plan=only_plan, quiet=quiet, as_json=as_json)
+
+
+def _reproducible(options: dict[str, Any]) -> dict[str, Any]:
+    """Return options with a seed if they sample, so that the same batch has the same answers."""
+    samples = options["temperature"] > 0 and options["seed"] is None
+    return options | {"seed": 0} if samples else options
 
 
 def _run(

@@ -88,6 +88,7 @@ def test_one_at_a_time_each_line_reuses_what_it_shares_with_the_one_before() -> 
     )
 
 
+@pytest.mark.exhaustive(2)
 @pytest.mark.parametrize("lanes", [None, 1, 2, 8])
 def test_any_number_at_a_time_gives_the_same_file(lanes: int | None) -> None:
     """Without usage the file is equal byte for byte; stderr says how many unless one was asked."""
@@ -312,6 +313,7 @@ def test_the_first_error_is_that_of_the_first_line(monkeypatch: pytest.MonkeyPat
     assert "3 of 3 lines failed, the first: line 1: ValueError: it fell" in result.stderr
 
 
+@pytest.mark.exhaustive(2)
 @pytest.mark.parametrize(
     ("command", "said"),
     [
@@ -492,11 +494,11 @@ WRONG: dict[str, tuple[list[object], str]] = {
     ),
     "bad schema": (
         ["in.jsonl", "-o", "out.jsonl", "--schema", "in.jsonl"],
-        "schema: not valid JSON",
+        "--schema in.jsonl: not valid JSON",
     ),
     "list as schema": (
         ["in.jsonl", "-o", "out.jsonl", "--schema", "list.json"],
-        "schema: it has to be a JSON object",
+        "--schema list.json: it has to be a JSON object",
     ),
 }
 
