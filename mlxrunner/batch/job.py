@@ -82,6 +82,7 @@ class Job(FileOptions):
             if name != STANDARD and is_same_or_within(self.output, name):
                 within = "in the input" if os.path.isdir(name) else "the input"
                 raise OptionError(f"{self.output}: is {within}; choose another file for the output")
+        self._check_reports()
 
     def lines(self) -> Inputs:
         """Return the lines of the inputs. Raise OptionError for options that don't fit them."""
@@ -92,6 +93,21 @@ class Job(FileOptions):
             self.id_column,
         )
         return Inputs(self.inputs, self, columns, self.delimiter)
+
+    def _check_reports(self) -> None:
+        """Raise OptionError if a report has no file of its own."""
+        ends = ("", ".run", ".done", ".retry", RETRIED)
+        taken = {*map(_real, self.inputs), *(_real(f"{self.output}{end}") for end in ends)}
+        for name in ("progress_file", "summary"):
+            file = getattr(self, name)
+            if file is None:
+                continue
+            if file == STANDARD or _real(file) in taken:
+                raise OptionError(
+                    f"--{name.replace('_', '-')} {file}: choose a file of its own, which is not "
+                    "that of the input, the answers or another report"
+                )
+            taken.add(_real(file))
 
     @property
     def store_path(self) -> Path | None:
@@ -124,6 +140,14 @@ class Job(FileOptions):
         written = {"output_order": self.output_order, "no_usage": not self.usage or None}
         options = {**self.defaults, **loading, **lines, **written}
         return run_parts(self.model, resolve(self.model), options)
+
+
+def _real(name: str) -> str:
+    """Return the path of a file without links; the name itself if it is not that of a file."""
+    try:
+        return os.path.realpath(name)
+    except (OSError, ValueError):
+        return name
 
 
 def check_same(was: Mapping[str, str], now: Mapping[str, str], what: str) -> None:
