@@ -34,7 +34,7 @@ def dataset_files(folder: Path) -> list[Path] | None:
         files = [one.get("filename") for one in listed_files if isinstance(one, dict)]
         if any(not isinstance(name, str) or Path(name).name != name for name in files):
             raise PromptError(f"{folder / 'state.json'}: names files outside of the folder")
-        return [folder / name for name in files]
+        return [folder / str(name) for name in files]
     shards = sorted(folder.rglob("*.parquet")) or sorted(folder.glob("*.arrow"))
     return _one_split(folder, shards) if shards else None
 
@@ -105,8 +105,8 @@ def _snapshot(name: str, repository: str, revision: str | None, patterns: list[s
             repository, repo_type="dataset", revision=revision, allow_patterns=patterns
         )
     except LocalEntryNotFoundError as error:
-        folder = getattr(error, "snapshot_path", None)
-        if folder is None:
+        folder = str(getattr(error, "snapshot_path", None) or "")
+        if not folder:
             cause = " ".join(str(error.__cause__ or error).split())[:300]
             raise PromptError(
                 f"{name}: not in the local cache, and the hub can't be reached: {cause}"

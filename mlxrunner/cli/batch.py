@@ -36,7 +36,10 @@ if TYPE_CHECKING:
 CUT_OFF, SOME_FAILED = 1, 3
 """The exit codes of a run with lines that are left, and of one that is done with failed lines."""
 _FIRST = click.option(
-    "-o", "--output", metavar="FILE", help="Where the answers go; - is standard output."
+    "-o",
+    "--output",
+    metavar="FILE",
+    help="Where the answers go; - is standard output. FILE.parquet is made when all are there.",
 )
 _LAST = (
     click.option(
@@ -102,7 +105,9 @@ def batch(
     closing the window (129).
     """
     from mlxrunner.batch.fields import NO_EMBEDDINGS
-    from mlxrunner.batch.job import STANDARD, Job
+    from mlxrunner.batch.inputs import STANDARD
+    from mlxrunner.batch.job import Job
+    from mlxrunner.batch.parquet import PARQUET, check_parquet, lines_path
     from mlxrunner.terminal.signals import orderly_end
 
     if embeddings:
@@ -121,11 +126,14 @@ def batch(
                 "once: use one of them"
             )
         options["parallel"] = 1
+    as_table = bool(output) and str(output).lower().endswith(PARQUET)
+    if output and as_table and not only_plan:
+        check_parquet(output, goes_on=options["resume"] or options["retry_failed"])
     own, loading = take(options, _OWN), take(options, LOADING)
     check_options(options, quiet=quiet)
     job = Job(
         inputs=inputs,
-        output=output or STANDARD,
+        output=lines_path(output) if as_table else output or STANDARD,
         model=model,
         loading=loading,
         defaults=options,
@@ -133,8 +141,9 @@ def batch(
     )
     typed = typed_options(ctx, options, greedy=greedy)
     job = replace(job, defaults=_reproducible(options_that_hold("batch", model, options, typed)))
+    table = output if as_table else None
     with orderly_end():
-        _run(job, recorded, only_plan=only_plan, quiet=quiet, as_json=as_json)
+        _run(job, recorded, table, only_plan=only_plan, quiet=quiet, as_json=as_json)
 
 
 def _reproducible(options: dict[str, Any]) -> dict[str, Any]:
@@ -144,10 +153,20 @@ def _reproducible(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _run(
-    job: Job, recorded: dict[str, Any], *, only_plan: bool, quiet: bool, as_json: bool
+    job: Job,
+    recorded: dict[str, Any],
+    table: str | None,
+    *,
+    only_plan: bool,
+    quiet: bool,
+    as_json: bool,
 ) -> None:
-    """Run or plan the job, and end with the exit code."""
-    from mlxrunner.batch.job import STANDARD
+    """Run or plan the job, and end with the exit code.
+
+    `table` is the path of a Parquet file for the answers, once all are there.
+    """
+    from mlxrunner.batch.inputs import STANDARD
+    from mlxrunner.batch.parquet import write_parquet
     from mlxrunner.batch.work import plan_job, run_job
     from mlxrunner.errors import CutOffError
     from mlxrunner.terminal.progress import LINE_EVERY_S, Progress
@@ -163,6 +182,8 @@ def _run(
             return
         with recording(recorded, "batch") as profile:
             summary = run_job(job, progress, profile.watch)
+            if table is not None and not summary.stopped:
+                write_parquet(table)
             progress.close()
             if not quiet:
                 _report(job, summary)
