@@ -126,14 +126,14 @@ def batch(
                 "once: use one of them"
             )
         options["parallel"] = 1
-    as_table = bool(output) and str(output).lower().endswith(PARQUET)
-    if output and as_table and not only_plan:
-        check_parquet(output, goes_on=options["resume"] or options["retry_failed"])
+    table = output if output and output.lower().endswith(PARQUET) else None
+    if table is not None and not only_plan:
+        check_parquet(table, goes_on=options["resume"] or options["retry_failed"])
     own, loading = take(options, _OWN), take(options, LOADING)
     check_options(options, quiet=quiet)
     job = Job(
         inputs=inputs,
-        output=lines_path(output) if as_table else output or STANDARD,
+        output=lines_path(table) if table else output or STANDARD,
         model=model,
         loading=loading,
         defaults=options,
@@ -141,7 +141,6 @@ def batch(
     )
     typed = typed_options(ctx, options, greedy=greedy)
     job = replace(job, defaults=_reproducible(options_that_hold("batch", model, options, typed)))
-    table = output if as_table else None
     with orderly_end():
         _run(job, recorded, table, only_plan=only_plan, quiet=quiet, as_json=as_json)
 

@@ -863,7 +863,7 @@ def test_several_inputs_are_one_batch_that_can_be_resumed_with_the_same_ones() -
     assert again["error"] == "more.csv line 2: id 'a' was there before, on in.jsonl line 1"
     assert run(*names, "--id-column", "key", "--resume").exit_code == 3
     result = run(*names, "--resume")
-    assert (result.exit_code, "another --id-column: \"key\" then" in result.stderr) == (2, True)
+    assert (result.exit_code, 'another --id-column: "key" then' in result.stderr) == (2, True)
     Path("more.csv").write_text("key,question\na,Hello!\n")
     result = run(*names, "--id-column", "key", "--resume")
     assert (result.exit_code, "was begun with another input" in result.stderr) == (2, True)
