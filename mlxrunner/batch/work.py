@@ -21,11 +21,9 @@ from mlxrunner.batch.job import (
     check_same,
     completed,
     open_output,
-    opened_input,
     opened_store,
     store_to_plan,
 )
-from mlxrunner.batch.lines import LineReader
 from mlxrunner.batch.options import ORDERS, Order
 from mlxrunner.batch.output import Writer, error_of, write_line
 from mlxrunner.batch.plan import (
@@ -194,16 +192,15 @@ def _read(
     retried: Completion | None,
 ) -> None:
     """Read the whole input into the store, and the good answers of the output that is retried."""
-    with opened_input(job) as stream:
-        reader = LineReader(stream, job, template=job.prompt_template)
-        lines = _counted(reader, "reading", progress)
-        is_shifted = tokenize_lines(store, lines, tokenizer, context=context, defaults=job.defaults)
-        parts = {**parts, INPUT: reader.digest}
-        if retried is not None:
-            check_same(retried.made_from, parts, job.output)
-            copy_answers(job, store, retried)
-            parts[ANSWERS] = retried.digest
-        store.finish(parts, by_tokens=is_shifted)
+    inputs = job.lines()
+    lines = _counted(inputs, "reading", progress)
+    is_shifted = tokenize_lines(store, lines, tokenizer, context=context, defaults=job.defaults)
+    parts = {**parts, INPUT: inputs.digest}
+    if retried is not None:
+        check_same(retried.made_from, parts, job.output)
+        copy_answers(job, store, retried)
+        parts[ANSWERS] = retried.digest
+    store.finish(parts, by_tokens=is_shifted)
     progress.close()
 
 
