@@ -13,6 +13,7 @@ from mlxrunner.cli.batch import batch
 from mlxrunner.cli.bench import bench
 from mlxrunner.cli.cache import cache
 from mlxrunner.cli.chat import chat
+from mlxrunner.cli.config import config
 from mlxrunner.cli.describe import doctor, models, plan, show
 from mlxrunner.cli.generate import generate
 from mlxrunner.cli.options import debug_option
@@ -52,6 +53,7 @@ for command in (
     show,
     plan,
     doctor,
+    config,
     report,
     explain,
     simulate,

@@ -9,10 +9,11 @@ import click
 
 from mlxrunner.cli.options import debug_option, json_option
 from mlxrunner.cli.program import visible_text
+from mlxrunner.cli.settling import named_model
 
 
 @click.command()
-@click.argument("model", default="demo", envvar="MLXRUNNER_MODEL")
+@click.argument("model", default="demo", envvar="MLXRUNNER_MODEL", callback=named_model)
 @click.option(
     "--context",
     "contexts",

@@ -18,15 +18,21 @@ from mlxrunner.cli.options import (
     template_var_option,
 )
 from mlxrunner.cli.recording import recording, recording_options
-from mlxrunner.cli.settling import typed_names, typed_options, usual_options
+from mlxrunner.cli.settling import (
+    Configured,
+    named_model,
+    typed_names,
+    typed_options,
+    usual_options,
+)
 from mlxrunner.errors import OptionError
 
 if TYPE_CHECKING:
     from mlxrunner.chat.repl import Chat
 
 
-@click.command()
-@click.argument("named", metavar="[MODEL]", required=False)
+@click.command(cls=Configured)
+@click.argument("named", metavar="[MODEL]", required=False, callback=named_model)
 @model_options
 @system_option
 @sampling_options

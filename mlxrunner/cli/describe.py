@@ -13,6 +13,7 @@ import click
 
 from mlxrunner.cli.options import MEMORY_OPTIONS, debug_option, json_option, together
 from mlxrunner.cli.program import visible_text
+from mlxrunner.cli.settling import named_model
 
 
 @click.command()
@@ -44,7 +45,7 @@ def models(as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("model")
+@click.argument("model", callback=named_model)
 @json_option
 @debug_option
 def show(model: str, as_json: bool) -> None:
@@ -77,7 +78,7 @@ def show(model: str, as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("model")
+@click.argument("model", callback=named_model)
 @together(MEMORY_OPTIONS)
 @click.option(
     "--measure",

@@ -22,9 +22,9 @@ from mlxrunner.cli.options import (
     take,
     template_options,
 )
-from mlxrunner.cli.prompt import prompt_of
+from mlxrunner.cli.prompt import filled, prompt_of
 from mlxrunner.cli.recording import recording, recording_options
-from mlxrunner.cli.settling import options_that_hold, typed_options
+from mlxrunner.cli.settling import Configured, options_that_hold, typed_names, typed_options
 from mlxrunner.errors import OptionError, PromptError
 from mlxrunner.options import GenerateOptions, check_raw
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from mlxrunner.runner import Runner
 
 
-@click.command()
+@click.command(cls=Configured)
 @click.argument("words", nargs=-1, metavar="[PROMPT]")
 @model_options
 @click.option(
@@ -43,6 +43,20 @@ if TYPE_CHECKING:
     help="The same as PROMPT, also for a text that looks like an option or a model.",
 )
 @system_option
+@click.option(
+    "-t",
+    "--prompt-template",
+    "form",
+    metavar="NAME",
+    help="Put the prompt into this template of the config file, at {input}.",
+)
+@click.option(
+    "--var",
+    "variables",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="With -t: the text at {NAME}; may be given several times.",
+)
 @click.option(
     "--raw", is_flag=True, help="The prompt is plain text to be continued: no chat template."
 )
@@ -87,6 +101,8 @@ def generate(
     model: str,
     prompt: str | None,
     system: str | None,
+    form: str | None,
+    variables: tuple[str, ...],
     raw: bool,
     repeat: int,
     count: int,
@@ -119,7 +135,9 @@ def generate(
         raise OptionError(
             "--kv-bits stores one sequence only, and --n runs several at once: use one of them"
         )
-    text = prompt_of(words, prompt)
+    text = prompt_of(words, prompt, is_optional=form is not None)
+    text, own_system = filled(form, text, variables)
+    system = system if own_system is None or "system" in typed_names(ctx) else own_system
     if not text:
         raise PromptError(
             'the prompt is empty: give one (mlxrunner generate "TEXT") or send it to standard input'

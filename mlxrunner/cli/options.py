@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlxrunner.cli.program import F, set_debug
+from mlxrunner.cli.settling import named_model, named_system
 from mlxrunner.errors import OptionError, ReadError
 from mlxrunner.options import MAX_SCHEMA, GenerateOptions, RunnerSettings, about, names
 from mlxrunner.system.reading import read_text
@@ -124,6 +125,7 @@ def model_options(command: F) -> F:
                 show_default=True,
                 envvar="MLXRUNNER_MODEL",
                 show_envvar=True,
+                callback=named_model,
                 help=(
                     "demo, a model directory, or a hub id such as "
                     "mlx-community/Llama-3.2-1B-Instruct-4bit."
@@ -157,7 +159,13 @@ def model_options(command: F) -> F:
     )(command)
 
 
-system_option = click.option("-s", "--system", metavar="TEXT", help="The system prompt.")
+system_option = click.option(
+    "-s",
+    "--system",
+    metavar="TEXT",
+    callback=named_system,
+    help="The system prompt; @NAME: one of the config file.",
+)
 
 
 def sampling_options(command: F) -> F:
