@@ -21,7 +21,7 @@ from mlxrunner.results import Chunk, Usage
 from mlxrunner.runner import Runner
 from mlxrunner.sessions.history import History, Rendering, Turn
 from mlxrunner.sessions.session import Branch
-from mlxrunner.templates.messages import Message
+from mlxrunner.templates.messages import PlainMessage
 from mlxrunner.tokenizer.prompt import TokenizedPrompt, system_tokens
 
 UNSTABLE = 4
@@ -69,7 +69,7 @@ class Conversation:
     """The last result of `drift`, with the rendering that it is about."""
 
     @property
-    def messages(self) -> list[Message]:
+    def messages(self) -> list[PlainMessage]:
         """The messages of all turns, without the system prompt."""
         return self.history.all_messages
 
@@ -198,7 +198,7 @@ class Conversation:
     def _prompt(
         self, history: History, text: str, rendering: Rendering, began: float
     ) -> TokenizedPrompt:
-        asked: Message = {"role": "user", "content": text}
+        asked: PlainMessage = {"role": "user", "content": text}
         return TokenizedPrompt(
             as_tokens(rendering.tokens),
             "messages",

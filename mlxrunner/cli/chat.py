@@ -25,6 +25,7 @@ from mlxrunner.cli.settling import (
     typed_options,
     usual_options,
 )
+from mlxrunner.cli.words import model_words, session_words
 from mlxrunner.errors import OptionError
 
 if TYPE_CHECKING:
@@ -32,7 +33,13 @@ if TYPE_CHECKING:
 
 
 @click.command(cls=Configured)
-@click.argument("named", metavar="[MODEL]", required=False, callback=named_model)
+@click.argument(
+    "named",
+    metavar="[MODEL]",
+    required=False,
+    callback=named_model,
+    shell_complete=model_words,
+)
 @model_options
 @system_option
 @sampling_options
@@ -62,6 +69,7 @@ if TYPE_CHECKING:
 @click.option(
     "--session",
     metavar="NAME",
+    shell_complete=session_words,
     help="Go on with this saved conversation, or begin it; saved after each turn.",
 )
 @click.option(

@@ -10,6 +10,7 @@ import click
 from mlxrunner.cli.options import debug_option, json_option
 from mlxrunner.cli.program import visible_text
 from mlxrunner.cli.settling import named_model
+from mlxrunner.cli.words import model_words
 from mlxrunner.config.file import COMMANDS, Config, config_path, read_config_file
 from mlxrunner.config.layering import MODEL, Setting, layer, settled
 
@@ -17,7 +18,13 @@ WIDTH = 20
 
 
 @click.command()
-@click.argument("model", default="demo", envvar="MLXRUNNER_MODEL", callback=named_model)
+@click.argument(
+    "model",
+    default="demo",
+    envvar="MLXRUNNER_MODEL",
+    shell_complete=model_words,
+    callback=named_model,
+)
 @json_option
 @debug_option
 def config(model: str, as_json: bool) -> None:

@@ -12,7 +12,7 @@ from mlxrunner.cli.options import (
     LOADING,
     check_options,
     form_options,
-    json_option,
+    is_given,
     load,
     model_options,
     option_of,
@@ -24,9 +24,13 @@ from mlxrunner.cli.options import (
 )
 from mlxrunner.cli.prompt import filled, prompt_of
 from mlxrunner.cli.recording import recording, recording_options
-from mlxrunner.cli.settling import Configured, options_that_hold, typed_names, typed_options
+from mlxrunner.cli.settling import Configured, options_that_hold, typed_options
+from mlxrunner.cli.words import template_words
 from mlxrunner.errors import OptionError, PromptError
 from mlxrunner.options import GenerateOptions, check_raw
+
+ONE_SEQUENCE = ("kv_bits", "rewind_slack", "checkpoint_budget", "checkpoint_interval")
+"""Settings that mean nothing for several sequences in one row."""
 
 if TYPE_CHECKING:
     from mlxrunner.profiling.record.profile import Profile
@@ -48,6 +52,7 @@ if TYPE_CHECKING:
     "--prompt-template",
     "form",
     metavar="NAME",
+    shell_complete=template_words,
     help="Put the prompt into this template of the config file, at {input}.",
 )
 @click.option(
@@ -92,7 +97,12 @@ if TYPE_CHECKING:
     metavar="N",
     help="With --n: at most N at a time.  [default: 8]",
 )
-@json_option
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print one JSON object for each answer, in a line, instead of the texts.",
+)
 @click.pass_context
 def generate(
     ctx: click.Context,
@@ -120,8 +130,6 @@ def generate(
     each of --n answers). With --n the seeds are SEED, SEED + 1 ..., and an answer has at most 1024
     tokens unless --max-tokens says otherwise.
     """
-    if raw:
-        check_raw(options, system)
     if options["logprobs"] is not None and not as_json:
         raise OptionError("--logprobs needs --json to print them")
     if count > 1 and options["verify_cache"]:
@@ -131,13 +139,19 @@ def generate(
         )
     if count > 1 and repeat > 1:
         raise OptionError("--repeat asks one after the other, and --n at once: use one of them")
-    if count > 1 and options["kv_bits"] is not None:
-        raise OptionError(
-            "--kv-bits stores one sequence only, and --n runs several at once: use one of them"
-        )
+    if count == 1 and is_given("parallel"):
+        raise OptionError("--parallel is for the answers of --n: use --n K with it")
+    for name in ONE_SEQUENCE if count > 1 else ():
+        if is_given(name):
+            raise OptionError(
+                f"--{name.replace('_', '-')} is for one sequence only, and --n runs several at "
+                "once: use one of them"
+            )
     text = prompt_of(words, prompt, is_optional=form is not None)
     text, own_system = filled(form, text, variables)
-    system = system if own_system is None or "system" in typed_names(ctx) else own_system
+    system = system if own_system is None or is_given("system") else own_system
+    if raw:
+        check_raw(options, system)
     if not text:
         raise PromptError(
             'the prompt is empty: give one (mlxrunner generate "TEXT") or send it to standard input'
@@ -175,7 +189,9 @@ def _answers(
     from mlxrunner.terminal.text import FilteredStream
 
     output = FilteredStream()
-    shared = {name: loading[name] for name in ("context", "trust_remote_code")}
+    shared = {name: loading[name] for name in ("context", "trust_remote_code", "reserve")}
+    if is_given("prefill_step"):  # the default for several sequences is another one
+        shared["prefill_step"] = loading["prefill_step"]
     for number, result in enumerate(
         sample(model, request, count, parallel=parallel, watch=profile.watch, **shared, **options)
     ):

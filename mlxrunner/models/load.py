@@ -13,9 +13,11 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from mlxrunner.errors import ModelError
+from mlxrunner.models.catalog import remember_use
 from mlxrunner.models.chunks import DEPENDS, depends_on_chunks
 from mlxrunner.models.facts import ModelFacts, usable_facts
 from mlxrunner.models.resolve import (
+    HUB_ID,
     check_files,
     eos_tokens,
     read_config,
@@ -55,7 +57,7 @@ def load_model(name: str, *, trust_remote_code: bool = False) -> LoadedModel:
 
     Raise ModelError, which names the missing or broken file.
     """
-    folder = resolve(name)
+    folder = resolve(name, with_code=trust_remote_code)
     config = _check(folder)
     tokenizer = load_tokenizer(
         folder, eos_tokens(folder, config), trust_remote_code=trust_remote_code
@@ -63,6 +65,8 @@ def load_model(name: str, *, trust_remote_code: bool = False) -> LoadedModel:
     model, config = _load_weights(folder, trust_remote_code)
     _read_weights(folder, model)
     facts = _tried(name, model, usable_facts(folder, model, config))
+    if HUB_ID.fullmatch(name) and not Path(name).is_dir():
+        remember_use(name)
     return LoadedModel(name, folder, model, tokenizer, facts, config, _suggested(folder))
 
 
@@ -108,7 +112,7 @@ def tokenizer_of(name: str, *, trust_remote_code: bool = False) -> Tokenizer:
 
     Raise ModelError, which names the missing or broken file.
     """
-    folder = resolve(name)
+    folder = resolve(name, with_code=trust_remote_code)
     check_files(folder)
     return load_tokenizer(
         folder, eos_tokens(folder, read_config(folder)), trust_remote_code=trust_remote_code
