@@ -153,7 +153,9 @@ def test_settings_of_the_chat_name_the_line_of_the_file(write: Write, model: Pat
     ]
 
 
-def test_system_prompts_have_names(write: Write, asked: list[tuple[Any, dict[str, Any]]]) -> None:
+def test_system_prompts_have_names(
+    write: Write, model: Path, asked: list[tuple[Any, dict[str, Any]]]
+) -> None:
     """On the command line, in the file itself, and in /system."""
     write('[options]\nreserve = false\nmax_tokens = 2\n[chat]\nsystem = "@a"\n'
           '[prompts]\na = "Be a."\nb = "Be b."')  # fmt: skip  # as it is typed

@@ -10,7 +10,7 @@ from typing import Any
 from mlxrunner.chat.commands.table import ChatContext, Command
 from mlxrunner.chat.rendering import POLICIES
 from mlxrunner.config.file import NAMED, Config, read_config_file
-from mlxrunner.config.layering import DEFAULT, HERE, Setting
+from mlxrunner.config.layering import DEFAULT, HERE, layer, settled, values
 from mlxrunner.errors import OptionError
 from mlxrunner.names import did_you_mean
 from mlxrunner.options import (
@@ -164,11 +164,13 @@ def _loading_changes(chat: ChatContext, config: Config, name: str) -> dict[str, 
     What it says about the present model ends with that model.
     """
     before, after = config.options("chat", chat.model), config.options("chat", name)
-    unset = Setting(None, DEFAULT)
+    usual = layer(vars(RunnerSettings()), DEFAULT)
+    before, after = settled(usual, before), settled(usual, after)
+    now = values(usual) | chat.loading
     return {
-        key: after.get(key, unset).value
-        for key in ("context", "kv_bits")
-        if chat.loading.get(key) == before.get(key, unset).value
+        key: after[key].value
+        for key in usual
+        if after[key] != before[key] and now[key] == before[key].value
     }
 
 
