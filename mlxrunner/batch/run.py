@@ -317,7 +317,7 @@ class Execution:
         earlier: Earlier | None = self.begun.begin(line.index, line.tokens)
         if len(line.tokens) >= runner.context:
             earlier = None  # a shift makes another prompt of it
-        own = self.begun.line(line.number)
+        own = self.begun.line(line.index + 1)
         if not runner.observers or line.prompt is None:
             return TokenizedPrompt(line.tokens, earlier=earlier, line=own)
         if isinstance(line.prompt, str):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -23,9 +24,9 @@ from mlxrunner.cli.options import (
     template_options,
     together,
 )
-from mlxrunner.cli.program import line_text, visible_text
+from mlxrunner.cli.program import F, line_text, visible_text
 from mlxrunner.cli.recording import WATCHING, recording, watching_options
-from mlxrunner.cli.settling import options_that_hold, typed_options
+from mlxrunner.cli.settling import Configured, named_system, options_that_hold, typed_options
 from mlxrunner.errors import OptionError
 from mlxrunner.options import GenerateOptions
 
@@ -61,9 +62,15 @@ _OWN = (
 """The options of a batch, in the order in which --help shows them."""
 
 
-@click.command()
+def _option(name: str) -> Callable[[F], F]:
+    if name == "system":
+        return option_of(FileOptions, name, callback=named_system)
+    return option_of(FileOptions, name)
+
+
+@click.command(cls=Configured)
 @click.argument("inputs", metavar="INPUT...", nargs=-1, required=True)
-@together((_FIRST, *(option_of(FileOptions, name) for name in _OWN), *_LAST))
+@together((_FIRST, *(_option(name) for name in _OWN), *_LAST))
 @model_options
 @sampling_options
 @form_options

@@ -23,9 +23,10 @@ from mlxrunner.cli.options import (
     take,
     template_options,
 )
-from mlxrunner.cli.prompt import prompt_of
+from mlxrunner.cli.prompt import filled, prompt_of
 from mlxrunner.cli.recording import recording, recording_options
-from mlxrunner.cli.settling import options_that_hold, typed_options
+from mlxrunner.cli.settling import Configured, options_that_hold, typed_options
+from mlxrunner.cli.words import template_words
 from mlxrunner.errors import OptionError, PromptError
 from mlxrunner.options import GenerateOptions, check_raw
 
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from mlxrunner.runner import Runner
 
 
-@click.command()
+@click.command(cls=Configured)
 @click.argument("words", nargs=-1, metavar="[PROMPT]")
 @model_options
 @click.option(
@@ -48,6 +49,21 @@ if TYPE_CHECKING:
     help="The same as PROMPT, also for a text that looks like an option or a model.",
 )
 @system_option
+@click.option(
+    "-t",
+    "--prompt-template",
+    "form",
+    metavar="NAME",
+    shell_complete=template_words,
+    help="Put the prompt into this template of the config file, at {input}.",
+)
+@click.option(
+    "--var",
+    "variables",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="With -t: the text at {NAME}; may be given several times.",
+)
 @click.option(
     "--raw", is_flag=True, help="The prompt is plain text to be continued: no chat template."
 )
@@ -97,6 +113,8 @@ def generate(
     model: str,
     prompt: str | None,
     system: str | None,
+    form: str | None,
+    variables: tuple[str, ...],
     raw: bool,
     repeat: int,
     count: int,
@@ -114,8 +132,6 @@ def generate(
     each of --n answers). With --n the seeds are SEED, SEED + 1 ..., and an answer has at most 1024
     tokens unless --max-tokens says otherwise.
     """
-    if raw:
-        check_raw(options, system)
     if options["logprobs"] is not None and not as_json:
         raise OptionError("--logprobs needs --json to print them")
     if count > 1 and options["verify_cache"]:
@@ -133,7 +149,11 @@ def generate(
                 f"--{name.replace('_', '-')} is for one sequence only, and --n runs several at "
                 "once: use one of them"
             )
-    text = prompt_of(words, prompt)
+    text = prompt_of(words, prompt, is_optional=form is not None)
+    text, own_system = filled(form, text, variables)
+    system = system if own_system is None or is_given("system") else own_system
+    if raw:
+        check_raw(options, system)
     if not text:
         raise PromptError(
             'the prompt is empty: give one (mlxrunner generate "TEXT") or send it to standard input'

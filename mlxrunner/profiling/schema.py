@@ -167,7 +167,11 @@ class BatchLine:
     """The line of a batch that made a request."""
 
     number: Annotated[
-        Ordinal, about("Number of the line in the input, from 1; each try of it has the same.")
+        Ordinal,
+        about(
+            "Number of the line among those of all inputs that are not empty, from 1; each try of "
+            "it has the same."
+        ),
     ]
     lines: Annotated[Ordinal, about("Lines of the input.", "lines")]
     refused: Annotated[
