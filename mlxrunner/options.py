@@ -27,8 +27,21 @@ MAX_LOGPROBS = 100
 """Most tokens whose log-probabilities can be asked for."""
 OVERFLOW = ("stop", "shift", "error")
 """The actions that can be taken when the context is full."""
+CHOOSING = tuple(
+    "temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty".split()
+)
+"""The options that choose the next token."""
 MOST_TOKENS = 2**31 - 1
 """Largest value of an option that counts tokens."""
+
+
+GREEDY: dict[str, Any] = {
+    "temperature": 0.0,
+    "repetition_penalty": None,
+    "presence_penalty": None,
+    "frequency_penalty": None,
+}
+"""The options of an answer whose tokens are always the model's most likely ones."""
 
 
 @dataclass(frozen=True)
@@ -451,6 +464,18 @@ def _check_choices(choices: tuple[str, ...]) -> None:
 def chat_options() -> Iterator[tuple[str, Option]]:
     """Return the options that the chat's `/set` knows, by name."""
     return ((one.name, about(one)) for one in fields(GenerateOptions) if about(one).in_chat)
+
+
+def sampling(options: Mapping[str, Any]) -> str:
+    """Describe how options of a request choose tokens, such as "temperature 0.6, top_p 0.95".
+
+    Without a temperature that is "greedy", with the penalties if there are any.
+    """
+    usual = vars(GenerateOptions())
+    changed = [name for name in CHOOSING if options.get(name, usual[name]) != usual[name]]
+    if not options.get("temperature"):
+        changed = ["greedy", *(name for name in changed if name in GREEDY)]
+    return ", ".join(f"{name} {options[name]}" if name != "greedy" else name for name in changed)
 
 
 def check_raw(options: Mapping[str, Any], system: str | None) -> None:

@@ -89,6 +89,11 @@ class Runner:
         """Prompt tokens evaluated at once."""
         self.plan: Plan | None = None
         """The memory plan, if the model was loaded by `load`."""
+        self.suggested_options: dict[str, Any] = {}
+        """The sampling that the model's generation_config.json suggests, as options of `generate`.
+
+        Nothing uses it by itself: `generate(prompt, **runner.suggested_options)` does.
+        """
         self.observers: list[Observer] = []
         """Functions called with every request after its end: see `mlxrunner.profiling`."""
         self.usage: Usage | None = None

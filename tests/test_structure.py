@@ -29,25 +29,33 @@ FLOORS = [
     ["models"],
     ["cache", "tokenizer"],
     ["templates"],
-    ["arguments", "errors", "json_options", "names", "options", "results", "system", "terminal"],
+    [
+        *("arguments", "config", "errors", "json_options", "names", "options", "results"),
+        *("system", "terminal"),
+    ],
 ]
 BOOKKEEPING = """
-arguments batch.fields batch.job batch.lines batch.options batch.output batch.plan batch.prompts
-batch.store bench.measurements cache.checkpoints cache.entry cache.layers.extents
-cache.layers.layout cache.layers.protocol cache.lookup cache.overflow cache.prefix cache.saved
-cache.shared.cells cache.shared.sequences cache.shared.split cache.tokens chat.branches
-chat.commands.table chat.markdown chat.typeahead chat.view engine.constrain engine.owner errors
-json_options memory.plan models.fingerprint names options parallel.slots profiling.curve
-profiling.reading profiling.reasons profiling.record.divergence profiling.record.event
-profiling.record.metrics profiling.record.tokenlog profiling.record.writer
-profiling.replay.simulate profiling.replay.thinking profiling.replay.variants
-profiling.report.aggregate profiling.report.explain profiling.report.formatting
-profiling.report.html profiling.report.report profiling.report.csv_rows profiling.report.screen
-profiling.schema profiling.report.svg profiling.report.trace results sessions.folder
-sessions.history sessions.session sessions.store sessions.tensors system.folders system.limits
-system.power system.reading system.tensorfile system.writing templates.messages templates.segments
-templates.thinking terminal.clipboard terminal.keyboard terminal.logs terminal.progress
-terminal.signals terminal.text tokenizer.stream tokenizer.vocabulary verify.findings
+arguments json_options terminal.logs
+batch.fields batch.job batch.lines batch.options batch.output batch.plan batch.prompts
+batch.responses batch.store batch.translate names
+bench.measurements cache.checkpoints cache.entry cache.layers.extents cache.layers.layout
+cache.layers.protocol cache.lookup cache.overflow cache.prefix cache.saved cache.shared.cells
+cache.shared.sequences cache.shared.split cache.tokens chat.branches chat.commands.table
+chat.markdown chat.typeahead chat.view engine.constrain engine.owner errors
+config.layering memory.plan models.fingerprint models.suggested names options parallel.slots
+profiling.curve profiling.reading
+profiling.reasons profiling.record.divergence profiling.record.event profiling.record.metrics
+profiling.record.tokenlog profiling.record.writer profiling.replay.simulate
+profiling.replay.thinking profiling.replay.variants profiling.report.aggregate
+profiling.report.elements profiling.report.explain profiling.report.formatting
+profiling.report.html profiling.report.plots
+profiling.report.report profiling.report.csv_rows profiling.report.screen profiling.schema
+profiling.report.svg profiling.report.trace results sessions.folder sessions.history
+sessions.session sessions.store
+sessions.tensors system.folders system.limits system.power system.reading system.tensorfile
+system.writing templates.messages templates.segments templates.thinking terminal.clipboard
+terminal.keyboard terminal.progress terminal.signals terminal.text tokenizer.stream
+tokenizer.vocabulary verify.findings
 """.split()
 
 

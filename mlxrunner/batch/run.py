@@ -132,14 +132,14 @@ def _run_batch(
     runner: Runner | ParallelRunner, requests: Iterable[BatchRequest], options: BatchOptions
 ) -> Iterator[BatchResult]:
     with Store.create(unique_ids=False) as store:
-        tokenize_lines(
+        is_shifted = tokenize_lines(
             store,
             lines_of(requests, options),
             runner.tokenizer,
             context=runner.context,
             defaults=options.defaults,
         )
-        store.finish()
+        store.finish(by_tokens=is_shifted)
         place = -1
         begun = Begun.of(store, options.order, parallel=isinstance(runner, ParallelRunner))
         execution = Execution(runner, options, begun)

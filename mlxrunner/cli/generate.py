@@ -22,6 +22,7 @@ from mlxrunner.cli.options import (
     template_options,
 )
 from mlxrunner.cli.recording import recording, recording_options
+from mlxrunner.cli.settling import options_that_hold, typed_options
 from mlxrunner.errors import OptionError, PromptError
 from mlxrunner.options import GenerateOptions, check_raw
 
@@ -83,7 +84,10 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Print one JSON object for each answer, in a line, instead of the texts.",
 )
+@click.pass_context
 def generate(
+    ctx: click.Context,
+    /,
     model: str,
     prompt: str | None,
     system: str | None,
@@ -92,6 +96,7 @@ def generate(
     count: int,
     parallel: int,
     as_json: bool,
+    greedy: bool,
     **options: Any,
 ) -> None:
     """Answer one prompt. The answer goes to stdout and nothing else does.
@@ -131,6 +136,8 @@ def generate(
         request.insert(0, {"role": "system", "content": system})
     with recording(options, "generate") as profile:
         check_options(options)
+        typed = typed_options(ctx, options, greedy=greedy)
+        options = options_that_hold("generate", model, options, typed)
         if count > 1:
             _answers(model, request, count, parallel, loading, as_json, options, profile)
             return

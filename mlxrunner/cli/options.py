@@ -11,6 +11,7 @@ import click
 from click.core import ParameterSource
 
 from mlxrunner.cli.program import F, set_debug
+from mlxrunner.cli.words import model_words
 from mlxrunner.errors import OptionError, ReadError
 from mlxrunner.json_options import MAX_SCHEMA, check_schema, check_tools
 from mlxrunner.options import GenerateOptions, RunnerSettings, about, names
@@ -122,6 +123,7 @@ def model_options(command: F) -> F:
                 "--model",
                 default="demo",
                 show_default=True,
+                shell_complete=model_words,
                 envvar="MLXRUNNER_MODEL",
                 show_envvar=True,
                 help=(
@@ -159,7 +161,12 @@ def model_options(command: F) -> F:
 
 def sampling_options(command: F) -> F:
     """Add the options that choose the next token and end an answer."""
-    return together(_options_of(GenerateOptions, SAMPLING))(command)
+    greedy = click.option(
+        "--greedy",
+        is_flag=True,
+        help="Always the most likely token: temperature 0 and no penalties.",
+    )
+    return together((greedy, *_options_of(GenerateOptions, SAMPLING)))(command)
 
 
 def _read_json(flag: str, file: str | None, most: int, check: Callable[[str], None]) -> str | None:
@@ -279,6 +286,7 @@ def load(model: str, loading: dict[str, Any], *, banner: bool) -> Runner:
 
     if banner and model == "demo":
         click.echo(DEMO_BANNER, err=True)
-    resolve(model)  # a download shows a bar of its own
+    # A download shows a bar of its own.
+    resolve(model, with_code=loading["trust_remote_code"])
     with loading_bar(model):
         return Runner.load(model, **loading)

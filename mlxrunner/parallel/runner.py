@@ -100,6 +100,8 @@ class ParallelRunner:
         self.model, self.tokenizer, self.facts, self.name = model, tokenizer, facts, name
         share_of_cells = -(-self.cells // max_sequences)
         self.plan: Plan | None = None
+        self.suggested_options: dict[str, Any] = {}
+        """The sampling that the model suggests: see `Runner.suggested_options`."""
         self.observers: list[Observer] = []
         """Functions that are called with every ended request (see `mlxrunner.profiling`)."""
         self._adapted = Adapted(
@@ -173,6 +175,7 @@ class ParallelRunner:
             cells=cells,
             name=loaded.name,
         )
+        runner.suggested_options = dict(loaded.suggested)
         if reserve:
             try:
                 runner.plan = runner._reserve(loaded)

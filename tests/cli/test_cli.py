@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ def run(*arguments: str, stdin: str = "", env: dict[str, str] | None = None) -> 
     )
 
 
+@pytest.mark.exhaustive(2)
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -60,6 +62,7 @@ def test_importing_the_package_imports_no_mlx() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.exhaustive(2)
 @pytest.mark.parametrize(
     ("command", "said"),
     [
@@ -77,6 +80,7 @@ def test_a_standard_input_that_is_closed_is_one_line(command: str, said: str) ->
     assert (result.returncode, result.stdout, result.stderr) == (2, "", f"mlxrunner: {said}\n")
 
 
+@pytest.mark.exhaustive(2)
 @pytest.mark.parametrize(
     "command", ["doctor", "--help", "generate -p Hello!", "generate -p Hello! --json", "show demo"]
 )
@@ -267,9 +271,8 @@ def test_sampling_is_repeatable_with_a_seed() -> None:
 
 def test_verbose_logs_one_line_a_request() -> None:
     """-v logs what a request reused and its cost; -vv also what is left to evaluate."""
-    environment = {**os.environ, "COLUMNS": "80"}
-    command = [sys.executable, "-m", "mlxrunner", "generate", "-p", "Hello!", "--repeat", "2"]
-    once = subprocess.run([*command, "-v"], capture_output=True, text=True, env=environment)
+    command = ["generate", "-p", "Hello!", "--repeat", "2"]
+    once = run(*command, "-v", env={"COLUMNS": "80"})
     miss, hit = once.stderr.splitlines()
     assert miss.startswith(
         "command=generate number=1 outcome=miss reason=empty prompt_tokens=19 evaluated_tokens=19 "
@@ -278,7 +281,7 @@ def test_verbose_logs_one_line_a_request() -> None:
         "command=generate number=2 outcome=hit reason=prompt_shorter prompt_tokens=19 "
         "matched_tokens=19 cached_tokens=18 "
     )
-    twice = subprocess.run([*command, "-vv"], capture_output=True, text=True, env=environment)
+    twice = run(*command, "-vv", env={"COLUMNS": "80"})
     assert len(twice.stderr.splitlines()) == 4
     assert twice.stderr.startswith("lookup prompt_tokens=19 matched_tokens=0 cached_tokens=0\n")
     assert once.stdout == twice.stdout
@@ -422,3 +425,9 @@ def test_models_lists_an_empty_cache(tmp_path: Path) -> None:
         )
         == []
     )
+
+
+def test_the_version_names_those_of_mlx_and_mlx_lm() -> None:
+    """A report of a bug needs the three; none of them is imported for that."""
+    expected = ", ".join(f"{name} {version(name)}" for name in ("mlx", "mlx-lm"))
+    assert run("--version").stdout == f"mlxrunner {version('mlxrunner')} ({expected})\n"

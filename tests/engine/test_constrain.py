@@ -18,6 +18,7 @@ from jsonschema import Draft202012Validator
 from llguidance import LLMatcher
 from mlx_lm.models.cache import make_prompt_cache
 from support.models import tiny_config, tiny_model
+from support.sample import fewer
 
 from mlxrunner import FormError, OptionError, Runner
 from mlxrunner.engine.constrain import check_form, constraint_of
@@ -157,7 +158,7 @@ def test_an_answer_is_an_instance_of_the_schema(llama: Runner, demo: Runner, nam
     )
     whole = 0
     for runner in (llama, demo):
-        for options in ({}, *({"temperature": 1.0, "seed": seed} for seed in range(8))):
+        for options in ({}, *({"temperature": 1.0, "seed": seed} for seed in range(fewer(8, 3)))):
             chunks = ask(runner, schema=SCHEMAS[name], max_tokens=200, **options)
             if chunks[-1].finish_reason == "stop":
                 answer = json.loads(text(chunks))
@@ -166,7 +167,7 @@ def test_an_answer_is_an_instance_of_the_schema(llama: Runner, demo: Runner, nam
             else:
                 assert chunks[-1].finish_reason == "length"
                 assert name in ("recursive", "anything", "additional properties")
-    assert whole >= 5
+    assert whole >= fewer(5, 2)
 
 
 @pytest.mark.parametrize(
