@@ -36,16 +36,18 @@ if TYPE_CHECKING:
 CUT_OFF, SOME_FAILED = 1, 3
 """The exit codes of a run with lines that are left, and of one that is done with failed lines."""
 _FIRST = click.option(
-    "-o", "--output", metavar="FILE", help="Where the answers go; - is standard output."
+    "-o", "--output", metavar="FILE", help="Write the answers to FILE; - is standard output."
 )
 _LAST = (
     click.option(
         "--plan",
         "only_plan",
         is_flag=True,
-        help="Only say what it will cost, without loading the weights.",
+        help="Only estimate the cost, without loading the weights.",
     ),
-    click.option("-q", "--quiet", is_flag=True, help="Nothing on stderr but what stops the batch."),
+    click.option(
+        "-q", "--quiet", is_flag=True, help="Print nothing on stderr but what stops the batch."
+    ),
 )
 _OWN = (
     *("prompt_template", "system", "raw", "strict"),
