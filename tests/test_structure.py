@@ -35,7 +35,7 @@ FLOORS = [
     ],
 ]
 BOOKKEEPING = """
-arguments json_options terminal.logs
+arguments cache.lease cache.shared.sight json_options terminal.logs
 batch.fields batch.job batch.lines batch.options batch.output batch.plan batch.prompts
 batch.responses batch.store batch.translate names
 bench.measurements cache.checkpoints cache.entry cache.layers.extents cache.layers.layout
