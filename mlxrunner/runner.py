@@ -20,7 +20,8 @@ from mlxrunner.cache.entry import CacheEntry
 from mlxrunner.cache.layers.factory import make_layer_caches
 from mlxrunner.cache.layers.protocol import LayerCache
 from mlxrunner.cache.layers.rotate import rotators
-from mlxrunner.cache.prefix import EntryLease, PrefixCache
+from mlxrunner.cache.lease import EntryLease
+from mlxrunner.cache.prefix import PrefixCache
 from mlxrunner.cache.tokens import TokenArray, common_prefix
 from mlxrunner.engine.answer import AnswerStream
 from mlxrunner.engine.control import EntryControl

@@ -51,7 +51,7 @@ class BatchOptions:
         0, int, "Try a line that failed N times more.", low=0, metavar="N", shows_default=True
     )
     timeout: float | None = option(
-        None, float, "For each line (each try).", above=0, metavar="SECONDS"
+        None, float, "Most seconds for each line (each try).", above=0, metavar="SECONDS"
     )
 
     def __post_init__(self) -> None:

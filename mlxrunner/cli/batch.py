@@ -40,17 +40,20 @@ _FIRST = click.option(
     "-o",
     "--output",
     metavar="FILE",
-    help="Where the answers go; - is standard output. FILE.parquet is made when all are there.",
+    help="Write the answers to FILE; - is standard output. FILE.parquet is made when all are "
+    "there.",
 )
 _LAST = (
     click.option(
         "--plan",
         "only_plan",
         is_flag=True,
-        help="Only say what it will cost, without loading the weights.",
+        help="Only estimate the cost, without loading the weights.",
+    ),
+    click.option(
+        "-q", "--quiet", is_flag=True, help="Print nothing on stderr but what stops the batch."
     ),
     click.option("--embeddings", is_flag=True, hidden=True),
-    click.option("-q", "--quiet", is_flag=True, help="Nothing on stderr but what stops the batch."),
 )
 _OWN = (
     *("prompt_template", "prompt_column", "messages_column", "id_column", "delimiter"),

@@ -90,7 +90,7 @@ if TYPE_CHECKING:
     type=click.IntRange(min=1),
     default=1,
     metavar="K",
-    help="K answers, the prompt's tokens stored once.",
+    help="Give K answers; the prompt's tokens are stored once.",
 )
 @click.option(
     "--parallel",
