@@ -24,9 +24,10 @@ from pathlib import Path
 import numpy as np
 
 from mlxrunner.batch.lines import LineReader
+from mlxrunner.batch.options import ORDERS
 from mlxrunner.batch.plan import survey
 from mlxrunner.batch.prompts import cost, tokenize_lines
-from mlxrunner.batch.store import ORDERS, Store, StoredLine
+from mlxrunner.batch.store import Store, StoredLine
 from mlxrunner.models.load import tokenizer_of
 
 LENGTH, SHARED, BEGINNINGS = 500, 250, 50

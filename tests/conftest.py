@@ -8,14 +8,17 @@ import os
 import signal
 import stat
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import pexpect
 import pytest
 from ptyprocess import PtyProcess
 from support import sample
+from support.forking import Forks
 from support.screen import Screen, end
 
 OF_THE_USER = {"COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "HF_HOME"}
@@ -88,6 +91,33 @@ def no_freed_buffers() -> None:
     mx.clear_cache()
 
 
+@pytest.fixture(scope="session")
+def batches() -> dict[Any, int]:
+    """Bytes that the worst-case batch of the demo model took, by the settings of its runner."""
+    return {}
+
+
+@pytest.fixture(autouse=True)
+def batch_tried_once(batches: dict[Any, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the worst-case batch of the demo model once in this process, not for each runner.
+
+    It takes most of the time of a start. tests/memory/test_reserve.py runs it each time.
+    """
+    from mlxrunner import loading  # which reads variables that pytest_configure removes
+
+    run = loading._taken
+
+    def run_once(runner: Any) -> int:
+        if runner.name != "demo":
+            return run(runner)
+        settings = runner.context, runner.prefill_step, runner.cache.options
+        if settings not in batches:
+            batches[settings] = run(runner)
+        return batches[settings]
+
+    monkeypatch.setattr(loading, "_taken", run_once)
+
+
 @pytest.fixture(autouse=True)
 def no_process_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """End the processes that a test has started and not waited for, also when it fails."""
@@ -114,8 +144,21 @@ def no_process_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         end(terminal)
 
 
+@pytest.fixture(scope="session")
+def spawn() -> Iterator[Callable[..., pexpect.spawn]]:
+    """Start a program in a terminal as `pexpect.spawn` does, without the time for imports."""
+    if sys.platform == "darwin":
+        yield pexpect.spawn
+        return
+    forks = Forks()
+    yield forks.spawn
+    forks.close()
+
+
 @pytest.fixture
-def open_screen(tmp_path: Path) -> Iterator[Callable[..., Screen]]:
+def open_screen(
+    tmp_path: Path, spawn: Callable[..., pexpect.spawn]
+) -> Iterator[Callable[..., Screen]]:
     """Run the program in a terminal.
 
     Called as `open_screen("-m", "mlxrunner", "chat")`, or with a script's name.
@@ -123,9 +166,8 @@ def open_screen(tmp_path: Path) -> Iterator[Callable[..., Screen]]:
     screens: list[Screen] = []
 
     def start(*arguments: str, size: tuple[int, int] = (100, 30), **env: Any) -> Screen:
-        screens.append(
-            Screen(list(arguments), {"MLXRUNNER_DATA": str(tmp_path / "data"), **env}, size)
-        )
+        variables = {"MLXRUNNER_DATA": str(tmp_path / "data"), **env}
+        screens.append(Screen(list(arguments), variables, size, spawn=spawn))
         return screens[-1]
 
     yield start

@@ -180,7 +180,7 @@ def test_over_the_edge_of_the_context(architecture: str) -> None:
     assert shifted > 60
 
 
-@pytest.mark.exhaustive(5)
+@pytest.mark.exhaustive(2)
 @pytest.mark.parametrize(
     "architecture", [name for name, kinds in ARCHITECTURES.items() if kinds != {"full"}]
 )

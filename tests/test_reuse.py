@@ -172,7 +172,7 @@ ENDS: dict[str, Callable[[Runner, list[int]], None]] = {
 }
 
 
-@pytest.mark.exhaustive(16)
+@pytest.mark.exhaustive(10)
 @mixes
 @pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
 def test_warm_equals_cold_for_every_split_after_every_end(

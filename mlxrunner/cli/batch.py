@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from dataclasses import fields
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
+from mlxrunner.batch.options import FileOptions
 from mlxrunner.cli.options import (
     LOADING,
     check_options,
@@ -22,8 +23,9 @@ from mlxrunner.cli.options import (
     template_options,
     together,
 )
-from mlxrunner.cli.program import INTERRUPTED, line_text, visible_text
+from mlxrunner.cli.program import line_text, visible_text
 from mlxrunner.cli.recording import WATCHING, recording, watching_options
+from mlxrunner.cli.settling import options_that_hold, typed_options
 from mlxrunner.errors import OptionError
 from mlxrunner.options import GenerateOptions
 
@@ -31,76 +33,12 @@ if TYPE_CHECKING:
     from mlxrunner.batch.job import Job
     from mlxrunner.batch.work import JobSummary
 
-_INPUT = (
-    click.option(
-        "--prompt-template",
-        "prompt_template",
-        metavar="TEXT",
-        help='INPUT is CSV; each row is put into TEXT: "... {column} ...".',
-    ),
-    click.option("--system", metavar="TEXT", help="The system prompt of lines that bring none."),
-    click.option(
-        "--raw", is_flag=True, help="Prompts are plain text to be continued: no chat template."
-    ),
-    click.option(
-        "--strict",
-        is_flag=True,
-        help="Run nothing if a line can't be run. With --verify-cache: exit code 4 if an answer "
-        "differed.",
-    ),
+CUT_OFF, SOME_FAILED = 1, 3
+"""The exit codes of a run with lines that are left, and of one that is done with failed lines."""
+_FIRST = click.option(
+    "-o", "--output", metavar="FILE", help="Where the answers go; - is standard output."
 )
-_RUNNING = (
-    click.option(
-        "--order",
-        type=click.Choice(["prefix", "input"]),
-        default="prefix",
-        show_default=True,
-        help="Run lines so that each reuses most of the one before, or as they come.",
-    ),
-    click.option(
-        "--parallel",
-        type=click.IntRange(min=1),
-        metavar="N",
-        help="Run N lines at a time.  [default: what is likely fastest, and fits]",
-    ),
-    click.option(
-        "--retries",
-        type=click.IntRange(min=0),
-        default=0,
-        show_default=True,
-        metavar="N",
-        help="Try a line that failed N times more.",
-    ),
-    click.option(
-        "--timeout",
-        type=click.FloatRange(min=0, min_open=True),
-        metavar="SECONDS",
-        help="For each line (each try).",
-    ),
-    click.option(
-        "--max-errors",
-        type=click.IntRange(min=1),
-        metavar="N",
-        help="Stop when N lines of this run have failed.",
-    ),
-)
-_OUTPUT = (
-    click.option(
-        "-o", "--output", metavar="FILE", help="Where the answers go; - is standard output."
-    ),
-    click.option(
-        "--output-order",
-        type=click.Choice(["input", "done"]),
-        default="input",
-        show_default=True,
-        help="Write answers in the order of the input, or as they finish.",
-    ),
-    click.option(
-        "--no-usage",
-        is_flag=True,
-        help="Leave out counts and times: the same answers are the same bytes.",
-    ),
-    click.option("--resume", is_flag=True, help="Go on with a run that was stopped or killed."),
+_LAST = (
     click.option(
         "--plan",
         "only_plan",
@@ -109,11 +47,17 @@ _OUTPUT = (
     ),
     click.option("-q", "--quiet", is_flag=True, help="Nothing on stderr but what stops the batch."),
 )
+_OWN = (
+    *("prompt_template", "system", "raw", "strict"),
+    *("order", "parallel", "retries", "timeout", "max_errors"),
+    *("output_order", "usage", "resume", "retry_failed"),
+)
+"""The options of a batch, in the order in which --help shows them."""
 
 
 @click.command()
 @click.argument("input_file", metavar="INPUT")
-@together((*_OUTPUT[:1], *_INPUT, *_RUNNING, *_OUTPUT[1:]))
+@together((_FIRST, *(option_of(FileOptions, name) for name in _OWN), *_LAST))
 @model_options
 @sampling_options
 @form_options
@@ -124,15 +68,17 @@ _OUTPUT = (
 @click.option(
     "--json", "as_json", is_flag=True, help="With --plan: print one JSON object instead of a table."
 )
+@click.pass_context
 def batch(
+    ctx: click.Context,
+    /,
     input_file: str,
     output: str | None,
     model: str,
-    prompt_template: str | None,
-    no_usage: bool,
     only_plan: bool,
     quiet: bool,
     as_json: bool,
+    greedy: bool,
     **options: Any,
 ) -> None:
     """Answer each line of INPUT, in the order that reuses most, and write a line for each to the
@@ -144,8 +90,10 @@ def batch(
     S + i. A line that can't be answered gets an "error" and stops nothing.
 
     A run that was stopped, killed or cut off goes on with the same command and --resume. Exit code
-    1 if a line failed or the run was cut off, 2 if nothing can be run, 4 with --verify-cache and
-    --strict, 130 after Ctrl-C, 143 after kill, 129 when the window is closed.
+    0 if every line was answered, 3 if all are done but some failed, 1 if the run was cut off and
+    --resume would go on, 2 if nothing can be run, 4 with --verify-cache and --strict. Ctrl-C and
+    kill finish the lines that are running (1); the second one ends at once (130, 143), and so does
+    closing the window (129).
     """
     from mlxrunner.batch.job import STANDARD, Job
     from mlxrunner.terminal.signals import orderly_end
@@ -162,21 +110,26 @@ def batch(
                 "once: use one of them"
             )
         options["parallel"] = 1
-    own = tuple(field.name for field in fields(Job) if field.name in options)
-    own_options, loading = take(options, own), take(options, LOADING)
+    own, loading = take(options, _OWN), take(options, LOADING)
     check_options(options, quiet=quiet)
     job = Job(
         input=input_file,
         output=output or STANDARD,
         model=model,
-        prompt_template=prompt_template,
         loading=loading,
         defaults=options,
-        usage=not no_usage,
-        **own_options,
+        **own,
     )
+    typed = typed_options(ctx, options, greedy=greedy)
+    job = replace(job, defaults=_reproducible(options_that_hold("batch", model, options, typed)))
     with orderly_end():
         _run(job, recorded, only_plan=only_plan, quiet=quiet, as_json=as_json)
+
+
+def _reproducible(options: dict[str, Any]) -> dict[str, Any]:
+    """Return options with a seed if they sample, so that the same batch has the same answers."""
+    samples = options["temperature"] > 0 and options["seed"] is None
+    return options | {"seed": 0} if samples else options
 
 
 def _run(
@@ -210,7 +163,7 @@ def _run(
         raise
     finally:
         progress.close()
-    sys.exit(INTERRUPTED if summary.stopped == "interrupt" else 1 if summary.failed else 0)
+    sys.exit(CUT_OFF if summary.stopped else SOME_FAILED if summary.failed else 0)
 
 
 def _is_terminal(stream: TextIO | None) -> bool:
@@ -241,5 +194,6 @@ def _say_how_to_go_on(job: Job) -> None:
     path = job.store_path
     if path is None or not path.exists():
         return
-    arguments = [*sys.argv[1:], *([] if "--resume" in sys.argv else ["--resume"])]
+    goes_on = job.retry_failed or "--resume" in sys.argv
+    arguments = [*sys.argv[1:], *([] if goes_on else ["--resume"])]
     click.echo(visible_text(f"to go on: {shlex.join(['mlxrunner', *arguments])}"), err=True)

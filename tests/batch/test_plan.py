@@ -10,9 +10,10 @@ import pytest
 from support.prompts import shared_prefixes
 
 from mlxrunner.batch.lines import LineReader
+from mlxrunner.batch.options import ORDERS, Order
 from mlxrunner.batch.plan import BatchPlan, Speed, lanes_for, make_plan, survey, worth
 from mlxrunner.batch.prompts import cost, tokenize_lines
-from mlxrunner.batch.store import ORDERS, Order, Store, StoredLine, sort_key
+from mlxrunner.batch.store import Store, StoredLine, sort_key
 from mlxrunner.cache.tokens import as_tokens
 from mlxrunner.models.load import tokenizer_of
 from mlxrunner.runner import Runner

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlxrunner.batch.fields import BatchOptions
 from mlxrunner.batch.lines import Line
+from mlxrunner.batch.options import BatchOptions
 from mlxrunner.batch.prompts import tokenize_lines
 from mlxrunner.batch.run import BatchRequest, lines_of
 from mlxrunner.batch.store import Store, StoredLine

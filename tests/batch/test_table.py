@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxrunner.batch.fields import BatchOptions
 from mlxrunner.batch.lines import Line, LineReader, Template
+from mlxrunner.batch.options import BatchOptions
 from mlxrunner.errors import OptionError
 
 

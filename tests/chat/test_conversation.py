@@ -150,6 +150,7 @@ def test_a_stop_string_keeps_the_tokens_of_what_was_shown() -> None:
     assert conversation.messages[-1]["content"] == "Your name is Ana"
 
 
+@pytest.mark.exhaustive(1)
 @pytest.mark.parametrize(
     "options",
     [{"stop": "."}, {"stop": "e", "max_tokens": 20}, {"max_tokens": 3}],

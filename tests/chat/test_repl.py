@@ -8,20 +8,27 @@ import subprocess
 import sys
 from functools import partial
 
+from click.testing import CliRunner, Result
 from support.waiting import PATIENCE_S
+
+from mlxrunner import cli
 
 PIPE = [sys.executable, "-m", "mlxrunner", "chat"]
 
 
-def piped(stdin: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*PIPE, *arguments], input=stdin, capture_output=True, text=True, timeout=PATIENCE_S
-    )
+def piped(stdin: str) -> Result:
+    return CliRunner().invoke(cli.main, ["chat"], input=stdin)
 
 
 def test_in_a_pipe_each_line_is_a_turn() -> None:
     """Answers on stdout, a line each; no banner, no prompt."""
-    result = piped("My name is Ana.\n\nWhat is my name?\n")
+    result = subprocess.run(
+        PIPE,
+        input="My name is Ana.\n\nWhat is my name?\n",
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
     assert result.returncode == 0
     assert result.stdout.splitlines()[-1] == "Your name is Ana."
     assert len(result.stdout.splitlines()) == 2
@@ -63,13 +70,13 @@ def test_a_mistyped_command_in_a_pipe_is_an_error() -> None:
     """With its exit code; so is one that takes nothing and got something."""
     for line in ("/clera", "/stats2", "/clear the table please"):
         result = piped(f"{line}\n")
-        assert (result.returncode, result.stdout) == (2, "")
+        assert (result.exit_code, result.stdout) == (2, "")
 
 
 def test_a_path_is_not_a_command() -> None:
     """Everything that is not a command is sent, and so is what is quoted."""
     result = piped('/usr/bin is a folder\n"""/clear"""\n/show\n')
-    assert result.returncode == 0
+    assert result.exit_code == 0
     assert len(result.stdout.splitlines()) == 2
     assert result.stderr.splitlines()[-4].endswith("user      /usr/bin is a folder")
     assert result.stderr.splitlines()[-2].endswith("user      /clear")
@@ -78,7 +85,7 @@ def test_a_path_is_not_a_command() -> None:
 def test_an_error_in_a_pipe_is_a_line_and_an_exit_code() -> None:
     """And the lines after it are still answered."""
     result = piped("word " * 3000 + "\nHello!\n")
-    assert result.returncode == 2
+    assert result.exit_code == 2
     assert result.stderr.startswith("error: the prompt has ")
     assert result.stdout == "Hello! How can I help you?\n"
 

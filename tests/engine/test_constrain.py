@@ -18,11 +18,13 @@ from jsonschema import Draft202012Validator
 from llguidance import LLMatcher
 from mlx_lm.models.cache import make_prompt_cache
 from support.models import tiny_config, tiny_model
+from support.sample import fewer
 
 from mlxrunner import FormError, OptionError, Runner
 from mlxrunner.engine.constrain import check_form, constraint_of
+from mlxrunner.json_options import MAX_SCHEMA
 from mlxrunner.models.facts import facts_of
-from mlxrunner.options import MAX_SCHEMA, GenerateOptions
+from mlxrunner.options import GenerateOptions
 from mlxrunner.results import Chunk
 from mlxrunner.testing import EOS, VOCAB, ByteTokenizer, oracle_runner
 from mlxrunner.tokenizer.vocabulary import Vocabulary
@@ -156,7 +158,7 @@ def test_an_answer_is_an_instance_of_the_schema(llama: Runner, demo: Runner, nam
     )
     whole = 0
     for runner in (llama, demo):
-        for options in ({}, *({"temperature": 1.0, "seed": seed} for seed in range(8))):
+        for options in ({}, *({"temperature": 1.0, "seed": seed} for seed in range(fewer(8, 3)))):
             chunks = ask(runner, schema=SCHEMAS[name], max_tokens=200, **options)
             if chunks[-1].finish_reason == "stop":
                 answer = json.loads(text(chunks))
@@ -165,7 +167,7 @@ def test_an_answer_is_an_instance_of_the_schema(llama: Runner, demo: Runner, nam
             else:
                 assert chunks[-1].finish_reason == "length"
                 assert name in ("recursive", "anything", "additional properties")
-    assert whole >= 5
+    assert whole >= fewer(5, 2)
 
 
 @pytest.mark.parametrize(
@@ -318,7 +320,7 @@ def test_the_stop_tokens_of_the_request_count(llama: Runner) -> None:
         llama, choices=["do", "dog"], stop_tokens=[ord("x")], logits_processors=[boost(ord("x"))]
     )
     assert (text(chunks), tokens(chunks)[-1], chunks[-1].finish_reason) == ("do", ord("x"), "stop")
-    assert text(ask(llama, choices=["yes"], stop_tokens=[VOCAB + 5, EOS])) == "yes"
+    assert text(ask(llama, choices=["yes"], stop_tokens=[ord("x"), EOS])) == "yes"
 
 
 def test_the_limit_cuts_with_the_reason_length(llama: Runner) -> None:

@@ -45,6 +45,11 @@ TOLERANCE = 0.05
 
 
 @pytest.fixture
+def batch_tried_once() -> None:
+    """Run the worst-case batch each time."""
+
+
+@pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tmp_path / "model"
 

@@ -224,6 +224,7 @@ def test_nothing_of_it_is_verified_and_nothing_accused(folder: Path, tmp_path: P
     assert [event["verify"] for event in events] == [None] * 3
 
 
+@pytest.mark.exhaustive(1)
 @pytest.mark.parametrize("is_tried", [True, False], ids=["named", "not tried"])
 def test_verify_proves_nothing_about_it(
     folder: Path, is_tried: bool, monkeypatch: pytest.MonkeyPatch

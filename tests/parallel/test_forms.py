@@ -75,7 +75,7 @@ def requests(seed: int) -> list[tuple[list[int], dict[str, Any]]]:
 def test_each_answer_is_that_of_the_single_runner(architecture: str) -> None:
     """The answer is the single runner's with any others in the step and in used slots."""
     given = parts(architecture)
-    for seed in range(3):
+    for seed in range(fewer(3, 1)):
         pairs = requests(seed)
         with ParallelRunner(*given, max_sequences=4, context=160, prefill_step=24) as runner:
             results = list(runner.run_each(pairs))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from support.models import tiny_config, tiny_model
+from support.sample import fewer
 
 from mlxrunner import ContextFullError, Runner
 from mlxrunner.errors import CacheFullError
@@ -52,7 +53,7 @@ def alone(given: Parts, tokens: list[int], **options: Any) -> Result:
     )
 
 
-@pytest.mark.exhaustive(8)
+@pytest.mark.exhaustive(4)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("length", [20, 90, 150])
 def test_a_shifted_answer_is_that_of_the_single_runner(name: str, length: int) -> None:
@@ -76,7 +77,7 @@ def test_a_shifted_answer_is_that_of_the_single_runner(name: str, length: int) -
         )
 
 
-@pytest.mark.exhaustive(6)
+@pytest.mark.exhaustive(4)
 @pytest.mark.parametrize("window", [8, 40, 90, 99, 100, 120])
 @pytest.mark.parametrize("keep", [0, 20])
 @pytest.mark.parametrize("name", ["gemma3_text", "olmo3", "cohere2", "gpt_oss"])
@@ -191,7 +192,7 @@ def test_many_that_shift_and_share_in_few_cells() -> None:
         )
         for i in range(6)
     ]
-    for cells in (110, 150, 250):
+    for cells in (110, 150, 250)[: fewer(3, 1)]:
         with ParallelRunner(
             *given, max_sequences=4, context=CONTEXT, cells=cells, prefill_step=32
         ) as runner:

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+from click.testing import CliRunner
 from support.models import write_model
-from support.waiting import PATIENCE_S
+
+from mlxrunner import cli
 
 
 def test_another_model_in_the_middle_of_a_chat_says_why_nothing_was_reused(tmp_path: Path) -> None:
     """The event after `/set context` or `/model` has the reason why nothing was reused."""
     file = tmp_path / "events.jsonl"
     said = "My name is Ana.\n/set context 1024\nWhat is my name?\n"
-    command = [sys.executable, "-m", "mlxrunner", "chat", "--events", str(file)]
-    result = subprocess.run(
-        command, input=said, capture_output=True, text=True, check=True, timeout=PATIENCE_S
-    )
+    result = CliRunner().invoke(cli.main, ["chat", "--events", str(file)], input=said)
+    assert result.exit_code == 0
     assert result.stdout.splitlines()[-1] == "Your name is Ana."
     first, second = (json.loads(line) for line in file.read_text().splitlines())
     assert (first["reason"], first["command"], first["messages"]) == ("empty", "chat", 1)
@@ -29,18 +26,10 @@ def test_another_model_in_the_middle_of_a_chat_says_why_nothing_was_reused(tmp_p
 
 
 def chat(file: Path, said: str, *arguments: str, data: Path) -> list[dict[str, Any]]:
-    """The events of a chat by pipe."""
-    command = [sys.executable, "-m", "mlxrunner", "chat", "--events", str(file), *arguments]
-    environment = {**os.environ, "MLXRUNNER_DATA": str(data)}
-    subprocess.run(
-        command,
-        input=said,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=PATIENCE_S,
-        env=environment,
-    )
+    """Return the events of a chat by pipe."""
+    command = ["chat", "--events", str(file), *arguments]
+    result = CliRunner().invoke(cli.main, command, input=said, env={"MLXRUNNER_DATA": str(data)})
+    assert result.exit_code == 0, result.stderr
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 

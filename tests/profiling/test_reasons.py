@@ -19,6 +19,7 @@ from mlxrunner.runner import Runner
 from mlxrunner.testing import oracle_runner
 
 Lines = Callable[[Path], list[dict[str, Any]]]
+PASTE, PASTED = "\x1b[200~", "\x1b[201~"
 
 
 def run(*arguments: Any, stdin: str = "", code: int = 0) -> Result:
@@ -325,7 +326,7 @@ def test_interrupted_in_a_terminal(open_screen: Any, events: Path, lines: Lines)
     screen = open_screen(*command, size=(200, 40))
     for requests in (1, 2):
         screen.prompt()
-        screen.child.send("and then " * 200 + "\r")
+        screen.child.send(f"{PASTE}{'and then ' * 200}{PASTED}\r")
         if requests == 1:
             screen.until("evaluating")
             screen.child.sendintr()

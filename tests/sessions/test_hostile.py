@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from support.sample import fewer
 
 from mlxrunner import cli
 from mlxrunner.sessions.store import CACHE, TEXT
@@ -148,7 +149,7 @@ def test_no_session_ends_a_command_in_an_internal_error(
 ) -> None:
     """List, show, export, resume, load, and remove: of a sample."""
     rng = random.Random(change.__name__)
-    for number in range(30):
+    for number in range(fewer(30, 8)):
         data = tmp_path / str(number)
         shutil.copytree(made, data)
         name = rng.choice("ab")

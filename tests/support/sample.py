@@ -75,10 +75,19 @@ def deselect(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def drawn(cases: list[pytest.Function]) -> list[pytest.Function]:
-    """Draw CASES of one test's `cases`, or as many as its mark says; new parameters come first."""
+    """Draw CASES of one test's `cases`, or as many as its mark says.
+
+    The ids that the mark names come first, then cases with new parameters.
+    """
     marker = cases[0].get_closest_marker("exhaustive")
-    count = CASES if marker is None else marker.args[0]
-    shuffled = sorted(cases, key=lambda case: sha256(case.name.encode()).digest())
+    count, *named = [CASES] if marker is None else marker.args
+    shuffled = sorted(
+        cases,
+        key=lambda case: (
+            not any(case.name.endswith(f"[{name}]") for name in named),
+            sha256(case.name.encode()).digest(),
+        ),
+    )
     first: list[pytest.Function] = []
     seen: set[tuple[str, int]] = set()
     for case in shuffled:

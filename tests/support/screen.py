@@ -23,13 +23,14 @@ class Screen:
         env: dict[str, str],
         size: tuple[int, int],
         folder: str | None = None,
+        spawn: Callable[..., pexpect.spawn] = pexpect.spawn,
     ) -> None:
         self._screen = pyte.HistoryScreen(*size, history=20_000, ratio=1)
         self._stream = pyte.Stream(self._screen)
         # Nobody answers its question for the cursor.
         environment = {**os.environ, "TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1", **env}
         self.raw = ""
-        self.child = pexpect.spawn(
+        self.child = spawn(
             sys.executable,
             arguments,
             encoding="utf-8",

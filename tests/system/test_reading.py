@@ -238,6 +238,7 @@ def test_a_named_pipe_is_refused_where_a_shell_did_not_open_it(
 FORM = '{"enum": ["yes"]}'
 
 
+@pytest.mark.exhaustive(2)
 @pytest.mark.parametrize(
     ("command", "output"),
     [

@@ -109,6 +109,7 @@ def test_a_model_that_hides_nothing_passes(kinds: list[str], untested: set[str])
     assert {name for name in list(SCENARIOS)[:6] if verdicts[name] == "not tested"} == untested
 
 
+@pytest.mark.exhaustive(1)
 @pytest.mark.parametrize("context", [128, 200])
 def test_answers_of_one_token_are_no_difference(context: int) -> None:
     """The answer that goes over the edge of the context leaves its prompt room for one."""
@@ -321,7 +322,7 @@ def a_shared_token_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-@pytest.mark.exhaustive(4)
+@pytest.mark.exhaustive(3)
 @pytest.mark.parametrize(
     ("break_it", "architecture", "rows"),
     [

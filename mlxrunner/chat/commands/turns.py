@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from mlxrunner.chat.commands.settings import SETTABLE, parse_settings
+from mlxrunner.chat.commands.settings import GREEDILY, SETTABLE, parse_settings
 from mlxrunner.chat.commands.table import ChatContext, Command, count_of, flagged, whole_number
 from mlxrunner.chat.taken import State
 from mlxrunner.errors import OptionError
@@ -70,7 +70,7 @@ def retry(chat: ChatContext, argument: str) -> None:
     if not history.turns:
         raise OptionError("there is no answer to try again")
     options = parse_settings(argument)
-    merged: dict[str, Any] = chat.conversation.options | options
+    merged: dict[str, Any] = chat.conversation.effective | options
     if not merged.get("temperature") and not options:
         chat.say(
             "the temperature is 0, so the answer will be the same: "
@@ -113,7 +113,7 @@ def _names(chat: ChatContext, before: str) -> Iterable[str]:
 
 
 def _retry_words(chat: ChatContext, before: str) -> Iterable[str]:
-    return (f"{name}=" for name in SETTABLE)
+    return (GREEDILY, *(f"{name}=" for name in SETTABLE))
 
 
 COMMANDS = (

@@ -1,0 +1,101 @@
+"""The options of a batch, each described once.
+
+`run_batch`, the command line and its `--help` are made from the fields. Knows nothing about lines,
+files or models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from mlxrunner.options import GenerateOptions, check_fields, option
+
+Order = Literal["prefix", "input"]
+"""The order in which lines run: depth-first through the tree of their prefixes, or as they came."""
+OutputOrder = Literal["input", "done"]
+"""The order in which answers are written: that of the input, or as they end."""
+ORDERS: tuple[Order, ...] = get_args(Order)
+OUTPUT_ORDERS: tuple[OutputOrder, ...] = get_args(OutputOrder)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchOptions:
+    """The options for all lines of a batch. Creating it raises OptionError if one is wrong."""
+
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Options of `GenerateOptions` for lines that do not give them.
+
+    With a default seed S, line number i (from 0) gets the seed S + i.
+    """
+    system: str | None = option(
+        None, str, "The system prompt of lines that bring none.", metavar="TEXT"
+    )
+    raw: bool = option(False, bool, "Prompts are plain text to be continued: no chat template.")
+    order: Order = option(
+        "prefix",
+        str,
+        "Run lines so that each reuses most of the one before, or as they come.",
+        among=ORDERS,
+        shows_default=True,
+    )
+    output_order: OutputOrder = option(
+        "input",
+        str,
+        "Write answers in the order of the input, or as they finish.",
+        among=OUTPUT_ORDERS,
+        shows_default=True,
+    )
+    retries: int = option(
+        0, int, "Try a line that failed N times more.", low=0, metavar="N", shows_default=True
+    )
+    timeout: float | None = option(
+        None, float, "For each line (each try).", above=0, metavar="SECONDS"
+    )
+
+    def __post_init__(self) -> None:
+        GenerateOptions.of(**self.defaults)
+        check_fields(self)
+
+    def of_line(self, index: int, own: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the options of line `index` (from 0). Its `own` options replace the defaults."""
+        options = {**self.defaults, **own}
+        if options.get("seed") is not None and own.get("seed") is None:
+            options["seed"] = (self.defaults["seed"] + index) % 2**64
+        return options
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileOptions(BatchOptions):
+    """The further options of a batch that is read from a file and written to one."""
+
+    prompt_template: str | None = option(
+        None,
+        str,
+        'INPUT is CSV; each row is put into TEXT: "... {column} ...".',
+        metavar="TEXT",
+    )
+    parallel: int | None = option(
+        None,
+        int,
+        "Run N lines at a time.  [default: what is likely fastest, and fits]",
+        low=1,
+        metavar="N",
+    )
+    max_errors: int | None = option(
+        None, int, "Stop when N lines of this run have failed.", low=1, metavar="N"
+    )
+    strict: bool = option(
+        False,
+        bool,
+        "Run nothing if a line can't be run. With --verify-cache: exit code 4 if an answer "
+        "differed.",
+    )
+    usage: bool = option(
+        True, bool, "Leave out counts and times: the same answers are the same bytes."
+    )
+    resume: bool = option(False, bool, "Go on with a run that was stopped or killed.")
+    retry_failed: bool = option(
+        False, bool, "Run only the failed lines of a finished output, and replace them there."
+    )
