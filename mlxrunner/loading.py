@@ -18,7 +18,7 @@ from mlxrunner.memory.reserve import (
     weights_of,
 )
 from mlxrunner.memory.reserve import reserve as reserve_memory
-from mlxrunner.models.facts import without_weights
+from mlxrunner.models.facts import Shapes, without_weights
 from mlxrunner.models.load import LoadedModel, load_model
 from mlxrunner.options import RunnerKwargs, RunnerSettings
 from mlxrunner.system import device
@@ -33,20 +33,30 @@ def plan_model(model: str, context: int | None = None, **settings: Unpack[Runner
     `context` (in tokens) and the other settings are those of RunnerSettings. Raise ModelError if
     the model is missing or broken, and OptionError if a setting is out of range.
     """
-    chosen = RunnerSettings.of(**{"context": context, **settings})
+    return _planned(without_weights(model), RunnerSettings.of(context=context, **settings))
+
+
+def context_and_plan(model: str) -> tuple[int, Plan]:
+    """Return the context that `model` was made for, in tokens, and the plan of a start without
+    options. Raise ModelError if the model is missing or broken.
+    """
     found = without_weights(model)
+    return found.facts.context, _planned(found, RunnerSettings())
+
+
+def _planned(found: Shapes, settings: RunnerSettings) -> Plan:
     demand = demand_of(
         found.model,
         found.config,
-        cache_options(chosen, found.facts.context),
-        chosen.prefill_step,
+        cache_options(settings, found.facts.context),
+        settings.prefill_step,
         weights=found.weight_bytes,
-        checkpoint_budget=chosen.checkpoint_budget,
+        checkpoint_budget=settings.checkpoint_budget,
     )
     return choose(
         demand,
-        chosen.context,
-        chosen.prefill_step,
+        settings.context,
+        settings.prefill_step,
         offered=device.offered_bytes(),
         limit=found.facts.context,
     )
@@ -153,4 +163,6 @@ def _made(
 ) -> Runner:
     planned = replace(settings, context=plan.context, checkpoint_budget=plan.checkpoint_budget)
     parts = loaded.model, loaded.tokenizer, loaded.facts
-    return kind(*parts, name=model, whole=whole, **vars(planned))
+    runner = kind(*parts, name=model, whole=whole, **vars(planned))
+    runner.suggested_options = dict(loaded.suggested)
+    return runner

@@ -18,6 +18,7 @@ SAME: dict[str, str] = {
     "chat_template_kwargs": "template",
     "guided_choice": "choices",
     "guided_json": "schema",
+    "prompt_token_ids": "prompt",
     "stop_token_ids": "stop_tokens",
     # llama.cpp and ollama
     "json_schema": "schema",
@@ -51,7 +52,6 @@ MEANT: dict[str, str] = {
     "instruction": "prompt",
     "query": "prompt",
     "content": "prompt",
-    "prompt_token_ids": "prompt",
     "instructions": "system",
     "system_prompt": "system",
     "conversation": "messages",
@@ -83,6 +83,10 @@ MEANT: dict[str, str] = {
 """Our nearest name for a name of another program that does not mean the same."""
 
 
+LONGEST = 40
+"""The most characters of a name that is compared with all others."""
+
+
 def plain(name: str) -> str:
     """Return a name as the tables have it: `--Max-Tokens` is `max_tokens`."""
     return name.lstrip("-").lower().replace("-", "_")
@@ -95,14 +99,10 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     """
     known, wanted = list(known), plain(name)
     meant = SAME.get(wanted) or MEANT.get(wanted)
-    if meant is not None and meant.partition(":")[0] in known:
-        return meant
+    if meant is not None:
+        return meant if meant.partition(":")[0] in known else None
     close = get_close_matches(wanted, known, n=1) if len(wanted) <= LONGEST else []
     return close[0] if close else None
-
-
-LONGEST = 40
-"""The most characters of a name that is compared with all others."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

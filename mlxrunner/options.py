@@ -10,23 +10,38 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
-from numbers import Integral, Real
 from typing import Any, Literal, TypedDict
 
+from mlxrunner.arguments import (
+    check_above,
+    check_flag,
+    check_range,
+    check_text,
+    check_whole,
+    listed,
+)
 from mlxrunner.errors import OptionError
+from mlxrunner.json_options import check_schema, check_template, check_tools, json_text
 
 MAX_LOGPROBS = 100
 """Most tokens whose log-probabilities can be asked for."""
 OVERFLOW = ("stop", "shift", "error")
 """The actions that can be taken when the context is full."""
-RESERVED = tuple(
-    "messages tools add_generation_prompt chat_template tokenize return_dict self".split()
+CHOOSING = tuple(
+    "temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty".split()
 )
-"""Names that a variable of the chat template cannot have."""
-MAX_SCHEMA = 2**17
-"""Most characters of a JSON schema. Compiling a longer one takes too long."""
+"""The options that choose the next token."""
 MOST_TOKENS = 2**31 - 1
 """Largest value of an option that counts tokens."""
+
+
+GREEDY: dict[str, Any] = {
+    "temperature": 0.0,
+    "repetition_penalty": None,
+    "presence_penalty": None,
+    "frequency_penalty": None,
+}
+"""The options of an answer whose tokens are always the model's most likely ones."""
 
 
 @dataclass(frozen=True)
@@ -57,21 +72,21 @@ class Option:
     def check(self, name: str, value: Any) -> None:
         """Raise OptionError if `value` is of the wrong type or out of range."""
         if self.kind is int:
-            _check_whole(name, value)
+            check_whole(name, value)
         if self.among and value not in self.among:
             if self.kind is str:
                 known = ", ".join(self.among)
                 raise OptionError(f"{name}: {value!r} is not known, it has to be one of {known}")
             known = " or ".join(map(str, self.among))
             raise OptionError(f"{name}: {value} is out of range, it has to be {known}")
-        if self.kind is str and not isinstance(value, str):
-            raise OptionError(f"{name}: {value!r:.80} is not a text")
-        if self.kind is bool and not isinstance(value, bool):
-            raise OptionError(f"{name}: {value!r:.80} has to be True or False")
+        if self.kind is str:
+            check_text(name, value)
+        if self.kind is bool:
+            check_flag(name, value)
         if self.above is not None:
-            _check_above(name, value, self.above)
+            check_above(name, value, self.above)
         if self.low is not None:
-            _check_range(name, value, self.low, self.high)
+            check_range(name, value, self.low, self.high)
 
     def parse(self, name: str, text: str) -> Any:
         """Return the value that `text` holds. Raise OptionError if it cannot be read.
@@ -224,13 +239,14 @@ class GenerateOptions:
     )
 
     def __post_init__(self) -> None:
-        if any(not isinstance(text, str) or not text for text in self.stop):
-            raise OptionError("stop: each stop string has to be a text of at least one character")
-        for token in self.stop_tokens or ():
-            _check_whole("stop_tokens", token)
-        _check_form(self.schema, self.choices)
-        _check_template(self.template)
-        _check_tools(self.tools)
+        _check_stop(self.stop)
+        _check_stop_tokens(self.stop_tokens)
+        _check_choices(self.choices)
+        check_schema(self.schema)
+        if self.choices and self.schema is not None:
+            raise OptionError("schema, choices: an answer has one form, use one of them")
+        check_template(self.template)
+        check_tools(self.tools)
         check_fields(self)
 
     @property
@@ -262,13 +278,13 @@ class GenerateOptions:
         value is wrong.
         """
         _check_names(cls, options)
-        stop_tokens: Sequence[int] | None = options.pop("stop_tokens", None)
+        ends = options.pop("stop_tokens", None)
         return cls(
             stop=_texts("stop", options.pop("stop", None)),
-            stop_tokens=None if stop_tokens is None else _tuple("stop_tokens", stop_tokens),
-            schema=_json_text("schema", options.pop("schema", None), dict),
-            template=_json_text("template", options.pop("template", None), dict),
-            tools=_json_text("tools", options.pop("tools", None), list, tuple),
+            stop_tokens=None if ends is None else tuple(listed("stop_tokens", ends, "[2, 5]")),
+            schema=json_text("schema", options.pop("schema", None), dict),
+            template=json_text("template", options.pop("template", None), dict),
+            tools=json_text("tools", options.pop("tools", None), list, tuple),
             choices=_choices(options.pop("choices", None)),
             **options,
         )
@@ -387,38 +403,10 @@ def check_fields(options: Any) -> None:
             described.check(one.name, value)
 
 
-def _check_whole(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise OptionError(f"{name}: {value!r} is not a whole number")
-
-
-def _check_number(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise OptionError(f"{name}: {value!r} is not a number")
-
-
-def _check_above(name: str, value: Any, above: float) -> None:
-    _check_number(name, value)
-    if not value > above:
-        raise OptionError(f"{name}: {value} is out of range, it has to be more than {above}")
-
-
-def _check_range(name: str, value: Any, low: float, high: float | None) -> None:
-    _check_number(name, value)
-    if not value >= low or (high is not None and not value <= high):
-        bounds = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise OptionError(f"{name}: {value} is out of range, it has to be {bounds}")
-
-
 def _texts(name: str, given: Any) -> tuple[str, ...]:
-    return (given,) if isinstance(given, str) else _tuple(name, () if given is None else given)
-
-
-def _tuple(name: str, values: Any) -> tuple[Any, ...]:
-    try:
-        return tuple(values)
-    except TypeError as error:
-        raise OptionError(f"{name}: {values!r} is not a list") from error
+    if isinstance(given, str):
+        return (given,)
+    return () if given is None else tuple(listed(name, given, '["a", "b"]'))
 
 
 def _list_of(name: str, text: str) -> tuple[Any, ...]:
@@ -443,100 +431,51 @@ def _choices(given: Any) -> tuple[str, ...]:
     return choices
 
 
-def _json_text(name: str, value: Any, *kinds: type) -> Any:
-    """Return a value of the types `kinds` as JSON text, and any other value as it is.
-
-    The check of the option refuses other types. Raise OptionError if JSON cannot hold the value.
-    """
-    if not isinstance(value, kinds):
-        return value
-    try:
-        return json.dumps(value, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise OptionError(f"{name}: it can't be written as JSON: {error}") from error
-
-
-def _parsed(name: str, text: str | None, kind: str) -> Any:
-    if not isinstance(text, str):
-        raise OptionError(f"{name}: it has to be {kind}, not {type(text).__name__}")
-    try:
-        value = json.loads(text)
-        json.dumps(value, allow_nan=False)
-    except (ValueError, RecursionError) as error:
-        raise OptionError(f"{name}: not valid JSON: {error}") from error
-    return value
-
-
-def _check_template(template: str | None) -> None:
-    if template is None:
-        return
-    kind = 'a JSON object of variables, such as {"enable_thinking": false}'
-    variables = _parsed("template", template, kind)
-    if not isinstance(variables, dict):
-        raise OptionError(f"template: it has to be {kind}, not {template.strip()[:40]}")
-    for name in variables:
-        if name in RESERVED:
+def _check_stop(stop: tuple[str, ...]) -> None:
+    for text in stop:
+        if not isinstance(text, str) or not text:
             raise OptionError(
-                f"template: {name!r} is not free for a variable; reserved are "
-                f"{', '.join(sorted(RESERVED))}"
-            )
-        if not name.isidentifier():
-            raise OptionError(
-                f"template: {name!r:.60} is not a name; it has to be letters, digits and _"
+                "stop: each stop string has to be a text of at least one character, "
+                f"not {text!r:.60}; leave it out"
             )
 
 
-def _check_tools(tools: str | None) -> None:
-    if tools is None:
-        return
-    kind = 'a list of JSON objects, such as [{"type": "function", "function": {"name": "f"}}]'
-    listed = _parsed("tools", tools, kind)
-    if not isinstance(listed, list):
-        raise OptionError(f"tools: it has to be {kind}, not {tools.strip()[:40]}")
-    for number, tool in enumerate(listed):
-        if not isinstance(tool, dict) or not tool:
-            raise OptionError(f"tools: number {number} has to be a JSON object, not {tool!r:.60}")
+def _check_stop_tokens(tokens: tuple[int, ...] | None) -> None:
+    for token in tokens or ():
+        check_whole("stop_tokens", token)
+        check_range("stop_tokens", token, 0, MOST_TOKENS)
 
 
-def _check_form(schema: str | None, choices: tuple[str, ...]) -> None:
+def _check_choices(choices: tuple[str, ...]) -> None:
     for text in choices:
         if not isinstance(text, str) or not text:
-            raise OptionError("choices: each one has to be a text of at least one character")
+            raise OptionError(
+                "choices: each one has to be a text of at least one character, "
+                f"not {text!r:.60}; leave it out"
+            )
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise OptionError(f"choices: {text!r} is not valid Unicode") from error
-    if schema is None:
-        return
-    if choices:
-        raise OptionError("schema, choices: an answer has one form, use one of them")
-    _check_schema(schema)
-
-
-def _check_schema(schema: Any) -> None:
-    if not isinstance(schema, str):
-        kind = type(schema).__name__
-        raise OptionError(
-            f"schema: it has to be the text of a JSON object or a dictionary, not {kind}"
-        )
-    if len(schema) > MAX_SCHEMA:
-        raise OptionError(
-            f"schema: {len(schema)} characters are too many, it may have at most {MAX_SCHEMA}"
-        )
-    try:
-        parsed = json.loads(schema)
-    except (ValueError, RecursionError) as error:
-        raise OptionError(f"schema: not valid JSON: {error}") from error
-    if not isinstance(parsed, dict):
-        raise OptionError(
-            f'schema: it has to be a JSON object, such as {{"type": "object"}}, '
-            f"not {schema.strip()[:40]}"
-        )
+            raise OptionError(
+                f"choices: {text!r:.60} is not valid Unicode; replace character {error.start}"
+            ) from error
 
 
 def chat_options() -> Iterator[tuple[str, Option]]:
     """Return the options that the chat's `/set` knows, by name."""
     return ((one.name, about(one)) for one in fields(GenerateOptions) if about(one).in_chat)
+
+
+def sampling(options: Mapping[str, Any]) -> str:
+    """Describe how options of a request choose tokens, such as "temperature 0.6, top_p 0.95".
+
+    Without a temperature that is "greedy", with the penalties if there are any.
+    """
+    usual = vars(GenerateOptions())
+    changed = [name for name in CHOOSING if options.get(name, usual[name]) != usual[name]]
+    if not options.get("temperature"):
+        changed = ["greedy", *(name for name in changed if name in GREEDY)]
+    return ", ".join(f"{name} {options[name]}" if name != "greedy" else name for name in changed)
 
 
 def check_raw(options: Mapping[str, Any], system: str | None) -> None:

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from mlxrunner.errors import CancelledError
+from mlxrunner.arguments import check_kind, listed
+from mlxrunner.errors import CancelledError, OptionError
 
 logger = logging.getLogger("mlxrunner")
 
@@ -111,7 +112,19 @@ class Usage:
 
     @classmethod
     def from_dict(cls, flat: Mapping[str, Any]) -> Usage:
-        """Return the usage that `as_dict` gave. Counts and times give the rates."""
+        """Return the usage that `as_dict` gave. Counts and times give the rates.
+
+        Raise OptionError if a count or a time is missing.
+        """
+        try:
+            return cls._from(flat)
+        except (KeyError, TypeError) as error:
+            raise OptionError(
+                f"usage: {error} is wrong in {flat!r:.80}; give what Usage.as_dict returned"
+            ) from error
+
+    @classmethod
+    def _from(cls, flat: Mapping[str, Any]) -> Usage:
         answered, decode_s = flat["completion_tokens"] - 1, flat["decode_s"]
         prefill_s = flat["prefill_s"]
         rates = {
@@ -167,6 +180,8 @@ class Result:
     @classmethod
     def of(cls, chunks: Sequence[Chunk]) -> Result:
         """Join all chunks of a request. Raise CancelledError if the last chunk is missing."""
+        for chunk in listed("chunks", chunks, "list(runner.generate(prompt))"):
+            check_kind("chunks", chunk, Chunk, "give what Runner.generate yields")
         last = chunks[-1] if chunks else None
         if last is None or last.usage is None or last.finish_reason is None:
             raise CancelledError("the request was cancelled before it ended")

@@ -14,6 +14,7 @@ from typing import Any, Self, Unpack
 import mlx.core as mx
 import numpy as np
 
+from mlxrunner.arguments import check_callable, check_flag, check_kind
 from mlxrunner.cache.checkpoints import places_of
 from mlxrunner.cache.entry import CacheEntry
 from mlxrunner.cache.layers.factory import make_layer_caches
@@ -71,6 +72,8 @@ class Runner:
         The settings are those of RunnerSettings. `context` is in tokens, by default the model's
         own. `whole` allocates the caches for the whole context at once.
         """
+        check_kind("facts", facts, ModelFacts, "use Runner.load, which finds them")
+        check_flag("whole", whole)
         chosen = RunnerSettings.of(
             context=facts.context if context is None else context, **settings
         )
@@ -86,6 +89,11 @@ class Runner:
         """Prompt tokens evaluated at once."""
         self.plan: Plan | None = None
         """The memory plan, if the model was loaded by `load`."""
+        self.suggested_options: dict[str, Any] = {}
+        """The sampling that the model's generation_config.json suggests, as options of `generate`.
+
+        Nothing uses it by itself: `generate(prompt, **runner.suggested_options)` does.
+        """
         self.observers: list[Observer] = []
         """Functions called with every request after its end: see `mlxrunner.profiling`."""
         self.usage: Usage | None = None
@@ -126,6 +134,8 @@ class Runner:
         memory does not suffice, and OptionError if a setting is out of range.
         """
         chosen = RunnerSettings.of(context=context, **settings)
+        check_flag("reserve", reserve)
+        check_flag("trust_remote_code", trust_remote_code)
         return load(
             cls, name_of(model), chosen, reserve=reserve, trust_remote_code=trust_remote_code
         )
@@ -243,6 +253,8 @@ class Runner:
         """
         self._enter()
         began = time.perf_counter()
+        if progress is not None:
+            check_callable("progress", progress, "(tokens in the entry, prompt tokens)")
         chosen = GenerateOptions.of(**options)
         request = prepare(
             prompt,
@@ -273,6 +285,7 @@ class Runner:
         those of `generate`.
         """
         self._enter()
+        check_callable("cancelled", cancelled, "no arguments")
         tokens = self.tokenize(prompt)
         if not len(tokens):
             return 0

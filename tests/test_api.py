@@ -33,6 +33,7 @@ from mlxrunner import (
     Runner,
     RunnerKwargs,
     RunnerSettings,
+    Usage,
     cli,
     errors,
     run_batch,
@@ -116,6 +117,50 @@ def test_type_checkers_see_every_public_name() -> None:
     ]
     assert sorted(seen) == sorted(mlxrunner.__all__)
     assert (PACKAGE / "py.typed").is_file()
+
+
+PROGRAM = """
+from collections.abc import Mapping
+from typing import Any
+
+from mlxrunner import BatchRequest, Message, Runner, run_batch
+
+call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+chat: list[Message] = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": [{"type": "text", "text": "Hello"}]},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}},
+            {"function": {"name": "g", "arguments": {"city": "Oslo", "days": 3}}},
+        ],
+    },
+    {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]},
+    {"role": "tool", "tool_call_id": "1", "content": "[1, 2]", "name": "f"},
+]
+plain: list[dict[str, str]] = [{"role": "user", "content": "Hello"}]
+loose: list[dict[str, Any]] = [*plain, {"role": "assistant", "tool_calls": [call]}]
+other: tuple[Mapping[str, object], ...] = ({"role": "user", "content": "Hello"},)
+with Runner.load("demo", context=64) as runner:
+    for messages in (chat, plain, loose):
+        print(runner.complete(messages, tools=[{"type": "function"}]).text)
+    print(runner.complete(other).usage.cached_tokens, runner.complete([1, 2]).tokens)
+    print([one.text for one in run_batch(runner, [BatchRequest(chat), BatchRequest("a")])])
+wrong: Message = {"role": "user", "content": 5}  # type: ignore[typeddict-item]
+misspelt: Message = {"role": "user", "contents": ""}  # type: ignore[typeddict-unknown-key]
+runner.complete("a", max_tokens="5")  # type: ignore[arg-type]
+"""
+
+
+def test_a_typed_program_with_the_messages_of_openai_passes_mypy(tmp_path: Path) -> None:
+    """Text parts, tool calls and their results; an ignore that nothing needs would be an error."""
+    file = tmp_path / "program.py"
+    file.write_text(PROGRAM)
+    check = [sys.executable, "-m", "mypy", "--strict", "--config-file", "pyproject.toml", str(file)]
+    run = subprocess.run(check, capture_output=True, text=True, cwd=PACKAGE.parent, check=False)
+    assert run.stdout == "Success: no issues found in 1 source file\n", run.stdout + run.stderr
 
 
 def test_every_public_name_is_in_the_docs() -> None:
@@ -468,6 +513,7 @@ ELSEWHERE = {
     "chat/commands/sessions.py": "a saved cache has bits of its own",
     "cli/cache.py": "a saved cache has bits of its own",
     "cli/generate.py": "it refuses the option beside --n, and passes it on to nobody",
+    "names.py": "it says what other programs call them",
     "memory": "a plan counts the tokens of a step and the bytes of checkpoints",
     "engine/pipeline.py": "it does the steps",
     "parallel/runner.py": "it has settings of its own",
@@ -531,8 +577,8 @@ PARALLEL = {
     "max_sequences=0": "max_sequences: 0 is out of range, it has to be at least 1",
     "max_sequences=None": "max_sequences: None is not a whole number",
     "context='x'": "context: 'x' is not a whole number",
-    "context=0": "context: 0 is out of range, it has to be at least 2",
-    "prefill_step=1": "prefill_step: 1 is out of range, it has to be at least 2",
+    "context=0": f"context: 0 is out of range, it has to be between 2 and {2**31 - 1}",
+    "prefill_step=1": f"prefill_step: 1 is out of range, it has to be between 2 and {2**31 - 1}",
 }
 
 
@@ -572,3 +618,103 @@ def test_a_profile_refuses_a_share_that_is_no_number() -> None:
     """It raises OptionError, also for one that is out of range."""
     with pytest.raises(OptionError, match=r"^verify_cache: 'all' is not a number$"):
         Profile(verify="all")  # type: ignore[arg-type]
+
+
+def ask(**options: Any) -> Callable[[], object]:
+    return lambda: oracle_runner().complete("a", max_tokens=2, **options)
+
+
+def parallel_runner() -> ParallelRunner:
+    config = tiny_config("llama", max_position_embeddings=4096, vocab_size=300)
+    model = tiny_model(config)
+    parts = model, ByteTokenizer(), facts_of(model, config)
+    return ParallelRunner(*parts, max_sequences=1, context=64)
+
+
+def called(given: Any) -> list[dict[str, Any]]:
+    call = {"function": {"name": "f", "arguments": given}}
+    return [{"role": "assistant", "content": None, "tool_calls": [call]}]
+
+
+NO_LIST = "is not a list; give one, such as "
+CALLED: dict[str, tuple[Callable[[], object], str]] = {
+    "processors": (ask(logits_processors=5), f"logits_processors: 5 {NO_LIST}"),
+    "processor": (ask(logits_processors=[5]), "logits_processors: 5 can't be called; give a "),
+    "processed": (
+        ask(logits_processors=[lambda tokens, logits: None]),
+        "returned None, it has to return an array of shape (1, ",
+    ),
+    "progress": (ask(progress=5), "progress: 5 can't be called; give a function of (tokens"),
+    "cancelled": (
+        lambda: oracle_runner().evaluate("a", cancelled=5),  # type: ignore[arg-type]
+        "cancelled: 5 can't be called; give a function of no arguments",
+    ),
+    "stop token": (
+        ask(stop_tokens=[10**9]),
+        "stop_tokens: 1000000000 is beyond the model's vocabulary, it has to be between 0 and ",
+    ),
+    "negative": (ask(stop_tokens=[-1]), "stop_tokens: -1 is out of range, it has to be between 0"),
+    "stop": (ask(stop={"a": 1}), f"stop: {{'a': 1}} {NO_LIST}"),
+    "choices": (ask(choices=["a", ""]), "at least one character, not ''; leave it out"),
+    "schema": (ask(schema="{"), "in '{'; it has to be a JSON object, such as"),
+    "constant": (ask(schema='{"const": NaN}'), "schema: not valid JSON: Out of range float"),
+    "tools": (ask(tools='[{"f": '), "in '[{\"f\": '; it has to be a list of JSON objects"),
+    "arguments": (
+        lambda: oracle_runner().complete(called('{"a": NaN}')),
+        "message 0: the arguments of 'f' have to be a JSON object, such as ",
+    ),
+    "number": (lambda: oracle_runner().complete(called({"a": float("nan")})), "not {'a': nan}"),
+    "object": (lambda: oracle_runner().complete(called({"a": abs})), "not JSON serializable"),
+    "prompt": (
+        lambda: oracle_runner().complete(5),  # type: ignore[arg-type]
+        "a prompt is a text, token ids or messages, not int: 5",
+    ),
+    "token": (
+        lambda: oracle_runner().complete([None]),  # type: ignore[list-item]
+        "token ids have to be a flat list of integers, not [None]",
+    ),
+    "requests": (lambda: run_batch(oracle_runner(), 5), f"requests: 5 {NO_LIST}[BatchRequest"),  # type: ignore[arg-type]
+    "runner": (
+        lambda: run_batch(5, []),  # type: ignore[arg-type]
+        "runner: 5 is not a Runner or ParallelRunner; load one with Runner.load(model)",
+    ),
+    "options": (
+        lambda: next(run_batch(oracle_runner(), [BatchRequest("a", options=5)])).text,  # type: ignore[arg-type]
+        "options: 5 has to be a dictionary of options",
+    ),
+    "prompts": (lambda: parallel_runner().run(5), f"prompts: 5 {NO_LIST}"),  # type: ignore[arg-type]
+    "one prompt": (lambda: parallel_runner().run("Hello"), f"prompts: 'Hello' {NO_LIST}"),
+    "pairs": (lambda: parallel_runner().run_each(5), f"requests: 5 {NO_LIST}"),  # type: ignore[arg-type]
+    "pair": (
+        lambda: list(parallel_runner().run_each(["ab"])),  # type: ignore[list-item]
+        "request 0 has to be a pair of a prompt and its options, such as",
+    ),
+    "events": (lambda: Profile(events=5), "events: 5 names no file; give a text or a Path"),  # type: ignore[arg-type]
+    "sinks": (lambda: Profile(sinks=5), f"sinks: 5 {NO_LIST}"),  # type: ignore[arg-type]
+    "watched": (lambda: Profile().watch(5), "runner: 5 is not a runner; load one"),  # type: ignore[arg-type]
+    "reserve": (lambda: Runner.load(reserve="no"), "reserve: 'no' has to be True or False"),  # type: ignore[arg-type]
+    "trusting": (
+        lambda: ParallelRunner.load(max_sequences=1, trust_remote_code="no"),  # type: ignore[arg-type]
+        "trust_remote_code: 'no' has to be True or False",
+    ),
+    "parts": (lambda: Runner(5, ByteTokenizer(), 5), "facts: 5 is not a ModelFacts; use Runner."),  # type: ignore[arg-type]
+    "chunks": (lambda: Result.of([5]), "chunks: 5 is not a Chunk; give what Runner.generate"),  # type: ignore[list-item]
+    "usage": (lambda: Usage.from_dict({}), "usage: 'completion_tokens' is wrong in {}; give what"),
+}
+
+
+@pytest.mark.parametrize("case", CALLED)
+def test_a_wrong_argument_is_an_error_with_the_value_and_a_remedy(case: str) -> None:
+    """Never a TypeError from somewhere within, and never silence."""
+    call, message = CALLED[case]
+    with pytest.raises(MlxrunnerError) as error:
+        call()
+    assert message in str(error.value)
+
+
+def test_the_error_of_a_callback_comes_out_as_it_is() -> None:
+    """It is the caller's own."""
+    with pytest.raises(ZeroDivisionError):
+        oracle_runner().complete("a", progress=lambda done, total: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        oracle_runner().complete("a", logits_processors=[lambda tokens, logits: 1 / 0])

@@ -29,19 +29,25 @@ FLOORS = [
     ["models"],
     ["cache", "tokenizer"],
     ["templates"],
-    ["errors", "options", "results", "system", "terminal"],
+    [
+        *("arguments", "config", "errors", "json_options", "names", "options", "results"),
+        *("system", "terminal"),
+    ],
 ]
 BOOKKEEPING = """
-batch.fields batch.job batch.lines batch.options batch.output batch.plan batch.prompts batch.store
+batch.fields batch.job batch.lines batch.options batch.output batch.plan batch.prompts
+batch.responses batch.store batch.translate names
 bench.measurements cache.checkpoints cache.entry cache.layers.extents cache.layers.layout
 cache.layers.protocol cache.lookup cache.overflow cache.prefix cache.saved cache.shared.cells
 cache.shared.sequences cache.shared.split cache.tokens chat.branches chat.commands.table
 chat.markdown chat.typeahead chat.view engine.constrain engine.owner errors
-memory.plan models.fingerprint options parallel.slots profiling.curve profiling.reading
+config.layering memory.plan models.fingerprint models.suggested names options parallel.slots
+profiling.curve profiling.reading
 profiling.reasons profiling.record.divergence profiling.record.event profiling.record.metrics
 profiling.record.tokenlog profiling.record.writer profiling.replay.simulate
 profiling.replay.thinking profiling.replay.variants profiling.report.aggregate
-profiling.report.explain profiling.report.formatting profiling.report.html
+profiling.report.elements profiling.report.explain profiling.report.formatting
+profiling.report.html profiling.report.plots
 profiling.report.report profiling.report.csv_rows profiling.report.screen profiling.schema
 profiling.report.svg profiling.report.trace results sessions.folder sessions.history
 sessions.session sessions.store

@@ -1,8 +1,8 @@
 """Check the fields of a batch line.
 
-`read_fields` turns a line into a prompt and options of `generate`. A line has either the fields of
-this project or those of OpenAI's batch files (`custom_id`, `method`, `url`, `body`). The latter are
-translated, or refused by name.
+`read_fields` turns a line into prompts and options of `generate`. A line has either the fields of
+this project or those of OpenAI's batch files (`custom_id`, `method`, `url`, `body`). Both may have
+the names of OpenAI's and vLLM's APIs (`translate.py`).
 """
 
 from __future__ import annotations
@@ -12,17 +12,22 @@ from collections.abc import Mapping
 from typing import Any
 
 from mlxrunner.batch.options import BatchOptions
+from mlxrunner.batch.responses import RESPONSE_FIELDS, read_response
 from mlxrunner.batch.store import Format
+from mlxrunner.batch.translate import ELSEWHERE, check_functions, translate, unknown
 from mlxrunner.engine.constrain import check_form
 from mlxrunner.errors import OptionError, PromptError
-from mlxrunner.options import GenerateOptions, names
-from mlxrunner.templates.messages import Message, check_message
+from mlxrunner.names import did_you_mean
+from mlxrunner.options import MOST_TOKENS, GenerateOptions, names
+from mlxrunner.templates.messages import PlainMessage, check_message
 from mlxrunner.tokenizer.prompt import Prompt
 
 OPTIONS = frozenset(names(GenerateOptions))
 """The names of the options that a line may give."""
 FIELDS = OPTIONS | {"id", "prompt", "messages", "system", "response_format"}
 """The fields of a line that does not come from OpenAI's batch files."""
+BODY = OPTIONS | {"response_format"}
+"""The fields of a body of OpenAI's batch files beside its prompt, under our names."""
 ROLES = ("system", "user", "assistant", "tool")
 """The roles that a message may have."""
 ANY_OBJECT = '{"type": "object"}'
@@ -33,28 +38,9 @@ OPENAI_FIELDS = frozenset(("custom_id", "method", "url", "body"))
 URLS: dict[str, Format] = {
     "/v1/chat/completions": "chat.completion",
     "/v1/completions": "text_completion",
+    "/v1/responses": "response",
 }
 """The format of the answer for each `url` that is supported."""
-_ELSEWHERE = frozenset((
-    "model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
-    "stream_options",
-))  # fmt: skip  # one name a line would be nine lines
-"""Fields of a body that are ignored.
-
-They have no meaning here: there is one model, nobody is billed, and each answer is written whole.
-"""
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "stream": (False,),
-    "echo": (False,),
-    "functions": ([],),
-    "tool_choice": ("none", "auto"),
-    "function_call": ("none", "auto"),
-    "logit_bias": ({},),
-    "modalities": (["text"],),
-}
-"""Fields of a body that are not supported, with the values that are accepted and change nothing."""
 
 
 def format_of(record: Mapping[str, Any]) -> Format:
@@ -65,27 +51,29 @@ def format_of(record: Mapping[str, Any]) -> Format:
     return URLS.get(url, "chat.completion") if isinstance(url, str) else "chat.completion"
 
 
-def read_fields(record: Mapping[str, Any], batch: BatchOptions) -> tuple[Prompt, dict[str, Any]]:
-    """Return the prompt and the options of a line.
+def read_fields(
+    record: Mapping[str, Any], batch: BatchOptions
+) -> tuple[list[Prompt], dict[str, Any]]:
+    """Return the prompts and the options of a line. It has one prompt, or a list of them.
 
     A field that is null counts as not given. Raise PromptError or OptionError if a field is wrong
     or not supported.
     """
     if format_of(record) != "plain":
-        return _read_openai(record, batch)
+        prompt, options = _read_openai(record, batch)
+        return [prompt], options
     given = {name: value for name, value in record.items() if value is not None}
-    unknown = sorted(given.keys() - FIELDS)
-    if unknown:
-        raise OptionError(
-            f"unknown field {unknown[0]!r:.80}: known are {', '.join(sorted(FIELDS))}"
-        )
-    prompt = _prompt(given, batch)
-    options = {name: value for name, value in given.items() if name in OPTIONS}
-    return prompt, checked_options(options, given.get("response_format"), batch)
+    fields = translate(given, batch.defaults, counts_logprobs=True)
+    wrong = next((name for name in given if name in fields and name not in FIELDS), None)
+    if wrong is not None:
+        raise unknown(wrong, FIELDS)
+    prompts = _prompts(fields, batch)
+    options = {name: value for name, value in fields.items() if name in OPTIONS}
+    return prompts, checked_options(options, fields.get("response_format"), batch)
 
 
-def _prompt(given: Mapping[str, Any], batch: BatchOptions) -> Prompt:
-    """Return the prompt of a line. Raise PromptError if it is missing or wrong."""
+def _prompts(given: Mapping[str, Any], batch: BatchOptions) -> list[Prompt]:
+    """Return the prompts of a line. Raise PromptError if there is none or one is wrong."""
     if "prompt" in given and "messages" in given:
         raise PromptError("has both a prompt and messages")
     if "prompt" not in given and "messages" not in given:
@@ -94,13 +82,40 @@ def _prompt(given: Mapping[str, Any], batch: BatchOptions) -> Prompt:
     if system is not None and not isinstance(system, str):
         raise PromptError(f"system has to be a text, not {kind(system)}")
     if "messages" in given:
-        return _conversation(given["messages"], system)
-    text = _text("prompt", given["prompt"])
-    if not batch.raw:
-        return _conversation([{"role": "user", "content": text}], system)
-    if "system" in given:
-        raise PromptError("a system prompt needs the chat template, which --raw leaves out")
-    return text
+        return [_conversation(given["messages"], system)]
+    listed = _listed(given["prompt"])
+    if "system" in given and (batch.raw or not all(isinstance(one, str) for one in listed)):
+        left_out = "--raw leaves out" if batch.raw else "token ids leave out"
+        raise PromptError(f"a system prompt needs the chat template, which {left_out}")
+    if batch.raw:
+        return listed
+    return [
+        _conversation([{"role": "user", "content": one}], system) if isinstance(one, str) else one
+        for one in listed
+    ]
+
+
+def _listed(prompt: Any) -> list[Prompt]:
+    """Return the prompts of the field `prompt`: a text, token ids, or a list of either."""
+    if not isinstance(prompt, list) or (prompt and not isinstance(prompt[0], str | list)):
+        return [_text_or_tokens("prompt", prompt)]
+    if not prompt:
+        raise PromptError("prompt is an empty list")
+    return [_text_or_tokens(f"prompt {number}", one) for number, one in enumerate(prompt)]
+
+
+def _text_or_tokens(name: str, value: Any) -> Prompt:
+    """Return `value`: a text, or token ids. Raise PromptError if it is neither."""
+    if not isinstance(value, list):
+        return _text(name, value)
+    if not value:
+        raise PromptError(f"{name} is empty")
+    wrong = next(
+        (one for one in value if type(one) is not int or not 0 <= one <= MOST_TOKENS), None
+    )
+    if wrong is not None:
+        raise PromptError(f"{name}: {wrong!r:.80} is not a token id")
+    return value
 
 
 def _text(name: str, value: Any) -> str:
@@ -112,7 +127,7 @@ def _text(name: str, value: Any) -> str:
     return value
 
 
-def _conversation(messages: Any, system: str | None) -> list[Message]:
+def _conversation(messages: Any, system: str | None) -> list[PlainMessage]:
     """Return the messages as the chat template takes them.
 
     A `system` prompt is put in front if they do not begin with one. Raise PromptError for the first
@@ -126,7 +141,7 @@ def _conversation(messages: Any, system: str | None) -> list[Message]:
     return checked
 
 
-def _message(number: int, message: Any) -> Message:
+def _message(number: int, message: Any) -> PlainMessage:
     """Return message `number` (from 0), checked. Raise PromptError if it is not supported."""
     if isinstance(message, dict) and message.get("role") == "developer":
         # OpenAI's newer name for "system", which no chat template knows.
@@ -134,9 +149,10 @@ def _message(number: int, message: Any) -> Message:
     checked = check_message(number, message)
     role = checked["role"]
     if role not in ROLES:
+        likely = did_you_mean(role, ROLES).rstrip()
         raise PromptError(
             f"message {number}: role {role!r:.80} is not known, it has to be one of "
-            f"{', '.join(ROLES)}"
+            f"{', '.join(ROLES)}{likely and ': '}{likely}"
         )
     known = {"content", *checked}
     extra = [name for name, value in message.items() if value and name not in known]
@@ -243,90 +259,50 @@ def _schema_text(schema: Any) -> str:
 
 def _read_openai(record: Mapping[str, Any], batch: BatchOptions) -> tuple[Prompt, dict[str, Any]]:
     """Return the prompt and the options of a line of OpenAI's batch files."""
-    unknown = sorted(record.keys() - OPENAI_FIELDS)
-    if unknown:
-        raise OptionError(
-            f"unknown field {unknown[0]!r:.80} beside custom_id, method, url and body"
-        )
+    _check_envelope(record)
+    body = {
+        name: value
+        for name, value in record["body"].items()
+        if value is not None and name not in ELSEWHERE
+    }
+    form = format_of(record)
+    if form == "text_completion":
+        prompts = _listed(body.pop("prompt", None))
+        if len(prompts) > 1:
+            raise PromptError(
+                f"a list of {len(prompts)} prompts is not supported in a body: write a line for "
+                "each"
+            )
+        prompt = prompts[0]
+    elif form == "response":
+        messages, body = read_response(body)
+        prompt = _conversation(messages, batch.system)
+    else:
+        prompt = _conversation(body.pop("messages", None), batch.system)
+    fields = translate(body, batch.defaults, counts_logprobs=form == "text_completion")
+    wrong = next((name for name in body if name in fields and name not in BODY), None)
+    if wrong is not None:
+        known = BODY | (RESPONSE_FIELDS if form == "response" else {"messages", "prompt"})
+        hint = did_you_mean(wrong, known - {wrong}).rstrip()
+        raise OptionError(f"{wrong!r:.80} is not supported in a body{hint and ': '}{hint}")
+    check_functions(fields.get("tools"))
+    response_format = fields.pop("response_format", None)
+    return prompt, checked_options(fields, response_format, batch)
+
+
+def _check_envelope(record: Mapping[str, Any]) -> None:
+    """Raise OptionError or PromptError for a wrong field around the body."""
+    wrong = sorted(record.keys() - OPENAI_FIELDS)
+    if wrong:
+        raise OptionError(f"unknown field {wrong[0]!r:.80} beside custom_id, method, url and body")
     if not isinstance(record.get("custom_id"), str):
         raise PromptError("custom_id has to be a text")
     if record.get("method", "POST") != "POST":
         raise OptionError(f"method {record['method']!r:.80} is not supported, only POST")
     if record.get("url") is not None and record["url"] not in list(URLS):
-        raise OptionError(f"url {record['url']!r:.80} is not supported, only {' and '.join(URLS)}")
+        raise OptionError(f"url {record['url']!r:.80} is not supported, only {', '.join(URLS)}")
     if not isinstance(record.get("body"), dict):
         raise PromptError(f"body has to be an object, not {kind(record.get('body'))}")
-    body = {
-        name: value
-        for name, value in record["body"].items()
-        if value is not None and name not in _ELSEWHERE
-    }
-    if format_of(record) == "text_completion":
-        prompt: Prompt = _text("prompt", body.pop("prompt", None))
-        body.pop("parallel_tool_calls", None)
-    else:
-        prompt = _conversation(body.pop("messages", None), batch.system)
-        _translate_logprobs(body)
-        _translate_template(body, batch.defaults)
-    response_format = body.pop("response_format", None)
-    return prompt, checked_options(_openai_options(body), response_format, batch)
-
-
-def _translate_logprobs(body: dict[str, Any]) -> None:
-    """Replace the `logprobs: true, top_logprobs: k` of a chat by `logprobs: k`."""
-    wanted, top = body.pop("logprobs", False), body.pop("top_logprobs", None)
-    if not isinstance(wanted, bool):
-        raise OptionError(f"logprobs: {wanted!r:.80} is neither true nor false")
-    if top is not None and not wanted:
-        raise OptionError("top_logprobs needs logprobs to be true")
-    if wanted:
-        body["logprobs"] = 0 if top is None else top
-
-
-def _translate_template(body: dict[str, Any], defaults: Mapping[str, Any]) -> None:
-    """Replace `chat_template_kwargs` by `template`, and check `tools` and the fields about them.
-
-    With `tool_choice` "none" the model sees no tools.
-    """
-    if "chat_template_kwargs" in body:
-        if "template" in body:
-            raise OptionError(
-                "template and chat_template_kwargs say the same thing: give one of them"
-            )
-        body["template"] = body.pop("chat_template_kwargs")
-    for number, tool in enumerate(body["tools"] if isinstance(body.get("tools"), list) else ()):
-        match tool:
-            case {"type": "function", "function": {"name": str()}}:
-                continue
-        raise OptionError(
-            f'tools: number {number} has to be {{"type": "function", "function": '
-            f'{{"name": text, ...}}}}, not {tool!r:.80}'
-        )
-    if body.get("tool_choice") == "none":
-        body["tools"] = []
-    if body.get("tools") == [] and not defaults.get("tools"):
-        del body["tools"]
-    if body.get("tools") and body.get("parallel_tool_calls") is False:
-        raise OptionError("parallel_tool_calls: false is not supported, only true")
-    body.pop("parallel_tool_calls", None)
-
-
-def _openai_options(body: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a body. Raise OptionError for a field that is not supported."""
-    if "max_completion_tokens" in body:
-        if "max_tokens" in body:
-            raise OptionError(
-                "max_tokens and max_completion_tokens say the same thing: give one of them"
-            )
-        body["max_tokens"] = body.pop("max_completion_tokens")
-    for name, value in body.items():
-        if name in _NEUTRAL and value not in _NEUTRAL[name]:
-            raise OptionError(
-                f"{name}: {value!r:.80} is not supported, only {json.dumps(_NEUTRAL[name][0])}"
-            )
-        if name not in _NEUTRAL and name not in OPTIONS:
-            raise OptionError(f"{name!r:.80} is not supported in a body")
-    return {name: value for name, value in body.items() if name in OPTIONS}
 
 
 def kind(value: Any) -> str:

@@ -41,6 +41,8 @@ INPUT = "input"
 """The name of the input's SHA-256 among the parts."""
 LARGEST = 2**22
 """The most bytes of OUTPUT.done, which may hold a schema or a template of the command line."""
+RETRIED = ".retried"
+"""The suffix of the new output of `retry_failed`, until it takes the place of the old one."""
 _SHOWN = 80
 """The most characters of a value that an error shows."""
 
@@ -75,6 +77,11 @@ class Job(FileOptions):
                 "--resume needs an output file: a run whose answers went to standard output or a "
                 "device can't resume"
             )
+        if self.retry_failed and self.store_path is None:
+            raise OptionError(
+                "--retry-failed needs an output file: it replaces the failed lines of a finished "
+                "output"
+            )
         is_same = False
         with suppress(OSError, ValueError):  # ValueError: a NUL in a name
             is_same = self.input != STANDARD and os.path.samefile(self.input, self.output)
@@ -83,10 +90,10 @@ class Job(FileOptions):
 
     @property
     def store_path(self) -> Path | None:
-        """The path OUTPUT.run; None if the output is a stream."""
+        """The path OUTPUT.run, with `retry_failed` OUTPUT.retry; None if the output is a stream."""
         if self.output == STANDARD or is_stream(self.output):
             return None
-        return Path(f"{self.output}.run")
+        return Path(f"{self.output}.{'retry' if self.retry_failed else 'run'}")
 
     @property
     def trust_remote_code(self) -> bool:
@@ -174,7 +181,8 @@ def _digest(stream: BinaryIO) -> tuple[str, int]:
 def open_output(job: Job) -> AnswerFile:
     """Open the file or the stream for the answers. Raise OutputError if that fails."""
     if job.store_path is not None:
-        return AnswerFile.open(Path(job.output))
+        new = job.store_path.with_suffix(RETRIED)
+        return AnswerFile.open(new if job.retry_failed else Path(job.output))
     return AnswerFile.streaming(None if job.output == STANDARD else Path(job.output))
 
 
@@ -193,7 +201,7 @@ def opened_store(job: Job) -> Iterator[Store]:
             yield store
         return
     # OUTPUT.done is written last, when an error would come too late.
-    _check_writable(completion_path(path), replaced=True)
+    check_writable(completion_path(path), replaced=True)
     is_new, was_there = not path.exists(), output.exists()
     with _new_store(output, path) if is_new else _existing_store(job, path) as store:
         try:
@@ -223,7 +231,7 @@ def store_to_plan(job: Job) -> Iterator[Store]:
         yield store
 
 
-def _check_writable(file: Path, *, replaced: bool = False) -> None:
+def check_writable(file: Path, *, replaced: bool = False) -> None:
     """Raise OutputError if `file` exists and can't be written."""
     try:
         check_own(file, replaced=replaced)
@@ -247,7 +255,7 @@ def _existing_store(job: Job, path: Path) -> Store:
 
 def _new_store(output: Path, path: Path) -> Store:
     """Create the store. Raise OutputError if the output has content or can't be written."""
-    _check_writable(output)
+    check_writable(output)
     if output.exists() and output.stat().st_size:
         raise OutputError(f"{output}: is there already: choose another -o, or remove it")
     try:
@@ -326,38 +334,37 @@ def completed(job: Job, parts: Mapping[str, str]) -> Completion | None:
             f"made from: {again}"
         )
     check_made_from(job, found.made_from, parts)
+    if path.with_suffix(".retry").exists() and output_digest(output) != found.digest:
+        raise OutputError(
+            f"{output}: a run with --retry-failed was cut off while it replaced the output: go on "
+            "with --retry-failed"
+        )
     if size != found.size:
         raise OutputError(
             f"{output}: has {size} bytes, and the run that wrote it left {found.size}: {again}"
         )
-    if _output_digest(output) != found.digest:
+    if output_digest(output) != found.digest:
         raise OutputError(f"{output}: is not what the run left, somebody has changed it: {again}")
     return found
 
 
-def _output_digest(output: Path) -> str:
+def output_digest(output: Path) -> str:
     """Return the SHA-256 of the output, in hexadecimal. Raise OutputError if it can't be read."""
+    with opened_answers(output) as stream:
+        return _digest(stream)[0]
+
+
+@contextmanager
+def opened_answers(output: Path) -> Iterator[BinaryIO]:
+    """Open the output for reading. Raise OutputError if it can't be read."""
     try:
         descriptor, _ = open_file(output)
         with os.fdopen(descriptor, "rb") as stream:
-            return _digest(stream)[0]
+            yield stream
     except ReadError as error:
         raise OutputError(str(error)) from error
     except OSError as error:
         raise OutputError(f"{output}: can't be read: {error.strerror}") from error
-
-
-def complete(job: Job, store: Store, output: AnswerFile) -> None:
-    """Put the whole output onto the disk, write OUTPUT.done and remove the store.
-
-    Raise OutputError if a file can't be written.
-    """
-    output.seal()
-    path, counts = job.store_path, store.counts
-    if path is not None:
-        found = Completion(counts.lines, counts.failed, output.size, output.digest, store.meta)
-        found.write(completion_path(path))
-        path.unlink()
 
 
 def check_made_from(job: Job, was: Mapping[str, str], parts: Mapping[str, str]) -> None:

@@ -92,11 +92,17 @@ class LineReader:
             )
         else:
             records = read_table(self._physical(), self._template, self._longest)
-        for index, (number, record) in enumerate(records):
-            yield self._line(index, number, record)
+        index = 0
+        for number, record in records:
+            for line in self._lines(index, number, record):
+                yield line
+                index += 1
 
-    def _line(self, index: int, number: int, record: Record) -> Line:
-        """Return the line of a record, with its error if it has one."""
+    def _lines(self, index: int, number: int, record: Record) -> Iterator[Line]:
+        """Yield a line for each prompt of a record, from `index` on, or one with its error.
+
+        Several prompts get the id of their record with their number from 0 behind it.
+        """
         form: Format = "unknown" if self._template is None else "plain"
         name = problem = None
         try:
@@ -109,13 +115,16 @@ class LineReader:
             name = checked_id(key, fields.get(key))
             if problem is not None:
                 raise problem
-            prompt, options = read_fields(fields, self._options)
+            prompts, options = read_fields(fields, self._options)
         except (PromptError, OptionError, RecursionError) as error:
             text = one_line(str(error))
             if isinstance(error, RecursionError):
                 text = "nested too deeply"
-            return Line(index, number, id=name, format=form, error=f"line {number}: {text}")
-        return Line(index, number, prompt, name, form, options)
+            yield Line(index, number, id=name, format=form, error=f"line {number}: {text}")
+            return
+        for part, prompt in enumerate(prompts):
+            own = name if name is None or len(prompts) == 1 else f"{name}/{part}"
+            yield Line(index + part, number, prompt, own, form, options)
 
     def _physical(self) -> Iterator[bytes | None]:
         """Yield the lines with their ends, and None in the place of one that is too long."""

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 from mlxrunner.options import GenerateOptions, check_fields, option
 
 Order = Literal["prefix", "input"]
-"""The order in which lines run: sorted by their token ids, or as they came."""
+"""The order in which lines run: depth-first through the tree of their prefixes, or as they came."""
 OutputOrder = Literal["input", "done"]
 """The order in which answers are written: that of the input, or as they end."""
 ORDERS: tuple[Order, ...] = get_args(Order)
@@ -96,3 +96,6 @@ class FileOptions(BatchOptions):
         True, bool, "Leave out counts and times: the same answers are the same bytes."
     )
     resume: bool = option(False, bool, "Go on with a run that was stopped or killed.")
+    retry_failed: bool = option(
+        False, bool, "Run only the failed lines of a finished output, and replace them there."
+    )

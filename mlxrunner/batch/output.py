@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
 from mlxrunner.batch.options import OutputOrder
+from mlxrunner.batch.responses import response_body, response_usage
 from mlxrunner.batch.store import Store, StoredAnswer, StoredLine
 from mlxrunner.errors import MlxrunnerError, OptionError, OutputError
 from mlxrunner.system.writing import is_writable, open_own, open_stream, whole_sync
@@ -86,6 +87,8 @@ def _openai(
     line: StoredLine, result: Result, tokenizer: Tokenizer, model: str, usage: bool
 ) -> dict[str, Any]:
     """Return OpenAI's object for an answer."""
+    if line.format == "response":
+        return _openai_line(line, 200, _response(line, result, tokenizer, model, usage), None)
     is_chat = line.format == "chat.completion"
     choice: dict[str, Any] = {"index": 0}
     if is_chat:
@@ -109,6 +112,28 @@ def _openai(
             "prompt_tokens_details": {"cached_tokens": result.usage.cached_tokens},
         }
     return _openai_line(line, 200, body, None)
+
+
+def _response(
+    line: StoredLine, result: Result, tokenizer: Tokenizer, model: str, usage: bool
+) -> dict[str, Any]:
+    """Return the body of an answer in the format of OpenAI's Responses API."""
+    logprobs = _chat_logprobs(result, tokenizer)
+    body = response_body(
+        line.index,
+        line.options,
+        result.text,
+        is_cut=result.finish_reason == "length",
+        logprobs=None if logprobs is None else logprobs["content"],
+        created=int(time.time()) if usage else 0,
+        model=model,
+    )
+    if usage:
+        used = result.usage
+        body["usage"] = response_usage(
+            used.prompt_tokens, used.cached_tokens, used.completion_tokens
+        )
+    return body
 
 
 def _openai_error(line: StoredLine, message: str, status: int) -> dict[str, Any]:
@@ -322,18 +347,32 @@ class AnswerFile:
             whole_sync(self._stream.fileno())
         except OSError as error:
             raise _unwritable(self.name, error) from error
-        with suppress(OSError):  # some file systems can't do that
-            folder = os.open(Path(self.name).resolve().parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+        _sync_folder(Path(self.name))
+
+    def rename(self, path: Path) -> None:
+        """Give the file the name `path`, in the place of the file that has it."""
+        try:
+            os.replace(self.name, path)
+        except OSError as error:
+            raise _unwritable(str(path), error) from error
+        self.name = str(path)
+        _sync_folder(path)
 
     def close(self) -> None:
         """Close the file. Standard output stays open."""
         if self._stream is not getattr(sys.stdout, "buffer", None):
             with suppress(OSError):
                 self._stream.close()
+
+
+def _sync_folder(path: Path) -> None:
+    """Put the names of the files beside `path` onto the disk, where the file system can do that."""
+    with suppress(OSError):
+        folder = os.open(path.resolve().parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def _is_open(stream: TextIO) -> bool:
@@ -366,10 +405,9 @@ class Writer:
         self._due = 0.0
 
     def mend(self) -> None:
-        """Cut off a torn end of the output, and add the answers that are missing."""
+        """Cut off a torn end of the output. The next `flush` adds the answers that are missing."""
         if self.output.is_file:
             self.output.mend(self._store.answers(self._order))
-        self.flush()
 
     def write(self, index: int, line: bytes, *, failed: bool) -> None:
         """Take the answer of line `index`, which is safe after the next `flush`.

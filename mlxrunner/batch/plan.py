@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
@@ -25,6 +24,7 @@ from mlxrunner.batch.store import Counts, StoredLine
 from mlxrunner.cache.overflow import Shift
 from mlxrunner.cache.tokens import TokenArray
 from mlxrunner.errors import ReadError
+from mlxrunner.system.folders import cache_folder
 from mlxrunner.system.reading import read_json
 from mlxrunner.system.writing import written
 from mlxrunner.terminal.text import duration
@@ -271,8 +271,7 @@ def make_plan(
 
 def speed_file() -> Path:
     """Return the path `$XDG_CACHE_HOME/mlxrunner/speed.json`, by default in ~/.cache."""
-    folder = os.environ.get("XDG_CACHE_HOME")
-    return (Path(folder) if folder else Path.home() / ".cache") / "mlxrunner" / "speed.json"
+    return cache_folder() / "speed.json"
 
 
 def known_speed(model: str) -> Speed | None:

@@ -1,9 +1,9 @@
 """Turn the prompts of a batch into tokens, and count what each shares with the prompts before it.
 
 A prompt is compared only with the one before it, whose tokens the one entry holds. Prefix order
-sorts prompts by token ids, depth-first through the tree of their prefixes. Each prompt then follows
-the one with which it shares most, and every node of the tree is evaluated once. No cache of any
-size evaluates fewer tokens. No tensors.
+goes depth-first through the tree of their prefixes. Each prompt then follows the one with which it
+shares most, and every node of the tree is evaluated once. No cache of any size evaluates fewer
+tokens. No tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mlxrunner.cache.lookup import Earlier
 from mlxrunner.cache.tokens import TokenArray, as_tokens, common_prefix
 from mlxrunner.errors import OptionError, PromptError
 from mlxrunner.options import GenerateOptions
-from mlxrunner.templates.messages import Message
+from mlxrunner.templates.messages import PlainMessage
 from mlxrunner.terminal.text import one_line
 from mlxrunner.tokenizer import Tokenizer
 from mlxrunner.tokenizer.prompt import (
@@ -49,14 +49,16 @@ def tokenize_lines(
     *,
     context: int,
     defaults: Mapping[str, Any] | None = None,
-) -> None:
+) -> bool:
     """Add the lines to the store with their tokens. Call the store's `finish` afterwards.
 
     `context` is the most tokens of a prompt and its answer, and `defaults` are the options of the
     batch. A line gets an error if the tokenizer or the chat template refuses its prompt, or if the
     prompt leaves no room in the context. Where a full context is shifted, only the part that the
-    shift keeps has to leave room.
+    shift keeps has to leave room. Return True if the context of a line is shifted: what it then
+    shares with others is not what its tokens share, and only the order of the tokens is safe.
     """
+    is_shifted = False
     for line in lines:
         tokens, options, error = as_tokens([]), line.options, line.error
         if error is None:
@@ -65,15 +67,17 @@ def tokenize_lines(
                 check_tokens(prompt.tokens)
                 options = _within(context, line, prompt, tokenizer, defaults or {})
                 tokens = prompt.tokens
+                is_shifted |= len(tokens) >= context
             except (PromptError, OptionError) as problem:
                 error = f"line {line.number}: {one_line(str(problem))}"
         text = line.prompt if error is None and is_text(line.prompt) else None
         store.add(
             StoredLine(line.index, line.number, tokens, line.id, line.format, options, error, text)
         )
+    return is_shifted
 
 
-def is_text(prompt: Prompt) -> TypeGuard[str | Sequence[Message]]:
+def is_text(prompt: Prompt) -> TypeGuard[str | Sequence[PlainMessage]]:
     """Return True for a text or messages, False for tokens."""
     return isinstance(prompt, str) or (
         isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)

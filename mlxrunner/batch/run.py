@@ -16,6 +16,7 @@ from typing import Any, Unpack
 
 import mlx.core as mx
 
+from mlxrunner.arguments import check_kind, listed
 from mlxrunner.batch.fields import checked_id, checked_options
 from mlxrunner.batch.lines import Line
 from mlxrunner.batch.options import BatchOptions, Order, OutputOrder
@@ -115,6 +116,8 @@ def run_batch(
     stops the others. Raise OptionError at once if an option of the whole batch is wrong. Ctrl-C, or
     closing the iterator, ends the requests that are running and leaves the runner usable.
     """
+    check_kind("runner", runner, (Runner, ParallelRunner), "load one with Runner.load(model)")
+    listed("requests", requests, '[BatchRequest("Hello")]')
     options = BatchOptions(
         defaults=defaults,
         order=order,
@@ -129,14 +132,14 @@ def _run_batch(
     runner: Runner | ParallelRunner, requests: Iterable[BatchRequest], options: BatchOptions
 ) -> Iterator[BatchResult]:
     with Store.create(unique_ids=False) as store:
-        tokenize_lines(
+        is_shifted = tokenize_lines(
             store,
             lines_of(requests, options),
             runner.tokenizer,
             context=runner.context,
             defaults=options.defaults,
         )
-        store.finish()
+        store.finish(by_tokens=is_shifted)
         place = -1
         begun = Begun.of(store, options.order, parallel=isinstance(runner, ParallelRunner))
         execution = Execution(runner, options, begun)
@@ -174,7 +177,10 @@ def lines_of(requests: Iterable[BatchRequest], batch: BatchOptions | None = None
         except (OptionError, PromptError) as problem:
             error = str(problem)
         except (TypeError, ValueError, RecursionError) as problem:
-            error = f"the options have to be values that JSON knows: {problem}"
+            error = (
+                f"options: {request.options!r:.80} has to be a dictionary of options with values "
+                f'that JSON knows, such as {{"max_tokens": 9}}: {problem}'
+            )
         yield Line(index, index + 1, request.prompt, name, options=options, error=error)
 
 

@@ -20,12 +20,13 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from mlxrunner.batch.options import Order, OutputOrder
+from mlxrunner.batch.order import run_order
 from mlxrunner.cache.tokens import TokenArray, as_tokens
 from mlxrunner.errors import DamagedStoreError, StoreError
 from mlxrunner.system.writing import open_database, open_temporary_database
-from mlxrunner.templates.messages import Message
+from mlxrunner.templates.messages import PlainMessage
 
-Format = Literal["plain", "chat.completion", "text_completion", "unknown"]
+Format = Literal["plain", "chat.completion", "text_completion", "response", "unknown"]
 """The form of a line's answer: our own object, or the OpenAI object of that name.
 
 A line that can't be read is "unknown"; `finish` gives it the format of the first line that can.
@@ -74,7 +75,7 @@ class StoredLine:
     """Options of `GenerateOptions` that the line itself gives."""
     error: str | None = None
     """The reason why it can't be run, in one line; None if it can."""
-    prompt: str | Sequence[Message] | None = None
+    prompt: str | Sequence[PlainMessage] | None = None
     """The text or the messages from which the tokens were made; None for token ids."""
 
 
@@ -129,6 +130,7 @@ UPDATE lines SET format = :format,
 sum = row_sum(line, number, id, options, error, tokens, prompt, :format)
 WHERE format = 'unknown'
 """
+_SORTED = "lines ORDER BY tokens, line"
 _FIRST_FORMAT = "SELECT format FROM lines WHERE format <> 'unknown' ORDER BY line LIMIT 1"
 _FIRST_WITH_ID = "SELECT number FROM lines WHERE id = ? AND error IS NULL"
 _WITHOUT_PLACE = "SELECT line FROM lines WHERE line NOT IN (SELECT line FROM places) LIMIT 1"
@@ -314,11 +316,12 @@ class Store:
         self._db.execute("BEGIN")
         self._lines = self._broken = 0
 
-    def finish(self, meta: Mapping[str, str] | None = None) -> None:
-        """Sort the input, which is now complete, and commit everything.
+    def finish(self, meta: Mapping[str, str] | None = None, *, by_tokens: bool = False) -> None:
+        """Put the input, which is now complete, into its prefix order, and commit everything.
 
         Until then the store on the disk stays as it was. `meta` holds the parts that it was made
-        from.
+        from. With `by_tokens` the prefix order is that of the token ids; otherwise one that costs
+        the same and lets answers be written early (see `run_order`).
         """
         with self._explained():
             self._begin_input()
@@ -326,9 +329,12 @@ class Store:
                 (form,) = self._one(_FIRST_FORMAT) or ("plain",)
                 self._db.create_function("row_sum", -1, _sum)
                 self._db.execute(_SET_FORMATS, {"format": form})
-            self._db.execute(
-                "INSERT INTO places (line) SELECT line FROM lines ORDER BY tokens, line"
-            )
+            if by_tokens:
+                self._db.execute(f"INSERT INTO places (line) SELECT line FROM {_SORTED}")
+            else:
+                rows = self._db.execute(f"SELECT line, tokens FROM {_SORTED}")
+                order = run_order(rows, self._lines)
+                self._db.executemany("INSERT INTO places (line) VALUES (?)", zip(order))
             self._db.executemany("INSERT INTO meta VALUES (?, ?)", (meta or {}).items())
             self._db.execute("INSERT INTO input VALUES (?, ?)", (self._lines, self._broken))
             self._db.execute("COMMIT")
@@ -337,7 +343,7 @@ class Store:
         """Yield the lines without an answer, one at a time.
 
         A line that gets its answer in the meantime is left out. "prefix" yields broken lines first
-        and then the others by token ids, equal ones as they came; "input" yields all as they came.
+        and then the others in their prefix order; "input" yields all as they came.
         """
         place = -1
         while (row := self._next(_NEXT[order], place)) is not None:

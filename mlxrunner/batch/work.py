@@ -6,18 +6,19 @@ it is written to the output.
 
 from __future__ import annotations
 
-import time
+import signal
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeVar
 
 from mlxrunner.batch.job import (
     INPUT,
+    Completion,
     Job,
     check_made_from,
-    complete,
+    check_same,
     completed,
     open_output,
     opened_input,
@@ -38,8 +39,17 @@ from mlxrunner.batch.plan import (
     survey,
 )
 from mlxrunner.batch.prompts import Begun, tokenize_lines
-from mlxrunner.batch.run import Execution, Outcome
+from mlxrunner.batch.retry import (
+    ANSWERS,
+    complete,
+    copy_answers,
+    finished,
+    made_from,
+    opened_retry,
+)
+from mlxrunner.batch.run import Execution
 from mlxrunner.batch.store import Counts, Store
+from mlxrunner.batch.tally import Tally
 from mlxrunner.errors import (
     CutOffError,
     DamagedStoreError,
@@ -56,107 +66,20 @@ from mlxrunner.parallel.runner import ParallelRunner
 from mlxrunner.runner import Runner
 from mlxrunner.terminal.progress import Progress, loading
 from mlxrunner.terminal.signals import Interrupts, say_now
-from mlxrunner.terminal.text import duration
 from mlxrunner.tokenizer import Tokenizer
 
 T = TypeVar("T")
 Watch = Callable[[Runner | ParallelRunner], object]
 Stopped = Literal["interrupt", "errors"]
 ENDING = (
-    "finishing the lines that are running; Ctrl-C again stops at once, and nothing that is "
-    "finished is lost"
+    "finishing the lines that are running; Ctrl-C or kill again stops at once, and nothing that "
+    "is finished is lost"
 )
 MAX_BATCH = 256
 """The tokens of a step.
 
 Where rows are long, pieces of several prompts in one row cost more than they save.
 """
-
-
-@dataclass
-class Tally:
-    """The counts and times of a run so far."""
-
-    total: int = 0
-    """The number of lines of the input."""
-    earlier: int = 0
-    """The number of lines that were done before this run."""
-    earlier_failed: int = 0
-    """The number of those lines that failed."""
-    done: int = 0
-    """The number of lines that have ended in this run, as in all fields below."""
-    failed: int = 0
-    """The number of those lines that failed."""
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    answer_tokens: int = 0
-    prompt_seconds: float = 0.0
-    """The seconds of prefill, added up over lines that overlap if several run at a time."""
-    answer_seconds: float = 0.0
-    """The seconds of decoding, added up in the same way."""
-    began: float = field(default_factory=time.monotonic)
-    """The time at which the run began, on time.monotonic."""
-
-    def add(self, outcome: Outcome) -> None:
-        """Count a line that has ended."""
-        self.done += 1
-        if outcome.result is None:
-            self.failed += 1
-            return
-        usage = outcome.result.usage
-        self.prompt_tokens += usage.prompt_tokens
-        self.cached_tokens += usage.cached_tokens
-        self.answer_tokens += usage.completion_tokens
-        self.prompt_seconds += usage.timing.prefill_s
-        self.answer_seconds += usage.timing.decode_s
-
-    @property
-    def seconds(self) -> float:
-        """The seconds since the run began."""
-        return max(time.monotonic() - self.began, 1e-9)
-
-    @property
-    def rate(self) -> float:
-        """The answer tokens per second."""
-        return self.answer_tokens / self.seconds
-
-    @property
-    def reused(self) -> float:
-        """The share of the prompt tokens that were not evaluated, from 0 to 1."""
-        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
-
-    def speed(self) -> Speed | None:
-        """Return the speed for the next estimate; None if the run was too short to tell.
-
-        The seconds of this run are divided between prompts and answers like the lines' own seconds.
-        """
-        evaluated, answered = self.prompt_tokens - self.cached_tokens, self.done - self.failed
-        if not (evaluated and answered > 0 and self.prompt_seconds and self.answer_seconds):
-            return None
-        share = self.prompt_seconds / (self.prompt_seconds + self.answer_seconds)
-        prompts, answers = self.seconds * share, self.seconds * (1 - share)
-        mean = self.answer_tokens / answered
-        return Speed(evaluated / prompts, self.answer_tokens / answers, mean)
-
-    def line(self) -> str:
-        """Return the progress so far, for people. The time left assumes the same pace."""
-        failed = self.earlier_failed + self.failed
-        parts = [f"{self.earlier + self.done} of {self.total} lines"]
-        if failed:
-            parts.append(f"{failed} failed")
-        parts += [f"{self.rate:.0f} tokens/s", f"{self.reused:.1%} of prompt tokens reused"]
-        if self.done:
-            left = self.seconds / self.done * (self.total - self.earlier - self.done)
-            parts.append(f"{duration(left)} left")
-        return ", ".join(parts)
-
-    def summary(self) -> str:
-        """Return a sentence for people about the whole run."""
-        return (
-            f"{self.done} lines in {duration(self.seconds)}: {self.prompt_tokens:,} prompt tokens, "
-            f"{self.reused:.1%} of them reused; {self.answer_tokens:,} answer tokens, "
-            f"{self.rate:.0f}/s"
-        )
 
 
 @dataclass(frozen=True)
@@ -184,16 +107,16 @@ def run_job(job: Job, progress: Progress, watch: Watch = lambda runner: None) ->
     An error that is raised concerns the whole batch, and has a message of one line.
     """
     parts = job.parts()
-    found = completed(job, parts)
+    found, retried = _found(job, parts)
     if found is not None:
         return JobSummary(found.lines, found.lines, found.failed, Tally(found.lines, found.lines))
-    with opened_store(job) as store:
+    with opened_store(job) if retried is None else opened_retry(job, retried) as store:
         tokenizer = tokenizer_of(job.model, trust_remote_code=job.trust_remote_code)
         context = _context(job)
         if store.is_complete:
-            check_made_from(job, store.meta, parts)
+            check_made_from(job, made_from(store), parts)
         else:
-            _read(job, store, tokenizer, context, parts, progress)
+            _read(job, store, tokenizer, context, parts, progress, retried)
         counts = store.counts
         if job.strict and counts.broken:
             first = next(store.pending("prefix"), None)
@@ -203,6 +126,7 @@ def run_job(job: Job, progress: Progress, watch: Watch = lambda runner: None) ->
             writer = Writer(store, output, job.output_order)
             writer.mend()
             try:
+                writer.flush()
                 with _runner(job, store, context, progress) as runner:
                     if runner is not None:
                         watch(runner)
@@ -213,19 +137,31 @@ def run_job(job: Job, progress: Progress, watch: Watch = lambda runner: None) ->
                 raise CutOffError(str(error)) from error
 
 
+def _found(job: Job, parts: dict[str, str]) -> tuple[Completion | None, Completion | None]:
+    """Return the record of a run that has nothing left to do, and that of the run to retry.
+
+    At most one of them is not None.
+    """
+    if not job.retry_failed:
+        return completed(job, parts), None
+    found = finished(job, parts)
+    return (None, found) if found.failed else (found, None)
+
+
 def plan_job(job: Job, progress: Progress) -> BatchPlan:
     """Return the plan of the job, or of the lines that are left.
 
     No weights are read, and nothing is kept.
     """
-    parts, speed = job.parts() if job.resume else {}, known_speed(job.model)
-    done, context = completed(job, parts), _context(job)
+    goes_on = job.resume or job.retry_failed
+    parts, speed = job.parts() if goes_on else {}, known_speed(job.model)
+    (done, retried), context = _found(job, parts), _context(job)
     with store_to_plan(job) as store:
         if store.is_complete:
-            check_made_from(job, store.meta, parts)
+            check_made_from(job, made_from(store), parts)
         elif done is None:
             tokenizer = tokenizer_of(job.model, trust_remote_code=job.trust_remote_code)
-            _read(job, store, tokenizer, context, {}, progress)
+            _read(job, store, tokenizer, context, parts, progress, retried)
         counts = store.counts if done is None else Counts(done.lines, 0, done.lines, done.failed)
         found = {order: _survey(job, store, order, context, progress, speed) for order in ORDERS}
     lanes, _ = lanes_for(found[job.order], job.parallel, job.loading)
@@ -247,13 +183,19 @@ def _read(
     context: int,
     parts: dict[str, str],
     progress: Progress,
+    retried: Completion | None,
 ) -> None:
-    """Read the whole input into the store."""
+    """Read the whole input into the store, and the good answers of the output that is retried."""
     with opened_input(job) as stream:
         reader = LineReader(stream, job, template=job.prompt_template)
         lines = _counted(reader, "reading", progress)
-        tokenize_lines(store, lines, tokenizer, context=context, defaults=job.defaults)
-        store.finish({**parts, INPUT: reader.digest})
+        is_shifted = tokenize_lines(store, lines, tokenizer, context=context, defaults=job.defaults)
+        parts = {**parts, INPUT: reader.digest}
+        if retried is not None:
+            check_same(retried.made_from, parts, job.output)
+            copy_answers(job, store, retried)
+            parts[ANSWERS] = retried.digest
+        store.finish(parts, by_tokens=is_shifted)
     progress.close()
 
 
@@ -294,7 +236,7 @@ def _run(
     before = store.counts
     tally = Tally(before.lines, before.done, before.failed)
     with (
-        Interrupts() as interrupts,
+        Interrupts(signal.SIGTERM) as interrupts,
         interrupts.asking(partial(say_now, ENDING), is_settled_when_seen=False) as interrupted,
     ):
 

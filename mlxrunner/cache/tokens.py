@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from reprlib import repr
 from typing import Any, overload
 
 import numpy as np
@@ -21,18 +22,20 @@ def as_tokens(tokens: Sequence[int] | NDArray[Any]) -> TokenArray:
     try:
         array = np.array(tokens)
     except (ValueError, OverflowError) as error:
-        raise PromptError("token ids have to be a flat list of integers") from error
+        raise PromptError(
+            f"token ids have to be a flat list of integers, not {repr(tokens)}"
+        ) from error
     if array.size == 0:
         return np.empty(0, np.int32)
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise PromptError(
-            "token ids have to be a flat list of integers, "
-            f"not {array.dtype} of shape {array.shape}"
+            f"token ids have to be a flat list of integers, not {repr(tokens)} "
+            f"({array.dtype} of shape {array.shape})"
         )
     if array.min() < 0 or array.max() > np.iinfo(np.int32).max:
         raise PromptError(
-            f"token ids have to be between 0 and {np.iinfo(np.int32).max}: "
-            f"found {array.min()} to {array.max()}"
+            f"token ids have to be between 0 and {np.iinfo(np.int32).max}, "
+            f"not {array.min()} to {array.max()}"
         )
     return array.astype(np.int32, copy=False)
 

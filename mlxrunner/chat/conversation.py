@@ -14,12 +14,14 @@ from typing import Any
 from mlxrunner.cache.overflow import Shift
 from mlxrunner.cache.tokens import as_tokens, common_prefix
 from mlxrunner.chat.rendering import Policy, Renderer, TemplateDrift
+from mlxrunner.config.layering import MODEL, Settings, values
 from mlxrunner.engine.pipeline import Progress
+from mlxrunner.options import CHOOSING, sampling
 from mlxrunner.results import Chunk, Usage
 from mlxrunner.runner import Runner
 from mlxrunner.sessions.history import History, Rendering, Turn
 from mlxrunner.sessions.session import Branch
-from mlxrunner.templates.messages import Message
+from mlxrunner.templates.messages import PlainMessage
 from mlxrunner.tokenizer.prompt import TokenizedPrompt, system_tokens
 
 UNSTABLE = 4
@@ -49,13 +51,15 @@ class Conversation:
     system: str | None = None
     """The system prompt, or None."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Options of `Runner.generate`; `overflow` is "shift" unless it is given here."""
+    """Options of `Runner.generate` that the user has set; `overflow` is "shift" otherwise."""
     policy: Policy = "exact"
     """The policy of the renderer: see `Renderer.policy`."""
     keep_thinking: bool = False
     """Keep thinking in the history even if the template leaves it out."""
     variables: dict[str, Any] = field(default_factory=dict)
     """Variables of the chat template, such as `enable_thinking`."""
+    usual: Settings = field(default_factory=dict)
+    """Options that hold where the user has set none, with their sources."""
     history: History = field(default_factory=History)
     usages: list[Usage] = field(default_factory=list)
     """The usage of each answer."""
@@ -65,9 +69,22 @@ class Conversation:
     """The last result of `drift`, with the rendering that it is about."""
 
     @property
-    def messages(self) -> list[Message]:
+    def messages(self) -> list[PlainMessage]:
         """The messages of all turns, without the system prompt."""
         return self.history.all_messages
+
+    @property
+    def effective(self) -> dict[str, Any]:
+        """The options for the next answer."""
+        return values(self.usual) | self.options
+
+    @property
+    def sampling(self) -> str:
+        """A few words on how tokens are chosen, and on the model if it is the one who says so."""
+        text, chosen = sampling(self.effective), self.effective.keys() & set(CHOOSING)
+        suggested = {name for name, setting in self.usual.items() if setting.source == MODEL}
+        is_models = bool(chosen) and chosen <= suggested - self.options.keys()
+        return f"{text}, as the model suggests" if is_models else text
 
     @property
     def renderer(self) -> Renderer:
@@ -157,7 +174,7 @@ class Conversation:
         prefill), the history stays as it was. Errors are those of `Runner.generate`.
         """
         began = time.perf_counter()
-        options = self.options | options
+        options = self.effective | options
         history = self.history if after is None else after
         rendering = self.renderer.render(history, text)
         prompt = self._prompt(history, text, rendering, began)
@@ -181,7 +198,7 @@ class Conversation:
     def _prompt(
         self, history: History, text: str, rendering: Rendering, began: float
     ) -> TokenizedPrompt:
-        asked: Message = {"role": "user", "content": text}
+        asked: PlainMessage = {"role": "user", "content": text}
         return TokenizedPrompt(
             as_tokens(rendering.tokens),
             "messages",

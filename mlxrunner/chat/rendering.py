@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from mlxrunner.sessions.history import History, Rendering, Turn, common
-from mlxrunner.templates.messages import Message
+from mlxrunner.templates.messages import PlainMessage
 from mlxrunner.templates.thinking import has_thinking, opens_thinking
 from mlxrunner.tokenizer import Tokenizer
 
@@ -150,7 +150,7 @@ class Renderer:
 
     def _text(self, history: History, user: str) -> str:
         """Return the template's text of the whole conversation."""
-        messages: list[Message] = [
+        messages: list[PlainMessage] = [
             *history.messages(self.system),
             {"role": "user", "content": user},
         ]

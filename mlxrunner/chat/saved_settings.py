@@ -19,13 +19,9 @@ from mlxrunner.sessions.session import Session
 
 def settings_of(chat: ChatContext) -> dict[str, Any]:
     """Return the settings that a session keeps beside its text, as JSON values."""
-    conversation, usual = chat.conversation, vars(GenerateOptions())
+    conversation = chat.conversation
     return {
-        "options": {
-            name: value
-            for name, value in conversation.options.items()
-            if value is not None and value != usual[name]
-        },
+        "options": dict(conversation.options),
         "hide_thinking": not chat.show_thinking,
         "context": chat.loading.get("context"),
         "history": conversation.policy,

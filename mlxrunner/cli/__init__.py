@@ -13,8 +13,10 @@ from mlxrunner.cli.batch import batch
 from mlxrunner.cli.bench import bench
 from mlxrunner.cli.cache import cache
 from mlxrunner.cli.chat import chat
-from mlxrunner.cli.describe import doctor, models, plan, show
+from mlxrunner.cli.completion import completion
+from mlxrunner.cli.describe import doctor, plan, show
 from mlxrunner.cli.generate import generate
+from mlxrunner.cli.models import models
 from mlxrunner.cli.options import debug_option
 from mlxrunner.cli.profile import explain, report, simulate
 from mlxrunner.cli.program import Program
@@ -22,10 +24,33 @@ from mlxrunner.cli.sessions import sessions
 from mlxrunner.cli.verify import verify
 
 
+def _print_version(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
+    """Print the versions of this program, mlx and mlx-lm, which are read without importing them."""
+    if not value or ctx.resilient_parsing:
+        return
+    from importlib.metadata import PackageNotFoundError, version
+
+    def of(package: str) -> str:
+        try:
+            return f"{package} {version(package)}"
+        except PackageNotFoundError:
+            return f"{package} is not installed"
+
+    click.echo(f"{of('mlxrunner')} ({of('mlx')}, {of('mlx-lm')})")
+    ctx.exit()
+
+
 @click.group(
     cls=Program, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}
 )
-@click.version_option(package_name="mlxrunner", message="mlxrunner %(version)s")
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_print_version,
+    help="Show the versions of mlxrunner, mlx and mlx-lm.",
+)
 @debug_option
 def main() -> None:
     """Run language models in a terminal on Apple silicon (MLX). One prefix-cache entry: only what
@@ -52,6 +77,7 @@ for command in (
     show,
     plan,
     doctor,
+    completion,
     report,
     explain,
     simulate,

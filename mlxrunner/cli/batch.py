@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TextIO
 
 import click
@@ -22,8 +23,9 @@ from mlxrunner.cli.options import (
     template_options,
     together,
 )
-from mlxrunner.cli.program import INTERRUPTED, line_text, visible_text
+from mlxrunner.cli.program import line_text, visible_text
 from mlxrunner.cli.recording import WATCHING, recording, watching_options
+from mlxrunner.cli.settling import options_that_hold, typed_options
 from mlxrunner.errors import OptionError
 from mlxrunner.options import GenerateOptions
 
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     from mlxrunner.batch.job import Job
     from mlxrunner.batch.work import JobSummary
 
+CUT_OFF, SOME_FAILED = 1, 3
+"""The exit codes of a run with lines that are left, and of one that is done with failed lines."""
 _FIRST = click.option(
     "-o", "--output", metavar="FILE", help="Where the answers go; - is standard output."
 )
@@ -46,7 +50,7 @@ _LAST = (
 _OWN = (
     *("prompt_template", "system", "raw", "strict"),
     *("order", "parallel", "retries", "timeout", "max_errors"),
-    *("output_order", "usage", "resume"),
+    *("output_order", "usage", "resume", "retry_failed"),
 )
 """The options of a batch, in the order in which --help shows them."""
 
@@ -64,13 +68,17 @@ _OWN = (
 @click.option(
     "--json", "as_json", is_flag=True, help="With --plan: print one JSON object instead of a table."
 )
+@click.pass_context
 def batch(
+    ctx: click.Context,
+    /,
     input_file: str,
     output: str | None,
     model: str,
     only_plan: bool,
     quiet: bool,
     as_json: bool,
+    greedy: bool,
     **options: Any,
 ) -> None:
     """Answer each line of INPUT, in the order that reuses most, and write a line for each to the
@@ -82,8 +90,10 @@ def batch(
     S + i. A line that can't be answered gets an "error" and stops nothing.
 
     A run that was stopped, killed or cut off goes on with the same command and --resume. Exit code
-    1 if a line failed or the run was cut off, 2 if nothing can be run, 4 with --verify-cache and
-    --strict, 130 after Ctrl-C, 143 after kill, 129 when the window is closed.
+    0 if every line was answered, 3 if all are done but some failed, 1 if the run was cut off and
+    --resume would go on, 2 if nothing can be run, 4 with --verify-cache and --strict. Ctrl-C and
+    kill finish the lines that are running (1); the second one ends at once (130, 143), and so does
+    closing the window (129).
     """
     from mlxrunner.batch.job import STANDARD, Job
     from mlxrunner.terminal.signals import orderly_end
@@ -110,8 +120,16 @@ def batch(
         defaults=options,
         **own,
     )
+    typed = typed_options(ctx, options, greedy=greedy)
+    job = replace(job, defaults=_reproducible(options_that_hold("batch", model, options, typed)))
     with orderly_end():
         _run(job, recorded, only_plan=only_plan, quiet=quiet, as_json=as_json)
+
+
+def _reproducible(options: dict[str, Any]) -> dict[str, Any]:
+    """Return options with a seed if they sample, so that the same batch has the same answers."""
+    samples = options["temperature"] > 0 and options["seed"] is None
+    return options | {"seed": 0} if samples else options
 
 
 def _run(
@@ -145,7 +163,7 @@ def _run(
         raise
     finally:
         progress.close()
-    sys.exit(INTERRUPTED if summary.stopped == "interrupt" else 1 if summary.failed else 0)
+    sys.exit(CUT_OFF if summary.stopped else SOME_FAILED if summary.failed else 0)
 
 
 def _is_terminal(stream: TextIO | None) -> bool:
@@ -176,5 +194,6 @@ def _say_how_to_go_on(job: Job) -> None:
     path = job.store_path
     if path is None or not path.exists():
         return
-    arguments = [*sys.argv[1:], *([] if "--resume" in sys.argv else ["--resume"])]
+    goes_on = job.retry_failed or "--resume" in sys.argv
+    arguments = [*sys.argv[1:], *([] if goes_on else ["--resume"])]
     click.echo(visible_text(f"to go on: {shlex.join(['mlxrunner', *arguments])}"), err=True)

@@ -9,10 +9,11 @@ import click
 
 from mlxrunner.cli.options import debug_option, json_option
 from mlxrunner.cli.program import visible_text
+from mlxrunner.cli.words import model_words
 
 
 @click.command()
-@click.argument("model", default="demo", envvar="MLXRUNNER_MODEL")
+@click.argument("model", default="demo", envvar="MLXRUNNER_MODEL", shell_complete=model_words)
 @click.option(
     "--context",
     "contexts",

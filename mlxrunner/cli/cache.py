@@ -7,6 +7,7 @@ import json
 import click
 
 from mlxrunner.cli.options import debug_option
+from mlxrunner.cli.words import model_words, session_words
 from mlxrunner.errors import OptionError, ReadError
 from mlxrunner.system.reading import read_json
 
@@ -23,7 +24,7 @@ def cache() -> None:
 
 
 @cache.command()
-@click.argument("session")
+@click.argument("session", shell_complete=session_words)
 @click.argument("file", type=click.Path(dir_okay=False))
 @click.option("--force", is_flag=True, help="Overwrite FILE.")
 @debug_option
@@ -51,6 +52,7 @@ def export(session: str, file: str, force: bool) -> None:
     "--model",
     default="demo",
     show_default=True,
+    shell_complete=model_words,
     envvar="MLXRUNNER_MODEL",
     show_envvar=True,
     help="The model that the file is of.",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
@@ -18,7 +18,12 @@ from mlxrunner.cli.options import (
     template_var_option,
 )
 from mlxrunner.cli.recording import recording, recording_options
+from mlxrunner.cli.settling import typed_options, usual_options
+from mlxrunner.cli.words import session_words
 from mlxrunner.errors import OptionError
+
+if TYPE_CHECKING:
+    from mlxrunner.chat.repl import Chat
 
 
 @click.command()
@@ -51,6 +56,7 @@ from mlxrunner.errors import OptionError
 @click.option(
     "--session",
     metavar="NAME",
+    shell_complete=session_words,
     help="Go on with this saved conversation, or begin it; saved after each turn.",
 )
 @click.option(
@@ -79,6 +85,7 @@ def chat(
     session: str | None,
     no_cache_file: bool,
     session_kv_bits: int | None,
+    greedy: bool,
     **options: Any,
 ) -> None:
     """Talk with a model. Each turn evaluates only its own tokens.
@@ -111,17 +118,19 @@ def chat(
                     "with template, the template decides what stays"
                 )
             variables = options.pop("template") or {}
+            typed = typed_options(ctx, options, greedy=greedy)
             runner: Any = None  # loaded below
-            conversation = Conversation(runner, system, options, history, keep_thinking, variables)
+            conversation = Conversation(runner, system, typed, history, keep_thinking, variables)
             if resumed is not None:
                 given = {
                     name
                     for name in ctx.params
                     if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
                 }
-                model = put_back(resumed, conversation, loading, model, given)
+                model = put_back(resumed, conversation, loading, model, {*given, *typed})
             conversation.runner = load(model, loading, banner=is_terminal())
             profile.watch(conversation.runner)
+            conversation.usual = usual_options("chat", model)
             opened, table = open_chat(
                 conversation,
                 *saving.commands,
@@ -131,8 +140,10 @@ def chat(
                 loading=loading,
                 type_ahead=not no_type_ahead,
                 keyboard=keyboard,
-                after_load=[lambda chat: profile.watch(chat.runner)],
+                after_load=[lambda chat: profile.watch(chat.runner), _take_usual_options],
             )
+            if opened.interactive and (model != "demo" or conversation.effective):
+                opened.say(f"sampling: {conversation.sampling} (/set shows and changes it)")
             saving.begin(opened, resumed is not None)
             try:
                 code = opened.run(table)
@@ -141,3 +152,8 @@ def chat(
                     saving.end(opened)
             if code:
                 sys.exit(code)
+
+
+def _take_usual_options(chat: Chat) -> None:
+    """Sample as the model that was just loaded suggests."""
+    chat.conversation.usual = usual_options("chat", chat.model)

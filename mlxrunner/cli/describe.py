@@ -1,4 +1,4 @@
-"""`mlxrunner models`, `show`, `plan` and `doctor`: describe models and the machine.
+"""`mlxrunner show`, `plan` and `doctor`: describe a model and the machine.
 
 None of them generates anything.
 """
@@ -13,38 +13,11 @@ import click
 
 from mlxrunner.cli.options import MEMORY_OPTIONS, debug_option, json_option, together
 from mlxrunner.cli.program import visible_text
+from mlxrunner.cli.words import model_words
 
 
 @click.command()
-@json_option
-@debug_option
-def models(as_json: bool) -> None:
-    """List the models in the local hub cache, with their sizes on disk."""
-    from mlxrunner.models.catalog import cached_models
-    from mlxrunner.terminal.text import size
-
-    found = cached_models()
-    if as_json:
-        click.echo(
-            json.dumps(
-                [{"name": m.name, "bytes": m.nbytes, "folder": str(m.folder)} for m in found]
-            )
-        )
-    elif not found:
-        click.echo(
-            (
-                "no models in the hub cache yet: -m mlx-community/Llama-3.2-1B-Instruct-4bit "
-                "would download one"
-            ),
-            err=True,
-        )
-    else:
-        for one in found:
-            click.echo(f"{size(one.nbytes):>10}  {visible_text(one.name)}")
-
-
-@click.command()
-@click.argument("model")
+@click.argument("model", shell_complete=model_words)
 @json_option
 @debug_option
 def show(model: str, as_json: bool) -> None:
@@ -77,7 +50,7 @@ def show(model: str, as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("model")
+@click.argument("model", shell_complete=model_words)
 @together(MEMORY_OPTIONS)
 @click.option(
     "--measure",

@@ -12,7 +12,7 @@ from mlxrunner.cli.options import (
     LOADING,
     check_options,
     form_options,
-    json_option,
+    is_given,
     load,
     model_options,
     option_of,
@@ -22,8 +22,12 @@ from mlxrunner.cli.options import (
     template_options,
 )
 from mlxrunner.cli.recording import recording, recording_options
+from mlxrunner.cli.settling import options_that_hold, typed_options
 from mlxrunner.errors import OptionError, PromptError
 from mlxrunner.options import GenerateOptions, check_raw
+
+ONE_SEQUENCE = ("kv_bits", "rewind_slack", "checkpoint_budget", "checkpoint_interval")
+"""Settings that mean nothing for several sequences in one row."""
 
 if TYPE_CHECKING:
     from mlxrunner.profiling.record.profile import Profile
@@ -74,8 +78,16 @@ if TYPE_CHECKING:
     metavar="N",
     help="With --n: at most N at a time.  [default: 8]",
 )
-@json_option
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print one JSON object for each answer, in a line, instead of the texts.",
+)
+@click.pass_context
 def generate(
+    ctx: click.Context,
+    /,
     model: str,
     prompt: str | None,
     system: str | None,
@@ -84,6 +96,7 @@ def generate(
     count: int,
     parallel: int,
     as_json: bool,
+    greedy: bool,
     **options: Any,
 ) -> None:
     """Answer one prompt. The answer goes to stdout and nothing else does.
@@ -103,10 +116,14 @@ def generate(
         )
     if count > 1 and repeat > 1:
         raise OptionError("--repeat asks one after the other, and --n at once: use one of them")
-    if count > 1 and options["kv_bits"] is not None:
-        raise OptionError(
-            "--kv-bits stores one sequence only, and --n runs several at once: use one of them"
-        )
+    if count == 1 and is_given("parallel"):
+        raise OptionError("--parallel is for the answers of --n: use --n K with it")
+    for name in ONE_SEQUENCE if count > 1 else ():
+        if is_given(name):
+            raise OptionError(
+                f"--{name.replace('_', '-')} is for one sequence only, and --n runs several at "
+                "once: use one of them"
+            )
     text = _read_prompt(prompt)
     if not text:
         raise PromptError(
@@ -119,6 +136,8 @@ def generate(
         request.insert(0, {"role": "system", "content": system})
     with recording(options, "generate") as profile:
         check_options(options)
+        typed = typed_options(ctx, options, greedy=greedy)
+        options = options_that_hold("generate", model, options, typed)
         if count > 1:
             _answers(model, request, count, parallel, loading, as_json, options, profile)
             return
@@ -143,7 +162,9 @@ def _answers(
     from mlxrunner.terminal.text import FilteredStream
 
     output = FilteredStream()
-    shared = {name: loading[name] for name in ("context", "trust_remote_code")}
+    shared = {name: loading[name] for name in ("context", "trust_remote_code", "reserve")}
+    if is_given("prefill_step"):  # the default for several sequences is another one
+        shared["prefill_step"] = loading["prefill_step"]
     for number, result in enumerate(
         sample(model, request, count, parallel=parallel, watch=profile.watch, **shared, **options)
     ):

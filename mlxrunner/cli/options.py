@@ -8,10 +8,13 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from mlxrunner.cli.program import F, set_debug
+from mlxrunner.cli.words import model_words
 from mlxrunner.errors import OptionError, ReadError
-from mlxrunner.options import MAX_SCHEMA, GenerateOptions, RunnerSettings, about, names
+from mlxrunner.json_options import MAX_SCHEMA, check_schema, check_tools
+from mlxrunner.options import GenerateOptions, RunnerSettings, about, names
 from mlxrunner.system.reading import read_text
 
 if TYPE_CHECKING:
@@ -122,6 +125,7 @@ def model_options(command: F) -> F:
                 "--model",
                 default="demo",
                 show_default=True,
+                shell_complete=model_words,
                 envvar="MLXRUNNER_MODEL",
                 show_envvar=True,
                 help=(
@@ -159,16 +163,34 @@ def model_options(command: F) -> F:
 
 def sampling_options(command: F) -> F:
     """Add the options that choose the next token and end an answer."""
-    return together(_options_of(GenerateOptions, SAMPLING))(command)
+    greedy = click.option(
+        "--greedy",
+        is_flag=True,
+        help="Always the most likely token: temperature 0 and no penalties.",
+    )
+    return together((greedy, *_options_of(GenerateOptions, SAMPLING)))(command)
 
 
-def _read_schema(ctx: click.Context, parameter: click.Parameter, file: str | None) -> str | None:
+def _read_json(flag: str, file: str | None, most: int, check: Callable[[str], None]) -> str | None:
+    """Return the text of `file`, at most `most` bytes, if `check` finds nothing wrong with it."""
     if file is None:
         return None
     try:
-        return read_text(file, 4 * MAX_SCHEMA, given=True)
+        text = read_text(file, most, given=True)
+        check(text)
     except ReadError as error:
-        raise OptionError(f"--schema {error}") from error
+        raise OptionError(f"{flag} {error}") from error
+    except OptionError as error:
+        raise OptionError(f"{flag} {file}: {str(error).partition(': ')[2]}") from error
+    return text
+
+
+def _read_schema(ctx: click.Context, parameter: click.Parameter, file: str | None) -> str | None:
+    return _read_json("--schema", file, 4 * MAX_SCHEMA, check_schema)
+
+
+def _read_tools(ctx: click.Context, parameter: click.Parameter, file: str | None) -> str | None:
+    return _read_json("--tools", file, MOST_TOOLS, check_tools)
 
 
 def _split_choices(
@@ -216,15 +238,6 @@ def _read_variables(
     return variables or None
 
 
-def _read_tools(ctx: click.Context, parameter: click.Parameter, file: str | None) -> str | None:
-    if file is None:
-        return None
-    try:
-        return read_text(file, MOST_TOOLS, given=True)
-    except ReadError as error:
-        raise OptionError(f"--tools {error}") from error
-
-
 def template_var_option(command: F) -> F:
     """Add the option for variables of the chat template."""
     changes: dict[str, Any] = {"multiple": True, "callback": _read_variables}
@@ -256,6 +269,12 @@ def check_options(options: dict[str, Any], *, quiet: bool = False) -> None:
         )
 
 
+def is_given(name: str) -> bool:
+    """Return True if the user typed the option `name` or set its environment variable."""
+    source = click.get_current_context().get_parameter_source(name)
+    return source in (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
+
+
 def take(options: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
     """Remove the options `names` from `options` and return them."""
     return {name: options.pop(name) for name in names}
@@ -269,6 +288,7 @@ def load(model: str, loading: dict[str, Any], *, banner: bool) -> Runner:
 
     if banner and model == "demo":
         click.echo(DEMO_BANNER, err=True)
-    resolve(model)  # a download shows a bar of its own
+    # A download shows a bar of its own.
+    resolve(model, with_code=loading["trust_remote_code"])
     with loading_bar(model):
         return Runner.load(model, **loading)

@@ -10,6 +10,7 @@ import click
 
 from mlxrunner.cli.options import debug_option, json_option
 from mlxrunner.cli.program import visible_text
+from mlxrunner.cli.words import session_words
 
 if TYPE_CHECKING:
     from mlxrunner.sessions.session import Session
@@ -60,7 +61,7 @@ branch_option = click.option(
 
 
 @sessions.command()
-@click.argument("name")
+@click.argument("name", shell_complete=session_words)
 @branch_option
 @json_option
 @debug_option
@@ -109,7 +110,7 @@ def show(name: str, branch: str | None, as_json: bool) -> None:
 
 
 @sessions.command()
-@click.argument("names", nargs=-1, required=True, metavar="NAME...")
+@click.argument("names", nargs=-1, required=True, metavar="NAME...", shell_complete=session_words)
 @debug_option
 def rm(names: tuple[str, ...]) -> None:
     """Remove sessions, text and caches. One that is open in a chat stays, the others go."""
@@ -127,7 +128,7 @@ def rm(names: tuple[str, ...]) -> None:
 
 
 @sessions.command()
-@click.argument("name")
+@click.argument("name", shell_complete=session_words)
 @click.argument("file", type=click.Path(dir_okay=False))
 @branch_option
 @click.option("--force", is_flag=True, help="Overwrite FILE.")

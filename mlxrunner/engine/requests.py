@@ -12,8 +12,8 @@ from mlxrunner.cache.overflow import Shift
 from mlxrunner.cache.tokens import TokenArray
 from mlxrunner.engine.answer import Clock
 from mlxrunner.engine.constrain import constraint_of
-from mlxrunner.engine.sampling import LogitsProcessor, NextToken
-from mlxrunner.errors import ContextFullError
+from mlxrunner.engine.sampling import LogitsProcessor, NextToken, checked_processors
+from mlxrunner.errors import ContextFullError, OptionError
 from mlxrunner.models.facts import ModelFacts
 from mlxrunner.options import GenerateOptions
 from mlxrunner.results import Chunk
@@ -79,6 +79,7 @@ def prepare(
     tokenized = tokenize_prompt(tokenizer, prompt, options.variables)
     tokens = tokenized.tokens
     check_tokens(tokens, facts.vocab)
+    _check_ends(options, facts.vocab)
     shift = shift_of(options, tokenizer, tokenized, context)
     discarded = 0
     if shift is None:
@@ -91,13 +92,23 @@ def prepare(
         prompt=tokenized,
         tokens=tokens,
         options=options,
-        next_token=NextToken(options, facts.vocab, processors, constraint),
+        next_token=NextToken(options, facts.vocab, checked_processors(processors), constraint),
         clock=Clock(began - tokenized.seconds, time.perf_counter()),
         context=context,
         limit=_limit(options, context, len(tokens)),
         shift=shift,
         discarded=discarded,
     )
+
+
+def _check_ends(options: GenerateOptions, vocab: int) -> None:
+    """Raise OptionError for a stop token beyond the vocabulary, which could never come."""
+    for token in options.stop_tokens or ():
+        if vocab and token >= vocab:
+            raise OptionError(
+                f"stop_tokens: {token} is beyond the model's vocabulary, it has to be between 0 "
+                f"and {vocab - 1}"
+            )
 
 
 def _limit(options: GenerateOptions, context: int, prompt: int) -> int:

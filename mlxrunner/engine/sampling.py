@@ -11,7 +11,9 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, make_logits_processors
 
+from mlxrunner.arguments import check_callable, listed
 from mlxrunner.engine.constrain import Constraint
+from mlxrunner.errors import OptionError
 from mlxrunner.options import GenerateOptions
 
 COLDEST = 1e-4
@@ -171,7 +173,7 @@ class NextToken:
 
     def _next(self, logits: mx.array, history: mx.array | None) -> Sampled:
         for process in self._processors:
-            logits = process(history, logits) if history is not None else logits
+            logits = _processed(process, history, logits) if history is not None else logits
         if self._logprobs is None and not self._needs_normalized:
             return Sampled(self._sample(logits))
         logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
@@ -183,6 +185,26 @@ class NextToken:
             return Sampled(token, row[token])
         best = mx.argpartition(-row, kth=self._logprobs - 1)[: self._logprobs]
         return Sampled(token, row[token], best, row[best])
+
+
+def checked_processors(processors: Any) -> list[LogitsProcessor]:
+    """Return `processors` as a list. Raise OptionError unless it is one of functions."""
+    found = list(listed("logits_processors", processors, "[function]"))
+    for process in found:
+        check_callable("logits_processors", process, "(tokens, logits)")
+    return found
+
+
+def _processed(process: LogitsProcessor, history: mx.array, logits: mx.array) -> mx.array:
+    """Return what `process` makes of `logits`. Raise OptionError if that is something else."""
+    changed = process(history, logits)
+    if not isinstance(changed, mx.array) or changed.shape != logits.shape:
+        found = f"an array of shape {changed.shape}" if isinstance(changed, mx.array) else changed
+        raise OptionError(
+            f"logits_processors: {process!r:.80} returned {found!s:.80}, it has to return an array "
+            f"of shape {logits.shape}"
+        )
+    return changed
 
 
 def _filters(options: GenerateOptions, vocab: int) -> list[Sampler]:

@@ -5,7 +5,7 @@ All of mlx-lm's architectures load, also with quantized weights.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,11 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from mlxrunner.errors import ModelError
+from mlxrunner.models.catalog import remember_use
 from mlxrunner.models.chunks import DEPENDS, depends_on_chunks
 from mlxrunner.models.facts import ModelFacts, usable_facts
 from mlxrunner.models.resolve import (
+    HUB_ID,
     check_files,
     eos_tokens,
     read_config,
@@ -24,10 +26,12 @@ from mlxrunner.models.resolve import (
     rope_settings,
 )
 from mlxrunner.models.settings import check_layers
+from mlxrunner.models.suggested import suggestion_of
 from mlxrunner.models.windows import widen_windows
 from mlxrunner.results import logger
 from mlxrunner.system import device
 from mlxrunner.system.mlx_lm_internals import has_architecture
+from mlxrunner.terminal.text import one_line
 from mlxrunner.tokenizer import Tokenizer, load_tokenizer
 
 LOOKED_AT = 64
@@ -44,6 +48,8 @@ class LoadedModel:
     tokenizer: Tokenizer
     facts: ModelFacts
     config: dict[str, Any]
+    suggested: dict[str, Any] = field(default_factory=dict)
+    """The sampling that the model suggests, as options of a request."""
 
 
 def load_model(name: str, *, trust_remote_code: bool = False) -> LoadedModel:
@@ -51,7 +57,7 @@ def load_model(name: str, *, trust_remote_code: bool = False) -> LoadedModel:
 
     Raise ModelError, which names the missing or broken file.
     """
-    folder = resolve(name)
+    folder = resolve(name, with_code=trust_remote_code)
     config = _check(folder)
     tokenizer = load_tokenizer(
         folder, eos_tokens(folder, config), trust_remote_code=trust_remote_code
@@ -59,7 +65,17 @@ def load_model(name: str, *, trust_remote_code: bool = False) -> LoadedModel:
     model, config = _load_weights(folder, trust_remote_code)
     _read_weights(folder, model)
     facts = _tried(name, model, usable_facts(folder, model, config))
-    return LoadedModel(name, folder, model, tokenizer, facts, config)
+    if HUB_ID.fullmatch(name) and not Path(name).is_dir():
+        remember_use(name)
+    return LoadedModel(name, folder, model, tokenizer, facts, config, _suggested(folder))
+
+
+def _suggested(folder: Path) -> dict[str, Any]:
+    """Return the sampling that the model suggests, and warn in the log of what is ignored."""
+    found = suggestion_of(folder)
+    if found.problem is not None:
+        logger.warning("%s", one_line(found.problem))
+    return found.options
 
 
 def _tried(name: str, model: Any, facts: ModelFacts) -> ModelFacts:
@@ -96,7 +112,7 @@ def tokenizer_of(name: str, *, trust_remote_code: bool = False) -> Tokenizer:
 
     Raise ModelError, which names the missing or broken file.
     """
-    folder = resolve(name)
+    folder = resolve(name, with_code=trust_remote_code)
     check_files(folder)
     return load_tokenizer(
         folder, eos_tokens(folder, read_config(folder)), trust_remote_code=trust_remote_code

@@ -17,19 +17,6 @@ from mlxrunner.system.tensorfile import read_header as read_tensors
 DEMO = "demo"
 DEMO_FOLDER = Path(__file__).parent / "demo"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-HUB_FILES = [
-    "*.json",
-    "model*.safetensors",
-    "tokenizer.model",
-    "*.tiktoken",
-    "tiktoken.model",
-    "*.txt",
-    "*.jsonl",
-    "*.jinja",
-    "*.py",
-]
-"""Files of a repository that mlx-lm needs. *.py only runs with --trust-remote-code."""
-
 MOST_SETTINGS = 2**24
 """Largest size of a config.json in bytes.
 
@@ -62,10 +49,11 @@ def name_of(model: str | os.PathLike[str]) -> str:
     raise ModelError(f"{model!r:.80} names no model: give 'demo', a directory or a hub id")
 
 
-def resolve(name: str) -> Path:
+def resolve(name: str, *, with_code: bool = False) -> Path:
     """Return the directory of model `name`: "demo", a directory, or a hub id.
 
-    A model that is not in the hub cache is downloaded. Raise ModelError if there is no such model.
+    A model that is not in the hub cache is downloaded; `with_code` needs its Python files, too.
+    Raise ModelError if there is no such model.
     """
     if name == DEMO:
         return DEMO_FOLDER
@@ -84,7 +72,7 @@ def resolve(name: str) -> Path:
     ) as error:  # a name too long, or the home of an unknown user
         raise ModelError(f"{shown}: not a usable path: {_one_line(error)}") from error
     if HUB_ID.fullmatch(name):
-        return _from_hub(name)
+        return _from_hub(name, with_code)
     raise ModelError(
         f"{shown}: no such model: neither a directory, nor a hub id (owner/name), nor {DEMO!r}"
     )
@@ -102,12 +90,36 @@ def lasting(name: str) -> str:
         return name
 
 
-def _from_hub(name: str) -> Path:
-    """Return a model from the local hub cache if it is complete there, else download it.
-
-    The download shows huggingface_hub's progress bar.
-    """
+def _from_hub(name: str, with_code: bool) -> Path:
+    """Return a model from the local hub cache if it is complete there, else download it."""
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    from mlxrunner.models.download import CODE, FILES
+
+    patterns = [*FILES, CODE] if with_code else [*FILES]
+    partial: Path | None = None
+    try:
+        cached = Path(snapshot_download(name, allow_patterns=patterns, local_files_only=True))
+        if _is_whole(cached):
+            return cached
+    except LocalEntryNotFoundError as error:
+        # Set if files of the repository are missing. They may be files that the model does not
+        # need.
+        found = getattr(error, "snapshot_path", None)
+        partial = Path(found) if found is not None else None
+    except HFValidationError as error:
+        raise ModelError(f"{name}: not a valid hub id: {_one_line(error)}") from error
+    return pull(name, with_code=with_code, partial=partial)
+
+
+def pull(name: str, *, with_code: bool = False, partial: Path | None = None) -> Path:
+    """Download the present revision of a model of the hub, and return its directory.
+
+    `with_code` downloads its Python files, too. `partial` is the directory of a part that is in the
+    hub cache; it is returned if the hub can't be reached and all that is needed is there. Raise
+    ModelError if the model can't be downloaded.
+    """
     from huggingface_hub.errors import (
         GatedRepoError,
         HFValidationError,
@@ -115,19 +127,16 @@ def _from_hub(name: str) -> Path:
         RepositoryNotFoundError,
     )
 
-    partial: str | None = None
+    from mlxrunner.models.download import download
+
+    if not HUB_ID.fullmatch(name):
+        raise ModelError(f"{name[:300]!r}: not a hub id, which has the form OWNER/NAME")
     try:
-        cached = Path(snapshot_download(name, allow_patterns=HUB_FILES, local_files_only=True))
-        if _is_whole(cached):
-            return cached
-    except LocalEntryNotFoundError as error:
-        # Set if files of the repository are missing. They may be files that the model does not
-        # need.
-        partial = getattr(error, "snapshot_path", None)
+        return download(name, with_code=with_code)
+    except ModelError:
+        raise
     except HFValidationError as error:
         raise ModelError(f"{name}: not a valid hub id: {_one_line(error)}") from error
-    try:
-        return Path(snapshot_download(name, allow_patterns=HUB_FILES))
     except GatedRepoError as error:
         raise ModelError(
             f"{name}: access is restricted: accept its terms on the hub, then log in with `hf auth "
@@ -138,8 +147,8 @@ def _from_hub(name: str) -> Path:
             f"{name}: no such repository on the hub (or a private one: `hf auth login`)"
         ) from error
     except LocalEntryNotFoundError as error:
-        if partial is not None and _is_whole(Path(partial)):
-            return Path(partial)
+        if partial is not None and _is_whole(partial):
+            return partial
         part, cause = (
             "not" if partial is None else "only in part",
             _one_line(error.__cause__ or error),

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from typing import Any, Unpack
 
 import mlx.core as mx
 
+from mlxrunner.arguments import check_flag, check_kind, listed
 from mlxrunner.cache.layers.factory import CacheOptions, layouts_of
 from mlxrunner.cache.shared.sequences import Batch
 from mlxrunner.engine.answer import AnswerStream
@@ -33,7 +34,7 @@ from mlxrunner.models.chunks import DEPENDS
 from mlxrunner.models.facts import ModelFacts
 from mlxrunner.models.load import LoadedModel, load_model
 from mlxrunner.models.resolve import name_of
-from mlxrunner.options import GenerateKwargs, GenerateOptions, Option
+from mlxrunner.options import MOST_TOKENS, GenerateKwargs, GenerateOptions, Option
 from mlxrunner.parallel.adapt import WINDOWS_KEEP, Adapted
 from mlxrunner.parallel.handle import Handle
 from mlxrunner.parallel.request import ActiveRequest
@@ -78,12 +79,13 @@ class ParallelRunner:
         CacheFullError. Raise OptionError for numbers that are too small, and NotSupportedError for
         a model that can't share a row.
         """
+        check_kind("facts", facts, ModelFacts, "use ParallelRunner.load, which finds them")
         Option(low=1).check("max_sequences", max_sequences)
         for option, value in (("context", context), ("cells", cells)):
             if value is not None:
-                Option(low=2).check(option, value)
+                Option(low=2, high=MOST_TOKENS).check(option, value)
         if prefill_step is not None:
-            Option(low=max_sequences).check("prefill_step", prefill_step)
+            Option(low=max_sequences, high=MOST_TOKENS).check("prefill_step", prefill_step)
         self.owner = Owner("ParallelRunner")
         self.context = context or facts.context
         self.cells = cells or max_sequences * self.context
@@ -98,6 +100,8 @@ class ParallelRunner:
         self.model, self.tokenizer, self.facts, self.name = model, tokenizer, facts, name
         share_of_cells = -(-self.cells // max_sequences)
         self.plan: Plan | None = None
+        self.suggested_options: dict[str, Any] = {}
+        """The sampling that the model suggests: see `Runner.suggested_options`."""
         self.observers: list[Observer] = []
         """Functions that are called with every ended request (see `mlxrunner.profiling`)."""
         self._adapted = Adapted(
@@ -134,6 +138,8 @@ class ParallelRunner:
         ModelError, which names the missing or broken file, or MemoryPlanError with the plan's table
         if the plan does not fit.
         """
+        check_flag("reserve", reserve)
+        check_flag("trust_remote_code", trust_remote_code)
         loaded = load_model(name_of(model), trust_remote_code=trust_remote_code)
         return cls.of(
             loaded,
@@ -169,6 +175,7 @@ class ParallelRunner:
             cells=cells,
             name=loaded.name,
         )
+        runner.suggested_options = dict(loaded.suggested)
         if reserve:
             try:
                 runner.plan = runner._reserve(loaded)
@@ -312,7 +319,11 @@ class ParallelRunner:
         return self._begin(self._request(prompt, dict(options)))
 
     def run(self, prompts: Sequence[Prompt], **options: Unpack[GenerateKwargs]) -> list[Result]:
-        """Return all answers in the order of the prompts. Each free slot starts the next prompt."""
+        """Return all answers in the order of the prompts. Each free slot starts the next prompt.
+
+        Raise OptionError if `prompts` is not a list, such as a single text.
+        """
+        listed("prompts", prompts, '["Hello", [1, 2]]')
         return list(self.run_each((prompt, dict(options)) for prompt in prompts))
 
     def run_each(self, requests: Iterable[tuple[Prompt, dict[str, Any]]]) -> Iterator[Result]:
@@ -322,6 +333,7 @@ class ParallelRunner:
         if the iterator is closed, the running requests are cancelled.
         """
         self.owner.check()
+        listed("requests", requests, '[("Hello", {"max_tokens": 9})]')
         return Owned(self._run_each(requests), self.owner)
 
     def _run_each(
@@ -329,7 +341,8 @@ class ParallelRunner:
     ) -> Generator[Result, None, None]:
         handles: deque[Handle] = deque()
         try:
-            for prompt, options in requests:
+            for number, pair in enumerate(requests):
+                prompt, options = _pair(number, pair)
                 handles.append(self._begin_when_possible(self._request(prompt, options)))
                 while handles and (handles[0].finished or len(handles) > AHEAD * len(self.slots)):
                     yield handles.popleft().result()
@@ -406,3 +419,14 @@ class ParallelRunner:
             used_bytes=sum(group.used_bytes for group in groups),
             peak_bytes=mx.get_peak_memory(),
         )
+
+
+def _pair(number: int, request: Any) -> tuple[Prompt, dict[str, Any]]:
+    """Return request `number` of `run_each`. Raise OptionError unless it is a pair."""
+    match request:
+        case (prompt, Mapping() as options):
+            return prompt, dict(options)
+    raise OptionError(
+        f"request {number} has to be a pair of a prompt and its options, such as "
+        f'("Hello", {{"max_tokens": 9}}), not {request!r:.80}'
+    )

@@ -26,25 +26,40 @@ def sample(
     parallel: int,
     context: int | None,
     trust_remote_code: bool,
+    prefill_step: int | None = None,
+    reserve: bool = True,
     watch: Callable[[Any], object] = lambda runner: None,
     **options: Any,
 ) -> Iterator[Result]:
     """Yield `count` answers to one prompt, at most `parallel` at a time.
 
     Their seeds are `seed`, `seed + 1` ... A model that can't share a row computes them one by one.
-    `context`: tokens of the prompt and one answer; None: the model's own. `watch` is called with
-    the runner before its first request. Raise ContextLengthError if the prompt fills the context.
+    `context`: tokens of the prompt and one answer; None: the model's own. `prefill_step`: most
+    tokens of one step; None: the runner's default. `reserve` takes all memory at start. `watch` is
+    called with the runner before its first request. Raise ContextLengthError if the prompt fills
+    the context.
     """
+    steps: dict[str, Any] = {} if prefill_step is None else {"prefill_step": prefill_step}
     loaded = load_model(model, trust_remote_code=trust_remote_code)
     seed = options.pop("seed", None)
     each = [options | {"seed": None if seed is None else seed + i} for i in range(count)]
     try:
         yield from _together(
-            loaded, prompt, each, min(parallel, count), context or loaded.facts.context, watch
+            loaded,
+            prompt,
+            each,
+            min(parallel, count),
+            context or loaded.facts.context,
+            watch,
+            {"reserve": reserve, **steps},
         )
+        return
     except NotSupportedError as error:
         logger.warning("one at a time: %s", error)
-        runner = Runner(loaded.model, loaded.tokenizer, loaded.facts, name=model, context=context)
+    del loaded  # before it is loaded again, with a plan for one sequence
+    with Runner.load(
+        model, context, reserve=reserve, trust_remote_code=trust_remote_code, **steps
+    ) as runner:
         watch(runner)
         for one in each:
             yield runner.complete(prompt, **one)
@@ -57,6 +72,7 @@ def _together(
     parallel: int,
     context: int,
     watch: Callable[[Any], object],
+    settings: dict[str, Any],
 ) -> Iterator[Result]:
     variables = GenerateOptions.of(**each[0]).variables
     length = len(tokenize_prompt(loaded.tokenizer, prompt, variables).tokens)
@@ -68,7 +84,7 @@ def _together(
         None if each[0].get("overflow") == "shift" else length + parallel * (room + WORTH_WAITING)
     )
     with ParallelRunner.of(
-        loaded, max_sequences=parallel, context=length + room, cells=cells
+        loaded, max_sequences=parallel, context=length + room, cells=cells, **settings
     ) as runner:
         watch(runner)
         yield from runner.run_each((prompt, one) for one in each)

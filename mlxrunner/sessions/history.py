@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mlxrunner.templates.messages import Message
+from mlxrunner.templates.messages import PlainMessage
 from mlxrunner.templates.thinking import content_for_template
 
 
@@ -75,9 +75,9 @@ class History:
     dropped: int = 0
     """Number of tokens dropped from the rendering because the context was full."""
 
-    def messages(self, system: str | None) -> list[Message]:
+    def messages(self, system: str | None) -> list[PlainMessage]:
         """Return the messages for the template: the system prompt and the turns from `first` on."""
-        messages: list[Message] = [{"role": "system", "content": system}] if system else []
+        messages: list[PlainMessage] = [{"role": "system", "content": system}] if system else []
         for turn in self.turns[self.first :]:
             messages += [
                 {"role": "user", "content": turn.user},
@@ -86,7 +86,7 @@ class History:
         return messages
 
     @property
-    def all_messages(self) -> list[Message]:
+    def all_messages(self) -> list[PlainMessage]:
         """The messages of all turns, without a system prompt."""
         return replace(self, first=0).messages(None)
 

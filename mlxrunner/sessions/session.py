@@ -13,7 +13,7 @@ from typing import Any
 
 from mlxrunner.errors import PromptError, SessionError
 from mlxrunner.sessions.history import History, Position, Rendering, Turn, common
-from mlxrunner.templates.messages import Message
+from mlxrunner.templates.messages import PlainMessage
 from mlxrunner.tokenizer.base import Tokenizer
 
 SCHEMA = 1
@@ -64,7 +64,7 @@ class Session:
         return self.branches[self.branch].history
 
     @property
-    def messages(self) -> list[Message]:
+    def messages(self) -> list[PlainMessage]:
         """The messages of all turns of the present branch, without the system prompt."""
         return self.history.all_messages
 

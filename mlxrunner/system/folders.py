@@ -23,3 +23,12 @@ def data_folder() -> Path:
         )
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder
+
+
+def cache_folder() -> Path:
+    """Return $XDG_CACHE_HOME/mlxrunner, by default in ~/.cache. It may not exist.
+
+    It holds what the program can do without. Raise RuntimeError if there is no home directory.
+    """
+    folder = os.environ.get("XDG_CACHE_HOME")
+    return (Path(folder) if folder else Path.home() / ".cache") / "mlxrunner"

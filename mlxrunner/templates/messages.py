@@ -7,6 +7,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NotRequired, TypedDict
 
 from mlxrunner.errors import PromptError
+from mlxrunner.json_options import parsed_json
+
+
+class TextPart(TypedDict):
+    """A part of a message's content, in OpenAI's form."""
+
+    type: str
+    """Always "text"."""
+    text: str
 
 
 class Function(TypedDict):
@@ -27,22 +36,33 @@ class ToolCall(TypedDict):
 
 
 class Message(TypedDict):
-    """One message of a conversation."""
+    """One message of a conversation, in any form that a runner takes."""
 
     role: str
     """Usually "system", "user", "assistant" or "tool"."""
-    content: str
-    """The text of the message.
+    content: NotRequired[str | Sequence[TextPart] | None]
+    """A text, or OpenAI's list of text parts, which are joined.
 
-    `check_messages` also takes OpenAI's list of parts, such as `{"type": "text", "text": "Hello"}`,
-    and joins their texts. The content may be missing beside tool calls.
+    It may be missing, or None, beside tool calls.
     """
-    tool_calls: NotRequired[Sequence[ToolCall]]
+    tool_calls: NotRequired[Sequence[ToolCall] | None]
     """The calls that a message of the assistant asks for."""
-    tool_call_id: NotRequired[str]
+    tool_call_id: NotRequired[str | None]
     """For role "tool": the id of the call whose result the content is."""
-    name: NotRequired[str]
+    name: NotRequired[str | None]
     """For role "tool": the name of the function that was called."""
+
+
+class PlainMessage(TypedDict):
+    """One message in the only form that chat templates are given."""
+
+    role: str
+    content: str
+    """The text of the message; empty if it has tool calls only."""
+    tool_calls: NotRequired[Sequence[ToolCall]]
+    """Calls whose arguments are objects."""
+    tool_call_id: NotRequired[str]
+    name: NotRequired[str]
 
 
 SHAPE = '{"role": text, "content": text}'
@@ -51,7 +71,7 @@ TOOL_CALL = '{"function": {"name": text, "arguments": object}}'
 """Form of a tool call, for errors."""
 
 
-def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[PlainMessage]:
     """Return plain copies, each with a text as its content and objects as arguments of calls.
 
     Fields that no chat template reads are left out. Raise PromptError, which says which message is
@@ -62,7 +82,7 @@ def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     return [check_message(index, message) for index, message in enumerate(messages)]
 
 
-def check_message(index: int, message: Any) -> Message:
+def check_message(index: int, message: Any) -> PlainMessage:
     """Return a plain copy of message number `index`: see `check_messages`.
 
     Raise PromptError if the message is wrong.
@@ -73,7 +93,7 @@ def check_message(index: int, message: Any) -> Message:
     if calls and role != "assistant":
         raise PromptError(f"message {index}: only an assistant has tool_calls, not {role!r:.80}")
     content = message.get("content")
-    checked: Message = {
+    checked: PlainMessage = {
         "role": role,
         "content": "" if content is None and calls else _text(index, content),
     }
@@ -141,14 +161,17 @@ def _arguments(index: int, function: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the arguments as an object, the form that chat templates expect."""
     given = function.get("arguments", {})
     arguments = given
-    if isinstance(given, str):
-        try:
-            arguments = json.loads(given or "{}")
-        except (ValueError, RecursionError):
-            arguments = None
+    why = ""
+    try:
+        if isinstance(given, str):
+            arguments = parsed_json(given or "{}")
+        else:
+            json.dumps(given, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        arguments, why = None, f": {error}"
     if not isinstance(arguments, Mapping):
         raise PromptError(
             f"message {index}: the arguments of {function['name']!r:.80} have to be a JSON object, "
-            f"not {given!r:.80}"
+            f'such as {{"city": "Oslo"}}, not {given!r:.80}{why}'
         )
     return arguments

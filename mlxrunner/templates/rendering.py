@@ -13,7 +13,7 @@ from typing import Any
 from mlxrunner.errors import ModelError, PromptError, ReadError, TemplateLimitError
 from mlxrunner.system import reading
 from mlxrunner.system.reading import is_there, read_text
-from mlxrunner.templates.messages import Message, check_messages
+from mlxrunner.templates.messages import PlainMessage, check_messages
 
 FALLBACK_STOPS = ("\nUser:", "\nSystem:")
 """Texts before which an answer in the fallback format ends."""
@@ -35,7 +35,7 @@ Render = Callable[..., str]
 
 
 def render_chat(
-    render: Render | None, messages: Sequence[Message], add_generation_prompt: bool
+    render: Render | None, messages: Sequence[PlainMessage], add_generation_prompt: bool
 ) -> str:
     """Return the text of `messages`, made by `render`, or by the fallback if that is None.
 
@@ -71,7 +71,7 @@ def jinja_renderer(template: str, special: dict[str, str]) -> Render:
     """
 
     def render(
-        messages: Sequence[Message], add_generation_prompt: bool, /, **variables: Any
+        messages: Sequence[PlainMessage], add_generation_prompt: bool, /, **variables: Any
     ) -> str:
         return render_jinja(template, messages, add_generation_prompt, **{**special, **variables})
 
@@ -150,14 +150,14 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def _fallback(messages: Sequence[Message], add_generation_prompt: bool) -> str:
+def _fallback(messages: Sequence[PlainMessage], add_generation_prompt: bool) -> str:
     lines = "".join(
         f"{message['role'].capitalize()}: {message['content']}\n" for message in messages
     )
     return lines + ("Assistant:" if add_generation_prompt else "")
 
 
-def _fold_system(messages: Sequence[Message]) -> list[Message] | None:
+def _fold_system(messages: Sequence[PlainMessage]) -> list[PlainMessage] | None:
     if len(messages) < 2 or messages[0]["role"] != "system" or messages[1]["role"] != "user":
         return None
     return [

@@ -19,7 +19,7 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from mlxrunner.errors import PromptError
-from mlxrunner.templates.messages import Message
+from mlxrunner.templates.messages import PlainMessage
 from mlxrunner.templates.thinking import THINKING_TAGS
 
 _OPEN, _CLOSE = "\ue0f0", "\ue0f1"
@@ -57,7 +57,7 @@ class Rendered:
 
     render: Callable[..., str]
     """The template, as `Tokenizer.render`."""
-    messages: Sequence[Message]
+    messages: Sequence[PlainMessage]
     text: str
     """The text that the template made of `messages`."""
     variables: Mapping[str, Any] = field(default_factory=dict)
@@ -239,7 +239,7 @@ class Rendered:
         return _MARK.split(both[0])[::3], _MARK.split(both[1])[::3]
 
     def _marked(self, count: int, add_generation_prompt: bool, **changed: Any) -> str:
-        marked: list[Message] = [
+        marked: list[PlainMessage] = [
             {**message, "content": _mark(index, message, fills=self._fills)}
             for index, message in enumerate(self.messages[:count])
         ]
@@ -268,7 +268,7 @@ def _thinking(place: Place, text: str, at: int) -> Place:
     )
 
 
-def _pieces(message: Message) -> list[str]:
+def _pieces(message: PlainMessage) -> list[str]:
     """Return a content as its thinking and the rest, or as one piece."""
     content = message["content"]
     for begin, end, _ in THINKING_TAGS if message["role"] == "assistant" else ():
@@ -278,7 +278,7 @@ def _pieces(message: Message) -> list[str]:
     return [content]
 
 
-def _mark(index: int, message: Message, *, fills: bool) -> str:
+def _mark(index: int, message: PlainMessage, *, fills: bool) -> str:
     """Return the content of a message with a mark in place of each piece.
 
     An empty piece stays empty. If `fills` is true, an empty last piece gets a mark, too.

@@ -23,21 +23,28 @@ class Interrupts:
     Ctrl-C, as a shell does for background jobs, or outside the main thread.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *others: signal.Signals) -> None:
+        """Handle the signals `others` like Ctrl-C, but raise SystemExit for them.
+
+        The exit code is 128 + the signal's number. `others` may hold some of `ENDS`.
+        """
         self._act: Callable[[], None] = self._wait
         self._waits = False
-        self._before: Any = None
+        self._numbers, self._last = (signal.SIGINT, *others), int(signal.SIGINT)
+        self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupts:
-        before = signal.getsignal(signal.SIGINT)
-        if before is not signal.SIG_IGN and is_main_thread():
-            self._before = before
-            signal.signal(signal.SIGINT, self._heard)
+        for number in self._numbers if is_main_thread() else ():
+            before = signal.getsignal(number)
+            if before is not signal.SIG_IGN:
+                self._before[number] = before
+                signal.signal(number, self._heard)
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)
+        for number, before in self._before.items():
+            if signal.getsignal(number) == self._heard:
+                signal.signal(number, before)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -61,9 +68,10 @@ class Interrupts:
     ) -> Iterator[Callable[[], bool]]:
         """Yield a function that returns True once Ctrl-C was pressed.
 
-        A second press raises KeyboardInterrupt; later ones do nothing. The handler calls `first` at
-        the first press. If `is_settled_when_seen` is true, the second press does nothing once the
-        function has returned True, because the caller is ending.
+        A second press raises KeyboardInterrupt (SystemExit for another signal); later ones do
+        nothing. The handler calls `first` at the first press. If `is_settled_when_seen` is true,
+        the second press does nothing once the function has returned True, because the caller is
+        ending.
         """
         asked, outer = False, self._act
 
@@ -87,6 +95,7 @@ class Interrupts:
             self._act = _ignore if asked else outer
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
+        self._last = number
         self._act()
 
     def _wait(self) -> None:
@@ -94,6 +103,8 @@ class Interrupts:
 
     def _raise(self) -> None:
         self._act, self._waits = _ignore, False
+        if self._last != signal.SIGINT:
+            raise SystemExit(128 + self._last)
         raise KeyboardInterrupt
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from mlxrunner.errors import PromptError
-from mlxrunner.templates.messages import Message
+from mlxrunner.templates.messages import PlainMessage
 from mlxrunner.tokenizer.vocabulary import Vocabulary
 
 
@@ -60,7 +60,11 @@ class Tokenizer(Protocol):
     def decode(self, tokens: Sequence[int]) -> str: ...
 
     def render(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any
+        self,
+        messages: Sequence[PlainMessage],
+        *,
+        add_generation_prompt: bool = True,
+        **variables: Any,
     ) -> str:
         """Return the conversation as the model's chat template writes it.
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-from mlxrunner.templates.messages import Message, check_messages
+from mlxrunner.templates.messages import PlainMessage, check_messages
 from mlxrunner.tokenizer.base import checked_text
 from mlxrunner.tokenizer.stream import ByteStream
 from mlxrunner.tokenizer.vocabulary import Vocabulary
@@ -47,7 +47,11 @@ class ByteTokenizer:
         return b"".join(map(self._bytes, tokens)).decode("utf-8", "replace")
 
     def render(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any
+        self,
+        messages: Sequence[PlainMessage],
+        *,
+        add_generation_prompt: bool = True,
+        **variables: Any,
     ) -> str:
         """Return the conversation as one text. `variables` of the template are ignored."""
         text = "".join(

@@ -10,7 +10,7 @@ from typing import Any
 
 from mlxrunner.errors import ModelError, OptionError, PromptError
 from mlxrunner.system.mlx_lm_internals import transformers_tokenizer
-from mlxrunner.templates.messages import Message
+from mlxrunner.templates.messages import PlainMessage
 from mlxrunner.templates.rendering import (
     END_OF_MESSAGE,
     END_OF_TURN,
@@ -109,7 +109,11 @@ class HuggingFaceTokenizer:
         return str(text)
 
     def render(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any
+        self,
+        messages: Sequence[PlainMessage],
+        *,
+        add_generation_prompt: bool = True,
+        **variables: Any,
     ) -> str:
         return render_chat(
             partial(self._apply, **variables) if self._has_template else None,
@@ -155,7 +159,7 @@ class HuggingFaceTokenizer:
             ) from error
 
     def _apply(
-        self, messages: Sequence[Message], add_generation_prompt: bool, /, **variables: Any
+        self, messages: Sequence[PlainMessage], add_generation_prompt: bool, /, **variables: Any
     ) -> str:
         text = self._wrapper.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=add_generation_prompt, **variables

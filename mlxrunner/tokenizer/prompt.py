@@ -15,7 +15,7 @@ from mlxrunner.cache.overflow import Shift
 from mlxrunner.cache.tokens import TokenArray, as_tokens, common_prefix
 from mlxrunner.errors import ContextLengthError, OptionError, PromptError
 from mlxrunner.options import GenerateOptions
-from mlxrunner.templates.messages import Message, check_messages
+from mlxrunner.templates.messages import PlainMessage, check_messages
 from mlxrunner.tokenizer.base import Tokenizer
 
 
@@ -25,7 +25,7 @@ class TokenizedPrompt:
 
     tokens: TokenArray
     kind: Literal["messages", "text", "tokens"] = "tokens"
-    messages: Sequence[Message] = ()
+    messages: Sequence[PlainMessage] = ()
     """The conversation; empty unless `kind` is "messages"."""
     text: str = ""
     """The tokenized text: the raw prompt, or the messages as the chat template wrote them."""
@@ -54,7 +54,10 @@ def tokenize_prompt(
     if isinstance(prompt, TokenizedPrompt):
         return prompt
     if not isinstance(prompt, str | Sequence | np.ndarray):
-        raise PromptError(f"a prompt is a text, token ids or messages, not {type(prompt).__name__}")
+        raise PromptError(
+            f"a prompt is a text, token ids or messages, not {type(prompt).__name__}: "
+            f"{prompt!r:.80}"
+        )
     if not isinstance(prompt, str) and len(prompt) and isinstance(prompt[0], dict):
         messages: Any = prompt
         return _tokenize_messages(tokenizer, check_messages(messages), variables)
@@ -69,23 +72,30 @@ def tokenize_prompt(
 
 
 def _tokenize_messages(
-    tokenizer: Tokenizer, messages: Sequence[Message], variables: Mapping[str, Any]
+    tokenizer: Tokenizer, messages: Sequence[PlainMessage], variables: Mapping[str, Any]
 ) -> TokenizedPrompt:
     text = tokenizer.render(messages, **variables)
     if variables.get("tools") and text == _rendered(
         tokenizer, messages, {**variables, "tools": None}
     ):
-        raise OptionError("tools: the model's chat template does not use them")
+        raise OptionError(
+            f"tools: the model's chat template does not use them, and {len(variables['tools'])} "
+            "are given: leave them out, or describe them in the system prompt"
+        )
     if any("tool_calls" in message for message in messages):
         plain: Any = [{**message, "tool_calls": []} for message in messages]
         if text == _rendered(tokenizer, plain, variables):
-            raise PromptError("tool_calls: the model's chat template does not use them")
+            number = next(i for i, message in enumerate(messages) if "tool_calls" in message)
+            raise PromptError(
+                f"tool_calls: the model's chat template does not use them, and message {number} "
+                "has some: write them into its content"
+            )
     tokens = as_tokens(tokenizer.encode(text))
     return TokenizedPrompt(tokens, "messages", messages, text, variables)
 
 
 def _rendered(
-    tokenizer: Tokenizer, messages: Sequence[Message], variables: Mapping[str, Any]
+    tokenizer: Tokenizer, messages: Sequence[PlainMessage], variables: Mapping[str, Any]
 ) -> str | None:
     """Return the conversation as the template writes it, or None if the template refuses it."""
     try:
@@ -118,7 +128,8 @@ def check_tokens(tokens: TokenArray, vocab: int = 0) -> None:
         raise PromptError("the prompt is empty: at least one token is needed")
     if vocab and int(tokens.max()) >= vocab:
         raise PromptError(
-            f"token id {int(tokens.max())} is beyond the model's vocabulary of {vocab}"
+            f"token id {int(tokens.max())} is beyond the model's vocabulary of {vocab}: tokenize "
+            "the prompt with this model"
         )
 
 

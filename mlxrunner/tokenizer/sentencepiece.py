@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxrunner.errors import ModelError
-from mlxrunner.templates.messages import Message
+from mlxrunner.templates.messages import PlainMessage
 from mlxrunner.templates.rendering import (
     END_OF_MESSAGE,
     END_OF_TURN,
@@ -96,7 +96,11 @@ class SentencePieceTokenizer:
         return text[1:] if self._adds_prefix and text.startswith(" ") else text
 
     def render(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any
+        self,
+        messages: Sequence[PlainMessage],
+        *,
+        add_generation_prompt: bool = True,
+        **variables: Any,
     ) -> str:
         return render_chat(
             self._render and partial(self._render, **variables), messages, add_generation_prompt

@@ -13,8 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlxrunner.batch.fields import FIELDS
 from mlxrunner.batch.lines import Line, LineReader
-from mlxrunner.batch.options import BatchOptions
+from mlxrunner.batch.options import BatchOptions, FileOptions
+from mlxrunner.names import MEANT, SAME
+from mlxrunner.options import RunnerSettings, names
 from mlxrunner.terminal.text import LONGEST_LINE
 
 
@@ -33,6 +36,19 @@ def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
+VALUES = {
+    "max_tokens": 5,
+    "template": {"enable_thinking": False},
+    "choices": ["yes", "no"],
+    "schema": {"type": "string"},
+    "stop_tokens": [5],
+    "penalty_context": 30,
+    "repetition_penalty": 1.1,
+    "stop": ["a"],
+    "seed": 3,
+    "prompt": [5, 6],
+}
+"""A value for each option that has another name elsewhere."""
 SYSTEM = {"role": "system", "content": "Be brief."}
 
 
@@ -75,6 +91,10 @@ SYSTEM = {"role": "system", "content": "Be brief."}
             [user("Hello")],
         ),
         ({"prompt": "Hello", "messages": None}, {}, [user("Hello")]),
+        ({"prompt": [5, 0, 2**31 - 1]}, {"system": "Be brief."}, [5, 0, 2**31 - 1]),
+        ({"prompt_token_ids": [5, 6]}, {}, [5, 6]),
+        ({"prompt": ["Hello"]}, {}, [user("Hello")]),
+        ({"prompt": [[5, 6]]}, {"raw": True}, [5, 6]),
         ({"prompt": "\U0001f600 \u2028 \0 {x}"}, {}, [user("\U0001f600 \u2028 \0 {x}")]),
     ],
 )
@@ -120,6 +140,37 @@ def test_options(fields: dict[str, Any], options: dict[str, Any]) -> None:
         [user("Hello")],
         options=options,  # type: ignore[arg-type]
     )
+
+
+def test_a_list_of_prompts_is_one_line_for_each() -> None:
+    """Each has the options of the list, and its number behind the id."""
+    content = b'{"id": 7, "prompt": ["a", [5, 6]], "seed": 1}\n{"prompt": ["b", "c"]}'
+    assert read(content) == [
+        Line(0, 1, [user("a")], "7/0", options={"seed": 1}),
+        Line(1, 1, [5, 6], "7/1", options={"seed": 1}),
+        Line(2, 2, [user("b")]),
+        Line(3, 2, [user("c")]),
+    ]
+
+
+@pytest.mark.exhaustive(100)
+@pytest.mark.parametrize("name", sorted(SAME))
+def test_a_name_of_another_program_that_means_the_same_is_taken(name: str) -> None:
+    """A line with it is the line with our name."""
+    ours = SAME[name]
+    assert ours in FIELDS
+    value: Any = VALUES[ours]
+    around = {} if ours == "prompt" else {"prompt": "Hello"}
+    assert one({**around, name: value}) == one({**around, ours: value})
+    assert one({**around, name: value}).error is None
+
+
+def test_no_name_of_another_program_is_one_of_ours() -> None:
+    """The tables do not contradict each other either, and each hint names an option that exists."""
+    settings = {*names(RunnerSettings), *names(FileOptions), "reasoning_effort"}
+    assert not SAME.keys() & (FIELDS | MEANT.keys())
+    assert not MEANT.keys() & FIELDS
+    assert {name.partition(":")[0] for name in MEANT.values()} <= FIELDS | settings
 
 
 def test_a_line_without_a_form_of_its_answer_overrides_a_default() -> None:
@@ -170,7 +221,27 @@ def test_ids_are_kept_as_they_are(name: str | int | None) -> None:
         ('{"prompt": "a", "messages": []}', "has both a prompt and messages"),
         ('{"prompt": ""}', "prompt is empty"),
         ('{"prompt": 5}', "prompt has to be a text, not a number"),
-        ('{"prompt": ["a"]}', "prompt has to be a text, not a list"),
+        ('{"prompt": []}', "prompt is an empty list"),
+        ('{"prompt": ["a", 5]}', "prompt 1 has to be a text, not a number"),
+        ('{"prompt": ["a", ""]}', "prompt 1 is empty"),
+        ('{"prompt": ["a", []]}', "prompt 1 is empty"),
+        ('{"prompt": [5, "a"]}', "prompt: 'a' is not a token id"),
+        ('{"prompt": [5, -1]}', "prompt: -1 is not a token id"),
+        ('{"prompt": [5, true]}', "prompt: True is not a token id"),
+        ('{"prompt": [5, 1e0]}', "prompt: 1.0 is not a token id"),
+        ('{"prompt": [2147483648]}', "prompt: 2147483648 is not a token id"),
+        ('{"prompt": [5], "system": "a"}', "chat template, which token ids leave out"),
+        ('{"question": "a"}', "unknown field 'question': did you mean 'prompt'? known are"),
+        ('{"prompt": "a", "num_ctx": 5}', "'num_ctx' is not for one line: --context is for the"),
+        ('{"prompt": "a", "n": 2}', "n: 2 is not supported, only 1"),
+        (
+            '{"prompt": "a", "max_tokens": 5, "max_new_tokens": 5}',
+            "max_tokens and max_new_tokens say the same thing: give one of them",
+        ),
+        (
+            '{"prompt": "a", "num_predict": 5, "max_new_tokens": 5}',
+            "num_predict and max_new_tokens say the same thing: give one of them",
+        ),
         ('{"messages": []}', "messages has to be a list of at least one message"),
         ('{"messages": {"role": "user"}}', "messages has to be a list of at least one message"),
         (
@@ -195,7 +266,7 @@ def test_ids_are_kept_as_they_are(name: str | int | None) -> None:
             "message 0: content of type 'a' is not supported, only text",
         ),
         ('{"prompt": "a", "system": 5}', "system has to be a text, not a number"),
-        ('{"promt": "a"}', "unknown field 'promt': known are choices, "),
+        ('{"promt": "a"}', "unknown field 'promt': did you mean 'prompt'? known are choices, "),
         ('{"prompt": "a", "logits_processors": []}', "unknown field 'logits_processors'"),
         (
             '{"prompt": "a", "id": 1.5}',

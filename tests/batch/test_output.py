@@ -142,6 +142,7 @@ def test_the_store_has_everything_before_the_output_does(
         monkeypatch.undo()
         assert (tmp_path / "out").read_bytes() == b""
         writer.mend()
+        writer.flush()
     assert (tmp_path / "out").read_bytes() == WHOLE[: WHOLE.index(b"{}")]
 
 

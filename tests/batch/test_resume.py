@@ -57,7 +57,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def unbroken(*arguments: object) -> bytes:
     result = run("in.jsonl", "-o", "whole.jsonl", "--no-usage", "--parallel", 1, *arguments)
-    assert result.exit_code in (0, 1), result.stderr
+    assert result.exit_code in (0, 3), result.stderr
     return Path("whole.jsonl").read_bytes()
 
 
@@ -124,7 +124,7 @@ def test_a_run_killed_at_many_random_points_equals_an_unbroken_one(folder: Path)
                 with Store.open(Path("out.jsonl.run")) as store:
                     done.append(store.counts.done)
         assert (
-            starter.start("in.jsonl", "out.jsonl", as_user=True).wait() == 1
+            starter.start("in.jsonl", "out.jsonl", as_user=True).wait() == 3
         )  # two lines are broken
     assert Path("out.jsonl").read_bytes() == expected
     assert not Path("out.jsonl.run").exists()
@@ -221,7 +221,7 @@ def test_what_is_left_is_run_and_what_is_there_is_not(folder: Path, output_order
     expected = unbroken("--order", "input", "--output-order", output_order)
     stop_in_the_middle("--output-order", output_order)
     result = resume("--order", "input", "--output-order", output_order)
-    assert result.exit_code == 1  # of the broken line
+    assert result.exit_code == 3  # of the broken line
     assert "6 lines in " in result.stderr
     assert Path("out.jsonl").read_bytes() == expected
     assert not Path("out.jsonl.run").exists()
@@ -311,7 +311,7 @@ def test_killed_after_the_last_answer(folder: Path, monkeypatch: pytest.MonkeyPa
     assert (
         result.exit_code,
         "out.jsonl is complete (12 lines): nothing to do" in result.stderr,
-    ) == (1, True)
+    ) == (3, True)
     assert Path("out.jsonl").read_bytes() == expected
     assert not Path("out.jsonl.run").exists()
 
@@ -329,7 +329,7 @@ def test_killed_while_it_read_the_input(folder: Path) -> None:
 def test_resume_of_nothing_begins(folder: Path) -> None:
     """A script may always say --resume."""
     expected = unbroken()
-    assert resume().exit_code == 1
+    assert resume().exit_code == 3
     assert Path("out.jsonl").read_bytes() == expected
 
 
@@ -341,7 +341,7 @@ def test_resume_of_a_complete_output_does_nothing_and_says_so(folder: Path) -> N
     expected = unbroken()
     result = run("in.jsonl", "-o", "whole.jsonl", "--no-usage", "--parallel", 2, "--resume")
     assert "whole.jsonl is complete (12 lines): nothing to do" in result.stderr
-    assert (result.exit_code, Path("whole.jsonl").read_bytes()) == (1, expected)
+    assert (result.exit_code, Path("whole.jsonl").read_bytes()) == (3, expected)
     assert Path("whole.jsonl.done").stat().st_mode & 0o777 == 0o600
 
 
@@ -401,7 +401,7 @@ def test_resume_of_an_output_that_nothing_is_known_of_is_refused(folder: Path) -
             "and neither whole.jsonl.run nor whole.jsonl.done" in result.stderr,
         ) == (2, True)
     Path("whole.jsonl").unlink()
-    assert run(*again, "--max-tokens", 3).exit_code == 1
+    assert run(*again, "--max-tokens", 3).exit_code == 3
     assert "nothing to do" in run(*again, "--max-tokens", 3).stderr
 
 
@@ -445,9 +445,8 @@ def test_a_damaged_store_says_so_and_offers_no_resume(folder: Path, at: str) -> 
     assert store.exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_run_that_is_told_to_end_says_how_to_go_on(folder: Path, number: signal.Signals) -> None:
-    """The answers before `kill` or a closed window stay, and the rest equals an unbroken run."""
+def test_a_closed_window_ends_a_run_that_says_how_to_go_on(folder: Path) -> None:
+    """The answers before it stay, and the rest equals an unbroken run."""
     expected = unbroken("--context", 128)
     command = [
         "batch",
@@ -478,13 +477,13 @@ def test_a_run_that_is_told_to_end_says_how_to_go_on(folder: Path, number: signa
         [sys.executable, "-c", code, *command], stderr=subprocess.PIPE, text=True
     )
     until(lambda: Path("waits").exists() or process.poll() is not None)
-    process.send_signal(number)
+    process.send_signal(signal.SIGHUP)
     _, said = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 128 + number, said
+    assert process.returncode == 128 + signal.SIGHUP, said
     assert said.splitlines()[-1] == f"to go on: mlxrunner {' '.join(command)} --resume"
     assert 0 < len(Path("out.jsonl").read_bytes()) < len(expected)
     assert expected.startswith(Path("out.jsonl").read_bytes())
-    assert run(*command[1:], "--resume").exit_code == 1  # of the broken line
+    assert run(*command[1:], "--resume").exit_code == 3  # of the broken line
     assert Path("out.jsonl").read_bytes() == expected
 
 
@@ -508,7 +507,7 @@ def test_nohup_protects_a_run(folder: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", code, *command])
     until(lambda: Path("out.jsonl").exists() or process.poll() is not None)
     process.send_signal(signal.SIGHUP)
-    assert process.wait(PATIENCE_S) == 1  # of the broken line
+    assert process.wait(PATIENCE_S) == 3  # of the broken line
     assert len(Path("out.jsonl").read_text().splitlines()) == 12
 
 
@@ -773,14 +772,17 @@ def started(*arguments: str) -> subprocess.Popen[str]:
     return process
 
 
-def test_ctrl_c_finishes_the_current_line_and_says_how_to_go_on(folder: Path) -> None:
-    """Exit code 130; the same command with --resume does the rest."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_kill_finish_the_current_line_and_say_how_to_go_on(
+    folder: Path, number: signal.Signals
+) -> None:
+    """Exit code 1; the same command with --resume does the rest."""
     Path("in.jsonl").write_text(lines(40))
     expected = unbroken("--order", "input")
     process = started("--order", "input")
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, said = process.communicate()
-    assert process.returncode == 130
+    assert process.returncode == 1
     assert "finishing the lines that are running" in said
     assert (
         "to go on: mlxrunner batch in.jsonl -o out.jsonl --no-usage --no-reserve --parallel 1 "
@@ -794,7 +796,17 @@ def test_ctrl_c_finishes_the_current_line_and_says_how_to_go_on(folder: Path) ->
     assert Path("out.jsonl").read_bytes() == expected
 
 
-def test_a_second_ctrl_c_stops_at_once(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("first", "second", "code"),
+    [
+        (signal.SIGINT, signal.SIGINT, 130),
+        (signal.SIGTERM, signal.SIGTERM, 143),
+        (signal.SIGTERM, signal.SIGINT, 130),
+    ],
+)
+def test_a_second_ctrl_c_or_kill_stops_at_once(
+    folder: Path, first: signal.Signals, second: signal.Signals, code: int
+) -> None:
     """In the middle of an answer, which is not written; what was finished is not lost."""
     long = [
         {"prompt": "Hello!", "max_tokens": 2},
@@ -803,13 +815,13 @@ def test_a_second_ctrl_c_stops_at_once(folder: Path) -> None:
     Path("in.jsonl").write_text("\n".join(map(json.dumps, long)))
     process = started()
     until(lambda: Path("thirty").exists() or process.poll() is not None)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(first)
     assert process.stderr is not None
     while "finishing the lines" not in process.stderr.readline():
         assert process.poll() is None
-    process.send_signal(signal.SIGINT)
+    process.send_signal(second)
     _, said = process.communicate()
-    assert process.returncode == 130
+    assert process.returncode == code
     assert "to go on: " in said
     assert "Traceback" not in said
     assert len(Path("out.jsonl").read_bytes().splitlines()) == 1

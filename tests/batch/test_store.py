@@ -17,7 +17,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxrunner.batch.store import APPLICATION_ID, VERSION, Counts, Store, StoredLine
+from mlxrunner.batch.order import run_order
+from mlxrunner.batch.store import APPLICATION_ID, VERSION, Counts, Store, StoredLine, sort_key
 from mlxrunner.cache.tokens import as_tokens
 from mlxrunner.errors import StoreError
 
@@ -72,12 +73,12 @@ def test_an_entry_comes_back_as_it_went_in(name: str | int | None, tmp_path: Pat
         max_size=25,
     )
 )
-def test_prefix_order_is_the_order_of_the_tokens(prompts: list[list[int]]) -> None:
-    """Prompts are ordered as lists of numbers compare; equal ones keep the order of the input."""
+def test_prefix_order_is_that_of_the_tree(prompts: list[list[int]]) -> None:
+    """The store keeps the order that `run_order` chooses for its lines."""
     with filled(prompts) as store:
-        assert indices(store.pending("prefix")) == sorted(
-            range(len(prompts)), key=lambda index: (prompts[index], index)
-        )
+        rows = sorted((sort_key(as_tokens(tokens)), index) for index, tokens in enumerate(prompts))
+        order = run_order(((index, key) for key, index in rows), len(prompts))
+        assert indices(store.pending("prefix")) == list(order)
         assert indices(store.pending("input")) == list(range(len(prompts)))
 
 

@@ -23,6 +23,7 @@ from mlxrunner.chat.conversation import Conversation
 from mlxrunner.chat.repl import Chat
 from mlxrunner.chat.start import commands
 from mlxrunner.chat.typeahead import Draft
+from mlxrunner.config.layering import MODEL, layer
 from mlxrunner.profiling.reasons import REASONS
 from mlxrunner.results import CacheUse, MemoryUse, Timing, Usage
 from mlxrunner.terminal import clipboard
@@ -224,8 +225,48 @@ def test_settings_hold_for_the_answers_that_follow(chat: Chat, do: Do) -> None:
     ]
     assert chat.conversation.options == {"max_tokens": 2, "seed": 5, "stop": ("x", "y")}
     listed = do("/set")
-    assert "seed                5" in listed
-    assert "context             2048" in listed
+    wanted = ("seed", "context", "top_p")
+    assert [line.split() for line in listed if line.startswith(wanted)] == [
+        ["context", "2048", "(default)"],
+        ["top_p", "1.0", "(default)"],
+        ["seed", "5", "(here)"],
+    ]
+
+
+def test_settings_say_where_they_come_from(chat: Chat, do: Do) -> None:
+    """The model suggests, the user sets, and `default` goes back to what the model suggests."""
+    chat.conversation.usual = layer({"temperature": 0.6, "repetition_penalty": 1.2}, MODEL)
+    shown = do("/set temperature 0.5", "/set", "/set temperature default", "/show")
+    assert "temperature         0.5             (here)" in shown
+    assert "repetition_penalty  1.2             (model)" in shown
+    assert "temperature = 0.6" in shown
+    assert "sampling  temperature 0.6, repetition_penalty 1.2, as the model suggests" in shown
+
+
+def test_greedy_is_one_word(chat: Chat, do: Do) -> None:
+    """It overrides what the model suggests, its penalties included, and so does /retry greedy."""
+    chat.conversation.usual = layer({"temperature": 50.0, "repetition_penalty": 1.9}, MODEL)
+    lines = do("/set greedy", "My name is Ana.", "/retry greedy", "/set repetition_penalty")
+    assert lines[:3] == ["Nice to meet you.", "Nice to meet you.", "sampling: greedy"]
+    assert lines[-1] == "repetition_penalty = (none)"
+
+
+def test_answers_are_sampled_as_the_model_suggests(
+    chat: Chat, do: Do, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The options of an answer are those of the model where the user sets none."""
+    asked: list[dict[str, Any]] = []
+    answer = chat.runner.generate
+
+    def generate(prompt: Any, **options: Any) -> Any:
+        asked.append(options)
+        return answer(prompt, **options)
+
+    monkeypatch.setattr(chat.runner, "generate", generate)
+    chat.conversation.usual = layer({"temperature": 0.6, "top_p": 0.9}, MODEL)
+    chat.conversation.options = {"top_p": 0.5, "max_tokens": 2}
+    do("Hello!")
+    assert [(one["temperature"], one["top_p"]) for one in asked] == [(0.6, 0.5)]
 
 
 def test_a_context_is_changed_by_loading_again(chat: Chat, do: Do) -> None:

@@ -133,7 +133,7 @@ def test_settings_come_back_unless_others_are_given(chat: Chat, data: Path) -> N
     )
     saved = content(data, "zor")
     assert saved["model"] == "demo"
-    assert saved["settings"]["options"] == {"temperature": 0.5, "seed": 3, "overflow": "shift"}
+    assert saved["settings"]["options"] == {"temperature": 0.5, "seed": 3}
     again = chat(["/show", "/set seed", "/set temperature"], "--session", "zor", "--seed", "4")
     assert (
         "system prompt: Be brief." in again.stderr.replace("\n", " ") or "Be brief." in again.stderr

@@ -18,7 +18,7 @@ import mlxrunner
 from mlxrunner.chat.commands.sessions import Saving
 from mlxrunner.chat.start import commands
 from mlxrunner.sessions.store import SessionStore
-from mlxrunner.templates.messages import Message
+from mlxrunner.templates.messages import PlainMessage
 from mlxrunner.tokenizer import load_tokenizer
 
 DEMO = Path(mlxrunner.__file__).parent / "models" / "demo"
@@ -385,7 +385,7 @@ def test_a_paste_of_5000_lines_is_one_message(open_screen: Any, size: tuple[int,
     screen.until(lambda: screen.lines[-1].strip().endswith("line 4999"))
     screen.child.send("\r")
     screen.until(lambda: "a longer --context" in " ".join(screen.shown.split())).prompt()
-    messages: list[Message] = [
+    messages: list[PlainMessage] = [
         {"role": "user", "content": "My name is Ana."},
         {"role": "assistant", "content": "Nice to meet you."},
         {"role": "user", "content": "\n".join(lines)},

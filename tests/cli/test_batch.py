@@ -18,7 +18,7 @@ from support.models import write_model, write_tokenizer
 from support.waiting import PATIENCE_S
 
 from mlxrunner import cli
-from mlxrunner.batch.work import Tally
+from mlxrunner.batch.tally import Tally
 
 FACTS = ["My name is Ana.", "My name is Zorblin."]
 
@@ -209,7 +209,7 @@ def test_bad_lines_get_an_error_with_their_number_and_stop_nothing() -> None:
         strict=True,
     ):
         assert said in error["error"]
-    assert result.exit_code == 1
+    assert result.exit_code == 3
     assert "7 of 9 lines failed, the first: line 2: not JSON" in result.stderr
 
 
@@ -218,7 +218,7 @@ def test_only_bad_lines_need_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "mlxrunner.batch.work.open_runner", lambda *arguments: pytest.fail("a model is loaded")
     )
-    assert run(write(*BROKEN), "-o", "out.jsonl").exit_code == 1
+    assert run(write(*BROKEN), "-o", "out.jsonl").exit_code == 3
     assert len(answers()) == len(BROKEN)
 
 
@@ -242,11 +242,11 @@ def test_max_errors_stops_and_can_be_gone_on_with() -> None:
     assert "stopped: 4 of 8 lines are done (--max-errors 3)" in result.stderr
     assert "to go on: " in result.stderr
     assert len(answers()) == 4
-    for written in (7, 8):
+    for code, written in ((1, 7), (3, 8)):
         result = run(
             "in.jsonl", "-o", "out.jsonl", "--max-errors", 3, "--order", "input", "--resume"
         )
-        assert (result.exit_code, len(answers())) == (1, written)
+        assert (result.exit_code, len(answers())) == (code, written)
     assert "to go on: " not in result.stderr
 
 
@@ -264,7 +264,7 @@ def test_openai_batch_files_end_to_end() -> None:
     ]
     result = run(write(*lines), "-o", "out.jsonl", "--parallel", 1)
     one, two, three = answers()
-    assert result.exit_code == 1
+    assert result.exit_code == 3
     assert [line["custom_id"] for line in (one, two, three)] == ["q1", "q2", "q3"]
     body = one["response"]["body"]
     assert (one["error"], one["response"]["status_code"], body["object"]) == (
@@ -344,7 +344,7 @@ def test_csv_end_to_end() -> None:
         "in.csv", "-o", "out.jsonl", "--prompt-template", "My name is {name}. What is my name?"
     )
     assert (answers()[0]["id"], answers()[0]["text"]) == ("x", "Your name is Ana.")
-    assert (result.exit_code, len(answers())) == (1, 3)
+    assert (result.exit_code, len(answers())) == (3, 3)
     assert answers()[2]["error"].startswith("line 5: ")
     result = run("in.csv", "-o", "other.jsonl")
     assert (result.exit_code, "a CSV file needs --prompt-template" in result.stderr) == (2, True)
@@ -494,11 +494,11 @@ WRONG: dict[str, tuple[list[object], str]] = {
     ),
     "bad schema": (
         ["in.jsonl", "-o", "out.jsonl", "--schema", "in.jsonl"],
-        "schema: not valid JSON",
+        "--schema in.jsonl: not valid JSON",
     ),
     "list as schema": (
         ["in.jsonl", "-o", "out.jsonl", "--schema", "list.json"],
-        "schema: it has to be a JSON object",
+        "--schema list.json: it has to be a JSON object",
     ),
 }
 
@@ -572,7 +572,7 @@ def test_in_a_terminal_there_is_a_bar_that_is_gone_at_the_end() -> None:
 def test_the_words_of_a_tally(monkeypatch: pytest.MonkeyPatch) -> None:
     """The time left is at the pace of this run."""
     now = [100.0]
-    monkeypatch.setattr("mlxrunner.batch.work.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("mlxrunner.batch.tally.time.monotonic", lambda: now[0])
     tally = Tally(total=20, earlier=8, earlier_failed=1, began=now[0])
     now[0] += 8
     tally.done, tally.answer_tokens, tally.prompt_tokens, tally.cached_tokens = 4, 80, 100, 90
@@ -717,7 +717,7 @@ def test_template_variables_and_tools_become_part_of_the_prompt() -> None:
     ]
     options = ("--max-tokens", 3, "--template-var", "style=terse", "--tools", "tools.json")
     result = run(write(*lines), "-o", "out.jsonl", "-m", "tiny", "--events", "events", *options)
-    assert result.exit_code == 1, result.stderr
+    assert result.exit_code == 3, result.stderr
     default, own, openai, refused = answers()
     listed = json.dumps([TOOL])
     lengths = [
@@ -740,3 +740,51 @@ def test_raw_prompts_have_no_template_to_set_variables_of() -> None:
         result = run(write({"prompt": "a"}), "-o", "out.jsonl", "--raw", *option)
         assert result.exit_code == 2
         assert f"{option[0]} needs the chat template, which --raw leaves out" in result.stderr
+
+
+def test_lines_of_the_responses_api_are_answered_with_its_response_object() -> None:
+    """With output items and usage; a line that can't be run has the error of the API."""
+    body = {"model": "m", "input": "My name is Ana. What is my name?"}
+    cut = {"max_output_tokens": 2, "include": ["message.output_text.logprobs"], "top_logprobs": 1}
+    lines = [
+        {"custom_id": name, "method": "POST", "url": "/v1/responses", "body": {**body, **more}}
+        for name, more in (("a", {}), ("b", cut), ("c", {"background": True}))
+    ]
+    run(write(*lines, "no json"), "-o", "out.jsonl")
+    whole, short, refused, broken = answers()
+    found = whole["response"]["body"]
+    assert (whole["custom_id"], whole["response"]["status_code"]) == ("a", 200)
+    assert (found["object"], found["status"], found["model"]) == ("response", "completed", "demo")
+    (item,) = found["output"]
+    assert (item["type"], item["role"], item["status"]) == ("message", "assistant", "completed")
+    assert item["content"] == [
+        {"type": "output_text", "text": "Your name is Ana.", "annotations": []}
+    ]
+    usage = found["usage"]
+    assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
+    assert usage["output_tokens_details"] == {"reasoning_tokens": 0}
+    found = short["response"]["body"]
+    assert (found["status"], found["max_output_tokens"]) == ("incomplete", 2)
+    assert found["incomplete_details"] == {"reason": "max_output_tokens"}
+    (content,) = found["output"][0]["content"]
+    assert [len(token["top_logprobs"]) for token in content["logprobs"]] == [1, 1]
+    assert refused["response"]["status_code"] == 400
+    assert "background: True is not supported" in refused["error"]["message"]
+    assert broken["response"]["status_code"] == 400
+
+
+def test_token_ids_and_lists_of_prompts_are_answered() -> None:
+    """A list has an answer for each of its prompts, with its number behind the id."""
+    run(write({"prompt": "Hello!"}), "-o", "plain.jsonl", "--raw", "--max-tokens", 3)
+    from mlxrunner.models.load import tokenizer_of
+
+    tokens = [int(token) for token in tokenizer_of("demo").encode("Hello!")]
+    lines = [{"id": "t", "prompt": tokens}, {"id": "l", "prompt": ["Hello!", tokens, [2**31 - 1]]}]
+    run(write(*lines), "-o", "out.jsonl", "--raw", "--max-tokens", 3)
+    (plain,) = answers("plain.jsonl")
+    *good, bad = answers()
+    assert [(line["id"], line["text"]) for line in good] == [
+        (name, plain["text"]) for name in ("t", "l/0", "l/1")
+    ]
+    assert (bad["id"], bad["index"]) == ("l/2", 3)
+    assert "beyond the model's vocabulary" in bad["error"]

@@ -6,13 +6,15 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 from support.waiting import PATIENCE_S
 
-from mlxrunner import cli
+from mlxrunner import NotSupportedError, ParallelRunner, Profile, Runner, cli
 
 
 def run(*arguments: str, stdin: str = "", env: dict[str, str] | None = None) -> Result:
@@ -192,13 +194,45 @@ def test_generate_json_of_several_answers_has_log_probabilities() -> None:
         assert {len(token["top"]) for token in answer["logprobs"]} == {2}
 
 
-@pytest.mark.parametrize("option", ["--repeat", "--kv-bits"])
+@pytest.mark.parametrize(
+    "option", ["--repeat", "--kv-bits", "--rewind-slack", "--checkpoint-budget"]
+)
 def test_generate_refuses_what_several_answers_would_ignore(option: str) -> None:
     """In one line, before the model is loaded."""
     result = run("generate", "-p", "Hello!", "--n", "2", option, "8")
     assert result.exit_code == 2
     assert result.stderr.startswith(f"mlxrunner: {option} ")
     assert "--n " in result.stderr
+
+
+def test_generate_refuses_parallel_for_one_answer() -> None:
+    """It would be ignored; the default of 8 is not."""
+    result = run("generate", "-p", "Hello!", "--parallel", "2")
+    assert result.stderr == "mlxrunner: --parallel is for the answers of --n: use --n K with it\n"
+    assert result.exit_code == 2
+
+
+@pytest.mark.parametrize("shares_a_row", [True, False])
+def test_generate_keeps_the_settings_of_several_answers(
+    monkeypatch: pytest.MonkeyPatch, shares_a_row: bool
+) -> None:
+    """--prefill-step and --no-reserve, also where the model can't share a row."""
+    seen: list[Any] = []
+    if not shares_a_row:
+
+        def refuse(*_: Any, **__: Any) -> None:
+            raise NotSupportedError("this model can't share a row")
+
+        monkeypatch.setattr(ParallelRunner, "of", refuse)
+    monkeypatch.setattr(Profile, "watch", lambda self, runner: seen.append(runner))
+    monkeypatch.setattr(Runner, "close", lambda self: None)
+    monkeypatch.setattr(ParallelRunner, "close", lambda self: None)
+    options = ("--max-tokens", "2", "--prefill-step", "5", "--no-reserve", "--context", "64")
+    assert run("generate", "-p", "Hello!", "--n", "2", *options).exit_code == 0
+    (runner,) = seen
+    assert runner.prefill_step == 5
+    assert runner.plan is None or runner.growing is not None
+    assert isinstance(runner, ParallelRunner) == shares_a_row
 
 
 def test_generate_system_stop_and_max_tokens() -> None:
@@ -391,3 +425,9 @@ def test_models_lists_an_empty_cache(tmp_path: Path) -> None:
         )
         == []
     )
+
+
+def test_the_version_names_those_of_mlx_and_mlx_lm() -> None:
+    """A report of a bug needs the three; none of them is imported for that."""
+    expected = ", ".join(f"{name} {version(name)}" for name in ("mlx", "mlx-lm"))
+    assert run("--version").stdout == f"mlxrunner {version('mlxrunner')} ({expected})\n"

@@ -61,13 +61,13 @@ def test_an_answer_that_is_one_of_the_choices(given: str, answers: set[str]) -> 
     [
         (None, "schema.json: no such file"),
         (b"\xff\xfe{}", "can't be read: not UTF-8 (byte 0)"),
-        (b"", "schema: not valid JSON"),
-        (b"{}, {}", "schema: not valid JSON: Extra data"),
-        (b"[]", "schema: it has to be a JSON object"),
+        (b"", "schema.json: not valid JSON"),
+        (b"{}, {}", "schema.json: not valid JSON: Extra data"),
+        (b"[]", "schema.json: it has to be a JSON object"),
         (b'{"not": {}}', 'schema: Unimplemented keys: ["not"]'),
         (b'{"enum": []}', "schema: Unsatisfiable schema"),
-        (b'{"const": "\x1b[2J"}', "schema: not valid JSON: Invalid control character"),
-        (b" " * 200_000, "schema: 200000 characters are too many, it may have at most 131072"),
+        (b'{"const": "\x1b[2J"}', "schema.json: not valid JSON: Invalid control character"),
+        (b" " * 200_000, "schema.json: 200000 characters are too many, it may have at most 131072"),
     ],
     ids=str,
 )

@@ -22,8 +22,9 @@ from support.sample import fewer
 
 from mlxrunner import FormError, OptionError, Runner
 from mlxrunner.engine.constrain import check_form, constraint_of
+from mlxrunner.json_options import MAX_SCHEMA
 from mlxrunner.models.facts import facts_of
-from mlxrunner.options import MAX_SCHEMA, GenerateOptions
+from mlxrunner.options import GenerateOptions
 from mlxrunner.results import Chunk
 from mlxrunner.testing import EOS, VOCAB, ByteTokenizer, oracle_runner
 from mlxrunner.tokenizer.vocabulary import Vocabulary
@@ -319,7 +320,7 @@ def test_the_stop_tokens_of_the_request_count(llama: Runner) -> None:
         llama, choices=["do", "dog"], stop_tokens=[ord("x")], logits_processors=[boost(ord("x"))]
     )
     assert (text(chunks), tokens(chunks)[-1], chunks[-1].finish_reason) == ("do", ord("x"), "stop")
-    assert text(ask(llama, choices=["yes"], stop_tokens=[VOCAB + 5, EOS])) == "yes"
+    assert text(ask(llama, choices=["yes"], stop_tokens=[ord("x"), EOS])) == "yes"
 
 
 def test_the_limit_cuts_with_the_reason_length(llama: Runner) -> None:

@@ -11,7 +11,7 @@ import pytest
 from mlxrunner import OptionError, ParallelRunner, PromptError, Runner
 from mlxrunner.models.facts import ModelFacts
 from mlxrunner.options import GenerateOptions
-from mlxrunner.templates.messages import Message
+from mlxrunner.templates.messages import PlainMessage
 from mlxrunner.templates.rendering import jinja_renderer, render_chat
 from mlxrunner.testing import VOCAB, ByteTokenizer, OracleModel
 from mlxrunner.tokenizer.prompt import tokenize_prompt
@@ -51,7 +51,11 @@ class TemplateTokenizer(ByteTokenizer):
         self._render = jinja_renderer(template, {"end": "\x1e"})
 
     def render(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any
+        self,
+        messages: Sequence[PlainMessage],
+        *,
+        add_generation_prompt: bool = True,
+        **variables: Any,
     ) -> str:
         def render(messages: Any, add: bool) -> str:
             return self._render(messages, add, **variables)

@@ -73,10 +73,16 @@ class Hub:
     """A hub of `files` by path.
 
     `answer` is a status, headers and a body that answer everything instead; `seen` are the
-    requests.
+    requests. Weights are stored as large files. Each number of `cuts` ends the connection of one
+    download of weights after so many bytes. `before_cut` is called then.
     """
 
     files: dict[str, bytes] = field(default_factory=dict)
+    cuts: list[int] = field(default_factory=list)
+    before_cut: Callable[[], object] = lambda: None
+    has_ranges: bool = True
+    address: str = ""
+    ranges: list[str] = field(default_factory=list)
     answer: tuple[int, dict[str, str], bytes] | None = None
     hang_up: bool = False
     seen: list[str] = field(default_factory=list)
@@ -106,27 +112,57 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def page(self) -> tuple[int, dict[str, str], bytes]:
         path, kind = self.path.split("?")[0], {"Content-Type": "application/json"}
         if "/tree/" in path:
-            entries = [
-                {"type": "file", "path": p, "size": len(b), "oid": _digest(b)}
-                for p, b in self.hub.files.items()
-            ]
+            entries = [_entry(p, b) for p, b in self.hub.files.items()]
             return 200, kind, json.dumps(entries).encode()
         if path.startswith("/api/models/org/name"):
             return 200, kind, json.dumps({"id": "org/name", "sha": COMMIT, "siblings": []}).encode()
-        body = self.hub.files.get(path.partition(f"/resolve/{COMMIT}/")[2])
+        name = path.partition(f"/resolve/{COMMIT}/")[2]
+        body = self.hub.files.get(name)
         if body is None:
             return 404, {"X-Error-Code": "EntryNotFound"}, b""
-        return 200, {"ETag": f'"{_digest(body)}"', "X-Repo-Commit": COMMIT}, body
+        headers = {"ETag": f'"{_digest(body)}"', "X-Repo-Commit": COMMIT}
+        if _is_large(name):
+            headers["X-Linked-Etag"] = f'"{_large_digest(body)}"'
+            headers["X-Linked-Size"] = str(len(body))
+        wanted = self.headers["Range"]
+        if wanted is None or not self.hub.has_ranges:
+            return 200, headers, body
+        self.hub.ranges.append(wanted)
+        begin = int(wanted.removeprefix("bytes=").removesuffix("-"))
+        headers["Content-Range"] = f"bytes {begin}-{len(body) - 1}/{len(body)}"
+        return 206, headers, body[begin:]
 
     def reply(self, status: int, headers: dict[str, str], body: bytes) -> None:
         self.send_response(status)
         for name, value in {**headers, "Content-Length": str(len(body))}.items():
             self.send_header(name, value)
         self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
+        if self.command == "HEAD":
+            return
+        if self.hub.cuts and _is_large(self.path):
+            self.wfile.write(body[: self.hub.cuts.pop(0)])
+            self.wfile.flush()
+            self.hub.before_cut()
+            self.close_connection = True
+            return
+        self.wfile.write(body)
 
     def log_message(self, *args: Any) -> None: ...
+
+
+def _entry(path: str, body: bytes) -> dict[str, Any]:
+    entry: dict[str, Any] = {"type": "file", "path": path, "size": len(body), "oid": _digest(body)}
+    if _is_large(path):
+        entry["lfs"] = {"oid": _large_digest(body), "size": len(body), "pointerSize": 134}
+    return entry
+
+
+def _is_large(path: str) -> bool:
+    return path.endswith(".safetensors")
+
+
+def _large_digest(body: bytes) -> str:
+    return hashlib.sha256(body).hexdigest()
 
 
 def _digest(body: bytes) -> str:
@@ -138,7 +174,8 @@ def hub(hub_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """A hub with the one repository org/name."""
     hub = Hub()
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(_Handler, hub))
-    set_endpoint(monkeypatch, f"http://127.0.0.1:{server.server_port}")
+    hub.address = f"http://127.0.0.1:{server.server_port}"
+    set_endpoint(monkeypatch, hub.address)
     thread = threading.Thread(
         target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
     )

@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 import struct
-import subprocess
 import zlib
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from support.browser import WIDTHS, browse, measure, needs_chromium
 from support.events import afternoon, as_event, example_event
-from support.waiting import PATIENCE_S
 
 from mlxrunner.profiling.report.aggregate import BINS, Summary
 from mlxrunner.profiling.report.html import page
+from mlxrunner.profiling.report.plots import SHAPES
 from mlxrunner.profiling.report.svg import Plot, Scale
 
-CHROMIUM = next(
-    (
-        found
-        for name in ("chromium", "chromium-browser", "google-chrome")
-        if (found := shutil.which(name))
-    ),
-    None,
-)
 HOSTILE = """</title><script>alert(1)</script><img src=x onerror=alert(2)>"'&\x1b[31m\u202e"""
 
 
@@ -89,42 +79,83 @@ def test_names_from_files_are_text() -> None:
 
 def test_each_plot_has_a_name_a_description_and_its_figures_as_a_table() -> None:
     """For those who don't see it."""
-    text = page(summary_of(), ["events.jsonl"])
-    figures = re.findall(r"<figure.*?</figure>", text, re.DOTALL)
-    assert len(figures) == 4
-    for figure in figures:
-        assert 'role="img" aria-label="' in figure
-        assert "<title>" in figure
-        assert "<desc>" in figure
-        assert "<table>" in figure
-        assert '<th scope="col"' in figure
+    panels = re.findall(r"<section.*?</section>", page(summary_of(), ["events.jsonl"]), re.DOTALL)
+    plots = [panel for panel in panels if 'class="plot"' in panel]
+    assert len(plots) == 3
+    for plot in plots:
+        assert 'role="img" aria-label="' in plot
+        assert "<title>" in plot
+        assert "<desc>" in plot
+        assert "<table>" in plot
+        assert '<th scope="col"' in plot
 
 
 def test_the_timeline_draws_what_was_cached_lost_and_new() -> None:
     """A bar's parts are as high as their tokens, one upon the other."""
+    heights = bars_of(one_request("diverged"))
+    assert set(heights) == {"cached", "avoidable", "new"}
+    assert heights["cached"] == pytest.approx(2.5 * heights["avoidable"], rel=0.02)
+    assert heights["new"] == pytest.approx(1.5 * heights["avoidable"], rel=0.02)
+
+
+def test_red_is_only_what_could_have_been_avoided() -> None:
+    """Lines that run side by side evaluate a few tokens twice, and nothing can be done against it.
+
+    The memory's peak and a first request, which misses, are no losses either.
+    """
+    assert set(bars_of(one_request("side_by_side"))) == {"cached", "twice", "new"}
+    text = page(one_request("side_by_side"), ["e"])
+    assert 'class="avoidable"' not in text
+    assert 'class="mark avoidable"' not in text
+    style = text[text.index("<style>") : text.index("</style>")]
+    red = [rule for rule in style.split("}") if "var(--avoidable)" in rule]
+    assert [rule.split("{")[0].strip() for rule in red] == [".avoidable"]
+    assert 'class="avoidable"' in page(one_request("diverged"), ["e"])
+
+
+def one_request(reason: str) -> Summary:
+    """Return a summary of a request that lost 20 of its 100 tokens to `reason`."""
     summary = Summary()
-    summary.add(
-        as_event(
-            example_event(
-                prompt_tokens=100,
-                matched_tokens=60,
-                cached_tokens=50,
-                saved_tokens=50,
-                evaluated_tokens=50,
-                lost_tokens=20,
+    for id in ("00000000002a", "00000000002b"):
+        summary.add(
+            as_event(
+                example_event(
+                    id=id,
+                    reason=reason,
+                    prompt_tokens=100,
+                    matched_tokens=60,
+                    cached_tokens=50,
+                    saved_tokens=50,
+                    evaluated_tokens=50,
+                    lost_tokens=20,
+                )
             )
         )
-    )
-    figure = re.search(r"<figure.*?</figure>", page(summary, ["e"]), re.DOTALL)
-    assert figure is not None
-    heights = {
+    return summary
+
+
+def bars_of(summary: Summary) -> dict[str, float]:
+    """Return the heights of the parts of the timeline's bars, which are all alike, by kind."""
+    panel = re.search(r"<section.*?</section>", page(summary, ["e"]), re.DOTALL)
+    assert panel is not None
+    return {
         kind: float(high)
         for kind, high in re.findall(
-            r'<rect class="(\w+)" x=[^>]*height="([\d.]+)"><title>', figure[0]
+            r'<rect class="(\w+)" x=[^>]*height="([\d.]+)"><title>', panel[0]
         )
     }
-    assert heights["cached"] == pytest.approx(2.5 * heights["lost"], rel=0.02)
-    assert heights["new"] == pytest.approx(1.5 * heights["lost"], rel=0.02)
+
+
+def test_ticks_of_a_timeline_say_a_time_once() -> None:
+    """Requests of one second have their numbers below them, and the second at the first."""
+    summary = summary_of(60, time="2026-11-20T13:00:00.000000Z")
+    timeline = page(summary, ["e"]).split("</svg></div>")[0]
+    assert timeline.count(">13:00:00</text>") == 1
+    ticks = re.findall(r">([\d,]+)</text>", timeline)
+    assert ticks[-7:] == ["1", "10", "20", "30", "40", "50", "60"]
+    days = page(summary_of(9000), ["e"])
+    assert ">11-20 13:00</text>" in days
+    assert ">11-21 " in days
 
 
 NOTHING = dict.fromkeys(
@@ -185,31 +216,31 @@ def test_a_share_that_is_not_quite_nothing_is_written_in_one_size() -> None:
     assert "over the tokens that were evaluated, for each of several at a time" in text
 
 
-def test_scales_end_at_round_numbers() -> None:
-    """With a handful of ticks, linear or logarithmic."""
-    assert Scale.around([3, 7.2], 0, 100).ticks == [0, 2, 4, 6, 8]
-    assert Scale.around([0.02, 30], 0, 100, is_log=True).ticks == pytest.approx(
-        [0.01, 0.1, 1, 10, 100]
-    )
-    assert Scale.around([], 0, 100, is_log=True).ticks == [1, 10]
-    assert len(Scale.around([1e-6, 1e9], 0, 100, is_log=True).ticks) <= 9
-    assert Scale.around([5], 200, 0)(2.5) == 100
+def test_scales_end_at_round_numbers_close_to_the_values() -> None:
+    """With a handful of ticks; logarithmic for values that are far apart."""
+    assert Scale.around([3, 7.2]).ticks == [0, 2, 4, 6, 8]
+    assert Scale.around([5, 10])(5) == 0.5
+    wide = Scale.around([24, 1700])
+    assert (wide.low, wide.high, wide.is_log) == (20, 2000, True)
+    assert wide.ticks == [20, 50, 100, 200, 500, 1000, 2000]
+    assert Scale.around([0.02, 30]).ticks == pytest.approx([0.03, 0.1, 0.3, 1, 3, 10, 30])
+    assert not Scale.around([24, 1700], from_zero=True).is_log
+    assert Scale.around([]).ticks == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1])
+    assert len(Scale.around([1e-6, 1e9]).ticks) <= 8
 
 
 def test_marks_differ_without_colours() -> None:
     """A circle, a triangle, a square."""
     plot = Plot()
-    for kind in ("hit", "partial", "miss"):
-        plot.mark(kind, 10, 10)
+    for shape in SHAPES.values():
+        plot.mark("cached", shape, 0.1, 10)
     drawn = plot.render("t", "d")
     assert drawn.count("<circle") == 1
     assert len(set(re.findall(r' d="([^"]*)"', drawn))) == 2
 
 
-@pytest.mark.skipif(
-    CHROMIUM is None, reason="no chromium on this machine (Debian: apt-get install chromium)"
-)
-@pytest.mark.parametrize(("width", "height"), [(1300, 2300), (420, 900)], ids=["desktop", "phone"])
+@needs_chromium
+@pytest.mark.parametrize(("width", "height"), [(1600, 2300), (500, 900)], ids=["desktop", "phone"])
 def test_a_browser_shows_the_page_in_light_and_dark(
     tmp_path: Path, width: int, height: int
 ) -> None:
@@ -219,7 +250,7 @@ def test_a_browser_shows_the_page_in_light_and_dark(
     backgrounds = set()
     for scheme in (0, 1):
         picture = tmp_path / f"{scheme}.png"
-        console = _browse(
+        console = browse(
             file,
             tmp_path,
             f"--window-size={width},{height}",
@@ -234,44 +265,40 @@ def test_a_browser_shows_the_page_in_light_and_dark(
     assert backgrounds == {(0xF7, 0xF6, 0xF3), (0x13, 0x15, 0x18)}
 
 
-@pytest.mark.skipif(
-    CHROMIUM is None, reason="no chromium on this machine (Debian: apt-get install chromium)"
-)
+@needs_chromium
+def test_nothing_is_clipped_and_one_type_scale_is_used_at_any_width(tmp_path: Path) -> None:
+    """At 500, 1,000 and 1,600 pixels, with all tables unfolded.
+
+    Nothing leaves its panel, no text lies on another, and no table has to be scrolled.
+    """
+    hostile = Summary()
+    for event in afternoon(9):
+        place = event["divergence"] and event["divergence"] | {"role": HOSTILE + 60 * "W"}
+        hostile.add(as_event(event | {"model": HOSTILE + 300 * "M", "divergence": place}))
+    pages = {
+        "chat": page(summary_of(), ["events.jsonl"]),
+        "days": page(summary_of(9_000), ["events.jsonl"]),
+        "one": page(summary_of(1), ["events.jsonl"]),
+        "hostile": page(hostile, [HOSTILE + 300 * "M"]),
+    }
+    found = measure(pages, tmp_path)
+    assert set(found) == {(name, width) for name in pages for width in WIDTHS}
+    assert {key: one["faults"] for key, one in found.items() if one["faults"]} == {}
+    sizes = {size for one in found.values() for size in one["sizes"]}
+    assert sizes == {"13px", "16px", "20px", "25px"}
+
+
+@needs_chromium
 def test_a_browser_runs_nothing_of_a_hostile_file(tmp_path: Path) -> None:
     """The page as the browser understands it has no script, and its policy was never needed."""
     summary = Summary()
     summary.add(as_event(example_event(model=HOSTILE)))
     file = tmp_path / "report.html"
     file.write_text(page(summary, [HOSTILE]), encoding="utf-8")
-    console = _browse(file, tmp_path, "--dump-dom")
+    console = browse(file, tmp_path, "--dump-dom")
     assert "CONSOLE" not in console
     assert "<script" not in console
     assert "&lt;script&gt;alert(1)" in console
-
-
-def _browse(file: Path, folder: Path, *arguments: str) -> str:
-    """Return a headless chromium's console (lines with CONSOLE), and what was asked for."""
-    assert CHROMIUM is not None
-    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-    options = [
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--hide-scrollbars",
-        "--enable-logging=stderr",
-    ]
-    command = [
-        CHROMIUM,
-        *options,
-        f"--user-data-dir={folder / 'chromium'}",
-        *arguments,
-        file.as_uri(),
-    ]
-    result = subprocess.run(
-        command, capture_output=True, text=True, timeout=PATIENCE_S, env=environment
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout + result.stderr
 
 
 def _first_pixel(png: bytes) -> tuple[int, ...]:

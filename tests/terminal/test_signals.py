@@ -61,6 +61,21 @@ def test_a_batch_can_be_interrupted_after_the_first_was_seen() -> None:
         assert interrupted()
 
 
+def test_another_signal_asks_too_and_the_second_one_ends_with_its_own_code() -> None:
+    """`kill` lets a batch finish its lines; the handler of before is there again afterwards."""
+    before = signal.getsignal(signal.SIGTERM)
+    with (
+        Interrupts(signal.SIGTERM) as interrupts,
+        interrupts.asking(is_settled_when_seen=False) as interrupted,
+    ):
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert interrupted()
+        with pytest.raises(SystemExit) as ended:
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert ended.value.code == 143
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
 def test_one_that_was_asked_for_is_not_raised_again_outside() -> None:
     """The block around the answer hears nothing more until it listens anew."""
     with Interrupts() as interrupts:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from mlxrunner.models.resolve import DEMO_FOLDER
 from mlxrunner.profiling.record.divergence import Divergences
-from mlxrunner.templates.messages import Message
+from mlxrunner.templates.messages import PlainMessage
 from mlxrunner.tokenizer import Tokenizer, load_tokenizer
 from mlxrunner.tokenizer.prompt import tokenize_prompt
 
-CHAT: list[Message] = [
+CHAT: list[PlainMessage] = [
     {"role": "user", "content": "the quick brown fox größer 日本語 😀"},
     {"role": "assistant", "content": "jumps over"},
     {"role": "user", "content": "the lazy dog, again"},

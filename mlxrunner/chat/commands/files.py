@@ -11,7 +11,7 @@ from mlxrunner.chat.attachments import read_text
 from mlxrunner.chat.commands.table import PATH, ChatContext, Command, count_of, flagged
 from mlxrunner.errors import FileError, OptionError
 from mlxrunner.system.writing import written
-from mlxrunner.templates.messages import Message
+from mlxrunner.templates.messages import PlainMessage
 from mlxrunner.templates.thinking import without_thinking
 from mlxrunner.terminal.clipboard import copy
 from mlxrunner.terminal.text import size
@@ -58,7 +58,7 @@ def export(chat: ChatContext, argument: str) -> None:
     chat.say(f"{count_of(len(conversation.history.turns), 'turn')} written to {name}")
 
 
-def transcript(file: str, system: str | None, messages: Sequence[Message], model: str) -> str:
+def transcript(file: str, system: str | None, messages: Sequence[PlainMessage], model: str) -> str:
     """Return the text of a conversation: JSON if the name `file` ends in .json, else Markdown."""
     if file.endswith(".json"):
         content = {"model": model, "system": system, "messages": messages}

@@ -9,13 +9,23 @@ from typing import Any
 
 from mlxrunner.chat.commands.table import ChatContext, Command
 from mlxrunner.chat.rendering import POLICIES
+from mlxrunner.config.layering import DEFAULT, HERE
 from mlxrunner.errors import OptionError
-from mlxrunner.options import OVERFLOW, GenerateOptions, RunnerSettings, about, chat_options
+from mlxrunner.options import (
+    CHOOSING,
+    GREEDY,
+    OVERFLOW,
+    GenerateOptions,
+    RunnerSettings,
+    about,
+    chat_options,
+)
 
 SETTABLE = dict(chat_options())
 """The options of a request that `/set` knows, by name."""
 CONTEXT = about(RunnerSettings.__dataclass_fields__["context"])
-DEFAULT = "default"
+GREEDILY = "greedy"
+"""The word that stands for the options of GREEDY."""
 STANDARD = vars(GenerateOptions()) | {"overflow": "shift"}
 """The options of a chat that sets none."""
 
@@ -30,10 +40,13 @@ def parse_settings(text: str) -> dict[str, Any]:
     except ValueError as error:
         raise OptionError(f"{text}: {error}") from error
     for name, found, _ in pairs:
-        if not found:
+        if not found and name != GREEDILY:
             raise OptionError(f"{name}: has to be NAME=VALUE, as temperature=0.8")
-    options = {}
-    for given, _, value in pairs:
+    options: dict[str, Any] = {}
+    for given, found, value in pairs:
+        if not found:
+            options |= GREEDY
+            continue
         name = _known(given, tuple(SETTABLE))
         options[name] = SETTABLE[name].parse(name, value)
     GenerateOptions.of(**options)
@@ -44,6 +57,10 @@ def set_(chat: ChatContext, argument: str) -> None:
     name, _, value = argument.partition(" ")
     if not name:
         show_settings(chat)
+        return
+    if argument == GREEDILY:
+        chat.conversation.options |= GREEDY
+        chat.say(f"sampling: {chat.conversation.sampling}")
         return
     name, value = _known(name, (*SETTABLE, "context", "history")), value.strip()
     if not value:
@@ -72,7 +89,7 @@ def set_(chat: ChatContext, argument: str) -> None:
 
 def show_settings(chat: ChatContext) -> None:
     for name in ("context", "history", *SETTABLE):
-        chat.say(f"{name:20}{_shown(chat, name)}")
+        chat.say(f"{name:20}{_shown(chat, name):16}({_source(chat, name)})")
 
 
 def show(chat: ChatContext, argument: str) -> None:
@@ -81,13 +98,18 @@ def show(chat: ChatContext, argument: str) -> None:
         f"model     {chat.model}, context of {chat.runner.context} tokens, "
         f"history {conversation.policy}"
     )
-    changed = {
+    others = {
         name: value
-        for name, value in conversation.options.items()
-        if value not in (STANDARD.get(name), ())
+        for name, value in conversation.effective.items()
+        if name not in CHOOSING and value not in (STANDARD.get(name), ())
     }
     chat.say(
-        "sampling  " + (", ".join(f"{name} {value}" for name, value in changed.items()) or "greedy")
+        ", ".join(
+            (
+                f"sampling  {conversation.sampling}",
+                *(f"{name} {value}" for name, value in others.items()),
+            )
+        )
     )
     chat.say(f"branch    {chat.branches.current} of {', '.join(chat.branches)}")
     chat.say(f"system    {conversation.system or '(none)'}")
@@ -136,11 +158,23 @@ def _shown(chat: ChatContext, name: str) -> str:
         return str(chat.runner.context)
     if name == "history":
         return chat.conversation.policy
-    value = chat.conversation.options.get(name)
+    value = chat.conversation.effective.get(name)
     value = STANDARD[name] if value is None or value == () else value
     if name == "stop":
         return ", ".join(map(json.dumps, [value] if isinstance(value, str) else value)) or "(none)"
     return "(none)" if value is None else str(value)
+
+
+def _source(chat: ChatContext, name: str) -> str:
+    """Return where the value of a setting comes from."""
+    if name == "context":
+        return DEFAULT if chat.loading.get(name) is None else HERE
+    if name == "history":
+        return DEFAULT if chat.conversation.policy == POLICIES[0] else HERE
+    if name in chat.conversation.options:
+        return HERE
+    setting = chat.conversation.usual.get(name)
+    return DEFAULT if setting is None else setting.source
 
 
 def _known(name: str, names: tuple[str, ...]) -> str:
@@ -151,7 +185,7 @@ def _known(name: str, names: tuple[str, ...]) -> str:
 
 
 def _setting_names(chat: ChatContext) -> Iterable[str]:
-    return (*SETTABLE, "context", "history", *OVERFLOW, *POLICIES)
+    return (*SETTABLE, GREEDILY, "context", "history", *OVERFLOW, *POLICIES)
 
 
 def _model_names(chat: ChatContext) -> Iterable[str]:
@@ -174,7 +208,7 @@ COMMANDS = (
     Command(
         "/set",
         "[NAME VALUE]",
-        "sampling, seed, stop, context, history; VALUE default takes it back",
+        "sampling (also: greedy), seed, stop, context, history; VALUE default takes it back",
         set_,
         _setting_names,
     ),

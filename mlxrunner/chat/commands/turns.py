@@ -54,7 +54,7 @@ def retry(chat: ChatContext, argument: str) -> None:
     if not history.turns:
         raise OptionError("there is no answer to try again")
     options = parse_settings(argument)
-    merged: dict[str, Any] = chat.conversation.options | options
+    merged: dict[str, Any] = chat.conversation.effective | options
     if not merged.get("temperature") and not options:
         chat.say(
             "the temperature is 0, so the answer will be the same: "

@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any, Self
 
 from mlx.utils import tree_flatten
 
+from mlxrunner.arguments import check_callable, check_flag, check_path, check_text, listed
 from mlxrunner.cache.layers.factory import CacheOptions, make_layer_caches, run_lazily
 from mlxrunner.cache.layers.protocol import LayerCache, describe
 from mlxrunner.cache.tokens import TokenArray, TokenBuffer
 from mlxrunner.engine.observation import Observation
-from mlxrunner.errors import VerifyError
+from mlxrunner.errors import OptionError, VerifyError
 from mlxrunner.models.fingerprint import loaded_fingerprint
 from mlxrunner.options import Option, RunnerSettings
 from mlxrunner.profiling.curve import PrefillCurve
@@ -81,10 +82,18 @@ class Profile:
         or the share is out of range.
         """
         Option(float, low=0, high=1).check("verify_cache", verify)
+        check_text("command", command)
+        check_flag("log_text", log_text)
+        for name, file in (("events", events), ("tokens", tokens)):
+            if file is not None:
+                check_path(name, file)
+        self._sinks = list(listed("sinks", sinks, "[print]"))
+        for sink in self._sinks:
+            check_callable("sinks", sink, "(event)")
+        check_callable("chance", chance, "no arguments")
         self.process, self.number = secrets.token_hex(4), 0
         self.eligible, self.verified, self.failed = 0, 0, 0
         self._command, self._log_text, self._share, self._chance = command, log_text, verify, chance
-        self._sinks = list(sinks)
         self._events = LineWriter(events) if events is not None else None
         self._tokens = LineWriter(tokens, first=self._process_line) if tokens is not None else None
         self._layers: list[dict[str, Any]] = []
@@ -101,6 +110,10 @@ class Profile:
 
         If this profile watched another runner before, the next event says what became of its entry.
         """
+        if not hasattr(runner, "observers"):
+            raise OptionError(
+                f"runner: {runner!r:.80} is not a runner; load one with Runner.load(model)"
+            )
         before, settings = self._identity.get("model"), self._settings
         self._settings = dict(runner.settings)
         if self._entry and before is not None and isinstance(runner, Runner):

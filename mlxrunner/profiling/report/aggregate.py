@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from mlxrunner.profiling.reasons import BATCH
+from mlxrunner.profiling.reasons import BATCH, remedy
 from mlxrunner.profiling.schema import Event
 
 COUNTED = ("prompt", "matched", "cached", "ahead", "saved", "evaluated", "lost", "completion")
@@ -78,10 +78,14 @@ class LossSum:
     seconds: float = 0.0
     """The seconds to evaluate them, at each request's own prefill rate if that is known."""
 
-    def add(self, tokens: int, seconds: float) -> None:
+    avoidable: int = 0
+    """The lost tokens against whose loss something can be done."""
+
+    def add(self, tokens: int, seconds: float, avoidable: int) -> None:
         """Add the loss of a request."""
         self.requests += 1
         self.tokens += tokens
+        self.avoidable += avoidable
         self.seconds += seconds
 
 
@@ -99,6 +103,8 @@ class Bin:
     """The prompt tokens that were reused."""
     lost: int = 0
     """The prompt tokens that were lost."""
+    avoidable: int = 0
+    """The lost tokens against whose loss something can be done."""
     new: int = 0
     """The prompt tokens that were evaluated, maybe in advance, and not lost."""
     used_bytes: int = 0
@@ -111,7 +117,7 @@ class Bin:
     def merge(self, other: Bin) -> None:
         """Add the requests of another bin."""
         self.time = self.time or other.time
-        for name in ("requests", "matched", "cached", "lost", "new"):
+        for name in ("requests", "matched", "cached", "lost", "avoidable", "new"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name in ("used_bytes", "cache_bytes", "peak_bytes"):
             setattr(self, name, max(getattr(self, name), getattr(other, name)))
@@ -155,6 +161,8 @@ class Sample:
     ttft_s: float
     """The seconds to the first token."""
     outcome: str
+    is_avoidable: bool = False
+    """True if it lost tokens, and something can be done against that."""
 
 
 @dataclass(frozen=True)
@@ -304,7 +312,7 @@ class Summary:
         self.tokens["decoded"] += max(event.completion_tokens - 1, 0)
         self.seconds["decode"] += event.decode_s or 0.0
         self._sampled += 1
-        sample = Sample(event.evaluated_tokens, event.ttft_s, event.outcome)
+        sample = Sample(event.evaluated_tokens, event.ttft_s, event.outcome, _avoidable(event) > 0)
         if len(self.samples) < SAMPLES:
             self.samples.append(sample)
         elif (place := self._random.randrange(self._sampled)) < SAMPLES:
@@ -315,13 +323,13 @@ class Summary:
         if reason is None:
             return
         took = tokens / rate if rate else 0.0
-        self.reasons.setdefault(reason, LossSum()).add(tokens, took)
+        self.reasons.setdefault(reason, LossSum()).add(tokens, took, _avoidable(event))
         if not tokens:
             return
         place = place_of(event)
         if place not in self.places and len(self.places) >= MOST_PLACES:
             place = "elsewhere"
-        self.places.setdefault(place, LossSum()).add(tokens, took)
+        self.places.setdefault(place, LossSum()).add(tokens, took, _avoidable(event))
         miss = Miss(took, tokens, event.id, event.time, event.model, event.outcome, reason, place)
         push = heapq.heappush if len(self._misses) < COSTLIEST else heapq.heappushpop
         push(self._misses, (miss.order, self.requests, miss))
@@ -354,11 +362,17 @@ def _bin_of(event: Event) -> Bin:
         matched=event.matched_tokens,
         cached=event.saved_tokens,
         lost=event.lost_tokens,
+        avoidable=_avoidable(event),
         new=event.evaluated_tokens + event.ahead_tokens - event.lost_tokens,
         used_bytes=event.used_bytes,
         cache_bytes=event.cache_bytes,
         peak_bytes=event.peak_bytes,
     )
+
+
+def _avoidable(event: Event) -> int:
+    """Return the lost tokens of an event against whose loss something can be done."""
+    return event.lost_tokens if remedy(event.reason) else 0
 
 
 def _count(counter: Counter[str], name: str) -> None:

@@ -1,21 +1,34 @@
-"""Draw small plots as inline SVG.
+"""Draw small plots as inline SVG that fill the room they get.
 
-Colours are classes, so the style of the page decides them for light and dark. No library and no
-script is needed.
+Places along the x-axis are shares of the width, and places along the y-axis are pixels. So a plot
+is as wide as its panel, while its text keeps the size of the page's text. matplotlib and Vega draw
+at one width instead, and a browser scales their text with the picture: at 500 pixels, the ticks of
+a timeline of 1,300 are 4 pixels high. Colours are classes, so the style of the page decides them
+for light and dark. No library and no script is needed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
 from mlxrunner.terminal.text import visible
 
-LEFT, RIGHT, TOP, BOTTOM = 66, 20, 12, 42
+BELOW = 40
+"""The pixels below a plot, for two rows of ticks."""
+ABOVE = 24
+"""The pixels above a plot, for the name of its y-axis."""
+WIDE = 30
+"""The least ratio of the largest to the smallest value that makes a scale logarithmic."""
 LEAST = 1e-9
 """The least value that is drawn; no measurement is smaller."""
+ROUND = (1.0, 2.0, 5.0)
+"""The round numbers of a decade."""
+MOST_TICKS = 7
+SHORTEST = 0.004
+"""The least share of a cell that a part of a bar takes, so that it is seen."""
 Format = Callable[[float], str]
 
 
@@ -26,167 +39,156 @@ def safe(text: str) -> str:
 
 @dataclass(frozen=True)
 class Scale:
-    """A map from values between `low` and `high` to coordinates between `begin` and `end`.
+    """A map from values between `low` and `high` to shares between 0 and 1.
 
     A logarithmic scale shows smaller values as `low`.
     """
 
     low: float
     high: float
-    begin: float
-    end: float
     is_log: bool = False
 
     @classmethod
-    def around(
-        cls, values: Iterable[float], begin: float, end: float, *, is_log: bool = False
-    ) -> Scale:
-        """Make a scale that holds `values` and ends at round numbers."""
+    def around(cls, values: Iterable[float], *, from_zero: bool = False) -> Scale:
+        """Make the scale on which `values` fill most of the room; it ends at round numbers.
+
+        The scale is logarithmic if the values are far apart, unless it has to begin at zero.
+        """
         known = [max(value, LEAST) for value in values if value > 0] or [1.0]
-        if is_log:
-            low, high = (
-                10.0 ** math.floor(math.log10(min(known))),
-                10.0 ** math.ceil(math.log10(max(known))),
-            )
-            return cls(low, high if high > low else low * 10, begin, end, True)
-        step = _step(max(known))
-        return cls(0.0, math.ceil(max(known) / step) * step, begin, end)
+        low, high = min(known), max(known)
+        if high > WIDE * low and not from_zero:
+            return cls(_round_below(low), _round_above(high), True)
+        step = round_step(high, 5)
+        return cls(0.0, math.ceil(round(high / step, 9)) * step)
 
     def __call__(self, value: float) -> float:
-        """Return the coordinate of a value."""
-        share = (
-            math.log(max(value, self.low) / self.low) / math.log(self.high / self.low)
-            if self.is_log
-            else (value - self.low) / (self.high - self.low)
-        )
-        return round(self.begin + share * (self.end - self.begin), 1)
+        """Return the share of the axis at which a value lies."""
+        if self.is_log:
+            return math.log(max(value, self.low) / self.low) / math.log(self.high / self.low)
+        return (value - self.low) / (self.high - self.low)
 
     @property
     def ticks(self) -> list[float]:
         """The round values that an axis shows."""
         if not self.is_log:
-            step = _step(self.high)
+            step = round_step(self.high, 5)
             return [step * i for i in range(round(self.high / step) + 1)]
-        powers = range(round(math.log10(self.low)), round(math.log10(self.high)) + 1)
-        return [10.0**power for power in powers][:: -(-len(powers) // 7)]
+        powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
+        for digits in (ROUND, (1.0, 3.0), (1.0,)):
+            ticks = [
+                digit * 10.0**power
+                for power in powers
+                for digit in digits
+                if 0.999 * self.low <= digit * 10.0**power <= 1.001 * self.high
+            ]
+            if len(ticks) <= MOST_TICKS:
+                return ticks
+        return ticks[:: -(-len(ticks) // MOST_TICKS)]
 
 
 class Plot:
-    """Shapes on a picture of `width` x `height`, which the page scales to its room."""
+    """Shapes above a row of ticks. Places on the x-axis are shares of the width, from 0 to 1."""
 
-    def __init__(self, width: int = 640, height: int = 270) -> None:
-        self.width, self.height = width, height
-        self.right, self.bottom = width - RIGHT, height - BOTTOM
+    def __init__(self, height: int = 220, widest: int | None = None) -> None:
+        """Make a plot of `height` pixels, and of at most `widest`; None for all the room."""
+        self.height, self._widest = height, widest
         self._shapes: list[str] = []
 
     def render(self, title: str, description: str) -> str:
         """Return the image, with a name and a description for those who don't see it."""
         name, what = safe(title), safe(description)
+        limit = f' style="max-width:{self._widest}px"' if self._widest else ""
         return (
-            f'<svg viewBox="0 0 {self.width} {self.height}" role="img" aria-label="{name}. {what}">'
-            f"<title>{name}</title><desc>{what}</desc>\n" + "\n".join(self._shapes) + "\n</svg>"
+            f'<div class="plot"><svg height="{self.height}"{limit} role="img" '
+            f'aria-label="{name}. {what}"><title>{name}</title><desc>{what}</desc>\n'
+            + "\n".join(self._shapes)
+            + "\n</svg></div>"
         )
 
-    def y_axis(
-        self, values: Iterable[float], name: str, text: Format, *, is_log: bool = False
-    ) -> Scale:
-        """Draw lines across, with their values at the left, and return the scale."""
-        scale = Scale.around(values, self.bottom, TOP, is_log=is_log)
+    def y_axis(self, scale: Scale, name: str, text: Format) -> Callable[[float], float]:
+        """Draw lines across, with their values at the left, and return a map to pixels."""
+
+        def place(value: float) -> float:
+            return round((1 - scale(value)) * self.height, 1)
+
         for value in scale.ticks:
-            y = scale(value)
-            self._add(f'<line class="grid" x1="{LEFT}" x2="{self.right}" y1="{y}" y2="{y}"/>')
-            self._text("tick", LEFT - 6, y + 4, text(value), "end")
-        middle = (TOP + self.bottom) / 2
-        turned = f'transform="translate(12 {middle}) rotate(-90)" text-anchor="middle"'
-        self._add(f'<text class="name" {turned}>{safe(name)}</text>')
+            y = place(value)
+            self._add(f'<line class="grid" x1="0" x2="100%" y1="{y}" y2="{y}"/>')
+            self._add(f'<text class="end" x="-8" y="{y + 4}">{safe(text(value))}</text>')
+        self._add(f'<text x="-56" y="-12">{safe(name)}</text>')
+        return place
+
+    def x_axis(self, scale: Scale, name: str, text: Format) -> Callable[[float], float]:
+        """Draw lines down, with their values below, and return the scale itself."""
+        for value in scale.ticks:
+            x = _percent(scale(value))
+            self._add(f'<line class="grid" x1="{x}" x2="{x}" y1="0" y2="{self.height}"/>')
+            self.below(scale(value), text(value))
+        self.below(0.5, name, row=1)
         return scale
 
-    def x_axis(
-        self, values: Iterable[float], name: str, text: Format, *, is_log: bool = False
-    ) -> Scale:
-        """Draw lines down, with their values below, and return the scale."""
-        scale = Scale.around(values, LEFT, self.right, is_log=is_log)
-        for value in scale.ticks:
-            x = scale(value)
-            self._add(f'<line class="grid" x1="{x}" x2="{x}" y1="{TOP}" y2="{self.bottom}"/>')
-            self._text("tick", x, self.bottom + 15, text(value), "middle")
-        self._name_x(name)
-        return scale
+    def below(self, x: float, text: str, *, row: int = 0, is_extra: bool = False) -> None:
+        """Write a text below the plot. An extra one is left out where the plot is narrow."""
+        anchor = "middle" if not row or 0.05 < x < 0.93 else "start" if x < 0.5 else "end"
+        extra = " extra" if is_extra else ""
+        place = f'x="{_percent(x)}" y="{self.height + 16 + 17 * row}"'
+        self._add(f'<text class="{anchor}{extra}" {place}>{safe(text)}</text>')
 
-    def x_steps(self, labels: Sequence[str], name: str, most: int = 6) -> Callable[[int], float]:
-        """Draw at most `most` of the labels below steps of equal width.
-
-        Return a function from the number of a step to where it begins.
-        """
-        step = (self.right - LEFT) / max(len(labels), 1)
-        for index in range(0, len(labels), max(1, -(-len(labels) // most))):
-            x = LEFT + (index + 0.5) * step
-            anchor = "start" if x < LEFT + 40 else "end" if x > self.right - 40 else "middle"
-            self._text(
-                "tick", LEFT if anchor == "start" else x, self.bottom + 15, labels[index], anchor
-            )
-        self._name_x(name)
-        return lambda index: LEFT + index * step
-
-    def bar(
-        self, kind: str, x: float, y: float, width: float, height: float, hint: str = ""
-    ) -> None:
+    def bar(self, kind: str, x: float, y: float, width: float, height: float, hint: str) -> None:
         """Draw a rectangle, with a `hint` for the pointer."""
-        title = f"<title>{safe(hint)}</title>" if hint else ""
-        place = f'x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.5):.1f}" height="{height:.1f}"'
-        self._add(f'<rect class="{kind}" {place}>{title}</rect>')
+        place = f'x="{_percent(x)}" y="{y:.1f}" width="{_percent(width)}" height="{height:.1f}"'
+        self._add(f'<rect class="{kind}" {place}><title>{safe(hint)}</title></rect>')
 
     def line(self, kind: str, points: Sequence[tuple[float, float]]) -> None:
-        """Draw a line through points. A single point is drawn as a short dash."""
+        """Draw a line through points. A single point is drawn across the whole plot."""
         if len(points) == 1:
-            ((x, y),) = points
-            points = [(x - 4, y), (x + 4, y)]
-        drawn = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        self._add(f'<polyline class="line {kind}" points="{drawn}"/>')
+            points = [(0, points[0][1]), (1, points[0][1])]
+        drawn = " ".join(f"{1000 * x:.1f},{y:.1f}" for x, y in points)
+        self._add(
+            f'<svg viewBox="0 0 1000 {self.height}" preserveAspectRatio="none" width="100%" '
+            f'height="{self.height}"><polyline class="line {kind}" points="{drawn}"/></svg>'
+        )
 
-    def mark(self, kind: str, x: float, y: float) -> None:
-        """Draw a request: a circle for a hit, a triangle for a partial hit, a square for a miss.
-
-        The shapes can be told apart without colours.
-        """
-        if kind == "hit":
-            self._add(f'<circle class="mark hit" cx="{x}" cy="{y}" r="3.4"/>')
+    def mark(self, kind: str, shape: str, x: float, y: float) -> None:
+        """Draw a mark of a kind: a circle, a triangle or a square, which differ without colours."""
+        at = _percent(x)
+        if shape == "circle":
+            self._add(f'<circle class="mark {kind}" cx="{at}" cy="{y}" r="3.5"/>')
         else:
-            shape = (
-                f"M{x - 3.2:.1f} {y - 3.2:.1f}h6.4v6.4h-6.4z"
-                if kind == "miss"
-                else f"M{x} {y - 4:.1f}l4 7h-8z"
-            )
-            self._add(f'<path class="mark {kind}" d="{shape}"/>')
-
-    def bars_across(
-        self, kind: str, rows: Sequence[tuple[str, float, str]], left: float, right: float
-    ) -> None:
-        """Draw a bar for each (name, value, value in words).
-
-        The bars begin at `left`, and the longest ends at `right`. Names stand before the bars and
-        words after them.
-        """
-        scale = Scale(0, max(value for _, value, _ in rows), left, right)
-        step = self.height / len(rows)
-        for index, (name, value, words) in enumerate(rows):
-            y = (index + 0.5) * step
-            self._text("label", left - 8, y + 4, name, "end")
-            self.bar(kind, left, y - step * 0.31, scale(value) - left, step * 0.62)
-            self._text("tick", scale(value) + 8, y + 4, words, "start")
-
-    def _text(self, kind: str, x: float, y: float, text: str, anchor: str) -> None:
-        place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"'
-        self._add(f'<text class="{kind}" {place}>{safe(text)}</text>')
-
-    def _name_x(self, name: str) -> None:
-        self._text("name", (LEFT + self.right) / 2, self.height - 6, name, "middle")
+            path = "M-3.2-3.2h6.4v6.4h-6.4z" if shape == "square" else "M0-4.5l4.2 7.5h-8.4z"
+            self._add(f'<svg x="{at}" y="{y}"><path class="mark {kind}" d="{path}"/></svg>')
 
     def _add(self, shape: str) -> None:
         self._shapes.append(shape)
 
 
-def _step(high: float) -> float:
-    """Return a round step that gives 3 to 6 ticks."""
+def bar(shares: Mapping[str, float]) -> str:
+    """Return a bar for a cell of a table, with a part for each kind; 1 is the whole cell."""
+    parts, begin = "", 0.0
+    for kind, share in shares.items():
+        if share:
+            length = max(share, SHORTEST)
+            place = f'x="{_percent(begin)}" width="{_percent(length)}" height="10"'
+            parts, begin = f'{parts}<rect class="{kind}" {place}/>', begin + length
+    return f'<svg class="bar" height="10" aria-hidden="true">{parts}</svg>'
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2f}".rstrip("0").rstrip(".") + "%"
+
+
+def round_step(high: float, most: int) -> float:
+    """Return the least round step with which at most `most` steps reach `high`."""
     power = 10.0 ** math.floor(math.log10(high))
-    return next(power * factor for factor in (0.2, 0.5, 1, 2, 5) if high / (power * factor) <= 6)
+    factors = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+    return next(power * factor for factor in factors if high / (power * factor) <= most)
+
+
+def _round_below(value: float) -> float:
+    power = 10.0 ** math.floor(math.log10(value))
+    return max(digit * power for digit in ROUND if digit * power <= value * 1.001)
+
+
+def _round_above(value: float) -> float:
+    power = 10.0 ** math.floor(math.log10(value))
+    return min(d * power for d in (*ROUND, 10.0) if d * power >= value * 0.999)

@@ -1,0 +1,226 @@
+"""OpenAI's Responses API in the lines of a batch: its requests as ours, our answers as its own.
+
+Conversations are in the line itself. What needs a server that keeps them (`previous_response_id`,
+`conversation`, stored prompts) is refused by name, as are its own tools and images.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mlxrunner.errors import OptionError, PromptError
+from mlxrunner.options import GenerateOptions
+
+LOGPROBS = "message.output_text.logprobs"
+"""The member of `include` that asks for log-probabilities."""
+INCLUDED = (LOGPROBS, "reasoning.encrypted_content")
+"""The members of `include` that are accepted. The second one has nothing to include here."""
+RESPONSE_FIELDS = frozenset(("input", "instructions", "text", "reasoning", "include"))
+"""The fields of a request that a chat does not have."""
+_TEXTS = ("input_text", "output_text", "text")
+"""The types of parts that are texts."""
+
+
+def read_response(body: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return the messages of a request and its other fields, as a chat has them.
+
+    Raise PromptError for an item of the input, and OptionError for a field, that is not supported.
+    """
+    fields = dict(body)
+    messages = _messages(fields.pop("input", None))
+    instructions = fields.pop("instructions", None)
+    if instructions is not None:
+        if not isinstance(instructions, str):
+            raise PromptError("instructions has to be a text")
+        messages.insert(0, {"role": "system", "content": instructions})
+    _translate_text(fields)
+    _translate_reasoning(fields)
+    _translate_include(fields)
+    if isinstance(fields.get("tools"), list):
+        fields["tools"] = [_tool(number, tool) for number, tool in enumerate(fields["tools"])]
+    return messages, fields
+
+
+def _messages(given: Any) -> list[dict[str, Any]]:
+    """Return the input as messages: a text, or a list of items."""
+    if isinstance(given, str) and given:
+        return [{"role": "user", "content": given}]
+    if not isinstance(given, list) or not given:
+        raise PromptError("input has to be a text or a list of at least one item")
+    messages: list[dict[str, Any]] = []
+    names: dict[str, str] = {}
+    for number, item in enumerate(given):
+        _add(messages, names, number, item)
+    return messages
+
+
+def _add(messages: list[dict[str, Any]], names: dict[str, str], number: int, item: Any) -> None:
+    """Add item `number` of the input. `names` has the functions of the calls so far."""
+    match item:
+        case {"type": "function_call", "call_id": str(call), "name": str(name), **rest}:
+            names[call] = name
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": ""})
+            function = {"name": name, "arguments": rest.get("arguments", "{}")}
+            messages[-1].setdefault("tool_calls", []).append(
+                {"type": "function", "id": call, "function": function}
+            )
+        case {"type": "function_call_output", "call_id": str(call), "output": output}:
+            if call not in names:
+                raise PromptError(
+                    f"input {number}: there is no function_call with the call_id {call!r:.80} "
+                    "before it"
+                )
+            content = _content(number, output)
+            messages.append(
+                {"role": "tool", "tool_call_id": call, "name": names[call], "content": content}
+            )
+        case {"type": "reasoning"}:
+            pass  # chat templates leave the thinking of earlier turns out
+        case {"role": role, "content": content, **rest} if rest.get("type") in (None, "message"):
+            messages.append({"role": role, "content": _content(number, content)})
+        case _:
+            raise PromptError(
+                f"input {number}: {item!r:.80} is not supported; an item is a message with role "
+                "and content, a function_call or a function_call_output"
+            )
+
+
+def _content(number: int, content: Any) -> str:
+    """Return the text of an item. Raise PromptError if it is anything but text."""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for part in content if isinstance(content, list) else [content]:
+        match part:
+            case {"type": kind, "text": str(text)} if kind in _TEXTS:
+                texts.append(text)
+            case _:
+                shown = part.get("type", part) if isinstance(part, dict) else part
+                raise PromptError(
+                    f"input {number}: content of type {shown!r:.80} is not supported, only text"
+                )
+    return "".join(texts)
+
+
+def _translate_text(fields: dict[str, Any]) -> None:
+    """Replace `text` by the `response_format` and the `verbosity` that are in it."""
+    text = fields.pop("text", None)
+    if text is None:
+        return
+    if not isinstance(text, dict) or not text.keys() <= {"format", "verbosity"}:
+        raise OptionError(f"text: {text!r:.80} is not supported, only format in it")
+    if text.get("verbosity") is not None:
+        fields["verbosity"] = text["verbosity"]
+    match text.get("format"):
+        case None:
+            return
+        case {"type": "json_schema", "schema": dict(schema)}:
+            form: Any = {"type": "json_schema", "json_schema": {"schema": schema}}
+        case {"type": "json_schema"}:
+            raise OptionError("text.format: json_schema has no schema, which has to be an object")
+        case other:
+            form = other
+    fields["response_format"] = form
+
+
+def _translate_reasoning(fields: dict[str, Any]) -> None:
+    """Replace `reasoning` by the `reasoning_effort` in it."""
+    reasoning = fields.pop("reasoning", None)
+    if reasoning is None:
+        return
+    if not isinstance(reasoning, dict):
+        raise OptionError(f"reasoning: {reasoning!r:.80} is not an object")
+    for name, value in reasoning.items():
+        if name == "effort":
+            if value is not None:
+                fields["reasoning_effort"] = value
+        elif value not in (None, "auto"):
+            raise OptionError(f"reasoning: {name} {value!r:.80} is not supported, only effort")
+
+
+def _translate_include(fields: dict[str, Any]) -> None:
+    """Replace `include` by `logprobs` if it asks for them."""
+    included = fields.pop("include", None) or []
+    if not isinstance(included, list):
+        raise OptionError(f"include: {included!r:.80} is not a list")
+    wrong = next((one for one in included if one not in INCLUDED), None)
+    if wrong is not None:
+        raise OptionError(f"include: {wrong!r:.80} is not supported, only {LOGPROBS!r}")
+    if LOGPROBS in included:
+        fields["logprobs"] = True
+    else:
+        fields.pop("top_logprobs", None)  # as the API does
+
+
+def _tool(number: int, tool: Any) -> dict[str, Any]:
+    """Return a tool as a chat has it, where the function is an object of its own."""
+    match tool:
+        case {"type": "function", "name": str(), **_rest}:
+            function = {name: value for name, value in tool.items() if name != "type"}
+            return {"type": "function", "function": function}
+    raise OptionError(
+        f'tools: number {number} has to be {{"type": "function", "name": text, ...}}, not '
+        f"{tool!r:.80}"
+    )
+
+
+def response_body(
+    index: int,
+    options: Mapping[str, Any],
+    text: str,
+    *,
+    is_cut: bool,
+    logprobs: Sequence[Any] | None,
+    created: int,
+    model: str,
+) -> dict[str, Any]:
+    """Return OpenAI's Response object for the answer of line `index`, but for its usage.
+
+    `options` are those of the line. `is_cut` says that a limit ended the answer, and `logprobs` are
+    those of a chat.
+    """
+    variables = GenerateOptions.of(**options).variables
+    content = {"type": "output_text", "text": text, "annotations": []}
+    if logprobs is not None:
+        content["logprobs"] = list(logprobs)
+    status = "incomplete" if is_cut else "completed"
+    return {
+        "id": f"resp_{index}",
+        "object": "response",
+        "created_at": created,
+        "status": status,
+        "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+        "model": model,
+        "output": [
+            {
+                "id": f"msg_{index}",
+                "type": "message",
+                "role": "assistant",
+                "status": status,
+                "content": [content],
+            }
+        ],
+        "max_output_tokens": options.get("max_tokens"),
+        "temperature": options.get("temperature"),
+        "top_p": options.get("top_p"),
+        "reasoning": {"effort": variables.get("reasoning_effort"), "summary": None},
+        "tools": [{"type": "function", **tool["function"]} for tool in variables.get("tools", ())],
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "previous_response_id": None,
+        "truncation": "disabled",
+    }
+
+
+def response_usage(prompt: int, cached: int, answer: int) -> dict[str, Any]:
+    """Return the usage of a Response object. Thinking is part of the text, and counted there."""
+    return {
+        "input_tokens": prompt,
+        "input_tokens_details": {"cached_tokens": cached},
+        "output_tokens": answer,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": prompt + answer,
+    }

@@ -1,0 +1,196 @@
+"""Translate the fields that OpenAI's and vLLM's APIs have into ours.
+
+A field that means the same gets our name, one that asks for nothing is left out, and any other is
+refused by name. Lines of this project and the bodies of OpenAI's batch files go through it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from mlxrunner.errors import OptionError
+from mlxrunner.names import SAME, did_you_mean, nearest
+from mlxrunner.options import RunnerSettings, names
+
+WHOLE = frozenset((*names(RunnerSettings), "parallel", "timeout", "retries", "resume"))
+"""The names of options that are for the whole batch."""
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+"""The values of `reasoning_effort`."""
+ELSEWHERE = frozenset((
+    "model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+    "prompt_cache_retention", "stream_options", "priority", "request_id", "cache_salt",
+))  # fmt: skip  # one name a line would be twelve lines
+"""Fields of a body that are ignored.
+
+They have no meaning here: there is one model, nobody is billed, and each answer is written whole.
+"""
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "stream": (False,),
+    "background": (False,),
+    "echo": (False,),
+    "suffix": ("",),
+    "functions": ([],),
+    "tool_choice": ("none", "auto"),
+    "function_call": ("none", "auto"),
+    "parallel_tool_calls": (True,),
+    "logit_bias": ({},),
+    "modalities": (["text"],),
+    "verbosity": ("medium",),
+    "truncation": ("disabled",),
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (False,),
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "continue_final_message": (False,),
+    "ignore_eos": (False,),
+    "include_reasoning": (True,),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "min_tokens": (0,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "use_beam_search": (False,),
+}
+"""Fields that are not supported, with the values that are accepted and change nothing."""
+
+
+def translate(
+    given: Mapping[str, Any], defaults: Mapping[str, Any], *, counts_logprobs: bool
+) -> dict[str, Any]:
+    """Return the fields of a line under our names. `response_format` stays for `checked_options`.
+
+    `defaults` are the options of the batch. `counts_logprobs` says that `logprobs` may be a number,
+    as everywhere but in OpenAI's chats. Raise OptionError for a value that is not supported. Fields
+    that are not known stay as they are.
+    """
+    fields = _renamed(given)
+    _translate_logprobs(fields, counts_logprobs)
+    _translate_form(fields)
+    _translate_variables(fields, defaults)
+    _translate_tools(fields, defaults)
+    for name, accepted in NEUTRAL.items():
+        if name in fields and not _is_among(fields.pop(name), accepted):
+            shown = f"{given.get(name)!r:.80}"
+            raise OptionError(f"{name}: {shown} is not supported, only {json.dumps(accepted[0])}")
+    return fields
+
+
+def unknown(name: str, known: frozenset[str]) -> OptionError:
+    """Return the error for a field that is not known, with the nearest name that is."""
+    likely = did_you_mean(name, known)
+    whole = nearest(name, WHOLE)
+    if not likely and whole is not None:
+        flag = whole.replace("_", "-")
+        return OptionError(f"{name!r:.80} is not for one line: --{flag} is for the whole batch")
+    return OptionError(f"unknown field {name!r:.80}: {likely}known are {', '.join(sorted(known))}")
+
+
+def _is_among(value: Any, accepted: tuple[Any, ...]) -> bool:
+    """Return True if `value` is accepted: 1 is not True, and 1.0 is 1."""
+    return any(
+        value == one and isinstance(value, bool) == isinstance(one, bool) for one in accepted
+    )
+
+
+def _renamed(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields with our names for those that mean the same."""
+    fields: dict[str, Any] = {}
+    for name, value in given.items():
+        ours = SAME.get(name, name)
+        if ours in fields or (ours != name and ours in given):
+            first = ours if ours in given else next(n for n in given if SAME.get(n) == ours)
+            raise OptionError(f"{first} and {name} say the same thing: give one of them")
+        fields[ours] = value
+    return fields
+
+
+def _translate_logprobs(fields: dict[str, Any], counts: bool) -> None:
+    """Replace the `logprobs: true, top_logprobs: k` of a chat by `logprobs: k`."""
+    wanted = fields.get("logprobs", False)
+    if counts and not isinstance(wanted, bool) and "top_logprobs" not in fields:
+        return
+    wanted, top = fields.pop("logprobs", False), fields.pop("top_logprobs", None)
+    if not isinstance(wanted, bool):
+        raise OptionError(f"logprobs: {wanted!r:.80} is neither true nor false")
+    if top and not wanted:
+        raise OptionError("top_logprobs needs logprobs to be true")
+    if wanted:
+        fields["logprobs"] = 0 if top is None else top
+
+
+def _translate_form(fields: dict[str, Any]) -> None:
+    """Replace vLLM's `structured_outputs` by `schema` or `choices`."""
+    asked = fields.pop("structured_outputs", None)
+    if asked is None:
+        return
+    if not isinstance(asked, dict):
+        raise OptionError(f"structured_outputs: {asked!r:.80} is not an object")
+    match {name: value for name, value in asked.items() if value is not None}:
+        case {"json": schema, **rest} if not rest:
+            found = {"schema": schema}
+        case {"choice": choices, **rest} if not rest:
+            found = {"choices": choices}
+        case {"json_object": True, **rest} if not rest:
+            found = {"response_format": {"type": "json_object"}}
+        case other:
+            raise OptionError(
+                f"structured_outputs: {other!r:.80} is not supported, only json, json_object or "
+                "choice"
+            )
+    for name in ("schema", "choices", "response_format"):
+        if name in fields:
+            raise OptionError(f"{name} and structured_outputs say the same thing: give one of them")
+    fields |= found
+
+
+def _translate_variables(fields: dict[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Make variables of the chat template of `reasoning_effort` and `documents`.
+
+    The effort "none" also sets `enable_thinking` to false, unless the line says otherwise.
+    """
+    own: dict[str, Any] = {
+        name: fields.pop(name) for name in ("reasoning_effort", "documents") if name in fields
+    }
+    if not own:
+        return
+    effort = own.get("reasoning_effort")
+    if effort is not None and effort not in EFFORTS:
+        known = ", ".join(EFFORTS)
+        raise OptionError(f"reasoning_effort: {effort!r:.80} is not known: it is one of {known}")
+    template = fields.get("template", defaults.get("template"))
+    if isinstance(template, str):
+        template = json.loads(template)
+    if not isinstance(template, dict | None):
+        return  # the check of the option refuses it
+    for name in own:
+        if "template" in fields and name in (template or {}):
+            raise OptionError(f"{name} is in template, too: give it once")
+    if effort == "none":
+        own = {"enable_thinking": False, **(template or {}), **own}
+    fields["template"] = {**(template or {}), **own}
+
+
+def _translate_tools(fields: dict[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Leave the tools out where the model must not use any, because `tool_choice` is "none"."""
+    if fields.get("tool_choice") == "none":
+        fields["tools"] = []
+    if fields.get("tools") == [] and not defaults.get("tools"):
+        del fields["tools"]
+    if not fields.get("tools"):
+        fields.pop("parallel_tool_calls", None)
+
+
+def check_functions(tools: Any) -> None:
+    """Raise OptionError if one of the tools of a chat is not a function."""
+    for number, tool in enumerate(tools if isinstance(tools, list) else ()):
+        match tool:
+            case {"type": "function", "function": {"name": str()}}:
+                continue
+        raise OptionError(
+            f'tools: number {number} has to be {{"type": "function", "function": '
+            f'{{"name": text, ...}}}}, not {tool!r:.80}'
+        )

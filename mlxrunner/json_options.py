@@ -1,0 +1,103 @@
+"""Check the options whose values are JSON: schemas, variables of the chat template, and tools.
+
+Each is given as text or as an object, and kept as text. Each check raises OptionError, which shows
+the value. Knows nothing about what a schema or a template means.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from mlxrunner.errors import OptionError
+
+RESERVED = tuple(
+    "messages tools add_generation_prompt chat_template tokenize return_dict self".split()
+)
+"""Names that a variable of the chat template cannot have."""
+MAX_SCHEMA = 2**17
+"""Most characters of a JSON schema. Compiling a longer one takes too long."""
+VARIABLES = 'a JSON object of variables, such as {"enable_thinking": false}'
+TOOLS = 'a list of JSON objects, such as [{"type": "function", "function": {"name": "f"}}]'
+SCHEMA = 'a JSON object, such as {"type": "object"}'
+
+
+def json_text(name: str, value: Any, *kinds: type) -> Any:
+    """Return a value of the types `kinds` as JSON text, and any other value as it is.
+
+    The check of the option refuses other types. Raise OptionError if JSON cannot hold the value.
+    """
+    if not isinstance(value, kinds):
+        return value
+    try:
+        return json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise OptionError(
+            f"{name}: it can't be written as JSON: {error}, in {value!r:.80}"
+        ) from error
+
+
+def parsed_json(text: str) -> Any:
+    """Return the value of a JSON text. Raise ValueError, also for NaN and numbers beyond floats."""
+    try:
+        value = json.loads(text)
+        json.dumps(value, allow_nan=False)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    return value
+
+
+def check_template(template: str | None) -> None:
+    """Refuse anything but an object of variables that a chat template can have."""
+    if template is None:
+        return
+    variables = _parsed("template", template, VARIABLES)
+    if not isinstance(variables, dict):
+        raise OptionError(f"template: it has to be {VARIABLES}, not {template.strip()[:40]}")
+    for name in variables:
+        if name in RESERVED:
+            raise OptionError(
+                f"template: {name!r} is not free for a variable; reserved are "
+                f"{', '.join(sorted(RESERVED))}"
+            )
+        if not name.isidentifier():
+            raise OptionError(
+                f"template: {name!r:.60} is not a name; it has to be letters, digits and _"
+            )
+
+
+def check_tools(tools: str | None) -> None:
+    """Refuse anything but a list of objects."""
+    if tools is None:
+        return
+    tools_given = _parsed("tools", tools, TOOLS)
+    if not isinstance(tools_given, list):
+        raise OptionError(f"tools: it has to be {TOOLS}, not {tools.strip()[:40]}")
+    for number, tool in enumerate(tools_given):
+        if not isinstance(tool, dict) or not tool:
+            raise OptionError(
+                f"tools: number {number} has to be a JSON object, not {tool!r:.60}; give {TOOLS}"
+            )
+
+
+def check_schema(schema: str | None) -> None:
+    """Refuse anything but an object that is short enough to be compiled."""
+    if schema is None:
+        return
+    if isinstance(schema, str) and len(schema) > MAX_SCHEMA:
+        raise OptionError(
+            f"schema: {len(schema)} characters are too many, it may have at most {MAX_SCHEMA}"
+        )
+    if not isinstance(_parsed("schema", schema, SCHEMA), dict):
+        raise OptionError(f"schema: it has to be {SCHEMA}, not {schema.strip()[:40]}")
+
+
+def _parsed(name: str, text: Any, kind: str) -> Any:
+    if not isinstance(text, str):
+        raise OptionError(f"{name}: it has to be {kind}, or its text, not {text!r:.80}")
+    try:
+        return parsed_json(text)
+    except ValueError as error:
+        raise OptionError(
+            f"{name}: not valid JSON: {error}, in {text[:60]!r}; it has to be {kind}"
+        ) from error

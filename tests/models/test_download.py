@@ -1,0 +1,258 @@
+"""A model comes from the hub: with progress, only if the disk has room, and it goes on if cut."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from support.models import write_model
+from support.waiting import PATIENCE_S, until
+
+from mlxrunner import cli
+from mlxrunner.errors import ModelError
+from mlxrunner.models import download
+from mlxrunner.models.catalog import cached_models
+from mlxrunner.models.resolve import pull, resolve
+
+SECRET = "code of the model"
+
+
+@pytest.fixture
+def hub_of_a_model(hub: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The hub has a tiny Llama, and files of other formats. A file comes in small pieces."""
+    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 1000)
+    write_model(tmp_path / "source")
+    hub.files = {file.name: file.read_bytes() for file in (tmp_path / "source").iterdir()} | {
+        "README.md": b"x",
+        "pytorch_model.bin": b"x",
+        "chat_template.jinja": b"{{ messages }}",
+        "modeling.py": SECRET.encode(),
+    }
+    return hub
+
+
+def run(*arguments: str, stdin: str = "") -> Result:
+    return CliRunner().invoke(cli.main, ["models", *arguments], input=stdin)
+
+
+def weights(hub: Any) -> bytes:
+    return bytes(hub.files["model.safetensors"])
+
+
+def partial_file(hub_cache: Path) -> Path:
+    (found,) = hub_cache.glob(f"models--org--name/blobs/*{download.PARTIAL}")
+    return found
+
+
+def test_pull_fetches_what_a_model_needs(hub_of_a_model: Any, hub_cache: Path) -> None:
+    """Weights, settings, tokenizer and template; no code, no other weights, no README."""
+    result = run("pull", "org/name")
+    assert result.exit_code == 0, result.stderr
+    (found,) = cached_models()
+    assert result.stdout == (f"org/name: {download.size(found.nbytes)} in {found.folder}\n")
+    names = {file.name for file in found.folder.iterdir()}
+    assert {"config.json", "model.safetensors", "chat_template.jinja"} <= names
+    assert not {"README.md", "pytorch_model.bin", "modeling.py"} & names
+    assert resolve("org/name") == found.folder
+    assert "model.safetensors: " in result.stderr
+    assert not list(hub_cache.rglob(f"*{download.PARTIAL}"))
+
+
+def test_code_comes_only_for_who_trusts_it(hub_of_a_model: Any) -> None:
+    """With --trust-remote-code, also where the model is in the cache without it."""
+    folder = pull("org/name")
+    assert not (folder / "modeling.py").exists()
+    assert resolve("org/name", with_code=True) == folder
+    assert (folder / "modeling.py").read_text() == SECRET
+
+
+def test_a_second_pull_fetches_nothing(hub_of_a_model: Any) -> None:
+    """It asks the hub for a newer revision, and there is none."""
+    pull("org/name")
+    hub_of_a_model.seen.clear()
+    assert run("pull", "org/name").exit_code == 0
+    assert hub_of_a_model.downloaded() == set()
+    assert hub_of_a_model.seen
+
+
+def test_a_connection_that_is_cut_goes_on(hub_of_a_model: Any) -> None:
+    """In the same run, from the byte where it was cut."""
+    cut = 200_000
+    hub_of_a_model.cuts = [cut]
+    folder = pull("org/name")
+    assert (folder / "model.safetensors").read_bytes() == weights(hub_of_a_model)
+    assert hub_of_a_model.ranges == [f"bytes={cut}-"]
+
+
+def cut_off(hub: Any, hub_cache: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Pull while every connection is cut, until it is given up. Return the bytes that came."""
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # between two tries
+    hub.cuts = [1000, *([0] * 20)]
+    with pytest.raises(ModelError, match=r"the download failed: .*; .* are on the disk: try again"):
+        pull("org/name")
+    hub.cuts = []
+    return partial_file(hub_cache).stat().st_size
+
+
+def test_a_later_run_goes_on_where_one_was_cut_off(
+    hub_of_a_model: Any, hub_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """huggingface_hub alone would begin the file again."""
+    came = cut_off(hub_of_a_model, hub_cache, monkeypatch)
+    assert came == 1000
+    hub_of_a_model.ranges.clear()
+    folder = pull("org/name")
+    assert hub_of_a_model.ranges == ["bytes=1000-"]
+    assert (folder / "model.safetensors").read_bytes() == weights(hub_of_a_model)
+    assert not list(hub_cache.rglob(f"*{download.PARTIAL}"))
+
+
+def test_a_hub_without_ranges_begins_the_file_again(
+    hub_of_a_model: Any, hub_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is right."""
+    cut_off(hub_of_a_model, hub_cache, monkeypatch)
+    hub_of_a_model.has_ranges = False
+    folder = pull("org/name")
+    assert (folder / "model.safetensors").read_bytes() == weights(hub_of_a_model)
+
+
+def test_a_part_that_was_changed_is_found_out(
+    hub_of_a_model: Any, hub_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two parts that do not fit together are never the model; the next run begins again."""
+    cut_off(hub_of_a_model, hub_cache, monkeypatch)
+    partial_file(hub_cache).write_bytes(b"?" * 1000)
+    with pytest.raises(ModelError, match=r"model.safetensors came damaged: its SHA-256"):
+        pull("org/name")
+    assert cached_models() == []
+    folder = pull("org/name")
+    assert (folder / "model.safetensors").read_bytes() == weights(hub_of_a_model)
+
+
+def test_a_part_that_is_too_long_is_begun_again(
+    hub_of_a_model: Any, hub_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody wrote to it."""
+    cut_off(hub_of_a_model, hub_cache, monkeypatch)
+    partial_file(hub_cache).write_bytes(b"?" * (len(weights(hub_of_a_model)) + 1))
+    folder = pull("org/name")
+    assert (folder / "model.safetensors").read_bytes() == weights(hub_of_a_model)
+
+
+def test_a_disk_that_is_too_small_is_refused_before(
+    hub_of_a_model: Any, hub_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With both sizes, and without a byte of the model."""
+    usage = shutil.disk_usage("/")._replace(free=5000)
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: usage)
+    result = run("pull", "org/name")
+    assert result.exit_code == 2
+    needed = sum(
+        len(body)
+        for name, body in hub_of_a_model.files.items()
+        if not name.endswith((".md", ".bin", ".py"))
+    )
+    assert f"org/name: {download.size(needed)} have to be downloaded, and 5 kB are free" in (
+        result.stderr
+    )
+    assert hub_of_a_model.downloaded() == set()
+    assert not hub_cache.exists() or not list(hub_cache.rglob("*.safetensors"))
+
+
+def test_only_what_is_missing_needs_room(
+    hub_of_a_model: Any, hub_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes that an earlier run left count."""
+    cut_off(hub_of_a_model, hub_cache, monkeypatch)
+    left = sum(
+        len(hub_of_a_model.files[name])
+        for name in ("model.safetensors", "config.json", "chat_template.jinja")
+    )
+    usage = shutil.disk_usage("/")._replace(free=left - 1000)
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: usage)
+    assert pull("org/name").is_dir()
+
+
+def test_two_pulls_at_once_do_not_write_one_file(
+    hub_of_a_model: Any, hub_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one says so, and so does `rm`."""
+    cut_off(hub_of_a_model, hub_cache, monkeypatch)
+    with partial_file(hub_cache).open("r+b") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(ModelError, match="another process is downloading it"):
+            pull("org/name")
+        result = run("rm", "--yes", "org/name")
+        assert (result.exit_code, "is being downloaded" in result.stderr) == (2, True)
+    assert pull("org/name").is_dir()
+
+
+def test_ctrl_c_keeps_what_came_and_says_so(hub_of_a_model: Any, hub_cache: Path) -> None:
+    """Exit code 130, no traceback; the next run goes on from there."""
+    hub_of_a_model.files["model.safetensors"] = os.urandom(25_000_000)
+
+    def program() -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "mlxrunner", "models", "pull", "org/name"],
+            env={
+                **os.environ,
+                "HF_ENDPOINT": hub_of_a_model.address,
+                "HF_HUB_CACHE": str(hub_cache),
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def press() -> None:
+        until(lambda: list(hub_cache.rglob(f"*{download.PARTIAL}")))
+        until(lambda: partial_file(hub_cache).stat().st_size >= 20_000_000)
+        process.send_signal(signal.SIGINT)
+        process.wait(PATIENCE_S)
+
+    hub_of_a_model.cuts, hub_of_a_model.before_cut = [22_000_000], press
+    process = program()
+    _, errors = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 130
+    assert errors.splitlines()[-1].startswith("stopped: ")
+    assert errors.splitlines()[-1].endswith("the same command goes on from there")
+    assert "Traceback" not in errors
+    again = program()
+    _, errors = again.communicate(timeout=PATIENCE_S)
+    assert again.returncode == 0, errors
+    (begun,) = hub_of_a_model.ranges
+    assert int(begun.removeprefix("bytes=").removesuffix("-")) >= 20_000_000
+    (folder,) = hub_cache.glob("models--org--name/snapshots/*")
+    assert (folder / "model.safetensors").read_bytes() == weights(hub_of_a_model)
+
+
+@pytest.mark.parametrize("name", ["demo", "/tmp", "a/b/c", "../x/y", "", "org/na\nme"])
+def test_what_is_no_hub_id_is_not_pulled(hub_cache: Path, name: str) -> None:
+    """One line, exit code 2."""
+    result = run("pull", name)
+    assert result.exit_code == 2
+    assert "not a hub id, which has the form OWNER/NAME" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_hub_that_cannot_be_reached_is_one_line(hub_cache: Path) -> None:
+    """For a model that is not in the cache."""
+    result = run("pull", "org/name")
+    assert result.exit_code == 2
+    assert "org/name: not in the local cache, and the hub can't be reached" in result.stderr
+
+
+def test_a_file_of_the_cache_can_be_read_by_who_can_read_its_folder(hub_of_a_model: Any) -> None:
+    """Several users may share the cache."""
+    folder = pull("org/name")
+    blob = (folder / "model.safetensors").resolve()
+    assert blob.stat().st_mode & 0o777 == blob.parent.stat().st_mode & 0o666
