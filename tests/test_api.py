@@ -472,9 +472,9 @@ def test_a_batch_refuses_an_option_of_the_wrong_type() -> None:
 
 def test_an_unknown_option_is_named_with_the_known_ones() -> None:
     """For requests and for settings."""
-    with pytest.raises(OptionError, match=r"unknown option 'temprature': known are choices, "):
+    with pytest.raises(OptionError, match=r"'temprature': did you mean 'temperature'\? known "):
         oracle_runner().generate("a", temprature=1)  # type: ignore[call-arg]
-    with pytest.raises(OptionError, match=r"unknown option 'kvbits': known are checkpoint_budget"):
+    with pytest.raises(OptionError, match=r"'kvbits': did you mean 'kv_bits'\? known are ch"):
         Runner.load("demo", kvbits=4)  # type: ignore[call-arg]
 
 
@@ -507,13 +507,13 @@ WORDS = {
 }
 """Options whose names are also words for other things, or fields of OpenAI's format."""
 ELSEWHERE = {
+    "names.py": "it translates the names of other programs",
     "profiling": "token logs have fields of these names",
     "sessions": "so have saved sessions and their layers",
     "chat/saved_settings.py": "a saved session has a field of that name",
     "chat/commands/sessions.py": "a saved cache has bits of its own",
     "cli/cache.py": "a saved cache has bits of its own",
     "cli/generate.py": "it refuses the option beside --n, and passes it on to nobody",
-    "names.py": "it says what other programs call them",
     "memory": "a plan counts the tokens of a step and the bytes of checkpoints",
     "engine/pipeline.py": "it does the steps",
     "parallel/runner.py": "it has settings of its own",

@@ -35,8 +35,8 @@ FLOORS = [
     ],
 ]
 BOOKKEEPING = """
-batch.fields batch.job batch.lines batch.options batch.output batch.plan batch.prompts
-batch.responses batch.store batch.translate names
+arguments batch.fields batch.job batch.lines batch.options batch.output batch.plan batch.prompts
+batch.responses batch.store batch.translate json_options
 bench.measurements cache.checkpoints cache.entry cache.layers.extents cache.layers.layout
 cache.layers.protocol cache.lookup cache.overflow cache.prefix cache.saved cache.shared.cells
 cache.shared.sequences cache.shared.split cache.tokens chat.branches chat.commands.table
@@ -53,7 +53,7 @@ profiling.report.svg profiling.report.trace results sessions.folder sessions.his
 sessions.session sessions.store
 sessions.tensors system.folders system.limits system.power system.reading system.tensorfile
 system.writing templates.messages templates.segments templates.thinking terminal.clipboard
-terminal.keyboard terminal.progress terminal.signals terminal.text tokenizer.stream
+terminal.keyboard terminal.logs terminal.progress terminal.signals terminal.text tokenizer.stream
 tokenizer.vocabulary verify.findings
 """.split()
 

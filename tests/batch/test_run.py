@@ -14,6 +14,7 @@ from support.prompts import shared_prefixes
 
 import mlxrunner
 from mlxrunner import BatchRequest, BatchResult, OptionError, Runner, run_batch
+from mlxrunner.batch.order import run_order
 from mlxrunner.batch.prompts import cost
 from mlxrunner.batch.store import sort_key
 from mlxrunner.models.facts import facts_of
@@ -144,7 +145,8 @@ def test_done_gives_results_as_they_finish(alone: Runner) -> None:
     asked = requests(8, max_tokens=1)
     order = [result.index for result in run_batch(alone, asked, output_order="done")]
     keys = [sort_key(np.array(request.prompt, np.int32)) for request in asked]
-    assert order == sorted(range(8), key=keys.__getitem__) != list(range(8))
+    rows = sorted(enumerate(keys), key=lambda row: row[::-1])
+    assert order == list(run_order(rows, 8)) != list(range(8))
 
 
 BAD: dict[str, tuple[BatchRequest, str]] = {

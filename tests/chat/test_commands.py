@@ -24,6 +24,7 @@ from mlxrunner.chat.repl import Chat
 from mlxrunner.chat.start import commands
 from mlxrunner.chat.typeahead import Draft
 from mlxrunner.config.layering import MODEL, layer
+from mlxrunner.options import OVERFLOW
 from mlxrunner.profiling.reasons import REASONS
 from mlxrunner.results import CacheUse, MemoryUse, Timing, Usage
 from mlxrunner.terminal import clipboard
@@ -71,9 +72,57 @@ def do(chat: Chat, capsys: pytest.CaptureFixture[str]) -> Callable[..., list[str
 Do = Callable[..., list[str]]
 
 
+FENCED = "Look:\n```py\nx = 1\ny = 2\n```\nand so on"
+
+
+def test_code_is_copied_from_the_last_answer_that_has_some(
+    chat: Chat, do: Do, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last block, with a note of its message."""
+    copied: list[str] = []
+
+    def copy(text: str) -> str:
+        copied.append(text)
+        return "by hand"
+
+    monkeypatch.setattr("mlxrunner.chat.commands.files.copy", copy)
+    do("Hello!", "How are you?")
+    assert do("/copy code") == [
+        "error: no answer has a block of code: /copy copies the last answer whole"
+    ]
+    chat.conversation.answer_with(0, FENCED)
+    do("Thanks!")
+    assert do("/copy code") == ["copied 2 lines of code in message 2 by hand"]
+    assert copied == ["x = 1\ny = 2\n"]
+    assert do("/copy it") == ["error: /copy it: /copy copies the last answer, /copy code its code"]
+
+
+def test_a_message_is_shown_whole(chat: Chat, do: Do) -> None:
+    """As it is, with its lines and spaces; there has to be one."""
+    assert do("/show 1") == ["error: there is no message 1: nothing was said yet"]
+    do("Hello!")
+    text = f"{FENCED}   {'x' * 200}"
+    chat.conversation.answer_with(0, text)
+    assert do("/show 2") == ["2 assistant:", *text.splitlines()]
+    assert do("/show x")[0].startswith("error: 'x' is not a whole number")
+
+
+def test_the_values_of_a_setting_are_completed(chat: Chat) -> None:
+    """The names once and in order, and then the values of that one."""
+    words = {command.name: command.words for command in TABLE}
+    names = list(words["/set"](chat, ""))
+    assert len(set(names)) == len(names)
+    assert names[-2:] == ["context", "history"]
+    assert list(words["/set"](chat, "history ")) == ["exact", "template"]
+    assert list(words["/set"](chat, "overflow ")) == [*OVERFLOW, "default"]
+    assert list(words["/set"](chat, "seed ")) == ["default"]
+    assert list(words["/set"](chat, "history exact ")) == []
+    assert "temperature=" in words["/retry"](chat, "")
+
+
 def test_help_has_every_command(do: Do) -> None:
     """From the table itself, each with a line of help."""
-    lines = do("/help")
+    lines = do("/help all")
     for command in TABLE:
         assert any(line.startswith(command.usage) and line.endswith(command.help) for line in lines)
         assert command.help
@@ -84,8 +133,7 @@ def test_help_has_every_command(do: Do) -> None:
     [
         ("/stat", "error: no such command: /stat (did you mean /stats? /help lists them)"),
         ("/stats2", "error: no such command: /stats2 (did you mean /stats? /help lists them)"),
-        ("/exit", "error: no such command: /exit (did you mean /bye? /help lists them)"),
-        ("/quit", "error: no such command: /quit (did you mean /bye? /help lists them)"),
+        ("/exi", "error: no such command: /exi (/help lists them)"),
         ("/x-y_z", "error: no such command: /x-y_z (/help lists them)"),
         (
             "/clear the table please",
@@ -216,6 +264,8 @@ def test_settings_hold_for_the_answers_that_follow(chat: Chat, do: Do) -> None:
         'stop = "."',
         "stop = (none)",
         "max_tokens = 2",
+        "(cut off at max_tokens 2: /set max_tokens 4 allows more, /retry max_tokens=4 answers "
+        "again)",
         "stop = (none)",
     ]
     assert do("/set seed 5", '/set stop "a\\n"', '/set stop ["x", "y"]') == [

@@ -255,7 +255,7 @@ def test_a_model_that_is_gone_is_one_line(chat: Chat, data: Path) -> None:
     gone = chat(["Hello!"], "--session", "zor")
     assert (gone.stdout, gone.exit_code, gone.stderr.count("\n")) == ("", 2, 1)
     assert (
-        chat(["What is my name?"], "--session", "zor", "-m", "demo").stdout
+        chat(["What is my name?"], "--session", "zor", "-m", "demo", "--switch-model").stdout
         == "Your name is Zorblin.\n"
     )
 
@@ -285,7 +285,7 @@ def test_what_was_taken_back_is_saved_when_one_leaves(chat: Chat, data: Path) ->
 WIPES = {
     "undo": ["/undo 99"],
     "clear": ["/clear"],
-    "system": ["/system Be brief."],
+    "system": ["/system Be brief.", "/undo 2"],
     "undo twice": ["/undo", "/undo"],
     "clear and go on": ["/clear", "My name is Quib."],
     "undo and go on": ["/undo", "My name is Quib."],

@@ -349,6 +349,7 @@ def test_every_command_works_in_a_terminal(open_screen: Any, tmp_path: Path) -> 
         "/switch main": f"on branch main, 1 turn: {tokens}",
         "/retry temperature=0": rf"(?s){tokens}\nYour name is Ana\.",
         "/edit": ">>> What is my name\\?$",  # which Ctrl-C then gives up
+        "/editor Hi!": ">>> Hi!$",
         "/model demo": "model: demo, context of 2048 tokens",
         "/clear": f"cleared: {tokens}",
         "/load -f trip": "session trip: 1 turn, ",
@@ -357,13 +358,18 @@ def test_every_command_works_in_a_terminal(open_screen: Any, tmp_path: Path) -> 
     assert typed | {"/bye"} == {
         command.name for command in commands(*Saving(SessionStore(tmp_path)).commands)
     }
-    screen = open_screen(*CHAT, size=(300, 60), SSH_TTY="/dev/pts/0")
+    screen = open_screen(*CHAT, size=(300, 60), SSH_TTY="/dev/pts/0", EDITOR="true")
     for text, answer in said.items():
         if text == "/edit":
             screen.child.send("/edit\r")
             screen.until(lambda answer=answer: re.search(answer, screen.shown) is not None)
             screen.child.send(CTRL_C)
             screen.until("nothing changed").prompt()
+        elif text.startswith("/editor"):
+            screen.child.send(f"{text}\r")
+            screen.until(lambda answer=answer: re.search(answer, screen.shown) is not None)
+            screen.child.send(CTRL_C)
+            screen.prompt()
         else:
             assert re.search(answer, screen.say(text)), text
     copied = re.search("\x1b]52;c;(.*?)\a", screen.raw)

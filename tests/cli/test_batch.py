@@ -487,6 +487,10 @@ WRONG: dict[str, tuple[list[object], str]] = {
     ),
     "option": (["in.jsonl", "-o", "out.jsonl", "--top-p", 2], "top_p: 2.0 is out of range"),
     "context": (["in.jsonl", "-o", "out.jsonl", "--context", 1], "context: 1 is out of range"),
+    "embeddings": (
+        ["in.jsonl", "-o", "out.jsonl", "--embeddings"],
+        "--embeddings: embeddings are not supported: this program generates text",
+    ),
     "json": (["in.jsonl", "-o", "out.jsonl", "--json"], "--json is for --plan"),
     "no schema": (
         ["in.jsonl", "-o", "out.jsonl", "--schema", "no.json"],

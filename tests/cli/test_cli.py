@@ -66,8 +66,8 @@ def test_importing_the_package_imports_no_mlx() -> None:
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        ("generate", "standard input is closed: give a prompt with --prompt TEXT"),
-        ("generate -p -", "standard input is closed: give a prompt with --prompt TEXT"),
+        ("generate", 'standard input is closed: give a prompt: mlxrunner generate "TEXT"'),
+        ("generate -p -", 'standard input is closed: give a prompt: mlxrunner generate "TEXT"'),
         (
             "chat",
             "standard input is closed: a chat reads its turns from a terminal, a file or a pipe",

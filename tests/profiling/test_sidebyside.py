@@ -260,7 +260,7 @@ def test_a_request_that_is_not_in_the_log_is_said(tmp_path: Path) -> None:
         "stuck",
         "beside",
         "cells",
-        "max_batch",
+        "prefill_step",
     ],
 )
 def test_what_makes_no_sense_crashes_nothing(name: str, tmp_path: Path) -> None:
@@ -281,3 +281,28 @@ def test_what_makes_no_sense_crashes_nothing(name: str, tmp_path: Path) -> None:
         result = CliRunner().invoke(cli.main, ["simulate", str(file)])
         assert result.exit_code in (0, 2), (value, result.output)
         assert "internal error" not in result.output
+
+
+def test_a_log_that_says_max_batch_is_replayed_as_well(tmp_path: Path) -> None:
+    """As older programs wrote it, beside a `prefill_step` of a runner alone."""
+    file = tmp_path / "log"
+    logged_batch("gemma3_text", file, 3)
+    now = simulate([file])
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    first = lines[0]
+    assert first["prefill_step"] == 64
+    first |= {"max_batch": first["prefill_step"], "prefill_step": 2048}
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    earlier = simulate([file])
+    assert earlier.agreed == now.agreed == now.requests > 0
+
+
+def test_a_runner_with_one_slot_is_logged(tmp_path: Path) -> None:
+    """It has no entry of its own, like one with several."""
+    with (
+        Profile(tokens=tmp_path / "log") as profile,
+        ParallelRunner(*parts("gemma3_text"), max_sequences=1, context=64) as runner,
+    ):
+        profile.watch(runner)
+        runner.complete([1, 2, 3], max_tokens=2)
+    assert len((tmp_path / "log").read_text().splitlines()) == 2

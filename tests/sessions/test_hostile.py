@@ -192,7 +192,9 @@ def test_a_model_that_no_file_can_be_is_one_line(made: Path, tmp_path: Path, mod
         assert run(tmp_path / "data", command, "Hello!\n").count("\n") == 1
     assert run(tmp_path / "data", ["sessions", "list"]) == ""
     assert "session a: 1 turn" in run(
-        tmp_path / "data", ["chat", "--no-reserve", "--session", "a", "-m", "demo"], "Hello!\n"
+        tmp_path / "data",
+        ["chat", "--no-reserve", "--session", "a", "-m", "demo", "--switch-model"],
+        "Hello!\n",
     )
 
 
