@@ -22,6 +22,7 @@ from mlxrunner.arguments import (
 )
 from mlxrunner.errors import OptionError
 from mlxrunner.json_options import check_schema, check_template, check_tools, json_text
+from mlxrunner.names import did_you_mean, nearest
 
 MAX_LOGPROBS = 100
 """Most tokens whose log-probabilities can be asked for."""
@@ -390,7 +391,14 @@ def _check_names(kind: Any, given: Mapping[str, Any]) -> None:
     unknown = sorted(given.keys() - kind.__dataclass_fields__.keys())
     if unknown:
         known = ", ".join(sorted(names(kind)))
-        raise OptionError(f"unknown option {unknown[0]!r}: known are {known}")
+        hint = did_you_mean(unknown[0], names(kind)) or _of_the_runner(unknown[0], kind)
+        raise OptionError(f"unknown option {unknown[0]!r}: {hint}known are {known}")
+
+
+def _of_the_runner(name: str, kind: type) -> str:
+    """Return a hint if `name`, which is none of the options `kind`, is a setting of a runner."""
+    found = nearest(name, names(RunnerSettings)) if kind is GenerateOptions else None
+    return "" if found is None else f"{found!r} is a setting of the runner (Runner.load); "
 
 
 def check_fields(options: Any) -> None:

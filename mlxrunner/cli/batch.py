@@ -84,8 +84,8 @@ def batch(
     only_plan: bool,
     quiet: bool,
     as_json: bool,
-    embeddings: bool,
     greedy: bool,
+    embeddings: bool,
     **options: Any,
 ) -> None:
     """Answer each line of INPUT, in the order that reuses most, and write a line for each to the

@@ -36,11 +36,9 @@ def _verbose(ctx: click.Context, parameter: click.Parameter, value: int) -> None
     if value:
         import logging
 
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(message)s"))
-        logger = logging.getLogger("mlxrunner")
-        logger.handlers = [handler]
-        logger.setLevel(logging.INFO if value == 1 else logging.DEBUG)
+        from mlxrunner.terminal.logs import log_to_stderr
+
+        log_to_stderr(logging.INFO if value == 1 else logging.DEBUG)
 
 
 debug_option = click.option(
@@ -159,6 +157,9 @@ def model_options(command: F) -> F:
             debug_option,
         )
     )(command)
+
+
+system_option = click.option("-s", "--system", metavar="TEXT", help="The system prompt.")
 
 
 def sampling_options(command: F) -> F:
