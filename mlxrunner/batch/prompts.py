@@ -18,7 +18,7 @@ import numpy as np
 
 from mlxrunner.batch.lines import Line
 from mlxrunner.batch.options import Order
-from mlxrunner.batch.store import Counts, Store, StoredLine
+from mlxrunner.batch.store import Counts, Store, StoredLine, place_of
 from mlxrunner.cache.lookup import Earlier
 from mlxrunner.cache.tokens import TokenArray, as_tokens, common_prefix
 from mlxrunner.errors import OptionError, PromptError
@@ -70,7 +70,7 @@ def tokenize_lines(
                 tokens = prompt.tokens
                 is_shifted |= len(tokens) >= context
             except (PromptError, OptionError) as problem:
-                error = f"line {line.number}: {one_line(str(problem))}"
+                error = f"{place_of(line.number)}: {one_line(str(problem))}"
         text = line.prompt if error is None and is_text(line.prompt) else None
         store.add(
             StoredLine(line.index, line.number, tokens, line.id, line.format, options, error, text)

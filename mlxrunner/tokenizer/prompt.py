@@ -24,7 +24,7 @@ class LineOfBatch:
     """A line of a batch, which observers of its request may want to name."""
 
     number: int
-    """The number of the line in the input, from 1."""
+    """The number of the line among those of all inputs that are not empty, from 1."""
     lines: int
     """The number of lines of the input."""
     refused: int
