@@ -362,7 +362,7 @@ def test_resume_of_a_complete_output_does_nothing_and_says_so(folder: Path) -> N
     [
         (["--temperature", 1, "--seed", 3], "another --temperature: 0.0 then, 1.0 now"),
         (["-m", "tiny"], "another model: demo then, tiny now"),
-        (["--prompt-template", "{a}"], 'another --prompt-template: not set then, "{a}" now'),
+        (["--system", "a"], 'another --system: not set then, "a" now'),
         (["--plan", "--max-tokens", 3], "another --max-tokens: not set then, 3 now"),
     ],
 )

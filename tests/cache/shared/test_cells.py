@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from support.sample import examples
 
 from mlxrunner.cache import END, Batch, CacheConfig, CacheFullError
-from mlxrunner.cache.shared.cells import Cells, Lane, Run, Sight, runs
+from mlxrunner.cache.shared.cells import Cells, Lane, Run, runs
+from mlxrunner.cache.shared.sight import Sight
 
 
 def placed(cells: Cells, *tokens: tuple[int, int]) -> Cells:
