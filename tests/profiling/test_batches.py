@@ -65,7 +65,7 @@ def test_each_process_is_a_run_of_its_own() -> None:
 
 
 def test_events_that_do_not_name_their_line_are_counted_by_their_command() -> None:
-    """As those of older programs. How many lines there were is not known."""
+    """Older programs wrote such events. The number of lines is not known."""
     (run,) = summary_of(
         example_event(command="batch", number=1),
         example_event(command="batch", number=2, finish="error", error="TimeLimitError"),
@@ -82,7 +82,7 @@ def test_the_runs_of_a_report_are_bounded() -> None:
 
 
 def test_a_page_without_a_batch_has_no_section_for_it() -> None:
-    """And one with a batch says how it ran."""
+    """One with a batch says how it ran."""
     assert "<h2>Batches</h2>" not in page(summary_of(example_event()), ["e"])
     shown = page(summary_of(line_event(1), line_event(2, finish="length")), ["e"])
     assert "<h2>Batches</h2>" in shown
