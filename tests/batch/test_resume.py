@@ -784,6 +784,7 @@ def started(*arguments: str) -> subprocess.Popen[str]:
     return process
 
 
+@pytest.mark.exhaustive(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_and_kill_finish_the_current_line_and_say_how_to_go_on(
     folder: Path, number: signal.Signals
@@ -808,6 +809,7 @@ def test_ctrl_c_and_kill_finish_the_current_line_and_say_how_to_go_on(
     assert Path("out.jsonl").read_bytes() == expected
 
 
+@pytest.mark.exhaustive(1)
 @pytest.mark.parametrize(
     ("first", "second", "code"),
     [

@@ -1,4 +1,4 @@
-"""What was dropped or cut off is said in one dim line, with what to do."""
+"""One dim line says what was dropped or cut off, and what to do."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_an_answer_that_ends_by_itself_says_nothing() -> None:
 
 
 def test_the_line_is_dim_in_a_terminal(open_screen: Any) -> None:
-    """And apart from the answer."""
+    """It is apart from the answer."""
     screen = open_screen(*CHAT[1:], "--max-tokens", "2", size=(150, 30))
     said = screen.say("My name is Ana.").splitlines()
     assert said[-1].startswith("(cut off at max_tokens 2: ")
@@ -142,7 +142,7 @@ def test_log_lines_come_before_or_after_an_answer(capsys: pytest.CaptureFixture[
 
 @pytest.mark.parametrize("is_interactive", [True, False])
 def test_the_prefill_of_a_chat_follows_the_speed_in_a_terminal(is_interactive: bool) -> None:
-    """So that Ctrl-C acts soon; in a pipe the pieces, and so the answers, stay the same."""
+    """Ctrl-C acts soon; in a pipe the pieces, and so the answers, stay the same."""
     runner = oracle_runner()
     chat = Chat(Conversation(runner, options={"max_tokens": 2}), interactive=is_interactive)
     list(chat.conversation.send("hello"))

@@ -380,6 +380,7 @@ def test_every_command_works_in_a_terminal(open_screen: Any, tmp_path: Path) -> 
     assert screen.end() == 0
 
 
+@pytest.mark.exhaustive(1)
 @pytest.mark.parametrize("size", [(100, 30), (24, 8)], ids=["wide", "narrow"])
 def test_a_paste_of_5000_lines_is_one_message(open_screen: Any, size: tuple[int, int]) -> None:
     """It does not fit the context, which is said in one line; what was there before still is."""

@@ -27,6 +27,7 @@ def generate(*arguments: str) -> Result:
     )
 
 
+@pytest.mark.exhaustive(1)
 @pytest.mark.parametrize("more", [[], ["--n", "3"], ["--raw", "--repeat", "2"]], ids=str)
 def test_an_answer_that_fits_a_schema(tmp_path: Path, more: list[str]) -> None:
     """Each line of standard output is one, with a mark of its encoding in the file or without."""

@@ -31,7 +31,7 @@ def test_the_pace_grows_step_by_step() -> None:
 
 
 def test_a_slow_piece_leaves_a_small_one() -> None:
-    """So that each makes some progress."""
+    """Each makes some progress."""
     pace = Pace(0.5)
     pace.measure(FIRST, 1e6)
     assert pace.size(2048) == FEWEST
@@ -72,7 +72,7 @@ def steps(runner: Runner, prompt: list[int]) -> tuple[list[int], list[int | None
 @pytest.mark.parametrize("kinds", [["full"], ["sliding", "full"], ["recurrent", "full"]])
 @pytest.mark.parametrize("sizes", [(1,), (3, 7, 1, 30), (100,)])
 def test_pieces_change_no_answer(kinds: list[str], sizes: tuple[int, ...]) -> None:
-    """Of any size, they are at most a step, and Ctrl-C is looked for after each."""
+    """The pieces are at most a step, for any size, and Ctrl-C is looked for after each."""
     prompt = [(7 * number) % 250 + 1 for number in range(60)]
     runner = oracle_runner(kinds, prefill_step=10)
     runner.pace = Given(*sizes)

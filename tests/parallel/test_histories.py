@@ -114,7 +114,7 @@ def history(name: str, seed: int, events: int = 40) -> Counter[str]:
     return one.seen
 
 
-@pytest.mark.exhaustive(2)
+@pytest.mark.exhaustive(1)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_any_history_gives_the_answers_of_cold_single_runs(name: str) -> None:
     """Every history of shares, shifts, stops, forms and interrupts gives cold single answers.

@@ -53,7 +53,7 @@ def alone(given: Parts, tokens: list[int], **options: Any) -> Result:
     )
 
 
-@pytest.mark.exhaustive(4)
+@pytest.mark.exhaustive(3)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("length", [20, 90, 150])
 def test_a_shifted_answer_is_that_of_the_single_runner(name: str, length: int) -> None:
@@ -77,7 +77,7 @@ def test_a_shifted_answer_is_that_of_the_single_runner(name: str, length: int) -
         )
 
 
-@pytest.mark.exhaustive(4)
+@pytest.mark.exhaustive(3)
 @pytest.mark.parametrize("window", [8, 40, 90, 99, 100, 120])
 @pytest.mark.parametrize("keep", [0, 20])
 @pytest.mark.parametrize("name", ["gemma3_text", "olmo3", "cohere2", "gpt_oss"])

@@ -65,7 +65,7 @@ def test_each_process_is_a_run_of_its_own() -> None:
 
 
 def test_events_that_do_not_name_their_line_are_counted_by_their_command() -> None:
-    """Older programs wrote such. The number of lines is not known."""
+    """Older programs wrote such events. The number of lines is not known."""
     (run,) = summary_of(
         example_event(command="batch", number=1),
         example_event(command="batch", number=2, finish="error", error="TimeLimitError"),

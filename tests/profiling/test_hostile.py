@@ -110,6 +110,7 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     return {"events": events.encode(), "tokens": file.read_bytes()}
 
 
+@pytest.mark.exhaustive(2)
 @pytest.mark.parametrize("command", ["report", "explain", "simulate"])
 def test_a_damaged_log_is_read_as_far_as_it_can_be(
     command: str, logs: dict[str, bytes], tmp_path: Path

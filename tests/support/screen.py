@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import pexpect
 import pyte
@@ -120,7 +121,8 @@ class Screen:
 def end(terminal: PtyProcess) -> None:
     """Kill what runs in a terminal, and wait for its end however busy the machine is."""
     if not terminal.terminated:
-        os.kill(terminal.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # a fork that has ended is waited for elsewhere
+            os.kill(terminal.pid, signal.SIGKILL)
         terminal.wait()
     if not terminal.closed:
         terminal.close()

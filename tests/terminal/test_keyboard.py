@@ -106,6 +106,7 @@ def test_ctrl_z_at_the_prompt_suspends(open_screen: Any) -> None:
     screen.until(lambda: screen.lines[-1] == "$")
 
 
+@pytest.mark.exhaustive(1)
 @pytest.mark.parametrize("options", ["", "--plain"], ids=["markdown", "plain"])
 def test_ctrl_z_in_an_answer_suspends(open_screen: Any, tmp_path: Path, options: str) -> None:
     """After `fg` the answer goes on: drawn again while it grew, and whole in the conversation."""

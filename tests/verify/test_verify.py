@@ -322,7 +322,7 @@ def a_shared_token_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-@pytest.mark.exhaustive(3)
+@pytest.mark.exhaustive(2)
 @pytest.mark.parametrize(
     ("break_it", "architecture", "rows"),
     [
