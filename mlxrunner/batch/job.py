@@ -82,11 +82,27 @@ class Job(FileOptions):
                 "--retry-failed needs an output file: it replaces the failed lines of a finished "
                 "output"
             )
+        self._check_reports()
         is_same = False
         with suppress(OSError, ValueError):  # ValueError: a NUL in a name
             is_same = self.input != STANDARD and os.path.samefile(self.input, self.output)
         if is_same:
             raise OptionError(f"{self.output}: is the input; choose another file for the output")
+
+    def _check_reports(self) -> None:
+        """Raise OptionError if a report has no file of its own."""
+        ends = ("", ".run", ".done", ".retry", RETRIED)
+        taken = {_real(self.input), *(_real(f"{self.output}{end}") for end in ends)}
+        for name in ("progress_file", "summary"):
+            file = getattr(self, name)
+            if file is None:
+                continue
+            if file == STANDARD or _real(file) in taken:
+                raise OptionError(
+                    f"--{name.replace('_', '-')} {file}: choose a file of its own, which is not "
+                    "that of the input, the answers or another report"
+                )
+            taken.add(_real(file))
 
     @property
     def store_path(self) -> Path | None:
@@ -115,6 +131,14 @@ class Job(FileOptions):
         written = {"output_order": self.output_order, "no_usage": not self.usage or None}
         options = {**self.defaults, **loading, **lines, **written}
         return run_parts(self.model, resolve(self.model), options)
+
+
+def _real(name: str) -> str:
+    """Return the path of a file without links; the name itself if it is not that of a file."""
+    try:
+        return os.path.realpath(name)
+    except (OSError, ValueError):
+        return name
 
 
 def check_same(was: Mapping[str, str], now: Mapping[str, str], what: str) -> None:

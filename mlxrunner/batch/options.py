@@ -96,6 +96,15 @@ class FileOptions(BatchOptions):
         True, bool, "Leave out counts and times: the same answers are the same bytes."
     )
     resume: bool = option(False, bool, "Go on with a run that was stopped or killed.")
+    progress_file: str | None = option(
+        None, str, "Write the state of the run to FILE, once a second, as JSON.", metavar="FILE"
+    )
+    summary: str | None = option(
+        None,
+        str,
+        "At the end, write tokens, seconds, reuse and failures to FILE, as JSON.",
+        metavar="FILE",
+    )
     retry_failed: bool = option(
         False, bool, "Run only the failed lines of a finished output, and replace them there."
     )

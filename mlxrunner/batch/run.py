@@ -26,6 +26,8 @@ from mlxrunner.cache.lookup import Earlier
 from mlxrunner.errors import (
     BusyError,
     CacheFullError,
+    ContextFullError,
+    FormError,
     MlxrunnerError,
     NoFreeSlotError,
     OptionError,
@@ -47,6 +49,13 @@ GIVE_BACK_EVERY = 256
 """The number of lines after which the memory that MLX keeps for later is given back."""
 FATAL = (BusyError, StoreError, OutputError, BrokenPipeError)
 """The runner or a file failed, not the request; stop the batch."""
+KINDS: dict[type[Exception], str] = {
+    TimeLimitError: "timeout",
+    ContextFullError: "context_full",
+    FormError: "form",
+    CacheFullError: "memory",
+}
+"""The names of failures in the summary of a batch."""
 
 
 @dataclass(frozen=True)
@@ -224,19 +233,24 @@ class Outcome:
     """The reason for the failure, in one line; None if there is a result."""
     is_refused: bool = False
     """True if the request was at fault and was not run."""
+    kind: str = ""
+    """The kind of the failure: "refused", one of `KINDS` or "other"; empty if there is a result."""
 
 
 Outcomes = Generator[Outcome, None, None]
 
 
 def _refused(line: StoredLine, error: str) -> Outcome:
-    return Outcome(line, error=one_line(error), is_refused=True)
+    return Outcome(line, error=one_line(error), is_refused=True, kind="refused")
 
 
 def _failed(line: StoredLine, error: Exception) -> Outcome:
     text = one_line(" ".join(str(error).split()))
+    kind = next((KINDS[known] for known in KINDS if isinstance(error, known)), "other")
     return Outcome(
-        line, error=text if isinstance(error, MlxrunnerError) else f"{type(error).__name__}: {text}"
+        line,
+        error=text if isinstance(error, MlxrunnerError) else f"{type(error).__name__}: {text}",
+        kind=kind,
     )
 
 

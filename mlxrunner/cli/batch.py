@@ -45,6 +45,7 @@ _LAST = (
         is_flag=True,
         help="Only estimate the cost, without loading the weights.",
     ),
+    click.option("--embeddings", is_flag=True, hidden=True),
     click.option(
         "-q", "--quiet", is_flag=True, help="Print nothing on stderr but what stops the batch."
     ),
@@ -53,6 +54,7 @@ _OWN = (
     *("prompt_template", "system", "raw", "strict"),
     *("order", "parallel", "retries", "timeout", "max_errors"),
     *("output_order", "usage", "resume", "retry_failed"),
+    *("progress_file", "summary"),
 )
 """The options of a batch, in the order in which --help shows them."""
 
@@ -81,6 +83,7 @@ def batch(
     quiet: bool,
     as_json: bool,
     greedy: bool,
+    embeddings: bool,
     **options: Any,
 ) -> None:
     """Answer each line of INPUT, in the order that reuses most, and write a line for each to the
@@ -97,13 +100,18 @@ def batch(
     kill finish the lines that are running (1); the second one ends at once (130, 143), and so does
     closing the window (129).
     """
+    from mlxrunner.batch.fields import NO_EMBEDDINGS
     from mlxrunner.batch.job import STANDARD, Job
     from mlxrunner.terminal.signals import orderly_end
 
+    if embeddings:
+        raise OptionError(f"--embeddings: {NO_EMBEDDINGS}")
     if not output and not only_plan:
         raise OptionError("where do the answers go? -o FILE, or -o - for standard output")
     if as_json and not only_plan:
         raise OptionError("--json is for --plan; the answers are JSON lines anyway")
+    if only_plan and (options["progress_file"] or options["summary"]):
+        raise OptionError("--progress-file and --summary are about a run, and --plan runs nothing")
     recorded = take(options, WATCHING) | {"strict": options["strict"]}
     if recorded["verify_cache"]:
         if options["parallel"] not in (None, 1):

@@ -159,6 +159,9 @@ def model_options(command: F) -> F:
     )(command)
 
 
+system_option = click.option("-s", "--system", metavar="TEXT", help="The system prompt.")
+
+
 def sampling_options(command: F) -> F:
     """Add the options that choose the next token and end an answer."""
     greedy = click.option(

@@ -11,13 +11,13 @@ from mlxrunner.config.layering import MODEL, Setting, layer, settled, values
 from mlxrunner.errors import OptionError
 from mlxrunner.options import GREEDY, GenerateOptions, names
 
-TYPED = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
 OF_REQUESTS = frozenset(names(GenerateOptions))
 
 
 def typed_names(ctx: click.Context) -> set[str]:
-    """Return the names of the options that the user gave."""
-    return {name for name in ctx.params if ctx.get_parameter_source(name) in TYPED}
+    """Return the names of the options on the command line."""
+    typed = ParameterSource.COMMANDLINE
+    return {name for name in ctx.params if ctx.get_parameter_source(name) is typed}
 
 
 def typed_options(ctx: click.Context, options: dict[str, Any], *, greedy: bool) -> dict[str, Any]:

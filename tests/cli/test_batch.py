@@ -290,7 +290,7 @@ def test_openai_batch_files_end_to_end() -> None:
 
 @pytest.mark.parametrize("broken", [0, 1])
 def test_a_line_that_cannot_be_read_is_answered_in_the_format_of_the_file(broken: int) -> None:
-    """That of the first line that can be read, before or behind it; without a custom_id."""
+    """The format is that of the first line that can be read; the answer has no custom_id."""
     lines: list[Any] = [openai("q1", "Hello!", max_tokens=3)]
     lines.insert(broken, "{not JSON")
     run(write(*lines), "-o", "out.jsonl")
@@ -324,7 +324,7 @@ def test_the_first_error_is_that_of_the_first_line(monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_a_closed_standard_stream_is_one_line(command: str, said: str) -> None:
-    """Or none where it is not needed."""
+    """There is no line where the stream is not needed."""
     write({"prompt": "Hello!", "max_tokens": 2})
     result = subprocess.run(
         f"{sys.executable} -m mlxrunner {command}",
@@ -454,7 +454,7 @@ def test_plan_needs_no_weights_and_keeps_nothing(monkeypatch: pytest.MonkeyPatch
 
 
 def test_plan_of_a_run_that_is_gone_on_with_is_about_what_is_left() -> None:
-    """And the measured speed gives a time."""
+    """The measured speed gives a time."""
     write({"prompt": "Hello!"}, "x", *[{"prompt": "Hello!"}] * 3)
     run("in.jsonl", "-o", "out.jsonl", "--max-errors", 1, "--order", "input")
     planned = json.loads(run("in.jsonl", "-o", "out.jsonl", "--plan", "--json", "--resume").stdout)
@@ -464,7 +464,7 @@ def test_plan_of_a_run_that_is_gone_on_with_is_about_what_is_left() -> None:
 
 
 def test_quiet_says_nothing() -> None:
-    """But for what stops the batch."""
+    """Only an error that stops the batch is said."""
     assert run(write({"prompt": "Hello!"}, "x"), "-o", "out.jsonl", "-q").stderr == ""
     assert run("in.jsonl", "-o", "out.jsonl", "-q").stderr.count("\n") == 1
 
@@ -487,6 +487,10 @@ WRONG: dict[str, tuple[list[object], str]] = {
     ),
     "option": (["in.jsonl", "-o", "out.jsonl", "--top-p", 2], "top_p: 2.0 is out of range"),
     "context": (["in.jsonl", "-o", "out.jsonl", "--context", 1], "context: 1 is out of range"),
+    "embeddings": (
+        ["in.jsonl", "-o", "out.jsonl", "--embeddings"],
+        "--embeddings: embeddings are not supported: this program generates text",
+    ),
     "json": (["in.jsonl", "-o", "out.jsonl", "--json"], "--json is for --plan"),
     "no schema": (
         ["in.jsonl", "-o", "out.jsonl", "--schema", "no.json"],
@@ -660,7 +664,7 @@ def test_an_event_of_a_line_names_the_place(folder: Path, parallel: str) -> None
 
 
 def test_verified_lines_run_one_at_a_time(folder: Path) -> None:
-    """And --parallel with it is refused."""
+    """--parallel with --verify is refused."""
     Path("in.jsonl").write_text('{"prompt": "My name is Ana."}\n{"prompt": "My name is Ana."}\n')
     result = run("in.jsonl", "-o", "out.jsonl", "--verify-cache", "1", "--events", "e.jsonl", "-q")
     assert result.exit_code == 0, result.stderr

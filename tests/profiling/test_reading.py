@@ -54,7 +54,7 @@ def test_a_file_of_an_earlier_program_reads_the_same_and_is_written_the_same() -
 
 
 def test_every_field_says_what_it_is() -> None:
-    """And in which unit, in the schema itself."""
+    """The schema itself has each field's meaning and unit."""
 
     def undescribed(schema: dict[str, Any], name: str) -> list[str]:
         own = [] if "description" in schema or "$ref" in schema else [name]
@@ -119,7 +119,7 @@ def test_fields_that_are_not_known_yet_are_no_mistake(tmp_path: Path) -> None:
 
 @given(st.binary(max_size=300))
 def test_garbage_never_raises(data: bytes) -> None:
-    """Whatever the bytes."""
+    """The bytes may be any."""
     import tempfile
 
     with tempfile.NamedTemporaryFile() as file:

@@ -19,7 +19,7 @@ NAMES = [field.name for field in fields(Event)]
 
 
 def test_fields_are_those_that_are_written_in_their_order() -> None:
-    """As the program before `Event` existed wrote them."""
+    """The order is that of the program before `Event` existed."""
     for line in EARLIER.read_text().splitlines():
         assert list(json.loads(line)) == NAMES
     assert as_line(Event.of(json.loads(line))) == line

@@ -200,7 +200,7 @@ def test_sorted_by_prefix_is_what_a_sorted_batch_does(name: str, tmp_path: Path)
 
 
 def test_usual_slots_leave_out_those_there_were(tmp_path: Path) -> None:
-    """And a log of one at a time has none to change."""
+    """A log of one at a time has none to change."""
     logged_batch("llama", tmp_path / "log", 4)
     names = list(rows(simulate([tmp_path / "log"])))
     assert [name for name in names if "slots" in name] == ["2 slots", "8 slots", "16 slots"]
@@ -209,7 +209,7 @@ def test_usual_slots_leave_out_those_there_were(tmp_path: Path) -> None:
 def test_keys_that_could_not_be_moved_are_not_moved_on_paper(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is kept in a full context is evaluated again, and others share it."""
+    """Tokens kept in a full context are evaluated again, and others share them."""
     monkeypatch.setattr("mlxrunner.parallel.adapt.rotators", lambda *_: None)
     file, rng = tmp_path / "log", random.Random(5)
     trunk, profile = some(rng, 50), Profile(tokens=file)
@@ -229,7 +229,7 @@ def test_keys_that_could_not_be_moved_are_not_moved_on_paper(
 
 
 def test_a_request_that_is_not_in_the_log_is_said(tmp_path: Path) -> None:
-    """As after a process that was killed while it ran: those that shared its tokens find less."""
+    """A process was killed while it ran: those that shared its tokens find less."""
     file = tmp_path / "log"
     logged_batch("llama", file, 3)
     lines = [json.loads(line) for line in file.read_text().splitlines()]

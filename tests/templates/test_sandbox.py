@@ -60,7 +60,7 @@ EVERYDAY = {
 
 @pytest.mark.parametrize("template", EVERYDAY.values(), ids=EVERYDAY)
 def test_a_template_makes_the_same_text_as_in_transformers(template: str) -> None:
-    """Whatever it uses."""
+    """It may use anything."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     theirs: Any = render_jinja_template(
@@ -194,7 +194,7 @@ def test_a_template_that_is_stopped_for_each_prompt_takes_no_longer_than_twice(
     ids=["brackets", "blocks", "sums", "macro", "loop"],
 )
 def test_what_is_nested_too_deeply_is_an_ordinary_error(template: str) -> None:
-    """Of Python, which a conversation turns into one line."""
+    """Python raises it, and a conversation turns it into one line."""
     with pytest.raises(RecursionError):
         render_jinja(template, MESSAGES, True)
 

@@ -1,4 +1,4 @@
-"""How far long work is: on stderr, in a terminal a bar that goes away."""
+"""Long work shows its progress on stderr, in a terminal as a bar that goes away."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Screen(io.StringIO):
 
     @property
     def text(self) -> str:
-        """What was shown, without the escapes."""
+        """Return what was shown, without the escapes."""
         return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.getvalue())
 
     def until(self, shown: str) -> None:
@@ -75,7 +75,7 @@ def test_without_a_terminal_a_line_comes_every_few_seconds(
 def test_quiet_is_quiet(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, has_stderr: bool
 ) -> None:
-    """So is a process without stderr."""
+    """A process without stderr is quiet, too."""
     if not has_stderr:
         monkeypatch.setattr("sys.stderr", None)
     shown = Progress(has_bar=True, line_every_s=0.0, is_quiet=has_stderr)
