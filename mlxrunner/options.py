@@ -108,9 +108,6 @@ def option(default: Any, kind: type, help: str, **about: Any) -> Any:
     return field(default=default, metadata={"option": Option(kind, help, **about)})
 
 
-_option = option
-
-
 def about(one: Field[Any]) -> Option:
     """Return the description of a field that `option` made."""
     found: Option = one.metadata["option"]
@@ -131,46 +128,46 @@ class GenerateOptions:
     a value is of the wrong type, out of range, or contradicts another.
     """
 
-    max_tokens: int | None = _option(
+    max_tokens: int | None = option(
         None,
         int,
         "Most tokens of the answer. [default: until the model stops or the context is full]",
         low=1,
     )
-    temperature: float = _option(
+    temperature: float = option(
         0.0, float, "0 = always the most likely token.", low=0, high=100, shows_default=True
     )
-    top_k: int = _option(
+    top_k: int = option(
         0, int, "Keep only the K most likely tokens. [default: all]", low=0, high=MOST_TOKENS
     )
-    top_p: float = _option(
+    top_p: float = option(
         1.0,
         float,
         "Keep only the most likely tokens up to this probability. [default: all]",
         low=0,
         high=1,
     )
-    min_p: float = _option(
+    min_p: float = option(
         0.0,
         float,
         "Keep only tokens at least this likely, as a share of the likeliest.",
         low=0,
         high=1,
     )
-    repetition_penalty: float | None = _option(
+    repetition_penalty: float | None = option(
         None, float, "Divide the logits of recent tokens; 1 = off.", low=0.01, high=100
     )
-    presence_penalty: float | None = _option(
+    presence_penalty: float | None = option(
         None, float, "Subtract from the logits of recent tokens.", low=-100, high=100
     )
-    frequency_penalty: float | None = _option(
+    frequency_penalty: float | None = option(
         None,
         float,
         "Subtract from the logits of recent tokens, once per occurrence.",
         low=-100,
         high=100,
     )
-    penalty_context: int = _option(
+    penalty_context: int = option(
         20,
         int,
         "Number of recent tokens that the penalties see.",
@@ -178,8 +175,8 @@ class GenerateOptions:
         high=MOST_TOKENS,
         shows_default=True,
     )
-    seed: int | None = _option(None, int, "Make sampling repeatable.", low=0, high=2**64 - 1)
-    stop: tuple[str, ...] = _option(
+    seed: int | None = option(None, int, "Make sampling repeatable.", low=0, high=2**64 - 1)
+    stop: tuple[str, ...] = option(
         (),
         str,
         "End the answer before TEXT; may be given several times. "
@@ -187,14 +184,14 @@ class GenerateOptions:
         metavar="TEXT",
         is_list=True,
     )
-    schema: str | None = _option(
+    schema: str | None = option(
         None,
         str,
         "Hold the answer to the JSON schema in FILE.",
         metavar="FILE",
         in_chat=False,
     )
-    choices: tuple[str, ...] = _option(
+    choices: tuple[str, ...] = option(
         (),
         str,
         "Hold the answer to one of these; put one with a comma in double quotes: "
@@ -203,7 +200,7 @@ class GenerateOptions:
         is_list=True,
         in_chat=False,
     )
-    overflow: str = _option(
+    overflow: str = option(
         "stop",
         str,
         "When the context is full: end the answer, drop the oldest half after the first --keep "
@@ -211,10 +208,10 @@ class GenerateOptions:
         among=OVERFLOW,
         shows_default=True,
     )
-    keep: int | None = _option(
+    keep: int | None = option(
         None, int, "Tokens that a shift keeps. [default: the system prompt]", low=0
     )
-    logprobs: int | None = _option(
+    logprobs: int | None = option(
         None,
         int,
         "Each token's log-probability and the K likeliest.",
@@ -223,14 +220,14 @@ class GenerateOptions:
         metavar="K",
         in_chat=False,
     )
-    stop_tokens: tuple[int, ...] | None = _option(
+    stop_tokens: tuple[int, ...] | None = option(
         None,
         int,
         "Token ids that end the answer. [default: the model's own]",
         is_list=True,
         in_chat=False,
     )
-    template: str | None = _option(
+    template: str | None = option(
         None,
         str,
         "Set a variable of the chat template, such as enable_thinking=false; may be given several "
@@ -238,7 +235,7 @@ class GenerateOptions:
         metavar="NAME=VALUE",
         in_chat=False,
     )
-    tools: str | None = _option(
+    tools: str | None = option(
         None,
         str,
         "Tell the model of the tools in FILE, a JSON list of OpenAI's descriptions of functions.",
@@ -333,24 +330,24 @@ class RunnerSettings:
     Raise OptionError if a value is of the wrong type or out of range.
     """
 
-    context: int | None = _option(
+    context: int | None = option(
         None,
         int,
         "Most tokens of prompt and answer together. [default: the model's own, or what fits]",
         low=2,
         high=MOST_TOKENS,
     )
-    kv_bits: int | None = _option(
+    kv_bits: int | None = option(
         None,
         int,
         "Store full attention's keys and values in 8 or 4 bits. [default: as computed]",
         among=(4, 8),
         metavar="B",
     )
-    prefill_step: int = _option(
+    prefill_step: int = option(
         2048, int, "Prompt tokens evaluated at once.", low=1, high=MOST_TOKENS, shows_default=True
     )
-    rewind_slack: int = _option(
+    rewind_slack: int = option(
         512,
         int,
         "Tokens a sliding window keeps beyond itself, to be rewound.",
@@ -358,14 +355,14 @@ class RunnerSettings:
         high=MOST_TOKENS,
         shows_default=True,
     )
-    checkpoint_budget: int | None = _option(
+    checkpoint_budget: int | None = option(
         None,
         int,
         "Bytes for checkpoints of windows and states. [default: room for 8]",
         low=0,
         metavar="BYTES",
     )
-    checkpoint_interval: int = _option(
+    checkpoint_interval: int = option(
         1024, int, "Tokens between checkpoints.", low=1, high=MOST_TOKENS, shows_default=True
     )
 

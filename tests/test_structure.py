@@ -36,8 +36,8 @@ FLOORS = [
 ]
 BOOKKEEPING = """
 arguments batch.fields batch.job batch.lines batch.options batch.output batch.plan batch.prompts
-batch.responses batch.store batch.translate cache.lease cache.shared.sight json_options
-terminal.logs
+batch.responses batch.store batch.translate json_options
+cache.lease cache.shared.sight terminal.logs
 bench.measurements cache.checkpoints cache.entry cache.layers.extents cache.layers.layout
 cache.layers.protocol cache.lookup cache.overflow cache.prefix cache.saved cache.shared.cells
 cache.shared.sequences cache.shared.split cache.tokens chat.branches chat.commands.table
