@@ -132,25 +132,28 @@ class GenerateOptions:
     """
 
     max_tokens: int | None = _option(
-        None, int, "Longest answer. [default: until the model stops or the context is full]", low=1
+        None,
+        int,
+        "Most tokens of the answer. [default: until the model stops or the context is full]",
+        low=1,
     )
     temperature: float = _option(
         0.0, float, "0 = always the most likely token.", low=0, high=100, shows_default=True
     )
     top_k: int = _option(
-        0, int, "Only the K most likely tokens. [default: all]", low=0, high=MOST_TOKENS
+        0, int, "Keep only the K most likely tokens. [default: all]", low=0, high=MOST_TOKENS
     )
     top_p: float = _option(
         1.0,
         float,
-        "Only the most likely tokens up to this probability. [default: all]",
+        "Keep only the most likely tokens up to this probability. [default: all]",
         low=0,
         high=1,
     )
     min_p: float = _option(
         0.0,
         float,
-        "Only tokens at least this likely, as a share of the likeliest.",
+        "Keep only tokens at least this likely, as a share of the likeliest.",
         low=0,
         high=1,
     )
@@ -161,17 +164,21 @@ class GenerateOptions:
         None, float, "Subtract from the logits of recent tokens.", low=-100, high=100
     )
     frequency_penalty: float | None = _option(
-        None, float, "Subtract from them once per occurrence.", low=-100, high=100
+        None,
+        float,
+        "Subtract from the logits of recent tokens, once per occurrence.",
+        low=-100,
+        high=100,
     )
     penalty_context: int = _option(
         20,
         int,
-        "How many recent tokens the penalties see.",
+        "Number of recent tokens that the penalties see.",
         low=1,
         high=MOST_TOKENS,
         shows_default=True,
     )
-    seed: int | None = _option(None, int, "Makes sampling repeatable.", low=0, high=2**64 - 1)
+    seed: int | None = _option(None, int, "Make sampling repeatable.", low=0, high=2**64 - 1)
     stop: tuple[str, ...] = _option(
         (),
         str,
@@ -183,14 +190,14 @@ class GenerateOptions:
     schema: str | None = _option(
         None,
         str,
-        "The answer is JSON that fits the JSON schema in FILE.",
+        "Hold the answer to the JSON schema in FILE.",
         metavar="FILE",
         in_chat=False,
     )
     choices: tuple[str, ...] = _option(
         (),
         str,
-        "The answer is one of these; one with a comma is put in double quotes: "
+        "Hold the answer to one of these; put one with a comma in double quotes: "
         "'yes,\"no, never\"'.",
         metavar="A,B,...",
         is_list=True,
@@ -354,7 +361,7 @@ class RunnerSettings:
     checkpoint_budget: int | None = _option(
         None,
         int,
-        "For checkpoints of windows and states. [default: room for 8]",
+        "Bytes for checkpoints of windows and states. [default: room for 8]",
         low=0,
         metavar="BYTES",
     )

@@ -93,7 +93,7 @@ def test_the_check_of_examples_sees_differences(shown: str, printed: str, holds:
 
 
 def test_any_figures_may_differ_where_a_page_says_so() -> None:
-    """But words may not."""
+    """Words may not."""
     assert plain("5 of 7 kB", any_figures=True) == plain("17 of 1,024 MB", any_figures=True)
     assert plain("5 hits", any_figures=True) != plain("5 misses", any_figures=True)
 
@@ -132,14 +132,14 @@ def test_every_command_is_in_the_docs() -> None:
 
 
 def test_every_variable_is_in_the_docs() -> None:
-    """Of the environment."""
+    """The variables are those of the environment."""
     found = set(variables())
     assert {"MLXRUNNER_MODEL", "MLXRUNNER_DATA", "XDG_CACHE_HOME", "SSH_TTY"} <= found
     assert [name for name in found if f"`{name}`" not in DOCS["commands.md"]] == []
 
 
 def test_every_reason_is_in_the_docs() -> None:
-    """What it means, and what to change."""
+    """The page says what it means, and what to change."""
     assert [name for name in REASONS if f"\n| `{name}` |" not in DOCS["entry.md"]] == []
 
 

@@ -72,6 +72,15 @@ if TYPE_CHECKING:
     shell_complete=session_words,
     help="Go on with this saved conversation, or begin it; saved after each turn.",
 )
+@click.option("--continue", "goes_on", is_flag=True, help="Go on with the last unnamed chat.")
+@click.option(
+    "--no-save", is_flag=True, help="Keep nothing of a chat without --session.  [default: the text]"
+)
+@click.option(
+    "--switch-model",
+    is_flag=True,
+    help="Let -m go on with a session of another model.",
+)
 @click.option(
     "--no-cache-file",
     is_flag=True,
@@ -97,6 +106,9 @@ def chat(
     no_type_ahead: bool,
     no_history: bool,
     session: str | None,
+    goes_on: bool,
+    no_save: bool,
+    switch_model: bool,
     no_cache_file: bool,
     session_kv_bits: int | None,
     greedy: bool,
@@ -119,18 +131,28 @@ def chat(
             raise OptionError(f"two models: {named} and -m {model}: name one of them")
         model = named
         given.add("model")
+    if goes_on and session is not None:
+        raise OptionError(
+            f"--continue goes on with the last unnamed chat, and --session with {session}: "
+            "use one of them"
+        )
     loading, keyboard = take(options, LOADING), Keyboard(is_terminal())
     # Enter it first of all, to keep what is typed while the model loads.
     with keyboard:
         from mlxrunner.chat.commands.sessions import Saving
         from mlxrunner.chat.conversation import Conversation
-        from mlxrunner.chat.saved_settings import put_back
+        from mlxrunner.chat.saved_settings import must_be_wanted, put_back
         from mlxrunner.chat.start import open_chat
         from mlxrunner.options import GenerateOptions
         from mlxrunner.terminal.signals import uninterrupted
 
-        saving = Saving(caches=not no_cache_file, kv_bits=session_kv_bits)
-        with recording(options, "chat") as profile, saving.opened(session) as resumed:
+        saving = Saving(
+            caches=not no_cache_file,
+            kv_bits=session_kv_bits,
+            keeps_unnamed=not no_save and (is_terminal() or goes_on),
+        )
+        opening = saving.opened(session, goes_on=goes_on)
+        with recording(options, "chat") as profile, opening as resumed:
             GenerateOptions.of(**options)  # raise its errors before loading
             if history == "template" and keep_thinking:
                 raise OptionError(
@@ -142,6 +164,8 @@ def chat(
             runner: Any = None  # loaded below
             conversation = Conversation(runner, system, typed, history, keep_thinking, variables)
             if resumed is not None:
+                if "model" in given and not switch_model:
+                    must_be_wanted(saving.kept_as, resumed.model, model, keyboard)
                 model = put_back(resumed, conversation, loading, model, {*given, *typed})
             conversation.runner = load(model, loading, banner=is_terminal())
             profile.watch(conversation.runner)

@@ -69,10 +69,13 @@ def plan(model: str, measure: bool, as_json: bool, **options: Any) -> None:
     """
     from mlxrunner.loading import plan_model
     from mlxrunner.runner import Runner
+    from mlxrunner.terminal.progress import loading
 
     made = plan_model(model, **options)
     if measure and made.fits:
-        made = Runner.load(model, **{**options, "context": made.context}).plan or made
+        with loading(model) as show:
+            loaded = Runner.load(model, progress=show, **{**options, "context": made.context})
+        made = loaded.plan or made
     click.echo(json.dumps(made.as_dict()) if as_json else made.table())
     sys.exit(0 if made.fits else 2)
 

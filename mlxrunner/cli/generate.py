@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -34,6 +35,7 @@ ONE_SEQUENCE = ("kv_bits", "rewind_slack", "checkpoint_budget", "checkpoint_inte
 
 if TYPE_CHECKING:
     from mlxrunner.profiling.record.profile import Profile
+    from mlxrunner.results import Result
     from mlxrunner.runner import Runner
 
 
@@ -88,7 +90,7 @@ if TYPE_CHECKING:
     type=click.IntRange(min=1),
     default=1,
     metavar="K",
-    help="K answers, the prompt's tokens stored once.",
+    help="Give K answers; the prompt's tokens are stored once.",
 )
 @click.option(
     "--parallel",
@@ -185,29 +187,39 @@ def _answers(
     profile: Profile,
 ) -> None:
     """Print several answers with an empty line between them."""
+    from mlxrunner.models.resolve import resolve
     from mlxrunner.parallel.samples import sample
+    from mlxrunner.terminal.progress import loading as loading_bar
     from mlxrunner.terminal.text import FilteredStream
 
-    output = FilteredStream()
+    def watch(runner: Any) -> None:
+        bar.close()
+        profile.watch(runner)
+
+    output, bar = FilteredStream(), ExitStack()
     shared = {name: loading[name] for name in ("context", "trust_remote_code", "reserve")}
     if is_given("prefill_step"):  # the default for several sequences is another one
         shared["prefill_step"] = loading["prefill_step"]
-    for number, result in enumerate(
-        sample(model, request, count, parallel=parallel, watch=profile.watch, **shared, **options)
-    ):
-        if as_json:
-            answer: dict[str, Any] = {
-                "text": result.text,
-                "tokens": result.tokens,
-                "finish_reason": result.finish_reason,
-            }
-            if result.logprobs is not None:
-                answer["logprobs"] = [
-                    {"logprob": logprob, "top": top} for logprob, top in result.logprobs
-                ]
-            click.echo(json.dumps({"index": number, **answer, "usage": result.usage.as_dict()}))
-        else:
-            output.write(f"{chr(10) if number else ''}{result.text}\n")
+    resolve(model, with_code=loading["trust_remote_code"])
+    with bar:
+        bar.enter_context(loading_bar(model))
+        results = sample(model, request, count, parallel=parallel, watch=watch, **shared, **options)
+        for number, result in enumerate(results):
+            if as_json:
+                click.echo(json.dumps({"index": number, **_as_dict(result)}))
+            else:
+                output.write(f"{chr(10) if number else ''}{result.text}\n")
+
+
+def _as_dict(result: Result) -> dict[str, Any]:
+    answer: dict[str, Any] = {
+        "text": result.text,
+        "tokens": result.tokens,
+        "finish_reason": result.finish_reason,
+    }
+    if result.logprobs is not None:
+        answer["logprobs"] = [{"logprob": logprob, "top": top} for logprob, top in result.logprobs]
+    return answer | {"usage": result.usage.as_dict()}
 
 
 def _answer(runner: Runner, request: Any, as_json: bool, options: dict[str, Any]) -> None:

@@ -37,11 +37,9 @@ def _verbose(ctx: click.Context, parameter: click.Parameter, value: int) -> None
     if value:
         import logging
 
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(message)s"))
-        logger = logging.getLogger("mlxrunner")
-        logger.handlers = [handler]
-        logger.setLevel(logging.INFO if value == 1 else logging.DEBUG)
+        from mlxrunner.terminal.logs import log_to_stderr
+
+        log_to_stderr(logging.INFO if value == 1 else logging.DEBUG)
 
 
 debug_option = click.option(
@@ -179,7 +177,9 @@ def sampling_options(command: F) -> F:
         is_flag=True,
         help="Always the most likely token: temperature 0 and no penalties.",
     )
-    return together((greedy, *_options_of(GenerateOptions, SAMPLING)))(command)
+    temperature = option_of(GenerateOptions, "temperature", show_default="the model's, or 0")
+    others = [name for name in SAMPLING if name != "temperature"]
+    return together((greedy, temperature, *_options_of(GenerateOptions, others)))(command)
 
 
 def _read_json(flag: str, file: str | None, most: int, check: Callable[[str], None]) -> str | None:
@@ -301,5 +301,5 @@ def load(model: str, loading: dict[str, Any], *, banner: bool) -> Runner:
         click.echo(DEMO_BANNER, err=True)
     # A download shows a bar of its own.
     resolve(model, with_code=loading["trust_remote_code"])
-    with loading_bar(model):
-        return Runner.load(model, **loading)
+    with loading_bar(model) as show:
+        return Runner.load(model, progress=show, **loading)

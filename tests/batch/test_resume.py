@@ -187,14 +187,14 @@ class Starter:
         return Fork(self._parent, arguments)
 
     def seconds(self, source: str, *, as_user: bool) -> float:
-        """How long it takes to the end."""
+        """Return how long it takes to the end."""
         began = time.monotonic()
         assert self.start(source, f"{source}.{as_user}", as_user=as_user).wait() == 0
         return time.monotonic() - began
 
 
 class Fork:
-    """What is used of Popen, for a grandchild."""
+    """The part of Popen that is used here, for a grandchild."""
 
     def __init__(self, parent: subprocess.Popen[str], arguments: list[str]) -> None:
         self._parent = parent
@@ -350,7 +350,7 @@ def test_resume_of_a_complete_output_does_nothing_and_says_so(folder: Path) -> N
     [
         (["--temperature", 1, "--seed", 3], "another --temperature: 0.0 then, 1.0 now"),
         (["-m", "tiny"], "another model: demo then, tiny now"),
-        (["--prompt-template", "{a}"], 'another --prompt-template: not set then, "{a}" now'),
+        (["--system", "a"], 'another --system: not set then, "a" now'),
         (["--plan", "--max-tokens", 3], "another --max-tokens: not set then, 3 now"),
     ],
 )
@@ -424,7 +424,7 @@ def test_an_output_that_was_changed_and_kept_its_size_is_not_complete(folder: Pa
 
 @pytest.mark.parametrize("at", ["begin", "middle", "answers"])
 def test_a_damaged_store_says_so_and_offers_no_resume(folder: Path, at: str) -> None:
-    """Which could not work: with what can be done, and the answers stay."""
+    """The message says what can be done instead, and the answers stay."""
     stop_in_the_middle()
     store, answers = Path("out.jsonl.run"), Path("out.jsonl").read_bytes()
     if at == "answers":

@@ -144,7 +144,7 @@ def test_killed_at_any_step_of_the_exchange(step: str, monkeypatch: pytest.Monke
     """The output is the old or the new one, whole; the same command goes on."""
     before = some_fail("--no-usage")
     with monkeypatch.context() as patched:
-        patched.setattr(STEPS[step], lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patched.setattr(STEPS[step], lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
         if step == "before the input is there":  # a killed process does not tidy up
             patched.setattr(Path, "unlink", lambda self: None)
         assert run("--no-usage", "--retry-failed").exit_code == 130

@@ -235,7 +235,7 @@ def masked_by_hand(
 
 @pytest.mark.parametrize("architecture", WARM)
 def test_tokens_are_those_of_plain_masked_decoding(architecture: str) -> None:
-    """And log-probabilities are those of the masked logits."""
+    """Log-probabilities are those of the masked logits."""
     runner = build(architecture)
     style = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
     head = '%llguidance {"no_forcing": true}'
@@ -616,7 +616,7 @@ def test_a_full_context_shifts_under_an_answer_in_a_form() -> None:
 
 @pytest.mark.parametrize("width", [VOCAB - 40, VOCAB, VOCAB + 100])
 def test_a_mask_is_as_wide_as_the_logits(width: int) -> None:
-    """What the tokenizer does not know, the library's own end token among it, is never allowed."""
+    """Tokens that the tokenizer does not know, and the library's end token, are never allowed."""
     constraint = constraint_of(GenerateOptions.of(choices=["a", "ab"]), ByteTokenizer(), width)
     assert constraint is not None
     constraint.advance(ord("a"))
@@ -629,7 +629,7 @@ def test_a_mask_is_as_wide_as_the_logits(width: int) -> None:
 
 
 def test_each_request_compiles_for_itself(llama: Runner) -> None:
-    """What one answer has explored is not in another's way."""
+    """An answer is not in the way of another that explored the form."""
     first, second = (
         constraint_of(GenerateOptions.of(choices=["ab", "cd"]), llama.tokenizer, VOCAB)
         for _ in range(2)
@@ -655,7 +655,7 @@ def test_answers_go_on_while_they_are_read(llama: Runner) -> None:
 
 
 def test_a_form_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many lines of a batch have it; also one that is refused."""
+    """Any number of lines of a batch may have it; a refused one is looked at once, too."""
     from mlxrunner.engine import constrain
 
     seen = []
@@ -743,7 +743,7 @@ def test_a_template_that_ends_messages_by_a_text_cuts_no_form() -> None:
     ],
 )
 def test_what_is_empty_is_an_error(llama: Runner, options: dict[str, Any], complaint: str) -> None:
-    """And never a free answer."""
+    """It never gives a free answer."""
     with pytest.raises(OptionError, match=re.escape(complaint)):
         ask(llama, **options)
 
