@@ -537,7 +537,7 @@ def test_a_killed_chat_leaves_the_terminal_as_it_was(
 
 
 def test_the_first_line_says_how_tokens_are_chosen(open_screen: Any, tmp_path: Path) -> None:
-    """What the model suggests, and what is typed; the demo model says nothing."""
+    """It names what the model suggests, and what is typed; the demo model says nothing."""
     folder = tmp_path / "model"
     shutil.copytree(DEMO, folder)
     (folder / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20}')

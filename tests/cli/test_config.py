@@ -128,7 +128,7 @@ def test_a_wrong_key_stops_every_command_that_reads_the_file(write: Write) -> No
 
 
 def test_an_alias_names_a_model_everywhere(write: Write, model: Path) -> None:
-    """As an option, an argument, and in the chat; a word like it is not asked."""
+    """It works as an option, an argument, and in the chat; a word like it is not asked."""
     write(f'[aliases]\nmine = "{model}"')
     assert run("show", "mine").exit_code == 0
     assert run("plan", "mine").exit_code == 0
@@ -140,7 +140,7 @@ def test_an_alias_names_a_model_everywhere(write: Write, model: Path) -> None:
 
 
 def test_settings_of_the_chat_name_the_line_of_the_file(write: Write, model: Path) -> None:
-    """And a context of one model is not that of the next."""
+    """A context of one model is not that of the next."""
     write(f'[aliases]\nmine = "{model}"\n[models.mine]\ncontext = 256\ntop_k = 3')
     said = "/set\n/model demo\n/set context\n/model mine\n/set context\n"
     lines = run("chat", "mine", "--no-reserve", stdin=said).stderr.splitlines()

@@ -55,7 +55,7 @@ def file(own_home: Path) -> Path:
 
 
 def test_later_layers_are_stronger() -> None:
-    """And each value keeps its source."""
+    """Each value keeps its source."""
     made = settled(
         layer({"a": 1, "b": 1, "c": 1}, DEFAULT), layer({"b": 2}, MODEL), {"c": Setting(3)}
     )
