@@ -177,7 +177,9 @@ def sampling_options(command: F) -> F:
         is_flag=True,
         help="Always the most likely token: temperature 0 and no penalties.",
     )
-    return together((greedy, *_options_of(GenerateOptions, SAMPLING)))(command)
+    temperature = option_of(GenerateOptions, "temperature", show_default="the model's, or 0")
+    others = [name for name in SAMPLING if name != "temperature"]
+    return together((greedy, temperature, *_options_of(GenerateOptions, others)))(command)
 
 
 def _read_json(flag: str, file: str | None, most: int, check: Callable[[str], None]) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import os
 import re
+import shutil
 import signal
 import stat
 import termios
@@ -534,6 +535,19 @@ def test_a_killed_chat_leaves_the_terminal_as_it_was(
     assert termios.tcgetattr(screen.child.child_fd)[:4] == before[:4]
     screen.child.close()
     assert screen.child.exitstatus == 128 + signal.SIGTERM
+
+
+def test_the_first_line_says_how_tokens_are_chosen(open_screen: Any, tmp_path: Path) -> None:
+    """It names what the model suggests, and what is typed; the demo model says nothing."""
+    folder = tmp_path / "model"
+    shutil.copytree(DEMO, folder)
+    (folder / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20}')
+    model = (*CHAT, "--no-reserve", str(folder))
+    first = "sampling: temperature 0.6, top_k 20, as the model suggests (/set shows and changes it)"
+    assert open_screen(*model).until(">>>").shown.splitlines()[0] == first
+    greedy = open_screen(*model, "--greedy").until(">>>")
+    assert greedy.shown.splitlines()[0].startswith("sampling: greedy (/set")
+    assert "sampling" not in open_screen(*CHAT, "--no-reserve").until(">>>").shown
 
 
 def test_a_model_that_is_loaded_again_shows_a_bar(open_screen: Any) -> None:

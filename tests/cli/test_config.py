@@ -128,7 +128,7 @@ def test_a_wrong_key_stops_every_command_that_reads_the_file(write: Write) -> No
 
 
 def test_an_alias_names_a_model_everywhere(write: Write, model: Path) -> None:
-    """It may be an option, an argument, or in the chat; a word like it is not asked."""
+    """It works as an option, an argument, and in the chat; a word like it is not asked."""
     write(f'[aliases]\nmine = "{model}"')
     assert run("show", "mine").exit_code == 0
     assert run("plan", "mine").exit_code == 0
