@@ -24,7 +24,7 @@ def test_a_workflow_is_whole(workflow: Path) -> None:
         assert job["timeout-minutes"] <= 60
         assert all(("uses" in step) != ("run" in step) for step in job["steps"])
         needs = job.get("needs", [])
-        assert {needs} if isinstance(needs, str) else {*needs} <= jobs.keys()
+        assert {*([needs] if isinstance(needs, str) else needs)} <= jobs.keys()
 
 
 def test_only_a_tag_publishes_and_only_what_was_tried() -> None:
