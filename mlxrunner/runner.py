@@ -20,12 +20,14 @@ from mlxrunner.cache.entry import CacheEntry
 from mlxrunner.cache.layers.factory import make_layer_caches
 from mlxrunner.cache.layers.protocol import LayerCache
 from mlxrunner.cache.layers.rotate import rotators
-from mlxrunner.cache.prefix import EntryLease, PrefixCache
+from mlxrunner.cache.lease import EntryLease
+from mlxrunner.cache.prefix import PrefixCache
 from mlxrunner.cache.tokens import TokenArray, common_prefix
 from mlxrunner.engine.answer import AnswerStream
 from mlxrunner.engine.control import EntryControl
 from mlxrunner.engine.observation import Observer, tell
 from mlxrunner.engine.owner import Owned, Owner
+from mlxrunner.engine.pace import Pace
 from mlxrunner.engine.pipeline import Pipeline, Progress
 from mlxrunner.engine.requests import prepare
 from mlxrunner.engine.run import Run, keep_only_what_can_be_evaluated
@@ -88,6 +90,8 @@ class Runner:
         """Most tokens of a prompt and its answer together."""
         self.prefill_step = chosen.prefill_step
         """Prompt tokens evaluated at once."""
+        self.pace: Pace | None = None
+        """Sizes the chunks of a prefill by the measured speed; None: `prefill_step` tokens each."""
         self.plan: Plan | None = None
         """The memory plan, if the model was loaded by `load`."""
         self.suggested_options: dict[str, Any] = {}
@@ -396,6 +400,7 @@ class Runner:
                 self._mark(lease),
                 request.shift,
                 self._rotate,
+                None if self.facts.depends_on_chunks else self.pace,
             )
             answer = AnswerStream(self.tokenizer, lease.prompt, options, request.limit)
             decoded = pipeline.run(request.next_token, request.limit)

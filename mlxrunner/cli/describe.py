@@ -13,11 +13,12 @@ import click
 
 from mlxrunner.cli.options import MEMORY_OPTIONS, debug_option, json_option, together
 from mlxrunner.cli.program import visible_text
+from mlxrunner.cli.settling import named_model
 from mlxrunner.cli.words import model_words
 
 
 @click.command()
-@click.argument("model", shell_complete=model_words)
+@click.argument("model", shell_complete=model_words, callback=named_model)
 @json_option
 @debug_option
 def show(model: str, as_json: bool) -> None:
@@ -50,7 +51,7 @@ def show(model: str, as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("model", shell_complete=model_words)
+@click.argument("model", shell_complete=model_words, callback=named_model)
 @together(MEMORY_OPTIONS)
 @click.option(
     "--measure",

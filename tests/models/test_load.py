@@ -143,7 +143,7 @@ def test_a_setting_that_is_missing_or_wrong_is_an_error(
 
 
 def test_a_tensor_of_another_shape_is_named_with_both_shapes(folder: Path) -> None:
-    """What the configuration says and what the file holds."""
+    """The shapes are the configuration's and the file's."""
     configure(folder, intermediate_size=96)
     text = refusal(folder)
     assert "model.layers.0.mlp" in text
@@ -287,7 +287,7 @@ class Custom(PreTrainedTokenizerFast):
 def test_a_tokenizer_with_code_of_its_own_is_refused_unless_trusted(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And nobody is asked on the terminal."""
+    """Nobody is asked on the terminal."""
     asked: list[str] = []
     monkeypatch.setattr(builtins, "input", lambda prompt="": asked.append(prompt) or "y")
     modules = folder.parent / "modules"

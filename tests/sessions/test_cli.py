@@ -123,7 +123,7 @@ def test_export(tmp_path: Path) -> None:
 
 
 def test_rm_removes_all_that_it_is_given(data: Path) -> None:
-    """And says in one line what it can't."""
+    """It says in one line what it can't remove."""
     talk("zor", "Hello!")
     talk("ana", "Hello!")
     assert run("sessions", "rm", "zor", "ana").exit_code == 0
@@ -137,7 +137,7 @@ def test_rm_removes_all_that_it_is_given(data: Path) -> None:
 
 
 def test_rm_goes_on_where_it_can(data: Path) -> None:
-    """And says at the end what was not there, or is open."""
+    """It says at the end which sessions were not there, or are open."""
     for name in ("zor", "open", "ana"):
         talk(name, "Hello!")
     with SessionStore().lock("open"):
@@ -217,7 +217,7 @@ def test_an_imported_session_that_is_not_used_stays(tmp_path: Path) -> None:
 
 
 def test_the_tokens_of_a_foreign_file_are_given(tmp_path: Path) -> None:
-    """As a list, or in a file; what is no list is one line."""
+    """They are a list, or stand in a file; anything else is one line."""
     from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
 
     from mlxrunner import Runner
