@@ -73,7 +73,7 @@ class MlxrunnerModel(llm.Model):
     can_stream = True
     Options = Options  # type: ignore[assignment]  # made by pydantic
     _loaded: ClassVar[tuple[Any, Any] | None] = None
-    """What was asked for when the runner of this process was loaded, and the runner."""
+    """The model and settings that the runner of this process was loaded with, and the runner."""
 
     def __init__(self, name: str) -> None:
         self.name, self.model_id = name, f"{PREFIX}{name}"
