@@ -135,7 +135,7 @@ def test_options_have_an_effect(run: Llm) -> None:
 def test_what_is_wrong_is_said_without_a_traceback(
     run: Llm, arguments: list[str], said: str
 ) -> None:
-    """As `llm` says it."""
+    """The words are those of `llm`."""
     result = run("-m", "mlxrunner/demo", "Hello!", *arguments)
     assert result.returncode != 0
     assert said in result.stderr
@@ -151,7 +151,7 @@ def test_an_error_in_a_chat_is_one_line(run: Llm) -> None:
 
 
 def test_a_schema_holds_the_answer(run: Llm) -> None:
-    """That of `llm --schema`."""
+    """`llm --schema` gives it."""
     options = ["-o", "max_tokens", "200", "-o", "temperature", "0"]
     schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
     closed = json.dumps({**schema, "additionalProperties": False})

@@ -131,7 +131,7 @@ def test_the_table_lists_the_codes_that_are_held() -> None:
 
 
 def test_the_tree_of_errors_names_the_code_of_each() -> None:
-    """As the docstring of `mlxrunner.errors` shows it."""
+    """The docstring of `mlxrunner.errors` shows it."""
     kinds = {
         name: kind
         for name, kind in vars(errors).items()

@@ -78,7 +78,7 @@ def test_ctrl_c_after_the_end_is_quiet() -> None:
 
 
 def test_a_ctrl_c_that_the_parent_ignores_stays_ignored() -> None:
-    """As a shell does for a background job."""
+    """A shell does that for a background job."""
     code = PRESS.format(first=STARTED, number=5, arguments=["--version"])
     result = subprocess.run(
         ["sh", "-c", 'trap "" INT; exec "$0" -c "$1"', sys.executable, code],
@@ -95,7 +95,7 @@ def test_the_command_and_the_module_start_alike() -> None:
 
 
 def test_a_command_raises_what_the_start_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that it can save and clean up."""
+    """It can save and clean up then."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     left: list[int] = []
     monkeypatch.setattr(os, "_exit", left.append)
