@@ -401,7 +401,7 @@ def test_clearing_is_offered_only_where_it_makes_room(chat: Chat, do: Do, tmp_pa
     """Clearing is offered unless the message itself is too long; waiting files are named first."""
     chat.conversation.options = {"overflow": "stop", "max_tokens": 3}
     (tmp_path / "a.txt").write_text("word " * 600)
-    too_long, damaged, due_to_turns, *_, with_files = do(
+    too_long, damaged, cut, due_to_turns, *_, with_files = do(
         "word " * 3000,
         "half \udc80",
         "word " * 800,
@@ -412,6 +412,7 @@ def test_clearing_is_offered_only_where_it_makes_room(chat: Chat, do: Do, tmp_pa
     assert too_long.endswith("with a longer --context")
     assert damaged.startswith("error: ")
     assert "/clear" not in damaged
+    assert cut.startswith("(cut off at max_tokens 3: ")
     assert due_to_turns.endswith("; /undo takes turns back, /clear all of them")
     assert with_files.endswith("; /file -d drops the files that wait")
 

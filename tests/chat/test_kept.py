@@ -422,7 +422,7 @@ def test_chats_in_a_terminal_are_kept_and_those_in_a_pipe_are_not(
     screen.say("My name is Ana.")
     screen.say("/clear")
     screen.say("My name is \u202eAna.")
-    os.kill(screen.child.pid, 9)
+    screen.kill()  # with SIGKILL
     again = open_screen(*CHAT, "--continue", size=(80, 24))
     again.prompt()
     name = next(data.glob("sessions/unnamed-*")).name

@@ -200,7 +200,9 @@ def test_going_back_says_what_is_reused(open_screen: Any) -> None:
     screen.say("I have a dog.")
     undone = screen.say("/undo")
     assert re.fullmatch(
-        r"1 turn taken back, 1 turn left: (\d+) of \1 tokens reused, 0 to evaluate", undone
+        r"1 turn taken back, 1 turn left: (\d+) of \1 tokens reused, 0 to evaluate; "
+        "/redo brings it back",
+        undone,
     )
     assert re.fullmatch(
         r"on branch other: \d+ of \d+ tokens reused, \d+ to evaluate", screen.say("/branch other")
@@ -347,6 +349,7 @@ def test_every_command_works_in_a_terminal(open_screen: Any, tmp_path: Path) -> 
         "/save trip": r"saved as trip: 1 turn, \d+ tokens",
         "/branch other": f"on branch other: {tokens}",
         "/undo": f"1 turn taken back, 0 turns left: {tokens}",
+        "/redo": f"brought back, 1 turn: {tokens}",
         "/switch main": f"on branch main, 1 turn: {tokens}",
         "/retry temperature=0": rf"(?s){tokens}\nYour name is Ana\.",
         "/edit": ">>> What is my name\\?$",  # which Ctrl-C then gives up
