@@ -59,14 +59,23 @@ CREATE INDEX failures ON results (line) WHERE failed;
 """The text that `_check` compares with the tables of an opened store: never change a character."""
 
 
+Place = int | str
+"""The number of a line in the only file, from 1, or a text of words that names its place."""
+
+
+def place_of(number: Place) -> str:
+    """Return a line's place for an error: `line 4`, or the text that names it."""
+    return f"line {number}" if isinstance(number, int) else number
+
+
 @dataclass(frozen=True)
 class StoredLine:
     """A line of the input."""
 
     index: int
     """The number of the line among those that are not empty, from 0."""
-    number: int
-    """The number of the line in the file, from 1."""
+    number: Place
+    """The number of the line in the file, from 1, or a text that says where it is."""
     tokens: TokenArray
     """The tokens of its prompt; empty if there is an error."""
     id: str | int | None = None
@@ -295,8 +304,8 @@ class Store:
             except sqlite3.IntegrityError:
                 (first,) = self._one(_FIRST_WITH_ID, line.id)
                 name = "id" if line.format == "plain" else "custom_id"
-                problem = f"{name} {line.id!r:.80} was there before, on line {first}"
-                problem = f"line {line.number}: {problem}"
+                problem = f"{name} {line.id!r:.80} was there before, on {place_of(first)}"
+                problem = f"{place_of(line.number)}: {problem}"
                 line = replace(line, error=problem, tokens=as_tokens([]))
                 self._insert(line)
             self._lines += 1
@@ -459,7 +468,8 @@ def _line(
     options = json.loads(options) if options else {}
     if not (
         isinstance(options, dict)
-        and _are_ints(index, number)
+        and isinstance(index, int)
+        and isinstance(number, (int, str))
         and (name is None or isinstance(name, (str, int)))
         and (error is None or isinstance(error, str))
     ):

@@ -59,6 +59,14 @@ class Branches:
         self.others[free] = branch
         return free
 
+    def drop_kept_within(self, branch: Branch) -> None:
+        """Drop the branches whose names `keep` has made and whose turns `branch` has again."""
+        for name, one in [*self.others.items()]:
+            if not re.search(r"~\d+$", name):
+                continue
+            if one.system == branch.system and one.history.is_within(branch.history):
+                del self.others[name]
+
     def drop(self, name: str) -> Branch:
         """Drop a branch and return it. Raise OptionError if it is the present one or unknown."""
         if name == self.current:

@@ -15,6 +15,7 @@ from mlxrunner.cache.overflow import Shift
 from mlxrunner.cache.tokens import as_tokens, common_prefix
 from mlxrunner.chat.rendering import Policy, Renderer, TemplateDrift
 from mlxrunner.config.layering import MODEL, Settings, values
+from mlxrunner.engine.pace import Pace
 from mlxrunner.engine.pipeline import Progress
 from mlxrunner.options import CHOOSING, sampling
 from mlxrunner.results import Chunk, Usage
@@ -58,6 +59,8 @@ class Conversation:
     """Keep thinking in the history even if the template leaves it out."""
     variables: dict[str, Any] = field(default_factory=dict)
     """Variables of the chat template, such as `enable_thinking`."""
+    piece_s: float | None = None
+    """Seconds that a piece of a prefill may take, so that Ctrl-C acts soon; None: any time."""
     usual: Settings = field(default_factory=dict)
     """Options that hold where the user has set none, with their sources."""
     history: History = field(default_factory=History)
@@ -105,6 +108,16 @@ class Conversation:
     def clear(self) -> None:
         """Forget the turns. The system prompt stays, and so do its tokens in the entry."""
         self.history = History()
+
+    def set_system(self, system: str) -> None:
+        """Set the system prompt. The turns stay as texts, because all of them follow it.
+
+        Raise PromptError, and change nothing, if the template has no place for it.
+        """
+        if system != self.system:
+            history = self.history.without_tokens()
+            replace(self.renderer, system=system).render_draft(history, "")
+            self.switch_to(Branch(system, history))
 
     def undo(self, turns: int = 1) -> tuple[Turn, ...]:
         """Take back the last `turns` turns and return them.
@@ -191,6 +204,8 @@ class Conversation:
                     # After a shift the context would begin in the middle of this turn.
                     keep = 0
                     options |= {"overflow": "stop", "keep": given}
+        if self.piece_s is not None and self.runner.pace is None:
+            self.runner.pace = Pace(self.piece_s)
         chunks = self.runner.generate(prompt, progress=progress, **options)
         self.asked = rendering
         return self._answer(history, text, rendering, keep, chunks)

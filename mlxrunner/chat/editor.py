@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable
 from datetime import datetime
 from pathlib import Path
@@ -27,14 +28,15 @@ from prompt_toolkit.layout.screen import Char
 from prompt_toolkit.output import Output
 from prompt_toolkit.output.defaults import create_output
 
-from mlxrunner.chat.commands.table import CommandTable, is_open
+from mlxrunner.chat.commands.table import CommandTable, is_continued, is_open
 from mlxrunner.chat.typeahead import Draft
-from mlxrunner.errors import ReadError
+from mlxrunner.errors import MlxrunnerError, ReadError
 from mlxrunner.system.reading import open_file
 from mlxrunner.system.writing import open_own
+from mlxrunner.terminal.external import edit_outside
 from mlxrunner.terminal.keyboard import Keyboard
 from mlxrunner.terminal.signals import uninterrupted
-from mlxrunner.terminal.text import SHOWN
+from mlxrunner.terminal.text import SHOWN, visible
 
 LONGEST_HISTORY = 2**26
 """Most bytes of the file of earlier texts."""
@@ -44,17 +46,25 @@ NAMED = re.compile(r'(?<!\S)@(?:"[^"\n]*|\S*)$')
 """Matches a file that is being named at the end of a text."""
 
 
+class _GoesOutside(Exception):  # noqa: N818  # a wish, not an error
+    """The user wants to go on with the text in an editor of their own."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.text = text
+
+
 class Editor:
     """Reads texts from a terminal."""
 
     def __init__(
         self,
         table: CommandTable,
-        words: Callable[[str], Iterable[str]],
+        words: Callable[[str, str], Iterable[str]],
         history: Path | None = None,
         keyboard: Keyboard | None = None,
     ) -> None:
-        """Complete the commands in `table`, and their arguments with `words(command)`.
+        """Complete the commands in `table`, and their arguments with `words(command, before)`.
 
         `history` is the file that keeps the texts; None keeps none. `keyboard` has the terminal
         while no line is edited.
@@ -68,6 +78,7 @@ class Editor:
             key_bindings=_bindings(self._keyboard),
             completer=ChatCompleter(table, words),
             complete_while_typing=False,
+            enable_history_search=True,
             history=PrivateHistory(history) if history else InMemoryHistory(),
             reserve_space_for_menu=4,
         )
@@ -78,12 +89,24 @@ class Editor:
         """Return the text that the user types, while `idle(draft)` works in the caller's thread.
 
         `default` is the text to begin with. `idle` has to return soon after the draft is over.
-        Raise EOFError after Ctrl-D, and KeyboardInterrupt after Ctrl-C.
+        Raise EOFError after Ctrl-D, and KeyboardInterrupt after Ctrl-C. Ctrl-X Ctrl-E goes on in
+        the user's own editor.
         """
-        self._end()  # an interrupt may have cut off the end of the last line
-        self._feed(self._keyboard.typed_before())
-        with self._keyboard.editing():
-            return self._edited(idle, default)
+        while True:
+            self._end()  # an interrupt may have cut off the end of the last line
+            self._feed(self._keyboard.typed_before())
+            try:
+                with self._keyboard.editing():
+                    return self._edited(idle, default)
+            except _GoesOutside as asked:
+                default = self._edited_outside(asked.text)
+
+    def _edited_outside(self, text: str) -> str:
+        try:
+            return edit_outside(text, self._keyboard)
+        except MlxrunnerError as error:
+            print(visible(f"error: {error}"), file=sys.stderr)
+            return text
 
     def _edited(self, idle: Callable[[Draft], None], default: str) -> str:
         draft = self._draft = Draft(default)
@@ -153,12 +176,19 @@ def _bindings(keyboard: Keyboard) -> KeyBindings:
         buffer = event.current_buffer
         if is_open(buffer.text):
             buffer.newline(copy_margin=False)
+        elif not buffer.document.text_after_cursor and is_continued(buffer.text):
+            buffer.delete_before_cursor()
+            buffer.newline(copy_margin=False)
         else:
             buffer.validate_and_handle()
 
     @bindings.add("c-z")
     def _(event: KeyPressEvent) -> None:
         run_in_terminal(keyboard.stop_group)
+
+    @bindings.add("c-x", "c-e", filter=typing)
+    def _(event: KeyPressEvent) -> None:
+        event.app.exit(exception=_GoesOutside(event.current_buffer.text))
 
     @bindings.add("escape", "enter", filter=typing)
     @bindings.add("c-j", filter=typing)
@@ -171,7 +201,7 @@ def _bindings(keyboard: Keyboard) -> KeyBindings:
 class ChatCompleter(Completer):
     """Completes commands, their arguments, and paths after `@` or where a command takes one."""
 
-    def __init__(self, table: CommandTable, words: Callable[[str], Iterable[str]]) -> None:
+    def __init__(self, table: CommandTable, words: Callable[[str, str], Iterable[str]]) -> None:
         self._table, self._words = table, words
         self._paths = PathCompleter(expanduser=True)
 
@@ -193,7 +223,9 @@ class ChatCompleter(Completer):
             )
         elif command is not None:
             yield from (
-                Completion(one, -len(word)) for one in self._words(name) if one.startswith(word)
+                Completion(one, -len(word))
+                for one in dict.fromkeys(self._words(name, argument.removesuffix(word)))
+                if one.startswith(word)
             )
         elif named is not None:
             path = named[0][1:].removeprefix('"')

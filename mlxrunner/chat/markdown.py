@@ -80,6 +80,12 @@ class StreamedMarkdown:
         self._is_first = False
 
 
+def code_blocks(text: str) -> list[str]:
+    """Return the code in the fences of `text`, or in its indented blocks, in order."""
+    kinds = ("fence", "code_block")
+    return [token.content for token in _parser().parse(text) if token.type in kinds]
+
+
 class _Block:
     """Markdown without the spaces that would fill its lines."""
 

@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from traceback import clear_frames
@@ -17,26 +17,49 @@ from typing import Any, NoReturn, Protocol
 
 from mlxrunner.chat.attachments import Attachments
 from mlxrunner.chat.branches import Branches
-from mlxrunner.chat.commands.table import CommandTable, is_open, quoted, unquoted
+from mlxrunner.chat.commands.table import (
+    GOODBYES,
+    Command,
+    CommandTable,
+    is_continued,
+    is_open,
+    quoted,
+    unquoted,
+)
 from mlxrunner.chat.conversation import Conversation
+from mlxrunner.chat.full_context import full_context
+from mlxrunner.chat.taken import State, Taken
 from mlxrunner.chat.typeahead import Draft, TypeAhead
-from mlxrunner.chat.view import PlainView, ThinkingView, View, held_log, wrapped
+from mlxrunner.chat.view import (
+    DIM,
+    UNDIM,
+    PlainView,
+    ThinkingView,
+    View,
+    beginning,
+    held_log,
+    wrapped,
+)
 from mlxrunner.errors import ContextLengthError, MlxrunnerError, ModelError, PromptError
 from mlxrunner.loading import plan_model
 from mlxrunner.memory.reserve import must_fit
 from mlxrunner.options import RunnerSettings
+from mlxrunner.results import Chunk
 from mlxrunner.runner import Runner
 from mlxrunner.sessions.history import History
 from mlxrunner.system.power import on_battery
+from mlxrunner.terminal.early import INTERRUPTED
+from mlxrunner.terminal.external import edit_outside
 from mlxrunner.terminal.keyboard import Keyboard
 from mlxrunner.terminal.progress import PrefillProgress
+from mlxrunner.terminal.progress import loading as loading_bar
 from mlxrunner.terminal.signals import Interrupts, orderly_end, uninterrupted, wait_readable
 from mlxrunner.terminal.text import FilteredStream
 
 logger = logging.getLogger("mlxrunner")
 
-INTERRUPTED = 130
-"""Exit code after Ctrl-C."""
+PIECE_S = 0.4
+"""Seconds of a prefill that Ctrl-C may have to wait for, in a terminal."""
 PIECE = 2**16
 """Most bytes read from standard input at once."""
 
@@ -56,7 +79,8 @@ class Reader(Protocol):
 class StdinReader:
     '''Reads a text from each line of standard input; lines between """ are one text.
 
-    Nobody edits these lines: `default` and `idle` are ignored.
+    So are a line that ends with a backslash and the next one. Nobody edits these lines: `default`
+    and `idle` are ignored.
     '''
 
     def __init__(self) -> None:
@@ -67,6 +91,11 @@ class StdinReader:
         if not text:
             raise EOFError
         while is_open(text) and (line := self._line()):
+            text += line
+        while is_continued(text.rstrip("\n")):
+            text = text.rstrip("\n")[:-1] + "\n"
+            if not (line := self._line()):
+                break
             text += line
         return text.rstrip("\n")
 
@@ -123,6 +152,10 @@ class Chat:
     """True to show thinking, False to hide it."""
     branches: Branches = field(default_factory=Branches)
     attachments: Attachments = field(default_factory=Attachments)
+    taken: Taken = field(default_factory=Taken)
+    """Turns that commands took away, for /redo."""
+    begun: str = ""
+    """The text that the next line begins with."""
     after_turn: list[Callable[[Chat], None]] = field(default_factory=list)
     """Functions called after each answer, complete or interrupted, before the next text is read."""
     after_load: list[Callable[[Chat], None]] = field(default_factory=list)
@@ -133,6 +166,8 @@ class Chat:
     keyboard: Keyboard = field(default_factory=Keyboard)
 
     def __post_init__(self) -> None:
+        if self.interactive:
+            self.conversation.piece_s = PIECE_S
         self._known_runner = self.conversation.runner  # `after_load` is not called for it
         self._table = CommandTable()
         self._typeahead = self._type_ahead()
@@ -156,7 +191,8 @@ class Chat:
             try:
                 with self.interrupts.listening():
                     failed = self._try(self._complete_model) or failed
-                    text = self._read(self._typeahead)
+                    begun, self.begun = self.begun, ""
+                    text = self._read(self._typeahead, begun)
                     failed = self._try(partial(self._do, text)) or failed
             except EOFError:
                 return 0 if self.interactive else failed
@@ -194,7 +230,7 @@ class Chat:
         return "; /undo takes turns back, /clear all of them" if fits_alone else ""
 
     def _read(self, idle: Callable[[Draft], None], default: str = "") -> str:
-        with held_log(self.interactive):
+        with held_log() if self.interactive else nullcontext():
             return self.reader.read(idle, default)
 
     def _type_ahead(self, after: History | None = None) -> TypeAhead:
@@ -216,21 +252,53 @@ class Chat:
             self.conversation.drift()  # so that /stats has it at once
 
     def _do(self, text: str) -> None:
+        if self.interactive and text.strip() in GOODBYES:
+            raise EOFError
         parsed = self._table.parse(text)
         if parsed is not None:
-            command, argument = parsed
-            command.run(self, argument)
-            for act in self.after_command:
-                act(self)
+            self._run_command(*parsed)
         else:
             text = text if is_open(text) else unquoted(text)
             if text.strip():
                 self.send(text)
 
-    def say(self, text: str) -> None:
-        """Print a note, which is not an answer, on stderr."""
+    def _run_command(self, command: Command, argument: str) -> None:
+        state = State(self.branches.current, self.conversation.branch)
+        self.taken.push(state)
+        try:
+            command.run(self, argument)
+        finally:
+            present = {self.branches.current: self.conversation.branch}
+            self.taken.settle(state, self.branches.others | present)
+        for act in self.after_command:
+            act(self)
+
+    def say(self, text: str, *, is_verbatim: bool = False, is_dim: bool = False) -> None:
+        """Print a note, which is not an answer, on stderr: see `ChatContext.say`."""
         sys.stdout.flush()
-        FilteredStream(sys.stderr).write((wrapped(text) if self.interactive else text) + "\n")
+        text = wrapped(text) if self.interactive and not is_verbatim else text
+        is_dim = is_dim and sys.stderr.isatty()
+        sys.stderr.write(DIM if is_dim else "")
+        FilteredStream(sys.stderr).write(f"{text}\n")
+        sys.stderr.write(UNDIM if is_dim else "")
+        sys.stderr.flush()
+
+    def recall(self) -> None:
+        """Show the model and the last turn: see `ChatContext.recall`."""
+        if not self.interactive:
+            return
+        self.say(f"model {self.model}, context of {self.runner.context} tokens")
+        messages = self.conversation.messages
+        for number, message in list(enumerate(messages, 1))[-2:]:
+            text = beginning(message["content"], f"... (/show {number} shows it whole)")
+            mark = ">>> " if message["role"] == "user" else ""
+            self.say(f"{mark}{text}", is_verbatim=True, is_dim=True)
+
+    def write(self, text: str) -> str:
+        """Return `text` as the user leaves it in an editor: see `ChatContext.write`."""
+        if not self.interactive:
+            raise PromptError("there is no terminal for an editor")
+        return edit_outside(text, self.keyboard)
 
     def edit(self, text: str, after: History | None) -> str | None:
         """Return `text` as the user changes it: see `ChatContext.edit`."""
@@ -258,12 +326,13 @@ class Chat:
 
         `options` take precedence over the conversation's own.
         """
+        first = (self.conversation.history if after is None else after).first
         if after is not None:
             self.say(str(self.conversation.outlook(text, after)))
         with (
             self.interrupts.asking() as interrupted,
             self.keyboard.answering(),
-            held_log(self.interactive),
+            held_log(),
             ExitStack() as ending,
         ):
             bar = PrefillProgress()
@@ -284,8 +353,10 @@ class Chat:
             ending.callback(view.close)
             ending.callback(chunks.close)  # type: ignore[attr-defined]  # a generator
             ending.callback(bar.close)
+            last: Chunk | None = None
             with suppress(KeyboardInterrupt):
                 for chunk in chunks:
+                    last = chunk
                     if self.keyboard.asks_to_stop:
                         view.pause()
                         self.keyboard.stop()
@@ -295,6 +366,9 @@ class Chat:
         if interrupted():  # even if it came late
             self.say("(interrupted)")
             raise KeyboardInterrupt
+        if last is not None:
+            for note in full_context(self.conversation, first, last, options):
+                self.say(note, is_dim=True)
 
     def _answered(self, before: History) -> None:
         if self.conversation.history is not before:
@@ -315,7 +389,7 @@ class Chat:
         # here, `_run` loads it again.
         self._known_runner = self.conversation.runner = NoRunner()  # type: ignore[assignment]
         try:
-            runner = Runner.load(name, **loading)
+            runner = _load(name, loading)
         except Exception as error:
             clear_frames(error.__traceback__)  # they hold what was loaded so far
             self._try(self._complete_model)
@@ -346,8 +420,14 @@ class Chat:
 
     def _loaded_again(self) -> Runner:
         try:
-            return Runner.load(self.model, **self.loading)
+            return _load(self.model, self.loading)
         except Exception as error:
             failed = NoRunner(" ".join(str(error).split()))
             self.conversation.runner = failed  # type: ignore[assignment]
             raise
+
+
+def _load(model: str, loading: dict[str, Any]) -> Runner:
+    """Load a model in the middle of a chat, with a bar if that takes long."""
+    with loading_bar(model) as show:
+        return Runner.load(model, progress=show, **loading)

@@ -15,6 +15,8 @@ from mlxrunner.errors import MlxrunnerError, OptionError
 from mlxrunner.models.resolve import lasting
 from mlxrunner.options import GenerateOptions
 from mlxrunner.sessions.session import Session
+from mlxrunner.terminal.keyboard import Keyboard, is_terminal
+from mlxrunner.terminal.text import visible
 
 
 def settings_of(chat: ChatContext) -> dict[str, Any]:
@@ -60,6 +62,25 @@ def put_back(
         loading["context"] = found["context"]
     conversation.variables = {**found["variables"], **conversation.variables}
     return model
+
+
+def must_be_wanted(name: str | None, before: str, model: str, keyboard: Keyboard) -> None:
+    """Ask the user before session `name` goes on in another model than `before`.
+
+    Raise OptionError if the user does not want that, or if there is no terminal to ask at.
+    """
+    if lasting(model) == before:
+        return
+    what = f"session {name} was saved with the model {before}, and -m names {model}"
+    if is_terminal():
+        question = f"{what}, which evaluates it anew. Go on with {model}? [y/N] "
+        if keyboard.ask(visible(question)).lower() in ("y", "yes"):
+            return
+        raise OptionError(f"nothing has changed: without -m, session {name} goes on with {before}")
+    raise OptionError(
+        f"{what}: --switch-model goes on with {model}, which evaluates it anew; leave -m out to go "
+        f"on with {before}"
+    )
 
 
 def load_with_context(chat: ChatContext, session: Session) -> None:

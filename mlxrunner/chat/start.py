@@ -10,6 +10,7 @@ from mlxrunner.chat.commands import files, reports, settings, turns
 from mlxrunner.chat.commands.table import ChatContext, Command, CommandTable
 from mlxrunner.chat.conversation import Conversation
 from mlxrunner.chat.repl import Chat
+from mlxrunner.errors import OptionError
 from mlxrunner.system.folders import data_folder
 from mlxrunner.terminal.keyboard import Keyboard, is_terminal
 
@@ -36,7 +37,9 @@ def open_chat(
         words = {command.name: command.words for command in table}
         chat.keyboard = keyboard or Keyboard(terminal=True)
         file = _history_file() if history else None
-        chat.reader = Editor(table, lambda name: words[name](chat), file, chat.keyboard)
+        chat.reader = Editor(
+            table, lambda name, before: words[name](chat, before), file, chat.keyboard
+        )
     if chat.interactive and not plain and os.environ.get("TERM", "dumb") != "dumb":
         from rich.console import Console
 
@@ -47,20 +50,22 @@ def open_chat(
 
 
 HELP = (
-    'Alt-Enter, Ctrl-J or """ around it: a text of several lines. '
-    'In """, a text is sent whatever it begins with.',
-    '@PATH in a text, or @"PATH" where that has spaces: the file goes with it.',
-    "Ctrl-C stops an answer and keeps what was shown; while typing it clears the line. "
-    "Ctrl-Z suspends the chat.",
+    "Alt-Enter, Ctrl-J or a backslash at the end: the text goes on in a new line.",
+    '""" around a text sends it as it is, whatever it begins with.',
+    "@PATH in a text: the file goes with it.  Ctrl-X Ctrl-E: edit it in $EDITOR.",
+    "Ctrl-C stops an answer and keeps what was shown; it clears the line.",
+    "Ctrl-Z suspends the chat.  Ctrl-D, exit or quit leave it.",
 )
-"""Lines of /help after the commands."""
+"""Lines of /help after the commands; a terminal of 80 columns wraps none of them."""
 
 
 def commands(*more: Command) -> CommandTable:
     """Return the table of all commands, with `more` before /help."""
 
     def show_help(chat: ChatContext, argument: str) -> None:
-        for line in (*table.help(), *HELP):
+        if argument not in ("", "all"):
+            raise OptionError(f"/help {argument}: /help shows the daily commands, /help all all")
+        for line in (*table.help(is_whole=argument == "all"), *HELP):
             chat.say(line)
 
     def leave(chat: ChatContext, argument: str) -> None:
@@ -73,8 +78,15 @@ def commands(*more: Command) -> CommandTable:
             *reports.COMMANDS,
             *files.COMMANDS,
             *more,
-            Command("/help", "", "this list", show_help),
-            Command("/bye", "", "leave (so does Ctrl-D)", leave),
+            Command(
+                "/help",
+                "[all]",
+                "what is used daily; all: every command (also /?)",
+                show_help,
+                lambda chat, before: ("all",),
+                is_daily=True,
+            ),
+            Command("/bye", "", "leave (also /exit, /quit, Ctrl-D)", leave, is_daily=True),
         )
     )
     return table

@@ -17,6 +17,8 @@ from mlxrunner.templates.thinking import ThinkingSplitter
 from mlxrunner.terminal.text import FilteredStream, visible
 
 LOGGER = logging.getLogger("mlxrunner")
+MOST_LINES, MOST_CHARACTERS = 10, 1000
+"""Most lines and characters of a message that is recalled."""
 DIM, UNDIM, ERASE_LINE = "\x1b[2m", "\x1b[22m", "\r\x1b[K"
 
 
@@ -108,6 +110,12 @@ class ThinkingView:
             self._is_noted = False
 
 
+def beginning(text: str, rest: str) -> str:
+    """Return the first lines of `text`, and the line `rest` in the place of more."""
+    first = "\n".join(text[:MOST_CHARACTERS].split("\n")[:MOST_LINES])
+    return text if first == text else f"{first}\n{rest}"
+
+
 def wrapped(text: str, width: int | None = None) -> str:
     """Return a note broken between words into lines of `width`, by default the terminal's.
 
@@ -124,14 +132,13 @@ def wrapped(text: str, width: int | None = None) -> str:
 
 
 @contextmanager
-def held_log(terminal: bool) -> Iterator[None]:
+def held_log() -> Iterator[None]:
     """Hold back log lines until the block ends, and then print them in order.
 
-    On a screen they would stand in the middle of an answer or of the line being typed. Without a
-    `terminal` nothing changes.
+    Otherwise they would stand in the middle of an answer or of the line being typed.
     """
     before = LOGGER.handlers
-    if not terminal or not before:
+    if not before:
         yield
         return
     held = [

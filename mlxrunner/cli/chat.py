@@ -6,7 +6,6 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
 from mlxrunner.cli.options import (
     LOADING,
@@ -14,21 +13,35 @@ from mlxrunner.cli.options import (
     model_options,
     overflow_options,
     sampling_options,
+    system_option,
     take,
     template_var_option,
 )
 from mlxrunner.cli.recording import recording, recording_options
-from mlxrunner.cli.settling import typed_options, usual_options
-from mlxrunner.cli.words import session_words
+from mlxrunner.cli.settling import (
+    Configured,
+    named_model,
+    typed_names,
+    typed_options,
+    usual_options,
+)
+from mlxrunner.cli.words import model_words, session_words
 from mlxrunner.errors import OptionError
 
 if TYPE_CHECKING:
     from mlxrunner.chat.repl import Chat
 
 
-@click.command()
+@click.command(cls=Configured)
+@click.argument(
+    "named",
+    metavar="[MODEL]",
+    required=False,
+    callback=named_model,
+    shell_complete=model_words,
+)
 @model_options
-@click.option("--system", metavar="TEXT", help="The system prompt.")
+@system_option
 @sampling_options
 @overflow_options("shift")
 @template_var_option
@@ -59,6 +72,15 @@ if TYPE_CHECKING:
     shell_complete=session_words,
     help="Go on with this saved conversation, or begin it; saved after each turn.",
 )
+@click.option("--continue", "goes_on", is_flag=True, help="Go on with the last unnamed chat.")
+@click.option(
+    "--no-save", is_flag=True, help="Keep nothing of a chat without --session.  [default: the text]"
+)
+@click.option(
+    "--switch-model",
+    is_flag=True,
+    help="Let -m go on with a session of another model.",
+)
 @click.option(
     "--no-cache-file",
     is_flag=True,
@@ -75,6 +97,7 @@ if TYPE_CHECKING:
 def chat(
     ctx: click.Context,
     /,
+    named: str | None,
     model: str,
     system: str | None,
     history: Any,
@@ -83,12 +106,15 @@ def chat(
     no_type_ahead: bool,
     no_history: bool,
     session: str | None,
+    goes_on: bool,
+    no_save: bool,
+    switch_model: bool,
     no_cache_file: bool,
     session_kv_bits: int | None,
     greedy: bool,
     **options: Any,
 ) -> None:
-    """Talk with a model. Each turn evaluates only its own tokens.
+    """Talk with MODEL (the same as -m MODEL). Each turn evaluates only its own tokens.
 
     In a terminal: line editing, /help for the commands, Ctrl-C stops an answer, Ctrl-D leaves.
     Otherwise each line of standard input is a turn, and stdout gets the answers.
@@ -99,18 +125,34 @@ def chat(
         raise OptionError(
             "standard input is closed: a chat reads its turns from a terminal, a file or a pipe"
         )
+    given = typed_names(ctx)
+    if named is not None:
+        if "model" in given:
+            raise OptionError(f"two models: {named} and -m {model}: name one of them")
+        model = named
+        given.add("model")
+    if goes_on and session is not None:
+        raise OptionError(
+            f"--continue goes on with the last unnamed chat, and --session with {session}: "
+            "use one of them"
+        )
     loading, keyboard = take(options, LOADING), Keyboard(is_terminal())
     # Enter it first of all, to keep what is typed while the model loads.
     with keyboard:
         from mlxrunner.chat.commands.sessions import Saving
         from mlxrunner.chat.conversation import Conversation
-        from mlxrunner.chat.saved_settings import put_back
+        from mlxrunner.chat.saved_settings import must_be_wanted, put_back
         from mlxrunner.chat.start import open_chat
         from mlxrunner.options import GenerateOptions
         from mlxrunner.terminal.signals import uninterrupted
 
-        saving = Saving(caches=not no_cache_file, kv_bits=session_kv_bits)
-        with recording(options, "chat") as profile, saving.opened(session) as resumed:
+        saving = Saving(
+            caches=not no_cache_file,
+            kv_bits=session_kv_bits,
+            keeps_unnamed=not no_save and (is_terminal() or goes_on),
+        )
+        opening = saving.opened(session, goes_on=goes_on)
+        with recording(options, "chat") as profile, opening as resumed:
             GenerateOptions.of(**options)  # raise its errors before loading
             if history == "template" and keep_thinking:
                 raise OptionError(
@@ -122,11 +164,8 @@ def chat(
             runner: Any = None  # loaded below
             conversation = Conversation(runner, system, typed, history, keep_thinking, variables)
             if resumed is not None:
-                given = {
-                    name
-                    for name in ctx.params
-                    if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
-                }
+                if "model" in given and not switch_model:
+                    must_be_wanted(saving.kept_as, resumed.model, model, keyboard)
                 model = put_back(resumed, conversation, loading, model, {*given, *typed})
             conversation.runner = load(model, loading, banner=is_terminal())
             profile.watch(conversation.runner)

@@ -27,14 +27,16 @@ def sessions() -> None:
 @json_option
 @debug_option
 def list_(as_json: bool) -> None:
-    """List the saved sessions: turns, bytes of text and caches, date, model."""
+    """List the saved sessions, then unnamed chats: turns, sizes of text and caches, date, model."""
     from mlxrunner.errors import SessionError
     from mlxrunner.sessions.store import SessionStore
+    from mlxrunner.sessions.unnamed import unnamed_chats
     from mlxrunner.terminal.text import size
 
     store = SessionStore()
     found: list[dict[str, Any]] = []
-    for name in store.names():
+    unnamed = unnamed_chats(store)
+    for name in [*(name for name in store.names() if name not in unnamed), *unnamed]:
         try:
             found.append(_described(store, name, store.load(name)))
         except SessionError as error:
@@ -60,18 +62,27 @@ branch_option = click.option(
 )
 
 
+state_option = click.option(
+    "--state",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="The text before the last command that took some of it away; 2: the one before that.",
+)
+
+
 @sessions.command()
 @click.argument("name", shell_complete=session_words)
 @branch_option
+@state_option
 @json_option
 @debug_option
-def show(name: str, branch: str | None, as_json: bool) -> None:
+def show(name: str, branch: str | None, state: int | None, as_json: bool) -> None:
     """Show session NAME: what is known about it, and what was said."""
     from mlxrunner.sessions.store import SessionStore
     from mlxrunner.terminal.text import size
 
     store = SessionStore()
-    session = _on_branch(store, name, branch)
+    session = _chosen(store, name, branch, state)
     about = _described(store, name, session)
     if as_json:
         click.echo(
@@ -85,6 +96,7 @@ def show(name: str, branch: str | None, as_json: bool) -> None:
             )
         )
         return
+    states = len(store.load_states(name)) if state is None else 0
     rows = {
         "model": " ".join(session.model.split()),
         "saved": about["saved"],
@@ -92,6 +104,9 @@ def show(name: str, branch: str | None, as_json: bool) -> None:
         + (f" on branch {session.branch}" if len(session.branches) > 1 else ""),
         "branches": ", ".join(sorted(session.branches)) if len(session.branches) > 1 else "",
         "tokens": f"{about['tokens']}",
+        "states": f"{states} before commands: --state 1 shows the last, /redo brings it back"
+        if states
+        else "",
         "caches": size(about["cache_bytes"])
         if about["cache_bytes"]
         else "none: the first turn evaluates the conversation anew",
@@ -131,9 +146,10 @@ def rm(names: tuple[str, ...]) -> None:
 @click.argument("name", shell_complete=session_words)
 @click.argument("file", type=click.Path(dir_okay=False))
 @branch_option
+@state_option
 @click.option("--force", is_flag=True, help="Overwrite FILE.")
 @debug_option
-def export(name: str, file: str, branch: str | None, force: bool) -> None:
+def export(name: str, file: str, branch: str | None, state: int | None, force: bool) -> None:
     """Write what was said in session NAME to FILE: JSON for FILE.json, else Markdown; - is standard
     output.
     """
@@ -144,7 +160,7 @@ def export(name: str, file: str, branch: str | None, force: bool) -> None:
     from mlxrunner.sessions.store import SessionStore
     from mlxrunner.system.writing import written
 
-    session = _on_branch(SessionStore(), name, branch)
+    session = _chosen(SessionStore(), name, branch, state)
     text = transcript(file, session.system, session.messages, session.model)
     if file == "-":
         click.echo(visible_text(text), nl=False)
@@ -166,14 +182,19 @@ def _flat(settings: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             yield key, value
 
 
-def _on_branch(store: SessionStore, name: str, branch: str | None) -> Session:
-    """Return the session with `branch` as its present one.
+def _chosen(store: SessionStore, name: str, branch: str | None, state: int | None) -> Session:
+    """Return the session, or a state of it, with `branch` as its present one.
 
-    Raise SessionError if it has no branch of that name.
+    Raise SessionError if it has no such state, or no branch of that name.
     """
     from mlxrunner.errors import SessionError
 
     session = store.load(name)
+    if state is not None:
+        states = store.load_states(name)
+        if state > len(states):
+            raise SessionError(f"the session {name!r} has no state {state}: it has {len(states)}")
+        session = states[state - 1]
     if branch is not None and branch not in session.branches:
         raise SessionError(
             f"the session {name!r} has no branch {branch!r}: "

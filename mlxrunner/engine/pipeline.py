@@ -15,9 +15,10 @@ import mlx.core as mx
 
 from mlxrunner.cache.entry import Rotators
 from mlxrunner.cache.layers.factory import evaluate
+from mlxrunner.cache.lease import EntryLease
 from mlxrunner.cache.overflow import Shift
-from mlxrunner.cache.prefix import EntryLease
 from mlxrunner.cache.tokens import TokenArray
+from mlxrunner.engine.pace import Pace
 from mlxrunner.engine.sampling import Decoded, NextToken, Sampled, dispatch
 
 Progress = Callable[[int, int], None]
@@ -50,13 +51,14 @@ class Pipeline:
         takes_checkpoints: bool = False,
         shift: Shift | None = None,
         rotate: Rotators = lambda caches, by: None,
+        pace: Pace | None = None,
     ) -> None:
         """Prepare a request on `model`, with the entry that `lease` holds.
 
         `prefill_step`: most tokens per chunk. `takes_checkpoints`: the prefill and the decode pause
         where the lease wants a checkpoint. `shift`: the rule that makes room in a full context;
         None: `max_tokens` of `run` ends the answer before the context is full. `rotate`: how a
-        shift moves keys.
+        shift moves keys. `pace`: sizes the chunks of the prefill; None: `prefill_step` each.
         """
         self._model, self._lease = model, lease
         self._shift, self._rotate = shift, rotate
@@ -64,7 +66,7 @@ class Pipeline:
         """Tokens that were dropped because the context was full."""
         self.reevaluated = 0
         """Tokens that were evaluated again after a shift, because a layer could not move them."""
-        self._step, self._progress = prefill_step, progress
+        self._step, self._progress, self._pace = prefill_step, progress, pace
         self._takes_checkpoints, self._due = takes_checkpoints, math.inf
         self.prefill_s = 0.0
         """Seconds of the prefill, set when the first token is read."""
@@ -152,8 +154,11 @@ class Pipeline:
         self._checkpoint_if_due()
         while (stop := self._next_stop()) < len(lease.prompt):
             while lease.recorded < stop:
-                chunk = lease.remaining[: min(self._step, stop - lease.recorded)]
-                self._evaluate(chunk)
+                size = self._step if self._pace is None else self._pace.size(self._step)
+                self._evaluate(lease.remaining[: min(size, stop - lease.recorded)])
+                if self._pace is not None:
+                    began, ended, count = self.chunks[-1]
+                    self._pace.measure(count, ended - began)
                 self._report(lease.recorded)
             self._checkpoint()
 

@@ -115,6 +115,11 @@ class Saver:
             self._write(name, tokens)
         self._raise()
 
+    def save_text(self, name: str, session: Session) -> None:
+        """Save the text of a session, and no caches. Raise SessionError if that fails."""
+        session.fingerprint = dict(self._fingerprint)
+        self.store.save(name, session)
+
     def _save_in_their_place(self, name: str, session: Session) -> None:
         """Save the text on a full disk: once the caches are written, or else after removing them.
 

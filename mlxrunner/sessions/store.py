@@ -3,6 +3,7 @@
     <data folder>/sessions/NAME/
         conversation.json    text, settings, tokens: small, and written first
         cache.safetensors    the prefix-cache entry with its tokens: may be older, or missing
+        state-N.json         the text before a command that took some of it away, the last ten
 
 The two files may be of different times: the caches know their tokens, which are compared with the
 next prompt. So losing the second file, or a crash between the two writes, costs no text. A lock on
@@ -29,6 +30,9 @@ from mlxrunner.system.writing import write_all
 
 NAME = re.compile(r"\w[\w.-]{0,47}")
 TEXT, CACHE = "conversation.json", "cache.safetensors"
+STATE = re.compile(r"state-(\d{1,9})\.json")
+MOST_STATES = 10
+"""Most states of a session; a new one takes the place of the oldest."""
 MOST_TEXT = 64 * 2**20
 """Most bytes that the file of a conversation may have."""
 
@@ -65,21 +69,17 @@ class SessionStore:
         """Return True if a session `name` is saved."""
         return (self.folder / checked(name) / TEXT).exists()
 
+    def saved_ns(self, name: str) -> int:
+        """Return when a session was saved, in nanoseconds since 1970, or 0 if it is missing."""
+        try:
+            return (self.folder / checked(name) / TEXT).stat(follow_symlinks=False).st_mtime_ns
+        except OSError:
+            return 0
+
     def load(self, name: str) -> Session:
         """Return a session. Raise SessionError if it is missing or damaged."""
-        with self._open(name) as folder, _as_session_error(f"the session {name!r} can't be read"):
-            fd = folder.open(TEXT)
-            with os.fdopen(fd, "rb") as file:
-                if os.fstat(fd).st_size > MOST_TEXT:
-                    raise SessionError(
-                        f"the session {name!r} is too large: {os.fstat(fd).st_size} of at most "
-                        f"{MOST_TEXT} bytes"
-                    )
-                text = file.read(MOST_TEXT)
-        try:
-            return Session.from_json(text)
-        except SessionError as error:
-            raise SessionError(f"the session {name!r} ({folder.path / TEXT}) {error}") from error
+        with self._open(name) as folder:
+            return _read(folder, name, TEXT)
 
     def save(self, name: str, session: Session) -> None:
         """Write the text of a session to the disk, then set its `saved_at`.
@@ -87,18 +87,32 @@ class SessionStore:
         After a SessionError the old text is still there.
         """
         now = time.time()
-        text = replace(session, saved_at=now).to_json().encode()
-        if len(text) > MOST_TEXT:
-            raise SessionError(
-                f"the session {name!r} could not be saved: {len(text)} of at most {MOST_TEXT} "
-                "bytes: /branch -d drops a branch, /export writes the text elsewhere"
-            )
-        with (
-            self.lock(name) as folder,
-            _as_session_error(f"the session {name!r} could not be saved"),
-        ):
-            folder.write(TEXT, lambda fd: write_all(fd, text))
+        with self.lock(name) as folder:
+            _write(folder, name, TEXT, replace(session, saved_at=now))
         session.saved_at = now
+
+    def save_state(self, name: str, session: Session) -> None:
+        """Write a state of a session's text beside it, and remove the oldest of too many.
+
+        The state has its texts only, no tokens.
+        """
+        state = replace(session, branches=dict(session.branches), saved_at=time.time())
+        state.forget_tokens()
+        with self.lock(name) as folder:
+            numbers = _states(folder)
+            _write(folder, name, f"state-{max(numbers, default=0) + 1}.json", state)
+            with _as_session_error(f"a state of the session {name!r} can't be removed"):
+                for number in numbers[: max(len(numbers) + 1 - MOST_STATES, 0)]:
+                    folder.remove(f"state-{number}.json")
+
+    def load_states(self, name: str) -> list[Session]:
+        """Return the states of a session, the newest first. A damaged one is left out."""
+        found = []
+        with self._open(name) as folder:
+            for number in reversed(_states(folder)):
+                with suppress(SessionError):
+                    found.append(_read(folder, name, f"state-{number}.json"))
+        return found
 
     def save_cache(
         self, name: str, arrays: Mapping[str, Buffer], metadata: Mapping[str, str]
@@ -183,6 +197,40 @@ class SessionStore:
             ) from error
         except OSError as error:
             raise SessionError(f"the session {name!r} can't be opened: {_reason(error)}") from error
+
+
+def _states(folder: Folder) -> list[int]:
+    """Return the numbers of the states in a session's folder, the newest last."""
+    matches = (STATE.fullmatch(file) for file in folder.names())
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def _read(folder: Folder, name: str, file: str) -> Session:
+    """Return the text of the session `name`, or a state of it, from a file in its folder."""
+    with _as_session_error(f"the session {name!r} can't be read"):
+        fd = folder.open(file)
+        with os.fdopen(fd, "rb") as stream:
+            nbytes = os.fstat(fd).st_size
+            text = stream.read(MOST_TEXT) if nbytes <= MOST_TEXT else b""
+    if nbytes > MOST_TEXT:
+        raise SessionError(
+            f"the session {name!r} is too large: {nbytes} of at most {MOST_TEXT} bytes"
+        )
+    try:
+        return Session.from_json(text)
+    except SessionError as error:
+        raise SessionError(f"the session {name!r} ({folder.path / file}) {error}") from error
+
+
+def _write(folder: Folder, name: str, file: str, session: Session) -> None:
+    text = session.to_json().encode()
+    if len(text) > MOST_TEXT:
+        raise SessionError(
+            f"the session {name!r} could not be saved: {len(text)} of at most {MOST_TEXT} "
+            "bytes: /branch -d drops a branch, /export writes the text elsewhere"
+        )
+    with _as_session_error(f"the session {name!r} could not be saved"):
+        folder.write(file, lambda fd: write_all(fd, text))
 
 
 def checked(name: str) -> str:

@@ -37,6 +37,7 @@ class Keyboard:
     def __init__(self, terminal: bool = False) -> None:
         self._terminal = terminal
         self._depth = self._cooked = 0
+        self._earlier = b""
         self._holds = self._is_asked = self._is_lent = False
         self._continued = threading.Event()
 
@@ -58,11 +59,27 @@ class Keyboard:
 
         The second call returns an empty text.
         """
+        earlier, self._earlier = self._earlier, b""
+        typed = earlier + (self._typed() if self._cooked or earlier else b"")
+        return typed.decode(errors="surrogateescape")
+
+    def ask(self, question: str) -> str:
+        """Return the line that the user types after `question`, or "" at the end of the input.
+
+        Keys that were typed before the question are no answer: they wait for the next line.
+        """
+        self._earlier += self._typed()
+        with self.lent():
+            print(question, end="", file=sys.stderr, flush=True)
+            return os.read(sys.stdin.fileno(), MOST_TYPED).decode(errors="replace").strip()
+
+    def _typed(self) -> bytes:
+        """Read the keys that wait, as a line editor gets them."""
         cooked, self._cooked = self._cooked, 0
-        if not cooked or not (waiting := _waiting()):
-            return ""
+        if not (waiting := _waiting()):
+            return b""
         typed = os.read(sys.stdin.fileno(), min(waiting, MOST_TYPED))
-        return (typed[:cooked].translate(COOKED) + typed[cooked:]).decode(errors="surrogateescape")
+        return typed[:cooked].translate(COOKED) + typed[cooked:]
 
     @contextmanager
     def editing(self) -> Iterator[None]:
@@ -77,6 +94,18 @@ class Keyboard:
         finally:
             self._is_lent = False
             signal.signal(signal.SIGTSTP, before)
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Lend the terminal, as it was before, to another program that runs in it."""
+        with self.editing():
+            if self._terminal:
+                self._release()
+            try:
+                yield
+            finally:
+                if self._terminal:
+                    self._take()
 
     def stop_group(self) -> None:
         """Stop this program and those started with it, as a terminal does at Ctrl-Z.

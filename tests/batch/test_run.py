@@ -73,7 +73,7 @@ def test_the_package_exports_it_without_importing_mlx() -> None:
 
 
 def test_results_come_in_the_order_of_the_requests_and_equal_runs_one_by_one(alone: Runner) -> None:
-    """Whatever the order in which they ran."""
+    """The order in which they ran does not matter."""
     asked = requests(max_tokens=5, stop_tokens=[])
     results = list(run_batch(alone, asked))
     assert [result.index for result in results] == list(range(12))
@@ -127,7 +127,7 @@ def test_the_prefix_order_evaluates_each_node_of_the_tree_once(alone: Runner) ->
 
 
 def test_the_200_prompts_evaluate_20393_tokens() -> None:
-    """As many as their tree has nodes: the measured case, run on the oracle model."""
+    """The number is that of their tree's nodes: the measured case, run on the oracle model."""
     runner = oracle_runner(context=2048, prefill_step=2048)
     asked = [
         BatchRequest([int(token) % 250 for token in prompt])
@@ -353,7 +353,7 @@ def test_options_of_the_batch_are_checked_at_once(
 
 
 def test_no_requests_are_no_results(alone: Runner, together: ParallelRunner) -> None:
-    """And no error."""
+    """There is no error either."""
     assert list(run_batch(alone, [])) == list(run_batch(together, [])) == []
 
 

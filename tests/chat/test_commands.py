@@ -24,6 +24,7 @@ from mlxrunner.chat.repl import Chat
 from mlxrunner.chat.start import commands
 from mlxrunner.chat.typeahead import Draft
 from mlxrunner.config.layering import MODEL, layer
+from mlxrunner.options import OVERFLOW
 from mlxrunner.profiling.reasons import REASONS
 from mlxrunner.results import CacheUse, MemoryUse, Timing, Usage
 from mlxrunner.terminal import clipboard
@@ -71,9 +72,57 @@ def do(chat: Chat, capsys: pytest.CaptureFixture[str]) -> Callable[..., list[str
 Do = Callable[..., list[str]]
 
 
+FENCED = "Look:\n```py\nx = 1\ny = 2\n```\nand so on"
+
+
+def test_code_is_copied_from_the_last_answer_that_has_some(
+    chat: Chat, do: Do, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last block, with a note of its message."""
+    copied: list[str] = []
+
+    def copy(text: str) -> str:
+        copied.append(text)
+        return "by hand"
+
+    monkeypatch.setattr("mlxrunner.chat.commands.files.copy", copy)
+    do("Hello!", "How are you?")
+    assert do("/copy code") == [
+        "error: no answer has a block of code: /copy copies the last answer whole"
+    ]
+    chat.conversation.answer_with(0, FENCED)
+    do("Thanks!")
+    assert do("/copy code") == ["copied 2 lines of code in message 2 by hand"]
+    assert copied == ["x = 1\ny = 2\n"]
+    assert do("/copy it") == ["error: /copy it: /copy copies the last answer, /copy code its code"]
+
+
+def test_a_message_is_shown_whole(chat: Chat, do: Do) -> None:
+    """It is sent as it is, with its lines and spaces; there has to be one."""
+    assert do("/show 1") == ["error: there is no message 1: nothing was said yet"]
+    do("Hello!")
+    text = f"{FENCED}   {'x' * 200}"
+    chat.conversation.answer_with(0, text)
+    assert do("/show 2") == ["2 assistant:", *text.splitlines()]
+    assert do("/show x")[0].startswith("error: 'x' is not a whole number")
+
+
+def test_the_values_of_a_setting_are_completed(chat: Chat) -> None:
+    """The names once and in order, and then the values of that one."""
+    words = {command.name: command.words for command in TABLE}
+    names = list(words["/set"](chat, ""))
+    assert len(set(names)) == len(names)
+    assert names[-2:] == ["context", "history"]
+    assert list(words["/set"](chat, "history ")) == ["exact", "template"]
+    assert list(words["/set"](chat, "overflow ")) == [*OVERFLOW, "default"]
+    assert list(words["/set"](chat, "seed ")) == ["default"]
+    assert list(words["/set"](chat, "history exact ")) == []
+    assert "temperature=" in words["/retry"](chat, "")
+
+
 def test_help_has_every_command(do: Do) -> None:
     """From the table itself, each with a line of help."""
-    lines = do("/help")
+    lines = do("/help all")
     for command in TABLE:
         assert any(line.startswith(command.usage) and line.endswith(command.help) for line in lines)
         assert command.help
@@ -84,8 +133,7 @@ def test_help_has_every_command(do: Do) -> None:
     [
         ("/stat", "error: no such command: /stat (did you mean /stats? /help lists them)"),
         ("/stats2", "error: no such command: /stats2 (did you mean /stats? /help lists them)"),
-        ("/exit", "error: no such command: /exit (did you mean /bye? /help lists them)"),
-        ("/quit", "error: no such command: /quit (did you mean /bye? /help lists them)"),
+        ("/exi", "error: no such command: /exi (/help lists them)"),
         ("/x-y_z", "error: no such command: /x-y_z (/help lists them)"),
         (
             "/clear the table please",
@@ -178,7 +226,7 @@ def test_a_command_is_read_at_once_whatever_it_takes() -> None:
 
 @pytest.mark.parametrize("space", [" ", "\t", "\n", "  \n "])
 def test_what_a_command_takes_may_be_of_many_lines(chat: Chat, do: Do, space: str) -> None:
-    """As it is pasted."""
+    """The lines are those that were pasted."""
     do(f"/system{space}You are nice.\nAnd brief. ")
     assert chat.conversation.system == "You are nice.\nAnd brief."
 
@@ -194,7 +242,7 @@ def test_what_a_command_takes_may_be_of_many_lines(chat: Chat, do: Do, space: st
     ids=["lines", "own lines", "open", "within"],
 )
 def test_what_a_command_takes_may_be_quoted(text: str, argument: str) -> None:
-    """As a text may; it is open until the quotes are closed."""
+    """It is open until the quotes are closed, as a text is."""
     parsed = TABLE.parse(text)
     assert parsed is not None
     assert parsed[1] == argument
@@ -216,6 +264,8 @@ def test_settings_hold_for_the_answers_that_follow(chat: Chat, do: Do) -> None:
         'stop = "."',
         "stop = (none)",
         "max_tokens = 2",
+        "(cut off at max_tokens 2: /set max_tokens 4 allows more, /retry max_tokens=4 answers "
+        "again)",
         "stop = (none)",
     ]
     assert do("/set seed 5", '/set stop "a\\n"', '/set stop ["x", "y"]') == [
@@ -367,7 +417,7 @@ def test_clearing_is_offered_only_where_it_makes_room(chat: Chat, do: Do, tmp_pa
 
 
 def test_files_that_wait_are_listed_and_dropped(chat: Chat, do: Do, tmp_path: Path) -> None:
-    """So that what does not fit costs no conversation; a file waits once, as it was last."""
+    """A file that does not fit costs no conversation; a file waits once, as it was last."""
     first, second = tmp_path / "a b.txt", tmp_path / "c.txt"
     first.write_text("abc")
     second.write_text("word " * 990)
@@ -407,7 +457,7 @@ def test_files_that_wait_are_listed_and_dropped(chat: Chat, do: Do, tmp_path: Pa
 def test_what_is_no_text_or_too_long_is_one_line(
     chat: Chat, do: Do, tmp_path: Path, content: bytes, said: str
 ) -> None:
-    """And the message is not sent without it."""
+    """The message is not sent without it."""
     file = tmp_path / "file"
     file.write_bytes(content)
     for line in (f"/file {file}", f"What is in @{file}"):
@@ -515,7 +565,7 @@ def test_a_terminal_can_be_the_clipboard(
 def test_an_edit_that_changes_nothing_drops_nothing(
     chat: Chat, do: Do, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
-    """Whatever white space or quotes the text begins or ends with."""
+    """The text may begin or end with any white space or quotes."""
     chat.interactive = True
     do(text, "I have a dog.")
     before = chat.conversation.history.turns
@@ -577,7 +627,7 @@ def test_an_edit_or_retry_that_is_interrupted_brings_the_turn_back(
 def test_nothing_is_typed_ahead_on_battery(
     chat: Chat, monkeypatch: pytest.MonkeyPatch, battery: bool, wanted: bool
 ) -> None:
-    """What comes before the draft is evaluated on both."""
+    """The conversation before the draft is evaluated on both."""
     monkeypatch.setattr("mlxrunner.chat.repl.on_battery", lambda: battery)
     text = "My name is Ana and I have a very good dog."
 

@@ -23,7 +23,9 @@ from mlxrunner.chat.typeahead import Draft
 def completions(text: str) -> list[str]:
     completer = ChatCompleter(
         commands(),
-        lambda name: {"/switch": ["main", "other"], "/set": ["seed", "stop"]}.get(name, []),
+        lambda name, before: {"/switch": ["main", "other"], "/set": ["seed", "stop", "stop"]}.get(
+            name, []
+        ),
     )
     return [one.text for one in completer.get_completions(Document(text), CompleteEvent())]
 
@@ -60,7 +62,7 @@ def test_paths_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_path_with_spaces_is_completed_in_quotes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which a folder leaves open, as it is gone on with."""
+    """A folder leaves the quotes open, as its path goes on."""
     (tmp_path / "my notes").mkdir()
     (tmp_path / "my notes" / "of may.txt").touch()
     monkeypatch.chdir(tmp_path)
@@ -73,7 +75,7 @@ def test_a_path_with_spaces_is_completed_in_quotes(
 def test_a_second_interrupt_leaves_no_line_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second interrupt, while the first ends the line, does not stop the next from being read."""
     with create_pipe_input() as keys, create_app_session(input=keys, output=DummyOutput()):
-        editor = Editor(commands(), lambda name: [])
+        editor = Editor(commands(), lambda name, before: [])
 
         def interrupt(*arguments: object) -> None:
             while not editor._session.app.is_running:

@@ -1,4 +1,4 @@
-"""Whether the machine runs on its battery."""
+"""The program notices that the machine runs on its battery."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_on_linux_the_supplies_say_it(
 def test_on_macos_pmset_says_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, answer: bool
 ) -> None:
-    """And where there is none, nothing does."""
+    """Nothing says it where there is no pmset."""
     program = tmp_path / "pmset"
     program.write_text(
         f"#!/bin/sh\n[ \"$1 $2\" = '-g batt' ] && echo \"Now drawing from '{source}'\"\n"

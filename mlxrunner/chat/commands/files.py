@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mlxrunner.chat.attachments import read_text
-from mlxrunner.chat.commands.table import PATH, ChatContext, Command, count_of, flagged
+from mlxrunner.chat.commands.table import PATH, ChatContext, Command, count_of, flagged, quoted
+from mlxrunner.chat.markdown import code_blocks
 from mlxrunner.errors import FileError, OptionError
 from mlxrunner.system.writing import written
 from mlxrunner.templates.messages import PlainMessage
@@ -34,12 +35,32 @@ def attach(chat: ChatContext, argument: str) -> None:
 
 
 def copy_answer(chat: ChatContext, argument: str) -> None:
-    history = chat.conversation.history
-    if not history.turns:
+    if argument not in ("", "code"):
+        raise OptionError(f"/copy {argument}: /copy copies the last answer, /copy code its code")
+    turns = len(chat.conversation.history.turns)
+    if not turns:
         raise OptionError("there is no answer to copy yet")
-    asked = chat.conversation.renderer.asked(history, len(history.turns) - 1)
-    text = without_thinking(history.turns[-1].answer, asked.text)
-    chat.say(f"copied {len(text)} characters {copy(text)}")
+    if not argument:
+        text = _answer(chat, turns - 1)
+        chat.say(f"copied {len(text)} characters {copy(text)}")
+        return
+    for number in reversed(range(turns)):
+        if blocks := code_blocks(_answer(chat, number)):
+            lines = count_of(len(blocks[-1].splitlines()), "line")
+            chat.say(f"copied {lines} of code in message {2 * number + 2} {copy(blocks[-1])}")
+            return
+    raise OptionError("no answer has a block of code: /copy copies the last answer whole")
+
+
+def _answer(chat: ChatContext, number: int) -> str:
+    """Return the answer of turn `number` (from 0) without its thinking."""
+    history = chat.conversation.history
+    asked = chat.conversation.renderer.asked(history, number)
+    return without_thinking(history.turns[number].answer, asked.text)
+
+
+def write_outside(chat: ChatContext, argument: str) -> None:
+    chat.begun = quoted(chat.write(argument))
 
 
 def export(chat: ChatContext, argument: str) -> None:
@@ -72,10 +93,25 @@ COMMANDS = (
     Command(
         "/file",
         f"[-d] [{PATH}]",
-        "put a text file before the next message; without PATH: list them; -d drops it, or all",
+        "put a file before the next text; alone: list; -d: drop",
         attach,
+        is_daily=True,
     ),
-    Command("/copy", "", "copy the last answer to the clipboard", copy_answer),
+    Command(
+        "/editor",
+        "[TEXT]",
+        "write the next text in $EDITOR; Enter then sends it",
+        write_outside,
+        is_daily=True,
+    ),
+    Command(
+        "/copy",
+        "[code]",
+        "copy the last answer; code: the last block of code",
+        copy_answer,
+        lambda chat, before: ("code",),
+        is_daily=True,
+    ),
     Command(
         "/export",
         f"[-f] {PATH}",

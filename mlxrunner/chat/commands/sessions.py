@@ -9,11 +9,19 @@ from dataclasses import dataclass, field, replace
 from mlxrunner.chat.commands.table import ChatContext, Command, count_of
 from mlxrunner.chat.repl import Chat
 from mlxrunner.chat.saved_settings import apply, load_with_context, settings_of
+from mlxrunner.chat.taken import State
 from mlxrunner.errors import OptionError, SessionError
 from mlxrunner.models.resolve import lasting, resolve
 from mlxrunner.sessions.saver import Saver
 from mlxrunner.sessions.session import Branch, Session
 from mlxrunner.sessions.store import SessionStore
+from mlxrunner.sessions.unnamed import (
+    drop_oldest,
+    is_unnamed,
+    must_be_free,
+    new_name,
+    unnamed_chats,
+)
 
 
 @dataclass(frozen=True)
@@ -45,7 +53,7 @@ class _Saved:
 
 
 class Saving:
-    """Saves and loads a chat."""
+    """Saves and loads a chat. One that has no session is kept without a name."""
 
     def __init__(
         self,
@@ -53,10 +61,12 @@ class Saving:
         *,
         caches: bool = True,
         kv_bits: int | None = None,
+        keeps_unnamed: bool = False,
     ) -> None:
         """Save into `store`, by default the user's.
 
-        `caches` and `kv_bits` are those of `Saver`. Raise OptionError if `kv_bits` is not 4, 8 or
+        `caches` and `kv_bits` are those of `Saver`. `keeps_unnamed` keeps the text of a chat that
+        has no session. Raise OptionError if `kv_bits` is not 4, 8 or
         None.
         """
         if kv_bits not in (None, 4, 8):
@@ -65,6 +75,9 @@ class Saving:
         self._caches, self._kv_bits = caches, kv_bits
         self.name: str | None = None
         """Name of the session that the chat is saved to after each turn, or None."""
+        self._unnamed: str | None = None
+        """Name under which a chat without a session is kept, once it has a turn."""
+        self._keeps_unnamed = keeps_unnamed
         self._lock = ExitStack()
         self._runner_saver: Saver | None = None
         self._saved: dict[str, _Saved] = {}
@@ -72,32 +85,38 @@ class Saving:
             Command(
                 "/save",
                 "[-f] NAME",
-                "save the conversation as session NAME; -f overwrites another one",
+                "save as session NAME; -f overwrites another one",
                 self._save,
                 self._names,
+                is_daily=True,
             ),
             Command(
                 "/load",
                 "[-f] NAME",
-                "go on with session NAME; -f gives up what is not saved",
+                "go on with session NAME; -f gives up unsaved turns",
                 self._load,
                 self._names,
+                is_daily=True,
             ),
         )
 
     @contextmanager
-    def opened(self, name: str | None) -> Iterator[Session | None]:
+    def opened(self, name: str | None, *, goes_on: bool = False) -> Iterator[Session | None]:
         """Lock the session `name`, and yield what was saved of it, or None.
 
-        The lock lasts until this ends, or until /load goes over to another session and locks that
-        one.
+        `goes_on` takes the last chat without a name instead. The lock lasts until this ends, or
+        until /load goes over to another session and locks that one.
         """
         with self._lock:
             found = None
             if name is not None:
+                must_be_free(self.store, name)
                 self._lock.enter_context(self.store.lock(name))
-                self.name = name
-                found = self.store.load(name) if self.store.exists(name) else None
+                self._keep_as(name)
+            elif goes_on:
+                self._keep_as(self._lock_last())
+            if (kept := self.kept_as) is not None and self.store.exists(kept):
+                found = self.store.load(kept)
             try:
                 yield found
             except BaseException:
@@ -106,16 +125,35 @@ class Saving:
                 raise
             self._wait()
 
+    @property
+    def kept_as(self) -> str | None:
+        """The name under which the chat is saved, or None if it is not saved yet."""
+        return self.name or self._unnamed
+
+    def _keep_as(self, name: str) -> None:
+        self.name, self._unnamed = (None, name) if is_unnamed(name) else (name, None)
+
+    def _lock_last(self) -> str:
+        """Lock the last chat without a name that no other chat has open, and return its name."""
+        for name in unnamed_chats(self.store):
+            with suppress(SessionError):  # it is open
+                self._lock.enter_context(self.store.lock(name))
+                return name
+        raise SessionError(
+            "there is no unnamed chat to go on with: a chat in a terminal is kept after its first "
+            "answer, unless --no-save; `mlxrunner sessions list` lists what there is"
+        )
+
     def begin(self, chat: Chat, resumed: bool) -> None:
         """Restore the open session in the chat, if it is `resumed`, and save it after each turn."""
         self._watch_runner(chat)
         chat.after_load.append(self._watch_runner)
-        if self.name is not None:
-            if resumed:
-                chat.say(self._resume(chat, self.name, settings=False))
-            else:
-                chat.say(f"session {self.name}: a new one")
-                self._saved[self.name] = _Saved.of(self._session(chat), 0.0)
+        if resumed and self.kept_as is not None:
+            chat.say(self._resume(chat, self.kept_as, settings=False))
+            chat.recall()
+        elif self.name is not None:
+            chat.say(f"session {self.name}: a new one")
+            self._saved[self.name] = _Saved.of(self._session(chat), 0.0)
         chat.after_turn.append(self._after_turn)
         chat.after_command.append(self._after_command)
 
@@ -126,6 +164,8 @@ class Saving:
                 if self._session(chat).to_json() != self._saved[self.name].content:
                     self._store(chat, self.name)
                 self._wait()
+        elif self._unnamed is not None and chat.conversation.history.turns:
+            self._store_unnamed(chat)
 
     def _wait(self) -> None:
         """Wait until all caches are written."""
@@ -136,6 +176,35 @@ class Saving:
         if self.name is not None:
             with self._naming_safe_turns(chat, self.name):
                 self._store(chat, self.name)
+        elif self._keeps_unnamed:
+            self._store_unnamed(chat)
+
+    def _store_unnamed(self, chat: ChatContext) -> None:
+        """Save the text of a chat that has no session. If that fails, say so, and keep it no more.
+
+        The chat gets its name, and its folder, with the first turn.
+        """
+        try:
+            is_new = self._unnamed is None
+            name = self._unnamed or new_name()
+            if is_new:
+                self._lock.enter_context(self.store.lock(name))
+                self._unnamed = name
+            self._save_states(chat, name)
+            self._saver.save_text(name, self._session(chat))
+            if is_new:
+                drop_oldest(self.store)
+        except SessionError as error:
+            self._keeps_unnamed, self._unnamed = False, None
+            chat.say(f"this chat is not kept from now on: {error}")
+
+    def _save_states(self, chat: ChatContext, name: str) -> None:
+        """Write what commands took away since the last call to the disk."""
+        for state in chat.taken.unsaved():
+            saved = Session(
+                lasting(chat.model), {state.name: state.branch}, state.name, settings_of(chat)
+            )
+            self.store.save_state(name, saved)
 
     @contextmanager
     def _naming_safe_turns(self, chat: ChatContext, name: str) -> Iterator[None]:
@@ -155,6 +224,7 @@ class Saving:
     def _after_command(self, chat: ChatContext) -> None:
         if self.name is not None:
             self._keep_dropped(chat, self.name)
+            self._save_states(chat, self.name)
 
     def _keep_dropped(self, chat: ChatContext, name: str) -> None:
         """Keep as branches the turns that the next save of the session `name` would drop."""
@@ -168,6 +238,7 @@ class Saving:
 
     def _save(self, chat: ChatContext, argument: str) -> None:
         force, name = _forced(argument, self.name)
+        must_be_free(self.store, name)
         with self.store.lock(name):
             if not force and self.store.exists(name) and self._is_another(name):
                 found = (
@@ -199,11 +270,14 @@ class Saving:
             self._saver.wait()
             load_with_context(chat, session)
             line = self._resume(chat, name, settings=True)
-            if goes_over:
-                self.name = name
+            if goes_over or self._unnamed is not None:
+                self._unnamed = None  # another conversation, which gets a name of its own
+                if goes_over:
+                    self._keep_as(name)
                 self._lock.close()
                 self._lock.push(held.pop_all())
         chat.say(line)
+        chat.recall()
 
     def _resume(self, chat: ChatContext, name: str, *, settings: bool) -> str:
         """Restore a session in the chat, and return a line about it."""
@@ -222,12 +296,16 @@ class Saving:
             branch: one for branch, one in session.branches.items() if branch != session.branch
         }
         self._saved[name] = _Saved.of(self._session(chat), session.saved_at)
+        states = self.store.load_states(name)
+        chat.taken.restart(State(one.branch, one.branches[one.branch]) for one in states[::-1])
         return f"session {name}: {_turns(chat)}, {caches}{_where_turns_are(chat)}"
 
     def _store(self, chat: ChatContext, name: str, *, force: bool = False) -> None:
         """Save the chat. With `force`, keep nothing of what was saved under the name before."""
         if not force:
             self._keep_dropped(chat, name)
+        if name == self.name:
+            self._save_states(chat, name)
         session = self._session(chat)
         saved = _Saved.of(session, 0.0)
         try:
@@ -272,7 +350,7 @@ class Saving:
             raise RuntimeError("the chat has not begun")
         return self._runner_saver
 
-    def _names(self, chat: ChatContext) -> Iterable[str]:
+    def _names(self, chat: ChatContext, before: str) -> Iterable[str]:
         return self.store.names()
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from mlxrunner.chat.attachments import Attachments
     from mlxrunner.chat.branches import Branches
     from mlxrunner.chat.conversation import Conversation
+    from mlxrunner.chat.taken import Taken
     from mlxrunner.runner import Runner
     from mlxrunner.sessions.history import History
 
@@ -25,9 +26,12 @@ PATH = "PATH"
 """The word in `Command.takes` that makes completion offer paths."""
 QUOTES = '"""'
 _QUOTED = re.compile(rf"\s*(?:/[\w-]+\s+)?{QUOTES}")
-ELSEWHERE = {"/exit": "/bye", "/quit": "/bye", "/q": "/bye"}
-"""Names of commands in other chats, and the commands here that do the same."""
-_COMMAND = re.compile(r"\s*(/[\w-]+)(?:\s+(.*))?", re.DOTALL)
+OTHER_NAMES = {"/exit": "/bye", "/quit": "/bye", "/q": "/bye", "/?": "/help"}
+"""Names that other chats give to commands, and the commands here that they run."""
+GOODBYES = ("exit", "quit")
+"""Words that leave a chat in a terminal, if they are the whole text."""
+_COMMAND = re.compile(r"\s*(/(?:[\w-]+|\?))(?:\s+(.*))?", re.DOTALL)
+_CONTINUED = re.compile(r"(?<!\\)(?:\\\\)*\\\Z")
 
 
 class ChatContext(Protocol):
@@ -36,18 +40,35 @@ class ChatContext(Protocol):
     conversation: Conversation
     branches: Branches
     attachments: Attachments
+    taken: Taken
     model: str
     """The name from which the model was loaded."""
     loading: dict[str, Any]
     """Options of `Runner.load`."""
     show_thinking: bool
     """True to show thinking, False to hide it."""
+    begun: str
+    """The text that the next line begins with."""
 
     @property
     def runner(self) -> Runner: ...
 
-    def say(self, text: str) -> None:
-        """Print a note, which is not an answer."""
+    def say(self, text: str, *, is_verbatim: bool = False, is_dim: bool = False) -> None:
+        """Print a note, which is not an answer.
+
+        `is_verbatim` keeps its lines and spaces as they are. `is_dim` sets it apart from answers.
+        """
+        ...
+
+    def recall(self) -> None:
+        """Show the model and the last turn, if a user is at the terminal."""
+        ...
+
+    def write(self, text: str) -> str:
+        """Return `text` as the user leaves it in an editor of their own.
+
+        Raise PromptError without a terminal, and MlxrunnerError if the editor fails.
+        """
         ...
 
     def edit(self, text: str, after: History | None) -> str | None:
@@ -75,7 +96,7 @@ class ChatContext(Protocol):
         ...
 
 
-def _nothing(chat: ChatContext) -> Iterable[str]:
+def _nothing(chat: ChatContext, before: str) -> Iterable[str]:
     return ()
 
 
@@ -91,8 +112,13 @@ class Command:
     """One line for /help."""
     run: Callable[[ChatContext, str], None]
     """Runs the command: `run(chat, argument)`. The chat prints an MlxrunnerError in one line."""
-    words: Callable[[ChatContext], Iterable[str]] = _nothing
-    """Returns the words that complete the argument."""
+    words: Callable[[ChatContext, str], Iterable[str]] = _nothing
+    """Returns the words that complete the argument: `words(chat, before)`.
+
+    `before` is the part of the argument before the word that is being typed.
+    """
+    is_daily: bool = False
+    """True if /help shows the command; /help all shows every command."""
 
     @property
     def takes_path(self) -> bool:
@@ -122,7 +148,7 @@ class CommandTable:
         """
         if not self.is_command(text) or (found := _COMMAND.fullmatch(text)) is None:
             return None
-        name, argument = found[1], (found[2] or "").strip()
+        name, argument = OTHER_NAMES.get(found[1], found[1]), (found[2] or "").strip()
         argument = argument if is_open(argument) else unquoted(argument).strip()
         command = self._commands.get(name)
         if command is None:
@@ -132,22 +158,24 @@ class CommandTable:
         return command, argument
 
     def is_command(self, text: str) -> bool:
-        """Return True if the first word is a slash and letters, digits, `-` or `_`.
+        """Return True if the first word is a slash and letters, digits, `-` or `_`, or `/?`.
 
         `/usr/bin` and `/* a comment` are not commands. Several lines are a command only if their
         first word names one: `/etc` and a listing below it are a text.
         """
         found = _COMMAND.fullmatch(text)
-        return found is not None and (found[1] in self._commands or "\n" not in text.strip())
+        return found is not None and (
+            OTHER_NAMES.get(found[1], found[1]) in self._commands or "\n" not in text.strip()
+        )
 
-    def help(self) -> list[str]:
-        """Return one line for each command."""
-        width = max(len(command.usage) for command in self) + 2
-        return [f"{command.usage:{width}}{command.help}" for command in self]
+    def help(self, *, is_whole: bool = True) -> list[str]:
+        """Return one line for each command, or only for each daily one."""
+        shown = [command for command in self if is_whole or command.is_daily]
+        width = max(len(command.usage) for command in shown) + 2
+        return [f"{command.usage:{width}}{command.help}" for command in shown]
 
     def _similar(self, name: str) -> str:
         similar = get_close_matches(name, self._commands, n=1)
-        similar = [ELSEWHERE[name]] if name in ELSEWHERE else similar
         return f"did you mean {similar[0]}? " if similar else ""
 
 
@@ -162,11 +190,28 @@ def count_of(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
+def whole_number(argument: str, *, default: int) -> int:
+    """Return a number from 1 on. Raise OptionError for anything else."""
+    if not argument:
+        return default
+    if not re.fullmatch("0*[1-9][0-9]{0,8}", argument):
+        raise OptionError(f"{argument[:20]!r} is not a whole number between 1 and 999999999")
+    return int(argument)
+
+
 def is_open(text: str) -> bool:
     '''Return True if a text or an argument begins with """ and does not end with them yet.'''
     found = _QUOTED.match(text)
     rest = text[found.end() :].strip() if found else QUOTES
     return found is not None and not rest.endswith(QUOTES)
+
+
+def is_continued(text: str) -> bool:
+    """Return True if a text ends with a backslash, and the next line belongs to it.
+
+    Two backslashes stand for themselves. So does each one in a text that begins with `QUOTES`.
+    """
+    return _CONTINUED.search(text) is not None and not _QUOTED.match(text)
 
 
 def unquoted(text: str) -> str:

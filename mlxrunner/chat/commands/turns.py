@@ -5,23 +5,39 @@ Each of them says how much of the entry is reused.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from typing import Any
 
-from mlxrunner.chat.commands.settings import parse_settings
-from mlxrunner.chat.commands.table import ChatContext, Command, count_of, flagged
+from mlxrunner.chat.commands.settings import GREEDILY, SETTABLE, parse_settings
+from mlxrunner.chat.commands.table import ChatContext, Command, count_of, flagged, whole_number
+from mlxrunner.chat.taken import State
 from mlxrunner.errors import OptionError
 
 
 def undo(chat: ChatContext, argument: str) -> None:
-    taken = chat.conversation.undo(_number(argument, default=1))
+    taken = chat.conversation.undo(whole_number(argument, default=1))
     if not taken:
         raise OptionError("there is no turn to take back")
     left = count_of(len(chat.conversation.history.turns), "turn")
     chat.say(
         f"{count_of(len(taken), 'turn')} taken back, {left} left: {chat.conversation.outlook()}"
+        f"; /redo brings {'it' if len(taken) == 1 else 'them'} back"
     )
+
+
+def redo(chat: ChatContext, argument: str) -> None:
+    conversation, name = chat.conversation, chat.branches.current
+    present = conversation.branch
+    branch = chat.taken.pop(name, present)
+    if branch is None:
+        raise OptionError(f"no command has taken anything away from branch {name}")
+    chat.branches.drop_kept_within(branch)
+    kept = ""
+    if State(name, present).is_lost_in(branch):
+        kept = f"; what was here is kept as branch {chat.branches.keep(name, present)}"
+    conversation.switch_to(branch)
+    turns = count_of(len(branch.history.turns), "turn")
+    chat.say(f"brought back, {turns}: {conversation.outlook()}{kept}")
 
 
 def edit(chat: ChatContext, argument: str) -> None:
@@ -29,7 +45,7 @@ def edit(chat: ChatContext, argument: str) -> None:
     messages, history = chat.conversation.messages, chat.conversation.history
     if not messages:
         raise OptionError("there is nothing to edit yet")
-    number = _number(argument, default=len(messages) - 1)
+    number = whole_number(argument, default=len(messages) - 1)
     if number > len(messages):
         raise OptionError(
             f"there is no message {number}: the last one is {len(messages)}, see /show"
@@ -85,36 +101,38 @@ def switch(chat: ChatContext, argument: str) -> None:
 
 
 def clear(chat: ChatContext, argument: str) -> None:
+    had_turns = bool(chat.conversation.history.turns)
     chat.conversation.clear()
     chat.attachments.texts.clear()
-    chat.say(f"cleared: {chat.conversation.outlook()}")
+    back = "; /redo brings it back" if had_turns else ""
+    chat.say(f"cleared: {chat.conversation.outlook()}{back}")
 
 
-def _names(chat: ChatContext) -> Iterable[str]:
+def _names(chat: ChatContext, before: str) -> Iterable[str]:
     return chat.branches
 
 
-def _number(argument: str, *, default: int) -> int:
-    if not argument:
-        return default
-    if not re.fullmatch("0*[1-9][0-9]{0,8}", argument):
-        raise OptionError(f"{argument[:20]!r} is not a whole number between 1 and 999999999")
-    return int(argument)
+def _retry_words(chat: ChatContext, before: str) -> Iterable[str]:
+    return (GREEDILY, *(f"{name}=" for name in SETTABLE))
 
 
 COMMANDS = (
-    Command("/undo", "[N]", "take the last turn back, or the last N", undo),
+    Command("/undo", "[N]", "take the last turn back, or the last N", undo, is_daily=True),
+    Command("/redo", "", "bring back what the last command took away", redo, is_daily=True),
     Command(
         "/edit",
         "[N]",
-        "edit message N of /show (else your last one) and go on from there; answers, too",
+        "edit message N of /show, or your last, and go on there",
         edit,
+        is_daily=True,
     ),
     Command(
         "/retry",
         "[NAME=VALUE ...]",
         "answer the last message again, with other sampling",
         retry,
+        _retry_words,
+        is_daily=True,
     ),
     Command(
         "/branch",
@@ -124,5 +142,5 @@ COMMANDS = (
         _names,
     ),
     Command("/switch", "NAME", "go on with another branch", switch, _names),
-    Command("/clear", "", "forget the conversation; the system prompt stays", clear),
+    Command("/clear", "", "forget the conversation; the system prompt stays", clear, is_daily=True),
 )
