@@ -44,7 +44,7 @@ def test_the_summary_adds_up_what_the_lines_say() -> None:
     usages = [answer["usage"] for answer in answers if "usage" in answer]
     found = read("summary.json")
     assert (found["state"], found["lines"], found["answered"], found["failed"]) == ("done", 5, 4, 1)
-    assert (found["model"], found["input"], found["output"]) == ("demo", "in.jsonl", "out.jsonl")
+    assert (found["model"], found["inputs"]) == ("demo", ["in.jsonl"])
     own = found["run"]
     assert own["failures"] == {"refused": 1}
     assert own["cut_at_limit"] == sum(a.get("finish_reason") == "length" for a in answers) == 2
@@ -113,7 +113,7 @@ def test_it_is_written_once_a_second_while_lines_run(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(
         status, "_write", lambda path, content: writes.append((content["state"], content["done"]))
     )
-    job = Job(input="in.jsonl", output="out.jsonl", progress_file="p")
+    job = Job(inputs=("in.jsonl",), output="out.jsonl", progress_file="p")
     with Status(job, pytest.fail) as told:
         told.begin(Tally(total=100))
         assert told.tally is not None
