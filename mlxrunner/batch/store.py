@@ -468,7 +468,7 @@ def _line(
     options = json.loads(options) if options else {}
     if not (
         isinstance(options, dict)
-        and _are_ints(index)
+        and isinstance(index, int)
         and isinstance(number, (int, str))
         and (name is None or isinstance(name, (str, int)))
         and (error is None or isinstance(error, str))
