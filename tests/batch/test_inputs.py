@@ -80,7 +80,7 @@ def test_a_file_that_is_cut_off_anywhere_is_one_error(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["gzip", "zstd"])
 def test_a_file_with_something_else_behind_it_is_an_error(kind: str) -> None:
-    """One with a flipped bit in its checksum is, too."""
+    """The bytes behind the end belong to no frame."""
     whole = PACK[kind](LINES)
     Path("in").write_bytes(whole + b"garbage")
     with pytest.raises(PromptError, match="in: can't be read to its end as"):

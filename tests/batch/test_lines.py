@@ -167,7 +167,8 @@ def test_a_name_of_another_program_that_means_the_same_is_taken(name: str) -> No
 
 def test_no_name_of_another_program_is_one_of_ours() -> None:
     """The tables do not contradict each other either, and each hint names an option that exists."""
-    settings = {*names(RunnerSettings), *names(FileOptions), "reasoning_effort"}
+    others = {"reasoning_effort", "model", "session"}
+    settings = {*names(RunnerSettings), *names(FileOptions), *others}
     assert not SAME.keys() & (FIELDS | MEANT.keys())
     assert not MEANT.keys() & FIELDS
     assert {name.partition(":")[0] for name in MEANT.values()} <= FIELDS | settings
