@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, Literal, TypedDict
 
-from mlxrunner.arguments import (
+from mlxrunner.config.arguments import (
     check_above,
     check_flag,
     check_range,
@@ -20,9 +20,9 @@ from mlxrunner.arguments import (
     check_whole,
     listed,
 )
+from mlxrunner.config.json_options import check_schema, check_template, check_tools, json_text
+from mlxrunner.config.names import did_you_mean, nearest
 from mlxrunner.errors import OptionError
-from mlxrunner.json_options import check_schema, check_template, check_tools, json_text
-from mlxrunner.names import did_you_mean, nearest
 
 MAX_LOGPROBS = 100
 """Most tokens whose log-probabilities can be asked for."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from mlxrunner.arguments import check_kind, listed
+from mlxrunner.config.arguments import check_kind, listed
 from mlxrunner.errors import CancelledError, OptionError
 
 logger = logging.getLogger("mlxrunner")

@@ -14,7 +14,6 @@ from typing import Any, Self, Unpack
 import mlx.core as mx
 import numpy as np
 
-from mlxrunner.arguments import check_callable, check_flag, check_kind
 from mlxrunner.cache.checkpoints import places_of
 from mlxrunner.cache.entry import CacheEntry
 from mlxrunner.cache.layers.factory import make_layer_caches
@@ -23,6 +22,7 @@ from mlxrunner.cache.layers.rotate import rotators
 from mlxrunner.cache.lease import EntryLease
 from mlxrunner.cache.prefix import PrefixCache
 from mlxrunner.cache.tokens import TokenArray, common_prefix
+from mlxrunner.config.arguments import check_callable, check_flag, check_kind
 from mlxrunner.engine.answer import AnswerStream
 from mlxrunner.engine.control import EntryControl
 from mlxrunner.engine.observation import Observer, tell

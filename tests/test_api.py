@@ -507,7 +507,7 @@ WORDS = {
 }
 """Options whose names are also words for other things, or fields of OpenAI's format."""
 ELSEWHERE = {
-    "names.py": "it translates the names of other programs",
+    "config/names.py": "it translates the names of other programs",
     "profiling": "token logs have fields of these names",
     "sessions": "so have saved sessions and their layers",
     "chat/saved_settings.py": "a saved session has a field of that name",

@@ -15,9 +15,9 @@ from mlxrunner.batch.options import BatchOptions
 from mlxrunner.batch.responses import RESPONSE_FIELDS, read_response
 from mlxrunner.batch.store import Format
 from mlxrunner.batch.translate import ELSEWHERE, check_functions, translate, unknown
+from mlxrunner.config.names import did_you_mean
 from mlxrunner.engine.constrain import check_form
 from mlxrunner.errors import OptionError, PromptError
-from mlxrunner.names import did_you_mean
 from mlxrunner.options import MOST_TOKENS, GenerateOptions, names
 from mlxrunner.templates.messages import PlainMessage, check_message
 from mlxrunner.tokenizer.prompt import Prompt

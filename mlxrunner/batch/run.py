@@ -16,13 +16,13 @@ from typing import Any, Unpack
 
 import mlx.core as mx
 
-from mlxrunner.arguments import check_kind, listed
 from mlxrunner.batch.fields import checked_id, checked_options
 from mlxrunner.batch.lines import Line
 from mlxrunner.batch.options import BatchOptions, Order, OutputOrder
 from mlxrunner.batch.prompts import Begun, tokenize_lines
 from mlxrunner.batch.store import Store, StoredLine, place_of
 from mlxrunner.cache.lookup import Earlier
+from mlxrunner.config.arguments import check_kind, listed
 from mlxrunner.errors import (
     BusyError,
     CacheFullError,

@@ -10,8 +10,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from mlxrunner.config.names import SAME, did_you_mean, nearest
 from mlxrunner.errors import OptionError
-from mlxrunner.names import SAME, did_you_mean, nearest
 from mlxrunner.options import RunnerSettings, names
 
 WHOLE = frozenset((*names(RunnerSettings), "parallel", "timeout", "retries", "resume"))

@@ -13,8 +13,8 @@ from click.core import ParameterSource
 from mlxrunner.cli.program import F, set_debug
 from mlxrunner.cli.settling import named_model, named_system
 from mlxrunner.cli.words import model_words
+from mlxrunner.config.json_options import MAX_SCHEMA, check_schema, check_tools
 from mlxrunner.errors import OptionError, ReadError
-from mlxrunner.json_options import MAX_SCHEMA, check_schema, check_tools
 from mlxrunner.options import GenerateOptions, RunnerSettings, about, names
 from mlxrunner.system.reading import read_text
 

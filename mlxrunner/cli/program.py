@@ -79,7 +79,7 @@ class Program(click.Group):
 
 def with_our_name(error: click.NoSuchOption) -> click.NoSuchOption:
     """Return the error about an unknown option with the option of ours that may be meant."""
-    from mlxrunner.names import LETTERS, nearest
+    from mlxrunner.config.names import LETTERS, nearest
 
     if error.ctx is None:
         return error

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import click
 
 from mlxrunner.config.file import read_config_file
+from mlxrunner.config.names import did_you_mean
 from mlxrunner.errors import OptionError
-from mlxrunner.names import did_you_mean
 
 if TYPE_CHECKING:
     from mlxrunner.batch.table import Template

@@ -14,8 +14,8 @@ from typing import Any
 
 from mlxrunner.config.layering import Setting, settled
 from mlxrunner.config.lines import line_of
+from mlxrunner.config.names import did_you_mean
 from mlxrunner.errors import MissingFileError, OptionError
-from mlxrunner.names import did_you_mean
 from mlxrunner.options import GenerateOptions, RunnerSettings, chat_options, names
 from mlxrunner.system.reading import is_there, read_trusted
 

@@ -17,9 +17,9 @@ from typing import Any, Unpack
 
 import mlx.core as mx
 
-from mlxrunner.arguments import check_flag, check_kind, listed
 from mlxrunner.cache.layers.factory import CacheOptions, layouts_of
 from mlxrunner.cache.shared.sequences import Batch
+from mlxrunner.config.arguments import check_flag, check_kind, listed
 from mlxrunner.engine.answer import AnswerStream
 from mlxrunner.engine.observation import Observer, tell, usage_of
 from mlxrunner.engine.owner import Owned, Owner

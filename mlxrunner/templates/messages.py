@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NotRequired, TypedDict
 
+from mlxrunner.config.json_options import parsed_json
 from mlxrunner.errors import PromptError
-from mlxrunner.json_options import parsed_json
 
 
 class TextPart(TypedDict):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from mlxrunner.batch.fields import FIELDS
 from mlxrunner.batch.lines import Line, LineReader
 from mlxrunner.batch.options import BatchOptions, FileOptions
-from mlxrunner.names import MEANT, SAME
+from mlxrunner.config.names import MEANT, SAME
 from mlxrunner.options import RunnerSettings, names
 from mlxrunner.terminal.text import LONGEST_LINE
 

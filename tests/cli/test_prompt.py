@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from mlxrunner import OptionError, Runner, cli
-from mlxrunner.names import LETTERS, MEANT, SAME
+from mlxrunner.config.names import LETTERS, MEANT, SAME
 
 ASKED = "My name is Ana. What is my name?"
 

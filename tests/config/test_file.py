@@ -17,7 +17,7 @@ from mlxrunner.config.file import (
     read_config_file,
 )
 from mlxrunner.config.layering import DEFAULT, HERE, MODEL, Setting, layer, settled, values
-from mlxrunner.names import plain
+from mlxrunner.config.names import plain
 
 GOOD = """
 model = "small"

@@ -21,8 +21,8 @@ from support.models import tiny_config, tiny_model
 from support.sample import fewer
 
 from mlxrunner import FormError, OptionError, Runner
+from mlxrunner.config.json_options import MAX_SCHEMA
 from mlxrunner.engine.constrain import check_form, constraint_of
-from mlxrunner.json_options import MAX_SCHEMA
 from mlxrunner.models.facts import facts_of
 from mlxrunner.options import GenerateOptions
 from mlxrunner.results import Chunk

@@ -11,8 +11,8 @@ from mlxrunner.chat.commands.table import ChatContext, Command, whole_number
 from mlxrunner.chat.rendering import POLICIES
 from mlxrunner.config.file import NAMED, Config, read_config_file
 from mlxrunner.config.layering import DEFAULT, HERE, layer, settled, values
+from mlxrunner.config.names import did_you_mean
 from mlxrunner.errors import OptionError
-from mlxrunner.names import did_you_mean
 from mlxrunner.options import (
     CHOOSING,
     GREEDY,

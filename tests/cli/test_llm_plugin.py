@@ -202,6 +202,6 @@ def test_nothing_but_llm_imports_the_plugin() -> None:
     code = (
         "import sys; sys.modules['llm'] = None\n"
         "import mlxrunner.cli, mlxrunner.runner\n"
-        "assert 'mlxrunner.llm_plugin' not in sys.modules\n"
+        "assert 'mlxrunner.cli.llm_plugin' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
