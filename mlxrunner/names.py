@@ -36,6 +36,7 @@ SAME: dict[str, str] = {
 MEANT: dict[str, str] = {
     "temp": "temperature",
     "seeds": "seed",
+    "predict": "max_tokens",
     "length": "max_tokens",
     "max_length": "max_tokens",
     "max_gen_len": "max_tokens",
@@ -54,6 +55,7 @@ MEANT: dict[str, str] = {
     "content": "prompt",
     "instructions": "system",
     "system_prompt": "system",
+    "sys": "system",
     "conversation": "messages",
     "conversations": "messages",
     "chat": "messages",
@@ -61,11 +63,15 @@ MEANT: dict[str, str] = {
     "n_ctx": "context",
     "num_ctx": "context",
     "max_model_len": "context",
+    "max_kv_size": "context",
+    "max_seq_len": "context",
     "cache_type_k": "kv_bits",
     "cache_type_v": "kv_bits",
     "kv_cache_dtype": "kv_bits",
     "batch_size": "prefill_step",
     "ubatch_size": "prefill_step",
+    "num_batch": "prefill_step",
+    "prefill_step_size": "prefill_step",
     "max_num_batched_tokens": "prefill_step",
     "n_keep": "keep",
     "num_keep": "keep",
@@ -79,6 +85,14 @@ MEANT: dict[str, str] = {
     "grammar": "schema",
     "regex": "schema",
     "chat_template": "template",
+    "top_logprobs": "logprobs",
+    "n_probs": "logprobs",
+    "reverse_prompt": "stop",
+    "json_schema_file": "schema",
+    "hf_repo": "model",
+    "model_path": "model",
+    "prompt_cache": "session",
+    "ignore_chat_template": "raw",
 }
 """Our nearest name for a name of another program that does not mean the same."""
 
@@ -103,6 +117,10 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
         return meant if meant.partition(":")[0] in known else None
     close = get_close_matches(wanted, known, n=1) if len(wanted) <= LONGEST else []
     return close[0] if close else None
+
+
+LETTERS: dict[str, str] = {"n": "max_tokens", "c": "context"}
+"""Our name for each option of llama.cpp that is one letter after one dash."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -22,6 +22,7 @@ from mlxrunner.arguments import (
 )
 from mlxrunner.errors import OptionError
 from mlxrunner.json_options import check_schema, check_template, check_tools, json_text
+from mlxrunner.names import did_you_mean, nearest
 
 MAX_LOGPROBS = 100
 """Most tokens whose log-probabilities can be asked for."""
@@ -131,25 +132,28 @@ class GenerateOptions:
     """
 
     max_tokens: int | None = _option(
-        None, int, "Longest answer. [default: until the model stops or the context is full]", low=1
+        None,
+        int,
+        "Most tokens of the answer. [default: until the model stops or the context is full]",
+        low=1,
     )
     temperature: float = _option(
         0.0, float, "0 = always the most likely token.", low=0, high=100, shows_default=True
     )
     top_k: int = _option(
-        0, int, "Only the K most likely tokens. [default: all]", low=0, high=MOST_TOKENS
+        0, int, "Keep only the K most likely tokens. [default: all]", low=0, high=MOST_TOKENS
     )
     top_p: float = _option(
         1.0,
         float,
-        "Only the most likely tokens up to this probability. [default: all]",
+        "Keep only the most likely tokens up to this probability. [default: all]",
         low=0,
         high=1,
     )
     min_p: float = _option(
         0.0,
         float,
-        "Only tokens at least this likely, as a share of the likeliest.",
+        "Keep only tokens at least this likely, as a share of the likeliest.",
         low=0,
         high=1,
     )
@@ -160,17 +164,21 @@ class GenerateOptions:
         None, float, "Subtract from the logits of recent tokens.", low=-100, high=100
     )
     frequency_penalty: float | None = _option(
-        None, float, "Subtract from them once per occurrence.", low=-100, high=100
+        None,
+        float,
+        "Subtract from the logits of recent tokens, once per occurrence.",
+        low=-100,
+        high=100,
     )
     penalty_context: int = _option(
         20,
         int,
-        "How many recent tokens the penalties see.",
+        "Number of recent tokens that the penalties see.",
         low=1,
         high=MOST_TOKENS,
         shows_default=True,
     )
-    seed: int | None = _option(None, int, "Makes sampling repeatable.", low=0, high=2**64 - 1)
+    seed: int | None = _option(None, int, "Make sampling repeatable.", low=0, high=2**64 - 1)
     stop: tuple[str, ...] = _option(
         (),
         str,
@@ -182,14 +190,14 @@ class GenerateOptions:
     schema: str | None = _option(
         None,
         str,
-        "The answer is JSON that fits the JSON schema in FILE.",
+        "Hold the answer to the JSON schema in FILE.",
         metavar="FILE",
         in_chat=False,
     )
     choices: tuple[str, ...] = _option(
         (),
         str,
-        "The answer is one of these; one with a comma is put in double quotes: "
+        "Hold the answer to one of these; put one with a comma in double quotes: "
         "'yes,\"no, never\"'.",
         metavar="A,B,...",
         is_list=True,
@@ -353,7 +361,7 @@ class RunnerSettings:
     checkpoint_budget: int | None = _option(
         None,
         int,
-        "For checkpoints of windows and states. [default: room for 8]",
+        "Bytes for checkpoints of windows and states. [default: room for 8]",
         low=0,
         metavar="BYTES",
     )
@@ -390,7 +398,14 @@ def _check_names(kind: Any, given: Mapping[str, Any]) -> None:
     unknown = sorted(given.keys() - kind.__dataclass_fields__.keys())
     if unknown:
         known = ", ".join(sorted(names(kind)))
-        raise OptionError(f"unknown option {unknown[0]!r}: known are {known}")
+        hint = did_you_mean(unknown[0], names(kind)) or _of_the_runner(unknown[0], kind)
+        raise OptionError(f"unknown option {unknown[0]!r}: {hint}known are {known}")
+
+
+def _of_the_runner(name: str, kind: type) -> str:
+    """Return a hint if `name`, which is none of the options `kind`, is a setting of a runner."""
+    found = nearest(name, names(RunnerSettings)) if kind is GenerateOptions else None
+    return "" if found is None else f"{found!r} is a setting of the runner (Runner.load); "
 
 
 def check_fields(options: Any) -> None:

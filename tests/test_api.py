@@ -164,14 +164,14 @@ def test_a_typed_program_with_the_messages_of_openai_passes_mypy(tmp_path: Path)
 
 
 def test_every_public_name_is_in_the_docs() -> None:
-    """Somewhere in the pages, so that a reader can find it."""
+    """A page has it, where a reader can find it."""
     pages = " ".join(path.read_text() for path in (PACKAGE.parent / "docs").glob("*.md"))
     words = set(re.findall(r"\w+", pages))
     assert set(mlxrunner.__all__) - words == set()
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
-    """As in any module."""
+    """Every module does that."""
     with pytest.raises(AttributeError, match="has no attribute 'Nonsense'"):
         mlxrunner.Nonsense  # noqa: B018  # the access is the test
 
@@ -191,7 +191,7 @@ def llama() -> Parts:
 
 
 def test_complete_gives_what_generate_gives() -> None:
-    """As one Result, with the entry left as it would be."""
+    """It gives one Result, and leaves the entry as `generate` does."""
     one, other = oracle_runner(), oracle_runner()
     chunks = list(one.generate("Hello", max_tokens=9, logprobs=2))
     result = other.complete("Hello", max_tokens=9, logprobs=2)
@@ -320,7 +320,7 @@ def test_closing_can_be_interrupted_anywhere_and_called_again() -> None:
 
 
 def test_a_closed_parallel_runner_refuses_calls(llama: Parts) -> None:
-    """And gives its model back as it was."""
+    """It gives its model back as it was."""
     with ParallelRunner(*llama, max_sequences=2, context=32, name="tiny") as runner:
         handle = runner.submit("a", max_tokens=9)
         assert repr(runner) == "ParallelRunner('tiny', context=32, 1 of 2 slots busy)"
@@ -343,7 +343,7 @@ def test_the_representation_names_the_model_and_the_entry() -> None:
 def test_every_observer_is_told_though_one_of_them_fails(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """What one raises is logged; neither the request nor the others suffer."""
+    """An exception of one is logged; neither the request nor the others suffer."""
     seen: list[str] = []
     runner = oracle_runner()
     runner.observers += [
@@ -472,9 +472,9 @@ def test_a_batch_refuses_an_option_of_the_wrong_type() -> None:
 
 def test_an_unknown_option_is_named_with_the_known_ones() -> None:
     """For requests and for settings."""
-    with pytest.raises(OptionError, match=r"unknown option 'temprature': known are choices, "):
+    with pytest.raises(OptionError, match=r"'temprature': did you mean 'temperature'\? known "):
         oracle_runner().generate("a", temprature=1)  # type: ignore[call-arg]
-    with pytest.raises(OptionError, match=r"unknown option 'kvbits': known are checkpoint_budget"):
+    with pytest.raises(OptionError, match=r"'kvbits': did you mean 'kv_bits'\? known are ch"):
         Runner.load("demo", kvbits=4)  # type: ignore[call-arg]
 
 
@@ -507,13 +507,13 @@ WORDS = {
 }
 """Options whose names are also words for other things, or fields of OpenAI's format."""
 ELSEWHERE = {
+    "names.py": "it translates the names of other programs",
     "profiling": "token logs have fields of these names",
     "sessions": "so have saved sessions and their layers",
     "chat/saved_settings.py": "a saved session has a field of that name",
     "chat/commands/sessions.py": "a saved cache has bits of its own",
     "cli/cache.py": "a saved cache has bits of its own",
     "cli/generate.py": "it refuses the option beside --n, and passes it on to nobody",
-    "names.py": "it says what other programs call them",
     "memory": "a plan counts the tokens of a step and the bytes of checkpoints",
     "engine/pipeline.py": "it does the steps",
     "parallel/runner.py": "it has settings of its own",
@@ -523,7 +523,7 @@ ELSEWHERE = {
 
 @pytest.mark.parametrize("name", sorted({*names(GenerateOptions), *names(RunnerSettings)} - WORDS))
 def test_no_option_is_passed_on_by_name_in_more_than_four_files(name: str) -> None:
-    """As a parameter, a text, or `name=name`; whoever passes all options on names none."""
+    """A parameter, a text or `name=name` counts; passing all options on names none."""
     naming = sorted(
         file
         for path in PACKAGE.rglob("*.py")
@@ -615,7 +615,7 @@ def test_a_batch_takes_batch_requests_only() -> None:
 
 
 def test_a_profile_refuses_a_share_that_is_no_number() -> None:
-    """As an OptionError, like one that is out of range."""
+    """It raises OptionError, also for one that is out of range."""
     with pytest.raises(OptionError, match=r"^verify_cache: 'all' is not a number$"):
         Profile(verify="all")  # type: ignore[arg-type]
 

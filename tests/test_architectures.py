@@ -208,7 +208,7 @@ def test_patterns_of_every_day_reuse_nearly_all_at_8k_tokens(
 
 
 def test_a_full_attention_model_never_evaluates_more_than_what_differs() -> None:
-    """Whatever the edit: evaluated = prompt - matched, or one token; and it needs no checkpoint."""
+    """Any edit evaluates prompt - matched, or one token, and needs no checkpoint."""
     runner = build("llama")
     talk = Talk("full")
     for _, prompt in talk.turns(40):

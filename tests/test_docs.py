@@ -93,7 +93,7 @@ def test_the_check_of_examples_sees_differences(shown: str, printed: str, holds:
 
 
 def test_any_figures_may_differ_where_a_page_says_so() -> None:
-    """But words may not."""
+    """Words may not."""
     assert plain("5 of 7 kB", any_figures=True) == plain("17 of 1,024 MB", any_figures=True)
     assert plain("5 hits", any_figures=True) != plain("5 misses", any_figures=True)
 
@@ -105,7 +105,7 @@ def test_the_readme_is_a_first_page() -> None:
     assert [line for line in lines if len(line) > 120] == []
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "tests/README.md"])
 def test_lines_of_prose_have_at_most_120_characters(name: str) -> None:
     """Tables, examples and comments may be wider."""
     text = re.sub(r"```.*?```", "", (ROOT / name).read_text(), flags=re.DOTALL)
@@ -132,14 +132,14 @@ def test_every_command_is_in_the_docs() -> None:
 
 
 def test_every_variable_is_in_the_docs() -> None:
-    """Of the environment."""
+    """The variables are those of the environment."""
     found = set(variables())
     assert {"MLXRUNNER_MODEL", "MLXRUNNER_DATA", "XDG_CACHE_HOME", "SSH_TTY"} <= found
     assert [name for name in found if f"`{name}`" not in DOCS["commands.md"]] == []
 
 
 def test_every_reason_is_in_the_docs() -> None:
-    """What it means, and what to change."""
+    """The page says what it means, and what to change."""
     assert [name for name in REASONS if f"\n| `{name}` |" not in DOCS["entry.md"]] == []
 
 

@@ -124,7 +124,7 @@ def test_the_log_of_generate_v() -> None:
 
 
 def test_the_report_of_an_afternoon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 60 made-up requests, which are the same each time."""
+    """It has 60 made-up requests, which are the same each time."""
     monkeypatch.chdir(tmp_path)
     Path("events.jsonl").write_text("".join(f"{json.dumps(event)}\n" for event in afternoon(60)))
     check("report.txt", run("report", "events.jsonl").stdout)

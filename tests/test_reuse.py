@@ -269,7 +269,7 @@ def test_the_usage_says_what_was_reused_and_why_not_more(
 
 
 def test_the_first_request_is_a_miss_because_the_entry_was_empty() -> None:
-    """And a reset is named."""
+    """A reset is named."""
     runner = oracle_runner()
     assert usage_of(runner, PROMPT).reason == "empty"
     runner.reset()
@@ -531,7 +531,7 @@ def test_penalties_see_the_whole_prompt_warm_or_cold() -> None:
 
 
 def test_a_seed_decides_the_answer_warm_or_cold() -> None:
-    """And another seed decides otherwise."""
+    """Another seed decides otherwise."""
     options = {"temperature": 1.5, "top_k": 50, "top_p": 0.9, "min_p": 0.01}
     first = cold(["full", "full"], PROMPT, 20, seed=1, **options)
     runner = oracle_runner()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -35,14 +35,15 @@ FLOORS = [
     ],
 ]
 BOOKKEEPING = """
-batch.fields batch.job batch.lines batch.options batch.output batch.plan batch.prompts
-batch.responses batch.store batch.translate names
+arguments batch.fields batch.job batch.lines batch.options batch.output batch.plan batch.prompts
+batch.responses batch.store batch.translate cache.lease cache.shared.sight json_options
+terminal.logs
 bench.measurements cache.checkpoints cache.entry cache.layers.extents cache.layers.layout
 cache.layers.protocol cache.lookup cache.overflow cache.prefix cache.saved cache.shared.cells
 cache.shared.sequences cache.shared.split cache.tokens chat.branches chat.commands.table
 chat.markdown chat.typeahead chat.view engine.constrain engine.owner errors
-config.layering memory.plan models.fingerprint models.suggested names options parallel.slots
-profiling.curve profiling.reading
+config.file config.layering config.lines memory.plan models.fingerprint models.suggested names
+options parallel.slots profiling.curve profiling.reading
 profiling.reasons profiling.record.divergence profiling.record.event profiling.record.metrics
 profiling.record.tokenlog profiling.record.writer profiling.replay.simulate
 profiling.replay.thinking profiling.replay.variants profiling.report.aggregate
@@ -141,7 +142,7 @@ def test_no_module_needs_itself() -> None:
 
 
 def test_the_check_finds_circles() -> None:
-    """So that it proves something."""
+    """It would find one in the package, too."""
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [["b", "c"]]
     assert circles({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
 
@@ -189,7 +190,7 @@ def test_only_one_module_asks_for_the_device() -> None:
 
 
 def opens_for_writing(call: ast.Call) -> bool:
-    """Whether a call opens a file by its name, to write to it."""
+    """Return True if a call opens a file by its name, to write to it."""
     name = ast.unparse(call.func)
     method = name.rsplit(".")[-1]
     if name in ("open", "io.open") or (
@@ -247,7 +248,7 @@ def test_only_one_module_opens_files_for_writing() -> None:
     ],
 )
 def test_the_check_knows_what_opens_for_writing(code: str, is_one: bool) -> None:
-    """So that it proves something."""
+    """Reading is not counted."""
     (statement,) = ast.parse(code).body
     assert isinstance(statement, ast.Expr)
     assert isinstance(statement.value, ast.Call)
@@ -269,7 +270,7 @@ OPENERS = {
 
 
 def opens(call: ast.Call) -> bool:
-    """Whether a call opens a file by its name."""
+    """Return True if a call opens a file by its name."""
     name = ast.unparse(call.func)
     receiver, _, method = name.rpartition(".")
     if name == "open" or name in ("io.open", "os.open", "np.load", "mx.load"):
@@ -312,10 +313,35 @@ def test_only_one_module_opens_files_of_others() -> None:
     ],
 )
 def test_the_check_knows_what_opens(code: str, is_one: bool) -> None:
-    """So that it proves something."""
+    """Functions of the one opener are not counted."""
     call = ast.parse(code, mode="eval").body
     assert isinstance(call, ast.Call)
     assert opens(call) == is_one
+
+
+CONJUNCTIONS = """
+And As Because But How However Nor Of Or So Than That Then What Whatever Whether Which Who
+""".split()
+
+
+def docstrings(path: Path) -> Iterator[str]:
+    """Yield the docstrings of a file, those of constants and fields included."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        value = node.value if isinstance(node, ast.Expr) else None
+        if isinstance(value, ast.Constant) and isinstance(value.value, str):
+            yield value.value
+
+
+@pytest.mark.parametrize("folder", ["mlxrunner", "tests", "tools", "benchmarks"])
+def test_a_docstring_begins_with_a_verb_or_a_subject(folder: str) -> None:
+    """It does not go on with the sentence that a name is, and is no clause of another one."""
+    wrong = [
+        f"{path.relative_to(ROOT.parent)}: {text[:60]}"
+        for path in (ROOT.parent / folder).rglob("*.py")
+        for text in docstrings(path)
+        if re.split(r"\W", text, maxsplit=1)[0] in CONJUNCTIONS
+    ]
+    assert wrong == []
 
 
 def test_every_error_is_in_the_tree() -> None:

@@ -43,7 +43,7 @@ class Trace:
 
     @property
     def changes(self) -> int:
-        """How often a call lies in another file than the one before it."""
+        """Count how often a call lies in another file than the one before it."""
         return sum(one != other for one, other in zip(self.calls, self.calls[1:], strict=False))
 
 

@@ -41,6 +41,12 @@ URLS: dict[str, Format] = {
     "/v1/responses": "response",
 }
 """The format of the answer for each `url` that is supported."""
+EMBEDDINGS_URL = "/v1/embeddings"
+NO_EMBEDDINGS = (
+    "embeddings are not supported: this program generates text; take a program that is made for "
+    "embedding models"
+)
+"""The error of `--embeddings` and of a line with EMBEDDINGS_URL."""
 
 
 def format_of(record: Mapping[str, Any]) -> Format:
@@ -299,6 +305,8 @@ def _check_envelope(record: Mapping[str, Any]) -> None:
         raise PromptError("custom_id has to be a text")
     if record.get("method", "POST") != "POST":
         raise OptionError(f"method {record['method']!r:.80} is not supported, only POST")
+    if record.get("url") == EMBEDDINGS_URL:
+        raise OptionError(NO_EMBEDDINGS)
     if record.get("url") is not None and record["url"] not in list(URLS):
         raise OptionError(f"url {record['url']!r:.80} is not supported, only {', '.join(URLS)}")
     if not isinstance(record.get("body"), dict):

@@ -51,7 +51,7 @@ class BatchOptions:
         0, int, "Try a line that failed N times more.", low=0, metavar="N", shows_default=True
     )
     timeout: float | None = option(
-        None, float, "For each line (each try).", above=0, metavar="SECONDS"
+        None, float, "Most seconds for each line (each try).", above=0, metavar="SECONDS"
     )
 
     def __post_init__(self) -> None:
@@ -73,8 +73,24 @@ class FileOptions(BatchOptions):
     prompt_template: str | None = option(
         None,
         str,
-        'INPUT is CSV; each row is put into TEXT: "... {column} ...".',
+        'INPUT is a table; each row is put into TEXT: "... {column} ...".',
         metavar="TEXT",
+    )
+    prompt_column: str | None = option(
+        None, str, "The column of a table that has the prompts.", metavar="NAME"
+    )
+    messages_column: str | None = option(
+        None, str, "The column of a table that has the messages.", metavar="NAME"
+    )
+    id_column: str | None = option(
+        None, str, "The column of a table that has the ids. [default: id]", metavar="NAME"
+    )
+    delimiter: str | None = option(
+        None,
+        str,
+        "What separates the values of a table of text: a character, or tab. [default: a comma; in "
+        ".tsv a tab]",
+        metavar="CHAR",
     )
     parallel: int | None = option(
         None,
@@ -96,6 +112,15 @@ class FileOptions(BatchOptions):
         True, bool, "Leave out counts and times: the same answers are the same bytes."
     )
     resume: bool = option(False, bool, "Go on with a run that was stopped or killed.")
+    progress_file: str | None = option(
+        None, str, "Write the state of the run to FILE, once a second, as JSON.", metavar="FILE"
+    )
+    summary: str | None = option(
+        None,
+        str,
+        "At the end, write tokens, seconds, reuse and failures to FILE, as JSON.",
+        metavar="FILE",
+    )
     retry_failed: bool = option(
         False, bool, "Run only the failed lines of a finished output, and replace them there."
     )

@@ -21,11 +21,13 @@ from mlxrunner.batch.fields import checked_id, checked_options
 from mlxrunner.batch.lines import Line
 from mlxrunner.batch.options import BatchOptions, Order, OutputOrder
 from mlxrunner.batch.prompts import Begun, tokenize_lines
-from mlxrunner.batch.store import Store, StoredLine
+from mlxrunner.batch.store import Store, StoredLine, place_of
 from mlxrunner.cache.lookup import Earlier
 from mlxrunner.errors import (
     BusyError,
     CacheFullError,
+    ContextFullError,
+    FormError,
     MlxrunnerError,
     NoFreeSlotError,
     OptionError,
@@ -47,6 +49,13 @@ GIVE_BACK_EVERY = 256
 """The number of lines after which the memory that MLX keeps for later is given back."""
 FATAL = (BusyError, StoreError, OutputError, BrokenPipeError)
 """The runner or a file failed, not the request; stop the batch."""
+KINDS: dict[type[Exception], str] = {
+    TimeLimitError: "timeout",
+    ContextFullError: "context_full",
+    FormError: "form",
+    CacheFullError: "memory",
+}
+"""The names of failures in the summary of a batch."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +156,7 @@ def _run_batch(
             for outcome in outcomes:
                 line, error = outcome.line, None
                 if outcome.error is not None:
-                    message = outcome.error.removeprefix(f"line {line.number}: ")
+                    message = outcome.error.removeprefix(f"{place_of(line.number)}: ")
                     error = RequestError(message, is_refused=outcome.is_refused)
                 result = BatchResult(line.index, line.id, outcome.result, error)
                 if options.output_order == "done":
@@ -224,19 +233,24 @@ class Outcome:
     """The reason for the failure, in one line; None if there is a result."""
     is_refused: bool = False
     """True if the request was at fault and was not run."""
+    kind: str = ""
+    """The kind of the failure: "refused", one of `KINDS` or "other"; empty if there is a result."""
 
 
 Outcomes = Generator[Outcome, None, None]
 
 
 def _refused(line: StoredLine, error: str) -> Outcome:
-    return Outcome(line, error=one_line(error), is_refused=True)
+    return Outcome(line, error=one_line(error), is_refused=True, kind="refused")
 
 
 def _failed(line: StoredLine, error: Exception) -> Outcome:
     text = one_line(" ".join(str(error).split()))
+    kind = next((KINDS[known] for known in KINDS if isinstance(error, known)), "other")
     return Outcome(
-        line, error=text if isinstance(error, MlxrunnerError) else f"{type(error).__name__}: {text}"
+        line,
+        error=text if isinstance(error, MlxrunnerError) else f"{type(error).__name__}: {text}",
+        kind=kind,
     )
 
 
@@ -303,15 +317,16 @@ class Execution:
         earlier: Earlier | None = self.begun.begin(line.index, line.tokens)
         if len(line.tokens) >= runner.context:
             earlier = None  # a shift makes another prompt of it
+        own = self.begun.line(line.index + 1)
         if not runner.observers or line.prompt is None:
-            return TokenizedPrompt(line.tokens, earlier=earlier)
+            return TokenizedPrompt(line.tokens, earlier=earlier, line=own)
         if isinstance(line.prompt, str):
-            return TokenizedPrompt(line.tokens, "text", text=line.prompt, earlier=earlier)
+            return TokenizedPrompt(line.tokens, "text", text=line.prompt, earlier=earlier, line=own)
         options = self.options.of_line(line.index, line.options)
         variables = GenerateOptions.of(**options).variables
         text = runner.tokenizer.render(line.prompt, **variables)
         return TokenizedPrompt(
-            line.tokens, "messages", line.prompt, text, variables, earlier=earlier
+            line.tokens, "messages", line.prompt, text, variables, earlier=earlier, line=own
         )
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 from mlxrunner.batch.plan import Speed
 from mlxrunner.batch.run import Outcome
@@ -24,6 +26,10 @@ class Tally:
     """The number of lines that have ended in this run, as in all fields below."""
     failed: int = 0
     """The number of those lines that failed."""
+    failures: Counter[str] = field(default_factory=Counter)
+    """The number of those lines by `Outcome.kind`."""
+    cut: int = 0
+    """The number of answers that ended at their limit, or at that of the context."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     answer_tokens: int = 0
@@ -39,7 +45,9 @@ class Tally:
         self.done += 1
         if outcome.result is None:
             self.failed += 1
+            self.failures[outcome.kind] += 1
             return
+        self.cut += outcome.result.finish_reason == "length"
         usage = outcome.result.usage
         self.prompt_tokens += usage.prompt_tokens
         self.cached_tokens += usage.cached_tokens
@@ -62,6 +70,29 @@ class Tally:
         """The share of the prompt tokens that were not evaluated, from 0 to 1."""
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
+    @property
+    def seconds_left(self) -> float | None:
+        """The seconds until all lines are done, at the pace so far; None before the first."""
+        if not self.done:
+            return None
+        return self.seconds / self.done * (self.total - self.earlier - self.done)
+
+    def figures(self) -> dict[str, Any]:
+        """Return the counts of this run by name, for other programs."""
+        return {
+            "lines": self.done,
+            "failed": self.failed,
+            "failures": dict(self.failures),
+            "cut_at_limit": self.cut,
+            "seconds": round(self.seconds, 3),
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "evaluated_tokens": self.prompt_tokens - self.cached_tokens,
+            "reused": round(self.reused, 6),
+            "answer_tokens": self.answer_tokens,
+            "tokens_per_second": round(self.rate, 3),
+        }
+
     def speed(self) -> Speed | None:
         """Return the speed for the next estimate; None if the run was too short to tell.
 
@@ -82,8 +113,7 @@ class Tally:
         if failed:
             parts.append(f"{failed} failed")
         parts += [f"{self.rate:.0f} tokens/s", f"{self.reused:.1%} of prompt tokens reused"]
-        if self.done:
-            left = self.seconds / self.done * (self.total - self.earlier - self.done)
+        if (left := self.seconds_left) is not None:
             parts.append(f"{duration(left)} left")
         return ", ".join(parts)
 

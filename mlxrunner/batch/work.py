@@ -21,11 +21,9 @@ from mlxrunner.batch.job import (
     check_same,
     completed,
     open_output,
-    opened_input,
     opened_store,
     store_to_plan,
 )
-from mlxrunner.batch.lines import LineReader
 from mlxrunner.batch.options import ORDERS, Order
 from mlxrunner.batch.output import Writer, error_of, write_line
 from mlxrunner.batch.plan import (
@@ -48,6 +46,7 @@ from mlxrunner.batch.retry import (
     opened_retry,
 )
 from mlxrunner.batch.run import Execution
+from mlxrunner.batch.status import Status
 from mlxrunner.batch.store import Counts, Store
 from mlxrunner.batch.tally import Tally
 from mlxrunner.errors import (
@@ -60,7 +59,7 @@ from mlxrunner.errors import (
     StoreError,
 )
 from mlxrunner.loading import plan_model
-from mlxrunner.models.load import load_model, tokenizer_of
+from mlxrunner.models.load import LoadProgress, load_model, tell_nobody, tokenizer_of
 from mlxrunner.options import RunnerSettings
 from mlxrunner.parallel.runner import ParallelRunner
 from mlxrunner.runner import Runner
@@ -106,10 +105,17 @@ def run_job(job: Job, progress: Progress, watch: Watch = lambda runner: None) ->
     `watch` is called with the runner before it runs anything. The output holds the errors of lines.
     An error that is raised concerns the whole batch, and has a message of one line.
     """
+    with Status(job, progress.say) as status:
+        return _run_job(job, progress, watch, status)
+
+
+def _run_job(job: Job, progress: Progress, watch: Watch, status: Status) -> JobSummary:
+    """Run the job, or resume it; `status` tells others about it."""
     parts = job.parts()
     found, retried = _found(job, parts)
     if found is not None:
-        return JobSummary(found.lines, found.lines, found.failed, Tally(found.lines, found.lines))
+        status.tally = Tally(found.lines, found.lines, found.failed)
+        return JobSummary(found.lines, found.lines, found.failed, status.tally)
     with opened_store(job) if retried is None else opened_retry(job, retried) as store:
         tokenizer = tokenizer_of(job.model, trust_remote_code=job.trust_remote_code)
         context = _context(job)
@@ -130,7 +136,7 @@ def run_job(job: Job, progress: Progress, watch: Watch = lambda runner: None) ->
                 with _runner(job, store, context, progress) as runner:
                     if runner is not None:
                         watch(runner)
-                    return _run(job, store, writer, tokenizer, runner, progress)
+                    return _run(job, store, writer, tokenizer, runner, progress, status)
             except DamagedStoreError:
                 raise
             except (StoreError, OutputError) as error:
@@ -186,16 +192,15 @@ def _read(
     retried: Completion | None,
 ) -> None:
     """Read the whole input into the store, and the good answers of the output that is retried."""
-    with opened_input(job) as stream:
-        reader = LineReader(stream, job, template=job.prompt_template)
-        lines = _counted(reader, "reading", progress)
-        is_shifted = tokenize_lines(store, lines, tokenizer, context=context, defaults=job.defaults)
-        parts = {**parts, INPUT: reader.digest}
-        if retried is not None:
-            check_same(retried.made_from, parts, job.output)
-            copy_answers(job, store, retried)
-            parts[ANSWERS] = retried.digest
-        store.finish(parts, by_tokens=is_shifted)
+    inputs = job.lines()
+    lines = _counted(inputs, "reading", progress)
+    is_shifted = tokenize_lines(store, lines, tokenizer, context=context, defaults=job.defaults)
+    parts = {**parts, INPUT: inputs.digest}
+    if retried is not None:
+        check_same(retried.made_from, parts, job.output)
+        copy_answers(job, store, retried)
+        parts[ANSWERS] = retried.digest
+    store.finish(parts, by_tokens=is_shifted)
     progress.close()
 
 
@@ -228,6 +233,7 @@ def _run(
     tokenizer: Tokenizer,
     runner: Runner | ParallelRunner | None,
     progress: Progress,
+    status: Status,
 ) -> JobSummary:
     """Run the lines that have no answer, until none is left or the run is stopped.
 
@@ -235,6 +241,12 @@ def _run(
     """
     before = store.counts
     tally = Tally(before.lines, before.done, before.failed)
+    status.begin(tally)
+
+    def tick() -> None:
+        writer.tick()
+        status.tick()
+
     with (
         Interrupts(signal.SIGTERM) as interrupts,
         interrupts.asking(partial(say_now, ENDING), is_settled_when_seen=False) as interrupted,
@@ -245,12 +257,13 @@ def _run(
             return interrupted() or failed_too_often
 
         begun = Begun.of(store, job.order, parallel=isinstance(runner, ParallelRunner))
-        execution = Execution(runner, job, begun, is_stopping, writer.tick)
+        execution = Execution(runner, job, begun, is_stopping, tick)
         with writer, closing(execution.run(store.pending(job.order))) as outcomes:
             for outcome in outcomes:
                 line = write_line(outcome, tokenizer, model=job.model, usage=job.usage)
                 writer.write(outcome.line.index, line, failed=outcome.result is None)
                 tally.add(outcome)
+                status.tick()
                 progress.update(tally.line, tally.earlier + tally.done, tally.total)
         after, first = store.counts, store.first_failure()
         if after.left and not is_stopping():
@@ -261,6 +274,8 @@ def _run(
     speed = tally.speed()
     if speed is not None:
         remember_speed(job.model, speed)
+    if after.left:
+        status.stop()
     stopped: Stopped | None = ("interrupt" if interrupted() else "errors") if after.left else None
     first_error = error_of(first.body) if first is not None else None
     return JobSummary(after.lines, after.done, after.failed, tally, stopped, first_error)
@@ -275,8 +290,8 @@ def _runner(
     if not found.lines:
         yield None
         return
-    with loading(job.model, is_quiet=not progress.has_bar):
-        runner = open_runner(job, found, context, progress.say)
+    with loading(job.model, is_quiet=not progress.has_bar) as show:
+        runner = open_runner(job, found, context, progress.say, show)
     try:
         yield runner
     finally:
@@ -285,7 +300,11 @@ def _runner(
 
 
 def open_runner(
-    job: Job, found: Survey, context: int, say: Callable[[str], None]
+    job: Job,
+    found: Survey,
+    context: int,
+    say: Callable[[str], None],
+    progress: LoadProgress = tell_nobody,
 ) -> Runner | ParallelRunner:
     """Load the model and return a runner for the surveyed lines.
 
@@ -301,7 +320,7 @@ def open_runner(
         why = runner
     if why:
         say(f"one line at a time: {why}")
-    return Runner.load(job.model, **{**job.loading, "context": context})
+    return Runner.load(job.model, progress=progress, **{**job.loading, "context": context})
 
 
 def _several(

@@ -1,4 +1,4 @@
 """Measure one model on this machine, alone and against mlx-lm.
 
-Each figure has its share of the most that the machine can do.
+Each figure is also given as a share of the most that the machine can do.
 """

@@ -1,7 +1,7 @@
 """Hold the results of measurements: figures, and comparisons of two backends.
 
-A figure has its share of a ceiling. People get a table; programs get a dictionary or one line of
-JSON. No tensors.
+A figure knows the share of a ceiling that it reaches. People get a table; programs get a dictionary
+or one line of JSON. No tensors.
 """
 
 from __future__ import annotations

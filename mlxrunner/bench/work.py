@@ -225,7 +225,7 @@ class Bench:
     def _warm(self, context: int) -> None:
         """Measure the time to the first token of prompts whose beginning is in the entry.
 
-        The last of them is asked again after its answer.
+        The last prompt is repeated after its answer.
         """
         backends: dict[str, Backend] = {"ours": our_backend(self._runner)}
         if self._versus:

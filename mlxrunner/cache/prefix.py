@@ -9,16 +9,15 @@ Settling rewinds the layers to the tokens, or frees the entry.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
-from mlxrunner.cache.checkpoints import INTERVAL, Checkpoint, Checkpoints, Places
+from mlxrunner.cache.checkpoints import INTERVAL, Checkpoints
 from mlxrunner.cache.entry import CacheEntry, Rotators
 from mlxrunner.cache.layers.protocol import LayerCache, reach
+from mlxrunner.cache.lease import EntryLease
 from mlxrunner.cache.lookup import WINDOW, Early, Lookup, LostTokens, explained
 from mlxrunner.cache.saved import SavedEntry
 from mlxrunner.cache.tokens import TokenArray, as_tokens, common_prefix
@@ -52,7 +51,7 @@ class PrefixCache:
         self._awaited: SavedEntry | None = None
         # Weak: a request whose end was itself interrupted must not keep the entry for ever.
         self._lease: weakref.ref[EntryLease] | None = None
-        self._settled = True
+        self.is_settled = True
 
     @property
     def freed_by(self) -> str | None:
@@ -72,7 +71,7 @@ class PrefixCache:
         taken over is read first.
         """
         if not self.is_busy:
-            if not self._settled:
+            if not self.is_settled:
                 self.settle()
             self._read_awaited()
         return self.entry
@@ -91,7 +90,7 @@ class PrefixCache:
             raise PromptError("the prompt is empty: at least one token is needed")
         return EntryLease(self, tokens, ahead=ahead)
 
-    def _fresh_entry(self) -> CacheEntry:
+    def fresh_entry(self) -> CacheEntry:
         checkpoints = Checkpoints(self.checkpoint_budget, self.checkpoint_interval)
         return CacheEntry(caches=self.empty_caches(), checkpoints=checkpoints)
 
@@ -129,7 +128,7 @@ class PrefixCache:
         entry = self.current
         shared = common_prefix(entry.tokens.array, as_tokens(tokens))
         if shared < len(entry.tokens):
-            self._settled = False
+            self.is_settled = False
             entry.tokens.truncate(shared)
             self.settle("what came after the tokens that were to be kept")
 
@@ -147,7 +146,7 @@ class PrefixCache:
         """Read the saved entry that was taken over. A call may be repeated after an interrupt."""
         if self._awaited is None:
             return
-        entry = self._fresh_entry()
+        entry = self.fresh_entry()
         try:
             entry.adopt(self._awaited)
             self.entry = entry
@@ -195,19 +194,19 @@ class PrefixCache:
             entry.rewind(length)
             if not entry.is_true:
                 self.free("layers that disagreed after a rewind")
-        self._settled = True
+        self.is_settled = True
 
-    def _open(self, lease: EntryLease) -> Lookup:
+    def open_lease(self, lease: EntryLease) -> Lookup:
         if self.is_busy:
             raise BusyError()
         self._lease = weakref.ref(lease)
-        if not self._settled:
+        if not self.is_settled:
             self.settle()
         self._read_awaited()
-        self._settled = False
+        self.is_settled = False
         return self._rewind_for(lease.prompt, lease.is_ahead)
 
-    def _close(self, lease: EntryLease) -> None:
+    def close_lease(self, lease: EntryLease) -> None:
         if self._lease is None or self._lease() is not lease:
             return
         self._lease, prompt = None, lease.prompt
@@ -235,13 +234,13 @@ class PrefixCache:
         elif cached < before or not entry.is_true:
             entry.tokens.truncate(cached)
             self.settle()
-            self._settled = False
+            self.is_settled = False
             if self.entry is not entry:
                 freed, cached, checkpoint = self._loss, 0, None
         rewind_s = time.perf_counter() - began if cached < before else 0.0
         self._loss = self._restored_from = self._early = None
         if not self.entry.caches:
-            self.entry = self._fresh_entry()
+            self.entry = self.fresh_entry()
         found = Lookup(
             len(prompt),
             before,
@@ -273,12 +272,12 @@ class PrefixCache:
         matched = self.current.reach(common_prefix(self.entry.tokens.array, prompt))[0]
         if matched <= keep + discard:
             return False
-        self._settled = False
+        self.is_settled = False
         self.entry.tokens.truncate(matched)
         self.settle()
         if len(self.entry.tokens) != matched:
             return False
-        self._settled = False
+        self.is_settled = False
         moved = self.entry.shift(keep, discard, rotate)
         if moved and self._early is not None:
             kept = self._early.kept
@@ -286,151 +285,3 @@ class PrefixCache:
             self._early = Early(self.entry.tokens.array[:kept].copy(), kept)
         self.settle()
         return moved
-
-
-class EntryLease:
-    """The hold of one request on the entry.
-
-    `with prefix_cache.begin(prompt) as lease:` finds the common prefix and rewinds the entry to it.
-    Call `begin_forward()` before and `end_forward(n)` after each forward pass, and `record` once
-    its tokens are known. Leaving the block in any way restores the entry's invariant.
-    """
-
-    def __init__(
-        self, prefix_cache: PrefixCache, prompt: TokenArray, *, ahead: bool = False
-    ) -> None:
-        self._cache, self._thread = prefix_cache, threading.get_ident()
-        self.prompt, self.is_ahead = prompt, ahead
-        self.lookup = Lookup(len(prompt), 0, 0, 0)
-        self.forwarded = 0
-
-    def __enter__(self) -> EntryLease:
-        try:
-            self.lookup = self._cache._open(self)
-            self._adopt()
-        except BaseException:  # no block was entered that would close it
-            self.close()
-            raise
-        return self
-
-    def _adopt(self) -> None:
-        """Read the entry's caches again after the entry was replaced."""
-        self._counting = [cache for cache in self.caches if cache.counts_forwards]
-        self.model_caches: list[Any] = [cache.model_cache for cache in self.caches]
-        self.forwarded = self.recorded
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Give the entry back. A second call does nothing.
-
-        Call it if an interrupt may have hit the `with` statement on its way in or out. In a thread
-        that did not begin the lease the call changes nothing: the entry is settled before its next
-        use.
-        """
-        if threading.get_ident() == self._thread:
-            self._cache._close(self)
-
-    @property
-    def caches(self) -> list[LayerCache]:
-        return self._cache.entry.caches
-
-    @property
-    def remaining(self) -> TokenArray:
-        """The part of the prompt that is not recorded yet."""
-        return self.prompt[len(self._cache.entry.tokens) :]
-
-    @property
-    def tokens(self) -> list[int]:
-        """A copy of the entry's tokens."""
-        return list(self._cache.entry.tokens)
-
-    @property
-    def recorded(self) -> int:
-        """Number of the entry's tokens."""
-        return len(self._cache.entry.tokens)
-
-    def begin_forward(self) -> None:
-        """Note in each layer that a forward pass begins."""
-        for cache in self._counting:
-            cache.begin_forward()
-
-    def end_forward(self, tokens: int) -> None:
-        """Note in each layer that the forward pass of `tokens` tokens has ended."""
-        for cache in self._counting:
-            cache.end_forward(tokens)
-        self.forwarded += tokens
-
-    def record(self, tokens: Sequence[int] | TokenArray) -> None:
-        """Append to the entry the `tokens` of a forward pass that has ended."""
-        self._cache.entry.tokens.extend(tokens)
-
-    @property
-    def needs_checkpoints(self) -> bool:
-        """True if a layer can't be rewound by itself and there is a budget for checkpoints."""
-        return self._cache.entry.checkpoints.budget > 0 and any(
-            cache.needs_checkpoints for cache in self.caches
-        )
-
-    def mark(self, places: Places) -> None:
-        """Set the places where later prompts are likely to leave this one.
-
-        The checkpoints there are kept longest.
-        """
-        self._cache.entry.checkpoints.mark(places)
-
-    @property
-    def next_stop(self) -> int:
-        """The offset of the next pause for a checkpoint; the prompt's length if there is none."""
-        stop = self._cache.entry.checkpoints.next_stop(self.recorded)
-        return len(self.prompt) if stop is None else stop
-
-    @property
-    def checkpoint_due(self) -> int:
-        """The offset from which on a checkpoint is worth taking."""
-        return self._cache.entry.checkpoints.due(self.recorded)
-
-    def checkpoint(self) -> list[Any]:
-        """Take a checkpoint at the present offset, between two forward passes.
-
-        Return its arrays, to be evaluated soon, or an empty list if no checkpoint is kept.
-        """
-        entry = self._cache.entry
-        if not entry.is_true or entry.checkpoints.at(len(entry.tokens)) is not None:
-            return []
-        snapshots = [
-            cache.snapshot() if cache.needs_checkpoints else None for cache in entry.caches
-        ]
-        taken = [snapshot for snapshot in snapshots if snapshot is not None]
-        nbytes = sum(snapshot.nbytes for snapshot in taken)
-        kept = entry.checkpoints.add(Checkpoint(len(entry.tokens), nbytes, snapshots))
-        return [array for snapshot in taken for array in snapshot.arrays] if kept else []
-
-    def shift(self, keep: int, discard: int, rotate: Rotators) -> bool:
-        """Drop `discard` tokens behind the first `keep`, between two forward passes.
-
-        This makes room in a full context. Return False if a layer can't move its tokens.
-        """
-        moved = self._cache.entry.shift(keep, discard, rotate)
-        self.forwarded = self.recorded
-        return moved
-
-    def restart(self, tokens: Sequence[int] | TokenArray) -> TokenArray:
-        """Rewind to the prefix that the entry shares with `tokens`; return the other tokens.
-
-        The caller has to evaluate the returned tokens again.
-        """
-        wanted = as_tokens(tokens)
-        entry = self._cache.entry
-        entry.tokens.truncate(common_prefix(entry.tokens.array, wanted))
-        self._cache.settle()
-        if self._cache.entry is not entry:
-            self._cache.entry = self._cache._fresh_entry()
-        self._cache._settled = False
-        self._adopt()
-        return wanted[self.recorded :]
-
-    def free(self, why: str) -> None:
-        """Free the entry and its buffers. `why`: the cause to record."""
-        self._cache.free(why, with_buffers=True)

@@ -18,7 +18,7 @@ ROWS = ("full", "quantized", "sliding")
 A file with more rows is refused before its arrays are read.
 """
 STATES = "recurrent"
-"""The saved kind whose arrays have no axis of rows."""
+"""The saved kind of recurrent states, whose arrays have no rows."""
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,18 @@ import click
 
 from mlxrunner.cli.options import debug_option, json_option
 from mlxrunner.cli.program import visible_text
+from mlxrunner.cli.settling import named_model
 from mlxrunner.cli.words import model_words
 
 
 @click.command()
-@click.argument("model", default="demo", envvar="MLXRUNNER_MODEL", shell_complete=model_words)
+@click.argument(
+    "model",
+    default="demo",
+    envvar="MLXRUNNER_MODEL",
+    shell_complete=model_words,
+    callback=named_model,
+)
 @click.option(
     "--context",
     "contexts",
@@ -29,10 +36,10 @@ from mlxrunner.cli.words import model_words
 @click.option(
     "--rounds",
     type=click.IntRange(min=1),
-    help="How often each is measured. [default: 3, with --quick 1]",
+    help="Number of times to measure each. [default: 3, with --quick 1]",
 )
 @click.option(
-    "--quick", is_flag=True, help="One round, one short prompt: does it work, not how fast is it."
+    "--quick", is_flag=True, help="Run one round of one short prompt, to see that it works."
 )
 @click.option(
     "--trust-remote-code",

@@ -44,9 +44,7 @@ def export(session: str, file: str, force: bool) -> None:
 
 @cache.command(name="import")
 @click.argument("file", type=click.Path(dir_okay=False))
-@click.option(
-    "--session", "name", required=True, metavar="NAME", help="The session that is made of it."
-)
+@click.option("--session", "name", required=True, metavar="NAME", help="The session to create.")
 @click.option(
     "-m",
     "--model",
@@ -55,14 +53,13 @@ def export(session: str, file: str, force: bool) -> None:
     shell_complete=model_words,
     envvar="MLXRUNNER_MODEL",
     show_envvar=True,
-    help="The model that the file is of.",
+    help="The model that made the file.",
 )
 @click.option(
     "--tokens",
     metavar="IDS",
     help=(
-        "The tokens that it is of, as [1, 2 ...] or @FILE. [default: as an export of "
-        "mlxrunner says]"
+        "The tokens of the file, as [1, 2 ...] or @FILE. [default: as an export of mlxrunner says]"
     ),
 )
 @click.option(

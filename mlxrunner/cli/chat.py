@@ -6,7 +6,6 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
 from mlxrunner.cli.options import (
     LOADING,
@@ -14,21 +13,35 @@ from mlxrunner.cli.options import (
     model_options,
     overflow_options,
     sampling_options,
+    system_option,
     take,
     template_var_option,
 )
 from mlxrunner.cli.recording import recording, recording_options
-from mlxrunner.cli.settling import typed_options, usual_options
-from mlxrunner.cli.words import session_words
+from mlxrunner.cli.settling import (
+    Configured,
+    named_model,
+    typed_names,
+    typed_options,
+    usual_options,
+)
+from mlxrunner.cli.words import model_words, session_words
 from mlxrunner.errors import OptionError
 
 if TYPE_CHECKING:
     from mlxrunner.chat.repl import Chat
 
 
-@click.command()
+@click.command(cls=Configured)
+@click.argument(
+    "named",
+    metavar="[MODEL]",
+    required=False,
+    callback=named_model,
+    shell_complete=model_words,
+)
 @model_options
-@click.option("--system", metavar="TEXT", help="The system prompt.")
+@system_option
 @sampling_options
 @overflow_options("shift")
 @template_var_option
@@ -84,6 +97,7 @@ if TYPE_CHECKING:
 def chat(
     ctx: click.Context,
     /,
+    named: str | None,
     model: str,
     system: str | None,
     history: Any,
@@ -100,7 +114,7 @@ def chat(
     greedy: bool,
     **options: Any,
 ) -> None:
-    """Talk with a model. Each turn evaluates only its own tokens.
+    """Talk with MODEL (the same as -m MODEL). Each turn evaluates only its own tokens.
 
     In a terminal: line editing, /help for the commands, Ctrl-C stops an answer, Ctrl-D leaves.
     Otherwise each line of standard input is a turn, and stdout gets the answers.
@@ -111,6 +125,12 @@ def chat(
         raise OptionError(
             "standard input is closed: a chat reads its turns from a terminal, a file or a pipe"
         )
+    given = typed_names(ctx)
+    if named is not None:
+        if "model" in given:
+            raise OptionError(f"two models: {named} and -m {model}: name one of them")
+        model = named
+        given.add("model")
     if goes_on and session is not None:
         raise OptionError(
             f"--continue goes on with the last unnamed chat, and --session with {session}: "
@@ -144,11 +164,6 @@ def chat(
             runner: Any = None  # loaded below
             conversation = Conversation(runner, system, typed, history, keep_thinking, variables)
             if resumed is not None:
-                given = {
-                    name
-                    for name in ctx.params
-                    if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
-                }
                 if "model" in given and not switch_model:
                     must_be_wanted(saving.kept_as, resumed.model, model, keyboard)
                 model = put_back(resumed, conversation, loading, model, {*given, *typed})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -18,11 +19,14 @@ from mlxrunner.cli.options import (
     option_of,
     overflow_options,
     sampling_options,
+    system_option,
     take,
     template_options,
 )
+from mlxrunner.cli.prompt import filled, prompt_of
 from mlxrunner.cli.recording import recording, recording_options
-from mlxrunner.cli.settling import options_that_hold, typed_options
+from mlxrunner.cli.settling import Configured, options_that_hold, typed_options
+from mlxrunner.cli.words import template_words
 from mlxrunner.errors import OptionError, PromptError
 from mlxrunner.options import GenerateOptions, check_raw
 
@@ -31,18 +35,35 @@ ONE_SEQUENCE = ("kv_bits", "rewind_slack", "checkpoint_budget", "checkpoint_inte
 
 if TYPE_CHECKING:
     from mlxrunner.profiling.record.profile import Profile
+    from mlxrunner.results import Result
     from mlxrunner.runner import Runner
 
 
-@click.command()
+@click.command(cls=Configured)
+@click.argument("words", nargs=-1, metavar="[PROMPT]")
 @model_options
 @click.option(
     "-p",
     "--prompt",
     metavar="TEXT",
-    help="The user's message; - reads it from standard input.  [default: -]",
+    help="The same as PROMPT, also for a text that looks like an option or a model.",
 )
-@click.option("--system", metavar="TEXT", help="The system prompt.")
+@system_option
+@click.option(
+    "-t",
+    "--prompt-template",
+    "form",
+    metavar="NAME",
+    shell_complete=template_words,
+    help="Put the prompt into this template of the config file, at {input}.",
+)
+@click.option(
+    "--var",
+    "variables",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="With -t: the text at {NAME}; may be given several times.",
+)
 @click.option(
     "--raw", is_flag=True, help="The prompt is plain text to be continued: no chat template."
 )
@@ -69,7 +90,7 @@ if TYPE_CHECKING:
     type=click.IntRange(min=1),
     default=1,
     metavar="K",
-    help="K answers, the prompt's tokens stored once.",
+    help="Give K answers; the prompt's tokens are stored once.",
 )
 @click.option(
     "--parallel",
@@ -88,9 +109,12 @@ if TYPE_CHECKING:
 def generate(
     ctx: click.Context,
     /,
+    words: tuple[str, ...],
     model: str,
     prompt: str | None,
     system: str | None,
+    form: str | None,
+    variables: tuple[str, ...],
     raw: bool,
     repeat: int,
     count: int,
@@ -99,14 +123,15 @@ def generate(
     greedy: bool,
     **options: Any,
 ) -> None:
-    """Answer one prompt. The answer goes to stdout and nothing else does.
+    """Answer PROMPT. The answer goes to stdout and nothing else does.
+
+    What is piped into standard input follows the prompt, or is the prompt if there is no other;
+    PROMPT - is standard input, too.
 
     --json prints an object with text, tokens, finish_reason and usage (a line for each --repeat and
     each of --n answers). With --n the seeds are SEED, SEED + 1 ..., and an answer has at most 1024
     tokens unless --max-tokens says otherwise.
     """
-    if raw:
-        check_raw(options, system)
     if options["logprobs"] is not None and not as_json:
         raise OptionError("--logprobs needs --json to print them")
     if count > 1 and options["verify_cache"]:
@@ -124,10 +149,14 @@ def generate(
                 f"--{name.replace('_', '-')} is for one sequence only, and --n runs several at "
                 "once: use one of them"
             )
-    text = _read_prompt(prompt)
+    text = prompt_of(words, prompt, is_optional=form is not None)
+    text, own_system = filled(form, text, variables)
+    system = system if own_system is None or is_given("system") else own_system
+    if raw:
+        check_raw(options, system)
     if not text:
         raise PromptError(
-            "the prompt is empty: give one with --prompt TEXT, or send it to standard input"
+            'the prompt is empty: give one (mlxrunner generate "TEXT") or send it to standard input'
         )
     loading = take(options, LOADING)
     banner = sys.stderr.isatty() and not as_json
@@ -158,29 +187,39 @@ def _answers(
     profile: Profile,
 ) -> None:
     """Print several answers with an empty line between them."""
+    from mlxrunner.models.resolve import resolve
     from mlxrunner.parallel.samples import sample
+    from mlxrunner.terminal.progress import loading as loading_bar
     from mlxrunner.terminal.text import FilteredStream
 
-    output = FilteredStream()
+    def watch(runner: Any) -> None:
+        bar.close()
+        profile.watch(runner)
+
+    output, bar = FilteredStream(), ExitStack()
     shared = {name: loading[name] for name in ("context", "trust_remote_code", "reserve")}
     if is_given("prefill_step"):  # the default for several sequences is another one
         shared["prefill_step"] = loading["prefill_step"]
-    for number, result in enumerate(
-        sample(model, request, count, parallel=parallel, watch=profile.watch, **shared, **options)
-    ):
-        if as_json:
-            answer: dict[str, Any] = {
-                "text": result.text,
-                "tokens": result.tokens,
-                "finish_reason": result.finish_reason,
-            }
-            if result.logprobs is not None:
-                answer["logprobs"] = [
-                    {"logprob": logprob, "top": top} for logprob, top in result.logprobs
-                ]
-            click.echo(json.dumps({"index": number, **answer, "usage": result.usage.as_dict()}))
-        else:
-            output.write(f"{chr(10) if number else ''}{result.text}\n")
+    resolve(model, with_code=loading["trust_remote_code"])
+    with bar:
+        bar.enter_context(loading_bar(model))
+        results = sample(model, request, count, parallel=parallel, watch=watch, **shared, **options)
+        for number, result in enumerate(results):
+            if as_json:
+                click.echo(json.dumps({"index": number, **_as_dict(result)}))
+            else:
+                output.write(f"{chr(10) if number else ''}{result.text}\n")
+
+
+def _as_dict(result: Result) -> dict[str, Any]:
+    answer: dict[str, Any] = {
+        "text": result.text,
+        "tokens": result.tokens,
+        "finish_reason": result.finish_reason,
+    }
+    if result.logprobs is not None:
+        answer["logprobs"] = [{"logprob": logprob, "top": top} for logprob, top in result.logprobs]
+    return answer | {"usage": result.usage.as_dict()}
 
 
 def _answer(runner: Runner, request: Any, as_json: bool, options: dict[str, Any]) -> None:
@@ -215,17 +254,3 @@ def _answer(runner: Runner, request: Any, as_json: bool, options: dict[str, Any]
             {"logprob": chunk.logprob, "top": chunk.top_logprobs} for chunk in chunks
         ]
     click.echo(json.dumps(result))
-
-
-def _read_prompt(prompt: str | None) -> str:
-    if prompt is not None and prompt != "-":
-        return prompt
-    if sys.stdin is None:
-        raise OptionError("standard input is closed: give a prompt with --prompt TEXT")
-    if sys.stdin.isatty():
-        if prompt is None:
-            raise OptionError(
-                "no prompt: give one with --prompt TEXT, or send it to standard input"
-            )
-        click.echo("reading the prompt from the terminal, end it with Ctrl-D", err=True)
-    return sys.stdin.read().rstrip("\n")

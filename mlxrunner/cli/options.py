@@ -11,6 +11,7 @@ import click
 from click.core import ParameterSource
 
 from mlxrunner.cli.program import F, set_debug
+from mlxrunner.cli.settling import named_model, named_system
 from mlxrunner.cli.words import model_words
 from mlxrunner.errors import OptionError, ReadError
 from mlxrunner.json_options import MAX_SCHEMA, check_schema, check_tools
@@ -36,11 +37,9 @@ def _verbose(ctx: click.Context, parameter: click.Parameter, value: int) -> None
     if value:
         import logging
 
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(message)s"))
-        logger = logging.getLogger("mlxrunner")
-        logger.handlers = [handler]
-        logger.setLevel(logging.INFO if value == 1 else logging.DEBUG)
+        from mlxrunner.terminal.logs import log_to_stderr
+
+        log_to_stderr(logging.INFO if value == 1 else logging.DEBUG)
 
 
 debug_option = click.option(
@@ -128,6 +127,7 @@ def model_options(command: F) -> F:
                 shell_complete=model_words,
                 envvar="MLXRUNNER_MODEL",
                 show_envvar=True,
+                callback=named_model,
                 help=(
                     "demo, a model directory, or a hub id such as "
                     "mlx-community/Llama-3.2-1B-Instruct-4bit."
@@ -159,6 +159,15 @@ def model_options(command: F) -> F:
             debug_option,
         )
     )(command)
+
+
+system_option = click.option(
+    "-s",
+    "--system",
+    metavar="TEXT",
+    callback=named_system,
+    help="The system prompt; @NAME: one of the config file.",
+)
 
 
 def sampling_options(command: F) -> F:
@@ -290,5 +299,5 @@ def load(model: str, loading: dict[str, Any], *, banner: bool) -> Runner:
         click.echo(DEMO_BANNER, err=True)
     # A download shows a bar of its own.
     resolve(model, with_code=loading["trust_remote_code"])
-    with loading_bar(model):
-        return Runner.load(model, **loading)
+    with loading_bar(model) as show:
+        return Runner.load(model, progress=show, **loading)

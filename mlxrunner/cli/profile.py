@@ -45,7 +45,7 @@ def report(
     min_hit_rate: float | None,
     as_json: bool,
 ) -> None:
-    """Say what the requests in EVENTS reused, what was lost to what, where, at what cost, and what
+    """Report what the requests in EVENTS reused, what they lost and why, what that cost, and what
     to change.
 
     EVENTS are files that --events wrote; those they were rotated to (FILE.1 ...) are read, too.

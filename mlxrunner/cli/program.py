@@ -18,8 +18,9 @@ from typing import Any, TextIO, TypeVar
 import click
 
 from mlxrunner.errors import MlxrunnerError, OutputClosedError
+from mlxrunner.terminal import early
+from mlxrunner.terminal.early import INTERRUPTED
 
-INTERRUPTED = 130
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -37,10 +38,20 @@ class Program(click.Group):
             give_up_output()
 
     def invoke(self, ctx: click.Context) -> Any:
+        is_early = early.hand_over()
+        try:
+            return self._invoke(ctx)
+        finally:
+            if is_early:
+                early.begin()
+
+    def _invoke(self, ctx: click.Context) -> Any:
         try:
             result = super().invoke(ctx)
             sys.stdout.flush()
             return result
+        except click.NoSuchOption as error:
+            raise with_our_name(error) from error
         except (
             click.ClickException,
             click.exceptions.Exit,
@@ -64,6 +75,33 @@ class Program(click.Group):
                 ),
             )
             sys.exit(1)
+
+
+def with_our_name(error: click.NoSuchOption) -> click.NoSuchOption:
+    """Return the error about an unknown option with the option of ours that may be meant."""
+    from mlxrunner.names import LETTERS, nearest
+
+    if error.ctx is None:
+        return error
+    options = [one for one in error.ctx.command.params if isinstance(one, click.Option)]
+    flags = {str(one.name): max(one.opts, key=len) for one in options}
+    flags |= {flag.lstrip("-").replace("-", "_"): flag for one in options for flag in one.opts}
+    is_letter = len(error.option_name) == 2
+    wanted = LETTERS.get(error.option_name[1:], "") if is_letter else error.option_name
+    name, _, value = (nearest(wanted, flags) or "").partition(": ")
+    if not name:
+        return error
+    ours = flags[name] + (f" {_as_pair(value)}" if value else "")
+    message = f"No such option {error.option_name!r}. Did you mean {ours!r}?"
+    return click.NoSuchOption(error.option_name, message, ctx=error.ctx)
+
+
+def _as_pair(value: str) -> str:
+    """Return a JSON object of one variable as the command line takes it: NAME=VALUE."""
+    import json
+
+    (name, found), *_ = json.loads(value).items()
+    return f"{name}={json.dumps(found)}"
 
 
 def _end_if_told(error: BaseException | None) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from mlxrunner.cache.entry import CacheEntry
-from mlxrunner.cache.prefix import EntryLease
+from mlxrunner.cache.lease import EntryLease
 from mlxrunner.engine.answer import AnswerStream
 from mlxrunner.engine.observation import Observation, finish_of, usage_of
 from mlxrunner.engine.pipeline import Pipeline, Progress

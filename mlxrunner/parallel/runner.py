@@ -259,7 +259,7 @@ class ParallelRunner:
             "context": self.context,
             "cells": self.cells,
             "max_sequences": len(self.slots),
-            "max_batch": self.prefill_step,
+            "prefill_step": self.prefill_step,
         }
 
     def attend_at_once(self) -> None:

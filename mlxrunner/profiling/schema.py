@@ -95,9 +95,9 @@ class Divergence:
     role: Annotated[str | None, about("The role of that message.")]
     part: Annotated[PartName | None, about("The part of that message.")]
     common: Annotated[Common, about("The last up to 8 tokens before the index.")]
-    previous: Annotated[Side, about("What the entry has from the index on.")]
+    previous: Annotated[Side, about("The entry's side, from the index on.")]
     current: Annotated[
-        Side, about("What the prompt has from the index on; the fields are those of `previous`.")
+        Side, about("The prompt's side, from the index on; the fields are those of `previous`.")
     ]
 
     def place(self) -> str:
@@ -115,10 +115,10 @@ class Span:
     """A stretch of a request's time."""
 
     name: Annotated[
-        Literal["tokenize", "lookup", "rewind", "prefill", "decode"], about("The work.")
+        Literal["tokenize", "lookup", "rewind", "prefill", "decode"], about("Name of the work.")
     ]
-    start_s: Annotated[Measure, about("When it began, after the request did.", "seconds")]
-    duration_s: Annotated[Measure, about("How long it took.", "seconds")]
+    start_s: Annotated[Measure, about("Start, after the start of the request.", "seconds")]
+    duration_s: Annotated[Measure, about("Duration.", "seconds")]
     tokens: Annotated[
         Count,
         about(
@@ -162,6 +162,26 @@ class Verify:
     ]
 
 
+@dataclass
+class BatchLine:
+    """The line of a batch that made a request."""
+
+    number: Annotated[
+        Ordinal,
+        about(
+            "Number of the line among those of all inputs that are not empty, from 1; each try of "
+            "it has the same."
+        ),
+    ]
+    lines: Annotated[Ordinal, about("Lines of the input.", "lines")]
+    refused: Annotated[
+        Count, about("Those of them that can't be run. They make no request.", "lines")
+    ]
+    order: Annotated[
+        Literal["prefix", "input"], about("The order in which the lines run, as of --order.")
+    ]
+
+
 @dataclass(kw_only=True)
 class Event:
     """The tokens that one request reused, the reason why not more, and the cost."""
@@ -178,7 +198,7 @@ class Event:
     time: Annotated[
         str,
         Meta(extra_json_schema={"format": "date-time"}),
-        about("When the request began: UTC, RFC 3339 with microseconds."),
+        about("Start of the request: UTC, RFC 3339 with microseconds."),
     ]
     process: Annotated[
         str,
@@ -215,8 +235,8 @@ class Event:
     finish: Annotated[
         Literal["stop", "length", "interrupted", "error"],
         about(
-            "How the request ended. interrupted: by Ctrl-C, a cancelled request or a closed "
-            "iterator; error: by an exception."
+            "Reason for the end of the request. interrupted: by Ctrl-C, a cancelled request or a "
+            "closed iterator; error: by an exception."
         ),
     ]
     error: Annotated[
@@ -292,14 +312,15 @@ class Event:
     reason: Annotated[
         ReasonName | None,
         about(
-            "Why not more was reused, or restored if the entry came from a file; null: nothing was "
-            "lost. mlxrunner.profiling.reasons has a sentence and a remedy for each."
+            "The reason for which not more was reused, or restored if the entry came from a file; "
+            "null: nothing was lost. mlxrunner.profiling.reasons has a sentence and a remedy for "
+            "each."
         ),
     ]
     freed_by: Annotated[
         str | None,
         about(
-            "What gave up the entry (entry_freed, verify_failed), what changed (model_changed: "
+            "The cause of a lost entry (entry_freed, verify_failed), the change (model_changed: "
             "'demo -> other'; options_changed: 'kv_bits: None -> 8'), or the file that the entry "
             "came from (restored)."
         ),
@@ -308,13 +329,13 @@ class Event:
         str | None, about("Kind of the layer that could not go back to the match.")
     ]
     checkpoint: Annotated[
-        Count | None, about("Offset of the checkpoint that was used, if one was.", "tokens")
+        Count | None, about("Offset of the checkpoint that was used; null if none was.", "tokens")
     ]
     used_bytes: Annotated[
         Count, about("Part of the entry's caches that holds tokens, after the request.", "bytes")
     ]
     cache_bytes: Annotated[
-        Count, about("Allocated for caches and checkpoints, after the request.", "bytes")
+        Count, about("Bytes allocated for caches and checkpoints, after the request.", "bytes")
     ]
     peak_bytes: Annotated[Count, about("Peak of all MLX memory during the request.", "bytes")]
     saved_tokens: Annotated[
@@ -344,33 +365,33 @@ class Event:
     divergence: Annotated[
         Divergence | None,
         about(
-            "Where the prompt leaves the entry; null if it does not (nothing was lost, or there "
-            "was no entry)."
+            "The place where the prompt leaves the entry; null if it does not (nothing was lost, "
+            "or there was no entry)."
         ),
     ]
-    tokenize_s: Annotated[Measure, about("Rendering and tokenizing the prompt.", "seconds")]
+    tokenize_s: Annotated[Measure, about("Time to render and tokenize the prompt.", "seconds")]
     lookup_s: Annotated[
         Measure,
         about(
-            "Finding the common prefix and rewinding the layers; the spans tell the two apart.",
+            "Time to find the common prefix and rewind the layers; the spans tell the two apart.",
             "seconds",
         ),
     ]
     prefill_s: Annotated[
         Measure | None,
-        about("From the first chunk to the first token; null if there was none.", "seconds"),
+        about("Time from the first chunk to the first token; null if there was none.", "seconds"),
     ]
     ttft_s: Annotated[
         Measure | None,
-        about("From the request to the first token; null if there was none.", "seconds"),
+        about("Time from the request to the first token; null if there was none.", "seconds"),
     ]
     decode_s: Annotated[
         Measure | None,
-        about("From the first token to the last; null if there was none.", "seconds"),
+        about("Time from the first token to the last; null if there was none.", "seconds"),
     ]
-    total_s: Annotated[Measure, about("From the request to its end.", "seconds")]
+    total_s: Annotated[Measure, about("Time from the request to its end.", "seconds")]
     profile_s: Annotated[
-        Measure, about("Making this event; it is in no other time of the event.", "seconds")
+        Measure, about("Time to make this event; it is in no other time of the event.", "seconds")
     ]
     prefill_rate: Annotated[
         Measure | None,
@@ -402,6 +423,10 @@ class Event:
         Verify | None,
         about("The same request run again cold (--verify-cache); null if it was not chosen."),
     ]
+    line: Annotated[
+        BatchLine | None,
+        about("The line of a batch; null for other requests. Missing in older events."),
+    ] = None
 
     @classmethod
     def of(cls, line: Mapping[str, Any]) -> Event:

@@ -123,7 +123,7 @@ class Findings:
     def fault_of(self, row: Check) -> str | None:
         """Return the error of a check that no limit excuses, or None.
 
-        That is its own fault, or a noise that no device makes.
+        The error is a failure of the check itself, or more noise than any device makes.
         """
         believed = _largest([FACTOR * self.limit, (self.wrong_token or 0.0) / UNNOTICED])
         if row.fault is None and row.apart is not None and not row.apart.logits <= believed:

@@ -60,7 +60,7 @@ def body(index: int) -> bytes:
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """Of eight lines, five of them answered."""
+    """Return a store of eight lines, five of them answered."""
     path = tmp_path_factory.mktemp("store") / "run"
     with Store.create(path) as made:
         for index in range(8):
@@ -178,7 +178,7 @@ def test_each_column_of_a_row_is_checked(
 def test_a_damaged_store_is_an_error_or_gives_what_was_put_in(
     damage: Callable[[random.Random, Path], None], seed: int, store: bytes, tmp_path: Path
 ) -> None:
-    """Whatever is read of it before the error is as it was."""
+    """All that is read before the error is as it was."""
     path = tmp_path / "run"
     path.write_bytes(store)
     path.chmod(0o600)
@@ -252,14 +252,14 @@ def test_a_damaged_record_of_a_finished_run_is_one_line(
     """Nothing is run for it, and the output stays."""
     monkeypatch.chdir(tmp_path)
     Path("in.jsonl").write_text("no JSON\n")
-    assert run().exit_code == 1
+    assert run().exit_code == 3
     output, record = Path("out").read_bytes(), json.loads(Path("out.done").read_text())
     chosen = random.Random(seed)
     inner = chosen.choice([record, record["made_from"]])
     inner[chosen.choice(list(inner))] = chosen.choice([None, -1, 10**30, 1.5, "x", [], {}, True])
     Path("out.done").write_text(json.dumps(record))
     result = run("--resume")
-    assert result.exit_code in (1, 2)
+    assert result.exit_code in (2, 3)
     assert result.stderr.count("\n") <= 2
     assert "internal error" not in result.stderr
     assert Path("out").read_bytes() == output
@@ -270,7 +270,7 @@ def test_a_damaged_record_of_a_finished_run_is_one_line(
 def test_a_line_whose_checksum_was_made_to_fit_is_an_error_of_the_store(
     column: str, value: Any, store: bytes, tmp_path: Path
 ) -> None:
-    """Or what it says, if that can be a line."""
+    """It may also be read as what it says, if that can be a line."""
     path = tmp_path / "run"
     path.write_bytes(store)
     path.chmod(0o600)

@@ -115,7 +115,7 @@ def test_side_by_side_too(seed: int, order: Order) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_windows_that_can_not_be_rewound_are_the_reason_themselves(seed: int) -> None:
-    """What a layer could not keep another order would have saved, or a checkpoint."""
+    """Another order, or a checkpoint, would have saved what a layer could not keep."""
     prompts, runner = (
         some_prompts(seed),
         oracle_runner(["full", "sliding"], context=512, checkpoint_budget=0),
@@ -128,7 +128,7 @@ def test_windows_that_can_not_be_rewound_are_the_reason_themselves(seed: int) ->
 
 @pytest.mark.parametrize("seed", range(6))
 def test_lines_that_fail_and_are_tried_again(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a failure throws away is lost, and what it had not reached is not."""
+    """A failure loses what it throws away, and not what it had not reached."""
     prompts, runner = some_prompts(seed), single(prefill_step=8)
     watch, rng = Watch(runner), random.Random(seed)
     real = runner.model.on_layer

@@ -415,7 +415,7 @@ def test_empty_lines_are_counted_only(end: str, mark: bytes) -> None:
 
 @pytest.mark.parametrize("content", [b"", b"\n\n", b"\xef\xbb\xbf"])
 def test_an_empty_file_has_no_lines(content: bytes) -> None:
-    """And nothing is wrong with that here."""
+    """Nothing is wrong with it here."""
     assert read(content) == []
 
 
@@ -495,7 +495,7 @@ def test_any_object_is_a_line_or_an_error(record: dict[str, Any]) -> None:
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_lines(content: bytes) -> None:
-    """As many as there are that are not empty, and never an exception."""
+    """There are as many lines as are not empty, and never an exception."""
     assert len(read(content)) == sum(
         bool(line.strip()) for line in content.removeprefix(b"\xef\xbb\xbf").split(b"\n")
     )

@@ -228,7 +228,7 @@ def test_what_a_body_asks_for_in_vain(body: dict[str, Any], problem: str) -> Non
         ),
         (
             {"custom_id": "a", "body": {"input": "Hello"}, "url": "/v1/embeddings"},
-            "url '/v1/embeddings' is not supported, only",
+            "embeddings are not supported: this program generates text",
         ),
         ({"custom_id": "a", "body": {"messages": HELLO}, "url": []}, "url [] is not supported"),
         (

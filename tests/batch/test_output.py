@@ -210,7 +210,7 @@ def test_our_own_lines() -> None:
 
 
 def test_openai_chat_lines() -> None:
-    """As OpenAI's batch files have them: a response with a chat completion."""
+    """A line has the form of OpenAI's batch files: a response with a chat completion."""
     found = written(
         outcome("chat.completion", logprobs=[(-0.5, {104: -0.5, 33: -1.0}), (-0.1, {})])
     )

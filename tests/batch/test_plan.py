@@ -1,4 +1,4 @@
-"""What a batch will cost: the same numbers as running it, without a model."""
+"""The costs of a batch are those of running it, and need no model."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_input_order_and_no_limit(store: Store) -> None:
 
 
 def test_a_plan_for_what_is_left(store: Store) -> None:
-    """Of a run that is continued only the lines without a result count."""
+    """Only the lines without a result count in a run that is continued."""
     for index in (0, 3, 4):
         store.record(index, b"")
     store.commit()
@@ -195,7 +195,7 @@ def test_the_runner_evaluates_what_was_planned(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("keep", [None, 0, 30, 10_000])
 def test_of_a_prompt_that_is_shifted_only_what_is_left_counts(keep: int | None) -> None:
-    """As the runner does it, with whatever is kept."""
+    """The plan counts as the runner does, with whatever is kept."""
     prompts = [[7, *range(200)], [7, *range(100, 300)], [1, 2]]
     with Store.create() as store:
         for index, tokens in enumerate(prompts):

@@ -155,6 +155,6 @@ def test_what_a_shift_keeps(options: dict[str, Any], kept: int | None) -> None:
 
 
 def test_more_than_can_be_kept_is_an_error_before_anything_runs() -> None:
-    """As the runner would say it."""
+    """The message is the runner's."""
     (found,) = spooled([Line(0, 1, "hi", options={"overflow": "shift", "keep": 99})])
     assert found.error == "line 1: keep: 99 tokens leave no room in the context of 100 tokens"

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from contextlib import closing, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,17 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def unbroken(*arguments: object) -> bytes:
+    """Return the answers to in.jsonl. A run that was done in this process is not done again."""
+    return _unbroken(Path("in.jsonl").read_bytes(), arguments)
+
+
+@cache
+def _unbroken(questions: bytes, arguments: tuple[object, ...]) -> bytes:
+    return complete(*arguments)
+
+
+def complete(*arguments: object) -> bytes:
+    """Answer in.jsonl whole, into whole.jsonl. Return the answers."""
     result = run("in.jsonl", "-o", "whole.jsonl", "--no-usage", "--parallel", 1, *arguments)
     assert result.exit_code in (0, 3), result.stderr
     return Path("whole.jsonl").read_bytes()
@@ -187,14 +199,14 @@ class Starter:
         return Fork(self._parent, arguments)
 
     def seconds(self, source: str, *, as_user: bool) -> float:
-        """How long it takes to the end."""
+        """Return how long it takes to the end."""
         began = time.monotonic()
         assert self.start(source, f"{source}.{as_user}", as_user=as_user).wait() == 0
         return time.monotonic() - began
 
 
 class Fork:
-    """What is used of Popen, for a grandchild."""
+    """The part of Popen that is used here, for a grandchild."""
 
     def __init__(self, parent: subprocess.Popen[str], arguments: list[str]) -> None:
         self._parent = parent
@@ -338,7 +350,7 @@ def test_resume_of_a_complete_output_does_nothing_and_says_so(folder: Path) -> N
 
     What it was made from is in a private file beside it.
     """
-    expected = unbroken()
+    expected = complete()
     result = run("in.jsonl", "-o", "whole.jsonl", "--no-usage", "--parallel", 2, "--resume")
     assert "whole.jsonl is complete (12 lines): nothing to do" in result.stderr
     assert (result.exit_code, Path("whole.jsonl").read_bytes()) == (3, expected)
@@ -350,7 +362,7 @@ def test_resume_of_a_complete_output_does_nothing_and_says_so(folder: Path) -> N
     [
         (["--temperature", 1, "--seed", 3], "another --temperature: 0.0 then, 1.0 now"),
         (["-m", "tiny"], "another model: demo then, tiny now"),
-        (["--prompt-template", "{a}"], 'another --prompt-template: not set then, "{a}" now'),
+        (["--system", "a"], 'another --system: not set then, "a" now'),
         (["--plan", "--max-tokens", 3], "another --max-tokens: not set then, 3 now"),
     ],
 )
@@ -359,7 +371,7 @@ def test_resume_of_a_complete_output_refuses_what_it_was_not_made_from(
 ) -> None:
     """Model, options and input, with the difference; the output stays as it is."""
     write_model(folder / "tiny")
-    expected, text = unbroken(), Path("in.jsonl").read_text()
+    expected, text = complete(), Path("in.jsonl").read_text()
     again: list[object] = ["in.jsonl", "-o", "whole.jsonl", "--no-usage", "--resume"]
     result = run(*again, *arguments)
     assert (result.exit_code, f"whole.jsonl was begun with {message}" in result.stderr) == (2, True)
@@ -377,7 +389,7 @@ def test_resume_of_an_output_that_nothing_is_known_of_is_refused(folder: Path) -
 
     Another run at the same place makes a new one.
     """
-    expected = unbroken()
+    expected = complete()
     again = ["in.jsonl", "-o", "whole.jsonl", "--no-usage", "--resume"]
     Path("whole.jsonl").write_bytes(expected + b"{}\n")
     result = run(*again)
@@ -407,7 +419,7 @@ def test_resume_of_an_output_that_nothing_is_known_of_is_refused(folder: Path) -
 
 def test_an_output_that_was_changed_and_kept_its_size_is_not_complete(folder: Path) -> None:
     """One letter of an answer: it is not what the run left, and stays as somebody made it."""
-    expected = unbroken()
+    expected = complete()
     changed = expected.replace(b"name", b"Name", 1)
     assert changed != expected
     Path("whole.jsonl").write_bytes(changed)
@@ -424,7 +436,7 @@ def test_an_output_that_was_changed_and_kept_its_size_is_not_complete(folder: Pa
 
 @pytest.mark.parametrize("at", ["begin", "middle", "answers"])
 def test_a_damaged_store_says_so_and_offers_no_resume(folder: Path, at: str) -> None:
-    """Which could not work: with what can be done, and the answers stay."""
+    """The message says what can be done instead, and the answers stay."""
     stop_in_the_middle()
     store, answers = Path("out.jsonl.run"), Path("out.jsonl").read_bytes()
     if at == "answers":
@@ -513,7 +525,7 @@ def test_nohup_protects_a_run(folder: Path) -> None:
 
 def test_killed_between_the_last_two_files(folder: Path) -> None:
     """Both the store and the record are there: the store counts."""
-    expected = unbroken()
+    expected = complete()
     stop_in_the_middle()
     Path("out.jsonl.done").write_bytes(Path("whole.jsonl.done").read_bytes())
     resume()

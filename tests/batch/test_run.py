@@ -14,6 +14,7 @@ from support.prompts import shared_prefixes
 
 import mlxrunner
 from mlxrunner import BatchRequest, BatchResult, OptionError, Runner, run_batch
+from mlxrunner.batch.order import run_order
 from mlxrunner.batch.prompts import cost
 from mlxrunner.batch.store import sort_key
 from mlxrunner.models.facts import facts_of
@@ -72,7 +73,7 @@ def test_the_package_exports_it_without_importing_mlx() -> None:
 
 
 def test_results_come_in_the_order_of_the_requests_and_equal_runs_one_by_one(alone: Runner) -> None:
-    """Whatever the order in which they ran."""
+    """The order in which they ran does not matter."""
     asked = requests(max_tokens=5, stop_tokens=[])
     results = list(run_batch(alone, asked))
     assert [result.index for result in results] == list(range(12))
@@ -126,7 +127,7 @@ def test_the_prefix_order_evaluates_each_node_of_the_tree_once(alone: Runner) ->
 
 
 def test_the_200_prompts_evaluate_20393_tokens() -> None:
-    """As many as their tree has nodes: the measured case, run on the oracle model."""
+    """The number is that of their tree's nodes: the measured case, run on the oracle model."""
     runner = oracle_runner(context=2048, prefill_step=2048)
     asked = [
         BatchRequest([int(token) % 250 for token in prompt])
@@ -144,7 +145,8 @@ def test_done_gives_results_as_they_finish(alone: Runner) -> None:
     asked = requests(8, max_tokens=1)
     order = [result.index for result in run_batch(alone, asked, output_order="done")]
     keys = [sort_key(np.array(request.prompt, np.int32)) for request in asked]
-    assert order == sorted(range(8), key=keys.__getitem__) != list(range(8))
+    rows = sorted(enumerate(keys), key=lambda row: row[::-1])
+    assert order == list(run_order(rows, 8)) != list(range(8))
 
 
 BAD: dict[str, tuple[BatchRequest, str]] = {
@@ -351,7 +353,7 @@ def test_options_of_the_batch_are_checked_at_once(
 
 
 def test_no_requests_are_no_results(alone: Runner, together: ParallelRunner) -> None:
-    """And no error."""
+    """There is no error either."""
     assert list(run_batch(alone, [])) == list(run_batch(together, [])) == []
 
 

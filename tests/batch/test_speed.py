@@ -23,7 +23,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_what_was_measured_last_is_known(folder: Path) -> None:
-    """Of each model its own, the newest; in one file of mode 0600 and nothing beside it."""
+    """Each model has its own newest speed, in one file of mode 0600 with nothing beside it."""
     assert known_speed("demo") is None
     for model, speed in [("demo", SLOW), ("owner/name", SLOW), ("demo", FAST)]:
         remember_speed(model, speed)

@@ -420,7 +420,7 @@ def test_a_full_disk_while_it_is_filled(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_while_results_are_recorded(tmp_path: Path) -> None:
-    """What was committed before stays, what was not is to be done again."""
+    """Committed results stay, the others are to be done again."""
     path = tmp_path / "store"
     with filled([[index] for index in range(50)], path) as store:
         (pages,) = store._one("PRAGMA page_count")

@@ -34,7 +34,7 @@ def test_rows_become_prompts() -> None:
 
 
 def test_a_prompt_is_a_user_message() -> None:
-    """As on any other line, with a system prompt where one is given."""
+    """It is one on any other line too, with a system prompt where one is given."""
     (line,) = LineReader(io.BytesIO(b"a\n1\n"), BatchOptions(system="S"), template="{a}")
     assert line.prompt == [{"role": "system", "content": "S"}, {"role": "user", "content": "1"}]
 
@@ -81,7 +81,7 @@ def test_a_bad_row_is_one_error(row: bytes, problem: str) -> None:
     ("row", "name"), [("7", "7"), ("7,a", "7"), ("7,a,b,c", "7"), (",a", None)]
 )
 def test_a_row_of_another_length_keeps_its_id(row: str, name: str | None) -> None:
-    """So that it can be found in the answers."""
+    """Its id can be found in the answers."""
     (bad,) = read(f"id,a,b\n{row}\n")
     assert bad.id == name
     assert bad.error is not None
@@ -89,7 +89,7 @@ def test_a_row_of_another_length_keeps_its_id(row: str, name: str | None) -> Non
 
 
 def test_a_prompt_is_no_longer_than_a_line_may_be() -> None:
-    """However often the template names a column: an error of that row, which keeps its id."""
+    """A template that names a column too often makes an error of that row, which keeps its id."""
     (one, other) = read(f"id,a\nx,{'z' * 90}\ny,z\n", "{a}" * 5, longest=100)
     assert (one.id, one.error) == (
         "x",
@@ -168,7 +168,7 @@ def test_what_values_contain_is_not_looked_at(row: dict[str, str]) -> None:
     )
 )
 def test_what_csv_writes_is_read_back(rows: list[list[str]]) -> None:
-    """Whatever the texts: quotes, commas, line ends of any kind."""
+    """Texts may have quotes, commas and line ends of any kind."""
     stream = io.StringIO(newline="")
     csv.writer(stream, quoting=csv.QUOTE_ALL).writerows([["a", "b"], *rows])
     lines = read(stream.getvalue(), "x{a}{b}")

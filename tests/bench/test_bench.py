@@ -144,7 +144,7 @@ def test_mlx_lm_s_prompt_cache_is_trimmed_to_what_is_shared(
 
 
 def test_what_is_done_is_said_as_often_as_promised() -> None:
-    """So that the bar comes to its end."""
+    """The bar comes to its end."""
     said: list[str] = []
     Bench("demo", contexts=[32, 64], rounds=2, answer=4, begin=said.append).run()
     assert len(said) == Bench.num_parts(2, 2)
@@ -153,7 +153,7 @@ def test_what_is_done_is_said_as_often_as_promised() -> None:
 
 
 def test_quick_is_one_round_of_a_short_prompt() -> None:
-    """Or of the one that is asked for."""
+    """--rounds asks for more."""
     result = run("--quick")
     assert result.exit_code == 0, result.output
     assert "cold prefill of 128" in result.stdout
@@ -201,7 +201,7 @@ def test_what_can_not_be_measured_is_said(arguments: list[str], message: str) ->
 
 
 def test_a_random_model_has_about_the_size_of_its_name() -> None:
-    """And runs: anybody can compare machines without a download."""
+    """It runs: anybody can compare machines without a download."""
     loaded = load_or_make("random:2M")
     assert 1e6 < num_parameters(loaded.model) < 4e6
     runner = Runner(loaded.model, loaded.tokenizer, loaded.facts, name=loaded.name, context=64)

@@ -1,4 +1,4 @@
-"""What a pass costs at least, counted on real architectures."""
+"""The least cost of a pass is counted on real architectures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TABLE = 288 * 64
 
 
 def test_an_untied_table_of_embeddings_is_not_read() -> None:
-    """And the head is used for the last token only."""
+    """The head is used for the last token only."""
     config = tiny_config("llama")
     model = tiny_model(config)
     total = sum(array.size for _, array in tree_flatten(model.parameters()))
@@ -53,7 +53,7 @@ def test_quantized_weights_count_by_their_stored_bytes_and_whole_numbers() -> No
 
 
 def test_experts_depend_on_the_tokens() -> None:
-    """So no share is given."""
+    """No share is given."""
     config = tiny_config("gpt_oss")
     assert cost_of(tiny_model(config), config) is None
 

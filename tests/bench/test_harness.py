@@ -13,7 +13,7 @@ from mlxrunner.testing import oracle_runner
 
 
 def test_another_side_begins_each_round() -> None:
-    """So that neither always follows the other."""
+    """Neither side always follows the other."""
     order: list[str] = []
     runner = oracle_runner()
 
@@ -29,7 +29,7 @@ def test_another_side_begins_each_round() -> None:
 
 
 def test_sides_that_disagree_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    """What gives other tokens has done other work."""
+    """A side that gives other tokens has done other work."""
     runner = oracle_runner()
     backends = {"a": lambda prompt, count: iter_of(1, 2), "b": lambda prompt, count: iter_of(1, 3)}
     alternate(runner, backends, [5, 6], 2, rounds=1)  # type: ignore[arg-type]  # generators

@@ -18,7 +18,7 @@ def test_gains_are_compared_round_by_round() -> None:
 
 @pytest.mark.parametrize(("target", "verdict"), [(5, "<= 5 met"), (3, "<= 3 MISSED"), (None, "")])
 def test_an_excess_has_an_upper_target(target: float | None, verdict: str) -> None:
-    """And a gain a lower one; without a target nothing is judged."""
+    """A gain has a lower one; without a target nothing is judged."""
     row = excess("a token", "us", [14], [10], target=target)
     assert row.verdict == verdict
     assert table_of([row])[1].endswith(verdict)

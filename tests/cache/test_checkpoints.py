@@ -1,4 +1,4 @@
-"""Which checkpoints are kept, and where a prefill pauses to take one."""
+"""Checkpoints are kept by their use, and a prefill pauses to take them."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_one_per_offset() -> None:
 
 
 def test_one_that_is_larger_than_the_budget_is_not_kept() -> None:
-    """And costs none of the others."""
+    """It costs none of the others."""
     some = holding(3, 10, 20, 30)
     some.add(at(40, 4))
     assert some.offsets == [10, 20, 30]

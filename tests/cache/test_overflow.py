@@ -77,7 +77,7 @@ def first_layer(model: Any, tokens: list[int], at: int) -> mx.array:
 def test_shifted_keys_equal_keys_computed_at_the_new_position(
     architecture: str, settings: dict[str, Any]
 ) -> None:
-    """Of every layer's own rope, in float32 within 2e-4."""
+    """Each layer's own rope is right in float32 within 2e-4."""
     runner = build(architecture, settings)
     caches = make_layer_caches(runner.model)
     ways = rotators(runner.model, caches, -150)
@@ -162,7 +162,7 @@ def test_an_answer_goes_over_the_edge_and_the_entry_stays_true(
     "kinds", [["recurrent", "full"], ["composite"], ["unknown"]], ids=lambda kinds: kinds[0]
 )
 def test_layers_that_cannot_move_evaluate_the_kept_text_again(kinds: list[str]) -> None:
-    """So the answer is that of a cold run on the kept text, and the usage says how much it cost."""
+    """The answer is that of a cold run on the kept text, and the usage says how much it cost."""
     runner = oracle_runner(kinds, context=40)
     chunks = list(runner.generate(list(range(30)), max_tokens=60, overflow="shift", keep=3))
     usage = chunks[-1].usage
@@ -185,7 +185,7 @@ def test_half_of_what_is_not_kept_becomes_free() -> None:
 
 
 def test_a_prompt_that_is_too_long_keeps_its_beginning_and_its_end() -> None:
-    """And what the entry had of its end is moved, not evaluated again."""
+    """The part of its end that the entry had is moved, not evaluated again."""
     runner = build("llama", {}, context=60)
     history = list(range(58))
     list(runner.generate(history, max_tokens=2, stop_tokens=[]))
@@ -255,7 +255,7 @@ def test_a_chat_goes_over_the_edge_again_and_again() -> None:
 
 
 def test_an_interrupt_during_a_shift_leaves_a_true_entry() -> None:
-    """What was kept, or nothing."""
+    """The entry has the kept tokens, or nothing."""
     for step in range(12):
         runner = build("llama", {}, context=40)
         calls = 0

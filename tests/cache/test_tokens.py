@@ -75,5 +75,5 @@ def test_what_is_no_token_id_is_refused(bad: list[object]) -> None:
 
 
 def test_no_tokens_are_an_empty_array() -> None:
-    """Of the right type."""
+    """The array has the right type."""
     assert as_tokens([]).dtype == np.int32

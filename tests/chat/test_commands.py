@@ -98,7 +98,7 @@ def test_code_is_copied_from_the_last_answer_that_has_some(
 
 
 def test_a_message_is_shown_whole(chat: Chat, do: Do) -> None:
-    """As it is, with its lines and spaces; there has to be one."""
+    """It is sent as it is, with its lines and spaces; there has to be one."""
     assert do("/show 1") == ["error: there is no message 1: nothing was said yet"]
     do("Hello!")
     text = f"{FENCED}   {'x' * 200}"
@@ -226,7 +226,7 @@ def test_a_command_is_read_at_once_whatever_it_takes() -> None:
 
 @pytest.mark.parametrize("space", [" ", "\t", "\n", "  \n "])
 def test_what_a_command_takes_may_be_of_many_lines(chat: Chat, do: Do, space: str) -> None:
-    """As it is pasted."""
+    """The lines are those that were pasted."""
     do(f"/system{space}You are nice.\nAnd brief. ")
     assert chat.conversation.system == "You are nice.\nAnd brief."
 
@@ -242,7 +242,7 @@ def test_what_a_command_takes_may_be_of_many_lines(chat: Chat, do: Do, space: st
     ids=["lines", "own lines", "open", "within"],
 )
 def test_what_a_command_takes_may_be_quoted(text: str, argument: str) -> None:
-    """As a text may; it is open until the quotes are closed."""
+    """It is open until the quotes are closed, as a text is."""
     parsed = TABLE.parse(text)
     assert parsed is not None
     assert parsed[1] == argument
@@ -418,7 +418,7 @@ def test_clearing_is_offered_only_where_it_makes_room(chat: Chat, do: Do, tmp_pa
 
 
 def test_files_that_wait_are_listed_and_dropped(chat: Chat, do: Do, tmp_path: Path) -> None:
-    """So that what does not fit costs no conversation; a file waits once, as it was last."""
+    """A file that does not fit costs no conversation; a file waits once, as it was last."""
     first, second = tmp_path / "a b.txt", tmp_path / "c.txt"
     first.write_text("abc")
     second.write_text("word " * 990)
@@ -458,7 +458,7 @@ def test_files_that_wait_are_listed_and_dropped(chat: Chat, do: Do, tmp_path: Pa
 def test_what_is_no_text_or_too_long_is_one_line(
     chat: Chat, do: Do, tmp_path: Path, content: bytes, said: str
 ) -> None:
-    """And the message is not sent without it."""
+    """The message is not sent without it."""
     file = tmp_path / "file"
     file.write_bytes(content)
     for line in (f"/file {file}", f"What is in @{file}"):
@@ -566,7 +566,7 @@ def test_a_terminal_can_be_the_clipboard(
 def test_an_edit_that_changes_nothing_drops_nothing(
     chat: Chat, do: Do, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
-    """Whatever white space or quotes the text begins or ends with."""
+    """The text may begin or end with any white space or quotes."""
     chat.interactive = True
     do(text, "I have a dog.")
     before = chat.conversation.history.turns
@@ -628,7 +628,7 @@ def test_an_edit_or_retry_that_is_interrupted_brings_the_turn_back(
 def test_nothing_is_typed_ahead_on_battery(
     chat: Chat, monkeypatch: pytest.MonkeyPatch, battery: bool, wanted: bool
 ) -> None:
-    """What comes before the draft is evaluated on both."""
+    """The conversation before the draft is evaluated on both."""
     monkeypatch.setattr("mlxrunner.chat.repl.on_battery", lambda: battery)
     text = "My name is Ana and I have a very good dog."
 

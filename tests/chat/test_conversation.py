@@ -52,7 +52,7 @@ def test_turn_10_evaluates_only_the_new_tokens_and_remembers_turn_1(demo: Runner
 
 
 def test_every_turn_of_a_chat_is_a_full_hit(demo: Runner) -> None:
-    """However the model splits its words: the tokens are kept, not made again from the text."""
+    """The tokens are kept, not made again from the text, however the model splits its words."""
     demo.reset()
     conversation = Conversation(demo, options={"temperature": 1.5, "seed": 3, "max_tokens": 12})
     for turn in range(8):
@@ -207,7 +207,7 @@ def test_a_message_that_fails_costs_no_older_turn() -> None:
 
 
 def test_an_answer_that_is_stopped_is_counted() -> None:
-    """What it reused and evaluated is that of a turn; one that is taken back is none."""
+    """It counts as a turn reuses and evaluates; one that is taken back counts as none."""
     conversation = endless(oracle_runner())
     for _ in range(2):
         answer = conversation.send("hello")
@@ -273,7 +273,7 @@ def test_clear_keeps_the_system_prompt_and_its_tokens() -> None:
 
 
 def act(conversation: Conversation, rng: random.Random, saved: list[Any]) -> None:
-    """Something that a person may do."""
+    """Do something that a person may do."""
     turns, number = conversation.history.turns, rng.randrange(100)
     what = rng.choice(
         [

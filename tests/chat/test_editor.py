@@ -62,7 +62,7 @@ def test_paths_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_path_with_spaces_is_completed_in_quotes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which a folder leaves open, as it is gone on with."""
+    """A folder leaves the quotes open, as its path goes on."""
     (tmp_path / "my notes").mkdir()
     (tmp_path / "my notes" / "of may.txt").touch()
     monkeypatch.chdir(tmp_path)

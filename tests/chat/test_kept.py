@@ -331,7 +331,7 @@ def test_a_chat_that_ends_cleared_keeps_its_text(typed: Any) -> None:
 
 
 def test_loading_a_session_begins_another_chat(typed: Any) -> None:
-    """What was kept before stays as it is."""
+    """The turns that were kept before stay as they are."""
     one = typed()
     one.type("Hello!", session="trip")
     two = typed()
@@ -377,7 +377,7 @@ def test_two_chats_go_on_with_two_conversations(tmp_path: Path) -> None:
 
 
 def test_the_names_of_unnamed_chats_are_not_for_sessions(typed: Any, tmp_path: Path) -> None:
-    """Which the program would remove one day."""
+    """The program would remove it one day."""
     name = new_name()
     with pytest.raises(SessionError, match="use another name"):
         must_be_free(SessionStore(tmp_path), name)

@@ -1,4 +1,4 @@
-"""What is spelled from what was evaluated, and what from the template."""
+"""Evaluated tokens spell one part of a prompt, the template makes the other."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ def test_template_evaluates_from_the_difference() -> None:
 
 
 def test_other_tokens_of_the_same_text_are_a_drift_that_exact_keeps() -> None:
-    """As a sampled answer of the demo model, whose words are split otherwise."""
+    """A sampled answer of the demo model has words that are split otherwise."""
     runner = Runner.load("demo", reserve=False)
     conversation = Conversation(
         runner, options={"temperature": 2.0, "seed": 5, "max_tokens": 40, "stop_tokens": []}
@@ -242,7 +242,7 @@ def test_other_tokens_of_the_same_text_are_a_drift_that_exact_keeps() -> None:
 
 
 def test_a_draft_is_the_beginning_of_what_is_sent() -> None:
-    """However it goes on, and also behind earlier turns."""
+    """It may go on in any way, also behind earlier turns."""
     runner = Runner.load("demo", reserve=False)
     conversation = Conversation(runner, "Be brief.")
     for text in ("My name is Ana.", "I have a dog."):

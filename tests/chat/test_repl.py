@@ -83,7 +83,7 @@ def test_a_path_is_not_a_command() -> None:
 
 
 def test_an_error_in_a_pipe_is_a_line_and_an_exit_code() -> None:
-    """And the lines after it are still answered."""
+    """The lines after it are still answered."""
     result = piped("word " * 3000 + "\nHello!\n")
     assert result.exit_code == 2
     assert result.stderr.startswith("error: the prompt has ")
@@ -118,7 +118,7 @@ def test_lines_that_begin_with_a_path_are_a_text() -> None:
 
 
 def test_ctrl_c_in_a_pipe_ends_with_130() -> None:
-    """As `generate` does, and as every program does."""
+    """The exit code is that of `generate`, and of every program."""
     # Where the tests run in the background of a shell, Ctrl-C is ignored, and that is inherited.
     heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     child = subprocess.Popen(

@@ -106,14 +106,14 @@ def test_a_session_that_is_open_is_refused_at_once(
     assert "session zor: a new one" in first.shown
     first.say("My name is Zorblin.")
     second = chat(["Hello!"], "--session", "zor", "-m", "nowhere")
-    assert (second.stdout, second.exit_code) == ("", 1)
+    assert (second.stdout, second.exit_code) == ("", 2)
     assert (
         second.stderr
         == "mlxrunner: the session 'zor' is open in another chat: close that, or use another name\n"
     )
     assert "the session 'zor' is open in another chat" in chat(["Hello!", "/save -f zor"]).stderr
     removed = CliRunner().invoke(cli.main, ["sessions", "rm", "zor"])
-    assert (removed.exit_code, removed.stderr.count("\n")) == (1, 1)
+    assert (removed.exit_code, removed.stderr.count("\n")) == (2, 1)
     assert first.leave() == 0
     assert chat(["What is my name?"], "--session", "zor").stdout == "Your name is Zorblin.\n"
 
@@ -165,7 +165,7 @@ def test_context_and_shown_thinking_come_back(chat: Chat, data: Path) -> None:
 
 
 def test_a_context_that_can_not_be_is_left_out_by_a_load(chat: Chat, data: Path) -> None:
-    """And it says so: the conversation is loaded."""
+    """The load says so, and the conversation is loaded."""
     chat(["My name is Zorblin."], "--session", "zor")
     saved = content(data, "zor")
     saved["settings"]["context"] = 2**31 - 1
@@ -189,7 +189,7 @@ def test_a_context_that_can_not_be_is_left_out_by_a_load(chat: Chat, data: Path)
 def test_tokens_that_do_not_spell_the_text_are_dropped(
     chat: Chat, data: Path, tokens: list[int], lines: list[str]
 ) -> None:
-    """And it says so; the answer is that to the text."""
+    """The load says so, and the answer is that to the text."""
     chat(["My name is Zorblin."], "--session", "zor")
     saved = content(data, "zor")
     history = saved["branches"]["main"]["history"]
@@ -217,7 +217,7 @@ def test_a_system_prompt_that_is_given_is_the_one_that_is_evaluated(chat: Chat) 
 
 
 def test_settings_that_can_not_be_are_left_out(chat: Chat, data: Path) -> None:
-    """Whatever the file says; the rest of it is used."""
+    """The file may say anything; the rest of it is used."""
     chat(["My name is Zorblin."], "--session", "zor")
     saved = content(data, "zor")
     saved["settings"] = {
@@ -247,7 +247,7 @@ def test_settings_that_can_not_be_are_left_out(chat: Chat, data: Path) -> None:
 
 
 def test_a_model_that_is_gone_is_one_line(chat: Chat, data: Path) -> None:
-    """And another one can be given: the text is kept."""
+    """Another one can be given: the text is kept."""
     chat(["My name is Zorblin."], "--session", "zor")
     saved = content(data, "zor")
     saved["model"] = "/nowhere/at/all"
@@ -362,7 +362,7 @@ def test_an_explicit_flag_overwrites(chat: Chat, data: Path) -> None:
 
 
 def test_the_branch_that_is_talked_on_can_not_be_dropped(chat: Chat) -> None:
-    """Nor one that is not there."""
+    """A branch that is not there can not be dropped either."""
     result = chat(["/branch -d main", "/branch -d other", "/branch other", "/branch -d main"])
     assert result.stderr.splitlines()[:2] == [
         "error: branch main is the present one: /switch to another one first",
@@ -372,7 +372,7 @@ def test_the_branch_that_is_talked_on_can_not_be_dropped(chat: Chat) -> None:
 
 
 def test_a_session_without_a_turn_leaves_nothing(chat: Chat, data: Path) -> None:
-    """Nor does one whose model could not be loaded."""
+    """A session whose model could not be loaded leaves nothing either."""
     chat([], "--session", "zor")
     chat(["Hello!"], "--session", "zor", "-m", "nowhere")
     assert os.listdir(data / "sessions") == []
@@ -407,7 +407,7 @@ def test_nothing_is_lost_without_being_said(chat: Chat, data: Path) -> None:
 
 
 def test_loading_within_a_session_goes_over_to_the_other_one(chat: Chat, data: Path) -> None:
-    """What is said from then on is saved there; the first stays as it was."""
+    """Later turns are saved there, and the first session stays as it was."""
     chat(["My name is Ana."], "--session", "ana")
     chat(["My name is Zorblin.", "/load ana", "I have a dog."], "--session", "zor")
     users = {
@@ -421,7 +421,7 @@ def test_loading_within_a_session_goes_over_to_the_other_one(chat: Chat, data: P
     "line", ["/save", "/save a b", "/save ../x", "/load", "/load nothing", "/load ../../etc"]
 )
 def test_names_that_are_none_are_one_line(chat: Chat, data: Path, line: str) -> None:
-    """And the chat goes on."""
+    """The chat goes on."""
     result = chat([line, "Hello!"])
     assert result.stderr.startswith("error: ")
     assert result.stderr.count("\n") == 1
@@ -485,7 +485,7 @@ def test_a_full_disk_is_said_and_the_chat_goes_on(
     full = "error: the session 'zor' could not be saved: No space left on device; "
     assert f"{full}on the disk: none of 1 turn\n" in result.stderr
     assert f"{full}on the disk: none of 2 turns\n" in result.stderr
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert SessionStore().names() == []
 
 
@@ -525,7 +525,7 @@ SAFE = re.compile(
 def test_a_full_disk_says_which_turns_are_safe(
     chat: Chat, data: Path, disk: Callable[[int], None], size: int
 ) -> None:
-    """And they are; the text goes before the caches, of which there need not be any."""
+    """They are safe: the text goes before the caches, of which there need not be any."""
     disk(size)
     result = chat([f"My name is Zorblin {number}." for number in range(7)], "--session", "zor")
     said = [found for line in result.stderr.splitlines() if (found := SAFE.match(line))]
@@ -557,6 +557,7 @@ def test_caches_give_way_to_the_text(chat: Chat, data: Path, disk: Callable[[int
     assert len(content(data, "zor")["branches"]["main"]["history"]["turns"]) == 2
 
 
+@pytest.mark.exhaustive(2)
 @pytest.mark.parametrize("end", ["SIGHUP", "SIGTERM", "closed"])
 def test_a_window_that_is_closed_in_mid_answer_costs_nothing(
     open_screen: Any, tmp_path: Path, data: Path, end: str
@@ -574,11 +575,12 @@ def test_a_window_that_is_closed_in_mid_answer_costs_nothing(
     assert len(turn["answer"]) > 50
 
 
+@pytest.mark.exhaustive(2)
 @pytest.mark.parametrize("end", ["SIGHUP", "SIGTERM", "closed"])
 def test_a_window_that_is_closed_at_the_prompt_costs_nothing(
     open_screen: Any, data: Path, end: str
 ) -> None:
-    """What was changed since the last turn is saved."""
+    """Changes since the last turn are saved."""
     screen = open_screen("-m", "mlxrunner", "chat", "--no-reserve", "--session", "hup")
     screen.prompt()
     screen.say("My name is Ana.")

@@ -165,7 +165,7 @@ def test_line_editing(open_screen: Any, tmp_path: Path) -> None:
 
 
 def test_texts_are_kept_for_the_next_time(open_screen: Any, tmp_path: Path) -> None:
-    """Of several lines whole, in a file for the owner only; --no-history keeps none."""
+    """Texts of several lines are whole, in a file for the owner only; --no-history keeps none."""
     screen = open_screen(*CHAT)
     screen.prompt()
     screen.child.send(f"Hello!{CTRL_J}How are you?\r")
@@ -299,12 +299,12 @@ def test_what_is_typed_during_an_answer_waits_for_the_next_prompt(
 
 
 def marks_pastes(screen: Any) -> bool:
-    """Whether the terminal was last told to say what is pasted."""
+    """Return True if the terminal was last told to mark what is pasted."""
     return bool(screen.raw.rfind("\x1b[?2004h") > screen.raw.rfind("\x1b[?2004l"))
 
 
 def test_what_is_pasted_during_an_answer_is_one_text(open_screen: Any, tmp_path: Path) -> None:
-    """Of as many lines as it has, which wait for Enter."""
+    """It has as many lines as were pasted, which wait for Enter."""
     screen = answering(open_screen, tmp_path)
     assert marks_pastes(screen)
     screen.child.send(f"{PASTE}line a\rline b\rline c{PASTED}")
@@ -315,7 +315,7 @@ def test_what_is_pasted_during_an_answer_is_one_text(open_screen: Any, tmp_path:
 
 
 def test_what_is_edited_cannot_drive_the_terminal(open_screen: Any) -> None:
-    """What hides or reorders text is shown, and stays in the text."""
+    """Characters that hide or reorder text are shown, and stay in the text."""
     screen = open_screen(*CHAT)
     screen.say("My name is \u202eAna.")
     screen.child.send("/edit 1\r")
@@ -536,3 +536,19 @@ def test_a_killed_chat_leaves_the_terminal_as_it_was(
     assert termios.tcgetattr(screen.child.child_fd)[:4] == before[:4]
     screen.child.close()
     assert screen.child.exitstatus == 128 + signal.SIGTERM
+
+
+def test_a_model_that_is_loaded_again_shows_a_bar(open_screen: Any) -> None:
+    """With what takes the time; here it is shown at once."""
+    code = (
+        "from mlxrunner.terminal import progress\n"
+        "progress.PATIENCE_S = 0.0\n"
+        "from mlxrunner.cli import main; main(['chat', '--no-type-ahead'])\n"
+    )
+    screen = open_screen("-c", code)
+    assert "loading demo: trying the longest step, at the end of 2048 tokens" in screen.prompt().raw
+    for command, context in (("/set context 300", 300), ("/model demo", 300)):
+        before = len(screen.raw)
+        screen.say(command)
+        shown = f"loading demo: trying the longest step, at the end of {context} tokens"
+        assert shown in screen.raw[before:]

@@ -57,7 +57,7 @@ def test_first_what_comes_before_then_what_is_typed() -> None:
 
 
 def test_enter_stops_it_after_the_chunk_at_hand() -> None:
-    """Whatever is being evaluated."""
+    """Anything may be in evaluation."""
     for typed in ("", "hello"):
         worker, draft = Worker(chunks=10), Draft()
         if typed:

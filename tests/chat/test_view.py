@@ -1,4 +1,4 @@
-"""How an answer looks on a screen of any width while it streams."""
+"""An answer looks right on a screen of any width while it streams."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_a_block_that_is_higher_than_the_screen_is_whole_at_its_end(
 
 
 def test_lines_are_not_filled_with_spaces() -> None:
-    """So that what is copied from the terminal is what was said."""
+    """A copy from the terminal is what was said."""
     out = io.StringIO()
     view = StreamedMarkdown(Console(file=out, force_terminal=True, width=60, color_system=None))
     view.write("Hello.")
@@ -190,7 +190,7 @@ class Written:
 def test_thinking_is_dimmed_or_hidden(
     show: bool, terminal: bool, printed: str, viewed: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And in a pipe it comes as it is, or not at all."""
+    """In a pipe it comes as it is, or not at all."""
     written = Written()
     view = ThinkingView(lambda: written, "", show, terminal)
     for piece in pieces("<think>hmm</think>\n\nHello", 3):

@@ -66,8 +66,8 @@ def test_importing_the_package_imports_no_mlx() -> None:
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        ("generate", "standard input is closed: give a prompt with --prompt TEXT"),
-        ("generate -p -", "standard input is closed: give a prompt with --prompt TEXT"),
+        ("generate", 'standard input is closed: give a prompt: mlxrunner generate "TEXT"'),
+        ("generate -p -", 'standard input is closed: give a prompt: mlxrunner generate "TEXT"'),
         (
             "chat",
             "standard input is closed: a chat reads its turns from a terminal, a file or a pipe",
@@ -85,7 +85,7 @@ def test_a_standard_input_that_is_closed_is_one_line(command: str, said: str) ->
     "command", ["doctor", "--help", "generate -p Hello!", "generate -p Hello! --json", "show demo"]
 )
 def test_a_standard_output_that_is_closed_or_full_is_one_line(command: str, full: int) -> None:
-    """And exit code 2: what was asked for did not come."""
+    """The exit code is 2: the output that was asked for did not come."""
     for redirection, problem in (
         (">&-", "standard output is closed"),
         ("", "standard output can't be written: No space left on device"),
@@ -98,7 +98,7 @@ def test_a_standard_output_that_is_closed_or_full_is_one_line(command: str, full
 
 
 def test_a_standard_error_that_is_closed_or_full_stops_nothing(full: int, tmp_path: Path) -> None:
-    """Nor does what goes there end up in a file that was opened instead."""
+    """A file that was opened instead of it gets nothing of it."""
     (tmp_path / "in.jsonl").write_text('{"prompt": "Hello!"}\n')
     for redirection in ("2>&-", "", "<&-"):
         line = (
@@ -147,7 +147,7 @@ def test_a_name_cannot_forge_a_line_of_an_error(name: str) -> None:
 def test_an_interrupt_that_python_wraps_is_one_all_the_same(
     told: BaseException, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in the body of a class that is being imported."""
+    """Python wraps it in the body of a class that is being imported."""
 
     def interrupted(*_: object, **__: object) -> None:
         raise RuntimeError("Error calling __set_name__") from told
@@ -263,7 +263,7 @@ def test_raw_is_continued_without_a_template() -> None:
 
 
 def test_sampling_is_repeatable_with_a_seed() -> None:
-    """And differs without one, sooner or later."""
+    """It differs without one, sooner or later."""
     sample = ["generate", "-p", "Tell me something.", "--temperature", "2", "--max-tokens", "30"]
     assert run(*sample, "--seed", "7").stdout == run(*sample, "--seed", "7").stdout
     assert len({run(*sample, "--seed", str(seed)).stdout for seed in range(5)}) > 1
@@ -330,7 +330,7 @@ def test_what_is_wrong_is_one_line_and_exit_code_2(arguments: list[str], message
 
 
 def test_debug_shows_the_traceback() -> None:
-    """Of the same error."""
+    """The error is the same."""
     result = run("generate", "-p", "x", "-m", "nowhere", "--debug")
     assert "Traceback" in result.stderr
     assert "no such model" in result.stderr
@@ -394,7 +394,7 @@ def test_doctor_names_device_versions_and_remedies() -> None:
 
 
 def test_the_doctor_notices_a_slow_blas(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And says how to get a fast one."""
+    """It says how to get a fast one."""
     from mlxrunner.system import device
 
     monkeypatch.setattr(device, "is_gpu", lambda: False)

@@ -235,7 +235,7 @@ def masked_by_hand(
 
 @pytest.mark.parametrize("architecture", WARM)
 def test_tokens_are_those_of_plain_masked_decoding(architecture: str) -> None:
-    """And log-probabilities are those of the masked logits."""
+    """Log-probabilities are those of the masked logits."""
     runner = build(architecture)
     style = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
     head = '%llguidance {"no_forcing": true}'
@@ -247,6 +247,7 @@ def test_tokens_are_those_of_plain_masked_decoding(architecture: str) -> None:
         assert [chunk.logprob for chunk in chunks] == pytest.approx(expected[1], abs=1e-4)
 
 
+@pytest.mark.exhaustive(3)
 @pytest.mark.parametrize("architecture", WARM)
 def test_a_warm_answer_is_that_of_a_cold_one(architecture: str) -> None:
     """A warm answer equals a cold one, and the entry holds exactly what was evaluated."""
@@ -273,7 +274,7 @@ def test_a_warm_answer_is_that_of_a_cold_one(architecture: str) -> None:
         },
     ]
     history = [rng.randrange(290) for _ in range(40)]
-    for turn in range(12):
+    for turn in range(fewer(12, 6)):
         options = {"max_tokens": 30, **forms[turn % len(forms)]}
         chunks = ask(runner, history, **options)
         fresh = build(architecture)
@@ -540,6 +541,7 @@ def test_a_processor_that_forces_another_token_is_an_error(llama: Runner) -> Non
         )
 
 
+@pytest.mark.exhaustive(2)
 @pytest.mark.parametrize(
     "kinds",
     [["full", "full"], ["recurrent", "full"], ["sliding", "chunked"]],
@@ -560,14 +562,15 @@ def test_however_a_request_ends_the_entry_is_what_was_evaluated(kinds: list[str]
         assert used.entry.tokens == [*prompt, *tokens(whole)][: len(used.entry.tokens)]
         assert tokens(ask(used, follow_up, schema=schema)) == expected
 
-    for read in range(len(whole)):
+    stride = fewer(1, 4)
+    for read in range(0, len(whole), stride):
         used = runner()
         answer = used.generate(prompt, schema=schema)
         assert tokens([next(answer) for _ in range(read)]) == tokens(whole)[:read]
         answer.close()  # type: ignore[attr-defined]
         check(used)
     for error in (KeyboardInterrupt(), RuntimeError("from the model")):
-        for forward in range(1, len(whole) + 3, 3):
+        for forward in range(1, len(whole) + 3, 3 * stride):
             used = runner()
 
             def on_layer(
@@ -585,7 +588,7 @@ def test_however_a_request_ends_the_entry_is_what_was_evaluated(kinds: list[str]
             used.model.on_layer = lambda index: None
             check(used)
 
-    for place in range(len(whole)):
+    for place in range(0, len(whole), stride):
         used = runner()
 
         def interrupt(history: mx.array, logits: mx.array, place: int = place) -> mx.array:
@@ -616,7 +619,7 @@ def test_a_full_context_shifts_under_an_answer_in_a_form() -> None:
 
 @pytest.mark.parametrize("width", [VOCAB - 40, VOCAB, VOCAB + 100])
 def test_a_mask_is_as_wide_as_the_logits(width: int) -> None:
-    """What the tokenizer does not know, the library's own end token among it, is never allowed."""
+    """Tokens that the tokenizer does not know, and the library's end token, are never allowed."""
     constraint = constraint_of(GenerateOptions.of(choices=["a", "ab"]), ByteTokenizer(), width)
     assert constraint is not None
     constraint.advance(ord("a"))
@@ -629,7 +632,7 @@ def test_a_mask_is_as_wide_as_the_logits(width: int) -> None:
 
 
 def test_each_request_compiles_for_itself(llama: Runner) -> None:
-    """What one answer has explored is not in another's way."""
+    """An answer is not in the way of another that explored the form."""
     first, second = (
         constraint_of(GenerateOptions.of(choices=["ab", "cd"]), llama.tokenizer, VOCAB)
         for _ in range(2)
@@ -655,7 +658,7 @@ def test_answers_go_on_while_they_are_read(llama: Runner) -> None:
 
 
 def test_a_form_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many lines of a batch have it; also one that is refused."""
+    """Any number of lines of a batch may have it; a refused one is looked at once, too."""
     from mlxrunner.engine import constrain
 
     seen = []
@@ -743,7 +746,7 @@ def test_a_template_that_ends_messages_by_a_text_cuts_no_form() -> None:
     ],
 )
 def test_what_is_empty_is_an_error(llama: Runner, options: dict[str, Any], complaint: str) -> None:
-    """And never a free answer."""
+    """It never gives a free answer."""
     with pytest.raises(OptionError, match=re.escape(complaint)):
         ask(llama, **options)
 

@@ -43,7 +43,7 @@ def fast_switches() -> Iterator[None]:
 
 
 def elsewhere(act: Callable[[], object], name: str = "worker") -> BaseException | None:
-    """What `act` raises in a thread of its own."""
+    """Return what `act` raises in a thread of its own."""
     raised: list[BaseException] = []
 
     def run() -> None:

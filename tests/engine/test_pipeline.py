@@ -72,7 +72,7 @@ def test_a_prompt_that_was_evaluated_in_advance_is_a_hit_and_exact(name: str) ->
 @every_mix
 @pytest.mark.parametrize("chunks", [0, 1, 2, 3])
 def test_what_was_finished_before_it_was_cancelled_stays(name: str, chunks: int) -> None:
-    """And nothing more: the next request goes on from there, with the tokens of a cold run."""
+    """Nothing more stays; the next request goes on from there, with the tokens of a cold run."""
     prompt = numbers(40, 2)
     runner = runner_of(name)
     done = runner.evaluate(prompt, cancelled=CancelAfter(chunks))
@@ -154,7 +154,7 @@ def test_what_cannot_be_evaluated_is_an_error_that_changes_nothing() -> None:
 
 
 def test_chunks_grow_and_shrink_with_the_time_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a cancel is heard soon on any machine; never more than a prefill step."""
+    """A cancel is heard soon on any machine; a chunk is never more than a prefill step."""
     import mlxrunner.engine.pipeline as pipeline
 
     clock = {"now": 0.0, "cost": 0.001}

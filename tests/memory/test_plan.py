@@ -75,7 +75,7 @@ def test_a_longer_context_never_takes_less(
 def test_the_largest_context_fits_and_one_more_token_does_not(
     demand: Demand, limit: int, data: st.DataObject
 ) -> None:
-    """Or it is the limit, or nothing fits at all."""
+    """Otherwise it is the limit, or nothing fits at all."""
     total = demand.total(data.draw(st.integers(0, limit)), 0)
     offered = data.draw(st.integers(total - 5, total + 5) | BYTES)
     largest = demand.largest_context(offered, limit)
@@ -456,7 +456,7 @@ def test_what_is_wrong_is_one_line_and_exit_code_2(arguments: list[str], message
 
 
 def test_a_context_beyond_the_models_own_is_planned_as_asked(offers: int) -> None:
-    """What fits is then reckoned beyond the model's own, too."""
+    """The context that fits is then reckoned beyond the model's own, too."""
     plan = plan_model("demo", 5000)
     assert plan.fits
     assert plan.largest_context == plan.context == 5000

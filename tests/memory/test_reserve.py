@@ -123,6 +123,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.exhaustive(2)
 @pytest.mark.parametrize(("kind", "config", "options"), MODELS.values(), ids=MODELS.keys())
 def test_a_full_context_needs_what_was_planned_and_no_more(
     folder: Path, kind: str, config: dict[str, Any], options: dict[str, Any]
@@ -234,7 +235,7 @@ def test_what_does_not_fit_fails_before_its_caches_are_taken(
 def test_the_default_context_is_what_fits_and_that_is_said(
     folder: Path, offer: Callable[[int], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As a warning, which goes to stderr."""
+    """A warning says it, on stderr."""
     write_model(folder, max_position_embeddings=4096)
     offered = plan_model(str(folder), 1000, prefill_step=64).total
     offer(offered)
@@ -260,7 +261,7 @@ def test_the_default_context_is_the_models_own_where_that_fits(
 def test_a_model_that_leaves_no_room_for_a_context_is_refused(
     folder: Path, offer: Callable[[int], None]
 ) -> None:
-    """Whatever the context."""
+    """It is refused for any context."""
     write_model(folder)
     offer(1000)
     for context in (None, 16):
@@ -337,7 +338,7 @@ def test_without_reserving_it_loads_anyway_and_grows_as_it_goes(
 
 
 def test_the_command_line_says_on_stderr_how_much_context_is_left() -> None:
-    """And answers on stdout as ever."""
+    """It answers on stdout as ever."""
     code = (
         "from mlxrunner import cli, loading\nfrom mlxrunner.system import device\n"
         "total = loading.plan_model('demo', 1000, prefill_step=64).total\n"

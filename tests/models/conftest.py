@@ -32,7 +32,7 @@ def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def set_endpoint(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
-    """What HF_ENDPOINT does in a fresh process."""
+    """Do what HF_ENDPOINT does in a fresh process."""
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "ENDPOINT", address)

@@ -428,7 +428,7 @@ def _bytes(file: Path) -> bytes:
 
 
 def header(folder: Path, choose: random.Random) -> str:
-    """Of the weights: its JSON, or its length."""
+    """Change the header of the weights: its JSON, or its length."""
     file = folder / "model.safetensors"
     try:
         data = _bytes(file)
@@ -467,7 +467,7 @@ def header(folder: Path, choose: random.Random) -> str:
 
 
 def data(folder: Path, choose: random.Random) -> str:
-    """Of the weights: not one number, or bytes changed."""
+    """Change the data of the weights: not one number, or other bytes."""
     file = folder / "model.safetensors"
     try:
         content = bytearray(_bytes(file))
@@ -595,7 +595,7 @@ def commands(folder: Path) -> list[list[str]]:
 
 
 def complaint(code: int | None, said: str) -> str:
-    """What is wrong with how a command ended; empty if nothing is."""
+    """Return what is wrong with how a command ended, or ""."""
     if code not in (0, 1, 2):
         return f"exit code {code}"
     word = next(

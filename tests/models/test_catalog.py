@@ -1,4 +1,4 @@
-"""What `mlxrunner list` finds in the hub's cache."""
+"""`mlxrunner models` lists what it finds in the hub's cache."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_cached_model_is_listed_with_its_size_and_folder(
 
 
 def test_a_downloaded_model_is_listed(hub: Any, hub_cache: Path) -> None:
-    """As huggingface_hub stores it: links to blobs, each counted once."""
+    """huggingface_hub stores links to blobs, and each is counted once."""
     write_model(hub_cache.parent / "source", tokenizer=False)
     hub.files = {file.name: file.read_bytes() for file in (hub_cache.parent / "source").iterdir()}
     folder = resolve("org/name")
@@ -67,7 +67,7 @@ def test_of_several_revisions_the_current_one_is_listed(
 
 
 def test_models_are_listed_by_name(hub_cache: Path, cache_repository: Any) -> None:
-    """Whatever the file system's order."""
+    """The file system's order does not matter."""
     for name in ("b/x", "a/z", "a/b"):
         cache_repository(name, files("config.json", "model.safetensors"))
     assert [found.name for found in cached_models()] == ["a/b", "a/z", "b/x"]

@@ -47,7 +47,7 @@ def test_names_of_the_evaluation_occur_nowhere_in_training(number: int) -> None:
 
 
 def test_the_corpus_follows_from_its_seed() -> None:
-    """And tells, asks and answers consistently: the recalled word is in the answer."""
+    """It tells, asks and answers consistently: the recalled word is in the answer."""
     first, again = (dialogue(random.Random(5), filler=10) for _ in range(2))
     assert first == again
     for number in range(100):

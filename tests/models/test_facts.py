@@ -87,7 +87,7 @@ def test_a_real_entry_holds_what_was_foretold(
 
 @pytest.mark.parametrize("window", [8, 256, 257, 1000])
 def test_a_window_costs_its_size_once(window: int) -> None:
-    """And nothing per token, however large it is."""
+    """It costs nothing per token, however large it is."""
     cost = cache_cost(tiny_model(tiny_config("gemma3_text", sliding_window=window)))
     assert cost.per_token == 2 * HEAD
     assert cost.fixed >= 2 * window * 2 * HEAD
@@ -147,7 +147,7 @@ def test_weight_bytes_are_those_of_the_tensors(tmp_path: Path, shards: int) -> N
 
 
 def test_a_description_reads_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor does it evaluate anything; and it says the same as the loaded model."""
+    """It evaluates nothing, and says the same as the loaded model."""
     write_model(tmp_path)
     monkeypatch.setattr(mx, "load", None)
     monkeypatch.setattr(mx, "eval", None)

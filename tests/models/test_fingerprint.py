@@ -1,4 +1,4 @@
-"""What a saved entry depends on: each part notices its own changes, and no others."""
+"""Each part of a fingerprint notices its own changes, and no others."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ DEMO_FILES = {
     "tokenizer": "f5a2abacd6af9345",
     "template": "4773ca072babe719",
 }
-"""As sessions and batches of version 0.1 hold them."""
+"""The form in which sessions and batches of version 0.1 hold them."""
 
 
 def test_digests_that_are_stored_stay_valid() -> None:

@@ -117,7 +117,7 @@ def test_what_is_no_ordinary_file_is_not_opened(
 def test_weights_are_ordinary_files_too(
     make: Callable[[Path], None], name: str, folder: Path
 ) -> None:
-    """And the index; one more file that would be loaded counts as well."""
+    """The index is one, too; one more file that would be loaded counts as well."""
     (folder / name).unlink(missing_ok=True)
     make(folder / name)
     for call in (describe, load_model):
@@ -137,7 +137,7 @@ def test_a_file_of_the_kernel_is_not_handed_to_a_library(folder: Path) -> None:
 
 
 def test_a_fingerprint_reads_only_ordinary_files(folder: Path) -> None:
-    """Of the tokenizer's files each."""
+    """Each of the tokenizer's files is one."""
     os.mkfifo(folder / "merges.txt")
     with pytest.raises(ModelError, match=r"merges\.txt: is a FIFO"):
         fingerprint(folder)
@@ -283,7 +283,7 @@ NORM = "model.norm.weight"
 def test_a_header_is_compared_with_the_file(
     change: Callable[[dict[str, Any]], object], message: str, folder: Path
 ) -> None:
-    """As that of a session's caches is."""
+    """The header of a session's caches is compared likewise."""
     rewritten(folder / "model.safetensors", change)
     for call in (describe, load_model):
         said = refused(call, folder)

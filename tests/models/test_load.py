@@ -17,6 +17,7 @@ from mlx.utils import tree_flatten
 from support.models import BOS, EOS, save_model, tiny_config, write_model
 
 from mlxrunner import ModelError, Runner
+from mlxrunner.cache.layers.base import tree_bytes
 from mlxrunner.models.load import load_model, tokenizer_of
 from mlxrunner.system import device
 
@@ -142,7 +143,7 @@ def test_a_setting_that_is_missing_or_wrong_is_an_error(
 
 
 def test_a_tensor_of_another_shape_is_named_with_both_shapes(folder: Path) -> None:
-    """What the configuration says and what the file holds."""
+    """The shapes are the configuration's and the file's."""
     configure(folder, intermediate_size=96)
     text = refusal(folder)
     assert "model.layers.0.mlp" in text
@@ -286,7 +287,7 @@ class Custom(PreTrainedTokenizerFast):
 def test_a_tokenizer_with_code_of_its_own_is_refused_unless_trusted(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And nobody is asked on the terminal."""
+    """Nobody is asked on the terminal."""
     asked: list[str] = []
     monkeypatch.setattr(builtins, "input", lambda prompt="": asked.append(prompt) or "y")
     modules = folder.parent / "modules"
@@ -332,3 +333,18 @@ def test_the_tokenizer_alone_prints_nothing() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     assert (said.stdout, said.stderr) == ("", "")
+
+
+def test_loading_tells_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bytes of the weights in groups, up to nearly all; then the longest step, for a runner."""
+    monkeypatch.setattr("mlxrunner.models.load.GROUP", 2**20)
+    told: list[tuple[str, int, int | None]] = []
+    with Runner.load("demo", 300, progress=lambda *step: told.append(step)) as runner:
+        weights = tree_bytes(runner.model.parameters())
+    *groups, last = told
+    assert last == ("trying the longest step, at the end of 300 tokens", 0, None)
+    assert {(step, total) for step, _, total in groups} == {("reading the weights", weights)}
+    done = [done for _, done, _ in groups]
+    assert len(done) > 5
+    assert done == sorted(set(done))
+    assert 0 == done[0] < done[-1] < weights

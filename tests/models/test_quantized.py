@@ -89,7 +89,7 @@ def test_a_quantized_directory_generates_what_the_model_in_memory_does(
 
 
 def test_the_weights_stay_quantized_in_memory(tmp_path: Path) -> None:
-    """As many bytes as in the file, none of them unpacked."""
+    """They take as many bytes as in the file, and none is unpacked."""
     write_quantized(tmp_path, shards=2)
     parameters = dict(tree_flatten(load_model(str(tmp_path)).model.parameters()))
     assert parameters["model.layers.0.mlp.up_proj.weight"].dtype == mx.uint32

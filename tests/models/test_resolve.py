@@ -160,7 +160,7 @@ def test_offline_mode_is_an_error_that_says_so(
 def test_a_cached_repository_is_found_without_a_network(
     hub_cache: Path, cache_repository: Any, write: Any, listed: Any
 ) -> None:
-    """Whether or not huggingface_hub remembers which files the repository has."""
+    """huggingface_hub may remember which files the repository has, or not."""
     snapshot = cache_repository("org/name", write, listed=listed)
     assert resolve("org/name") == snapshot
 
@@ -306,7 +306,7 @@ def repository_files(folder: Path) -> dict[str, bytes]:
 def test_a_config_that_says_no_model_type_is_an_error_that_names_the_file(
     tmp_path: Path, content: Any, message: str
 ) -> None:
-    """Whatever is in config.json."""
+    """Anything else may be in config.json."""
     if content is not None:
         (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(ModelError) as error:
@@ -524,7 +524,7 @@ def test_a_damaged_shard_is_named(tmp_path: Path, damage: Callable[[Path], Path]
     ids=["empty", "cut off", "list", "no map", "map is a list", "no such shards", "too deep"],
 )
 def test_a_broken_index_is_named(tmp_path: Path, weights: bytes, content: str) -> None:
-    """Or the file that it names instead of a shard."""
+    """A file that it names instead of a shard is named, too."""
     (tmp_path / "model.safetensors").write_bytes(weights)
     (tmp_path / "model.safetensors.index.json").write_text(content)
     with pytest.raises(ModelError) as error:

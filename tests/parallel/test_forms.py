@@ -54,7 +54,7 @@ def parts(
 
 
 def requests(seed: int) -> list[tuple[list[int], dict[str, Any]]]:
-    """Of all sorts, with prefixes in common."""
+    """Return requests of all sorts, with prefixes in common."""
     rng = random.Random(seed)
     trunk = [rng.randrange(290) for _ in range(60)]
     pairs = []

@@ -84,7 +84,7 @@ def test_a_prefix_that_a_window_has_left_is_taken_from_who_still_has_it() -> Non
 
 
 def test_who_lacks_room_when_a_prefix_does_not_come_waits_for_it() -> None:
-    """And is not ended: its answer comes once it can share what another one evaluates now."""
+    """It is not ended: its answer comes once it can share what another evaluates now."""
     given, trunk = parts("llama"), list(range(1, 21))
     with ParallelRunner(*given, max_sequences=3, context=30, prefill_step=10, cells=38) as runner:
         first, *others = [

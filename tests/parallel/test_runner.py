@@ -129,7 +129,7 @@ def test_each_answer_is_that_of_the_single_runner(name: str, worth: float) -> No
     ],
 )
 def test_a_model_that_cannot_share_a_row_is_refused_with_the_layer(name: str, kind: str) -> None:
-    """And left as it was."""
+    """It is left as it was."""
     given = parts(name)
     with pytest.raises(NotSupportedError, match=kind):
         ParallelRunner(*given, max_sequences=2, context=100)
@@ -222,7 +222,7 @@ def test_each_request_has_its_own_sampler_seed_stops_and_limits(
 def test_stop_strings_cut_the_text_and_keep_the_tokens(
     llama: tuple[Any, ByteTokenizer, Any],
 ) -> None:
-    """As in the single runner."""
+    """The single runner does the same."""
     runner = Runner(*llama)
     prompt = [72, 73, 74]
     whole = list(runner.generate(prompt, max_tokens=20, stop_tokens=[]))
@@ -302,7 +302,7 @@ def test_fewer_cells_than_everybody_could_use(llama: tuple[Any, ByteTokenizer, A
 def test_a_bad_prompt_is_refused_at_once(
     llama: tuple[Any, ByteTokenizer, Any], prompt: list[int], error: type[Exception], message: str
 ) -> None:
-    """And takes no slot."""
+    """It takes no slot."""
     with ParallelRunner(*llama, max_sequences=1, context=50) as runner:
         with pytest.raises(error, match=message):
             runner.submit(prompt)

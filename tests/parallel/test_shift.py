@@ -163,7 +163,7 @@ def test_a_shifted_conversation_is_shared_only_as_far_as_a_cold_run_would_store_
 
 
 def test_what_cannot_be_moved_is_evaluated_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As by the single runner."""
+    """The single runner does the same."""
     for module in ("mlxrunner.parallel.adapt", "mlxrunner.runner"):
         monkeypatch.setattr(f"{module}.rotators", lambda *_: None)
     given, options = (
@@ -201,7 +201,7 @@ def test_many_that_shift_and_share_in_few_cells() -> None:
 
 
 def test_a_request_that_shifts_needs_no_more_than_a_context() -> None:
-    """Whatever the limit of its answer is."""
+    """The limit of its answer does not matter."""
     with ParallelRunner(*parts("llama"), max_sequences=2, context=CONTEXT, cells=CONTEXT) as runner:
         running = runner.submit([1, 2, 3], max_tokens=200, stop_tokens=[], overflow="shift")
         with pytest.raises(

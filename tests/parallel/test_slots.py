@@ -1,4 +1,4 @@
-"""Which slot a prompt goes to, and how a step is shared."""
+"""A prompt goes to the slot that has most of it, and slots share a step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def slot(
 
 
 def test_the_free_slot_with_the_longest_common_prefix_wins() -> None:
-    """And uses what it has."""
+    """The request uses what the slot has."""
     slots = [slot(0, [1, 2, 9]), slot(1, [1, 2, 3, 4]), slot(2, [])]
     choice = choose(slots, as_tokens([1, 2, 3, 5]))
     assert (choice.slot.number, choice.source.number, choice.matched, choice.ready) == (
@@ -43,7 +43,7 @@ def test_a_longer_prefix_of_a_busy_slot_is_copied_into_the_least_recently_used_o
 
 
 def test_nothing_in_common_goes_to_the_least_recently_used_slot() -> None:
-    """So that what was used lately can be shared longer."""
+    """Tokens that were used lately can be shared longer."""
     slots = [slot(0, [1], used=5), slot(1, [2], used=2), slot(2, [3], used=9)]
     assert choose(slots, as_tokens([8])).slot.number == 1
 
@@ -157,7 +157,7 @@ def test_a_prefix_that_has_been_evaluated_and_is_gone_is_not_waited_for() -> Non
 
 
 def test_one_token_of_a_prompt_is_left_to_evaluate() -> None:
-    """And whether a slot can be resumed is asked for that place, not for the one behind it."""
+    """The slot is asked to resume at that place, not at the one behind it."""
     asked: list[int] = []
     choice = choose(
         [slot(0, [1, 2, 3, 4])],

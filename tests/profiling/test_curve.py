@@ -1,4 +1,4 @@
-"""What a prefill costs, fitted to those that were run."""
+"""The cost of a prefill is fitted to those that were run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_one_chunk_is_enough_for_as_much_again() -> None:
 
 
 def test_nothing_was_saved_in_no_time() -> None:
-    """Which needs no curve."""
+    """No curve is needed for that."""
     assert PrefillCurve().seconds(0, STEP) == 0.0
 
 
@@ -71,7 +71,7 @@ def test_what_would_be_a_guess_is_not_said(
     st.integers(1, 40_000),
 )
 def test_noise_never_makes_it_negative(chunks: list[tuple[int, int, float]], tokens: int) -> None:
-    """Nor anything else than a number or nothing."""
+    """The result is a number or nothing."""
     curve = PrefillCurve()
     for begin, count, seconds in chunks:
         curve.add(begin, begin + count, seconds)

@@ -189,7 +189,7 @@ def test_hashes_are_all_that_is_written_by_default(talk: Callable[..., Any]) -> 
 
 
 def test_raw_prompts_have_text_and_token_ids_nothing(talk: Callable[..., Any]) -> None:
-    """What was never a conversation has no messages."""
+    """A prompt that was never a conversation has no messages."""
     talking = talk("chatml")
     talking.ask("Hello you", "fine")
     assert sides(talking.ask("Hello there", "fine")) == ((None, None, "text"), (None, None, "text"))
@@ -236,5 +236,5 @@ def test_a_character_of_several_tokens_is_not_cut_apart(talk: Callable[..., Any]
 def test_tokens_are_found_in_the_text_whatever_a_decoder_does_to_spaces(
     text: str, decoded: str, begin: int | None, end: int | None
 ) -> None:
-    """And not found where they say something else."""
+    """They are not found where they say something else."""
     assert (_from_begin(text, decoded), _from_end(text, decoded)) == (begin, end)

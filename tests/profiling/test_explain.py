@@ -32,7 +32,7 @@ def events(tmp_path: Path) -> Path:
 
 
 def without_text(event: dict[str, Any]) -> dict[str, Any]:
-    """As it is logged without --log-text."""
+    """Return the event as it is logged without --log-text."""
     divergence = dict(event["divergence"])
     for side in ("common", "previous", "current"):
         divergence[side] = divergence[side] | {"text": None}
@@ -63,7 +63,7 @@ def test_the_last_one_and_the_beginning_of_an_id_will_do(events: Path) -> None:
 
 
 def test_the_file_may_come_from_the_environment(events: Path) -> None:
-    """Then the one argument is the ID."""
+    """The one argument is the ID then."""
     for arguments in (["--last"], ["00000000002a"], ["00000000002"], [str(events), "--last"]):
         result = CliRunner().invoke(
             cli.main,
@@ -93,7 +93,7 @@ def test_what_cannot_be_found_is_said(events: Path, arguments: list[str], messag
 
 
 def test_no_file_and_no_event_are_said(tmp_path: Path) -> None:
-    """As report says it."""
+    """The words are those of `report`."""
     assert "no such file" in run(tmp_path / "nope", "--last").stderr
     (tmp_path / "empty").touch()
     assert "nothing has been logged yet" in run(tmp_path / "empty", "--last").stderr
@@ -171,7 +171,7 @@ def test_both_sides_are_whole_in_a_narrow_terminal(width: int) -> None:
 
 
 def test_logged_text_cannot_drive_the_terminal() -> None:
-    """Nor can roles and models."""
+    """Roles and models cannot drive it either."""
     divergence = example_event()["divergence"]
     evil = "\x1b]0;evil\x07[red]\u202e"
     sides = {
@@ -221,7 +221,7 @@ def test_long_sides_are_compared_by_their_first_words(
 
 
 def test_a_word_that_fills_the_screen_is_cut(tmp_path: Path) -> None:
-    """Whatever a file holds, a side has a bounded size."""
+    """A side has a bounded size, whatever a file holds."""
     event = example_event()
     for side in ("common", "previous", "current"):
         event["divergence"][side]["text"] = "x" * 10**6

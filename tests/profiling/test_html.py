@@ -184,14 +184,14 @@ NOTHING = dict.fromkeys(
 )
 @pytest.mark.parametrize("count", [1, 2, BINS + 5])
 def test_every_page_is_whole(count: int, changes: dict[str, object]) -> None:
-    """However few requests, and whatever is not known of them."""
+    """There may be few requests, of which little is known."""
     text = page(summary_of(count, **changes), ["events.jsonl"])
     assert Elements(text).open_tags == []
     assert not re.search(r"\bnan\b", text)
 
 
 def test_a_page_of_many_requests_is_small() -> None:
-    """What is drawn does not grow with the file."""
+    """The drawing does not grow with the file."""
     assert len(page(summary_of(3000), ["events.jsonl"])) < 600_000
 
 

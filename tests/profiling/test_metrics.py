@@ -129,7 +129,7 @@ def test_labels_are_escaped(file: Path) -> None:
     ],
 )
 def test_a_file_of_somebody_else_is_refused(file: Path, content: str, message: str) -> None:
-    """And left as it is."""
+    """It is left as it is."""
     file.write_text(content)
     with pytest.raises(OptionError, match=message):
         Metrics(file)

@@ -26,7 +26,8 @@ def example(number: int = 0) -> dict[str, Any]:
 
 
 def completed(line: dict[str, Any]) -> dict[str, Any]:
-    """Add the field that older events lack."""
+    """Add the fields that older events lack."""
+    line = {**line, "line": None}
     if line["verify"] is None:
         return line
     return line | {"verify": {"wrong_token": None, **line["verify"]}}
@@ -54,7 +55,7 @@ def test_a_file_of_an_earlier_program_reads_the_same_and_is_written_the_same() -
 
 
 def test_every_field_says_what_it_is() -> None:
-    """And in which unit, in the schema itself."""
+    """The schema itself has each field's meaning and unit."""
 
     def undescribed(schema: dict[str, Any], name: str) -> list[str]:
         own = [] if "description" in schema or "$ref" in schema else [name]
@@ -119,7 +120,7 @@ def test_fields_that_are_not_known_yet_are_no_mistake(tmp_path: Path) -> None:
 
 @given(st.binary(max_size=300))
 def test_garbage_never_raises(data: bytes) -> None:
-    """Whatever the bytes."""
+    """The bytes may be any."""
     import tempfile
 
     with tempfile.NamedTemporaryFile() as file:

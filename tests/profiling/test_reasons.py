@@ -19,7 +19,6 @@ from mlxrunner.runner import Runner
 from mlxrunner.testing import oracle_runner
 
 Lines = Callable[[Path], list[dict[str, Any]]]
-PASTE, PASTED = "\x1b[200~", "\x1b[201~"
 
 
 def run(*arguments: Any, stdin: str = "", code: int = 0) -> Result:
@@ -29,7 +28,7 @@ def run(*arguments: Any, stdin: str = "", code: int = 0) -> Result:
 
 
 def said(events: Path) -> str:
-    """What `mlxrunner explain EVENTS --last` prints, as one line in lower case."""
+    """Return `mlxrunner explain EVENTS --last` as one line in lower case."""
     return " ".join(run("explain", events, "--last").stdout.lower().split())
 
 
@@ -40,7 +39,7 @@ def events(tmp_path: Path) -> Path:
 
 
 def test_the_list_is_the_schema_s_and_has_a_sentence_each() -> None:
-    """And a remedy where there is something to mend."""
+    """A remedy is there where there is something to mend."""
     schema = event_schema()
     reason, part = schema["properties"]["reason"], schema["$defs"]["Side"]["properties"]["part"]
     assert reason["anyOf"] == [{"enum": sorted(REASONS)}, {"type": "null"}]
@@ -311,26 +310,41 @@ def test_what_was_evaluated_in_advance_is_no_interrupted_request(
     assert event["ahead_tokens"] == event["cached_tokens"] > 0
 
 
-def test_interrupted_in_a_terminal(open_screen: Any, events: Path, lines: Lines) -> None:
+# The program, which takes a second for each forward pass until a file is there.
+SLOW = """
+import sys, time
+from pathlib import Path
+from mlxrunner.cli import main
+from mlxrunner.engine.pipeline import Pipeline
+
+forward, file = Pipeline._forward, Path(sys.argv.pop(1))
+
+def slowly(self, *arguments, **options):
+    for _ in range(100):
+        if not file.exists():
+            time.sleep(0.01)
+    return forward(self, *arguments, **options)
+
+Pipeline._forward = slowly
+main()
+"""
+
+
+def test_interrupted_in_a_terminal(
+    open_screen: Any, events: Path, lines: Lines, tmp_path: Path
+) -> None:
     """A long message, Ctrl-C while it is evaluated, and the same message again."""
-    command = (
-        "-m",
-        "mlxrunner",
-        "chat",
-        "--no-type-ahead",
-        "--prefill-step",
-        "1",
-        "--events",
-        str(events),
-    )
-    screen = open_screen(*command, size=(200, 40))
+    go_on = tmp_path / "go on"
+    options = ("--no-type-ahead", "--prefill-step", "4", "--events", str(events))
+    screen = open_screen("-c", SLOW, str(go_on), "chat", *options, size=(200, 40))
     for requests in (1, 2):
         screen.prompt()
-        screen.child.send(f"{PASTE}{'and then ' * 200}{PASTED}\r")
+        screen.child.send("and then " * 30 + "\r")
         if requests == 1:
             screen.until("evaluating")
             screen.child.sendintr()
             screen.until("interrupted")
+            go_on.touch()
         screen.until(lambda requests=requests: events.exists() and len(lines(events)) == requests)
     stopped, again = lines(events)
     assert (stopped["finish"], stopped["completion_tokens"]) == ("interrupted", 0)
@@ -631,14 +645,14 @@ def told(events: Path, page: Path) -> tuple[dict[str, Any], str, str, str]:
     words = " ".join(run("report", events, "--html", page).stdout.split())
     ids = [json.loads(line)["id"] for line in events.read_text().splitlines()]
     explained = " ".join(" ".join(run("explain", events, one).stdout for one in ids).split())
-    return made, words, page.read_text(), explained
+    return made, words, page.read_text().lower(), explained
 
 
 @pytest.mark.parametrize("parallel", [1, 4])
 def test_a_batch_that_evaluates_the_tree_has_lost_nothing(
     parallel: int, batch: Path, events: Path, tmp_path: Path, lines: Lines
 ) -> None:
-    """And nobody is told to change anything: report, page and explain say the same."""
+    """Report, page and explain say the same, and tell nobody to change anything."""
     run("batch", batch, "-o", tmp_path / "out", "--parallel", parallel, "--events", events)
     made, words, page, explained = told(events, tmp_path / "page.html")
     assert made["tokens"]["lost"] <= (0 if parallel == 1 else 16)

@@ -60,7 +60,7 @@ def test_every_figure_is_there_at_every_width(summary: Summary, width: int) -> N
 
 
 def test_what_is_not_known_is_not_called_nothing() -> None:
-    """Of parallel requests nobody knows what was saved, and their times overlap."""
+    """The savings of parallel requests are not known, and their times overlap."""
     made = Summary()
     made.add(as_event(example_event(saved_s=None, max_sequences=4)))
     assert re.search(r"time saved +- *\n", printed(made, 200))

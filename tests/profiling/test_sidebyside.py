@@ -200,7 +200,7 @@ def test_sorted_by_prefix_is_what_a_sorted_batch_does(name: str, tmp_path: Path)
 
 
 def test_usual_slots_leave_out_those_there_were(tmp_path: Path) -> None:
-    """And a log of one at a time has none to change."""
+    """A log of one at a time has none to change."""
     logged_batch("llama", tmp_path / "log", 4)
     names = list(rows(simulate([tmp_path / "log"])))
     assert [name for name in names if "slots" in name] == ["2 slots", "8 slots", "16 slots"]
@@ -209,7 +209,7 @@ def test_usual_slots_leave_out_those_there_were(tmp_path: Path) -> None:
 def test_keys_that_could_not_be_moved_are_not_moved_on_paper(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is kept in a full context is evaluated again, and others share it."""
+    """Tokens kept in a full context are evaluated again, and others share them."""
     monkeypatch.setattr("mlxrunner.parallel.adapt.rotators", lambda *_: None)
     file, rng = tmp_path / "log", random.Random(5)
     trunk, profile = some(rng, 50), Profile(tokens=file)
@@ -229,7 +229,7 @@ def test_keys_that_could_not_be_moved_are_not_moved_on_paper(
 
 
 def test_a_request_that_is_not_in_the_log_is_said(tmp_path: Path) -> None:
-    """As after a process that was killed while it ran: those that shared its tokens find less."""
+    """A process was killed while it ran: those that shared its tokens find less."""
     file = tmp_path / "log"
     logged_batch("llama", file, 3)
     lines = [json.loads(line) for line in file.read_text().splitlines()]
@@ -260,7 +260,7 @@ def test_a_request_that_is_not_in_the_log_is_said(tmp_path: Path) -> None:
         "stuck",
         "beside",
         "cells",
-        "max_batch",
+        "prefill_step",
     ],
 )
 def test_what_makes_no_sense_crashes_nothing(name: str, tmp_path: Path) -> None:
@@ -281,3 +281,28 @@ def test_what_makes_no_sense_crashes_nothing(name: str, tmp_path: Path) -> None:
         result = CliRunner().invoke(cli.main, ["simulate", str(file)])
         assert result.exit_code in (0, 2), (value, result.output)
         assert "internal error" not in result.output
+
+
+def test_a_log_that_says_max_batch_is_replayed_as_well(tmp_path: Path) -> None:
+    """Older programs wrote it beside a `prefill_step` of a runner alone."""
+    file = tmp_path / "log"
+    logged_batch("gemma3_text", file, 3)
+    now = simulate([file])
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    first = lines[0]
+    assert first["prefill_step"] == 64
+    first |= {"max_batch": first["prefill_step"], "prefill_step": 2048}
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    earlier = simulate([file])
+    assert earlier.agreed == now.agreed == now.requests > 0
+
+
+def test_a_runner_with_one_slot_is_logged(tmp_path: Path) -> None:
+    """It has no entry of its own, like one with several."""
+    with (
+        Profile(tokens=tmp_path / "log") as profile,
+        ParallelRunner(*parts("gemma3_text"), max_sequences=1, context=64) as runner,
+    ):
+        profile.watch(runner)
+        runner.complete([1, 2, 3], max_tokens=2)
+    assert len((tmp_path / "log").read_text().splitlines()) == 2

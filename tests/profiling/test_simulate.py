@@ -284,7 +284,7 @@ def log_of(file: Path, *models: tuple[list[str], bool]) -> None:
 def test_each_model_is_replayed_with_its_own_layers(
     tmp_path: Path, first: list[str], is_new: bool
 ) -> None:
-    """What acts on any layer is tried, and no model finds what another has evaluated."""
+    """Changes that act on any layer are tried, and no model finds what another evaluated."""
     second = ["full", "sliding"] if first == ["full"] else ["full"]
     log_of(tmp_path / "log", (first, True), (second, is_new))
     log_of(tmp_path / "1", (first, True))
@@ -427,7 +427,7 @@ def test_two_entries_hold_two_conversations() -> None:
 
 
 def test_a_conversation_that_shares_little_goes_on_in_a_copy() -> None:
-    """What both share is reused, and the first one stays whole."""
+    """The common tokens are reused, and the first conversation stays whole."""
     system = list(range(10))
     first, second = [*system, *range(100, 130)], [*system, *range(200, 230)]
     again = Replay(process(), ReplaySettings(entries=2))
@@ -622,7 +622,7 @@ def test_parallel_requests_of_older_logs_are_left_out(log: Path) -> None:
 
 
 def test_broken_lines_are_skipped_with_a_count(log: Path) -> None:
-    """And what was lost with them is said, too."""
+    """The requests that were lost with them are said, too."""
     lines = log.read_text().splitlines()
     lines[3] = lines[3][:40]
     log.write_text("\n".join(lines) + "\n")

@@ -174,7 +174,7 @@ def test_memory_is_bounded_whatever_the_file_says() -> None:
 
 
 def test_a_place_is_named_by_role_and_part() -> None:
-    """As far as they are known."""
+    """Both are named as far as they are known."""
     divergence = example_event()["divergence"]
     assert place_of(as_event(example_event())) == "assistant: text"
     assert (
@@ -189,7 +189,7 @@ def test_a_place_is_named_by_role_and_part() -> None:
 
 
 def test_the_json_form_is_json_without_text_of_prompts() -> None:
-    """What --json prints can be stored anywhere."""
+    """The output of --json can be stored anywhere."""
     printed = json.dumps(summary_of(*afternoon(50), example_event()).as_dict(), allow_nan=False)
     assert "Your name is" not in printed
     assert json.loads(printed)["requests"] == 51

@@ -113,7 +113,7 @@ def test_a_shifted_entry_is_written_whole(log: Path) -> None:
 
 
 def test_a_lost_line_takes_those_that_share_with_it(log: Path) -> None:
-    """And no more; others are read, each with its count."""
+    """It takes no more; others are read, each with its count."""
     runner, profile = watched(log)
     for prompt in ([1, 2], [1, 2, 3], [1, 2, 4], [7, 8]):
         list(runner.generate(prompt, max_tokens=1))
@@ -140,7 +140,7 @@ def test_a_lost_line_takes_those_that_share_with_it(log: Path) -> None:
     ids=str,
 )
 def test_a_line_that_makes_no_sense_is_skipped(log: Path, change: dict[str, Any]) -> None:
-    """Whatever is in it."""
+    """Anything may be in it."""
     runner, profile = watched(log)
     for prompt in ([1, 2], [1, 2, 3]):
         list(runner.generate(prompt, max_tokens=1))
@@ -162,7 +162,7 @@ def test_two_processes_in_one_file(log: Path) -> None:
 
 
 def test_the_layers_of_other_models_are_told(log: Path) -> None:
-    """What a window and a state need to be replayed."""
+    """A window and a state have what is needed to replay them."""
     runner, profile = watched(
         log, kinds=("sliding", "full", "recurrent", "sliding"), rewind_slack=5
     )

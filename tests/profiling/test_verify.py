@@ -161,7 +161,7 @@ def spoil(cache: Any) -> None:
 
 
 def test_not_a_number_is_a_difference() -> None:
-    """What compares as false with everything."""
+    """It compares as false with everything."""
     runner, events = watched()
     ask(runner, "the quick brown fox")
     for cache in runner.entry.caches:
@@ -174,7 +174,7 @@ def test_not_a_number_is_a_difference() -> None:
     ("share", "chosen"), [(0.0, []), (0.25, [4]), (0.5, [3, 4]), (1.0, [2, 3, 4, 5])]
 )
 def test_the_share_is_chosen_by_chance(share: float, chosen: list[int]) -> None:
-    """Of the warm requests, each by itself: a process of few requests is no exception."""
+    """Each warm request is drawn by itself: a process of few requests is no exception."""
     numbers = iter([0.7, 0.4, 0.1, 0.99])
     runner, events = watched(verify=share, chance=lambda: next(numbers))
     for _ in range(5):
@@ -215,7 +215,7 @@ def test_sampled_answers_are_verified_by_their_logits() -> None:
 
 
 def test_a_shifted_entry_is_not_held_against_a_cold_run() -> None:
-    """What a shift keeps was evaluated with the dropped tokens in sight: that is no mistake."""
+    """A shift keeps tokens that had the dropped ones in sight: that is no mistake."""
     runner, events = watched(context=48)
     ask(runner, "the quick brown fox", overflow="shift", max_tokens=60)
     ask(runner, list(runner.entry.tokens), overflow="shift", max_tokens=2)
@@ -254,7 +254,7 @@ def test_ctrl_c_while_verifying_loses_no_event(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_strict_raises_at_the_end_and_only_then() -> None:
-    """And never hides another error."""
+    """It never hides another error."""
     profile = Profile()
     profile.verified, profile.failed = 3, 1
     with (

@@ -18,7 +18,7 @@ from mlxrunner.profiling.record.writer import KEPT, LineWriter
 
 
 def test_lines_are_appended_to_what_is_there(tmp_path: Path) -> None:
-    """And only the owner can read a file that was made."""
+    """Only the owner can read a file that was made."""
     file = tmp_path / "events"
     for word in ("a", "b"):
         writer = LineWriter(file)
@@ -131,7 +131,7 @@ def test_a_file_that_can_not_be_written_is_said_at_once(tmp_path: Path) -> None:
 def test_a_full_disk_is_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many lines are lost to it."""
+    """The number of lost lines does not matter."""
     writer = LineWriter(tmp_path / "events")
     monkeypatch.setattr(
         os,
@@ -149,7 +149,7 @@ def test_a_full_disk_is_one_warning(
 def test_what_a_full_disk_cut_off_is_taken_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that the next line is whole."""
+    """The next line is whole."""
     file, write = tmp_path / "events", os.write
     writer = LineWriter(file)
     writer.write("first")
@@ -161,7 +161,7 @@ def test_what_a_full_disk_cut_off_is_taken_back(
 
 
 def test_a_line_behind_one_that_was_cut_off_is_whole(tmp_path: Path) -> None:
-    """Somebody else's, or of a machine that lost its power."""
+    """The torn line is somebody else's, or of a machine that lost its power."""
     file = tmp_path / "events"
     file.write_text('{"cut": ')
     writer = LineWriter(file, first=lambda: "head")
@@ -188,7 +188,7 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_stream_gets_lines_and_is_never_rotated(tmp_path: Path) -> None:
-    """What a shell gave: `--events >(command)`, /dev/stderr."""
+    """A shell gives streams: `--events >(command)`, /dev/stderr."""
     with (tmp_path / "out").open("wb") as stream:
         writer = LineWriter(f"/dev/fd/{stream.fileno()}", limit=4, first=lambda: "head")
         writer.write("abc")

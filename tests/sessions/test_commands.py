@@ -57,12 +57,12 @@ class Talk:
         return [*out.splitlines(), *err.splitlines()]
 
     def leave(self) -> None:
-        """As Ctrl-D."""
+        """Leave the chat as Ctrl-D does."""
         self.saving.end(self.chat)
         self._open.close()
 
     def give_up(self) -> None:
-        """As kill -9, but for the lock."""
+        """End the chat as kill -9 does, but release the lock."""
         self._open.pop_all()
         self.saving._lock.close()
 

@@ -126,7 +126,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(data: Path, arguments: list[str], lines: str = "") -> str:
-    """What a command says about it, which is never an internal error."""
+    """Return what a command says about it, which is never an internal error."""
     result = CliRunner().invoke(
         cli.main, arguments, input=lines, env={"MLXRUNNER_DATA": str(data), "HF_HUB_OFFLINE": "1"}
     )
@@ -167,7 +167,7 @@ def test_no_session_ends_a_command_in_an_internal_error(
 
 
 def test_a_session_from_the_end_of_time_is_listed(made: Path, tmp_path: Path) -> None:
-    """Whatever it says about when it was saved, and whatever lies beside it."""
+    """Its time of saving, and the files beside it, may be any."""
     shutil.copytree(made, tmp_path / "data")
     for saved_at in ("1" + "0" * 400, "-" + "1" * 400, "1e308", "1e999", "-1"):
         file = tmp_path / "data" / "sessions" / "a" / TEXT
@@ -181,7 +181,7 @@ def test_a_session_from_the_end_of_time_is_listed(made: Path, tmp_path: Path) ->
     "model", ["x" * 100_000, "a\0b", "~nobody/x", "\ud800", "/" + "y/" * 5000, "\n", ""]
 )
 def test_a_model_that_no_file_can_be_is_one_line(made: Path, tmp_path: Path, model: str) -> None:
-    """As the session names it."""
+    """The session names it."""
     shutil.copytree(made, tmp_path / "data")
     file = tmp_path / "data" / "sessions" / "a" / TEXT
     file.write_text(json.dumps(json.loads(file.read_text()) | {"model": model}))

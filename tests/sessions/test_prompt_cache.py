@@ -228,7 +228,7 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
 def test_a_damaged_file_is_one_line(file: Path, damage: Callable[[bytes], bytes]) -> None:
-    """Whatever mlx-lm would make of it."""
+    """mlx-lm may make anything of it."""
     made = Tiny("llama")
     file.write_bytes(damage(file.read_bytes()))
     with pytest.raises(SessionError) as caught:
@@ -254,7 +254,7 @@ def test_a_file_that_can_not_be_read_or_written_is_one_line(tmp_path: Path) -> N
 
 
 def test_bits_that_a_model_cannot_have_are_an_error_in_one_line(tmp_path: Path, file: Path) -> None:
-    """As where it is run with them: heads of 16 numbers."""
+    """Heads of 16 numbers are refused here as where they are run."""
     write_model(tmp_path / "lfm2", "lfm2")
     with pytest.raises(
         OptionError,

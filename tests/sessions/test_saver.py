@@ -701,7 +701,7 @@ def test_a_truncated_file_is_one_line(
 def test_a_foreign_file_is_one_line(
     damaged: Callable[[], tuple[Runner, str]], store: SessionStore, content: bytes
 ) -> None:
-    """Of any other kind."""
+    """It may be of any other kind."""
     (store.folder / "one" / CACHE).write_bytes(content)
     assert damaged()[1].startswith("its text is kept, its caches are dropped: the cache ")
 

@@ -16,7 +16,7 @@ VOCAB = 300
 
 
 def is_kept(history: History, tokenizer: ByteTokenizer | None = None) -> bool:
-    """Whether the tokens stay, with a tokenizer of bytes unless another one is given."""
+    """Return True if the tokens stay, by default with a tokenizer of bytes."""
     session = Session("x", {"main": Branch(), "other": Branch(None, history)})
     found = session.forget_mismatched(tokenizer or ByteTokenizer(), VOCAB)
     after = session.branches["other"].history
@@ -44,7 +44,7 @@ def test_tokens_of_the_text_are_kept(text: str) -> None:
 
 
 def test_halves_of_characters_may_take_others_with_them() -> None:
-    """As some tokenizers decode them: at most one for each."""
+    """Some tokenizers decode them so: at most one for each."""
 
     class Greedy(ByteTokenizer):
         def decode(self, tokens: object) -> str:
@@ -107,7 +107,7 @@ def test_what_a_full_context_has_dropped_is_not_missed(shifted: Conversation) ->
 
 
 def test_tokens_of_a_real_tokenizer_are_known() -> None:
-    """Whatever was said, answers that were stopped in the middle included."""
+    """Any answer is, one that was stopped in the middle included."""
     conversation = Conversation(
         Runner.load("demo", reserve=False),
         "Be brief.",

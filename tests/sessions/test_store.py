@@ -48,7 +48,7 @@ def buffer(value: int, size: int = 1000) -> Buffer:
 
 @contextmanager
 def files_of_at_most(nbytes: int) -> Iterator[None]:
-    """As a disk with so much room."""
+    """Limit the size of files, like a disk with so much room."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
     try:
@@ -182,7 +182,7 @@ def test_what_is_no_file_is_refused(store: SessionStore) -> None:
     ids=range(13),
 )
 def test_a_text_that_is_none_of_ours_is_one_line(store: SessionStore, text: str) -> None:
-    """Whatever it is."""
+    """It may be anything."""
     store.save("one", session())
     (store.folder / "one" / TEXT).write_bytes(text.encode("latin-1"))
     with pytest.raises(SessionError) as caught:
@@ -286,7 +286,7 @@ def test_what_is_saved_is_on_the_disk_in_whole(
 
 
 def test_a_session_that_could_not_be_begun_is_not_there(store: SessionStore) -> None:
-    """Nor is its folder."""
+    """Its folder is not there either."""
     with files_of_at_most(10), pytest.raises(SessionError):
         store.save("one", session())
     assert list(store.folder.iterdir()) == []

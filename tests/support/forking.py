@@ -31,7 +31,7 @@ mlx_lm.models.llama prompt_toolkit.shortcuts rich.live rich.markdown
 mlxrunner.chat.start mlxrunner.chat.editor mlxrunner.chat.markdown mlxrunner.cli.chat
 mlxrunner.cli.generate mlxrunner.cli.recording mlxrunner.loading mlxrunner.testing
 """.split()
-"""What most programs import. Importing it starts no thread."""
+"""Modules that most programs import. Importing them starts no thread."""
 INTEGER = struct.Struct("i")
 
 

@@ -140,7 +140,7 @@ _TINY: dict[str, dict[str, Any]] = {
         }
     },
 }
-"""What other architectures need beside, or other than, the settings of a Llama."""
+"""Settings of other architectures that a Llama lacks, or has with another value."""
 ARCHITECTURES: dict[str, set[str]] = {
     "llama": {"full"},
     "mistral": {"full"},

@@ -42,7 +42,7 @@ class Screen:
         self.child.delaybeforesend = None
 
     def read(self, seconds: float = 0.0) -> bool:
-        """What the program wrote by now; whether there was anything."""
+        """Read what the program wrote by now; return True if there was anything."""
         try:
             text = self.child.read_nonblocking(65536, timeout=seconds)
         except pexpect.TIMEOUT:

@@ -36,7 +36,7 @@ def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[st
 
 
 def test_where_nothing_can_be_read_there_is_no_limit(system: object) -> None:
-    """As on macOS."""
+    """macOS has nothing to read."""
     assert limits.limits() == []
     assert device._available(7) == 7
 
@@ -138,7 +138,7 @@ def test_a_limited_process_says_that_it_does_not_fit(command: list[str]) -> None
 
 @linux
 def test_doctor_names_the_limit() -> None:
-    """Which one it is, as nobody sees it otherwise."""
+    """It says which one it is, as nobody sees it otherwise."""
     script = (
         "import resource; resource.setrlimit(resource.RLIMIT_AS, (5 * 2**30,) * 2)\n"
         "from mlxrunner.system.doctor import findings; print(findings()[2].value)"

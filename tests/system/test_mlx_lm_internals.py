@@ -33,7 +33,7 @@ def test_the_installed_version_is_one_of_those_tried() -> None:
 
 
 def test_the_allowed_versions_begin_with_one_that_was_tried() -> None:
-    """And end before the next one that may change what is private."""
+    """They end before the next one that may change what is private."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (bound,) = [name for name in project["dependencies"] if name.startswith("mlx-lm")]
     assert bound == f"mlx-lm>={internals.VERSIONS[0]},<0.33"

@@ -46,7 +46,7 @@ def test_the_file_that_was_opened_is_told_with_its_size(tmp_path: Path) -> None:
 
 
 def test_a_file_that_says_it_is_empty_is_bounded_all_the_same() -> None:
-    """As those in /proc do."""
+    """Files in /proc say that."""
     if not Path("/proc/self/status").exists():
         pytest.skip("no /proc")
     assert b"Name:" in read_bytes("/proc/self/status", 2**20)
@@ -144,7 +144,7 @@ def test_a_text_is_utf8(tmp_path: Path) -> None:
 
 
 def test_a_file_is_found_in_an_open_directory(tmp_path: Path) -> None:
-    """And in no other one."""
+    """It is found in no other one."""
     (tmp_path / "file").write_text("here")
     folder = os.open(tmp_path, os.O_RDONLY)
     assert read_text("file", 100, dir_fd=folder) == "here"
@@ -176,7 +176,7 @@ def test_what_is_no_json_is_one_line(content: bytes, message: str, tmp_path: Pat
 
 
 def test_json_may_say_a_thing_twice_if_it_is_the_same(tmp_path: Path) -> None:
-    """As some published files do."""
+    """Some published files do."""
     file = tmp_path / "x.json"
     file.write_text('{"a": [1, {"b": null}], "a": [1, {"b": null}]}')
     assert read_json(file, 100) == {"a": [1, {"b": None}]}

@@ -61,7 +61,7 @@ def test_a_name_that_cannot_be_given_leaves_nothing_behind(file: Path) -> None:
 
 
 def test_a_link_is_refused_and_stays(file: Path, tmp_path: Path) -> None:
-    """Somebody else may have put it there: neither it nor what it points to is written."""
+    """Neither the link nor its target is written: somebody else may have put it there."""
     link = tmp_path / "link"
     link.symlink_to(file)
     for writer in (
@@ -162,7 +162,7 @@ def test_a_file_with_another_name_is_refused(file: Path, tmp_path: Path) -> None
 
 
 def test_a_file_of_another_user_is_refused(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who could read what is written to it, or change it."""
+    """The other user could read what is written to it, or change it."""
     file.touch(0o600)
     monkeypatch.setattr(os, "geteuid", lambda: file.stat().st_uid + 1)
     for opened in (
@@ -250,7 +250,7 @@ def test_a_stream_that_cannot_be_written_to_is_said(file: Path) -> None:
 
 
 def test_the_null_device_is_a_stream_by_any_name(null: Path) -> None:
-    """What is written is gone, and it stays what it is."""
+    """Text written to it is gone, and it stays a device."""
     before = null.lstat()
     assert is_stream(null)
     with os.fdopen(open_stream(null), "wb") as stream:

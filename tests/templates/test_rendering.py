@@ -43,7 +43,7 @@ def test_the_mark_of_the_answer_is_left_out_on_request(tokenizers: dict[str, Tok
 def test_a_system_prompt_that_the_template_refuses_is_put_before_the_user(
     tokenizers: dict[str, Tokenizer], kind: str
 ) -> None:
-    """Of the first message, a blank line between them."""
+    """It begins the first user message, with a blank line behind it."""
     messages: Any = [
         {"role": "system", "content": "Be brief."},
         *USER,
@@ -128,7 +128,7 @@ def test_a_template_gets_nothing_out_of_its_sandbox(
 def test_a_template_can_not_change_the_conversation(
     copy_of: Callable[..., Path], kind: str
 ) -> None:
-    """What it does to its messages is an error or does not reach ours."""
+    """A change of its messages is an error or does not reach ours."""
     tokenizer = load_tokenizer(
         copy_of(
             kind, chat_template="{% set x = messages.append(1) %}{% set y = messages[0].clear() %}x"
@@ -233,7 +233,7 @@ def test_more_than_role_and_content_is_passed_over(tokenizer: Tokenizer) -> None
 
 @pytest.mark.parametrize("kind", ["spm_prefix", "byte_level"])
 def test_a_template_is_told_what_it_may_look_at(copy_of: Callable[..., Path], kind: str) -> None:
-    """As `enable_thinking`; what it does not look at changes nothing."""
+    """`enable_thinking` is one; a variable that it does not look at changes nothing."""
     template = (
         "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if enable_thinking is defined and "
         "not enable_thinking %}!{% endif %}"

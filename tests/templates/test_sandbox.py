@@ -9,7 +9,7 @@ import pytest
 
 from mlxrunner import PromptError
 from mlxrunner.errors import TemplateLimitError
-from mlxrunner.templates import sandbox
+from mlxrunner.templates import budget
 from mlxrunner.templates.rendering import render_jinja
 from mlxrunner.tokenizer import load_tokenizer
 
@@ -60,7 +60,7 @@ EVERYDAY = {
 
 @pytest.mark.parametrize("template", EVERYDAY.values(), ids=EVERYDAY)
 def test_a_template_makes_the_same_text_as_in_transformers(template: str) -> None:
-    """Whatever it uses."""
+    """It may use anything."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     theirs: Any = render_jinja_template(
@@ -160,7 +160,7 @@ def test_a_template_that_does_not_end_is_stopped(
     template: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the processor's time, which a busy machine does not shorten."""
-    monkeypatch.setattr(sandbox, "MOST_SECONDS", 0.05)
+    monkeypatch.setattr(budget, "MOST_SECONDS", 0.05)
     with pytest.raises(TemplateLimitError, match="stopped"):
         render_jinja(template, MESSAGES, True)
 
@@ -169,8 +169,8 @@ def test_a_template_that_is_stopped_for_each_prompt_takes_no_longer_than_twice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each time half as long, so that a batch of many lines ends, too."""
-    monkeypatch.setattr(sandbox, "MOST_SECONDS", 0.4)
-    monkeypatch.setattr(sandbox, "LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(budget, "MOST_SECONDS", 0.4)
+    monkeypatch.setattr(budget, "LEAST_SECONDS", 0.0)
     template = AGAIN * 2 + "{# for each prompt #}" + "{% endfor %}" * 2
     said = []
     for _ in range(10):
@@ -194,7 +194,7 @@ def test_a_template_that_is_stopped_for_each_prompt_takes_no_longer_than_twice(
     ids=["brackets", "blocks", "sums", "macro", "loop"],
 )
 def test_what_is_nested_too_deeply_is_an_ordinary_error(template: str) -> None:
-    """Of Python, which a conversation turns into one line."""
+    """Python raises it, and a conversation turns it into one line."""
     with pytest.raises(RecursionError):
         render_jinja(template, MESSAGES, True)
 

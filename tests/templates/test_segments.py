@@ -129,7 +129,7 @@ EXPECTED = {
 
 
 def test_every_character_has_its_place(family: Any) -> None:
-    """As the template lays it out, whatever the texts say."""
+    """The places are the template's, whatever the texts say."""
     assert parts(family.tokenizer, CHAT) == EXPECTED[family.name]
 
 
@@ -152,7 +152,7 @@ def test_thinking_that_the_template_writes_is_a_part_of_its_message(
 def test_thinking_that_the_template_strips_leaves_the_text(
     family_tokenizers: dict[str, Tokenizer],
 ) -> None:
-    """Of earlier turns."""
+    """The thinking is that of earlier turns."""
     messages = [
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": "<think>\nwhy\n</think>\n\nb"},
@@ -220,7 +220,7 @@ def test_what_the_template_can_not_tell_is_left_open(
 def test_a_template_that_refuses_the_marks_says_nothing(
     family_tokenizers: dict[str, Tokenizer],
 ) -> None:
-    """Nor does it raise."""
+    """It does not raise either."""
     from mlxrunner.errors import PromptError
 
     def refuse(*_: Any, **__: Any) -> str:

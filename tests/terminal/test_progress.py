@@ -1,16 +1,18 @@
-"""How far long work is: on stderr, in a terminal a bar that goes away."""
+"""Long work shows its progress on stderr, in a terminal as a bar that goes away."""
 
 from __future__ import annotations
 
 import io
+import logging
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 from support.waiting import PATIENCE_S
 
 from mlxrunner.terminal import progress
+from mlxrunner.terminal.logs import log_to_stderr
 from mlxrunner.terminal.progress import PrefillProgress, Progress, Steps, loading, reading
 
 
@@ -22,7 +24,7 @@ class Screen(io.StringIO):
 
     @property
     def text(self) -> str:
-        """What was shown, without the escapes."""
+        """Return what was shown, without the escapes."""
         return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.getvalue())
 
     def until(self, shown: str) -> None:
@@ -73,7 +75,7 @@ def test_without_a_terminal_a_line_comes_every_few_seconds(
 def test_quiet_is_quiet(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, has_stderr: bool
 ) -> None:
-    """So is a process without stderr."""
+    """A process without stderr is quiet, too."""
     if not has_stderr:
         monkeypatch.setattr("sys.stderr", None)
     shown = Progress(has_bar=True, line_every_s=0.0, is_quiet=has_stderr)
@@ -161,3 +163,36 @@ def test_reading_is_counted_in_a_terminal_only(monkeypatch: pytest.MonkeyPatch) 
     with reading("events") as count:
         count(1)
     assert file.getvalue() == ""
+
+
+def test_a_log_line_comes_above_the_bar(
+    monkeypatch: pytest.MonkeyPatch, quiet_logger: logging.Logger
+) -> None:
+    """The bar is drawn again below it; the handler was made before the bar."""
+    screen = terminal(monkeypatch)
+    log_to_stderr(logging.INFO)
+    bar = Progress()
+    bar.update("working")
+    screen.until("working")
+    drawn = bar._live
+    assert drawn is not None
+    with drawn._lock:  # the bar is not drawn meanwhile
+        before = len(screen.getvalue())
+        quiet_logger.info("a line with \x1b[2J in it")
+        after = screen.getvalue()[before:]
+    bar.close()
+    line, bar_again = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", after).strip("\r\n").split("\n", 1)
+    assert line.strip() == r"a line with \x1b[2J in it"
+    assert "working" in bar_again
+    quiet_logger.info("the last one")
+    assert screen.getvalue().endswith("the last one\n")
+
+
+@pytest.fixture
+def quiet_logger() -> Iterator[logging.Logger]:
+    """The logger of the package, as it was before, when the test ends."""
+    logger = logging.getLogger("mlxrunner")
+    before = logger.handlers, logger.level
+    yield logger
+    logger.handlers, _ = before
+    logger.setLevel(before[1])

@@ -48,7 +48,7 @@ def test_more_of_them_do_nothing_once_the_first_was_seen() -> None:
 
 
 def test_a_batch_can_be_interrupted_after_the_first_was_seen() -> None:
-    """What is running may last: the second press ends that, too."""
+    """Work that is running may last: the second press ends that, too."""
     with (
         Interrupts() as interrupts,
         interrupts.asking(is_settled_when_seen=False) as interrupted,
@@ -131,7 +131,7 @@ def inherited(handler: signal.Handlers) -> Iterator[None]:
 
 
 def test_a_background_job_goes_on_ignoring_it() -> None:
-    """As the shell that has started it wants."""
+    """The shell that has started it wants that."""
     with inherited(signal.SIG_IGN):
         with (
             Interrupts() as interrupts,
@@ -188,7 +188,7 @@ def test_afterwards_it_is_as_it_was(before: object) -> None:
 
 
 def test_what_a_handler_says_is_a_line(capfd: pytest.CaptureFixture[str]) -> None:
-    """Of its own, whatever stands before it; a terminal that is gone is no error."""
+    """It has a line of its own after any text; a terminal that is gone is no error."""
     say_now("ending")
     assert capfd.readouterr().err == "\nending\n"
     kept = os.dup(2)

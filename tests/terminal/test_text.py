@@ -1,4 +1,4 @@
-"""What a model prints can't drive the terminal."""
+"""A model's text can't drive the terminal."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def test_text_is_encoded_as_the_file_says(
 def test_a_class_name_in_the_configuration_changes_no_tokens(
     copy_of: Callable[..., Path], kind: str, name: str | None, model_type: str, text: str
 ) -> None:
-    """As published Llama and Mistral models have them, right or wrong."""
+    """Published Llama and Mistral models have one, right or wrong."""
     from tokenizers import Tokenizer
 
     folder = copy_of(kind, tokenizer_class=name)
@@ -119,7 +119,7 @@ def test_a_beginning_token_that_nothing_puts_in_front_is_not_wanted(
 def test_a_tokenizer_without_an_end_token_works(
     copy_of: Callable[..., Path], templates: dict[str, str]
 ) -> None:
-    """Then only the template's end of a turn stops an answer."""
+    """Only the template's end of a turn stops an answer then."""
     tokenizer = load_tokenizer(copy_of("byte_level", eos_token=None))
     assert tokenizer.stop_tokens == set(tokenizer.encode_more("<|im_end|>"))
     assert tokenizer.decode(tokenizer.encode_more(" hi")) == " hi"
@@ -147,7 +147,7 @@ def test_nobody_is_asked_whether_code_may_run(
 
 
 def test_a_folder_of_other_files_has_no_tokenizer(tmp_path: Path) -> None:
-    """And it is said which files are needed."""
+    """The error says which files are needed."""
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "notes.txt").write_text("x")
     with pytest.raises(ModelError) as error:

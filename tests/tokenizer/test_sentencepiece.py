@@ -64,7 +64,7 @@ def test_text_is_encoded_as_sentencepiece_itself_does(
 def test_the_space_in_front_is_taken_away_once(
     prefix: SentencePieceTokenizer, plain: SentencePieceTokenizer
 ) -> None:
-    """And only by the tokenizer that adds it."""
+    """Only the tokenizer that adds it takes it away."""
     assert prefix.decode(prefix.encode_more(" x")) == " x"
     assert prefix.decode(prefix.encode_more("x")) == "x"
     assert plain.decode(plain.encode_more(" x")) == " x"
@@ -116,7 +116,7 @@ def test_tokens_beyond_the_pieces_are_known(copy_of: Callable[..., Path], place:
 def test_an_added_end_of_turn_that_the_template_writes_is_a_stop(
     copy_of: Callable[..., Path], templates: dict[str, str]
 ) -> None:
-    """As in many chat models that were made from Mistral."""
+    """Many chat models that were made from Mistral have one."""
     added = {"420": {"content": "<|im_end|>"}, "421": {"content": "<|im_start|>"}}
     tokenizer = load_tokenizer(
         copy_of("spm_prefix", added_tokens_decoder=added, chat_template=templates["chatml"])
@@ -132,7 +132,7 @@ def test_an_added_end_of_turn_that_the_template_writes_is_a_stop(
 def test_end_and_beginning_may_be_named_in_the_configuration(
     copy_of: Callable[..., Path], name: Any
 ) -> None:
-    """As text or as an object, also beyond the pieces."""
+    """They are texts or objects, also beyond the pieces."""
     added = {"420": {"content": "<|im_end|>"}}
     folder = copy_of(
         "spm_plain",
@@ -286,7 +286,7 @@ def test_a_template_is_a_text_or_the_default_of_a_list(
 
 
 def test_a_chat_template_json_is_read(copy_of: Callable[..., Path]) -> None:
-    """As some processors have it; tokenizer_config.json comes first."""
+    """Some processors have one; tokenizer_config.json comes first."""
     folder = copy_of("spm_prefix", chat_template=None)
     (folder / "chat_template.json").write_text('{"chat_template": "from json"}')
     assert load_tokenizer(folder).render([{"role": "user", "content": "hi"}]) == "from json"

@@ -52,7 +52,7 @@ def streamed(tokenizer: Tokenizer, context: Sequence[int], tokens: Sequence[int]
 
 
 def decoded_after(tokenizer: Tokenizer, context: Sequence[int], tokens: Sequence[int]) -> str:
-    """What decoding everything at once adds to the context."""
+    """Return what decoding everything at once adds to the context."""
     before = tokenizer.decode(context)
     text = tokenizer.decode([*context, *tokens])
     assert text.startswith(before)
@@ -92,7 +92,7 @@ def test_a_stream_cut_anywhere_shows_whole_characters_and_marks_the_broken_one(
 def test_a_stream_goes_on_from_any_context_that_ends_with_a_character(
     tokenizer: Tokenizer, text: str, data: Any
 ) -> None:
-    """Whatever tokens the context and the answer share a text by."""
+    """The context and the answer may share a text in any way."""
     tokens = tokenizer.encode("a" + text)
     at = data.draw(st.integers(1, len(tokens)))
     while tokenizer.decode(tokens[:at]).endswith(BROKEN):
@@ -109,7 +109,7 @@ def test_a_stream_goes_on_from_any_context_that_ends_with_a_character(
 def test_a_stream_of_random_tokens_adds_up_to_the_decoded_text(
     tokenizers: dict[str, Tokenizer], kind: str, data: Any
 ) -> None:
-    """However broken the bytes are, and for as long as they are."""
+    """The bytes may be broken in any way, for any length."""
     tokenizer = tokenizers[kind]
     context = tokenizer.encode("a dog")
     byte_like = st.integers(0, 260)
@@ -195,7 +195,7 @@ def test_a_context_that_ends_within_a_character_is_completed(
 def test_a_context_that_ends_within_a_character_costs_no_more_than_that_one(
     tokenizers: dict[str, Tokenizer], kind: str
 ) -> None:
-    """What can't be known from a decoder of whole texts is marked as broken."""
+    """Bytes that a decoder of whole texts can't tell are marked as broken."""
     tokenizer = tokenizers[kind]
     tokens = tokenizer.encode("a𝄞b𝄞")
     assert "".join(streamed(tokenizer, tokens[:-7], tokens[-7:])).lstrip(BROKEN) == "b𝄞"

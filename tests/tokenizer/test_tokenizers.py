@@ -49,7 +49,7 @@ USER: Any = [{"role": "user", "content": "hi"}]
 
 
 def comes_back(tokenizer: Tokenizer, kind: str, text: str) -> bool:
-    """Whether `text` encoded and decoded is the same.
+    """Return True if `text` encoded and decoded is the same.
 
     Metaspace takes a first space for the one that it would add.
     """
@@ -76,14 +76,14 @@ def test_any_text_comes_back(tokenizer: Tokenizer, kind: str, text: str) -> None
 @FIXTURE
 @given(text=st.text(st.characters(exclude_categories=["Cs"])))
 def test_every_token_of_a_text_is_in_the_vocabulary(tokenizer: Tokenizer, text: str) -> None:
-    """As the embedding needs it."""
+    """The embedding needs that."""
     tokens = tokenizer.encode(text)
     assert all(isinstance(token, int) and 0 <= token < tokenizer.vocab_size for token in tokens)
 
 
 @pytest.mark.parametrize("text", ["\ud800", "a\udcffb", "ok \udfff"])
 def test_half_a_character_is_a_prompt_error(tokenizer: Tokenizer, text: str) -> None:
-    """What Python makes of bytes that are not UTF-8; the place is in the message."""
+    """Python makes one of bytes that are not UTF-8; the place is in the message."""
     place = next(i for i, character in enumerate(text) if "\ud800" <= character <= "\udfff")
     for encode in (tokenizer.encode, tokenizer.encode_more):
         with pytest.raises(PromptError, match=f"not valid Unicode: .* at character {place}"):
@@ -93,7 +93,7 @@ def test_half_a_character_is_a_prompt_error(tokenizer: Tokenizer, text: str) -> 
 def test_a_long_text_is_encoded_without_a_word(
     tokenizer: Tokenizer, capfd: pytest.CaptureFixture[str], caplog: Any
 ) -> None:
-    """How much fits is the runner's concern; no library comments on it."""
+    """The room for it is the runner's concern; no library comments on it."""
     tokenizer.encode("x y " * 5000)
     assert capfd.readouterr() == ("", "")
     assert caplog.text == ""
@@ -113,7 +113,7 @@ def test_a_length_limit_of_the_tokenizer_is_not_commented_on(
 
 @pytest.mark.parametrize("text", ["", "hi", " hi", "\n", "hi {bos}"])
 def test_bos_stands_in_front_once(tokenizer: Tokenizer, kind: str, text: str) -> None:
-    """Of raw text, and of text that begins with its name; nowhere if the model wants none."""
+    """Raw text has it, also if it begins with its name; no text has it if the model wants none."""
     if kind not in BOS:
         assert tokenizer.encode(text) == tokenizer.encode_more(text)
         return
@@ -169,7 +169,7 @@ def test_text_that_goes_on_gets_no_space_of_its_own(
 def test_a_rendered_conversation_has_bos_once(
     copy_of: Callable[..., Path], templates: Any, kind: str, with_bos: bool
 ) -> None:
-    """Whether or not the template writes it."""
+    """The template may write it or not."""
     template = ("{{ bos_token }}" if with_bos else "") + templates["chatml"]
     tokenizer = load_tokenizer(copy_of(kind, chat_template=template))
     text = tokenizer.render(USER)
@@ -243,7 +243,7 @@ def test_a_runner_stops_at_the_end_tokens_of_all_files(
 
 
 def test_every_stop_token_ends_a_message(tokenizer: Tokenizer) -> None:
-    """Whatever ends an answer ends the message that it is."""
+    """A token that ends an answer ends the message that it is."""
     assert tokenizer.stop_tokens <= tokenizer.message_ends
 
 

@@ -58,7 +58,7 @@ def walk(tokenizer: Tokenizer, seed: int, **form: Any) -> tuple[str, list[int]]:
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_the_pieces_of_a_text_are_its_bytes(tokenizer: Tokenizer, text: str) -> None:
-    """But for a space that some tokenizers put in front."""
+    """Some tokenizers put a space in front."""
     pieces = tokenizer.vocabulary.pieces
     spelled = b"".join(pieces[token] or b"" for token in tokenizer.encode_more(text)).decode()
     assert spelled in (text, " " + text)
@@ -66,7 +66,7 @@ def test_the_pieces_of_a_text_are_its_bytes(tokenizer: Tokenizer, text: str) -> 
 
 
 def test_blind_choices_among_the_possible_tokens_make_valid_json(tokenizer: Tokenizer) -> None:
-    """As the reader of the chunks sees it: whole characters, no space lost or added."""
+    """The reader of the chunks sees whole characters, and no space lost or added."""
     validator = Draft202012Validator(SCHEMA)
     for seed in range(40):
         shown, _ = walk(tokenizer, seed, schema=SCHEMA)

@@ -1,4 +1,4 @@
-"""What differences mean: the limit, and what is said."""
+"""Differences are judged by their limit, and told."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_what_a_limit_hides_is_untested(wrong_token: float) -> None:
 
 
 def test_what_is_beyond_a_limit_that_hides_is_different() -> None:
-    """And a row with a bound of its own is judged by that."""
+    """A row with a bound of its own is judged by that."""
     hidden = report(
         Check("append", Difference(0, 8, 3.0)),
         Check("moved", Difference(0, 0, 0.5), limit=1.0),

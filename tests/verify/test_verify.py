@@ -35,7 +35,7 @@ ARCHITECTURES: dict[str, set[str]] = {
     "mamba2": {"overflow: moved keys", "two in parallel"},
     "qwen3_next": {"overflow: moved keys", "two in parallel"},
 }
-"""And what can't be tested on them."""
+"""Architectures, and the rows that can't be tested on them."""
 
 
 def run(*arguments: str) -> Result:
@@ -138,7 +138,7 @@ def test_a_model_that_does_not_exist_is_named() -> None:
 
 
 def test_half_precision_and_quantized_weights_pass(tmp_path: Path) -> None:
-    """As models on the hub are: their numbers are coarse, and still one wrong token is seen."""
+    """The numbers of hub models are coarse, and still one wrong token is seen."""
     config = tiny_config(
         "gpt_oss", max_position_embeddings=4096, quantization={"group_size": 32, "bits": 4}
     )
@@ -161,7 +161,7 @@ def test_half_precision_and_quantized_weights_pass(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("bits", ["8", "4"])
 def test_quantized_caches_pass(bits: str, tmp_path: Path) -> None:
-    """What cold runs differ by there is larger, and measured."""
+    """Cold runs differ by more there, which is measured."""
     code, verdicts = verify(
         tmp_path / "m", "llama", "--kv-bits", bits, num_attention_heads=2, hidden_size=64
     )
@@ -371,7 +371,7 @@ def test_a_wrong_cache_is_found(
 
 
 def test_a_tokenizer_without_words_is_no_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then the text is made of whatever tokens there are."""
+    """The text is made of any tokens there are then."""
     runner = oracle_runner(context=CONTEXT)
     monkeypatch.setattr(runner.tokenizer, "encode_more", lambda text: [10**6] if text else [])
     talk = Talk(runner, 6)
@@ -383,7 +383,7 @@ def test_a_tokenizer_without_words_is_no_obstacle(monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_untrue_entry_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the logits say: the next request would be wrong."""
+    """The logits do not matter: the next request would be wrong."""
     true = Runner.entry.fget  # type: ignore[attr-defined]  # a property
 
     def one_token_short(runner: Runner) -> CacheEntry:
@@ -399,7 +399,7 @@ def test_an_untrue_entry_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ctrl_c_prints_what_was_found_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And says that it is not all; the exit code is that of an interrupt."""
+    """It says that it is not all; the exit code is that of an interrupt."""
 
     def interrupt(talk: Talk) -> Any:
         raise KeyboardInterrupt

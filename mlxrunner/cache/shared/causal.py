@@ -14,8 +14,9 @@ from functools import partial
 import mlx.core as mx
 import numpy as np
 
-from mlxrunner.cache.shared.cells import Bools, Cells, Ints, Lift, Move, Placement, Run, Sight, runs
+from mlxrunner.cache.shared.cells import Bools, Cells, Lift, Move, Placement, Run, runs
 from mlxrunner.cache.shared.sequences import END, Batch, Cache, CacheConfig, Commit, Lifecycle
+from mlxrunner.cache.shared.sight import Ints, Sight
 from mlxrunner.cache.shared.split import WORTH_SPLITTING, Split, split
 from mlxrunner.errors import CacheFullError, NotSupportedError
 

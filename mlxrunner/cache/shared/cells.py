@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlxrunner.cache.shared.sequences import END, Batch
+from mlxrunner.cache.shared.sight import Ints, Sight
 from mlxrunner.errors import CacheFullError
 
-Ints = NDArray[np.int32]
 Bools = NDArray[np.bool_]
 SMALLEST_LANE = 32
 """Cells of the smallest lane. Other lanes are 2, 4, 8 ... times as large, so that sizes repeat."""
@@ -44,61 +44,6 @@ class Lane(NamedTuple):
     run: Run
     next: int
     """The first cell that is not taken yet."""
-
-
-@dataclass(frozen=True)
-class Sight:
-    """The range that a query sees, and the number of tokens that are stored for it."""
-
-    window: int | None = None
-    """Tokens that a query at position p sees, from p - window + 1 on; None: all."""
-    memory: int | None = None
-    """Tokens of a sequence that are kept, the next one included; at least `window`, the default.
-
-    More than `window` tokens make small rewinds possible.
-    """
-    chunk: int | None = None
-    """Tokens of a chunk, of which a query sees those up to its own; None: no chunks.
-
-    A query at position p sees from p - p % chunk on.
-    """
-
-    def __post_init__(self) -> None:
-        for name in ("window", "memory", "chunk"):
-            if (size := getattr(self, name)) is not None and size < 1:
-                raise ValueError(f"{name} has to be at least 1, not {size}")
-        reach = self.chunk if self.window is None else self.window
-        if self.memory is None:
-            object.__setattr__(self, "memory", self.window)
-        elif reach is None or self.memory < reach:
-            raise ValueError(
-                f"a memory of {self.memory} tokens does not hold what a query may see "
-                f"({reach or 'everything'})"
-            )
-
-    def first_seen(self, positions: Ints) -> Ints:
-        """Return the first position that each query sees."""
-        first = (
-            np.zeros_like(positions) if self.chunk is None else positions - positions % self.chunk
-        )
-        return first if self.window is None else np.maximum(first, positions - (self.window - 1))
-
-    def first_kept(self, positions: Ints) -> Ints:
-        """Return the first position that is kept when a batch begins at each position."""
-        return np.zeros_like(positions) if self.memory is None else positions - (self.memory - 1)
-
-    def num_cells(self, max_sequences: int, capacity: int, max_batch: int) -> int:
-        """Return the cells for `max_sequences` sequences of `capacity` tokens each.
-
-        With a memory, each sequence needs only that, and one batch of `max_batch` tokens comes on
-        top.
-        """
-        everything = max_sequences * capacity
-        return (
-            everything
-            if self.memory is None
-            else min(everything, max_sequences * self.memory + max_batch)
-        )
 
 
 class Move(NamedTuple):
@@ -148,7 +93,7 @@ class Cells:
     """The position of the token in each cell, `[cells]`."""
     owners: Bools
     """True where a sequence owns a cell, `[sequences, cells]`. A cell without owners is free."""
-    sight: Sight = Sight()
+    sight: Sight = field(default_factory=Sight)
     lanes: Mapping[int, Lane] = field(default_factory=dict)
     """The lanes of some sequences. They are given up if a batch finds no other room."""
 

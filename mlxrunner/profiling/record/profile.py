@@ -162,10 +162,7 @@ class Profile:
         if not self._is_wanted:
             return
         event = event_of(observed, self._identity, self.number)
-        if (
-            "prefill_step" not in self._settings
-            or observed.lookup.entry_tokens != self._entry_tokens
-        ):
+        if self._is_parallel or observed.lookup.entry_tokens != self._entry_tokens:
             # The last request did not leave this entry: others shared it, or it was taken back.
             self._divergences.forget()
         event.divergence = self._divergences.describe(
@@ -179,6 +176,11 @@ class Profile:
             event.verify = self._verify(runner, observed) if self._is_chosen(observed) else None
         finally:  # even if the user interrupts the verification
             self._write(runner, observed, event)
+
+    @property
+    def _is_parallel(self) -> bool:
+        """True if the runner is one of several requests at a time, even if it has one slot."""
+        return "max_sequences" in self._settings
 
     @property
     def _is_wanted(self) -> bool:
@@ -220,14 +222,13 @@ class Profile:
         The estimate comes from the prefills so far. Return None if that would be a guess.
         """
         at = observed.usage.cached_tokens
-        step = self._settings.get("prefill_step")
-        if step is None:  # requests share their passes, so no time is that of one alone
+        if self._is_parallel:  # requests share their passes, so no time is that of one alone
             return None
         if not observed.usage.cache.reevaluated_tokens:
             for begin, end, count in observed.chunks:
                 self._curve.add(at, at + count, end - begin)
                 at += count
-        seconds = self._curve.seconds(observed.lookup.reused, step)
+        seconds = self._curve.seconds(observed.lookup.reused, self._settings["prefill_step"])
         return None if seconds is None else round(seconds, 7)
 
     def _is_chosen(self, observed: Observation) -> bool:
@@ -297,9 +298,9 @@ class Profile:
 
     def _caches(self, runner: Any) -> list[LayerCache]:
         """Return empty layer caches, as a runner of one request at a time has them."""
-        if self._settings.get("max_sequences", 1) == 1:
-            return list(runner.cache.cold_caches())
-        return make_layer_caches(runner.model, CacheOptions(context=self._settings["context"]))
+        if self._is_parallel:
+            return make_layer_caches(runner.model, CacheOptions(context=self._settings["context"]))
+        return list(runner.cache.cold_caches())
 
     def _process(self, runner: Any) -> dict[str, Any]:
         """Return the fields of the token log's line about this process."""

@@ -123,9 +123,8 @@ def has_room(process: Mapping[str, Any], slots: int) -> bool:
 
 def _is_process(process: Mapping[str, Any]) -> bool:
     """Return True if the line of a process has possible values."""
-    slots, context, cells, most = (
-        process[name] for name in ("max_sequences", "context", "cells", "max_batch")
-    )
+    slots, context, cells = (process[name] for name in ("max_sequences", "context", "cells"))
+    most = _step(process)
     return (
         all(_is_count(size, 1) for size in (slots, context, cells, most))
         and min(slots, context) > 1
@@ -136,6 +135,11 @@ def _is_process(process: Mapping[str, Any]) -> bool:
             for layer in process["layers"]
         )
     )
+
+
+def _step(process: Mapping[str, Any]) -> Any:
+    """Return the most tokens of a step, which older logs call `max_batch`."""
+    return process.get("max_batch", process["prefill_step"])
 
 
 def _is_beside(logged: LoggedRequest) -> bool:
@@ -174,7 +178,7 @@ class _ReplayedRunner:
             cells >= process["max_sequences"] * self._capacity
         ):  # enough for all requests: fewer do as well, and are faster
             cells, share = slots * self._capacity, min(self._capacity, longest)
-        most = max(process["max_batch"], slots)
+        most = max(_step(process), slots)
         windows = [
             layer["window"] or 0 if layer["kind"] == "sliding" else 0 for layer in process["layers"]
         ]

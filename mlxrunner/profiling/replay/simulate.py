@@ -18,9 +18,10 @@ from mlxrunner.cache.checkpoints import places_of
 from mlxrunner.cache.entry import CacheEntry
 from mlxrunner.cache.layers.extents import Extent, is_layer, read_extent
 from mlxrunner.cache.layers.protocol import LayerCache, Snapshot
+from mlxrunner.cache.lease import EntryLease
 from mlxrunner.cache.lookup import Lookup
 from mlxrunner.cache.overflow import Shift
-from mlxrunner.cache.prefix import EntryLease, PrefixCache
+from mlxrunner.cache.prefix import PrefixCache
 from mlxrunner.cache.tokens import TokenArray, TokenBuffer, as_tokens, common_prefix
 from mlxrunner.profiling.record.tokenlog import LoggedRequest, are_ids
 

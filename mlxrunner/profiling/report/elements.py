@@ -20,9 +20,6 @@ FIGURES = frozenset(
 FOREIGN = frozenset(["place", "model"])
 """The columns of texts that a file brings, which may have very long words."""
 
-BarRow = tuple[str, Mapping[str, float], Sequence[str], str]
-"""A row of `bars_table`: name, parts of the bar by kind, figures, and HTML below it or nothing."""
-
 
 def panel(title: str, text: str, *parts: str, is_wide: bool = False) -> str:
     """Return a panel with a title, a sentence about it, and its parts."""

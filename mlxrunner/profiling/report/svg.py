@@ -16,10 +16,6 @@ from html import escape
 
 from mlxrunner.terminal.text import visible
 
-BELOW = 40
-"""The pixels below a plot, for two rows of ticks."""
-ABOVE = 24
-"""The pixels above a plot, for the name of its y-axis."""
 WIDE = 30
 """The least ratio of the largest to the smallest value that makes a scale logarithmic."""
 LEAST = 1e-9

@@ -46,7 +46,7 @@ def write(cache: LayerCache, tokens: int) -> None:
 
 
 def line_of(kind: str) -> dict[str, Any]:
-    """What a token log says of such a layer."""
+    """Return what a token log says of such a layer."""
     cache = new(kind)
     write(cache, 1)
     return describe(cache) | {"count": 1}

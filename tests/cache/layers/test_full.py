@@ -43,7 +43,7 @@ def positions(cache: FullAttentionCache) -> list[int]:
     )
 )
 def test_it_holds_what_concatenation_would(steps: list[tuple[str, int]]) -> None:
-    """Whatever the order of writes, rewinds, trims and reservations."""
+    """Writes, rewinds, trims and reservations come in any order."""
     cache, expected = FullAttentionCache(), list[int]()
     for what, n in steps:
         if what == "add" and n:
@@ -78,7 +78,7 @@ def test_a_reserved_capacity_is_one_allocation() -> None:
 
 
 def test_trimming_most_of_the_buffer_gives_memory_back() -> None:
-    """And keeps what is left."""
+    """It keeps what is left."""
     cache = filled(10 * STEP)
     assert cache.trim(9 * STEP + 1) == 9 * STEP + 1
     assert cache.capacity == STEP
@@ -122,7 +122,7 @@ def test_a_single_write_is_in_place() -> None:
 
 @pytest.mark.parametrize("to", [11, 10_000], ids=["one-too-far", "far"])
 def test_rewinding_forwards_is_refused(to: int) -> None:
-    """And changes nothing."""
+    """It changes nothing."""
     cache = filled(10)
     assert not cache.can_rewind(to)
     assert cache.reachable(to) == 10

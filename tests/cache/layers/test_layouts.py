@@ -123,7 +123,7 @@ def test_the_arithmetic_is_what_the_layer_takes(kind: str, context: int) -> None
 )
 @contexts
 def test_the_arithmetic_by_hand(kind: str, nbytes: Callable[[int], float], context: int) -> None:
-    """Of heads of 64 and 32 numbers: groups of 32, each with a scale and a bias in float32."""
+    """Heads of 64 and 32 numbers have groups of 32, each with a scale and a bias in float32."""
     assert sum(layout.nbytes(context) for layout in layouts(kind, context)) == nbytes(context)
 
 

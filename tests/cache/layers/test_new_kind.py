@@ -56,7 +56,7 @@ mixes = pytest.mark.parametrize("mix", [Mix(name) for name in MIXES], ids=MIXES)
 
 
 def recur(tokens: mx.array, cache: Any) -> mx.array:
-    """What the model does: each token changes the state, and sees it."""
+    """Change the state with each token, which sees it, as the model does."""
     state = cache.last if cache.last.shape[0] else mx.array([1], mx.int32)
     states = []
     for place in range(tokens.shape[0]):
@@ -110,7 +110,7 @@ def test_a_conversation_evaluates_only_what_is_new(mix: Any) -> None:
 
 
 def test_a_few_tokens_are_taken_back_without_a_checkpoint() -> None:
-    """As many as the page says, and one more is a fresh start."""
+    """The number is that of the page, and one more is a fresh start."""
     for back, cached in ((1, 22), (3, 20), (4, 0)):
         runner = oracle_runner(["trail"], **reuse.NO_HELP)
         reuse.tokens(runner, reuse.PROMPT[:23], 1)

@@ -258,7 +258,7 @@ def test_a_model_that_cannot_use_it_says_so_when_it_is_planned_and_when_it_is_lo
 
 
 def test_a_model_that_can_use_it_is_loaded_with_it(tmp_path: Path) -> None:
-    """And its plan says about a third of the bytes."""
+    """Its plan says about a third of the bytes."""
     write_model(tmp_path, "llama", head_dim=32)
     plain, packed = (plan_model(str(tmp_path), kv_bits=bits) for bits in (None, 8))
     bytes_of = [

@@ -1,4 +1,4 @@
-"""How stored keys move: proved channel by channel, refused where the proof says nothing."""
+"""The movement of stored keys is proved channel by channel, or refused."""
 
 from __future__ import annotations
 

@@ -412,7 +412,7 @@ def test_a_rewind_to_where_it_is_keeps_everything() -> None:
 @few_steps
 @pytest.mark.parametrize("length", [0, 3, 8, 30], ids=lambda n: f"{n}-tokens")
 def test_a_snapshot_outlives_what_comes_after_it(step: int, length: int) -> None:
-    """However the cache goes on, and however often it is restored: written over, rewound, freed."""
+    """The cache is written over, rewound or freed, and restored any number of times."""
     cache = filled(SlidingWindowCache(8, 3), length)
     snapshot = cache.snapshot()
     expected = numbered(length)[-7:]
@@ -466,7 +466,7 @@ def test_a_decode_step_is_in_place_but_for_every_step_th() -> None:
 
 @pytest.mark.parametrize("slack", [0, 100], ids=["no-slack", "slack"])
 def test_a_long_chunk_is_given_back_when_its_pass_has_ended(slack: int) -> None:
-    """What stays is window + slack + STEP rows, whatever was written."""
+    """Window + slack + STEP rows stay, whatever was written."""
     before = mx.get_active_memory()
     cache = SlidingWindowCache(50, slack)
     for n in (20_000, 1, 30_000, 7):

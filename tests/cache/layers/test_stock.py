@@ -105,7 +105,7 @@ def test_a_state_can_stay_or_undo_the_last_pass(
 
 
 def test_an_undone_pass_can_be_done_again() -> None:
-    """And be undone again, but not the one before it."""
+    """It can also be undone again, but the one before it can not."""
     cache = recurrent(10, 1)
     for _ in range(3):
         cache.rewind(10)
@@ -253,7 +253,7 @@ def test_a_snapshot_outlives_what_comes_after_it(kind: str, passes: tuple[int, .
 
 @kinds
 def test_a_freed_layer_is_as_new(kind: str) -> None:
-    """Whatever was in it, and after an interrupt."""
+    """It may have held anything, and an interrupt may have come before."""
     cache = written(kind, 20, 3)
     cache.begin_forward()
     cache.free()
@@ -378,7 +378,7 @@ def test_what_a_chunked_layer_can_go_back_to() -> None:
 
 
 def test_a_window_that_keeps_its_first_tokens_goes_back_until_it_has_wrapped() -> None:
-    """Then it can only stay: what was dropped is gone."""
+    """After that it can only stay: dropped tokens are gone."""
     cache = wrapped(RotatingKVCache(max_size=9, keep=4))
     reachable = {}
     for _ in range(11):

@@ -162,7 +162,7 @@ def test_two_sequences() -> None:
 
 
 def test_remove_the_tail_then_the_head() -> None:
-    """What is behind the head moves up, with its keys."""
+    """The tokens behind the head move up, with their keys."""
     cache = made(2)
     drawn(cache, "1234", [0, 1, 0, 1], [0, 0, 1, 1])
     cache.remove(0, 1)
@@ -305,7 +305,7 @@ def test_an_additive_mask(dtype: mx.Dtype) -> None:
 
 
 def test_a_plain_mask_is_boolean() -> None:
-    """And there before a layer writes, for models that ask first."""
+    """It is there before a layer writes, for models that ask first."""
     cache = made(config=CacheConfig(mask_dtype=mx.bool_))
     cache.start_forward(Batch([0, 1], [0, 0]))
     assert (cache.mask.dtype, cache.mask.tolist()) == (mx.bool_, [[True, False], [True, True]])
@@ -322,7 +322,7 @@ def test_the_history_leaves_out_what_nobody_sees() -> None:
 
 @pytest.mark.parametrize("count", [12, 400], ids=["slices", "gathers"])
 def test_packing_moves_labels_and_data_together(count: int) -> None:
-    """However many pieces there are; every other token goes."""
+    """Every other token goes, and there may be any number of pieces."""
     cache = made(3, capacity=count // 2, max_batch=count)
     tokens = [*range(count)]
     forward(cache, Batch([token // 2 for token in tokens], [token % 2 for token in tokens]), tokens)
@@ -599,7 +599,7 @@ def test_an_interrupt_while_rows_move_leaves_an_empty_cache(
 
 
 def test_taking_back_a_step() -> None:
-    """As long as it was the last call."""
+    """It works for the last call only."""
     cache = made(2, capacity=4, max_batch=4)
     drawn(cache, "1234", range(4))
     cache.start_forward(Batch([0, 4], [1, 0]))
@@ -663,7 +663,7 @@ class Naive:
         )
 
     def start(self, batch: Batch, tokens: Sequence[int]) -> list[list[int]] | None:
-        """What each query sees; None, and nothing done, where there is no room."""
+        """Return what each query sees, or None, with nothing done, where there is no room."""
         kept = {}
         for sequence, old in self.lists.items():
             own = [
@@ -699,7 +699,7 @@ class Naive:
         return self.made
 
     def remove(self, sequence: int, begin: int, end: int) -> bool:
-        """Whether there was room."""
+        """Return True if there was room."""
         others = {
             where
             for other, tokens in self.lists.items()

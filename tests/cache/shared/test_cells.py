@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from support.sample import examples
 
 from mlxrunner.cache import END, Batch, CacheConfig, CacheFullError
-from mlxrunner.cache.shared.cells import Cells, Lane, Run, Sight, runs
+from mlxrunner.cache.shared.cells import Cells, Lane, Run, runs
+from mlxrunner.cache.shared.sight import Sight
 
 
 def placed(cells: Cells, *tokens: tuple[int, int]) -> Cells:
@@ -76,7 +77,7 @@ def test_packing_parks_what_is_about_to_be_dropped() -> None:
 
 
 def test_packed_cells_need_no_move() -> None:
-    """And packing is done once."""
+    """Packing is done once."""
     once, move = placed(cells(), (0, 0), (0, 1)).packed()
     assert move is None
     holes, _ = placed(once, (1, 0)).without(0, 0, 1)
@@ -152,7 +153,7 @@ def test_a_gap_that_can_not_be_closed_for_want_of_cells() -> None:
     ids=["empty", "behind", "no-tokens", "no-gap"],
 )
 def test_removing_nothing_changes_nothing(args: tuple[int, int, int]) -> None:
-    """And moves nothing."""
+    """It moves nothing."""
     some = placed(cells(), (0, 0), (0, 1), (0, 2), (0, 3)).with_prefix(0, 1, 4)
     after, lift = some.without(*args)
     assert (drawn(after), lift) == (drawn(some), None)

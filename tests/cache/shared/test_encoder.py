@@ -37,7 +37,7 @@ def encoded(cache: EncoderCache, content: float, at: int, length: int = 4) -> En
 
 
 def contents(cache: EncoderCache) -> tuple[float, int]:
-    """What is stored, the same in all layers, and how long it is."""
+    """Return the stored output, the same in all layers, and its length."""
     found = set()
     for layer in LAYERS:
         cache.set_layer(layer)
@@ -61,7 +61,7 @@ def test_what_was_put_is_there_in_later_passes() -> None:
 
 
 def test_an_output_belongs_to_the_last_input_of_its_batch() -> None:
-    """Or to the first token where none is named."""
+    """It belongs to the first token where none is named."""
     cache = made()
     cache.start_forward(Batch([4, 5, 6, 7], [0] * 4, encoder_inputs=[0, 2]))
     put(cache, 1)
@@ -95,7 +95,7 @@ def test_an_output_belongs_to_the_last_input_of_its_batch() -> None:
     ],
 )
 def test_removing_its_position_forgets_it(begin: int, end: int, position: int | None) -> None:
-    """And what is before it moves it up, as every token."""
+    """A removal before it moves it up, as every token."""
     cache = encoded(made(), 50, at=5)
     cache.remove(0, begin, end)
     assert cache.position == position
@@ -153,7 +153,7 @@ def test_an_interrupted_pass_leaves_nothing() -> None:
 
 
 def test_buffers_are_those_of_the_reserve_pass() -> None:
-    """Which stores nothing; later outputs are no longer."""
+    """The reserve pass stores nothing, and later outputs are no longer."""
     cache = encoded(made(), 50, at=5)
     assert cache.nbytes == 2 * 2 * 4 * (8 + 6) * 4
     cache = made()
@@ -194,7 +194,7 @@ def test_shapes_are_checked() -> None:
 
 
 def test_one_sequence_only() -> None:
-    """Whatever is asked about another one."""
+    """Every question about another one is refused."""
     with pytest.raises(NotSupportedError, match="an encoder cache serves 1 sequence, not 2"):
         EncoderCache().init(mx.float32, 2, 64, 16)
     cache = encoded(made(), 50, at=5)
@@ -210,7 +210,7 @@ def test_one_sequence_only() -> None:
 
 
 def test_the_order_of_calls() -> None:
-    """As of every cache; a configuration is accepted and has no effect here."""
+    """It is that of every cache; a configuration is accepted and has no effect here."""
     cache = EncoderCache()
     with pytest.raises(RuntimeError, match="call init first"):
         cache.start_forward(Batch([0], [0]))

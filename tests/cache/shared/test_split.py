@@ -15,7 +15,7 @@ OFF = 5
 
 
 def put_together(parts: Split, queries: int, cells: int) -> np.ndarray:
-    """How often each query's attention would count each cell."""
+    """Return how often each query's attention would count each cell."""
     counts = np.zeros((queries, OFF + cells + 100), np.int32)
     counts[:, parts.common.begin : parts.common.end] += 1
     for part in parts.parts:

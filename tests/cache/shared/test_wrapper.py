@@ -80,7 +80,7 @@ def contents(cache: CausalCache, sequence: int = 0) -> list[tuple[int, float, in
 
 
 def test_each_layer_uses_the_cache_of_its_type() -> None:
-    """And all of them know of each batch."""
+    """All caches know of each batch."""
     cache, window, full = windowed()
     assert (window.num_cells, full.num_cells) == (10, 16)
     assert forward(cache, "1234", range(4)) == ["1 12 123 234", "1 12 123 1234"]
@@ -234,7 +234,7 @@ def test_an_encoder_allows_one_sequence() -> None:
 
 
 def test_the_order_of_calls() -> None:
-    """As of every cache."""
+    """It is that of every cache."""
     caches = CausalCache(), CausalCache(window=2)
     cache = WrapperCache(*caches)
     cache.set_config(CacheConfig(mx.float16, 4))

@@ -1,0 +1,167 @@
+"""The hold of one request on the entry of a prefix cache, from its lookup to its end.
+
+Bookkeeping that never imports mlx. The prefix cache keeps the entry true; see its module.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from mlxrunner.cache.checkpoints import Checkpoint, Places
+from mlxrunner.cache.entry import Rotators
+from mlxrunner.cache.layers.protocol import LayerCache
+from mlxrunner.cache.lookup import Lookup
+from mlxrunner.cache.tokens import TokenArray, as_tokens, common_prefix
+
+if TYPE_CHECKING:
+    from mlxrunner.cache.prefix import PrefixCache
+
+
+class EntryLease:
+    """The hold of one request on the entry.
+
+    `with prefix_cache.begin(prompt) as lease:` finds the common prefix and rewinds the entry to it.
+    Call `begin_forward()` before and `end_forward(n)` after each forward pass, and `record` once
+    its tokens are known. Leaving the block in any way restores the entry's invariant.
+    """
+
+    def __init__(
+        self, prefix_cache: PrefixCache, prompt: TokenArray, *, ahead: bool = False
+    ) -> None:
+        self._cache, self._thread = prefix_cache, threading.get_ident()
+        self.prompt, self.is_ahead = prompt, ahead
+        self.lookup = Lookup(len(prompt), 0, 0, 0)
+        self.forwarded = 0
+
+    def __enter__(self) -> EntryLease:
+        try:
+            self.lookup = self._cache.open_lease(self)
+            self._adopt()
+        except BaseException:  # no block was entered that would close it
+            self.close()
+            raise
+        return self
+
+    def _adopt(self) -> None:
+        """Read the entry's caches again after the entry was replaced."""
+        self._counting = [cache for cache in self.caches if cache.counts_forwards]
+        self.model_caches: list[Any] = [cache.model_cache for cache in self.caches]
+        self.forwarded = self.recorded
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the entry back. A second call does nothing.
+
+        Call it if an interrupt may have hit the `with` statement on its way in or out. In a thread
+        that did not begin the lease the call changes nothing: the entry is settled before its next
+        use.
+        """
+        if threading.get_ident() == self._thread:
+            self._cache.close_lease(self)
+
+    @property
+    def caches(self) -> list[LayerCache]:
+        return self._cache.entry.caches
+
+    @property
+    def remaining(self) -> TokenArray:
+        """The part of the prompt that is not recorded yet."""
+        return self.prompt[len(self._cache.entry.tokens) :]
+
+    @property
+    def tokens(self) -> list[int]:
+        """A copy of the entry's tokens."""
+        return list(self._cache.entry.tokens)
+
+    @property
+    def recorded(self) -> int:
+        """Number of the entry's tokens."""
+        return len(self._cache.entry.tokens)
+
+    def begin_forward(self) -> None:
+        """Note in each layer that a forward pass begins."""
+        for cache in self._counting:
+            cache.begin_forward()
+
+    def end_forward(self, tokens: int) -> None:
+        """Note in each layer that the forward pass of `tokens` tokens has ended."""
+        for cache in self._counting:
+            cache.end_forward(tokens)
+        self.forwarded += tokens
+
+    def record(self, tokens: Sequence[int] | TokenArray) -> None:
+        """Append to the entry the `tokens` of a forward pass that has ended."""
+        self._cache.entry.tokens.extend(tokens)
+
+    @property
+    def needs_checkpoints(self) -> bool:
+        """True if a layer can't be rewound by itself and there is a budget for checkpoints."""
+        return self._cache.entry.checkpoints.budget > 0 and any(
+            cache.needs_checkpoints for cache in self.caches
+        )
+
+    def mark(self, places: Places) -> None:
+        """Set the places where later prompts are likely to leave this one.
+
+        The checkpoints there are kept longest.
+        """
+        self._cache.entry.checkpoints.mark(places)
+
+    @property
+    def next_stop(self) -> int:
+        """The offset of the next pause for a checkpoint; the prompt's length if there is none."""
+        stop = self._cache.entry.checkpoints.next_stop(self.recorded)
+        return len(self.prompt) if stop is None else stop
+
+    @property
+    def checkpoint_due(self) -> int:
+        """The offset from which on a checkpoint is worth taking."""
+        return self._cache.entry.checkpoints.due(self.recorded)
+
+    def checkpoint(self) -> list[Any]:
+        """Take a checkpoint at the present offset, between two forward passes.
+
+        Return its arrays, to be evaluated soon, or an empty list if no checkpoint is kept.
+        """
+        entry = self._cache.entry
+        if not entry.is_true or entry.checkpoints.at(len(entry.tokens)) is not None:
+            return []
+        snapshots = [
+            cache.snapshot() if cache.needs_checkpoints else None for cache in entry.caches
+        ]
+        taken = [snapshot for snapshot in snapshots if snapshot is not None]
+        nbytes = sum(snapshot.nbytes for snapshot in taken)
+        kept = entry.checkpoints.add(Checkpoint(len(entry.tokens), nbytes, snapshots))
+        return [array for snapshot in taken for array in snapshot.arrays] if kept else []
+
+    def shift(self, keep: int, discard: int, rotate: Rotators) -> bool:
+        """Drop `discard` tokens behind the first `keep`, between two forward passes.
+
+        This makes room in a full context. Return False if a layer can't move its tokens.
+        """
+        moved = self._cache.entry.shift(keep, discard, rotate)
+        self.forwarded = self.recorded
+        return moved
+
+    def restart(self, tokens: Sequence[int] | TokenArray) -> TokenArray:
+        """Rewind to the prefix that the entry shares with `tokens`; return the other tokens.
+
+        The caller has to evaluate the returned tokens again.
+        """
+        wanted = as_tokens(tokens)
+        entry = self._cache.entry
+        entry.tokens.truncate(common_prefix(entry.tokens.array, wanted))
+        self._cache.settle()
+        if self._cache.entry is not entry:
+            self._cache.entry = self._cache.fresh_entry()
+        self._cache.is_settled = False
+        self._adopt()
+        return wanted[self.recorded :]
+
+    def free(self, why: str) -> None:
+        """Free the entry and its buffers. `why`: the cause to record."""
+        self._cache.free(why, with_buffers=True)

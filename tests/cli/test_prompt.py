@@ -1,0 +1,195 @@
+"""People type a prompt, a model, a pipe, and options by the names of other programs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from mlxrunner import OptionError, Runner, cli
+from mlxrunner.names import LETTERS, MEANT, SAME
+
+ASKED = "My name is Ana. What is my name?"
+
+
+def run(*arguments: str, stdin: str = "") -> Result:
+    return CliRunner().invoke(cli.main, arguments, input=stdin)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The prompts of all requests, without their answers."""
+    found: list[Any] = []
+
+    def generate(self: Runner, prompt: Any, **options: Any) -> Any:
+        found.append(prompt if isinstance(prompt, str) else prompt[-1]["content"])
+        raise OptionError("asked")
+
+    monkeypatch.setattr(Runner, "generate", generate)
+    return found
+
+
+@pytest.mark.exhaustive(20)
+@pytest.mark.parametrize(
+    ("arguments", "stdin", "prompt"),
+    [
+        (["Hello!"], "", "Hello!"),
+        (["-p", "Hello!"], "", "Hello!"),
+        ([], "Hello!\n", "Hello!"),
+        (["-"], "Hello!\n", "Hello!"),
+        (["-p", "-"], "Hello!\n", "Hello!"),
+        (["Summarise"], "a\n\nb\n", "Summarise\n\na\n\nb"),
+        (["-p", "Summarise"], "a\n", "Summarise\n\na"),
+        (["Summarise"], "\n \n", "Summarise"),
+        (["--raw", "Summarise"], "a\n", "Summarise\n\na"),
+        (["-p", "demo"], "", "demo"),
+        (["--", "--help"], "", "--help"),
+    ],
+)
+def test_a_prompt_and_what_is_piped_are_one(
+    asked: list[Any], arguments: list[str], stdin: str, prompt: str
+) -> None:
+    """The prompt comes first, so that the same question about other texts is reused."""
+    run("generate", "--no-reserve", *arguments, stdin=stdin)
+    assert asked == [prompt]
+
+
+@pytest.mark.exhaustive(20)
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["demo", "Hello!"], "is demo a model? mlxrunner generate -m demo 'Hello!'; is all of it "
+         "the prompt? mlxrunner generate 'demo Hello!'"),
+        (["mlx-community/Qwen3-4B-4bit", "hi", "you"],
+         "mlxrunner generate -m mlx-community/Qwen3-4B-4bit 'hi you'"),
+        (["what", "is", "this"],
+         "3 texts, and a prompt is one: mlxrunner generate 'what is this'; -m MODEL"),
+        (["demo"], "demo may be a model or a prompt: -m demo names the model, --prompt demo asks"),
+        (["a/b"], "a/b may be a model or a prompt"),
+        (["Hello!", "-p", "Bye!"], "two prompts: 'Hello!' and --prompt 'Bye!': use one of them"),
+        ([], 'the prompt is empty: give one (mlxrunner generate "TEXT")'),
+    ],
+    ids=lambda value: " ".join(value)[:30] if isinstance(value, list) else None,
+)  # fmt: skip  # a case a line
+def test_what_is_unclear_is_an_error_with_the_right_form(arguments: list[str], said: str) -> None:
+    """One line; nothing is loaded and nothing dropped."""
+    result = run("generate", *arguments)
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_directory_with_a_model_may_be_one(tmp_path: Path) -> None:
+    """A single argument that names it is not asked."""
+    (tmp_path / "config.json").write_text("{}")
+    assert "may be a model or a prompt" in run("generate", str(tmp_path)).stderr
+
+
+def test_the_model_of_a_chat_is_its_argument() -> None:
+    """It overrides the variable, and contradicts -m."""
+    chat = CliRunner().invoke(
+        cli.main,
+        ["chat", "demo", "--no-reserve"],
+        input="My name is Ana.\n",
+        env={"MLXRUNNER_MODEL": "no/such"},
+    )
+    assert chat.stdout == "Nice to meet you.\n"
+    both = run("chat", "demo", "-m", "demo")
+    assert (both.exit_code, both.stderr) == (
+        2,
+        "mlxrunner: two models: demo and -m demo: name one of them\n",
+    )
+
+
+def test_a_pipe_that_is_closed_or_no_text_is_no_traceback(tmp_path: Path) -> None:
+    """Standard input that is closed adds nothing; bytes that are no text are refused."""
+    command = [sys.executable, "-m", "mlxrunner", "generate", "--no-reserve", "My name is Ana."]
+    read, write = os.pipe()
+    os.close(write)
+    for stdin in (read, subprocess.DEVNULL):
+        done = subprocess.run(command, stdin=stdin, capture_output=True, text=True)
+        assert (done.returncode, done.stdout) == (0, "Nice to meet you.\n"), done.stderr
+    closed = subprocess.run(
+        ["sh", "-c", '"$@" <&-', "sh", *command], capture_output=True, text=True
+    )
+    assert (closed.returncode, closed.stdout) == (0, "Nice to meet you.\n"), closed.stderr
+    os.close(read)
+    broken = subprocess.run(command, input=b"\xff\xfe", capture_output=True)
+    assert broken.returncode == 2
+    assert broken.stderr.count(b"\n") == 1
+    assert b"Traceback" not in broken.stderr
+
+
+@pytest.mark.exhaustive(20)
+@pytest.mark.parametrize(
+    ("command", "option", "ours"),
+    [
+        ("generate", "--temp", "--temperature"),
+        ("chat", "--temp", "--temperature"),
+        ("batch", "--temp", "--temperature"),
+        ("generate", "--n-predict", "--max-tokens"),
+        ("generate", "--num_predict", "--max-tokens"),
+        ("generate", "-n", "--max-tokens"),
+        ("chat", "-c", "--context"),
+        ("chat", "--num_ctx", "--context"),
+        ("chat", "--ctx-size", "--context"),
+        ("plan", "--max-model-len", "--context"),
+        ("generate", "--guided_json", "--schema"),
+        ("generate", "--guided-choice", "--choices"),
+        ("generate", "--repeat-penalty", "--repetition-penalty"),
+        ("chat", "--think", "--template-var enable_thinking=true"),
+        ("generate", "--temprature", "--temperature"),
+        ("generate", "--system-prompt", "--system"),
+    ],
+)
+def test_an_option_by_its_name_elsewhere_is_answered_with_ours(
+    command: str, option: str, ours: str
+) -> None:
+    """llama.cpp, ollama, vLLM and transformers."""
+    result = run(command, option, "1")
+    assert result.exit_code == 2
+    assert f"No such option '{option}'. Did you mean '{ours}'?" in result.stderr
+
+
+def test_an_option_that_nobody_has_is_not_guessed() -> None:
+    """An option whose counterpart the command lacks is not named either."""
+    assert "Did you mean" not in run("generate", "--zzz").stderr
+    assert "temperature" not in run("show", "--temp", "1").stderr
+
+
+def test_the_names_of_other_programs_lead_to_ours() -> None:
+    """Each is an option of a command, or a field of a line of a batch."""
+    ours = {
+        str(option.name)
+        for command in cli.main.commands.values()
+        for option in command.params
+        if isinstance(option, click.Option)
+    }
+    ours |= {"prompt", "messages", "response_format", "reasoning_effort", "stop_tokens"}
+    for table in (SAME, MEANT, LETTERS):
+        assert {name.partition(":")[0] for name in table.values()} <= ours
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"temp": 1}, "unknown option 'temp': did you mean 'temperature'? known are "),
+        ({"guided_choice": ["a"]}, "unknown option 'guided_choice': did you mean 'choices'? "),
+        ({"num_ctx": 4096}, "'context' is a setting of the runner (Runner.load); known are "),
+        ({"zzz": 1}, "unknown option 'zzz': known are "),
+    ],
+)
+def test_keywords_of_python_are_answered_with_ours(given: dict[str, Any], said: str) -> None:
+    """The error lists the known ones, too."""
+    with (
+        Runner.load("demo", reserve=False) as runner,
+        pytest.raises(OptionError) as error,
+    ):
+        runner.generate("a", **given)
+    assert said in str(error.value)
