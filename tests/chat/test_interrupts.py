@@ -81,7 +81,7 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Models by name, in no time, but as many lines; the names that were loaded."""
     loaded: list[str] = []
 
-    def load(name: str, **options: Any) -> Any:
+    def load(name: str, progress: Any = None, **options: Any) -> Any:
         if name == "broken":
             raise ModelError("broken: it is")
         loaded.append(name)
