@@ -10,9 +10,10 @@ Importing this package imports neither mlx nor mlx-lm nor numpy: the first use o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # as in typing, which takes time to import
 if TYPE_CHECKING:
+    from typing import Any
+
     from mlxrunner.batch.run import BatchRequest, BatchResult, run_batch
     from mlxrunner.errors import (
         BrokenLineError,

@@ -1,6 +1,18 @@
-"""Run the command line with `python -m mlxrunner`."""
+"""Start the program: as the command `mlxrunner`, and with `python -m mlxrunner`."""
 
-from mlxrunner.cli import main
+try:
+    from mlxrunner.terminal import early
+except KeyboardInterrupt:
+    raise SystemExit(130) from None
+
+
+def main() -> None:
+    """Run the command line. Ctrl-C is quiet from here on, also while modules are imported."""
+    early.begin()
+    from mlxrunner.cli import main as program
+
+    program()
+
 
 if __name__ == "__main__":
     main()

@@ -15,12 +15,12 @@ MlxrunnerError               exit code 1
 ├── WriteError               exit code 2: a report cannot be written
 ├── OutputClosedError        exit code 2: standard output cannot be written to
 ├── FileError                exit code 2: a file cannot be attached to a message, or written
-├── SessionError             exit code 1: a saved session is missing, damaged or in use
+├── SessionError             exit code 2: a saved session is missing, damaged or in use
 ├── ContextFullError         exit code 1: the answer filled the context (`overflow="error"`)
 ├── FormError                exit code 1: no token continues an answer in the requested form
 ├── CancelledError           exit code 1: the request was cancelled before it ended
 ├── CacheFullError           exit code 1: a cache for many sequences has too few free cells
-├── NotSupportedError        exit code 1: a cache or a model cannot do this at all
+├── NotSupportedError        exit code 2: a cache or a model cannot do this at all
 ├── NoFreeSlotError          exit code 1: every slot of a ParallelRunner is in use
 ├── StepFailedError          exit code 1: a step that carried several requests failed
 ├── StoreError               exit code 2: the store of a batch cannot be made, opened or written
@@ -136,6 +136,8 @@ class FileError(MlxrunnerError):
 class SessionError(MlxrunnerError):
     """A saved session is missing, damaged, open elsewhere, or cannot be written."""
 
+    exit_code = 2
+
 
 class ContextFullError(MlxrunnerError):
     """The answer filled the context before it ended (`overflow="error"`)."""
@@ -183,6 +185,8 @@ class CacheFullError(MlxrunnerError):
 
 class NotSupportedError(MlxrunnerError):
     """This cache or model cannot do that at all; nothing was changed."""
+
+    exit_code = 2
 
 
 class NoFreeSlotError(MlxrunnerError):

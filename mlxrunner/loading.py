@@ -19,7 +19,7 @@ from mlxrunner.memory.reserve import (
 )
 from mlxrunner.memory.reserve import reserve as reserve_memory
 from mlxrunner.models.facts import Shapes, without_weights
-from mlxrunner.models.load import LoadedModel, load_model
+from mlxrunner.models.load import LoadedModel, LoadProgress, load_model
 from mlxrunner.options import RunnerKwargs, RunnerSettings
 from mlxrunner.system import device
 
@@ -77,12 +77,13 @@ def load(
     *,
     reserve: bool,
     trust_remote_code: bool,
+    progress: LoadProgress,
 ) -> Runner:
     """Load `model` into a runner of class `kind`; see `Runner.load`."""
     if reserve:
         with suppress(ModelError):  # loading the model explains better what is wrong with it
             must_fit(plan_model(model, **vars(settings)))
-    loaded = load_model(model, trust_remote_code=trust_remote_code)
+    loaded = load_model(model, trust_remote_code=trust_remote_code, progress=progress)
     demand = demand_of(
         loaded.model,
         loaded.config,
@@ -93,7 +94,7 @@ def load(
     )
     if not reserve:
         return _growing(kind, loaded, model, settings, demand)
-    return _reserved(kind, loaded, model, settings, demand)
+    return _reserved(kind, loaded, model, settings, demand, progress)
 
 
 def _growing(
@@ -110,7 +111,12 @@ def _growing(
 
 
 def _reserved(
-    kind: type[Runner], loaded: LoadedModel, model: str, settings: RunnerSettings, demand: Demand
+    kind: type[Runner],
+    loaded: LoadedModel,
+    model: str,
+    settings: RunnerSettings,
+    demand: Demand,
+    progress: LoadProgress,
 ) -> Runner:
     """Return a runner that has taken all its memory.
 
@@ -122,6 +128,7 @@ def _reserved(
     while True:
         runner = _made(kind, loaded, model, settings, plan, whole=True)
         must_fit(plan)
+        progress(f"trying the longest step, at the end of {plan.context} tokens", 0, None)
         demand = replace(demand, batch=demand.batch.measured(_taken(runner), plan.context))
         plan = make_plan(
             demand,

@@ -119,10 +119,6 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     return close[0] if close else None
 
 
-LONGEST = 40
-"""The most characters of a name that is compared with all others."""
-
-
 LETTERS: dict[str, str] = {"n": "max_tokens", "c": "context"}
 """Our name for each option of llama.cpp that is one letter after one dash."""
 

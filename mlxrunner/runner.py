@@ -38,6 +38,7 @@ from mlxrunner.memory.plan import Demand, Plan
 from mlxrunner.memory.reserve import must_have_room
 from mlxrunner.models.chunks import DEPENDS
 from mlxrunner.models.facts import ModelFacts
+from mlxrunner.models.load import LoadProgress, tell_nobody
 from mlxrunner.models.resolve import name_of
 from mlxrunner.options import GenerateKwargs, GenerateOptions, RunnerKwargs, RunnerSettings
 from mlxrunner.results import Chunk, Result, Usage, log_lookup
@@ -124,6 +125,7 @@ class Runner:
         *,
         reserve: bool = True,
         trust_remote_code: bool = False,
+        progress: LoadProgress = tell_nobody,
         **settings: Unpack[RunnerKwargs],
     ) -> Runner:
         """Load "demo", a model directory or a hub id, and take the memory that it will need.
@@ -132,7 +134,8 @@ class Runner:
         true, the runner allocates everything and runs the worst-case batch now. Otherwise it takes
         memory as the conversation grows, and raises MemoryPlanError if a limit of the process
         (`ulimit`) or its cgroup leaves no room. `trust_remote_code` runs Python code that comes
-        with the model.
+        with the model. `progress` is called with each step of loading, and how many of how many
+        bytes of it are done (None: unknown).
 
         Raise ModelError if something is missing or broken, MemoryPlanError with a table if the
         memory does not suffice, and OptionError if a setting is out of range.
@@ -141,7 +144,12 @@ class Runner:
         check_flag("reserve", reserve)
         check_flag("trust_remote_code", trust_remote_code)
         return load(
-            cls, name_of(model), chosen, reserve=reserve, trust_remote_code=trust_remote_code
+            cls,
+            name_of(model),
+            chosen,
+            reserve=reserve,
+            trust_remote_code=trust_remote_code,
+            progress=progress,
         )
 
     def __enter__(self) -> Self:

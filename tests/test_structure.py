@@ -36,14 +36,14 @@ FLOORS = [
 ]
 BOOKKEEPING = """
 arguments batch.fields batch.job batch.lines batch.options batch.output batch.plan batch.prompts
-batch.responses batch.store batch.translate json_options
-cache.lease cache.shared.sight terminal.logs
+batch.responses batch.store batch.translate cache.lease cache.shared.sight json_options
+terminal.logs
 bench.measurements cache.checkpoints cache.entry cache.layers.extents cache.layers.layout
 cache.layers.protocol cache.lookup cache.overflow cache.prefix cache.saved cache.shared.cells
 cache.shared.sequences cache.shared.split cache.tokens chat.branches chat.commands.table
 chat.markdown chat.typeahead chat.view engine.constrain engine.owner errors
-config.layering memory.plan models.fingerprint models.suggested names options parallel.slots
-profiling.curve profiling.reading
+config.file config.layering config.lines memory.plan models.fingerprint models.suggested names
+options parallel.slots profiling.curve profiling.reading
 profiling.reasons profiling.record.divergence profiling.record.event profiling.record.metrics
 profiling.record.tokenlog profiling.record.writer profiling.replay.simulate
 profiling.replay.thinking profiling.replay.variants profiling.report.aggregate

@@ -10,33 +10,31 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from mlxrunner.batch.inputs import STANDARD, Inputs, digest_of, is_same_or_within
 from mlxrunner.batch.options import FileOptions
 from mlxrunner.batch.output import AnswerFile
 from mlxrunner.batch.store import Store
+from mlxrunner.batch.table import Columns, Template
 from mlxrunner.errors import (
     DifferentRunError,
     MlxrunnerError,
     OptionError,
     OutputError,
-    PromptError,
     ReadError,
     StoreError,
 )
 from mlxrunner.models.fingerprint import run_parts
 from mlxrunner.models.resolve import resolve
 from mlxrunner.options import check_raw
-from mlxrunner.system.reading import open_file, open_given, read_text, say_if_waiting
+from mlxrunner.system.reading import open_file, read_text
 from mlxrunner.system.writing import check_own, is_stream, written
 
-STANDARD = "-"
-"""The name for standard input or standard output."""
 INPUT = "input"
 """The name of the input's SHA-256 among the parts."""
 LARGEST = 2**22
@@ -54,8 +52,8 @@ class Job(FileOptions):
     Creating it raises OptionError for a mistake that shows before anything is read.
     """
 
-    input: str
-    """The path of the input, or "-" for standard input."""
+    inputs: Sequence[str]
+    """The paths of the inputs, or "-" for standard input."""
     output: str = STANDARD
     """The path of the output, or "-" for standard output."""
     model: str = "demo"
@@ -67,11 +65,9 @@ class Job(FileOptions):
         super().__post_init__()
         if self.raw:
             check_raw(self.defaults, self.system)
-        if self.prompt_template is None and self.input.lower().endswith(".csv"):
-            raise OptionError(
-                'a CSV file needs --prompt-template "... {column} ...", which says what to ask '
-                "about a row"
-            )
+        if self.inputs.count(STANDARD) > 1:
+            raise OptionError("standard input is there twice: it can be read once")
+        self.lines()
         if self.resume and self.store_path is None:
             raise OptionError(
                 "--resume needs an output file: a run whose answers went to standard output or a "
@@ -82,17 +78,26 @@ class Job(FileOptions):
                 "--retry-failed needs an output file: it replaces the failed lines of a finished "
                 "output"
             )
+        for name in self.inputs:
+            if name != STANDARD and is_same_or_within(self.output, name):
+                within = "in the input" if os.path.isdir(name) else "the input"
+                raise OptionError(f"{self.output}: is {within}; choose another file for the output")
         self._check_reports()
-        is_same = False
-        with suppress(OSError, ValueError):  # ValueError: a NUL in a name
-            is_same = self.input != STANDARD and os.path.samefile(self.input, self.output)
-        if is_same:
-            raise OptionError(f"{self.output}: is the input; choose another file for the output")
+
+    def lines(self) -> Inputs:
+        """Return the lines of the inputs. Raise OptionError for options that don't fit them."""
+        columns = Columns(
+            None if self.prompt_template is None else Template(self.prompt_template),
+            self.prompt_column,
+            self.messages_column,
+            self.id_column,
+        )
+        return Inputs(self.inputs, self, columns, self.delimiter)
 
     def _check_reports(self) -> None:
         """Raise OptionError if a report has no file of its own."""
         ends = ("", ".run", ".done", ".retry", RETRIED)
-        taken = {_real(self.input), *(_real(f"{self.output}{end}") for end in ends)}
+        taken = {*map(_real, self.inputs), *(_real(f"{self.output}{end}") for end in ends)}
         for name in ("progress_file", "summary"):
             file = getattr(self, name)
             if file is None:
@@ -127,6 +132,10 @@ class Job(FileOptions):
             "system": self.system,
             "raw": self.raw or None,
             "prompt_template": self.prompt_template,
+            "prompt_column": self.prompt_column,
+            "messages_column": self.messages_column,
+            "id_column": self.id_column,
+            "delimiter": self.delimiter,
         }
         written = {"output_order": self.output_order, "no_usage": not self.usage or None}
         options = {**self.defaults, **loading, **lines, **written}
@@ -160,37 +169,6 @@ def _shown(value: str | None) -> str:
     if value is None:
         return "not set"
     return value if len(value) <= _SHOWN else f"{value[:_SHOWN]} ..."
-
-
-@contextmanager
-def opened_input(job: Job) -> Iterator[BinaryIO]:
-    """Open the input. Raise PromptError if it can't be read."""
-    if job.input == STANDARD:
-        if sys.stdin is None:
-            raise PromptError("standard input is closed")
-        say_if_waiting(sys.stdin.buffer, "standard input")
-        yield sys.stdin.buffer
-        return
-    try:
-        with open_given(job.input) as stream:
-            say_if_waiting(stream, job.input)
-            yield stream
-    except ReadError as error:
-        raise PromptError(str(error)) from error
-    except OSError as error:
-        raise PromptError(f"{job.input}: can't be read: {error.strerror or error}") from error
-
-
-def _input_digest(job: Job) -> str | None:
-    """Return the SHA-256 of the input as it is now, in hexadecimal.
-
-    Return None for a standard input that gives nothing: the store has read it already.
-    """
-    if job.input == STANDARD and (sys.stdin is None or sys.stdin.isatty()):
-        return None
-    with opened_input(job) as stream:
-        digest, size = _digest(stream)
-    return digest if size or job.input != STANDARD else None
 
 
 def _digest(stream: BinaryIO) -> tuple[str, int]:
@@ -393,5 +371,5 @@ def opened_answers(output: Path) -> Iterator[BinaryIO]:
 
 def check_made_from(job: Job, was: Mapping[str, str], parts: Mapping[str, str]) -> None:
     """Raise DifferentRunError unless the resumed run has the same parts and the same input."""
-    now = _input_digest(job)
+    now = digest_of(job.inputs)
     check_same(was, {**parts, INPUT: was.get(INPUT, "") if now is None else now}, job.output)

@@ -1,12 +1,11 @@
-"""Read a file of prompts line by line: prompts, options and ids, or the error of a line.
+"""Read a stream of prompts line by line: prompts, options and ids, or the error of a line.
 
-The file is JSON lines, or CSV whose rows a template turns into prompts. One line is in memory at a
-time, and none longer than LONGEST. Knows nothing about models.
+The stream is JSON lines, or CSV whose rows become prompts. One line is in memory at a time, and
+none longer than LONGEST. Knows nothing about models.
 """
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import json
 import re
@@ -16,7 +15,8 @@ from typing import Any, BinaryIO
 
 from mlxrunner.batch.fields import checked_id, format_of, kind, read_fields
 from mlxrunner.batch.options import BatchOptions
-from mlxrunner.batch.store import Format
+from mlxrunner.batch.store import Format, Place, place_of
+from mlxrunner.batch.table import Columns, Template, read_table
 from mlxrunner.errors import BrokenLineError, OptionError, PromptError
 from mlxrunner.terminal.text import one_line
 from mlxrunner.tokenizer.prompt import Prompt
@@ -24,12 +24,9 @@ from mlxrunner.tokenizer.prompt import Prompt
 LONGEST = 2**24
 """The size in bytes of the longest line, or row of a CSV file."""
 BOM = b"\xef\xbb\xbf"
-ID = "id"
-"""The name of the optional column of ids in a CSV file."""
-Record = bytes | dict[str, Any] | Exception | None
+Record = bytes | Mapping[str, Any] | Exception | None
 """The bytes of a line, the fields of a row, or the error of either; None if it is too long."""
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-_PART = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 
 
 @dataclass(frozen=True)
@@ -38,8 +35,8 @@ class Line:
 
     index: int
     """The number of the line among those that are not empty, from 0."""
-    number: int
-    """The number of the line in the file, from 1."""
+    number: Place
+    """The number of the line in the file, from 1, or a text that says where it is."""
     prompt: Prompt = ""
     """The text, messages or tokens of the prompt; empty if there is an error."""
     id: str | int | None = None
@@ -64,18 +61,21 @@ class LineReader:
         options: BatchOptions | None = None,
         *,
         template: str | None = None,
+        columns: Columns | None = None,
+        delimiter: str = ",",
         longest: int = LONGEST,
     ) -> None:
         """Read `stream`, with lines of at most `longest` bytes.
 
-        The options of each line are checked together with `options`, those of the batch. With a
-        `template` the stream is CSV, and this text with `{column}`s makes the prompts. Raise
-        OptionError for a template without columns. The first step of the iteration raises
-        OptionError if the file lacks one of the columns.
+        The options of each line are checked together with `options`, those of the batch. With
+        `columns`, or a `template` with `{column}`s, the stream is CSV. Raise OptionError for a
+        template without columns. The first step of the iteration raises OptionError if the file
+        lacks one of the columns.
         """
         self._stream, self._longest = stream, longest
         self._options = options or BatchOptions()
-        self._template = None if template is None else Template(template)
+        self._columns = columns if template is None else Columns(Template(template))
+        self._delimiter = delimiter
         self._hash = hashlib.sha256()
 
     @property
@@ -84,47 +84,17 @@ class LineReader:
         return self._hash.hexdigest()
 
     def __iter__(self) -> Iterator[Line]:
-        if self._template is None:
-            records: Iterator[tuple[int, Record]] = (
-                (number, line)
-                for number, line in enumerate(self._physical(), 1)
-                if line is None or line.strip()
-            )
-        else:
-            records = read_table(self._physical(), self._template, self._longest)
-        index = 0
-        for number, record in records:
-            for line in self._lines(index, number, record):
-                yield line
-                index += 1
+        return lines_of_records(self.records(), self._options, self._longest)
 
-    def _lines(self, index: int, number: int, record: Record) -> Iterator[Line]:
-        """Yield a line for each prompt of a record, from `index` on, or one with its error.
-
-        Several prompts get the id of their record with their number from 0 behind it.
-        """
-        form: Format = "unknown" if self._template is None else "plain"
-        name = problem = None
-        try:
-            try:
-                fields: Mapping[str, Any] = _parsed(record, self._longest)
-            except BrokenLineError as error:
-                fields, problem = error.fields, error
-            form = format_of(fields)
-            key = "id" if form == "plain" else "custom_id"
-            name = checked_id(key, fields.get(key))
-            if problem is not None:
-                raise problem
-            prompts, options = read_fields(fields, self._options)
-        except (PromptError, OptionError, RecursionError) as error:
-            text = one_line(str(error))
-            if isinstance(error, RecursionError):
-                text = "nested too deeply"
-            yield Line(index, number, id=name, format=form, error=f"line {number}: {text}")
-            return
-        for part, prompt in enumerate(prompts):
-            own = name if name is None or len(prompts) == 1 else f"{name}/{part}"
-            yield Line(index + part, number, prompt, own, form, options)
+    def records(self) -> Iterator[tuple[int, Record]]:
+        """Yield the number and the record of each line that is not empty."""
+        if self._columns is not None:
+            return read_table(self._physical(), self._columns, self._longest, self._delimiter)
+        return (
+            (number, line)
+            for number, line in enumerate(self._physical(), 1)
+            if line is None or line.strip()
+        )
 
     def _physical(self) -> Iterator[bytes | None]:
         """Yield the lines with their ends, and None in the place of one that is too long."""
@@ -144,13 +114,53 @@ class LineReader:
         return part
 
 
-def _parsed(record: Record, longest: int) -> dict[str, Any]:
+def lines_of_records(
+    records: Iterable[tuple[Place, Record]], options: BatchOptions, longest: int = LONGEST
+) -> Iterator[Line]:
+    """Yield the lines of records, each with its place."""
+    index = 0
+    for place, record in records:
+        for line in _lines(index, place, record, options, longest):
+            yield line
+            index += 1
+
+
+def _lines(
+    index: int, place: Place, record: Record, options: BatchOptions, longest: int
+) -> Iterator[Line]:
+    """Yield a line for each prompt of a record, from `index` on, or one with its error.
+
+    Several prompts get the id of their record with their number from 0 behind it.
+    """
+    form: Format = "unknown" if record is None or isinstance(record, bytes) else "plain"
+    name = problem = None
+    try:
+        try:
+            fields: Mapping[str, Any] = _parsed(record, longest)
+        except BrokenLineError as error:
+            fields, problem = error.fields, error
+        form = format_of(fields)
+        key = "id" if form == "plain" else "custom_id"
+        name = checked_id(key, fields.get(key))
+        if problem is not None:
+            raise problem
+        prompts, own = read_fields(fields, options)
+    except (PromptError, OptionError, RecursionError) as error:
+        text = "nested too deeply" if isinstance(error, RecursionError) else one_line(str(error))
+        yield Line(index, place, id=name, format=form, error=f"{place_of(place)}: {text}")
+        return
+    for part, prompt in enumerate(prompts):
+        called = name if name is None or len(prompts) == 1 else f"{name}/{part}"
+        yield Line(index + part, place, prompt, called, form, own)
+
+
+def _parsed(record: Record, longest: int) -> Mapping[str, Any]:
     """Return the object on a line. Raise PromptError if there is none."""
     if isinstance(record, Exception):
         raise record
     if record is None:
         raise PromptError(f"is longer than {longest} bytes")
-    if isinstance(record, dict):
+    if isinstance(record, Mapping):
         return record
     try:
         twice = _Twice()
@@ -198,168 +208,3 @@ class _Twice:
 def _refuse(constant: str) -> None:
     """Raise ValueError for NaN and infinities, which JSON does not have."""
     raise ValueError(f"{constant} is not a number of JSON")
-
-
-class Template:
-    """A text with `{column}`s, in which `{{` and `}}` stand for braces.
-
-    Creating it raises OptionError for any other brace, and for a text without columns.
-    """
-
-    def __init__(self, text: str) -> None:
-        parts = list(_PART.finditer(text))
-        wrong = next((part for part in parts if part[0] in ("{", "}", "{}")), None)
-        if wrong is not None:
-            raise OptionError(
-                f"the prompt template has a {wrong[0]!r} at character {wrong.start()}: write "
-                "{column}, or {{ for a brace"
-            )
-        self._names = [part[1] for part in parts if part[1] is not None]
-        self.columns = list(dict.fromkeys(self._names))
-        if not self.columns:
-            raise OptionError(f"the prompt template has no {{column}} in it: {text!r:.80}")
-        self._text = text
-
-    def size(self, row: dict[str, str]) -> int:
-        """Return the number of characters that `fill` makes of a row, or slightly more."""
-        return len(self._text) + sum(len(row[name]) for name in self._names)
-
-    def fill(self, row: dict[str, str]) -> str:
-        """Return the template with the row's values. Braces in the values mean nothing."""
-        return _PART.sub(
-            lambda match: match[0][0] if match[1] is None else row[match[1]], self._text
-        )
-
-    def check(self, header: list[str]) -> None:
-        """Raise OptionError for a column that the header lacks or has twice.
-
-        The column of ids may be missing.
-        """
-        missing = [repr(name) for name in self.columns if name not in header]
-        if missing:
-            problem = f"the CSV file has no column {', '.join(missing)}"
-            raise OptionError(f"{problem}: it has {', '.join(map(repr, header))}"[:1000])
-        for name in (*self.columns, ID):
-            places = [str(place) for place, column in enumerate(header, 1) if column == name]
-            if len(places) > 1:
-                raise OptionError(
-                    f"the CSV file has more than one column {name!r}: number {' and '.join(places)}"
-                )
-
-
-class _CsvSource:
-    """An iterator that gives lines to csv.reader and limits the size of a row.
-
-    A row takes several lines if its values contain line ends.
-    """
-
-    def __init__(self, lines: Iterable[bytes | None], longest: int) -> None:
-        self._lines, self._longest = iter(lines), longest
-        self.number = self._taken = 0
-
-    def __iter__(self) -> Iterator[str]:
-        return self
-
-    def __next__(self) -> str:
-        line = next(self._lines)
-        self.number += 1
-        self._taken += self._longest + 1 if line is None else len(line)
-        if line is None or self._taken > self._longest:
-            raise csv.Error(f"a row is longer than {self._longest} bytes (is a quote missing?)")
-        if b"\0" in line:
-            raise csv.Error("there is a NUL byte in it: is it a text file?")
-        return line.decode("utf-8", "surrogateescape")
-
-    def begin(self) -> int:
-        """Begin the next row and return the number of its first line."""
-        self._taken = 0
-        return self.number + 1
-
-
-def read_table(
-    lines: Iterable[bytes | None], template: Template, longest: int
-) -> Iterator[tuple[int, dict[str, Any] | PromptError]]:
-    """Yield for each row the number of its first line, and its fields or its error.
-
-    The fields are `prompt` and, if there is such a column, `id`. Python's csv module reads the rows
-    in its strict mode. A row takes at most `longest` bytes. The first step raises OptionError if
-    the header is missing or broken, or lacks a column of the template.
-    """
-    source = _CsvSource(lines, longest)
-    reader = csv.reader(source, strict=True)
-    header = _header(reader, longest)
-    template.check(header)
-    count = 0
-    while True:
-        number = source.begin()
-        try:
-            row = _next_row(reader, longest)
-        except (csv.Error, ValueError) as error:
-            count += 1
-            yield number, PromptError(f"not a CSV row: {error}")
-            continue
-        if row is None:
-            return
-        if row:
-            count += 1
-            yield number, _row_fields(count, row, header, template, longest)
-
-
-def _header(reader: Any, longest: int) -> list[str]:
-    """Return the names of the columns. Raise OptionError if the header is missing or broken."""
-    try:
-        while (header := _next_row(reader, longest)) == []:  # an empty line
-            pass
-    except (csv.Error, ValueError) as error:
-        raise OptionError(f"the CSV file's header can't be read: {error}") from error
-    if not header:
-        raise OptionError("the CSV file has no header: its first line has to name the columns")
-    return [name.strip() for name in header]
-
-
-def _next_row(reader: Any, longest: int) -> list[str] | None:
-    """Return the next row, or None at the end.
-
-    Raise csv.Error for a broken row, and ValueError for one that is not UTF-8.
-    """
-    before = csv.field_size_limit(longest)  # a limit of the whole module
-    try:
-        row: list[str] | None = next(reader, None)
-    except csv.Error as error:
-        if str(error).startswith("new-line character"):
-            raise csv.Error(
-                "there is a carriage return in it that ends no line: lines have to end with LF or "
-                "CRLF"
-            ) from error
-        raise
-    finally:
-        csv.field_size_limit(before)
-    try:
-        "".join(row or ()).encode()
-    except UnicodeEncodeError as error:
-        raise ValueError("it is not UTF-8") from error
-    return row
-
-
-def _row_fields(
-    number: int, row: list[str], header: list[str], template: Template, longest: int
-) -> dict[str, Any] | PromptError:
-    """Return the fields of row `number` (from 1), or its error.
-
-    A row with too few or too many values, or with too long a prompt, keeps the id in its column.
-    """
-    values = dict(zip(header, row, strict=False))
-    known = {"id": values.get(ID) or None}
-    if len(row) != len(header):
-        problem = f"row {number} has {len(row)} values and the header {len(header)} columns: "
-        if len(row) < len(header):
-            missing = ", ".join(map(repr, header[len(row) :]))
-            return BrokenLineError(f"{problem}none for {missing:.200} (is a comma missing?)", known)
-        beyond = f"{', '.join(map(repr, row[len(header) :])):.200} is behind the last"
-        return BrokenLineError(
-            f"{problem}{beyond}, {header[-1]!r:.80} (are quotes missing?)", known
-        )
-    if (size := template.size(values)) > longest:
-        problem = f"row {number} makes a prompt of {size:,} characters"
-        return BrokenLineError(f"{problem}, and {longest:,} are the most", known)
-    return {"prompt": template.fill(values), **known}

@@ -73,8 +73,24 @@ class FileOptions(BatchOptions):
     prompt_template: str | None = option(
         None,
         str,
-        'INPUT is CSV; each row is put into TEXT: "... {column} ...".',
+        'INPUT is a table; each row is put into TEXT: "... {column} ...".',
         metavar="TEXT",
+    )
+    prompt_column: str | None = option(
+        None, str, "The column of a table that has the prompts.", metavar="NAME"
+    )
+    messages_column: str | None = option(
+        None, str, "The column of a table that has the messages.", metavar="NAME"
+    )
+    id_column: str | None = option(
+        None, str, "The column of a table that has the ids. [default: id]", metavar="NAME"
+    )
+    delimiter: str | None = option(
+        None,
+        str,
+        "What separates the values of a table of text: a character, or tab. [default: a comma; in "
+        ".tsv a tab]",
+        metavar="CHAR",
     )
     parallel: int | None = option(
         None,

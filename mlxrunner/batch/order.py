@@ -78,15 +78,16 @@ class _Chains:
 
     def finish(self, node: _Node) -> int:
         """Chain the subtrees below the node behind its own lines, and return its smallest index."""
-        node.below.sort()
-        head, tail = node.first, node.last
+        head, tail, least = node.first, node.last, node.first
+        if node.below:
+            node.below.sort()
+            least = node.below[0] if head == NONE else min(head, node.below[0])
         for subtree in node.below:
             if tail == NONE:
                 head = self._heads[subtree]
             else:
                 self._next[tail] = self._heads[subtree]
             tail = self._tails[subtree]
-        least = min(index for index in (node.first, *node.below[:1]) if index != NONE)
         self._heads[least], self._tails[least] = head, tail
         return least
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
 from mlxrunner.batch.options import OutputOrder
 from mlxrunner.batch.responses import response_body, response_usage
-from mlxrunner.batch.store import Store, StoredAnswer, StoredLine
+from mlxrunner.batch.store import Store, StoredAnswer, StoredLine, place_of
 from mlxrunner.errors import MlxrunnerError, OptionError, OutputError
 from mlxrunner.system.writing import is_writable, open_own, open_stream, whole_sync
 
@@ -59,7 +59,7 @@ def write_line(outcome: Outcome, tokenizer: Tokenizer, *, model: str, usage: boo
 
 def line_error(outcome: Outcome) -> str:
     """Return the error of an outcome, with the number of its line in the file in front."""
-    number = f"line {outcome.line.number}: "
+    number = f"{place_of(outcome.line.number)}: "
     return number + (outcome.error or "").removeprefix(number)
 
 

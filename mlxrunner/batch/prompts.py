@@ -18,7 +18,7 @@ import numpy as np
 
 from mlxrunner.batch.lines import Line
 from mlxrunner.batch.options import Order
-from mlxrunner.batch.store import Store, StoredLine
+from mlxrunner.batch.store import Counts, Store, StoredLine, place_of
 from mlxrunner.cache.lookup import Earlier
 from mlxrunner.cache.tokens import TokenArray, as_tokens, common_prefix
 from mlxrunner.errors import OptionError, PromptError
@@ -27,6 +27,7 @@ from mlxrunner.templates.messages import PlainMessage
 from mlxrunner.terminal.text import one_line
 from mlxrunner.tokenizer import Tokenizer
 from mlxrunner.tokenizer.prompt import (
+    LineOfBatch,
     Prompt,
     TokenizedPrompt,
     check_length,
@@ -69,7 +70,7 @@ def tokenize_lines(
                 tokens = prompt.tokens
                 is_shifted |= len(tokens) >= context
             except (PromptError, OptionError) as problem:
-                error = f"line {line.number}: {one_line(str(problem))}"
+                error = f"{place_of(line.number)}: {one_line(str(problem))}"
         text = line.prompt if error is None and is_text(line.prompt) else None
         store.add(
             StoredLine(line.index, line.number, tokens, line.id, line.format, options, error, text)
@@ -171,11 +172,18 @@ class Begun:
     way are those evaluated beyond the tree of their prefixes.
     """
 
-    def __init__(self, known: array[int] | None = None, *, parallel: bool = False) -> None:
+    def __init__(
+        self,
+        known: array[int] | None = None,
+        *,
+        parallel: bool = False,
+        counts: Counts | None = None,
+    ) -> None:
         """Take `known`, the result of `shared_before`; None if the lines run in prefix order.
 
-        `parallel` says that several lines run at a time.
+        `parallel` says that several lines run at a time. `counts` are those of the store.
         """
+        self._counts = counts
         self._known, self._recent = known, deque[_BegunLine](maxlen=RECENT)
         self._reason = "batch_order" if known is not None else "line_failed"
         if parallel and known is None:
@@ -184,9 +192,17 @@ class Begun:
     @classmethod
     def of(cls, store: Store, order: Order, *, parallel: bool) -> Begun:
         """Make it for the lines of `store` that run in `order`."""
-        if order == "prefix":
-            return cls(parallel=parallel)
-        return cls(shared_before(store.pending("prefix"), store.counts.lines), parallel=parallel)
+        counts, known = store.counts, None
+        if order == "input":
+            known = shared_before(store.pending("prefix"), counts.lines)
+        return cls(known, parallel=parallel, counts=counts)
+
+    def line(self, number: int) -> LineOfBatch | None:
+        """Return line `number` of the input for observers; None if the input is not known."""
+        if self._counts is None:
+            return None
+        order: Order = "prefix" if self._known is None else "input"
+        return LineOfBatch(number, self._counts.lines, self._counts.broken, order)
 
     def begin(self, index: int, tokens: TokenArray) -> Earlier:
         """Begin line `index` with these tokens, and return how much of it earlier lines share."""

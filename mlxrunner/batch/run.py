@@ -21,7 +21,7 @@ from mlxrunner.batch.fields import checked_id, checked_options
 from mlxrunner.batch.lines import Line
 from mlxrunner.batch.options import BatchOptions, Order, OutputOrder
 from mlxrunner.batch.prompts import Begun, tokenize_lines
-from mlxrunner.batch.store import Store, StoredLine
+from mlxrunner.batch.store import Store, StoredLine, place_of
 from mlxrunner.cache.lookup import Earlier
 from mlxrunner.errors import (
     BusyError,
@@ -156,7 +156,7 @@ def _run_batch(
             for outcome in outcomes:
                 line, error = outcome.line, None
                 if outcome.error is not None:
-                    message = outcome.error.removeprefix(f"line {line.number}: ")
+                    message = outcome.error.removeprefix(f"{place_of(line.number)}: ")
                     error = RequestError(message, is_refused=outcome.is_refused)
                 result = BatchResult(line.index, line.id, outcome.result, error)
                 if options.output_order == "done":
@@ -317,15 +317,16 @@ class Execution:
         earlier: Earlier | None = self.begun.begin(line.index, line.tokens)
         if len(line.tokens) >= runner.context:
             earlier = None  # a shift makes another prompt of it
+        own = self.begun.line(line.index + 1)
         if not runner.observers or line.prompt is None:
-            return TokenizedPrompt(line.tokens, earlier=earlier)
+            return TokenizedPrompt(line.tokens, earlier=earlier, line=own)
         if isinstance(line.prompt, str):
-            return TokenizedPrompt(line.tokens, "text", text=line.prompt, earlier=earlier)
+            return TokenizedPrompt(line.tokens, "text", text=line.prompt, earlier=earlier, line=own)
         options = self.options.of_line(line.index, line.options)
         variables = GenerateOptions.of(**options).variables
         text = runner.tokenizer.render(line.prompt, **variables)
         return TokenizedPrompt(
-            line.tokens, "messages", line.prompt, text, variables, earlier=earlier
+            line.tokens, "messages", line.prompt, text, variables, earlier=earlier, line=own
         )
 
 

@@ -117,7 +117,7 @@ class Status:
             "state": self._state,
             "error": self._error,
             "model": self._job.model,
-            "input": self._job.input,
+            "inputs": list(self._job.inputs),
             "output": self._job.output,
             "lines": None if self.tally is None else tally.total,
             "answered": done - failed,

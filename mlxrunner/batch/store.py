@@ -32,6 +32,8 @@ Format = Literal["plain", "chat.completion", "text_completion", "response", "unk
 A line that can't be read is "unknown"; `finish` gives it the format of the first line that can.
 """
 
+_FORMATS = frozenset(get_args(Format))
+
 APPLICATION_ID = 0x6D6C7862  # "mlxb"
 VERSION = 4
 """The version of the tables."""
@@ -57,14 +59,23 @@ CREATE INDEX failures ON results (line) WHERE failed;
 """The text that `_check` compares with the tables of an opened store: never change a character."""
 
 
+Place = int | str
+"""The number of a line in the only file, from 1, or a text of words that names its place."""
+
+
+def place_of(number: Place) -> str:
+    """Return a line's place for an error: `line 4`, or the text that names it."""
+    return f"line {number}" if isinstance(number, int) else number
+
+
 @dataclass(frozen=True)
 class StoredLine:
     """A line of the input."""
 
     index: int
     """The number of the line among those that are not empty, from 0."""
-    number: int
-    """The number of the line in the file, from 1."""
+    number: Place
+    """The number of the line in the file, from 1, or a text that says where it is."""
     tokens: TokenArray
     """The tokens of its prompt; empty if there is an error."""
     id: str | int | None = None
@@ -293,8 +304,8 @@ class Store:
             except sqlite3.IntegrityError:
                 (first,) = self._one(_FIRST_WITH_ID, line.id)
                 name = "id" if line.format == "plain" else "custom_id"
-                problem = f"{name} {line.id!r:.80} was there before, on line {first}"
-                problem = f"line {line.number}: {problem}"
+                problem = f"{name} {line.id!r:.80} was there before, on {place_of(first)}"
+                problem = f"{place_of(line.number)}: {problem}"
                 line = replace(line, error=problem, tokens=as_tokens([]))
                 self._insert(line)
             self._lines += 1
@@ -348,7 +359,7 @@ class Store:
         place = -1
         while (row := self._next(_NEXT[order], place)) is not None:
             place, *columns, written = row
-            if _sum(*columns) != written or columns[-1] not in get_args(Format):
+            if _sum(*columns) != written or columns[-1] not in _FORMATS:
                 raise self.damaged(f"line {columns[0]!r:.20} of it has changed")
             try:
                 line = _line(*columns)
@@ -401,8 +412,11 @@ class Store:
         return None if row is None else self._answer(row)
 
     def _next(self, query: str, after: int) -> Any:
-        with self._explained():
+        try:
             return self._one(query, after)
+        except (sqlite3.Error, UnicodeDecodeError):
+            with self._explained():  # not around each row: it is asked for millions
+                raise
 
     def _one(self, query: str, *values: Any) -> Any:
         return self._db.execute(query, values).fetchone()
@@ -454,9 +468,10 @@ def _line(
     options = json.loads(options) if options else {}
     if not (
         isinstance(options, dict)
-        and _are_ints(index, number)
-        and isinstance(name, str | int | None)
-        and isinstance(error, str | None)
+        and isinstance(index, int)
+        and isinstance(number, (int, str))
+        and (name is None or isinstance(name, (str, int)))
+        and (error is None or isinstance(error, str))
     ):
         raise TypeError("not the columns of a line")
     made_of = None if prompt is None else json.loads(prompt)
@@ -472,15 +487,23 @@ def _tables() -> list[Any]:
 
 def _sum(*columns: str | bytes | int | None) -> int:
     """Return a checksum of a row, which tells if a bit on the disk has flipped."""
-    total = 0
+    parts = list[bytes]()
     for column in columns:
-        data = column if isinstance(column, bytes) else str(column).encode("utf-8", "surrogatepass")
-        total = zlib.crc32(data, zlib.crc32(type(column).__name__.encode(), total))
-    return total
+        parts.append(_KINDS.get(type(column)) or type(column).__name__.encode())
+        if column is None:
+            parts.append(b"None")
+        elif isinstance(column, bytes):
+            parts.append(column)
+        else:
+            parts.append(str(column).encode("utf-8", "surrogatepass"))
+    return zlib.crc32(b"".join(parts))
 
 
-def _are_ints(*values: Any) -> bool:
-    return all(isinstance(value, int) for value in values)
+_KINDS = {kind: kind.__name__.encode() for kind in (str, bytes, int, type(None))}
+
+
+def _are_ints(one: Any, other: Any) -> bool:
+    return isinstance(one, int) and isinstance(other, int)
 
 
 _DAMAGE = (

@@ -21,11 +21,9 @@ from mlxrunner.batch.job import (
     check_same,
     completed,
     open_output,
-    opened_input,
     opened_store,
     store_to_plan,
 )
-from mlxrunner.batch.lines import LineReader
 from mlxrunner.batch.options import ORDERS, Order
 from mlxrunner.batch.output import Writer, error_of, write_line
 from mlxrunner.batch.plan import (
@@ -61,7 +59,7 @@ from mlxrunner.errors import (
     StoreError,
 )
 from mlxrunner.loading import plan_model
-from mlxrunner.models.load import load_model, tokenizer_of
+from mlxrunner.models.load import LoadProgress, load_model, tell_nobody, tokenizer_of
 from mlxrunner.options import RunnerSettings
 from mlxrunner.parallel.runner import ParallelRunner
 from mlxrunner.runner import Runner
@@ -194,16 +192,15 @@ def _read(
     retried: Completion | None,
 ) -> None:
     """Read the whole input into the store, and the good answers of the output that is retried."""
-    with opened_input(job) as stream:
-        reader = LineReader(stream, job, template=job.prompt_template)
-        lines = _counted(reader, "reading", progress)
-        is_shifted = tokenize_lines(store, lines, tokenizer, context=context, defaults=job.defaults)
-        parts = {**parts, INPUT: reader.digest}
-        if retried is not None:
-            check_same(retried.made_from, parts, job.output)
-            copy_answers(job, store, retried)
-            parts[ANSWERS] = retried.digest
-        store.finish(parts, by_tokens=is_shifted)
+    inputs = job.lines()
+    lines = _counted(inputs, "reading", progress)
+    is_shifted = tokenize_lines(store, lines, tokenizer, context=context, defaults=job.defaults)
+    parts = {**parts, INPUT: inputs.digest}
+    if retried is not None:
+        check_same(retried.made_from, parts, job.output)
+        copy_answers(job, store, retried)
+        parts[ANSWERS] = retried.digest
+    store.finish(parts, by_tokens=is_shifted)
     progress.close()
 
 
@@ -293,8 +290,8 @@ def _runner(
     if not found.lines:
         yield None
         return
-    with loading(job.model, is_quiet=not progress.has_bar):
-        runner = open_runner(job, found, context, progress.say)
+    with loading(job.model, is_quiet=not progress.has_bar) as show:
+        runner = open_runner(job, found, context, progress.say, show)
     try:
         yield runner
     finally:
@@ -303,7 +300,11 @@ def _runner(
 
 
 def open_runner(
-    job: Job, found: Survey, context: int, say: Callable[[str], None]
+    job: Job,
+    found: Survey,
+    context: int,
+    say: Callable[[str], None],
+    progress: LoadProgress = tell_nobody,
 ) -> Runner | ParallelRunner:
     """Load the model and return a runner for the surveyed lines.
 
@@ -319,7 +320,7 @@ def open_runner(
         why = runner
     if why:
         say(f"one line at a time: {why}")
-    return Runner.load(job.model, **{**job.loading, "context": context})
+    return Runner.load(job.model, progress=progress, **{**job.loading, "context": context})
 
 
 def _several(

@@ -48,16 +48,16 @@ from mlxrunner.results import Chunk
 from mlxrunner.runner import Runner
 from mlxrunner.sessions.history import History
 from mlxrunner.system.power import on_battery
+from mlxrunner.terminal.early import INTERRUPTED
 from mlxrunner.terminal.external import edit_outside
 from mlxrunner.terminal.keyboard import Keyboard
 from mlxrunner.terminal.progress import PrefillProgress
+from mlxrunner.terminal.progress import loading as loading_bar
 from mlxrunner.terminal.signals import Interrupts, orderly_end, uninterrupted, wait_readable
 from mlxrunner.terminal.text import FilteredStream
 
 logger = logging.getLogger("mlxrunner")
 
-INTERRUPTED = 130
-"""Exit code after Ctrl-C."""
 PIECE_S = 0.4
 """Seconds of a prefill that Ctrl-C may have to wait for, in a terminal."""
 PIECE = 2**16
@@ -153,7 +153,7 @@ class Chat:
     branches: Branches = field(default_factory=Branches)
     attachments: Attachments = field(default_factory=Attachments)
     taken: Taken = field(default_factory=Taken)
-    """What commands took away, for /redo."""
+    """Turns that commands took away, for /redo."""
     begun: str = ""
     """The text that the next line begins with."""
     after_turn: list[Callable[[Chat], None]] = field(default_factory=list)
@@ -389,7 +389,7 @@ class Chat:
         # here, `_run` loads it again.
         self._known_runner = self.conversation.runner = NoRunner()  # type: ignore[assignment]
         try:
-            runner = Runner.load(name, **loading)
+            runner = _load(name, loading)
         except Exception as error:
             clear_frames(error.__traceback__)  # they hold what was loaded so far
             self._try(self._complete_model)
@@ -420,8 +420,14 @@ class Chat:
 
     def _loaded_again(self) -> Runner:
         try:
-            return Runner.load(self.model, **self.loading)
+            return _load(self.model, self.loading)
         except Exception as error:
             failed = NoRunner(" ".join(str(error).split()))
             self.conversation.runner = failed  # type: ignore[assignment]
             raise
+
+
+def _load(model: str, loading: dict[str, Any]) -> Runner:
+    """Load a model in the middle of a chat, with a bar if that takes long."""
+    with loading_bar(model) as show:
+        return Runner.load(model, progress=show, **loading)

@@ -14,6 +14,7 @@ from mlxrunner.cli.bench import bench
 from mlxrunner.cli.cache import cache
 from mlxrunner.cli.chat import chat
 from mlxrunner.cli.completion import completion
+from mlxrunner.cli.config import config
 from mlxrunner.cli.describe import doctor, plan, show
 from mlxrunner.cli.generate import generate
 from mlxrunner.cli.models import models
@@ -77,6 +78,7 @@ for command in (
     show,
     plan,
     doctor,
+    config,
     completion,
     report,
     explain,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -23,9 +24,9 @@ from mlxrunner.cli.options import (
     template_options,
     together,
 )
-from mlxrunner.cli.program import line_text, visible_text
+from mlxrunner.cli.program import F, line_text, visible_text
 from mlxrunner.cli.recording import WATCHING, recording, watching_options
-from mlxrunner.cli.settling import options_that_hold, typed_options
+from mlxrunner.cli.settling import Configured, named_system, options_that_hold, typed_options
 from mlxrunner.errors import OptionError
 from mlxrunner.options import GenerateOptions
 
@@ -36,7 +37,11 @@ if TYPE_CHECKING:
 CUT_OFF, SOME_FAILED = 1, 3
 """The exit codes of a run with lines that are left, and of one that is done with failed lines."""
 _FIRST = click.option(
-    "-o", "--output", metavar="FILE", help="Write the answers to FILE; - is standard output."
+    "-o",
+    "--output",
+    metavar="FILE",
+    help="Write the answers to FILE; - is standard output. FILE.parquet is made when all are "
+    "there.",
 )
 _LAST = (
     click.option(
@@ -51,7 +56,8 @@ _LAST = (
     ),
 )
 _OWN = (
-    *("prompt_template", "system", "raw", "strict"),
+    *("prompt_template", "prompt_column", "messages_column", "id_column", "delimiter"),
+    *("system", "raw", "strict"),
     *("order", "parallel", "retries", "timeout", "max_errors"),
     *("output_order", "usage", "resume", "retry_failed"),
     *("progress_file", "summary"),
@@ -59,9 +65,15 @@ _OWN = (
 """The options of a batch, in the order in which --help shows them."""
 
 
-@click.command()
-@click.argument("input_file", metavar="INPUT")
-@together((_FIRST, *(option_of(FileOptions, name) for name in _OWN), *_LAST))
+def _option(name: str) -> Callable[[F], F]:
+    if name == "system":
+        return option_of(FileOptions, name, callback=named_system)
+    return option_of(FileOptions, name)
+
+
+@click.command(cls=Configured)
+@click.argument("inputs", metavar="INPUT...", nargs=-1, required=True)
+@together((_FIRST, *(_option(name) for name in _OWN), *_LAST))
 @model_options
 @sampling_options
 @form_options
@@ -76,7 +88,7 @@ _OWN = (
 def batch(
     ctx: click.Context,
     /,
-    input_file: str,
+    inputs: tuple[str, ...],
     output: str | None,
     model: str,
     only_plan: bool,
@@ -90,7 +102,9 @@ def batch(
     output.
 
     A line of INPUT is {"prompt": ...} or {"messages": [...]}, with an "id" and any sampling option,
-    or a line of an OpenAI batch file; with --prompt-template INPUT is CSV. - is standard input. The
+    or a line of an OpenAI batch file. INPUT may also be a table (CSV, TSV, Parquet), a data set
+    (a folder of datasets.save_to_disk or of Parquet files, or hf://datasets/OWNER/NAME), or a
+    folder whose files are one prompt each. gzip and zstd are decompressed. - is standard input. The
     options below hold for lines that don't say otherwise; with --seed S line number i (from 0) gets
     S + i. A line that can't be answered gets an "error" and stops nothing.
 
@@ -101,7 +115,9 @@ def batch(
     closing the window (129).
     """
     from mlxrunner.batch.fields import NO_EMBEDDINGS
-    from mlxrunner.batch.job import STANDARD, Job
+    from mlxrunner.batch.inputs import STANDARD
+    from mlxrunner.batch.job import Job
+    from mlxrunner.batch.parquet import PARQUET, check_parquet, lines_path
     from mlxrunner.terminal.signals import orderly_end
 
     if embeddings:
@@ -120,11 +136,14 @@ def batch(
                 "once: use one of them"
             )
         options["parallel"] = 1
+    table = output if output and output.lower().endswith(PARQUET) else None
+    if table is not None and not only_plan:
+        check_parquet(table, goes_on=options["resume"] or options["retry_failed"])
     own, loading = take(options, _OWN), take(options, LOADING)
     check_options(options, quiet=quiet)
     job = Job(
-        input=input_file,
-        output=output or STANDARD,
+        inputs=inputs,
+        output=lines_path(table) if table else output or STANDARD,
         model=model,
         loading=loading,
         defaults=options,
@@ -133,7 +152,7 @@ def batch(
     typed = typed_options(ctx, options, greedy=greedy)
     job = replace(job, defaults=_reproducible(options_that_hold("batch", model, options, typed)))
     with orderly_end():
-        _run(job, recorded, only_plan=only_plan, quiet=quiet, as_json=as_json)
+        _run(job, recorded, table, only_plan=only_plan, quiet=quiet, as_json=as_json)
 
 
 def _reproducible(options: dict[str, Any]) -> dict[str, Any]:
@@ -143,10 +162,20 @@ def _reproducible(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _run(
-    job: Job, recorded: dict[str, Any], *, only_plan: bool, quiet: bool, as_json: bool
+    job: Job,
+    recorded: dict[str, Any],
+    table: str | None,
+    *,
+    only_plan: bool,
+    quiet: bool,
+    as_json: bool,
 ) -> None:
-    """Run or plan the job, and end with the exit code."""
-    from mlxrunner.batch.job import STANDARD
+    """Run or plan the job, and end with the exit code.
+
+    `table` is the path of a Parquet file for the answers, once all are there.
+    """
+    from mlxrunner.batch.inputs import STANDARD
+    from mlxrunner.batch.parquet import write_parquet
     from mlxrunner.batch.work import plan_job, run_job
     from mlxrunner.errors import CutOffError
     from mlxrunner.terminal.progress import LINE_EVERY_S, Progress
@@ -162,6 +191,8 @@ def _run(
             return
         with recording(recorded, "batch") as profile:
             summary = run_job(job, progress, profile.watch)
+            if table is not None and not summary.stopped:
+                write_parquet(table)
             progress.close()
             if not quiet:
                 _report(job, summary)
@@ -190,8 +221,11 @@ def _report(job: Job, summary: JobSummary) -> None:
             f"{line_text(job.output)} is complete ({summary.lines} lines): nothing to do", err=True
         )
     else:
-        source = "standard input" if job.input == "-" else line_text(job.input)
-        click.echo(f"{source} has no lines: nothing to do", err=True)
+        source = ", ".join(
+            "standard input" if name == "-" else line_text(name) for name in job.inputs
+        )
+        has = "has" if len(job.inputs) == 1 else "have"
+        click.echo(f"{source} {has} no lines: nothing to do", err=True)
     if summary.failed:
         first = f", the first: {line_text(summary.first_error)}" if summary.first_error else ""
         click.echo(f"{summary.failed} of {summary.lines} lines failed{first}", err=True)

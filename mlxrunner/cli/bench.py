@@ -9,11 +9,18 @@ import click
 
 from mlxrunner.cli.options import debug_option, json_option
 from mlxrunner.cli.program import visible_text
+from mlxrunner.cli.settling import named_model
 from mlxrunner.cli.words import model_words
 
 
 @click.command()
-@click.argument("model", default="demo", envvar="MLXRUNNER_MODEL", shell_complete=model_words)
+@click.argument(
+    "model",
+    default="demo",
+    envvar="MLXRUNNER_MODEL",
+    shell_complete=model_words,
+    callback=named_model,
+)
 @click.option(
     "--context",
     "contexts",

@@ -18,16 +18,28 @@ from mlxrunner.cli.options import (
     template_var_option,
 )
 from mlxrunner.cli.recording import recording, recording_options
-from mlxrunner.cli.settling import typed_names, typed_options, usual_options
-from mlxrunner.cli.words import session_words
+from mlxrunner.cli.settling import (
+    Configured,
+    named_model,
+    typed_names,
+    typed_options,
+    usual_options,
+)
+from mlxrunner.cli.words import model_words, session_words
 from mlxrunner.errors import OptionError
 
 if TYPE_CHECKING:
     from mlxrunner.chat.repl import Chat
 
 
-@click.command()
-@click.argument("named", metavar="[MODEL]", required=False)
+@click.command(cls=Configured)
+@click.argument(
+    "named",
+    metavar="[MODEL]",
+    required=False,
+    callback=named_model,
+    shell_complete=model_words,
+)
 @model_options
 @system_option
 @sampling_options

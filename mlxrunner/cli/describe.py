@@ -13,11 +13,12 @@ import click
 
 from mlxrunner.cli.options import MEMORY_OPTIONS, debug_option, json_option, together
 from mlxrunner.cli.program import visible_text
+from mlxrunner.cli.settling import named_model
 from mlxrunner.cli.words import model_words
 
 
 @click.command()
-@click.argument("model", shell_complete=model_words)
+@click.argument("model", shell_complete=model_words, callback=named_model)
 @json_option
 @debug_option
 def show(model: str, as_json: bool) -> None:
@@ -50,7 +51,7 @@ def show(model: str, as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("model", shell_complete=model_words)
+@click.argument("model", shell_complete=model_words, callback=named_model)
 @together(MEMORY_OPTIONS)
 @click.option(
     "--measure",
@@ -68,10 +69,13 @@ def plan(model: str, measure: bool, as_json: bool, **options: Any) -> None:
     """
     from mlxrunner.loading import plan_model
     from mlxrunner.runner import Runner
+    from mlxrunner.terminal.progress import loading
 
     made = plan_model(model, **options)
     if measure and made.fits:
-        made = Runner.load(model, **{**options, "context": made.context}).plan or made
+        with loading(model) as show:
+            loaded = Runner.load(model, progress=show, **{**options, "context": made.context})
+        made = loaded.plan or made
     click.echo(json.dumps(made.as_dict()) if as_json else made.table())
     sys.exit(0 if made.fits else 2)
 

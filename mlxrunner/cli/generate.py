@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -22,9 +23,10 @@ from mlxrunner.cli.options import (
     take,
     template_options,
 )
-from mlxrunner.cli.prompt import prompt_of
+from mlxrunner.cli.prompt import filled, prompt_of
 from mlxrunner.cli.recording import recording, recording_options
-from mlxrunner.cli.settling import options_that_hold, typed_options
+from mlxrunner.cli.settling import Configured, options_that_hold, typed_options
+from mlxrunner.cli.words import template_words
 from mlxrunner.errors import OptionError, PromptError
 from mlxrunner.options import GenerateOptions, check_raw
 
@@ -33,10 +35,11 @@ ONE_SEQUENCE = ("kv_bits", "rewind_slack", "checkpoint_budget", "checkpoint_inte
 
 if TYPE_CHECKING:
     from mlxrunner.profiling.record.profile import Profile
+    from mlxrunner.results import Result
     from mlxrunner.runner import Runner
 
 
-@click.command()
+@click.command(cls=Configured)
 @click.argument("words", nargs=-1, metavar="[PROMPT]")
 @model_options
 @click.option(
@@ -46,6 +49,21 @@ if TYPE_CHECKING:
     help="The same as PROMPT, also for a text that looks like an option or a model.",
 )
 @system_option
+@click.option(
+    "-t",
+    "--prompt-template",
+    "form",
+    metavar="NAME",
+    shell_complete=template_words,
+    help="Put the prompt into this template of the config file, at {input}.",
+)
+@click.option(
+    "--var",
+    "variables",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="With -t: the text at {NAME}; may be given several times.",
+)
 @click.option(
     "--raw", is_flag=True, help="The prompt is plain text to be continued: no chat template."
 )
@@ -95,6 +113,8 @@ def generate(
     model: str,
     prompt: str | None,
     system: str | None,
+    form: str | None,
+    variables: tuple[str, ...],
     raw: bool,
     repeat: int,
     count: int,
@@ -112,8 +132,6 @@ def generate(
     each of --n answers). With --n the seeds are SEED, SEED + 1 ..., and an answer has at most 1024
     tokens unless --max-tokens says otherwise.
     """
-    if raw:
-        check_raw(options, system)
     if options["logprobs"] is not None and not as_json:
         raise OptionError("--logprobs needs --json to print them")
     if count > 1 and options["verify_cache"]:
@@ -131,7 +149,11 @@ def generate(
                 f"--{name.replace('_', '-')} is for one sequence only, and --n runs several at "
                 "once: use one of them"
             )
-    text = prompt_of(words, prompt)
+    text = prompt_of(words, prompt, is_optional=form is not None)
+    text, own_system = filled(form, text, variables)
+    system = system if own_system is None or is_given("system") else own_system
+    if raw:
+        check_raw(options, system)
     if not text:
         raise PromptError(
             'the prompt is empty: give one (mlxrunner generate "TEXT") or send it to standard input'
@@ -165,29 +187,39 @@ def _answers(
     profile: Profile,
 ) -> None:
     """Print several answers with an empty line between them."""
+    from mlxrunner.models.resolve import resolve
     from mlxrunner.parallel.samples import sample
+    from mlxrunner.terminal.progress import loading as loading_bar
     from mlxrunner.terminal.text import FilteredStream
 
-    output = FilteredStream()
+    def watch(runner: Any) -> None:
+        bar.close()
+        profile.watch(runner)
+
+    output, bar = FilteredStream(), ExitStack()
     shared = {name: loading[name] for name in ("context", "trust_remote_code", "reserve")}
     if is_given("prefill_step"):  # the default for several sequences is another one
         shared["prefill_step"] = loading["prefill_step"]
-    for number, result in enumerate(
-        sample(model, request, count, parallel=parallel, watch=profile.watch, **shared, **options)
-    ):
-        if as_json:
-            answer: dict[str, Any] = {
-                "text": result.text,
-                "tokens": result.tokens,
-                "finish_reason": result.finish_reason,
-            }
-            if result.logprobs is not None:
-                answer["logprobs"] = [
-                    {"logprob": logprob, "top": top} for logprob, top in result.logprobs
-                ]
-            click.echo(json.dumps({"index": number, **answer, "usage": result.usage.as_dict()}))
-        else:
-            output.write(f"{chr(10) if number else ''}{result.text}\n")
+    resolve(model, with_code=loading["trust_remote_code"])
+    with bar:
+        bar.enter_context(loading_bar(model))
+        results = sample(model, request, count, parallel=parallel, watch=watch, **shared, **options)
+        for number, result in enumerate(results):
+            if as_json:
+                click.echo(json.dumps({"index": number, **_as_dict(result)}))
+            else:
+                output.write(f"{chr(10) if number else ''}{result.text}\n")
+
+
+def _as_dict(result: Result) -> dict[str, Any]:
+    answer: dict[str, Any] = {
+        "text": result.text,
+        "tokens": result.tokens,
+        "finish_reason": result.finish_reason,
+    }
+    if result.logprobs is not None:
+        answer["logprobs"] = [{"logprob": logprob, "top": top} for logprob, top in result.logprobs]
+    return answer | {"usage": result.usage.as_dict()}
 
 
 def _answer(runner: Runner, request: Any, as_json: bool, options: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ import click
 from click.core import ParameterSource
 
 from mlxrunner.cli.program import F, set_debug
+from mlxrunner.cli.settling import named_model, named_system
 from mlxrunner.cli.words import model_words
 from mlxrunner.errors import OptionError, ReadError
 from mlxrunner.json_options import MAX_SCHEMA, check_schema, check_tools
@@ -126,6 +127,7 @@ def model_options(command: F) -> F:
                 shell_complete=model_words,
                 envvar="MLXRUNNER_MODEL",
                 show_envvar=True,
+                callback=named_model,
                 help=(
                     "demo, a model directory, or a hub id such as "
                     "mlx-community/Llama-3.2-1B-Instruct-4bit."
@@ -159,7 +161,13 @@ def model_options(command: F) -> F:
     )(command)
 
 
-system_option = click.option("-s", "--system", metavar="TEXT", help="The system prompt.")
+system_option = click.option(
+    "-s",
+    "--system",
+    metavar="TEXT",
+    callback=named_system,
+    help="The system prompt; @NAME: one of the config file.",
+)
 
 
 def sampling_options(command: F) -> F:
@@ -291,5 +299,5 @@ def load(model: str, loading: dict[str, Any], *, banner: bool) -> Runner:
         click.echo(DEMO_BANNER, err=True)
     # A download shows a bar of its own.
     resolve(model, with_code=loading["trust_remote_code"])
-    with loading_bar(model):
-        return Runner.load(model, **loading)
+    with loading_bar(model) as show:
+        return Runner.load(model, progress=show, **loading)

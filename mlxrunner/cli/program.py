@@ -18,8 +18,9 @@ from typing import Any, TextIO, TypeVar
 import click
 
 from mlxrunner.errors import MlxrunnerError, OutputClosedError
+from mlxrunner.terminal import early
+from mlxrunner.terminal.early import INTERRUPTED
 
-INTERRUPTED = 130
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -37,6 +38,14 @@ class Program(click.Group):
             give_up_output()
 
     def invoke(self, ctx: click.Context) -> Any:
+        is_early = early.hand_over()
+        try:
+            return self._invoke(ctx)
+        finally:
+            if is_early:
+                early.begin()
+
+    def _invoke(self, ctx: click.Context) -> Any:
         try:
             result = super().invoke(ctx)
             sys.stdout.flush()

@@ -5,24 +5,95 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from typing import TYPE_CHECKING
 
 import click
 
+from mlxrunner.config.file import read_config_file
 from mlxrunner.errors import OptionError
+from mlxrunner.names import did_you_mean
 
+if TYPE_CHECKING:
+    from mlxrunner.batch.table import Template
+
+INPUT = "input"
+"""The name of the place in a template where the prompt goes."""
 FROM_INPUT = "-"
 """The prompt that stands for standard input."""
 JOINED_BY = "\n\n"
 """The text between a prompt and what comes from standard input."""
 
 
-def prompt_of(words: tuple[str, ...], option: str | None) -> str:
+def prompt_of(words: tuple[str, ...], option: str | None, *, is_optional: bool = False) -> str:
     """Return the prompt: the text that is typed, and standard input behind it.
 
     `words` are the arguments, and `option` is that of --prompt. Nothing is dropped: raise
-    OptionError if two texts are typed, or if it is unclear whether one is a model.
+    OptionError if two texts are typed, or if it is unclear whether one is a model. Without a text
+    and a pipe it is empty if `is_optional`, and an OptionError otherwise.
     """
-    return _with_input(_typed(words, option))
+    typed = _typed(words, option)
+    if typed is None and is_optional and (sys.stdin is None or sys.stdin.isatty()):
+        return ""
+    return _with_input(typed)
+
+
+def filled(name: str | None, text: str, given: tuple[str, ...]) -> tuple[str, str | None]:
+    """Return the prompt that a template of the config file makes of `text`, and its system prompt.
+
+    Without the `name` of a template, that is `text` and None. `given` are the variables, each as
+    NAME=VALUE. A template without {input} is followed by the text. Raise OptionError for a variable
+    that is missing or not used, and for a template that can't be read.
+    """
+    variables = _variables(given)
+    if name is None:
+        if variables:
+            raise OptionError("--var fills a template: name it with -t NAME")
+        return text, None
+    config = read_config_file()
+    template = config.template(name)
+    system = None if template.system is None else config.system(template.system)
+    places = _places(name, template.prompt)
+    columns = places.columns if places is not None else []
+    _check_variables(name, [column for column in columns if column != INPUT], variables)
+    if INPUT in columns and not text:
+        raise OptionError(f"template {name} needs an input: give a prompt, or pipe a text in")
+    made = template.prompt if places is None else places.fill({**variables, INPUT: text})
+    return made if INPUT in columns or not text else f"{made}{JOINED_BY}{text}", system
+
+
+def _places(name: str, prompt: str) -> Template | None:
+    """Return the parsed text of a template, or None if it has no places to fill."""
+    from mlxrunner.batch.table import Template
+
+    if "{" not in prompt and "}" not in prompt:
+        return None
+    try:
+        return Template(prompt)
+    except OptionError as error:
+        raise OptionError(f"template {name}: {error}") from error
+
+
+def _variables(given: tuple[str, ...]) -> dict[str, str]:
+    variables = {}
+    for one in given:
+        name, equals, value = one.partition("=")
+        if not equals or not name or name == INPUT:
+            raise OptionError(f"--var {one:.80}: it has to be NAME=VALUE, and not {INPUT}=")
+        variables[name] = value
+    return variables
+
+
+def _check_variables(name: str, wanted: list[str], given: dict[str, str]) -> None:
+    missing = [f"--var {one}=..." for one in wanted if one not in given]
+    unused = [one for one in given if one not in wanted]
+    if missing:
+        raise OptionError(f"template {name} needs {', '.join(missing)}")
+    if unused:
+        has = f"it has {', '.join(wanted)}" if wanted else "it has none"
+        raise OptionError(
+            f"template {name} has no variable {unused[0]!r:.60}: {did_you_mean(unused[0], wanted)}"
+            f"{has}"
+        )
 
 
 def _typed(words: tuple[str, ...], option: str | None) -> str | None:
@@ -62,6 +133,7 @@ def _is_model(text: str) -> bool:
 
     return (
         text == DEMO
+        or text in read_config_file().aliases
         or HUB_ID.fullmatch(text) is not None
         or ("\0" not in text and os.path.isfile(os.path.join(text, "config.json")))
     )

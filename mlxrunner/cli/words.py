@@ -38,7 +38,15 @@ def _repositories() -> list[str]:
 
 
 def _models() -> list[str]:
-    return ["demo", *_repositories()]
+    from mlxrunner.config.file import read_config_file
+
+    return ["demo", *read_config_file().aliases, *_repositories()]
+
+
+def _templates() -> Iterable[str]:
+    from mlxrunner.config.file import read_config_file
+
+    return read_config_file().templates
 
 
 def _sessions() -> list[str]:
@@ -51,5 +59,7 @@ model_words = _words(_models, "dir")
 """For a parameter that takes every kind of model."""
 repository_words = _words(_repositories)
 """For a parameter that takes a repository of the hub cache."""
+template_words = _words(_templates)
+"""For a parameter that takes a prompt template of the config file."""
 session_words = _words(_sessions)
 """For a parameter that takes a saved session."""

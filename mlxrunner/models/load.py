@@ -5,6 +5,7 @@ All of mlx-lm's architectures load, also with quantized weights.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,10 @@ from mlxrunner.system.mlx_lm_internals import has_architecture
 from mlxrunner.terminal.text import one_line
 from mlxrunner.tokenizer import Tokenizer, load_tokenizer
 
+LoadProgress = Callable[[str, int, int | None], None]
+"""Called with a step of loading, and how many of how many bytes are done; None: unknown."""
+GROUP = 2**28
+"""Bytes of weights that are read between two calls for progress."""
 LOOKED_AT = 64
 """Number of values of each tensor that are checked first."""
 
@@ -52,7 +57,13 @@ class LoadedModel:
     """The sampling that the model suggests, as options of a request."""
 
 
-def load_model(name: str, *, trust_remote_code: bool = False) -> LoadedModel:
+def tell_nobody(step: str, done: int = 0, total: int | None = None) -> None:
+    """Stand for a LoadProgress that nobody gave."""
+
+
+def load_model(
+    name: str, *, trust_remote_code: bool = False, progress: LoadProgress = tell_nobody
+) -> LoadedModel:
     """Load `name` ("demo", a directory or a hub id) and evaluate its weights.
 
     Raise ModelError, which names the missing or broken file.
@@ -63,7 +74,7 @@ def load_model(name: str, *, trust_remote_code: bool = False) -> LoadedModel:
         folder, eos_tokens(folder, config), trust_remote_code=trust_remote_code
     )
     model, config = _load_weights(folder, trust_remote_code)
-    _read_weights(folder, model)
+    _read_weights(folder, model, progress)
     facts = _tried(name, model, usable_facts(folder, model, config))
     if HUB_ID.fullmatch(name) and not Path(name).is_dir():
         remember_use(name)
@@ -144,14 +155,32 @@ def _load_weights(folder: Path, trust_remote_code: bool) -> tuple[Any, dict[str,
     return model, config
 
 
-def _read_weights(folder: Path, model: Any) -> None:
+def _read_weights(folder: Path, model: Any, progress: LoadProgress) -> None:
+    parameters: Any = tree_flatten(model.parameters())
+    arrays: list[mx.array] = [array for _, array in parameters]
+    total, done = sum(array.nbytes for array in arrays), 0
     try:
-        mx.eval(model.parameters())
+        for group in _groups(arrays):
+            progress("reading the weights", done, total)
+            mx.eval(group)
+            done += sum(array.nbytes for array in group)
     except MemoryError as error:
         raise ModelError(f"{folder}: not enough memory for the weights") from error
     except Exception as error:
         raise ModelError(f"{folder}: {_explain(error)}") from error
     _check_numbers(folder, model)
+
+
+def _groups(arrays: list[mx.array]) -> Iterator[list[mx.array]]:
+    """Yield `arrays` in groups of about GROUP bytes."""
+    group, nbytes = list[mx.array](), 0
+    for array in arrays:
+        group.append(array)
+        nbytes += array.nbytes
+        if nbytes >= GROUP:
+            yield group
+            group, nbytes = [], 0
+    yield group
 
 
 def _check_numbers(folder: Path, model: Any) -> None:

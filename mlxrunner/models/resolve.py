@@ -78,6 +78,25 @@ def resolve(name: str, *, with_code: bool = False) -> Path:
     )
 
 
+def folder_if_here(name: str) -> Path | None:
+    """Return the directory of a model on this machine, complete or not, and download nothing."""
+    if name == DEMO:
+        return DEMO_FOLDER
+    with suppress(OSError, RuntimeError, ValueError):
+        folder = Path(name).expanduser()
+        if name and folder.is_dir():
+            return folder
+    if not HUB_ID.fullmatch(name):
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    with suppress(Exception):  # a name that the hub does not allow
+        found = try_to_load_from_cache(name, "config.json")
+        if isinstance(found, str):
+            return Path(found).parent
+    return None
+
+
 def lasting(name: str) -> str:
     """Return a name that is valid in every working directory: the full path of a directory.
 

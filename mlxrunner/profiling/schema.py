@@ -162,6 +162,26 @@ class Verify:
     ]
 
 
+@dataclass
+class BatchLine:
+    """The line of a batch that made a request."""
+
+    number: Annotated[
+        Ordinal,
+        about(
+            "Number of the line among those of all inputs that are not empty, from 1; each try of "
+            "it has the same."
+        ),
+    ]
+    lines: Annotated[Ordinal, about("Lines of the input.", "lines")]
+    refused: Annotated[
+        Count, about("Those of them that can't be run. They make no request.", "lines")
+    ]
+    order: Annotated[
+        Literal["prefix", "input"], about("The order in which the lines run, as of --order.")
+    ]
+
+
 @dataclass(kw_only=True)
 class Event:
     """The tokens that one request reused, the reason why not more, and the cost."""
@@ -403,6 +423,10 @@ class Event:
         Verify | None,
         about("The same request run again cold (--verify-cache); null if it was not chosen."),
     ]
+    line: Annotated[
+        BatchLine | None,
+        about("The line of a batch; null for other requests. Missing in older events."),
+    ] = None
 
     @classmethod
     def of(cls, line: Mapping[str, Any]) -> Event:

@@ -130,7 +130,37 @@ def read_text(
 
     Raise ReadError as `open_file` does, and for text that is not UTF-8.
     """
-    content = read_bytes(path, limit, dir_fd=dir_fd, given=given)
+    return _decoded(path, read_bytes(path, limit, dir_fd=dir_fd, given=given))
+
+
+def read_trusted(path: str | os.PathLike[str], limit: int) -> str:
+    """Return the text of a UTF-8 file that decides what the program does.
+
+    Raise ReadError as `read_text` does, and for a file that another user owns or may write to.
+    """
+    descriptor, _ = open_file(path, limit)
+    try:
+        _check_trusted(path, os.fstat(descriptor))
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return _decoded(path, _whole(path, descriptor, limit))
+
+
+def _check_trusted(path: str | os.PathLike[str], status: os.stat_result) -> None:
+    if status.st_uid not in (os.geteuid(), 0):
+        raise ReadError(
+            f"{os.fspath(path)}: it belongs to another user (number {status.st_uid}), who could "
+            "change it: make a copy of your own"
+        )
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ReadError(
+            f"{os.fspath(path)}: others may write to it (mode {status.st_mode & 0o777:04o}): "
+            "chmod 600 it"
+        )
+
+
+def _decoded(path: str | os.PathLike[str], content: bytes) -> str:
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from threading import Lock, Timer
 from typing import TYPE_CHECKING
 
-from mlxrunner.terminal.text import duration, visible
+from mlxrunner.terminal.text import duration, size, visible
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -218,11 +218,21 @@ def reading(things: str) -> Iterator[Callable[[int], None]]:
 
 
 @contextmanager
-def loading(model: str, *, is_quiet: bool = False) -> Iterator[None]:
-    """Show, in a terminal only, that `model` is being loaded, if that takes long."""
+def loading(
+    model: str, *, is_quiet: bool = False
+) -> Iterator[Callable[[str, int, int | None], None]]:
+    """Show, in a terminal only, that `model` is being loaded, if that takes long.
+
+    Yield a function that shows a step of it, and how many of how many bytes are done.
+    """
     progress = Progress(patience_s=PATIENCE_S, is_quiet=is_quiet)
+
+    def show(step: str, done: int, total: int | None) -> None:
+        part = f", {size(done)} of {size(total)}" if total else ""
+        progress.update(f"loading {model}: {step}{part}", done, total)
+
     try:
         progress.update(f"loading {model}")
-        yield
+        yield show
     finally:
         progress.close()

@@ -19,6 +19,20 @@ from mlxrunner.templates.messages import PlainMessage, check_messages
 from mlxrunner.tokenizer.base import Tokenizer
 
 
+@dataclass(frozen=True)
+class LineOfBatch:
+    """A line of a batch, which observers of its request may want to name."""
+
+    number: int
+    """The number of the line among those of all inputs that are not empty, from 1."""
+    lines: int
+    """The number of lines of the input."""
+    refused: int
+    """The number of those that can't be run, so that they make no request."""
+    order: Literal["prefix", "input"]
+    """The order in which the lines run."""
+
+
 @dataclass(frozen=True, eq=False)
 class TokenizedPrompt:
     """A prompt with its tokens and the source of the tokens."""
@@ -35,6 +49,8 @@ class TokenizedPrompt:
     """Seconds that the caller took to make the tokens. They count as part of the request."""
     earlier: Earlier | None = None
     """For a line of a batch: the part of its tokens that earlier lines share."""
+    line: LineOfBatch | None = None
+    """The line of a batch that has this prompt."""
 
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | TokenizedPrompt

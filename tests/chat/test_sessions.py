@@ -106,14 +106,14 @@ def test_a_session_that_is_open_is_refused_at_once(
     assert "session zor: a new one" in first.shown
     first.say("My name is Zorblin.")
     second = chat(["Hello!"], "--session", "zor", "-m", "nowhere")
-    assert (second.stdout, second.exit_code) == ("", 1)
+    assert (second.stdout, second.exit_code) == ("", 2)
     assert (
         second.stderr
         == "mlxrunner: the session 'zor' is open in another chat: close that, or use another name\n"
     )
     assert "the session 'zor' is open in another chat" in chat(["Hello!", "/save -f zor"]).stderr
     removed = CliRunner().invoke(cli.main, ["sessions", "rm", "zor"])
-    assert (removed.exit_code, removed.stderr.count("\n")) == (1, 1)
+    assert (removed.exit_code, removed.stderr.count("\n")) == (2, 1)
     assert first.leave() == 0
     assert chat(["What is my name?"], "--session", "zor").stdout == "Your name is Zorblin.\n"
 
@@ -485,7 +485,7 @@ def test_a_full_disk_is_said_and_the_chat_goes_on(
     full = "error: the session 'zor' could not be saved: No space left on device; "
     assert f"{full}on the disk: none of 1 turn\n" in result.stderr
     assert f"{full}on the disk: none of 2 turns\n" in result.stderr
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert SessionStore().names() == []
 
 
@@ -557,6 +557,7 @@ def test_caches_give_way_to_the_text(chat: Chat, data: Path, disk: Callable[[int
     assert len(content(data, "zor")["branches"]["main"]["history"]["turns"]) == 2
 
 
+@pytest.mark.exhaustive(2)
 @pytest.mark.parametrize("end", ["SIGHUP", "SIGTERM", "closed"])
 def test_a_window_that_is_closed_in_mid_answer_costs_nothing(
     open_screen: Any, tmp_path: Path, data: Path, end: str
@@ -574,6 +575,7 @@ def test_a_window_that_is_closed_in_mid_answer_costs_nothing(
     assert len(turn["answer"]) > 50
 
 
+@pytest.mark.exhaustive(2)
 @pytest.mark.parametrize("end", ["SIGHUP", "SIGTERM", "closed"])
 def test_a_window_that_is_closed_at_the_prompt_costs_nothing(
     open_screen: Any, data: Path, end: str

@@ -533,3 +533,19 @@ def test_a_killed_chat_leaves_the_terminal_as_it_was(
     assert termios.tcgetattr(screen.child.child_fd)[:4] == before[:4]
     screen.child.close()
     assert screen.child.exitstatus == 128 + signal.SIGTERM
+
+
+def test_a_model_that_is_loaded_again_shows_a_bar(open_screen: Any) -> None:
+    """With what takes the time; here it is shown at once."""
+    code = (
+        "from mlxrunner.terminal import progress\n"
+        "progress.PATIENCE_S = 0.0\n"
+        "from mlxrunner.cli import main; main(['chat', '--no-type-ahead'])\n"
+    )
+    screen = open_screen("-c", code)
+    assert "loading demo: trying the longest step, at the end of 2048 tokens" in screen.prompt().raw
+    for command, context in (("/set context 300", 300), ("/model demo", 300)):
+        before = len(screen.raw)
+        screen.say(command)
+        shown = f"loading demo: trying the longest step, at the end of {context} tokens"
+        assert shown in screen.raw[before:]

@@ -4,6 +4,7 @@ Kills are in tests/batch/test_resume.py.
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import pty
@@ -347,7 +348,7 @@ def test_csv_end_to_end() -> None:
     assert (result.exit_code, len(answers())) == (3, 3)
     assert answers()[2]["error"].startswith("line 5: ")
     result = run("in.csv", "-o", "other.jsonl")
-    assert (result.exit_code, "a CSV file needs --prompt-template" in result.stderr) == (2, True)
+    assert (result.exit_code, "neither a column 'prompt' nor" in result.stderr) == (2, True)
     result = run("in.csv", "-o", "other.jsonl", "--prompt-template", "{town}")
     assert (result.exit_code, "no column 'town'" in result.stderr) == (2, True)
     assert not Path("other.jsonl").exists()
@@ -792,3 +793,100 @@ def test_token_ids_and_lists_of_prompts_are_answered() -> None:
     ]
     assert (bad["id"], bad["index"]) == ("l/2", 3)
     assert "beyond the model's vocabulary" in bad["error"]
+
+
+def table(file: str = "out.parquet") -> list[dict[str, Any]]:
+    import pyarrow.parquet
+
+    rows: list[dict[str, Any]] = pyarrow.parquet.read_table(file).to_pylist()
+    return rows
+
+
+def test_answers_become_a_parquet_file_when_all_are_there() -> None:
+    """Its rows have the text, the counts and the whole line, for every format of lines."""
+    pytest.importorskip("pyarrow")
+    ours = [{"id": "a", "prompt": "Hello!"}, {"id": 5, "prompt": "Hello!"}, {"promt": "a"}]
+    theirs = [
+        {"custom_id": "c", "body": {"messages": [{"role": "user", "content": "Hello!"}]}},
+        {"custom_id": "t", "url": "/v1/completions", "body": {"prompt": "Hello!", "max_tokens": 2}},
+        {"custom_id": "r", "url": "/v1/responses", "body": {"input": "Hello!"}},
+    ]
+    result = run(write(*ours, *theirs), "-o", "out.parquet")
+    assert result.exit_code == 3
+    rows = table()
+    assert [row["id"] for row in rows] == ["a", "5", None, "c", "t", "r"]
+    assert [row["index"] for row in rows] == [0, 1, 2, 3, 4, 5]
+    text = "Hello! How can I help you?"
+    assert [row["text"] for row in rows[:4]] == [text, text, None, text]
+    assert rows[5]["text"] == text
+    assert [row["finish_reason"] for row in rows] == [
+        "stop",
+        "stop",
+        None,
+        "stop",
+        "length",
+        "stop",
+    ]
+    assert "unknown field 'promt'" in rows[2]["error"]
+    counts = ("prompt_tokens", "cached_tokens", "completion_tokens")
+    assert all(isinstance(row[name], int) for row in rows if row["text"] for name in counts)
+    assert [row["line"] for row in rows] == Path("out.parquet.jsonl").read_text().splitlines()
+    assert Path("out.parquet").stat().st_mode & 0o777 == 0o600
+    again = run("in.jsonl", "-o", "out.parquet")
+    assert (again.exit_code, "out.parquet: is there already" in again.stderr) == (2, True)
+
+
+def test_a_parquet_file_comes_with_the_end_of_a_run_that_is_resumed() -> None:
+    """Until then there are the lines only; --resume of a finished run makes the file again."""
+    pytest.importorskip("pyarrow")
+    write(*({"id": number, "prompt": "Hello!", "max_tokens": 3} for number in range(4)), "no json")
+    stopped = run("in.jsonl", "-o", "out.parquet", "--max-errors", 1, "--no-usage")
+    assert stopped.exit_code == 1
+    assert not Path("out.parquet").exists()
+    assert run("in.jsonl", "-o", "out.parquet", "--no-usage", "--resume").exit_code == 3
+    first = Path("out.parquet").read_bytes()
+    assert [row["id"] for row in table()] == [0, 1, 2, 3, None]
+    Path("out.parquet").unlink()
+    assert run("in.jsonl", "-o", "out.parquet", "--no-usage", "--resume").exit_code == 3
+    assert Path("out.parquet").read_bytes() == first
+
+
+def test_several_inputs_are_one_batch_that_can_be_resumed_with_the_same_ones() -> None:
+    """Errors name the input; other inputs, and other columns, are refused with both values."""
+    write({"id": "a", "prompt": "Hello!"})
+    Path("more.csv").write_text("key,question\na,Hello!\nb,Hello!\n")
+    names = ("in.jsonl", "more.csv", "-o", "out.jsonl", "--prompt-column", "question")
+    result = run(*names, "--id-column", "key")
+    assert result.exit_code == 3
+    first, again, last = answers()
+    assert (first["id"], last["id"], first["text"]) == ("a", "b", last["text"])
+    assert again["error"] == "more.csv line 2: id 'a' was there before, on in.jsonl line 1"
+    assert run(*names, "--id-column", "key", "--resume").exit_code == 3
+    result = run(*names, "--resume")
+    assert (result.exit_code, 'another --id-column: "key" then' in result.stderr) == (2, True)
+    Path("more.csv").write_text("key,question\na,Hello!\n")
+    result = run(*names, "--id-column", "key", "--resume")
+    assert (result.exit_code, "was begun with another input" in result.stderr) == (2, True)
+
+
+def test_an_output_in_the_folder_of_the_input_is_refused() -> None:
+    """The next run would read it."""
+    Path("texts").mkdir()
+    Path("texts/a.txt").write_text("Hello!")
+    result = run("texts", "-o", "texts/out.jsonl")
+    assert (result.exit_code, "is in the input" in result.stderr) == (2, True)
+    assert run("texts", "-o", "out.jsonl").exit_code == 0
+    assert [(line["id"], line["text"]) for line in answers()] == [
+        ("a.txt", "Hello! How can I help you?")
+    ]
+
+
+def test_a_compressed_input_that_is_cut_off_leaves_nothing_behind() -> None:
+    """Nothing is run, and the error is one line."""
+    Path("in.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "Hello!"}\n' * 50)[:-9])
+    result = run("in.jsonl.gz", "-o", "out.jsonl")
+    assert result.exit_code == 2
+    assert result.stderr.splitlines()[-1].startswith(
+        "mlxrunner: in.jsonl.gz: can't be read to its end as gzip: it is cut off"
+    )
+    assert [path.name for path in Path().iterdir() if path.is_file()] == ["in.jsonl.gz"]

@@ -17,6 +17,7 @@ from mlx.utils import tree_flatten
 from support.models import BOS, EOS, save_model, tiny_config, write_model
 
 from mlxrunner import ModelError, Runner
+from mlxrunner.cache.layers.base import tree_bytes
 from mlxrunner.models.load import load_model, tokenizer_of
 from mlxrunner.system import device
 
@@ -332,3 +333,18 @@ def test_the_tokenizer_alone_prints_nothing() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     assert (said.stdout, said.stderr) == ("", "")
+
+
+def test_loading_tells_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bytes of the weights in groups, up to nearly all; then the longest step, for a runner."""
+    monkeypatch.setattr("mlxrunner.models.load.GROUP", 2**20)
+    told: list[tuple[str, int, int | None]] = []
+    with Runner.load("demo", 300, progress=lambda *step: told.append(step)) as runner:
+        weights = tree_bytes(runner.model.parameters())
+    *groups, last = told
+    assert last == ("trying the longest step, at the end of 300 tokens", 0, None)
+    assert {(step, total) for step, _, total in groups} == {("reading the weights", weights)}
+    done = [done for _, done, _ in groups]
+    assert len(done) > 5
+    assert done == sorted(set(done))
+    assert 0 == done[0] < done[-1] < weights

@@ -26,7 +26,8 @@ def example(number: int = 0) -> dict[str, Any]:
 
 
 def completed(line: dict[str, Any]) -> dict[str, Any]:
-    """Add the field that older events lack."""
+    """Add the fields that older events lack."""
+    line = {**line, "line": None}
     if line["verify"] is None:
         return line
     return line | {"verify": {"wrong_token": None, **line["verify"]}}

@@ -645,7 +645,7 @@ def told(events: Path, page: Path) -> tuple[dict[str, Any], str, str, str]:
     words = " ".join(run("report", events, "--html", page).stdout.split())
     ids = [json.loads(line)["id"] for line in events.read_text().splitlines()]
     explained = " ".join(" ".join(run("explain", events, one).stdout for one in ids).split())
-    return made, words, page.read_text(), explained
+    return made, words, page.read_text().lower(), explained
 
 
 @pytest.mark.parametrize("parallel", [1, 4])

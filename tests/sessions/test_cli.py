@@ -74,7 +74,7 @@ def test_a_broken_session_does_not_hide_the_others(data: Path) -> None:
     assert result.stdout.startswith("zor ")
     assert result.stderr.startswith("mlxrunner: the session 'bad' (")
     assert result.stderr.count("\n") == 1
-    assert run("sessions", "show", "bad").exit_code == 1
+    assert run("sessions", "show", "bad").exit_code == 2
     assert run("sessions", "rm", "bad").exit_code == 0
     assert SessionStore().names() == ["zor"]
 
@@ -133,7 +133,7 @@ def test_rm_removes_all_that_it_is_given(data: Path) -> None:
         missing.stderr
         == "mlxrunner: no session is called 'zor'; `mlxrunner sessions list` lists them\n"
     )
-    assert missing.exit_code == 1
+    assert missing.exit_code == 2
 
 
 def test_rm_goes_on_where_it_can(data: Path) -> None:
@@ -146,7 +146,7 @@ def test_rm_goes_on_where_it_can(data: Path) -> None:
         "mlxrunner: no session is called 'nope'; `mlxrunner sessions list` lists them; "
         "the session 'open' is open in another chat: close that, or use another name\n"
     )
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert SessionStore().names() == ["open"]
 
 
@@ -160,7 +160,7 @@ def test_a_name_is_no_path(command: tuple[str, ...], name: str, tmp_path: Path) 
     """One line."""
     file = [str(tmp_path / "x.safetensors")] if command[1] == "export" else []
     result = run(*command, name, *file)
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "can't be a session's name" in result.stderr
     assert result.stderr.count("\n") == 1
 
@@ -282,7 +282,7 @@ def test_caches_that_the_model_has_left_behind_are_not_exported(tmp_path: Path, 
         result.stderr
         == f"mlxrunner: the session 'zor' was made with other weights than {folder} has now\n"
     )
-    assert result.exit_code == 1
+    assert result.exit_code == 2
 
 
 def test_a_quantized_session_goes_out_and_comes_back(tmp_path: Path) -> None:

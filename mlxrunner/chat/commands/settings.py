@@ -9,7 +9,8 @@ from typing import Any
 
 from mlxrunner.chat.commands.table import ChatContext, Command, whole_number
 from mlxrunner.chat.rendering import POLICIES
-from mlxrunner.config.layering import DEFAULT, HERE
+from mlxrunner.config.file import NAMED, Config, read_config_file
+from mlxrunner.config.layering import DEFAULT, HERE, layer, settled, values
 from mlxrunner.errors import OptionError
 from mlxrunner.names import did_you_mean
 from mlxrunner.options import (
@@ -138,7 +139,7 @@ def show_message(chat: ChatContext, argument: str) -> None:
 def system(chat: ChatContext, argument: str) -> None:
     conversation = chat.conversation
     if argument:
-        conversation.set_system(argument)
+        conversation.set_system(read_config_file().system(argument))
     chat.say(f"system prompt: {conversation.system or '(none)'}")
     if argument and conversation.history.turns:
         chat.say(f"the conversation stays: {conversation.outlook()}")
@@ -168,8 +169,26 @@ def _has_switch(chat: ChatContext) -> bool:
 
 def model(chat: ChatContext, argument: str) -> None:
     if argument:
-        chat.reload(argument)
+        config = read_config_file()
+        name = config.name_of(argument)
+        chat.reload(name, **_loading_changes(chat, config, name))
     chat.say(f"model: {chat.model}, context of {chat.runner.context} tokens")
+
+
+def _loading_changes(chat: ChatContext, config: Config, name: str) -> dict[str, Any]:
+    """Return what the config file says about loading the model `name`, unless the user has said it.
+
+    What it says about the present model ends with that model.
+    """
+    before, after = config.options("chat", chat.model), config.options("chat", name)
+    usual = layer(vars(RunnerSettings()), DEFAULT)
+    before, after = settled(usual, before), settled(usual, after)
+    now = values(usual) | chat.loading
+    return {
+        key: after[key].value
+        for key in usual
+        if after[key] != before[key] and now[key] == before[key].value
+    }
 
 
 def _shown(chat: ChatContext, name: str) -> str:
@@ -187,7 +206,11 @@ def _shown(chat: ChatContext, name: str) -> str:
 def _source(chat: ChatContext, name: str) -> str:
     """Return where the value of a setting comes from."""
     if name == "context":
-        return DEFAULT if chat.loading.get(name) is None else HERE
+        of_file = read_config_file().options("chat", chat.model).get(name)
+        value = chat.loading.get(name)
+        if of_file is not None and of_file.value == value:
+            return of_file.source
+        return DEFAULT if value is None else HERE
     if name == "history":
         return DEFAULT if chat.conversation.policy == POLICIES[0] else HERE
     if name in chat.conversation.options:
@@ -217,7 +240,11 @@ def setting_words(chat: ChatContext, before: str) -> Iterable[str]:
 def _model_names(chat: ChatContext, before: str) -> Iterable[str]:
     from mlxrunner.models.catalog import cached_models
 
-    return ["demo", *(found.name for found in cached_models())]
+    return ["demo", *read_config_file().aliases, *(found.name for found in cached_models())]
+
+
+def _prompt_names(chat: ChatContext, before: str) -> Iterable[str]:
+    return [f"{NAMED}{name}" for name in read_config_file().prompts]
 
 
 def _think_words(chat: ChatContext, before: str) -> Iterable[str]:
@@ -228,14 +255,15 @@ COMMANDS = (
     Command(
         "/system",
         "[TEXT]",
-        "set the system prompt; without TEXT: show it",
+        "set the system prompt (or @NAME of the config file); alone: show it",
         system,
+        _prompt_names,
         is_daily=True,
     ),
     Command(
         "/set",
         "[NAME VALUE]",
-        "a setting, or: greedy (VALUE default takes it back); alone: list them",
+        "a setting (VALUE default resets it), or greedy; alone: list",
         set_,
         setting_words,
         is_daily=True,

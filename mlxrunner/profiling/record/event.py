@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from mlxrunner.profiling.schema import SCHEMA, VERSION, Event, Span
+from mlxrunner.profiling.schema import SCHEMA, VERSION, BatchLine, Event, Span
 
 if TYPE_CHECKING:
     from mlxrunner.engine.observation import Observation
@@ -36,7 +36,7 @@ def event_of(observed: Observation, identity: Mapping[str, Any], number: int) ->
     `profile_s`.
     """
     usage, lookup, began = observed.usage, observed.lookup, observed.clock.began
-    memory, cache = usage.memory, usage.cache
+    memory, cache, line = usage.memory, usage.cache, observed.prepared.line
     started = "cold" if number == 1 else "warm"
     return Event(
         schema=SCHEMA,
@@ -77,6 +77,7 @@ def event_of(observed: Observation, identity: Mapping[str, Any], number: int) ->
         request_bytes=max(0, memory.peak_bytes - observed.active_bytes),
         spans=_spans(observed),
         verify=None,
+        line=BatchLine(**vars(line)) if line is not None else None,
     )
 
 

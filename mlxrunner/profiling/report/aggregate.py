@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mlxrunner.profiling.reasons import BATCH, remedy
+from mlxrunner.profiling.report.batches import Batches
 from mlxrunner.profiling.schema import Event
 
 COUNTED = ("prompt", "matched", "cached", "ahead", "saved", "evaluated", "lost", "completion")
@@ -202,6 +203,7 @@ class Summary:
         self.reasons: dict[str, LossSum] = {}
         self.places: dict[str, LossSum] = {}
         self.timeline = Timeline()
+        self.batches = Batches()
         self.samples: list[Sample] = []
         self.verified = self.unequal = self.untested = 0
         self.estimated = 0
@@ -221,6 +223,7 @@ class Summary:
         self._add_times(event)
         self._add_loss(event)
         self.timeline.add(_bin_of(event))
+        self.batches.add(event, _avoidable(event))
         if event.verify is not None:
             self.verified += event.verify.equal is not None
             self.untested += event.verify.equal is None
@@ -284,6 +287,7 @@ class Summary:
             "ttft_s": {outcome: self.ttft[outcome].as_dict() for outcome in OUTCOMES},
             "reasons": {reason: asdict(loss) for reason, loss in by_tokens(self.reasons)},
             "places": {place: asdict(loss) for place, loss in by_tokens(self.places)},
+            "batches": [run.as_dict() for run in self.batches.runs],
             "costliest": [asdict(miss) for miss in self.costliest],
             "verified": self.verified,
             "unequal": self.unequal,

@@ -11,11 +11,12 @@ from mlxrunner.profiling.schema import Event
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
 
-NESTED = ("divergence", "spans", "verify")
+NESTED = ("line", "divergence", "spans", "verify")
 """The fields that are objects or lists; a row has a few of their own fields instead."""
 FLAT = [field.name for field in fields(Event) if field.name not in NESTED]
 COLUMNS = (
     *FLAT,
+    "line_number",
     "divergence_index",
     "divergence_role",
     "divergence_part",
@@ -39,6 +40,7 @@ class CsvWriter:
         values, parted, verify = vars(event), event.divergence, event.verify
         row = [
             *(values[name] for name in FLAT),
+            event.line.number if event.line else None,
             *((parted.index, parted.role, parted.part) if parted else (None, None, None)),
             sum(span.name == "prefill" for span in event.spans),
             verify.equal if verify else None,

@@ -11,6 +11,7 @@ from pathlib import Path
 from mlxrunner.profiling.reasons import REASONS, place_remedy, remedy
 from mlxrunner.profiling.report import elements, plots
 from mlxrunner.profiling.report.aggregate import OUTCOMES, LossSum, Summary, by_tokens
+from mlxrunner.profiling.report.batches import name_of, words
 from mlxrunner.profiling.report.formatting import moment, number, percent, rate, seconds
 from mlxrunner.profiling.report.svg import safe
 
@@ -40,6 +41,7 @@ def page(summary: Summary, sources: Sequence[str], skipped: int = 0) -> str:
         _cards(summary),
         '<main class="panels">',
         plots.timeline(summary),
+        _batches(summary),
         plots.first_tokens(summary),
         plots.bytes_over_time(summary),
         _reasons(summary),
@@ -107,6 +109,39 @@ def _cards(summary: Summary) -> str:
 def _with_small_unit(value: str) -> str:
     figure, _, unit = value.rpartition(" ")
     return f"{safe(figure)} <span>{safe(unit)}</span>" if figure else safe(unit)
+
+
+def _batches(summary: Summary) -> str:
+    """Return a panel with a bar for each run of a batch; nothing without any."""
+    if not summary.batches.runs:
+        return ""
+    rows = (
+        (
+            name_of(run),
+            {
+                "cached": run.reuse,
+                "avoidable": run.avoidable / max(run.prompt, 1),
+                "twice": (run.lost - run.avoidable) / max(run.prompt, 1),
+                "new": 1 - run.best,
+            },
+            (
+                percent(run.reuse),
+                percent(run.best),
+                number(run.failed.total() + run.refused),
+                number(run.cut),
+            ),
+            f"{safe(moment(run.time))} UTC: {safe(words(run))}",
+        )
+        for run in summary.batches.runs
+    )
+    text = (
+        "The prompt tokens of all lines: reused, and evaluated. At best, each part that lines "
+        "share is evaluated once: that is the tree of all prefixes."
+    )
+    columns = ["reused", "at best", "failed", "cut"]
+    return elements.panel(
+        "Batches", text, elements.bars_table("order", columns, rows), is_wide=True
+    )
 
 
 def _reasons(summary: Summary) -> str:

@@ -170,12 +170,14 @@ def _ticks(plot: svg.Plot, line: Timeline) -> None:
     places = [((at - 1) // line.width + 0.5) / len(line.bins) for at in numbers]
     for index, (at, place) in enumerate(zip(numbers, places, strict=True)):
         plot.below(place, number(at), is_extra=bool(index % 2))
-    clock, before = _clock(line), ""
-    for index, (at, place) in enumerate(zip(numbers[::2], places[::2], strict=True)):
+    clock, before, changes = _clock(line), "", []
+    for at, place in zip(numbers[::2], places[::2], strict=True):
         shown = clock[(at - 1) // line.width]
         if shown != before:
-            plot.below(place, shown, row=1, is_extra=bool(index % 2))
+            changes.append((place, shown))
         before = shown
+    for index, (place, shown) in enumerate(changes):
+        plot.below(place, shown, row=1, is_extra=bool(index % 2))
 
 
 def _clock(line: Timeline) -> list[str]:

@@ -5,11 +5,12 @@ The output may be wide or narrow, in colour or piped. It shows all figures at ev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, TYPE_CHECKING
 
 from mlxrunner.profiling.reasons import place_remedy, remedy
 from mlxrunner.profiling.report.aggregate import OUTCOMES, LossSum, Miss, Summary, by_tokens
+from mlxrunner.profiling.report.batches import BatchRun, name_of, words
 from mlxrunner.profiling.report.formatting import moment, number, percent, rate, seconds
 from mlxrunner.terminal.text import visible
 
@@ -20,10 +21,25 @@ if TYPE_CHECKING:
 
     from mlxrunner.profiling.replay.variants import Simulation
 
-COLOURS = {"hit": "green", "partial": "yellow", "miss": "red"}
+COLOURS = {"hit": "green", "partial": "yellow", "miss": "yellow"}
+"""The colours of outcomes; red is only what could have been avoided."""
 BAR = 24
 """The most columns of a bar."""
-FIGURES = "requests tokens time p50 p90 p99 reused hits evaluated change".split()
+FIGURES = (
+    "requests",
+    "tokens",
+    "time",
+    "p50",
+    "p90",
+    "p99",
+    "reused",
+    "at best",
+    "failed",
+    "cut",
+    "hits",
+    "evaluated",
+    "change",
+)
 """The columns of figures, which are aligned at the right."""
 NARROW = 72
 """The least columns of a terminal that shows bars and the longer columns."""
@@ -39,6 +55,7 @@ def console(stream: IO[str]) -> Console:
 def show(summary: Summary, to: Console) -> None:
     """Print the whole report."""
     _totals(summary, to)
+    _batches(summary.batches.runs, to)
     _first_tokens(summary, to)
     _losses("tokens lost, by reason", summary.reasons, remedy, to)
     _losses("tokens lost, by place", summary.places, place_remedy, to)
@@ -197,6 +214,25 @@ def _over_time(summary: Summary, to: Console) -> None:
     to.print(Text(sparkline(shares, is_ascii=_is_ascii(to)), "green"), soft_wrap=False)
 
 
+def _batches(runs: Sequence[BatchRun], to: Console) -> None:
+    if not runs:
+        return
+    table = _table("batches", ("order", "reused", "at best", "failed", "cut"))
+    for run in runs:
+        failed = run.failed.total() + run.refused
+        table.add_row(
+            _text(name_of(run)),
+            percent(run.reuse),
+            percent(run.best),
+            number(failed),
+            number(run.cut),
+        )
+    _print(table, to)
+    to.print()
+    for run in runs:
+        to.print(_text(f"{moment(run.time)} UTC: {words(run)}"))
+
+
 def _first_tokens(summary: Summary, to: Console) -> None:
     table = _table("time to the first token", ("outcome", "requests", "p50", "p90", "p99"))
     for outcome in OUTCOMES:
@@ -220,7 +256,8 @@ def _losses(
     table = _table(title, ("", "requests", "tokens", "time", *(["bar"] if is_wide else [])))
     most = max(loss.tokens for loss in losses.values())
     for name, loss in by_tokens(losses):
-        drawn = [Bar(max(most, 1), 0, loss.tokens, color="red")] if is_wide else []
+        colour = "red" if loss.avoidable else "yellow"
+        drawn = [Bar(max(most, 1), 0, loss.tokens, color=colour)] if is_wide else []
         table.add_row(
             _text(name), number(loss.requests), number(loss.tokens), seconds(loss.seconds), *drawn
         )

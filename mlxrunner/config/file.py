@@ -1,0 +1,272 @@
+"""Read the user's config file: models, options, system prompts and prompt templates.
+
+Every key is checked when the file is read. An error is one line with the number of the line in the
+file. This knows nothing about the commands but their names.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mlxrunner.config.layering import Setting, settled
+from mlxrunner.config.lines import line_of
+from mlxrunner.errors import MissingFileError, OptionError
+from mlxrunner.names import did_you_mean
+from mlxrunner.options import GenerateOptions, RunnerSettings, chat_options, names
+from mlxrunner.system.reading import is_there, read_trusted
+
+VARIABLE = "MLXRUNNER_CONFIG"
+LARGEST = 2**20
+"""Most bytes of the file."""
+COMMANDS = ("chat", "generate", "batch")
+"""The commands that have a section of their own."""
+OPTIONS = "options"
+"""The section for all of COMMANDS."""
+REQUEST = (*(name for name, _ in chat_options()), "template")
+"""The options of a request that the file may set. The others belong to one request."""
+SETTINGS = names(RunnerSettings)
+EVERYWHERE = frozenset((*REQUEST, *SETTINGS, "system", "reserve"))
+"""The keys of every section with options."""
+SWITCHES = ("plain", "no_type_ahead", "no_history", "keep_thinking", "no_cache_file")
+"""The switches of `chat` that the file may set."""
+KEYS: dict[str, frozenset[str]] = {
+    "": frozenset(("model", "aliases", OPTIONS, *COMMANDS, "models", "prompts", "templates")),
+    OPTIONS: EVERYWHERE,
+    "chat": EVERYWHERE | {*SWITCHES},
+    "generate": EVERYWHERE,
+    "batch": EVERYWHERE,
+}
+"""The keys of each section."""
+NAMED = "@"
+"""The character before the name of a system prompt."""
+
+
+@dataclass(frozen=True)
+class PromptTemplate:
+    """A prompt with places for the input and for variables."""
+
+    prompt: str
+    system: str | None = None
+
+
+@dataclass(frozen=True)
+class Config:
+    """The content of the config file. It is empty if there is none."""
+
+    path: Path | None = None
+    model: Setting | None = None
+    """The model of every command that is given none."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    sections: Mapping[str, Mapping[str, Setting]] = field(default_factory=dict)
+    """The options by section: OPTIONS and COMMANDS."""
+    models: Mapping[str, Mapping[str, Setting]] = field(default_factory=dict)
+    """The options by model, under the names that the file gives them."""
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    templates: Mapping[str, PromptTemplate] = field(default_factory=dict)
+
+    def name_of(self, model: str) -> str:
+        """Return the name that stands behind an alias, or `model` itself."""
+        return self.aliases.get(model, model)
+
+    def options(self, command: str, model: str) -> dict[str, Setting]:
+        """Return the options that hold for `command` with `model`, which is no alias."""
+        own = [found for name, found in self.models.items() if self.name_of(name) == model]
+        return settled(self.sections.get(OPTIONS, {}), self.sections.get(command, {}), *own)
+
+    def system(self, text: str) -> str:
+        """Return the system prompt that `@NAME` names, or any other `text` as it is.
+
+        Raise OptionError if there is no prompt of that name.
+        """
+        name = text.removeprefix(NAMED)
+        if name == text or not name or " " in name or "\n" in name:
+            return text
+        if name not in self.prompts:
+            raise self._unknown("prompts", self.prompts, name, "system prompt")
+        return self.prompts[name]
+
+    def template(self, name: str) -> PromptTemplate:
+        """Return a prompt template. Raise OptionError if there is none of that name."""
+        if name not in self.templates:
+            raise self._unknown("templates", self.templates, name, "prompt template")
+        return self.templates[name]
+
+    def _unknown(self, section: str, known: Mapping[str, Any], name: str, what: str) -> OptionError:
+        file = config_path() if self.path is None else self.path
+        there = f"there are {', '.join(known)}" if known else "it has none"
+        return OptionError(
+            f"there is no {what} {name!r:.60} under [{section}] in {file}: "
+            f"{did_you_mean(name, known)}{there}"
+        )
+
+
+def config_path() -> Path | None:
+    """Return the path of the config file, which may be missing. None: it is switched off.
+
+    It is $MLXRUNNER_CONFIG if that is set, and off if that is empty; else
+    $XDG_CONFIG_HOME/mlxrunner/config.toml (~/.config/mlxrunner/config.toml).
+    """
+    chosen = os.environ.get("MLXRUNNER_CONFIG")
+    if chosen is not None:
+        return Path(chosen).expanduser() if chosen else None
+    folder = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
+    return folder / "mlxrunner" / "config.toml"
+
+
+def read_config_file() -> Config:
+    """Return the checked content of the user's config file.
+
+    Raise OptionError for a wrong key or value, and ReadError for a file that cannot be read, that
+    others may write to, or that MLXRUNNER_CONFIG names and that is missing.
+    """
+    path = config_path()
+    if path is None or (os.environ.get("MLXRUNNER_CONFIG") is None and not is_there(path)):
+        return Config()
+    try:
+        text = read_trusted(path, LARGEST)
+    except MissingFileError as error:
+        if os.environ.get("MLXRUNNER_CONFIG") is None:
+            raise
+        raise MissingFileError(f"{error} ({VARIABLE} names it)") from error
+    return _Reader(path, text).config()
+
+
+class _Reader:
+    """Checks a file, and knows the line of each key."""
+
+    def __init__(self, path: Path, text: str) -> None:
+        self._path, self._text = path, text
+
+    def config(self) -> Config:
+        import tomllib
+
+        try:
+            found = tomllib.loads(self._text)
+        except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
+            raise OptionError(f"{self._path}: not readable as TOML: {error}") from error
+        self._check_keys((), found, KEYS[""])
+        model = found.get("model")
+        if model is not None:
+            self._text_at(("model",), model)
+        sections = {one: self._options((one,), found.get(one, {})) for one in (OPTIONS, *COMMANDS)}
+        models = self._tables(("models",), found.get("models", {}))
+        return Config(
+            path=self._path,
+            model=None if model is None else Setting(model, self._place(("model",))),
+            aliases=self._aliases(found.get("aliases", {})),
+            sections=sections,
+            models={name: self._options(("models", name), one) for name, one in models.items()},
+            prompts=self._texts("prompts", found.get("prompts", {})),
+            templates=self._templates(found.get("templates", {})),
+        )
+
+    def _options(self, section: tuple[str, ...], found: Any) -> dict[str, Setting]:
+        known = KEYS.get(section[0], EVERYWHERE)
+        self._table(section, found)
+        self._check_keys(section, found, known)
+        return {
+            _plain(name): Setting(
+                self._value((*section, name), _plain(name), value), self._place((*section, name))
+            )
+            for name, value in found.items()
+        }
+
+    def _value(self, key: tuple[str, ...], name: str, value: Any) -> Any:
+        """Return the value of an option as the program holds it. Raise OptionError if wrong."""
+        try:
+            if name in REQUEST:
+                checked = GenerateOptions.of(**{name: value})
+                return checked.variables if name == "template" else getattr(checked, name)
+            if name in SETTINGS:
+                return getattr(RunnerSettings.of(**{name: value}), name)
+        except OptionError as error:
+            raise self._error(key, str(error)) from error
+        except TypeError as error:
+            raise self._error(key, f"{name}: {value!r:.60} is not usable") from error
+        if name == "system":
+            return self._text_at(key, value)
+        if not isinstance(value, bool):
+            raise self._error(key, f"{name}: {value!r:.60} has to be true or false")
+        return value
+
+    def _aliases(self, found: Any) -> dict[str, str]:
+        aliases = self._texts("aliases", found)
+        for name, model in aliases.items():
+            if name == "demo" or "/" in name:
+                raise self._error(
+                    ("aliases", name), f"{name!r:.60} is the name of a model: choose another alias"
+                )
+            if model in aliases:
+                raise self._error(
+                    ("aliases", name), f"{name!r:.60} names the alias {model!r:.60}: name the model"
+                )
+        return aliases
+
+    def _texts(self, section: str, found: Any) -> dict[str, str]:
+        self._table((section,), found)
+        return {name: self._text_at((section, name), value) for name, value in found.items()}
+
+    def _templates(self, found: Any) -> dict[str, PromptTemplate]:
+        self._table(("templates",), found)
+        return {name: self._template(("templates", name), one) for name, one in found.items()}
+
+    def _template(self, key: tuple[str, ...], found: Any) -> PromptTemplate:
+        if isinstance(found, str):
+            return PromptTemplate(self._text_at(key, found))
+        self._table(key, found)
+        self._check_keys(key, found, ("prompt", "system"))
+        if "prompt" not in found:
+            raise self._error(key, f"the template {key[-1]!r:.60} has no prompt")
+        texts = {name: self._text_at((*key, name), value) for name, value in found.items()}
+        return PromptTemplate(**texts)
+
+    def _tables(self, key: tuple[str, ...], found: Any) -> dict[str, Any]:
+        self._table(key, found)
+        for name, value in found.items():
+            self._table((*key, name), value)
+        tables: dict[str, Any] = found
+        return tables
+
+    def _table(self, key: tuple[str, ...], found: Any) -> None:
+        if not isinstance(found, dict):
+            name = key[-1]
+            raise self._error(
+                key, f"{name:.60}: {found!r:.60} has to be a table: [{'.'.join(key)}]"
+            )
+
+    def _text_at(self, key: tuple[str, ...], value: Any) -> str:
+        if not isinstance(value, str) or not value.strip():
+            raise self._error(key, f"{key[-1]:.60}: {value!r:.60} has to be a text")
+        return value
+
+    def _check_keys(
+        self, section: tuple[str, ...], found: Mapping[str, Any], known: Iterable[str]
+    ) -> None:
+        known, seen = sorted(known), set[str]()
+        for name in found:
+            plain = _plain(name)
+            if plain not in known:
+                where = f" in [{'.'.join(section)}]" if section else ""
+                raise self._error(
+                    (*section, name),
+                    f"there is no key {name!r:.60}{where}: {did_you_mean(name, known)}"
+                    f"known are {', '.join(known)}",
+                )
+            if plain in seen:
+                raise self._error((*section, name), f"{plain} is there twice: keep one of them")
+            seen.add(plain)
+
+    def _place(self, key: tuple[str, ...]) -> str:
+        return f"{self._path.name} line {line_of(self._text, key)}"
+
+    def _error(self, key: tuple[str, ...], problem: str) -> OptionError:
+        return OptionError(f"{self._path} line {line_of(self._text, key)}: {problem}")
+
+
+def _plain(name: str) -> str:
+    """Return a key as options are called in Python: `top-p` is `top_p`."""
+    return name.replace("-", "_")

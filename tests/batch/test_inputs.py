@@ -1,0 +1,350 @@
+"""Inputs of every kind become lines; each has its place, and a broken file is one error."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxrunner.batch.inputs import Inputs, digest_of
+from mlxrunner.batch.lines import LONGEST, Line
+from mlxrunner.batch.options import BatchOptions
+from mlxrunner.batch.stream import Hashed, decompressed
+from mlxrunner.batch.table import Columns, Template
+from mlxrunner.errors import OptionError, PromptError
+
+pyarrow: Any = pytest.importorskip("pyarrow")
+parquet: Any = pytest.importorskip("pyarrow.parquet")
+
+LINES = b'{"id": "a", "prompt": "Hello"}\n{"id": "b", "prompt": "Bye"}\n'
+ROWS = {"id": [1, 2], "prompt": ["Hello", "Bye"], "n": [5, None]}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def read(
+    *names: str, columns: Columns | None = None, delimiter: str | None = None, raw: bool = True
+) -> list[Line]:
+    """Read the inputs, and check that the digest of what was read is that of the files."""
+    inputs = Inputs(names, BatchOptions(raw=raw), columns, delimiter)
+    lines = list(inputs)
+    assert inputs.digest == digest_of(names)
+    return lines
+
+
+def told(lines: Sequence[Line]) -> list[tuple[Any, Any]]:
+    return [(line.id, line.prompt if line.error is None else line.error) for line in lines]
+
+
+def _packed(content: bytes) -> bytes:
+    """Return `content` as zstd, by way of a file: the stream closes what it writes to."""
+    with pyarrow.CompressedOutputStream("packed.tmp", "zstd") as packed:
+        packed.write(content)
+    return Path("packed.tmp").read_bytes()
+
+
+PACK = {"gzip": gzip.compress, "zstd": _packed, "plain": bytes}
+
+
+@pytest.mark.parametrize("kind", PACK)
+@pytest.mark.parametrize("name", ["in.jsonl", "in.jsonl.gz", "in"])
+def test_the_first_bytes_tell_the_compression(kind: str, name: str) -> None:
+    """The name does not matter; files that were joined are read to the end of the last."""
+    Path(name).write_bytes(PACK[kind](LINES))
+    assert told(read(name)) == [("a", "Hello"), ("b", "Bye")]
+    Path(name).write_bytes(PACK[kind](LINES[:31]) + PACK[kind](LINES[31:]))
+    assert told(read(name)) == [("a", "Hello"), ("b", "Bye")]
+
+
+@pytest.mark.parametrize("kind", ["gzip", "zstd"])
+def test_a_file_that_is_cut_off_anywhere_is_one_error(kind: str) -> None:
+    """It names the file. Nothing of the input is used."""
+    whole = PACK[kind](LINES)
+    for size in range(9, len(whole)):
+        Path("in.gz").write_bytes(whole[:size])
+        with pytest.raises(PromptError, match=r"in.gz: can't be read to its end as .*: it is cut"):
+            list(Inputs(["in.gz"], BatchOptions()))
+
+
+@pytest.mark.parametrize("kind", ["gzip", "zstd"])
+def test_a_file_with_something_else_behind_it_is_an_error(kind: str) -> None:
+    """As is one with a flipped bit in its checksum."""
+    whole = PACK[kind](LINES)
+    Path("in").write_bytes(whole + b"garbage")
+    with pytest.raises(PromptError, match="in: can't be read to its end as"):
+        list(Inputs(["in"], BatchOptions()))
+
+
+def test_a_small_file_that_decompresses_to_a_large_line_costs_no_memory() -> None:
+    """The line is an error, and the lines around it are read."""
+    good = b'{"prompt": "Hello"}\n'
+    script = """
+import io, resource, sys
+from mlxrunner.batch.inputs import Inputs
+from mlxrunner.batch.options import BatchOptions
+first = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for line in Inputs(sys.argv[1:], BatchOptions()):
+    print(line.error or "good")
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - first)
+"""
+    with gzip.open("bomb.gz", "wb", compresslevel=1) as packed:
+        packed.write(good)
+        for _ in range(32):
+            packed.write(b"a" * LONGEST)
+        packed.write(b"\n" + good)
+    assert Path("bomb.gz").stat().st_size < LONGEST
+    result = subprocess.run(
+        [sys.executable, "-c", script, "bomb.gz"], capture_output=True, text=True, check=True
+    )
+    first, second, third, grown = result.stdout.splitlines()
+    assert (first, third) == ("good", "good")
+    assert second == f"line 2: is longer than {LONGEST} bytes"
+    unit = 1 if sys.platform == "darwin" else 1024
+    assert int(grown) * unit < 8 * LONGEST
+
+
+def test_zstd_without_pyarrow_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gzip needs nothing."""
+    stream = Hashed(io.BytesIO(_packed(LINES)))
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(PromptError, match="needs pyarrow: pip install 'mlxrunner\\[data\\]'"):
+        decompressed(stream, "in.zst")
+    assert decompressed(Hashed(io.BytesIO(gzip.compress(LINES))), "in.gz").read() == LINES
+
+
+@pytest.mark.parametrize(
+    ("name", "delimiter", "content"),
+    [
+        ("in.tsv", None, "id\tprompt\n1\tHello, you\n"),
+        ("in.tab", None, "id\tprompt\n1\tHello, you\n"),
+        ("in.csv", None, 'id,prompt\n1,"Hello, you"\n'),
+        ("in.csv", ";", "id;prompt\n1;Hello, you\n"),
+        ("in.txt", "tab", "id\tprompt\n1\tHello, you\n"),
+        ("in.txt", "\\t", "id\tprompt\n1\tHello, you\n"),
+        ("in.csv", "|", "id|prompt\n1|Hello, you\n"),
+    ],
+)
+def test_tables_of_text(name: str, delimiter: str | None, content: str) -> None:
+    """The end of the name tells the delimiter, unless one is given; a column `prompt` is taken."""
+    Path(name).write_text(content)
+    assert told(read(name, delimiter=delimiter)) == [("1", "Hello, you")]
+
+
+@pytest.mark.parametrize("delimiter", ["", "ab", '"', "\n", "é"])
+def test_a_delimiter_is_one_character(delimiter: str) -> None:
+    with pytest.raises(OptionError, match="is not one ASCII character"):
+        Inputs(["in.csv"], BatchOptions(), delimiter=delimiter)
+
+
+def test_columns_can_be_named() -> None:
+    """For the prompt, the messages (as JSON in a text) and the id."""
+    Path("in.csv").write_text('key,q,talk\nk,Hello,"[{""role"": ""user"", ""content"": ""Hi""}]"\n')
+    assert told(read("in.csv", columns=Columns(prompt="q", id="key"))) == [("k", "Hello")]
+    (line,) = read("in.csv", columns=Columns(messages="talk"))
+    assert line.prompt == [{"role": "user", "content": "Hi"}]
+    Path("in.csv").write_text("id,talk\nk,[\n")
+    (line,) = read("in.csv", columns=Columns(messages="talk"))
+    assert line.id == "k"
+    assert "line 2: column 'talk' is not JSON" in (line.error or "")
+
+
+@pytest.mark.parametrize(
+    ("columns", "problem"),
+    [
+        (Columns(), "the CSV file has neither a column 'prompt' nor one 'messages': say with"),
+        (Columns(prompt="c"), "the CSV file has no column 'c': it has 'a', 'b'"),
+        (Columns(prompt="a", id="c"), "the CSV file has no column 'c': it has 'a', 'b'"),
+    ],
+)
+def test_a_column_that_is_not_there_is_an_error_before_anything_runs(
+    columns: Columns, problem: str
+) -> None:
+    Path("in.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(OptionError) as caught:
+        read("in.csv", columns=columns)
+    assert problem in str(caught.value)
+
+
+def test_options_that_contradict_each_other_are_errors() -> None:
+    with pytest.raises(OptionError, match="--prompt-template and --prompt-column both say"):
+        Columns(Template("{a}"), prompt="a")
+    with pytest.raises(OptionError, match=r"are for tables .* and in.jsonl.gz is JSON lines"):
+        Inputs(["in.jsonl.gz"], BatchOptions(), Columns(prompt="a"))
+
+
+def test_a_parquet_file_is_read_by_its_columns() -> None:
+    """Ids keep their type, a template fills values of any kind in, and null is as not given."""
+    parquet.write_table(pyarrow.table(ROWS), "in.parquet")
+    assert told(read("in.parquet")) == [(1, "Hello"), (2, "Bye")]
+    columns = Columns(Template("{prompt}: {n}"), id="n")
+    assert told(read("in.parquet", columns=columns)) == [(5, "Hello: 5"), (None, "Bye: ")]
+    talk = [[{"role": "user", "content": "Hi"}], [{"role": "usr", "content": "Hi"}], None]
+    parquet.write_table(pyarrow.table({"messages": talk}), "talk.parquet")
+    good, unknown, none = read("talk.parquet")
+    assert good.prompt == talk[0]
+    assert "row 2: message 0: role 'usr' is not known" in (unknown.error or "")
+    assert "row 3: messages has to be a list of at least one message" in (none.error or "")
+
+
+def test_rows_that_are_too_long_and_files_that_are_damaged() -> None:
+    """A row is an error of its own; a file that is cut off is one error that names it."""
+    table = pyarrow.table({"id": ["a", "b"], "prompt": ["a" * (LONGEST + 1), "b"]})
+    parquet.write_table(table, "in.parquet")
+    long, good = read("in.parquet")
+    assert (long.id, good.prompt) == ("a", "b")
+    assert "row 1: is longer than" in (long.error or "")
+    content = Path("in.parquet").read_bytes()
+    for broken in (content[:-4], content[: len(content) // 2], content[:12]):
+        Path("cut.parquet").write_bytes(broken)
+        with pytest.raises(PromptError, match=r"cut.parquet: can't be read as Parquet"):
+            read("cut.parquet")
+
+
+def save(folder: Path, rows: dict[str, Any]) -> None:
+    """Write a data set as `datasets.save_to_disk` does."""
+    folder.mkdir(parents=True)
+    table = pyarrow.table(rows)
+    with (
+        pyarrow.OSFile(str(folder / "data-00000-of-00001.arrow"), "wb") as file,
+        pyarrow.ipc.new_stream(file, table.schema) as writer,
+    ):
+        writer.write_table(table)
+    state = {"_data_files": [{"filename": "data-00000-of-00001.arrow"}], "_split": None}
+    (folder / "state.json").write_text(json.dumps(state))
+    (folder / "dataset_info.json").write_text("{}")
+
+
+def test_a_data_set_that_was_saved() -> None:
+    """A folder of `save_to_disk`; of several splits one has to be named."""
+    save(Path("set/train"), ROWS)
+    assert told(read("set/train")) == [(1, "Hello"), (2, "Bye")]
+    Path("set/dataset_dict.json").write_text('{"splits": ["train"]}')
+    assert told(read("set")) == [(1, "Hello"), (2, "Bye")]
+    Path("set/dataset_dict.json").write_text('{"splits": ["train", "test", "../x"]}')
+    with pytest.raises(PromptError, match="set: has 2 splits: name one of them: set/train"):
+        read("set")
+    (Path("set/train/state.json")).write_text('{"_data_files": [{"filename": "../x.arrow"}]}')
+    with pytest.raises(PromptError, match="names files outside of the folder"):
+        read("set/train")
+
+
+def test_a_folder_of_shards() -> None:
+    """Shards are read in order, and a place names its shard; two splits are not mixed."""
+    for number, text in enumerate(("Hello", "")):
+        parquet.write_table(
+            pyarrow.table({"prompt": [text]}), f"train-0000{number}-of-00002.parquet"
+        )
+    first, second = read(".")
+    assert first.prompt == "Hello"
+    assert second.error == "train-00001-of-00002.parquet row 1: prompt is empty"
+    parquet.write_table(pyarrow.table({"prompt": ["x"]}), "test-00000-of-00001.parquet")
+    with pytest.raises(PromptError, match=r"has the files of 2 splits or parts: name those of one"):
+        read(".")
+
+
+def hub(home: Path, commit: str = "c" * 40) -> Path:
+    """Make a data set in the local cache of the hub, and return the folder of its files."""
+    root = home / "hub/datasets--me--set"
+    (root / "refs").mkdir(parents=True)
+    (root / "refs/main").write_text(commit)
+    (root / f"snapshots/{commit}/data").mkdir(parents=True)
+    return root / f"snapshots/{commit}/data"
+
+
+def test_a_data_set_of_the_hub_comes_from_the_local_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of its splits can be named by the path in the repository."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf/hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    data = hub(tmp_path / "hf")
+    parquet.write_table(pyarrow.table(ROWS), data / "train-00000-of-00001.parquet")
+    assert told(read("hf://datasets/me/set")) == [(1, "Hello"), (2, "Bye")]
+    parquet.write_table(pyarrow.table({"prompt": ["x"]}), data / "test-00000-of-00001.parquet")
+    with pytest.raises(PromptError, match="name those of one"):
+        read("hf://datasets/me/set")
+    name = "hf://datasets/me/set@main/data/test-00000-of-00001.parquet"
+    assert told(read(name)) == [(None, "x")]
+    with pytest.raises(PromptError, match="not in the local cache, and the hub can't be reached"):
+        read("hf://datasets/me/other")
+    with pytest.raises(PromptError, match="has to be hf://datasets/OWNER/NAME"):
+        read("hf://datasets/me")
+
+
+def test_each_file_of_a_folder_is_a_prompt() -> None:
+    """Sorted, with its path as its id; what is no text, or leads out, is an error of that file."""
+    Path("in/sub").mkdir(parents=True)
+    Path("in/b.txt").write_text("Hello\n\n")
+    Path("in/sub/a.md").write_bytes(b"\xef\xbb\xbfBye\r\nnow\r\n")
+    Path("in/.hidden").write_text("x")
+    Path("in/binary").write_bytes(b"a\0b")
+    Path("in/latin").write_bytes(b"\xe9")
+    Path("in/empty").write_text("\n")
+    Path("out").write_text("secret")
+    os.symlink("../out", "in/link")
+    os.symlink("b.txt", "in/near")
+    os.symlink("..", "in/up")
+    os.mkfifo("in/fifo")
+    found = dict(told(read("in")))
+    assert [*found] == [
+        *("b.txt", "binary", "empty", "fifo", "latin", "link", "near", "up", "sub/a.md")
+    ]
+    good = {name: found.pop(name) for name in ("b.txt", "near", "sub/a.md")}
+    assert good == {"b.txt": "Hello", "near": "Hello", "sub/a.md": "Bye\r\nnow"}
+    assert found == {
+        "binary": "file binary: there is a NUL byte in it: is it a text file?",
+        "empty": "file empty: prompt is empty",
+        "fifo": "file fifo: is a FIFO, not a regular file: copy what it holds into a file",
+        "latin": "file latin: can't be read: not UTF-8 (byte 0), save it as UTF-8 text",
+        "link": "file link: is a link that leads out of the folder: copy the file",
+        "up": "file up: is a link that leads out of the folder: copy the file",
+    }
+    columns = Columns(Template("{path}: {text}"))
+    assert ("b.txt", "b.txt: Hello") in told(read("in", columns=columns))
+    Path("none").mkdir()
+    with pytest.raises(PromptError, match="none: the folder has no files"):
+        read("none")
+
+
+def test_the_lines_of_several_inputs_follow_each_other() -> None:
+    """A place names the input; the digest depends on their order."""
+    Path("a.jsonl").write_bytes(LINES)
+    Path("b.csv").write_text("prompt\nHi\n\n\n")
+    Path("c").mkdir()
+    Path("c/x").write_text("Ho")
+    lines = read("a.jsonl", "b.csv", "c")
+    assert [line.index for line in lines] == [0, 1, 2, 3]
+    assert [line.number for line in lines] == [
+        "a.jsonl line 1",
+        "a.jsonl line 2",
+        "b.csv line 2",
+        "file c/x",
+    ]
+    assert told(lines)[2:] == [(None, "Hi"), ("c/x", "Ho")]
+    assert digest_of(["a.jsonl", "b.csv"]) != digest_of(["b.csv", "a.jsonl"])
+
+
+def test_parquet_from_a_stream_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is read from its end."""
+    parquet.write_table(pyarrow.table(ROWS), "in.parquet")
+    ends = os.pipe()
+    with open(ends[1], "wb") as writer:
+        writer.write(Path("in.parquet").read_bytes())
+    with open(ends[0]) as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        with pytest.raises(PromptError, match="standard input: is Parquet or Arrow"):
+            list(Inputs(["-"], BatchOptions()))

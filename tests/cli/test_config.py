@@ -1,0 +1,294 @@
+"""The config file as a user of the commands meets it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+import mlxrunner
+from mlxrunner import Runner, cli
+from mlxrunner.config.file import COMMANDS, EVERYWHERE, KEYS
+from mlxrunner.sessions.store import SessionStore
+
+DEMO = Path(mlxrunner.__file__).parent / "models" / "demo"
+Write = Callable[[str], Path]
+
+
+def run(*arguments: object, stdin: str = "", **env: str) -> Result:
+    return CliRunner().invoke(cli.main, [*map(str, arguments)], input=stdin, env=env)
+
+
+@pytest.fixture
+def write(own_home: Path) -> Write:
+    """Write the user's config file."""
+
+    def written(text: str) -> Path:
+        file = own_home / ".config" / "mlxrunner" / "config.toml"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+        return file
+
+    return written
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the demo model that suggests its own sampling."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(DEMO, tmp_path / "model")
+    suggested = {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(suggested))
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]]:
+    """The prompt and the options of each request."""
+    found: list[tuple[Any, dict[str, Any]]] = []
+    generate = Runner.generate
+
+    def recorded(self: Runner, prompt: Any, **options: Any) -> Any:
+        found.append((prompt, options))
+        return generate(self, prompt, **options)
+
+    monkeypatch.setattr(Runner, "generate", recorded)
+    return found
+
+
+def test_the_layers_are_the_same_for_every_command(
+    write: Write, model: Path, asked: list[tuple[Any, dict[str, Any]]]
+) -> None:
+    """Default, model, [options], the command, the model's section, and what is typed."""
+    write(
+        f"""
+        model = "mine"
+        [aliases]
+        mine = "{model}"
+        [options]
+        top_p = 0.9
+        max_tokens = 2
+        reserve = false
+        [chat]
+        top_k = 7
+        [generate]
+        top_k = 8
+        [batch]
+        top_k = 9
+        [models.mine]
+        seed = 5
+        """
+    )
+    Path("in.jsonl").write_text('{"prompt": "Hello!"}\n')
+    typed = ("--min-p", "0.25")
+    assert run("chat", *typed, stdin="Hello!\n").exit_code == 0
+    assert run("generate", *typed, "Hello!").exit_code == 0
+    batch = ("batch", "in.jsonl", "-o", "out.jsonl", "--parallel", 1, *typed)
+    assert run(*batch).exit_code == 0
+    names = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens")
+    chosen = [[options[name] for name in names] for _, options in asked]
+    assert chosen == [[0.6, 0.9, top_k, 0.25, 5, 2] for top_k in (7, 8, 9)]
+
+
+def test_what_is_typed_overrides_the_file(
+    write: Write, asked: list[tuple[Any, dict[str, Any]]]
+) -> None:
+    """Also with the built-in default, and in a variable of the environment."""
+    write('model = "no/such"\n[options]\ntemperature = 9\nmax_tokens = 2\nsystem = "Be brief."')
+    assert run("generate", "--no-reserve", "Hi", MLXRUNNER_MODEL="demo").exit_code == 0
+    assert run("generate", "-m", "demo", "--temperature", 0, "-s", "Hey", "Hi").exit_code == 0
+    assert run("chat", "demo", "--greedy", stdin="Hi\n").exit_code == 0
+    assert [options["temperature"] for _, options in asked] == [9, 0, 0]
+    systems = [prompt[0]["content"] for prompt, _ in asked[:2]]
+    assert systems == ["Be brief.", "Hey"]
+    assert "no/such" in run("generate", "--no-reserve", "Hi").stderr
+
+
+def test_a_raw_prompt_takes_nothing_of_the_template_from_the_file(write: Write) -> None:
+    """Only what is typed contradicts --raw."""
+    write('[options]\nsystem = "x"\ntemplate = {a = 1}\nmax_tokens = 2\nreserve = false')
+    assert run("generate", "--raw", "Hi").exit_code == 0
+    assert run("generate", "--raw", "-s", "y", "Hi").exit_code == 2
+
+
+def test_a_wrong_key_stops_every_command_that_reads_the_file(write: Write) -> None:
+    """In one line, before anything is loaded; --help still helps."""
+    file = write("[chat]\ntemprature = 1")
+    for arguments in (("chat",), ("generate", "Hi"), ("config",), ("show", "demo")):
+        result = run(*arguments)
+        assert result.exit_code == 2
+        assert result.stderr.startswith(f"mlxrunner: {file} line 2: there is no key 'temprature'")
+        assert result.stderr.count("\n") == 1
+    assert run("chat", "--help").exit_code == 0
+
+
+def test_an_alias_names_a_model_everywhere(write: Write, model: Path) -> None:
+    """As an option, an argument, and in the chat; a word like it is not asked."""
+    write(f'[aliases]\nmine = "{model}"')
+    assert run("show", "mine").exit_code == 0
+    assert run("plan", "mine").exit_code == 0
+    assert run("generate", "-m", "mine", "--no-reserve", "--greedy", "Hi").exit_code == 0
+    chat = run("chat", "mine", "--no-reserve", stdin="/model demo\n/model mine\n")
+    assert f"model: {model}, " in chat.stderr
+    assert "mine may be a model or a prompt" in run("generate", "mine").stderr
+    assert "mine: no such model" in run("show", "mine", MLXRUNNER_CONFIG="").stderr
+
+
+def test_settings_of_the_chat_name_the_line_of_the_file(write: Write, model: Path) -> None:
+    """And a context of one model is not that of the next."""
+    write(f'[aliases]\nmine = "{model}"\n[models.mine]\ncontext = 256\ntop_k = 3')
+    said = "/set\n/model demo\n/set context\n/model mine\n/set context\n"
+    lines = run("chat", "mine", "--no-reserve", stdin=said).stderr.splitlines()
+    assert "context             256             (config.toml line 4)" in lines
+    assert "top_k               3               (config.toml line 5)" in lines
+    assert "top_p               0.95            (model)" in lines
+    assert [line for line in lines if line.startswith("context =")] == [
+        "context = 2048",
+        "context = 256",
+    ]
+
+
+def test_system_prompts_have_names(
+    write: Write, model: Path, asked: list[tuple[Any, dict[str, Any]]]
+) -> None:
+    """On the command line, in the file itself, and in /system."""
+    write('[options]\nreserve = false\nmax_tokens = 2\n[chat]\nsystem = "@a"\n'
+          '[prompts]\na = "Be a."\nb = "Be b."')  # fmt: skip  # as it is typed
+    assert run("generate", "-s", "@b", "Hi").exit_code == 0
+    assert asked[0][0][0] == {"role": "system", "content": "Be b."}
+    chat = run("chat", stdin="/system\n/system @b\n/system @c\n/system\n")
+    assert [line for line in chat.stderr.splitlines() if line.startswith("system")] == [
+        "system prompt: Be a.",
+        "system prompt: Be b.",
+        "system prompt: Be b.",
+    ]
+    assert "there is no system prompt 'c'" in chat.stderr
+    Path("in.jsonl").write_text('{"prompt": "Hi"}\n')
+    assert run("batch", "in.jsonl", "-o", "o", "--parallel", 1, "--system", "@b").exit_code == 0
+    assert "there is no system prompt 'x'" in run("batch", "in", "-o", "p", "--system", "@x").stderr
+
+
+TEMPLATES = """
+[options]
+reserve = false
+max_tokens = 2
+[prompts]
+brief = "Be brief."
+[templates]
+sum = "In {n} words:\\n{input}"
+plain = "What is this?"
+braces = "{{{input}}}"
+broken = "{input"
+[templates.sys]
+prompt = "{input}!"
+system = "@brief"
+"""
+
+
+@pytest.mark.exhaustive(20)
+@pytest.mark.parametrize(
+    ("arguments", "stdin", "messages"),
+    [
+        (["-t", "sum", "--var", "n=3", "Text"], "", ["In 3 words:\nText"]),
+        (["-t", "sum", "--var", "n={input}"], "Text\n", ["In {input} words:\nText"]),
+        (["-t", "sum", "--var", "n=3", "Text"], "more", ["In 3 words:\nText\n\nmore"]),
+        (["-t", "plain"], "", ["What is this?"]),
+        (["-t", "plain"], "a stone", ["What is this?\n\na stone"]),
+        (["-t", "braces", "a{b}"], "", ["{a{b}}"]),
+        (["-t", "sys", "Hi"], "", ["Be brief.", "Hi!"]),
+        (["-t", "sys", "-s", "Own.", "Hi"], "", ["Own.", "Hi!"]),
+    ],
+)
+def test_a_template_makes_the_prompt(
+    write: Write,
+    asked: list[tuple[Any, dict[str, Any]]],
+    arguments: list[str],
+    stdin: str,
+    messages: list[str],
+) -> None:
+    """Braces of an input mean nothing, and what has no place follows the prompt."""
+    write(TEMPLATES)
+    assert run("generate", *arguments, stdin=stdin).exit_code == 0
+    assert [one["content"] for one in asked[0][0]] == messages
+
+
+@pytest.mark.exhaustive(20)
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["-t", "smu", "a"], "there is no prompt template 'smu' under [templates]"),
+        (["-t", "sum", "a"], "template sum needs --var n=..."),
+        (["-t", "sum", "--var", "n=1"], "template sum needs an input"),
+        (["-t", "sum", "--var", "n=1", "--var", "m=2", "a"], "has no variable 'm'"),
+        (["-t", "plain", "--var", "n=1"], "template plain has no variable 'n': it has none"),
+        (["-t", "sum", "--var", "n", "a"], "--var n: it has to be NAME=VALUE"),
+        (["-t", "sum", "--var", "input=1", "a"], "it has to be NAME=VALUE, and not input="),
+        (["-t", "broken", "a"], "template broken: the prompt template has a '{' at character 0"),
+        (["--var", "n=1", "a"], "--var fills a template: name it with -t NAME"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_a_template_that_cannot_be_filled_is_one_line(
+    write: Write, arguments: list[str], said: str
+) -> None:
+    """Before a model is loaded."""
+    write(TEMPLATES)
+    result = run("generate", *arguments)
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_config_shows_what_holds_and_where_it_comes_from(write: Write, model: Path) -> None:
+    """For people and as JSON."""
+    assert "every option has its built-in default" in run("config").stdout
+    assert "(there is none yet)" in run("config").stdout
+    file = write(f'model = "m"\n[aliases]\nm = "{model}"\n[chat]\ntop_k = 3\n[prompts]\na = "A"')
+    shown = run("config").stdout.splitlines()
+    assert [" ".join(line.split()) for line in shown] == [
+        f"file {file}",
+        f"model {model}",
+        f"aliases m = {model}",
+        "system prompts @a",
+        "temperature 0.6 (model) for chat, generate, batch",
+        "top_p 0.95 (model) for chat, generate, batch",
+        "top_k 3 (config.toml line 5) for chat",
+        "top_k 20 (model) for generate, batch",
+    ]
+    found = json.loads(run("config", "--json").stdout)
+    assert found["options"]["chat"]["top_k"] == {"value": 3, "source": "config.toml line 5"}
+    assert (found["file"], found["model"]) == (str(file), str(model))
+    away = run("config", "no/such-model")
+    assert "no/such-model (not on this machine yet)" in away.stdout
+
+
+def test_resume_says_that_the_file_has_changed(write: Write, model: Path) -> None:
+    """The answers of two settings are not mixed."""
+    write("[batch]\nmax_tokens = 2\nreserve = false")
+    Path("in.jsonl").write_text('{"prompt": "Hello!"}\n')
+    batch = ("batch", "in.jsonl", "-o", "out.jsonl", "--parallel", 1)
+    assert run(*batch).exit_code == 0
+    write("[batch]\nmax_tokens = 3\nreserve = false")
+    resumed = run(*batch, "--resume")
+    assert resumed.exit_code == 2
+    assert "another --max-tokens: 2 then, 3 now" in resumed.stderr
+
+
+def test_a_session_does_not_keep_what_the_file_says(write: Write) -> None:
+    """Only what the user has set in it."""
+    write("[chat]\ntop_k = 3\nreserve = false\nno_cache_file = true")
+    assert run("chat", "--session", "s", stdin="/set max_tokens 2\nHi\n").exit_code == 0
+    assert SessionStore().load("s").settings["options"] == {"max_tokens": 2}
+
+
+def test_every_key_is_an_option_of_its_command() -> None:
+    """`reserve` and the switches, too."""
+    for command in COMMANDS:
+        options = {str(option.name) for option in cli.main.commands[command].params}
+        assert options >= KEYS[command]
+    assert KEYS["options"] == EVERYWHERE
