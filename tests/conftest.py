@@ -161,13 +161,17 @@ def open_screen(
 ) -> Iterator[Callable[..., Screen]]:
     """Run the program in a terminal.
 
-    Called as `open_screen("-m", "mlxrunner", "chat")`, or with a script's name.
+    Called as `open_screen("-m", "mlxrunner", "chat")`, or with a script's name. With `imports`, the
+    program imports all that it needs while the terminal is there already.
     """
     screens: list[Screen] = []
 
-    def start(*arguments: str, size: tuple[int, int] = (100, 30), **env: Any) -> Screen:
+    def start(
+        *arguments: str, size: tuple[int, int] = (100, 30), imports: bool = False, **env: Any
+    ) -> Screen:
         variables = {"MLXRUNNER_DATA": str(tmp_path / "data"), **env}
-        screens.append(Screen(list(arguments), variables, size, spawn=spawn))
+        how = pexpect.spawn if imports else spawn
+        screens.append(Screen(list(arguments), variables, size, spawn=how))
         return screens[-1]
 
     yield start

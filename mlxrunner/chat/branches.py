@@ -24,8 +24,6 @@ class Branches:
     """The other branches, by name."""
     given_up: list[Branch] = field(default_factory=list)
     """The branches that the user has dropped."""
-    kept: set[str] = field(default_factory=set)
-    """The names of branches that `keep` has made."""
 
     def __iter__(self) -> Iterator[str]:
         yield from sorted([self.current, *self.others])
@@ -59,13 +57,13 @@ class Branches:
         base = re.sub(r"~\d+$", "", name)
         free = next(f"{base}~{number}" for number in count(1) if f"{base}~{number}" not in self)
         self.others[free] = branch
-        self.kept.add(free)
         return free
 
     def drop_kept_within(self, branch: Branch) -> None:
-        """Drop the branches that `keep` has made and whose turns `branch` has again."""
-        for name in self.kept & self.others.keys():
-            one = self.others[name]
+        """Drop the branches whose names `keep` has made and whose turns `branch` has again."""
+        for name, one in [*self.others.items()]:
+            if not re.search(r"~\d+$", name):
+                continue
             if one.system == branch.system and one.history.is_within(branch.history):
                 del self.others[name]
 

@@ -59,10 +59,10 @@ class Conversation:
     """Keep thinking in the history even if the template leaves it out."""
     variables: dict[str, Any] = field(default_factory=dict)
     """Variables of the chat template, such as `enable_thinking`."""
-    usual: Settings = field(default_factory=dict)
-    """Options that hold where the user has set none, with their sources."""
     piece_s: float | None = None
     """Seconds that a piece of a prefill may take, so that Ctrl-C acts soon; None: any time."""
+    usual: Settings = field(default_factory=dict)
+    """Options that hold where the user has set none, with their sources."""
     history: History = field(default_factory=History)
     usages: list[Usage] = field(default_factory=list)
     """The usage of each answer."""

@@ -35,7 +35,7 @@ def full_context(
             f"{_more_room(conversation)})"
         )
     if last.finish_reason == "length":
-        most = (conversation.options | options).get("max_tokens")
+        most = (conversation.effective | options).get("max_tokens")
         if most is not None and usage.completion_tokens >= most:
             yield (
                 f"(cut off at max_tokens {most}: /set max_tokens {2 * most} allows more, "

@@ -153,7 +153,7 @@ class Chat:
     branches: Branches = field(default_factory=Branches)
     attachments: Attachments = field(default_factory=Attachments)
     taken: Taken = field(default_factory=Taken)
-    """What commands took away, for /redo."""
+    """Turns that commands took away, for /redo."""
     begun: str = ""
     """The text that the next line begins with."""
     after_turn: list[Callable[[Chat], None]] = field(default_factory=list)

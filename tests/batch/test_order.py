@@ -57,7 +57,7 @@ def test_it_costs_what_the_order_of_the_tokens_costs(prompts: Prompts) -> None:
 
 @given(TREES)
 def test_the_file_is_never_empty_longer_and_never_shorter_on_average(prompts: Prompts) -> None:
-    """Than in the order of the tokens, counted in lines that end."""
+    """The comparison is with the order of the tokens, counted in lines that end."""
     before, now = written(by_tokens(prompts)), written(chosen(prompts))
     assert now.count(0) <= before.count(0)
     assert sum(now) >= sum(before)
@@ -114,7 +114,7 @@ def test_the_wait_is_that_of_the_written_lines() -> None:
 
 @pytest.mark.parametrize("overflow", ["stop", "shift"])
 def test_a_context_that_is_shifted_keeps_the_order_of_the_tokens(overflow: str) -> None:
-    """What a shifted prompt shares with the next one is not what their tokens share."""
+    """A shifted prompt does not share with the next one what their tokens share."""
     texts = ["b" * 30, "a" * 40, "b" * 20] if overflow == "shift" else ["bbb", "a", "bb"]
     lines = [Line(index, index + 1, text) for index, text in enumerate(texts)]
     with Store.create() as store:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from contextlib import closing, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,17 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def unbroken(*arguments: object) -> bytes:
+    """Return the answers to in.jsonl. A run that was done in this process is not done again."""
+    return _unbroken(Path("in.jsonl").read_bytes(), arguments)
+
+
+@cache
+def _unbroken(questions: bytes, arguments: tuple[object, ...]) -> bytes:
+    return complete(*arguments)
+
+
+def complete(*arguments: object) -> bytes:
+    """Answer in.jsonl whole, into whole.jsonl. Return the answers."""
     result = run("in.jsonl", "-o", "whole.jsonl", "--no-usage", "--parallel", 1, *arguments)
     assert result.exit_code in (0, 3), result.stderr
     return Path("whole.jsonl").read_bytes()
@@ -338,7 +350,7 @@ def test_resume_of_a_complete_output_does_nothing_and_says_so(folder: Path) -> N
 
     What it was made from is in a private file beside it.
     """
-    expected = unbroken()
+    expected = complete()
     result = run("in.jsonl", "-o", "whole.jsonl", "--no-usage", "--parallel", 2, "--resume")
     assert "whole.jsonl is complete (12 lines): nothing to do" in result.stderr
     assert (result.exit_code, Path("whole.jsonl").read_bytes()) == (3, expected)
@@ -359,7 +371,7 @@ def test_resume_of_a_complete_output_refuses_what_it_was_not_made_from(
 ) -> None:
     """Model, options and input, with the difference; the output stays as it is."""
     write_model(folder / "tiny")
-    expected, text = unbroken(), Path("in.jsonl").read_text()
+    expected, text = complete(), Path("in.jsonl").read_text()
     again: list[object] = ["in.jsonl", "-o", "whole.jsonl", "--no-usage", "--resume"]
     result = run(*again, *arguments)
     assert (result.exit_code, f"whole.jsonl was begun with {message}" in result.stderr) == (2, True)
@@ -377,7 +389,7 @@ def test_resume_of_an_output_that_nothing_is_known_of_is_refused(folder: Path) -
 
     Another run at the same place makes a new one.
     """
-    expected = unbroken()
+    expected = complete()
     again = ["in.jsonl", "-o", "whole.jsonl", "--no-usage", "--resume"]
     Path("whole.jsonl").write_bytes(expected + b"{}\n")
     result = run(*again)
@@ -407,7 +419,7 @@ def test_resume_of_an_output_that_nothing_is_known_of_is_refused(folder: Path) -
 
 def test_an_output_that_was_changed_and_kept_its_size_is_not_complete(folder: Path) -> None:
     """One letter of an answer: it is not what the run left, and stays as somebody made it."""
-    expected = unbroken()
+    expected = complete()
     changed = expected.replace(b"name", b"Name", 1)
     assert changed != expected
     Path("whole.jsonl").write_bytes(changed)
@@ -513,7 +525,7 @@ def test_nohup_protects_a_run(folder: Path) -> None:
 
 def test_killed_between_the_last_two_files(folder: Path) -> None:
     """Both the store and the record are there: the store counts."""
-    expected = unbroken()
+    expected = complete()
     stop_in_the_middle()
     Path("out.jsonl.done").write_bytes(Path("whole.jsonl.done").read_bytes())
     resume()

@@ -163,7 +163,7 @@ def test_killed_at_any_step_of_the_exchange(step: str, monkeypatch: pytest.Monke
 
 
 def test_a_retry_of_other_answers_is_begun_anew() -> None:
-    """What an earlier retry left belongs to an output that is not there any more."""
+    """The rest of an earlier retry belongs to an output that is not there any more."""
     some_fail()
     Path("stop").write_text("seed5")
     run("--retry-failed")
@@ -227,7 +227,7 @@ def test_what_is_missing_is_said_and_nothing_is_changed(what: str, message: str)
 
 
 def test_a_plan_is_about_the_failed_lines() -> None:
-    """And keeps nothing."""
+    """It keeps nothing."""
     some_fail()
     before = files()
     planned = json.loads(run("--retry-failed", "--plan", "--json").stdout)

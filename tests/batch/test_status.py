@@ -106,7 +106,7 @@ def test_the_last_state_says_how_it_ended(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_it_is_written_once_a_second_while_lines_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However often it is told; the first and the last state are always written."""
+    """It may be told often; the first and the last state are always written."""
     now = [100.0]
     monkeypatch.setattr(status.time, "monotonic", lambda: now[0])
     writes: list[tuple[str, int]] = []

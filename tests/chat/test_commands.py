@@ -98,7 +98,7 @@ def test_code_is_copied_from_the_last_answer_that_has_some(
 
 
 def test_a_message_is_shown_whole(chat: Chat, do: Do) -> None:
-    """As it is, with its lines and spaces; there has to be one."""
+    """It is sent as it is, with its lines and spaces; there has to be one."""
     assert do("/show 1") == ["error: there is no message 1: nothing was said yet"]
     do("Hello!")
     text = f"{FENCED}   {'x' * 200}"

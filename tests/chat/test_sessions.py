@@ -557,6 +557,7 @@ def test_caches_give_way_to_the_text(chat: Chat, data: Path, disk: Callable[[int
     assert len(content(data, "zor")["branches"]["main"]["history"]["turns"]) == 2
 
 
+@pytest.mark.exhaustive(2)
 @pytest.mark.parametrize("end", ["SIGHUP", "SIGTERM", "closed"])
 def test_a_window_that_is_closed_in_mid_answer_costs_nothing(
     open_screen: Any, tmp_path: Path, data: Path, end: str
@@ -574,6 +575,7 @@ def test_a_window_that_is_closed_in_mid_answer_costs_nothing(
     assert len(turn["answer"]) > 50
 
 
+@pytest.mark.exhaustive(2)
 @pytest.mark.parametrize("end", ["SIGHUP", "SIGTERM", "closed"])
 def test_a_window_that_is_closed_at_the_prompt_costs_nothing(
     open_screen: Any, data: Path, end: str

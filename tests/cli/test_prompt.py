@@ -1,4 +1,4 @@
-"""The words that people type: a prompt, a model, a pipe, and options by the names of other programs."""
+"""People type a prompt, a model, a pipe, and options by the names of other programs."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_an_option_by_its_name_elsewhere_is_answered_with_ours(
 
 
 def test_an_option_that_nobody_has_is_not_guessed() -> None:
-    """Neither is one whose counterpart the command lacks."""
+    """An option whose counterpart the command lacks is not named either."""
     assert "Did you mean" not in run("generate", "--zzz").stderr
     assert "temperature" not in run("show", "--temp", "1").stderr
 

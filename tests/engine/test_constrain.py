@@ -247,6 +247,7 @@ def test_tokens_are_those_of_plain_masked_decoding(architecture: str) -> None:
         assert [chunk.logprob for chunk in chunks] == pytest.approx(expected[1], abs=1e-4)
 
 
+@pytest.mark.exhaustive(3)
 @pytest.mark.parametrize("architecture", WARM)
 def test_a_warm_answer_is_that_of_a_cold_one(architecture: str) -> None:
     """A warm answer equals a cold one, and the entry holds exactly what was evaluated."""
@@ -273,7 +274,7 @@ def test_a_warm_answer_is_that_of_a_cold_one(architecture: str) -> None:
         },
     ]
     history = [rng.randrange(290) for _ in range(40)]
-    for turn in range(12):
+    for turn in range(fewer(12, 6)):
         options = {"max_tokens": 30, **forms[turn % len(forms)]}
         chunks = ask(runner, history, **options)
         fresh = build(architecture)
@@ -540,6 +541,7 @@ def test_a_processor_that_forces_another_token_is_an_error(llama: Runner) -> Non
         )
 
 
+@pytest.mark.exhaustive(2)
 @pytest.mark.parametrize(
     "kinds",
     [["full", "full"], ["recurrent", "full"], ["sliding", "chunked"]],
@@ -560,14 +562,15 @@ def test_however_a_request_ends_the_entry_is_what_was_evaluated(kinds: list[str]
         assert used.entry.tokens == [*prompt, *tokens(whole)][: len(used.entry.tokens)]
         assert tokens(ask(used, follow_up, schema=schema)) == expected
 
-    for read in range(len(whole)):
+    stride = fewer(1, 4)
+    for read in range(0, len(whole), stride):
         used = runner()
         answer = used.generate(prompt, schema=schema)
         assert tokens([next(answer) for _ in range(read)]) == tokens(whole)[:read]
         answer.close()  # type: ignore[attr-defined]
         check(used)
     for error in (KeyboardInterrupt(), RuntimeError("from the model")):
-        for forward in range(1, len(whole) + 3, 3):
+        for forward in range(1, len(whole) + 3, 3 * stride):
             used = runner()
 
             def on_layer(
@@ -585,7 +588,7 @@ def test_however_a_request_ends_the_entry_is_what_was_evaluated(kinds: list[str]
             used.model.on_layer = lambda index: None
             check(used)
 
-    for place in range(len(whole)):
+    for place in range(0, len(whole), stride):
         used = runner()
 
         def interrupt(history: mx.array, logits: mx.array, place: int = place) -> mx.array:

@@ -123,6 +123,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.exhaustive(2)
 @pytest.mark.parametrize(("kind", "config", "options"), MODELS.values(), ids=MODELS.keys())
 def test_a_full_context_needs_what_was_planned_and_no_more(
     folder: Path, kind: str, config: dict[str, Any], options: dict[str, Any]

@@ -118,7 +118,7 @@ def test_a_later_run_goes_on_where_one_was_cut_off(
 def test_a_hub_without_ranges_begins_the_file_again(
     hub_of_a_model: Any, hub_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the file is right."""
+    """The file is right."""
     cut_off(hub_of_a_model, hub_cache, monkeypatch)
     hub_of_a_model.has_ranges = False
     folder = pull("org/name")
@@ -171,7 +171,7 @@ def test_a_disk_that_is_too_small_is_refused_before(
 def test_only_what_is_missing_needs_room(
     hub_of_a_model: Any, hub_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What an earlier run left counts."""
+    """The bytes that an earlier run left count."""
     cut_off(hub_of_a_model, hub_cache, monkeypatch)
     left = sum(
         len(hub_of_a_model.files[name])

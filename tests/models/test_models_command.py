@@ -177,7 +177,7 @@ def test_rm_removes_what_was_downloaded_only_in_part(hub_cache: Path) -> None:
 def test_rm_touches_nothing_outside_the_cache(
     cached: Path, hub_cache: Path, tmp_path: Path, name: str, why: str
 ) -> None:
-    """Nor a model that is named with another one that is wrong."""
+    """It removes no model that is named together with a wrong one either."""
     outside = tmp_path / "outside"
     write_model(outside)
     (hub_cache / "models--org--link").symlink_to(outside)
@@ -190,7 +190,7 @@ def test_rm_touches_nothing_outside_the_cache(
 
 
 def test_a_link_within_a_model_leads_nowhere(cached: Path, tmp_path: Path) -> None:
-    """What it leads to stays, and does not count as freed."""
+    """Its target stays, and does not count as freed."""
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "big").write_bytes(b"1" * 5_000_000)

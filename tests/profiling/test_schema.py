@@ -19,7 +19,7 @@ NAMES = [field.name for field in fields(Event)]
 
 
 def test_fields_are_those_that_are_written_in_their_order() -> None:
-    """The order is that of the program before `Event` existed, with the younger field `line`."""
+    """The order is that of the program before `Event` existed, and then `line`."""
     for line in EARLIER.read_text().splitlines():
         assert list(json.loads(line)) == [name for name in NAMES if name != "line"]
     assert as_line(Event.of(json.loads(line))).replace(',"line":null', "") == line

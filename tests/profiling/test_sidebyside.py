@@ -284,7 +284,7 @@ def test_what_makes_no_sense_crashes_nothing(name: str, tmp_path: Path) -> None:
 
 
 def test_a_log_that_says_max_batch_is_replayed_as_well(tmp_path: Path) -> None:
-    """As older programs wrote it, beside a `prefill_step` of a runner alone."""
+    """Older programs wrote it beside a `prefill_step` of a runner alone."""
     file = tmp_path / "log"
     logged_batch("gemma3_text", file, 3)
     now = simulate([file])

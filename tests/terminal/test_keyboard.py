@@ -55,7 +55,7 @@ def test_lines_that_are_typed_while_the_program_starts_are_turns(
     open_screen: Any, wait: str
 ) -> None:
     """Lines ended by Enter are turns in their order, and the rest is the draft."""
-    screen = open_screen(*CHAT)
+    screen = open_screen(*CHAT, imports=True)
     screen.child.send("My name is Ana.\r")
     screen.until("My name is Ana.\n")  # the terminal shows it; the program may not even have begun
     screen.child.send(f"What is my name?\r{wait}")
@@ -70,7 +70,7 @@ def test_lines_that_are_typed_while_the_program_starts_are_turns(
 
 def test_ctrl_d_that_is_typed_while_the_program_starts_leaves(open_screen: Any) -> None:
     """After what was typed before it has been answered."""
-    screen = open_screen(*CHAT)
+    screen = open_screen(*CHAT, imports=True)
     screen.child.send(f"My name is Ana.\r{CTRL_D}")
     screen.until("Nice to meet you.")
     screen.child.wait()

@@ -255,7 +255,7 @@ COMMANDS = (
     Command(
         "/system",
         "[TEXT]",
-        "set the system prompt (or @NAME of the config file); without TEXT: show it",
+        "set the system prompt (or @NAME of the config file); alone: show it",
         system,
         _prompt_names,
         is_daily=True,
@@ -263,7 +263,7 @@ COMMANDS = (
     Command(
         "/set",
         "[NAME VALUE]",
-        "a setting, or: greedy (VALUE default takes it back); alone: list them",
+        "a setting (VALUE default resets it), or greedy; alone: list",
         set_,
         setting_words,
         is_daily=True,

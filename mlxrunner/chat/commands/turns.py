@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from mlxrunner.chat.commands.settings import SETTABLE, parse_settings
+from mlxrunner.chat.commands.settings import GREEDILY, SETTABLE, parse_settings
 from mlxrunner.chat.commands.table import ChatContext, Command, count_of, flagged, whole_number
 from mlxrunner.chat.taken import State
 from mlxrunner.errors import OptionError
@@ -113,7 +113,7 @@ def _names(chat: ChatContext, before: str) -> Iterable[str]:
 
 
 def _retry_words(chat: ChatContext, before: str) -> Iterable[str]:
-    return (f"{name}=" for name in SETTABLE)
+    return (GREEDILY, *(f"{name}=" for name in SETTABLE))
 
 
 COMMANDS = (

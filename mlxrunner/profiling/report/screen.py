@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
     from mlxrunner.profiling.replay.variants import Simulation
 
-COLOURS = {"hit": "green", "partial": "yellow", "miss": "red"}
+COLOURS = {"hit": "green", "partial": "yellow", "miss": "yellow"}
+"""The colours of outcomes; red is only what could have been avoided."""
 BAR = 24
 """The most columns of a bar."""
 FIGURES = (
@@ -255,7 +256,8 @@ def _losses(
     table = _table(title, ("", "requests", "tokens", "time", *(["bar"] if is_wide else [])))
     most = max(loss.tokens for loss in losses.values())
     for name, loss in by_tokens(losses):
-        drawn = [Bar(max(most, 1), 0, loss.tokens, color="red")] if is_wide else []
+        colour = "red" if loss.avoidable else "yellow"
+        drawn = [Bar(max(most, 1), 0, loss.tokens, color=colour)] if is_wide else []
         table.add_row(
             _text(name), number(loss.requests), number(loss.tokens), seconds(loss.seconds), *drawn
         )
