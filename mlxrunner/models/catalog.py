@@ -11,7 +11,7 @@ import shutil
 import stat
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mlxrunner.errors import ModelError, OptionError
@@ -138,13 +138,10 @@ def _remove_revisions(name: str) -> None:
 
     with suppress(CacheNotFound, ValueError):
         found = scan_cache_dir()
-        commits = [
-            revision.commit_hash
-            for repository in found.repos
-            if repository.repo_type == "model" and repository.repo_id == name
-            for revision in repository.revisions
-        ]
-        found.delete_revisions(*commits).execute()
+        # A copy of a repository has the same commits, so the others are left out of sight.
+        own = {one for one in found.repos if one.repo_type == "model" and one.repo_id == name}
+        commits = [revision.commit_hash for one in own for revision in one.revisions]
+        replace(found, repos=frozenset(own)).delete_revisions(*commits).execute()
 
 
 def _bytes_in(folder: Path) -> int:

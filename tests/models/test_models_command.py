@@ -116,11 +116,11 @@ def test_a_model_that_cannot_be_run_is_listed_with_the_reason(cache_repository: 
 def test_rm_asks_before_it_removes(cached: Path, open_screen: Any, hub_cache: Path) -> None:
     """With the size; a no removes nothing and is exit code 1."""
     arguments = ["-m", "mlxrunner", "models", "rm", "org/name"]
-    screen = open_screen(*arguments, HF_HUB_CACHE=str(hub_cache))
+    screen = open_screen(*arguments, imports=True, HF_HUB_CACHE=str(hub_cache))
     screen.until("remove org/name (").child.send("n\r")
     assert screen.end() == 1
     assert cached.is_dir()
-    screen = open_screen(*arguments, HF_HUB_CACHE=str(hub_cache))
+    screen = open_screen(*arguments, imports=True, HF_HUB_CACHE=str(hub_cache))
     screen.until("remove org/name (").child.send("y\r")
     assert screen.end() == 0
     assert not cached.exists()
