@@ -57,6 +57,10 @@ def parse_settings(text: str) -> dict[str, Any]:
 
 def set_(chat: ChatContext, argument: str) -> None:
     name, _, value = argument.partition(" ")
+    if name == "parameter" and value:  # as ollama has it
+        name, _, value = value.strip().partition(" ")
+    if name == "system":
+        raise OptionError(f"the system prompt is no setting: /system {value or 'TEXT'} sets it")
     if not name:
         show_settings(chat)
         return
