@@ -143,6 +143,7 @@ def test_help_has_every_command(do: Do) -> None:
             "/set system Be brief.",
             "error: the system prompt is no setting: /system Be brief. sets it",
         ),
+        ('/system ""', "system prompt: (none)"),
         ("/set parameter top_k 7", "top_k = 7"),
         ("/undo x", "error: 'x' is not a whole number between 1 and 999999999"),
         ("/undo 0", "error: '0' is not a whole number between 1 and 999999999"),

@@ -143,7 +143,8 @@ def show_message(chat: ChatContext, argument: str) -> None:
 def system(chat: ChatContext, argument: str) -> None:
     conversation = chat.conversation
     if argument:
-        conversation.set_system(read_config_file().system(argument))
+        is_none = argument in ('""', "''")
+        conversation.set_system(None if is_none else read_config_file().system(argument))
     chat.say(f"system prompt: {conversation.system or '(none)'}")
     if argument and conversation.history.turns:
         chat.say(f"the conversation stays: {conversation.outlook()}")
