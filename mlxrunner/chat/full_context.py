@@ -32,7 +32,7 @@ def full_context(
         yield (
             f"(the context of {context} tokens was full: the oldest {what} {were} dropped, and the "
             f"model does not see {'it' if were == 'was' else 'them'} any more; "
-            f"{_more_room(conversation)})"
+            f"{more_room(conversation)})"
         )
     if last.finish_reason == "length":
         most = (conversation.effective | options).get("max_tokens")
@@ -44,11 +44,12 @@ def full_context(
         else:
             yield (
                 f"(cut off at the end of the context of {context} tokens: "
-                f"{_more_room(conversation)})"
+                f"{more_room(conversation)})"
             )
 
 
-def _more_room(conversation: Conversation) -> str:
+def more_room(conversation: Conversation) -> str:
+    """Return the commands that make room in a full context."""
     runner = conversation.runner
     longer = f"/set context {min(2 * runner.context, runner.facts.context)} makes it longer, "
     is_longest = runner.context >= runner.facts.context

@@ -27,7 +27,7 @@ from mlxrunner.chat.commands.table import (
     unquoted,
 )
 from mlxrunner.chat.conversation import Conversation
-from mlxrunner.chat.full_context import full_context
+from mlxrunner.chat.full_context import full_context, more_room
 from mlxrunner.chat.taken import State, Taken
 from mlxrunner.chat.typeahead import Draft, TypeAhead
 from mlxrunner.chat.view import (
@@ -227,7 +227,7 @@ class Chat:
             return "; /file -d drops the files that wait"
         evaluated = len(self.conversation.history.rendering.tokens)
         fits_alone = error.tokens - evaluated < error.context
-        return "; /undo takes turns back, /clear all of them" if fits_alone else ""
+        return f"; {more_room(self.conversation)}" if fits_alone else ""
 
     def _read(self, idle: Callable[[Draft], None], default: str = "") -> str:
         with held_log() if self.interactive else nullcontext():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -129,6 +131,10 @@ def chat(
     if named is not None:
         if "model" in given:
             raise OptionError(f"two models: {named} and -m {model}: name one of them")
+        if " " in named and not Path(named).expanduser().exists():
+            raise OptionError(
+                f"{named}: no such model; to ask that, type mlxrunner generate {shlex.quote(named)}"
+            )
         model = named
         given.add("model")
     if goes_on and session is not None:

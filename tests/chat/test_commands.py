@@ -423,6 +423,14 @@ def test_clearing_is_offered_only_where_it_makes_room(chat: Chat, do: Do, tmp_pa
     assert with_files.endswith("; /file -d drops the files that wait")
 
 
+def test_a_longer_context_is_offered_as_the_chat_sets_it(do: Do) -> None:
+    """The options of the command line are of no use at the prompt."""
+    *_, full = do("/set overflow stop", "/set context 40", "My name is Ana.", "My name is Ana.")
+    assert full.endswith(
+        "; /set context 80 makes it longer, /undo takes turns back, /clear all of them"
+    )
+
+
 def test_files_that_wait_are_listed_and_dropped(chat: Chat, do: Do, tmp_path: Path) -> None:
     """A file that does not fit costs no conversation; a file waits once, as it was last."""
     first, second = tmp_path / "a b.txt", tmp_path / "c.txt"

@@ -316,6 +316,10 @@ def test_verbose_logs_one_line_a_request() -> None:
             ["chat", "--history", "template", "--keep-thinking"],
             "mlxrunner: --keep-thinking needs --history exact",
         ),
+        (
+            ["chat", "Who am I?"],
+            "mlxrunner: Who am I?: no such model; to ask that, type mlxrunner generate 'Who am I?'",
+        ),
         (["chat", "--temperature", "-1"], "mlxrunner: temperature: -1.0 is out of range"),
     ],
     ids=lambda value: " ".join(value)[:30] if isinstance(value, list) else "",
