@@ -54,7 +54,6 @@ _LAST = (
     click.option(
         "-q", "--quiet", is_flag=True, help="Print nothing on stderr but what stops the batch."
     ),
-    click.option("--embeddings", is_flag=True, hidden=True),
 )
 _OWN = (
     *("prompt_template", "prompt_column", "messages_column", "id_column", "delimiter"),
