@@ -378,7 +378,9 @@ def test_two_chats_go_on_with_two_conversations(tmp_path: Path) -> None:
         assert [first.kept_as, second.kept_as] == names[::-1]
         third = Saving(SessionStore(tmp_path))
         with (
-            pytest.raises(SessionError, match="no unnamed chat to go on with"),
+            pytest.raises(
+                SessionError, match=f"{names[1]} is open in another chat, and so is {names[0]}; "
+            ),
             third.opened(None, goes_on=True),
         ):
             raise AssertionError("it was opened")
