@@ -97,6 +97,14 @@ MEANT: dict[str, str] = {
 """Our nearest name for a name of another program that does not mean the same."""
 
 
+FLAGS: dict[str, str] = {
+    "format": "schema",
+    "response_format": "schema",
+    "conversation": "session",
+}
+"""Our option for names of other programs that mean something else in the line of a batch."""
+
+
 LONGEST = 40
 """The most characters of a name that is compared with all others."""
 
