@@ -119,6 +119,11 @@ class Conversation:
             replace(self.renderer, system=system).render_draft(history, "")
             self.switch_to(Branch(system, history))
 
+    def set_policy(self, policy: Policy) -> None:
+        """Set the policy of the renderer, and bring the last answer into the form that it wants."""
+        self.policy = policy
+        self.history = self.renderer.settled(self.history)
+
     def undo(self, turns: int = 1) -> tuple[Turn, ...]:
         """Take back the last `turns` turns and return them.
 

@@ -59,9 +59,12 @@ class Taken:
         self._unsaved = [one for one in self._unsaved if one is not state]
 
     def unsaved(self) -> list[State]:
-        """Return the states that are not on the disk yet; from now on they count as saved."""
-        found, self._unsaved = self._unsaved, []
-        return found
+        """Return the states that are not on the disk yet, the newest last."""
+        return self._unsaved
+
+    def saved(self, state: State) -> None:
+        """Note that `state` is on the disk."""
+        self._unsaved = [one for one in self._unsaved if one is not state]
 
     def restart(self, states: Iterable[State] = ()) -> None:
         """Begin anew with the saved states of another conversation, the newest last."""

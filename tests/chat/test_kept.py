@@ -471,7 +471,7 @@ def test_two_kinds_of_going_on_are_refused(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "use one of them" in done.stderr
     none = chat("", "--continue", data=tmp_path)
-    assert none.returncode == 1
+    assert none.returncode == 2
     assert "there is no unnamed chat to go on with" in none.stderr
 
 

@@ -17,7 +17,7 @@ from support.waiting import PATIENCE_S
 
 from mlxrunner.options import about, chat_options
 
-PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
+PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
 
 class Llm:

@@ -310,7 +310,7 @@ def test_a_bad_prompt_is_refused_at_once(
         with pytest.raises(NoFreeSlotError):
             runner.submit([3])
         assert len(running.result().tokens) == 3
-    with pytest.raises(OptionError, match=r"prefill_step: 3 is out .* at least 4"):
+    with pytest.raises(OptionError, match=r"prefill_step: 3 is out .* between 4 and"):
         ParallelRunner(*llama, max_sequences=4, context=50, prefill_step=3)
 
 

@@ -12,6 +12,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 
 from mlxrunner.errors import SessionError
+from mlxrunner.sessions.folder import Folder
 from mlxrunner.sessions.history import History, Rendering, Turn
 from mlxrunner.sessions.session import Branch, Session
 from mlxrunner.sessions.store import CACHE, TEXT, SessionStore
@@ -418,3 +420,13 @@ def test_killed_fifty_times_while_saving(tmp_path: Path) -> None:
     store.save("one", session("after all"))
     store.save_cache("one", {"x": buffer(1)}, {})
     assert sorted(os.listdir(tmp_path / "one")) == [CACHE, TEXT]
+
+
+def test_several_threads_list_a_folder(tmp_path: Path) -> None:
+    """Each sees all files: the thread that saves and the chat share one open folder."""
+    folder = Folder(tmp_path)
+    for number in range(200):
+        (tmp_path / f"state-{number}.json").touch()
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda _: len(folder.names()), range(400)))
+    assert set(found) == {200}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pty
 import select
@@ -257,9 +258,12 @@ def test_the_command_line_takes_what_a_shell_hands_over(command: str, output: st
     assert run(command).stdout == output
 
 
-def test_a_report_takes_what_a_shell_hands_over(tmp_path: Path) -> None:
+def test_a_report_takes_what_a_shell_hands_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A pipe and a file on standard input keep all bytes after the first look at them."""
     events = tmp_path / "events"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
     assert (
         cli.main.main(
             ["generate", "-p", "Hi", "--max-tokens", "1", "--events", str(events)],

@@ -199,12 +199,13 @@ class Saving:
             chat.say(f"this chat is not kept from now on: {error}")
 
     def _save_states(self, chat: ChatContext, name: str) -> None:
-        """Write what commands took away since the last call to the disk."""
+        """Write what commands took away, and what is not there yet, to the disk."""
         for state in chat.taken.unsaved():
             saved = Session(
                 lasting(chat.model), {state.name: state.branch}, state.name, settings_of(chat)
             )
             self.store.save_state(name, saved)
+            chat.taken.saved(state)
 
     @contextmanager
     def _naming_safe_turns(self, chat: ChatContext, name: str) -> Iterator[None]:

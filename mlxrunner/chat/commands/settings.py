@@ -78,7 +78,7 @@ def set_(chat: ChatContext, argument: str) -> None:
             raise OptionError(
                 f"history: {value!r} is not known, it has to be one of {', '.join(POLICIES)}"
             )
-        chat.conversation.policy = value
+        chat.conversation.set_policy(value)
         chat.say(f"history = {value}: {chat.conversation.outlook()}")
     else:
         options = {known: old for known, old in chat.conversation.options.items() if known != name}
