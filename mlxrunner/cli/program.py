@@ -82,7 +82,7 @@ class Program(click.Group):
 
 def with_our_name(error: click.NoSuchOption) -> click.NoSuchOption:
     """Return the error about an unknown option with the option of ours that may be meant."""
-    from mlxrunner.config.names import LETTERS, nearest
+    from mlxrunner.config.names import FLAGS, LETTERS, nearest, plain
 
     if error.ctx is None:
         return error
@@ -91,6 +91,7 @@ def with_our_name(error: click.NoSuchOption) -> click.NoSuchOption:
     flags |= {flag.lstrip("-").replace("-", "_"): flag for one in options for flag in one.opts}
     is_letter = len(error.option_name) == 2
     wanted = LETTERS.get(error.option_name[1:], "") if is_letter else error.option_name
+    wanted = FLAGS.get(plain(wanted), wanted)
     name, _, value = (nearest(wanted, flags) or "").partition(": ")
     if not name:
         return error

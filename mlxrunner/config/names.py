@@ -132,6 +132,13 @@ COMMANDS: dict[str, str] = {
 
 NO_SERVER = frozenset({"ps", "serve", "server", "start", "stop"})
 """Commands of other programs for a server, which this one does not have."""
+FLAGS: dict[str, str] = {
+    "format": "schema",
+    "response_format": "schema",
+    "conversation": "session",
+}
+"""Our option for names of other programs that mean something else in the line of a batch."""
+
 
 LONGEST = 40
 """The most characters of a name that is compared with all others."""

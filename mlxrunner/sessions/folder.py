@@ -98,8 +98,13 @@ class Folder:
             return 0
 
     def names(self) -> list[str]:
-        """Return the names of all files."""
-        return os.listdir(self._fd)
+        """Return the names of all files. Several threads may call it at a time."""
+        # A descriptor of its own: copies of one share their place in the directory.
+        fd = os.open(".", FOLDER_FLAGS, dir_fd=self._fd)
+        try:
+            return os.listdir(fd)
+        finally:
+            os.close(fd)
 
     def remove(self, name: str) -> None:
         """Remove a file, if it is there."""

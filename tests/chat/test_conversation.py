@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -193,6 +194,27 @@ def test_a_template_that_rewrites_answers_survives_a_full_context() -> None:
     assert conversation.history.first > 0
     rendered = runner.tokenizer.render(conversation.messages[2 * conversation.history.first :])
     assert len(rendered) < 200
+
+
+class Thinking(ByteTokenizer):
+    """A template that begins each answer with thinking, and leaves it out of earlier answers."""
+
+    def render(self, messages: Any, *, add_generation_prompt: bool = True, **variables: Any) -> str:
+        text = super().render(messages, add_generation_prompt=add_generation_prompt)
+        return re.sub("<think>.*?</think>", "", text) + "<think>" * add_generation_prompt
+
+
+def test_thinking_leaves_the_history_with_the_policy_exact_whenever_that_is_set() -> None:
+    """Also that of an answer which was given with the policy "template"."""
+    runner = oracle_runner()
+    runner.tokenizer = Thinking()
+    conversation = endless(runner, max_tokens=4)
+    conversation.policy = "template"
+    say(conversation, "a question")
+    conversation.set_policy("exact")
+    say(conversation, "another question")
+    before, _, _ = conversation.asked.text.rpartition("<think>")
+    assert "<think>" not in before
 
 
 def test_a_message_that_fails_costs_no_older_turn() -> None:

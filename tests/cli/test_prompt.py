@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from mlxrunner import OptionError, Runner, cli
-from mlxrunner.config.names import COMMANDS, LETTERS, MEANT, SAME
+from mlxrunner.config.names import COMMANDS, FLAGS, LETTERS, MEANT, SAME
 
 ASKED = "My name is Ana. What is my name?"
 
@@ -146,6 +146,8 @@ def test_a_pipe_that_is_closed_or_no_text_is_no_traceback(tmp_path: Path) -> Non
         ("chat", "--think", "--template-var enable_thinking=true"),
         ("generate", "--temprature", "--temperature"),
         ("generate", "--system-prompt", "--system"),
+        ("generate", "--format", "--schema"),
+        ("chat", "--conversation", "--session"),
     ],
 )
 def test_an_option_by_its_name_elsewhere_is_answered_with_ours(
@@ -206,7 +208,7 @@ def test_the_names_of_other_programs_lead_to_ours() -> None:
         if isinstance(option, click.Option)
     }
     ours |= {"prompt", "messages", "response_format", "reasoning_effort", "stop_tokens"}
-    for table in (SAME, MEANT, LETTERS):
+    for table in (SAME, MEANT, LETTERS, FLAGS):
         assert {name.partition(":")[0] for name in table.values()} <= ours
 
 
