@@ -196,6 +196,12 @@ class _CsvSource:
         return self.number + 1
 
 
+KINDS = {",": "CSV file", "\t": "TSV file"}
+"""The name of a table in an error, by its delimiter."""
+DELIMITERS = {",": "a comma", "\t": "a tab"}
+"""The name of a delimiter in an error."""
+
+
 def read_table(
     lines: Iterable[bytes | None], columns: Columns, longest: int, delimiter: str = ","
 ) -> Iterator[tuple[int, dict[str, Any] | PromptError]]:
@@ -207,7 +213,7 @@ def read_table(
     source = _CsvSource(lines, longest)
     reader = csv.reader(source, strict=True, delimiter=delimiter)
     header = _header(reader, longest)
-    rows = columns.within(header, "CSV file")
+    rows = columns.within(header, KINDS.get(delimiter, "table"))
     count = 0
     while True:
         number = source.begin()
@@ -221,7 +227,7 @@ def read_table(
             return
         if row:
             count += 1
-            yield number, _row_fields(count, row, header, rows, longest)
+            yield number, _row_fields(count, row, header, rows, longest, delimiter)
 
 
 def _header(reader: Any, longest: int) -> list[str]:
@@ -261,7 +267,7 @@ def _next_row(reader: Any, longest: int) -> list[str] | None:
 
 
 def _row_fields(
-    number: int, row: list[str], header: list[str], rows: Rows, longest: int
+    number: int, row: list[str], header: list[str], rows: Rows, longest: int, delimiter: str
 ) -> dict[str, Any] | PromptError:
     """Return the fields of row `number` (from 1), or its error.
 
@@ -274,6 +280,7 @@ def _row_fields(
     problem = f"row {number} has {len(row)} values and the header {len(header)} columns: "
     if len(row) < len(header):
         missing = ", ".join(map(repr, header[len(row) :]))
-        return BrokenLineError(f"{problem}none for {missing:.200} (is a comma missing?)", known)
+        hint = f"(is {DELIMITERS.get(delimiter, repr(delimiter))} missing?)"
+        return BrokenLineError(f"{problem}none for {missing:.200} {hint}", known)
     beyond = f"{', '.join(map(repr, row[len(header) :])):.200} is behind the last"
     return BrokenLineError(f"{problem}{beyond}, {header[-1]!r:.80} (are quotes missing?)", known)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from mlxrunner.batch.lines import Line, LineReader, Template
 from mlxrunner.batch.options import BatchOptions
+from mlxrunner.batch.table import Columns, read_table
 from mlxrunner.errors import OptionError
 
 
@@ -75,6 +76,19 @@ def test_a_bad_row_is_one_error(row: bytes, problem: str) -> None:
     assert (first, last) == (Line(0, 2, "1"), Line(2, 4, "3"))
     assert bad.error is not None
     assert bad.error.startswith(f"line 3: {problem}")
+
+
+@pytest.mark.parametrize(
+    ("delimiter", "kind", "hint"),
+    [("\t", "TSV file", "a tab"), (";", "table", "';'"), (",", "CSV file", "a comma")],
+)
+def test_errors_name_the_delimiter(delimiter: str, kind: str, hint: str) -> None:
+    """A row of a TSV file does not lack a comma."""
+    lines = [f"a{delimiter}b\n".encode(), b"1\n"]
+    ((_, problem),) = read_table(lines, Columns(prompt="a"), 100, delimiter)
+    assert f"none for 'b' (is {hint} missing?)" in str(problem)
+    with pytest.raises(OptionError, match=f"the {kind} has no column 'c'"):
+        list(read_table(lines, Columns(prompt="c"), 100, delimiter))
 
 
 @pytest.mark.parametrize(
