@@ -8,7 +8,10 @@ except KeyboardInterrupt:
 
 def main() -> None:
     """Run the command line. Ctrl-C is quiet from here on, also while modules are imported."""
-    early.begin()
+    try:
+        early.begin()
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
     from mlxrunner.cli import main as program
 
     program()

@@ -168,3 +168,5 @@ def complete(job: Job, store: Store, output: AnswerFile) -> None:
     found = Completion(counts.lines, counts.failed, output.size, output.digest, made_from(store))
     found.write(completion_path(path))
     path.unlink()
+    # SQLite removes it when the store is closed; a process that is killed before would leave it.
+    path.with_name(f"{path.name}-journal").unlink(missing_ok=True)

@@ -162,6 +162,21 @@ def test_killed_at_any_step_of_the_exchange(step: str, monkeypatch: pytest.Monke
     assert run("--no-usage", "--resume").exit_code == 3
 
 
+def test_no_journal_is_left_by_a_run_that_is_killed_as_it_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The store and its journal go together, before the model is given up."""
+    left: list[set[str]] = []
+    monkeypatch.setattr(
+        "mlxrunner.batch.work.remember_speed", lambda *arguments: left.append(files())
+    )
+    some_fail()
+    run("--retry-failed")
+    assert left == [
+        {"in.jsonl", "out.jsonl", "out.jsonl.done"} | extra for extra in ({"ill"}, set())
+    ]
+
+
 def test_a_retry_of_other_answers_is_begun_anew() -> None:
     """The rest of an earlier retry belongs to an output that is not there any more."""
     some_fail()

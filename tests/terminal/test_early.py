@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from support.waiting import PATIENCE_S
 
+from mlxrunner import __main__
 from mlxrunner.terminal import early
 
 PRESS = """
@@ -109,3 +110,15 @@ def test_a_command_raises_what_the_start_does_not(monkeypatch: pytest.MonkeyPatc
         assert not early.hand_over()
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_before_anything_is_set_up_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first lines of the program can be interrupted, too."""
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(early, "begin", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        __main__.main()
+    assert ended.value.code == early.INTERRUPTED
