@@ -96,6 +96,6 @@ def needed(kind: str, name: str) -> Any:
         import pyarrow
     except ImportError as error:
         raise PromptError(
-            f"{name}: is {kind}, which needs pyarrow: pip install 'mlxrunner[data]'"
+            f"{name}: is {kind}, which needs pyarrow: pip install pyarrow"
         ) from error
     return pyarrow
