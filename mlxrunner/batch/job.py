@@ -37,6 +37,8 @@ from mlxrunner.system.writing import check_own, is_stream, written
 
 INPUT = "input"
 """The name of the input's SHA-256 among the parts."""
+ANSWERS = "answers"
+"""The name, among the parts of OUTPUT.retry, of the SHA-256 of the output that is retried."""
 LARGEST = 2**22
 """The most bytes of OUTPUT.done, which may hold a schema or a template of the command line."""
 RETRIED = ".retried"
@@ -218,15 +220,16 @@ def opened_store(job: Job) -> Iterator[Store]:
 
 
 @contextmanager
-def store_to_plan(job: Job) -> Iterator[Store]:
+def store_to_plan(job: Job, answers: str | None = None) -> Iterator[Store]:
     """Open the store of the run that is resumed if its input is complete, else a temporary store.
 
-    Nothing is written to the former.
+    `answers` is the digest of the output that is retried, if one is. Nothing is written to the
+    store of the run.
     """
     path = job.store_path
-    if job.resume and path is not None and path.exists():
+    if (job.resume or job.retry_failed) and path is not None and path.exists():
         with Store.open(path) as store:
-            if store.is_complete:
+            if store.is_complete and store.meta.get(ANSWERS) == answers:
                 yield store
                 return
     with Store.create() as store:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from mlxrunner.batch.job import (
+    ANSWERS,
     INPUT,
     RETRIED,
     Completion,
@@ -28,9 +29,6 @@ from mlxrunner.batch.job import (
 from mlxrunner.batch.output import AnswerFile
 from mlxrunner.batch.store import Store
 from mlxrunner.errors import MlxrunnerError, OutputError, StoreError
-
-ANSWERS = "answers"
-"""The name, among the parts of OUTPUT.retry, of the SHA-256 of the output that is retried."""
 
 
 def finished(job: Job, parts: Mapping[str, str]) -> Completion:

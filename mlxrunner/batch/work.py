@@ -14,6 +14,7 @@ from functools import partial
 from typing import Literal, TypeVar
 
 from mlxrunner.batch.job import (
+    ANSWERS,
     INPUT,
     Completion,
     Job,
@@ -38,7 +39,6 @@ from mlxrunner.batch.plan import (
 )
 from mlxrunner.batch.prompts import Begun, tokenize_lines
 from mlxrunner.batch.retry import (
-    ANSWERS,
     complete,
     copy_answers,
     finished,
@@ -162,7 +162,7 @@ def plan_job(job: Job, progress: Progress) -> BatchPlan:
     goes_on = job.resume or job.retry_failed
     parts, speed = job.parts() if goes_on else {}, known_speed(job.model)
     (done, retried), context = _found(job, parts), _context(job)
-    with store_to_plan(job) as store:
+    with store_to_plan(job, None if retried is None else retried.digest) as store:
         if store.is_complete:
             check_made_from(job, made_from(store), parts)
         elif done is None:

@@ -109,7 +109,7 @@ class Conversation:
         """Forget the turns. The system prompt stays, and so do its tokens in the entry."""
         self.history = History()
 
-    def set_system(self, system: str) -> None:
+    def set_system(self, system: str | None) -> None:
         """Set the system prompt. The turns stay as texts, because all of them follow it.
 
         Raise PromptError, and change nothing, if the template has no place for it.

@@ -298,8 +298,19 @@ def load(model: str, loading: dict[str, Any], *, banner: bool) -> Runner:
     from mlxrunner.terminal.progress import loading as loading_bar
 
     if banner and model == "demo":
-        click.echo(DEMO_BANNER, err=True)
+        click.echo(_for_the_terminal(DEMO_BANNER), err=True)
     # A download shows a bar of its own.
     resolve(model, with_code=loading["trust_remote_code"])
     with loading_bar(model) as show:
         return Runner.load(model, progress=show, **loading)
+
+
+def _for_the_terminal(text: str) -> str:
+    """Break `text` between words if standard error is a terminal, which breaks within them."""
+    import sys
+
+    if not sys.stderr.isatty():
+        return text
+    from mlxrunner.chat.view import wrapped
+
+    return "\n".join(wrapped(line) for line in text.splitlines())

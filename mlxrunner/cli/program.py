@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -52,6 +53,8 @@ class Program(click.Group):
             return result
         except click.NoSuchOption as error:
             raise with_our_name(error) from error
+        except click.NoSuchCommand as error:
+            raise with_our_command(error) from error
         except (
             click.ClickException,
             click.exceptions.Exit,
@@ -95,6 +98,25 @@ def with_our_name(error: click.NoSuchOption) -> click.NoSuchOption:
     ours = flags[name] + (f" {_as_pair(value)}" if value else "")
     message = f"No such option {error.option_name!r}. Did you mean {ours!r}?"
     return click.NoSuchOption(error.option_name, message, ctx=error.ctx)
+
+
+def with_our_command(error: click.NoSuchCommand) -> click.UsageError:
+    """Return the error about an unknown command with what may be meant: ours, or a prompt."""
+    from mlxrunner.config.names import COMMANDS, NO_SERVER
+
+    name, group = error.command_name, error.ctx and error.ctx.parent and error.ctx.info_name
+    ours = COMMANDS.get(f"{group} {name}" if group else name)
+    if ours is not None:
+        meant = f"Did you mean 'mlxrunner {ours}'?"
+    elif group:
+        return error
+    elif name in NO_SERVER:
+        meant = "There is no server: nothing stays loaded after a command."
+    elif name.strip() and not error.possibilities:
+        meant = f"To ask that, type mlxrunner generate {shlex.quote(line_text(name[:60]))}"
+    else:
+        return error
+    return click.UsageError(f"{error.message} {meant}", ctx=error.ctx)
 
 
 def _as_pair(value: str) -> str:

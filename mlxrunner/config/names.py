@@ -97,6 +97,41 @@ MEANT: dict[str, str] = {
 """Our nearest name for a name of another program that does not mean the same."""
 
 
+COMMANDS: dict[str, str] = {
+    # ollama
+    "run": "chat",
+    "pull": "models pull",
+    "list": "models",
+    "ls": "models",
+    "rm": "models rm",
+    "create": "config",
+    # llm
+    "prompt": "generate",
+    "logs": "sessions",
+    "aliases": "config",
+    "templates": "config",
+    # others
+    "complete": "generate",
+    "download": "models pull",
+    "info": "show",
+    "ask": "generate",
+    "help": "--help",
+    "version": "--version",
+    # within a group of ours
+    "models list": "models",
+    "models ls": "models",
+    "models show": "show",
+    "models download": "models pull",
+    "models remove": "models rm",
+    "models delete": "models rm",
+    "sessions ls": "sessions list",
+    "sessions remove": "sessions rm",
+    "sessions delete": "sessions rm",
+}
+"""Our command for each command of another program."""
+
+NO_SERVER = frozenset({"ps", "serve", "server", "start", "stop"})
+"""Commands of other programs for a server, which this one does not have."""
 FLAGS: dict[str, str] = {
     "format": "schema",
     "response_format": "schema",

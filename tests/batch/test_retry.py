@@ -235,6 +235,27 @@ def test_a_plan_is_about_the_failed_lines() -> None:
     assert files() == before
 
 
+def test_a_plan_of_a_retry_that_was_cut_off_is_about_what_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also if the new output has taken the old one's place, and the record is still the old one."""
+    some_fail()
+    Path("stop").write_text("seed5 ")
+    assert run("--retry-failed", "--order", "input").exit_code in (1, 130)
+    Path("stop").unlink()
+    assert json.loads(run("--retry-failed", "--plan", "--json").stdout)["to_run"] == 1
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            "mlxrunner.batch.job.Completion.write",
+            lambda *arguments: (_ for _ in ()).throw(KeyboardInterrupt),
+        )
+        assert run("--retry-failed").exit_code == 130
+    planned = run("--retry-failed", "--plan", "--json")
+    assert planned.exit_code == 0, planned.stderr
+    assert json.loads(planned.stdout)["to_run"] == 0
+    assert run("--retry-failed").exit_code == 3
+
+
 def test_a_full_disk_leaves_the_old_output(monkeypatch: pytest.MonkeyPatch) -> None:
     """Exit code 1, and the same command goes on when there is room."""
     before = some_fail()

@@ -139,6 +139,12 @@ def test_help_has_every_command(do: Do) -> None:
             "/clear the table please",
             'error: /clear takes no argument; """ around a text sends it as it is',
         ),
+        (
+            "/set system Be brief.",
+            "error: the system prompt is no setting: /system Be brief. sets it",
+        ),
+        ('/system ""', "system prompt: (none)"),
+        ("/set parameter top_k 7", "top_k = 7"),
         ("/undo x", "error: 'x' is not a whole number between 1 and 999999999"),
         ("/undo 0", "error: '0' is not a whole number between 1 and 999999999"),
         (

@@ -125,6 +125,17 @@ def test_there_is_a_banner_a_prompt_and_an_answer(open_screen: Any) -> None:
     assert screen.leave() == 0
 
 
+def test_the_banner_is_broken_between_words(open_screen: Any) -> None:
+    """A narrow terminal would break within them."""
+    screen = open_screen(*CHAT, size=(40, 30))
+    screen.prompt()
+    assert screen.lines[:2] == [
+        "This is the embedded demo model: a toy",
+        "of 2.8 million parameters that remembers",
+    ]
+    assert screen.leave() == 0
+
+
 def test_line_editing(open_screen: Any, tmp_path: Path) -> None:
     """Several lines by three ways, a line given up, completion, suggestion, history."""
     screen = open_screen(*CHAT, size=(300, 30))  # paths stand on one line

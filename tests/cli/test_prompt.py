@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from mlxrunner import OptionError, Runner, cli
-from mlxrunner.config.names import FLAGS, LETTERS, MEANT, SAME
+from mlxrunner.config.names import COMMANDS, FLAGS, LETTERS, MEANT, SAME
 
 ASKED = "My name is Ana. What is my name?"
 
@@ -163,6 +163,40 @@ def test_an_option_that_nobody_has_is_not_guessed() -> None:
     """An option whose counterpart the command lacks is not named either."""
     assert "Did you mean" not in run("generate", "--zzz").stderr
     assert "temperature" not in run("show", "--temp", "1").stderr
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (["run", "x"], "Did you mean 'mlxrunner chat'?"),
+        (["pull", "x"], "Did you mean 'mlxrunner models pull'?"),
+        (["version"], "Did you mean 'mlxrunner --version'?"),
+        (["models", "list"], "Did you mean 'mlxrunner models'?"),
+        (["sessions", "delete", "x"], "Did you mean 'mlxrunner sessions rm'?"),
+        (["serve"], "There is no server"),
+        (["why is it so?"], "To ask that, type mlxrunner generate 'why is it so?'"),
+        (["genrate"], "Did you mean 'generate'?"),
+        (["cache", "zzz"], "No such command 'zzz'.\n"),
+    ],
+)
+def test_a_command_by_its_name_elsewhere_is_answered_with_ours(typed: list[str], said: str) -> None:
+    """ollama, llm, and a prompt alone."""
+    result = run(*typed)
+    assert result.exit_code == 2
+    assert said in result.stderr
+
+
+def test_no_command_has_an_option_twice() -> None:
+    """click would warn of it each time that the command is used."""
+    for command in cli.main.commands.values():
+        flags = [flag for option in command.params for flag in option.opts]
+        assert len(flags) == len(set(flags))
+
+
+def test_the_commands_of_other_programs_lead_to_ours() -> None:
+    """Each is a command, or an option of the program."""
+    for meant in COMMANDS.values():
+        assert run(*meant.split(), "--help").exit_code == 0
 
 
 def test_the_names_of_other_programs_lead_to_ours() -> None:

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, settings
 
 SHARE = 8
 """Random examples with `--everything` for each one of the sample."""
-CASES = 3
+CASES = 2
 """Cases of each test in the sample, where no mark says otherwise."""
 FEWEST = 10
 """Fewest random examples of a property in the sample."""

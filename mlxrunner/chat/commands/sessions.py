@@ -135,10 +135,18 @@ class Saving:
 
     def _lock_last(self) -> str:
         """Lock the last chat without a name that no other chat has open, and return its name."""
-        for name in unnamed_chats(self.store):
+        kept = unnamed_chats(self.store)
+        for name in kept:
             with suppress(SessionError):  # it is open
                 self._lock.enter_context(self.store.lock(name))
                 return name
+        if kept:
+            raise SessionError(
+                f"no unnamed chat is free: {kept[0]} is open in another chat"
+                + (f", and so are the {len(kept) - 1} others" if len(kept) > 2 else "")
+                + (f", and so is {kept[1]}" if len(kept) == 2 else "")
+                + "; leave it there, or begin a new chat without --continue"
+            )
         raise SessionError(
             "there is no unnamed chat to go on with: a chat in a terminal is kept after its first "
             "answer, unless --no-save; `mlxrunner sessions list` lists what there is"

@@ -57,6 +57,10 @@ def parse_settings(text: str) -> dict[str, Any]:
 
 def set_(chat: ChatContext, argument: str) -> None:
     name, _, value = argument.partition(" ")
+    if name == "parameter" and value:  # as ollama has it
+        name, _, value = value.strip().partition(" ")
+    if name == "system":
+        raise OptionError(f"the system prompt is no setting: /system {value or 'TEXT'} sets it")
     if not name:
         show_settings(chat)
         return
@@ -139,7 +143,8 @@ def show_message(chat: ChatContext, argument: str) -> None:
 def system(chat: ChatContext, argument: str) -> None:
     conversation = chat.conversation
     if argument:
-        conversation.set_system(read_config_file().system(argument))
+        is_none = argument in ('""', "''")
+        conversation.set_system(None if is_none else read_config_file().system(argument))
     chat.say(f"system prompt: {conversation.system or '(none)'}")
     if argument and conversation.history.turns:
         chat.say(f"the conversation stays: {conversation.outlook()}")
