@@ -176,3 +176,16 @@ def test_names_that_the_architecture_gives_exist() -> None:
     named = set(re.findall(r"`([A-Z]\w+)\.(\w+)`", DOCS["architecture.md"]))
     assert len(named) >= 5
     assert [n for n in named if f"class {n[0]}" not in source or f"def {n[1]}(" not in source] == []
+
+
+def test_names_are_in_the_files_that_the_architecture_gives() -> None:
+    """`PrefixCache.begin` in `cache/prefix.py`."""
+    text = " ".join(DOCS["architecture.md"].split())
+    named = re.findall(r"`([A-Za-z_.]+)` (?:in |\()`([a-z_/]+\.py)`", text)
+    assert len(named) >= 20
+    source = {file: (PACKAGE / file).read_text() for _, file in named}
+    assert [
+        (name, file)
+        for name, file in named
+        if not re.search(rf"(?:def|class) {name.rpartition('.')[2]}\b", source[file])
+    ] == []

@@ -38,9 +38,7 @@ def check_parquet(output: str, *, goes_on: bool) -> None:
     try:
         import pyarrow  # noqa: F401  # asks only if it is there
     except ImportError as error:
-        raise OptionError(
-            f"-o {output}: Parquet needs pyarrow: pip install 'mlxrunner[data]'"
-        ) from error
+        raise OptionError(f"-o {output}: Parquet needs pyarrow: pip install pyarrow") from error
     check_writable(Path(output), replaced=True)
     if Path(output).exists() and not goes_on:
         raise OutputError(f"{output}: is there already: choose another -o, or remove it")

@@ -95,7 +95,5 @@ def needed(kind: str, name: str) -> Any:
     try:
         import pyarrow
     except ImportError as error:
-        raise PromptError(
-            f"{name}: is {kind}, which needs pyarrow: pip install 'mlxrunner[data]'"
-        ) from error
+        raise PromptError(f"{name}: is {kind}, which needs pyarrow: pip install pyarrow") from error
     return pyarrow

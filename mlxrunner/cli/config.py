@@ -58,12 +58,13 @@ def config(model: str, as_json: bool) -> None:
 
 def _suggested(model: str) -> tuple[dict[str, Any], str]:
     """Return what the model suggests, and a note about it."""
-    from mlxrunner.models.resolve import folder_if_here
+    from mlxrunner.models.resolve import HUB_ID, folder_if_here
     from mlxrunner.models.suggested import suggestion_of
 
     folder = folder_if_here(model)
     if folder is None:
-        return {}, " (not on this machine yet)"
+        is_on_hub = HUB_ID.fullmatch(model) is not None
+        return {}, " (not on this machine yet)" if is_on_hub else " (there is no such model)"
     found = suggestion_of(folder)
     return found.options, "" if found.problem is None else f" ({found.problem})"
 

@@ -292,3 +292,12 @@ def test_every_key_is_an_option_of_its_command() -> None:
         options = {str(option.name) for option in cli.main.commands[command].params}
         assert options >= KEYS[command]
     assert KEYS["options"] == EVERYWHERE
+
+
+@pytest.mark.parametrize(
+    ("model", "note"),
+    [("somebody/something", "not on this machine yet"), ("nope", "there is no such model")],
+)
+def test_config_says_which_model_can_be_downloaded(own_home: Path, model: str, note: str) -> None:
+    """A name without an owner is on no hub."""
+    assert f"{model} ({note})" in run("config", model).stdout
