@@ -50,7 +50,6 @@ _LAST = (
         is_flag=True,
         help="Only estimate the cost, without loading the weights.",
     ),
-    click.option("--embeddings", is_flag=True, hidden=True),
     click.option(
         "-q", "--quiet", is_flag=True, help="Print nothing on stderr but what stops the batch."
     ),
