@@ -112,7 +112,7 @@ def config_path() -> Path | None:
     """
     chosen = os.environ.get("MLXRUNNER_CONFIG")
     if chosen is not None:
-        return Path(chosen).expanduser() if chosen else None
+        return Path(os.path.expanduser(chosen)) if chosen else None  # never raises
     folder = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
     return folder / "mlxrunner" / "config.toml"
 
@@ -148,6 +148,7 @@ class _Reader:
             found = tomllib.loads(self._text)
         except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
             raise OptionError(f"{self._path}: not readable as TOML: {error}") from error
+        self._check_numbers(found)
         self._check_keys((), found, KEYS[""])
         model = found.get("model")
         if model is not None:
@@ -163,6 +164,19 @@ class _Reader:
             prompts=self._texts("prompts", found.get("prompts", {})),
             templates=self._templates(found.get("templates", {})),
         )
+
+    def _check_numbers(self, found: Any) -> None:
+        """Raise OptionError for a whole number that TOML does not have. Python can't print some."""
+        left = [found]
+        while left:
+            value = left.pop()
+            if isinstance(value, dict | list):
+                left += value.values() if isinstance(value, dict) else value
+            elif isinstance(value, int) and value.bit_length() > 64:
+                raise OptionError(
+                    f"{self._path}: a whole number in it has {value.bit_length():,} bits, and 64 "
+                    "are the most: write a smaller one"
+                )
 
     def _options(self, section: tuple[str, ...], found: Any) -> dict[str, Setting]:
         known = KEYS.get(section[0], EVERYWHERE)

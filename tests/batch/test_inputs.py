@@ -212,6 +212,53 @@ def test_rows_that_are_too_long_and_files_that_are_damaged() -> None:
             read("cut.parquet")
 
 
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_a_value_that_python_cannot_hold_is_an_error_of_its_row(kind: str) -> None:
+    """One row of a strange type or size stops no other row, and keeps its id."""
+    days = pyarrow.array([1, 2**31 - 1], pyarrow.int32()).cast(pyarrow.date32())
+    table = pyarrow.table({"id": ["a", "b"], "prompt": days})
+    if kind == "parquet":
+        parquet.write_table(table, "in.parquet")
+    else:
+        with (
+            pyarrow.OSFile("in.arrow", "wb") as file,
+            pyarrow.ipc.new_file(file, table.schema) as to,
+        ):
+            to.write_table(table)
+    _, wrong = read(f"in.{kind}")
+    assert wrong.id == "b"
+    assert "a value can't be read" in str(wrong.error)
+
+
+def test_a_small_file_of_huge_rows_costs_no_memory() -> None:
+    """A list of 10^8 numbers, and texts that repeat one of a dictionary, are measured first."""
+    from mlxrunner.batch.arrow import _weight
+
+    text = pyarrow.array(["a" * LONGEST])
+    repeated = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 10_000), text)
+    lists = pyarrow.ListArray.from_arrays(pyarrow.array([0, 10_000], pyarrow.int32()), repeated)
+    assert _weight([lists]) > 10_000 * LONGEST
+    table = pyarrow.table({"prompt": lists, "id": ["a"]})
+    with pyarrow.OSFile("in.arrow", "wb") as file, pyarrow.ipc.new_file(file, table.schema) as to:
+        to.write_table(table)
+    (line,) = read("in.arrow")
+    assert line.id == "a"
+    assert "is longer than" in str(line.error)
+
+
+def test_offsets_that_lead_out_of_an_arrow_file_are_one_error() -> None:
+    """pyarrow itself would read memory that is not the file's."""
+    offsets = pyarrow.py_buffer(b"".join(n.to_bytes(4, "little") for n in (0, 2**30, 2)))
+    wrong = pyarrow.Array.from_buffers(
+        pyarrow.string(), 2, [None, offsets, pyarrow.py_buffer(b"hi")]
+    )
+    batch = pyarrow.RecordBatch.from_arrays([wrong], names=["prompt"])
+    with pyarrow.OSFile("in.arrow", "wb") as file, pyarrow.ipc.new_file(file, batch.schema) as to:
+        to.write_batch(batch)
+    with pytest.raises(PromptError, match=r"in.arrow: can't be read as Arrow"):
+        read("in.arrow")
+
+
 def save(folder: Path, rows: dict[str, Any]) -> None:
     """Write a data set as `datasets.save_to_disk` does."""
     folder.mkdir(parents=True)

@@ -164,6 +164,23 @@ def test_what_is_not_toml_is_one_line(file: Path, text: str) -> None:
     assert str(file) in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "text", ["[options]\nseed = 0x", "[options.template]\na = 0x", "model = 0x"]
+)
+def test_a_number_that_python_cannot_print_is_one_line(file: Path, text: str) -> None:
+    """TOML has 64 bits; the parser reads any number of hexadecimal digits."""
+    file.write_text(text + "f" * 10_000)
+    with pytest.raises(OptionError, match="a whole number in it has 40,000 bits"):
+        read_config_file()
+
+
+def test_the_home_of_nobody_is_a_missing_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLXRUNNER_CONFIG may name anybody."""
+    monkeypatch.setenv("MLXRUNNER_CONFIG", "~no-such-user/mine.toml")
+    with pytest.raises(MissingFileError, match="no such file"):
+        read_config_file()
+
+
 def test_the_file_is_found_where_the_user_says(
     file: Path, own_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
