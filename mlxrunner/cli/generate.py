@@ -35,7 +35,7 @@ ONE_SEQUENCE = ("kv_bits", "rewind_slack", "checkpoint_budget", "checkpoint_inte
 
 if TYPE_CHECKING:
     from mlxrunner.profiling.record.profile import Profile
-    from mlxrunner.results import Result
+    from mlxrunner.results import Chunk, Result
     from mlxrunner.runner import Runner
 
 
@@ -222,6 +222,15 @@ def _as_dict(result: Result) -> dict[str, Any]:
     return answer | {"usage": result.usage.as_dict()}
 
 
+def _say_if_full(runner: Runner, last: Chunk, max_tokens: int | None) -> None:
+    """Say on stderr that the end of the context has cut the answer off."""
+    told = last.usage is not None and last.usage.completion_tokens == max_tokens
+    if last.finish_reason == "length" and not told:
+        line = f"(cut off at the end of the context of {runner.context} tokens: "
+        more = "--context N makes it longer, --overflow shift drops the oldest half)"
+        click.secho(line + more, err=True, dim=True)
+
+
 def _answer(runner: Runner, request: Any, as_json: bool, options: dict[str, Any]) -> None:
     from mlxrunner.terminal.progress import PrefillProgress
     from mlxrunner.terminal.text import FilteredStream
@@ -240,9 +249,11 @@ def _answer(runner: Runner, request: Any, as_json: bool, options: dict[str, Any]
         raise
     finally:
         bar.close()
-    if not as_json:
-        return
     last = chunks[-1]
+    if not as_json:
+        if sys.stderr.isatty():
+            _say_if_full(runner, last, options["max_tokens"])
+        return
     result: dict[str, Any] = {
         "text": "".join(chunk.text for chunk in chunks),
         "tokens": [chunk.token for chunk in chunks],

@@ -10,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import pexpect
 import pytest
 from click.testing import CliRunner, Result
 from support.waiting import PATIENCE_S
@@ -435,3 +436,14 @@ def test_the_version_names_those_of_mlx_and_mlx_lm() -> None:
     """A report of a bug needs the three; none of them is imported for that."""
     expected = ", ".join(f"{name} {version(name)}" for name in ("mlx", "mlx-lm"))
     assert run("--version").stdout == f"mlxrunner {version('mlxrunner')} ({expected})\n"
+
+
+def test_a_terminal_says_that_the_context_was_full(open_screen: Any) -> None:
+    """The limit of --max-tokens is no surprise, and is not mentioned."""
+    command = ("-m", "mlxrunner", "generate", "--no-reserve", "My name is Bo. What is my name?")
+    screen = open_screen(*command, "--context", "33")
+    screen.until("(cut off at the end of the context of 33 tokens: --context N makes it longer")
+    screen = open_screen(*command, "--max-tokens", "3")
+    screen.until("Your name is")
+    screen.child.expect(pexpect.EOF)
+    assert "cut off" not in screen.shown + screen.child.before
