@@ -43,7 +43,7 @@ def cached_models() -> list[CachedModel]:
         repositories = scan_cache_dir().repos
     except CacheNotFound:
         return []
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:
         raise ModelError(f"the hub cache can't be read: {error}") from error
     found = []
     for repository in repositories:

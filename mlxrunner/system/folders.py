@@ -14,7 +14,10 @@ def data_folder() -> Path:
     $XDG_DATA_HOME/mlxrunner (~/.local/share/mlxrunner). Raise OSError if it can't be made.
     """
     if chosen := os.environ.get("MLXRUNNER_DATA"):
-        folder = Path(chosen).expanduser()
+        try:
+            folder = Path(chosen).expanduser()
+        except RuntimeError as error:  # the home of an unknown user
+            raise OSError(f"MLXRUNNER_DATA names {chosen}: {error}") from error
     elif sys.platform == "darwin":
         folder = Path.home() / "Library" / "Application Support" / "mlxrunner"
     else:

@@ -231,7 +231,7 @@ def test_a_value_that_python_cannot_hold_is_an_error_of_its_row(kind: str) -> No
 
 
 def test_a_small_file_of_huge_rows_costs_no_memory() -> None:
-    """A list of 10^8 numbers, and texts that repeat one of a dictionary, are measured first."""
+    """A list that repeats one text of a dictionary 10,000 times is measured first."""
     from mlxrunner.batch.arrow import _weight
 
     text = pyarrow.array(["a" * LONGEST])

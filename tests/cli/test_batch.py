@@ -890,3 +890,11 @@ def test_a_compressed_input_that_is_cut_off_leaves_nothing_behind() -> None:
         "mlxrunner: in.jsonl.gz: can't be read to its end as gzip: it is cut off"
     )
     assert [path.name for path in Path().iterdir() if path.is_file()] == ["in.jsonl.gz"]
+
+
+def test_each_option_is_declared_once() -> None:
+    """click warns before every run of a command that has an option twice."""
+    from mlxrunner.cli.batch import batch
+
+    flags = [flag for one in batch.params for flag in (*one.opts, *one.secondary_opts)]
+    assert len(flags) == len(set(flags))
