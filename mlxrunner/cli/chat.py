@@ -31,6 +31,9 @@ from mlxrunner.cli.words import model_words, session_words
 from mlxrunner.errors import OptionError
 
 if TYPE_CHECKING:
+    from mlxrunner.chat.commands.sessions import Saving
+    from mlxrunner.chat.commands.table import CommandTable
+    from mlxrunner.chat.conversation import Conversation
     from mlxrunner.chat.repl import Chat
 
 
@@ -129,13 +132,7 @@ def chat(
         )
     given = typed_names(ctx)
     if named is not None:
-        if "model" in given:
-            raise OptionError(f"two models: {named} and -m {model}: name one of them")
-        if " " in named and not Path(named).expanduser().exists():
-            raise OptionError(
-                f"{named}: no such model; to ask that, type mlxrunner generate {shlex.quote(named)}"
-            )
-        model = named
+        model = _only_model(named, model if "model" in given else None)
         given.add("model")
     if goes_on and session is not None:
         raise OptionError(
@@ -146,11 +143,8 @@ def chat(
     # Enter it first of all, to keep what is typed while the model loads.
     with keyboard:
         from mlxrunner.chat.commands.sessions import Saving
-        from mlxrunner.chat.conversation import Conversation
         from mlxrunner.chat.saved_settings import must_be_wanted, put_back
         from mlxrunner.chat.start import open_chat
-        from mlxrunner.options import GenerateOptions
-        from mlxrunner.terminal.signals import uninterrupted
 
         saving = Saving(
             caches=not no_cache_file,
@@ -159,20 +153,12 @@ def chat(
         )
         opening = saving.opened(session, goes_on=goes_on)
         with recording(options, "chat") as profile, opening as resumed:
-            GenerateOptions.of(**options)  # raise its errors before loading
-            if history == "template" and keep_thinking:
-                raise OptionError(
-                    "--keep-thinking needs --history exact: "
-                    "with template, the template decides what stays"
-                )
-            variables = options.pop("template") or {}
-            typed = typed_options(ctx, options, greedy=greedy)
-            runner: Any = None  # loaded below
-            conversation = Conversation(runner, system, typed, history, keep_thinking, variables)
+            conversation = _conversation(ctx, system, options, history, keep_thinking, greedy)
             if resumed is not None:
                 if "model" in given and not switch_model:
                     must_be_wanted(saving.kept_as, resumed.model, model, keyboard)
-                model = put_back(resumed, conversation, loading, model, {*given, *typed})
+                given |= set(conversation.options)
+                model = put_back(resumed, conversation, loading, model, given)
             conversation.runner = load(model, loading, banner=is_terminal())
             profile.watch(conversation.runner)
             conversation.usual = usual_options("chat", model)
@@ -187,16 +173,61 @@ def chat(
                 keyboard=keyboard,
                 after_load=[lambda chat: profile.watch(chat.runner), _take_usual_options],
             )
-            if opened.interactive and (model != "demo" or conversation.effective):
-                opened.say(f"sampling: {conversation.sampling} (/set shows and changes it)")
-            saving.begin(opened, resumed is not None)
-            try:
-                code = opened.run(table)
-            finally:
-                with uninterrupted():
-                    saving.end(opened)
-            if code:
-                sys.exit(code)
+            _run(opened, table, saving, is_resumed=resumed is not None)
+
+
+def _only_model(named: str, other: str | None) -> str:
+    """Return the model that the argument names. Raise OptionError if -m names another, too."""
+    if other is not None:
+        raise OptionError(f"two models: {named} and -m {other}: name one of them")
+    if " " in named and not Path(named).expanduser().exists():
+        raise OptionError(
+            f"{named}: no such model; to ask that, type mlxrunner generate {shlex.quote(named)}"
+        )
+    return named
+
+
+def _conversation(
+    ctx: click.Context,
+    system: str | None,
+    options: dict[str, Any],
+    history: Any,
+    keep_thinking: bool,
+    greedy: bool,
+) -> Conversation:
+    """Return an empty conversation with the options that were typed, to which no model belongs yet.
+
+    Raise OptionError for an option that is wrong, before the model is loaded.
+    """
+    from mlxrunner.chat.conversation import Conversation
+    from mlxrunner.options import GenerateOptions
+
+    GenerateOptions.of(**options)
+    if history == "template" and keep_thinking:
+        raise OptionError(
+            "--keep-thinking needs --history exact: with template, the template decides what stays"
+        )
+    variables = options.pop("template") or {}
+    typed = typed_options(ctx, options, greedy=greedy)
+    runner: Any = None
+    return Conversation(runner, system, typed, history, keep_thinking, variables)
+
+
+def _run(chat: Chat, table: CommandTable, saving: Saving, *, is_resumed: bool) -> None:
+    """Talk until the user leaves, save, and exit with the chat's code."""
+    from mlxrunner.terminal.signals import uninterrupted
+
+    conversation = chat.conversation
+    if chat.interactive and (chat.model != "demo" or conversation.effective):
+        chat.say(f"sampling: {conversation.sampling} (/set shows and changes it)")
+    saving.begin(chat, is_resumed)
+    try:
+        code = chat.run(table)
+    finally:
+        with uninterrupted():
+            saving.end(chat)
+    if code:
+        sys.exit(code)
 
 
 def _take_usual_options(chat: Chat) -> None:
