@@ -132,6 +132,7 @@ COMMANDS: dict[str, str] = {
 
 NO_SERVER = frozenset({"ps", "serve", "server", "start", "stop"})
 """Commands of other programs for a server, which this one does not have."""
+
 FLAGS: dict[str, str] = {
     "format": "schema",
     "response_format": "schema",
