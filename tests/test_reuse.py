@@ -616,7 +616,7 @@ def test_the_answer_ends_where_the_context_ends() -> None:
         ({"max_tokens": 2.5}, "max_tokens: 2.5 is not a whole number"),
         ({"max_tokens": float("inf")}, "max_tokens: inf is not a whole number"),
         ({"seed": 1.5}, "seed"),
-        ({"stop_tokens": "ab"}, "stop_tokens: 'a' is not a whole number"),
+        ({"stop_tokens": "ab"}, "stop_tokens: 'ab' is not a list; give one"),
         ({"stop_tokens": 5}, "stop_tokens: 5 is not a list"),
         ({"stop": 5}, "stop: 5 is not a list"),
     ],

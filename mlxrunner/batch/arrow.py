@@ -18,7 +18,7 @@ ROWS = 16
 LONGEST_ID = 2**20
 """Most bytes of the id that is kept for a row that can't be read."""
 UNUSABLE = (ValueError, OverflowError, LookupError)
-"""What pyarrow raises for a value that Python can't hold."""
+"""The errors of pyarrow for a value that Python can't hold."""
 PARQUET, FEATHER = b"PAR1", b"ARROW1"
 """The first bytes of Parquet files and of Arrow files with an index."""
 Row = tuple[int, Mapping[str, Any] | PromptError]

@@ -290,7 +290,10 @@ def test_ids_are_kept_as_they_are(name: str | int | None) -> None:
             '{"prompt": "a", "stop": [""]}',
             "stop: [''] is not a list of texts of at least one character",
         ),
-        ('{"prompt": "a", "stop_tokens": "12"}', "stop_tokens: '1' is not a whole number"),
+        (
+            '{"prompt": "a", "stop_tokens": "12"}',
+            "stop_tokens: '12' is not a list; give one, such as [2, 5]",
+        ),
         ('{"prompt": "a", "choices": []}', "choices: the list is empty"),
         ('{"prompt": "a", "stop": ""}', "stop: '' is not a list of texts"),
         ('{"prompt": "a", "choices": "yes"}', "choices: 'yes' is not a list of texts"),

@@ -133,7 +133,7 @@ def test_help_has_every_command(do: Do) -> None:
     [
         ("/stat", "error: no such command: /stat (did you mean /stats? /help lists them)"),
         ("/stats2", "error: no such command: /stats2 (did you mean /stats? /help lists them)"),
-        ("/exi", "error: no such command: /exi (/help lists them)"),
+        ("/exi", "error: no such command: /exi (did you mean /exit? /help lists them)"),
         ("/x-y_z", "error: no such command: /x-y_z (/help lists them)"),
         (
             "/clear the table please",

@@ -474,7 +474,10 @@ WRONG: dict[str, tuple[list[object], str]] = {
     "no output": (["in.jsonl"], "where do the answers go? -o FILE"),
     "input is output": (["in.jsonl", "-o", "in.jsonl"], "in.jsonl: is the input"),
     "no input": (["no.jsonl", "-o", "out.jsonl"], "no.jsonl: no such file"),
-    "input is a folder": ([".", "-o", "out.jsonl"], ".: is a directory, not a regular file"),
+    "output is in the input": (
+        [".", "-o", "out.jsonl"],
+        "out.jsonl: is in the input; choose another file",
+    ),
     "no folder": (
         ["in.jsonl", "-o", "no/out.jsonl"],
         "mlxrunner: no/out.jsonl: can't be written: no/out.jsonl.run: can't be made: No such",

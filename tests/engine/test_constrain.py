@@ -375,7 +375,10 @@ def test_penalties_are_for_the_tokens_of_the_answer(llama: Runner) -> None:
 HOSTILE: dict[str, tuple[Any, str]] = {
     "no json": ("{", "schema: not valid JSON: Expecting property name"),
     "a list": ("[1]", 'schema: it has to be a JSON object, such as {"type": "object"}, not [1]'),
-    "a number": (5, "schema: it has to be the text of a JSON object or a dictionary, not int"),
+    "a number": (
+        5,
+        'schema: it has to be a JSON object, such as {"type": "object"}, or its text, not 5',
+    ),
     "not writable": ({"const": object()}, "schema: it can't be written as JSON"),
     "too long": (
         {"const": "x" * MAX_SCHEMA},

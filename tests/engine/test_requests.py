@@ -217,7 +217,8 @@ def test_what_the_template_does_not_use_is_refused(
         ),
         (
             {**CALL, "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]},
-            "the arguments of 'f' have to be a JSON object, not '[1]'",
+            "the arguments of 'f' have to be a JSON object, such as "
+            '{"city": "Oslo"}, not \'[1]\'',
         ),
         ({"role": "tool", "content": "a", "tool_call_id": 1}, "tool_call_id has to be a text"),
     ],

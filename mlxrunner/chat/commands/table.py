@@ -175,7 +175,7 @@ class CommandTable:
         return [f"{command.usage:{width}}{command.help}" for command in shown]
 
     def _similar(self, name: str) -> str:
-        similar = get_close_matches(name, self._commands, n=1)
+        similar = get_close_matches(name, [*self._commands, *OTHER_NAMES], n=1)
         return f"did you mean {similar[0]}? " if similar else ""
 
 
