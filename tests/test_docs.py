@@ -49,7 +49,7 @@ def variables() -> Iterator[str]:
                 yield ast.literal_eval(node.slice)
 
 
-@pytest.mark.exhaustive(1, "docs/quickstart.md")
+@pytest.mark.exhaustive(1, "docs/structured.md")
 @pytest.mark.parametrize("name", [name for name in NAMES if any(examples(ROOT / name))])
 def test_examples_show_what_the_program_prints(name: str) -> None:
     """Every example of a page, typed in a folder of its own, does what the page shows."""

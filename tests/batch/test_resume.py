@@ -457,6 +457,7 @@ def test_a_damaged_store_says_so_and_offers_no_resume(folder: Path, at: str) -> 
     assert store.exists()
 
 
+@pytest.mark.exhaustive(0)
 def test_a_closed_window_ends_a_run_that_says_how_to_go_on(folder: Path) -> None:
     """The answers before it stay, and the rest equals an unbroken run."""
     expected = unbroken("--context", 128)
@@ -499,6 +500,7 @@ def test_a_closed_window_ends_a_run_that_says_how_to_go_on(folder: Path) -> None
     assert Path("out.jsonl").read_bytes() == expected
 
 
+@pytest.mark.exhaustive(0)
 def test_nohup_protects_a_run(folder: Path) -> None:
     """A window that is closed does not end it."""
     code = (
@@ -656,6 +658,7 @@ def test_a_refused_resume_keeps_a_store_that_has_no_answer_yet(
     assert Path("out.jsonl").read_bytes() == expected
 
 
+@pytest.mark.exhaustive(0)
 def test_a_second_run_at_the_same_time_is_refused(folder: Path) -> None:
     """In one line, with --resume and without; the first one is not disturbed."""
     stop_in_the_middle()

@@ -367,6 +367,7 @@ with Store.open(Path(sys.argv[1])) as store:
 """
 
 
+@pytest.mark.exhaustive(0)
 def test_killed_at_random_points(tmp_path: Path) -> None:
     """All that was committed is unchanged after kill -9 at twenty random moments."""
     path = tmp_path / "store"

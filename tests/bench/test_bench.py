@@ -98,6 +98,7 @@ def test_beside_mlx_lm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert measurements.as_dict()["versus"][0]["gain"].keys() == {"min", "median", "max"}
 
 
+@pytest.mark.exhaustive(0)
 def test_what_mlx_lm_can_not_load_by_itself_has_no_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -143,6 +144,7 @@ def test_mlx_lm_s_prompt_cache_is_trimmed_to_what_is_shared(
     assert given[::2] == trimmed
 
 
+@pytest.mark.exhaustive(0)
 def test_what_is_done_is_said_as_often_as_promised() -> None:
     """The bar comes to its end."""
     said: list[str] = []
@@ -152,6 +154,7 @@ def test_what_is_done_is_said_as_often_as_promised() -> None:
     assert said[-1] == "warm prompts of 64, round 2 of 2"
 
 
+@pytest.mark.exhaustive(0)
 def test_quick_is_one_round_of_a_short_prompt() -> None:
     """--rounds asks for more."""
     result = run("--quick")

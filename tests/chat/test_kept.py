@@ -446,6 +446,7 @@ def test_chats_in_a_terminal_are_kept_and_those_in_a_pipe_are_not(
     assert chat("What is my name?\n", "--continue", data=data).stdout == "Your name is Ana.\n"
 
 
+@pytest.mark.exhaustive(0)
 def test_another_model_of_a_session_is_asked_for(open_screen: Any, tmp_path: Path) -> None:
     """In a terminal by a question, which no earlier key answers; elsewhere by an option."""
     write_model(tmp_path / "model")
@@ -475,6 +476,7 @@ def test_another_model_of_a_session_is_asked_for(open_screen: Any, tmp_path: Pat
     assert screen.leave() == 0
 
 
+@pytest.mark.exhaustive(0)
 def test_two_kinds_of_going_on_are_refused(tmp_path: Path) -> None:
     """--continue and --session name two conversations."""
     done = chat("", "--continue", "--session", "trip", data=tmp_path)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from functools import partial
 
+import pytest
 from click.testing import CliRunner, Result
 from support.waiting import PATIENCE_S
 
@@ -117,6 +118,7 @@ def test_lines_that_begin_with_a_path_are_a_text() -> None:
     assert result.stderr == "error: no such command: /xyzzy (/help lists them)\n"
 
 
+@pytest.mark.exhaustive(0)
 def test_ctrl_c_in_a_pipe_ends_with_130() -> None:
     """The exit code is that of `generate`, and of every program."""
     # Where the tests run in the background of a shell, Ctrl-C is ignored, and that is inherited.

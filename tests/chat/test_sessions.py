@@ -593,6 +593,7 @@ def test_a_window_that_is_closed_at_the_prompt_costs_nothing(
     assert turn["answer"] == "Nice to meet you. A LONG EDIT."
 
 
+@pytest.mark.exhaustive(0)
 def test_a_chat_in_a_pipe_that_is_killed_costs_nothing(data: Path) -> None:
     """By `kill`; nohup protects it from a window that is closed."""
     nohup = partial(signal.signal, signal.SIGHUP, signal.SIG_IGN)

@@ -176,6 +176,7 @@ def test_line_editing(open_screen: Any, tmp_path: Path) -> None:
     assert screen.leave() == 0
 
 
+@pytest.mark.exhaustive(0)
 def test_texts_are_kept_for_the_next_time(open_screen: Any, tmp_path: Path) -> None:
     """Texts of several lines are whole, in a file for the owner only; --no-history keeps none."""
     screen = open_screen(*CHAT)
@@ -508,6 +509,7 @@ BAR = (
 )
 
 
+@pytest.mark.exhaustive(0)
 def test_a_long_prefill_shows_how_far_it_is(open_screen: Any, tmp_path: Path) -> None:
     """With the share that came from the cache; it is gone when the answer begins."""
     script = tmp_path / "slow.py"

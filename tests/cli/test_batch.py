@@ -545,6 +545,7 @@ def test_what_a_file_says_cannot_drive_the_terminal() -> None:
     assert len(answers()) == 2
 
 
+@pytest.mark.exhaustive(0)
 def test_in_a_terminal_there_is_a_bar_that_is_gone_at_the_end() -> None:
     """Lines done, tokens per second, share reused, time left; then the summary."""
     write(*[{"prompt": f"Hello! {i}", "max_tokens": 20} for i in range(40)])
@@ -805,6 +806,7 @@ def table(file: str = "out.parquet") -> list[dict[str, Any]]:
     return rows
 
 
+@pytest.mark.exhaustive(0)
 def test_answers_become_a_parquet_file_when_all_are_there() -> None:
     """Its rows have the text, the counts and the whole line, for every format of lines."""
     pytest.importorskip("pyarrow")

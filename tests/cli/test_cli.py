@@ -98,6 +98,7 @@ def test_a_standard_output_that_is_closed_or_full_is_one_line(command: str, full
         assert (result.returncode, result.stderr) == (2, f"mlxrunner: {problem}\n")
 
 
+@pytest.mark.exhaustive(0)
 def test_a_standard_error_that_is_closed_or_full_stops_nothing(full: int, tmp_path: Path) -> None:
     """A file that was opened instead of it gets nothing of it."""
     (tmp_path / "in.jsonl").write_text('{"prompt": "Hello!"}\n')

@@ -87,6 +87,7 @@ def test_a_chat_reuses_the_entry(run: Llm) -> None:
     assert second["response_json"]["usage"]["outcome"] == "hit"
 
 
+@pytest.mark.exhaustive(0)
 def test_a_conversation_goes_on_in_another_process(run: Llm) -> None:
     """With `llm -c`: nothing is cached there, and the answer is the same."""
     run("-m", "mlxrunner/demo", "My name is Ana.")
@@ -110,6 +111,7 @@ def about_context() -> str:
     return about(RunnerSettings.__dataclass_fields__["context"]).help.split(" [default")[0]
 
 
+@pytest.mark.exhaustive(0)
 def test_options_have_an_effect(run: Llm) -> None:
     """A limit, a stop text, a seed; without a stream, too."""
     limited = run("-m", "mlxrunner/demo", "Hello!", "-o", "max_tokens", "2", "--no-stream")
@@ -121,6 +123,7 @@ def test_options_have_an_effect(run: Llm) -> None:
     assert first == again
 
 
+@pytest.mark.exhaustive(0)
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -142,6 +145,7 @@ def test_what_is_wrong_is_said_without_a_traceback(
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.exhaustive(0)
 def test_an_error_in_a_chat_is_one_line(run: Llm) -> None:
     """`llm chat` shows the traceback of any other error."""
     result = run("chat", "-m", "mlxrunner/demo", "-o", "context", "10", stdin="Hello!\n")
@@ -150,6 +154,7 @@ def test_an_error_in_a_chat_is_one_line(run: Llm) -> None:
     assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.exhaustive(0)
 def test_a_schema_holds_the_answer(run: Llm) -> None:
     """`llm --schema` gives it."""
     options = ["-o", "max_tokens", "200", "-o", "temperature", "0"]
@@ -159,6 +164,7 @@ def test_a_schema_holds_the_answer(run: Llm) -> None:
     assert isinstance(json.loads(result.stdout)["ok"], bool)
 
 
+@pytest.mark.exhaustive(0)
 def test_models_of_the_cache_and_of_the_environment_are_listed(run: Llm, tmp_path: Path) -> None:
     """A directory has a name by MLXRUNNER_MODEL; every hub id that is in the cache has one."""
     (tmp_path / "hub" / "models--org--name").mkdir(parents=True)
@@ -171,6 +177,7 @@ def test_models_of_the_cache_and_of_the_environment_are_listed(run: Llm, tmp_pat
     assert (answered.returncode, "3 output" in answered.stderr) == (0, True)
 
 
+@pytest.mark.exhaustive(0)
 def test_another_model_takes_the_place_of_the_first(run: Llm, tmp_path: Path) -> None:
     """One runner at a time; the same model with the same settings is not loaded again."""
     folder = tmp_path / "model"

@@ -107,6 +107,7 @@ def test_the_model_of_a_chat_is_its_argument() -> None:
     )
 
 
+@pytest.mark.exhaustive(0)
 def test_a_pipe_that_is_closed_or_no_text_is_no_traceback(tmp_path: Path) -> None:
     """Standard input that is closed adds nothing; bytes that are no text are refused."""
     command = [sys.executable, "-m", "mlxrunner", "generate", "--no-reserve", "My name is Ana."]

@@ -153,6 +153,7 @@ def test_a_full_context_needs_what_was_planned_and_no_more(
     assert 0.8 * plan.total <= max(peaks) <= plan.total + spare
 
 
+@pytest.mark.exhaustive(1)
 @pytest.mark.parametrize("kv_bits", [None, 8], ids=["as computed", "8 bits"])
 def test_buffers_are_taken_at_start_and_stay(folder: Path, kv_bits: int | None) -> None:
     """Through requests of every length, and a reset, which empties them."""

@@ -182,6 +182,7 @@ def test_what_cannot_be_moved_is_evaluated_again(monkeypatch: pytest.MonkeyPatch
         )
 
 
+@pytest.mark.exhaustive(0)
 def test_many_that_shift_and_share_in_few_cells() -> None:
     """No request begins that might not fit, and none ends because another copies shared tokens."""
     given = parts("llama")

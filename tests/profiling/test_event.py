@@ -259,6 +259,7 @@ def test_requests_of_a_parallel_runner_are_events(events: Path, lines: Lines) ->
     assert [event["saved_s"] for event in (first, second, third)] == [None] * 3
 
 
+@pytest.mark.exhaustive(0)
 def test_answers_at_once_are_events_of_the_command(events: Path, lines: Lines) -> None:
     """generate --n."""
     result = CliRunner().invoke(

@@ -330,6 +330,7 @@ main()
 """
 
 
+@pytest.mark.exhaustive(0)
 def test_interrupted_in_a_terminal(
     open_screen: Any, events: Path, lines: Lines, tmp_path: Path
 ) -> None:

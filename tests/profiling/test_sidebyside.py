@@ -109,7 +109,7 @@ def assert_agrees(logged: list[LoggedRequest]) -> None:
         assert request.finished
 
 
-@pytest.mark.exhaustive(1)
+@pytest.mark.exhaustive(0)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_replay_agrees_with_the_parallel_runner(name: str, tmp_path: Path) -> None:
     """Every request of every history agrees, with waits, shifts, cancels and failing steps."""

@@ -109,7 +109,7 @@ def test_a_model_that_hides_nothing_passes(kinds: list[str], untested: set[str])
     assert {name for name in list(SCENARIOS)[:6] if verdicts[name] == "not tested"} == untested
 
 
-@pytest.mark.exhaustive(1)
+@pytest.mark.exhaustive(0)
 @pytest.mark.parametrize("context", [128, 200])
 def test_answers_of_one_token_are_no_difference(context: int) -> None:
     """The answer that goes over the edge of the context leaves its prompt room for one."""
@@ -137,6 +137,7 @@ def test_a_model_that_does_not_exist_is_named() -> None:
     assert run("random:9999G").exit_code == 2
 
 
+@pytest.mark.exhaustive(0)
 def test_half_precision_and_quantized_weights_pass(tmp_path: Path) -> None:
     """The numbers of hub models are coarse, and still one wrong token is seen."""
     config = tiny_config(
@@ -412,6 +413,7 @@ def test_ctrl_c_prints_what_was_found_so_far(monkeypatch: pytest.MonkeyPatch) ->
     assert "changes nothing" not in result.stdout
 
 
+@pytest.mark.exhaustive(0)
 def test_what_is_done_is_said_on_stderr() -> None:
     """A line a step where that is no terminal; stdout has the table and nothing else."""
     result = run("--context", "160", "--tokens", "4")
