@@ -31,6 +31,7 @@ def no_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlxrunner.bench.ceilings.arithmetic", lambda dtype: 1e11)
 
 
+@pytest.mark.exhaustive(0)
 def test_every_figure_of_a_model(tmp_path: Path) -> None:
     """Load, ceilings, prefill, decode, memory and warm prompts each come with a share."""
     write_model(tmp_path / "m")

@@ -487,6 +487,7 @@ def test_two_kinds_of_going_on_are_refused(tmp_path: Path) -> None:
     assert "there is no unnamed chat to go on with" in none.stderr
 
 
+@pytest.mark.exhaustive(0)
 def test_sessions_lists_unnamed_chats_last_and_shows_states(typed: Any, tmp_path: Path) -> None:
     """`show` and `export` take a state; `rm` removes an unnamed chat."""
     one = typed()

@@ -16,6 +16,7 @@ from eval_demo import conversation, evaluate
 from mlxrunner import Runner
 
 
+@pytest.mark.exhaustive(0)
 def test_it_recalls_what_it_was_told() -> None:
     """The demo recalls 97 % of all questions and 90 % of those about unseen names.
 

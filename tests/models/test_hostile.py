@@ -454,6 +454,7 @@ def test_a_text_that_a_tokenizer_gives_up_is_a_prompt_error(
 # Everything together
 
 
+@pytest.mark.exhaustive(0)
 @pytest.mark.skipif(sys.platform != "linux", reason="forks processes with limits on their memory")
 def test_mutated_folders_end_in_one_clear_line(tmp_path: Path) -> None:
     """A few mutations of many thousands end in one clear line each.

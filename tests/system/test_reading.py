@@ -281,6 +281,7 @@ def test_a_report_takes_what_a_shell_hands_over(
         assert '"requests": 1' in found.stdout or "generate, demo" in found.stdout
 
 
+@pytest.mark.exhaustive(0)
 @pytest.mark.parametrize("command", ["batch - -o -", "report /dev/stdin"])
 def test_who_waits_says_for_what(command: str, tmp_path: Path) -> None:
     """On a terminal, once, where a stream has sent nothing yet."""
