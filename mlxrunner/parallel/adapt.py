@@ -9,181 +9,34 @@ agree.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlxrunner.cache.layers.extents import Window
 from mlxrunner.cache.layers.factory import CacheOptions, make_layer_caches
 from mlxrunner.cache.layers.rotate import Rotate, rotators
-from mlxrunner.cache.overflow import window_closes
 from mlxrunner.cache.shared.causal import CausalCache
-from mlxrunner.cache.shared.sequences import Batch, Cache
+from mlxrunner.cache.shared.sequences import Batch
 from mlxrunner.cache.shared.split import WORTH_SPLITTING
-from mlxrunner.cache.shared.wrapper import WrapperCache
 from mlxrunner.errors import NotSupportedError
 from mlxrunner.parallel.attention import Parts
+from mlxrunner.parallel.engine import WINDOWS_KEEP, Engine, joined
+from mlxrunner.parallel.views import LayerView, PerTokenRope, SomeRows, attention_in_parts
 from mlxrunner.system.mlx_lm_internals import (
-    Attention,
     calls_attention,
     class_with,
     last_norm,
     with_rope,
 )
 
-WINDOWS_KEEP = 64
-"""Tokens that a window keeps beyond itself.
-
-With them, a prompt that differs in its last few tokens can resume.
-"""
 TOLERANCE = 0.02
 """Largest accepted difference of logits, as a share of the largest one.
 
 Half-precision sums in another order differ by less. A wrong position makes a far larger difference.
 """
-
-
-class PerTokenRope(nn.Module):  # type: ignore[misc,name-defined]  # mlx.nn has no annotations
-    """A rope that also takes one offset per token: `x [1, heads, n, head_dim]`, `offset [n]`."""
-
-    def __init__(self, inner: Any) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def __call__(self, x: mx.array, offset: Any = 0, **more: Any) -> mx.array:
-        if not isinstance(offset, mx.array) or offset.ndim != 1:
-            same: mx.array = self.inner(x, offset=offset, **more)
-            return same
-        rows: mx.array = self.inner(x.transpose(2, 1, 0, 3), offset=offset, **more)
-        return rows.transpose(2, 1, 0, 3)
-
-
-class SomeRows(nn.Module):  # type: ignore[misc,name-defined]
-    """The last norm, applied to the wanted rows only."""
-
-    def __init__(self, inner: Any) -> None:
-        super().__init__()
-        self.inner = inner
-        self.rows: mx.array | None = None
-
-    def __call__(self, x: mx.array) -> mx.array:
-        normed: mx.array = self.inner(x if self.rows is None else x[:, self.rows])
-        return normed
-
-
-class LayerView:
-    """One layer's part of the shared cells, in place of the layer's cache."""
-
-    def __init__(self, step: Adapted, layer: int, group: int) -> None:
-        self._step, self._layer, self._group = step, layer, group
-
-    @property
-    def offset(self) -> mx.array:
-        return self._step.positions
-
-    def make_mask(
-        self, n: int, return_array: bool = False, window_size: int | None = None
-    ) -> mx.array:
-        return self._step.masks[self._group]
-
-    @property
-    def parts(self) -> Parts | None:
-        """The parts in which this step computes its attention; None: one product."""
-        return self._step.parts[self._group]
-
-    def buffers(self) -> tuple[mx.array, mx.array]:
-        """Return keys and values of all cells of the layer. Call it after the layer has written."""
-        return self._step.groups[self._group].buffers()
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        cache = self._step.groups[self._group]
-        self._step.layer = self._layer
-        cache.set_layer(self._layer)
-        cache.put(keys, values)
-        fetched, stored, _ = cache.get()
-        return fetched, stored
-
-
-def attention_in_parts(whole: Attention) -> Attention:
-    """Return mlx-lm's attention function, changed to compute in parts if a step asks for it."""
-
-    def attend(
-        queries: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        cache: Any,
-        scale: float,
-        mask: Any,
-        sinks: mx.array | None = None,
-    ) -> mx.array:
-        parts = cache.parts if isinstance(cache, LayerView) else None
-        if parts is not None:
-            return parts.attend(
-                whole, queries, *cache.buffers(), scale=scale, sinks=sinks, cache=cache
-            )
-        more = {} if sinks is None else {"sinks": sinks}
-        return whole(queries, keys, values, cache=cache, scale=scale, mask=mask, **more)
-
-    return attend
-
-
-class Engine(ABC):
-    """The interface for running a scheduler's rows.
-
-    An engine stores the keys and values of each sequence.
-    """
-
-    def __init__(self, windows: Iterable[int], memory: int = WINDOWS_KEEP) -> None:
-        """Make one group of cells for each width of window.
-
-        `windows`: the window of each layer in tokens, 0 for full attention. `memory`: tokens that
-        windows keep beyond themselves.
-        """
-        self._kinds, self._memory = sorted(set(windows)), memory
-        self.groups = self._make_groups()
-        """One CausalCache for each kind of layer: full attention, and each width of window."""
-        self.cache = _joined(self.groups)
-        """All groups as one cache."""
-
-    @abstractmethod
-    def forward(self, tokens: mx.array, batch: Batch, rows: Sequence[int]) -> mx.array:
-        """Return the logits `[len(rows), vocab]` of some rows of `tokens [n]`.
-
-        `batch`: the positions and sequences of the tokens. `rows`: indices of the tokens whose
-        logits are wanted. Raise CacheFullError, with nothing changed, if cells are missing.
-        """
-
-    @abstractmethod
-    def expect(self, sequence: int, count: int) -> None:
-        """Prepare for `count` more tokens of the sequence.
-
-        They lie side by side if the engine can compute attention in parts.
-        """
-
-    @abstractmethod
-    def _make_group(self, window: int | None, memory: int | None) -> CausalCache:
-        """Return the cache of one kind of layer."""
-
-    @property
-    def has_windows(self) -> bool:
-        return any(self._kinds)
-
-    def can_shift(self, tokens: int, keep: int, discard: int) -> bool:
-        """Return True if every window still holds all that the next token sees after a shift.
-
-        The shift drops `discard` of the sequence's `tokens` tokens, behind the first `keep`.
-        """
-        return all(window_closes(window, tokens, keep, discard) for window in self._kinds if window)
-
-    def _make_groups(self) -> list[CausalCache]:
-        windows = (
-            (window, window + self._memory) if window else (None, None) for window in self._kinds
-        )
-        return [self._make_group(window, memory) for window, memory in windows]
 
 
 class Adapted(Engine):
@@ -318,7 +171,7 @@ class Adapted(Engine):
         """
         groups, cache = self.groups, self.cache
         self.groups = self._make_groups()
-        self.cache = _joined(self.groups)
+        self.cache = joined(self.groups)
         try:
             self.cache.init(_dtype(self.model), 2, 16, 16)
             self.forward(mx.array([5, 9, 6, 10]), Batch([0, 0, 1, 1], [0, 1, 0, 1]), [0])
@@ -347,10 +200,6 @@ class Adapted(Engine):
                 "this model answers otherwise with several sequences in one row "
                 f"(logits differ by {gap:.2g})"
             )
-
-
-def _joined(groups: list[CausalCache]) -> Cache:
-    return groups[0] if len(groups) == 1 else WrapperCache(*groups)
 
 
 def _windows(model: Any) -> list[int]:

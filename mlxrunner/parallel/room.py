@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from mlxrunner.errors import CacheFullError
-from mlxrunner.parallel.adapt import Engine
+from mlxrunner.parallel.engine import Engine
 from mlxrunner.parallel.request import ActiveRequest
 from mlxrunner.parallel.slots import Choice, Slot
 

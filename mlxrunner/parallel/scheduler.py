@@ -30,7 +30,7 @@ from mlxrunner.errors import (
     NotSupportedError,
     StepFailedError,
 )
-from mlxrunner.parallel.adapt import Engine
+from mlxrunner.parallel.engine import Engine
 from mlxrunner.parallel.request import ActiveRequest, Step
 from mlxrunner.parallel.room import Room
 from mlxrunner.parallel.slots import Choice, Slot, choose, share

@@ -16,7 +16,8 @@ from mlxrunner.cache.shared.split import WORTH_SPLITTING
 from mlxrunner.errors import CacheFullError, NoFreeSlotError, NotSupportedError
 from mlxrunner.models.facts import facts_of
 from mlxrunner.parallel.handle import Handle
-from mlxrunner.parallel.runner import AHEAD, ParallelRunner
+from mlxrunner.parallel.runner import ParallelRunner
+from mlxrunner.parallel.stepper import AHEAD
 from mlxrunner.parallel.samples import sample
 from mlxrunner.testing import ByteTokenizer
 

@@ -23,7 +23,7 @@ from mlxrunner.engine.requests import Request
 from mlxrunner.engine.sampling import Decoded, NextToken, Sampled
 from mlxrunner.errors import CacheFullError, FormError, MlxrunnerError, NoFreeSlotError
 from mlxrunner.options import GenerateOptions
-from mlxrunner.parallel.adapt import Engine
+from mlxrunner.parallel.engine import Engine
 from mlxrunner.parallel.request import ActiveRequest
 from mlxrunner.parallel.scheduler import Scheduler
 from mlxrunner.profiling.record.tokenlog import LoggedRequest

@@ -1,0 +1,78 @@
+"""The interface between a scheduler and what runs its rows: a model, or a replay without one."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+
+import mlx.core as mx
+
+from mlxrunner.cache.overflow import window_closes
+from mlxrunner.cache.shared.causal import CausalCache
+from mlxrunner.cache.shared.sequences import Batch, Cache
+from mlxrunner.cache.shared.wrapper import WrapperCache
+
+WINDOWS_KEEP = 64
+"""Tokens that a window keeps beyond itself.
+
+With them, a prompt that differs in its last few tokens can resume.
+"""
+
+
+class Engine(ABC):
+    """The interface for running a scheduler's rows.
+
+    An engine stores the keys and values of each sequence.
+    """
+
+    def __init__(self, windows: Iterable[int], memory: int = WINDOWS_KEEP) -> None:
+        """Make one group of cells for each width of window.
+
+        `windows`: the window of each layer in tokens, 0 for full attention. `memory`: tokens that
+        windows keep beyond themselves.
+        """
+        self._kinds, self._memory = sorted(set(windows)), memory
+        self.groups = self._make_groups()
+        """One CausalCache for each kind of layer: full attention, and each width of window."""
+        self.cache = joined(self.groups)
+        """All groups as one cache."""
+
+    @abstractmethod
+    def forward(self, tokens: mx.array, batch: Batch, rows: Sequence[int]) -> mx.array:
+        """Return the logits `[len(rows), vocab]` of some rows of `tokens [n]`.
+
+        `batch`: the positions and sequences of the tokens. `rows`: indices of the tokens whose
+        logits are wanted. Raise CacheFullError, with nothing changed, if cells are missing.
+        """
+
+    @abstractmethod
+    def expect(self, sequence: int, count: int) -> None:
+        """Prepare for `count` more tokens of the sequence.
+
+        They lie side by side if the engine can compute attention in parts.
+        """
+
+    @abstractmethod
+    def _make_group(self, window: int | None, memory: int | None) -> CausalCache:
+        """Return the cache of one kind of layer."""
+
+    @property
+    def has_windows(self) -> bool:
+        return any(self._kinds)
+
+    def can_shift(self, tokens: int, keep: int, discard: int) -> bool:
+        """Return True if every window still holds all that the next token sees after a shift.
+
+        The shift drops `discard` of the sequence's `tokens` tokens, behind the first `keep`.
+        """
+        return all(window_closes(window, tokens, keep, discard) for window in self._kinds if window)
+
+    def _make_groups(self) -> list[CausalCache]:
+        windows = (
+            (window, window + self._memory) if window else (None, None) for window in self._kinds
+        )
+        return [self._make_group(window, memory) for window, memory in windows]
+
+
+def joined(groups: list[CausalCache]) -> Cache:
+    return groups[0] if len(groups) == 1 else WrapperCache(*groups)

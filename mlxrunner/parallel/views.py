@@ -1,0 +1,101 @@
+"""What takes the place of a model's parts while it runs rows of many sequences.
+
+These are the rope of each attention, its attention function, the last norm and the layers' caches.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlxrunner.parallel.attention import Parts
+from mlxrunner.system.mlx_lm_internals import Attention
+
+if TYPE_CHECKING:
+    from mlxrunner.parallel.adapt import Adapted
+
+
+class PerTokenRope(nn.Module):  # type: ignore[misc,name-defined]  # mlx.nn has no annotations
+    """A rope that also takes one offset per token: `x [1, heads, n, head_dim]`, `offset [n]`."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def __call__(self, x: mx.array, offset: Any = 0, **more: Any) -> mx.array:
+        if not isinstance(offset, mx.array) or offset.ndim != 1:
+            same: mx.array = self.inner(x, offset=offset, **more)
+            return same
+        rows: mx.array = self.inner(x.transpose(2, 1, 0, 3), offset=offset, **more)
+        return rows.transpose(2, 1, 0, 3)
+
+
+class SomeRows(nn.Module):  # type: ignore[misc,name-defined]
+    """The last norm, applied to the wanted rows only."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+        self.rows: mx.array | None = None
+
+    def __call__(self, x: mx.array) -> mx.array:
+        normed: mx.array = self.inner(x if self.rows is None else x[:, self.rows])
+        return normed
+
+
+class LayerView:
+    """One layer's part of the shared cells, in place of the layer's cache."""
+
+    def __init__(self, step: Adapted, layer: int, group: int) -> None:
+        self._step, self._layer, self._group = step, layer, group
+
+    @property
+    def offset(self) -> mx.array:
+        return self._step.positions
+
+    def make_mask(
+        self, n: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array:
+        return self._step.masks[self._group]
+
+    @property
+    def parts(self) -> Parts | None:
+        """The parts in which this step computes its attention; None: one product."""
+        return self._step.parts[self._group]
+
+    def buffers(self) -> tuple[mx.array, mx.array]:
+        """Return keys and values of all cells of the layer. Call it after the layer has written."""
+        return self._step.groups[self._group].buffers()
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        cache = self._step.groups[self._group]
+        self._step.layer = self._layer
+        cache.set_layer(self._layer)
+        cache.put(keys, values)
+        fetched, stored, _ = cache.get()
+        return fetched, stored
+
+
+def attention_in_parts(whole: Attention) -> Attention:
+    """Return mlx-lm's attention function, changed to compute in parts if a step asks for it."""
+
+    def attend(
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        cache: Any,
+        scale: float,
+        mask: Any,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        parts = cache.parts if isinstance(cache, LayerView) else None
+        if parts is not None:
+            return parts.attend(
+                whole, queries, *cache.buffers(), scale=scale, sinks=sinks, cache=cache
+            )
+        more = {} if sinks is None else {"sinks": sinks}
+        return whole(queries, keys, values, cache=cache, scale=scale, mask=mask, **more)
+
+    return attend
