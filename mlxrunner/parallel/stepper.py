@@ -9,8 +9,7 @@ iterating a handle drives the steps of all requests.
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from os import PathLike
 from typing import Any, Self, Unpack
@@ -36,10 +35,11 @@ from mlxrunner.models.load import LoadedModel, load_model
 from mlxrunner.models.resolve import name_of
 from mlxrunner.options import MOST_TOKENS, GenerateKwargs, GenerateOptions, Option
 from mlxrunner.parallel.adapt import Adapted
+from mlxrunner.parallel.driven import DrivenHandle
 from mlxrunner.parallel.engine import WINDOWS_KEEP
-from mlxrunner.parallel.handle import Handle
 from mlxrunner.parallel.request import ActiveRequest
 from mlxrunner.parallel.scheduler import Scheduler
+from mlxrunner.parallel.several import Answer, Several
 from mlxrunner.parallel.slots import Slot
 from mlxrunner.results import FinishReason, Result, Usage
 from mlxrunner.system import device
@@ -47,11 +47,9 @@ from mlxrunner.tokenizer import Tokenizer
 from mlxrunner.tokenizer.prompt import Prompt
 
 DEFAULT_PREFILL_STEP = 1024
-AHEAD = 4
-"""Most requests per slot that `run_each` has read and whose results it has not yielded yet."""
 
 
-class Stepper:
+class Stepper(Several):
     """A runner of up to `max_sequences` requests at once, of up to `context` tokens each.
 
     The thread that opened it owns it; calls from any other raise WrongThreadError. Use it as a
@@ -105,6 +103,8 @@ class Stepper:
         """The sampling that the model suggests: see `Runner.suggested_options`."""
         self.observers: list[Observer] = []
         """Functions that are called with every ended request (see `mlxrunner.profiling`)."""
+        self.shown_as: Callable[[], Any] = lambda: self
+        """A function that returns what observers get as the runner."""
         self._adapted = Adapted(
             model, max_sequences=max_sequences, capacity=share_of_cells, max_batch=self.prefill_step
         )
@@ -254,6 +254,30 @@ class Stepper:
         return self._scheduler.slots
 
     @property
+    def num_slots(self) -> int:
+        return len(self.slots)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the slots hold; a token that several slots share counts for each."""
+        return sum(len(slot.tokens) for slot in self.slots)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the keys and values in use."""
+        return sum(group.used_bytes for group in self._adapted.groups)
+
+    @property
+    def steps(self) -> int:
+        """The number of steps so far."""
+        return self._scheduler.ticks
+
+    @property
+    def is_idle(self) -> bool:
+        """True if the last step had nothing to dispatch."""
+        return self._scheduler.is_idle
+
+    @property
     def settings(self) -> dict[str, Any]:
         """The options that decide what is stored."""
         return {
@@ -299,61 +323,28 @@ class Stepper:
         self.model = self._adapted.model = None
         self.owner.close()
 
-    def complete(self, prompt: Prompt, **options: Unpack[GenerateKwargs]) -> Result:
-        """Run one request to its end, beside the running ones, and return its result.
-
-        Raise the errors of `submit`. If the call is interrupted, the request is cancelled.
-        """
-        handle = self.submit(prompt, **options)
-        try:
-            return handle.result()
-        finally:
-            handle.cancel()
-
-    def submit(self, prompt: Prompt, **options: Unpack[GenerateKwargs]) -> Handle:
+    def submit(self, prompt: Prompt, **options: Unpack[GenerateKwargs]) -> DrivenHandle:
         """Begin a request. Prompt and options are those of `Runner.generate`, without callbacks.
 
         Raise NoFreeSlotError if every slot has a request, and CacheFullError if the request might
         not find room to its end.
         """
         self.owner.check()
-        return self._begin(self._request(prompt, dict(options)))
-
-    def run(self, prompts: Sequence[Prompt], **options: Unpack[GenerateKwargs]) -> list[Result]:
-        """Return all answers in the order of the prompts. Each free slot starts the next prompt.
-
-        Raise OptionError if `prompts` is not a list, such as a single text.
-        """
-        listed("prompts", prompts, '["Hello", [1, 2]]')
-        return list(self.run_each((prompt, dict(options)) for prompt in prompts))
+        return self._begin(self.prepare(prompt, dict(options)))
 
     def run_each(self, requests: Iterable[tuple[Prompt, dict[str, Any]]]) -> Iterator[Result]:
-        """Yield the answers of `requests`, pairs of a prompt and its options, in their order.
-
-        Only a few more requests are read than can run. If a request can't be submitted or fails, or
-        if the iterator is closed, the running requests are cancelled.
-        """
         self.owner.check()
         listed("requests", requests, '[("Hello", {"max_tokens": 9})]')
         return Owned(self._run_each(requests), self.owner)
 
-    def _run_each(
-        self, requests: Iterable[tuple[Prompt, dict[str, Any]]]
-    ) -> Generator[Result, None, None]:
-        handles: deque[Handle] = deque()
-        try:
-            for number, pair in enumerate(requests):
-                prompt, options = _pair(number, pair)
-                handles.append(self._begin_when_possible(self._request(prompt, options)))
-                while handles and (handles[0].finished or len(handles) > AHEAD * len(self.slots)):
-                    yield handles.popleft().result()
-            while handles:
-                yield handles.popleft().result()
-        finally:
-            for handle in handles:
-                self.owner.do(handle.cancel)  # an iterator may be dropped in any thread
+    def _enqueue(self, prompt: Prompt, options: dict[str, Any]) -> DrivenHandle:
+        self.owner.check()
+        return self._begin_when_possible(self.prepare(prompt, options))
 
-    def _begin_when_possible(self, request: ActiveRequest) -> Handle:
+    def _give_up(self, handle: Answer) -> None:
+        self.owner.do(handle.cancel)  # an iterator may be dropped in any thread
+
+    def _begin_when_possible(self, request: ActiveRequest) -> DrivenHandle:
         while True:
             try:
                 return self._begin(request)
@@ -363,12 +354,17 @@ class Stepper:
                 self.step()
                 request.clock.postpone()
 
-    def _begin(self, request: ActiveRequest) -> Handle:
+    def _begin(self, request: ActiveRequest) -> DrivenHandle:
+        self.admit(request)
+        return DrivenHandle(self.owner, self._scheduler, request)
+
+    def admit(self, request: ActiveRequest) -> None:
+        """Begin a prepared request. Raise NoFreeSlotError or CacheFullError if it has to wait."""
+        self.owner.check()
         if not self._scheduler.requests:
             mx.reset_peak_memory()
         request.active_bytes = mx.get_active_memory()
         self._scheduler.admit(request)
-        return Handle(self.owner, self._scheduler, request)
 
     def cancel(self, request: ActiveRequest) -> None:
         """End a request without affecting the others."""
@@ -383,7 +379,11 @@ class Stepper:
         self.owner.check()
         self._scheduler.step()
 
-    def _request(self, prompt: Prompt, given: dict[str, Any]) -> ActiveRequest:
+    def prepare(self, prompt: Prompt, given: dict[str, Any]) -> ActiveRequest:
+        """Tokenize a prompt and check its options. Any thread may do that.
+
+        Raise CacheFullError if the request would not find room even alone.
+        """
         began = time.perf_counter()
         request = prepare(
             prompt,
@@ -401,7 +401,11 @@ class Stepper:
     ) -> Usage:
         usage = self._usage(request)
         if self.observers:
-            tell(self.observers, self, lambda: request.observation(usage, reason, error))
+            tell(
+                self.observers,
+                self.shown_as() or self,
+                lambda: request.observation(usage, reason, error),
+            )
         return usage
 
     def _usage(self, request: ActiveRequest) -> Usage:
@@ -417,17 +421,6 @@ class Stepper:
             reevaluated_tokens=request.reevaluated,
             prefill_s=clock.first - clock.tokenized if request.answer.count else 0.0,
             cache_bytes=sum(group.nbytes for group in groups),
-            used_bytes=sum(group.used_bytes for group in groups),
+            used_bytes=self.used_bytes,
             peak_bytes=mx.get_peak_memory(),
         )
-
-
-def _pair(number: int, request: Any) -> tuple[Prompt, dict[str, Any]]:
-    """Return request `number` of `run_each`. Raise OptionError unless it is a pair."""
-    match request:
-        case (prompt, Mapping() as options):
-            return prompt, dict(options)
-    raise OptionError(
-        f"request {number} has to be a pair of a prompt and its options, such as "
-        f'("Hello", {{"max_tokens": 9}}), not {request!r:.80}'
-    )

@@ -12,7 +12,7 @@ from support.histories import History, Parts, tiny_parts
 
 from mlxrunner import Runner
 from mlxrunner.errors import CacheFullError, NoFreeSlotError
-from mlxrunner.parallel.handle import Handle
+from mlxrunner.parallel.driven import DrivenHandle
 from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.results import Result, Usage
 
@@ -98,7 +98,7 @@ class CheckedHistory(History):
         except (NoFreeSlotError, CacheFullError):
             self.step(runner)
 
-    def ended(self, handle: Handle, prompt: list[int], options: dict[str, Any]) -> Usage:
+    def ended(self, handle: DrivenHandle, prompt: list[int], options: dict[str, Any]) -> Usage:
         result = handle.result()
         check(self.given, self.context, prompt, options, result)
         self.past.append(prompt + result.tokens)

@@ -14,7 +14,7 @@ from support.models import tiny_config, tiny_model
 
 from mlxrunner.errors import FormError, StepFailedError
 from mlxrunner.models.facts import facts_of
-from mlxrunner.parallel.handle import Handle
+from mlxrunner.parallel.driven import DrivenHandle
 from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.results import Usage
 from mlxrunner.testing import ByteTokenizer
@@ -44,7 +44,7 @@ class History(ABC):
         self.given, self.rng, self.seen = given, rng, Counter[str]()
         self.context = rng.randint(30, 150)
         self.trunk, self.past = self.some(2 * self.context), [[7]]
-        self.live: list[tuple[Handle, list[int], dict[str, Any]]] = []
+        self.live: list[tuple[DrivenHandle, list[int], dict[str, Any]]] = []
 
     def run(
         self,
@@ -75,7 +75,9 @@ class History(ABC):
         """Begin a request, or do something else if it can't begin."""
 
     @abstractmethod
-    def ended(self, handle: Handle, prompt: list[int], options: dict[str, Any]) -> Usage | None:
+    def ended(
+        self, handle: DrivenHandle, prompt: list[int], options: dict[str, Any]
+    ) -> Usage | None:
         """Look at a request that has ended by itself; return its usage, None if it failed."""
 
     def some(self, count: int) -> list[int]:
