@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxrunner.cache.tokens import TokenBuffer, as_tokens
+from mlxrunner.cache.prefix import PrefixCache
+from mlxrunner.cache.tokens import as_tokens
 from mlxrunner.errors import NoFreeSlotError
 from mlxrunner.parallel.slots import WORTH_WAITING, Slot, choose, share
 
@@ -20,7 +21,9 @@ def slot(
     planned: list[int] | None = None,
     asked: int = 0,
 ) -> Slot:
-    return Slot(number, TokenBuffer(tokens), as_tokens(planned or []), busy, used, asked)
+    made = Slot(number, PrefixCache(list), as_tokens(planned or []), busy, used, asked=asked)
+    made.cache.entry.tokens.extend(tokens)
+    return made
 
 
 def test_the_free_slot_with_the_longest_common_prefix_wins() -> None:
