@@ -192,6 +192,7 @@ class Assigner:
         self._remember_losses()
         shared = [common_prefix(loss.tokens, prompt) for loss in self._losses]
         if any(shared):
-            loss = self._losses[shared.index(max(shared))]
-            self._losses.remove(loss)
+            index = shared.index(max(shared))
+            loss = self._losses[index]
+            del self._losses[index]
             cache.lose(loss.reason, loss.by, as_tokens(loss.tokens))

@@ -68,7 +68,7 @@ class CellsLayer(LayerCache):
         memory = self.group.memory or self.group.window
         return [Layout(self.kind, row_bytes, memory, checkpoint_rows=self.group.window - 1)]
 
-    def rows(self, begin: int, end: int) -> Saved:
+    def export_rows(self, begin: int, end: int) -> Saved:
         """Return the rows of the tokens `begin .. end - 1`, all of which are stored."""
         return Saved(self.kind, _arrays(self.group.read(self.sequence, begin, end)))
 
@@ -76,7 +76,7 @@ class CellsLayer(LayerCache):
         if snapshot is not None:
             return Saved(self.kind, snapshot.content)
         extent = self.extent
-        return self.rows(extent.first if isinstance(extent, Window) else 0, extent.offset)
+        return self.export_rows(extent.first if isinstance(extent, Window) else 0, extent.offset)
 
     def adopt(self, saved: Saved, offset: int) -> None:
         self._store(saved.arrays, offset)
@@ -86,7 +86,7 @@ class CellsLayer(LayerCache):
         extent = self.extent
         if not isinstance(extent, Window) or not extent.seen:
             return Snapshot({}, 0)
-        return _snapshot(dict(self.rows(extent.offset - extent.seen, extent.offset).arrays))
+        return _snapshot(dict(self.export_rows(extent.offset - extent.seen, extent.offset).arrays))
 
     def restore(self, snapshot: Snapshot, offset: int) -> None:
         self._store(snapshot.content, offset)
