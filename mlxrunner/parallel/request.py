@@ -132,26 +132,29 @@ class ActiveRequest(Request):
             self.run += 1
 
     def go_back(self) -> None:
-        """Return to the tokens that were read, between two steps.
+        """Return to the tokens that were read, between two steps. `restart` has to follow.
 
-        Tokens that were sampled and not read are sampled again, as they were. What the slot lacks
-        of the conversation is evaluated again.
+        Tokens that were sampled and not read are sampled again, as they were.
         """
-        conversation, before = self._conversation(), self.place
+        self.todo = self._conversation()
         if self.sampled > len(self.said):
             self.sampled = len(self.said)
             self.next_token.rewind(self.sampled)
             if self.history is not None:
                 self.history = mx.array([*self.tokens.tolist(), *self.said], mx.int32)
-        self.todo = conversation
+
+    def restart(self) -> None:
+        """Keep what the slot has of `todo`; the rest is evaluated again."""
         if self.is_placed:
-            self.lease.restart(conversation[:-1])
+            before = self.place
+            self.lease.restart(self.todo[:-1])
             self.place = self.lease.recorded
             self.reevaluated += max(0, before - self.place)
 
     def give_way(self) -> None:
         """Give the slot's tokens up, between two steps, and wait for room to go on."""
         self.go_back()
+        self.restart()
         self.lease.close()
         self.is_placed, self.source, self.place = False, None, 0
 

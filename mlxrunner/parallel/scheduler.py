@@ -131,8 +131,7 @@ class Scheduler:
                 self._read(before)
                 self._lack_room(error)
             except Exception as error:
-                self._read_what_can_be_read(before)
-                self._suspect([request for request, _ in row], error)
+                self._recover(before, row, error)
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
@@ -302,26 +301,28 @@ class Scheduler:
         else:
             self._retire(request, chunk.finish_reason, last=chunk)
 
-    def _read_what_can_be_read(self, step: Step | None) -> None:
-        """Deliver a step after the next one has failed; forget all buffers if it failed itself."""
+    def _recover(self, before: Step | None, row: Row, error: Exception) -> None:
+        """Read the step `before` the failed one, and let all requests go back.
+
+        Those of the failed `row` run again in halves. One that made a step fail by itself ends. All
+        buffers are dropped if they can't be evaluated.
+        """
         self._pending = None
         try:
-            self._read(step)
+            self._read(before)
             mx.eval(self._engine.state())
+            is_lost = False
         except Exception:
+            is_lost = True
+        for request in self.requests:
+            request.go_back()
+        if is_lost:
             self._engine.forget()
             for slot in self.slots:
                 self._assigner.clear(slot, "a failed step")
-
-    def _suspect(self, requests: Sequence[ActiveRequest], error: Exception) -> None:
-        """Let all requests go back, and run those of a failed step again in halves.
-
-        A request that made a step fail by itself ends.
-        """
-        self._pending = None
         for request in self.requests:
-            request.go_back()
-        running = [request for request in requests if not request.finished]
+            request.restart()
+        running = [request for request, _ in row if not request.finished]
         if len(running) == 1:
             self._fail_alone(running[0], error)
         elif running:
@@ -337,8 +338,7 @@ class Scheduler:
         except CacheFullError as error:
             self._lack_room(error)
         except Exception as error:
-            self._read_what_can_be_read(None)
-            self._suspect([request for request, _ in row], error)
+            self._recover(None, row, error)
 
     def _lack_room(self, error: CacheFullError) -> None:
         """Let the youngest request wait for cells; end it if no other one holds any."""
