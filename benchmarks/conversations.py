@@ -63,8 +63,7 @@ def figures(played: Played) -> dict[str, Any]:
 def line(found: dict[str, Any]) -> str:
     shown = {**found, "share": f"{found['share']:.1%}"}
     return "  ".join(
-        f"{value:>9,.1f}" if isinstance(value, float) else f"{value:>9}"
-        for value in shown.values()
+        f"{value:>9,.1f}" if isinstance(value, float) else f"{value:>9}" for value in shown.values()
     )
 
 
