@@ -17,8 +17,8 @@ from mlxrunner.errors import CacheFullError, NoFreeSlotError, NotSupportedError
 from mlxrunner.models.facts import facts_of
 from mlxrunner.parallel.handle import Handle
 from mlxrunner.parallel.runner import ParallelRunner
-from mlxrunner.parallel.stepper import AHEAD
 from mlxrunner.parallel.samples import sample
+from mlxrunner.parallel.stepper import AHEAD
 from mlxrunner.testing import ByteTokenizer
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
