@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeVar
 
+from mlxrunner.batch.answers import error_of, write_line
 from mlxrunner.batch.job import (
     ANSWERS,
     INPUT,
@@ -26,7 +27,7 @@ from mlxrunner.batch.job import (
     store_to_plan,
 )
 from mlxrunner.batch.options import ORDERS, Order
-from mlxrunner.batch.output import Writer, error_of, write_line
+from mlxrunner.batch.output import Writer
 from mlxrunner.batch.plan import (
     BatchPlan,
     Speed,
