@@ -34,8 +34,8 @@ FLOORS = [
 ]
 BOOKKEEPING = """
 batch.answers batch.database batch.fields batch.job batch.lines batch.options batch.output
-batch.plan batch.prompts batch.responses batch.store batch.translate config.arguments config.json_options
-cache.lease cache.shared.sight terminal.logs
+batch.plan batch.prompts batch.responses batch.store batch.translate
+config.arguments config.json_options cache.lease cache.shared.sight terminal.logs
 bench.measurements cache.checkpoints cache.entry cache.layers.extents cache.layers.layout
 cache.layers.protocol cache.lookup cache.overflow cache.prefix cache.saved cache.shared.cells
 cache.shared.sequences cache.shared.split cache.tokens chat.branches chat.commands.table
