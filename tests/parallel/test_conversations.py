@@ -1,6 +1,4 @@
-"""Many conversations on one runner: none destroys another, and what they share is evaluated once.
-"""
-
+"""Many conversations on one runner: none destroys another; what they share is evaluated once."""
 from __future__ import annotations
 
 import random
