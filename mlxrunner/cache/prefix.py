@@ -144,7 +144,8 @@ class PrefixCache:
 
         The saved entry is read when it is first needed: by the next request, or by `current`. If
         reading it fails, it is dropped, and the next lookup reports `entry_freed`. `source`: the
-        name of its origin in the lookup; None if the lookup does not mention it. Raise BusyError while a request is running.
+        name of its origin in the lookup; None if the lookup does not mention it. Raise BusyError
+        while a request is running.
         """
         self.reset()
         self._loss, self._early, self._restored_from, self._awaited = None, None, source, saved

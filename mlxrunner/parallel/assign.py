@@ -154,11 +154,11 @@ class Assigner:
         self._residents.explain(slot.cache, prompt)
         slot.exact = END
         lease = request.lease = slot.cache.begin(prompt, source=copied)
-        lease.open()
+        lease.take()
         found = replace(lease.lookup, restored=min(restored, lease.lookup.cached))
         request.place, request.is_placed, request.source = found.cached, True, None
         if not request.sampled:
-            request.lookup = self._residents.explained(found, prompt)
+            request.lookup = found
         if source is slot:
             request.trimmed = max(0, request.trimmed - found.cached)
         coming = request.limit - request.sampled

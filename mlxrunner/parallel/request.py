@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 import numpy as np
 
-from mlxrunner.cache.evictions import Evicted
 from mlxrunner.cache.lease import EntryLease
-from mlxrunner.cache.lookup import Lookup
+from mlxrunner.cache.lookup import Evicted, Lookup
 from mlxrunner.cache.tokens import TokenArray, as_tokens
 from mlxrunner.engine.answer import AnswerStream
 from mlxrunner.engine.observation import Beside, Ending, Observation, finish_of

@@ -10,8 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from mlxrunner.cache.evictions import Evicted, Evictions
-from mlxrunner.cache.lookup import Lookup, LostTokens
+from mlxrunner.cache.lookup import Evicted, LostTokens
 from mlxrunner.cache.prefix import PrefixCache
 from mlxrunner.cache.shared.sequences import END
 from mlxrunner.cache.tokens import TokenArray, common_prefix
@@ -51,7 +50,6 @@ class Residents:
         self._engine, self._slots = engine, slots
         self.memory, self.parking = memory, parking
         self._dual: GreedyDual[int] = GreedyDual()
-        self._evictions = Evictions()
         self._losses: deque[LostTokens] = deque(maxlen=LOSSES * len(slots))
 
     @property
@@ -96,19 +94,17 @@ class Residents:
         slot.exact = END
         if not tokens:
             return
-        if not any(
-            other is not slot and other.shared_with(tokens.array) == len(tokens)
-            for other in self._slots
-        ):
-            parked = self._park(slot)
-            number = 0 if request is None else request.submitted
-            if request is not None:
-                request.evicted.append(Evicted(len(tokens), slot.number, cause, parked))
-            if not parked:
-                self._evictions.add(tokens.array, number)
+        others = (other for other in self._slots if other is not slot)
+        is_kept = any(other.shared_with(tokens.array) == len(tokens) for other in others)
+        parked = not is_kept and self._park(slot)
+        if not is_kept and request is not None:
+            request.evicted.append(Evicted(len(tokens), slot.number, cause, parked))
         self._dual.give_up(slot.number, self._worth(slot))
-        slot.cache.reset("")
-        slot.cache.forget_loss()
+        by = "the budget" if request is None else f"request {request.submitted}"
+        slot.cache.reset(by, reason="evicted")
+        if is_kept or parked:
+            slot.cache.forget_loss()
+        self._remember_losses()
 
     def set_aside(self, slot: Slot, keep: int) -> None:
         """Park an idle slot of which only the first `keep` tokens will be kept."""
@@ -172,10 +168,6 @@ class Residents:
             loss = self._losses[index]
             del self._losses[index]
             cache.lose(loss.reason, loss.by, loss.tokens)
-
-    def explained(self, found: Lookup, prompt: TokenArray) -> Lookup:
-        """Return the lookup with an eviction as its reason, if that cost a longer match."""
-        return self._evictions.explained(found, prompt)
 
     def _idle(self) -> list[Slot]:
         return [slot for slot in self._slots if not slot.is_busy and slot.tokens]
