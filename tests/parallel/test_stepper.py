@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -12,8 +13,14 @@ from support.models import tiny_config, tiny_model
 from support.sample import fewer
 
 from mlxrunner import ContextLengthError, MlxrunnerError, OptionError, PromptError, Runner
+from mlxrunner.cache.shared.sequences import Batch
 from mlxrunner.cache.shared.split import WORTH_SPLITTING
-from mlxrunner.errors import CacheFullError, NoFreeSlotError, NotSupportedError
+from mlxrunner.errors import (
+    CacheFullError,
+    NoFreeSlotError,
+    NotSupportedError,
+    StepFailedError,
+)
 from mlxrunner.models.facts import facts_of
 from mlxrunner.parallel.driven import DrivenHandle
 from mlxrunner.parallel.samples import sample
@@ -315,42 +322,108 @@ def test_a_bad_prompt_is_refused_at_once(
         Stepper(*llama, max_sequences=4, context=50, prefill_step=3)
 
 
-@pytest.mark.parametrize(
-    "error", [KeyboardInterrupt(), RuntimeError("from a layer")], ids=["interrupt", "error"]
-)
+def failing(runner: Stepper, call: int, error: BaseException) -> None:
+    """Let the call number `call` of a layer's cache raise `error`, once."""
+    calls = 0
+
+    def fail(put: Any, keys: mx.array, values: mx.array) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise error
+        return put(keys, values)
+
+    for view in runner._adapted._views:
+        view.update_and_fetch = partial(  # type: ignore[method-assign]
+            fail, view.update_and_fetch
+        )
+
+
+@pytest.mark.parametrize("call", range(1, 8))
 def test_an_interrupted_step_leaves_nothing_wrong_behind(
-    llama: tuple[Any, ByteTokenizer, Any], error: BaseException
+    llama: tuple[Any, ByteTokenizer, Any], call: int
 ) -> None:
-    """Its requests are ended, and what they may have written halfway is never shared."""
+    """Its requests are ended; only what was evaluated before it is shared."""
     prompt = list(range(30))
-    for call in range(1, 5):
-        with Stepper(*llama, max_sequences=2, context=80, prefill_step=16) as runner:
-            running = runner.submit(prompt, max_tokens=5, stop_tokens=[])
-            other = runner.submit([9, 8, 7], max_tokens=5, stop_tokens=[])
-            views, calls = runner._adapted._views, 0
+    with Stepper(*llama, max_sequences=2, context=80, prefill_step=16) as runner:
+        running = runner.submit(prompt, max_tokens=5, stop_tokens=[])
+        other = runner.submit([9, 8, 7], max_tokens=5, stop_tokens=[])
+        failing(runner, call, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            list(running)
+        for handle in (running, other):
+            with pytest.raises(MlxrunnerError, match="was ended by"):
+                handle.result()
+        result = runner.submit([*prompt, 1], max_tokens=5, stop_tokens=[]).result()
+        assert result.usage.cached_tokens == (0 if call < 3 else 13 if call < 5 else 30)
+        assert result.tokens == alone(llama, [*prompt, 1], max_tokens=5, stop_tokens=[])
 
-            def fail(
-                view: Any, put: Any, keys: mx.array, values: mx.array, call: int = call
-            ) -> Any:
-                nonlocal calls
-                calls += 1
-                if calls == call:
-                    raise error
-                return put(keys, values)
 
-            for view in views:
-                put = view.update_and_fetch
-                view.update_and_fetch = (  # type: ignore[method-assign]
-                    lambda k, v, view=view, put=put: fail(view, put, k, v)
-                )
-            with pytest.raises(type(error)):
-                list(running)
-            for handle in (running, other):
-                with pytest.raises(MlxrunnerError, match="was ended by"):
+@pytest.mark.parametrize("call", range(1, 14, 2))
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "seed"])
+def test_a_step_that_fails_once_is_run_again(
+    llama: tuple[Any, ByteTokenizer, Any], call: int, options: dict[str, Any]
+) -> None:
+    """No answer changes and no request ends, at whatever layer and step it fails."""
+    prompts = [list(range(30)), [9, 8, 7], list(range(20, 50))]
+    with Stepper(*llama, max_sequences=3, context=80, prefill_step=16) as runner:
+        failing(runner, call, RuntimeError("from a layer"))
+        results = runner.run(prompts, max_tokens=5, stop_tokens=[], **options)
+        for prompt, result in zip(prompts, results, strict=True):
+            assert result.tokens == alone(llama, prompt, max_tokens=5, stop_tokens=[], **options)
+
+
+@pytest.mark.parametrize("culprit", range(4))
+def test_a_request_that_fails_every_step_ends_alone(
+    llama: tuple[Any, ByteTokenizer, Any], culprit: int
+) -> None:
+    """The others give their answers, from its step on in halves."""
+    prompts = [[number * 7 + i for i in range(12)] for number in range(4)]
+    with Stepper(*llama, max_sequences=4, context=80, prefill_step=16) as runner:
+        handles = [runner.submit(prompt, max_tokens=5, stop_tokens=[]) for prompt in prompts]
+        runner.step()
+        forward, slot = runner._adapted.forward, handles[culprit]._request.slot.number
+
+        def fail(tokens: mx.array, batch: Batch, rows: Any) -> mx.array:
+            if slot in batch.sequences:
+                raise RuntimeError("its rows are poison")
+            return forward(tokens, batch, rows)
+
+        runner._adapted.forward = fail  # type: ignore[method-assign,assignment]
+        for number, (handle, prompt) in enumerate(zip(handles, prompts, strict=True)):
+            if number == culprit:
+                with pytest.raises(StepFailedError, match="its rows are poison"):
                     handle.result()
-            result = runner.submit([*prompt, 1], max_tokens=5, stop_tokens=[]).result()
-            assert result.usage.cached_tokens == 0
-            assert result.tokens == alone(llama, [*prompt, 1], max_tokens=5, stop_tokens=[])
+            else:
+                assert handle.result().tokens == alone(llama, prompt, max_tokens=5, stop_tokens=[])
+
+
+def test_tokens_that_cannot_be_read_are_computed_again(
+    llama: tuple[Any, ByteTokenizer, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All buffers are dropped, and every running request begins again and goes on as it was."""
+    prompts = [list(range(30)), [9, 8, 7], list(range(20, 50))]
+    options: dict[str, Any] = {"max_tokens": 9, "stop_tokens": [], "temperature": 1.0, "seed": 5}
+    expected = [alone(llama, prompt, **options) for prompt in prompts]
+    with Stepper(*llama, max_sequences=3, context=80, prefill_step=16) as runner:
+        handles = [runner.submit(prompt, **options) for prompt in prompts]
+        for _ in range(7):
+            runner.step()
+        calls = 0
+
+        def fail(*arrays: Any) -> None:
+            nonlocal calls
+            calls += 1
+            if calls < 3:
+                raise RuntimeError("out of memory")
+            evaluate(*arrays)
+
+        evaluate = mx.eval
+        with monkeypatch.context() as patch:
+            patch.setattr("mlxrunner.parallel.scheduler.mx.eval", fail)
+            runner.step()
+        assert calls >= 2
+        assert [handle.result().tokens for handle in handles] == expected
 
 
 def test_what_a_parallel_runner_cannot_do_is_refused(llama: tuple[Any, ByteTokenizer, Any]) -> None:
