@@ -393,6 +393,9 @@ class Stepper(Several):
             context=self.context,
             began=began,
         )
+        most = min(len(request.tokens) + request.limit, self.context)
+        if most > self.cells:
+            raise CacheFullError("this request", most, self.cells, self.cells)
         answer = AnswerStream(self.tokenizer, request.tokens, request.options, request.limit)
         return ActiveRequest.of(request, answer)
 
