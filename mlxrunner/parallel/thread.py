@@ -30,7 +30,7 @@ from mlxrunner.parallel.feed import Feed, Lock, Wake
 from mlxrunner.parallel.request import ActiveRequest
 from mlxrunner.parallel.scheduler import step_failed
 from mlxrunner.parallel.stepper import Stepper
-from mlxrunner.parallel.workers import idle_worker
+from mlxrunner.parallel.workers import idle_worker, wait_for
 from mlxrunner.results import logger
 
 INTERRUPTED = 130
@@ -82,7 +82,7 @@ class EngineThread:
         _end_at_exit(self)
         self._ended = worker.begin(partial(self._main, open_stepper))
         try:
-            self._opened.acquire()
+            wait_for(self._opened)
         except BaseException:
             self.stop()
             raise
@@ -154,8 +154,7 @@ class EngineThread:
 
     def join(self) -> None:
         """Wait until the thread has ended its work."""
-        with self._ended:
-            pass
+        wait_for(self._ended)
 
     # What only this thread calls.
 
