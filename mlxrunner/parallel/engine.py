@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import mlx.core as mx
 
+from mlxrunner.cache.layers.protocol import LayerCache
 from mlxrunner.cache.overflow import window_closes
 from mlxrunner.cache.shared.causal import CausalCache
 from mlxrunner.cache.shared.sequences import Batch, Cache
@@ -45,6 +46,33 @@ class Engine(ABC):
         logits are wanted. Raise CacheFullError, with nothing changed, if cells are missing.
         """
 
+    def caches(self, sequence: int) -> list[LayerCache]:
+        """Return the layer caches of a sequence, always the same ones.
+
+        The cells of each group come first, then the layers that are apart. `forward` itself begins
+        and ends a pass in the latter.
+        """
+        return []
+
+    @property
+    def most_sequences(self) -> int | None:
+        """The most sequences that a step may carry; None: as many as there are."""
+        return None
+
+    @property
+    def why_alone(self) -> str | None:
+        """Why a step carries one sequence only; None if it may carry several."""
+        return None
+
+    @property
+    def ways(self) -> list[str]:
+        """How each layer runs several sequences.
+
+        "row": in shared cells, "stacked": as a batch of states, "per sequence": one by one. A layer
+        with several caches may have two of them. "one at a time": no step carries several.
+        """
+        return []
+
     @abstractmethod
     def expect(self, sequence: int, count: int) -> None:
         """Prepare for `count` more tokens of the sequence.
@@ -75,4 +103,5 @@ class Engine(ABC):
 
 
 def joined(groups: list[CausalCache]) -> Cache:
+    """Return all groups as one cache; without groups, one that stores nothing."""
     return groups[0] if len(groups) == 1 else WrapperCache(*groups)

@@ -17,7 +17,7 @@ from typing import Any, Self, Unpack
 
 import mlx.core as mx
 
-from mlxrunner.cache.layers.factory import CacheOptions, layouts_of
+from mlxrunner.cache.layers.factory import CacheOptions, layouts_of, make_layer_caches
 from mlxrunner.cache.shared.sequences import Batch
 from mlxrunner.config.arguments import check_flag, check_kind, listed
 from mlxrunner.engine.answer import AnswerStream
@@ -35,9 +35,9 @@ from mlxrunner.models.facts import ModelFacts
 from mlxrunner.models.load import LoadedModel, load_model
 from mlxrunner.models.resolve import name_of
 from mlxrunner.options import MOST_TOKENS, GenerateKwargs, GenerateOptions, Option
-from mlxrunner.parallel.adapt import Adapted
 from mlxrunner.parallel.engine import WINDOWS_KEEP
 from mlxrunner.parallel.handle import Handle
+from mlxrunner.parallel.proof import engine_for
 from mlxrunner.parallel.request import ActiveRequest
 from mlxrunner.parallel.scheduler import Scheduler
 from mlxrunner.parallel.slots import Slot
@@ -105,10 +105,16 @@ class Stepper:
         """The sampling that the model suggests: see `Runner.suggested_options`."""
         self.observers: list[Observer] = []
         """Functions that are called with every ended request (see `mlxrunner.profiling`)."""
-        self._adapted = Adapted(
-            model, max_sequences=max_sequences, capacity=share_of_cells, max_batch=self.prefill_step
-        )
+        _check_layers(model)
         try:
+            self._adapted = engine_for(
+                model,
+                max_sequences=max_sequences,
+                capacity=share_of_cells,
+                max_batch=self.prefill_step,
+            )
+            if self._adapted.why_alone is not None:
+                raise NotSupportedError(f"{self._adapted.why_alone}; run one at a time")
             self._scheduler = Scheduler(
                 self._adapted,
                 max_sequences,
@@ -118,7 +124,8 @@ class Stepper:
                 ended=self._ended,
             )
         except BaseException:
-            self._adapted.close()
+            if hasattr(self, "_adapted"):
+                self._adapted.close()
             raise
 
     @classmethod
@@ -420,6 +427,16 @@ class Stepper:
             used_bytes=sum(group.used_bytes for group in groups),
             peak_bytes=mx.get_peak_memory(),
         )
+
+
+def _check_layers(model: Any) -> None:
+    """Raise NotSupportedError, which names the first layer that is not in shared cells."""
+    for number, cache in enumerate(make_layer_caches(model)):
+        if not cache.stores_plain_rows:
+            raise NotSupportedError(
+                f"layer {number} is {cache.kind}: only full and sliding-window attention can run "
+                "several sequences in one row; run one at a time"
+            )
 
 
 def _pair(number: int, request: Any) -> tuple[Prompt, dict[str, Any]]:
