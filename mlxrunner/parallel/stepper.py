@@ -17,7 +17,7 @@ from typing import Any, Self, Unpack
 
 import mlx.core as mx
 
-from mlxrunner.cache.layers.factory import CacheOptions, layouts_of
+from mlxrunner.cache.layers.factory import CacheOptions, layouts_of, make_layer_caches
 from mlxrunner.cache.shared.sequences import Batch
 from mlxrunner.config.arguments import check_flag, check_kind, listed
 from mlxrunner.engine.answer import AnswerStream
@@ -35,9 +35,9 @@ from mlxrunner.models.facts import ModelFacts
 from mlxrunner.models.load import LoadedModel, load_model
 from mlxrunner.models.resolve import name_of
 from mlxrunner.options import MOST_TOKENS, GenerateKwargs, GenerateOptions, Option
-from mlxrunner.parallel.adapt import Adapted
 from mlxrunner.parallel.engine import WINDOWS_KEEP
 from mlxrunner.parallel.handle import Handle
+from mlxrunner.parallel.proof import engine_for
 from mlxrunner.parallel.request import ActiveRequest
 from mlxrunner.parallel.scheduler import Scheduler
 from mlxrunner.parallel.slots import Slot
@@ -96,8 +96,6 @@ class Stepper:
                 f"max_sequences: {max_sequences} is out of range, a step of {self.prefill_step} "
                 "tokens has to hold one of each"
             )
-        if facts.depends_on_chunks:
-            raise NotSupportedError(f"{DEPENDS}: run one at a time")
         self.model, self.tokenizer, self.facts, self.name = model, tokenizer, facts, name
         share_of_cells = -(-self.cells // max_sequences)
         self.plan: Plan | None = None
@@ -105,8 +103,12 @@ class Stepper:
         """The sampling that the model suggests: see `Runner.suggested_options`."""
         self.observers: list[Observer] = []
         """Functions that are called with every ended request (see `mlxrunner.profiling`)."""
-        self._adapted = Adapted(
-            model, max_sequences=max_sequences, capacity=share_of_cells, max_batch=self.prefill_step
+        self._adapted = engine_for(
+            model,
+            max_sequences=max_sequences,
+            capacity=share_of_cells,
+            max_batch=self.prefill_step,
+            depends_on_chunks=facts.depends_on_chunks is not None,
         )
         try:
             self._scheduler = Scheduler(

@@ -5,6 +5,7 @@ These are the rope of each attention, its attention function, the last norm and 
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -18,14 +19,18 @@ if TYPE_CHECKING:
 
 
 class PerTokenRope(nn.Module):  # type: ignore[misc,name-defined]  # mlx.nn has no annotations
-    """A rope that also takes one offset per token: `x [1, heads, n, head_dim]`, `offset [n]`."""
+    """A rope that also takes one offset per token: `x [1, heads, n, head_dim]`, `offset [n]`.
+
+    In a stack there is one offset per sequence, which the rope takes itself.
+    """
 
     def __init__(self, inner: Any) -> None:
         super().__init__()
         self.inner = inner
 
     def __call__(self, x: mx.array, offset: Any = 0, **more: Any) -> mx.array:
-        if not isinstance(offset, mx.array) or offset.ndim != 1:
+        is_row = isinstance(offset, mx.array) and offset.ndim == 1 and x.shape[0] == 1
+        if not is_row or offset.size != x.shape[2]:
             same: mx.array = self.inner(x, offset=offset, **more)
             return same
         rows: mx.array = self.inner(x.transpose(2, 1, 0, 3), offset=offset, **more)
@@ -48,8 +53,10 @@ class SomeRows(nn.Module):  # type: ignore[misc,name-defined]
 class LayerView:
     """One layer's part of the shared cells, in place of the layer's cache."""
 
-    def __init__(self, step: Adapted, layer: int, group: int) -> None:
-        self._step, self._layer, self._group = step, layer, group
+    def __init__(self, step: Adapted, number: int, layer: int, group: int) -> None:
+        """View layer `layer`, whose rows are the buffers `number` of its group."""
+        self._step, self._number, self.layer, self._group = step, number, layer, group
+        self._fetched: tuple[mx.array, ...] = ()
 
     @property
     def offset(self) -> mx.array:
@@ -71,11 +78,27 @@ class LayerView:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         cache = self._step.groups[self._group]
-        self._step.layer = self._layer
-        cache.set_layer(self._layer)
+        self._step.layer = self.layer
+        cache.set_layer(self._number)
         cache.put(keys, values)
         fetched, stored, _ = cache.get()
+        self._fetched = fetched, stored
         return fetched, stored
+
+    def forget(self) -> None:
+        """Drop what was fetched: a view of a buffer makes the next write copy the buffer."""
+        self._fetched = ()
+
+    def is_plain(self, keys: mx.array, values: mx.array, mask: Any) -> bool:
+        """Return True if an attention is over the rows as stored, under the mask as made."""
+        made = self._step.masks[self._group]
+        fetched = (keys, values)
+        return (
+            len(self._fetched) == 2
+            and all(map(operator.is_, fetched, self._fetched))
+            and isinstance(mask, mx.array)
+            and mask.size == made.size
+        )
 
 
 def attention_in_parts(whole: Attention) -> Attention:
@@ -91,7 +114,7 @@ def attention_in_parts(whole: Attention) -> Attention:
         sinks: mx.array | None = None,
     ) -> mx.array:
         parts = cache.parts if isinstance(cache, LayerView) else None
-        if parts is not None:
+        if parts is not None and cache.is_plain(keys, values, mask):
             return parts.attend(
                 whole, queries, *cache.buffers(), scale=scale, sinks=sinks, cache=cache
             )

@@ -120,7 +120,7 @@ def test_each_answer_is_that_of_the_single_runner(name: str, worth: float) -> No
     prompts = some_prompts(1, 12)
     with Stepper(*given, max_sequences=4, context=160, prefill_step=37) as runner:
         assert runner._adapted.can_split == (name != "gemma2")
-        runner._adapted._worth_splitting = worth
+        runner._adapted.worth_splitting = worth
         results = runner.run(prompts, max_tokens=10, stop_tokens=[])
     for prompt, result in zip(prompts, results, strict=True):
         assert result.tokens == alone(given, prompt, max_tokens=10, stop_tokens=[])
