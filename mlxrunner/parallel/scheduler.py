@@ -59,13 +59,15 @@ class Scheduler:
         checkpoint_interval: int = 1024,
         memory: int | None = None,
         parking: Parking | None = None,
+        is_reusable: bool = True,
     ) -> None:
         """Make a scheduler of at most `max_sequences` requests of up to `capacity` tokens each.
 
         `cells`: the most cells per layer that all requests take together. `max_batch`: the most
         tokens of a step. `ended`: called for each request at its end. `message_ends`: the tokens
         that end a message. `checkpoint_budget`: bytes of checkpoints of all slots together.
-        `memory` and `parking`: see `Residents`.
+        `memory` and `parking`: see `Residents`. `is_reusable`: False if no prompt may reuse what
+        another one has evaluated.
         """
         budget = checkpoint_budget // max_sequences
         self.slots = [
@@ -80,6 +82,7 @@ class Scheduler:
         ends = as_tokens([]) if message_ends is None else message_ends
         self.residents = Residents(engine, self.slots, memory=memory, parking=parking)
         self._assigner = Assigner(engine, self.slots, self.requests, room, self.residents, ends)
+        self._assigner.is_reusable = is_reusable
         self._pending: Step | None = None
         self._suspects: deque[list[ActiveRequest]] = deque()
         """Groups of requests, one of which may have made a step fail: each is run by itself."""

@@ -13,11 +13,12 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
-from typing import Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import mlx.core as mx
+import numpy as np
 
-from mlxrunner.cache.layers.factory import CacheOptions, layouts_of, make_layer_caches
+from mlxrunner.cache.layers.factory import CacheOptions
 from mlxrunner.cache.shared.sequences import Batch
 from mlxrunner.config.arguments import check_flag, check_kind, listed
 from mlxrunner.engine.answer import AnswerStream
@@ -25,17 +26,23 @@ from mlxrunner.engine.observation import Observer, tell, usage_of
 from mlxrunner.engine.owner import Owned, Owner
 from mlxrunner.engine.requests import prepare
 from mlxrunner.engine.sampling import NextToken, dispatch
-from mlxrunner.errors import CacheFullError, NoFreeSlotError, NotSupportedError, OptionError
+from mlxrunner.errors import CacheFullError, NoFreeSlotError, OptionError
 from mlxrunner.memory.plan import Batch as WorstBatch
-from mlxrunner.memory.plan import Plan
+from mlxrunner.memory.plan import Demand, Plan
 from mlxrunner.memory.reserve import choose as choose_plan
-from mlxrunner.memory.reserve import demand_of, must_fit, weights_of
-from mlxrunner.models.chunks import DEPENDS
+from mlxrunner.memory.reserve import must_fit
+from mlxrunner.memory.slots import cells_within, demand_of_slots, must_have_cells
 from mlxrunner.models.facts import ModelFacts
 from mlxrunner.models.load import LoadedModel, load_model
 from mlxrunner.models.resolve import name_of
-from mlxrunner.options import MOST_TOKENS, GenerateKwargs, GenerateOptions, Option
-from mlxrunner.parallel.engine import WINDOWS_KEEP
+from mlxrunner.options import (
+    MOST_TOKENS,
+    GenerateKwargs,
+    GenerateOptions,
+    Option,
+    RunnerKwargs,
+    RunnerSettings,
+)
 from mlxrunner.parallel.handle import Handle
 from mlxrunner.parallel.proof import engine_for
 from mlxrunner.parallel.request import ActiveRequest
@@ -46,7 +53,12 @@ from mlxrunner.system import device
 from mlxrunner.tokenizer import Tokenizer
 from mlxrunner.tokenizer.prompt import Prompt
 
+if TYPE_CHECKING:
+    from mlxrunner.stored.parking import Parking
+
 DEFAULT_PREFILL_STEP = 1024
+CHECKPOINT_BUDGET = 2**30
+"""Bytes for the checkpoints of all slots if no plan gives another number."""
 AHEAD = 4
 """Most requests per slot that `run_each` has read and whose results it has not yielded yet."""
 
@@ -67,30 +79,33 @@ class Stepper:
         *,
         max_sequences: int,
         context: int | None = None,
-        prefill_step: int | None = None,
         cells: int | None = None,
+        memory: int | None = None,
+        parking: Parking | None = None,
         name: str = "",
+        **settings: Unpack[RunnerKwargs],
     ) -> None:
         """Make a runner from loaded parts; `Stepper.load` is the usual way.
 
-        `context` is the most tokens of one prompt and its answer, `prefill_step` the most tokens of
-        one step of all requests. `cells` is the most tokens stored for all requests together, where
-        a shared token counts once. Its default, `max_sequences * context`, is always enough. With
-        fewer cells, a request that may not find room to its end is refused at once with
-        CacheFullError. Raise OptionError for numbers that are too small, and NotSupportedError for
-        a model that can't share a row.
+        `context` is the most tokens of one prompt and its answer. `cells` is the most tokens stored
+        for all requests together, where a shared token counts once. Its default,
+        `max_sequences * context`, is always enough. `memory`: bytes of cells, states and
+        checkpoints beyond which idle conversations are given up; None: no limit. `parking`: where
+        these go; None: they are lost. The other settings are those of RunnerSettings;
+        `prefill_step` is the most tokens of one step of all requests. Raise OptionError for numbers
+        that are too small.
         """
         check_kind("facts", facts, ModelFacts, "use Stepper.load, which finds them")
         Option(low=1).check("max_sequences", max_sequences)
         for option, value in (("context", context), ("cells", cells)):
             if value is not None:
                 Option(low=2, high=MOST_TOKENS).check(option, value)
-        if prefill_step is not None:
-            Option(low=max_sequences, high=MOST_TOKENS).check("prefill_step", prefill_step)
+        prefill_step = settings.setdefault("prefill_step", DEFAULT_PREFILL_STEP)
+        chosen = RunnerSettings.of(context=context, **settings)
         self.owner = Owner(type(self).__name__)
         self.context = context or facts.context
         self.cells = cells or max_sequences * self.context
-        self.prefill_step = min(prefill_step or DEFAULT_PREFILL_STEP, max_sequences * self.context)
+        self.prefill_step = min(prefill_step, max_sequences * self.context)
         if self.prefill_step < max_sequences:
             raise OptionError(
                 f"max_sequences: {max_sequences} is out of range, a step of {self.prefill_step} "
@@ -98,6 +113,9 @@ class Stepper:
             )
         self.model, self.tokenizer, self.facts, self.name = model, tokenizer, facts, name
         share_of_cells = -(-self.cells // max_sequences)
+        budget = chosen.checkpoint_budget
+        budget = CHECKPOINT_BUDGET if budget is None else budget
+        self._settings = replace(chosen, context=self.context, checkpoint_budget=budget)
         self.plan: Plan | None = None
         self.suggested_options: dict[str, Any] = {}
         """The sampling that the model suggests: see `Runner.suggested_options`."""
@@ -108,7 +126,9 @@ class Stepper:
             max_sequences=max_sequences,
             capacity=share_of_cells,
             max_batch=self.prefill_step,
-            depends_on_chunks=facts.depends_on_chunks is not None,
+            slack=chosen.rewind_slack,
+            kv_bits=chosen.kv_bits,
+            depends_on_chunks=bool(facts.depends_on_chunks),
         )
         try:
             self._scheduler = Scheduler(
@@ -118,6 +138,12 @@ class Stepper:
                 cells=self.cells,
                 max_batch=self.prefill_step,
                 ended=self._ended,
+                message_ends=np.array(sorted(tokenizer.message_ends), np.int32),
+                checkpoint_budget=budget,
+                checkpoint_interval=chosen.checkpoint_interval,
+                memory=memory,
+                parking=parking,
+                is_reusable=not facts.depends_on_chunks,
             )
         except BaseException:
             self._adapted.close()
@@ -130,10 +156,12 @@ class Stepper:
         *,
         max_sequences: int,
         context: int | None = None,
-        prefill_step: int | None = None,
         cells: int | None = None,
+        memory: int | None = None,
+        parking: Parking | None = None,
         reserve: bool = True,
         trust_remote_code: bool = False,
+        **settings: Unpack[RunnerKwargs],
     ) -> Self:
         """Load "demo", a model directory or a hub id. See `Stepper` for the arguments.
 
@@ -148,9 +176,11 @@ class Stepper:
             loaded,
             max_sequences=max_sequences,
             context=context,
-            prefill_step=prefill_step,
             cells=cells,
+            memory=memory,
+            parking=parking,
             reserve=reserve,
+            **settings,
         )
 
     @classmethod
@@ -160,58 +190,69 @@ class Stepper:
         *,
         max_sequences: int,
         context: int | None = None,
-        prefill_step: int | None = None,
         cells: int | None = None,
+        memory: int | None = None,
+        parking: Parking | None = None,
         reserve: bool = True,
+        **settings: Unpack[RunnerKwargs],
     ) -> Self:
         """Make a runner for a loaded model. See `Stepper.load` for the arguments.
 
-        Raise MemoryPlanError, before anything is allocated, if the plan does not fit.
+        Without `cells` there are as many as fit into `memory` bytes, or with `reserve` into what
+        the plan leaves, and at most `max_sequences * context`. Raise MemoryPlanError, before
+        anything is allocated, if the plan does not fit.
         """
+        chosen = RunnerSettings.of(context=context, **settings)
+        Option(low=1).check("max_sequences", max_sequences)
+        limit = context or loaded.facts.context
+        step = min(settings.get("prefill_step", DEFAULT_PREFILL_STEP), max_sequences * limit)
+        offered = device.offered_bytes()
+        demand = demand_of_slots(
+            loaded.model,
+            loaded.config,
+            CacheOptions(rewind_slack=chosen.rewind_slack, kv_bits=chosen.kv_bits),
+            slots=max_sequences,
+            context=limit,
+            prefill_step=step,
+            checkpoint_budget=chosen.checkpoint_budget,
+            offered=offered,
+        )
+        most = max_sequences * limit
+        if memory is not None and cells is None:
+            cells = cells_within(demand, memory, most)
+            must_have_cells(cells, memory, demand)
+        elif reserve and cells is None:
+            cells = choose_plan(demand, None, step, offered=offered, limit=most).context
+        settings["checkpoint_budget"] = demand.checkpoint_budget
+        if reserve:
+            most = cells or most
+            must_fit(choose_plan(demand, most, step, offered=offered, limit=most))
         runner = cls(
             loaded.model,
             loaded.tokenizer,
             loaded.facts,
             max_sequences=max_sequences,
             context=context,
-            prefill_step=prefill_step,
             cells=cells,
+            memory=memory,
+            parking=parking,
             name=loaded.name,
+            **settings,
         )
         runner.suggested_options = dict(loaded.suggested)
         if reserve:
             try:
-                runner.plan = runner._reserve(loaded)
+                runner.plan = runner._reserve(demand, offered)
             except BaseException:
                 runner.close()
                 raise
         return runner
 
-    def _reserve(self, loaded: LoadedModel) -> Plan:
-        """Check the plan against the device's offer, and allocate all cells.
+    def _reserve(self, demand: Demand, offered: int) -> Plan:
+        """Allocate all cells, run the largest step once to measure it, and return the plan.
 
-        To measure it, run the largest step, which sees every cell.
+        The step sees every cell. Raise MemoryPlanError if it needs more than the device offers.
         """
-        windows = len(self.slots) * WINDOWS_KEEP + self.prefill_step
-        layouts = [
-            layout
-            if layout.most_rows is None
-            else replace(layout, most_rows=len(self.slots) * layout.checkpoint_rows + windows)
-            for layout in layouts_of(self.model, CacheOptions())
-        ]
-        demand = demand_of(
-            self.model,
-            loaded.config,
-            CacheOptions(),
-            self.prefill_step,
-            weights=weights_of(self.model),
-            checkpoint_budget=0,
-        )
-        demand = replace(demand, layouts=layouts)
-        offered = device.offered_bytes()
-        must_fit(
-            choose_plan(demand, self.cells, self.prefill_step, offered=offered, limit=self.cells)
-        )
         before = mx.get_active_memory()
         mx.reset_peak_memory()
         # As in a run, the second step is dispatched before the first is read.
@@ -222,13 +263,17 @@ class Stepper:
         mx.clear_cache()
         # A shift, between two steps, holds the moved half of a sequence, and its keys once more.
         shifted = stored * self.context // self.cells
-        measured = replace(
-            demand, batch=WorstBatch(max(0, peak - before - stored, shifted), is_measured=True)
-        )
+        batch = WorstBatch(max(0, peak - before - stored, shifted), is_measured=True)
         plan = must_fit(
-            choose_plan(measured, self.cells, self.prefill_step, offered=offered, limit=self.cells)
+            choose_plan(
+                replace(demand, batch=batch),
+                self.cells,
+                self.prefill_step,
+                offered=offered,
+                limit=self.cells,
+            )
         )
-        device.set_limits(plan.total, measured.batch.fixed)
+        device.set_limits(plan.total, batch.fixed)
         return plan
 
     def _largest_step(self) -> list[mx.array]:
@@ -259,7 +304,7 @@ class Stepper:
     def settings(self) -> dict[str, Any]:
         """The options that decide what is stored."""
         return {
-            "context": self.context,
+            **vars(self._settings),
             "cells": self.cells,
             "max_sequences": len(self.slots),
             "prefill_step": self.prefill_step,
@@ -407,7 +452,7 @@ class Stepper:
         return usage
 
     def _usage(self, request: ActiveRequest) -> Usage:
-        clock, groups = request.clock, self._adapted.groups
+        clock = request.clock
         return usage_of(
             request.lookup,
             clock,
@@ -418,8 +463,8 @@ class Stepper:
             shifted_tokens=request.shifted,
             reevaluated_tokens=request.reevaluated,
             prefill_s=clock.first - clock.tokenized if request.answer.count else 0.0,
-            cache_bytes=sum(group.nbytes for group in groups),
-            used_bytes=sum(group.used_bytes for group in groups),
+            cache_bytes=self._scheduler.residents.allocated_bytes,
+            used_bytes=self._scheduler.residents.used_bytes,
             peak_bytes=mx.get_peak_memory(),
         )
 
