@@ -1,4 +1,4 @@
-"""How much prefill a step carries while something decodes. No tensors, no clock.
+"""Limit the prefill that a step carries while something decodes. No tensors, no clock.
 
 Prefill tokens make a step longer, and the answers beside them slower. Two rules bound that. No step
 takes much longer than one that only decodes: that is the largest gap in an answer. And on average
