@@ -176,11 +176,15 @@ class CacheFullError(MlxrunnerError):
         free: int,
         total: int,
         remedy: str = "remove tokens or sequences, or initialize the cache with a larger capacity",
+        *,
+        never: bool = False,
     ) -> None:
         super().__init__(
             f"{what} needs {needed} free cells, but {free} of {total} are free: {remedy}"
         )
         self.needed, self.free, self.total = needed, free, total
+        self.never = never
+        """True if there will never be enough free cells; False if there may be later."""
 
 
 class NotSupportedError(MlxrunnerError):
