@@ -28,8 +28,9 @@ class Lookup:
 
     "empty", "no_common_token", "diverged", "prompt_shorter"; "rewind_limited": by a layer of kind
     `limited_by`; "interrupted": the request before ended in its prefill; "restored": the entry came
-    from the file `freed_by`; or the reason that freed the entry: "entry_freed", "model_changed",
-    "options_changed", "verify_failed".
+    from the file `freed_by`; "evicted": it was given up to make room for the request `freed_by`; or
+    the reason that freed the entry: "entry_freed", "model_changed", "options_changed",
+    "verify_failed".
     """
     limited_by: str | None = None
     """Kind of the layer that could not be rewound further; None if no layer limited the rewind."""
@@ -44,6 +45,8 @@ class Lookup:
     """Seconds that the rewind took."""
     is_restored: bool = False
     """True if the entry was just read from a file."""
+    restored: int = 0
+    """Tokens of `cached` that came back from disk, where the conversation had been parked."""
     ahead: int = 0
     """Tokens of `cached` that were evaluated ahead, since the last request.
 

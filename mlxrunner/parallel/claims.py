@@ -12,11 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mlxrunner.errors import CacheFullError
+from mlxrunner.parallel.turns import PRIORITIES, Priority
 
 LEAST = 256
 """Least tokens of an answer that a request claims at once, unless its answer is shorter."""
-PRIORITIES = ("interactive", "batch")
-"""The priorities of requests, the highest first."""
 LATER = "submit it again when another request has ended"
 NEVER = (
     "it never fits: shorten the prompt, ask for a shorter answer (max_tokens), or load with more "
@@ -40,7 +39,7 @@ class Need:
 class Standing:
     """The place of a running request among the others."""
 
-    priority: str
+    priority: Priority
     arrival: int
     """A number that is higher for each later request."""
 

@@ -6,16 +6,12 @@ because they are cleared if necessary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
-from mlxrunner.errors import CacheFullError
-from mlxrunner.parallel.claims import Need, Standing, claimed, grown, steps_back
+from mlxrunner.parallel.claims import LEAST, Need, Standing, claimed, grown, steps_back
 from mlxrunner.parallel.engine import Engine
 from mlxrunner.parallel.request import ActiveRequest
 from mlxrunner.parallel.slots import Choice, Slot
-
-T = TypeVar("T")
 
 
 class Room:
@@ -54,38 +50,35 @@ class Room:
         request.claimed = len(request.todo) + claimed(need, free, self._cells, slots)
 
     def has_cell(self, request: ActiveRequest) -> bool:
-        """Return True if `request` may take its next cell. Its claim grows if necessary."""
-        if request.place >= request.claimed:
-            left = self._most(request) - request.claimed
-            request.claimed += grown(left, self._free(self._requests), len(self._requests))
+        """Return True if `request` may take its next cell. Its claim grows if necessary.
+
+        In a full context a shift makes room.
+        """
+        left = self._most(request) - request.claimed
+        if request.place < request.claimed or left <= 0:
+            return True
+        holding = self._holding()
+        request.claimed += grown(left, self._free(holding), len(holding))
         return request.place < request.claimed
 
     def steps_back(self) -> ActiveRequest:
         """Return the request that has to give its cells up."""
-        holding = [request for request in self._requests if self._holds(request)]
-        standing = [
-            Standing(request.priority, arrival) for arrival, request in enumerate(holding)
-        ]
+        holding = self._holding()
+        standing = [Standing(request.priority, arrival) for arrival, request in enumerate(holding)]
         return holding[steps_back(standing)]
 
-    def make(self, act: Callable[[], T], clear: Callable[[Slot], None]) -> T:
-        """Call `act` and return its result, after clearing idle slots if it lacks room.
+    def wait(self, request: ActiveRequest) -> None:
+        """Claim only what a request that stepped back needs to go on."""
+        left = self._most(request) - len(request.todo)
+        request.claimed = len(request.todo) + min(left, LEAST)
 
-        `clear` empties one slot; the least recently used slot comes first. Raise CacheFullError if
-        no slot is left to clear.
-        """
-        while True:
-            try:
-                return act()
-            except CacheFullError:
-                idle = [slot for slot in self._slots if not slot.is_busy and slot.tokens]
-                if not idle:
-                    raise
-                clear(min(idle, key=lambda slot: slot.last_used))
-
-    def _holds(self, request: ActiveRequest) -> bool:
-        """Return True if `request` has cells, or waits for a prefix of which it claims the rest."""
-        return request.is_placed or request.source is not None
+    def _holding(self) -> list[ActiveRequest]:
+        """Return the requests that have cells, or claim the rest of a prefix that they wait for."""
+        return [
+            request
+            for request in self._requests
+            if request.is_placed or request.source is not None
+        ]
 
     def _free(self, others: Sequence[ActiveRequest], prefix: tuple[int, int] = (0, 0)) -> int:
         """Return the number of cells that `others` neither use nor claim.
@@ -112,7 +105,8 @@ class Room:
         if request.shift is None:
             return coming
         others = [other.slot.number for other in self._requests if other is not request]
-        kept = 0 if self._adapted.has_windows else request.shift.keep
+        has_windows = any(group.window for group in self._adapted.groups)
+        kept = 0 if has_windows else request.shift.keep
         return coming + max(
             group.num_shared(request.slot.number, others, kept) for group in self._adapted.groups
         )
