@@ -110,6 +110,20 @@ class LostTokens:
 
 
 @dataclass(frozen=True)
+class Evicted:
+    """A conversation that was given up to make room for a request."""
+
+    tokens: int
+    """Number of its tokens."""
+    slot: int
+    """The number of the slot that held it."""
+    cause: Literal["slot", "memory"]
+    """The need of the request: a slot of its own, or memory."""
+    parked: bool
+    """True if the tokens are on disk, from where they come back."""
+
+
+@dataclass(frozen=True)
 class Early:
     """The entry as the last request left it, if tokens were evaluated ahead since then."""
 
@@ -169,6 +183,12 @@ def explained(
     )
     if reason is not None:
         lost = min(matched, most) - found.reused
+    elif (
+        loss is not None
+        and loss.reason == "evicted"
+        and missing > min(matched, most) - found.reused
+    ):
+        reason, by, lost = loss.reason, loss.by, missing  # what is left shares less
     elif found.limited_by and matched:
         reason, lost = "rewind_limited", min(matched, most) - found.reused
     elif (

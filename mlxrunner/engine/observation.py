@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from mlxrunner.cache.evictions import Evicted
-from mlxrunner.cache.lookup import Earlier, Lookup
+from mlxrunner.cache.lookup import Earlier, Evicted, Lookup
 from mlxrunner.cache.tokens import TokenArray, TokenBuffer
 from mlxrunner.engine.answer import Clock
 from mlxrunner.options import GenerateOptions
