@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -14,7 +15,6 @@ from mlxrunner.cache.tokens import TokenArray, as_tokens
 from mlxrunner.engine.answer import AnswerStream
 from mlxrunner.engine.observation import Beside, Ending, Observation, finish_of
 from mlxrunner.engine.requests import Request
-from mlxrunner.engine.sampling import Sampled
 from mlxrunner.errors import MlxrunnerError
 from mlxrunner.parallel.slots import Slot
 from mlxrunner.parallel.turns import Priority
@@ -51,7 +51,9 @@ class ActiveRequest(Request):
     """The chunks that the caller has not taken yet."""
     priority: Priority = "interactive"
     deadline: float | None = None
-    """Seconds after its begin at which it ends without a result; None: it has time."""
+    """Seconds after which it ends with an error; None: it has time."""
+    asked: float = field(default_factory=time.perf_counter)
+    """The moment of its submission."""
     claimed: int = 0
     """Tokens of its prompt and answer for which it has claimed cells."""
     submitted: int = 0
@@ -97,6 +99,11 @@ class ActiveRequest(Request):
 
     def __post_init__(self) -> None:
         self.todo = self.tokens
+
+    @property
+    def due(self) -> float | None:
+        """The moment of its deadline, or None."""
+        return None if self.deadline is None else self.asked + self.deadline
 
     @property
     def left(self) -> int:
@@ -219,7 +226,3 @@ class ActiveRequest(Request):
             submitted=self.submitted,
             evicted=self.evicted,
         )
-
-
-Step = list[tuple[ActiveRequest, Sampled]]
-"""A dispatched forward pass: requests, and the token that it sampled for each."""

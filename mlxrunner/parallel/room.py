@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mlxrunner.parallel.claims import LEAST, Need, Standing, claimed, grown, steps_back
+from mlxrunner.errors import CacheFullError
+from mlxrunner.parallel.claims import LATER, LEAST, Need, Standing, claimed, grown, steps_back
 from mlxrunner.parallel.engine import Engine
 from mlxrunner.parallel.request import ActiveRequest
 from mlxrunner.parallel.slots import Choice, Slot
@@ -49,23 +50,25 @@ class Room:
         slots = sum(not slot.is_busy or slot is choice.slot for slot in self._slots)
         request.claimed = len(request.todo) + claimed(need, free, self._cells, slots)
 
-    def has_cell(self, request: ActiveRequest) -> bool:
-        """Return True if `request` may take its next cell. Its claim grows if necessary.
+    def grow(self, request: ActiveRequest) -> None:
+        """Let the claim of `request` grow if it has no cell for its next token.
 
-        In a full context a shift makes room.
+        In a full context a shift makes room. Raise CacheFullError if there is no cell.
         """
         left = self._most(request) - request.claimed
         if request.place < request.claimed or left <= 0:
-            return True
+            return
         holding = self._holding()
-        request.claimed += grown(left, self._free(holding), len(holding))
-        return request.place < request.claimed
+        more = grown(left, self._free(holding), len(holding))
+        if not more:
+            raise CacheFullError("the next token", 1, 0, self._cells, LATER)
+        request.claimed += more
 
-    def steps_back(self) -> ActiveRequest:
-        """Return the request that has to give its cells up."""
+    def steps_back(self) -> tuple[ActiveRequest, bool]:
+        """Return the request that has to give its cells up, and whether no other one has any."""
         holding = self._holding()
         standing = [Standing(request.priority, arrival) for arrival, request in enumerate(holding)]
-        return holding[steps_back(standing)]
+        return holding[steps_back(standing)], len(holding) == 1
 
     def wait(self, request: ActiveRequest) -> None:
         """Claim only what a request that stepped back needs to go on."""
@@ -75,9 +78,7 @@ class Room:
     def _holding(self) -> list[ActiveRequest]:
         """Return the requests that have cells, or claim the rest of a prefix that they wait for."""
         return [
-            request
-            for request in self._requests
-            if request.is_placed or request.source is not None
+            request for request in self._requests if request.is_placed or request.source is not None
         ]
 
     def _free(self, others: Sequence[ActiveRequest], prefix: tuple[int, int] = (0, 0)) -> int:

@@ -23,7 +23,7 @@ from mlxrunner.config.arguments import check_flag, check_kind, listed
 from mlxrunner.engine.answer import AnswerStream
 from mlxrunner.engine.observation import Observer, tell, usage_of
 from mlxrunner.engine.owner import Owned, Owner
-from mlxrunner.engine.requests import prepare
+from mlxrunner.engine.requests import Request, prepare
 from mlxrunner.engine.sampling import NextToken, dispatch
 from mlxrunner.errors import CacheFullError, NoFreeSlotError, NotSupportedError, OptionError
 from mlxrunner.memory.plan import Batch as WorstBatch
@@ -34,13 +34,16 @@ from mlxrunner.models.chunks import DEPENDS
 from mlxrunner.models.facts import ModelFacts
 from mlxrunner.models.load import LoadedModel, load_model
 from mlxrunner.models.resolve import name_of
-from mlxrunner.options import MOST_TOKENS, GenerateKwargs, GenerateOptions, Option
+from mlxrunner.options import MOST_TOKENS, GenerateOptions, Option, SubmitKwargs
 from mlxrunner.parallel.adapt import Adapted
 from mlxrunner.parallel.engine import WINDOWS_KEEP
 from mlxrunner.parallel.handle import Handle
+from mlxrunner.parallel.pace import StepPace
 from mlxrunner.parallel.request import ActiveRequest
 from mlxrunner.parallel.scheduler import Scheduler
 from mlxrunner.parallel.slots import Slot
+from mlxrunner.parallel.turns import Priority
+from mlxrunner.parallel.turns import check as check_turn
 from mlxrunner.results import FinishReason, Result, Usage
 from mlxrunner.system import device
 from mlxrunner.tokenizer import Tokenizer
@@ -69,6 +72,7 @@ class Stepper:
         context: int | None = None,
         prefill_step: int | None = None,
         cells: int | None = None,
+        step_ms: float | None = 0,
         name: str = "",
     ) -> None:
         """Make a runner from loaded parts; `Stepper.load` is the usual way.
@@ -76,8 +80,9 @@ class Stepper:
         `context` is the most tokens of one prompt and its answer, `prefill_step` the most tokens of
         one step of all requests. `cells` is the most tokens stored for all requests together, where
         a shared token counts once. Its default, `max_sequences * context`, is always enough. With
-        fewer cells, a request that may not find room to its end is refused at once with
-        CacheFullError. Raise OptionError for numbers that are too small, and NotSupportedError for
+        fewer cells, a request that finds no room is refused with CacheFullError. `step_ms`: the
+        milliseconds that a step may take while something decodes; 0: any number; None: as many as
+        keep the speed of the answers: see `mlxrunner.parallel.pace`. Raise OptionError for numbers that are too small, and NotSupportedError for
         a model that can't share a row.
         """
         check_kind("facts", facts, ModelFacts, "use Stepper.load, which finds them")
@@ -90,6 +95,9 @@ class Stepper:
         self.owner = Owner(type(self).__name__)
         self.context = context or facts.context
         self.cells = cells or max_sequences * self.context
+        if step_ms is not None:
+            Option(float, low=0).check("step_ms", step_ms)
+        self.step_ms = step_ms
         self.prefill_step = min(prefill_step or DEFAULT_PREFILL_STEP, max_sequences * self.context)
         if self.prefill_step < max_sequences:
             raise OptionError(
@@ -116,6 +124,7 @@ class Stepper:
                 cells=self.cells,
                 max_batch=self.prefill_step,
                 ended=self._ended,
+                pace=StepPace(self.prefill_step, step_ms),
             )
         except BaseException:
             self._adapted.close()
@@ -130,6 +139,7 @@ class Stepper:
         context: int | None = None,
         prefill_step: int | None = None,
         cells: int | None = None,
+        step_ms: float | None = 0,
         reserve: bool = True,
         trust_remote_code: bool = False,
     ) -> Self:
@@ -148,6 +158,7 @@ class Stepper:
             context=context,
             prefill_step=prefill_step,
             cells=cells,
+            step_ms=step_ms,
             reserve=reserve,
         )
 
@@ -160,6 +171,7 @@ class Stepper:
         context: int | None = None,
         prefill_step: int | None = None,
         cells: int | None = None,
+        step_ms: float | None = 0,
         reserve: bool = True,
     ) -> Self:
         """Make a runner for a loaded model. See `Stepper.load` for the arguments.
@@ -174,6 +186,7 @@ class Stepper:
             context=context,
             prefill_step=prefill_step,
             cells=cells,
+            step_ms=step_ms,
             name=loaded.name,
         )
         runner.suggested_options = dict(loaded.suggested)
@@ -261,6 +274,7 @@ class Stepper:
             "cells": self.cells,
             "max_sequences": len(self.slots),
             "prefill_step": self.prefill_step,
+            "step_ms": self.step_ms,
         }
 
     def attend_at_once(self) -> None:
@@ -299,7 +313,7 @@ class Stepper:
         self.model = self._adapted.model = None
         self.owner.close()
 
-    def complete(self, prompt: Prompt, **options: Unpack[GenerateKwargs]) -> Result:
+    def complete(self, prompt: Prompt, **options: Unpack[SubmitKwargs]) -> Result:
         """Run one request to its end, beside the running ones, and return its result.
 
         Raise the errors of `submit`. If the call is interrupted, the request is cancelled.
@@ -310,7 +324,7 @@ class Stepper:
         finally:
             handle.cancel()
 
-    def submit(self, prompt: Prompt, **options: Unpack[GenerateKwargs]) -> Handle:
+    def submit(self, prompt: Prompt, **options: Unpack[SubmitKwargs]) -> Handle:
         """Begin a request. Prompt and options are those of `Runner.generate`, without callbacks.
 
         Raise NoFreeSlotError if every slot has a request, and CacheFullError if the request might
@@ -319,7 +333,7 @@ class Stepper:
         self.owner.check()
         return self._begin(self._request(prompt, dict(options)))
 
-    def run(self, prompts: Sequence[Prompt], **options: Unpack[GenerateKwargs]) -> list[Result]:
+    def run(self, prompts: Sequence[Prompt], **options: Unpack[SubmitKwargs]) -> list[Result]:
         """Return all answers in the order of the prompts. Each free slot starts the next prompt.
 
         Raise OptionError if `prompts` is not a list, such as a single text.
@@ -357,8 +371,8 @@ class Stepper:
         while True:
             try:
                 return self._begin(request)
-            except (NoFreeSlotError, CacheFullError):
-                if not self._scheduler.requests:
+            except (NoFreeSlotError, CacheFullError) as error:
+                if error.never or not self._scheduler.requests:
                     raise
                 self.step()
                 request.clock.postpone()
@@ -385,6 +399,9 @@ class Stepper:
 
     def _request(self, prompt: Prompt, given: dict[str, Any]) -> ActiveRequest:
         began = time.perf_counter()
+        priority: Priority = given.pop("priority", "interactive")
+        deadline: float | None = given.pop("deadline", None)
+        check_turn(priority, deadline)
         request = prepare(
             prompt,
             GenerateOptions.of(**given),
@@ -393,8 +410,18 @@ class Stepper:
             context=self.context,
             began=began,
         )
+        self._limit_to_cells(request)
         answer = AnswerStream(self.tokenizer, request.tokens, request.options, request.limit)
-        return ActiveRequest.of(request, answer)
+        active = ActiveRequest.of(request, answer)
+        active.priority, active.deadline, active.asked = priority, deadline, began
+        return active
+
+    def _limit_to_cells(self, request: Request) -> None:
+        """End an answer without a limit where all cells are its own."""
+        room = self.cells - len(request.tokens)
+        if request.options.max_tokens is None and request.shift is None and room > 0:
+            request.limit = min(request.limit, room)
+            request.context = min(request.context, self.cells)
 
     def _ended(
         self, request: ActiveRequest, reason: FinishReason | None, error: str | None
