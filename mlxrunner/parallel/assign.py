@@ -175,14 +175,19 @@ class Assigner:
         if lease.needs_checkpoints:
             ends = np.flatnonzero(np.isin(prompt, self._message_ends)) + 1
             lease.mark(places_of(len(prompt), ends.tolist()))
+            request.checkpoint_if_due()
         log_lookup(len(prompt), found.matched, found.cached)
 
     def _place_again(self, request: ActiveRequest, ahead: Sequence[ActiveRequest]) -> None:
-        """Choose again, from the present content of the slots. Without room the request waits."""
-        request.source, request.promised = None, 0
-        before = [other.slot for other in ahead]
-        choice = choose(self._slots, request.todo, own=request.slot, ahead=before)
+        """Choose again, from the present content of the slots. Without room the request waits.
+
+        Nobody waits meanwhile for what it will evaluate.
+        """
+        slot = request.slot
+        request.source, request.promised, slot.planned = None, 0, slot.planned[:0]
+        choice = self._choose(request, slot, [other.slot for other in ahead])
         others = [other for other in self._requests if other.is_placed or other.source is not None]
         with suppress(CacheFullError):
             self._room.check(request, choice, others)
             self._follow(request, choice)
+            slot.planned = request.todo

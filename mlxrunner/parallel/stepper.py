@@ -24,7 +24,7 @@ from mlxrunner.config.arguments import check_flag, check_kind, listed
 from mlxrunner.engine.answer import AnswerStream
 from mlxrunner.engine.observation import Observer, tell, usage_of
 from mlxrunner.engine.owner import Owned, Owner
-from mlxrunner.engine.requests import prepare
+from mlxrunner.engine.requests import Request, prepare
 from mlxrunner.engine.sampling import NextToken, dispatch
 from mlxrunner.errors import CacheFullError, NoFreeSlotError, OptionError
 from mlxrunner.memory.plan import Batch as WorstBatch
@@ -37,17 +37,20 @@ from mlxrunner.models.load import LoadedModel, load_model
 from mlxrunner.models.resolve import name_of
 from mlxrunner.options import (
     MOST_TOKENS,
-    GenerateKwargs,
     GenerateOptions,
     Option,
     RunnerKwargs,
     RunnerSettings,
+    SubmitKwargs,
 )
 from mlxrunner.parallel.handle import Handle
+from mlxrunner.parallel.pace import StepPace
 from mlxrunner.parallel.proof import engine_for
 from mlxrunner.parallel.request import ActiveRequest
 from mlxrunner.parallel.scheduler import Scheduler
 from mlxrunner.parallel.slots import Slot
+from mlxrunner.parallel.turns import Priority
+from mlxrunner.parallel.turns import check as check_turn
 from mlxrunner.results import FinishReason, Result, Usage
 from mlxrunner.system import device
 from mlxrunner.tokenizer import Tokenizer
@@ -82,6 +85,7 @@ class Stepper:
         cells: int | None = None,
         memory: int | None = None,
         parking: Parking | None = None,
+        step_ms: float | None = 0,
         name: str = "",
         **settings: Unpack[RunnerKwargs],
     ) -> None:
@@ -91,7 +95,9 @@ class Stepper:
         for all requests together, where a shared token counts once. Its default,
         `max_sequences * context`, is always enough. `memory`: bytes of cells, states and
         checkpoints beyond which idle conversations are given up; None: no limit. `parking`: where
-        these go; None: they are lost. The other settings are those of RunnerSettings;
+        these go; None: they are lost. `step_ms`: the milliseconds that a step may take while
+        something decodes; 0: any number; None: as many as keep the speed of the answers, see
+        `mlxrunner.parallel.pace`. The other settings are those of RunnerSettings;
         `prefill_step` is the most tokens of one step of all requests. Raise OptionError for numbers
         that are too small.
         """
@@ -105,6 +111,9 @@ class Stepper:
         self.owner = Owner(type(self).__name__)
         self.context = context or facts.context
         self.cells = cells or max_sequences * self.context
+        if step_ms is not None:
+            Option(float, low=0).check("step_ms", step_ms)
+        self.step_ms = step_ms
         self.prefill_step = min(prefill_step, max_sequences * self.context)
         if self.prefill_step < max_sequences:
             raise OptionError(
@@ -144,6 +153,7 @@ class Stepper:
                 memory=memory,
                 parking=parking,
                 is_reusable=not facts.depends_on_chunks,
+                pace=StepPace(self.prefill_step, step_ms),
             )
         except BaseException:
             self._adapted.close()
@@ -159,6 +169,7 @@ class Stepper:
         cells: int | None = None,
         memory: int | None = None,
         parking: Parking | None = None,
+        step_ms: float | None = 0,
         reserve: bool = True,
         trust_remote_code: bool = False,
         **settings: Unpack[RunnerKwargs],
@@ -179,6 +190,7 @@ class Stepper:
             cells=cells,
             memory=memory,
             parking=parking,
+            step_ms=step_ms,
             reserve=reserve,
             **settings,
         )
@@ -193,6 +205,7 @@ class Stepper:
         cells: int | None = None,
         memory: int | None = None,
         parking: Parking | None = None,
+        step_ms: float | None = 0,
         reserve: bool = True,
         **settings: Unpack[RunnerKwargs],
     ) -> Self:
@@ -236,6 +249,7 @@ class Stepper:
             cells=cells,
             memory=memory,
             parking=parking,
+            step_ms=step_ms,
             name=loaded.name,
             **settings,
         )
@@ -308,6 +322,7 @@ class Stepper:
             "cells": self.cells,
             "max_sequences": len(self.slots),
             "prefill_step": self.prefill_step,
+            "step_ms": self.step_ms,
         }
 
     def attend_at_once(self) -> None:
@@ -346,7 +361,7 @@ class Stepper:
         self.model = self._adapted.model = None
         self.owner.close()
 
-    def complete(self, prompt: Prompt, **options: Unpack[GenerateKwargs]) -> Result:
+    def complete(self, prompt: Prompt, **options: Unpack[SubmitKwargs]) -> Result:
         """Run one request to its end, beside the running ones, and return its result.
 
         Raise the errors of `submit`. If the call is interrupted, the request is cancelled.
@@ -357,7 +372,7 @@ class Stepper:
         finally:
             handle.cancel()
 
-    def submit(self, prompt: Prompt, **options: Unpack[GenerateKwargs]) -> Handle:
+    def submit(self, prompt: Prompt, **options: Unpack[SubmitKwargs]) -> Handle:
         """Begin a request. Prompt and options are those of `Runner.generate`, without callbacks.
 
         Raise NoFreeSlotError if every slot has a request, and CacheFullError if the request might
@@ -366,7 +381,7 @@ class Stepper:
         self.owner.check()
         return self._begin(self._request(prompt, dict(options)))
 
-    def run(self, prompts: Sequence[Prompt], **options: Unpack[GenerateKwargs]) -> list[Result]:
+    def run(self, prompts: Sequence[Prompt], **options: Unpack[SubmitKwargs]) -> list[Result]:
         """Return all answers in the order of the prompts. Each free slot starts the next prompt.
 
         Raise OptionError if `prompts` is not a list, such as a single text.
@@ -404,8 +419,8 @@ class Stepper:
         while True:
             try:
                 return self._begin(request)
-            except (NoFreeSlotError, CacheFullError):
-                if not self._scheduler.requests:
+            except (NoFreeSlotError, CacheFullError) as error:
+                if error.never or not self._scheduler.requests:
                     raise
                 self.step()
                 request.clock.postpone()
@@ -432,6 +447,9 @@ class Stepper:
 
     def _request(self, prompt: Prompt, given: dict[str, Any]) -> ActiveRequest:
         began = time.perf_counter()
+        priority: Priority = given.pop("priority", "interactive")
+        deadline: float | None = given.pop("deadline", None)
+        check_turn(priority, deadline)
         request = prepare(
             prompt,
             GenerateOptions.of(**given),
@@ -440,8 +458,18 @@ class Stepper:
             context=self.context,
             began=began,
         )
+        self._limit_to_cells(request)
         answer = AnswerStream(self.tokenizer, request.tokens, request.options, request.limit)
-        return ActiveRequest.of(request, answer)
+        active = ActiveRequest.of(request, answer)
+        active.priority, active.deadline, active.asked = priority, deadline, began
+        return active
+
+    def _limit_to_cells(self, request: Request) -> None:
+        """End an answer without a limit where all cells are its own."""
+        room = self.cells - len(request.tokens)
+        if request.options.max_tokens is None and request.shift is None and room > 0:
+            request.limit = min(request.limit, room)
+            request.context = min(request.context, self.cells)
 
     def _ended(
         self, request: ActiveRequest, reason: FinishReason | None, error: str | None
