@@ -48,8 +48,8 @@ profiling.replay.thinking profiling.replay.variants profiling.report.aggregate
 profiling.report.elements profiling.report.explain profiling.report.formatting
 profiling.report.html profiling.report.plots
 profiling.report.report profiling.report.csv_rows profiling.report.screen profiling.schema
-profiling.report.svg profiling.report.trace results stored.folder sessions.history
-sessions.session sessions.store
+profiling.report.svg profiling.report.trace results sessions.history
+sessions.session sessions.store stored.folder stored.parked stored.prefixes stored.shelf
 stored.tensors system.folders system.limits system.power system.reading system.tensorfile
 system.writing templates.messages templates.segments templates.thinking terminal.clipboard
 terminal.keyboard terminal.progress terminal.signals terminal.text tokenizer.stream
