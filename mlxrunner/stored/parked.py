@@ -65,6 +65,8 @@ class Parked:
     """Its checkpoints, by offset."""
     lowest: int
     """The offset from which on its layers can go back to any other by themselves."""
+    has_only_rows: bool
+    """True if every layer has rows, so that any number of its first tokens can be read."""
     is_exact: bool = True
     """True if a cold run on its tokens would store the same: not after a shift."""
 
@@ -98,6 +100,7 @@ class Parked:
             "rows": [[one.name, one.begin, one.end, sizes[one.name]] for one in self.rows],
             "states": [[one.name, one.offset, one.role, sizes[one.name]] for one in self.states],
             "lowest": self.lowest,
+            "has_only_rows": self.has_only_rows,
             "is_exact": self.is_exact,
         }
 
@@ -130,7 +133,13 @@ def read_parked(
     ):
         raise ValueError(f"{len(tokens)} tokens have rows from {begins}, states at {offsets}"[:200])
     return Parked(
-        name, tokens, rows, states, int(found["lowest"]), found["is_exact"] is True
+        name,
+        tokens,
+        rows,
+        states,
+        int(found["lowest"]),
+        found["has_only_rows"] is True,
+        found["is_exact"] is True,
     ), sizes
 
 

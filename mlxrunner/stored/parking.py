@@ -22,7 +22,7 @@ import numpy as np
 from mlxrunner.cache.entry import CacheEntry
 from mlxrunner.cache.saved import Exported, Saved
 from mlxrunner.cache.saved import outline as outlined
-from mlxrunner.cache.tokens import TokenArray, common_prefix
+from mlxrunner.cache.tokens import TokenArray
 from mlxrunner.errors import MlxrunnerError, SessionError
 from mlxrunner.stored.parked import (
     SHORT,
@@ -114,8 +114,9 @@ class Parking:
     def park(self, entry: CacheEntry, *, replaces: Parked | None = None) -> Parked | None:
         """Write what the disk lacks of a settled entry, and return its conversation.
 
-        `replaces`: an earlier state of this conversation, which is dropped if all but its last few
-        tokens are in the entry. An entry that can't be parked is None, and one line of the log.
+        Earlier states of this conversation are dropped: all but their last few tokens are in the
+        entry, and `replaces` names them, or they were restored, or the entry can be resumed
+        wherever they can. An entry that can't be parked is None, and one line of the log.
         """
         try:
             parked = self._park(entry)
@@ -124,10 +125,7 @@ class Parking:
             return None
         if parked is not None:
             self._said = ""
-            if replaces is not None and replaces is not parked and replaces in self._shelf:
-                shared = common_prefix(replaces.tokens, parked.tokens)
-                if len(replaces.tokens) - shared <= SHORT:
-                    self._shelf.remove(replaces)
+            self._shelf.drop_earlier(parked, replaces)
         return parked
 
     def find(self, prompt: TokenArray) -> tuple[Parked, int] | None:
@@ -137,25 +135,19 @@ class Parking:
         """
         return self._shelf.find(prompt)
 
-    def restore(self, parked: Parked, upto: int | None = None) -> Restored | None:
+    def restore(self, parked: Parked, upto: int | None = None) -> Restored:
         """Return the conversation as an entry that `CacheEntry.adopt` reads.
 
         `upto`: tokens that are needed. If all layers store rows, no others are read. If a
         checkpoint has to take the place of layers that can't be cut, it ends there, and has fewer.
-        None if the conversation is gone or damaged. Reading raises SessionError if its files are
-        damaged; it is dropped then.
+        Reading raises SessionError if files are missing or damaged; the conversations that use them
+        are dropped then.
         """
-        if parked not in self._shelf:
-            return None
-        length = len(parked.tokens)
-        try:
-            reader = Reader(self._place.folder, self._drop_damaged)
-            upto = length if upto is None else min(upto, length)
-            found = Restored(parked, upto, reader, self._outline)
-        except SessionError:
-            return None
-        self._shelf.use(parked, found)
-        return found if len(found.tokens) else None
+        reader = Reader(self._place.folder, self._drop_damaged)
+        found = Restored(parked, upto, reader, self._outline)
+        if parked in self._shelf:
+            self._shelf.use(parked, found)
+        return found
 
     def drop(self, parked: Parked) -> None:
         """Remove a conversation, if it is there, and the files that no other one uses."""
@@ -205,6 +197,7 @@ class Parking:
             lowest_offset([cache.extent for cache in entry.caches], length)
             if layers.can_be_cut
             else length,
+            layers.has_only_rows,
             exported.is_exact,
         )
 

@@ -44,7 +44,7 @@ class Layers:
         self._tokens = tokens
         self._rows: dict[str, LayerCache] = {}
         self._row_bytes = self._row_arrays = 0
-        self._states = Packer(View)
+        self._states, self._num_states = Packer(View), 0
         self.can_be_cut = True
         """False if a layer has no rows and no checkpoints."""
         self.structure: list[Structure] = [
@@ -55,6 +55,10 @@ class Layers:
     @property
     def has_rows(self) -> bool:
         return bool(self._rows)
+
+    @property
+    def has_only_rows(self) -> bool:
+        return self.has_rows and self._num_states == 0
 
     @property
     def states(self) -> Mapping[str, Source]:
@@ -79,6 +83,7 @@ class Layers:
             within = [self._layer(f"{path}.{index}", *pair) for index, pair in pairs]
             return {"kind": saved.kind, "within": within}
         if cache.needs_checkpoints or not _has_rows(saved, self._tokens):
+            self._num_states += 1
             self.can_be_cut = self.can_be_cut and cache.needs_checkpoints
             return self._states.layer(path, saved)
         self._rows[path] = cache
@@ -157,7 +162,8 @@ class Reader:
             return dict(json.loads(file.metadata["about"]))
 
     def _file(self, name: str) -> TensorFile:
-        file = self._open.pop(name, None) or TensorFile(self._folder.open(name))
+        folder = self._folder
+        file = self._open.pop(name, None) or TensorFile(folder.open(name))
         if not file.is_sealed or file.metadata.get("name") != name:
             raise SessionError("it has another name, or no checksum")
         self._open[name] = file
@@ -203,19 +209,19 @@ def _views(array: np.ndarray[Any, Any]) -> list[memoryview]:
 class Restored:
     """A `SavedEntry` that reads a parked conversation, layer by layer.
 
-    It has the first `tokens` tokens: all, or those before a checkpoint, or any number if all layers
-    have rows. Raise SessionError if a file is missing or damaged.
+    It has all tokens, or those before a checkpoint, or any number if all layers have rows. Reading
+    raises SessionError if a file is missing or damaged.
     """
 
     def __init__(
-        self, parked: Parked, upto: int, reader: Reader, outline: Sequence[Saved] | None
+        self, parked: Parked, upto: int | None, reader: Reader, outline: Sequence[Saved] | None
     ) -> None:
         self.parked, self.is_exact = parked, parked.is_exact
         self._reader, self._outline = reader, outline
-        self._structure: list[Structure] = reader.about(parked.name)["layers"]
         self._state: State | None = None
         self._length = len(parked.tokens)
-        if upto < self._length and all(map(_is_rows, self._structure)):
+        upto = self._length if upto is None else min(upto, self._length)
+        if upto < self._length and parked.has_only_rows:
             self._length = upto
         elif upto < parked.lowest:
             self._state = parked.checkpoint(upto)
@@ -228,18 +234,18 @@ class Restored:
     @property
     def layers(self) -> Iterator[Saved]:
         """The layers, each read when it is reached."""
-        for index in range(len(self._structure)):
+        for index, found in enumerate(self._reader.about(self.parked.name)["layers"]):
             if self._state is None:
-                yield self._read(index, None)
+                yield self._read(index, found, None)
                 continue
             with self._reader.file(self._state.name) as file:
-                layer = self._read(index, self._kept(file)[index])
+                layer = self._read(index, found, self._kept(file)[index])
             yield layer
 
-    def _read(self, index: int, kept: Saved | None) -> Saved:
+    def _read(self, index: int, found: Structure, kept: Saved | None) -> Saved:
         """Read a layer. `kept`: that layer in the checkpoint, if one takes the place of the end."""
         with self._reader.file(self.parked.name) as head:
-            layer = self._layer(head, str(index), self._structure[index], kept)
+            layer = self._layer(head, str(index), found, kept)
             like = None if self._outline is None else self._outline[index]
             if like is not None and (why := mismatch(layer, like, self._length)):
                 raise SessionError(why)
@@ -285,10 +291,6 @@ class Restored:
             ]
             return Saved(found["kind"], parts=parts)
         return stored_layer(head, path, found) if self._state is None else _required(kept)
-
-
-def _is_rows(found: Structure) -> bool:
-    return "rows" in found or ("within" in found and all(map(_is_rows, found["within"])))
 
 
 def _required(kept: Saved | None) -> Saved:

@@ -14,7 +14,7 @@ from mlxrunner.cache.tokens import TokenArray
 from mlxrunner.cache.worth import GreedyDual, worth
 from mlxrunner.errors import SessionError
 from mlxrunner.stored.folder import Folder
-from mlxrunner.stored.parked import Parked
+from mlxrunner.stored.parked import SHORT, Parked
 from mlxrunner.stored.prefixes import Prefixes
 
 GivenUp = Callable[[Parked], None]
@@ -34,6 +34,7 @@ class Shelf:
         self._users: dict[str, set[Parked]] = {}
         self._exact, self._shifted = Prefixes[Parked](), Prefixes[Parked]()
         self._dual = GreedyDual[Parked]()
+        self._restored: weakref.WeakSet[Parked] = weakref.WeakSet()
         self._read: weakref.WeakKeyDictionary[object, Parked] = weakref.WeakKeyDictionary()
 
     def __len__(self) -> int:
@@ -70,6 +71,7 @@ class Shelf:
         self._dual.use(parked)
         if reader is not None:
             self._read[reader] = parked
+            self._restored.add(parked)
 
     def remove(self, parked: Parked) -> None:
         """Remove a conversation, and the files that no other one uses; its own file first."""
@@ -96,6 +98,18 @@ class Shelf:
         }
         for parked in users:
             self.remove(parked)
+
+    def drop_earlier(self, parked: Parked, replaces: Parked | None) -> None:
+        """Remove what is an earlier state of `parked`: see `Parking.park`."""
+        is_enough = parked.is_exact and parked.lowest == 1
+        for shared, found in list(self._tree(parked).sharing(parked.tokens)):
+            for one in found:
+                if (
+                    one is not parked
+                    and len(one.tokens) - shared <= SHORT
+                    and (one is replaces or one in self._restored or is_enough)
+                ):
+                    self.remove(one)
 
     def closest(self, tokens: TokenArray) -> tuple[Parked | None, int]:
         """Return the exact conversation that shares most tokens with `tokens`, and how many."""

@@ -41,6 +41,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Make every threshold a few tokens, and keep private folders within the test."""
     monkeypatch.setattr("mlxrunner.stored.parked.SEGMENT", 16)
     monkeypatch.setattr("mlxrunner.stored.parking.SHORT", 4)
+    monkeypatch.setattr("mlxrunner.stored.shelf.SHORT", 4)
     monkeypatch.setattr("mlxrunner.cache.layers.extents.STEP", 4)
     monkeypatch.setattr("mlxrunner.cache.layers.full.STEP", 8)
     monkeypatch.setattr("mlxrunner.cache.checkpoints.SPACING", 3)
@@ -74,7 +75,6 @@ class Desk:
         if found is not None and found[1] > here:
             self.parked, upto = found
             entry_there = self.parking.restore(self.parked, upto)
-            assert entry_there is not None
             self.runner.cache.adopt(entry_there, "the disk")
             self.restored += 1
         said = answer(self.runner, prompt, tokens)

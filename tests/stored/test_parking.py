@@ -79,7 +79,6 @@ def test_every_kind_of_layer_comes_back(
         found = parking.find(array(prompt))
         if found is not None:
             entry = parking.restore(*found)
-            assert entry is not None
             restored.cache.adopt(entry, "the disk")
         there, usage = answer(restored, prompt)
         assert there == answer(oracle_runner(kinds, **options), prompt)[0], what
@@ -87,7 +86,6 @@ def test_every_kind_of_layer_comes_back(
         assert restored.entry.is_true
         stayed = oracle_runner(kinds, **options)
         whole = parking.restore(next(iter(parking._shelf)))
-        assert whole is not None
         stayed.cache.adopt(whole, "the disk")
         assert answer(stayed, prompt)[1].cached_tokens == usage.cached_tokens, what
 
@@ -205,7 +203,6 @@ def test_forty_conversations_store_their_header_once(make_parking: Make) -> None
         parking.drop(one)
     assert parking.bytes < alone + 2 * own
     entry = parking.restore(found[-1])
-    assert entry is not None
     other = tiny_runner("llama")
     other.cache.adopt(entry)
     assert list(other.entry.tokens) == list(found[-1].tokens)
@@ -233,7 +230,6 @@ def test_a_rewound_conversation_keeps_the_rows_before_the_edit(make_parking: Mak
         assert found is not None
         assert found[1] == len(prompt)
         entry = parking.restore(*found)
-        assert entry is not None
         other.cache.adopt(entry)
         assert tokens(other, [*prompt, 1]) == tokens(tiny_runner("llama"), [*prompt, 1])
 
@@ -268,7 +264,6 @@ def test_only_the_rows_before_the_cut_are_read(make_parking: Make) -> None:
     for piece in one.rows[2:]:
         (parking.folder / piece.name).write_bytes(b"")
     entry = parking.restore(one, 20)
-    assert entry is not None
     other = tiny_runner("llama")
     other.cache.adopt(entry)
     assert answer(other, [*talk[:20], 9])[1].cached_tokens == 20
@@ -304,7 +299,6 @@ def test_shifted_rows_are_nobody_elses(make_parking: Make) -> None:
     assert found is not None
     assert found[1] == len(said)
     entry = parking.restore(*found)
-    assert entry is not None
     other = tiny_runner("llama")
     other.cache.adopt(entry)
     assert other.entry.is_shifted
@@ -332,12 +326,10 @@ def test_restored_layers_are_compared_with_the_models(make_parking: Make) -> Non
     parking = make_parking(outline=outline)
     one = parked(parking, runner)
     entry = parking.restore(one)
-    assert entry is not None
     assert [layer.kind for layer in entry.layers] == ["full", "full"]
     parking._outline = tiny_runner("gpt_oss").cache.outline()
     other = tiny_runner("llama")
     entry = parking.restore(one)
-    assert entry is not None
     other.cache.adopt(entry)
     assert len(other.entry.tokens) == 0
     assert one not in parking
