@@ -263,7 +263,7 @@ def test_damaged_states_are_left_out(typed: Any) -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from mlxrunner.sessions.folder import Folder
+from mlxrunner.stored.folder import Folder
 from mlxrunner.sessions.history import History, Turn
 from mlxrunner.sessions.session import Branch, Session
 from mlxrunner.sessions.store import SessionStore
