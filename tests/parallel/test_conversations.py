@@ -1,4 +1,5 @@
 """Many conversations on one runner: none destroys another; what they share is evaluated once."""
+
 from __future__ import annotations
 
 import random
