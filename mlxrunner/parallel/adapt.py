@@ -66,9 +66,11 @@ class Adapted(Engine):
             for layer, window in enumerate(windows)
         ]
         self._head: SomeRows | None = None
-        self.positions = mx.array([], mx.int32)
-        self.masks: list[mx.array] = []
+        self.positions: mx.array | int = 0
+        """The position of each token, or of the first token of a step of one sequence."""
         self.parts: list[Parts | None] = []
+        self.masks_parts: list[bool] = []
+        """True for a group whose attention needs no mask of all queries and cells."""
         self._worth_splitting = WORTH_SPLITTING
         self._rotations: dict[int, list[Rotate] | None] = {}
         self.layer = -1
@@ -92,12 +94,16 @@ class Adapted(Engine):
         `reserve`: let the row see every cell, and store nothing.
         """
         self.cache.start_forward(batch, reserve=reserve)
-        self.positions = mx.array(list(batch.positions), mx.int32)
-        self.masks = [group.mask for group in self.groups]
+        self.positions = (
+            batch.positions[0] if batch.is_plain else mx.array(list(batch.positions), mx.int32)
+        )
         splits = [
             group.split(self._worth_splitting) if self.can_split else None for group in self.groups
         ]
         self.parts = [None if split is None else Parts(split) for split in splits]
+        self.masks_parts = [reserve and self.can_split or bool(parts) for parts in self.parts]
+        if list(rows) == list(range(len(batch))):
+            return self._logits(tokens)
         wanted = mx.array(list(rows), mx.int32)
         if self._head is None:
             return self._logits(tokens)[wanted]

@@ -52,13 +52,15 @@ class LayerView:
         self._step, self._layer, self._group = step, layer, group
 
     @property
-    def offset(self) -> mx.array:
+    def offset(self) -> mx.array | int:
         return self._step.positions
 
     def make_mask(
         self, n: int, return_array: bool = False, window_size: int | None = None
-    ) -> mx.array:
-        return self._step.masks[self._group]
+    ) -> mx.array | str | None:
+        return self._step.groups[self._group].attention_mask(
+            is_split=self._step.masks_parts[self._group], as_array=return_array
+        )
 
     @property
     def parts(self) -> Parts | None:
@@ -74,8 +76,7 @@ class LayerView:
         self._step.layer = self._layer
         cache.set_layer(self._layer)
         cache.put(keys, values)
-        fetched, stored, _ = cache.get()
-        return fetched, stored
+        return cache.fetch()
 
 
 def attention_in_parts(whole: Attention) -> Attention:
