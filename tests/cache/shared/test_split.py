@@ -1,119 +1,155 @@
-"""A mask taken apart is the same mask."""
+"""A step taken apart sees what its mask shows, and nothing twice."""
 
 from __future__ import annotations
 
+import random
+from contextlib import suppress
+from typing import Any
+
+import mlx.core as mx
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from mlx_lm.models.base import scaled_dot_product_attention
 from support.sample import examples
 
-from mlxrunner.cache.shared.cells import Lane, Run
-from mlxrunner.cache.shared.split import MOST_SHARED, Split, split
+from mlxrunner.cache import END, Batch, CacheFullError
+from mlxrunner.cache.shared.cells import Bools, Cells, Run
+from mlxrunner.cache.shared.sight import Sight
+from mlxrunner.cache.shared.split import (
+    LONG,
+    MOST_SHARED,
+    Block,
+    Part,
+    Split,
+    StackedParts,
+    blocks_of,
+    split,
+)
+from mlxrunner.parallel.attention import Parts
 
-OFF = 5
-"""The first cell of the history."""
+SEQUENCES = 6
+SIGHTS = [
+    Sight(),
+    Sight(window=5),
+    Sight(window=3, memory=9),
+    Sight(chunk=4),
+    Sight(window=80, memory=90),
+]
 
 
-def put_together(parts: Split, queries: int, cells: int) -> np.ndarray:
-    """Return how often each query's attention would count each cell."""
-    counts = np.zeros((queries, OFF + cells + 100), np.int32)
-    counts[:, parts.common.begin : parts.common.end] += 1
-    for part in parts.parts:
-        counts[part.begin : part.end, part.cells.begin : part.cells.end] += (
-            1 if part.visible is None else part.visible
-        )
-    for lanes in parts.stacks:
-        for index in lanes.wanted:
-            begin = lanes.begin + index * lanes.size
-            assert lanes.length <= lanes.size
-            seen = 1 if lanes.visible is None else lanes.visible[index]
-            counts[lanes.queries[index], begin : begin + lanes.length] += seen
-    assert not counts[:, :OFF].any()
-    assert not counts[:, OFF + cells :].any()
-    return counts[:, OFF : OFF + cells]
+def put_together(parts: Split, queries: int, num_cells: int) -> np.ndarray[Any, Any]:
+    """Return how often each query's attention counts each cell."""
+    counts = np.zeros((queries, num_cells + 1000), np.int32)
+    for own in parts.own:
+        rows = own.end - own.begin
+        tri = np.tri(rows, len(own.cells), len(own.cells) - rows, np.int32)
+        counts[own.begin : own.end, own.cells] += tri if own.visible is None else own.visible
+    for level in parts.levels:
+        of_level = [query for part in level for query in _asked(part)]
+        assert len(of_level) == len(set(of_level))
+        for part in level:
+            if isinstance(part, Part):
+                seen = 1 if part.visible is None else part.visible
+                counts[list(part.queries), part.cells.begin : part.cells.end] += seen
+            else:
+                _count_stack(counts, part)
+    assert not counts[:, num_cells:].any()
+    return counts[:, :num_cells]
 
 
+def _asked(part: Part | StackedParts) -> list[int]:
+    if isinstance(part, Part):
+        return list(part.queries)
+    return [part.queries[index] for index in part.wanted]
+
+
+def _count_stack(counts: np.ndarray[Any, Any], stack: StackedParts) -> None:
+    assert stack.length <= stack.size
+    for index in range(len(stack.queries)):
+        begin = stack.begin + index * stack.size
+        seen = 1 if stack.visible is None else stack.visible[index]
+        if index in stack.wanted:
+            counts[stack.queries[index], begin : begin + stack.length] += seen
+        else:
+            assert not np.any(seen)
+
+
+class History:
+    """Cells after random steps, forks, cuts and shifts."""
+
+    def __init__(self, rng: random.Random, sight: Sight, num_cells: int = 160) -> None:
+        self.rng, self.cells = rng, Cells.empty(num_cells, SEQUENCES, sight)
+
+    def step(self, sequences: int, most: int) -> tuple[Batch, Bools] | None:
+        """Place a batch of some sequences; return it with its mask, or None without room."""
+        nexts = self.cells.next_positions().tolist()
+        tokens = []
+        for sequence in self.rng.sample(range(SEQUENCES), sequences):
+            count = self.rng.choice([1, 1, 1, self.rng.randint(1, most)])
+            tokens += [(nexts[sequence] + i, sequence) for i in range(count)]
+        batch = Batch(*zip(*tokens, strict=True))
+        with suppress(CacheFullError):
+            placement = self.cells.place(batch)
+            self.cells = placement.after
+            return batch, self.cells.mask(batch, placement.cells, Run(0, self.cells.num_cells))
+        return None
+
+    def change(self) -> None:
+        one, other, at = self.rng.randrange(6), self.rng.randrange(6), self.rng.randrange(40)
+        what = self.rng.choice(["share", "share", "share", "cut", "close", "lane", "lane", "pack"])
+        with suppress(CacheFullError):
+            if what == "share":
+                self.cells = self.cells.with_prefix(one, other, at)
+            elif what == "cut":
+                self.cells, _ = self.cells.without(one, at, END)
+            elif what == "close":
+                self.cells, _ = self.cells.without(one, at, at + self.rng.randrange(3))
+            elif what == "lane":
+                self.cells = self.cells.expecting(one, self.rng.randint(1, 40))
+            else:
+                self.cells, _ = self.cells.packed()
+
+
+
+
+@pytest.mark.parametrize("sight", SIGHTS, ids=str)
 @examples(400)
-@given(st.data())
-def test_each_visible_cell_is_counted_once(data: st.DataObject) -> None:
-    """Each visible cell is counted once and no other, for any mask, order and lanes."""
-    queries, cells = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 12))
-    row = st.lists(st.booleans(), min_size=cells, max_size=cells).filter(any)
-    visible = np.array(data.draw(st.lists(row, min_size=queries, max_size=queries)))
-    sequences = data.draw(st.lists(st.integers(0, 5), min_size=queries, max_size=queries))
-    size = data.draw(st.sampled_from([1, 2, 4, 8]))
-    begins = data.draw(st.permutations(range(0, 24, size)))
-    lanes = {s: Lane(Run(begin, begin + size), begin) for s, begin in enumerate(begins[:5])}
-    parts = split(visible, sequences, Run(OFF, OFF + cells), lanes, worth=0)
-    if parts is None:
-        assert len(set(sequences)) == 1
-        return
-    assert (put_together(parts, queries, cells) == visible).all()
-    order = [q for part in parts.parts for q in range(part.begin, part.end)]
-    order += [lanes.queries[i] for lanes in parts.stacks for i in lanes.wanted]
-    assert sorted(order) == list(range(queries))
+@given(st.randoms(), st.booleans())
+def test_attention_in_parts_is_that_of_the_mask(
+    sight: Sight, rng: random.Random, with_sinks: bool
+) -> None:
+    """Each visible cell counts once, and the sums agree, after any history, with any groups."""
+    history = History(rng, sight)
+    shape = (1, 2, history.cells.num_cells, 4)
+    mx.random.seed(rng.randrange(1000))
+    keys, values = mx.random.normal(shape), mx.random.normal(shape)
+    sinks = mx.random.normal((4,)) if with_sinks else None
+    for _ in range(rng.randint(1, 10)):
+        for _ in range(rng.randrange(3)):
+            history.change()
+        found = history.step(rng.randint(1, SEQUENCES), rng.choice([4, 4, LONG + 8]))
+        if found is None:
+            continue
+        batch, visible = found
+        parts = split(history.cells, batch, _blocks(history.cells, batch), worth=0)
+        if parts is None:
+            continue
+        assert (put_together(parts, *visible.shape) == visible).all()
+        queries = mx.random.normal((1, 4, len(batch), 4))
+        more = {"cache": None, "scale": 0.5} | ({} if sinks is None else {"sinks": sinks})
+        expected = scaled_dot_product_attention(
+            queries, keys, values, mask=mx.array(visible), **more
+        )
+        ours = Parts(parts).attend(
+            scaled_dot_product_attention, queries, keys, values,
+            scale=0.5, sinks=sinks, cache=None,
+        )
+        assert mx.abs(ours - expected).max().item() < 1e-5
 
 
-def of_their_own(sequences: int, each: int, prefix: int) -> np.ndarray:
-    """One query for each sequence: a prefix that all see, then `each` cells of its own."""
-    own = np.repeat(np.eye(sequences, dtype=np.bool_), each, axis=1)
-    return np.hstack([np.ones((sequences, prefix), np.bool_), own])
-
-
-def test_lanes_of_one_size_are_one_part() -> None:
-    """Also where one in between is not asked for; the common prefix is a part for all."""
-    visible = np.delete(of_their_own(8, 64, 256), 3, axis=0)
-    numbers = [0, 1, 2, 4, 5, 6, 7]
-    lanes = {s: Lane(Run(256 + 64 * s, 320 + 64 * s), 320 + 64 * s) for s in range(8)}
-    found = split(visible, numbers, Run(0, visible.shape[1]), lanes, worth=0)
-    assert found is not None
-    assert (found.common, found.parts) == (Run(0, 256), ())
-    assert found.stacks[0].queries == (0, 1, 2, 0, 3, 4, 5, 6)
-    assert found.stacks[0].wanted == (0, 1, 2, 4, 5, 6, 7)
-    assert (found.stacks[0].begin, found.stacks[0].size, found.stacks[0].length) == (256, 64, 64)
-
-
-def test_lanes_far_apart_are_parts() -> None:
-    """A batch of mostly nothing would be more work than they are."""
-    visible = of_their_own(3, 10, 0)
-    lanes = {s: Lane(Run(320 * s, 320 * s + 32), 0) for s in range(3)}
-    found = split(visible, range(3), Run(0, 30), lanes, worth=0)
-    assert found is not None
-    assert len(found.parts) == 3
-
-
-def test_parts_are_chosen_where_they_are_less_work() -> None:
-    """Much of their own: yes. A long prefix and little of their own, or little altogether: no."""
-    apart = split(of_their_own(4, 1000, 0), range(4), Run(0, 4000), {})
-    assert apart is not None
-    assert apart.common == Run(0, 0)
-    assert [part.cells for part in apart.parts] == [
-        Run(0, 1000),
-        Run(1000, 2000),
-        Run(2000, 3000),
-        Run(3000, 4000),
-    ]
-    assert all(part.visible is None for part in apart.parts)
-    assert split(of_their_own(4, 10, 1000), range(4), Run(0, 1040), {}) is None
-    assert split(of_their_own(4, 10, 0), range(4), Run(0, 40), {}) is None
-    both = split(of_their_own(16, 400, 100), range(16), Run(7, 6507), {})
-    assert both is not None
-    assert both.common == Run(7, 107)
-    assert both.parts[1].cells == Run(507, 907)
-
-
-def test_one_sequence_is_never_taken_apart() -> None:
-    """Its attention is one product already."""
-    assert split(np.tri(5, dtype=np.bool_), [3] * 5, Run(0, 5), {}, worth=0) is None
-
-
-def test_long_prompts_that_share_a_prefix_stay_in_one_product() -> None:
-    """The scores of the common part would be held all at once."""
-    visible = np.repeat(of_their_own(2, 4000, 1024), 500, axis=0)
-    sequences = [0] * 500 + [1] * 500
-    assert split(visible, sequences, Run(0, 9024), {}) is not None
-    assert (
-        split(np.repeat(visible, 2, axis=0), np.repeat(sequences, 2).tolist(), Run(0, 9024), {})
-        is None
-    )
-    assert MOST_SHARED == 1024 * 1024
+def _blocks(cells: Cells, batch: Batch) -> list[Block]:
+    blocks = blocks_of(cells, batch)
+    assert blocks is not None
+    return blocks
