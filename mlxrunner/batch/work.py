@@ -61,14 +61,14 @@ from mlxrunner.errors import (
 from mlxrunner.loading import plan_model
 from mlxrunner.models.load import LoadProgress, load_model, tell_nobody, tokenizer_of
 from mlxrunner.options import RunnerSettings
-from mlxrunner.parallel.runner import ParallelRunner
+from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.runner import Runner
 from mlxrunner.terminal.progress import Progress, loading
 from mlxrunner.terminal.signals import Interrupts, say_now
 from mlxrunner.tokenizer import Tokenizer
 
 T = TypeVar("T")
-Watch = Callable[[Runner | ParallelRunner], object]
+Watch = Callable[[Runner | Stepper], object]
 Stopped = Literal["interrupt", "errors"]
 ENDING = (
     "finishing the lines that are running; Ctrl-C or kill again stops at once, and nothing that "
@@ -231,7 +231,7 @@ def _run(
     store: Store,
     writer: Writer,
     tokenizer: Tokenizer,
-    runner: Runner | ParallelRunner | None,
+    runner: Runner | Stepper | None,
     progress: Progress,
     status: Status,
 ) -> JobSummary:
@@ -256,7 +256,7 @@ def _run(
             failed_too_often = job.max_errors is not None and tally.failed >= job.max_errors
             return interrupted() or failed_too_often
 
-        begun = Begun.of(store, job.order, parallel=isinstance(runner, ParallelRunner))
+        begun = Begun.of(store, job.order, parallel=isinstance(runner, Stepper))
         execution = Execution(runner, job, begun, is_stopping, tick)
         with writer, closing(execution.run(store.pending(job.order))) as outcomes:
             for outcome in outcomes:
@@ -284,7 +284,7 @@ def _run(
 @contextmanager
 def _runner(
     job: Job, store: Store, context: int, progress: Progress
-) -> Iterator[Runner | ParallelRunner | None]:
+) -> Iterator[Runner | Stepper | None]:
     """Yield the runner for the lines without an answer; None if none of them can be run."""
     found = _survey(job, store, job.order, context, progress)
     if not found.lines:
@@ -295,7 +295,7 @@ def _runner(
     try:
         yield runner
     finally:
-        if isinstance(runner, ParallelRunner):
+        if isinstance(runner, Stepper):
             runner.close()
 
 
@@ -305,7 +305,7 @@ def open_runner(
     context: int,
     say: Callable[[str], None],
     progress: LoadProgress = tell_nobody,
-) -> Runner | ParallelRunner:
+) -> Runner | Stepper:
     """Load the model and return a runner for the surveyed lines.
 
     The runner takes as many lines at a time as `lanes_for` says and as fit into memory. `say` is
@@ -315,7 +315,7 @@ def open_runner(
     lanes, why = lanes_for(found, job.parallel, job.loading)
     if lanes > 1:
         runner = _several(job, lanes, found, context, say)
-        if isinstance(runner, ParallelRunner):
+        if isinstance(runner, Stepper):
             return runner
         why = runner
     if why:
@@ -325,12 +325,12 @@ def open_runner(
 
 def _several(
     job: Job, lanes: int, found: Survey, context: int, say: Callable[[str], None]
-) -> ParallelRunner | str:
+) -> Stepper | str:
     """Return a runner for several lines at a time, or the reason why it has to be one."""
     loaded = load_model(job.model, trust_remote_code=job.trust_remote_code)
     while lanes > 1:
         try:
-            runner = ParallelRunner.of(
+            runner = Stepper.of(
                 loaded,
                 max_sequences=lanes,
                 context=context,

@@ -15,7 +15,7 @@ from mlxrunner.results import FinishReason, Usage, logger
 from mlxrunner.tokenizer.prompt import TokenizedPrompt
 
 Finish = FinishReason | Literal["interrupted", "error"]
-Ending = Literal["own", "cancelled", "forgotten", "no room", "no token"]
+Ending = Literal["own", "cancelled", "forgotten", "failed", "no room", "no token"]
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Beside:
     ending: Ending
     """The cause of its end.
 
-    "own": the end of its answer; "cancelled"; "forgotten": a step failed, and every slot was
-    emptied; "no room"; "no token": its form allows none.
+    "own": the end of its answer; "cancelled"; "forgotten": a step was interrupted; "failed":
+    it made a step fail; "no room"; "no token": its form allows none.
     """
     limit: int
     """Most tokens of its answer."""

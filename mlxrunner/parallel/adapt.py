@@ -9,7 +9,7 @@ agree.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -17,6 +17,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlxrunner.cache.layers.extents import Window
 from mlxrunner.cache.layers.factory import CacheOptions, make_layer_caches
+from mlxrunner.cache.layers.protocol import LayerCache
 from mlxrunner.cache.layers.rotate import Rotate, rotators
 from mlxrunner.cache.shared.causal import CausalCache
 from mlxrunner.cache.shared.sequences import Batch
@@ -117,9 +118,13 @@ class Adapted(Engine):
         logits: mx.array = self.model(tokens[None], cache=self._views)
         return logits[0]
 
-    def state(self) -> list[mx.array]:
-        """Return all buffers, to be evaluated."""
-        return [array for group in self.groups for array in group.state]
+    def rotate(
+        self, caches: Sequence[LayerCache], by: int
+    ) -> Sequence[Callable[[Any, int], Any]] | None:
+        """Return a function for each cache; those of cells move their keys by themselves."""
+        if self._rotators(by) is None:
+            return None
+        return [lambda keys, by: keys for _ in caches]
 
     def close(self) -> None:
         """Restore the model. A second call, also after an interrupt, is allowed."""
@@ -158,17 +163,21 @@ class Adapted(Engine):
         Raise NotSupportedError if the keys of some layer can't be moved.
         """
         by = int(offsets[0].item())  # type: ignore[arg-type]  # all the same
-        if by not in self._rotations:
-            self._rotations[by] = rotators(
-                self.model, make_layer_caches(self.model, CacheOptions()), by
-            )
-        ways = self._rotations[by]
+        ways = self._rotators(by)
         if ways is None:
             raise NotSupportedError(
                 "this model's keys can't be moved to other positions: "
                 "what is kept has to be evaluated again"
             )
         return ways[layer](keys, by)
+
+    def _rotators(self, by: int) -> list[Rotate] | None:
+        """Return how the keys of each layer of the model move; None if some can't."""
+        if by not in self._rotations:
+            self._rotations[by] = rotators(
+                self.model, make_layer_caches(self.model, CacheOptions()), by
+            )
+        return self._rotations[by]
 
     def _prove(self, reference: list[mx.array]) -> None:
         """Run two sequences in one row, in two steps, and compare each with its logits run alone.

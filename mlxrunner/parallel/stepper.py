@@ -87,7 +87,7 @@ class Stepper:
                 Option(low=2, high=MOST_TOKENS).check(option, value)
         if prefill_step is not None:
             Option(low=max_sequences, high=MOST_TOKENS).check("prefill_step", prefill_step)
-        self.owner = Owner("ParallelRunner")
+        self.owner = Owner(type(self).__name__)
         self.context = context or facts.context
         self.cells = cells or max_sequences * self.context
         self.prefill_step = min(prefill_step or DEFAULT_PREFILL_STEP, max_sequences * self.context)
@@ -270,7 +270,7 @@ class Stepper:
         """
         self._adapted.can_split = False
 
-    def __enter__(self) -> Stepper:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -278,10 +278,10 @@ class Stepper:
 
     def __repr__(self) -> str:
         if self.owner.is_closed:
-            return f"ParallelRunner({self.name!r}, closed)"
+            return f"{type(self).__name__}({self.name!r}, closed)"
         running, slots = len(self._scheduler.requests), len(self.slots)
         busy = f"{running} of {slots} slots busy"
-        return f"ParallelRunner({self.name!r}, context={self.context}, {busy})"
+        return f"{type(self).__name__}({self.name!r}, context={self.context}, {busy})"
 
     def close(self) -> None:
         """Cancel all requests, free the cells, and restore the model.

@@ -14,6 +14,7 @@ from mlx_lm.models.cache import ArraysCache
 from mlxrunner.cache.layers.base import ArrayCache, contiguous, leaves
 from mlxrunner.cache.layers.extents import Extent, LastPass
 from mlxrunner.cache.layers.layout import Layout
+from mlxrunner.cache.layers.protocol import LayerCache
 from mlxrunner.cache.saved import STATES, Saved
 
 States = list[mx.array | None]
@@ -74,6 +75,13 @@ class RecurrentCache(ArrayCache):
         self.inner.cache = states if offset else list(self._empty)
         self._before = (offset, list(self.inner.cache))
         self.offset = offset
+
+    def copy(self, other: LayerCache, to: int) -> None:
+        """Take the state of `other` at `to`: the present one, or that before its last pass."""
+        assert isinstance(other, RecurrentCache)
+        states = other.inner.cache if to == other.offset else other._before[1]
+        self._before = (to, list(states))
+        self.inner.cache, self.offset = list(states), to
 
     def to_mlx_lm(self, saved: Saved, offset: int) -> ArraysCache:
         self.fill(saved.arrays, offset)
