@@ -76,8 +76,10 @@ class Adapted(Engine):
         self._rotations: dict[int, list[Rotate] | None] = {}
         self.layer = -1
         """The layer that wrote last, for error messages; -1 before the first."""
-        attentions = [module for layer in model.layers for module in with_rope(layer)]
-        self.can_split = bool(attentions) and all(map(calls_attention, attentions))
+        roped = [module for layer in model.layers for module in with_rope(layer)]
+        modules = [module for layer in model.layers for module in layer.modules()]
+        self._attentions = [module for module in modules if calls_attention(module)]
+        self.can_split = bool(self._attentions) and all(map(calls_attention, roped))
         reference = _separately(model)
         try:
             self._wrap()
@@ -102,7 +104,7 @@ class Adapted(Engine):
             group.split(self._worth_splitting) if self.can_split else None for group in self.groups
         ]
         self.parts = [None if split is None else Parts(split) for split in splits]
-        self.masks_parts = [reserve and self.can_split or bool(parts) for parts in self.parts]
+        self.masks_parts = [(reserve and self.can_split) or bool(parts) for parts in self.parts]
         if list(rows) == list(range(len(batch))):
             return self._logits(tokens)
         wanted = mx.array(list(rows), mx.int32)
@@ -146,8 +148,8 @@ class Adapted(Engine):
         for layer in self.model.layers:
             for module in with_rope(layer):
                 self._replace(module, "rope", PerTokenRope(module.rope))
-                if self.can_split:
-                    self._replace(module, "__class__", class_with(module, attention_in_parts))
+        for module in self._attentions if self.can_split else []:
+            self._replace(module, "__class__", class_with(module, attention_in_parts))
         found = last_norm(self.model)
         if found is not None:
             self._head = SomeRows(getattr(*found))

@@ -215,14 +215,14 @@ class _Rows:
 
     def __init__(self, indices: Sequence[int]) -> None:
         begin, end = indices[0], indices[0] + len(indices)
-        self._slice = slice(begin, end) if list(indices) == list(range(begin, end)) else None
-        self._indices = None if self._slice else mx.array(indices)
+        follow_each_other = list(indices) == list(range(begin, end))
+        self._rows = slice(begin, end) if follow_each_other else mx.array(list(indices))
 
     def of(self, rows: mx.array) -> mx.array:
         """Return these rows of `[..., n, d]`."""
-        if self._slice is not None:
-            return rows[..., self._slice, :]
-        return mx.take(rows, self._indices, axis=-2)
+        if isinstance(self._rows, slice):
+            return rows[..., self._rows, :]
+        return mx.take(rows, self._rows, axis=-2)
 
 
 class _Join:
@@ -232,7 +232,7 @@ class _Join:
         is_sorted = list(order) == sorted(order)
         self._order = None if is_sorted else mx.array(np.argsort(order).astype(np.int32))
 
-    def __call__(self, rows: Sequence[mx.array]) -> mx.array:
+    def __call__(self, rows: list[mx.array]) -> mx.array:
         joined = rows[0] if len(rows) == 1 else mx.concatenate(rows, axis=-2)
         return joined if self._order is None else mx.take(joined, self._order, axis=-2)
 

@@ -407,7 +407,6 @@ class CausalCache(Cache):
             raise RuntimeError("no forward pass is under way: call start_forward first")
         return self._pass
 
-
     def _check_size(self, batch: Batch) -> None:
         self._lifecycle.check()
         self._cells.check_sequences(*batch.sequences)

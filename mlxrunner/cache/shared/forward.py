@@ -1,7 +1,7 @@
 """The forward pass under way: where its tokens go, and what they see. Bookkeeping only: numpy.
 
-All of it is worked out when it is asked for: a step that attends in parts, or that has one sequence,
-needs no mask of all its queries and all cells.
+Each fact is worked out when it is asked for. A step that attends in parts, or that has one
+sequence, needs no mask of all queries and all cells.
 """
 
 from __future__ import annotations
@@ -60,7 +60,12 @@ class Forward:
     @cached_property
     def alone(self) -> Alone | None:
         """The cells of the batch's only sequence, where they lie side by side in order."""
-        if self.places is None or self.blocks is None or len(self.blocks) > 1 or not (seen := self.blocks[0].seen):
+        if (
+            self.places is None
+            or self.blocks is None
+            or len(self.blocks) > 1
+            or not (seen := self.blocks[0].seen)
+        ):
             return None
         run, queries = Run(seen[0].begin, seen[-1].end), len(self.batch)
         if sum(stretch.end - stretch.begin for stretch in seen) < run.end - run.begin:

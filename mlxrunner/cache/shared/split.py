@@ -35,7 +35,7 @@ MOST_SHARED = 2**20
 Its scores are held in memory.
 """
 LONG = 64
-"""Fewest tokens of a piece that attends by itself. It reads shared cells again, for many queries."""
+"""Fewest tokens of a piece that attends by itself. It reads what it shares once more."""
 
 
 class Block(NamedTuple):
@@ -165,14 +165,14 @@ def _own(cells: Cells, block: Block) -> Own:
     if block.seen is None:
         held, positions = cells.owners[block.sequence], cells.positions
         found = np.flatnonzero(held & (positions >= first[0]) & (positions <= queries[-1]))
-        found = found[np.argsort(positions[found], kind="stable")].astype(np.int32)
+        found = found[np.argsort(positions[found], kind="stable")]
     else:
         in_order = sorted(block.seen, key=lambda stretch: stretch.position)
-        found = np.concatenate([np.arange(*each[:2], dtype=np.int32) for each in in_order])
+        found = np.concatenate([np.arange(each.begin, each.end) for each in in_order])
     positions = cells.positions[found]
     is_causal = (np.diff(positions) == 1).all() and first[-1] <= positions[0]
     visible = None if is_causal else (positions <= queries[:, None]) & (positions >= first[:, None])
-    return Own(block.begin, block.end, found, visible)
+    return Own(block.begin, block.end, found.astype(np.int32), visible)
 
 
 def _levels(cells: Cells, blocks: Sequence[Block]) -> tuple[Level, ...]:
@@ -302,9 +302,7 @@ def _small_enough(seen: Seen, rows: Sequence[int]) -> list[Seen]:
     return [Seen(seen.cells, bits) for bits in found]
 
 
-def _part(
-    cells: Cells, blocks: Sequence[Block], whole: Seen, members: Sequence[Seen]
-) -> Part:
+def _part(cells: Cells, blocks: Sequence[Block], whole: Seen, members: Sequence[Seen]) -> Part:
     """Return a part over `members`, which lie in the run of `whole`, for the blocks of `whole`."""
     run, own = whole.cells, [blocks[number] for number in _numbers(whole.blocks)]
     queries = tuple(query for block in own for query in range(block.begin, block.end))

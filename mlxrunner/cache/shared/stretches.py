@@ -1,7 +1,7 @@
 """The tokens of a sequence as stretches of cells. Bookkeeping only: numpy, no tensors.
 
-Tokens that were stored one after another lie side by side. So a sequence of any length is mostly one
-stretch, or two: the prefix that it shares, and its own tokens.
+Tokens that were stored one after another lie side by side. So a sequence of any length is mostly
+one stretch, or two: the prefix that it shares, and its own tokens.
 """
 
 from __future__ import annotations

@@ -112,8 +112,6 @@ class History:
                 self.cells, _ = self.cells.packed()
 
 
-
-
 @pytest.mark.parametrize("sight", SIGHTS, ids=str)
 @examples(400)
 @given(st.randoms(), st.booleans())
@@ -143,8 +141,13 @@ def test_attention_in_parts_is_that_of_the_mask(
             queries, keys, values, mask=mx.array(visible), **more
         )
         ours = Parts(parts).attend(
-            scaled_dot_product_attention, queries, keys, values,
-            scale=0.5, sinks=sinks, cache=None,
+            scaled_dot_product_attention,
+            queries,
+            keys,
+            values,
+            scale=0.5,
+            sinks=sinks,
+            cache=None,
         )
         assert mx.abs(ours - expected).max().item() < 1e-5
 
@@ -153,3 +156,156 @@ def _blocks(cells: Cells, batch: Batch) -> list[Block]:
     blocks = blocks_of(cells, batch)
     assert blocks is not None
     return blocks
+
+
+def stored(tokens: int, lanes: dict[int, int] | None = None, num_cells: int = 20_000) -> Cells:
+    """Return cells in which sequence 0 has `tokens` tokens, and others lanes of some sizes."""
+    cells = Cells.empty(num_cells, 8, Sight())
+    for sequence, size in (lanes or {}).items():
+        cells = cells.expecting(sequence, size)
+    for begin in range(0, tokens, 5000):
+        positions = range(begin, min(tokens, begin + 5000))
+        cells = cells.place(Batch(positions, [0] * len(positions))).after
+    return cells
+
+
+def apart(cells: Cells, *counts: tuple[int, int], worth: float = 1.2) -> tuple[Cells, Split | None]:
+    """Place the next tokens of some sequences, given as (sequence, number), and split them."""
+    nexts = cells.next_positions().tolist()
+    tokens = [(nexts[s] + i, s) for s, count in counts for i in range(count)]
+    batch = Batch(*zip(*tokens, strict=True))
+    after = cells.place(batch).after
+    return after, split(after, batch, _blocks(after, batch), worth)
+
+
+def drawn(found: Split | None) -> list[str]:
+    """Draw each part: its queries, and its cells; the lanes of a stack with a bar between."""
+    if found is None:
+        return ["one product"]
+    rows = [f"own {own.begin}-{own.end - 1}: {len(own.cells)} cells" for own in found.own]
+    for number, level in enumerate(found.levels):
+        for part in level:
+            asked = ",".join(map(str, _asked(part)))
+            cells = (
+                f"{part.cells.begin}-{part.cells.end - 1}"
+                if isinstance(part, Part)
+                else f"{part.begin}+{part.length} of {part.size} x {len(part.queries)}"
+            )
+            masked = "" if part.visible is None else " masked"
+            rows.append(f"level {number}: {asked}: {cells}{masked}")
+    return rows
+
+
+def test_each_group_reads_its_trunk_once() -> None:
+    """Two groups of two with a trunk each, below one that all share; lanes are one stack."""
+    cells = stored(1000, dict.fromkeys(range(1, 8), 30))
+    cells = cells.with_prefix(0, 1, 500)
+    for tokens in range(0, 2000, 500):
+        cells = cells.place(Batch(range(500 + tokens, 1000 + tokens), [1] * 500)).after
+    cells = cells.with_prefix(0, 2, 1000).with_prefix(0, 3, 1000)
+    cells = cells.with_prefix(1, 4, 2500).with_prefix(1, 5, 2500)
+    for sequence in (2, 3, 4, 5):
+        cells = cells.expecting(sequence, 30)
+    for _ in range(3):
+        cells, found = apart(cells, (2, 1), (3, 1), (4, 1), (5, 1))
+    first = cells.lanes[2].run.begin
+    assert drawn(found) == [
+        f"level 0: 0,1,2,3: {first}+3 of 32 x 4",
+        "level 1: 0,1,2,3: 224-723",
+        "level 2: 0,1: 724-1223",
+        "level 2: 2,3: 1224-3223",
+    ]
+
+
+def test_lanes_of_one_size_are_one_part() -> None:
+    """Also where one in between is not asked for, and where some have fewer tokens."""
+    cells = stored(0, dict.fromkeys(range(8), 50))
+    for count in (40, 1, 1):
+        cells, _ = apart(cells, *[(sequence, count) for sequence in range(8)])
+    cells, found = apart(cells, *[(sequence, 1) for sequence in range(8) if sequence != 3])
+    assert drawn(found) == ["level 0: 0,1,2,3,4,5,6: 0+43 of 64 x 8 masked"]
+    cells, found = apart(cells, *[(sequence, 1) for sequence in range(8)])
+    assert drawn(found) == ["level 0: 0,1,2,3,4,5,6,7: 0+44 of 64 x 8 masked"]
+
+
+def test_lanes_far_apart_are_parts() -> None:
+    """A batch of mostly nothing would be more work than they are."""
+    cells = stored(0, dict.fromkeys(range(8), 500))
+    cells, _ = apart(cells, *[(sequence, 40) for sequence in range(8)])
+    _, found = apart(cells, (0, 1), (3, 1), (7, 1), worth=0)
+    assert drawn(found) == ["level 0: 0: 0-40", "level 0: 1: 1536-1576", "level 0: 2: 3584-3624"]
+
+
+def test_one_product_where_it_is_less_work() -> None:
+    """A long prefix and little of their own, or little altogether: the mask is shown."""
+    cells = stored(1000).with_prefix(0, 1, 1000).with_prefix(0, 2, 1000)
+    assert drawn(apart(cells, (1, 4), (2, 4))[1]) == ["one product"]
+    assert drawn(apart(stored(0), (1, 4), (2, 4))[1]) == ["one product"]
+
+
+def test_tokens_that_lie_between_each_other_are_one_masked_part() -> None:
+    """Sequences without lanes decode into every other cell; their prompts are parts."""
+    cells = Cells.empty(9000, 2, Sight())
+    for sequence in (0, 1):
+        cells, _ = apart(cells, (sequence, 4000))
+    for _ in range(10):
+        cells, found = apart(cells, (0, 1), (1, 1))
+    assert drawn(found) == [
+        "level 0: 0,1: 8000-8019 masked",
+        "level 1: 0: 0-3999",
+        "level 1: 1: 4000-7999",
+    ]
+
+
+def test_a_long_piece_attends_by_itself() -> None:
+    """Its cells come in the order of positions, wherever they lie, and need no mask."""
+    cells = stored(300).with_prefix(0, 1, 200).with_prefix(0, 2, 200)
+    cells, _ = apart(cells, (2, 500))
+    cells, found = apart(cells, (1, LONG), (2, 1), (0, 1), worth=0)
+    assert found is not None
+    assert drawn(found)[0] == f"own 0-{LONG - 1}: {200 + LONG} cells"
+    assert found.own[0].visible is None
+    assert found.own[0].cells.tolist() == [*range(200), *range(800, 800 + LONG)]
+
+
+def test_scores_of_shared_cells_are_bounded() -> None:
+    """Queries that would have too many with each other read the cells in smaller groups."""
+    cells = stored(18_000)
+    for sequence in (1, 2, 3):
+        cells = cells.with_prefix(0, sequence, 18_000)
+    _, found = apart(cells, *[(sequence, 30) for sequence in (1, 2, 3)], worth=0)
+    assert found is not None
+    sizes = [
+        len(part.queries) * (part.cells.end - part.cells.begin)
+        for level in found.levels
+        for part in level
+        if isinstance(part, Part)
+    ]
+    assert max(sizes) <= MOST_SHARED < 90 * 18_000
+
+
+def test_scattered_sequences_have_a_mask() -> None:
+    """They lie in too many pieces to list; a long piece gathers its cells."""
+    cells = Cells.empty(1000, 3, Sight())
+    for _ in range(50):
+        cells, found = apart(cells, (0, 1), (1, 1), (2, 1), worth=0)
+    assert drawn(found) == ["one product"]
+    cells, found = apart(cells, (0, LONG), (1, 1), worth=0)
+    assert drawn(found) == [
+        f"own 0-{LONG - 1}: {50 + LONG} cells",
+        f"level 0: {LONG}: 1-214 masked",
+    ]
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        Batch([0, 0, 1], [0, 1, 0]),
+        Batch([0, 2], [0, 0]),
+        Batch([0, 1], [0, 0], sees_forward=[0, 1]),
+    ],
+    ids=["mixed", "jump", "image"],
+)
+def test_tokens_in_another_order_have_a_mask(batch: Batch) -> None:
+    """A scheduler never makes such a step."""
+    assert blocks_of(Cells.empty(20, 2, Sight()).place(batch).after, batch) is None
