@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeVar
 
+from mlxrunner.batch.answers import error_of, write_line
 from mlxrunner.batch.job import (
     ANSWERS,
     INPUT,
@@ -26,7 +27,7 @@ from mlxrunner.batch.job import (
     store_to_plan,
 )
 from mlxrunner.batch.options import ORDERS, Order
-from mlxrunner.batch.output import Writer, error_of, write_line
+from mlxrunner.batch.output import Writer
 from mlxrunner.batch.plan import (
     BatchPlan,
     Speed,
@@ -75,7 +76,7 @@ ENDING = (
     "is finished is lost"
 )
 MAX_BATCH = 256
-"""The tokens of a step.
+"""The tokens of a step for several lines, unless the user says otherwise.
 
 Where rows are long, pieces of several prompts in one row cost more than they save.
 """
@@ -335,7 +336,7 @@ def _several(
                 max_sequences=lanes,
                 context=context,
                 cells=found.cells(lanes, context),
-                prefill_step=max(MAX_BATCH, lanes),
+                prefill_step=max(job.loading.get("prefill_step") or MAX_BATCH, lanes),
                 reserve=bool(job.loading.get("reserve", True)),
             )
         except NotSupportedError as error:

@@ -49,9 +49,9 @@ class EntryLease:
         self.forwarded = 0
 
     def __enter__(self) -> EntryLease:
-        return self.open()
+        return self.take()
 
-    def open(self) -> EntryLease:
+    def take(self) -> EntryLease:
         """Find the common prefix and rewind the entry to it. Leave the lease by `close`."""
         try:
             self.lookup = self._cache.open_lease(self)

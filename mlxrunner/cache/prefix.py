@@ -139,12 +139,13 @@ class PrefixCache:
             entry.tokens.truncate(shared)
             self.settle("what came after the tokens that were to be kept")
 
-    def adopt(self, saved: SavedEntry, source: str = "a file") -> None:
+    def adopt(self, saved: SavedEntry, source: str | None = "a file") -> None:
         """Replace the entry by a saved one.
 
         The saved entry is read when it is first needed: by the next request, or by `current`. If
         reading it fails, it is dropped, and the next lookup reports `entry_freed`. `source`: the
-        name of its origin in the lookup. Raise BusyError while a request is running.
+        name of its origin in the lookup; None if the lookup does not mention it. Raise BusyError
+        while a request is running.
         """
         self.reset()
         self._loss, self._early, self._restored_from, self._awaited = None, None, source, saved

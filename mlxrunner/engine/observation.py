@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from mlxrunner.cache.lookup import Earlier, Lookup
+from mlxrunner.cache.lookup import Earlier, Evicted, Lookup
 from mlxrunner.cache.tokens import TokenArray, TokenBuffer
 from mlxrunner.engine.answer import Clock
 from mlxrunner.options import GenerateOptions
@@ -49,6 +49,10 @@ class Beside:
     """True if its keys could not be moved."""
     answer: TokenArray
     """The tokens of the answer that were run through the model."""
+    submitted: int = 0
+    """Its number among the requests that the runner began, from 1; 0 if it is not known."""
+    evicted: Sequence[Evicted] = ()
+    """The conversations that were given up to make room for it."""
 
 
 @dataclass(frozen=True)

@@ -6,29 +6,23 @@ Knows nothing about steps. Slots change in an order that an interrupt may cut an
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import TypeVar
+from dataclasses import replace
 
 import numpy as np
 
 from mlxrunner.cache.checkpoints import places_of
 from mlxrunner.cache.lease import Source
-from mlxrunner.cache.lookup import LostTokens
-from mlxrunner.cache.prefix import PrefixCache
 from mlxrunner.cache.shared.sequences import END
-from mlxrunner.cache.tokens import TokenArray, as_tokens, common_prefix
+from mlxrunner.cache.tokens import TokenArray
 from mlxrunner.errors import CacheFullError
 from mlxrunner.parallel.engine import Engine
 from mlxrunner.parallel.request import ActiveRequest
+from mlxrunner.parallel.residents import Residents
 from mlxrunner.parallel.room import Room
-from mlxrunner.parallel.slots import Choice, Slot, choose, least_worth
+from mlxrunner.parallel.slots import Choice, Slot, choose
 from mlxrunner.results import log_lookup
-
-T = TypeVar("T")
-LOSSES = 4
-"""Losses of tokens to remember for each slot, so that a later lookup can explain them."""
 
 
 class Assigner:
@@ -40,6 +34,7 @@ class Assigner:
         slots: Sequence[Slot],
         requests: list[ActiveRequest],
         room: Room,
+        residents: Residents,
         message_ends: TokenArray,
     ) -> None:
         """Assign `requests`, the running ones in order of arrival, to `slots`.
@@ -47,8 +42,8 @@ class Assigner:
         `message_ends`: the tokens that end a message. Checkpoints are taken at such places.
         """
         self._engine, self._slots, self._requests = engine, slots, requests
-        self._room, self._message_ends = room, message_ends
-        self._losses: deque[LostTokens] = deque(maxlen=LOSSES * len(slots))
+        self._room, self._residents, self._message_ends = room, residents, message_ends
+        self._submitted = 0
 
     def admit(self, request: ActiveRequest, began: tuple[int, int]) -> None:
         """Give a request a slot and the prefix that it can share.
@@ -59,9 +54,11 @@ class Assigner:
         clock = request.clock
         # Place waiting requests first: the slot whose prefix they share may be taken now.
         self.place_waiting()
-        choice = choose(self._slots, request.tokens)
+        choice = self._choose(request)
         self._room.check(request, choice, self._requests)
-        slot = request.slot = choice.slot
+        self._submitted += 1
+        slot, request.submitted = choice.slot, self._submitted
+        request.slot = slot
         request.trimmed = len(slot.tokens)
         try:
             clock.lookup_began = time.perf_counter()
@@ -92,30 +89,10 @@ class Assigner:
             elif not source.is_busy or source.will_share_with(request.todo) < promised:
                 self._place_again(request, self._requests[:number])
 
-    def clear(self, slot: Slot, why: str = "another conversation") -> None:
-        """Forget the tokens of a slot, because of `why`."""
-        slot.exact = END
-        if slot.cache.is_busy:
-            slot.cache.free(why)
-        else:
-            slot.cache.reset(why)
-        self._remember_losses()
-
     def free(self, slot: Slot) -> None:
         """Forget the tokens and the request of a slot."""
-        self.clear(slot, "an error")
+        self._residents.clear(slot, "an error")
         slot.is_busy, slot.planned = False, slot.planned[:0]
-
-    def make_room(self, act: Callable[[], T]) -> T:
-        """Call `act` and return its result, after clearing idle slots if it lacks cells.
-
-        Slots of least worth come first. Raise CacheFullError if no slot is left to clear.
-        """
-        while True:
-            try:
-                return act()
-            except CacheFullError:
-                self._clear_one_or_raise()
 
     def make_cells_for_shift(self, request: ActiveRequest, begin: int) -> None:
         """Clear idle slots until a shift can copy the request's shared tokens from `begin` on.
@@ -130,46 +107,66 @@ class Assigner:
                 if needed > group.num_free:
                     raise CacheFullError("a shift", needed, group.num_free, group.num_cells)
 
-        self.make_room(check)
+        self._residents.make_room(check, request)
 
-    def _clear_one_or_raise(self) -> None:
-        """Clear the idle slot of least worth; raise the present error if there is none."""
-        idle = [slot for slot in self._slots if not slot.is_busy and slot.tokens]
-        if not idle:
-            raise
-        self.clear(least_worth(idle))
+    def _choose(
+        self,
+        request: ActiveRequest,
+        own: Slot | None = None,
+        ahead: Sequence[Slot] | None = None,
+    ) -> Choice:
+        """Choose a slot and a source, or a conversation on disk that has more of the prompt."""
+        least = self._residents.least
+        choice = choose(self._slots, request.todo, own=own, ahead=ahead, least=least)
+        found = self._residents.find(request.todo, choice.matched)
+        if found is None:
+            return choice
+        free = [slot for slot in self._slots if not slot.is_busy]
+        slot = own or least(free)
+        return Choice(slot, slot, 0, parked=found)
 
     def _follow(self, request: ActiveRequest, choice: Choice) -> None:
-        """Take the prefix that another slot has, or begin to wait for it."""
-        if choice.ready:
+        """Take the prefix that a slot or the disk has, or begin to wait for it."""
+        slot = request.slot
+        if choice.parked is not None:
+            self._residents.give_up(slot, request, "slot")
+            self._residents.restore(slot, *choice.parked)
+            self._resume(request, slot, choice.parked[1])
+        elif choice.ready:
+            if choice.source is slot:
+                self._residents.set_aside(slot, choice.matched)
+            else:
+                self._residents.give_up(slot, request, "slot")
             self._resume(request, choice.source)
         else:
             # Others must not share tokens that will be replaced.
-            self.clear(request.slot)
+            self._residents.give_up(slot, request, "slot")
             request.source, request.promised = choice.source, choice.matched
+        self._residents.fit(request)
 
-    def _resume(self, request: ActiveRequest, source: Slot) -> None:
-        """Give the request's slot what `source` has of its prompt."""
-        slot = request.slot
+    def _resume(self, request: ActiveRequest, source: Slot, restored: int = 0) -> None:
+        """Give the request's slot what `source` has of its prompt.
+
+        `restored`: number of tokens of the slot that were just read from disk.
+        """
+        slot, prompt = request.slot, request.todo
         copied = None if source is slot else Source(source.cache, source.exact)
-        if copied is not None and slot.tokens:
-            self.clear(slot)
-        self._explain(slot.cache, request.todo)
+        self._residents.explain(slot.cache, prompt)
         slot.exact = END
-        lease = request.lease = slot.cache.begin(request.todo, source=copied)
-        lease.open()
-        found = lease.lookup
+        lease = request.lease = slot.cache.begin(prompt, source=copied)
+        lease.take()
+        found = replace(lease.lookup, restored=min(restored, lease.lookup.cached))
         request.place, request.is_placed, request.source = found.cached, True, None
         if not request.sampled:
             request.lookup = found
         if source is slot:
             request.trimmed = max(0, request.trimmed - found.cached)
         coming = request.limit - request.sampled
-        self._engine.expect(slot.number, len(request.todo) - found.cached + coming)
+        self._engine.expect(slot.number, len(prompt) - found.cached + coming)
         if lease.needs_checkpoints:
-            ends = np.flatnonzero(np.isin(request.todo, self._message_ends)) + 1
-            lease.mark(places_of(len(request.todo), ends.tolist()))
-        log_lookup(len(request.todo), found.matched, found.cached)
+            ends = np.flatnonzero(np.isin(prompt, self._message_ends)) + 1
+            lease.mark(places_of(len(prompt), ends.tolist()))
+        log_lookup(len(prompt), found.matched, found.cached)
 
     def _place_again(self, request: ActiveRequest, ahead: Sequence[ActiveRequest]) -> None:
         """Choose again, from the present content of the slots. Without room the request waits."""
@@ -180,19 +177,3 @@ class Assigner:
         with suppress(CacheFullError):
             self._room.check(request, choice, others)
             self._follow(request, choice)
-
-    def _remember_losses(self) -> None:
-        """Take over what the slots have lost: any later prompt may miss it."""
-        for slot in self._slots:
-            if not slot.cache.is_busy and (loss := slot.cache.forget_loss()) is not None:
-                self._losses.append(loss)
-
-    def _explain(self, cache: PrefixCache, prompt: TokenArray) -> None:
-        """Let the next lookup of `cache` report the loss that `prompt` misses most."""
-        self._remember_losses()
-        shared = [common_prefix(loss.tokens, prompt) for loss in self._losses]
-        if any(shared):
-            index = shared.index(max(shared))
-            loss = self._losses[index]
-            del self._losses[index]
-            cache.lose(loss.reason, loss.by, as_tokens(loss.tokens))

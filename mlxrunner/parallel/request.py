@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlxrunner.cache.lease import EntryLease
-from mlxrunner.cache.lookup import Lookup
+from mlxrunner.cache.lookup import Evicted, Lookup
 from mlxrunner.cache.tokens import TokenArray, as_tokens
 from mlxrunner.engine.answer import AnswerStream
 from mlxrunner.engine.observation import Beside, Ending, Observation, finish_of
@@ -48,6 +48,10 @@ class ActiveRequest(Request):
     """All tokens so far, `[n]`; None if the sampling does not need them."""
     chunks: deque[Chunk] = field(default_factory=deque)
     """The chunks that the caller has not taken yet."""
+    submitted: int = 0
+    """Its number among the requests that the runner began, from 1."""
+    evicted: list[Evicted] = field(default_factory=list)
+    """The conversations that were given up to make room for it."""
     is_placed: bool = False
     """True once its slot has the shared prefix, so that the rest can be evaluated."""
     source: Slot | None = None
@@ -206,6 +210,8 @@ class ActiveRequest(Request):
             sampled=self.sampled,
             stuck=self.is_stuck,
             answer=answer,
+            submitted=self.submitted,
+            evicted=self.evicted,
         )
 
 

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import numpy as np
@@ -27,9 +28,13 @@ from mlxrunner.errors import CacheFullError, FormError, MlxrunnerError, StepFail
 from mlxrunner.parallel.assign import Assigner
 from mlxrunner.parallel.engine import Engine
 from mlxrunner.parallel.request import ActiveRequest, Step
+from mlxrunner.parallel.residents import Residents
 from mlxrunner.parallel.room import Room
 from mlxrunner.parallel.slots import Slot, share
 from mlxrunner.results import Chunk, FinishReason, Usage
+
+if TYPE_CHECKING:
+    from mlxrunner.stored.parking import Parking
 
 Ended = Callable[[ActiveRequest, FinishReason | None, str | None], Usage]
 """A function of an ended request, its finish reason, and the name of its error."""
@@ -52,12 +57,15 @@ class Scheduler:
         message_ends: TokenArray | None = None,
         checkpoint_budget: int = 0,
         checkpoint_interval: int = 1024,
+        memory: int | None = None,
+        parking: Parking | None = None,
     ) -> None:
         """Make a scheduler of at most `max_sequences` requests of up to `capacity` tokens each.
 
         `cells`: the most cells per layer that all requests take together. `max_batch`: the most
         tokens of a step. `ended`: called for each request at its end. `message_ends`: the tokens
         that end a message. `checkpoint_budget`: bytes of checkpoints of all slots together.
+        `memory` and `parking`: see `Residents`.
         """
         budget = checkpoint_budget // max_sequences
         self.slots = [
@@ -70,7 +78,8 @@ class Scheduler:
         self._capacity, self._max_batch = capacity, max_batch
         room = Room(engine, self.slots, self.requests, capacity=capacity, cells=cells)
         ends = as_tokens([]) if message_ends is None else message_ends
-        self._assigner = Assigner(engine, self.slots, self.requests, room, ends)
+        self.residents = Residents(engine, self.slots, memory=memory, parking=parking)
+        self._assigner = Assigner(engine, self.slots, self.requests, room, self.residents, ends)
         self._pending: Step | None = None
         self._suspects: deque[list[ActiveRequest]] = deque()
         """Groups of requests, one of which may have made a step fail: each is run by itself."""
@@ -230,7 +239,7 @@ class Scheduler:
             [request.slot.number for request, count in row for _ in range(count)],
         )
         tokens = mx.concatenate([request.coming_tokens(count) for request, count in row])
-        logits = self._assigner.make_room(
+        logits = self.residents.make_room(
             lambda: self._engine.forward(tokens, batch, list(sampling) or [0])
         )
         for request, count in row:
@@ -319,7 +328,7 @@ class Scheduler:
         if is_lost:
             self._engine.forget()
             for slot in self.slots:
-                self._assigner.clear(slot, "a failed step")
+                self.residents.clear(slot, "a failed step")
         for request in self.requests:
             request.restart()
         running = [request for request, _ in row if not request.finished]
@@ -345,7 +354,7 @@ class Scheduler:
         placed = [request for request in self.requests if request.is_placed]
         if len(placed) > 1:
             placed[-1].give_way()
-            self._assigner.clear(placed[-1].slot)
+            self.residents.clear(placed[-1].slot, "a lack of room")
         else:
             placed[-1].ending = "no room"
             self._fail(placed[-1], error)
@@ -391,6 +400,8 @@ class Scheduler:
         )
         slot.planned, slot.exact = slot.planned[:0], END
         slot.cache.entry.is_shifted = False  # only exact tokens are left
+        self.residents.use(slot)
+        self.residents.fit()
 
     def _make_room(self, request: ActiveRequest) -> None:
         """Drop the oldest half behind the kept tokens if the next token would not fit.

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from mlxrunner.cache.prefix import PrefixCache
 from mlxrunner.cache.shared.sequences import END
 from mlxrunner.cache.tokens import TokenArray, TokenBuffer, as_tokens, common_prefix
 from mlxrunner.errors import NoFreeSlotError
+
+if TYPE_CHECKING:
+    from mlxrunner.stored.parked import Parked
 
 WORTH_WAITING = 16
 """Fewest tokens that make waiting worthwhile.
@@ -42,8 +46,6 @@ class Slot:
     """True if it has a request."""
     last_used: int = 0
     """The number of the step in which its last request ended."""
-    worth: float = 0.0
-    """The worth of keeping it while it is idle: see `mlxrunner.cache.worth`."""
     asked: int = 0
     """Number of tokens of the last request's prompt."""
     exact: int = END
@@ -84,6 +86,11 @@ class Choice:
     matched: int
     ready: bool = True
     """True if these tokens are evaluated already."""
+    parked: tuple[Parked, int] | None = None
+    """The conversation to read from disk, and its tokens to read; None: none.
+
+    It needs cells of its own, and `matched` is 0.
+    """
 
 
 Reach = Callable[[Slot, int], int]
@@ -97,13 +104,14 @@ def choose(
     own: Slot | None = None,
     ahead: Sequence[Slot] | None = None,
     reach: Reach = Slot.reach,
+    least: Callable[[Sequence[Slot]], Slot] | None = None,
 ) -> Choice:
     """Choose the slot for `prompt`, and the slot, busy or not, whose prefix it shares.
 
     At least one token of `prompt` is left to evaluate. The prompt waits for a prefix that another
     request is about to evaluate if that is much longer. `own`: the slot to use; None: any free one.
-    `ahead`: the slots that may be waited for (default: all busy ones). Raise NoFreeSlotError if all
-    slots are busy.
+    `ahead`: the slots that may be waited for (default: all busy ones). `least`: which of some slots
+    is given up first (default: `least_used`). Raise NoFreeSlotError if all slots are busy.
     """
     free = [slot for slot in slots if not slot.is_busy] if own is None else [own]
     if not free:
@@ -115,13 +123,13 @@ def choose(
     best, ready = _best(slots, shared, most, target, reach)
     source, matched, is_ready = _awaited(busy, prompt, most, ready) or (best, ready, True)
     if target is None or (own is None and matched > shared[target.number]):
-        target = least_worth(free)
+        target = (least or least_used)(free)
     return Choice(target, source, matched, is_ready)
 
 
-def least_worth(slots: Sequence[Slot]) -> Slot:
-    """Return the slot whose tokens are given up first: an empty one, or the one of least worth."""
-    return min(slots, key=lambda slot: (bool(slot.tokens), slot.worth, slot.last_used))
+def least_used(slots: Sequence[Slot]) -> Slot:
+    """Return an empty slot, or the one that was used least recently."""
+    return min(slots, key=lambda slot: (bool(slot.tokens), slot.last_used))
 
 
 def _best(

@@ -134,7 +134,7 @@ def test_a_replay_agrees_with_the_parallel_runner(name: str, tmp_path: Path) -> 
 def logged_batch(
     name: str, file: Path, slots: int, **options: Any
 ) -> tuple[list[LoggedRequest], Counter[str]]:
-    """A batch whose prompts share much, in so many slots; what the runner says of all of it."""
+    """Run a batch whose prompts share much in `slots` slots. Return its log and its sums."""
     rng, given = random.Random(name), parts(name)
     trunk = some(rng, 120)
     requests = [

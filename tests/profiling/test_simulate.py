@@ -57,7 +57,7 @@ SMALL: dict[str, Any] = {"prefill_step": 24, "rewind_slack": 10, "checkpoint_int
 
 
 def nested(depth: int) -> dict[str, Any]:
-    """A layer in so many others."""
+    """Return the line of a layer that lies in `depth` others."""
     line: dict[str, Any] = dict.fromkeys(("window", "slack", "room")) | dict.fromkeys(
         ("row_bytes", "checkpoint_rows", "checkpoint_fixed"), 0
     )
