@@ -66,8 +66,9 @@ class Adapted(Engine):
         self._paths: list[tuple[int, ...]] = []
         self._views = [self._view(like, (index,)) for index, like in enumerate(likes)]
         self._head: SomeRows | None = None
-        self.masks: list[mx.array] = []
         self.parts: list[Parts | None] = []
+        self.masks_parts: list[bool] = []
+        """True for a group whose attention needs no mask of all queries and cells."""
         self.worth_splitting = WORTH_SPLITTING
         self._rotations: dict[int, list[Rotate] | None] = {}
         self.layer = -1
@@ -104,8 +105,8 @@ class Adapted(Engine):
         self.cache.init(self._dtype, max_sequences, capacity, max_batch)
 
     @property
-    def positions(self) -> mx.array:
-        """The position of each token of the step."""
+    def positions(self) -> mx.array | int:
+        """The position of each token, or of the first token of a step of one sequence."""
         return self.step.positions
 
     @property
@@ -127,18 +128,22 @@ class Adapted(Engine):
         if plan is not None and plan.order is not None:
             tokens, batch, rows = _sorted(plan.order, tokens, batch, rows)
         self.cache.start_forward(batch, reserve=reserve)
-        self.step.positions = mx.array(list(batch.positions), mx.int32)
+        self.step.positions = (
+            batch.positions[0] if batch.is_plain else mx.array(list(batch.positions), mx.int32)
+        )
         self.step.tokens = len(batch)
-        self.masks = [group.mask for group in self.groups]
         splits = [
             group.split(self.worth_splitting) if self.can_split else None for group in self.groups
         ]
         self.parts = [None if split is None else Parts(split) for split in splits]
+        self.masks_parts = [(reserve and self.can_split) or bool(parts) for parts in self.parts]
+        is_whole = list(rows) == list(range(len(batch)))
+        wanted = None if is_whole else mx.array(list(rows), mx.int32)
         with self._scratch() if reserve else nullcontext():
-            return self._run(tokens, plan, mx.array(list(rows), mx.int32))
+            return self._run(tokens, plan, wanted)
 
-    def _run(self, tokens: mx.array, plan: Plan | None, wanted: mx.array) -> mx.array:
-        """Return the `wanted` rows' logits, after a pass in all layers that are apart."""
+    def _run(self, tokens: mx.array, plan: Plan | None, wanted: mx.array | None) -> mx.array:
+        """Return the logits of the `wanted` rows; None: of all rows."""
         if plan is not None:
             for view in self._apart:
                 view.begin_forward(plan)
@@ -154,7 +159,7 @@ class Adapted(Engine):
         if plan is not None:
             for view in self._apart:
                 mx.async_eval(view.end_forward())  # type: ignore[no-untyped-call]
-        return logits[wanted] if self._head is None else logits
+        return logits[wanted] if self._head is None and wanted is not None else logits
 
     @contextmanager
     def _scratch(self) -> Iterator[None]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -94,8 +94,8 @@ class Masks:
 class Step:
     """What all views of a model know about the step under way."""
 
-    positions: mx.array = field(default_factory=lambda: mx.array([], mx.int32))
-    """The position of each token."""
+    positions: mx.array | int = 0
+    """The position of each token, or of the first token of a step of one sequence."""
     tokens: int = 0
 
 

@@ -5,12 +5,12 @@ These are the rope of each attention, its attention function, the last norm and 
 
 from __future__ import annotations
 
-import operator
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlxrunner.errors import NotSupportedError
 from mlxrunner.parallel.attention import Parts
 from mlxrunner.system.mlx_lm_internals import Attention
 
@@ -59,13 +59,15 @@ class LayerView:
         self._fetched: tuple[mx.array, ...] = ()
 
     @property
-    def offset(self) -> mx.array:
+    def offset(self) -> mx.array | int:
         return self._step.positions
 
     def make_mask(
         self, n: int, return_array: bool = False, window_size: int | None = None
-    ) -> mx.array:
-        return self._step.masks[self._group]
+    ) -> mx.array | str | None:
+        return self._step.groups[self._group].attention_mask(
+            is_split=self._step.masks_parts[self._group], as_array=return_array
+        )
 
     @property
     def parts(self) -> Parts | None:
@@ -81,24 +83,25 @@ class LayerView:
         self._step.layer = self.layer
         cache.set_layer(self._number)
         cache.put(keys, values)
-        fetched, stored, _ = cache.get()
-        self._fetched = fetched, stored
-        return fetched, stored
+        self._fetched = cache.fetch()
+        return self._fetched
 
     def forget(self) -> None:
         """Drop what was fetched: a view of a buffer makes the next write copy the buffer."""
         self._fetched = ()
 
-    def is_plain(self, keys: mx.array, values: mx.array, mask: Any) -> bool:
-        """Return True if an attention is over the rows as stored, under the mask as made."""
-        made = self._step.masks[self._group]
-        fetched = (keys, values)
-        return (
-            len(self._fetched) == 2
-            and all(map(operator.is_, fetched, self._fetched))
-            and isinstance(mask, mx.array)
-            and mask.size == made.size
+    def check(self, keys: mx.array, values: mx.array, mask: Any) -> None:
+        """Raise NotSupportedError unless an attention in parts can stand for a whole one.
+
+        It is over the rows as stored, under the mask as made.
+        """
+        is_stored = len(self._fetched) == 2 and all(
+            given is stored for given, stored in zip((keys, values), self._fetched, strict=True)
         )
+        if not is_stored or not (mask is None or isinstance(mask, str)):
+            raise NotSupportedError(
+                f"layer {self.layer} attends to something else than the rows that it stored"
+            )
 
 
 def attention_in_parts(whole: Attention) -> Attention:
@@ -114,7 +117,8 @@ def attention_in_parts(whole: Attention) -> Attention:
         sinks: mx.array | None = None,
     ) -> mx.array:
         parts = cache.parts if isinstance(cache, LayerView) else None
-        if parts is not None and cache.is_plain(keys, values, mask):
+        if parts is not None:
+            cache.check(keys, values, mask)
             return parts.attend(
                 whole, queries, *cache.buffers(), scale=scale, sinks=sinks, cache=cache
             )

@@ -18,7 +18,6 @@ from mlxrunner.cache.shared.split import WORTH_SPLITTING
 from mlxrunner.errors import (
     CacheFullError,
     NoFreeSlotError,
-    NotSupportedError,
     StepFailedError,
 )
 from mlxrunner.models.facts import facts_of
@@ -125,22 +124,6 @@ def test_each_answer_is_that_of_the_single_runner(name: str, worth: float) -> No
     for prompt, result in zip(prompts, results, strict=True):
         assert result.tokens == alone(given, prompt, max_tokens=10, stop_tokens=[])
         assert result.finish_reason == "length"
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("lfm2", "layer 0 is recurrent"),
-        ("jamba", "layer 0 is recurrent"),
-        ("llama4", "layer 0 is chunked"),
-    ],
-)
-def test_a_model_that_cannot_share_a_row_is_refused_with_the_layer(name: str, kind: str) -> None:
-    """It is left as it was."""
-    given = parts(name)
-    with pytest.raises(NotSupportedError, match=kind):
-        Stepper(*given, max_sequences=2, context=100)
-    assert alone(given, [1, 2, 3], max_tokens=3, stop_tokens=[])
 
 
 def test_closing_gives_the_model_back_as_it_was(llama: tuple[Any, ByteTokenizer, Any]) -> None:
