@@ -21,14 +21,14 @@ from mlxrunner.batch.run import BatchRequest, run_batch
 from mlxrunner.batch.work import MAX_BATCH
 from mlxrunner.bench.measurements import Comparison, less_is_better, print_json, print_table
 from mlxrunner.bench.models import random_runner
-from mlxrunner.parallel.runner import ParallelRunner
+from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.runner import Runner
 
 COMMON = 256
 LANES = (4, 8, 16)
 
 
-def seconds(runner: Runner | ParallelRunner, prompts: list[list[int]], answer: int) -> float:
+def seconds(runner: Runner | Stepper, prompts: list[list[int]], answer: int) -> float:
     began = time.perf_counter()
     results = list(run_batch(runner, map(BatchRequest, prompts), max_tokens=answer, stop_tokens=[]))
     if any(result.result is None for result in results):
@@ -38,7 +38,7 @@ def seconds(runner: Runner | ParallelRunner, prompts: list[list[int]], answer: i
 
 def several(runner: Runner, lanes: int, prompts: list[list[int]], answer: int) -> float:
     capacity = max(map(len, prompts)) + answer
-    with ParallelRunner(
+    with Stepper(
         runner.model,
         runner.tokenizer,
         runner.facts,

@@ -17,21 +17,22 @@ import argparse
 import os
 import tempfile
 import time
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlxrunner.chat.history import History, Spelling
 from parallel import random_llama
 
 from mlxrunner.bench.measurements import Comparison, less_is_better, print_json, print_table
 from mlxrunner.models.facts import facts_of
 from mlxrunner.runner import Runner
-from mlxrunner.sessions.saver import Keeper
+from mlxrunner.sessions.history import History, Rendering
+from mlxrunner.sessions.saver import Saver
 from mlxrunner.sessions.session import Branch, Session
-from mlxrunner.sessions.store import CACHE, Sessions
+from mlxrunner.sessions.store import CACHE, SessionStore
 from mlxrunner.testing import ByteTokenizer
 
 PARTS = {"weights": "", "config": "", "tokenizer": "", "template": ""}
@@ -69,82 +70,95 @@ def forget(file: Path) -> bool:
 
 
 def restored(
-    model: Any, context: int, store: Sessions, name: str, prompt: list[int]
+    model: Any, context: int, store: SessionStore, name: str, prompt: list[int]
 ) -> tuple[float, list[int | None], Any]:
     """Seconds to open a session and for its first turn to read it; the turn's tokens and usage."""
     runner = runner_of(model, context)
-    keeper = Keeper(runner, PARTS, store)
+    saver = Saver(runner, PARTS, store)
     began = time.perf_counter()
-    keeper.load(name)
+    saver.load(name)
     _ = runner.entry  # read now
     seconds = time.perf_counter() - began
     return seconds, *answer(runner, prompt, 8)
 
 
-def compare(label: str, model: Any, length: int, rounds: int) -> list[Comparison]:
-    context = length + 64
-    said = np.random.default_rng(0).integers(10, 250, length).tolist()
-    runner = runner_of(model, context)
-    began = time.perf_counter()
-    runner.evaluate(said)
-    evaluated = time.perf_counter() - began
-    with tempfile.TemporaryDirectory() as folder:
-        store = Sessions(Path(folder))
-        session = Session("random", {"main": Branch(None, History(spelling=Spelling("", said)))})
-        figures: dict[str, list[float]] = {
-            name: [] for name in ("saving", "writing", "warm", "cold disk", "8 bits")
-        }
-        for _ in range(rounds):
-            keeper = Keeper(runner, PARTS, store)
-            began = time.perf_counter()
-            keeper.save("whole", session)
-            figures["saving"].append(time.perf_counter() - began)
-            keeper.wait()
-            figures["writing"].append(time.perf_counter() - began)
-        packing = Keeper(runner, PARTS, store, kv_bits=8)
-        packing.save("packed", session)
-        packing.wait()
-        expected, _ = answer(runner, [*said, *TURN], 8)
-        usage = None
-        for _ in range(rounds):
-            seconds, tokens, usage = restored(model, context, store, "whole", [*said, *TURN])
-            figures["warm"].append(seconds)
-            if tokens != expected or usage.evaluated_tokens != len(TURN):
-                raise SystemExit(
-                    f"not the same: {tokens} instead of {expected}, {usage.evaluated_tokens} "
-                    "evaluated"
-                )
-            if forget(store.folder / "whole" / CACHE):
-                figures["cold disk"].append(
-                    restored(model, context, store, "whole", [*said, *TURN])[0]
-                )
-            figures["8 bits"].append(restored(model, context, store, "packed", [*said, *TURN])[0])
-        sizes = [store.nbytes(name)[1] / 1e6 for name in ("whole", "packed")]
-    mx.clear_cache()
-    name = f"{label}, {length}"
-    rows = [
-        replace(
-            less_is_better(
-                f"{name}: restored, and evaluated", "s", figures["warm"], [evaluated] * rounds
-            ),
-            target=20,
-        ),
-        less_is_better(f"{name}: the same in 8 bits", "s", figures["8 bits"], [evaluated] * rounds),
-        less_is_better(
-            f"{name}: a turn waits for saving, its thread for writing",
-            "s",
-            figures["saving"],
-            figures["writing"],
-        ),
-        less_is_better(f"{name}: file in 8 bits, and whole", "MB", [sizes[1]], [sizes[0]]),
-    ]
-    if figures["cold disk"]:
-        rows.insert(
-            1,
-            less_is_better(
-                f"{name}: the same, cold disk", "s", figures["cold disk"], [evaluated] * rounds
-            ),
+class Saved:
+    """A conversation of `length` tokens that a runner has evaluated and saved, whole and packed."""
+
+    def __init__(self, model: Any, length: int, folder: Path) -> None:
+        self.prompt = np.random.default_rng(0).integers(10, 250, length).tolist()
+        self.model, self.context = model, length + 64
+        self.runner = runner_of(model, self.context)
+        began = time.perf_counter()
+        self.runner.evaluate(self.prompt)
+        self.evaluated = time.perf_counter() - began
+        self.store = SessionStore(folder)
+        self.session = Session(
+            "random", {"main": Branch(None, History(rendering=Rendering("", self.prompt)))}
         )
+
+    def save(self, name: str, **options: Any) -> tuple[float, float]:
+        """Return the seconds that a turn waits for saving, and those until the file is written."""
+        saver = Saver(self.runner, PARTS, self.store, **options)
+        began = time.perf_counter()
+        saver.save(name, self.session)
+        waited = time.perf_counter() - began
+        saver.wait()
+        return waited, time.perf_counter() - began
+
+    def restored(self, name: str) -> tuple[float, list[int | None], Any]:
+        """Return the seconds to open and read the session, and its next turn's tokens and usage."""
+        return restored(self.model, self.context, self.store, name, [*self.prompt, *TURN])
+
+    def mbytes(self, name: str) -> float:
+        return self.store.nbytes(name)[1] / 1e6
+
+
+def measured(saved: Saved, rounds: int) -> dict[str, list[float]]:
+    """Return the seconds by name. Stop the program if a restored session goes on otherwise."""
+    seconds: dict[str, list[float]] = defaultdict(list)
+    for _ in range(rounds):
+        for name, took in zip(("saving", "writing"), saved.save("whole"), strict=True):
+            seconds[name].append(took)
+    saved.save("packed", kv_bits=8)
+    expected, _ = answer(saved.runner, [*saved.prompt, *TURN], 8)
+    for _ in range(rounds):
+        took, tokens, usage = saved.restored("whole")
+        seconds["warm"].append(took)
+        if tokens != expected or usage.evaluated_tokens != len(TURN):
+            raise SystemExit(
+                f"not the same: {tokens} instead of {expected}, {usage.evaluated_tokens} evaluated"
+            )
+        if forget(saved.store.folder / "whole" / CACHE):
+            seconds["cold disk"].append(saved.restored("whole")[0])
+        seconds["8 bits"].append(saved.restored("packed")[0])
+    return seconds
+
+
+def compare(label: str, model: Any, length: int, rounds: int) -> list[Comparison]:
+    with tempfile.TemporaryDirectory() as folder:
+        saved = Saved(model, length, Path(folder))
+        seconds = measured(saved, rounds)
+        sizes = [saved.mbytes("packed")], [saved.mbytes("whole")]
+    mx.clear_cache()
+
+    def row(what: str, unit: str, ours: list[float], other: list[float]) -> Comparison:
+        return less_is_better(f"{label}, {length}: {what}", unit, ours, other)
+
+    again = [saved.evaluated] * rounds
+    rows = [
+        replace(row("restored, and evaluated", "s", seconds["warm"], again), target=20),
+        row("the same in 8 bits", "s", seconds["8 bits"], again),
+        row(
+            "a turn waits for saving, its thread for writing",
+            "s",
+            seconds["saving"],
+            seconds["writing"],
+        ),
+        row("file in 8 bits, and whole", "MB", *sizes),
+    ]
+    if seconds["cold disk"]:
+        rows.insert(1, row("the same, cold disk", "s", seconds["cold disk"], again))
     return rows
 
 

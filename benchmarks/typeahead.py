@@ -131,7 +131,7 @@ class Chat:
 
 
 def message(tokens: int, number: int) -> str:
-    """Return a message of so many tokens, a byte each, which differs from its first one on."""
+    """Return a message of `tokens` tokens, a byte each, that begins with `number`."""
     return (
         f"{number}: "
         + "some text that was copied from elsewhere, with a question about it at its end ... "

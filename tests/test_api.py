@@ -677,32 +677,66 @@ CALLED: dict[str, tuple[Callable[[], object], str]] = {
         lambda: oracle_runner().complete([None]),  # type: ignore[list-item]
         "token ids have to be a flat list of integers, not [None]",
     ),
-    "requests": (lambda: run_batch(oracle_runner(), 5), f"requests: 5 {NO_LIST}[BatchRequest"),  # type: ignore[arg-type]
+    "requests": (
+        lambda: run_batch(oracle_runner(), 5),  # type: ignore[arg-type]
+        f"requests: 5 {NO_LIST}[BatchRequest",
+    ),
     "runner": (
         lambda: run_batch(5, []),  # type: ignore[arg-type]
         "runner: 5 is not a Runner or ParallelRunner; load one with Runner.load(model)",
     ),
     "options": (
-        lambda: next(run_batch(oracle_runner(), [BatchRequest("a", options=5)])).text,  # type: ignore[arg-type]
+        lambda: (
+            next(
+                run_batch(
+                    oracle_runner(),
+                    [BatchRequest("a", options=5)],  # type: ignore[arg-type]
+                )
+            ).text
+        ),
         "options: 5 has to be a dictionary of options",
     ),
-    "prompts": (lambda: parallel_runner().run(5), f"prompts: 5 {NO_LIST}"),  # type: ignore[arg-type]
+    "prompts": (
+        lambda: parallel_runner().run(5),  # type: ignore[arg-type]
+        f"prompts: 5 {NO_LIST}",
+    ),
     "one prompt": (lambda: parallel_runner().run("Hello"), f"prompts: 'Hello' {NO_LIST}"),
-    "pairs": (lambda: parallel_runner().run_each(5), f"requests: 5 {NO_LIST}"),  # type: ignore[arg-type]
+    "pairs": (
+        lambda: parallel_runner().run_each(5),  # type: ignore[arg-type]
+        f"requests: 5 {NO_LIST}",
+    ),
     "pair": (
         lambda: list(parallel_runner().run_each(["ab"])),  # type: ignore[list-item]
         "request 0 has to be a pair of a prompt and its options, such as",
     ),
-    "events": (lambda: Profile(events=5), "events: 5 names no file; give a text or a Path"),  # type: ignore[arg-type]
+    "events": (
+        lambda: Profile(events=5),  # type: ignore[arg-type]
+        "events: 5 names no file; give a text or a Path",
+    ),
     "sinks": (lambda: Profile(sinks=5), f"sinks: 5 {NO_LIST}"),  # type: ignore[arg-type]
-    "watched": (lambda: Profile().watch(5), "runner: 5 is not a runner; load one"),  # type: ignore[arg-type]
-    "reserve": (lambda: Runner.load(reserve="no"), "reserve: 'no' has to be True or False"),  # type: ignore[arg-type]
+    "watched": (
+        lambda: Profile().watch(5),  # type: ignore[arg-type]
+        "runner: 5 is not a runner; load one",
+    ),
+    "reserve": (
+        lambda: Runner.load(reserve="no"),  # type: ignore[arg-type]
+        "reserve: 'no' has to be True or False",
+    ),
     "trusting": (
-        lambda: ParallelRunner.load(max_sequences=1, trust_remote_code="no"),  # type: ignore[arg-type]
+        lambda: ParallelRunner.load(
+            max_sequences=1,
+            trust_remote_code="no",  # type: ignore[arg-type]
+        ),
         "trust_remote_code: 'no' has to be True or False",
     ),
-    "parts": (lambda: Runner(5, ByteTokenizer(), 5), "facts: 5 is not a ModelFacts; use Runner."),  # type: ignore[arg-type]
-    "chunks": (lambda: Result.of([5]), "chunks: 5 is not a Chunk; give what Runner.generate"),  # type: ignore[list-item]
+    "parts": (
+        lambda: Runner(5, ByteTokenizer(), 5),  # type: ignore[arg-type]
+        "facts: 5 is not a ModelFacts; use Runner.",
+    ),
+    "chunks": (
+        lambda: Result.of([5]),  # type: ignore[list-item]
+        "chunks: 5 is not a Chunk; give what Runner.generate",
+    ),
     "usage": (lambda: Usage.from_dict({}), "usage: 'completion_tokens' is wrong in {}; give what"),
 }
 

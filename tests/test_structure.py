@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import pkgutil
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -32,12 +33,13 @@ FLOORS = [
     ["config", "errors", "options", "results", "system", "terminal"],
 ]
 BOOKKEEPING = """
-batch.fields batch.job batch.lines batch.options batch.output batch.plan batch.prompts
-batch.responses batch.store batch.translate config.arguments config.json_options
-cache.lease cache.shared.sight terminal.logs
+batch.answers batch.database batch.fields batch.job batch.lines batch.options batch.output
+batch.plan batch.prompts batch.responses batch.store batch.translate
+config.arguments config.json_options cache.lease cache.shared.sight terminal.logs
 bench.measurements cache.checkpoints cache.entry cache.layers.extents cache.layers.layout
 cache.layers.protocol cache.lookup cache.overflow cache.prefix cache.saved cache.shared.cells
-cache.shared.sequences cache.shared.split cache.tokens chat.branches chat.commands.table
+cache.shared.sequences cache.shared.split cache.tokens cache.worth chat.branches
+chat.commands.table
 chat.markdown chat.typeahead chat.view engine.constrain engine.owner errors
 config.file config.layering config.lines memory.plan models.fingerprint models.suggested
 config.names options parallel.slots profiling.curve profiling.reading
@@ -142,6 +144,20 @@ def test_the_check_finds_circles() -> None:
     """It would find one in the package, too."""
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [["b", "c"]]
     assert circles({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+
+
+SCRIPTS = sorted(
+    path for folder in ("benchmarks", "tools") for path in (ROOT.parent / folder).glob("*.py")
+)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_scripts_import_what_the_package_has(script: Path) -> None:
+    """A module or a name that was moved is moved in benchmarks and tools, too."""
+    for node in ast.walk(ast.parse(script.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mlxrunner"):
+            for alias in node.names:
+                pkgutil.resolve_name(f"{node.module}.{alias.name}")
 
 
 def test_only_the_command_line_imports_click() -> None:

@@ -68,7 +68,7 @@ LENGTHS = ((30, 20), (600, 60))
 
 
 def budgeted_runner(architecture: str, checkpoints: int) -> Runner:
-    """With room for so many checkpoints."""
+    """Return a runner with room for `checkpoints` checkpoints."""
     config = tiny_config(architecture, max_position_embeddings=32768, vocab_size=300)
     model = tiny_model(config)
     facts = facts_of(model, config)

@@ -40,6 +40,7 @@ from mlxrunner.errors import (
 from mlxrunner.options import GenerateKwargs, GenerateOptions
 from mlxrunner.parallel.handle import Handle
 from mlxrunner.parallel.runner import ParallelRunner
+from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.results import Chunk, Result, Usage
 from mlxrunner.runner import Runner
 from mlxrunner.terminal.text import one_line
@@ -101,7 +102,7 @@ class BatchResult:
 
 
 def run_batch(
-    runner: Runner | ParallelRunner,
+    runner: Runner | ParallelRunner | Stepper,
     requests: Iterable[BatchRequest],
     *,
     order: Order = "prefix",
@@ -125,7 +126,8 @@ def run_batch(
     stops the others. Raise OptionError at once if an option of the whole batch is wrong. Ctrl-C, or
     closing the iterator, ends the requests that are running and leaves the runner usable.
     """
-    check_kind("runner", runner, (Runner, ParallelRunner), "load one with Runner.load(model)")
+    if not isinstance(runner, Stepper):
+        check_kind("runner", runner, (Runner, ParallelRunner), "load one with Runner.load(model)")
     listed("requests", requests, '[BatchRequest("Hello")]')
     options = BatchOptions(
         defaults=defaults,
@@ -138,7 +140,7 @@ def run_batch(
 
 
 def _run_batch(
-    runner: Runner | ParallelRunner, requests: Iterable[BatchRequest], options: BatchOptions
+    runner: Runner | Stepper, requests: Iterable[BatchRequest], options: BatchOptions
 ) -> Iterator[BatchResult]:
     with Store.create(unique_ids=False) as store:
         is_shifted = tokenize_lines(
@@ -150,7 +152,7 @@ def _run_batch(
         )
         store.finish(by_tokens=is_shifted)
         place = -1
-        begun = Begun.of(store, options.order, parallel=isinstance(runner, ParallelRunner))
+        begun = Begun.of(store, options.order, parallel=isinstance(runner, Stepper))
         execution = Execution(runner, options, begun)
         with closing(execution.run(store.pending(options.order))) as outcomes:
             for outcome in outcomes:
@@ -258,7 +260,7 @@ def _failed(line: StoredLine, error: Exception) -> Outcome:
 class Execution:
     """The run of the lines of a batch on a runner."""
 
-    runner: Runner | ParallelRunner | None
+    runner: Runner | Stepper | None
     """The runner; None if no line can be run."""
     options: BatchOptions
     """The options of the batch."""
@@ -271,7 +273,7 @@ class Execution:
 
     def run(self, lines: Iterator[StoredLine]) -> Outcomes:
         """Yield the outcomes as they end. A line is read when it can begin."""
-        if isinstance(self.runner, ParallelRunner):
+        if isinstance(self.runner, Stepper):
             return _giving_back(_Together(self, self.runner, lines).run())
         return self._one_by_one(self.runner, lines)
 
@@ -309,7 +311,7 @@ class Execution:
                     return _failed(line, error)
         raise AssertionError  # the last try returns
 
-    def prompt_of(self, line: StoredLine, runner: Runner | ParallelRunner) -> TokenizedPrompt:
+    def prompt_of(self, line: StoredLine, runner: Runner | Stepper) -> TokenizedPrompt:
         """Return the prompt of a line: its tokens, and the number that earlier lines share.
 
         If the runner is observed, the prompt also has its text and messages.
@@ -381,9 +383,7 @@ class _Together:
     so each is run again alone.
     """
 
-    def __init__(
-        self, execution: Execution, runner: ParallelRunner, lines: Iterator[StoredLine]
-    ) -> None:
+    def __init__(self, execution: Execution, runner: Stepper, lines: Iterator[StoredLine]) -> None:
         self._execution, self._runner, self._lines = execution, runner, lines
         self._begun = execution.begun
         self._flights: list[_Flight] = []

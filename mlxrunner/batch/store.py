@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import json
 import sqlite3
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
 
+from mlxrunner.batch import database as sql
 from mlxrunner.batch.options import Order, OutputOrder
 from mlxrunner.batch.order import run_order
 from mlxrunner.cache.tokens import TokenArray, as_tokens
@@ -33,30 +33,6 @@ A line that can't be read is "unknown"; `finish` gives it the format of the firs
 """
 
 _FORMATS = frozenset(get_args(Format))
-
-APPLICATION_ID = 0x6D6C7862  # "mlxb"
-VERSION = 4
-"""The version of the tables."""
-CACHE_KIB = 32 * 1024
-"""The KiB of memory for SQLite's pages, and for a run of its sort."""
-
-_SCHEMA = """
-CREATE TABLE input (lines INTEGER NOT NULL, broken INTEGER NOT NULL);
-CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
-CREATE TABLE lines (
-    line INTEGER PRIMARY KEY, number INTEGER NOT NULL, id, format TEXT NOT NULL, options TEXT, \
-error TEXT, tokens BLOB NOT NULL, prompt TEXT,
-    sum INTEGER NOT NULL
-);
-CREATE UNIQUE INDEX ids ON lines (id) WHERE id IS NOT NULL AND error IS NULL;
-CREATE TABLE places (place INTEGER PRIMARY KEY, line INTEGER NOT NULL);
-CREATE TABLE results (done INTEGER PRIMARY KEY, line INTEGER NOT NULL UNIQUE REFERENCES lines, \
-failed INTEGER NOT NULL, body BLOB NOT NULL,
-    sum INTEGER NOT NULL
-);
-CREATE INDEX failures ON results (line) WHERE failed;
-"""
-"""The text that `_check` compares with the tables of an opened store: never change a character."""
 
 
 Place = int | str
@@ -123,38 +99,6 @@ class Counts:
         return self.lines - self.done
 
 
-_TABLES = "SELECT type, name, tbl_name, sql FROM sqlite_master ORDER BY name"
-_SETTINGS = f"""
-PRAGMA locking_mode=EXCLUSIVE; PRAGMA cache_size=-{CACHE_KIB}; PRAGMA foreign_keys=ON;
-BEGIN EXCLUSIVE; COMMIT;
-PRAGMA synchronous=FULL; PRAGMA fullfsync=ON;  -- the latter: macOS
-PRAGMA trusted_schema=OFF; PRAGMA cell_size_check=ON
-"""
-_INSERT_LINE = """
-INSERT INTO lines (line, number, id, options, error, tokens, prompt, format, sum)
-VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)
-"""
-_INSERT_RESULT = "INSERT INTO results (done, line, failed, body, sum) VALUES (?, ?, ?, ?, ?)"
-_RESULT = "SELECT done, line, failed, body, sum FROM results WHERE"
-_SET_FORMATS = """
-UPDATE lines SET format = :format,
-sum = row_sum(line, number, id, options, error, tokens, prompt, :format)
-WHERE format = 'unknown'
-"""
-_SORTED = "lines ORDER BY tokens, line"
-_FIRST_FORMAT = "SELECT format FROM lines WHERE format <> 'unknown' ORDER BY line LIMIT 1"
-_FIRST_WITH_ID = "SELECT number FROM lines WHERE id = ? AND error IS NULL"
-_WITHOUT_PLACE = "SELECT line FROM lines WHERE line NOT IN (SELECT line FROM places) LIMIT 1"
-_PENDING = """
-SELECT {place}, line, number, id, options, error, tokens, prompt, format, sum FROM {table}
-WHERE {place} > ? AND line NOT IN (SELECT line FROM results) ORDER BY {place} LIMIT 1
-"""
-_NEXT = {
-    "prefix": _PENDING.format(place="place", table="places CROSS JOIN lines USING (line)"),
-    "input": _PENDING.format(place="line", table="lines"),
-}
-
-
 class Store:
     """A batch store, made by `create` or `open`; a context manager.
 
@@ -205,7 +149,7 @@ class Store:
             problem = "can't be made" if new else "can't be opened"
             raise StoreError(f"{error.filename or name}: {problem}: {error.strerror}") from error
         except sqlite3.Error as error:
-            raise StoreError(f"{name}: {_reason(error)}") from error
+            raise StoreError(f"{name}: {sql.reason(error)}") from error
         store = cls(name, opened)
         try:
             store._set_up()
@@ -217,17 +161,16 @@ class Store:
     def _set_up(self) -> None:
         """Lock the file, make the tables if it is empty, and check it."""
         with self._explained():
-            self._db.executescript(_SETTINGS)
+            self._db.executescript(sql.SETTINGS)
             if self._one("PRAGMA schema_version") == (0,):
-                marks = f"PRAGMA application_id={APPLICATION_ID}; PRAGMA user_version={VERSION}"
-                self._db.executescript(f"BEGIN; {marks}; {_SCHEMA} COMMIT")
+                self._db.executescript(f"BEGIN; {sql.MARKS}; {sql.SCHEMA} COMMIT")
             (kind,) = self._one("PRAGMA application_id")
             (version,) = self._one("PRAGMA user_version")
-            if kind != APPLICATION_ID:
+            if kind != sql.APPLICATION_ID:
                 raise DamagedStoreError(self._name, "is not a batch store")
-            if version != VERSION:
+            if version != sql.VERSION:
                 why = f"is a batch store of version {version}, and this program knows version"
-                raise DamagedStoreError(self._name, f"{why} {VERSION}")
+                raise DamagedStoreError(self._name, f"{why} {sql.VERSION}")
             self._check()
 
     def _check(self) -> None:
@@ -235,7 +178,7 @@ class Store:
 
         SQLite itself checks little.
         """
-        if self._db.execute(_TABLES).fetchall() != _tables():
+        if self._db.execute(sql.TABLES).fetchall() != sql.tables():
             raise self.damaged("its tables are not those of a batch store")
         inputs = self._db.execute("SELECT lines, broken FROM input").fetchall()
         (last,) = self._one("SELECT max(line) FROM lines")
@@ -246,7 +189,7 @@ class Store:
                 raise self.damaged("it does not say how many lines there are")
             if (-1 if last is None else last) != lines - 1 or (place or 0) != lines:
                 raise self.damaged(f"{lines} lines should be in it, and are not")
-            if self._one(_WITHOUT_PLACE) is not None:
+            if self._one(sql.WITHOUT_PLACE) is not None:
                 raise self.damaged("a line has no place in its order")
             self._lines, self._broken = lines, broken
         elif last is not None or place is not None:
@@ -302,7 +245,7 @@ class Store:
             try:
                 self._insert(line)
             except sqlite3.IntegrityError:
-                (first,) = self._one(_FIRST_WITH_ID, line.id)
+                (first,) = self._one(sql.FIRST_WITH_ID, line.id)
                 name = "id" if line.format == "plain" else "custom_id"
                 problem = f"{name} {line.id!r:.80} was there before, on {place_of(first)}"
                 problem = f"{place_of(line.number)}: {problem}"
@@ -317,7 +260,7 @@ class Store:
         tokens = sort_key(line.tokens)
         columns = (line.index, line.number, line.id, options, line.error, tokens, prompt)
         row = (*columns, line.format)
-        self._db.execute(_INSERT_LINE, (*row, _sum(*row)))
+        self._db.execute(sql.INSERT_LINE, (*row, sql.checksum(*row)))
 
     def _begin_input(self) -> None:
         if self._db.in_transaction:
@@ -337,13 +280,13 @@ class Store:
         with self._explained():
             self._begin_input()
             if self._broken:
-                (form,) = self._one(_FIRST_FORMAT) or ("plain",)
-                self._db.create_function("row_sum", -1, _sum)
-                self._db.execute(_SET_FORMATS, {"format": form})
+                (form,) = self._one(sql.FIRST_FORMAT) or ("plain",)
+                self._db.create_function("row_sum", -1, sql.checksum)
+                self._db.execute(sql.SET_FORMATS, {"format": form})
             if by_tokens:
-                self._db.execute(f"INSERT INTO places (line) SELECT line FROM {_SORTED}")
+                self._db.execute(f"INSERT INTO places (line) SELECT line FROM {sql.SORTED}")
             else:
-                rows = self._db.execute(f"SELECT line, tokens FROM {_SORTED}")
+                rows = self._db.execute(f"SELECT line, tokens FROM {sql.SORTED}")
                 order = run_order(rows, self._lines)
                 self._db.executemany("INSERT INTO places (line) VALUES (?)", zip(order))
             self._db.executemany("INSERT INTO meta VALUES (?, ?)", (meta or {}).items())
@@ -357,9 +300,9 @@ class Store:
         and then the others in their prefix order; "input" yields all as they came.
         """
         place = -1
-        while (row := self._next(_NEXT[order], place)) is not None:
+        while (row := self._next(sql.NEXT[order], place)) is not None:
             place, *columns, written = row
-            if _sum(*columns) != written or columns[-1] not in _FORMATS:
+            if sql.checksum(*columns) != written or columns[-1] not in _FORMATS:
                 raise self.damaged(f"line {columns[0]!r:.20} of it has changed")
             try:
                 line = _line(*columns)
@@ -378,7 +321,7 @@ class Store:
                 (self._recorded,) = self._one("SELECT ifnull(max(done), 0) FROM results")
             self._recorded += 1
             row = (self._recorded, index, int(failed), body)
-            self._db.execute(_INSERT_RESULT, (*row, _sum(*row)))
+            self._db.execute(sql.INSERT_RESULT, (*row, sql.checksum(*row)))
 
     def commit(self) -> None:
         """Put everything recorded onto the disk, before this returns."""
@@ -393,7 +336,7 @@ class Store:
         "done" yields them as they were recorded.
         """
         where = "line = ? + 1" if order == "input" else "done > ? ORDER BY done LIMIT 1"
-        while (row := self._next(f"{_RESULT} {where}", after)) is not None:
+        while (row := self._next(f"{sql.RESULT} {where}", after)) is not None:
             answer = self._answer(row, order)
             after = answer.place
             yield answer
@@ -402,13 +345,14 @@ class Store:
         """Return the answer of a row. Raise DamagedStoreError if it has changed."""
         *columns, written = row
         done, line, failed, body = columns
-        if _sum(*columns) != written or not _are_ints(done, line) or not 0 <= line < self._lines:
+        is_whole = sql.checksum(*columns) == written and _are_ints(done, line)
+        if not is_whole or not 0 <= line < self._lines:
             raise self.damaged(f"the answer of line {line!r:.20} has changed")
         return StoredAnswer(done if order == "done" else line, line, body, bool(failed))
 
     def first_failure(self) -> StoredAnswer | None:
         """Return the answer of the first failed line of the input; None if no line has failed."""
-        row = self._next(f"{_RESULT} failed AND line > ? ORDER BY line LIMIT 1", -1)
+        row = self._next(f"{sql.RESULT} failed AND line > ? ORDER BY line LIMIT 1", -1)
         return None if row is None else self._answer(row)
 
     def _next(self, query: str, after: int) -> Any:
@@ -432,9 +376,9 @@ class Store:
             if isinstance(error, StoreError):
                 raise
             # SQLite quotes the file in its messages, which may not be UTF-8.
-            if isinstance(error, UnicodeDecodeError) or _is_damage(error):
+            if isinstance(error, UnicodeDecodeError) or sql.is_damage(error):
                 raise DamagedStoreError(self._name, "is not a batch store, or damaged") from error
-            raise StoreError(f"{self._name}: {_reason(error)}") from error
+            raise StoreError(f"{self._name}: {sql.reason(error)}") from error
 
 
 def sort_key(tokens: TokenArray) -> bytes:
@@ -478,60 +422,5 @@ def _line(
     return StoredLine(index, number, tokens_of(tokens), name, form, options, error, made_of)
 
 
-def _tables() -> list[Any]:
-    """Return the rows that describe the tables of a store of this version."""
-    with closing(open_temporary_database()) as database:
-        database.executescript(_SCHEMA)
-        return database.execute(_TABLES).fetchall()
-
-
-def _sum(*columns: str | bytes | int | None) -> int:
-    """Return a checksum of a row, which tells if a bit on the disk has flipped."""
-    parts = list[bytes]()
-    for column in columns:
-        parts.append(_KINDS.get(type(column)) or type(column).__name__.encode())
-        if column is None:
-            parts.append(b"None")
-        elif isinstance(column, bytes):
-            parts.append(column)
-        else:
-            parts.append(str(column).encode("utf-8", "surrogatepass"))
-    return zlib.crc32(b"".join(parts))
-
-
-_KINDS = {kind: kind.__name__.encode() for kind in (str, bytes, int, type(None))}
-
-
 def _are_ints(one: Any, other: Any) -> bool:
     return isinstance(one, int) and isinstance(other, int)
-
-
-_DAMAGE = (
-    sqlite3.SQLITE_NOTADB,
-    sqlite3.SQLITE_CORRUPT,
-    sqlite3.SQLITE_FORMAT,
-    sqlite3.SQLITE_MISMATCH,
-)
-
-
-def _is_damage(error: sqlite3.Error) -> bool:
-    """Return True if the error says that the file is not a sound SQLite database."""
-    code = getattr(error, "sqlite_errorcode", None)
-    if code is None:  # a text in the file that is not UTF-8
-        return isinstance(error, sqlite3.OperationalError)
-    return code & 0xFF in _DAMAGE
-
-
-def _reason(error: sqlite3.Error) -> str:
-    """Return the cause of an error of SQLite, and its remedy, in one line."""
-    match getattr(error, "sqlite_errorcode", 0) & 0xFF:
-        case sqlite3.SQLITE_BUSY:
-            return "another process is using it: wait for its end"
-        case sqlite3.SQLITE_FULL:
-            return (
-                "the disk is full (or that of temporary files): make room and go on; what was "
-                "committed is kept"
-            )
-        case sqlite3.SQLITE_CONSTRAINT:
-            return f"a line has to be there, and can have one result only ({error})"
-    return f"{' '.join(str(error).split())}; what was committed is kept"

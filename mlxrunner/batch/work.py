@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeVar
 
+from mlxrunner.batch.answers import error_of, write_line
 from mlxrunner.batch.job import (
     ANSWERS,
     INPUT,
@@ -26,7 +27,7 @@ from mlxrunner.batch.job import (
     store_to_plan,
 )
 from mlxrunner.batch.options import ORDERS, Order
-from mlxrunner.batch.output import Writer, error_of, write_line
+from mlxrunner.batch.output import Writer
 from mlxrunner.batch.plan import (
     BatchPlan,
     Speed,
@@ -61,21 +62,21 @@ from mlxrunner.errors import (
 from mlxrunner.loading import plan_model
 from mlxrunner.models.load import LoadProgress, load_model, tell_nobody, tokenizer_of
 from mlxrunner.options import RunnerSettings
-from mlxrunner.parallel.runner import ParallelRunner
+from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.runner import Runner
 from mlxrunner.terminal.progress import Progress, loading
 from mlxrunner.terminal.signals import Interrupts, say_now
 from mlxrunner.tokenizer import Tokenizer
 
 T = TypeVar("T")
-Watch = Callable[[Runner | ParallelRunner], object]
+Watch = Callable[[Runner | Stepper], object]
 Stopped = Literal["interrupt", "errors"]
 ENDING = (
     "finishing the lines that are running; Ctrl-C or kill again stops at once, and nothing that "
     "is finished is lost"
 )
 MAX_BATCH = 256
-"""The tokens of a step.
+"""The tokens of a step for several lines, unless the user says otherwise.
 
 Where rows are long, pieces of several prompts in one row cost more than they save.
 """
@@ -231,7 +232,7 @@ def _run(
     store: Store,
     writer: Writer,
     tokenizer: Tokenizer,
-    runner: Runner | ParallelRunner | None,
+    runner: Runner | Stepper | None,
     progress: Progress,
     status: Status,
 ) -> JobSummary:
@@ -256,7 +257,7 @@ def _run(
             failed_too_often = job.max_errors is not None and tally.failed >= job.max_errors
             return interrupted() or failed_too_often
 
-        begun = Begun.of(store, job.order, parallel=isinstance(runner, ParallelRunner))
+        begun = Begun.of(store, job.order, parallel=isinstance(runner, Stepper))
         execution = Execution(runner, job, begun, is_stopping, tick)
         with writer, closing(execution.run(store.pending(job.order))) as outcomes:
             for outcome in outcomes:
@@ -284,7 +285,7 @@ def _run(
 @contextmanager
 def _runner(
     job: Job, store: Store, context: int, progress: Progress
-) -> Iterator[Runner | ParallelRunner | None]:
+) -> Iterator[Runner | Stepper | None]:
     """Yield the runner for the lines without an answer; None if none of them can be run."""
     found = _survey(job, store, job.order, context, progress)
     if not found.lines:
@@ -295,7 +296,7 @@ def _runner(
     try:
         yield runner
     finally:
-        if isinstance(runner, ParallelRunner):
+        if isinstance(runner, Stepper):
             runner.close()
 
 
@@ -305,7 +306,7 @@ def open_runner(
     context: int,
     say: Callable[[str], None],
     progress: LoadProgress = tell_nobody,
-) -> Runner | ParallelRunner:
+) -> Runner | Stepper:
     """Load the model and return a runner for the surveyed lines.
 
     The runner takes as many lines at a time as `lanes_for` says and as fit into memory. `say` is
@@ -315,7 +316,7 @@ def open_runner(
     lanes, why = lanes_for(found, job.parallel, job.loading)
     if lanes > 1:
         runner = _several(job, lanes, found, context, say)
-        if isinstance(runner, ParallelRunner):
+        if isinstance(runner, Stepper):
             return runner
         why = runner
     if why:
@@ -325,17 +326,17 @@ def open_runner(
 
 def _several(
     job: Job, lanes: int, found: Survey, context: int, say: Callable[[str], None]
-) -> ParallelRunner | str:
+) -> Stepper | str:
     """Return a runner for several lines at a time, or the reason why it has to be one."""
     loaded = load_model(job.model, trust_remote_code=job.trust_remote_code)
     while lanes > 1:
         try:
-            runner = ParallelRunner.of(
+            runner = Stepper.of(
                 loaded,
                 max_sequences=lanes,
                 context=context,
                 cells=found.cells(lanes, context),
-                prefill_step=max(MAX_BATCH, lanes),
+                prefill_step=max(job.loading.get("prefill_step") or MAX_BATCH, lanes),
                 reserve=bool(job.loading.get("reserve", True)),
             )
         except NotSupportedError as error:

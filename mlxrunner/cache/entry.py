@@ -83,6 +83,23 @@ class CacheEntry:
                 cache.restore(checkpoint.snapshots[index], to)
         self.checkpoints.truncate(to)
 
+    def copy(self, other: CacheEntry, to: int) -> None:
+        """Fill this empty entry with the first `to` tokens of `other`, an offset it can reach.
+
+        `other` does not change. Both have the caches of the same layers, and share the checkpoints.
+        """
+        checkpoint = other.checkpoints.at(to)
+        pairs = zip(self.caches, other.caches, strict=True)
+        for index, (cache, source) in enumerate(pairs):
+            if checkpoint is None or source.can_rewind(to):
+                cache.copy(source, to)
+            else:
+                cache.restore(checkpoint.snapshots[index], to)
+        for item in other.checkpoints:
+            if item.offset <= to:
+                self.checkpoints.add(item)
+        self.tokens.extend(other.tokens.array[:to])
+
     @property
     def used_bytes(self) -> int:
         """Bytes that hold the entry's tokens."""

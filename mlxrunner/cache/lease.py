@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mlxrunner.cache.checkpoints import Checkpoint, Places
 from mlxrunner.cache.entry import Rotators
@@ -19,6 +19,14 @@ if TYPE_CHECKING:
     from mlxrunner.cache.prefix import PrefixCache
 
 
+class Source(NamedTuple):
+    """Another prefix cache, whose entry a lease copies in place of its own."""
+
+    cache: PrefixCache
+    exact: int
+    """Number of its first tokens that may be copied."""
+
+
 class EntryLease:
     """The hold of one request on the entry.
 
@@ -28,14 +36,23 @@ class EntryLease:
     """
 
     def __init__(
-        self, prefix_cache: PrefixCache, prompt: TokenArray, *, ahead: bool = False
+        self,
+        prefix_cache: PrefixCache,
+        prompt: TokenArray,
+        *,
+        ahead: bool = False,
+        source: Source | None = None,
     ) -> None:
         self._cache, self._thread = prefix_cache, threading.get_ident()
-        self.prompt, self.is_ahead = prompt, ahead
+        self.prompt, self.is_ahead, self.source = prompt, ahead, source
         self.lookup = Lookup(len(prompt), 0, 0, 0)
         self.forwarded = 0
 
     def __enter__(self) -> EntryLease:
+        return self.take()
+
+    def take(self) -> EntryLease:
+        """Find the common prefix and rewind the entry to it. Leave the lease by `close`."""
         try:
             self.lookup = self._cache.open_lease(self)
             self._adopt()

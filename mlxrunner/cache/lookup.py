@@ -28,8 +28,9 @@ class Lookup:
 
     "empty", "no_common_token", "diverged", "prompt_shorter"; "rewind_limited": by a layer of kind
     `limited_by`; "interrupted": the request before ended in its prefill; "restored": the entry came
-    from the file `freed_by`; or the reason that freed the entry: "entry_freed", "model_changed",
-    "options_changed", "verify_failed".
+    from the file `freed_by`; "evicted": it was given up to make room for the request `freed_by`; or
+    the reason that freed the entry: "entry_freed", "model_changed", "options_changed",
+    "verify_failed".
     """
     limited_by: str | None = None
     """Kind of the layer that could not be rewound further; None if no layer limited the rewind."""
@@ -44,6 +45,8 @@ class Lookup:
     """Seconds that the rewind took."""
     is_restored: bool = False
     """True if the entry was just read from a file."""
+    restored: int = 0
+    """Tokens of `cached` that came back from disk, where the conversation had been parked."""
     ahead: int = 0
     """Tokens of `cached` that were evaluated ahead, since the last request.
 
@@ -107,6 +110,20 @@ class LostTokens:
 
 
 @dataclass(frozen=True)
+class Evicted:
+    """A conversation that was given up to make room for a request."""
+
+    tokens: int
+    """Number of its tokens."""
+    slot: int
+    """The number of the slot that held it."""
+    cause: Literal["slot", "memory"]
+    """The need of the request: a slot of its own, or memory."""
+    parked: bool
+    """True if the tokens are on disk, from where they come back."""
+
+
+@dataclass(frozen=True)
 class Early:
     """The entry as the last request left it, if tokens were evaluated ahead since then."""
 
@@ -166,6 +183,12 @@ def explained(
     )
     if reason is not None:
         lost = min(matched, most) - found.reused
+    elif (
+        loss is not None
+        and loss.reason == "evicted"
+        and missing > min(matched, most) - found.reused
+    ):
+        reason, by, lost = loss.reason, loss.by, missing  # what is left shares less
     elif found.limited_by and matched:
         reason, lost = "rewind_limited", min(matched, most) - found.reused
     elif (

@@ -17,7 +17,7 @@ from dataclasses import replace
 from mlxrunner.cache.checkpoints import INTERVAL, Checkpoints
 from mlxrunner.cache.entry import CacheEntry, Rotators
 from mlxrunner.cache.layers.protocol import LayerCache, reach
-from mlxrunner.cache.lease import EntryLease
+from mlxrunner.cache.lease import EntryLease, Source
 from mlxrunner.cache.lookup import WINDOW, Early, Lookup, LostTokens, explained
 from mlxrunner.cache.saved import SavedEntry
 from mlxrunner.cache.tokens import TokenArray, as_tokens, common_prefix
@@ -76,19 +76,26 @@ class PrefixCache:
             self._read_awaited()
         return self.entry
 
-    def begin(self, prompt: Sequence[int] | TokenArray, *, ahead: bool = False) -> EntryLease:
+    def begin(
+        self,
+        prompt: Sequence[int] | TokenArray,
+        *,
+        ahead: bool = False,
+        source: Source | None = None,
+    ) -> EntryLease:
         """Return a lease on the entry for `prompt`. Use it as a context manager.
 
         `ahead`: the prompt is evaluated before its answer is asked for. If such a lease ends early,
-        it does not count as an interrupted request. Raise PromptError if the prompt is empty, and
-        BusyError if another lease is open.
+        it does not count as an interrupted request. `source`: another cache, whose prefix replaces
+        the entry; its entry does not change, and may be in use. Raise PromptError if the prompt is
+        empty, and BusyError if another lease is open.
         """
         if self.is_busy:
             raise BusyError()
         tokens = as_tokens(prompt)
         if len(tokens) == 0:
             raise PromptError("the prompt is empty: at least one token is needed")
-        return EntryLease(self, tokens, ahead=ahead)
+        return EntryLease(self, tokens, ahead=ahead, source=source)
 
     def fresh_entry(self) -> CacheEntry:
         checkpoints = Checkpoints(self.checkpoint_budget, self.checkpoint_interval)
@@ -132,12 +139,13 @@ class PrefixCache:
             entry.tokens.truncate(shared)
             self.settle("what came after the tokens that were to be kept")
 
-    def adopt(self, saved: SavedEntry, source: str = "a file") -> None:
+    def adopt(self, saved: SavedEntry, source: str | None = "a file") -> None:
         """Replace the entry by a saved one.
 
         The saved entry is read when it is first needed: by the next request, or by `current`. If
         reading it fails, it is dropped, and the next lookup reports `entry_freed`. `source`: the
-        name of its origin in the lookup. Raise BusyError while a request is running.
+        name of its origin in the lookup; None if the lookup does not mention it. Raise BusyError
+        while a request is running.
         """
         self.reset()
         self._loss, self._early, self._restored_from, self._awaited = None, None, source, saved
@@ -204,6 +212,8 @@ class PrefixCache:
             self.settle()
         self._read_awaited()
         self.is_settled = False
+        if lease.source is not None:
+            return self._copy_for(lease.prompt, lease.source)
         return self._rewind_for(lease.prompt, lease.is_ahead)
 
     def close_lease(self, lease: EntryLease) -> None:
@@ -259,6 +269,35 @@ class PrefixCache:
         elif early is not None:
             found = early.described(found, prompt)
         return explained(found, loss, prompt, source)
+
+    def _copy_for(self, prompt: TokenArray, source: Source) -> Lookup:
+        """Replace the entry by the prefix that `prompt` shares with that of `source`."""
+        held, loss = source.cache.entry, self._loss
+        matched = min(common_prefix(held.tokens.array, prompt), source.exact)
+        cached, limited_by = held.reach(min(matched, len(prompt) - 1))
+        began = time.perf_counter()
+        self.free("")
+        self._loss = self._restored_from = self._early = None
+        entry = self.fresh_entry()
+        if cached:
+            entry.copy(held, cached)
+        self.entry = entry
+        found = Lookup(
+            len(prompt),
+            len(held.tokens),
+            matched,
+            cached,
+            limited_by=limited_by,
+            checkpoint=None if reach(held.caches, cached)[0] == cached else cached,
+            dropped=tuple(held.tokens[matched : matched + WINDOW]),
+            rewind_s=time.perf_counter() - began,
+        )
+        return explained(found, loss, prompt)
+
+    def forget_loss(self) -> LostTokens | None:
+        """Return the loss that the next lookup would report, and report it no more."""
+        loss, self._loss = self._loss, None
+        return loss
 
     def prepare(self, prompt: TokenArray, keep: int, discard: int, rotate: Rotators) -> bool:
         """Shift the entry in the same way as a too long `prompt` is shortened.

@@ -6,14 +6,13 @@ A text that is not a command is sent to the model.
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from traceback import clear_frames
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from mlxrunner.chat.attachments import Attachments
 from mlxrunner.chat.branches import Branches
@@ -21,13 +20,13 @@ from mlxrunner.chat.commands.table import (
     GOODBYES,
     Command,
     CommandTable,
-    is_continued,
     is_open,
     quoted,
     unquoted,
 )
 from mlxrunner.chat.conversation import Conversation
 from mlxrunner.chat.full_context import full_context, more_room
+from mlxrunner.chat.reader import Reader, StdinReader
 from mlxrunner.chat.taken import State, Taken
 from mlxrunner.chat.typeahead import Draft, TypeAhead
 from mlxrunner.chat.view import (
@@ -53,70 +52,13 @@ from mlxrunner.terminal.external import edit_outside
 from mlxrunner.terminal.keyboard import Keyboard
 from mlxrunner.terminal.progress import PrefillProgress
 from mlxrunner.terminal.progress import loading as loading_bar
-from mlxrunner.terminal.signals import Interrupts, orderly_end, uninterrupted, wait_readable
+from mlxrunner.terminal.signals import Interrupts, orderly_end, uninterrupted
 from mlxrunner.terminal.text import FilteredStream
 
 logger = logging.getLogger("mlxrunner")
 
 PIECE_S = 0.4
 """Seconds of a prefill that Ctrl-C may have to wait for, in a terminal."""
-PIECE = 2**16
-"""Most bytes read from standard input at once."""
-
-
-class Reader(Protocol):
-    """A source of texts."""
-
-    def read(self, idle: Callable[[Draft], None], default: str = "") -> str:
-        """Return the next text. `default` is there to be edited.
-
-        `idle(draft)` works until the text is complete. Raise EOFError at the end of the input, and
-        KeyboardInterrupt if the user gives the text up.
-        """
-        ...
-
-
-class StdinReader:
-    '''Reads a text from each line of standard input; lines between """ are one text.
-
-    So are a line that ends with a backslash and the next one. Nobody edits these lines: `default`
-    and `idle` are ignored.
-    '''
-
-    def __init__(self) -> None:
-        self._unread = b""
-
-    def read(self, idle: Callable[[Draft], None], default: str = "") -> str:
-        text = self._line()
-        if not text:
-            raise EOFError
-        while is_open(text) and (line := self._line()):
-            text += line
-        while is_continued(text.rstrip("\n")):
-            text = text.rstrip("\n")[:-1] + "\n"
-            if not (line := self._line()):
-                break
-            text += line
-        return text.rstrip("\n")
-
-    def _line(self) -> str:
-        """Return the next line with its end, or "" after the last one.
-
-        Ctrl-C ends the wait for it at any time.
-        """
-        try:
-            descriptor = sys.stdin.fileno()
-        except (OSError, ValueError):  # a program may have replaced sys.stdin
-            return sys.stdin.readline()
-        while b"\n" not in self._unread:
-            wait_readable(descriptor)
-            piece = os.read(descriptor, PIECE)
-            if not piece:
-                break
-            self._unread += piece
-        line, end, self._unread = self._unread.partition(b"\n")
-        text = (line + end).decode(sys.stdin.encoding or "utf-8", sys.stdin.errors or "strict")
-        return text.replace("\r\n", "\n")
 
 
 class NoRunner:

@@ -16,6 +16,7 @@ from mlxrunner.cli.options import (
     LOADING,
     check_options,
     form_options,
+    is_given,
     model_options,
     option_of,
     overflow_options,
@@ -28,7 +29,7 @@ from mlxrunner.cli.program import F, line_text, visible_text
 from mlxrunner.cli.recording import WATCHING, recording, watching_options
 from mlxrunner.cli.settling import Configured, named_system, options_that_hold, typed_options
 from mlxrunner.errors import OptionError
-from mlxrunner.options import GenerateOptions
+from mlxrunner.options import GenerateOptions, RunnerSettings
 
 if TYPE_CHECKING:
     from mlxrunner.batch.job import Job
@@ -142,6 +143,8 @@ def batch(
     if table is not None and not only_plan:
         check_parquet(table, goes_on=options["resume"] or options["retry_failed"])
     own, loading = take(options, _OWN), take(options, LOADING)
+    if not is_given("prefill_step") and loading["prefill_step"] == RunnerSettings().prefill_step:
+        del loading["prefill_step"]  # several lines at a time have another default
     check_options(options, quiet=quiet)
     job = Job(
         inputs=inputs,

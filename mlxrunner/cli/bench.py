@@ -7,20 +7,12 @@ from typing import Any
 
 import click
 
-from mlxrunner.cli.options import debug_option, json_option
+from mlxrunner.cli.options import debug_option, json_option, model_argument, trust_option
 from mlxrunner.cli.program import visible_text
-from mlxrunner.cli.settling import named_model
-from mlxrunner.cli.words import model_words
 
 
 @click.command()
-@click.argument(
-    "model",
-    default="demo",
-    envvar="MLXRUNNER_MODEL",
-    shell_complete=model_words,
-    callback=named_model,
-)
+@model_argument
 @click.option(
     "--context",
     "contexts",
@@ -41,11 +33,7 @@ from mlxrunner.cli.words import model_words
 @click.option(
     "--quick", is_flag=True, help="Run one round of one short prompt, to see that it works."
 )
-@click.option(
-    "--trust-remote-code",
-    is_flag=True,
-    help="Run Python code that the model brings. Only if you trust it.",
-)
+@trust_option
 @json_option
 @debug_option
 def bench(

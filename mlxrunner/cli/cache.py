@@ -6,8 +6,8 @@ import json
 
 import click
 
-from mlxrunner.cli.options import debug_option
-from mlxrunner.cli.words import model_words, session_words
+from mlxrunner.cli.options import debug_option, model_option
+from mlxrunner.cli.words import session_words
 from mlxrunner.errors import OptionError, ReadError
 from mlxrunner.system.reading import read_json
 
@@ -45,16 +45,7 @@ def export(session: str, file: str, force: bool) -> None:
 @cache.command(name="import")
 @click.argument("file", type=click.Path(dir_okay=False))
 @click.option("--session", "name", required=True, metavar="NAME", help="The session to create.")
-@click.option(
-    "-m",
-    "--model",
-    default="demo",
-    show_default=True,
-    shell_complete=model_words,
-    envvar="MLXRUNNER_MODEL",
-    show_envvar=True,
-    help="The model that made the file.",
-)
+@model_option("The model that made the file.")
 @click.option(
     "--tokens",
     metavar="IDS",

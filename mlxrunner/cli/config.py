@@ -7,10 +7,8 @@ from typing import Any
 
 import click
 
-from mlxrunner.cli.options import debug_option, json_option
+from mlxrunner.cli.options import debug_option, json_option, model_argument
 from mlxrunner.cli.program import visible_text
-from mlxrunner.cli.settling import named_model
-from mlxrunner.cli.words import model_words
 from mlxrunner.config.file import COMMANDS, Config, config_path, read_config_file
 from mlxrunner.config.layering import MODEL, Setting, layer, settled
 
@@ -18,13 +16,7 @@ WIDTH = 20
 
 
 @click.command()
-@click.argument(
-    "model",
-    default="demo",
-    envvar="MLXRUNNER_MODEL",
-    shell_complete=model_words,
-    callback=named_model,
-)
+@model_argument
 @json_option
 @debug_option
 def config(model: str, as_json: bool) -> None:

@@ -49,6 +49,11 @@ debug_option = click.option(
     callback=set_debug,
     help="Show the traceback of an error.",
 )
+trust_option = click.option(
+    "--trust-remote-code",
+    is_flag=True,
+    help="Run Python code that the model brings. Only if you trust it.",
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 
 
@@ -115,23 +120,39 @@ def overflow_options(default: str) -> Callable[[F], F]:
     )
 
 
+def model_option(text: str) -> Callable[[F], F]:
+    """Return the option for a model, with `text` as its help."""
+    return click.option(
+        "-m",
+        "--model",
+        default="demo",
+        show_default=True,
+        shell_complete=model_words,
+        envvar="MLXRUNNER_MODEL",
+        show_envvar=True,
+        callback=named_model,
+        help=text,
+    )
+
+
+def model_argument(command: F) -> F:
+    """Add the argument for a model, which may be left out."""
+    return click.argument(
+        "model",
+        default="demo",
+        envvar="MLXRUNNER_MODEL",
+        shell_complete=model_words,
+        callback=named_model,
+    )(command)
+
+
 def model_options(command: F) -> F:
     """Add the options for loading a model and for logging: generate, chat and batch share them."""
     return together(
         (
-            click.option(
-                "-m",
-                "--model",
-                default="demo",
-                show_default=True,
-                shell_complete=model_words,
-                envvar="MLXRUNNER_MODEL",
-                show_envvar=True,
-                callback=named_model,
-                help=(
-                    "demo, a model directory, or a hub id such as "
-                    "mlx-community/Llama-3.2-1B-Instruct-4bit."
-                ),
+            model_option(
+                "demo, a model directory, or a hub id such as "
+                "mlx-community/Llama-3.2-1B-Instruct-4bit; or an alias of the config file."
             ),
             *MEMORY_OPTIONS,
             option_of(RunnerSettings, INTERVAL),
@@ -140,11 +161,7 @@ def model_options(command: F) -> F:
                 default=True,
                 help="Take all memory at start, or as the conversation grows.  [default: reserve]",
             ),
-            click.option(
-                "--trust-remote-code",
-                is_flag=True,
-                help="Run Python code that the model brings. Only if you trust it.",
-            ),
+            trust_option,
             click.option(
                 "-v",
                 "--verbose",

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 
 import click
 
 from mlxrunner.cli.options import debug_option, json_option
+from mlxrunner.cli.program import F
 from mlxrunner.errors import OptionError
 
 BELOW_RATE = 3
@@ -99,43 +101,46 @@ def explain(events: str, request: str | None, last: bool) -> None:
     show(event, console(sys.stdout))
 
 
+def _several(
+    flag: str, name: str, help: str, *, low: int, high: int | None = None, metavar: str = "N"
+) -> Callable[[F], F]:
+    """Return an option with a number to replay with, which may be given several times."""
+    return click.option(
+        flag, name, type=click.IntRange(low, high), multiple=True, metavar=metavar, help=help
+    )
+
+
 @click.command()
 @click.argument("log", nargs=-1, required=True, type=FILE, envvar="MLXRUNNER_LOG_TOKENS")
-@click.option(
+@_several(
     "--entries",
-    type=click.IntRange(1, 1024),
-    multiple=True,
+    "entries",
+    "Replay with K entries; several times. [default: 2, 4, 8]",
+    low=1,
+    high=1024,
     metavar="K",
-    help="Replay with K entries; several times. [default: 2, 4, 8]",
 )
-@click.option(
+@_several(
     "--slots",
-    type=click.IntRange(2, 1024),
-    multiple=True,
+    "slots",
+    "Replay requests that ran side by side in K slots; several times. [default: 2, 4, 8, 16]",
+    low=2,
+    high=1024,
     metavar="K",
-    help="Replay requests that ran side by side in K slots; several times. [default: 2, 4, 8, 16]",
 )
-@click.option(
+@_several(
     "--checkpoint-interval",
     "intervals",
-    type=click.IntRange(min=1),
-    multiple=True,
-    metavar="N",
-    help=(
-        "Replay with checkpoints every N tokens; several times. [default: a quarter and "
-        "four times as many]"
-    ),
+    "Replay with checkpoints every N tokens; several times. [default: a quarter and four times "
+    "as many]",
+    low=1,
 )
-@click.option(
+@_several(
     "--rewind-slack",
     "slacks",
-    type=click.IntRange(min=0),
-    multiple=True,
-    metavar="N",
-    help=(
-        "Replay with windows that keep N tokens more; several times. [default: 0 and four "
-        "times as many]"
-    ),
+    "Replay with windows that keep N tokens more; several times. [default: 0 and four times as "
+    "many]",
+    low=0,
 )
 @json_option
 @debug_option

@@ -12,7 +12,7 @@ import os
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO, TypeVar
 
@@ -82,22 +82,35 @@ class Program(click.Group):
 
 def with_our_name(error: click.NoSuchOption) -> click.NoSuchOption:
     """Return the error about an unknown option with the option of ours that may be meant."""
-    from mlxrunner.config.names import FLAGS, LETTERS, nearest, plain
+    from mlxrunner.config.names import FLAGS, LETTERS, WAYS, plain
 
     if error.ctx is None:
         return error
     options = [one for one in error.ctx.command.params if isinstance(one, click.Option)]
     flags = {str(one.name): max(one.opts, key=len) for one in options}
     flags |= {flag.lstrip("-").replace("-", "_"): flag for one in options for flag in one.opts}
-    is_letter = len(error.option_name) == 2
-    wanted = LETTERS.get(error.option_name[1:], "") if is_letter else error.option_name
-    wanted = FLAGS.get(plain(wanted), wanted)
-    name, _, value = (nearest(wanted, flags) or "").partition(": ")
-    if not name:
+    option = error.option_name
+    names = LETTERS.get(option[1:], ()) if len(option) == 2 else (option,)
+    ways = [WAYS[plain(name)] for name in names if plain(name) in WAYS]
+    meant = dict.fromkeys(_our_flag(FLAGS.get(plain(name), name), flags) for name in names)
+    ours = " or ".join(repr(flag) for flag in meant if flag is not None)
+    if not ways and not ours:
         return error
-    ours = flags[name] + (f" {_as_pair(value)}" if value else "")
-    message = f"No such option {error.option_name!r}. Did you mean {ours!r}?"
-    return click.NoSuchOption(error.option_name, message, ctx=error.ctx)
+    hint = ways[0] if ways else f"Did you mean {ours}?"
+    return click.NoSuchOption(option, f"No such option {option!r}. {hint}", ctx=error.ctx)
+
+
+def _our_flag(name: str, flags: Mapping[str, str]) -> str | None:
+    """Return our flag that somebody who wrote `name` may have meant, with its value if it has one.
+
+    `flags` are those of the command by name.
+    """
+    from mlxrunner.config.names import nearest
+
+    ours, _, value = (nearest(name, flags) or "").partition(": ")
+    if not ours:
+        return None
+    return flags[ours] + (f" {_as_pair(value)}" if value else "")
 
 
 def with_our_command(error: click.NoSuchCommand) -> click.UsageError:

@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mlxrunner.cli.options import debug_option, json_option
+from mlxrunner.cli.options import debug_option, json_option, model_argument, trust_option
 from mlxrunner.cli.program import visible_text
-from mlxrunner.cli.settling import named_model
-from mlxrunner.cli.words import model_words
 
 if TYPE_CHECKING:
     from mlxrunner.verify.findings import Findings
@@ -21,13 +19,7 @@ DIFFERENT, UNTESTED = 4, 5
 
 
 @click.command()
-@click.argument(
-    "model",
-    default="demo",
-    envvar="MLXRUNNER_MODEL",
-    shell_complete=model_words,
-    callback=named_model,
-)
+@model_argument
 @click.option(
     "--context",
     type=int,
@@ -46,11 +38,7 @@ DIFFERENT, UNTESTED = 4, 5
 @click.option(
     "--kv-bits", type=int, metavar="B", help="Verify caches of 8 or 4 bits. [default: as computed]"
 )
-@click.option(
-    "--trust-remote-code",
-    is_flag=True,
-    help="Run Python code that the model brings. Only if you trust it.",
-)
+@trust_option
 @json_option
 @debug_option
 def verify(model: str, as_json: bool, **options: Any) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxrunner.config.layering import Setting, settled
-from mlxrunner.config.lines import line_of
+from mlxrunner.config.lines import MOST_PARTS, line_of, line_of_long_key
 from mlxrunner.config.names import did_you_mean
 from mlxrunner.errors import MissingFileError, OptionError
 from mlxrunner.options import GenerateOptions, RunnerSettings, chat_options, names
@@ -144,6 +144,11 @@ class _Reader:
     def config(self) -> Config:
         import tomllib
 
+        if (number := line_of_long_key(self._text)) is not None:
+            raise OptionError(
+                f"{self._path} line {number}: a key has more than {MOST_PARTS} parts between dots: "
+                "no key of this file has more than 3"
+            )
         try:
             found = tomllib.loads(self._text)
         except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:

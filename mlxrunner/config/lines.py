@@ -8,7 +8,28 @@ from typing import Any
 
 _HEADER = re.compile(r"\s*(\[\[?.*?\]\]?)\s*(?:#.*)?")
 _KEY = re.compile(r"""\s*((?:"(?:\\.|[^"\\])*"|'[^']*'|[\w\s.-])+?)\s*=""")
+_ENDS = frozenset(" \t=,{}[]#")
+"""Characters that are in no part of a dotted key, unless it is quoted."""
 _QUOTES = ('"' * 3, "'" * 3)
+
+
+MOST_PARTS = 100
+"""The most parts of a dotted key: the time to parse one grows with their square."""
+
+
+def line_of_long_key(text: str) -> int | None:
+    """Return the number of the first line with a key of more than MOST_PARTS parts, or None.
+
+    `text` need not be readable.
+    """
+    for number, line in enumerate(text.split("\n"), 1):
+        parts = 0
+        for piece in line.split(".") if line.count(".") >= MOST_PARTS else ():
+            is_part = bool(piece.strip()) and not _ENDS.intersection(piece.strip())
+            parts = parts + 1 if is_part else 0
+            if parts >= MOST_PARTS:
+                return number
+    return None
 
 
 def line_of(text: str, key: tuple[str, ...]) -> int:

@@ -141,6 +141,15 @@ FLAGS: dict[str, str] = {
 """Our option for names of other programs that mean something else in the line of a batch."""
 
 
+WAYS: dict[str, str] = {
+    "stream": "Each answer comes as it is made, without an option.",
+    "no_stream": "Each answer comes as it is made; generate --json prints it when it is whole.",
+    "option": "Each option of a request has its own flag, such as --temperature 0.8.",
+    "file": "A prompt can come from standard input (mlxrunner generate < FILE); the files of a "
+    "batch are its arguments; in a chat, /file FILE adds a text.",
+}
+"""A way to the same for each flag of other programs that no option of ours comes near."""
+
 LONGEST = 40
 """The most characters of a name that is compared with all others."""
 
@@ -163,8 +172,13 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     return close[0] if close else None
 
 
-LETTERS: dict[str, str] = {"n": "max_tokens", "c": "context"}
-"""Our name for each option of llama.cpp that is one letter after one dash."""
+LETTERS: dict[str, tuple[str, ...]] = {
+    "n": ("max_tokens",),
+    "c": ("context", "continue"),
+    "f": ("file",),
+    "o": ("option",),
+}
+"""Our names for each option of llama.cpp or llm that is one letter after one dash."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

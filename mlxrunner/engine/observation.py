@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from mlxrunner.cache.lookup import Earlier, Lookup
+from mlxrunner.cache.lookup import Earlier, Evicted, Lookup
 from mlxrunner.cache.tokens import TokenArray, TokenBuffer
 from mlxrunner.engine.answer import Clock
 from mlxrunner.options import GenerateOptions
@@ -15,7 +15,7 @@ from mlxrunner.results import FinishReason, Usage, logger
 from mlxrunner.tokenizer.prompt import TokenizedPrompt
 
 Finish = FinishReason | Literal["interrupted", "error"]
-Ending = Literal["own", "cancelled", "forgotten", "no room", "no token"]
+Ending = Literal["own", "cancelled", "forgotten", "failed", "no room", "no token"]
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Beside:
     ending: Ending
     """The cause of its end.
 
-    "own": the end of its answer; "cancelled"; "forgotten": a step failed, and every slot was
-    emptied; "no room"; "no token": its form allows none.
+    "own": the end of its answer; "cancelled"; "forgotten": a step was interrupted; "failed":
+    it made a step fail; "no room"; "no token": its form allows none.
     """
     limit: int
     """Most tokens of its answer."""
@@ -49,6 +49,10 @@ class Beside:
     """True if its keys could not be moved."""
     answer: TokenArray
     """The tokens of the answer that were run through the model."""
+    submitted: int = 0
+    """Its number among the requests that the runner began, from 1; 0 if it is not known."""
+    evicted: Sequence[Evicted] = ()
+    """The conversations that were given up to make room for it."""
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,21 @@ class NextToken:
         self._needs_normalized = options.temperature > 0 and options.top_p < 1
         self._processors = [*_penalties(options), *processors]
         self._temperature = options.temperature if options.temperature >= COLDEST else 0.0
-        self._key = mx.random.key(secrets.randbits(64) if options.seed is None else options.seed)
+        self._seed = secrets.randbits(64) if options.seed is None else options.seed
+        self._key: mx.array | None = None  # made by the thread that samples
+
+    def rewind(self, count: int) -> None:
+        """Go back to the state after the first `count` tokens, all of which were read."""
+        self._key, self._before = None, None
+        for _ in range(count if self._temperature else 0):
+            self._draw()
+
+    def _draw(self) -> mx.array:
+        """Return the random key of the next token."""
+        if self._key is None:
+            self._key = mx.random.key(self._seed)
+        self._key, now = mx.random.split(self._key)
+        return now
 
     @property
     def is_greedy(self) -> bool:
@@ -141,8 +155,7 @@ class NextToken:
             return mx.argmax(logprobs, axis=-1)
         for keep_likely in self._filters:
             logprobs = keep_likely(logprobs)
-        self._key, now = mx.random.split(self._key)
-        return mx.random.categorical(logprobs * (1 / self._temperature), key=now)
+        return mx.random.categorical(logprobs * (1 / self._temperature), key=self._draw())
 
     def __call__(self, logits: mx.array, history: mx.array | None = None) -> Sampled:
         """Sample the next token. `history`: all tokens so far, prompt included, `[n]`.

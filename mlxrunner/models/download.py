@@ -100,7 +100,9 @@ def download(name: str, *, with_code: bool = False) -> Path:
     repository come as they are.
     """
     from huggingface_hub import snapshot_download
-    from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]  # documented
+    from huggingface_hub.utils import (  # type: ignore[attr-defined]  # documented
+        disable_progress_bars,
+    )
 
     patterns = (*FILES, CODE) if with_code else FILES
     commit, files = "", list[HubFile]()

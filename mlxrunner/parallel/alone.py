@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
 
 from mlxrunner.cache.layers.factory import CacheOptions, make_layer_caches
 from mlxrunner.cache.layers.protocol import LayerCache
+from mlxrunner.cache.layers.rotate import rotators
 from mlxrunner.cache.shared.causal import CausalCache
 from mlxrunner.cache.shared.sequences import Batch
 from mlxrunner.parallel.engine import Engine
@@ -60,6 +61,16 @@ class OneAtATime(Engine):
             cache.end_forward(len(batch))
             mx.async_eval(cache.state)  # type: ignore[no-untyped-call]
         return logits[0, mx.array(list(rows), mx.int32)]
+
+    def rotate(
+        self, caches: Sequence[LayerCache], by: int
+    ) -> Sequence[Callable[[Any, int], Any]] | None:
+        return rotators(self.model, caches, by)
+
+    def forget(self) -> None:
+        for caches in self._caches.values():
+            for cache in caches:
+                cache.free()
 
     def expect(self, sequence: int, count: int) -> None:
         """Do nothing: there are no cells."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import mlx.core as mx
 
 from mlxrunner.cache.layers.protocol import LayerCache
-from mlxrunner.cache.overflow import window_closes
 from mlxrunner.cache.shared.causal import CausalCache
+from mlxrunner.cache.shared.layer import CellsLayer
 from mlxrunner.cache.shared.sequences import Batch, Cache
 from mlxrunner.cache.shared.wrapper import WrapperCache
 
@@ -46,17 +47,9 @@ class Engine(ABC):
         logits are wanted. Raise CacheFullError, with nothing changed, if cells are missing.
         """
 
-    def caches(self, sequence: int) -> list[LayerCache]:
-        """Return the layer caches of a sequence, always the same ones.
-
-        The cells of each group come first, then the layers that are apart. `forward` itself begins
-        and ends a pass in the latter.
-        """
-        return []
-
     @property
     def most_sequences(self) -> int | None:
-        """The most sequences that a step may carry; None: as many as there are."""
+        """Most sequences that one step may carry; None: any number."""
         return None
 
     @property
@@ -73,6 +66,32 @@ class Engine(ABC):
         """
         return []
 
+    def caches(self, sequence: int) -> list[LayerCache]:
+        """Return the layer caches that hold the tokens of `sequence`, for a prefix-cache entry.
+
+        Each group of cells is one of them. Layers that are apart follow, always the same objects:
+        `forward` itself begins and ends the passes in these.
+        """
+        return [CellsLayer(group, sequence) for group in self.groups]
+
+    @abstractmethod
+    def rotate(
+        self, caches: Sequence[LayerCache], by: int
+    ) -> Sequence[Callable[[Any, int], Any]] | None:
+        """Return the rotation of the keys of each cache by `by` positions.
+
+        Return None if some keys can't be moved. See `mlxrunner.cache.entry.Rotators`.
+        """
+
+    def forget(self) -> None:
+        """Drop all buffers, after a forward pass that can't be evaluated."""
+        for group in self.groups:
+            group.forget()
+
+    def state(self) -> list[mx.array]:
+        """Return all buffers, to be evaluated."""
+        return [array for group in self.groups for array in group.state]
+
     @abstractmethod
     def expect(self, sequence: int, count: int) -> None:
         """Prepare for `count` more tokens of the sequence.
@@ -83,17 +102,6 @@ class Engine(ABC):
     @abstractmethod
     def _make_group(self, window: int | None, memory: int | None) -> CausalCache:
         """Return the cache of one kind of layer."""
-
-    @property
-    def has_windows(self) -> bool:
-        return any(self._kinds)
-
-    def can_shift(self, tokens: int, keep: int, discard: int) -> bool:
-        """Return True if every window still holds all that the next token sees after a shift.
-
-        The shift drops `discard` of the sequence's `tokens` tokens, behind the first `keep`.
-        """
-        return all(window_closes(window, tokens, keep, discard) for window in self._kinds if window)
 
     def _make_groups(self) -> list[CausalCache]:
         windows = (

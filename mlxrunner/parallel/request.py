@@ -6,8 +6,10 @@ from collections import deque
 from dataclasses import dataclass, field
 
 import mlx.core as mx
+import numpy as np
 
-from mlxrunner.cache.lookup import Lookup
+from mlxrunner.cache.lease import EntryLease
+from mlxrunner.cache.lookup import Evicted, Lookup
 from mlxrunner.cache.tokens import TokenArray, as_tokens
 from mlxrunner.engine.answer import AnswerStream
 from mlxrunner.engine.observation import Beside, Ending, Observation, finish_of
@@ -25,6 +27,8 @@ class ActiveRequest(Request):
     answer: AnswerStream
     lookup: Lookup
     slot: Slot = field(init=False)
+    lease: EntryLease = field(init=False)
+    """Its hold on the slot's entry, once it is placed."""
     todo: TokenArray = field(init=False)
     """Tokens to evaluate before the request decodes; empty once it does.
 
@@ -38,10 +42,16 @@ class ActiveRequest(Request):
     """The last dispatched token of the answer, `[1]`; None before the first."""
     said: list[int] = field(default_factory=list)
     """Tokens of the answer that were read."""
+    run: int = 0
+    """Number of the answer's tokens that are recorded in the slot, or were before a shift."""
     history: mx.array | None = None
     """All tokens so far, `[n]`; None if the sampling does not need them."""
     chunks: deque[Chunk] = field(default_factory=deque)
     """The chunks that the caller has not taken yet."""
+    submitted: int = 0
+    """Its number among the requests that the runner began, from 1."""
+    evicted: list[Evicted] = field(default_factory=list)
+    """The conversations that were given up to make room for it."""
     is_placed: bool = False
     """True once its slot has the shared prefix, so that the rest can be evaluated."""
     source: Slot | None = None
@@ -109,10 +119,58 @@ class ActiveRequest(Request):
 
     def advance(self, count: int) -> None:
         """Record that the forward pass of its next `count` tokens was dispatched."""
-        self.slot.tokens.extend(self.todo[self.place : self.place + count])
+        if self.left:
+            self.lease.record(self.todo[self.place : self.place + count])
+        elif self.run < len(self.said):  # it was read before
+            self.lease.record(self.said[-1:])
+            self.run += 1
         self.place += count
-        if not self.left:
-            self.todo = self.todo[:0]
+        if len(self.todo) and not self.left:
+            self.todo, self.run = self.todo[:0], self.sampled
+
+    def take(self, token: int) -> None:
+        """Record a token of the answer that was read."""
+        self.said.append(token)
+        if self.place > self.lease.recorded:  # its forward pass was dispatched with this step
+            self.lease.record((token,))
+            self.run += 1
+
+    def go_back(self) -> None:
+        """Return to the tokens that were read, between two steps. `restart` has to follow.
+
+        Tokens that were sampled and not read are sampled again, as they were.
+        """
+        self.todo = self._conversation()
+        if self.sampled > len(self.said):
+            self.sampled = len(self.said)
+            self.next_token.rewind(self.sampled)
+            if self.history is not None:
+                self.history = mx.array([*self.tokens.tolist(), *self.said], mx.int32)
+
+    def restart(self) -> None:
+        """Keep what the slot has of `todo`; the rest is evaluated again."""
+        if self.is_placed:
+            before = self.place
+            self.lease.restart(self.todo[:-1])
+            self.place = self.lease.recorded
+            self.reevaluated += max(0, before - self.place)
+
+    def give_way(self) -> None:
+        """Give the slot's tokens up, between two steps, and wait for room to go on."""
+        self.go_back()
+        self.restart()
+        self.lease.close()
+        self.is_placed, self.source, self.place = False, None, 0
+
+    def _conversation(self) -> TokenArray:
+        """Return the tokens to evaluate before the next one that was not read is sampled."""
+        if self.left:
+            # After a shift, the last one may not be read yet.
+            return self.todo[: len(self.todo) - (self.sampled - len(self.said))]
+        recorded = as_tokens(self.lease.tokens)
+        if self.run < len(self.said):
+            return np.append(recorded, np.int32(self.said[-1]))
+        return recorded
 
     def observation(
         self, usage: Usage, reason: FinishReason | None, error: str | None
@@ -152,6 +210,8 @@ class ActiveRequest(Request):
             sampled=self.sampled,
             stuck=self.is_stuck,
             answer=answer,
+            submitted=self.submitted,
+            evicted=self.evicted,
         )
 
 

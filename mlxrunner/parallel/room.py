@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 from mlxrunner.errors import CacheFullError
 from mlxrunner.parallel.engine import Engine
 from mlxrunner.parallel.request import ActiveRequest
 from mlxrunner.parallel.slots import Choice, Slot
-
-T = TypeVar("T")
 
 
 class Room:
@@ -53,21 +50,6 @@ class Room:
                 "this request", wanted, max(0, self._cells - used - coming), self._cells
             )
 
-    def make(self, act: Callable[[], T], clear: Callable[[Slot], None]) -> T:
-        """Call `act` and return its result, after clearing idle slots if it lacks room.
-
-        `clear` empties one slot; the least recently used slot comes first. Raise CacheFullError if
-        no slot is left to clear.
-        """
-        while True:
-            try:
-                return act()
-            except CacheFullError:
-                idle = [slot for slot in self._slots if not slot.is_busy and slot.tokens]
-                if not idle:
-                    raise
-                clear(min(idle, key=lambda slot: slot.last_used))
-
     def _most(self, request: ActiveRequest) -> int:
         """Return the most tokens that `request` can have."""
         return min(len(request.tokens) + request.limit, self._capacity)
@@ -84,7 +66,8 @@ class Room:
         if request.shift is None:
             return coming
         others = [other.slot.number for other in self._requests if other is not request]
-        kept = 0 if self._adapted.has_windows else request.shift.keep
+        has_windows = any(group.window for group in self._adapted.groups)
+        kept = 0 if has_windows else request.shift.keep
         return coming + max(
             group.num_shared(request.slot.number, others, kept) for group in self._adapted.groups
         )

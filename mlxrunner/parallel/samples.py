@@ -8,8 +8,8 @@ from typing import Any
 from mlxrunner.errors import ContextLengthError, NotSupportedError
 from mlxrunner.models.load import LoadedModel, load_model
 from mlxrunner.options import GenerateOptions
-from mlxrunner.parallel.runner import ParallelRunner
 from mlxrunner.parallel.slots import WORTH_WAITING
+from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.results import Result, logger
 from mlxrunner.runner import Runner
 from mlxrunner.tokenizer.prompt import Prompt, tokenize_prompt
@@ -83,7 +83,7 @@ def _together(
     cells = (
         None if each[0].get("overflow") == "shift" else length + parallel * (room + WORTH_WAITING)
     )
-    with ParallelRunner.of(
+    with Stepper.of(
         loaded, max_sequences=parallel, context=length + room, cells=cells, **settings
     ) as runner:
         watch(runner)

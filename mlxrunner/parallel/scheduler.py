@@ -1,43 +1,45 @@
-"""Schedule requests: choose the tokens of each step and their cells, and end failed requests.
+"""Schedule requests: choose the tokens of each step, and end failed requests.
 
 Knows nothing about prompts or loading.
 
 A request may wait for a prefix that another one is evaluating. Then its prompt is evaluated in
 pieces, and then it decodes. One forward pass carries a token or a piece of each request. If the
-awaited prefix does not come, the request waits for room. It never ends for lack of room. Slots
-change in an order that an interrupt may cut anywhere: see `Slot`.
+awaited prefix does not come, the request waits for room. It never ends for lack of room.
 """
 
 from __future__ import annotations
 
-import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import numpy as np
 
-from mlxrunner.cache.lookup import WINDOW, Lookup, explained
+from mlxrunner.cache.prefix import PrefixCache
 from mlxrunner.cache.shared.sequences import END, Batch
-from mlxrunner.cache.tokens import TokenArray
+from mlxrunner.cache.tokens import TokenArray, as_tokens
 from mlxrunner.engine.sampling import Decoded, Sampled, dispatch
-from mlxrunner.errors import (
-    CacheFullError,
-    FormError,
-    MlxrunnerError,
-    NotSupportedError,
-    StepFailedError,
-)
+from mlxrunner.errors import CacheFullError, FormError, MlxrunnerError, StepFailedError
+from mlxrunner.parallel.assign import Assigner
 from mlxrunner.parallel.engine import Engine
 from mlxrunner.parallel.request import ActiveRequest, Step
+from mlxrunner.parallel.residents import Residents
 from mlxrunner.parallel.room import Room
-from mlxrunner.parallel.slots import Choice, Slot, choose, share
-from mlxrunner.results import Chunk, FinishReason, Usage, log_lookup
+from mlxrunner.parallel.slots import Slot, share
+from mlxrunner.results import Chunk, FinishReason, Usage
+
+if TYPE_CHECKING:
+    from mlxrunner.stored.parking import Parking
 
 Ended = Callable[[ActiveRequest, FinishReason | None, str | None], Usage]
 """A function of an ended request, its finish reason, and the name of its error."""
+Row = list[tuple[ActiveRequest, int]]
+"""The requests of a step, with the number of tokens of each."""
 
 
 class Scheduler:
@@ -45,26 +47,42 @@ class Scheduler:
 
     def __init__(
         self,
-        adapted: Engine,
+        engine: Engine,
         max_sequences: int,
         *,
         capacity: int,
         cells: int,
         max_batch: int,
         ended: Ended,
+        message_ends: TokenArray | None = None,
+        checkpoint_budget: int = 0,
+        checkpoint_interval: int = 1024,
+        memory: int | None = None,
+        parking: Parking | None = None,
     ) -> None:
         """Make a scheduler of at most `max_sequences` requests of up to `capacity` tokens each.
 
         `cells`: the most cells per layer that all requests take together. `max_batch`: the most
-        tokens of a step. `ended`: called for each request at its end.
+        tokens of a step. `ended`: called for each request at its end. `message_ends`: the tokens
+        that end a message. `checkpoint_budget`: bytes of checkpoints of all slots together.
+        `memory` and `parking`: see `Residents`.
         """
-        self.slots = [Slot(number) for number in range(max_sequences)]
+        budget = checkpoint_budget // max_sequences
+        self.slots = [
+            Slot(number, PrefixCache(partial(engine.caches, number), budget, checkpoint_interval))
+            for number in range(max_sequences)
+        ]
         self.requests: list[ActiveRequest] = []
         """The running requests, in order of arrival. A request waits only for earlier ones."""
-        self._adapted, self._ended = adapted, ended
+        self._engine, self._ended = engine, ended
         self._capacity, self._max_batch = capacity, max_batch
-        self._room = Room(adapted, self.slots, self.requests, capacity=capacity, cells=cells)
+        room = Room(engine, self.slots, self.requests, capacity=capacity, cells=cells)
+        ends = as_tokens([]) if message_ends is None else message_ends
+        self.residents = Residents(engine, self.slots, memory=memory, parking=parking)
+        self._assigner = Assigner(engine, self.slots, self.requests, room, self.residents, ends)
         self._pending: Step | None = None
+        self._suspects: deque[list[ActiveRequest]] = deque()
+        """Groups of requests, one of which may have made a step fail: each is run by itself."""
         self.ticks = 0
         """Number of steps so far."""
         self._calls = 0
@@ -81,7 +99,11 @@ class Scheduler:
     @property
     def is_idle(self) -> bool:
         """True if the last step had nothing to dispatch."""
-        return self._pending is None
+        return self._pending is None and not self._suspects
+
+    def place_waiting(self) -> None:
+        """Give waiting requests their prefix, once it is evaluated."""
+        self._assigner.place_waiting()
 
     def admit(self, request: ActiveRequest) -> None:
         """Give a request a slot and the prefix that it can share.
@@ -89,25 +111,9 @@ class Scheduler:
         Raise NoFreeSlotError or CacheFullError if there is no room now. The request may be admitted
         later.
         """
-        clock = request.clock
         self._calls += 1
         self._mend()
-        # Place waiting requests first: the slot whose prefix they share may be taken now.
-        self.place_waiting()
-        choice = choose(self.slots, request.tokens, can_resume=self._can_resume)
-        self._room.check(request, choice, self.requests)
-        slot = request.slot = choice.slot
-        request.trimmed = len(slot.tokens)
-        try:
-            clock.lookup_began = time.perf_counter()
-            slot.is_busy, slot.planned = True, request.tokens
-            request.began = self.moment
-            self._follow(request, choice)
-            clock.lookup_s = time.perf_counter() - clock.lookup_began
-            self.requests.append(request)
-        except BaseException:
-            self._free(slot)
-            raise
+        self._assigner.admit(request, self.moment)
 
     def cancel(self, request: ActiveRequest) -> None:
         """End a request without affecting the others."""
@@ -121,17 +127,26 @@ class Scheduler:
         """Dispatch the next forward pass, then read the tokens of the last one."""
         self.ticks, self._calls = self.ticks + 1, 0
         with self._whole():
-            self.place_waiting()
-            before, self._pending = self._pending, self._dispatch()
-            for request, sampled in before or ():
-                if not request.finished:
-                    self._deliver(request, sampled)
+            self._assigner.place_waiting()
+            if self._suspects:
+                self._run_suspects(self._suspects.popleft())
+                return
+            before, self._pending = self._pending, None
+            row = self._next_row()
+            try:
+                self._pending = self._forward(row) if row else None
+                self._read(before)
+            except CacheFullError as error:
+                self._read(before)
+                self._lack_room(error)
+            except Exception as error:
+                self._recover(before, row, error)
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
-        """End all requests and empty all slots if the block raises an error or is interrupted.
+        """End all requests if the block raises an error or is interrupted.
 
-        Nobody knows then which cells were written.
+        The slots keep what was recorded before.
         """
         self._mend()
         self._is_whole = False
@@ -148,151 +163,66 @@ class Scheduler:
             self.forget_everything(KeyboardInterrupt())
 
     def forget_everything(self, error: BaseException) -> None:
-        """End all requests and empty the slots, after an `error` in a step."""
+        """End all requests, after an `error` in a step. The slots keep what is whole."""
         self._pending = None
-        for slot in self.slots:
-            slot.tokens.truncate(0)
-        why = StepFailedError(
-            f"a step that carried this request, and others, was ended by {_named(error)}: "
-            "submit it again"
-        )
+        self._suspects.clear()
         for request in list(self.requests):
             if request.finished:  # an interrupt came before it was removed
                 self.requests.remove(request)
             else:
                 request.ending = "forgotten"
-                self._fail(
-                    request, why, type(error).__name__ if isinstance(error, Exception) else None
-                )
+                name = type(error).__name__ if isinstance(error, Exception) else None
+                self._fail(request, _step_failed(error), name)
+        busy = {request.slot.number for request in self.requests}
         for slot in self.slots:
-            self._free(slot)
+            if slot.is_busy and slot.number not in busy:
+                self._assigner.free(slot)
         self._is_whole = True
 
-    def _clear(self, slot: Slot) -> None:
-        """Forget the tokens of a slot."""
-        slot.tokens.truncate(0)
-        slot.exact = END
-        self._adapted.cache.remove(slot.number, 0, END)
-
-    def _free(self, slot: Slot) -> None:
-        """Forget the tokens and the request of a slot."""
-        self._clear(slot)
-        slot.is_busy, slot.planned = False, slot.planned[:0]
-
-    def _can_resume(self, slot: Slot, matched: int) -> bool:
-        return matched == 0 or self._adapted.cache.can_resume(slot.number, matched)
-
-    def _follow(self, request: ActiveRequest, choice: Choice) -> None:
-        """Take the prefix that another slot has, or begin to wait for it."""
-        if choice.ready:
-            self._resume(request, choice.source, choice.matched)
-        else:
-            self._clear(request.slot)  # others must not share tokens that will be replaced
-            request.source, request.promised = choice.source, choice.matched
-
-    def _resume(self, request: ActiveRequest, source: Slot, cached: int) -> None:
-        """Give the request's slot the first `cached` tokens of `source`."""
-        slot, cache = request.slot, self._adapted.cache
-        before, matched = len(source.tokens), source.shared_with(request.tokens)
-        dropped = tuple(source.tokens[matched : matched + WINDOW])
-        limited_by = "sliding" if cached < min(matched, len(request.tokens) - 1) else None
-        slot.tokens.truncate(0)
-        if source is not slot:
-            cache.copy_prefix(source.number, slot.number, cached)
-        else:
-            cache.remove(slot.number, cached, END)
-        slot.exact = END
-        self._adapted.expect(slot.number, len(request.tokens) - cached + request.limit)
-        slot.tokens.extend(request.tokens[:cached])
-        request.place, request.is_placed = cached, True
-        request.lookup = explained(
-            Lookup(
-                len(request.tokens), before, matched, cached, limited_by=limited_by, dropped=dropped
-            )
-        )
-        request.trimmed = max(0, request.trimmed - cached) if source is slot else request.trimmed
-        log_lookup(len(request.tokens), matched, cached)
-
-    def place_waiting(self) -> None:
-        """Give waiting requests their prefix, once it is evaluated.
-
-        Requests whose prefix will not come, or that lacked room, choose again.
-        """
-        for number, request in enumerate(self.requests):
-            if request.is_placed:
-                continue
-            source, promised = request.source, request.promised
-            if source is None:
-                self._place_again(request, self.requests[:number])
-            elif source.shared_with(request.tokens) >= promised and self._can_resume(
-                source, promised
-            ):
-                self._resume(request, source, promised)
-            elif not source.is_busy or source.will_share_with(request.tokens) < promised:
-                self._place_again(request, self.requests[:number])
-
-    def _place_again(self, request: ActiveRequest, ahead: Sequence[ActiveRequest]) -> None:
-        """Choose again, from the present content of the slots. Without room the request waits."""
-        request.source, request.promised = None, 0
-        before = [other.slot for other in ahead]
-        choice = choose(
-            self.slots, request.tokens, own=request.slot, ahead=before, can_resume=self._can_resume
-        )
-        others = [other for other in self.requests if other.is_placed or other.source is not None]
-        with suppress(CacheFullError):
-            self._room.check(request, choice, others)
-            self._follow(request, choice)
-
-    def _dispatch(self) -> Step | None:
-        """Build and dispatch the next row; return None if there is nothing to do.
-
-        If cells are missing, the youngest requests end.
-        """
+    def _next_row(self) -> Row:
+        """Make room in full contexts, and return the row of the next step."""
         for request in [request for request in self.requests if request.is_decoding]:
             try:
                 self._make_room(request)
             except CacheFullError as error:
                 request.ending = "no room"
                 self._fail(request, error)
-        while row := self._row():
-            try:
-                return self._forward(row)
-            except CacheFullError as error:
-                self.requests[-1].ending = "no room"
-                self._fail(self.requests[-1], error)
-        return None
+        return self._row(self.requests)
 
-    def _row(self) -> list[tuple[ActiveRequest, int]]:
-        """Return the requests of the next step, with the number of tokens of each."""
-        row = [(request, 1) for request in self.requests if request.is_decoding]
-        prefilling = [request for request in self.requests if request.is_placed and request.left]
+    def _row(self, requests: Sequence[ActiveRequest]) -> Row:
+        """Return the tokens of the next step for some of the requests."""
+        row = [(request, 1) for request in requests if request.is_decoding]
+        prefilling = [request for request in requests if request.is_placed and request.left]
+        wanted = [self._stop(request) - request.place for request in prefilling]
+        if self._engine.most_sequences == 1 and len(row) + len(prefilling) > 1:
+            ready = [*row, *zip(prefilling, wanted, strict=True)]
+            request, count = ready[self.ticks % len(ready)]
+            return [(request, min(count, self._max_batch))]
         if prefilling:
-            wanted = [request.left for request in prefilling]
-            if self._adapted.has_windows:
-                # Windows drop tokens: a prefix has to be shared while it is stored.
-                wanted = [
-                    min(left, *self._waited_for(request, left))
-                    for request, left in zip(prefilling, wanted, strict=True)
-                ]
             shares = share(self._max_batch - len(row), wanted, self.ticks)
             row += [
                 (request, count) for request, count in zip(prefilling, shares, strict=True) if count
             ]
         return row
 
-    def _waited_for(self, request: ActiveRequest, left: int) -> list[int]:
-        """Return `left`, and the distances to the ends of the prefixes that others wait for.
+    def _stop(self, request: ActiveRequest) -> int:
+        """Return the offset at which the next piece of the request's prefill has to end.
 
-        All are numbers of tokens.
+        Windows drop tokens and states have no past: a prefix has to be shared, or copied by a
+        checkpoint, while it is there.
         """
+        end = len(request.todo)
+        if not any(cache.needs_checkpoints for cache in request.lease.caches):
+            return end
         ends = [
-            other.promised - request.place
+            other.promised
             for other in self.requests
             if not other.is_placed and other.source is request.slot
         ]
-        return [left, *(end for end in ends if end > 0)]
+        stop = request.lease.next_stop if request.lease.needs_checkpoints else end
+        return min(end, *(place for place in (stop, *ends) if place > request.place), end)
 
-    def _forward(self, row: list[tuple[ActiveRequest, int]]) -> Step:
+    def _forward(self, row: Row) -> Step:
         """Dispatch the forward pass of a row, and the sampling from it."""
         ends = accumulate(count for _, count in row)
         sampling = {
@@ -309,19 +239,29 @@ class Scheduler:
             [request.slot.number for request, count in row for _ in range(count)],
         )
         tokens = mx.concatenate([request.coming_tokens(count) for request, count in row])
-        logits = self._room.make(
-            lambda: self._adapted.forward(tokens, batch, list(sampling) or [0]), self._clear
+        logits = self.residents.make_room(
+            lambda: self._engine.forward(tokens, batch, list(sampling) or [0])
         )
         for request, count in row:
             request.advance(count)
         step = self._sample(list(sampling.values()), logits)
         dispatch([array for _, sampled in step for array in sampled.arrays] or [logits])
+        for request, _ in row:
+            if not request.finished and request.place < len(request.tokens):
+                self._checkpoint(request)
         return step
+
+    def _checkpoint(self, request: ActiveRequest) -> None:
+        """Take a checkpoint of the request's slot if one is due."""
+        lease = request.lease
+        if lease.needs_checkpoints and lease.recorded >= lease.checkpoint_due:
+            dispatch(lease.checkpoint())
 
     def _sample(self, requests: list[ActiveRequest], logits: mx.array) -> Step:
         """Sample a token for each request, at once for all plain greedy ones.
 
-        A request whose form allows no token ends with a FormError.
+        A request whose form allows no token ends with a FormError, and one whose sampling fails
+        otherwise with a StepFailedError.
         """
         best = mx.argmax(logits, axis=-1) if any(r.next_token.is_plain for r in requests) else None
         step: Step = []
@@ -335,6 +275,9 @@ class Scheduler:
                 request.ending = "no token"
                 self._fail(request, error)
                 continue
+            except Exception as error:
+                self._fail_alone(request, error)
+                continue
             request.sampled += 1
             request.last = sampled.token.astype(mx.int32)
             if request.history is not None:
@@ -342,13 +285,21 @@ class Scheduler:
             step.append((request, sampled))
         return step
 
+    def _read(self, step: Step | None) -> None:
+        """Wait for the tokens of a step and deliver them."""
+        step = [(request, sampled) for request, sampled in step or () if not request.finished]
+        mx.eval([array for _, sampled in step for array in sampled.arrays])
+        for request, sampled in step:
+            try:
+                self._deliver(request, sampled)
+            except Exception as error:
+                self._fail_alone(request, error)
+
     def _deliver(self, request: ActiveRequest, sampled: Sampled) -> None:
         decoded: Decoded = sampled.decoded(sampled.read())
         chunk = request.answer.take(decoded, request.clock)
-        request.said.append(decoded.token)
-        if request.place > len(request.slot.tokens):
-            # Its forward pass was dispatched with this step.
-            request.slot.tokens.append(decoded.token)
+        request.take(decoded.token)
+        self._checkpoint(request)
         if chunk.finish_reason is None:
             request.chunks.append(chunk)
             return
@@ -358,6 +309,60 @@ class Scheduler:
             self._fail(request, error)
         else:
             self._retire(request, chunk.finish_reason, last=chunk)
+
+    def _recover(self, before: Step | None, row: Row, error: Exception) -> None:
+        """Read the step `before` the failed one, and let all requests go back.
+
+        Those of the failed `row` run again in halves. One that made a step fail by itself ends. All
+        buffers are dropped if they can't be evaluated.
+        """
+        self._pending = None
+        try:
+            self._read(before)
+            mx.eval(self._engine.state())
+            is_lost = False
+        except Exception:
+            is_lost = True
+        for request in self.requests:
+            request.go_back()
+        if is_lost:
+            self._engine.forget()
+            for slot in self.slots:
+                self.residents.clear(slot, "a failed step")
+        for request in self.requests:
+            request.restart()
+        running = [request for request, _ in row if not request.finished]
+        if len(running) == 1:
+            self._fail_alone(running[0], error)
+        elif running:
+            half = len(running) // 2
+            self._suspects.extendleft([running[half:], running[:half]])
+
+    def _run_suspects(self, group: list[ActiveRequest]) -> None:
+        """Run a step of some requests alone, to its end."""
+        row = self._row([request for request in group if request in self.requests])
+        try:
+            step = self._forward(row) if row else None
+            self._read(step)
+        except CacheFullError as error:
+            self._lack_room(error)
+        except Exception as error:
+            self._recover(None, row, error)
+
+    def _lack_room(self, error: CacheFullError) -> None:
+        """Let the youngest request wait for cells; end it if no other one holds any."""
+        placed = [request for request in self.requests if request.is_placed]
+        if len(placed) > 1:
+            placed[-1].give_way()
+            self.residents.clear(placed[-1].slot, "a lack of room")
+        else:
+            placed[-1].ending = "no room"
+            self._fail(placed[-1], error)
+
+    def _fail_alone(self, request: ActiveRequest, error: Exception) -> None:
+        """End one request with a StepFailedError about `error`."""
+        request.ending = "failed"
+        self._fail(request, _step_failed(error), type(error).__name__)
 
     def _fail(self, request: ActiveRequest, error: MlxrunnerError, name: str | None = "") -> None:
         """End a request with `error`. `name`: the recorded name of the error.
@@ -379,8 +384,9 @@ class Scheduler:
         A sampled token that was not read yet is dropped.
         """
         slot = request.slot
-        slot.tokens.truncate(slot.exact)
-        self._adapted.cache.remove(slot.number, len(slot.tokens), END)
+        if request.is_placed:
+            slot.tokens.truncate(slot.exact)
+            request.lease.close()
         request.ended = self.moment
         usage = self._ended(request, reason, error)
         if last is not None:
@@ -393,6 +399,9 @@ class Scheduler:
             min(len(request.tokens), len(slot.tokens)),
         )
         slot.planned, slot.exact = slot.planned[:0], END
+        slot.cache.entry.is_shifted = False  # only exact tokens are left
+        self.residents.use(slot)
+        self.residents.fit()
 
     def _make_room(self, request: ActiveRequest) -> None:
         """Drop the oldest half behind the kept tokens if the next token would not fit.
@@ -400,45 +409,34 @@ class Scheduler:
         The remaining tokens are evaluated again if keys can't be moved, or if a window lacks tokens
         that the next one sees.
         """
-        shift, slot = request.shift, request.slot
+        shift, slot, lease = request.shift, request.slot, request.lease
         if shift is None or request.place < self._capacity:
             return
         keep, discard = shift.keep, shift.discard(request.place)
         tokens = slot.tokens.array
         kept = np.concatenate([tokens[:keep], tokens[keep + discard :]])
         slot.planned, request.shifted = slot.planned[:0], request.shifted + discard
-        if not self._adapted.can_shift(len(tokens), keep, discard):
-            self._evaluate_again(request, kept)
-            return
-        try:
-            self._room.make(
-                lambda: self._adapted.cache.remove(slot.number, keep, keep + discard), self._clear
-            )
-        except NotSupportedError:
-            request.is_stuck = True
-            self._evaluate_again(request, kept)
-        else:
-            slot.tokens.truncate(0)
+        closes = all(cache.can_shift(keep, discard) for cache in lease.caches)
+        if closes:
+            self._assigner.make_cells_for_shift(request, keep + discard)
+        if lease.shift(keep, discard, self._engine.rotate):
             slot.exact = min(slot.exact, keep)
-            slot.tokens.extend(kept)
-            request.place = len(kept)
-
-    def _evaluate_again(self, request: ActiveRequest, kept: TokenArray) -> None:
-        """Go back to the last offset at which the request can resume.
-
-        The rest of `kept` is evaluated again, with the token that was sampled last.
-        """
-        assert request.shift is not None
+            request.place = lease.recorded
+            return
+        request.is_stuck = request.is_stuck or closes
         assert request.last is not None
-        slot, keep = request.slot, request.shift.keep
-        self._adapted.cache.remove(slot.number, keep, END)
-        request.place = keep if self._adapted.cache.can_resume(slot.number, keep) else 0
-        slot.tokens.truncate(request.place)
         slot.exact = END
-        if not request.place:
-            self._clear(slot)
+        left = lease.restart(kept)
+        request.place = lease.recorded
         request.todo = np.append(kept, np.array(request.last))
-        request.reevaluated += len(kept) - request.place
+        request.reevaluated += len(left)
+
+
+def _step_failed(error: BaseException) -> StepFailedError:
+    return StepFailedError(
+        f"a step that carried this request, and others, was ended by {_named(error)}: "
+        "submit it again"
+    )
 
 
 def _named(error: BaseException) -> str:

@@ -7,10 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
+from mlxrunner.cache.prefix import PrefixCache
 from mlxrunner.cache.shared.sequences import END
 from mlxrunner.cache.tokens import TokenArray, TokenBuffer, as_tokens, common_prefix
 from mlxrunner.errors import NoFreeSlotError
+
+if TYPE_CHECKING:
+    from mlxrunner.stored.parked import Parked
 
 WORTH_WAITING = 16
 """Fewest tokens that make waiting worthwhile.
@@ -29,17 +34,12 @@ A prompt that shares the rest of them counts as an edit of its last message.
 """
 
 
-@dataclass
+@dataclass(eq=False)
 class Slot:
-    """A sequence of the cache.
-
-    Its tokens are dropped before their cells change, and added after their cells are written.
-    Therefore a slot never claims tokens that it does not have.
-    """
+    """A sequence of the engine: a prefix cache of its own, for one request at a time."""
 
     number: int
-    tokens: TokenBuffer = field(default_factory=TokenBuffer)
-    """The tokens whose forward pass was dispatched."""
+    cache: PrefixCache
     planned: TokenArray = field(default_factory=lambda: as_tokens([]))
     """The prompt of its request, which will be evaluated."""
     is_busy: bool = False
@@ -50,6 +50,11 @@ class Slot:
     """Number of tokens of the last request's prompt."""
     exact: int = END
     """Number of first `tokens` whose keys are those that a cold run would store."""
+
+    @property
+    def tokens(self) -> TokenBuffer:
+        """The tokens of its entry: those whose forward pass was dispatched."""
+        return self.cache.entry.tokens
 
     def shared_with(self, prompt: TokenArray) -> int:
         """Return the number of first tokens of `prompt` that this slot holds exactly.
@@ -66,6 +71,10 @@ class Slot:
         shared = common_prefix(self.planned, prompt)
         return shared if shared > len(self.tokens) else 0
 
+    def reach(self, to: int) -> int:
+        """Return the largest offset <= `to` from which a prompt can go on."""
+        return self.cache.entry.reach(to)[0] if to else 0
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -77,6 +86,15 @@ class Choice:
     matched: int
     ready: bool = True
     """True if these tokens are evaluated already."""
+    parked: tuple[Parked, int] | None = None
+    """The conversation to read from disk, and its tokens to read; None: none.
+
+    It needs cells of its own, and `matched` is 0.
+    """
+
+
+Reach = Callable[[Slot, int], int]
+"""A function of a slot and an offset: see `Slot.reach`."""
 
 
 def choose(
@@ -85,15 +103,15 @@ def choose(
     *,
     own: Slot | None = None,
     ahead: Sequence[Slot] | None = None,
-    can_resume: Callable[[Slot, int], bool] = lambda slot, matched: True,
+    reach: Reach = Slot.reach,
+    least: Callable[[Sequence[Slot]], Slot] | None = None,
 ) -> Choice:
     """Choose the slot for `prompt`, and the slot, busy or not, whose prefix it shares.
 
     At least one token of `prompt` is left to evaluate. The prompt waits for a prefix that another
     request is about to evaluate if that is much longer. `own`: the slot to use; None: any free one.
-    `ahead`: the slots that may be waited for (default: all busy ones). `can_resume(slot, n)`
-    returns True if the slot stores all that a query behind its first n tokens sees. Raise
-    NoFreeSlotError if all slots are busy.
+    `ahead`: the slots that may be waited for (default: all busy ones). `least`: which of some slots
+    is given up first (default: `least_used`). Raise NoFreeSlotError if all slots are busy.
     """
     free = [slot for slot in slots if not slot.is_busy] if own is None else [own]
     if not free:
@@ -101,21 +119,36 @@ def choose(
     busy = [slot for slot in slots if slot.is_busy] if ahead is None else ahead
     most = len(prompt) - 1
     shared = {slot.number: slot.shared_with(prompt) for slot in slots}
-    ready = {number: min(count, most) for number, count in shared.items()}
-    ready = {
-        slot.number: ready[slot.number] if can_resume(slot, ready[slot.number]) else 0
-        for slot in slots
-    }
     target = own or _going_on(free, shared)
-    best = max(slots, key=lambda slot: (ready[slot.number], slot is target))
-    source, matched, is_ready = _awaited(busy, prompt, most, ready[best.number]) or (
-        best,
-        ready[best.number],
-        True,
-    )
+    best, ready = _best(slots, shared, most, target, reach)
+    source, matched, is_ready = _awaited(busy, prompt, most, ready) or (best, ready, True)
     if target is None or (own is None and matched > shared[target.number]):
-        target = min(free, key=lambda slot: (bool(slot.tokens), slot.last_used))
+        target = (least or least_used)(free)
     return Choice(target, source, matched, is_ready)
+
+
+def least_used(slots: Sequence[Slot]) -> Slot:
+    """Return an empty slot, or the one that was used least recently."""
+    return min(slots, key=lambda slot: (bool(slot.tokens), slot.last_used))
+
+
+def _best(
+    slots: Sequence[Slot], shared: dict[int, int], most: int, target: Slot | None, reach: Reach
+) -> tuple[Slot, int]:
+    """Return the slot that offers most tokens of a prompt, and their number.
+
+    `most`: the most tokens to share. `target` is preferred among equals.
+    """
+    best, ready = target or slots[0], -1
+    order = sorted(slots, key=lambda slot: (-min(shared[slot.number], most), slot is not target))
+    for slot in order:
+        offered = min(shared[slot.number], most)
+        if offered <= ready:
+            break
+        found = reach(slot, offered)
+        if found > ready:
+            best, ready = slot, found
+    return best, ready
 
 
 def _awaited(

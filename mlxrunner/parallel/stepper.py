@@ -17,7 +17,7 @@ from typing import Any, Self, Unpack
 
 import mlx.core as mx
 
-from mlxrunner.cache.layers.factory import CacheOptions, layouts_of, make_layer_caches
+from mlxrunner.cache.layers.factory import CacheOptions, layouts_of
 from mlxrunner.cache.shared.sequences import Batch
 from mlxrunner.config.arguments import check_flag, check_kind, listed
 from mlxrunner.engine.answer import AnswerStream
@@ -87,7 +87,7 @@ class Stepper:
                 Option(low=2, high=MOST_TOKENS).check(option, value)
         if prefill_step is not None:
             Option(low=max_sequences, high=MOST_TOKENS).check("prefill_step", prefill_step)
-        self.owner = Owner("ParallelRunner")
+        self.owner = Owner(type(self).__name__)
         self.context = context or facts.context
         self.cells = cells or max_sequences * self.context
         self.prefill_step = min(prefill_step or DEFAULT_PREFILL_STEP, max_sequences * self.context)
@@ -105,7 +105,6 @@ class Stepper:
         """The sampling that the model suggests: see `Runner.suggested_options`."""
         self.observers: list[Observer] = []
         """Functions that are called with every ended request (see `mlxrunner.profiling`)."""
-        _check_layers(model)
         try:
             self._adapted = engine_for(
                 model,
@@ -113,8 +112,6 @@ class Stepper:
                 capacity=share_of_cells,
                 max_batch=self.prefill_step,
             )
-            if self._adapted.why_alone is not None:
-                raise NotSupportedError(f"{self._adapted.why_alone}; run one at a time")
             self._scheduler = Scheduler(
                 self._adapted,
                 max_sequences,
@@ -277,7 +274,7 @@ class Stepper:
         """
         self._adapted.can_split = False
 
-    def __enter__(self) -> Stepper:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -285,10 +282,10 @@ class Stepper:
 
     def __repr__(self) -> str:
         if self.owner.is_closed:
-            return f"ParallelRunner({self.name!r}, closed)"
+            return f"{type(self).__name__}({self.name!r}, closed)"
         running, slots = len(self._scheduler.requests), len(self.slots)
         busy = f"{running} of {slots} slots busy"
-        return f"ParallelRunner({self.name!r}, context={self.context}, {busy})"
+        return f"{type(self).__name__}({self.name!r}, context={self.context}, {busy})"
 
     def close(self) -> None:
         """Cancel all requests, free the cells, and restore the model.
@@ -427,16 +424,6 @@ class Stepper:
             used_bytes=sum(group.used_bytes for group in groups),
             peak_bytes=mx.get_peak_memory(),
         )
-
-
-def _check_layers(model: Any) -> None:
-    """Raise NotSupportedError, which names the first layer that is not in shared cells."""
-    for number, cache in enumerate(make_layer_caches(model)):
-        if not cache.stores_plain_rows:
-            raise NotSupportedError(
-                f"layer {number} is {cache.kind}: only full and sliding-window attention can run "
-                "several sequences in one row; run one at a time"
-            )
 
 
 def _pair(number: int, request: Any) -> tuple[Prompt, dict[str, Any]]:

@@ -78,6 +78,11 @@ _ALL = (
     ),
     Reason("restored", "the entry came from a file"),
     Reason(
+        "evicted",
+        "it had been evaluated, and given up to make room for another request",
+        "a larger --memory, or more slots; conversations that are parked on disk are not given up",
+    ),
+    Reason(
         "batch_order",
         "an earlier line of the batch had evaluated it, and the entry had gone on to others",
         "run the lines in prefix order (--order prefix, which is the default): it evaluates each "

@@ -8,7 +8,7 @@ order of this class. Users read the descriptions here.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
@@ -182,6 +182,21 @@ class BatchLine:
     ]
 
 
+@dataclass
+class Eviction:
+    """A conversation that was given up to make room for the request."""
+
+    tokens: Annotated[Count, about("Tokens that it had.", "tokens")]
+    slot: Annotated[Count, about("Number of the slot that held it.")]
+    cause: Annotated[
+        Literal["slot", "memory"],
+        about("The need of the request: slot, a slot of its own; memory, the bytes."),
+    ]
+    parked: Annotated[
+        bool, about("true: it is on disk, and comes back with its next request; false: it is lost.")
+    ]
+
+
 @dataclass(kw_only=True)
 class Event:
     """The tokens that one request reused, the reason why not more, and the cost."""
@@ -321,8 +336,9 @@ class Event:
         str | None,
         about(
             "The cause of a lost entry (entry_freed, verify_failed), the change (model_changed: "
-            "'demo -> other'; options_changed: 'kv_bits: None -> 8'), or the file that the entry "
-            "came from (restored)."
+            "'demo -> other'; options_changed: 'kv_bits: None -> 8'), the request that the entry "
+            "made room for (evicted: 'request 12', as in its `submitted`), or the file that the "
+            "entry came from (restored)."
         ),
     ]
     rewind_limited_by: Annotated[
@@ -427,6 +443,28 @@ class Event:
         BatchLine | None,
         about("The line of a batch; null for other requests. Missing in older events."),
     ] = None
+    submitted: Annotated[
+        Ordinal | None,
+        about(
+            "Number of the request among those that a runner of several at once began, from 1; "
+            "null for a runner of one at a time. Missing in older events."
+        ),
+    ] = None
+    restored_tokens: Annotated[
+        Count,
+        about(
+            "Cached tokens that came back from disk, where the conversation had been parked. "
+            "Missing in older events.",
+            "tokens",
+        ),
+    ] = 0
+    evicted: Annotated[
+        list[Eviction],
+        about(
+            "The conversations that were given up to make room for this request. Missing in older "
+            "events."
+        ),
+    ] = field(default_factory=list)
 
     @classmethod
     def of(cls, line: Mapping[str, Any]) -> Event:
@@ -511,10 +549,10 @@ def field_rows() -> list[tuple[str, str, str]]:
     parts = schema["$defs"]
 
     def rows(path: str, fields: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-        for name, field in fields.items():
-            yield f"{path}{name}", field.get("unit", ""), field["description"]
-            dot = "[]." if field.get("type") == "array" else "."
-            for one in (field, field.get("items", {}), *field.get("anyOf", ())):
+        for name, about_it in fields.items():
+            yield f"{path}{name}", about_it.get("unit", ""), about_it["description"]
+            dot = "[]." if about_it.get("type") == "array" else "."
+            for one in (about_it, about_it.get("items", {}), *about_it.get("anyOf", ())):
                 part = parts.pop(one.get("$ref", "").removeprefix("#/$defs/"), None)
                 if part is not None:
                     yield from rows(f"{path}{name}{dot}", part["properties"])

@@ -26,6 +26,8 @@ OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 OTHERS_READ = stat.S_IRGRP | stat.S_IROTH
 SQLITE_ENDS = ("-journal", "-wal", "-shm")
 """Suffixes of the files that SQLite keeps beside a database, and trusts."""
+UNFINISHED = ".mlxrunner"
+"""The end of the name of a file that is being written, until it gets its own name."""
 _GIVEN = re.compile(r"/dev/std(?P<name>out|err)|/(?:dev|proc/self)/fd/(?P<number>\d{1,6})")
 
 Name = str | os.PathLike[str]
@@ -172,6 +174,9 @@ def written(
     can read the new one. Half surrogates, which JSON can name and no file can hold, are written as
     escapes.
 
+    Until then the text is in a file beside it. Such files of processes that were killed are removed
+    first.
+
     Raise FileExistsError, before the block or after it, if the name is taken and `force` is False.
     Raise RefusedFileError for anything but a regular file of ours, also for a link. Raise OSError
     if it can't be written. After an error the old file is unchanged.
@@ -183,7 +188,7 @@ def written(
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
         _check(path, found, replaced=True)
         mode |= found.st_mode & OTHERS_READ if shared else 0
-    handle, name = tempfile.mkstemp(prefix=f".{path.name[:80]}.", dir=path.parent)
+    handle, name = _unfinished(path)
     try:
         with os.fdopen(
             handle, "w", encoding="utf-8", errors="backslashreplace", newline=newline
@@ -197,6 +202,41 @@ def written(
     finally:
         with suppress(OSError):
             os.unlink(name)
+
+
+def _unfinished(path: Path) -> tuple[int, str]:
+    """Make a file that is to get the name `path`. Return its descriptor and its present name.
+
+    The descriptor holds a lock, which ends with the process: a file without one was left behind.
+    """
+    prefix = f".{path.name[:80]}."
+    _remove_unfinished(path.parent, prefix)
+    while True:
+        handle, name = tempfile.mkstemp(UNFINISHED, prefix, path.parent)
+        with suppress(OSError):  # not every file system has locks
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        if os.fstat(handle).st_nlink:
+            return handle, name
+        os.close(handle)  # another process has removed it before it was locked
+
+
+def _remove_unfinished(folder: Path, prefix: str) -> None:
+    """Remove the unfinished files that nobody holds a lock of."""
+    left = list[str]()
+    with suppress(OSError), os.scandir(folder) as found:
+        left = [
+            one.path
+            for one in found
+            if one.name.startswith(prefix) and one.name.endswith(UNFINISHED)
+        ]
+    for name in left:
+        with suppress(OSError):
+            handle = open_own(name, make=False)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(name)
+            finally:
+                os.close(handle)
 
 
 def write_all(descriptor: int, data: bytes | memoryview) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from mlxrunner.cache.layers.factory import make_layer_caches
 from mlxrunner.cache.layers.protocol import LayerCache
 from mlxrunner.errors import NotSupportedError
-from mlxrunner.parallel.runner import ParallelRunner
+from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.results import Usage
 from mlxrunner.verify.answer import ask, same_tokens
 from mlxrunner.verify.findings import FACTOR, Check, Difference
@@ -126,7 +126,7 @@ def _alone(talk: Talk, prompt: list[int]) -> _Said:
 
 def _together(talk: Talk, prompts: list[list[int]], *, at_once: bool = False) -> list[_Said]:
     runner = talk.runner
-    with ParallelRunner(
+    with Stepper(
         runner.model,
         runner.tokenizer,
         runner.facts,

@@ -18,10 +18,11 @@ import pytest
 from click.testing import CliRunner, Result
 
 from mlxrunner import cli
+from mlxrunner.batch.answers import write_line
+from mlxrunner.batch.database import checksum
 from mlxrunner.batch.lines import LineReader
-from mlxrunner.batch.output import write_line
 from mlxrunner.batch.run import Outcome
-from mlxrunner.batch.store import Store, StoredLine, _sum
+from mlxrunner.batch.store import Store, StoredLine
 from mlxrunner.cache.tokens import as_tokens
 from mlxrunner.errors import StoreError
 from mlxrunner.testing import ByteTokenizer
@@ -285,7 +286,8 @@ def test_a_line_whose_checksum_was_made_to_fit_is_an_error_of_the_store(
         )
         row[column] = value
         database.execute(
-            f"UPDATE lines SET {column} = ?, sum = ? WHERE line = 6", (value, _sum(*row.values()))
+            f"UPDATE lines SET {column} = ?, sum = ? WHERE line = 6",
+            (value, checksum(*row.values())),
         )
     with suppress(StoreError), Store.open(path) as opened:
         for entry in opened.pending():

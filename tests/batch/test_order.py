@@ -113,7 +113,8 @@ def test_the_wait_is_that_of_the_written_lines() -> None:
     for seed in range(20):
         order = random.Random(seed).sample(range(30), 30)
         counts = written(order)
-        assert wait(order) == sum(next(k for k in range(30) if counts[k] > m) for m in range(30))  # type: ignore[arg-type]
+        written_after = [next(k for k in range(30) if counts[k] > line) for line in range(30)]
+        assert wait(order) == sum(written_after)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("overflow", ["stop", "shift"])

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from support.models import write_model
 
+from mlxrunner.batch.answers import write_line
 from mlxrunner.batch.job import check_same
-from mlxrunner.batch.output import AnswerFile, Writer, write_line
+from mlxrunner.batch.output import AnswerFile, Writer
 from mlxrunner.batch.run import Outcome
 from mlxrunner.batch.store import Store, StoredAnswer, StoredLine
 from mlxrunner.cache.tokens import as_tokens

@@ -73,21 +73,12 @@ def complete(*arguments: object) -> bytes:
     return Path("whole.jsonl").read_bytes()
 
 
+TYPED = ("in.jsonl", "-o", "out.jsonl", "--no-usage", "--parallel", 1)
+
+
 def stop_in_the_middle(*arguments: object) -> None:
     """Break the sixth line in input order: five answers and an error are there, six lines left."""
-    result = run(
-        "in.jsonl",
-        "-o",
-        "out.jsonl",
-        "--no-usage",
-        "--parallel",
-        1,
-        "--order",
-        "input",
-        "--max-errors",
-        1,
-        *arguments,
-    )
+    result = run(*TYPED, "--order", "input", "--max-errors", 1, *arguments)
     assert result.exit_code == 1, result.stderr
     assert "stopped: 6 of 12 lines are done (--max-errors 1)" in result.stderr
     assert "to go on: " in result.stderr
@@ -96,7 +87,7 @@ def stop_in_the_middle(*arguments: object) -> None:
 
 
 def resume(*arguments: object) -> Result:
-    return run("in.jsonl", "-o", "out.jsonl", "--no-usage", "--parallel", 1, "--resume", *arguments)
+    return run(*TYPED, "--resume", *arguments)
 
 
 @pytest.mark.exhaustive(0)
@@ -243,19 +234,7 @@ def test_the_order_of_running_and_the_number_at_a_time_may_change(folder: Path) 
     """They don't change the answers."""
     expected = unbroken()
     stop_in_the_middle()
-    result = run(
-        "in.jsonl",
-        "-o",
-        "out.jsonl",
-        "--no-usage",
-        "--parallel",
-        3,
-        "--resume",
-        "--retries",
-        1,
-        "--timeout",
-        600,
-    )
+    result = resume("--parallel", 3, "--retries", 1, "--timeout", 600)
     assert "3 lines at a time" in result.stderr
     assert Path("out.jsonl").read_bytes() == expected
 
@@ -333,7 +312,7 @@ def test_killed_while_it_read_the_input(folder: Path) -> None:
     expected = unbroken()
     for arguments in (["--resume"], []):
         Store.create(Path("out.jsonl.run")).close()
-        run("in.jsonl", "-o", "out.jsonl", "--no-usage", "--parallel", 1, *arguments)
+        run(*TYPED, *arguments)
         assert Path("out.jsonl").read_bytes() == expected
         Path("out.jsonl").unlink()
 
@@ -539,17 +518,7 @@ def test_a_plan_leaves_the_run_alone_that_it_is_about(folder: Path) -> None:
     """A plan leaves a killed run's store as it was and refuses what the run refuses."""
     expected = unbroken()
     Store.create(Path("out.jsonl.run")).close()
-    plan = [
-        "in.jsonl",
-        "-o",
-        "out.jsonl",
-        "--no-usage",
-        "--parallel",
-        1,
-        "--resume",
-        "--plan",
-        "--json",
-    ]
+    plan = [*TYPED, "--resume", "--plan", "--json"]
     before = Path("out.jsonl.run").read_bytes()
     assert json.loads(run(*plan).stdout)["done"] == 0
     assert Path("out.jsonl.run").read_bytes() == before

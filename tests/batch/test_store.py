@@ -17,8 +17,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlxrunner.batch.database import APPLICATION_ID, VERSION
 from mlxrunner.batch.order import run_order
-from mlxrunner.batch.store import APPLICATION_ID, VERSION, Counts, Store, StoredLine, sort_key
+from mlxrunner.batch.store import Counts, Store, StoredLine, sort_key
 from mlxrunner.cache.tokens import as_tokens
 from mlxrunner.errors import StoreError
 

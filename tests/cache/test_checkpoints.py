@@ -402,7 +402,7 @@ def talk(
 
 
 def lost(some: Checkpoints, matched: int) -> int:
-    """Tokens that are evaluated again by a prompt that shares so many."""
+    """Return the tokens that a prompt evaluates again if it shares `matched` tokens."""
     return matched - max((offset for offset in some.offsets if offset <= matched), default=0)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from mlxrunner.chat.commands.table import is_continued
 from mlxrunner.chat.markdown import code_blocks
-from mlxrunner.chat.repl import StdinReader
+from mlxrunner.chat.reader import StdinReader
 from mlxrunner.chat.typeahead import Draft
 from mlxrunner.errors import FileError, MlxrunnerError, ReadError
 from mlxrunner.terminal.external import edit_outside

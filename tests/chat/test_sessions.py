@@ -296,7 +296,7 @@ WIPES = {
 
 @pytest.mark.parametrize("wipes", WIPES.values(), ids=WIPES)
 def test_no_command_wipes_what_was_saved(chat: Chat, data: Path, wipes: list[str]) -> None:
-    """The saved text is kept as a branch, which is named and can be gone on with."""
+    """The saved text is kept as a branch. A message names it, and other commands read it."""
     chat(["My name is Ana.", "I have a parrot."], "--session", "zor")
     before = [
         (turn["user"], turn["answer"])
@@ -504,7 +504,7 @@ class Disk:
 
 @pytest.fixture
 def disk(data: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """`disk(SIZE)`: so many bytes from now on."""
+    """`disk(SIZE)` makes a disk of SIZE bytes, from now on."""
 
     def limit(size: int) -> None:
         for module in ("store", "tensors"):

@@ -13,7 +13,7 @@ from mlxrunner.chat.typeahead import Draft, TypeAhead
 
 
 class Worker:
-    """Evaluates a text in so many chunks; `seen`: which, and whether it came to its end."""
+    """Evaluates a text in `chunks` chunks; `seen` has each text, and True if it came to its end."""
 
     def __init__(self, chunks: int = 1) -> None:
         self.chunks, self.seen = chunks, []  # type: ignore[var-annotated]

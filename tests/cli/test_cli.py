@@ -15,7 +15,8 @@ import pytest
 from click.testing import CliRunner, Result
 from support.waiting import PATIENCE_S
 
-from mlxrunner import NotSupportedError, ParallelRunner, Profile, Runner, cli
+from mlxrunner import NotSupportedError, Profile, Runner, cli
+from mlxrunner.parallel.stepper import Stepper
 
 
 def run(*arguments: str, stdin: str = "", env: dict[str, str] | None = None) -> Result:
@@ -225,16 +226,16 @@ def test_generate_keeps_the_settings_of_several_answers(
         def refuse(*_: Any, **__: Any) -> None:
             raise NotSupportedError("this model can't share a row")
 
-        monkeypatch.setattr(ParallelRunner, "of", refuse)
+        monkeypatch.setattr(Stepper, "of", refuse)
     monkeypatch.setattr(Profile, "watch", lambda self, runner: seen.append(runner))
     monkeypatch.setattr(Runner, "close", lambda self: None)
-    monkeypatch.setattr(ParallelRunner, "close", lambda self: None)
+    monkeypatch.setattr(Stepper, "close", lambda self: None)
     options = ("--max-tokens", "2", "--prefill-step", "5", "--no-reserve", "--context", "64")
     assert run("generate", "-p", "Hello!", "--n", "2", *options).exit_code == 0
     (runner,) = seen
     assert runner.prefill_step == 5
     assert runner.plan is None or runner.growing is not None
-    assert isinstance(runner, ParallelRunner) == shares_a_row
+    assert isinstance(runner, Stepper) == shares_a_row
 
 
 def test_generate_system_stop_and_max_tokens() -> None:

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from mlxrunner import OptionError, Runner, cli
-from mlxrunner.config.names import COMMANDS, FLAGS, LETTERS, MEANT, SAME
+from mlxrunner.config.names import COMMANDS, FLAGS, LETTERS, MEANT, SAME, WAYS
 
 ASKED = "My name is Ana. What is my name?"
 
@@ -137,7 +137,7 @@ def test_a_pipe_that_is_closed_or_no_text_is_no_traceback(tmp_path: Path) -> Non
         ("generate", "--n-predict", "--max-tokens"),
         ("generate", "--num_predict", "--max-tokens"),
         ("generate", "-n", "--max-tokens"),
-        ("chat", "-c", "--context"),
+        ("generate", "-c", "--context"),
         ("chat", "--num_ctx", "--context"),
         ("chat", "--ctx-size", "--context"),
         ("plan", "--max-model-len", "--context"),
@@ -158,6 +158,27 @@ def test_an_option_by_its_name_elsewhere_is_answered_with_ours(
     result = run(command, option, "1")
     assert result.exit_code == 2
     assert f"No such option '{option}'. Did you mean '{ours}'?" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "said"),
+    [
+        ("chat", "-c", "Did you mean '--context' or '--continue'?"),
+        ("generate", "--stream", "Each answer comes as it is made, without an option.\n"),
+        ("chat", "--no-stream", "generate --json prints it when it is whole.\n"),
+        ("generate", "--option", "has its own flag, such as --temperature 0.8.\n"),
+        ("generate", "-o", "has its own flag, such as --temperature 0.8.\n"),
+        ("batch", "--file", "the files of a batch are its arguments;"),
+        ("generate", "-f", "can come from standard input (mlxrunner generate < FILE);"),
+    ],
+)
+def test_a_flag_without_a_counterpart_is_answered_with_a_way(
+    command: str, option: str, said: str
+) -> None:
+    """No option of ours with similar letters is named instead."""
+    result = run(command, option, "1")
+    assert result.exit_code == 2
+    assert said in result.stderr
 
 
 def test_an_option_that_nobody_has_is_not_guessed() -> None:
@@ -209,8 +230,16 @@ def test_the_names_of_other_programs_lead_to_ours() -> None:
         if isinstance(option, click.Option)
     }
     ours |= {"prompt", "messages", "response_format", "reasoning_effort", "stop_tokens"}
-    for table in (SAME, MEANT, LETTERS, FLAGS):
+    for table in (SAME, MEANT, FLAGS):
         assert {name.partition(":")[0] for name in table.values()} <= ours
+    flags = {
+        flag.lstrip("-").replace("-", "_")
+        for command in cli.main.commands.values()
+        for one in command.params
+        for flag in one.opts
+    }
+    for names in LETTERS.values():
+        assert {*names} <= flags | {*WAYS}
 
 
 @pytest.mark.parametrize(

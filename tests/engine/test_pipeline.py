@@ -45,7 +45,7 @@ def numbers(count: int, seed: int) -> list[int]:
 
 
 class CancelAfter:
-    """Lets so many chunks pass."""
+    """Lets `chunks` chunks pass."""
 
     def __init__(self, chunks: int) -> None:
         self.left = chunks

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from mlxrunner import OptionError, ParallelRunner, PromptError, Runner
+from mlxrunner import OptionError, PromptError, Runner
 from mlxrunner.models.facts import ModelFacts
 from mlxrunner.options import GenerateOptions
+from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.templates.messages import PlainMessage
 from mlxrunner.templates.rendering import jinja_renderer, render_chat
 from mlxrunner.testing import VOCAB, ByteTokenizer, OracleModel
@@ -136,7 +137,7 @@ def test_requests_beside_each_other_answer_as_alone() -> None:
     for messages, options in TURNS:
         chunks = Runner(*given).generate(messages, max_tokens=4, stop_tokens=[], **options)
         alone.append([chunk.token for chunk in chunks])
-    with ParallelRunner(*given, max_sequences=3, context=1024) as runner:
+    with Stepper(*given, max_sequences=3, context=1024) as runner:
         requests = [(turn, {"max_tokens": 4, "stop_tokens": [], **own}) for turn, own in TURNS]
         assert [result.tokens for result in runner.run_each(requests)] == alone
 

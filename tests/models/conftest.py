@@ -73,8 +73,8 @@ class Hub:
     """A hub of `files` by path.
 
     `answer` is a status, headers and a body that answer everything instead; `seen` are the
-    requests. Weights are stored as large files. Each number of `cuts` ends the connection of one
-    download of weights after so many bytes. `before_cut` is called then.
+    requests. Weights are stored as large files. Each number of `cuts` is the bytes after
+    which the connection of one download of weights ends. `before_cut` is called then.
     """
 
     files: dict[str, bytes] = field(default_factory=dict)

@@ -134,6 +134,63 @@ PROCESSORS = [
     {"type": "Sequence", "processors": []},
     {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
 ]
+QUANTIZATIONS: list[Any] = [
+    *VALUES,
+    {"bits": 4},
+    {"bits": 3, "group_size": 0},
+    {"bits": "4", "group_size": 64},
+]
+QUANTIZATION_CONFIGS: list[Any] = [
+    *VALUES,
+    {"quant_method": "fp8"},
+    {"quant_method": "gptq", "bits": 4},
+    {"quant_method": 3},
+]
+MODEL_TYPES = [
+    "mistral", "gemma3_text", "mamba2", "base", "cache", "../x", "x" * 300, "", "lfm2", "bert",
+]  # fmt: skip  # names by rows
+TOKEN = {
+    "content": "<q>",
+    "special": True,
+    "lstrip": False,
+    "rstrip": False,
+    "normalized": False,
+    "single_word": False,
+}
+ADDED: list[Any] = [
+    [{"id": i, **TOKEN, "content": f"<{i}>"} for i in range(300, 100_300)],
+    [{"id": 10**9, **TOKEN}], [{"id": -1, **TOKEN}], [{"id": 2**32 - 1, **TOKEN}],
+    [{"id": 0, **TOKEN, "content": ""}], [{"id": 0, **TOKEN}], [{"id": 5}], 3, [],
+    [{"id": 2**40, **TOKEN}],
+    [{"id": 300, **TOKEN, "normalized": True, "single_word": True, "lstrip": True,
+        "rstrip": True}], [{"id": 7, **TOKEN}, {"id": 7, **TOKEN}],
+]  # fmt: skip  # damages by rows
+DECODERS: list[Any] = [
+    {"type": "Nope"},
+    {"type": "WordPiece"},
+    {"type": "BPEDecoder"},
+    {"type": "Strip", "content": "x", "start": 10**9, "stop": 10**9},
+    {"type": "Sequence", "decoders": []},
+    None,
+    {"type": "CTC"},
+    {"type": "Replace", "pattern": {"Regex": "(a*)*b"}, "content": "x" * 10**5},
+]
+TRUNCATIONS: list[Any] = [
+    *VALUES,
+    {"max_length": 0, "strategy": "LongestFirst", "stride": 5, "direction": "Right"},
+    {"max_length": 1, "strategy": "LongestFirst", "stride": 0, "direction": "Left"},
+]
+PADDINGS: list[Any] = [
+    *VALUES,
+    {
+        "strategy": {"Fixed": 10**6},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "x",
+    },
+]
 CLASSES = [
     "PreTrainedTokenizerFast", "LlamaTokenizer", "GPT2Tokenizer", "Qwen2Tokenizer", "BertTokenizer",
     "NoSuchTokenizer", "T5Tokenizer", "LlamaTokenizerFast", "ByT5Tokenizer", "WhisperTokenizer",
@@ -203,28 +260,8 @@ def config(folder: Path, choose: random.Random) -> str:
                     choose.choice([*VALUES, [10**30, -1, True, "a"], list(range(10**5))]),
                 ),
                 ("bos_token_id", choose.choice(VALUES)),
-                (
-                    "quantization",
-                    choose.choice(
-                        [
-                            *VALUES,
-                            {"bits": 4},
-                            {"bits": 3, "group_size": 0},
-                            {"bits": "4", "group_size": 64},
-                        ]
-                    ),
-                ),
-                (
-                    "quantization_config",
-                    choose.choice(
-                        [
-                            *VALUES,
-                            {"quant_method": "fp8"},
-                            {"quant_method": "gptq", "bits": 4},
-                            {"quant_method": 3},
-                        ]
-                    ),
-                ),
+                ("quantization", choose.choice(QUANTIZATIONS)),
+                ("quantization_config", choose.choice(QUANTIZATION_CONFIGS)),
                 ("text_config", choose.choice([*VALUES, content])),
                 ("layer_types", choose.choice([*VALUES, ["full_attention"] * 10**5])),
                 ("head_dim", choose.choice(SCALARS)),
@@ -233,23 +270,7 @@ def config(folder: Path, choose: random.Random) -> str:
                 ("model_file", choose.choice(["x.py", "../x", 3])),
                 ("auto_map", {"AutoTokenizer": ["x.Y", None]}),
                 ("tokenizer_class", "Nope"),
-                (
-                    "model_type",
-                    choose.choice(
-                        [
-                            "mistral",
-                            "gemma3_text",
-                            "mamba2",
-                            "base",
-                            "cache",
-                            "../x",
-                            "x" * 300,
-                            "",
-                            "lfm2",
-                            "bert",
-                        ]
-                    ),
-                ),
+                ("model_type", choose.choice(MODEL_TYPES)),
                 ("num_hidden_layers", choose.choice([10**6, 10**9, 1024, 0, -3, 2.5, "2"])),
             ]
         )
@@ -307,80 +328,16 @@ def tokenizer_json(folder: Path, choose: random.Random) -> str:
         assert isinstance(content, dict)
     except (ValueError, AssertionError):
         return "tokenizer.json: left"
-    token = {
-        "content": "<q>",
-        "special": True,
-        "lstrip": False,
-        "rstrip": False,
-        "normalized": False,
-        "single_word": False,
-    }
-    added = choose.choice([
-        [{"id": i, **token, "content": f"<{i}>"} for i in range(300, 100_300)],
-        [{"id": 10**9, **token}], [{"id": -1, **token}], [{"id": 2**32 - 1, **token}],
-        [{"id": 0, **token, "content": ""}], [{"id": 0, **token}], [{"id": 5}], 3, [],
-        [{"id": 2**40, **token}],
-        [{"id": 300, **token, "normalized": True, "single_word": True, "lstrip": True,
-            "rstrip": True}], [{"id": 7, **token}, {"id": 7, **token}],
-    ])  # fmt: skip  # damages by rows
     name, value = choose.choice(
         [
-            ("added_tokens", added),
+            ("added_tokens", choose.choice(ADDED)),
             ("normalizer", choose.choice(NORMALIZERS)),
             ("pre_tokenizer", choose.choice(PRE)),
             ("model", choose.choice(MODELS)),
             ("post_processor", choose.choice(PROCESSORS)),
-            (
-                "decoder",
-                choose.choice(
-                    [
-                        {"type": "Nope"},
-                        {"type": "WordPiece"},
-                        {"type": "BPEDecoder"},
-                        {"type": "Strip", "content": "x", "start": 10**9, "stop": 10**9},
-                        {"type": "Sequence", "decoders": []},
-                        None,
-                        {"type": "CTC"},
-                        {"type": "Replace", "pattern": {"Regex": "(a*)*b"}, "content": "x" * 10**5},
-                    ]
-                ),
-            ),
-            (
-                "truncation",
-                choose.choice(
-                    [
-                        *VALUES,
-                        {
-                            "max_length": 0,
-                            "strategy": "LongestFirst",
-                            "stride": 5,
-                            "direction": "Right",
-                        },
-                        {
-                            "max_length": 1,
-                            "strategy": "LongestFirst",
-                            "stride": 0,
-                            "direction": "Left",
-                        },
-                    ]
-                ),
-            ),
-            (
-                "padding",
-                choose.choice(
-                    [
-                        *VALUES,
-                        {
-                            "strategy": {"Fixed": 10**6},
-                            "direction": "Right",
-                            "pad_to_multiple_of": None,
-                            "pad_id": 0,
-                            "pad_type_id": 0,
-                            "pad_token": "x",
-                        },
-                    ]
-                ),
-            ),
+            ("decoder", choose.choice(DECODERS)),
+            ("truncation", choose.choice(TRUNCATIONS)),
+            ("padding", choose.choice(PADDINGS)),
             ("version", choose.choice(SCALARS)),
         ]
     )

@@ -20,7 +20,7 @@ from mlxrunner.errors import NotSupportedError
 from mlxrunner.models.chunks import DEPENDS, depends_on_chunks
 from mlxrunner.models.facts import facts_of
 from mlxrunner.models.load import load_model
-from mlxrunner.parallel.runner import ParallelRunner
+from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.profiling.record.profile import Profile
 from mlxrunner.sessions.entry import StoredEntry, pack
 from mlxrunner.sessions.store import SessionStore
@@ -106,7 +106,7 @@ def test_it_is_the_same_in_parallel_and_after_a_session(tmp_path: Path) -> None:
     model, config = plamo()
     prompts = [[i * 37 % 290 for i in range(60)], [i * 37 % 290 for i in range(40)] + [5] * 30]
     alone = [answer(runner_of(model, config), prompt, 20) for prompt in prompts]
-    with ParallelRunner(
+    with Stepper(
         model, ByteTokenizer(), facts_of(model, config), max_sequences=2, context=200
     ) as together:
         handles = [
@@ -209,7 +209,7 @@ def test_it_runs_one_request_at_a_time(folder: Path) -> None:
     """With the reason, for those that would rather run several."""
     loaded = load_model(str(folder))
     with pytest.raises(NotSupportedError, match=f"{DEPENDS}: run one at a time"):
-        ParallelRunner.of(loaded, max_sequences=2, context=100, reserve=False)
+        Stepper.of(loaded, max_sequences=2, context=100, reserve=False)
 
 
 def test_nothing_of_it_is_verified_and_nothing_accused(folder: Path, tmp_path: Path) -> None:

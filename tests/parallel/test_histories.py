@@ -13,7 +13,7 @@ from support.histories import History, Parts, tiny_parts
 from mlxrunner import Runner
 from mlxrunner.errors import CacheFullError, NoFreeSlotError
 from mlxrunner.parallel.handle import Handle
-from mlxrunner.parallel.runner import ParallelRunner
+from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.results import Result, Usage
 
 SLIDING = {"head_dim": 16, "num_hidden_layers": 3, "rope_theta": 1e4}
@@ -88,7 +88,7 @@ class CheckedHistory(History):
         ]
         return options | (rng.choice(more) if rng.random() < 0.4 else {})
 
-    def submit(self, runner: ParallelRunner) -> None:
+    def submit(self, runner: Stepper) -> None:
         prompt, options = self.prompt(), self.options()
         if len(prompt) >= self.context and "overflow" not in options:
             prompt = prompt[: self.context - 1]

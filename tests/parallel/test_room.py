@@ -12,7 +12,7 @@ from mlxrunner import Runner
 from mlxrunner.errors import CacheFullError, NoFreeSlotError
 from mlxrunner.models.facts import facts_of
 from mlxrunner.parallel.handle import Handle
-from mlxrunner.parallel.runner import ParallelRunner
+from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.testing import ByteTokenizer
 
 Parts = tuple[Any, ByteTokenizer, Any]
@@ -58,7 +58,7 @@ def test_users_with_a_common_header_keep_their_own_conversations(name: str, head
     given, rng = parts(name), random.Random(header)
     shared = some(rng, header)
     talks = [[*shared, *some(rng, length)] for length in (10, 60, 10, 100)]
-    with ParallelRunner(*given, max_sequences=4, context=600, prefill_step=256) as runner:
+    with Stepper(*given, max_sequences=4, context=600, prefill_step=256) as runner:
         before = [0] * 4
         for turn in range(4):
             for user, talk in enumerate(talks):
@@ -73,7 +73,7 @@ def test_a_prefix_that_a_window_has_left_is_taken_from_who_still_has_it() -> Non
     """A busy slot that is past it promises nothing."""
     given, rng = parts("gemma3_text"), random.Random(1)
     trunk = some(rng, 280)
-    with ParallelRunner(*given, max_sequences=4, context=300, prefill_step=64) as runner:
+    with Stepper(*given, max_sequences=4, context=300, prefill_step=64) as runner:
         runner.submit(trunk[:98] + some(rng, 6), max_tokens=2, stop_tokens=[]).result()
         ahead = runner.submit(trunk[:250] + some(rng, 5), max_tokens=30, stop_tokens=[])
         for _ in range(12):
@@ -86,7 +86,7 @@ def test_a_prefix_that_a_window_has_left_is_taken_from_who_still_has_it() -> Non
 def test_who_lacks_room_when_a_prefix_does_not_come_waits_for_it() -> None:
     """It is not ended: its answer comes once it can share what another evaluates now."""
     given, trunk = parts("llama"), list(range(1, 21))
-    with ParallelRunner(*given, max_sequences=3, context=30, prefill_step=10, cells=38) as runner:
+    with Stepper(*given, max_sequences=3, context=30, prefill_step=10, cells=38) as runner:
         first, *others = [
             runner.submit([*trunk, 100 + i], max_tokens=5, stop_tokens=[]) for i in range(3)
         ]
@@ -108,9 +108,7 @@ def test_none_that_was_admitted_lacks_room(name: str) -> None:
         rng = random.Random(f"{name} {seed}")
         trunk = some(rng, 280)
         cells = rng.choice([310, 400, 500])
-        with ParallelRunner(
-            *given, max_sequences=4, context=300, prefill_step=64, cells=cells
-        ) as runner:
+        with Stepper(*given, max_sequences=4, context=300, prefill_step=64, cells=cells) as runner:
             running: list[Handle] = []
             for _ in range(14):
                 base = trunk[: rng.choice([60, 97, 98, 120, 160, 200, 250])]

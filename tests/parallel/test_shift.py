@@ -11,8 +11,8 @@ from support.sample import fewer
 from mlxrunner import ContextFullError, Runner
 from mlxrunner.errors import CacheFullError
 from mlxrunner.models.facts import facts_of
-from mlxrunner.parallel.runner import ParallelRunner
 from mlxrunner.parallel.samples import sample
+from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.results import Result
 from mlxrunner.testing import ByteTokenizer
 
@@ -63,7 +63,7 @@ def test_a_shifted_answer_is_that_of_the_single_runner(name: str, length: int) -
         {"max_tokens": 130, "stop_tokens": [], "overflow": "shift", "keep": 4, "logprobs": 0},
     )
     expected = alone(given, prompt(length), **options)
-    with ParallelRunner(*given, max_sequences=3, context=CONTEXT, prefill_step=32) as runner:
+    with Stepper(*given, max_sequences=3, context=CONTEXT, prefill_step=32) as runner:
         beside = runner.submit([*prompt(18), 280, 281], max_tokens=70, stop_tokens=[])
         result = runner.submit(prompt(length), **options).result()
         assert result.tokens == expected.tokens
@@ -107,7 +107,7 @@ def test_a_window_that_lacks_what_the_next_token_sees_is_evaluated_again(
     }
     expected = Result.of(list(Runner(*given, context=CONTEXT).generate(prompt(90), **options)))
     is_moved = window > CONTEXT or keep == 0 or CONTEXT - (CONTEXT - keep) // 2 - window + 1 >= keep
-    with ParallelRunner(*given, max_sequences=3, context=CONTEXT, prefill_step=32) as runner:
+    with Stepper(*given, max_sequences=3, context=CONTEXT, prefill_step=32) as runner:
         beside = runner.submit([*prompt(18), 280, 281], max_tokens=70, stop_tokens=[])
         result = runner.submit(prompt(90), **options).result()
         assert result.tokens == expected.tokens
@@ -149,7 +149,7 @@ def test_a_shifted_conversation_is_shared_only_as_far_as_a_cold_run_would_store_
         parts("llama"),
         {"max_tokens": 40, "stop_tokens": [], "overflow": "shift", "keep": 4},
     )
-    with ParallelRunner(*given, max_sequences=3, context=CONTEXT, prefill_step=32) as runner:
+    with Stepper(*given, max_sequences=3, context=CONTEXT, prefill_step=32) as runner:
         shifting = runner.submit(prompt(90), **options)
         while not shifting._request.shifted:
             runner.step()
@@ -171,7 +171,7 @@ def test_what_cannot_be_moved_is_evaluated_again(monkeypatch: pytest.MonkeyPatch
         {"max_tokens": 130, "stop_tokens": [], "overflow": "shift", "keep": 4},
     )
     expected = alone(given, prompt(90), **options)
-    with ParallelRunner(*given, max_sequences=2, context=CONTEXT, prefill_step=32) as runner:
+    with Stepper(*given, max_sequences=2, context=CONTEXT, prefill_step=32) as runner:
         beside = runner.submit(prompt(30, 11), max_tokens=60, stop_tokens=[])
         result = runner.submit(prompt(90), **options).result()
         assert result.tokens == expected.tokens
@@ -194,7 +194,7 @@ def test_many_that_shift_and_share_in_few_cells() -> None:
         for i in range(6)
     ]
     for cells in (110, 150, 250)[: fewer(3, 1)]:
-        with ParallelRunner(
+        with Stepper(
             *given, max_sequences=4, context=CONTEXT, cells=cells, prefill_step=32
         ) as runner:
             for (tokens, options), result in zip(requests, runner.run_each(requests), strict=True):
@@ -203,7 +203,7 @@ def test_many_that_shift_and_share_in_few_cells() -> None:
 
 def test_a_request_that_shifts_needs_no_more_than_a_context() -> None:
     """The limit of its answer does not matter."""
-    with ParallelRunner(*parts("llama"), max_sequences=2, context=CONTEXT, cells=CONTEXT) as runner:
+    with Stepper(*parts("llama"), max_sequences=2, context=CONTEXT, cells=CONTEXT) as runner:
         running = runner.submit([1, 2, 3], max_tokens=200, stop_tokens=[], overflow="shift")
         with pytest.raises(
             CacheFullError, match="this request needs 2 free cells, but 0 of 100 are free"
@@ -239,7 +239,7 @@ def test_several_answers_that_shift(max_tokens: int | None) -> None:
 def test_an_answer_may_fail_where_the_context_ends() -> None:
     """overflow="error": what there was, and then an error of this request alone."""
     given = parts("llama")
-    with ParallelRunner(*given, max_sequences=2, context=CONTEXT) as runner:
+    with Stepper(*given, max_sequences=2, context=CONTEXT) as runner:
         beside = runner.submit(prompt(30, 11), max_tokens=60, stop_tokens=[])
         failing = runner.submit(prompt(90), overflow="error", stop_tokens=[])
         seen = []

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxrunner.cache.tokens import TokenBuffer, as_tokens
+from mlxrunner.cache.prefix import PrefixCache
+from mlxrunner.cache.tokens import as_tokens
 from mlxrunner.errors import NoFreeSlotError
 from mlxrunner.parallel.slots import WORTH_WAITING, Slot, choose, share
 
@@ -20,7 +21,9 @@ def slot(
     planned: list[int] | None = None,
     asked: int = 0,
 ) -> Slot:
-    return Slot(number, TokenBuffer(tokens), as_tokens(planned or []), busy, used, asked)
+    made = Slot(number, PrefixCache(list), as_tokens(planned or []), busy, used, asked=asked)
+    made.cache.entry.tokens.extend(tokens)
+    return made
 
 
 def test_the_free_slot_with_the_longest_common_prefix_wins() -> None:
@@ -149,10 +152,10 @@ def test_a_prefix_that_has_been_evaluated_and_is_gone_is_not_waited_for() -> Non
         slot(1, list(range(200)), busy=True, planned=list(range(250))),
         slot(2, []),
     ]
-    choice = choose(slots, as_tokens(prompt), can_resume=lambda slot, n: slot.number == 0 or n == 0)
+    choice = choose(slots, as_tokens(prompt), reach=lambda slot, n: n if slot.number == 0 else 0)
     assert (choice.source.number, choice.matched, choice.ready) == (0, 98, True)
     slots[1].tokens.truncate(110)
-    choice = choose(slots, as_tokens(prompt), can_resume=lambda slot, n: slot.number == 0 or n == 0)
+    choice = choose(slots, as_tokens(prompt), reach=lambda slot, n: n if slot.number == 0 else 0)
     assert (choice.source.number, choice.matched, choice.ready) == (1, 130, False)
 
 
@@ -162,7 +165,7 @@ def test_one_token_of_a_prompt_is_left_to_evaluate() -> None:
     choice = choose(
         [slot(0, [1, 2, 3, 4])],
         as_tokens([1, 2, 3]),
-        can_resume=lambda slot, n: not asked.append(n),
+        reach=lambda slot, n: asked.append(n) or n,
     )
     assert (choice.matched, asked) == (2, [2])
 

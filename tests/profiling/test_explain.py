@@ -126,6 +126,20 @@ def test_every_reason_is_explained(tmp_path: Path, reason: str | None) -> None:
     assert (f"What to change: {REASONS[reason].remedy}" in text) == bool(REASONS[reason].remedy)
 
 
+def test_what_was_given_up_and_what_came_back_is_said() -> None:
+    """The loser of an eviction names the request that took its place, which says so as well."""
+    gone = {"tokens": 812, "slot": 3, "cause": "memory", "parked": False}
+    kept = {"tokens": 90, "slot": 1, "cause": "slot", "parked": True}
+    text = " ".join(shown(example_event(restored_tokens=25, evicted=[gone, kept])).split())
+    assert "25 of the reused tokens came back from disk." in text
+    assert "To get memory, it gave up 812 tokens, which are lost." in text
+    assert "To get a slot, it gave up 90 tokens, which are parked on disk." in text
+    lost = shown(example_event(reason="evicted", freed_by="request 12", divergence=None))
+    told = " ".join(lost.split())
+    assert "given up to make room for another request (request 12)" in told
+    assert "What to change: a larger --memory" in told
+
+
 def test_a_prompt_that_ends_is_shown_as_that() -> None:
     """The other side has nothing there."""
     divergence = example_event()["divergence"]

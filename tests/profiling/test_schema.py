@@ -16,13 +16,17 @@ from mlxrunner.profiling.schema import Event, event_schema, field_rows
 
 EARLIER = Path(__file__).with_name("earlier.jsonl")
 NAMES = [field.name for field in fields(Event)]
+LATER = {"line": None, "submitted": None, "restored_tokens": 0, "evicted": []}
+"""The fields that events of earlier programs lack, with the values that they have then."""
 
 
 def test_fields_are_those_that_are_written_in_their_order() -> None:
-    """The order is that of the program before `Event` existed, and then `line`."""
+    """The order is that of the program before `Event` existed, and then the later ones."""
     for line in EARLIER.read_text().splitlines():
-        assert list(json.loads(line)) == [name for name in NAMES if name != "line"]
-    assert as_line(Event.of(json.loads(line))).replace(',"line":null', "") == line
+        assert list(json.loads(line)) == [name for name in NAMES if name not in LATER]
+    event = Event.of(json.loads(line))
+    assert event.as_dict() == json.loads(line) | LATER
+    assert as_line(event).replace(',"evicted":[]', "") == line
 
 
 def test_the_schema_the_rows_and_the_columns_have_every_field() -> None:

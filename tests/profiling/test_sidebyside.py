@@ -17,7 +17,7 @@ from mlxrunner import cli
 from mlxrunner.batch.run import BatchRequest, run_batch
 from mlxrunner.errors import CacheFullError, NoFreeSlotError
 from mlxrunner.parallel.handle import Handle
-from mlxrunner.parallel.runner import ParallelRunner
+from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.profiling.record.profile import Profile
 from mlxrunner.profiling.record.tokenlog import LoggedRequest, read_token_log
 from mlxrunner.profiling.replay.sidebyside import SideBySide, can_be_replayed
@@ -54,7 +54,7 @@ class LoggedHistory(History):
         profile.finish()
         return list(read_token_log([self.file]))
 
-    def submit(self, runner: ParallelRunner) -> None:
+    def submit(self, runner: Stepper) -> None:
         """Some that can't begin are tried again and again, with others cancelled in between."""
         rng = self.rng
         prompt = self.prompt()[: self.context - 1]
@@ -134,7 +134,7 @@ def test_a_replay_agrees_with_the_parallel_runner(name: str, tmp_path: Path) -> 
 def logged_batch(
     name: str, file: Path, slots: int, **options: Any
 ) -> tuple[list[LoggedRequest], Counter[str]]:
-    """A batch whose prompts share much, in so many slots; what the runner says of all of it."""
+    """Run a batch whose prompts share much in `slots` slots. Return its log and its sums."""
     rng, given = random.Random(name), parts(name)
     trunk = some(rng, 120)
     requests = [
@@ -145,7 +145,7 @@ def logged_batch(
         for _ in range(24)
     ]
     profile, total = Profile(tokens=file), Counter[str]()
-    with ParallelRunner(*given, max_sequences=slots, context=160, prefill_step=64) as runner:
+    with Stepper(*given, max_sequences=slots, context=160, prefill_step=64) as runner:
         profile.watch(runner)
         for result in run_batch(runner, requests, stop_tokens=[], **options):
             assert result.result is not None
@@ -213,7 +213,7 @@ def test_keys_that_could_not_be_moved_are_not_moved_on_paper(
     monkeypatch.setattr("mlxrunner.parallel.adapt.rotators", lambda *_: None)
     file, rng = tmp_path / "log", random.Random(5)
     trunk, profile = some(rng, 50), Profile(tokens=file)
-    with ParallelRunner(*parts("llama"), max_sequences=3, context=64) as runner:
+    with Stepper(*parts("llama"), max_sequences=3, context=64) as runner:
         profile.watch(runner)
         first = runner.submit(trunk, max_tokens=200, overflow="shift", keep=10, stop_tokens=[])
         for _ in range(60):
@@ -301,7 +301,7 @@ def test_a_runner_with_one_slot_is_logged(tmp_path: Path) -> None:
     """It has no entry of its own, like one with several."""
     with (
         Profile(tokens=tmp_path / "log") as profile,
-        ParallelRunner(*parts("gemma3_text"), max_sequences=1, context=64) as runner,
+        Stepper(*parts("gemma3_text"), max_sequences=1, context=64) as runner,
     ):
         profile.watch(runner)
         runner.complete([1, 2, 3], max_tokens=2)

@@ -20,7 +20,7 @@ import mlxrunner.engine.pipeline
 from mlxrunner import Runner, cli
 from mlxrunner.cache.layers.extents import is_layer, read_extent
 from mlxrunner.models.facts import facts_of
-from mlxrunner.parallel.runner import ParallelRunner
+from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.profiling.record.profile import Profile
 from mlxrunner.profiling.record.tokenlog import LoggedRequest, read_token_log
 from mlxrunner.profiling.replay import simulate
@@ -57,7 +57,7 @@ SMALL: dict[str, Any] = {"prefill_step": 24, "rewind_slack": 10, "checkpoint_int
 
 
 def nested(depth: int) -> dict[str, Any]:
-    """A layer in so many others."""
+    """Return the line of a layer that lies in `depth` others."""
     line: dict[str, Any] = dict.fromkeys(("window", "slack", "room")) | dict.fromkeys(
         ("row_bytes", "checkpoint_rows", "checkpoint_fixed"), 0
     )
@@ -571,7 +571,7 @@ def test_requests_side_by_side_of_older_logs_are_replayed_one_at_a_time(
     lengths = [rng.choice([1, 2, 9]) for _ in prompts]
     config = tiny_config(architecture, max_position_embeddings=512, vocab_size=300)
     model = tiny_model(config)
-    with ParallelRunner(
+    with Stepper(
         model, ByteTokenizer(), facts_of(model, config), max_sequences=3, context=160
     ) as several:
         profile = Profile(tokens=log)

@@ -101,6 +101,7 @@ _SCALES: dict[str, Any] = {
     "residual_multiplier": 1.0,
 }
 _SLIDING = ["sliding_attention", "full_attention"] * 2
+_ROPES = {kind: {"rope_theta": 10000.0, "rope_type": "default"} for kind in _SLIDING}
 _LLAMA4: dict[str, Any] = {
     **_BASE,
     "model_type": "llama4_text",
@@ -200,7 +201,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
     },
     "falcon_h1": _MAMBA,
-    "gear": {"layer_types": ["conv", "sliding_attention", "conv", "full_attention"]},
+    "gear": {"layer_types": ["sliding_attention", "conv", "conv", "full_attention"]},
     "gemma": {},
     "gemma2": {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     "gemma3_text": {
@@ -328,7 +329,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "time_step_rank": "auto",
         "chunk_size": 64,
     },
-    "mellum": {**_MOE, "layer_types": _SLIDING},
+    "mellum": {**_MOE, "layer_types": _SLIDING, "rope_parameters": _ROPES},
     "mimo": {"num_nextn_predict_layers": 0},
     "minicpm": {"dim_model_base": 64, "scale_depth": 1.0, "scale_emb": 1.0},
     "minicpm3": {
@@ -446,11 +447,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "seed_oss": {},
     "smollm3": {"no_rope_layers": [1, 1, 1, 0]},
     "solar_open": _MOE,
-    "spark2_5": {
-        "rope_parameters": {
-            kind: {"rope_theta": 10000.0, "rope_type": "default"} for kind in set(_SLIDING)
-        }
-    },
+    "spark2_5": {"rope_parameters": _ROPES},
     "stablelm": {"use_qkv_bias": False},
     "starcoder2": {"norm_epsilon": 1e-5},
     "step3p5": {
@@ -472,7 +469,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
 def build(architecture: str, **config: Any) -> Any:
     """Return a model with seeded random weights, in float32 and evaluated."""
     settings = {"model_type": architecture, **_BASE, **CONFIGS[architecture], **config}
-    settings = {name: value for name, value in settings.items() if value is not None}
     module = importlib.import_module(f"mlx_lm.models.{architecture}")
     model = module.Model(module.ModelArgs.from_dict(settings))
     mx.random.seed(0)

@@ -15,7 +15,7 @@ from support.models import tiny_config, tiny_model
 from mlxrunner.errors import FormError, StepFailedError
 from mlxrunner.models.facts import facts_of
 from mlxrunner.parallel.handle import Handle
-from mlxrunner.parallel.runner import ParallelRunner
+from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.results import Usage
 from mlxrunner.testing import ByteTokenizer
 
@@ -49,14 +49,14 @@ class History(ABC):
     def run(
         self,
         events: int,
-        watch: Callable[[ParallelRunner], None] = lambda runner: None,
+        watch: Callable[[Stepper], None] = lambda runner: None,
         *,
         fewest: int = 1,
     ) -> None:
         """Let `events` happen on a runner of `fewest` to five sequences, and all requests end."""
         sequences = self.rng.randint(fewest, 5)
         cells = self.rng.choice([None, self.rng.randint(self.context, sequences * self.context)])
-        with ParallelRunner(
+        with Stepper(
             *self.given,
             max_sequences=sequences,
             context=self.context,
@@ -71,7 +71,7 @@ class History(ABC):
                 self.step(runner)
 
     @abstractmethod
-    def submit(self, runner: ParallelRunner) -> None:
+    def submit(self, runner: Stepper) -> None:
         """Begin a request, or do something else if it can't begin."""
 
     @abstractmethod
@@ -101,7 +101,7 @@ class History(ABC):
             "max_tokens": rng.randint(1, 3 * self.context),
         }
 
-    def step(self, runner: ParallelRunner) -> None:
+    def step(self, runner: Stepper) -> None:
         """Run some steps, and look at the requests that ended in them."""
         for _ in range(self.rng.choice([1, 1, 5, 30])):
             runner.step()
@@ -113,13 +113,13 @@ class History(ABC):
                 self.seen["evaluated again"] += usage.cache.reevaluated_tokens > 0
                 self.seen["reused"] += usage.cached_tokens > 0
 
-    def cancel(self, runner: ParallelRunner) -> None:
+    def cancel(self, runner: Stepper) -> None:
         """Cancel one of the running requests."""
         if self.live:
             self.live.pop(self.rng.randrange(len(self.live)))[0].cancel()
             self.seen["cancelled"] += 1
 
-    def interrupt(self, runner: ParallelRunner) -> None:
+    def interrupt(self, runner: Stepper) -> None:
         """Fail in some layer of a step; what was running has ended then, one way or the other."""
         view = self.rng.choice(runner._adapted._views)
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import signal
 import socket
 import stat
+import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -267,6 +270,44 @@ def test_without_force_a_file_is_never_overwritten(file: Path) -> None:
     with pytest.raises(FileExistsError), written(file, force=False):
         pytest.fail("it was there before")
     assert list(file.parent.iterdir()) == [file]
+
+
+def test_what_a_killed_process_left_goes_with_the_next_writing(file: Path) -> None:
+    """Other hidden files stay, and so does one that is being written."""
+    code = (
+        "import os; from pathlib import Path; from mlxrunner.system.writing import written\n"
+        f"with written(Path({str(file)!r})) as stream: stream.write('a'); os.kill(os.getpid(), 9)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == -signal.SIGKILL
+    (left,) = file.parent.iterdir()
+    theirs = file.with_name(f".{file.name}.a1b2c3d4")
+    theirs.write_text("theirs")
+    with written(file) as first:
+        assert not left.exists()
+        with written(file) as second:
+            second.write("second")
+        first.write("first")
+    assert file.read_text() == "first"
+    assert {*file.parent.iterdir()} == {file, theirs}
+
+
+def test_a_file_that_is_removed_before_it_is_locked_is_made_again(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process may look for what was left at that moment."""
+    removed = []
+
+    def lock(descriptor: int, how: int) -> None:
+        if not removed:
+            removed.extend(file.parent.iterdir())
+            removed[0].unlink()
+
+    monkeypatch.setattr(fcntl, "flock", lock)
+    with written(file) as stream:
+        stream.write("ours")
+    assert removed
+    assert list(file.parent.iterdir()) == [file]
+    assert file.read_text() == "ours"
 
 
 def test_a_file_system_without_links_is_written_too(

@@ -26,22 +26,23 @@ def parts(tokenizer: Tokenizer, messages: Any, **variables: Any) -> list[tuple[A
     return [("".join(text[at] for at in run), *place) for place, run in runs]
 
 
+CHATML = [
+    ("<|im_start|>system\n", 0, "system", "template_header"),
+    ("user", 0, "system", "text"),
+    ("<|im_end|>\n", 0, "system", "message_end"),
+    ("<|im_start|>user\n", 1, "user", "template_header"),
+    ("s", 1, "user", "text"),
+    ("<|im_end|>\n", 1, "user", "message_end"),
+    ("<|im_start|>assistant\n", 2, "assistant", "template_header"),
+    ("assistant", 2, "assistant", "text"),
+    ("<|im_end|>\n", 2, "assistant", "message_end"),
+    ("<|im_start|>user\n", 3, "user", "template_header"),
+    (" [INST] system\n", 3, "user", "text"),
+    ("<|im_end|>\n", 3, "user", "message_end"),
+    ("<|im_start|>assistant\n", 4, "assistant", "generation_prompt"),
+]
 EXPECTED = {
-    "chatml": [
-        ("<|im_start|>system\n", 0, "system", "template_header"),
-        ("user", 0, "system", "text"),
-        ("<|im_end|>\n", 0, "system", "message_end"),
-        ("<|im_start|>user\n", 1, "user", "template_header"),
-        ("s", 1, "user", "text"),
-        ("<|im_end|>\n", 1, "user", "message_end"),
-        ("<|im_start|>assistant\n", 2, "assistant", "template_header"),
-        ("assistant", 2, "assistant", "text"),
-        ("<|im_end|>\n", 2, "assistant", "message_end"),
-        ("<|im_start|>user\n", 3, "user", "template_header"),
-        (" [INST] system\n", 3, "user", "text"),
-        ("<|im_end|>\n", 3, "user", "message_end"),
-        ("<|im_start|>assistant\n", 4, "assistant", "generation_prompt"),
-    ],
+    "chatml": CHATML,
     "llama3": [
         (
             "<s><|start_header_id|>system<|end_header_id|>\n\nToday Date: 26 Jul 2024\n\n",
@@ -89,21 +90,7 @@ EXPECTED = {
         (" [INST] system\n", 3, "user", "text"),
         ("[/INST]", 3, "user", "message_end"),
     ],
-    "qwen3": [
-        ("<|im_start|>system\n", 0, "system", "template_header"),
-        ("user", 0, "system", "text"),
-        ("<|im_end|>\n", 0, "system", "message_end"),
-        ("<|im_start|>user\n", 1, "user", "template_header"),
-        ("s", 1, "user", "text"),
-        ("<|im_end|>\n", 1, "user", "message_end"),
-        ("<|im_start|>assistant\n", 2, "assistant", "template_header"),
-        ("assistant", 2, "assistant", "text"),
-        ("<|im_end|>\n", 2, "assistant", "message_end"),
-        ("<|im_start|>user\n", 3, "user", "template_header"),
-        (" [INST] system\n", 3, "user", "text"),
-        ("<|im_end|>\n", 3, "user", "message_end"),
-        ("<|im_start|>assistant\n", 4, "assistant", "generation_prompt"),
-    ],
+    "qwen3": CHATML,
     "harmony": [
         (
             "<|start|>system<|message|>You are a model. Reasoning: "

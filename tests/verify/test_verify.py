@@ -20,7 +20,7 @@ from mlxrunner.cache.layers.sliding import SlidingWindowCache
 from mlxrunner.cache.shared.causal import CausalCache
 from mlxrunner.cache.shared.sequences import Batch
 from mlxrunner.parallel.adapt import Adapted
-from mlxrunner.parallel.runner import ParallelRunner
+from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.parallel.views import PerTokenRope
 from mlxrunner.testing import oracle_runner
 from mlxrunner.verify.run import NUM_PARTS, Verification, _affordable
@@ -274,9 +274,9 @@ def window_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def another_prompt_in_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sequence sees a token that is not its own."""
-    submit = ParallelRunner.submit
+    submit = Stepper.submit
     monkeypatch.setattr(
-        ParallelRunner,
+        Stepper,
         "submit",
         lambda self, prompt, **options: submit(self, [*prompt[:40], 5, *prompt[41:]], **options),
     )

@@ -198,6 +198,15 @@ class LayerCache(ABC):
         """
         raise TypeError(f"a {self.kind} layer can't be saved")
 
+    def copy(self, other: LayerCache, to: int) -> None:
+        """Replace the content by the first `to` tokens of `other`, a cache of the same layer.
+
+        `other` can be rewound to `to`, and does not change. Raise TypeError if this kind can't be
+        copied.
+        """
+        self.adopt(other.export(), other.offset)
+        self.rewind(to)
+
     def snapshot_of(self, saved: Saved, offset: int) -> Snapshot:
         """Return the snapshot that was exported as `saved`.
 

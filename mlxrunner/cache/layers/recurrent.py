@@ -17,6 +17,7 @@ from mlx_lm.models.cache import ArraysCache
 from mlxrunner.cache.layers.base import ArrayCache, contiguous, leaves, tree_bytes
 from mlxrunner.cache.layers.extents import Extent, LastPass
 from mlxrunner.cache.layers.layout import Layout
+from mlxrunner.cache.layers.protocol import LayerCache
 from mlxrunner.cache.saved import STATES, Saved
 
 States = list[mx.array | None]
@@ -99,6 +100,11 @@ class RecurrentCache(ArrayCache):
         states = [arrays.get(str(index)) for index in range(len(self._empty))]
         self._become(states if offset else list(self._empty), offset)
 
+    def copy(self, other: LayerCache, to: int) -> None:
+        """Take the state of `other` at `to`: the present one, or that before its last pass."""
+        assert isinstance(other, RecurrentCache)
+        self._become(list(other._states() if to == other.offset else other._states_before()), to)
+
     def to_mlx_lm(self, saved: Saved, offset: int) -> ArraysCache:
         self.fill(saved.arrays, offset)
         return self.inner
@@ -141,7 +147,7 @@ class RecurrentCache(ArrayCache):
         self.inner.cache, self._offset = states, offset
         self._place = None
         if place is not None:
-            place.stack.lose()
+            place.stack.lose(settle=offset > 0)
 
     def _states(self) -> States:
         place = self._place
@@ -214,11 +220,14 @@ class Stack:
             _cut_loose(self.inner)
         self.passed += tokens
 
-    def lose(self) -> None:
-        """Note that a member has gone. The last ones go when they are less than half."""
+    def lose(self, *, settle: bool = True) -> None:
+        """Note that a member has gone.
+
+        With `settle`, the last ones go when they are less than half: they keep the whole batch.
+        """
         self.is_whole = False
         left = [member for member in self.members if member.stack is self]
-        if 2 * len(left) < len(self.members):
+        if settle and 2 * len(left) < len(self.members):
             self.members = left
             for member in left:
                 member.leave()

@@ -27,6 +27,8 @@ Shift = Callable[[int, mx.array, mx.array], mx.array]
 positions.
 """
 
+Rows = dict[int, tuple[mx.array, mx.array]]
+"""The keys and values `[1, kv_heads, n, head_dim]` of some tokens, by layer."""
 MANY_RUNS = 64
 """Number of runs beyond which one gather is faster than a slice for each run."""
 SOME_RUNS, SHORT = 4, 8
@@ -210,6 +212,59 @@ class CausalCache(Cache):
         """The sequences that have tokens."""
         return self._cells.sequences
 
+    def stored(self, sequence: int) -> tuple[int, int]:
+        """Return the positions `first, end` of the last run of tokens of `sequence`.
+
+        All tokens `first .. end - 1` are stored; both are 0 if there are none.
+        """
+        return self._cells.stored(sequence)
+
+    def num_own(self, sequence: int) -> int:
+        """Return the number of cells that no other sequence owns."""
+        owners = self._cells.owners
+        return int(np.count_nonzero(owners[sequence] & (np.count_nonzero(owners, axis=0) == 1)))
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one cell in all layers; 0 before the first forward pass."""
+        return self.nbytes // max(1, self._rows.end)
+
+    def read(self, sequence: int, begin: int, end: int) -> Rows:
+        """Return evaluated copies of the rows of the tokens `begin .. end - 1`, by layer.
+
+        Raise ValueError unless all of them are stored.
+        """
+        self._lifecycle.check()
+        cells = self._cells.cells_of(sequence, begin, end)
+        return {
+            index: (_read(layer.keys, cells), _read(layer.values, cells))
+            for index, layer in self._layers.items()
+        }
+
+    def write(self, sequence: int, begin: int, rows: Rows) -> None:
+        """Store `rows` as the tokens from position `begin` on of a sequence without tokens.
+
+        An interrupt leaves the sequence without tokens. Raise CacheFullError if there is no room,
+        and ValueError if the rows have another shape than the layers.
+        """
+        self._lifecycle.check()
+        n = next(iter(rows.values()))[0].shape[2]
+        layers = {
+            index: self._layers.get(index) or Layer.like(*both, self._rows.end, self._dtype)
+            for index, both in rows.items()
+        }
+        for index, layer in layers.items():
+            layer.check(index, *rows[index])
+        positions = range(begin, begin + n)
+        before, after, cells, move = self._cells.place(Batch(positions, [sequence] * n))
+        if move is not None:
+            self._move(move, before)
+        self._layers.update(layers)
+        for index, (keys, values) in rows.items():
+            _write(self._layers[index].keys, cells, keys.astype(self._dtype))
+            _write(self._layers[index].values, cells, values.astype(self._dtype))
+        self._become(after)
+
     def set_config(self, config: CacheConfig) -> None:
         self._lifecycle.configure(config)
 
@@ -317,6 +372,11 @@ class CausalCache(Cache):
         if move is not None:
             self._move(move, after)
 
+    def forget(self) -> None:
+        """Drop all tokens and buffers. The next forward pass allocates them again."""
+        self._forget()
+        self._layers.clear()
+
     def close(self) -> None:
         self._lifecycle.close()
         self._layers.clear()
@@ -367,7 +427,7 @@ class CausalCache(Cache):
                 _write(buffer, targets, _read(buffer, move.sources))
         self._cells = after
 
-    def _lift(self, lift: Lift, rows: dict[int, tuple[mx.array, mx.array]], after: Cells) -> None:
+    def _lift(self, lift: Lift, rows: Rows, after: Cells) -> None:
         self._forget()
         for index, (keys, values) in rows.items():
             _write(self._layers[index].keys, lift.targets, keys)

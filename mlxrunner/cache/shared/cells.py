@@ -132,6 +132,38 @@ class Cells:
         self.check_sequences(sequence)
         return bool((self.owners[sequence] & (self.positions >= begin)).any())
 
+    def stored(self, sequence: int) -> tuple[int, int]:
+        """Return the positions `first, end` of the last run of tokens of `sequence`.
+
+        Both are 0 if it has none.
+        """
+        self.check_sequences(sequence)
+        stored = self.positions[self.owners[sequence]]
+        if not len(stored):
+            return 0, 0
+        first, end = int(stored.min()), int(stored.max()) + 1
+        if len(stored) == end - first:
+            return first, end
+        stored = np.unique(stored)
+        gaps = np.flatnonzero(np.diff(stored) != 1)
+        return int(stored[gaps[-1] + 1 if len(gaps) else 0]), int(stored[-1]) + 1
+
+    def cells_of(self, sequence: int, begin: int, end: int) -> Ints:
+        """Return the cells of the tokens `begin .. end - 1` of `sequence`, by position.
+
+        Raise ValueError unless all of them are stored.
+        """
+        self.check_sequences(sequence)
+        own = np.flatnonzero(
+            self.owners[sequence] & (self.positions >= begin) & (self.positions < end)
+        )
+        if len(own) != max(0, end - begin):
+            raise ValueError(
+                f"{len(own)} of the tokens {begin} .. {end - 1} of sequence {sequence} are stored"
+            )
+        cells: Ints = own[np.argsort(self.positions[own])].astype(np.int32)
+        return cells
+
     def can_resume(self, sequence: int, position: int) -> bool:
         """Return True if all tokens that a query at `position` may see are stored."""
         self.check_sequences(sequence)

@@ -265,7 +265,10 @@ class Saving:
     def _load(self, chat: ChatContext, argument: str) -> None:
         force, name = _forced(argument, None)
         goes_over = self.name not in (None, name)
-        if not force and not goes_over and self._is_unsaved(chat):
+        if not force and self._unnamed is not None:
+            self._store_unnamed(chat)
+        kept = self._unnamed
+        if not force and not goes_over and kept is None and self._is_unsaved(chat):
             raise OptionError(
                 f"what was said is not saved ({_turns(chat)}): /save NAME saves it, "
                 f"/load -f {name} gives it up"
@@ -285,6 +288,8 @@ class Saving:
                     self._keep_as(name)
                 self._lock.close()
                 self._lock.push(held.pop_all())
+        if kept not in (None, name):
+            chat.say(f"the chat so far is kept as {kept}: /load {kept} goes back to it")
         chat.say(line)
         chat.recall()
 

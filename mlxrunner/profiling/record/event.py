@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from mlxrunner.profiling.schema import SCHEMA, VERSION, BatchLine, Event, Span
+from mlxrunner.profiling.schema import SCHEMA, VERSION, BatchLine, Event, Eviction, Span
 
 if TYPE_CHECKING:
     from mlxrunner.engine.observation import Observation
@@ -78,7 +78,18 @@ def event_of(observed: Observation, identity: Mapping[str, Any], number: int) ->
         spans=_spans(observed),
         verify=None,
         line=BatchLine(**vars(line)) if line is not None else None,
+        restored_tokens=lookup.restored,
+        **_beside(observed),
     )
+
+
+def _beside(observed: Observation) -> dict[str, Any]:
+    """Return what only a request beside others has, by the names of the event's fields."""
+    beside = observed.beside
+    if beside is None:
+        return {}
+    evicted = [Eviction(**vars(one)) for one in beside.evicted]
+    return {"submitted": beside.submitted or None, "evicted": evicted}
 
 
 def _times(observed: Observation) -> dict[str, Any]:

@@ -38,6 +38,7 @@ from mlxrunner.templates.thinking import thinking_tokens
 
 if TYPE_CHECKING:
     from mlxrunner.parallel.runner import ParallelRunner
+    from mlxrunner.parallel.stepper import Stepper
     from mlxrunner.profiling.record.verify import Measured
 
 Sink = Callable[[Event], None]
@@ -103,9 +104,9 @@ class Profile:
         self._lines: TokenLines | None = None
         self._measured: Measured | None = None
         self._entry_tokens = 0
-        self._watched: list[weakref.ref[Runner | ParallelRunner]] = []
+        self._watched: list[weakref.ref[Runner | ParallelRunner | Stepper]] = []
 
-    def watch(self, runner: Runner | ParallelRunner) -> Self:
+    def watch(self, runner: Runner | ParallelRunner | Stepper) -> Self:
         """Record the requests of `runner` from now on: `with Profile(...).watch(runner):`.
 
         If this profile watched another runner before, the next event says what became of its entry.

@@ -7,12 +7,13 @@ repeat the answers of the log, and the order in which they are submitted and can
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
+from mlxrunner.cache.layers.protocol import LayerCache
 from mlxrunner.cache.overflow import Shift
 from mlxrunner.cache.shared.causal import CausalCache
 from mlxrunner.cache.shared.sequences import Batch
@@ -262,6 +263,11 @@ class ReplayedEngine(Engine):
     def forward(self, tokens: mx.array, batch: Batch, rows: Sequence[int]) -> mx.array:
         self.cache.start_forward(batch)
         return self._logits
+
+    def rotate(
+        self, caches: Sequence[LayerCache], by: int
+    ) -> Sequence[Callable[[Any, int], Any]] | None:
+        return [lambda keys, by: keys for _ in caches] if self._is_movable else None
 
     def expect(self, sequence: int, count: int) -> None:
         """Do nothing: the places of tokens make no difference here."""

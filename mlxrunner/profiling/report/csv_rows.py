@@ -11,7 +11,7 @@ from mlxrunner.profiling.schema import Event
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
 
-NESTED = ("line", "divergence", "spans", "verify")
+NESTED = ("line", "divergence", "spans", "verify", "evicted")
 """The fields that are objects or lists; a row has a few of their own fields instead."""
 FLAT = [field.name for field in fields(Event) if field.name not in NESTED]
 COLUMNS = (
@@ -22,6 +22,8 @@ COLUMNS = (
     "divergence_part",
     "prefill_chunks",
     "verified_equal",
+    "evicted_tokens",
+    "evicted_parked",
 )
 FORMULAS = ("=", "+", "-", "@", "\t", "\r", "\n")
 """The beginnings of a cell that spreadsheets run or misread (OWASP, CSV injection)."""
@@ -37,13 +39,15 @@ class CsvWriter:
 
     def add(self, event: Event) -> None:
         """Write the row of an event."""
-        values, parted, verify = vars(event), event.divergence, event.verify
+        parted, verify = event.divergence, event.verify
         row = [
-            *(values[name] for name in FLAT),
+            *(getattr(event, name) for name in FLAT),
             event.line.number if event.line else None,
             *((parted.index, parted.role, parted.part) if parted else (None, None, None)),
             sum(span.name == "prefill" for span in event.spans),
             verify.equal if verify else None,
+            sum(one.tokens for one in event.evicted),
+            sum(one.tokens for one in event.evicted if one.parked),
         ]
         self._writer.writerow(map(_cell, row))
 

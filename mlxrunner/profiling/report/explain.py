@@ -86,6 +86,8 @@ def show(event: Event, to: Console) -> None:
     )
     to.print(Text(visible(_capital(event.explain()) + "."), "bold"))
     to.print(Text(_cost(event)))
+    if event.restored_tokens or event.evicted:
+        to.print(Text(_moved(event)))
     if event.divergence is not None:
         to.print()
         _sides(event.divergence, to)
@@ -123,6 +125,18 @@ def _cost(event: Event) -> str:
         else "; there was no first token"
     )
     return f"{said}{first}."
+
+
+def _moved(event: Event) -> str:
+    """Say what came back from disk for the request, and what was given up to make room for it."""
+    said = []
+    if event.restored_tokens:
+        said.append(f"{number(event.restored_tokens)} of the reused tokens came back from disk.")
+    for one in event.evicted:
+        need = "a slot" if one.cause == "slot" else "memory"
+        where = "parked on disk" if one.parked else "lost"
+        said.append(f"To get {need}, it gave up {number(one.tokens)} tokens, which are {where}.")
+    return " ".join(said)
 
 
 def _sides(divergence: Divergence, to: Console) -> None:

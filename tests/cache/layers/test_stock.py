@@ -54,7 +54,7 @@ def forward(cache: Any, step: Callable[[Any], None], tokens: int) -> None:
 
 
 def advance(start: int) -> Callable[[Any], None]:
-    """A forward pass of a recurrent layer with two states."""
+    """Return the forward pass of a recurrent layer with two states."""
 
     def step(model_cache: Any) -> None:
         for i in range(2):
@@ -65,7 +65,7 @@ def advance(start: int) -> Callable[[Any], None]:
 
 
 def recurrent(*passes: int) -> RecurrentCache:
-    """After forward passes of so many tokens."""
+    """Return the cache of a recurrent layer after forward passes of `passes` tokens each."""
     cache = RecurrentCache(ArraysCache(size=2))
     for tokens in passes:
         forward(cache, advance(cache.offset), tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -12,13 +13,18 @@ from support.models import tiny_config, tiny_model
 from support.sample import fewer
 
 from mlxrunner import ContextLengthError, MlxrunnerError, OptionError, PromptError, Runner
+from mlxrunner.cache.shared.sequences import Batch
 from mlxrunner.cache.shared.split import WORTH_SPLITTING
-from mlxrunner.errors import CacheFullError, NoFreeSlotError, NotSupportedError
+from mlxrunner.errors import (
+    CacheFullError,
+    NoFreeSlotError,
+    NotSupportedError,
+    StepFailedError,
+)
 from mlxrunner.models.facts import facts_of
 from mlxrunner.parallel.handle import Handle
-from mlxrunner.parallel.runner import ParallelRunner
 from mlxrunner.parallel.samples import sample
-from mlxrunner.parallel.stepper import AHEAD
+from mlxrunner.parallel.stepper import AHEAD, Stepper
 from mlxrunner.testing import ByteTokenizer
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
@@ -112,7 +118,7 @@ def test_each_answer_is_that_of_the_single_runner(name: str, worth: float) -> No
     """Every architecture with a rope gives the single runner's answers, also windows and sinks."""
     given = parts(name)
     prompts = some_prompts(1, 12)
-    with ParallelRunner(*given, max_sequences=4, context=160, prefill_step=37) as runner:
+    with Stepper(*given, max_sequences=4, context=160, prefill_step=37) as runner:
         assert runner._adapted.can_split == (name != "gemma2")
         runner._adapted.worth_splitting = worth
         results = runner.run(prompts, max_tokens=10, stop_tokens=[])
@@ -133,7 +139,7 @@ def test_a_model_that_cannot_share_a_row_is_refused_with_the_layer(name: str, ki
     """It is left as it was."""
     given = parts(name)
     with pytest.raises(NotSupportedError, match=kind):
-        ParallelRunner(*given, max_sequences=2, context=100)
+        Stepper(*given, max_sequences=2, context=100)
     assert alone(given, [1, 2, 3], max_tokens=3, stop_tokens=[])
 
 
@@ -143,7 +149,7 @@ def test_closing_gives_the_model_back_as_it_was(llama: tuple[Any, ByteTokenizer,
     before = [layer.self_attn.rope for layer in model.layers], model.model.norm
     kind = type(model.layers[0].self_attn)
     expected = alone(llama, [5, 6, 7], max_tokens=5, stop_tokens=[])
-    with ParallelRunner(*llama, max_sequences=2, context=50):
+    with Stepper(*llama, max_sequences=2, context=50):
         assert model.layers[0].self_attn.rope is not before[0][0]
         assert type(model.layers[0].self_attn) is not kind
         assert alone(llama, [5, 6, 7], max_tokens=5, stop_tokens=[]) == expected
@@ -157,7 +163,7 @@ def test_a_shared_prefix_is_evaluated_and_stored_once(
     """Also when all prompts come at the same time."""
     prefix = [i * 7 % 290 for i in range(100)]
     prompts = [[*prefix, 100 + i, i] for i in range(6)]
-    with ParallelRunner(*llama, max_sequences=6, context=120, prefill_step=64) as runner:
+    with Stepper(*llama, max_sequences=6, context=120, prefill_step=64) as runner:
         results = runner.run(prompts, max_tokens=4, stop_tokens=[])
         assert runner._adapted.groups[0].num_used_by(range(6)) == 100 + 6 * (2 + 3)
     assert [r.usage.cached_tokens for r in results] == [0, *[100] * 5]
@@ -171,7 +177,7 @@ def test_a_shared_prefix_is_evaluated_and_stored_once(
 def test_requests_join_leave_and_stream_at_any_step(llama: tuple[Any, ByteTokenizer, Any]) -> None:
     """Iterating one drives all; a late one joins; a cancelled one takes nothing from the others."""
     prompts = some_prompts(2, 4)
-    with ParallelRunner(*llama, max_sequences=4, context=200, prefill_step=16) as runner:
+    with Stepper(*llama, max_sequences=4, context=200, prefill_step=16) as runner:
         first = runner.submit(prompts[0], max_tokens=30, stop_tokens=[])
         stream = iter(first)
         shown = [next(stream).token for _ in range(3)]
@@ -213,7 +219,7 @@ def test_each_request_has_its_own_sampler_seed_stops_and_limits(
     ]
     for seed in range(3):
         order = random.Random(seed).sample(range(6), 6)
-        with ParallelRunner(*llama, max_sequences=3 + seed, context=200, prefill_step=20) as runner:
+        with Stepper(*llama, max_sequences=3 + seed, context=200, prefill_step=20) as runner:
             requests = [(prompts[i], {"stop_tokens": []} | options[i]) for i in order]
             results = dict(zip(order, runner.run_each(requests), strict=True))
         assert [results[i].tokens for i in range(6)] == expected
@@ -229,7 +235,7 @@ def test_stop_strings_cut_the_text_and_keep_the_tokens(
     whole = list(runner.generate(prompt, max_tokens=20, stop_tokens=[]))
     stop = next((chunk.text for chunk in whole[4:] if chunk.text.strip()), "x")
     single = list(runner.generate(prompt, max_tokens=20, stop_tokens=[], stop=stop))
-    with ParallelRunner(*llama, max_sequences=2, context=100) as parallel:
+    with Stepper(*llama, max_sequences=2, context=100) as parallel:
         result = parallel.submit(prompt, max_tokens=20, stop_tokens=[], stop=stop).result()
     assert result.text == "".join(chunk.text for chunk in single)
     assert result.finish_reason == single[-1].finish_reason
@@ -237,7 +243,7 @@ def test_stop_strings_cut_the_text_and_keep_the_tokens(
 
 def test_a_slot_is_used_again_with_what_it_remembers(llama: tuple[Any, ByteTokenizer, Any]) -> None:
     """The next turn evaluates only what is new, and a prompt that is all found one token."""
-    with ParallelRunner(*llama, max_sequences=2, context=200) as runner:
+    with Stepper(*llama, max_sequences=2, context=200) as runner:
         prompt = list(range(40))
         first = runner.submit(prompt, max_tokens=5, stop_tokens=[]).result()
         longer = [*prompt, *first.tokens, 7, 8]
@@ -254,7 +260,7 @@ def test_a_full_context_shifts_or_stops(name: str) -> None:
     """Half of what is not kept makes room; the others do not notice."""
     given = parts(name)
     prompts = some_prompts(5, 2)
-    with ParallelRunner(*given, max_sequences=2, context=120) as runner:
+    with Stepper(*given, max_sequences=2, context=120) as runner:
         shifting = runner.submit(
             list(range(100)), max_tokens=90, stop_tokens=[], overflow="shift", keep=4
         )
@@ -273,7 +279,7 @@ def test_fewer_cells_than_everybody_could_use(llama: tuple[Any, ByteTokenizer, A
 
     Shared tokens count once, and idle ones give way.
     """
-    with ParallelRunner(*llama, max_sequences=4, context=100, cells=120) as runner:
+    with Stepper(*llama, max_sequences=4, context=100, cells=120) as runner:
         first = runner.submit(list(range(60)), max_tokens=20, stop_tokens=[])
         with pytest.raises(
             CacheFullError, match="this request needs 75 free cells, but 40 of 120 are free"
@@ -304,7 +310,7 @@ def test_a_bad_prompt_is_refused_at_once(
     llama: tuple[Any, ByteTokenizer, Any], prompt: list[int], error: type[Exception], message: str
 ) -> None:
     """It takes no slot."""
-    with ParallelRunner(*llama, max_sequences=1, context=50) as runner:
+    with Stepper(*llama, max_sequences=1, context=50) as runner:
         with pytest.raises(error, match=message):
             runner.submit(prompt)
         running = runner.submit([1, 2], max_tokens=3, stop_tokens=[])
@@ -312,51 +318,117 @@ def test_a_bad_prompt_is_refused_at_once(
             runner.submit([3])
         assert len(running.result().tokens) == 3
     with pytest.raises(OptionError, match=r"prefill_step: 3 is out .* between 4 and"):
-        ParallelRunner(*llama, max_sequences=4, context=50, prefill_step=3)
+        Stepper(*llama, max_sequences=4, context=50, prefill_step=3)
 
 
-@pytest.mark.parametrize(
-    "error", [KeyboardInterrupt(), RuntimeError("from a layer")], ids=["interrupt", "error"]
-)
+def failing(runner: Stepper, call: int, error: BaseException) -> None:
+    """Let the call number `call` of a layer's cache raise `error`, once."""
+    calls = 0
+
+    def fail(put: Any, keys: mx.array, values: mx.array) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise error
+        return put(keys, values)
+
+    for view in runner._adapted._views:
+        view.update_and_fetch = partial(  # type: ignore[method-assign]
+            fail, view.update_and_fetch
+        )
+
+
+@pytest.mark.parametrize("call", range(1, 8))
 def test_an_interrupted_step_leaves_nothing_wrong_behind(
-    llama: tuple[Any, ByteTokenizer, Any], error: BaseException
+    llama: tuple[Any, ByteTokenizer, Any], call: int
 ) -> None:
-    """Its requests are ended, and what they may have written halfway is never shared."""
+    """Its requests are ended; only what was evaluated before it is shared."""
     prompt = list(range(30))
-    for call in range(1, 5):
-        with ParallelRunner(*llama, max_sequences=2, context=80, prefill_step=16) as runner:
-            running = runner.submit(prompt, max_tokens=5, stop_tokens=[])
-            other = runner.submit([9, 8, 7], max_tokens=5, stop_tokens=[])
-            views, calls = runner._adapted._views, 0
+    with Stepper(*llama, max_sequences=2, context=80, prefill_step=16) as runner:
+        running = runner.submit(prompt, max_tokens=5, stop_tokens=[])
+        other = runner.submit([9, 8, 7], max_tokens=5, stop_tokens=[])
+        failing(runner, call, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            list(running)
+        for handle in (running, other):
+            with pytest.raises(MlxrunnerError, match="was ended by"):
+                handle.result()
+        result = runner.submit([*prompt, 1], max_tokens=5, stop_tokens=[]).result()
+        assert result.usage.cached_tokens == (0 if call < 3 else 13 if call < 5 else 30)
+        assert result.tokens == alone(llama, [*prompt, 1], max_tokens=5, stop_tokens=[])
 
-            def fail(
-                view: Any, put: Any, keys: mx.array, values: mx.array, call: int = call
-            ) -> Any:
-                nonlocal calls
-                calls += 1
-                if calls == call:
-                    raise error
-                return put(keys, values)
 
-            for view in views:
-                put = view.update_and_fetch
-                view.update_and_fetch = (  # type: ignore[method-assign]
-                    lambda k, v, view=view, put=put: fail(view, put, k, v)
-                )
-            with pytest.raises(type(error)):
-                list(running)
-            for handle in (running, other):
-                with pytest.raises(MlxrunnerError, match="was ended by"):
+@pytest.mark.parametrize("call", range(1, 14, 2))
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "seed"])
+def test_a_step_that_fails_once_is_run_again(
+    llama: tuple[Any, ByteTokenizer, Any], call: int, options: dict[str, Any]
+) -> None:
+    """No answer changes and no request ends, at whatever layer and step it fails."""
+    prompts = [list(range(30)), [9, 8, 7], list(range(20, 50))]
+    with Stepper(*llama, max_sequences=3, context=80, prefill_step=16) as runner:
+        failing(runner, call, RuntimeError("from a layer"))
+        results = runner.run(prompts, max_tokens=5, stop_tokens=[], **options)
+        for prompt, result in zip(prompts, results, strict=True):
+            assert result.tokens == alone(llama, prompt, max_tokens=5, stop_tokens=[], **options)
+
+
+@pytest.mark.parametrize("culprit", range(4))
+def test_a_request_that_fails_every_step_ends_alone(
+    llama: tuple[Any, ByteTokenizer, Any], culprit: int
+) -> None:
+    """The others give their answers, from its step on in halves."""
+    prompts = [[number * 7 + i for i in range(12)] for number in range(4)]
+    with Stepper(*llama, max_sequences=4, context=80, prefill_step=16) as runner:
+        handles = [runner.submit(prompt, max_tokens=5, stop_tokens=[]) for prompt in prompts]
+        runner.step()
+        forward, slot = runner._adapted.forward, handles[culprit]._request.slot.number
+
+        def fail(tokens: mx.array, batch: Batch, rows: Any) -> mx.array:
+            if slot in batch.sequences:
+                raise RuntimeError("its rows are poison")
+            return forward(tokens, batch, rows)
+
+        runner._adapted.forward = fail  # type: ignore[method-assign,assignment]
+        for number, (handle, prompt) in enumerate(zip(handles, prompts, strict=True)):
+            if number == culprit:
+                with pytest.raises(StepFailedError, match="its rows are poison"):
                     handle.result()
-            result = runner.submit([*prompt, 1], max_tokens=5, stop_tokens=[]).result()
-            assert result.usage.cached_tokens == 0
-            assert result.tokens == alone(llama, [*prompt, 1], max_tokens=5, stop_tokens=[])
+            else:
+                assert handle.result().tokens == alone(llama, prompt, max_tokens=5, stop_tokens=[])
+
+
+def test_tokens_that_cannot_be_read_are_computed_again(
+    llama: tuple[Any, ByteTokenizer, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All buffers are dropped, and every running request begins again and goes on as it was."""
+    prompts = [list(range(30)), [9, 8, 7], list(range(20, 50))]
+    options: dict[str, Any] = {"max_tokens": 9, "stop_tokens": [], "temperature": 1.0, "seed": 5}
+    expected = [alone(llama, prompt, **options) for prompt in prompts]
+    with Stepper(*llama, max_sequences=3, context=80, prefill_step=16) as runner:
+        handles = [runner.submit(prompt, **options) for prompt in prompts]
+        for _ in range(7):
+            runner.step()
+        calls = 0
+
+        def fail(*arrays: Any) -> None:
+            nonlocal calls
+            calls += 1
+            if calls < 3:
+                raise RuntimeError("out of memory")
+            evaluate(*arrays)
+
+        evaluate = mx.eval
+        with monkeypatch.context() as patch:
+            patch.setattr("mlxrunner.parallel.scheduler.mx.eval", fail)
+            runner.step()
+        assert calls >= 2
+        assert [handle.result().tokens for handle in handles] == expected
 
 
 def test_what_a_parallel_runner_cannot_do_is_refused(llama: tuple[Any, ByteTokenizer, Any]) -> None:
     """Not ignored."""
     refused = pytest.raises(OptionError, match="keep: 63 tokens leave no room in the context of 64")
-    with ParallelRunner(*llama, max_sequences=1, context=64) as runner, refused:
+    with Stepper(*llama, max_sequences=1, context=64) as runner, refused:
         runner.submit([1, 2], overflow="shift", keep=63)
 
 
@@ -367,7 +439,7 @@ def test_many_requests_with_cancels_through_eight_slots(
     rng = random.Random(8)
     expected: dict[tuple[int, ...], list[int]] = {}
     prompts = some_prompts(8, 60)
-    with ParallelRunner(*llama, max_sequences=8, context=140, prefill_step=48) as runner:
+    with Stepper(*llama, max_sequences=8, context=140, prefill_step=48) as runner:
         running: list[tuple[Handle, list[int], int]] = []
         finished = cancelled = 0
         count = fewer(500, 150)
@@ -411,7 +483,7 @@ def test_many_requests_with_cancels_through_eight_slots(
 
 def test_buffers_are_allocated_once() -> None:
     """By the reserving pass, for all cells, and never again; the plan says how much."""
-    with ParallelRunner.load("demo", max_sequences=4, context=256, prefill_step=64) as runner:
+    with Stepper.load("demo", max_sequences=4, context=256, prefill_step=64) as runner:
         assert runner.plan is not None
         stored = sum(group.nbytes for group in runner._adapted.groups)
         assert stored == 6 * 2 * 192 * 4 * 4 * 256
@@ -457,7 +529,7 @@ def test_run_each_reads_no_further_ahead_than_it_has_to(
             read.append(index)
             yield prompt, {"max_tokens": 30 if index == 5 else 2, "stop_tokens": []}
 
-    with ParallelRunner(*llama, max_sequences=2, context=160) as runner:
+    with Stepper(*llama, max_sequences=2, context=160) as runner:
         ahead = []
         for number, result in enumerate(runner.run_each(requests())):
             ahead.append(len(read) - number)
@@ -471,7 +543,7 @@ def test_polling_gives_the_same_chunks_without_a_step(
 ) -> None:
     """For whoever drives many requests; a poll alone never gets further."""
     prompts = some_prompts(4, 3)
-    with ParallelRunner(*llama, max_sequences=3, context=160) as runner:
+    with Stepper(*llama, max_sequences=3, context=160) as runner:
         handles = [runner.submit(prompt, max_tokens=4, stop_tokens=[]) for prompt in prompts]
         assert [handle.poll() for handle in handles] == [[], [], []]
         tokens: list[list[int | None]] = [[], [], []]
@@ -487,7 +559,7 @@ def test_two_that_wait_for_a_cancelled_prefix_do_not_wait_for_each_other(
 ) -> None:
     """The slot that one of them takes its prefix from may be given to the other in between."""
     prefix = list(range(1, 101))
-    with ParallelRunner(*llama, max_sequences=2, context=150) as runner:
+    with Stepper(*llama, max_sequences=2, context=150) as runner:
         first = runner.submit([*prefix, 5], max_tokens=3, stop_tokens=[])
         second = runner.submit([*prefix, 6], max_tokens=3, stop_tokens=[])
         first.cancel()
@@ -505,7 +577,7 @@ def test_a_prefix_of_an_idle_slot_counts_where_cells_are_few(
 ) -> None:
     """A request that might not fit beside running ones is refused at once, and those go on."""
     prefix = list(range(1, 70))
-    with ParallelRunner(*llama, max_sequences=2, context=100, cells=100) as runner:
+    with Stepper(*llama, max_sequences=2, context=100, cells=100) as runner:
         runner.submit(prefix, max_tokens=1, stop_tokens=[]).result()
         running = runner.submit([200, 201, 202], max_tokens=25, stop_tokens=[])
         runner.step()

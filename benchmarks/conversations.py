@@ -1,0 +1,97 @@
+"""Measure how much many interleaved conversations reuse, with several numbers of slots.
+
+python benchmarks/conversations.py [--slots K ...] [--memory MB] [--log FOLDER] [--quick]
+
+40 conversations of agents and chats send 1,000 requests: common headers, growing turns, edits,
+retries, titles, compaction, subagents that start together (tests/support/conversations.py). Each
+request begins as soon as its conversation has its last answer and a slot is free. The model is a
+tiny Llama: what is measured is what is reused, not how fast. "shareable" are the prompt tokens that
+had been evaluated before for any request: a cache that never forgets would reuse all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from support.conversations import Played, Trace, play
+from support.histories import tiny_parts
+
+from mlxrunner.cache.layers.factory import CacheOptions, layouts_of
+from mlxrunner.parallel.stepper import Stepper
+from mlxrunner.profiling.record.profile import Profile
+
+CONTEXT = 1024
+TARGET = 0.97
+HEAD = ("slots", "requests", "shareable", "reused", "share", "failed", "peak MB", "seconds")
+
+
+def run(model: str, slots: int, memory: int, requests: int, log: Path | None) -> dict[str, Any]:
+    """Play the trace on a new runner of `slots` slots and `memory` bytes."""
+    given = tiny_parts(model)
+    row = sum(layout.row_bytes for layout in layouts_of(given[0], CacheOptions()))
+    began, profile = time.perf_counter(), Profile(tokens=log)
+    with Stepper(
+        *given,
+        max_sequences=slots,
+        context=CONTEXT,
+        cells=min(memory // row, slots * CONTEXT),
+        prefill_step=256,
+    ) as runner:
+        profile.watch(runner)
+        played = play(runner, Trace(requests=requests, context=CONTEXT))
+    profile.finish()
+    return {"slots": slots, **figures(played), "seconds": time.perf_counter() - began}
+
+
+def figures(played: Played) -> dict[str, Any]:
+    return {
+        "requests": played.requests,
+        "shareable": played.shareable,
+        "reused": played.reused,
+        "share": played.share,
+        "failed": len(played.failures),
+        "peak_mb": played.most_bytes / 1e6,
+    }
+
+
+def line(found: dict[str, Any]) -> str:
+    shown = {**found, "share": f"{found['share']:.1%}"}
+    return "  ".join(
+        f"{value:>9,.1f}" if isinstance(value, float) else f"{value:>9}" for value in shown.values()
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--slots", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    parser.add_argument(
+        "--memory", type=float, default=8.0, help="megabytes of keys and values (default 8)"
+    )
+    parser.add_argument("--model", default="llama", help="architecture of the tiny model")
+    parser.add_argument(
+        "--log", type=Path, metavar="FOLDER", help="write the token log of each run there"
+    )
+    parser.add_argument("--quick", action="store_true", help="100 requests: does it work")
+    given = parser.parse_args(arguments)
+    print("  ".join(f"{name:>9}" for name in HEAD), flush=True)
+    found = []
+    for slots in given.slots:
+        log = None if given.log is None else given.log / f"{slots}-slots.jsonl"
+        requests = 100 if given.quick else 1000
+        found.append(run(given.model, slots, int(given.memory * 1e6), requests, log))
+        print(line(found[-1]), flush=True)
+    print(json.dumps({"results": found, "target": TARGET}))
+    if not all(one["share"] >= TARGET and not one["failed"] for one in found):
+        sys.exit(f"MISSED: {TARGET:.0%} of the shareable tokens reused, and no failed request")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""Assign requests to slots: give each the prefix that it can share, or let it wait for one.
+
+Knows nothing about steps. Slots change in an order that an interrupt may cut anywhere.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+import numpy as np
+
+from mlxrunner.cache.checkpoints import places_of
+from mlxrunner.cache.lease import Source
+from mlxrunner.cache.shared.sequences import END
+from mlxrunner.cache.tokens import TokenArray
+from mlxrunner.errors import CacheFullError
+from mlxrunner.parallel.engine import Engine
+from mlxrunner.parallel.request import ActiveRequest
+from mlxrunner.parallel.residents import Residents
+from mlxrunner.parallel.room import Room
+from mlxrunner.parallel.slots import Choice, Slot, choose
+from mlxrunner.results import log_lookup
+
+
+class Assigner:
+    """The slots of an engine, and the requests in them."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        slots: Sequence[Slot],
+        requests: list[ActiveRequest],
+        room: Room,
+        residents: Residents,
+        message_ends: TokenArray,
+    ) -> None:
+        """Assign `requests`, the running ones in order of arrival, to `slots`.
+
+        `message_ends`: the tokens that end a message. Checkpoints are taken at such places.
+        """
+        self._engine, self._slots, self._requests = engine, slots, requests
+        self._room, self._residents, self._message_ends = room, residents, message_ends
+        self._submitted = 0
+
+    def admit(self, request: ActiveRequest, began: tuple[int, int]) -> None:
+        """Give a request a slot and the prefix that it can share.
+
+        `began`: the moment, see `Scheduler.moment`. Raise NoFreeSlotError or CacheFullError if
+        there is no room now.
+        """
+        clock = request.clock
+        # Place waiting requests first: the slot whose prefix they share may be taken now.
+        self.place_waiting()
+        choice = self._choose(request)
+        self._room.check(request, choice, self._requests)
+        self._submitted += 1
+        slot, request.submitted = choice.slot, self._submitted
+        request.slot = slot
+        request.trimmed = len(slot.tokens)
+        try:
+            clock.lookup_began = time.perf_counter()
+            slot.is_busy, slot.planned = True, request.tokens
+            request.began = began
+            self._follow(request, choice)
+            clock.lookup_s = time.perf_counter() - clock.lookup_began
+            self._requests.append(request)
+        except BaseException:
+            self.free(slot)
+            raise
+
+    def place_waiting(self) -> None:
+        """Give waiting requests their prefix, once it is evaluated.
+
+        Requests whose prefix will not come, or that lacked room, choose again.
+        """
+        for number, request in enumerate(self._requests):
+            if request.is_placed:
+                continue
+            source, promised = request.source, request.promised
+            if source is None:
+                self._place_again(request, self._requests[:number])
+            elif (
+                source.shared_with(request.todo) >= promised and source.reach(promised) == promised
+            ):
+                self._resume(request, source)
+            elif not source.is_busy or source.will_share_with(request.todo) < promised:
+                self._place_again(request, self._requests[:number])
+
+    def free(self, slot: Slot) -> None:
+        """Forget the tokens and the request of a slot."""
+        self._residents.clear(slot, "an error")
+        slot.is_busy, slot.planned = False, slot.planned[:0]
+
+    def make_cells_for_shift(self, request: ActiveRequest, begin: int) -> None:
+        """Clear idle slots until a shift can copy the request's shared tokens from `begin` on.
+
+        Raise CacheFullError if no slot is left to clear.
+        """
+        others = [other.number for other in self._slots if other is not request.slot]
+
+        def check() -> None:
+            for group in self._engine.groups:
+                needed = group.num_shared(request.slot.number, others, begin)
+                if needed > group.num_free:
+                    raise CacheFullError("a shift", needed, group.num_free, group.num_cells)
+
+        self._residents.make_room(check, request)
+
+    def _choose(
+        self,
+        request: ActiveRequest,
+        own: Slot | None = None,
+        ahead: Sequence[Slot] | None = None,
+    ) -> Choice:
+        """Choose a slot and a source, or a conversation on disk that has more of the prompt."""
+        least = self._residents.least
+        choice = choose(self._slots, request.todo, own=own, ahead=ahead, least=least)
+        found = self._residents.find(request.todo, choice.matched)
+        if found is None:
+            return choice
+        free = [slot for slot in self._slots if not slot.is_busy]
+        slot = own or least(free)
+        return Choice(slot, slot, 0, parked=found)
+
+    def _follow(self, request: ActiveRequest, choice: Choice) -> None:
+        """Take the prefix that a slot or the disk has, or begin to wait for it."""
+        slot = request.slot
+        if choice.parked is not None:
+            self._residents.give_up(slot, request, "slot")
+            self._residents.restore(slot, *choice.parked)
+            self._resume(request, slot, choice.parked[1])
+        elif choice.ready:
+            if choice.source is slot:
+                self._residents.set_aside(slot, choice.matched)
+            else:
+                self._residents.give_up(slot, request, "slot")
+            self._resume(request, choice.source)
+        else:
+            # Others must not share tokens that will be replaced.
+            self._residents.give_up(slot, request, "slot")
+            request.source, request.promised = choice.source, choice.matched
+        self._residents.fit(request)
+
+    def _resume(self, request: ActiveRequest, source: Slot, restored: int = 0) -> None:
+        """Give the request's slot what `source` has of its prompt.
+
+        `restored`: number of tokens of the slot that were just read from disk.
+        """
+        slot, prompt = request.slot, request.todo
+        copied = None if source is slot else Source(source.cache, source.exact)
+        self._residents.explain(slot.cache, prompt)
+        slot.exact = END
+        lease = request.lease = slot.cache.begin(prompt, source=copied)
+        lease.take()
+        found = replace(lease.lookup, restored=min(restored, lease.lookup.cached))
+        request.place, request.is_placed, request.source = found.cached, True, None
+        if not request.sampled:
+            request.lookup = found
+        if source is slot:
+            request.trimmed = max(0, request.trimmed - found.cached)
+        coming = request.limit - request.sampled
+        self._engine.expect(slot.number, len(prompt) - found.cached + coming)
+        if lease.needs_checkpoints:
+            ends = np.flatnonzero(np.isin(prompt, self._message_ends)) + 1
+            lease.mark(places_of(len(prompt), ends.tolist()))
+        log_lookup(len(prompt), found.matched, found.cached)
+
+    def _place_again(self, request: ActiveRequest, ahead: Sequence[ActiveRequest]) -> None:
+        """Choose again, from the present content of the slots. Without room the request waits."""
+        request.source, request.promised = None, 0
+        before = [other.slot for other in ahead]
+        choice = choose(self._slots, request.todo, own=request.slot, ahead=before)
+        others = [other for other in self._requests if other.is_placed or other.source is not None]
+        with suppress(CacheFullError):
+            self._room.check(request, choice, others)
+            self._follow(request, choice)

@@ -1,0 +1,199 @@
+"""Decide which conversations stay in the slots, which are parked on disk, and which are given up.
+
+An idle slot keeps its conversation until its cells, its bytes or the slot itself are needed. Then
+the one of least worth goes: see `mlxrunner.cache.worth`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+from mlxrunner.cache.lookup import Evicted, LostTokens
+from mlxrunner.cache.prefix import PrefixCache
+from mlxrunner.cache.shared.sequences import END
+from mlxrunner.cache.tokens import TokenArray, common_prefix
+from mlxrunner.cache.worth import GreedyDual, worth
+from mlxrunner.errors import CacheFullError
+from mlxrunner.parallel.engine import Engine
+from mlxrunner.parallel.request import ActiveRequest
+from mlxrunner.parallel.slots import SHORT_TAIL, Slot
+
+if TYPE_CHECKING:
+    from mlxrunner.stored.parked import Parked
+    from mlxrunner.stored.parking import Parking
+
+T = TypeVar("T")
+LOSSES = 4
+"""Losses of tokens to remember for each slot, so that a later lookup can explain them."""
+WORTH_RESTORING = 32
+"""Fewest tokens that make reading a conversation from disk worthwhile."""
+
+
+class Residents:
+    """The conversations in the slots, within a budget of bytes."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        slots: Sequence[Slot],
+        *,
+        memory: int | None = None,
+        parking: Parking | None = None,
+    ) -> None:
+        """Manage what idle `slots` hold.
+
+        `memory`: the most bytes of cells, layer caches and checkpoints; None: no limit. `parking`:
+        where conversations go that find no place; None: they are lost.
+        """
+        self._engine, self._slots = engine, slots
+        self.memory, self.parking = memory, parking
+        self._dual: GreedyDual[int] = GreedyDual()
+        self._losses: deque[LostTokens] = deque(maxlen=LOSSES * len(slots))
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes that cells, the layers apart and checkpoints have allocated."""
+        checkpoints = {
+            id(item.snapshots): item.nbytes
+            for slot in self._slots
+            for item in slot.cache.entry.checkpoints
+        }
+        apart = (cache.nbytes for slot in self._slots for cache in slot.cache.entry.caches)
+        cells = sum(group.nbytes for group in self._engine.groups)
+        return cells + sum(apart) + sum(checkpoints.values())
+
+    def use(self, slot: Slot) -> None:
+        """Note that a request has just used `slot`."""
+        self._dual.use(slot.number)
+
+    def least(self, slots: Sequence[Slot]) -> Slot:
+        """Return the slot that is given up first: an empty one, or the one of least worth."""
+        empty = next((slot for slot in slots if not slot.tokens), None)
+        if empty is not None or len(slots) == 1:
+            return empty or slots[0]
+        by_number = {slot.number: slot for slot in slots}
+        number = self._dual.least({slot.number: self._worth(slot) for slot in slots})
+        return by_number[number]
+
+    def clear(self, slot: Slot, why: str) -> None:
+        """Forget the tokens of a slot, which are not whole, because of `why`."""
+        slot.exact = END
+        if slot.cache.is_busy:
+            slot.cache.free(why)
+        else:
+            slot.cache.reset(why)
+        self._remember_losses()
+
+    def give_up(
+        self, slot: Slot, request: ActiveRequest | None, cause: Literal["slot", "memory"]
+    ) -> None:
+        """Empty an idle slot for `request`, and park its conversation if that is possible."""
+        tokens = slot.tokens
+        slot.exact = END
+        if not tokens:
+            return
+        others = (other for other in self._slots if other is not slot)
+        is_kept = any(other.shared_with(tokens.array) == len(tokens) for other in others)
+        parked = not is_kept and self._park(slot)
+        if not is_kept and request is not None:
+            request.evicted.append(Evicted(len(tokens), slot.number, cause, parked))
+        self._dual.give_up(slot.number, self._worth(slot))
+        by = "the budget" if request is None else f"request {request.submitted}"
+        slot.cache.reset(by, reason="evicted")
+        if is_kept or parked:
+            slot.cache.forget_loss()
+        self._remember_losses()
+
+    def set_aside(self, slot: Slot, keep: int) -> None:
+        """Park an idle slot of which only the first `keep` tokens will be kept."""
+        if len(slot.tokens) - keep > SHORT_TAIL:
+            self._park(slot)
+
+    def find(self, prompt: TokenArray, ready: int) -> tuple[Parked, int] | None:
+        """Return the parked conversation to restore for `prompt`, and its tokens to restore.
+
+        Return None unless it has many more of its tokens than the `ready` ones.
+        """
+        found = None if self.parking is None else self.parking.find(prompt)
+        if found is None:
+            return None
+        parked, count = found
+        return (parked, count) if count >= ready + WORTH_RESTORING else None
+
+    def restore(self, slot: Slot, parked: Parked, count: int) -> None:
+        """Read the first `count` tokens of `parked` into an empty slot.
+
+        Raise CacheFullError if there is no room for them.
+        """
+        assert self.parking is not None
+
+        def check() -> None:
+            for group in self._engine.groups:
+                needed = min(count, group.memory or count)
+                if needed > group.num_free:
+                    raise CacheFullError("a conversation", needed, group.num_free, group.num_cells)
+
+        self.make_room(check)
+        slot.cache.adopt(self.parking.restore(parked, count), None)
+
+    def make_room(self, act: Callable[[], T], request: ActiveRequest | None = None) -> T:
+        """Call `act` and return its result, after giving up idle slots if it lacks cells.
+
+        Raise CacheFullError if no slot is left to give up.
+        """
+        while True:
+            try:
+                return act()
+            except CacheFullError:
+                idle = self._idle()
+                if not idle:
+                    raise
+                self.give_up(self.least(idle), request, "memory")
+
+    def fit(self, request: ActiveRequest | None = None) -> None:
+        """Give up idle slots until all are within the budget, as far as that helps."""
+        if self.memory is None:
+            return
+        while self.used_bytes > self.memory and (idle := self._idle()):
+            self.give_up(self.least(idle), request, "memory")
+
+    def explain(self, cache: PrefixCache, prompt: TokenArray) -> None:
+        """Let the next lookup of `cache` report the loss that `prompt` misses most."""
+        self._remember_losses()
+        shared = [common_prefix(loss.tokens, prompt) for loss in self._losses]
+        if any(shared):
+            index = shared.index(max(shared))
+            loss = self._losses[index]
+            del self._losses[index]
+            cache.lose(loss.reason, loss.by, loss.tokens)
+
+    def _idle(self) -> list[Slot]:
+        return [slot for slot in self._slots if not slot.is_busy and slot.tokens]
+
+    def _park(self, slot: Slot) -> bool:
+        """Write the conversation of an idle slot to disk; return False if that is not possible."""
+        if self.parking is None:
+            return False
+        return self.parking.park(slot.cache.current) is not None
+
+    def _worth(self, slot: Slot) -> float:
+        """Return what it costs to evaluate the conversation of a slot again, per byte."""
+        entry = slot.cache.entry
+        nbytes = entry.used_bytes + entry.checkpoints.nbytes
+        shared = max(
+            (
+                other.shared_with(slot.tokens.array)
+                for other in self._slots
+                if other is not slot and other.tokens
+            ),
+            default=0,
+        )
+        return worth(len(slot.tokens), nbytes, shared)
+
+    def _remember_losses(self) -> None:
+        """Take over what the slots have lost: any later prompt may miss it."""
+        for slot in self._slots:
+            if not slot.cache.is_busy and (loss := slot.cache.forget_loss()) is not None:
+                self._losses.append(loss)

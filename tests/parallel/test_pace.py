@@ -1,0 +1,196 @@
+"""Answers keep their speed while prompts are evaluated, whatever the costs of a device are."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from mlxrunner.parallel.costs import StepCosts
+from mlxrunner.parallel.pace import FEWEST, LONGEST, SPEED, Planned, StepPace
+
+Cost = Callable[[int, int, int], float]
+"""The seconds of a step of some decoding rows and prefill tokens that see some cells."""
+DECODE = 0.02
+MOST = 1024
+
+
+def linear(rows: int, prefill: int, cells: int) -> float:
+    """A CPU: each token costs the same, whether alone or among many."""
+    return (DECODE if rows else 0.0) + prefill * 0.001 * (1 + cells / 1000)
+
+
+def roofline(rows: int, prefill: int, cells: int) -> float:
+    """A GPU that waits for memory while it decodes: few tokens beside cost nothing."""
+    return max(DECODE * (rows > 0 or prefill > 0), 0.0002 * prefill)
+
+
+def stepped(rows: int, prefill: int, cells: int) -> float:
+    """A GPU whose small products cost nearly as much as larger ones."""
+    return (DECODE if rows else 0.0) + (0.03 + 0.0005 * prefill if prefill else 0.0)
+
+
+COSTS = {"linear": linear, "roofline": roofline, "stepped": stepped}
+
+
+@dataclass
+class Device:
+    """A device that runs the steps of one answer and a prompt, the next before the last is read."""
+
+    cost: Cost
+    pace: StepPace
+    rng: random.Random | None = None
+    gaps: list[float] = field(default_factory=list)
+    before: tuple[Planned, float] | None = None
+
+    def step(self, rows: int, wanted: int, cells: int) -> int:
+        """Run a step of up to `wanted` prefill tokens; return how many it carried."""
+        prefill = min(self.pace.allowance(rows, cells) if wanted else 0, wanted)
+        took = self.cost(rows, prefill, cells) * (self.rng.uniform(0.9, 1.1) if self.rng else 1)
+        planned = self.pace.plan(rows, prefill, cells)
+        if self.before is not None:
+            self.pace.measure(*self.before)
+        self.before = planned, took
+        self.gaps.append(took)
+        return prefill
+
+    def evaluate(self, prompt: int, rows: int = 1) -> float:
+        """Evaluate a prompt beside `rows` answers and return the seconds that it took."""
+        self.gaps, done = [], 0
+        while done < prompt:
+            done += self.step(rows, prompt - done, done)
+            assert len(self.gaps) < 100_000
+        return sum(self.gaps)
+
+
+def alone(cost: Cost, prompt: int) -> float:
+    return sum(cost(0, 100, begin) for begin in range(0, prompt, 100))
+
+
+@pytest.mark.parametrize("name", COSTS)
+@pytest.mark.parametrize("noisy", [False, True], ids=["steady", "noisy"])
+def test_an_answer_keeps_its_speed_and_has_no_gap(name: str, noisy: bool) -> None:
+    device = Device(COSTS[name], StepPace(MOST), random.Random(1) if noisy else None)
+    for _ in range(10):
+        device.step(1, 0, 0)
+    for _ in range(2):  # what is learnt from one prompt serves the next one
+        seconds = device.evaluate(4000)
+        assert max(device.gaps) < 5 * DECODE
+        assert len(device.gaps) * DECODE / seconds > SPEED * 0.97
+
+
+def test_a_device_with_time_to_spare_evaluates_a_prompt_as_fast_as_alone() -> None:
+    device = Device(roofline, StepPace(MOST))
+    device.evaluate(4000)
+    assert device.evaluate(4000) < 1.15 * 4000 * 0.0002
+
+
+@pytest.mark.parametrize("name", COSTS)
+def test_no_fixed_size_of_piece_evaluates_a_prompt_much_sooner(name: str) -> None:
+    """Beside an answer that keeps its share; the size is learnt."""
+    cost, device = COSTS[name], Device(COSTS[name], StepPace(MOST))
+    device.evaluate(4000)
+
+    def fixed(size: int) -> float:
+        """Return the seconds of the prompt in pieces of `size`, with the rests that follow."""
+        steps = [cost(1, size, begin) for begin in range(0, 4000, size)]
+        if max(steps) > LONGEST * DECODE:
+            return float("inf")
+        rests = max(0.0, (SPEED * sum(steps) - len(steps) * DECODE) / (1 - SPEED))
+        return sum(steps) + rests
+
+    assert device.evaluate(4000) < 1.15 * min(map(fixed, (1, 2, 4, 8, 16, 32, 64, 100, 200, 400)))
+
+
+def test_many_answers_are_compared_with_their_own_steps() -> None:
+    """A step of eight rows takes longer, and leaves more time beside it."""
+
+    def cost(rows: int, prefill: int, cells: int) -> float:
+        return linear(rows, prefill, 0) + 0.005 * rows
+
+    device = Device(cost, StepPace(MOST))
+    one = device.evaluate(4000, rows=1)
+    for _ in range(10):
+        device.step(8, 0, 0)
+    assert device.evaluate(4000, rows=8) < one
+    assert max(device.gaps) < 5 * (DECODE + 8 * 0.005)
+
+
+def test_a_limit_in_milliseconds_is_kept_without_rests() -> None:
+    device = Device(linear, StepPace(MOST, step_ms=100))
+    device.evaluate(4000)
+    device.evaluate(4000)
+    assert 0.08 < max(device.gaps) < 0.11
+    assert sum(gap < 0.05 for gap in device.gaps) < 10
+
+
+def test_a_limit_below_a_step_still_lets_a_prompt_go_on() -> None:
+    device = Device(linear, StepPace(MOST, step_ms=1))
+    for _ in range(9):
+        device.step(1, 0, 0)
+    assert device.step(1, 4000, 0) == FEWEST
+
+
+def test_without_a_limit_a_step_carries_all_it_can() -> None:
+    device = Device(linear, StepPace(MOST, step_ms=0))
+    assert device.step(1, 4000, 0) == MOST - 1
+    assert device.step(0, 4000, 0) == MOST
+
+
+def test_a_step_alone_grows_to_half_a_second() -> None:
+    device = Device(linear, StepPace(MOST))
+    device.evaluate(9000, rows=0)
+    assert max(device.gaps) < 0.6
+    assert device.gaps[0] < 0.3
+
+
+def test_the_answers_beside_a_full_row_leave_no_room() -> None:
+    device = Device(linear, StepPace(8))
+    for _ in range(9):
+        device.step(8, 0, 0)
+    assert device.step(8, 100, 0) == 0
+
+
+def test_a_prompt_goes_on_after_a_hiccup_of_the_machine() -> None:
+    """A step that took a minute is owed for a few steps only."""
+    device = Device(linear, StepPace(MOST))
+    device.evaluate(1000)
+    assert device.before is not None
+    device.before = device.before[0], 60.0
+    carried = [device.step(1, 4000, 1000) for _ in range(20)]
+    assert any(carried)
+
+
+def test_a_slower_device_is_noticed() -> None:
+    """The steps that only decode are measured again while prompts come without end."""
+    device = Device(roofline, StepPace(MOST))
+    device.evaluate(4000)
+    device.cost = lambda rows, prefill, cells: 3 * linear(rows, prefill, 0)
+    device.evaluate(3000)
+    seconds = device.evaluate(4000)
+    assert max(device.gaps) < 5 * 3 * DECODE
+    assert len(device.gaps) * 3 * DECODE / seconds > SPEED * 0.97
+
+
+def test_costs_grow_with_the_cells_that_a_piece_sees() -> None:
+    costs = StepCosts()
+    assert costs.piece(64, 0) is None
+    costs.measure(1, 0, 0, DECODE)
+    for cells in range(0, 1000, 100):
+        costs.measure(1, 64, cells, linear(1, 64, cells))
+    assert costs.decode(1) == DECODE
+    assert costs.decode(2) is None
+    expected = linear(1, 64, 4000) - DECODE
+    assert costs.piece(64, 4000) == pytest.approx(expected)
+
+
+def test_one_slow_step_changes_no_cost() -> None:
+    costs = StepCosts()
+    for took in (0.02, 0.02, 9.0, 0.02, 0.02):
+        costs.measure(1, 0, 0, took)
+    for took in (0.05, 9.0, 0.05):
+        costs.measure(1, 30, 0, took)
+    assert costs.decode(1) == 0.02
+    assert costs.piece(30, 500) == pytest.approx(0.03)
