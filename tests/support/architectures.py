@@ -201,7 +201,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
     },
     "falcon_h1": _MAMBA,
-    "gear": {"layer_types": ["sliding_attention", "conv", "conv", "full_attention"]},
     "gemma": {},
     "gemma2": {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     "gemma3_text": {
