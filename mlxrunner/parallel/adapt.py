@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -34,8 +34,8 @@ from mlxrunner.parallel.views import LayerView, PerTokenRope, SomeRows, attentio
 from mlxrunner.system.mlx_lm_internals import (
     calls_attention,
     class_with,
+    has_rope,
     last_norm,
-    with_rope,
 )
 
 
@@ -47,19 +47,30 @@ class Sharing(Enum):
     NONE = "no layer"
 
 
+@dataclass(frozen=True)
+class Manner:
+    """How a model is adapted."""
+
+    sharing: Sharing = Sharing.PARTS
+    adds_starts: bool = False
+    """See `Step.adds_starts`."""
+    cuts_head: bool = True
+    """True if the last norm gets only the rows whose logits are wanted."""
+
+
 class Adapted(Engine):
     """A model that is adapted to rows of many sequences. `close` undoes everything."""
 
-    def __init__(self, model: Any, options: CacheOptions, sharing: Sharing = Sharing.PARTS) -> None:
+    def __init__(self, model: Any, options: CacheOptions, manner: Manner) -> None:
         """Prepare to adapt `model`. Call `wrap` and `allocate` before the first pass.
 
         `options`: those of the layer caches. Windows in shared cells have the same slack.
         """
-        self.model, self._options, self._sharing = model, options, sharing
+        self.model, self._options, self.manner = model, options, manner
         self._wrapped: list[tuple[Any, str, Any]] = []
         likes = make_layer_caches(model, options)
-        super().__init__(_windows(likes, sharing), options.rewind_slack)
-        self.step = Step()
+        super().__init__(_windows(likes, manner.sharing), options.rewind_slack)
+        self.step = Step(manner.adds_starts)
         self._caches: dict[int, list[LayerCache]] = {}
         self._rows: list[LayerView] = []
         self._apart: list[Apart] = []
@@ -73,22 +84,22 @@ class Adapted(Engine):
         self._rotations: dict[int, list[Rotate] | None] = {}
         self.layer = -1
         """The layer that wrote last, for error messages; -1 before the first."""
-        roped = [module for layer in model.layers for module in with_rope(layer)]
-        self._attentions = [module for module in _modules(model) if calls_attention(module)]
-        self.can_split = bool(self._attentions) and all(map(calls_attention, roped))
+        modules = _modules(model)
+        self._roped = [module for module in modules if has_rope(module)]
+        self._attentions = [module for module in modules if calls_attention(module)]
+        self.can_split = bool(self._attentions) and all(map(calls_attention, self._roped))
         self._dtype = _dtype(model)
 
     def wrap(self) -> None:
         """Replace the parts of the model that can't run a row. Call `close` also after an error."""
         if self._rows:
-            for module in (found for layer in self.model.layers for found in with_rope(layer)):
-                if not isinstance(module.rope, PerTokenRope):  # layers may share a module
-                    self._replace(module, "rope", PerTokenRope(module.rope))
+            for module in self._roped:
+                self._replace(module, "rope", PerTokenRope(module.rope))
             for module in self._attentions if self.can_split else []:
                 self._replace(module, "__class__", class_with(module, attention_in_parts))
         for module in mixers(self.model) if self._apart else []:
             self._replace(module, "__class__", class_apart(module))
-        found = last_norm(self.model)
+        found = last_norm(self.model) if self.manner.cuts_head else None
         if found is not None:
             self._head = SomeRows(getattr(*found))
             self._replace(*found, self._head)
@@ -103,11 +114,6 @@ class Adapted(Engine):
         self.groups = self._make_groups()
         self.cache = joined(self.groups)
         self.cache.init(self._dtype, max_sequences, capacity, max_batch)
-
-    @property
-    def positions(self) -> mx.array | int:
-        """The position of each token, or of the first token of a step of one sequence."""
-        return self.step.positions
 
     @property
     def ways(self) -> list[str]:
@@ -128,10 +134,7 @@ class Adapted(Engine):
         if plan is not None and plan.order is not None:
             tokens, batch, rows = _sorted(plan.order, tokens, batch, rows)
         self.cache.start_forward(batch, reserve=reserve)
-        self.step.positions = (
-            batch.positions[0] if batch.is_plain else mx.array(list(batch.positions), mx.int32)
-        )
-        self.step.tokens = len(batch)
+        self.step.begin(batch)
         splits = [
             group.split(self.worth_splitting) if self.can_split else None for group in self.groups
         ]
@@ -170,22 +173,26 @@ class Adapted(Engine):
         finally:
             self._caches = kept
 
+    def forget(self) -> None:
+        super().forget()
+        for caches in self._caches.values():
+            for cache in caches:
+                cache.free()
+
+    def state(self) -> list[Any]:
+        """Return all buffers, to be evaluated."""
+        return super().state() + [
+            cache.state for caches in self._caches.values() for cache in caches
+        ]
+
     def rotate(
         self, caches: Sequence[LayerCache], by: int
     ) -> Sequence[Callable[[Any, int], Any]] | None:
         """Return a function for each cache; those of cells move their keys by themselves."""
         ways = self._rotators(by)
-        if ways is None or any(len(path) > 1 for path in self._paths):
-            return None
-        own: list[Callable[[Any, int], Any]] = [_unmoved for _ in self.groups]
-        return own + [ways[path[0]] for path in self._paths]
-
-    def state(self) -> list[Any]:
-        """Return all buffers, to be evaluated."""
-        return [
-            *super().state(),
-            *(cache.state for caches in self._caches.values() for cache in caches),
-        ]
+        if ways is None or not self._apart:
+            return ways and [lambda keys, by: keys for _ in caches]
+        return None if self.groups or self._options.kv_bits else ways
 
     def close(self) -> None:
         """Restore the model. A second call, also after an interrupt, is allowed."""
@@ -209,11 +216,11 @@ class Adapted(Engine):
 
         `path`: the index of the cache among the model's, and then those of parts.
         """
-        if _shares(like, self._sharing):
+        if shares(like, self.manner.sharing):
             group = self._kinds.index(_window(like))
             self._rows.append(LayerView(self, len(self._rows), path[0], group))
             return self._rows[-1]
-        if _falls_apart(like, self._sharing):
+        if falls_apart(like, self.manner.sharing):
             return [self._view(part, (*path, index)) for index, part in enumerate(like.parts)]
         self._paths.append(path)
         self._apart.append(view_of(self.step, partial(self._cache_of, path), like))
@@ -255,16 +262,11 @@ class Adapted(Engine):
         return self._rotations[by]
 
 
-def _unmoved(keys: Any, by: int) -> Any:
-    """Stand for the rotation of cells, which move their keys by themselves."""
-    return keys
-
-
-def _shares(like: LayerCache, sharing: Sharing) -> bool:
+def shares(like: LayerCache, sharing: Sharing) -> bool:
     return like.stores_plain_rows and sharing is not Sharing.NONE
 
 
-def _falls_apart(like: LayerCache, sharing: Sharing) -> bool:
+def falls_apart(like: LayerCache, sharing: Sharing) -> bool:
     """Return True if some parts of a composite layer, but not all, lie in shared cells.
 
     A layer of nothing but attention reads its parts together: it chooses what to attend.
@@ -275,8 +277,8 @@ def _falls_apart(like: LayerCache, sharing: Sharing) -> bool:
 
 def _windows(likes: Sequence[LayerCache], sharing: Sharing) -> list[int]:
     """Return the window of each layer in shared cells, in tokens; 0 for full attention."""
-    own = [_window(like) for like in likes if _shares(like, sharing)]
-    parts = [_windows(like.parts, sharing) for like in likes if _falls_apart(like, sharing)]
+    own = [_window(like) for like in likes if shares(like, sharing)]
+    parts = [_windows(like.parts, sharing) for like in likes if falls_apart(like, sharing)]
     return own + [window for windows in parts for window in windows]
 
 
@@ -294,8 +296,8 @@ def _way(view: Any) -> str:
 
 def _modules(model: Any) -> list[Any]:
     """Return all modules of the layers, once each."""
-    found = {id(module): module for layer in model.layers for module in layer.modules()}
-    return list(found.values())
+    layers = [layer for layer in getattr(model, "layers", []) if hasattr(layer, "modules")]
+    return list({id(module): module for layer in layers for module in layer.modules()}.values())
 
 
 def _sorted(

@@ -67,6 +67,11 @@ class OneAtATime(Engine):
     ) -> Sequence[Callable[[Any, int], Any]] | None:
         return rotators(self.model, caches, by)
 
+    def forget(self) -> None:
+        for caches in self._caches.values():
+            for cache in caches:
+                cache.free()
+
     def expect(self, sequence: int, count: int) -> None:
         """Do nothing: there are no cells."""
 

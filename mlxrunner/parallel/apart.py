@@ -18,6 +18,7 @@ from mlx_lm.models.cache import ChunkedKVCache
 
 from mlxrunner.cache.layers.protocol import LayerCache
 from mlxrunner.cache.layers.recurrent import RecurrentCache, Stack
+from mlxrunner.cache.shared.sequences import Batch
 
 Tree = Any
 """An array, or a tuple or list of trees; anything else is left as it is."""
@@ -94,9 +95,37 @@ class Masks:
 class Step:
     """What all views of a model know about the step under way."""
 
-    positions: mx.array | int = 0
-    """The position of each token, or of the first token of a step of one sequence."""
+    adds_starts: bool = False
+    """True if the model's body adds the number of a token in the row to a cache's offset."""
     tokens: int = 0
+    offset: Any = 0
+    """What models read as the offset of a cache, as for one sequence: see `begin`."""
+
+    def begin(self, batch: Batch) -> None:
+        """Begin a step of the tokens of `batch`.
+
+        The offset of one sequence is a number; else it is the position of each token, or starts to
+        add to.
+        """
+        self.tokens = len(batch)
+        if batch.is_plain:
+            self.offset = batch.positions[0]
+            return
+        own = mx.array(list(batch.positions), mx.int32)
+        self.offset = Starts(own) if self.adds_starts else own
+
+
+class Starts:
+    """Offsets that make the position of each token if its number in the row is added.
+
+    mlx-lm's models take it for a number. A rope that takes one position per token reads them.
+    """
+
+    def __init__(self, positions: mx.array) -> None:
+        self.positions = positions
+
+    def __mlx_array__(self) -> mx.array:
+        return self.positions - mx.arange(self.positions.size)
 
 
 class Apart:
@@ -116,8 +145,8 @@ class Apart:
 
     @property
     def offset(self) -> Any:
-        """The position of each token. Models may read it before their layers run."""
-        return self.step.positions
+        """The offset for all tokens. Models may read it before their layers run."""
+        return self.step.offset
 
     def begin_forward(self, plan: Plan) -> None:
         """Begin a pass in the caches of all sequences of `plan`."""
@@ -261,7 +290,7 @@ def _part(view: Apart, name: str, value: Any, group: Group, cache: LayerCache | 
         return value.given(cache)
     if name == "mask" or isinstance(value, Masks):
         return view.mask(value, group, cache)
-    if value is view.step.positions:
+    if value is view.step.offset:
         return group.starts[0] if len(group.starts) == 1 else mx.array(group.starts, mx.int32)
     return _mapped(lambda array: _taken(view, name, array, group), value)
 

@@ -57,7 +57,7 @@ class Engine(ABC):
 
     @property
     def most_sequences(self) -> int | None:
-        """The most sequences that a step may carry; None: as many as there are."""
+        """Most sequences that one step may carry; None: any number."""
         return None
 
     @property

@@ -12,14 +12,17 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models.cache import CacheList
 
 from mlxrunner.cache.layers.extents import Chunk
-from mlxrunner.cache.layers.factory import CacheOptions
+from mlxrunner.cache.layers.factory import CacheOptions, make_layer_caches
 from mlxrunner.cache.layers.protocol import LayerCache
+from mlxrunner.cache.layers.recurrent import RecurrentCache
+from mlxrunner.cache.layers.rotate import Probe
 from mlxrunner.cache.shared.sequences import Batch
 from mlxrunner.cache.shared.split import WORTH_SPLITTING
 from mlxrunner.models.chunks import DEPENDS
-from mlxrunner.parallel.adapt import Adapted, Sharing
+from mlxrunner.parallel.adapt import Adapted, Manner, Sharing, falls_apart, shares
 from mlxrunner.parallel.alone import OneAtATime
 from mlxrunner.parallel.engine import WINDOWS_KEEP
 
@@ -59,45 +62,62 @@ def engine_for(
     options = CacheOptions(context=capacity, rewind_slack=slack, kv_bits=kv_bits)
     if depends_on_chunks:
         return OneAtATime(model, options, DEPENDS)
-    proof, why = Proof(model, options), ""
+    proof, why = Proof(model, options, far=(capacity - 1, capacity // 2)), None
     for adapted in _candidates(model, options):
         try:
-            adapted.wrap()
             difference = proof.difference(adapted)
             if difference is None:
                 adapted.allocate(max_sequences, capacity, max_batch)
                 return adapted
-            why = difference
+            why = why or difference  # the first says most: it shares most
             adapted.close()
         except BaseException:
             adapted.close()
             raise
-    return OneAtATime(model, options, why)
+    return OneAtATime(model, options, why or "")
 
 
 def _candidates(model: Any, options: CacheOptions) -> Iterator[Adapted]:
-    """Yield a way of sharing after another, each of which differs from those before."""
+    """Yield the model adapted in each manner that differs from those before."""
     tried = set()
     for sharing in Sharing:
-        adapted = Adapted(model, options, sharing)
-        if tuple(adapted.ways) not in tried:
-            tried.add(tuple(adapted.ways))
-            yield adapted
+        for manner in (
+            Manner(sharing),
+            Manner(sharing, adds_starts=True),
+            Manner(sharing, cuts_head=False),
+        ):
+            adapted = Adapted(model, options, manner)
+            what = (*adapted.ways, manner.adds_starts, manner.cuts_head)
+            if what not in tried:
+                tried.add(what)
+                yield adapted
 
 
 class Proof:
     """The logits of some sequences run alone, to compare with."""
 
-    def __init__(self, model: Any, options: CacheOptions) -> None:
+    def __init__(self, model: Any, options: CacheOptions, far: tuple[int, ...]) -> None:
+        """Run the sequences of STEPS, and prepare for single tokens at the positions `far`."""
+        self._model, self._far = model, far
+        self._likes = make_layer_caches(model, options)
         self._expected = mx.concatenate(list(_run(OneAtATime(model, options))))
         mx.eval(self._expected)
 
     def difference(self, adapted: Adapted) -> str | None:
-        """Return how `adapted` differs from the sequences run alone; None if it agrees."""
+        """Wrap the model of `adapted`, and return how it differs from the sequences run alone.
+
+        Return None if it agrees.
+        """
         try:
+            far = self._far_away(adapted.manner.sharing)
+            adapted.wrap()
             adapted.allocate(SEQUENCES, TOKENS, TOKENS)
-            found = mx.concatenate(list(_run(adapted)))
-            return _difference(found, self._expected)
+            difference = _difference(mx.concatenate(list(_run(adapted))), self._expected)
+            if difference is not None or far is None:
+                return difference
+            adapted.allocate(SEQUENCES, TOKENS, TOKENS)
+            batch = Batch(self._far, range(len(self._far)))
+            return _difference(adapted.forward(mx.array([5, 6]), batch, [0, 1]), far)
         except Exception as error:
             at = "" if adapted.layer < 0 else f"layer {adapted.layer}: "
             text = " ".join(str(error).split())[:200]
@@ -107,6 +127,36 @@ class Proof:
             )
         finally:
             adapted.worth_splitting = WORTH_SPLITTING
+
+    def _far_away(self, sharing: Sharing) -> mx.array | None:
+        """Return the logits of a token at each far position, if nothing is stored before it.
+
+        Return None if layers that are apart count their own tokens: they can't be far away.
+        """
+        if not all(_can_be_far(like, sharing) for like in self._likes):
+            return None
+        logits = [
+            self._model(mx.array([[token]]), cache=[_at(like, sharing, position) for like in fresh])
+            for token, position, fresh in zip((5, 6), self._far, self._fresh(), strict=True)
+        ]
+        return mx.concatenate(logits)[:, -1]
+
+    def _fresh(self) -> Iterator[list[LayerCache]]:
+        for _ in self._far:
+            yield make_layer_caches(self._model, CacheOptions())
+
+
+def _can_be_far(like: LayerCache, sharing: Sharing) -> bool:
+    if falls_apart(like, sharing):
+        return all(_can_be_far(part, sharing) for part in like.parts)
+    return shares(like, sharing) or isinstance(like, RecurrentCache)
+
+
+def _at(like: LayerCache, sharing: Sharing, position: int) -> Any:
+    """Return a cache for the model with nothing before `position`."""
+    if falls_apart(like, sharing):
+        return CacheList(*(_at(part, sharing, position) for part in like.parts))
+    return Probe(position) if shares(like, sharing) else like.model_cache
 
 
 def _run(engine: Any) -> Iterator[mx.array]:

@@ -11,6 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxrunner.errors import NotSupportedError
+from mlxrunner.parallel.apart import Starts
 from mlxrunner.parallel.attention import Parts
 from mlxrunner.system.mlx_lm_internals import Attention
 
@@ -29,6 +30,8 @@ class PerTokenRope(nn.Module):  # type: ignore[misc,name-defined]  # mlx.nn has 
         self.inner = inner
 
     def __call__(self, x: mx.array, offset: Any = 0, **more: Any) -> mx.array:
+        if isinstance(offset, Starts):
+            offset = offset.positions
         is_row = isinstance(offset, mx.array) and offset.ndim == 1 and x.shape[0] == 1
         if not is_row or offset.size != x.shape[2]:
             same: mx.array = self.inner(x, offset=offset, **more)
@@ -59,8 +62,8 @@ class LayerView:
         self._fetched: tuple[mx.array, ...] = ()
 
     @property
-    def offset(self) -> mx.array | int:
-        return self._step.positions
+    def offset(self) -> Any:
+        return self._step.step.offset
 
     def make_mask(
         self, n: int, return_array: bool = False, window_size: int | None = None
@@ -84,6 +87,10 @@ class LayerView:
         cache.set_layer(self._number)
         cache.put(keys, values)
         self._fetched = cache.fetch()
+        return self._fetched
+
+    def keys_and_values(self) -> tuple[mx.array, ...]:
+        """Return what `update_and_fetch` has returned, for layers that share this one's rows."""
         return self._fetched
 
     def forget(self) -> None:

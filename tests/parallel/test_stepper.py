@@ -126,6 +126,22 @@ def test_each_answer_is_that_of_the_single_runner(name: str, worth: float) -> No
         assert result.finish_reason == "length"
 
 
+@pytest.mark.exhaustive(3)
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_next", "jamba", "mamba2", "llama4"])
+def test_layers_with_states_of_their_own_answer_as_the_single_runner(name: str) -> None:
+    """With prefixes in common, of which some go back to a checkpoint, and a second turn."""
+    given = parts(name)
+    prompts = some_prompts(1, 9)
+    with Stepper(*given, max_sequences=4, context=160, prefill_step=37) as runner:
+        results = runner.run(prompts, max_tokens=10, stop_tokens=[])
+        following = [[*p, *r.tokens, 7, 8] for p, r in zip(prompts, results, strict=True)]
+        results += runner.run(following, max_tokens=6, stop_tokens=[])
+    for prompt, result in zip(prompts + following, results, strict=True):
+        count = len(result.tokens)
+        assert result.tokens == alone(given, prompt, max_tokens=count, stop_tokens=[])
+        assert result.finish_reason == "length"
+
+
 def test_closing_gives_the_model_back_as_it_was(llama: tuple[Any, ByteTokenizer, Any]) -> None:
     """The same ropes and norms, and the single runner works while it is open, too."""
     model = llama[0]

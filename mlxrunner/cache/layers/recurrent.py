@@ -103,7 +103,7 @@ class RecurrentCache(ArrayCache):
     def copy(self, other: LayerCache, to: int) -> None:
         """Take the states of `other` at `to`: the present ones, or those before its last pass."""
         assert isinstance(other, RecurrentCache)
-        self._become(other._states() if to == other.offset else other._states_before(), to)
+        self._become(list(other._states() if to == other.offset else other._states_before()), to)
 
     def to_mlx_lm(self, saved: Saved, offset: int) -> ArraysCache:
         self.fill(saved.arrays, offset)
@@ -147,7 +147,7 @@ class RecurrentCache(ArrayCache):
         self.inner.cache, self._offset = states, offset
         self._place = None
         if place is not None:
-            place.stack.lose()
+            place.stack.lose(settle=offset > 0)
 
     def _states(self) -> States:
         place = self._place
@@ -220,11 +220,14 @@ class Stack:
             _cut_loose(self.inner)
         self.passed += tokens
 
-    def lose(self) -> None:
-        """Note that a member has gone. The last ones go when they are less than half."""
+    def lose(self, *, settle: bool = True) -> None:
+        """Note that a member has gone.
+
+        With `settle`, the last ones go when they are less than half: they keep the whole batch.
+        """
         self.is_whole = False
         left = [member for member in self.members if member.stack is self]
-        if 2 * len(left) < len(self.members):
+        if settle and 2 * len(left) < len(self.members):
             self.members = left
             for member in left:
                 member.leave()
