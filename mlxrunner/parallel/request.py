@@ -73,6 +73,8 @@ class ActiveRequest(Request):
     """Tokens that were dropped because the context was full."""
     reevaluated: int = 0
     """Tokens that were evaluated again after a shift."""
+    is_paused: bool = False
+    """True while nobody reads its chunks: it does not decode further."""
     is_stuck: bool = False
     """True if its keys could not be moved in a full context."""
     active_bytes: int = 0
@@ -119,7 +121,8 @@ class ActiveRequest(Request):
     @property
     def is_decoding(self) -> bool:
         """True if it needs a forward pass of the token that was sampled last."""
-        return self.is_placed and not self.left and self.sampled < self.limit
+        waits = self.is_paused or self.left
+        return self.is_placed and not waits and self.sampled < self.limit
 
     def coming_tokens(self, count: int) -> mx.array:
         """Return the next tokens to dispatch: `count` of `todo`, or the last sampled one.

@@ -9,10 +9,10 @@ iterating a handle drives the steps of all requests.
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import mlx.core as mx
@@ -43,11 +43,12 @@ from mlxrunner.options import (
     RunnerSettings,
     SubmitKwargs,
 )
-from mlxrunner.parallel.handle import Handle
+from mlxrunner.parallel.driven import DrivenHandle
 from mlxrunner.parallel.pace import StepPace
 from mlxrunner.parallel.proof import engine_for
 from mlxrunner.parallel.request import ActiveRequest
 from mlxrunner.parallel.scheduler import Scheduler
+from mlxrunner.parallel.several import Answer, Several
 from mlxrunner.parallel.slots import Slot
 from mlxrunner.parallel.turns import Priority
 from mlxrunner.parallel.turns import check as check_turn
@@ -62,11 +63,21 @@ if TYPE_CHECKING:
 DEFAULT_PREFILL_STEP = 1024
 CHECKPOINT_BUDGET = 2**30
 """Bytes for the checkpoints of all slots if no plan gives another number."""
-AHEAD = 4
-"""Most requests per slot that `run_each` has read and whose results it has not yielded yet."""
 
 
-class Stepper:
+class SlotsKwargs(RunnerKwargs, total=False):
+    """The settings of `Stepper.of`, as keyword arguments, for type checkers."""
+
+    context: int | None
+    cells: int | None
+    memory: int | None
+    park_bytes: int
+    park_folder: str | PathLike[str] | None
+    step_ms: float | None
+    reserve: bool
+
+
+class Stepper(Several):
     """A runner of up to `max_sequences` requests at once, of up to `context` tokens each.
 
     The thread that opened it owns it; calls from any other raise WrongThreadError. Use it as a
@@ -130,6 +141,8 @@ class Stepper:
         """The sampling that the model suggests: see `Runner.suggested_options`."""
         self.observers: list[Observer] = []
         """Functions that are called with every ended request (see `mlxrunner.profiling`)."""
+        self.shown_as: Callable[[], Any] = lambda: self
+        """A function that returns what observers get as the runner."""
         self._adapted = engine_for(
             model,
             max_sequences=max_sequences,
@@ -168,7 +181,8 @@ class Stepper:
         context: int | None = None,
         cells: int | None = None,
         memory: int | None = None,
-        parking: Parking | None = None,
+        park_bytes: int = 0,
+        park_folder: str | PathLike[str] | None = None,
         step_ms: float | None = 0,
         reserve: bool = True,
         trust_remote_code: bool = False,
@@ -189,7 +203,8 @@ class Stepper:
             context=context,
             cells=cells,
             memory=memory,
-            parking=parking,
+            park_bytes=park_bytes,
+            park_folder=park_folder,
             step_ms=step_ms,
             reserve=reserve,
             **settings,
@@ -204,7 +219,8 @@ class Stepper:
         context: int | None = None,
         cells: int | None = None,
         memory: int | None = None,
-        parking: Parking | None = None,
+        park_bytes: int = 0,
+        park_folder: str | PathLike[str] | None = None,
         step_ms: float | None = 0,
         reserve: bool = True,
         **settings: Unpack[RunnerKwargs],
@@ -212,8 +228,11 @@ class Stepper:
         """Make a runner for a loaded model. See `Stepper.load` for the arguments.
 
         Without `cells` there are as many as fit into `memory` bytes, or with `reserve` into what
-        the plan leaves, and at most `max_sequences * context`. Raise MemoryPlanError, before
-        anything is allocated, if the plan does not fit.
+        the plan leaves, and at most `max_sequences * context`. `park_bytes`: the most bytes on disk
+        for conversations that find no place; 0: they are lost. `park_folder`: their folder, where
+        they are found again by the next runner; None: a private one that goes with the runner.
+        Raise MemoryPlanError, before anything is allocated, if the plan does not fit, and
+        SessionError if the folder can't be used.
         """
         chosen = RunnerSettings.of(context=context, **settings)
         Option(low=1).check("max_sequences", max_sequences)
@@ -240,6 +259,7 @@ class Stepper:
         if reserve:
             most = cells or most
             must_fit(choose_plan(demand, most, step, offered=offered, limit=most))
+        parking = _parking(loaded, park_bytes, park_folder, chosen)
         runner = cls(
             loaded.model,
             loaded.tokenizer,
@@ -315,6 +335,30 @@ class Stepper:
         return self._scheduler.slots
 
     @property
+    def num_slots(self) -> int:
+        return len(self.slots)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the slots hold; a token that several slots share counts for each."""
+        return sum(len(slot.tokens) for slot in self.slots)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the keys and values in use."""
+        return self._scheduler.residents.used_bytes
+
+    @property
+    def steps(self) -> int:
+        """The number of steps so far."""
+        return self._scheduler.ticks
+
+    @property
+    def is_idle(self) -> bool:
+        """True if the last step had nothing to dispatch."""
+        return self._scheduler.is_idle
+
+    @property
     def settings(self) -> dict[str, Any]:
         """The options that decide what is stored."""
         return {
@@ -358,64 +402,33 @@ class Stepper:
                 self.cancel(request)
         finally:
             self._adapted.close()
+            if self._scheduler.residents.parking is not None:
+                self._scheduler.residents.parking.close()
         self.model = self._adapted.model = None
         self.owner.close()
 
-    def complete(self, prompt: Prompt, **options: Unpack[SubmitKwargs]) -> Result:
-        """Run one request to its end, beside the running ones, and return its result.
-
-        Raise the errors of `submit`. If the call is interrupted, the request is cancelled.
-        """
-        handle = self.submit(prompt, **options)
-        try:
-            return handle.result()
-        finally:
-            handle.cancel()
-
-    def submit(self, prompt: Prompt, **options: Unpack[SubmitKwargs]) -> Handle:
+    def submit(self, prompt: Prompt, **options: Unpack[SubmitKwargs]) -> DrivenHandle:
         """Begin a request. Prompt and options are those of `Runner.generate`, without callbacks.
 
         Raise NoFreeSlotError if every slot has a request, and CacheFullError if the request might
         not find room to its end.
         """
         self.owner.check()
-        return self._begin(self._request(prompt, dict(options)))
-
-    def run(self, prompts: Sequence[Prompt], **options: Unpack[SubmitKwargs]) -> list[Result]:
-        """Return all answers in the order of the prompts. Each free slot starts the next prompt.
-
-        Raise OptionError if `prompts` is not a list, such as a single text.
-        """
-        listed("prompts", prompts, '["Hello", [1, 2]]')
-        return list(self.run_each((prompt, dict(options)) for prompt in prompts))
+        return self._begin(self.prepare(prompt, dict(options)))
 
     def run_each(self, requests: Iterable[tuple[Prompt, dict[str, Any]]]) -> Iterator[Result]:
-        """Yield the answers of `requests`, pairs of a prompt and its options, in their order.
-
-        Only a few more requests are read than can run. If a request can't be submitted or fails, or
-        if the iterator is closed, the running requests are cancelled.
-        """
         self.owner.check()
         listed("requests", requests, '[("Hello", {"max_tokens": 9})]')
         return Owned(self._run_each(requests), self.owner)
 
-    def _run_each(
-        self, requests: Iterable[tuple[Prompt, dict[str, Any]]]
-    ) -> Generator[Result, None, None]:
-        handles: deque[Handle] = deque()
-        try:
-            for number, pair in enumerate(requests):
-                prompt, options = _pair(number, pair)
-                handles.append(self._begin_when_possible(self._request(prompt, options)))
-                while handles and (handles[0].finished or len(handles) > AHEAD * len(self.slots)):
-                    yield handles.popleft().result()
-            while handles:
-                yield handles.popleft().result()
-        finally:
-            for handle in handles:
-                self.owner.do(handle.cancel)  # an iterator may be dropped in any thread
+    def _enqueue(self, prompt: Prompt, options: dict[str, Any]) -> DrivenHandle:
+        self.owner.check()
+        return self._begin_when_possible(self.prepare(prompt, options))
 
-    def _begin_when_possible(self, request: ActiveRequest) -> Handle:
+    def _give_up(self, handle: Answer) -> None:
+        self.owner.do(handle.cancel)  # an iterator may be dropped in any thread
+
+    def _begin_when_possible(self, request: ActiveRequest) -> DrivenHandle:
         while True:
             try:
                 return self._begin(request)
@@ -425,12 +438,17 @@ class Stepper:
                 self.step()
                 request.clock.postpone()
 
-    def _begin(self, request: ActiveRequest) -> Handle:
+    def _begin(self, request: ActiveRequest) -> DrivenHandle:
+        self.admit(request)
+        return DrivenHandle(self.owner, self._scheduler, request)
+
+    def admit(self, request: ActiveRequest) -> None:
+        """Begin a prepared request. Raise NoFreeSlotError or CacheFullError if it has to wait."""
+        self.owner.check()
         if not self._scheduler.requests:
             mx.reset_peak_memory()
         request.active_bytes = mx.get_active_memory()
         self._scheduler.admit(request)
-        return Handle(self.owner, self._scheduler, request)
 
     def cancel(self, request: ActiveRequest) -> None:
         """End a request without affecting the others."""
@@ -445,7 +463,11 @@ class Stepper:
         self.owner.check()
         self._scheduler.step()
 
-    def _request(self, prompt: Prompt, given: dict[str, Any]) -> ActiveRequest:
+    def prepare(self, prompt: Prompt, given: dict[str, Any]) -> ActiveRequest:
+        """Tokenize a prompt and check its options. Any thread may do that.
+
+        Raise CacheFullError if the request would not find room even alone.
+        """
         began = time.perf_counter()
         priority: Priority = given.pop("priority", "interactive")
         deadline: float | None = given.pop("deadline", None)
@@ -476,7 +498,11 @@ class Stepper:
     ) -> Usage:
         usage = self._usage(request)
         if self.observers:
-            tell(self.observers, self, lambda: request.observation(usage, reason, error))
+            tell(
+                self.observers,
+                self.shown_as() or self,
+                lambda: request.observation(usage, reason, error),
+            )
         return usage
 
     def _usage(self, request: ActiveRequest) -> Usage:
@@ -492,17 +518,21 @@ class Stepper:
             reevaluated_tokens=request.reevaluated,
             prefill_s=clock.first - clock.tokenized if request.answer.count else 0.0,
             cache_bytes=self._scheduler.residents.allocated_bytes,
-            used_bytes=self._scheduler.residents.used_bytes,
+            used_bytes=self.used_bytes,
             peak_bytes=mx.get_peak_memory(),
         )
 
 
-def _pair(number: int, request: Any) -> tuple[Prompt, dict[str, Any]]:
-    """Return request `number` of `run_each`. Raise OptionError unless it is a pair."""
-    match request:
-        case (prompt, Mapping() as options):
-            return prompt, dict(options)
-    raise OptionError(
-        f"request {number} has to be a pair of a prompt and its options, such as "
-        f'("Hello", {{"max_tokens": 9}}), not {request!r:.80}'
-    )
+def _parking(
+    loaded: LoadedModel, limit: int, folder: str | PathLike[str] | None, settings: RunnerSettings
+) -> Parking | None:
+    """Open the parking of a model; None if `limit` is 0."""
+    Option(low=0).check("park_bytes", limit)
+    if not limit:
+        return None
+    from mlxrunner.models.fingerprint import fingerprint
+    from mlxrunner.stored.parking import Parking
+
+    stored = {"kv_bits": str(settings.kv_bits), "cells": "shared"}
+    place = None if folder is None else Path(folder)
+    return Parking(place, fingerprint(loaded.folder) | stored, limit=limit)
