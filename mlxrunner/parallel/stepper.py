@@ -117,6 +117,9 @@ class Stepper(Several):
         for option, value in (("context", context), ("cells", cells)):
             if value is not None:
                 Option(low=2, high=MOST_TOKENS).check(option, value)
+        if "prefill_step" in settings:
+            limits = Option(low=max_sequences, high=MOST_TOKENS)
+            limits.check("prefill_step", settings["prefill_step"])
         prefill_step = settings.setdefault("prefill_step", DEFAULT_PREFILL_STEP)
         chosen = RunnerSettings.of(context=context, **settings)
         self.owner = Owner(type(self).__name__)
