@@ -82,8 +82,8 @@ class Stepper:
         a shared token counts once. Its default, `max_sequences * context`, is always enough. With
         fewer cells, a request that finds no room is refused with CacheFullError. `step_ms`: the
         milliseconds that a step may take while something decodes; 0: any number; None: as many as
-        keep the speed of the answers: see `mlxrunner.parallel.pace`. Raise OptionError for numbers that are too small, and NotSupportedError for
-        a model that can't share a row.
+        keep the speed of the answers (see `StepPace`). Raise OptionError for numbers that are too
+        small, and NotSupportedError for a model that can't share a row.
         """
         check_kind("facts", facts, ModelFacts, "use Stepper.load, which finds them")
         Option(low=1).check("max_sequences", max_sequences)
