@@ -33,7 +33,9 @@ MlxrunnerError               exit code 1
 ├── VerifyError              exit code 4: a warm answer differed from a cold one (`--strict`)
 ├── WrongThreadError         exit code 1: another thread than the owner called the runner
 ├── ClosedError              exit code 1: the runner has been closed
-└── BusyError                exit code 1: another request still uses the entry
+├── EngineError              exit code 1: the thread of a ParallelRunner has died
+├── ObserverError            exit code 1: an observer waited for the thread that called it
+└── BusyError                exit code 1: another request uses the entry, or another thread reads
 """
 
 from __future__ import annotations
@@ -294,10 +296,31 @@ class ClosedError(MlxrunnerError):
         self.what = what
 
 
-class BusyError(MlxrunnerError):
-    """A second request was started before the first one ended."""
+class EngineError(MlxrunnerError):
+    """The thread that owns the model of a ParallelRunner has ended by an unexpected exception."""
 
-    def __init__(self) -> None:
+    def __init__(self, cause: BaseException) -> None:
+        why = f"{type(cause).__name__}: {cause}" if str(cause) else type(cause).__name__
         super().__init__(
-            "another request still uses the entry: finish it or close its iterator first"
+            f"the engine of this ParallelRunner was ended by {why}: close it and load it again"
         )
+
+
+class ObserverError(MlxrunnerError):
+    """An observer of a ParallelRunner made a call that waits for the thread that called it."""
+
+    def __init__(self, call: str) -> None:
+        super().__init__(
+            f"{call}: the engine's thread would wait for itself: an observer may submit and cancel "
+            "requests; wait for them, read them and close the runner in another thread"
+        )
+
+
+class BusyError(MlxrunnerError):
+    """A second request was started before the first one ended, or a handle has another reader."""
+
+    def __init__(
+        self,
+        why: str = "another request still uses the entry: finish it or close its iterator first",
+    ) -> None:
+        super().__init__(why)

@@ -18,6 +18,7 @@ from mlxrunner.cache.lease import Source
 from mlxrunner.cache.shared.sequences import END
 from mlxrunner.cache.tokens import TokenArray
 from mlxrunner.errors import CacheFullError
+from mlxrunner.models.chunks import DEPENDS
 from mlxrunner.parallel.engine import Engine
 from mlxrunner.parallel.request import ActiveRequest
 from mlxrunner.parallel.residents import Residents
@@ -46,6 +47,8 @@ class Assigner:
         self._engine, self._slots, self._requests = engine, slots, requests
         self._room, self._residents, self._message_ends = room, residents, message_ends
         self._submitted = 0
+        self.is_reusable = True
+        """False if no prompt may reuse what another one has evaluated."""
 
     def admit(self, request: ActiveRequest, began: tuple[int, int]) -> None:
         """Give a request a slot and the prefix that it can share.
@@ -130,6 +133,12 @@ class Assigner:
     ) -> Choice:
         """Choose a slot and a source, or a conversation on disk that has more of the prompt."""
         least = self._residents.least
+        if not self.is_reusable:
+            for slot in self._slots:
+                if not slot.is_busy or slot is own:
+                    slot.cache.reset(DEPENDS)
+            slots = [slot for slot in self._slots if not slot.is_busy or slot is own]
+            return choose(slots, request.todo, own=own, ahead=[])
         choice = choose(self._slots, request.todo, own=own, ahead=ahead, least=least)
         found = self._residents.find(request.todo, choice.matched)
         if found is None:
@@ -179,6 +188,7 @@ class Assigner:
         if lease.needs_checkpoints:
             ends = np.flatnonzero(np.isin(prompt, self._message_ends)) + 1
             lease.mark(places_of(len(prompt), ends.tolist()))
+            request.checkpoint_if_due()
         log_lookup(len(prompt), found.matched, found.cached)
 
     def _place_again(self, request: ActiveRequest, ahead: Sequence[ActiveRequest]) -> None:

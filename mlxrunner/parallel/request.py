@@ -15,6 +15,7 @@ from mlxrunner.cache.tokens import TokenArray, as_tokens
 from mlxrunner.engine.answer import AnswerStream
 from mlxrunner.engine.observation import Beside, Ending, Observation, finish_of
 from mlxrunner.engine.requests import Request
+from mlxrunner.engine.sampling import dispatch
 from mlxrunner.errors import MlxrunnerError
 from mlxrunner.parallel.slots import Slot
 from mlxrunner.parallel.turns import Priority
@@ -72,6 +73,8 @@ class ActiveRequest(Request):
     """Tokens that were dropped because the context was full."""
     reevaluated: int = 0
     """Tokens that were evaluated again after a shift."""
+    is_paused: bool = False
+    """True while nobody reads its chunks: it does not decode further."""
     is_stuck: bool = False
     """True if its keys could not be moved in a full context."""
     active_bytes: int = 0
@@ -118,7 +121,8 @@ class ActiveRequest(Request):
     @property
     def is_decoding(self) -> bool:
         """True if it needs a forward pass of the token that was sampled last."""
-        return self.is_placed and not self.left and self.sampled < self.limit
+        waits = self.is_paused or self.left
+        return self.is_placed and not waits and self.sampled < self.limit
 
     def coming_tokens(self, count: int) -> mx.array:
         """Return the next tokens to dispatch: `count` of `todo`, or the last sampled one.
@@ -147,6 +151,12 @@ class ActiveRequest(Request):
         if self.place > self.lease.recorded:  # its forward pass was dispatched with this step
             self.lease.record((token,))
             self.run += 1
+
+    def checkpoint_if_due(self) -> None:
+        """Take a checkpoint of the slot's present state if one is due."""
+        lease = self.lease
+        if lease.needs_checkpoints and lease.recorded >= lease.checkpoint_due:
+            dispatch(lease.checkpoint())
 
     def go_back(self) -> None:
         """Return to the tokens that were read, between two steps. `restart` has to follow.

@@ -66,6 +66,7 @@ class Scheduler:
         checkpoint_interval: int = 1024,
         memory: int | None = None,
         parking: Parking | None = None,
+        is_reusable: bool = True,
         pace: StepPace | None = None,
     ) -> None:
         """Make a scheduler of at most `max_sequences` requests of up to `capacity` tokens each.
@@ -73,8 +74,9 @@ class Scheduler:
         `cells`: the most cells per layer that all requests take together. `max_batch`: the most
         tokens of a step. `ended`: called for each request at its end. `message_ends`: the tokens
         that end a message. `checkpoint_budget`: bytes of checkpoints of all slots together.
-        `memory` and `parking`: see `Residents`. `pace`: how much prefill a step carries; None: as
-        much as `max_batch` allows.
+        `memory` and `parking`: see `Residents`. `is_reusable`: False if no prompt may reuse what
+        another one has evaluated. `pace`: how much prefill a step carries; None: as much as
+        `max_batch` allows.
         """
         budget = checkpoint_budget // max_sequences
         self.slots = [
@@ -91,6 +93,7 @@ class Scheduler:
         self._assigner = Assigner(
             engine, self.slots, self.requests, self._room, self.residents, ends
         )
+        self._assigner.is_reusable = is_reusable
         self._composer = Composer(engine, self.requests, max_batch, pace or StepPace(max_batch, 0))
         self._pending: Step | None = None
         self._suspects: deque[list[ActiveRequest]] = deque()
@@ -228,21 +231,18 @@ class Scheduler:
         logits = self.residents.make_room(
             lambda: self._engine.forward(tokens, batch, list(sampling) or [0])
         )
+        stops = [request for request, count in row if _stops(request, count)]
         for request, count in row:
             request.advance(count)
         sampled = self._sample(list(sampling.values()), logits)
         awaited = [array for _, token in sampled for array in token.arrays] or [logits]
         dispatch(awaited)
-        for request, _ in row:
-            if not request.finished and request.place < len(request.tokens):
-                self._checkpoint(request)
+        for request in stops:
+            dispatch(request.lease.checkpoint())
+        for request in sampling.values():
+            if not request.said and not request.finished:
+                request.checkpoint_if_due()
         return Step(planned, sampled, awaited)
-
-    def _checkpoint(self, request: ActiveRequest) -> None:
-        """Take a checkpoint of the request's slot if one is due."""
-        lease = request.lease
-        if lease.needs_checkpoints and lease.recorded >= lease.checkpoint_due:
-            dispatch(lease.checkpoint())
 
     def _sample(
         self, requests: list[ActiveRequest], logits: mx.array
@@ -291,7 +291,7 @@ class Scheduler:
         decoded: Decoded = sampled.decoded(sampled.read())
         chunk = request.answer.take(decoded, request.clock)
         request.take(decoded.token)
-        self._checkpoint(request)
+        request.checkpoint_if_due()
         if chunk.finish_reason is None:
             request.chunks.append(chunk)
             return
@@ -457,6 +457,12 @@ class Scheduler:
         request.place = lease.recorded
         request.todo = np.append(kept, np.array(request.last))
         request.reevaluated += len(left)
+
+
+def _stops(request: ActiveRequest, count: int) -> bool:
+    """Return True if a piece of `count` tokens ends where the request wants a checkpoint."""
+    is_prefill, lease = request.left > count, request.lease
+    return is_prefill and lease.needs_checkpoints and lease.next_stop == request.place + count
 
 
 def _step_failed(error: BaseException) -> StepFailedError:
