@@ -157,7 +157,7 @@ class Scheduler:
                 running = len(self.requests)
                 self._read(before)
                 if len(self.requests) == running:
-                    self._lack_room(error)
+                    self._make_way(error)
             except Exception as error:
                 self._recover(before, row, error)
             self._end_overdue()
@@ -207,9 +207,7 @@ class Scheduler:
             except CacheFullError as error:
                 request.ending = "no room"
                 self._fail(request, error)
-        for request in self.requests:
-            if request.is_decoding:
-                self._room.grow(request)
+        self._grow()
         return self._composer.row(self.requests)
 
     def _forward(self, row: Row) -> Step:
@@ -339,9 +337,26 @@ class Scheduler:
             step = self._forward(row) if row else None
             self._read(step)
         except CacheFullError as error:
-            self._lack_room(error)
+            self._make_way(error)
         except Exception as error:
             self._recover(None, row, error)
+
+    def _grow(self) -> None:
+        """Let claims grow. Raise CacheFullError if a request has no cell for its next token."""
+        for request in self.requests:
+            if request.is_decoding:
+                self._room.grow(request)
+
+    def _make_way(self, error: CacheFullError) -> None:
+        """Let requests step back until all others have cells, before these can begin again."""
+        lacking: CacheFullError | None = error
+        while lacking is not None:
+            self._lack_room(lacking)
+            lacking = None
+            try:
+                self._grow()
+            except CacheFullError as again:
+                lacking = again
 
     def _lack_room(self, error: CacheFullError) -> None:
         """Let the youngest request of lowest priority wait for cells.
