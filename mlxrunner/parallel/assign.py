@@ -17,6 +17,7 @@ from mlxrunner.cache.lease import Source
 from mlxrunner.cache.shared.sequences import END
 from mlxrunner.cache.tokens import TokenArray
 from mlxrunner.errors import CacheFullError
+from mlxrunner.models.chunks import DEPENDS
 from mlxrunner.parallel.engine import Engine
 from mlxrunner.parallel.request import ActiveRequest
 from mlxrunner.parallel.residents import Residents
@@ -44,6 +45,8 @@ class Assigner:
         self._engine, self._slots, self._requests = engine, slots, requests
         self._room, self._residents, self._message_ends = room, residents, message_ends
         self._submitted = 0
+        self.is_reusable = True
+        """False if no prompt may reuse what another one has evaluated."""
 
     def admit(self, request: ActiveRequest, began: tuple[int, int]) -> None:
         """Give a request a slot and the prefix that it can share.
@@ -117,6 +120,12 @@ class Assigner:
     ) -> Choice:
         """Choose a slot and a source, or a conversation on disk that has more of the prompt."""
         least = self._residents.least
+        if not self.is_reusable:
+            for slot in self._slots:
+                if not slot.is_busy or slot is own:
+                    slot.cache.reset(DEPENDS)
+            slots = [slot for slot in self._slots if not slot.is_busy or slot is own]
+            return choose(slots, request.todo, own=own, ahead=[])
         choice = choose(self._slots, request.todo, own=own, ahead=ahead, least=least)
         found = self._residents.find(request.todo, choice.matched)
         if found is None:
@@ -166,14 +175,19 @@ class Assigner:
         if lease.needs_checkpoints:
             ends = np.flatnonzero(np.isin(prompt, self._message_ends)) + 1
             lease.mark(places_of(len(prompt), ends.tolist()))
+            request.checkpoint_if_due()
         log_lookup(len(prompt), found.matched, found.cached)
 
     def _place_again(self, request: ActiveRequest, ahead: Sequence[ActiveRequest]) -> None:
-        """Choose again, from the present content of the slots. Without room the request waits."""
-        request.source, request.promised = None, 0
-        before = [other.slot for other in ahead]
-        choice = choose(self._slots, request.todo, own=request.slot, ahead=before)
+        """Choose again, from the present content of the slots. Without room the request waits.
+
+        Nobody waits meanwhile for what it will evaluate.
+        """
+        slot = request.slot
+        request.source, request.promised, slot.planned = None, 0, slot.planned[:0]
+        choice = self._choose(request, slot, [other.slot for other in ahead])
         others = [other for other in self._requests if other.is_placed or other.source is not None]
         with suppress(CacheFullError):
             self._room.check(request, choice, others)
             self._follow(request, choice)
+            slot.planned = request.todo

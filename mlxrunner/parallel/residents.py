@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 from mlxrunner.cache.lookup import Evicted, LostTokens
 from mlxrunner.cache.prefix import PrefixCache
+from mlxrunner.cache.shared.layer import CellsLayer
 from mlxrunner.cache.shared.sequences import END
 from mlxrunner.cache.tokens import TokenArray, common_prefix
 from mlxrunner.cache.worth import GreedyDual, worth
@@ -54,15 +55,30 @@ class Residents:
 
     @property
     def used_bytes(self) -> int:
+        """Bytes that hold tokens, each shared one counted once."""
+        cells = sum(group.used_bytes for group in self._engine.groups)
+        apart = self._of_each_slot("used_bytes")
+        return cells + apart
+
+    @property
+    def allocated_bytes(self) -> int:
         """Bytes that cells, the layers apart and checkpoints have allocated."""
         checkpoints = {
             id(item.snapshots): item.nbytes
             for slot in self._slots
             for item in slot.cache.entry.checkpoints
         }
-        apart = (cache.nbytes for slot in self._slots for cache in slot.cache.entry.caches)
         cells = sum(group.nbytes for group in self._engine.groups)
-        return cells + sum(apart) + sum(checkpoints.values())
+        return cells + self._of_each_slot("nbytes") + sum(checkpoints.values())
+
+    def _of_each_slot(self, name: str) -> int:
+        """Return the sum of an attribute of all layer caches that are apart."""
+        return sum(
+            getattr(cache, name)
+            for slot in self._slots
+            for cache in slot.cache.entry.caches
+            if not isinstance(cache, CellsLayer)
+        )
 
     def use(self, slot: Slot) -> None:
         """Note that a request has just used `slot`."""
@@ -156,7 +172,7 @@ class Residents:
         """Give up idle slots until all are within the budget, as far as that helps."""
         if self.memory is None:
             return
-        while self.used_bytes > self.memory and (idle := self._idle()):
+        while self.allocated_bytes > self.memory and (idle := self._idle()):
             self.give_up(self.least(idle), request, "memory")
 
     def explain(self, cache: PrefixCache, prompt: TokenArray) -> None:

@@ -185,22 +185,3 @@ def _going_on(free: Sequence[Slot], shared: dict[int, int]) -> Slot | None:
     )
     edited = (slot for slot in alike if shared[slot.number] >= slot.asked - slot.asked // EDITED)
     return next(whole, next(edited, None) if all(slot.tokens for slot in free) else None)
-
-
-def share(budget: int, wants: Sequence[int], first: int) -> list[int]:
-    """Return the tokens of a step's `budget` that each of several prefills gets.
-
-    `wants`: the tokens that each has left. They take turns, beginning with number `first`, so that
-    none starves.
-    """
-    given = [0] * len(wants)
-    order = [(first + i) % len(wants) for i in range(len(wants))]
-    hungry = [i for i in order if wants[i]]
-    while budget and hungry:
-        each = max(1, budget // len(hungry))
-        for i in hungry:
-            take = min(each, wants[i] - given[i], budget)
-            given[i] += take
-            budget -= take
-        hungry = [i for i in hungry if given[i] < wants[i]]
-    return given

@@ -11,7 +11,7 @@ from support.models import tiny_config, tiny_model
 from mlxrunner import Runner
 from mlxrunner.errors import CacheFullError, NoFreeSlotError
 from mlxrunner.models.facts import facts_of
-from mlxrunner.parallel.handle import Handle
+from mlxrunner.parallel.driven import DrivenHandle
 from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.testing import ByteTokenizer
 
@@ -109,7 +109,7 @@ def test_none_that_was_admitted_lacks_room(name: str) -> None:
         trunk = some(rng, 280)
         cells = rng.choice([310, 400, 500])
         with Stepper(*given, max_sequences=4, context=300, prefill_step=64, cells=cells) as runner:
-            running: list[Handle] = []
+            running: list[DrivenHandle] = []
             for _ in range(14):
                 base = trunk[: rng.choice([60, 97, 98, 120, 160, 200, 250])]
                 shift: dict[str, Any] = (

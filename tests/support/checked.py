@@ -9,7 +9,7 @@ from support.histories import History, Parts, tiny_parts
 
 from mlxrunner import Runner
 from mlxrunner.errors import CacheFullError, NoFreeSlotError
-from mlxrunner.parallel.handle import Handle
+from mlxrunner.parallel.driven import DrivenHandle as Handle
 from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.results import Result, Usage
 

@@ -15,7 +15,7 @@ from support.models import tiny_config, tiny_model
 from mlxrunner.cache.shared.sequences import Batch
 from mlxrunner.errors import FormError, StepFailedError
 from mlxrunner.models.facts import facts_of
-from mlxrunner.parallel.handle import Handle
+from mlxrunner.parallel.driven import DrivenHandle
 from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.results import Usage
 from mlxrunner.testing import ByteTokenizer, interrupt_at
@@ -31,7 +31,7 @@ def tiny_parts(name: str, *, seed: int = 0, **config: Any) -> Parts:
     return model, ByteTokenizer(), facts_of(model, settings)
 
 
-Running = tuple[Handle, list[int], dict[str, Any]]
+Running = tuple[DrivenHandle, list[int], dict[str, Any]]
 """A request: its handle, its prompt and its options."""
 
 
@@ -51,9 +51,9 @@ class History(ABC):
         self.context = rng.randint(30, 150)
         self.trunk, self.past = self.some(2 * self.context), [[7]]
         self.live: list[Running] = []
-        self.broken: list[Handle] = []
+        self.broken: list[DrivenHandle] = []
         """The requests that make each of their steps fail."""
-        self.disturbed: set[Handle] = set()
+        self.disturbed: set[DrivenHandle] = set()
         """The requests that ran when something failed: they may end with an error."""
 
     def run(
@@ -104,7 +104,9 @@ class History(ABC):
         """Begin a request, or do something else if it can't begin."""
 
     @abstractmethod
-    def ended(self, handle: Handle, prompt: list[int], options: dict[str, Any]) -> Usage | None:
+    def ended(
+        self, handle: DrivenHandle, prompt: list[int], options: dict[str, Any]
+    ) -> Usage | None:
         """Look at a request that has ended by itself; return its usage, None if it failed."""
 
     def some(self, count: int) -> list[int]:
@@ -154,7 +156,7 @@ class History(ABC):
                 self.seen["evaluated again"] += usage.cache.reevaluated_tokens > 0
                 self.seen["reused"] += usage.cached_tokens > 0
 
-    def failed(self, handle: Handle, prompt: list[int], options: dict[str, Any]) -> None:  # noqa: B027
+    def failed(self, handle: DrivenHandle, prompt: list[int], options: dict[str, Any]) -> None:  # noqa: B027
         """Look at a request that ended because something failed."""
 
     def cancel(self, runner: Stepper) -> None:
