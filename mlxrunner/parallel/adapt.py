@@ -52,6 +52,8 @@ class Manner:
     """How a model is adapted."""
 
     sharing: Sharing = Sharing.PARTS
+    splits: bool = True
+    """True if attention may be computed in parts."""
     adds_starts: bool = False
     """See `Step.adds_starts`."""
     cuts_head: bool = True
@@ -76,8 +78,9 @@ class Adapted(Engine):
         self._apart: list[Apart] = []
         self._views = [self._view(like, (index,)) for index, like in enumerate(likes)]
         self._head: SomeRows | None = None
-        self.masks: list[mx.array] = []
         self.parts: list[Parts | None] = []
+        self.masks_parts: list[bool] = []
+        """True for a group whose attention needs no mask of all queries and cells."""
         self.worth_splitting = WORTH_SPLITTING
         self._rotations: dict[int, list[Rotate] | None] = {}
         self.layer = -1
@@ -85,7 +88,9 @@ class Adapted(Engine):
         modules = _modules(model)
         self._roped = [module for module in modules if has_rope(module)]
         self._attentions = [module for module in modules if calls_attention(module)]
-        self.can_split = bool(self._attentions) and all(map(calls_attention, self._roped))
+        self.can_split = (
+            manner.splits and bool(self._attentions) and all(map(calls_attention, self._roped))
+        )
         self._dtype = _dtype(model)
 
     def wrap(self) -> None:
@@ -132,17 +137,18 @@ class Adapted(Engine):
         if plan is not None and plan.order is not None:
             tokens, batch, rows = _sorted(plan.order, tokens, batch, rows)
         self.cache.start_forward(batch, reserve=reserve)
-        self.step.begin(batch.positions)
-        self.masks = [group.mask for group in self.groups]
+        self.step.begin(batch)
         splits = [
             group.split(self.worth_splitting) if self.can_split else None for group in self.groups
         ]
         self.parts = [None if split is None else Parts(split) for split in splits]
+        self.masks_parts = [(reserve and self.can_split) or bool(parts) for parts in self.parts]
+        is_all = list(rows) == list(range(len(batch)))
         with self._scratch() if reserve else nullcontext():
-            return self._run(tokens, plan, mx.array(list(rows), mx.int32))
+            return self._run(tokens, plan, None if is_all else mx.array(list(rows), mx.int32))
 
-    def _run(self, tokens: mx.array, plan: Plan | None, wanted: mx.array) -> mx.array:
-        """Return the `wanted` rows' logits, after a pass in all layers that are apart."""
+    def _run(self, tokens: mx.array, plan: Plan | None, wanted: mx.array | None) -> mx.array:
+        """Return the `wanted` rows' logits (None: of all), after a pass in all layers apart."""
         if plan is not None:
             for view in self._apart:
                 view.begin_forward(plan)
@@ -158,7 +164,7 @@ class Adapted(Engine):
         if plan is not None:
             for view in self._apart:
                 mx.async_eval(view.end_forward())  # type: ignore[no-untyped-call]
-        return logits[wanted] if self._head is None else logits
+        return logits if wanted is None or self._head is not None else logits[wanted]
 
     @contextmanager
     def _scratch(self) -> Iterator[None]:

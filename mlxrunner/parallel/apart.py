@@ -18,6 +18,7 @@ from mlx_lm.models.cache import ChunkedKVCache
 
 from mlxrunner.cache.layers.protocol import LayerCache
 from mlxrunner.cache.layers.recurrent import RecurrentCache, Stack
+from mlxrunner.cache.shared.sequences import Batch
 
 Tree = Any
 """An array, or a tuple or list of trees; anything else is left as it is."""
@@ -100,10 +101,17 @@ class Step:
     offset: Any = 0
     """What models read as the offset of a cache, as for one sequence: see `begin`."""
 
-    def begin(self, positions: Sequence[int]) -> None:
-        """Begin a step of tokens at `positions`: these are the offset, or starts to add to."""
-        self.tokens, own = len(positions), mx.array(list(positions), mx.int32)
-        self.offset = Starts(own) if self.adds_starts else own
+    def begin(self, batch: Batch) -> None:
+        """Begin a step: its positions are the offset, or starts to add to.
+
+        The tokens of one sequence have a number, as in a model that is not adapted.
+        """
+        self.tokens = len(batch)
+        if batch.is_plain:
+            self.offset = batch.positions[0]
+            return
+        positions = mx.array(list(batch.positions), mx.int32)
+        self.offset = Starts(positions) if self.adds_starts else positions
 
 
 class Starts:

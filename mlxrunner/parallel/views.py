@@ -5,7 +5,6 @@ These are the rope of each attention, its attention function, the last norm and 
 
 from __future__ import annotations
 
-import operator
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -59,16 +58,19 @@ class LayerView:
     def __init__(self, step: Adapted, number: int, layer: int, group: int) -> None:
         """View layer `layer`, whose rows are the buffers `number` of its group."""
         self._step, self._number, self._layer, self._group = step, number, layer, group
-        self._fetched: tuple[mx.array, ...] = ()
+        self._fetched: tuple[mx.array, mx.array] | None = None
 
     @property
     def offset(self) -> Any:
+        """The position of each token, or of the first one of a step of one sequence."""
         return self._step.step.offset
 
     def make_mask(
         self, n: int, return_array: bool = False, window_size: int | None = None
-    ) -> mx.array:
-        return self._step.masks[self._group]
+    ) -> mx.array | str | None:
+        return self._step.groups[self._group].attention_mask(
+            is_split=self._step.masks_parts[self._group], as_array=return_array
+        )
 
     @property
     def parts(self) -> Parts | None:
@@ -84,28 +86,33 @@ class LayerView:
         self._step.layer = self._layer
         cache.set_layer(self._number)
         cache.put(keys, values)
-        fetched, stored, _ = cache.get()
-        self._fetched = fetched, stored
-        return fetched, stored
+        self._fetched = cache.fetch()
+        return self._fetched
 
-    def keys_and_values(self) -> tuple[mx.array, ...]:
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Return what `update_and_fetch` has returned, for layers that share this one's rows."""
+        if self._fetched is None:
+            raise ValueError("nothing was stored in this pass yet")
         return self._fetched
 
     def forget(self) -> None:
         """Drop what was fetched: a view of a buffer makes the next write copy the buffer."""
-        self._fetched = ()
+        self._fetched = None
 
     def is_plain(self, keys: mx.array, values: mx.array, mask: Any) -> bool:
-        """Return True if an attention is over the rows as stored, under the mask as made."""
-        made = self._step.masks[self._group]
-        fetched = (keys, values)
-        return (
-            len(self._fetched) == 2
-            and all(map(operator.is_, fetched, self._fetched))
-            and isinstance(mask, mx.array)
-            and mask.size == made.size
-        )
+        """Return True if an attention is over the rows as stored, under the mask as made.
+
+        Latent attention (MLA) reads them in another form, and adds scores to the mask.
+        """
+        fetched = self._fetched
+        if fetched is None or keys is not fetched[0] or values is not fetched[1]:
+            return False
+        return not isinstance(mask, mx.array) or mask.size == self.whole_mask.size
+
+    @property
+    def whole_mask(self) -> mx.array:
+        """The mask of all queries and all cells, for attention that can't be split."""
+        return self._step.groups[self._group].mask
 
 
 def attention_in_parts(whole: Attention) -> Attention:
@@ -125,6 +132,8 @@ def attention_in_parts(whole: Attention) -> Attention:
             return parts.attend(
                 whole, queries, *cache.buffers(), scale=scale, sinks=sinks, cache=cache
             )
+        if parts is not None and not isinstance(mask, mx.array):
+            mask = cache.whole_mask
         more = {} if sinks is None else {"sinks": sinks}
         return whole(queries, keys, values, cache=cache, scale=scale, mask=mask, **more)
 

@@ -65,6 +65,13 @@ class Batch:
     def __len__(self) -> int:
         return len(self.positions)
 
+    @property
+    def is_plain(self) -> bool:
+        """True if the tokens follow each other in one sequence."""
+        return len(set(self.sequences)) == 1 and self.positions == tuple(
+            range(self.positions[0], self.positions[0] + len(self))
+        )
+
 
 @dataclass(frozen=True)
 class CacheConfig:
