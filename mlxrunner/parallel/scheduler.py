@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import numpy as np
@@ -36,14 +35,11 @@ from mlxrunner.parallel.assign import Assigner
 from mlxrunner.parallel.engine import Engine
 from mlxrunner.parallel.pace import StepPace
 from mlxrunner.parallel.request import ActiveRequest
-from mlxrunner.parallel.residents import Residents
+from mlxrunner.parallel.residents import ParkingPlace, Residents
 from mlxrunner.parallel.room import Room
 from mlxrunner.parallel.row import Composer, Row, Step
 from mlxrunner.parallel.slots import Slot
 from mlxrunner.results import Chunk, FinishReason, Usage
-
-if TYPE_CHECKING:
-    from mlxrunner.stored.parking import Parking
 
 Ended = Callable[[ActiveRequest, FinishReason | None, str | None], Usage]
 """A function of an ended request, its finish reason, and the name of its error."""
@@ -65,7 +61,7 @@ class Scheduler:
         checkpoint_budget: int = 0,
         checkpoint_interval: int = 1024,
         memory: int | None = None,
-        parking: Parking | None = None,
+        parking: ParkingPlace | None = None,
         is_reusable: bool = True,
         pace: StepPace | None = None,
     ) -> None:

@@ -138,6 +138,7 @@ class Stepper(Several):
         share_of_cells = -(-self.cells // max_sequences)
         budget = chosen.checkpoint_budget
         budget = CHECKPOINT_BUDGET if budget is None else budget
+        self._parking = parking
         self._settings = replace(chosen, context=self.context, checkpoint_budget=budget)
         self.plan: Plan | None = None
         self.suggested_options: dict[str, Any] = {}
@@ -405,8 +406,8 @@ class Stepper(Several):
                 self.cancel(request)
         finally:
             self._adapted.close()
-            if self._scheduler.residents.parking is not None:
-                self._scheduler.residents.parking.close()
+            if self._parking is not None:
+                self._parking.close()
         self.model = self._adapted.model = None
         self.owner.close()
 
