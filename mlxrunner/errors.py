@@ -27,7 +27,7 @@ MlxrunnerError               exit code 1
 │   └── DamagedStoreError    exit code 2: the store of a batch is damaged
 ├── OutputError              exit code 2: the answers of a batch cannot be written
 ├── CutOffError              exit code 1: a batch could not write any more after it had answered
-├── TimeLimitError           exit code 1: a request of a batch took longer than its time limit
+├── TimeLimitError           exit code 1: a request took longer than its time limit
 ├── DifferentRunError        exit code 2: a batch was begun with other options, model or input
 ├── RequestError             exit code 1: a request of `run_batch` has no answer
 ├── VerifyError              exit code 4: a warm answer differed from a cold one (`--strict`)
@@ -178,11 +178,15 @@ class CacheFullError(MlxrunnerError):
         free: int,
         total: int,
         remedy: str = "remove tokens or sequences, or initialize the cache with a larger capacity",
+        *,
+        never: bool = False,
     ) -> None:
         super().__init__(
             f"{what} needs {needed} free cells, but {free} of {total} are free: {remedy}"
         )
         self.needed, self.free, self.total = needed, free, total
+        self.never = never
+        """True if there will never be enough free cells; False if there may be later."""
 
 
 class NotSupportedError(MlxrunnerError):
@@ -193,6 +197,9 @@ class NotSupportedError(MlxrunnerError):
 
 class NoFreeSlotError(MlxrunnerError):
     """Every slot of a ParallelRunner has a request."""
+
+    never = False
+    """As in CacheFullError: there will be a free slot."""
 
     def __init__(self, slots: int) -> None:
         super().__init__(
@@ -241,7 +248,7 @@ class CutOffError(MlxrunnerError):
 
 
 class TimeLimitError(MlxrunnerError):
-    """A request of a batch did not end within its time limit."""
+    """A request did not end within its time limit: the `timeout` of a batch, or its `deadline`."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(

@@ -433,7 +433,7 @@ class _Together:
                 )
             except (NoFreeSlotError, CacheFullError) as error:
                 self._begun.failed(line.index, 0)
-                if self._flights:
+                if self._flights and not error.never:
                     self._waiting.appendleft(taken)
                     return
                 yield _failed(line, error)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import AsyncIterator, Callable
 from os import PathLike
-from typing import Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import mlx.core as mx
 
@@ -18,14 +18,17 @@ from mlxrunner.memory.plan import Plan
 from mlxrunner.models.facts import ModelFacts
 from mlxrunner.models.load import LoadedModel
 from mlxrunner.models.resolve import name_of
-from mlxrunner.options import GenerateKwargs
+from mlxrunner.options import RunnerKwargs, SubmitKwargs
 from mlxrunner.parallel.handle import Handle
 from mlxrunner.parallel.several import Several
-from mlxrunner.parallel.stepper import Stepper
+from mlxrunner.parallel.stepper import SlotsKwargs, Stepper
 from mlxrunner.parallel.thread import EngineThread, Stats
 from mlxrunner.results import Chunk
 from mlxrunner.tokenizer import Tokenizer
 from mlxrunner.tokenizer.prompt import Prompt
+
+if TYPE_CHECKING:
+    from mlxrunner.stored.parking import Parking
 
 
 class ParallelRunner(Several):
@@ -45,17 +48,23 @@ class ParallelRunner(Several):
         *,
         max_sequences: int,
         context: int | None = None,
-        prefill_step: int | None = None,
         cells: int | None = None,
+        memory: int | None = None,
+        parking: Parking | None = None,
+        step_ms: float | None = None,
         name: str = "",
+        **settings: Unpack[RunnerKwargs],
     ) -> None:
         """Make a runner from loaded parts; `ParallelRunner.load` is the usual way.
 
-        `context` is the most tokens of one prompt and its answer, `prefill_step` the most tokens of
-        one step of all requests. `cells` is the most tokens stored for all requests together, where
-        a shared token counts once. Its default, `max_sequences * context`, is always enough. Raise
-        OptionError for numbers that are too small, and NotSupportedError for a model that can't
-        share a row.
+        `context` is the most tokens of one prompt and its answer. `cells` is the most tokens stored
+        for all requests together, where a shared token counts once. Its default,
+        `max_sequences * context`, is always enough. `memory`: bytes of cells, states and
+        checkpoints beyond which idle conversations are given up; None: no limit. `parking`: where
+        these go; None: they are lost. `step_ms`: the milliseconds that a step may take while
+        something decodes; 0: any number; None: as many as keep the speed of the answers. The other
+        settings are those of RunnerSettings; `prefill_step` is the most tokens of one step of all
+        requests. Raise OptionError for numbers that are too small.
         """
         _evaluate(model)
         self._start(
@@ -65,9 +74,12 @@ class ParallelRunner(Several):
                 facts,
                 max_sequences=max_sequences,
                 context=context,
-                prefill_step=prefill_step,
                 cells=cells,
+                memory=memory,
+                parking=parking,
+                step_ms=step_ms,
                 name=name,
+                **settings,
             )
         )
 
@@ -77,40 +89,41 @@ class ParallelRunner(Several):
         model: str | PathLike[str] = "demo",
         *,
         max_sequences: int,
-        context: int | None = None,
-        prefill_step: int | None = None,
-        cells: int | None = None,
-        reserve: bool = True,
         trust_remote_code: bool = False,
+        **settings: Unpack[SlotsKwargs],
     ) -> Self:
-        """Load "demo", a model directory or a hub id. See `ParallelRunner` for the arguments.
+        """Load "demo", a model directory or a hub id, and make a runner as `of` does.
 
-        With `reserve` the runner allocates all cells now and runs the largest step once. Raise
-        ModelError, which names the missing or broken file, or MemoryPlanError with the plan's table
-        if the plan does not fit.
+        Raise ModelError, which names the missing or broken file, and the errors of `of`.
         """
-        check_flag("reserve", reserve)
         check_flag("trust_remote_code", trust_remote_code)
+        chosen: SlotsKwargs = {"step_ms": None, **settings}
         return cls._started(
             lambda: Stepper.load(
                 name_of(model),
                 max_sequences=max_sequences,
-                context=context,
-                prefill_step=prefill_step,
-                cells=cells,
-                reserve=reserve,
                 trust_remote_code=trust_remote_code,
+                **chosen,
             )
         )
 
     @classmethod
-    def of(cls, loaded: LoadedModel, *, max_sequences: int, **settings: Any) -> Self:
-        """Make a runner for a loaded model. The settings are those of `ParallelRunner.load`.
+    def of(
+        cls, loaded: LoadedModel, *, max_sequences: int, **settings: Unpack[SlotsKwargs]
+    ) -> Self:
+        """Make a runner for a loaded model. See `ParallelRunner` for the settings.
 
-        Raise MemoryPlanError, before anything is allocated, if the plan does not fit.
+        With `reserve` (the default) the runner allocates all cells now and runs the largest step
+        once. Without `cells` there are as many as fit into `memory` bytes, or with `reserve` into
+        what the plan leaves, and at most `max_sequences * context`. `park_bytes`: the most bytes on
+        disk for conversations that find no place; 0 (the default): they are lost. `park_folder`:
+        their folder, where the next runner finds them again; None: a private one that goes with the
+        runner. Raise MemoryPlanError, before anything is allocated, if the plan does not fit, and
+        SessionError if the folder can't be used.
         """
         _evaluate(loaded.model)
-        return cls._started(lambda: Stepper.of(loaded, max_sequences=max_sequences, **settings))
+        chosen: SlotsKwargs = {"step_ms": None, **settings}
+        return cls._started(lambda: Stepper.of(loaded, max_sequences=max_sequences, **chosen))
 
     @classmethod
     def _started(cls, open_stepper: Callable[[], Stepper]) -> Self:
@@ -176,7 +189,7 @@ class ParallelRunner(Several):
         """Return how many requests run and wait, and what the slots hold. It never waits."""
         return self._thread.counted()
 
-    def submit(self, prompt: Prompt, **options: Unpack[GenerateKwargs]) -> Handle:
+    def submit(self, prompt: Prompt, **options: Unpack[SubmitKwargs]) -> Handle:
         """Begin a request. Prompt and options are those of `Runner.generate`, without callbacks.
 
         The prompt is tokenized, and a schema compiled, before this returns. Without a free slot, or
@@ -185,9 +198,7 @@ class ParallelRunner(Several):
         """
         return self._submit(prompt, dict(options))
 
-    async def stream(
-        self, prompt: Prompt, **options: Unpack[GenerateKwargs]
-    ) -> AsyncIterator[Chunk]:
+    async def stream(self, prompt: Prompt, **options: Unpack[SubmitKwargs]) -> AsyncIterator[Chunk]:
         """Yield the chunks of a request in asyncio. The arguments and errors are those of `submit`.
 
         The prompt is tokenized in a worker thread, so that the event loop goes on. The request is

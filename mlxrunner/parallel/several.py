@@ -9,7 +9,7 @@ from typing import Any, Protocol, Unpack
 
 from mlxrunner.config.arguments import listed
 from mlxrunner.errors import OptionError
-from mlxrunner.options import GenerateKwargs
+from mlxrunner.options import SubmitKwargs
 from mlxrunner.results import Result
 from mlxrunner.tokenizer.prompt import Prompt
 
@@ -40,7 +40,7 @@ class Several(ABC):
     def _enqueue(self, prompt: Prompt, options: dict[str, Any]) -> Answer:
         """Begin a request whose whole answer is wanted, as soon as it can begin."""
 
-    def complete(self, prompt: Prompt, **options: Unpack[GenerateKwargs]) -> Result:
+    def complete(self, prompt: Prompt, **options: Unpack[SubmitKwargs]) -> Result:
         """Run one request to its end, beside the running ones, and return its result.
 
         Raise the errors of `submit`. If the call is interrupted, the request is cancelled.
@@ -51,7 +51,7 @@ class Several(ABC):
         finally:
             handle.cancel()
 
-    def run(self, prompts: Sequence[Prompt], **options: Unpack[GenerateKwargs]) -> list[Result]:
+    def run(self, prompts: Sequence[Prompt], **options: Unpack[SubmitKwargs]) -> list[Result]:
         """Return all answers in the order of the prompts. Each free slot starts the next prompt.
 
         Raise OptionError if `prompts` is not a list, such as a single text.

@@ -12,41 +12,69 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from os import PathLike
-from typing import Any, Self, Unpack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import mlx.core as mx
+import numpy as np
 
-from mlxrunner.cache.layers.factory import CacheOptions, layouts_of
+from mlxrunner.cache.layers.factory import CacheOptions
 from mlxrunner.cache.shared.sequences import Batch
 from mlxrunner.config.arguments import check_flag, check_kind, listed
 from mlxrunner.engine.answer import AnswerStream
 from mlxrunner.engine.observation import Observer, tell, usage_of
 from mlxrunner.engine.owner import Owned, Owner
-from mlxrunner.engine.requests import prepare
+from mlxrunner.engine.requests import Request, prepare
 from mlxrunner.engine.sampling import NextToken, dispatch
-from mlxrunner.errors import CacheFullError, NoFreeSlotError, NotSupportedError, OptionError
+from mlxrunner.errors import CacheFullError, NoFreeSlotError, OptionError
 from mlxrunner.memory.plan import Batch as WorstBatch
-from mlxrunner.memory.plan import Plan
+from mlxrunner.memory.plan import Demand, Plan
 from mlxrunner.memory.reserve import choose as choose_plan
-from mlxrunner.memory.reserve import demand_of, must_fit, weights_of
-from mlxrunner.models.chunks import DEPENDS
+from mlxrunner.memory.reserve import must_fit
+from mlxrunner.memory.slots import cells_within, demand_of_slots, must_have_cells
 from mlxrunner.models.facts import ModelFacts
 from mlxrunner.models.load import LoadedModel, load_model
 from mlxrunner.models.resolve import name_of
-from mlxrunner.options import MOST_TOKENS, GenerateKwargs, GenerateOptions, Option
-from mlxrunner.parallel.adapt import Adapted
+from mlxrunner.options import (
+    MOST_TOKENS,
+    GenerateOptions,
+    Option,
+    RunnerKwargs,
+    RunnerSettings,
+    SubmitKwargs,
+)
 from mlxrunner.parallel.driven import DrivenHandle
-from mlxrunner.parallel.engine import WINDOWS_KEEP
+from mlxrunner.parallel.pace import StepPace
+from mlxrunner.parallel.proof import engine_for
 from mlxrunner.parallel.request import ActiveRequest
 from mlxrunner.parallel.scheduler import Scheduler
 from mlxrunner.parallel.several import Answer, Several
 from mlxrunner.parallel.slots import Slot
+from mlxrunner.parallel.turns import Priority
+from mlxrunner.parallel.turns import check as check_turn
 from mlxrunner.results import FinishReason, Result, Usage
 from mlxrunner.system import device
 from mlxrunner.tokenizer import Tokenizer
 from mlxrunner.tokenizer.prompt import Prompt
 
+if TYPE_CHECKING:
+    from mlxrunner.stored.parking import Parking
+
 DEFAULT_PREFILL_STEP = 1024
+CHECKPOINT_BUDGET = 2**30
+"""Bytes for the checkpoints of all slots if no plan gives another number."""
+
+
+class SlotsKwargs(RunnerKwargs, total=False):
+    """The settings of `Stepper.of`, as keyword arguments, for type checkers."""
+
+    context: int | None
+    cells: int | None
+    memory: int | None
+    park_bytes: int
+    park_folder: str | PathLike[str] | None
+    step_ms: float | None
+    reserve: bool
 
 
 class Stepper(Several):
@@ -65,39 +93,53 @@ class Stepper(Several):
         *,
         max_sequences: int,
         context: int | None = None,
-        prefill_step: int | None = None,
         cells: int | None = None,
+        memory: int | None = None,
+        parking: Parking | None = None,
+        step_ms: float | None = 0,
         name: str = "",
+        **settings: Unpack[RunnerKwargs],
     ) -> None:
         """Make a runner from loaded parts; `Stepper.load` is the usual way.
 
-        `context` is the most tokens of one prompt and its answer, `prefill_step` the most tokens of
-        one step of all requests. `cells` is the most tokens stored for all requests together, where
-        a shared token counts once. Its default, `max_sequences * context`, is always enough. With
-        fewer cells, a request that may not find room to its end is refused at once with
-        CacheFullError. Raise OptionError for numbers that are too small, and NotSupportedError for
-        a model that can't share a row.
+        `context` is the most tokens of one prompt and its answer. `cells` is the most tokens stored
+        for all requests together, where a shared token counts once. Its default,
+        `max_sequences * context`, is always enough. `memory`: bytes of cells, states and
+        checkpoints beyond which idle conversations are given up; None: no limit. `parking`: where
+        these go; None: they are lost. `step_ms`: the milliseconds that a step may take while
+        something decodes; 0: any number; None: as many as keep the speed of the answers, see
+        `mlxrunner.parallel.pace`. The other settings are those of RunnerSettings;
+        `prefill_step` is the most tokens of one step of all requests. Raise OptionError for numbers
+        that are too small.
         """
         check_kind("facts", facts, ModelFacts, "use Stepper.load, which finds them")
         Option(low=1).check("max_sequences", max_sequences)
         for option, value in (("context", context), ("cells", cells)):
             if value is not None:
                 Option(low=2, high=MOST_TOKENS).check(option, value)
-        if prefill_step is not None:
-            Option(low=max_sequences, high=MOST_TOKENS).check("prefill_step", prefill_step)
+        if "prefill_step" in settings:
+            limits = Option(low=max_sequences, high=MOST_TOKENS)
+            limits.check("prefill_step", settings["prefill_step"])
+        prefill_step = settings.setdefault("prefill_step", DEFAULT_PREFILL_STEP)
+        chosen = RunnerSettings.of(context=context, **settings)
         self.owner = Owner(type(self).__name__)
         self.context = context or facts.context
         self.cells = cells or max_sequences * self.context
-        self.prefill_step = min(prefill_step or DEFAULT_PREFILL_STEP, max_sequences * self.context)
+        if step_ms is not None:
+            Option(float, low=0).check("step_ms", step_ms)
+        self.step_ms = step_ms
+        self.prefill_step = min(prefill_step, max_sequences * self.context)
         if self.prefill_step < max_sequences:
             raise OptionError(
                 f"max_sequences: {max_sequences} is out of range, a step of {self.prefill_step} "
                 "tokens has to hold one of each"
             )
-        if facts.depends_on_chunks:
-            raise NotSupportedError(f"{DEPENDS}: run one at a time")
         self.model, self.tokenizer, self.facts, self.name = model, tokenizer, facts, name
         share_of_cells = -(-self.cells // max_sequences)
+        budget = chosen.checkpoint_budget
+        budget = CHECKPOINT_BUDGET if budget is None else budget
+        self._parking = parking
+        self._settings = replace(chosen, context=self.context, checkpoint_budget=budget)
         self.plan: Plan | None = None
         self.suggested_options: dict[str, Any] = {}
         """The sampling that the model suggests: see `Runner.suggested_options`."""
@@ -105,8 +147,14 @@ class Stepper(Several):
         """Functions that are called with every ended request (see `mlxrunner.profiling`)."""
         self.shown_as: Callable[[], Any] = lambda: self
         """A function that returns what observers get as the runner."""
-        self._adapted = Adapted(
-            model, max_sequences=max_sequences, capacity=share_of_cells, max_batch=self.prefill_step
+        self._adapted = engine_for(
+            model,
+            max_sequences=max_sequences,
+            capacity=share_of_cells,
+            max_batch=self.prefill_step,
+            slack=chosen.rewind_slack,
+            kv_bits=chosen.kv_bits,
+            depends_on_chunks=bool(facts.depends_on_chunks),
         )
         try:
             self._scheduler = Scheduler(
@@ -116,6 +164,13 @@ class Stepper(Several):
                 cells=self.cells,
                 max_batch=self.prefill_step,
                 ended=self._ended,
+                message_ends=np.array(sorted(tokenizer.message_ends), np.int32),
+                checkpoint_budget=budget,
+                checkpoint_interval=chosen.checkpoint_interval,
+                memory=memory,
+                parking=parking,
+                is_reusable=not facts.depends_on_chunks,
+                pace=StepPace(self.prefill_step, step_ms),
             )
         except BaseException:
             self._adapted.close()
@@ -128,10 +183,14 @@ class Stepper(Several):
         *,
         max_sequences: int,
         context: int | None = None,
-        prefill_step: int | None = None,
         cells: int | None = None,
+        memory: int | None = None,
+        park_bytes: int = 0,
+        park_folder: str | PathLike[str] | None = None,
+        step_ms: float | None = 0,
         reserve: bool = True,
         trust_remote_code: bool = False,
+        **settings: Unpack[RunnerKwargs],
     ) -> Self:
         """Load "demo", a model directory or a hub id. See `Stepper` for the arguments.
 
@@ -146,9 +205,13 @@ class Stepper(Several):
             loaded,
             max_sequences=max_sequences,
             context=context,
-            prefill_step=prefill_step,
             cells=cells,
+            memory=memory,
+            park_bytes=park_bytes,
+            park_folder=park_folder,
+            step_ms=step_ms,
             reserve=reserve,
+            **settings,
         )
 
     @classmethod
@@ -158,58 +221,76 @@ class Stepper(Several):
         *,
         max_sequences: int,
         context: int | None = None,
-        prefill_step: int | None = None,
         cells: int | None = None,
+        memory: int | None = None,
+        park_bytes: int = 0,
+        park_folder: str | PathLike[str] | None = None,
+        step_ms: float | None = 0,
         reserve: bool = True,
+        **settings: Unpack[RunnerKwargs],
     ) -> Self:
         """Make a runner for a loaded model. See `Stepper.load` for the arguments.
 
-        Raise MemoryPlanError, before anything is allocated, if the plan does not fit.
+        Without `cells` there are as many as fit into `memory` bytes, or with `reserve` into what
+        the plan leaves, and at most `max_sequences * context`. `park_bytes`: the most bytes on disk
+        for conversations that find no place; 0: they are lost. `park_folder`: their folder, where
+        they are found again by the next runner; None: a private one that goes with the runner.
+        Raise MemoryPlanError, before anything is allocated, if the plan does not fit, and
+        SessionError if the folder can't be used.
         """
+        chosen = RunnerSettings.of(context=context, **settings)
+        Option(low=1).check("max_sequences", max_sequences)
+        limit = context or loaded.facts.context
+        step = min(settings.get("prefill_step", DEFAULT_PREFILL_STEP), max_sequences * limit)
+        offered = device.offered_bytes()
+        demand = demand_of_slots(
+            loaded.model,
+            loaded.config,
+            CacheOptions(rewind_slack=chosen.rewind_slack, kv_bits=chosen.kv_bits),
+            slots=max_sequences,
+            context=limit,
+            prefill_step=step,
+            checkpoint_budget=chosen.checkpoint_budget,
+            offered=offered,
+        )
+        most = max_sequences * limit
+        if memory is not None and cells is None:
+            cells = cells_within(demand, memory, most)
+            must_have_cells(cells, memory, demand)
+        elif reserve and cells is None:
+            cells = choose_plan(demand, None, step, offered=offered, limit=most).context
+        settings["checkpoint_budget"] = demand.checkpoint_budget
+        if reserve:
+            most = cells or most
+            must_fit(choose_plan(demand, most, step, offered=offered, limit=most))
+        parking = _parking(loaded, park_bytes, park_folder, chosen)
         runner = cls(
             loaded.model,
             loaded.tokenizer,
             loaded.facts,
             max_sequences=max_sequences,
             context=context,
-            prefill_step=prefill_step,
             cells=cells,
+            memory=memory,
+            parking=parking,
+            step_ms=step_ms,
             name=loaded.name,
+            **settings,
         )
         runner.suggested_options = dict(loaded.suggested)
         if reserve:
             try:
-                runner.plan = runner._reserve(loaded)
+                runner.plan = runner._reserve(demand, offered)
             except BaseException:
                 runner.close()
                 raise
         return runner
 
-    def _reserve(self, loaded: LoadedModel) -> Plan:
-        """Check the plan against the device's offer, and allocate all cells.
+    def _reserve(self, demand: Demand, offered: int) -> Plan:
+        """Allocate all cells, run the largest step once to measure it, and return the plan.
 
-        To measure it, run the largest step, which sees every cell.
+        The step sees every cell. Raise MemoryPlanError if it needs more than the device offers.
         """
-        windows = len(self.slots) * WINDOWS_KEEP + self.prefill_step
-        layouts = [
-            layout
-            if layout.most_rows is None
-            else replace(layout, most_rows=len(self.slots) * layout.checkpoint_rows + windows)
-            for layout in layouts_of(self.model, CacheOptions())
-        ]
-        demand = demand_of(
-            self.model,
-            loaded.config,
-            CacheOptions(),
-            self.prefill_step,
-            weights=weights_of(self.model),
-            checkpoint_budget=0,
-        )
-        demand = replace(demand, layouts=layouts)
-        offered = device.offered_bytes()
-        must_fit(
-            choose_plan(demand, self.cells, self.prefill_step, offered=offered, limit=self.cells)
-        )
         before = mx.get_active_memory()
         mx.reset_peak_memory()
         # As in a run, the second step is dispatched before the first is read.
@@ -220,13 +301,17 @@ class Stepper(Several):
         mx.clear_cache()
         # A shift, between two steps, holds the moved half of a sequence, and its keys once more.
         shifted = stored * self.context // self.cells
-        measured = replace(
-            demand, batch=WorstBatch(max(0, peak - before - stored, shifted), is_measured=True)
-        )
+        batch = WorstBatch(max(0, peak - before - stored, shifted), is_measured=True)
         plan = must_fit(
-            choose_plan(measured, self.cells, self.prefill_step, offered=offered, limit=self.cells)
+            choose_plan(
+                replace(demand, batch=batch),
+                self.cells,
+                self.prefill_step,
+                offered=offered,
+                limit=self.cells,
+            )
         )
-        device.set_limits(plan.total, measured.batch.fixed)
+        device.set_limits(plan.total, batch.fixed)
         return plan
 
     def _largest_step(self) -> list[mx.array]:
@@ -265,7 +350,7 @@ class Stepper(Several):
     @property
     def used_bytes(self) -> int:
         """Bytes of the keys and values in use."""
-        return sum(group.used_bytes for group in self._adapted.groups)
+        return self._scheduler.residents.used_bytes
 
     @property
     def steps(self) -> int:
@@ -281,10 +366,11 @@ class Stepper(Several):
     def settings(self) -> dict[str, Any]:
         """The options that decide what is stored."""
         return {
-            "context": self.context,
+            **vars(self._settings),
             "cells": self.cells,
             "max_sequences": len(self.slots),
             "prefill_step": self.prefill_step,
+            "step_ms": self.step_ms,
         }
 
     def attend_at_once(self) -> None:
@@ -320,10 +406,12 @@ class Stepper(Several):
                 self.cancel(request)
         finally:
             self._adapted.close()
+            if self._parking is not None:
+                self._parking.close()
         self.model = self._adapted.model = None
         self.owner.close()
 
-    def submit(self, prompt: Prompt, **options: Unpack[GenerateKwargs]) -> DrivenHandle:
+    def submit(self, prompt: Prompt, **options: Unpack[SubmitKwargs]) -> DrivenHandle:
         """Begin a request. Prompt and options are those of `Runner.generate`, without callbacks.
 
         Raise NoFreeSlotError if every slot has a request, and CacheFullError if the request might
@@ -348,8 +436,8 @@ class Stepper(Several):
         while True:
             try:
                 return self._begin(request)
-            except (NoFreeSlotError, CacheFullError):
-                if not self._scheduler.requests:
+            except (NoFreeSlotError, CacheFullError) as error:
+                if error.never or not self._scheduler.requests:
                     raise
                 self.step()
                 request.clock.postpone()
@@ -385,6 +473,9 @@ class Stepper(Several):
         Raise CacheFullError if the request would not find room even alone.
         """
         began = time.perf_counter()
+        priority: Priority = given.pop("priority", "interactive")
+        deadline: float | None = given.pop("deadline", None)
+        check_turn(priority, deadline)
         request = prepare(
             prompt,
             GenerateOptions.of(**given),
@@ -393,11 +484,21 @@ class Stepper(Several):
             context=self.context,
             began=began,
         )
+        self._limit_to_cells(request)
         most = min(len(request.tokens) + request.limit, self.context)
         if most > self.cells:
             raise CacheFullError("this request", most, self.cells, self.cells)
         answer = AnswerStream(self.tokenizer, request.tokens, request.options, request.limit)
-        return ActiveRequest.of(request, answer)
+        active = ActiveRequest.of(request, answer)
+        active.priority, active.deadline, active.asked = priority, deadline, began
+        return active
+
+    def _limit_to_cells(self, request: Request) -> None:
+        """End an answer without a limit where all cells are its own."""
+        room = self.cells - len(request.tokens)
+        if request.options.max_tokens is None and request.shift is None and room > 0:
+            request.limit = min(request.limit, room)
+            request.context = min(request.context, self.cells)
 
     def _ended(
         self, request: ActiveRequest, reason: FinishReason | None, error: str | None
@@ -412,7 +513,7 @@ class Stepper(Several):
         return usage
 
     def _usage(self, request: ActiveRequest) -> Usage:
-        clock, groups = request.clock, self._adapted.groups
+        clock = request.clock
         return usage_of(
             request.lookup,
             clock,
@@ -423,7 +524,22 @@ class Stepper(Several):
             shifted_tokens=request.shifted,
             reevaluated_tokens=request.reevaluated,
             prefill_s=clock.first - clock.tokenized if request.answer.count else 0.0,
-            cache_bytes=sum(group.nbytes for group in groups),
+            cache_bytes=self._scheduler.residents.allocated_bytes,
             used_bytes=self.used_bytes,
             peak_bytes=mx.get_peak_memory(),
         )
+
+
+def _parking(
+    loaded: LoadedModel, limit: int, folder: str | PathLike[str] | None, settings: RunnerSettings
+) -> Parking | None:
+    """Open the parking of a model; None if `limit` is 0."""
+    Option(low=0).check("park_bytes", limit)
+    if not limit:
+        return None
+    from mlxrunner.models.fingerprint import fingerprint
+    from mlxrunner.stored.parking import Parking
+
+    stored = {"kv_bits": str(settings.kv_bits), "cells": "shared"}
+    place = None if folder is None else Path(folder)
+    return Parking(place, fingerprint(loaded.folder) | stored, limit=limit)

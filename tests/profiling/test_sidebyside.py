@@ -205,7 +205,12 @@ def test_usual_slots_leave_out_those_there_were(tmp_path: Path) -> None:
     """A log of one at a time has none to change."""
     logged_batch("llama", tmp_path / "log", 4)
     names = list(rows(simulate([tmp_path / "log"])))
-    assert [name for name in names if "slots" in name] == ["2 slots", "8 slots", "16 slots"]
+    assert [name for name in names if "slot" in name] == [
+        "1 slot",
+        "2 slots",
+        "8 slots",
+        "16 slots",
+    ]
 
 
 def test_keys_that_could_not_be_moved_are_not_moved_on_paper(
