@@ -7,7 +7,6 @@ made from the feeds of their requests.
 from __future__ import annotations
 
 import atexit
-import itertools
 import os
 import sys
 import threading
@@ -29,12 +28,13 @@ from mlxrunner.errors import (
 )
 from mlxrunner.parallel.feed import Feed, Lock, Wake
 from mlxrunner.parallel.request import ActiveRequest
+from mlxrunner.parallel.scheduler import step_failed
 from mlxrunner.parallel.stepper import Stepper
+from mlxrunner.parallel.workers import idle_worker
 from mlxrunner.results import logger
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C."""
-_NUMBERS = itertools.count(1)
 
 
 @dataclass(frozen=True)
@@ -77,12 +77,10 @@ class EngineThread:
         self._opened = threading.Lock()
         self._opened.acquire()
         self._failure: BaseException | None = None
-        name = f"mlxrunner-engine-{next(_NUMBERS)}"
-        self._thread = threading.Thread(
-            target=self._main, args=(open_stepper,), name=name, daemon=True
-        )
+        worker = idle_worker()
+        self._thread = worker.thread
         _end_at_exit(self)
-        self._thread.start()
+        self._ended = worker.begin(partial(self._main, open_stepper))
         try:
             self._opened.acquire()
         except BaseException:
@@ -155,8 +153,9 @@ class EngineThread:
         _call(wake)
 
     def join(self) -> None:
-        """Wait until the thread has ended."""
-        self._thread.join()
+        """Wait until the thread has ended its work."""
+        with self._ended:
+            pass
 
     # What only this thread calls.
 
@@ -219,13 +218,13 @@ class EngineThread:
     def _cancel(self, feed: Feed) -> None:
         if feed in self._running:
             self.stepper.cancel(feed.request)
-            self._ended(feed)
+            self._leave(feed)
         elif feed in self._live:
             with suppress(ValueError):
                 self._queue.remove(feed)
             self._forget(feed)
 
-    def _ended(self, feed: Feed) -> None:
+    def _leave(self, feed: Feed) -> None:
         """Forget a request that was running; others may have room now."""
         self._running.remove(feed)
         self._has_room = True
@@ -246,11 +245,13 @@ class EngineThread:
                     self._has_room = False
                     return
                 self._refuse(self._queue.popleft(), error)
+            except Exception as error:
+                self._refuse(self._queue.popleft(), step_failed(error))
             else:
                 self._running.append(self._queue.popleft())
 
     def _refuse(self, feed: Feed, error: MlxrunnerError) -> None:
-        """End a request that finds no room although it would be the only one."""
+        """End a request that can't begin, although it may be the only one."""
         with self.lock:
             self._live.discard(feed)
             wake = [] if feed.is_ended else feed.end(error)
@@ -289,7 +290,7 @@ class EngineThread:
                     wake += feed.take_over()
                 feed.request.is_paused = feed.is_full
         for feed in [feed for feed in self._running if feed.request.finished]:
-            self._ended(feed)
+            self._leave(feed)
         self.stats = self._counted()
         _call(wake)
 
@@ -317,24 +318,27 @@ def _end_at_exit(thread: EngineThread) -> None:
     if not _OPEN:
         atexit.unregister(_end_all)
         atexit.register(_end_all)
-        os.register_at_fork(after_in_child=_OPEN.clear)
     _OPEN.add(thread)
 
 
 def _end_all() -> None:
-    """End all threads: a thread that is inside of MLX when the interpreter ends would crash it.
+    """End the work of all threads before the interpreter ends: see `mlxrunner.parallel.workers`.
 
     Ctrl-C while it waits for their last steps leaves at once.
     """
+    # A thread that has ended its work keeps the interpreter's lock until it waits for the next.
+    sys.setswitchinterval(60)
     threads = list(_OPEN)
     try:
         for thread in threads:
             thread.stop()
         for thread in threads:
-            if not thread.is_here:
-                thread.join()
+            thread.join()
     except KeyboardInterrupt:
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):
                 stream.flush()
         os._exit(INTERRUPTED)
+
+
+os.register_at_fork(after_in_child=_OPEN.clear)
