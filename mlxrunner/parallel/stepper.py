@@ -170,7 +170,7 @@ class Stepper(Several):
                 memory=memory,
                 parking=parking,
                 is_reusable=not facts.depends_on_chunks,
-                pace=StepPace(self.prefill_step, step_ms),
+                pace=StepPace(self.prefill_step, 0 if facts.depends_on_chunks else step_ms),
             )
         except BaseException:
             self._adapted.close()

@@ -10,7 +10,9 @@ import atexit
 import os
 import sys
 import threading
+import time
 import weakref
+from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -25,11 +27,13 @@ from mlxrunner.errors import (
     MlxrunnerError,
     NoFreeSlotError,
     ObserverError,
+    TimeLimitError,
 )
 from mlxrunner.parallel.feed import Feed, Lock, Wake
 from mlxrunner.parallel.request import ActiveRequest
 from mlxrunner.parallel.scheduler import step_failed
 from mlxrunner.parallel.stepper import Stepper
+from mlxrunner.parallel.turns import order
 from mlxrunner.parallel.workers import idle_worker
 from mlxrunner.results import logger
 
@@ -212,8 +216,10 @@ class EngineThread:
         return all(feed.request.is_paused for feed in self._running) and self.stepper.is_idle
 
     def _enqueue(self, feed: Feed) -> None:
+        """Queue a request behind those of its priority, but before later deadlines."""
         if not feed.is_ended:
-            self._queue.append(feed)
+            insort(self._queue, feed, key=_order)
+            self._has_room = self._has_room or self._queue[0] is feed
 
     def _cancel(self, feed: Feed) -> None:
         if feed in self._running:
@@ -235,13 +241,17 @@ class EngineThread:
             self._live.discard(feed)
 
     def _admit(self) -> None:
-        """Begin the requests that wait, in the order in which they came, while there is room."""
+        """Begin the requests that wait, in their order, while there is room."""
+        now = time.perf_counter()
+        for feed in [feed for feed in self._queue if (feed.request.due or now) < now]:
+            self._queue.remove(feed)
+            self._refuse(feed, TimeLimitError(feed.request.deadline or 0))
         while self._queue and self._has_room:
             feed = self._queue[0]
             try:
                 self.stepper.admit(feed.request)
             except (NoFreeSlotError, CacheFullError) as error:
-                if self._running:
+                if self._running and not error.never:
                     self._has_room = False
                     return
                 self._refuse(self._queue.popleft(), error)
@@ -251,7 +261,7 @@ class EngineThread:
                 self._running.append(self._queue.popleft())
 
     def _refuse(self, feed: Feed, error: MlxrunnerError) -> None:
-        """End a request that can't begin, although it may be the only one."""
+        """End a request that never finds room, or whose deadline came before it could begin."""
         with self.lock:
             self._live.discard(feed)
             wake = [] if feed.is_ended else feed.end(error)
@@ -303,6 +313,10 @@ class EngineThread:
             bytes=self.stepper.used_bytes,
             steps=self.stepper.steps,
         )
+
+
+def _order(feed: Feed) -> tuple[int, float]:
+    return order(feed.request.priority, feed.request.due)
 
 
 def _call(wake: Iterable[Wake]) -> None:
