@@ -371,6 +371,9 @@ class Stepper(Several):
             "max_sequences": len(self.slots),
             "prefill_step": self.prefill_step,
             "step_ms": self.step_ms,
+            "memory": self._scheduler.residents.memory,
+            "parks": self._scheduler.residents.parking is not None,
+            "ways": sorted(set(self._adapted.ways)),
         }
 
     def attend_at_once(self) -> None:
