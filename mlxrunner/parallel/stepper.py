@@ -43,6 +43,7 @@ from mlxrunner.options import (
     RunnerSettings,
     SubmitKwargs,
 )
+from mlxrunner.parallel.claims import NEVER
 from mlxrunner.parallel.driven import DrivenHandle
 from mlxrunner.parallel.pace import StepPace
 from mlxrunner.parallel.proof import engine_for
@@ -488,6 +489,9 @@ class Stepper(Several):
             began=began,
         )
         self._limit_to_cells(request)
+        most = min(len(request.tokens) + request.limit, self.context)
+        if most > self.cells:
+            raise CacheFullError("this request", most, self.cells, self.cells, NEVER, never=True)
         answer = AnswerStream(self.tokenizer, request.tokens, request.options, request.limit)
         active = ActiveRequest.of(request, answer)
         active.priority, active.deadline, active.asked = priority, deadline, began
