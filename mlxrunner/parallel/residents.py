@@ -26,8 +26,10 @@ from mlxrunner.parallel.slots import SHORT_TAIL, Slot
 T = TypeVar("T")
 LOSSES = 4
 """Losses of tokens to remember for each slot, so that a later lookup can explain them."""
-WORTH_RESTORING = 32
+WORTH_RESTORING = 8
 """Fewest tokens that make reading a conversation from disk worthwhile."""
+RESTORING = 32
+"""Tokens that are restored in the time in which one is evaluated, or more."""
 
 
 class ParkingPlace(Protocol):
@@ -144,7 +146,8 @@ class Residents:
         if found is None:
             return None
         parked, count = found
-        return (parked, count) if count >= ready + WORTH_RESTORING else None
+        least = max(WORTH_RESTORING, count // RESTORING)
+        return (parked, count) if count >= ready + least else None
 
     def restore(self, slot: Slot, parked: Any, count: int) -> None:
         """Read the first `count` tokens of `parked` into an empty slot.
