@@ -52,6 +52,8 @@ class Manner:
     """How a model is adapted."""
 
     sharing: Sharing = Sharing.PARTS
+    splits: bool = True
+    """True if attention may be computed in parts."""
     adds_starts: bool = False
     """See `Step.adds_starts`."""
     cuts_head: bool = True
@@ -87,7 +89,9 @@ class Adapted(Engine):
         modules = _modules(model)
         self._roped = [module for module in modules if has_rope(module)]
         self._attentions = [module for module in modules if calls_attention(module)]
-        self.can_split = bool(self._attentions) and all(map(calls_attention, self._roped))
+        self.can_split = (
+            manner.splits and bool(self._attentions) and all(map(calls_attention, self._roped))
+        )
         self._dtype = _dtype(model)
 
     def wrap(self) -> None:
@@ -140,13 +144,12 @@ class Adapted(Engine):
         ]
         self.parts = [None if split is None else Parts(split) for split in splits]
         self.masks_parts = [(reserve and self.can_split) or bool(parts) for parts in self.parts]
-        is_whole = list(rows) == list(range(len(batch)))
-        wanted = None if is_whole else mx.array(list(rows), mx.int32)
+        is_all = list(rows) == list(range(len(batch)))
         with self._scratch() if reserve else nullcontext():
-            return self._run(tokens, plan, wanted)
+            return self._run(tokens, plan, None if is_all else mx.array(list(rows), mx.int32))
 
     def _run(self, tokens: mx.array, plan: Plan | None, wanted: mx.array | None) -> mx.array:
-        """Return the logits of the `wanted` rows; None: of all rows."""
+        """Return the `wanted` rows' logits (None: of all), after a pass in all layers apart."""
         if plan is not None:
             for view in self._apart:
                 view.begin_forward(plan)
@@ -162,7 +165,7 @@ class Adapted(Engine):
         if plan is not None:
             for view in self._apart:
                 mx.async_eval(view.end_forward())  # type: ignore[no-untyped-call]
-        return logits[wanted] if self._head is None and wanted is not None else logits
+        return logits if wanted is None or self._head is not None else logits[wanted]
 
     @contextmanager
     def _scratch(self) -> Iterator[None]:

@@ -102,17 +102,16 @@ class Step:
     """What models read as the offset of a cache, as for one sequence: see `begin`."""
 
     def begin(self, batch: Batch) -> None:
-        """Begin a step of the tokens of `batch`.
+        """Begin a step: its positions are the offset, or starts to add to.
 
-        The offset of one sequence is a number; else it is the position of each token, or starts to
-        add to.
+        The tokens of one sequence have a number, as in a model that is not adapted.
         """
         self.tokens = len(batch)
         if batch.is_plain:
             self.offset = batch.positions[0]
             return
-        own = mx.array(list(batch.positions), mx.int32)
-        self.offset = Starts(own) if self.adds_starts else own
+        positions = mx.array(list(batch.positions), mx.int32)
+        self.offset = Starts(positions) if self.adds_starts else positions
 
 
 class Starts:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import groupby
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from mlxrunner.parallel.request import ActiveRequest
 from mlxrunner.parallel.residents import Residents
 from mlxrunner.parallel.room import Room
 from mlxrunner.parallel.slots import Choice, Slot, choose
+from mlxrunner.parallel.turns import PRIORITIES
 from mlxrunner.results import log_lookup
 
 
@@ -77,20 +79,31 @@ class Assigner:
     def place_waiting(self) -> None:
         """Give waiting requests their prefix, once it is evaluated.
 
-        Requests whose prefix will not come, or that lacked room, choose again.
+        Requests whose prefix will not come, or that lacked room, choose again. None takes room that
+        one of higher priority waits for.
         """
-        for number, request in enumerate(self._requests):
-            if request.is_placed:
-                continue
-            source, promised = request.source, request.promised
-            if source is None:
-                self._place_again(request, self._requests[:number])
-            elif (
-                source.shared_with(request.todo) >= promised and source.reach(promised) == promised
-            ):
+        waiting = [pair for pair in enumerate(self._requests) if not pair[1].is_placed]
+        has_room = True
+        for _, group in groupby(sorted(waiting, key=_rank), key=_rank):
+            has_room = all(self._try_to_place(*pair, has_room=has_room) for pair in group)
+
+    def _try_to_place(self, number: int, request: ActiveRequest, *, has_room: bool) -> bool:
+        """Place request `number` if its prefix is there. Return False if it waits for room.
+
+        `has_room`: True if no request of higher priority waits for room.
+        """
+        source, promised, todo = request.source, request.promised, request.todo
+        if source is not None:
+            if source.shared_with(todo) >= promised and source.reach(promised) == promised:
                 self._resume(request, source)
-            elif not source.is_busy or source.will_share_with(request.todo) < promised:
-                self._place_again(request, self._requests[:number])
+                return True
+            if source.is_busy and source.will_share_with(todo) >= promised:
+                return True
+        if not has_room:
+            request.source = None
+            return False
+        self._place_again(request, self._requests[:number])
+        return request.is_placed or request.source is not None
 
     def free(self, slot: Slot) -> None:
         """Forget the tokens and the request of a slot."""
@@ -191,3 +204,8 @@ class Assigner:
             self._room.check(request, choice, others)
             self._follow(request, choice)
             slot.planned = request.todo
+
+
+def _rank(numbered: tuple[int, ActiveRequest]) -> int:
+    """Return the rank of a request's priority, 0 for the highest."""
+    return PRIORITIES.index(numbered[1].priority)

@@ -83,11 +83,12 @@ def _candidates(model: Any, options: CacheOptions) -> Iterator[Adapted]:
     for sharing in Sharing:
         for manner in (
             Manner(sharing),
+            Manner(sharing, splits=False),
             Manner(sharing, adds_starts=True),
             Manner(sharing, cuts_head=False),
         ):
             adapted = Adapted(model, options, manner)
-            what = (*adapted.ways, manner.adds_starts, manner.cuts_head)
+            what = (*adapted.ways, adapted.can_split, manner.adds_starts, manner.cuts_head)
             if what not in tried:
                 tried.add(what)
                 yield adapted

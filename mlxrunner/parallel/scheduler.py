@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import numpy as np
@@ -36,14 +35,11 @@ from mlxrunner.parallel.assign import Assigner
 from mlxrunner.parallel.engine import Engine
 from mlxrunner.parallel.pace import StepPace
 from mlxrunner.parallel.request import ActiveRequest
-from mlxrunner.parallel.residents import Residents
+from mlxrunner.parallel.residents import ParkingPlace, Residents
 from mlxrunner.parallel.room import Room
 from mlxrunner.parallel.row import Composer, Row, Step
 from mlxrunner.parallel.slots import Slot
 from mlxrunner.results import Chunk, FinishReason, Usage
-
-if TYPE_CHECKING:
-    from mlxrunner.stored.parking import Parking
 
 Ended = Callable[[ActiveRequest, FinishReason | None, str | None], Usage]
 """A function of an ended request, its finish reason, and the name of its error."""
@@ -65,7 +61,7 @@ class Scheduler:
         checkpoint_budget: int = 0,
         checkpoint_interval: int = 1024,
         memory: int | None = None,
-        parking: Parking | None = None,
+        parking: ParkingPlace | None = None,
         is_reusable: bool = True,
         pace: StepPace | None = None,
     ) -> None:
@@ -157,7 +153,7 @@ class Scheduler:
                 running = len(self.requests)
                 self._read(before)
                 if len(self.requests) == running:
-                    self._lack_room(error)
+                    self._make_way(error)
             except Exception as error:
                 self._recover(before, row, error)
             self._end_overdue()
@@ -207,9 +203,7 @@ class Scheduler:
             except CacheFullError as error:
                 request.ending = "no room"
                 self._fail(request, error)
-        for request in self.requests:
-            if request.is_decoding:
-                self._room.grow(request)
+        self._grow()
         return self._composer.row(self.requests)
 
     def _forward(self, row: Row) -> Step:
@@ -339,9 +333,26 @@ class Scheduler:
             step = self._forward(row) if row else None
             self._read(step)
         except CacheFullError as error:
-            self._lack_room(error)
+            self._make_way(error)
         except Exception as error:
             self._recover(None, row, error)
+
+    def _grow(self) -> None:
+        """Let claims grow. Raise CacheFullError if a request has no cell for its next token."""
+        for request in self.requests:
+            if request.is_decoding:
+                self._room.grow(request)
+
+    def _make_way(self, error: CacheFullError) -> None:
+        """Let requests step back until all others have cells, before these can begin again."""
+        lacking: CacheFullError | None = error
+        while lacking is not None:
+            self._lack_room(lacking)
+            lacking = None
+            try:
+                self._grow()
+            except CacheFullError as again:
+                lacking = again
 
     def _lack_room(self, error: CacheFullError) -> None:
         """Let the youngest request of lowest priority wait for cells.

@@ -7,15 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any
 
 from mlxrunner.cache.prefix import PrefixCache
 from mlxrunner.cache.shared.sequences import END
 from mlxrunner.cache.tokens import TokenArray, TokenBuffer, as_tokens, common_prefix
 from mlxrunner.errors import NoFreeSlotError
-
-if TYPE_CHECKING:
-    from mlxrunner.stored.parked import Parked
 
 WORTH_WAITING = 16
 """Fewest tokens that make waiting worthwhile.
@@ -86,7 +83,7 @@ class Choice:
     matched: int
     ready: bool = True
     """True if these tokens are evaluated already."""
-    parked: tuple[Parked, int] | None = None
+    parked: tuple[Any, int] | None = None
     """The conversation to read from disk, and its tokens to read; None: none.
 
     It needs cells of its own, and `matched` is 0.

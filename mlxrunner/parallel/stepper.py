@@ -117,6 +117,9 @@ class Stepper(Several):
         for option, value in (("context", context), ("cells", cells)):
             if value is not None:
                 Option(low=2, high=MOST_TOKENS).check(option, value)
+        if "prefill_step" in settings:
+            limits = Option(low=max_sequences, high=MOST_TOKENS)
+            limits.check("prefill_step", settings["prefill_step"])
         prefill_step = settings.setdefault("prefill_step", DEFAULT_PREFILL_STEP)
         chosen = RunnerSettings.of(context=context, **settings)
         self.owner = Owner(type(self).__name__)
@@ -135,6 +138,7 @@ class Stepper(Several):
         share_of_cells = -(-self.cells // max_sequences)
         budget = chosen.checkpoint_budget
         budget = CHECKPOINT_BUDGET if budget is None else budget
+        self._parking = parking
         self._settings = replace(chosen, context=self.context, checkpoint_budget=budget)
         self.plan: Plan | None = None
         self.suggested_options: dict[str, Any] = {}
@@ -405,8 +409,8 @@ class Stepper(Several):
                 self.cancel(request)
         finally:
             self._adapted.close()
-            if self._scheduler.residents.parking is not None:
-                self._scheduler.residents.parking.close()
+            if self._parking is not None:
+                self._parking.close()
         self.model = self._adapted.model = None
         self.owner.close()
 

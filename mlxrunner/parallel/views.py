@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlxrunner.errors import NotSupportedError
 from mlxrunner.parallel.apart import Starts
 from mlxrunner.parallel.attention import Parts
 from mlxrunner.system.mlx_lm_internals import Attention
@@ -59,10 +58,11 @@ class LayerView:
     def __init__(self, step: Adapted, number: int, layer: int, group: int) -> None:
         """View layer `layer`, whose rows are the buffers `number` of its group."""
         self._step, self._number, self.layer, self._group = step, number, layer, group
-        self._fetched: tuple[mx.array, ...] = ()
+        self._fetched: tuple[mx.array, mx.array] | None = None
 
     @property
     def offset(self) -> Any:
+        """The position of each token, or of the first one of a step of one sequence."""
         return self._step.step.offset
 
     def make_mask(
@@ -89,26 +89,30 @@ class LayerView:
         self._fetched = cache.fetch()
         return self._fetched
 
-    def keys_and_values(self) -> tuple[mx.array, ...]:
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Return what `update_and_fetch` has returned, for layers that share this one's rows."""
+        if self._fetched is None:
+            raise ValueError("nothing was stored in this pass yet")
         return self._fetched
 
     def forget(self) -> None:
         """Drop what was fetched: a view of a buffer makes the next write copy the buffer."""
-        self._fetched = ()
+        self._fetched = None
 
-    def check(self, keys: mx.array, values: mx.array, mask: Any) -> None:
-        """Raise NotSupportedError unless an attention in parts can stand for a whole one.
+    def is_plain(self, keys: mx.array, values: mx.array, mask: Any) -> bool:
+        """Return True if an attention is over the rows as stored, under the mask as made.
 
-        It is over the rows as stored, under the mask as made.
+        Latent attention (MLA) reads them in another form, and adds scores to the mask.
         """
-        is_stored = len(self._fetched) == 2 and all(
-            given is stored for given, stored in zip((keys, values), self._fetched, strict=True)
-        )
-        if not is_stored or not (mask is None or isinstance(mask, str)):
-            raise NotSupportedError(
-                f"layer {self.layer} attends to something else than the rows that it stored"
-            )
+        fetched = self._fetched
+        if fetched is None or keys is not fetched[0] or values is not fetched[1]:
+            return False
+        return not isinstance(mask, mx.array) or mask.size == self.whole_mask.size
+
+    @property
+    def whole_mask(self) -> mx.array:
+        """The mask of all queries and all cells, for attention that can't be split."""
+        return self._step.groups[self._group].mask
 
 
 def attention_in_parts(whole: Attention) -> Attention:
@@ -124,11 +128,12 @@ def attention_in_parts(whole: Attention) -> Attention:
         sinks: mx.array | None = None,
     ) -> mx.array:
         parts = cache.parts if isinstance(cache, LayerView) else None
-        if parts is not None:
-            cache.check(keys, values, mask)
+        if parts is not None and cache.is_plain(keys, values, mask):
             return parts.attend(
                 whole, queries, *cache.buffers(), scale=scale, sinks=sinks, cache=cache
             )
+        if parts is not None and not isinstance(mask, mx.array):
+            mask = cache.whole_mask
         more = {} if sinks is None else {"sinks": sinks}
         return whole(queries, keys, values, cache=cache, scale=scale, mask=mask, **more)
 

@@ -229,6 +229,8 @@ def test_windows_share_a_prefix_in_every_wave() -> None:
         max_sequences=4,
         context=400,
         prefill_step=64,
+        rewind_slack=64,
+        checkpoint_budget=0,
     ) as runner:
         for wave in range(2):
             prompts = [

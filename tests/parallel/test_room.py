@@ -73,7 +73,8 @@ def test_a_prefix_that_a_window_has_left_is_taken_from_who_still_has_it() -> Non
     """A busy slot that is past it promises nothing."""
     given, rng = parts("gemma3_text"), random.Random(1)
     trunk = some(rng, 280)
-    with Stepper(*given, max_sequences=4, context=300, prefill_step=64) as runner:
+    settings: dict[str, Any] = {"rewind_slack": 64, "checkpoint_budget": 0}
+    with Stepper(*given, max_sequences=4, context=300, prefill_step=64, **settings) as runner:
         runner.submit(trunk[:98] + some(rng, 6), max_tokens=2, stop_tokens=[]).result()
         ahead = runner.submit(trunk[:250] + some(rng, 5), max_tokens=30, stop_tokens=[])
         for _ in range(12):
