@@ -149,12 +149,17 @@ class Residents:
         least = max(WORTH_RESTORING, count // RESTORING)
         return (parked, count) if count >= ready + least else None
 
-    def restore(self, slot: Slot, parked: Any, count: int) -> None:
-        """Read the first `count` tokens of `parked` into an empty slot.
+    def read(self, parked: Any, count: int) -> SavedEntry:
+        """Return the first `count` tokens of `parked`, which stay on disk until they are read."""
+        assert self.parking is not None
+        return self.parking.restore(parked, count)
+
+    def restore(self, slot: Slot, saved: SavedEntry) -> None:
+        """Give an empty slot the tokens of `saved`.
 
         Raise CacheFullError if there is no room for them.
         """
-        assert self.parking is not None
+        count = len(saved.tokens)
 
         def check() -> None:
             for group in self._engine.groups:
@@ -163,7 +168,7 @@ class Residents:
                     raise CacheFullError("a conversation", needed, group.num_free, group.num_cells)
 
         self.make_room(check)
-        slot.cache.adopt(self.parking.restore(parked, count), None)
+        slot.cache.adopt(saved, None)
 
     def make_room(self, act: Callable[[], T], request: ActiveRequest | None = None) -> T:
         """Call `act` and return its result, after giving up idle slots if it lacks cells.
