@@ -143,7 +143,7 @@ class Parking:
         Reading raises SessionError if files are missing or damaged; the conversations that use them
         are dropped then.
         """
-        reader = Reader(self._place.folder, self._drop_damaged)
+        reader = Reader(self._place.folder, self._shelf.drop_users)
         found = Restored(parked, upto, reader, self._outline)
         if parked in self._shelf:
             self._shelf.use(parked, found)
@@ -274,10 +274,6 @@ class Parking:
             if name != file_name("talk", digest, len(tokens)):
                 raise SessionError("it belongs to another model, or has other tokens")
             return parked, sizes
-
-    def _drop_damaged(self, name: str) -> None:
-        self._say(f"parked conversations are dropped: {name} is missing or damaged")
-        self._shelf.drop_users(name)
 
     def _say(self, what: str) -> None:
         """Log a line, unless it is the same as the last one."""
