@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +34,7 @@ def sizes_of(make_parking: Make, counts: list[int]) -> list[int]:
         sizes.append(parking.bytes)
     for parked in list(parking._shelf):
         parking.drop(parked)
-    return [b - a for a, b in zip(sizes, sizes[1:], strict=False)]
+    return [b - a for a, b in pairwise(sizes)]
 
 
 @pytest.mark.parametrize("kinds", [["full", "full"], ["full", "sliding", "recurrent"]])
@@ -60,7 +61,7 @@ def test_the_cheapest_to_evaluate_again_goes_first(make_parking: Make) -> None:
     """Of two conversations it is the one with less work per byte, though it was used last."""
     sizes = sizes_of(make_parking, [400, 30, 200])
     given_up: list[Parked] = []
-    parking = make_parking(limit=sum(sizes) + 3000, on_given_up=given_up.append)
+    parking = make_parking(limit=sum(sizes), on_given_up=given_up.append)
     runner = oracle_runner()
     for number, count in enumerate([400, 30, 200, 100]):
         runner.evaluate([number + 1] * count)
@@ -72,7 +73,7 @@ def test_what_was_never_used_again_goes_at_some_time(make_parking: Make) -> None
     """New conversations, each worth less, push the old one out in the end."""
     sizes = sizes_of(make_parking, [300, 60])
     given_up: list[Parked] = []
-    parking = make_parking(limit=sizes[0] + 2 * sizes[1] + 9000, on_given_up=given_up.append)
+    parking = make_parking(limit=sizes[0] + 2 * sizes[1] + 100, on_given_up=given_up.append)
     runner = oracle_runner()
     for number in range(60):
         runner.evaluate([number + 1] * (60 if number else 300))
@@ -99,7 +100,7 @@ def test_a_conversation_beyond_the_limit_costs_no_other(
 def test_a_conversation_that_is_being_read_is_not_given_up(make_parking: Make) -> None:
     """It stays until its reader is gone, though it is worth least."""
     sizes = sizes_of(make_parking, [30, 300])
-    parking = make_parking(limit=sum(sizes) + 3500)
+    parking = make_parking(limit=sum(sizes) + 100)
     runner = oracle_runner()
     runner.evaluate([1] * 30)
     small = parking.park(runner.entry)
@@ -174,7 +175,7 @@ def test_a_folder_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
     """The error says what to do."""
     folder = Parking(tmp_path, PARTS, limit=PLENTY).folder
     folder.chmod(0o777)
-    with pytest.raises(SessionError, match="mode 0777.*chmod 700 it"):
+    with pytest.raises(SessionError, match=r"mode 0777.*chmod 700 it"):
         Parking(tmp_path, PARTS, limit=PLENTY)
     folder.chmod(0o700)
     if os.geteuid() == 0:
