@@ -38,7 +38,8 @@ batch.plan batch.prompts batch.responses batch.store batch.translate
 config.arguments config.json_options cache.lease cache.shared.sight terminal.logs
 bench.measurements cache.checkpoints cache.entry cache.layers.extents cache.layers.layout
 cache.layers.protocol cache.lookup cache.overflow cache.prefix cache.saved cache.shared.cells
-cache.shared.sequences cache.shared.split cache.tokens cache.worth chat.branches
+cache.shared.forward cache.shared.sequences cache.shared.split
+cache.shared.stretches cache.tokens cache.worth chat.branches
 chat.commands.table
 chat.markdown chat.typeahead chat.view engine.constrain engine.owner errors
 config.file config.layering config.lines memory.plan models.fingerprint models.suggested

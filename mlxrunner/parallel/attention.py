@@ -1,58 +1,92 @@
 """Compute the attention of one row of tokens in parts.
 
-One part covers the cells that all sequences share; the others cover each sequence's own cells.
+A long piece of a prompt attends by itself. The other queries read the cells that they share with
+each other together. The attention over all parts of a query is one softmax: the parts are added,
+weighted by the logarithms of the sums of their exponentials, as in Flash Decoding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
-from mlxrunner.cache.shared.split import Part, Split, StackedParts
+from mlxrunner.cache.shared.cells import runs
+from mlxrunner.cache.shared.sight import Ints
+from mlxrunner.cache.shared.split import Level, Own, Part, Split, StackedParts
 from mlxrunner.system.mlx_lm_internals import Attention
 
+MANY_RUNS = 8
+"""Number of runs beyond which one gather is faster than a slice for each run."""
+NOTHING = -1e30
+"""The score of a cell that is not seen, and the weight of a part without cells.
 
-class _Single:
-    """A part: some queries of one sequence, over a run of cells."""
+It is finite, so that differences of two are numbers.
+"""
 
-    def __init__(self, part: Part) -> None:
-        self.queries, self.cells = slice(part.begin, part.end), slice(*part.cells)
-        self.mask = None if part.visible is None else mx.array(part.visible)
-        self.is_causal = part.visible is not None and _is_causal(part.visible)
 
-    def take(self, rows: mx.array) -> mx.array:
-        """Return this part's rows: `[1, groups, per_group, n, d]` to `[..., queries, d]`."""
-        return rows[..., self.queries, :]
+class Partial(NamedTuple):
+    """The attention of some queries over a part of what they see."""
 
-    def product(self, rows: mx.array, buffer: mx.array, *, transposed: bool = False) -> mx.array:
-        """Multiply `rows` by this part's cells of `buffer`.
+    values: mx.array
+    """The mean of the values, `[1, groups, per_group, n, d]`."""
+    weights: mx.array
+    """The logarithm of the sum of the exponentials of the scores, `[1, groups, per_group, n, 1]`.
 
-        Shapes: `rows [1, groups, per_group, queries, k]`, `buffer [1, groups, cells, d]`.
-        """
-        own = buffer[..., self.cells, :]
-        return product(rows, own.swapaxes(-1, -2) if transposed else own)
+    Always float32.
+    """
+
+    def plus(self, other: Partial) -> Partial:
+        """Return the attention over this part and another one."""
+        share = mx.sigmoid(self.weights - other.weights)
+        values = other.values + (self.values - other.values) * share
+        return Partial(values, mx.logaddexp(self.weights, other.weights))
+
+
+class _Own:
+    """A long piece of one sequence, which attends by itself."""
+
+    def __init__(self, own: Own) -> None:
+        self.order, self._queries = range(own.begin, own.end), slice(own.begin, own.end)
+        self._mask = "causal" if own.visible is None else mx.array(own.visible)
+        self._runs = runs(own.cells)
+        self._cells = mx.array(own.cells) if len(self._runs) > MANY_RUNS else None
 
     def whole(
         self, attention: Attention, queries: mx.array, keys: mx.array, values: mx.array, **more: Any
     ) -> mx.array:
-        """Return the attention `[1, heads, queries, d]` of this part's `queries`.
+        stored = self._read(keys), self._read(values)
+        return attention(queries[..., self._queries, :], *stored, mask=self._mask, **more)
 
-        `queries [1, heads, n, d]` are those of all parts.
-        """
-        mask = "causal" if self.is_causal else self.mask
-        own = queries[..., self.queries, :]
-        stored = keys[..., self.cells, :], values[..., self.cells, :]
-        return attention(own, *stored, mask=mask, **more)
+    def _read(self, buffer: mx.array) -> mx.array:
+        if self._cells is not None:
+            return mx.take(buffer, self._cells, axis=2)
+        found = [buffer[..., run.begin : run.end, :] for run in self._runs]
+        return found[0] if len(found) == 1 else mx.concatenate(found, axis=2)
 
-    def drop(self, rows: mx.array) -> mx.array:
-        return rows
 
-    @property
-    def order(self) -> Sequence[int]:
-        return range(self.queries.start, self.queries.stop)
+class _Part:
+    """Some queries over a run of cells."""
+
+    def __init__(self, part: Part) -> None:
+        self.order, self._cells = part.queries, slice(*part.cells)
+        self._rows = _Rows(part.queries)
+        self._mask = None if part.visible is None else mx.array(part.visible)
+
+    def whole(
+        self, attention: Attention, queries: mx.array, keys: mx.array, values: mx.array, **more: Any
+    ) -> mx.array:
+        stored = keys[..., self._cells, :], values[..., self._cells, :]
+        return attention(self._rows.of(queries), *stored, mask=self._mask, **more)
+
+    def partial(self, queries: mx.array, keys: mx.array, values: mx.array) -> Partial:
+        own = keys[..., self._cells, :].swapaxes(-1, -2)
+        scores = _seen(_product(self._rows.of(queries), own), self._mask)
+        weights = mx.softmax(scores, axis=-1)
+        found = _product(weights.astype(values.dtype), values[..., self._cells, :])
+        return Partial(found, _weight(scores, weights))
 
 
 class _Stack:
@@ -62,35 +96,29 @@ class _Stack:
     """
 
     def __init__(self, stacked: StackedParts) -> None:
-        self._stacked, self._queries = stacked, mx.array(stacked.queries)
-        self._wanted = (
-            mx.array(stacked.wanted) if len(stacked.wanted) < len(stacked.queries) else None
-        )
-        self.mask = None if stacked.visible is None else mx.array(stacked.visible)[None, None, None]
+        self._stacked, self._rows = stacked, _Rows(stacked.queries)
+        is_all = len(stacked.wanted) == len(stacked.queries)
+        self._wanted = None if is_all else mx.array(stacked.wanted)
+        visible = stacked.visible
+        self._mask = None if visible is None else mx.array(visible)[:, None, None]
         self.order = [stacked.queries[index] for index in stacked.wanted]
-
-    def take(self, rows: mx.array) -> mx.array:
-        return mx.take(rows, self._queries, axis=-2)
-
-    def product(self, rows: mx.array, buffer: mx.array, *, transposed: bool = False) -> mx.array:
-        own = self._view(buffer)
-        batched = rows.transpose(3, 1, 2, 0, 4)[..., 0, :] @ (
-            own.swapaxes(-1, -2) if transposed else own
-        )
-        return batched[..., None, :].transpose(3, 1, 2, 0, 4)
 
     def whole(
         self, attention: Attention, queries: mx.array, keys: mx.array, values: mx.array, **more: Any
     ) -> mx.array:
-        mine = mx.take(queries, self._queries, axis=2).transpose(2, 1, 0, 3)
-        mask = None if self.mask is None else self.mask[0, 0, 0][:, None, None]
-        return self.drop(
-            attention(mine, self._view(keys), self._view(values), mask=mask, **more).transpose(
-                2, 1, 0, 3
-            )
-        )
+        mine = self._rows.of(queries).transpose(2, 1, 0, 3)
+        found = attention(mine, self._view(keys), self._view(values), mask=self._mask, **more)
+        return self._drop(found.transpose(2, 1, 0, 3))
 
-    def drop(self, rows: mx.array) -> mx.array:
+    def partial(self, queries: mx.array, keys: mx.array, values: mx.array) -> Partial:
+        mine = self._rows.of(queries).transpose(3, 1, 2, 0, 4)[..., 0, :]
+        scores = _seen(mine @ self._view(keys).swapaxes(-1, -2), self._mask)
+        weights = mx.softmax(scores, axis=-1)
+        found = weights.astype(values.dtype) @ self._view(values)
+        both = (found, _weight(scores, weights))
+        return Partial(*(self._drop(part[..., None, :].transpose(3, 1, 2, 0, 4)) for part in both))
+
+    def _drop(self, rows: mx.array) -> mx.array:
         """Drop the rows of lanes whose results are not used."""
         return rows if self._wanted is None else mx.take(rows, self._wanted, axis=-2)
 
@@ -103,17 +131,43 @@ class _Stack:
         ].swapaxes(0, 1)
 
 
+class _Level:
+    """Parts of which each query is in at most one."""
+
+    def __init__(self, level: Level, queries: Ints) -> None:
+        """`queries`: the indices of all queries that are in any level."""
+        self._parts = [_Part(part) if isinstance(part, Part) else _Stack(part) for part in level]
+        self.order = [query for part in self._parts for query in part.order]
+        missing = np.setdiff1d(queries, self.order).tolist()
+        self._missing, self._join = len(missing), _Join([*self.order, *missing])
+
+    def whole(self, *args: Any, **more: Any) -> list[mx.array]:
+        """Return the attention of each part, for queries that are in no other level."""
+        return [part.whole(*args, **more) for part in self._parts]
+
+    def partial(self, queries: mx.array, keys: mx.array, values: mx.array) -> Partial:
+        """Return the attention of all queries; those without a part here get a weight of nothing.
+
+        `queries [1, groups, per_group, n, d]` are scaled.
+        """
+        found = [part.partial(queries, keys, values) for part in self._parts]
+        if self._missing:
+            shape = (*queries.shape[:3], self._missing)
+            nothing = mx.zeros((*shape, values.shape[-1]), values.dtype)
+            found.append(Partial(nothing, mx.full((*shape, 1), NOTHING, mx.float32)))
+        return Partial(*(self._join([part[index] for part in found]) for index in (0, 1)))
+
+
 class Parts:
     """A split with its masks on the device, made once for all layers of a step."""
 
     def __init__(self, split: Split) -> None:
-        self._common = split.common
-        self._parts: list[_Single | _Stack] = [
-            *map(_Single, split.parts),
-            *map(_Stack, split.stacks),
-        ]
-        order = [query for part in self._parts for query in part.order]
-        self._order = None if order == sorted(order) else mx.array(np.argsort(order))
+        self._own = [_Own(own) for own in split.own]
+        in_parts = [query for level in split.levels for part in level for query in part.queries]
+        queries = np.unique(np.array(in_parts, np.int32))
+        self._levels = [_Level(level, queries) for level in split.levels]
+        order = self._levels[0].order if len(self._levels) == 1 else queries.tolist()
+        self._join = _Join([*(query for own in self._own for query in own.order), *order])
 
     def attend(
         self,
@@ -129,64 +183,72 @@ class Parts:
         """Return the attention `[1, heads, n, head_dim]` of `queries`, which have the same shape.
 
         `keys` and `values [1, kv_heads, cells, head_dim]` are whole buffers. `attention`: mlx-lm's
-        function for parts without common cells.
+        function for queries that are in one part only.
         """
-        if self._common.end > self._common.begin:
-            return self._with_common(queries, keys, values, scale, sinks)
-        more = (
-            {"cache": cache, "scale": scale}
-            if sinks is None
-            else {"cache": cache, "scale": scale, "sinks": sinks}
-        )
-        return self._in_order(
-            [part.whole(attention, queries, keys, values, **more) for part in self._parts]
-        )
+        more = {"cache": cache, "scale": scale} | ({} if sinks is None else {"sinks": sinks})
+        found = [own.whole(attention, queries, keys, values, **more) for own in self._own]
+        if len(self._levels) == 1:
+            found += self._levels[0].whole(attention, queries, keys, values, **more)
+        elif self._levels:
+            found.append(self._added(queries * scale, keys, values, sinks))
+        return self._join(found)
 
-    def _with_common(
-        self,
-        queries: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        scale: float,
-        sinks: mx.array | None,
+    def _added(
+        self, queries: mx.array, keys: mx.array, values: mx.array, sinks: mx.array | None
     ) -> mx.array:
-        """Compute one softmax over the scores of common and own cells, from dense products."""
+        """Return the attention of the queries in levels, in their order."""
         _, heads, n, _ = queries.shape
-        groups, common = keys.shape[1], slice(*self._common)
-        shared = self._common.end - self._common.begin
-        grouped = (queries * scale).reshape(1, groups, heads // groups, n, -1)
-        shared_scores = product(grouped, keys[..., common, :].swapaxes(-1, -2))
-        shared_weights, own = [], []
-        for part in self._parts:
-            scores = part.product(part.take(grouped), keys, transposed=True)
-            if part.mask is not None:
-                scores = mx.where(part.mask, scores, mx.array(-mx.inf, scores.dtype))
-            columns = [part.take(shared_scores), scores]
-            if sinks is not None:
-                sink = sinks.reshape(1, groups, heads // groups, 1, 1).astype(scores.dtype)
-                columns.append(mx.broadcast_to(sink, (*scores.shape[:4], 1)))
-            weights = mx.softmax(mx.concatenate(columns, axis=-1), axis=-1, precise=True)
-            of_own = part.product(weights[..., shared : shared + scores.shape[-1]], values)
-            shared_weights.append(part.drop(weights[..., :shared]))
-            own.append(part.drop(of_own))
-        both = product(self._in_order(shared_weights), values[..., common, :]) + self._in_order(own)
-        return both.reshape(1, heads, n, -1)
+        groups = keys.shape[1]
+        grouped = queries.reshape(1, groups, heads // groups, n, -1)
+        total = self._levels[0].partial(grouped, keys, values)
+        for level in self._levels[1:]:
+            total = total.plus(level.partial(grouped, keys, values))
+        found = total.values
+        if sinks is not None:
+            sink = sinks.reshape(1, groups, heads // groups, 1, 1).astype(mx.float32)
+            found = found * mx.sigmoid(total.weights - sink)
+        return found.reshape(1, heads, found.shape[3], -1).astype(queries.dtype)
 
-    def _in_order(self, rows: list[mx.array]) -> mx.array:
-        """Join the rows of all parts, in the order of the queries."""
+
+class _Rows:
+    """Some rows, by their indices: a slice if they follow each other."""
+
+    def __init__(self, indices: Sequence[int]) -> None:
+        begin, end = indices[0], indices[0] + len(indices)
+        follow_each_other = list(indices) == list(range(begin, end))
+        self._rows = slice(begin, end) if follow_each_other else mx.array(list(indices))
+
+    def of(self, rows: mx.array) -> mx.array:
+        """Return these rows of `[..., n, d]`."""
+        if isinstance(self._rows, slice):
+            return rows[..., self._rows, :]
+        return mx.take(rows, self._rows, axis=-2)
+
+
+class _Join:
+    """Joins arrays whose rows have the indices `order`, so that they ascend."""
+
+    def __init__(self, order: Sequence[int]) -> None:
+        is_sorted = list(order) == sorted(order)
+        self._order = None if is_sorted else mx.array(np.argsort(order).astype(np.int32))
+
+    def __call__(self, rows: list[mx.array]) -> mx.array:
         joined = rows[0] if len(rows) == 1 else mx.concatenate(rows, axis=-2)
         return joined if self._order is None else mx.take(joined, self._order, axis=-2)
 
 
-def product(a: mx.array, b: mx.array) -> mx.array:
+def _product(a: mx.array, b: mx.array) -> mx.array:
     """Return `[1, groups, per_group, n, k] @ [1, groups, k, m]`, a group's heads as one matrix."""
     _, groups, per_group, n, k = a.shape
     return (a.reshape(1, groups, per_group * n, k) @ b).reshape(1, groups, per_group, n, -1)
 
 
-def _is_causal(visible: np.ndarray[Any, Any]) -> bool:
-    """Return True if each query sees itself and all cells before it, and the last one sees all."""
-    queries, cells = visible.shape
-    return cells >= queries and bool(
-        (visible == np.tri(queries, cells, cells - queries, dtype=np.bool_)).all()
-    )
+def _seen(scores: mx.array, mask: mx.array | None) -> mx.array:
+    """Return the scores in float32, without those of cells that are not seen."""
+    scores = scores.astype(mx.float32)
+    return scores if mask is None else mx.where(mask, scores, NOTHING)
+
+
+def _weight(scores: mx.array, weights: mx.array) -> mx.array:
+    """Return the logarithm of the sum of exponentials, from `scores` and their softmax."""
+    return scores.max(axis=-1, keepdims=True) - mx.log(weights.max(axis=-1, keepdims=True))

@@ -350,6 +350,23 @@ def test_loading_a_session_begins_another_chat(typed: Any) -> None:
     assert [turn.user for turn in two.store.load("trip").history.turns] == ["Hello!"]
 
 
+def test_loading_keeps_an_unnamed_chat_and_says_where(
+    typed: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its present state is kept, so that nothing is given up."""
+    typed().type("Hello!", session="trip")
+    two = typed()
+    two.type("My name is Ana.", "/undo", "I have a dog.", "/load trip")
+    (kept,) = unnamed_chats(two.store)
+    assert f"the chat so far is kept as {kept}: /load {kept} goes back to it" in (
+        capsys.readouterr().err
+    )
+    assert two.users == ["Hello!"]
+    three = typed()
+    three.type(f"/load {kept}")
+    assert three.users == ["I have a dog."]
+
+
 def test_the_last_twenty_chats_are_kept(tmp_path: Path) -> None:
     """The oldest go, but none that is open, and no session that has a name."""
     store, names = SessionStore(tmp_path), []

@@ -15,9 +15,10 @@ import mlx.core as mx
 import numpy as np
 
 from mlxrunner.cache.shared.cells import Bools, Cells, Lift, Move, Placement, Run, runs
+from mlxrunner.cache.shared.forward import Forward
 from mlxrunner.cache.shared.sequences import END, Batch, Cache, CacheConfig, Commit, Lifecycle
 from mlxrunner.cache.shared.sight import Ints, Sight
-from mlxrunner.cache.shared.split import WORTH_SPLITTING, Split, split
+from mlxrunner.cache.shared.split import WORTH_SPLITTING, Split
 from mlxrunner.errors import CacheFullError, NotSupportedError
 
 Shift = Callable[[int, mx.array, mx.array], mx.array]
@@ -95,16 +96,14 @@ class Layer:
         return self.keys[..., run.begin : run.end, :], self.values[..., run.begin : run.end, :]
 
 
-@dataclass(frozen=True)
-class Forward:
-    """The pass under way: `tokens` that go to `places` (None in a reserve pass), and their mask."""
+@dataclass
+class Pass:
+    """The pass under way, and where its rows are written: nowhere in a reserve pass."""
 
-    tokens: int
+    forward: Forward
     places: Places | None
-    history: Run
-    mask: mx.array
-    visible: Bools
-    sequences: Sequence[int]
+    mask: mx.array | None = None
+    """The mask `[n_tokens, history]`, once it was asked for."""
 
 
 class CausalCache(Cache):
@@ -130,8 +129,8 @@ class CausalCache(Cache):
         self._cells = self._no_cells = Cells.empty(0, 0, self._sight)
         self._layers: dict[int, Layer] = {}
         self._layer = 0
-        self._forward: Forward | None = None
-        self._undo: tuple[Cells, Forward | None] | None = None
+        self._pass: Pass | None = None
+        self._undo: tuple[Cells, Pass | None] | None = None
 
     @property
     def window(self) -> int | None:
@@ -146,9 +145,12 @@ class CausalCache(Cache):
     def mask(self) -> mx.array:
         """The mask of the pass under way, `[n_tokens, history]`.
 
-        Some models need it before their layers write.
+        Some models need it before their layers write. It is made when it is first asked for.
         """
-        return self._current().mask
+        under_way = self._current()
+        if under_way.mask is None:
+            under_way.mask = self._as_mask(under_way.forward.visible)
+        return under_way.mask
 
     @property
     def state(self) -> list[mx.array]:
@@ -178,8 +180,30 @@ class CausalCache(Cache):
 
     def split(self, worth: float = WORTH_SPLITTING) -> Split | None:
         """Split the attention of the pass under way; return None if one product is faster."""
-        forward = self._current()
-        return split(forward.visible, forward.sequences, forward.history, self._cells.lanes, worth)
+        return self._current().forward.split(worth)
+
+    def attention_mask(self, *, is_split: bool, as_array: bool) -> mx.array | str | None:
+        """Return the mask of the pass under way as mlx-lm's attention takes it.
+
+        `is_split`: the attention is computed in parts, which have their own masks. `as_array`: the
+        model needs an array, as long as what `fetch` returns.
+        """
+        forward = self._current().forward
+        alone, queries = forward.alone, len(forward.batch)
+        if alone is None and (as_array or not is_split):
+            return self.mask
+        if alone is not None and alone.visible is not None:
+            return self._as_mask(alone.visible)
+        if alone is not None and as_array:
+            cells = alone.cells.end - alone.cells.begin
+            return self._as_mask(np.tri(queries, cells, cells - queries, dtype=np.bool_))
+        return None if queries == 1 else "causal"
+
+    def fetch(self) -> tuple[mx.array, mx.array]:
+        """Return the keys and values of the current layer that `attention_mask` speaks of."""
+        forward, layer = self._current().forward, self._layers[self._layer]
+        alone = forward.alone
+        return layer.read(forward.history if alone is None else alone.cells)
 
     def expect(self, sequence: int, count: int) -> None:
         """Reserve a lane, so that the next `count` tokens of the sequence lie side by side.
@@ -281,52 +305,46 @@ class CausalCache(Cache):
         self._undo = None
         if reserve:
             self._check_size(batch)
-            self._undo = self._cells, self._forward
-            everything = np.ones((len(batch), self._rows.end), np.bool_)
-            self._forward = Forward(
-                len(batch), None, self._rows, self._as_mask(everything), everything, batch.sequences
-            )
+            self._undo = self._cells, self._pass
+            self._pass = Pass(Forward(batch, self._cells, None, self._rows), None)
             return
         before, after, cells, move = self._place(batch)
-        history = after.history(batch).padded(self._lifecycle.config.history_multiple)
-        visible = after.mask(batch, cells, history)
-        forward = Forward(
-            len(batch), Places(cells), history, self._as_mask(visible), visible, batch.sequences
-        )
+        multiple = self._lifecycle.config.history_multiple
+        coming = Pass(Forward(batch, after, cells, self._rows, multiple), Places(cells))
         if move is not None:
             self._move(move, before)
-        self._undo = before, self._forward
-        self._cells, self._forward = after, forward
+        self._undo = before, self._pass
+        self._cells, self._pass = after, coming
 
     def undo_forward(self) -> None:
         if self._undo is not None:
-            (self._cells, self._forward), self._undo = self._undo, None
+            (self._cells, self._pass), self._undo = self._undo, None
 
     def set_layer(self, layer: int) -> None:
         self._layer = layer
 
     def put(self, keys: mx.array, values: mx.array) -> None:
-        forward = self._current()
+        places, tokens = self._current().places, len(self._current().forward.batch)
         for name, rows in (("keys", keys), ("values", values)):
-            if rows.shape[2] != forward.tokens:
+            if rows.shape[2] != tokens:
                 raise ValueError(
                     f"layer {self._layer}: {rows.shape[2]} {name} were put, "
-                    f"but start_forward announced {forward.tokens} tokens"
+                    f"but start_forward announced {tokens} tokens"
                 )
         layer = self._layers.get(self._layer) or Layer.like(
             keys, values, self._rows.end, self._dtype
         )
         layer.check(self._layer, keys, values)
         self._layers[self._layer] = layer
-        if forward.places is not None:
+        if places is not None:
             self._undo = None
-            layer.write(forward.places, keys, values)
+            layer.write(places, keys, values)
 
     def get(self) -> tuple[mx.array, mx.array, mx.array]:
-        forward, layer = self._current(), self._layers.get(self._layer)
+        forward, layer = self._current().forward, self._layers.get(self._layer)
         if layer is None:
             raise RuntimeError(f"layer {self._layer}: get was called before anything was put")
-        return *layer.read(forward.history), forward.mask
+        return *layer.read(forward.history), self.mask
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         self.prepare_copy_prefix(source, target, length)()
@@ -381,13 +399,13 @@ class CausalCache(Cache):
         self._lifecycle.close()
         self._layers.clear()
         self._cells = self._no_cells = Cells.empty(0, 0, self._sight)
-        self._forward = self._undo = None
+        self._pass = self._undo = None
 
-    def _current(self) -> Forward:
+    def _current(self) -> Pass:
         self._lifecycle.check()
-        if self._forward is None:
+        if self._pass is None:
             raise RuntimeError("no forward pass is under way: call start_forward first")
-        return self._forward
+        return self._pass
 
     def _check_size(self, batch: Batch) -> None:
         self._lifecycle.check()
@@ -417,7 +435,7 @@ class CausalCache(Cache):
         self._cells, self._undo = after, None
 
     def _forget(self) -> None:
-        self._cells, self._forward, self._undo = self._no_cells, None, None
+        self._cells, self._pass, self._undo = self._no_cells, None, None
 
     def _move(self, move: Move, after: Cells) -> None:
         self._forget()

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +18,7 @@ from numpy.typing import NDArray
 
 from mlxrunner.cache.shared.sequences import END, Batch
 from mlxrunner.cache.shared.sight import Ints, Sight
+from mlxrunner.cache.shared.stretches import Stretches, between, breaks, grown, pieces, stretches_of
 from mlxrunner.errors import CacheFullError
 
 Bools = NDArray[np.bool_]
@@ -96,6 +99,8 @@ class Cells:
     sight: Sight = field(default_factory=Sight)
     lanes: Mapping[int, Lane] = field(default_factory=dict)
     """The lanes of some sequences. They are given up if a batch finds no other room."""
+    _known: dict[int, Stretches] = field(default_factory=dict, init=False, repr=False)
+    """The stretches that were asked for."""
 
     @classmethod
     def empty(cls, num_cells: int, max_sequences: int, sight: Sight) -> Cells:
@@ -111,7 +116,7 @@ class Cells:
     def num_free(self) -> int:
         return self.num_cells - int(np.count_nonzero(self.used))
 
-    @property
+    @cached_property
     def used(self) -> Bools:
         """True for cells with an owner, `[cells]`."""
         used: Bools = np.logical_or.reduce(self.owners, axis=0)
@@ -126,6 +131,16 @@ class Cells:
         """Return the next position of each sequence `[sequences]`; 0 for one without tokens."""
         ends: Ints = (self.owners * (self.positions + 1)).max(axis=1)
         return ends
+
+    def stretches(self, sequence: int) -> Stretches | None:
+        """Return the cells of the sequence as stretches; None if it is scattered."""
+        found = self._known.get(sequence)
+        if found is None:
+            own = np.flatnonzero(self.owners[sequence]).astype(np.int32)
+            found = stretches_of(own, self.positions[own])
+            if found is not None:
+                self._known[sequence] = found
+        return found
 
     def holds(self, sequence: int, begin: int) -> bool:
         """Return True if the sequence has tokens at positions >= `begin`."""
@@ -261,9 +276,11 @@ class Cells:
         positions, owners = kept.positions.copy(), kept.owners.copy()
         positions[cells] = batch.positions
         owners[batch.sequences, cells] = True
-        return Placement(
-            before, replace(kept, positions=positions, owners=owners, lanes=lanes), cells, move
-        )
+        after = replace(kept, positions=positions, owners=owners, lanes=lanes)
+        after._known.update(kept._grown(batch, cells))
+        after.__dict__["used"] = used = kept.used.copy()
+        used[cells] = True
+        return Placement(before, after, cells, move)
 
     def packed(self) -> tuple[Cells, Move | None]:
         """Close all holes, in the same order."""
@@ -283,11 +300,7 @@ class Cells:
         `cells`: the cells of the batch. `history` may reach beyond all cells.
         """
         queries, sequences = np.array(batch.positions, np.int32), np.array(batch.sequences)
-        positions = self.positions[history.begin : history.end]
-        visible: Bools = self.owners[:, history.begin : history.end][sequences]
-        visible &= positions <= queries[:, None]
-        if self.sight != Sight():
-            visible &= positions >= self.sight.first_seen(queries)[:, None]
+        visible = self.visible(queries, sequences, history)
         if ahead := list(batch.sees_forward):
             forward = (sequences[ahead][:, None] == sequences[ahead]) & (
                 queries[ahead][:, None] < queries[ahead]
@@ -295,6 +308,15 @@ class Cells:
             visible[np.ix_(np.array(ahead), cells[ahead] - history.begin)] |= forward
         missing = history.end - history.begin - visible.shape[1]
         return np.pad(visible, ((0, 0), (0, missing))) if missing else visible
+
+    def visible(self, queries: Ints, sequences: Ints, run: Run) -> Bools:
+        """Return which cells of `run` tokens at positions `queries` of `sequences` look back at."""
+        positions = self.positions[run.begin : run.end]
+        visible: Bools = self.owners[:, run.begin : run.end][sequences]
+        visible &= positions <= queries[:, None]
+        if self.sight.is_limited:
+            visible &= positions >= self.sight.first_seen(queries)[:, None]
+        return visible
 
     def check_sequences(self, *sequences: int) -> None:
         """Raise ValueError for a sequence that does not exist."""
@@ -312,29 +334,44 @@ class Cells:
         begins = self.next_positions()
         sequences, lowest = _lowest_positions(batch)
         begins[sequences] = lowest
-        return replace(
-            self, owners=self.owners & (self.positions >= self.sight.first_kept(begins)[:, None])
-        )
+        first = self.sight.first_kept(begins)
+        kept = replace(self, owners=self.owners & (self.positions >= first[:, None]))
+        for sequence, found in self._known.items():
+            kept._known[sequence] = between(found, int(first[sequence]), END)
+        return kept
+
+    def _grown(self, batch: Batch, cells: Ints) -> dict[int, Stretches]:
+        """Return the known stretches once the batch is in `cells`."""
+        known = dict(self._known)
+        positions, sequences = np.array(batch.positions, np.int32), np.array(batch.sequences)
+        begins = breaks(cells, positions, sequences)
+        for begin, stretch in zip(begins.tolist(), pieces(cells, positions, begins), strict=True):
+            old = known.pop(sequence := batch.sequences[begin], None)
+            if old is not None and (more := grown(old, stretch)) is not None:
+                known[sequence] = more
+        return known
 
     def _in_lanes(self, batch: Batch) -> tuple[Ints, dict[int, Lane]] | None:
         """Return the cells of the batch, and the remaining lanes.
 
         Return None if the tokens without a lane find no room beside the lanes.
         """
-        cells, sequences = np.full(len(batch), -1, np.int32), np.array(batch.sequences)
-        free, lanes = ~self.used, dict(self.lanes)
-        for sequence in lanes.keys() & set(batch.sequences):
-            own, lane = np.flatnonzero(sequences == sequence), lanes.pop(sequence)
-            taken = Run(lane.next, lane.next + len(own))
-            if taken.end <= lane.run.end and free[taken.begin : taken.end].all():
-                cells[own] = range(*taken)
-                free[taken.begin : taken.end] = False
-                lanes[sequence] = lane._replace(next=taken.end)
-        others = np.flatnonzero(cells < 0)
-        start = _first_fit(_without(free, lanes.values()), len(others)) if len(others) else 0
-        if start is None:
-            return None
-        cells[others] = range(start, start + len(others))
+        cells, lanes = np.empty(len(batch), np.int32), dict(self.lanes)
+        others: list[int] = []
+        for sequence, own in batch.by_sequence.items():
+            lane = lanes.pop(sequence, None)
+            end = 0 if lane is None else lane.next + len(own)
+            if lane is None or end > lane.run.end or self.used[lane.next : end].any():
+                others += own
+            else:
+                cells[own] = range(lane.next, end)
+                lanes[sequence] = Lane(lane.run, end)
+        if others:
+            free = _without(~self.used, [self.lanes[each] for each in lanes])
+            start = _first_fit(free, len(others))
+            if start is None:
+                return None
+            cells[sorted(others)] = range(start, start + len(others))
         return cells, lanes
 
     def _packing(self, kept: Cells) -> tuple[Ints, Move | None]:
@@ -358,12 +395,9 @@ class Cells:
 
 def runs(cells: Ints) -> list[Run]:
     """Return the cells as runs of neighbours."""
-    begins = np.flatnonzero(np.diff(cells, prepend=-2) != 1)
-    lengths = np.diff(begins, append=len(cells))
-    return [
-        Run(first, first + n)
-        for first, n in zip(cells[begins].tolist(), lengths.tolist(), strict=True)
-    ]
+    ends = [*(np.flatnonzero(cells[1:] != cells[:-1] + 1) + 1).tolist(), len(cells)]
+    bounds = pairwise([0, *ends]) if len(cells) else ()
+    return [Run(int(cells[begin]), int(cells[end - 1]) + 1) for begin, end in bounds]
 
 
 def _without(free: Bools, lanes: Iterable[Lane]) -> Bools:
@@ -383,7 +417,6 @@ def _first_fit(free: Bools, n: int) -> int | None:
 
 def _lowest_positions(batch: Batch) -> tuple[Sequence[int], Ints]:
     """Return the sequences of a batch, and the lowest position of each."""
-    lowest: dict[int, int] = {}
-    for sequence, position in zip(batch.sequences, batch.positions, strict=True):
-        lowest[sequence] = min(position, lowest.get(sequence, END))
-    return list(lowest), np.array(list(lowest.values()), np.int32)
+    own = batch.by_sequence
+    lowest = [min(batch.positions[index] for index in indices) for indices in own.values()]
+    return list(own), np.array(lowest, np.int32)

@@ -1,23 +1,26 @@
-"""Split the attention of one row into parts: one for all queries, and one per sequence.
+"""Split the attention of a step into products over the cells that its queries really see.
 
-Bookkeeping only: numpy, no tensors.
+Bookkeeping only: numpy, no tensors, and no mask of all queries and all cells.
 
-One product over all cells is fastest if few sequences share a long prefix. If sequences have many
-tokens of their own, most of that product would be masked. Then each part is computed by itself, and
-the work grows with the number of visible cells. Single queries whose sequences have lanes of one
-size form one part: such a stretch of the buffer is a batch already, without any copy.
+A long piece of a prompt attends by itself: its own cells, in the order of their positions, need no
+mask. Of all other queries, those that see the same cells read them together, once: what all share,
+what a group shares, and what each has alone. Single queries whose sequences have lanes of one size
+are one part: such a stretch of the buffer is a batch already, without any copy.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from mlxrunner.cache.shared.cells import Bools, Lane, Run, runs
+from mlxrunner.cache.shared.cells import Bools, Cells, Run
+from mlxrunner.cache.shared.sequences import Batch
+from mlxrunner.cache.shared.sight import Ints
+from mlxrunner.cache.shared.stretches import Stretches, between
 
 WORTH_SPLITTING = 1.2
 """Smallest ratio of the cost of one product to that of its parts at which it is split."""
@@ -27,17 +30,45 @@ PART_COST = 500
 Measured on a CPU by benchmarks/parallel.py; larger models have a lower cost.
 """
 MOST_SHARED = 2**20
-"""Most pairs of query and common cell in a pass that is split.
+"""Most pairs of query and cell in a part that several sequences share.
 
-A split pass holds their scores in memory, which is too much for long prompts.
+Its scores are held in memory.
 """
+LONG = 64
+"""Fewest tokens of a piece that attends by itself. It reads what it shares once more."""
 
 
-class Part(NamedTuple):
-    """The queries `begin .. end - 1`, and the cells that they see beside the common ones."""
+class Block(NamedTuple):
+    """The queries `begin .. end - 1` of a step: tokens of one sequence, one after another."""
 
     begin: int
     end: int
+    sequence: int
+    position: int
+    """The position of the first token."""
+    seen: Stretches | None
+    """The cells that any of the queries sees; None: too many pieces to list."""
+
+    @property
+    def num_queries(self) -> int:
+        return self.end - self.begin
+
+
+class Own(NamedTuple):
+    """The queries `begin .. end - 1`, which attend by themselves."""
+
+    begin: int
+    end: int
+    cells: Ints
+    """All that they see, in the order of positions."""
+    visible: Bools | None
+    """The mask `[queries, cells]`; None: each sees all cells up to its own."""
+
+
+class Part(NamedTuple):
+    """Some queries, and a run of cells that they see."""
+
+    queries: tuple[int, ...]
     cells: Run
     visible: Bools | None
     """The mask `[queries, cells]`; None: all are visible."""
@@ -63,89 +94,268 @@ class StackedParts(NamedTuple):
     """The mask `[lanes, length]`; None: all are visible."""
 
 
-class Split(NamedTuple):
-    """Attention in parts. Each query is in one of `parts` or in one of `stacks`."""
+Level = tuple[Part | StackedParts, ...]
+"""Parts of which each query is in at most one."""
 
-    common: Run
-    """Cells that all queries see; may be empty."""
-    parts: tuple[Part, ...]
-    stacks: tuple[StackedParts, ...]
+
+class Split(NamedTuple):
+    """Attention in parts.
+
+    Each query is in one of `own`, or in one part or more of different `levels`.
+    """
+
+    own: tuple[Own, ...]
+    levels: tuple[Level, ...]
+
+
+class Seen(NamedTuple):
+    """A run of cells, and which blocks see them, as the bits of a number."""
+
+    cells: Run
+    blocks: int
+
+
+def blocks_of(cells: Cells, batch: Batch) -> list[Block] | None:
+    """Return the blocks of a placed batch; None if its tokens are in no such order."""
+    if batch.is_plain and not batch.sees_forward:
+        return [_block(cells, batch, 0, len(batch))]
+    positions, sequences = np.array(batch.positions, np.int32), np.array(batch.sequences)
+    is_other = sequences[1:] != sequences[:-1]
+    borders = [0, *(np.flatnonzero(is_other) + 1).tolist(), len(batch)]
+    in_order = (positions[1:] == positions[:-1] + 1) | is_other
+    if batch.sees_forward or not in_order.all() or len(borders) > len(batch.by_sequence) + 1:
+        return None
+    return [_block(cells, batch, begin, end) for begin, end in pairwise(borders)]
+
+
+def _block(cells: Cells, batch: Batch, begin: int, end: int) -> Block:
+    sequence, position = batch.sequences[begin], batch.positions[begin]
+    known, low = cells.stretches(sequence), 0
+    if cells.sight.is_limited:
+        low = int(cells.sight.first_seen(np.array([position], np.int32))[0])
+    seen = None if known is None else between(known, low, position + end - begin)
+    return Block(begin, end, sequence, position, seen)
 
 
 def split(
-    visible: Bools,
-    sequences: Sequence[int],
-    history: Run,
-    lanes: Mapping[int, Lane],
-    worth: float = WORTH_SPLITTING,
+    cells: Cells, batch: Batch, blocks: Sequence[Block], worth: float = WORTH_SPLITTING
 ) -> Split | None:
-    """Split the attention of the mask `visible [queries, history]`.
+    """Split the attention of a placed batch; return None if one product is faster.
 
-    Return None if one product is faster. `sequences`: the sequence of each query. `history`: the
-    cells of the mask. `lanes`: the lane of each sequence that has one. `worth`: the smallest ratio
-    of costs at which the product is split.
+    `worth`: the smallest ratio of costs at which the product is split.
     """
-    owners = np.asarray(sequences)
-    borders = [0, *(np.flatnonzero(np.diff(owners)) + 1).tolist(), len(owners)]
-    if len(borders) == 2:
+    own = tuple(_own(cells, block) for block in blocks if block.num_queries >= LONG)
+    levels = _levels(cells, [block for block in blocks if block.num_queries < LONG])
+    parts = [part for level in levels for part in level]
+    if not own and len(parts) == 1 and isinstance(parts[0], Part):
         return None
-    shared = runs(np.flatnonzero(visible.all(axis=0)).astype(np.int32))
-    common = max(shared, key=lambda run: run.end - run.begin, default=Run(0, 0))
-    if len(owners) * (common.end - common.begin) > MOST_SHARED:
-        return None
-    parts, in_lanes = [], defaultdict(list)
-    pieces = Counter(sequences[begin] for begin in borders[:-1])
-    for begin, end in pairwise(borders):
-        own = visible[begin:end].copy()
-        own[:, common.begin : common.end] = False
-        seen = np.flatnonzero(own.any(axis=0))
-        cells = Run(int(seen[0]), int(seen[-1]) + 1) if len(seen) else Run(common.end, common.end)
-        own = own[:, cells.begin : cells.end]
-        part = Part(begin, end, _moved(cells, history.begin), None if own.all() else own)
-        lane = lanes.get(sequences[begin]) if pieces[sequences[begin]] == 1 else None
+    span = history_of(cells, batch, blocks)
+    cost = sum(_cost_of_own(piece) for piece in own) + sum(map(_cost_of, parts))
+    return None if len(batch) * (span.end - span.begin) < worth * cost else Split(own, levels)
+
+
+def history_of(cells: Cells, batch: Batch, blocks: Sequence[Block] | None) -> Run:
+    """Return the cells from the first to the last that a placed batch sees."""
+    seen = [] if blocks is None else [block.seen for block in blocks]
+    stretches = [stretch for found in seen if found is not None for stretch in found]
+    if not stretches or None in seen:
+        return cells.history(batch)
+    return Run(min(each.begin for each in stretches), max(each.end for each in stretches))
+
+
+def _own(cells: Cells, block: Block) -> Own:
+    """Return a long block: its cells in the order of positions, with a mask if it needs one."""
+    queries = np.arange(block.position, block.position + block.num_queries, dtype=np.int32)
+    first = cells.sight.first_seen(queries)
+    if block.seen is None:
+        held, positions = cells.owners[block.sequence], cells.positions
+        found = np.flatnonzero(held & (positions >= first[0]) & (positions <= queries[-1]))
+        found = found[np.argsort(positions[found], kind="stable")]
+    else:
+        in_order = sorted(block.seen, key=lambda stretch: stretch.position)
+        found = np.concatenate([np.arange(each.begin, each.end) for each in in_order])
+    positions = cells.positions[found]
+    is_causal = (np.diff(positions) == 1).all() and first[-1] <= positions[0]
+    visible = None if is_causal else (positions <= queries[:, None]) & (positions >= first[:, None])
+    return Own(block.begin, block.end, found.astype(np.int32), visible)
+
+
+def _levels(cells: Cells, blocks: Sequence[Block]) -> tuple[Level, ...]:
+    """Return the parts of short blocks, those with the most queries first."""
+    if not blocks:
+        return ()
+    seen = [[Run(each.begin, each.end) for each in block.seen or ()] for block in blocks]
+    if any(block.seen is None for block in blocks):
+        parts: list[tuple[int, Part | StackedParts]] = [_all_at_once(cells, blocks)]
+    else:
+        stacks, rest = _stacks(cells, blocks, _overlaps(seen))
+        parts = [*stacks, *_parts(cells, blocks, rest)]
+    levels: list[tuple[int, list[Part | StackedParts]]] = []
+    for bits, part in sorted(parts, key=lambda pair: -pair[0].bit_count()):
+        for index, (taken, level) in enumerate(levels):
+            if not taken & bits:
+                levels[index] = taken | bits, [*level, part]
+                break
+        else:
+            levels.append((bits, [part]))
+    return tuple(tuple(level) for _, level in levels)
+
+
+def _overlaps(seen: Sequence[Sequence[Run]]) -> list[Seen]:
+    """Return the cells that any of the blocks sees, wherever another set of blocks sees them."""
+    changes: defaultdict[int, int] = defaultdict(int)
+    for number, runs in enumerate(seen):
+        for run in runs:
+            changes[run.begin] ^= 1 << number
+            changes[run.end] ^= 1 << number
+    found, blocks = [], 0
+    for begin, end in pairwise([*sorted(changes), 0]):
+        blocks ^= changes[begin]
+        if blocks:
+            found.append(Seen(Run(begin, end), blocks))
+    return found
+
+
+def _stacks(
+    cells: Cells, blocks: Sequence[Block], seen: Sequence[Seen]
+) -> tuple[list[tuple[int, StackedParts]], list[Seen]]:
+    """Stack what single queries see alone in lanes of one size. Return the rest, too."""
+    in_lanes: defaultdict[int, dict[int, list[Run]]] = defaultdict(dict)
+    rest = []
+    for one in seen:
+        number = one.blocks.bit_length() - 1
+        lane = cells.lanes.get(blocks[number].sequence)
         if (
-            lane is not None
-            and end == begin + 1
-            and lane.run.begin <= part.cells.begin
-            and part.cells.end <= lane.run.end
+            lane is None
+            or one.blocks.bit_count() > 1
+            or blocks[number].num_queries > 1
+            or not lane.run.begin <= one.cells.begin < one.cells.end <= lane.run.end
         ):
-            in_lanes[lane.run.end - lane.run.begin].append((part, lane.run))
+            rest.append(one)
         else:
-            parts.append(part)
-    together = []
+            size = lane.run.end - lane.run.begin
+            in_lanes[size].setdefault(number, []).append(one.cells)
+    stacks = []
     for size, members in in_lanes.items():
-        first, last = min(run.begin for _, run in members), max(run.begin for _, run in members)
-        if len(members) < 2 or (last - first) // size + 1 > 2 * len(members):
-            parts += [part for part, _ in members]
+        begins = {number: cells.lanes[blocks[number].sequence].run.begin for number in members}
+        first, last = min(begins.values()), max(begins.values())
+        count = (last - first) // size + 1
+        if len(members) > 1 and count <= 2 * len(members):
+            bits = sum(1 << number for number in members)
+            stacks.append((bits, _stacked(blocks, members, begins, Run(first, size), count)))
         else:
-            together.append(_stacked(members, first, (last - first) // size + 1, size))
-    cost = len(owners) * (common.end - common.begin) + PART_COST * (len(parts) + len(together))
-    cost += sum((part.end - part.begin) * (part.cells.end - part.cells.begin) for part in parts)
-    cost += sum(len(lane.queries) * lane.length for lane in together)
-    if visible.size < worth * cost:
-        return None
-    return Split(_moved(common, history.begin), tuple(parts), tuple(together))
+            rest += [Seen(run, 1 << number) for number, runs in members.items() for run in runs]
+    return stacks, sorted(rest)
 
 
-def _stacked(members: list[tuple[Part, Run]], first: int, count: int, size: int) -> StackedParts:
-    length = max(part.cells.end - run.begin for part, run in members)
-    queries, visible = [members[0][0].begin] * count, np.zeros((count, length), np.bool_)
+def _stacked(
+    blocks: Sequence[Block],
+    members: dict[int, list[Run]],
+    begins: dict[int, int],
+    lanes: tuple[int, int],
+    count: int,
+) -> StackedParts:
+    """Stack `members`, the cells that each block sees in its lane, which begins at `begins`.
+
+    `lanes`: the first cell of the first lane, and the size of each. `count`: number of lanes.
+    """
+    first, size = lanes
+    length = max(runs[-1].end - begins[number] for number, runs in members.items())
+    queries, visible = [blocks[min(members)].begin] * count, np.zeros((count, length), np.bool_)
     wanted = []
-    for part, run in members:
-        index = (run.begin - first) // size
-        queries[index] = part.begin
+    for number, runs in members.items():
+        index = (begins[number] - first) // size
+        queries[index] = blocks[number].begin
         wanted.append(index)
-        columns = visible[index, part.cells.begin - run.begin : part.cells.end - run.begin]
-        columns[:] = True if part.visible is None else part.visible[0]
-    return StackedParts(
-        tuple(queries),
-        tuple(sorted(wanted)),
-        first,
-        size,
-        length,
-        None if visible.all() else visible,
-    )
+        for run in runs:
+            visible[index, run.begin - begins[number] : run.end - begins[number]] = True
+    mask = None if visible.all() else visible
+    return StackedParts(tuple(queries), tuple(sorted(wanted)), first, size, length, mask)
 
 
-def _moved(run: Run, by: int) -> Run:
-    return Run(run.begin + by, run.end + by)
+def _parts(
+    cells: Cells, blocks: Sequence[Block], seen: Sequence[Seen]
+) -> list[tuple[int, Part | StackedParts]]:
+    """Return the parts over `seen`; neighbours are one where one product is less work."""
+    rows = [block.num_queries for block in blocks]
+    joined: list[tuple[Seen, list[Seen]]] = []
+    for one in seen:
+        if joined:
+            last, members = joined[-1]
+            both = Seen(Run(last.cells.begin, one.cells.end), last.blocks | one.blocks)
+            if _pairs(both, rows) <= PART_COST + _pairs(last, rows) + _pairs(one, rows):
+                joined[-1] = both, [*members, one]
+                continue
+        joined.append((one, [one]))
+    return [
+        (part.blocks, _part(cells, blocks, part, members))
+        for whole, members in joined
+        for part in _small_enough(whole, rows)
+    ]
+
+
+def _small_enough(seen: Seen, rows: Sequence[int]) -> list[Seen]:
+    """Divide the blocks that see some cells, so that no part has too many scores."""
+    most = max(1, MOST_SHARED // (seen.cells.end - seen.cells.begin))
+    found, count = [], most
+    for number in _numbers(seen.blocks):
+        if count + rows[number] > most:
+            found.append(0)
+            count = 0
+        found[-1] |= 1 << number
+        count += rows[number]
+    return [Seen(seen.cells, bits) for bits in found]
+
+
+def _part(cells: Cells, blocks: Sequence[Block], whole: Seen, members: Sequence[Seen]) -> Part:
+    """Return a part over `members`, which lie in the run of `whole`, for the blocks of `whole`."""
+    run, own = whole.cells, [blocks[number] for number in _numbers(whole.blocks)]
+    queries = tuple(query for block in own for query in range(block.begin, block.end))
+    if len(members) == 1 and len(queries) == len(own):
+        return Part(queries, run, None)
+    visible = np.zeros((len(queries), run.end - run.begin), np.bool_)
+    row = 0
+    for number, block in zip(_numbers(whole.blocks), own, strict=True):
+        rows = visible[row : row + block.num_queries]
+        for one in members:
+            rows[:, one.cells.begin - run.begin : one.cells.end - run.begin] = (
+                one.blocks >> number & 1
+            )
+        if block.num_queries > 1:
+            rows &= _visible(cells, block, run)
+        row += block.num_queries
+    return Part(queries, run, None if visible.all() else visible)
+
+
+def _visible(cells: Cells, block: Block, run: Run) -> Bools:
+    queries = np.arange(block.position, block.position + block.num_queries, dtype=np.int32)
+    return cells.visible(queries, np.full_like(queries, block.sequence), run)
+
+
+def _all_at_once(cells: Cells, blocks: Sequence[Block]) -> tuple[int, Part]:
+    """Return one part for all blocks, where the cells of some are scattered."""
+    masks = [_visible(cells, block, Run(0, cells.num_cells)) for block in blocks]
+    visible = np.concatenate(masks)
+    seen = np.flatnonzero(visible.any(axis=0))
+    run = Run(int(seen[0]), int(seen[-1]) + 1)
+    queries = tuple(query for block in blocks for query in range(block.begin, block.end))
+    return (1 << len(blocks)) - 1, Part(queries, run, visible[:, run.begin : run.end])
+
+
+def _numbers(bits: int) -> list[int]:
+    return [number for number in range(bits.bit_length()) if bits >> number & 1]
+
+
+def _pairs(seen: Seen, rows: Sequence[int]) -> int:
+    """Return the pairs of query and cell in one product over `seen`."""
+    count = sum(rows[number] for number in _numbers(seen.blocks))
+    return count * (seen.cells.end - seen.cells.begin)
+
+
+def _cost_of(part: Part | StackedParts) -> int:
+    length = part.cells.end - part.cells.begin if isinstance(part, Part) else part.length
+    return PART_COST + len(part.queries) * length
+
+
+def _cost_of_own(piece: Own) -> int:
+    return PART_COST + (piece.end - piece.begin) * len(piece.cells)

@@ -5,8 +5,10 @@ Each cell is drawn as its owners.
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 
@@ -19,6 +21,7 @@ from support.sample import examples
 from mlxrunner.cache import END, Batch, CacheConfig, CacheFullError
 from mlxrunner.cache.shared.cells import Cells, Lane, Run, runs
 from mlxrunner.cache.shared.sight import Sight
+from mlxrunner.cache.shared.stretches import MOST_STRETCHES, Stretch
 
 
 def placed(cells: Cells, *tokens: tuple[int, int]) -> Cells:
@@ -392,3 +395,62 @@ def test_packing_forgets_the_lanes() -> None:
     cells = Cells.empty(64, 2, Sight()).place(Batch([0], [0])).after.expecting(1, 3)
     assert cells.lanes
     assert cells.packed()[0].lanes == {}
+
+
+def listed(cells: Cells, sequence: int) -> list[tuple[int, int]] | None:
+    """Return (cell, position) of each token, from the stretches; None for a scattered sequence."""
+    found = cells.stretches(sequence)
+    if found is None:
+        return None
+    assert sorted(found) == list(found)
+    return [
+        (cell, stretch.position + cell - stretch.begin)
+        for stretch in found
+        for cell in range(stretch.begin, stretch.end)
+    ]
+
+
+@pytest.mark.parametrize("sight", [{}, {"window": 3}, {"window": 2, "memory": 5}], ids=str)
+@examples(200)
+@given(st.lists(st.sampled_from(["place"] * 5 + ["share", "cut", "lane", "pack"])), st.randoms())
+def test_stretches_are_kept_up_to_date(
+    sight: dict[str, int], calls: list[str], rng: random.Random
+) -> None:
+    """After any calls they are the cells and positions of the tables, however they were grown."""
+    some = cells(40, 3, **sight)
+    for call in calls:
+        one, other = rng.randrange(3), rng.randrange(3)
+        if call == "place":
+            nexts = some.next_positions().tolist()
+            tokens = []
+            for sequence in [one] * rng.randint(1, 4) + [other] * rng.randrange(3):
+                tokens.append((sequence, nexts[sequence] + (rng.random() < 0.1)))
+                nexts[sequence] = tokens[-1][1] + 1
+            with suppress(CacheFullError):
+                some = placed(some, *tokens)
+        elif call == "share":
+            some = some.with_prefix(one, other, rng.randrange(12))
+        elif call == "cut":
+            begin = rng.randrange(12)
+            with suppress(CacheFullError):
+                some, _ = some.without(one, begin, rng.choice([END, begin + 2]))
+        elif call == "lane":
+            some = some.expecting(one, rng.randrange(12))
+        else:
+            some, _ = some.packed()
+        for sequence in range(3):
+            own = np.flatnonzero(some.owners[sequence])
+            table = list(zip(own.tolist(), some.positions[own].tolist(), strict=True))
+            assert listed(some, sequence) == table
+
+
+def test_a_sequence_in_many_pieces_is_scattered() -> None:
+    """Its pieces are not listed one by one."""
+    some = cells(200, 2)
+    for position in range(MOST_STRETCHES + 1):
+        assert some.stretches(0) is not None
+        some = placed(some, (0, position), (1, position))
+    assert some.stretches(0) is None
+    assert some.without(1, 0, END)[0].packed()[0].stretches(0) == (
+        Stretch(0, MOST_STRETCHES + 1, 0),
+    )

@@ -1,119 +1,311 @@
-"""A mask taken apart is the same mask."""
+"""A step taken apart sees what its mask shows, and nothing twice."""
 
 from __future__ import annotations
 
+import random
+from contextlib import suppress
+from typing import Any
+
+import mlx.core as mx
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from mlx_lm.models.base import scaled_dot_product_attention
 from support.sample import examples
 
-from mlxrunner.cache.shared.cells import Lane, Run
-from mlxrunner.cache.shared.split import MOST_SHARED, Split, split
+from mlxrunner.cache import END, Batch, CacheFullError
+from mlxrunner.cache.shared.cells import Bools, Cells, Run
+from mlxrunner.cache.shared.sight import Sight
+from mlxrunner.cache.shared.split import (
+    LONG,
+    MOST_SHARED,
+    Block,
+    Part,
+    Split,
+    StackedParts,
+    blocks_of,
+    split,
+)
+from mlxrunner.parallel.attention import Parts
 
-OFF = 5
-"""The first cell of the history."""
+SEQUENCES = 6
+SIGHTS = [
+    Sight(),
+    Sight(window=5),
+    Sight(window=3, memory=9),
+    Sight(chunk=4),
+    Sight(window=80, memory=90),
+]
 
 
-def put_together(parts: Split, queries: int, cells: int) -> np.ndarray:
-    """Return how often each query's attention would count each cell."""
-    counts = np.zeros((queries, OFF + cells + 100), np.int32)
-    counts[:, parts.common.begin : parts.common.end] += 1
-    for part in parts.parts:
-        counts[part.begin : part.end, part.cells.begin : part.cells.end] += (
-            1 if part.visible is None else part.visible
-        )
-    for lanes in parts.stacks:
-        for index in lanes.wanted:
-            begin = lanes.begin + index * lanes.size
-            assert lanes.length <= lanes.size
-            seen = 1 if lanes.visible is None else lanes.visible[index]
-            counts[lanes.queries[index], begin : begin + lanes.length] += seen
-    assert not counts[:, :OFF].any()
-    assert not counts[:, OFF + cells :].any()
-    return counts[:, OFF : OFF + cells]
+def put_together(parts: Split, queries: int, num_cells: int) -> np.ndarray[Any, Any]:
+    """Return how often each query's attention counts each cell."""
+    counts = np.zeros((queries, num_cells + 1000), np.int32)
+    for own in parts.own:
+        rows = own.end - own.begin
+        tri = np.tri(rows, len(own.cells), len(own.cells) - rows, np.int32)
+        counts[own.begin : own.end, own.cells] += tri if own.visible is None else own.visible
+    for level in parts.levels:
+        of_level = [query for part in level for query in _asked(part)]
+        assert len(of_level) == len(set(of_level))
+        for part in level:
+            if isinstance(part, Part):
+                seen = 1 if part.visible is None else part.visible
+                counts[list(part.queries), part.cells.begin : part.cells.end] += seen
+            else:
+                _count_stack(counts, part)
+    assert not counts[:, num_cells:].any()
+    return counts[:, :num_cells]
 
 
+def _asked(part: Part | StackedParts) -> list[int]:
+    if isinstance(part, Part):
+        return list(part.queries)
+    return [part.queries[index] for index in part.wanted]
+
+
+def _count_stack(counts: np.ndarray[Any, Any], stack: StackedParts) -> None:
+    assert stack.length <= stack.size
+    for index in range(len(stack.queries)):
+        begin = stack.begin + index * stack.size
+        seen = 1 if stack.visible is None else stack.visible[index]
+        if index in stack.wanted:
+            counts[stack.queries[index], begin : begin + stack.length] += seen
+        else:
+            assert not np.any(seen)
+
+
+class History:
+    """Cells after random steps, forks, cuts and shifts."""
+
+    def __init__(self, rng: random.Random, sight: Sight, num_cells: int = 160) -> None:
+        self.rng, self.cells = rng, Cells.empty(num_cells, SEQUENCES, sight)
+
+    def step(self, sequences: int, most: int) -> tuple[Batch, Bools] | None:
+        """Place a batch of some sequences; return it with its mask, or None without room."""
+        nexts = self.cells.next_positions().tolist()
+        tokens = []
+        for sequence in self.rng.sample(range(SEQUENCES), sequences):
+            count = self.rng.choice([1, 1, 1, self.rng.randint(1, most)])
+            tokens += [(nexts[sequence] + i, sequence) for i in range(count)]
+        batch = Batch(*zip(*tokens, strict=True))
+        with suppress(CacheFullError):
+            placement = self.cells.place(batch)
+            self.cells = placement.after
+            return batch, self.cells.mask(batch, placement.cells, Run(0, self.cells.num_cells))
+        return None
+
+    def change(self) -> None:
+        one, other, at = self.rng.randrange(6), self.rng.randrange(6), self.rng.randrange(40)
+        what = self.rng.choice(["share", "share", "share", "cut", "close", "lane", "lane", "pack"])
+        with suppress(CacheFullError):
+            if what == "share":
+                self.cells = self.cells.with_prefix(one, other, at)
+            elif what == "cut":
+                self.cells, _ = self.cells.without(one, at, END)
+            elif what == "close":
+                self.cells, _ = self.cells.without(one, at, at + self.rng.randrange(3))
+            elif what == "lane":
+                self.cells = self.cells.expecting(one, self.rng.randint(1, 40))
+            else:
+                self.cells, _ = self.cells.packed()
+
+
+@pytest.mark.parametrize("sight", SIGHTS, ids=str)
 @examples(400)
-@given(st.data())
-def test_each_visible_cell_is_counted_once(data: st.DataObject) -> None:
-    """Each visible cell is counted once and no other, for any mask, order and lanes."""
-    queries, cells = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 12))
-    row = st.lists(st.booleans(), min_size=cells, max_size=cells).filter(any)
-    visible = np.array(data.draw(st.lists(row, min_size=queries, max_size=queries)))
-    sequences = data.draw(st.lists(st.integers(0, 5), min_size=queries, max_size=queries))
-    size = data.draw(st.sampled_from([1, 2, 4, 8]))
-    begins = data.draw(st.permutations(range(0, 24, size)))
-    lanes = {s: Lane(Run(begin, begin + size), begin) for s, begin in enumerate(begins[:5])}
-    parts = split(visible, sequences, Run(OFF, OFF + cells), lanes, worth=0)
-    if parts is None:
-        assert len(set(sequences)) == 1
-        return
-    assert (put_together(parts, queries, cells) == visible).all()
-    order = [q for part in parts.parts for q in range(part.begin, part.end)]
-    order += [lanes.queries[i] for lanes in parts.stacks for i in lanes.wanted]
-    assert sorted(order) == list(range(queries))
+@given(st.randoms(), st.booleans())
+def test_attention_in_parts_is_that_of_the_mask(
+    sight: Sight, rng: random.Random, with_sinks: bool
+) -> None:
+    """Each visible cell counts once, and the sums agree, after any history, with any groups."""
+    history = History(rng, sight)
+    shape = (1, 2, history.cells.num_cells, 4)
+    mx.random.seed(rng.randrange(1000))
+    keys, values = mx.random.normal(shape), mx.random.normal(shape)
+    sinks = mx.random.normal((4,)) if with_sinks else None
+    for _ in range(rng.randint(1, 10)):
+        for _ in range(rng.randrange(3)):
+            history.change()
+        found = history.step(rng.randint(1, SEQUENCES), rng.choice([4, 4, LONG + 8]))
+        if found is None:
+            continue
+        batch, visible = found
+        parts = split(history.cells, batch, _blocks(history.cells, batch), worth=0)
+        if parts is None:
+            continue
+        assert (put_together(parts, *visible.shape) == visible).all()
+        queries = mx.random.normal((1, 4, len(batch), 4))
+        more = {"cache": None, "scale": 0.5} | ({} if sinks is None else {"sinks": sinks})
+        expected = scaled_dot_product_attention(
+            queries, keys, values, mask=mx.array(visible), **more
+        )
+        ours = Parts(parts).attend(
+            scaled_dot_product_attention,
+            queries,
+            keys,
+            values,
+            scale=0.5,
+            sinks=sinks,
+            cache=None,
+        )
+        assert mx.abs(ours - expected).max().item() < 1e-5
 
 
-def of_their_own(sequences: int, each: int, prefix: int) -> np.ndarray:
-    """One query for each sequence: a prefix that all see, then `each` cells of its own."""
-    own = np.repeat(np.eye(sequences, dtype=np.bool_), each, axis=1)
-    return np.hstack([np.ones((sequences, prefix), np.bool_), own])
+def _blocks(cells: Cells, batch: Batch) -> list[Block]:
+    blocks = blocks_of(cells, batch)
+    assert blocks is not None
+    return blocks
+
+
+def stored(tokens: int, lanes: dict[int, int] | None = None, num_cells: int = 20_000) -> Cells:
+    """Return cells in which sequence 0 has `tokens` tokens, and others lanes of some sizes."""
+    cells = Cells.empty(num_cells, 8, Sight())
+    for sequence, size in (lanes or {}).items():
+        cells = cells.expecting(sequence, size)
+    for begin in range(0, tokens, 5000):
+        positions = range(begin, min(tokens, begin + 5000))
+        cells = cells.place(Batch(positions, [0] * len(positions))).after
+    return cells
+
+
+def apart(cells: Cells, *counts: tuple[int, int], worth: float = 1.2) -> tuple[Cells, Split | None]:
+    """Place the next tokens of some sequences, given as (sequence, number), and split them."""
+    nexts = cells.next_positions().tolist()
+    tokens = [(nexts[s] + i, s) for s, count in counts for i in range(count)]
+    batch = Batch(*zip(*tokens, strict=True))
+    after = cells.place(batch).after
+    return after, split(after, batch, _blocks(after, batch), worth)
+
+
+def drawn(found: Split | None) -> list[str]:
+    """Draw each part: its queries, and its cells; the lanes of a stack with a bar between."""
+    if found is None:
+        return ["one product"]
+    rows = [f"own {own.begin}-{own.end - 1}: {len(own.cells)} cells" for own in found.own]
+    for number, level in enumerate(found.levels):
+        for part in level:
+            asked = ",".join(map(str, _asked(part)))
+            cells = (
+                f"{part.cells.begin}-{part.cells.end - 1}"
+                if isinstance(part, Part)
+                else f"{part.begin}+{part.length} of {part.size} x {len(part.queries)}"
+            )
+            masked = "" if part.visible is None else " masked"
+            rows.append(f"level {number}: {asked}: {cells}{masked}")
+    return rows
+
+
+def test_each_group_reads_its_trunk_once() -> None:
+    """Two groups of two with a trunk each, below one that all share; lanes are one stack."""
+    cells = stored(1000, dict.fromkeys(range(1, 8), 30))
+    cells = cells.with_prefix(0, 1, 500)
+    for tokens in range(0, 2000, 500):
+        cells = cells.place(Batch(range(500 + tokens, 1000 + tokens), [1] * 500)).after
+    cells = cells.with_prefix(0, 2, 1000).with_prefix(0, 3, 1000)
+    cells = cells.with_prefix(1, 4, 2500).with_prefix(1, 5, 2500)
+    for sequence in (2, 3, 4, 5):
+        cells = cells.expecting(sequence, 30)
+    for _ in range(3):
+        cells, found = apart(cells, (2, 1), (3, 1), (4, 1), (5, 1))
+    first = cells.lanes[2].run.begin
+    assert drawn(found) == [
+        f"level 0: 0,1,2,3: {first}+3 of 32 x 4",
+        "level 1: 0,1,2,3: 224-723",
+        "level 2: 0,1: 724-1223",
+        "level 2: 2,3: 1224-3223",
+    ]
 
 
 def test_lanes_of_one_size_are_one_part() -> None:
-    """Also where one in between is not asked for; the common prefix is a part for all."""
-    visible = np.delete(of_their_own(8, 64, 256), 3, axis=0)
-    numbers = [0, 1, 2, 4, 5, 6, 7]
-    lanes = {s: Lane(Run(256 + 64 * s, 320 + 64 * s), 320 + 64 * s) for s in range(8)}
-    found = split(visible, numbers, Run(0, visible.shape[1]), lanes, worth=0)
-    assert found is not None
-    assert (found.common, found.parts) == (Run(0, 256), ())
-    assert found.stacks[0].queries == (0, 1, 2, 0, 3, 4, 5, 6)
-    assert found.stacks[0].wanted == (0, 1, 2, 4, 5, 6, 7)
-    assert (found.stacks[0].begin, found.stacks[0].size, found.stacks[0].length) == (256, 64, 64)
+    """Also where one in between is not asked for, and where some have fewer tokens."""
+    cells = stored(0, dict.fromkeys(range(8), 50))
+    for count in (40, 1, 1):
+        cells, _ = apart(cells, *[(sequence, count) for sequence in range(8)])
+    cells, found = apart(cells, *[(sequence, 1) for sequence in range(8) if sequence != 3])
+    assert drawn(found) == ["level 0: 0,1,2,3,4,5,6: 0+43 of 64 x 8 masked"]
+    cells, found = apart(cells, *[(sequence, 1) for sequence in range(8)])
+    assert drawn(found) == ["level 0: 0,1,2,3,4,5,6,7: 0+44 of 64 x 8 masked"]
 
 
 def test_lanes_far_apart_are_parts() -> None:
     """A batch of mostly nothing would be more work than they are."""
-    visible = of_their_own(3, 10, 0)
-    lanes = {s: Lane(Run(320 * s, 320 * s + 32), 0) for s in range(3)}
-    found = split(visible, range(3), Run(0, 30), lanes, worth=0)
-    assert found is not None
-    assert len(found.parts) == 3
+    cells = stored(0, dict.fromkeys(range(8), 500))
+    cells, _ = apart(cells, *[(sequence, 40) for sequence in range(8)])
+    _, found = apart(cells, (0, 1), (3, 1), (7, 1), worth=0)
+    assert drawn(found) == ["level 0: 0: 0-40", "level 0: 1: 1536-1576", "level 0: 2: 3584-3624"]
 
 
-def test_parts_are_chosen_where_they_are_less_work() -> None:
-    """Much of their own: yes. A long prefix and little of their own, or little altogether: no."""
-    apart = split(of_their_own(4, 1000, 0), range(4), Run(0, 4000), {})
-    assert apart is not None
-    assert apart.common == Run(0, 0)
-    assert [part.cells for part in apart.parts] == [
-        Run(0, 1000),
-        Run(1000, 2000),
-        Run(2000, 3000),
-        Run(3000, 4000),
+def test_one_product_where_it_is_less_work() -> None:
+    """A long prefix and little of their own, or little altogether: the mask is shown."""
+    cells = stored(1000).with_prefix(0, 1, 1000).with_prefix(0, 2, 1000)
+    assert drawn(apart(cells, (1, 4), (2, 4))[1]) == ["one product"]
+    assert drawn(apart(stored(0), (1, 4), (2, 4))[1]) == ["one product"]
+
+
+def test_tokens_that_lie_between_each_other_are_one_masked_part() -> None:
+    """Sequences without lanes decode into every other cell; their prompts are parts."""
+    cells = Cells.empty(9000, 2, Sight())
+    for sequence in (0, 1):
+        cells, _ = apart(cells, (sequence, 4000))
+    for _ in range(10):
+        cells, found = apart(cells, (0, 1), (1, 1))
+    assert drawn(found) == [
+        "level 0: 0,1: 8000-8019 masked",
+        "level 1: 0: 0-3999",
+        "level 1: 1: 4000-7999",
     ]
-    assert all(part.visible is None for part in apart.parts)
-    assert split(of_their_own(4, 10, 1000), range(4), Run(0, 1040), {}) is None
-    assert split(of_their_own(4, 10, 0), range(4), Run(0, 40), {}) is None
-    both = split(of_their_own(16, 400, 100), range(16), Run(7, 6507), {})
-    assert both is not None
-    assert both.common == Run(7, 107)
-    assert both.parts[1].cells == Run(507, 907)
 
 
-def test_one_sequence_is_never_taken_apart() -> None:
-    """Its attention is one product already."""
-    assert split(np.tri(5, dtype=np.bool_), [3] * 5, Run(0, 5), {}, worth=0) is None
+def test_a_long_piece_attends_by_itself() -> None:
+    """Its cells come in the order of positions, wherever they lie, and need no mask."""
+    cells = stored(300).with_prefix(0, 1, 200).with_prefix(0, 2, 200)
+    cells, _ = apart(cells, (2, 500))
+    cells, found = apart(cells, (1, LONG), (2, 1), (0, 1), worth=0)
+    assert found is not None
+    assert drawn(found)[0] == f"own 0-{LONG - 1}: {200 + LONG} cells"
+    assert found.own[0].visible is None
+    assert found.own[0].cells.tolist() == [*range(200), *range(800, 800 + LONG)]
 
 
-def test_long_prompts_that_share_a_prefix_stay_in_one_product() -> None:
-    """The scores of the common part would be held all at once."""
-    visible = np.repeat(of_their_own(2, 4000, 1024), 500, axis=0)
-    sequences = [0] * 500 + [1] * 500
-    assert split(visible, sequences, Run(0, 9024), {}) is not None
-    assert (
-        split(np.repeat(visible, 2, axis=0), np.repeat(sequences, 2).tolist(), Run(0, 9024), {})
-        is None
-    )
-    assert MOST_SHARED == 1024 * 1024
+def test_scores_of_shared_cells_are_bounded() -> None:
+    """Queries that would have too many with each other read the cells in smaller groups."""
+    cells = stored(18_000)
+    for sequence in (1, 2, 3):
+        cells = cells.with_prefix(0, sequence, 18_000)
+    _, found = apart(cells, *[(sequence, 30) for sequence in (1, 2, 3)], worth=0)
+    assert found is not None
+    sizes = [
+        len(part.queries) * (part.cells.end - part.cells.begin)
+        for level in found.levels
+        for part in level
+        if isinstance(part, Part)
+    ]
+    assert max(sizes) <= MOST_SHARED < 90 * 18_000
+
+
+def test_scattered_sequences_have_a_mask() -> None:
+    """They lie in too many pieces to list; a long piece gathers its cells."""
+    cells = Cells.empty(1000, 3, Sight())
+    for _ in range(50):
+        cells, found = apart(cells, (0, 1), (1, 1), (2, 1), worth=0)
+    assert drawn(found) == ["one product"]
+    cells, found = apart(cells, (0, LONG), (1, 1), worth=0)
+    assert drawn(found) == [
+        f"own 0-{LONG - 1}: {50 + LONG} cells",
+        f"level 0: {LONG}: 1-214 masked",
+    ]
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        Batch([0, 0, 1], [0, 1, 0]),
+        Batch([0, 2], [0, 0]),
+        Batch([0, 1], [0, 0], sees_forward=[0, 1]),
+    ],
+    ids=["mixed", "jump", "image"],
+)
+def test_tokens_in_another_order_have_a_mask(batch: Batch) -> None:
+    """A scheduler never makes such a step."""
+    assert blocks_of(Cells.empty(20, 2, Sight()).place(batch).after, batch) is None
