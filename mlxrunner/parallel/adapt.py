@@ -76,6 +76,7 @@ class Adapted(Engine):
         self._caches: dict[int, list[LayerCache]] = {}
         self._rows: list[LayerView] = []
         self._apart: list[Apart] = []
+        self._paths: list[tuple[int, ...]] = []
         self._views = [self._view(like, (index,)) for index, like in enumerate(likes)]
         self._head: SomeRows | None = None
         self.parts: list[Parts | None] = []
@@ -224,6 +225,7 @@ class Adapted(Engine):
             return self._rows[-1]
         if falls_apart(like, self.manner.sharing):
             return [self._view(part, (*path, index)) for index, part in enumerate(like.parts)]
+        self._paths.append(path)
         self._apart.append(view_of(self.step, partial(self._cache_of, path), like))
         return self._apart[-1]
 
@@ -252,7 +254,7 @@ class Adapted(Engine):
                 "this model's keys can't be moved to other positions: "
                 "what is kept has to be evaluated again"
             )
-        return ways[layer](keys, by)
+        return ways[self._rows[layer].layer](keys, by)
 
     def _rotators(self, by: int) -> list[Rotate] | None:
         """Return how the keys of each layer of the model move; None if some can't."""

@@ -47,6 +47,14 @@ class Engine(ABC):
         logits are wanted. Raise CacheFullError, with nothing changed, if cells are missing.
         """
 
+    def caches(self, sequence: int) -> list[LayerCache]:
+        """Return the layer caches that hold the tokens of `sequence`, always the same ones.
+
+        The cells of each group come first, then the layers that are apart. `forward` itself begins
+        and ends a pass in the latter.
+        """
+        return [CellsLayer(group, sequence) for group in self.groups]
+
     @property
     def most_sequences(self) -> int | None:
         """Most sequences that one step may carry; None: any number."""
@@ -66,14 +74,6 @@ class Engine(ABC):
         """
         return []
 
-    def caches(self, sequence: int) -> list[LayerCache]:
-        """Return the layer caches that hold the tokens of `sequence`, for a prefix-cache entry.
-
-        Each group of cells is one of them. Layers that are apart follow, always the same objects:
-        `forward` itself begins and ends the passes in these.
-        """
-        return [CellsLayer(group, sequence) for group in self.groups]
-
     @abstractmethod
     def rotate(
         self, caches: Sequence[LayerCache], by: int
@@ -88,7 +88,7 @@ class Engine(ABC):
         for group in self.groups:
             group.forget()
 
-    def state(self) -> list[mx.array]:
+    def state(self) -> list[Any]:
         """Return all buffers, to be evaluated."""
         return [array for group in self.groups for array in group.state]
 

@@ -57,7 +57,7 @@ class LayerView:
 
     def __init__(self, step: Adapted, number: int, layer: int, group: int) -> None:
         """View layer `layer`, whose rows are the buffers `number` of its group."""
-        self._step, self._number, self._layer, self._group = step, number, layer, group
+        self._step, self._number, self.layer, self._group = step, number, layer, group
         self._fetched: tuple[mx.array, mx.array] | None = None
 
     @property
@@ -83,7 +83,7 @@ class LayerView:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         cache = self._step.groups[self._group]
-        self._step.layer = self._layer
+        self._step.layer = self.layer
         cache.set_layer(self._number)
         cache.put(keys, values)
         self._fetched = cache.fetch()

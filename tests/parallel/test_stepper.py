@@ -21,9 +21,10 @@ from mlxrunner.errors import (
     StepFailedError,
 )
 from mlxrunner.models.facts import facts_of
-from mlxrunner.parallel.handle import Handle
+from mlxrunner.parallel.driven import DrivenHandle
 from mlxrunner.parallel.samples import sample
-from mlxrunner.parallel.stepper import AHEAD, Stepper
+from mlxrunner.parallel.several import AHEAD
+from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.testing import ByteTokenizer
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
@@ -439,7 +440,7 @@ def test_many_requests_with_cancels_through_eight_slots(
     expected: dict[tuple[int, ...], list[int]] = {}
     prompts = some_prompts(8, 60)
     with Stepper(*llama, max_sequences=8, context=140, prefill_step=48) as runner:
-        running: list[tuple[Handle, list[int], int]] = []
+        running: list[tuple[DrivenHandle, list[int], int]] = []
         finished = cancelled = 0
         count = fewer(500, 150)
         for _ in range(count):

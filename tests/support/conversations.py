@@ -16,7 +16,7 @@ from typing import Any
 
 from mlxrunner.engine.observation import Observation
 from mlxrunner.errors import CacheFullError, NoFreeSlotError
-from mlxrunner.parallel.handle import Handle
+from mlxrunner.parallel.driven import DrivenHandle as Handle
 from mlxrunner.parallel.stepper import Stepper
 
 BOS, END, SYSTEM, USER, ASSISTANT = 256, 257, 260, 261, 262

@@ -190,6 +190,15 @@ class LayerCache(ABC):
         """
         raise TypeError(f"a {self.kind} layer can't be saved")
 
+    def export_rows(self, begin: int, end: int) -> Saved:
+        """Return the rows of the tokens `begin .. end - 1` of a layer that rewinds by itself.
+
+        All arrays of its export have one row per token. They are views, to be copied soon.
+        """
+        saved = self.export()
+        arrays = {name: array[:, :, begin:end] for name, array in saved.arrays.items()}
+        return Saved(saved.kind, arrays)
+
     def adopt(self, saved: Saved, offset: int) -> None:
         """Replace the content by `saved`, from a layer like this one, and evaluate it.
 

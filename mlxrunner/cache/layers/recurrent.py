@@ -101,7 +101,7 @@ class RecurrentCache(ArrayCache):
         self._become(states if offset else list(self._empty), offset)
 
     def copy(self, other: LayerCache, to: int) -> None:
-        """Take the state of `other` at `to`: the present one, or that before its last pass."""
+        """Take the states of `other` at `to`: the present ones, or those before its last pass."""
         assert isinstance(other, RecurrentCache)
         self._become(list(other._states() if to == other.offset else other._states_before()), to)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -114,7 +115,7 @@ class Cells:
     def num_free(self) -> int:
         return self.num_cells - int(np.count_nonzero(self.used))
 
-    @property
+    @cached_property
     def used(self) -> Bools:
         """True for cells with an owner, `[cells]`."""
         used: Bools = np.logical_or.reduce(self.owners, axis=0)
@@ -276,6 +277,8 @@ class Cells:
         owners[batch.sequences, cells] = True
         after = replace(kept, positions=positions, owners=owners, lanes=lanes)
         after._known.update(kept._grown(batch, cells))
+        after.__dict__["used"] = used = kept.used.copy()
+        used[cells] = True
         return Placement(before, after, cells, move)
 
     def packed(self) -> tuple[Cells, Move | None]:
@@ -310,7 +313,7 @@ class Cells:
         positions = self.positions[run.begin : run.end]
         visible: Bools = self.owners[:, run.begin : run.end][sequences]
         visible &= positions <= queries[:, None]
-        if self.sight != Sight():
+        if self.sight.is_limited:
             visible &= positions >= self.sight.first_seen(queries)[:, None]
         return visible
 
@@ -352,15 +355,16 @@ class Cells:
 
         Return None if the tokens without a lane find no room beside the lanes.
         """
-        cells, sequences = np.full(len(batch), -1, np.int32), np.array(batch.sequences)
+        cells = np.full(len(batch), -1, np.int32)
         free, lanes = ~self.used, dict(self.lanes)
-        for sequence in lanes.keys() & set(batch.sequences):
-            own, lane = np.flatnonzero(sequences == sequence), lanes.pop(sequence)
+        for sequence, own in batch.by_sequence.items():
+            if (lane := lanes.pop(sequence, None)) is None:
+                continue
             taken = Run(lane.next, lane.next + len(own))
             if taken.end <= lane.run.end and free[taken.begin : taken.end].all():
                 cells[own] = range(*taken)
                 free[taken.begin : taken.end] = False
-                lanes[sequence] = lane._replace(next=taken.end)
+                lanes[sequence] = Lane(lane.run, taken.end)
         others = np.flatnonzero(cells < 0)
         start = _first_fit(_without(free, lanes.values()), len(others)) if len(others) else 0
         if start is None:
@@ -414,7 +418,6 @@ def _first_fit(free: Bools, n: int) -> int | None:
 
 def _lowest_positions(batch: Batch) -> tuple[Sequence[int], Ints]:
     """Return the sequences of a batch, and the lowest position of each."""
-    lowest: dict[int, int] = {}
-    for sequence, position in zip(batch.sequences, batch.positions, strict=True):
-        lowest[sequence] = min(position, lowest.get(sequence, END))
-    return list(lowest), np.array(list(lowest.values()), np.int32)
+    own = batch.by_sequence
+    lowest = [min(batch.positions[index] for index in indices) for indices in own.values()]
+    return list(own), np.array(lowest, np.int32)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -65,12 +65,20 @@ class Batch:
     def __len__(self) -> int:
         return len(self.positions)
 
-    @property
+    @cached_property
+    def by_sequence(self) -> dict[int, list[int]]:
+        """The indices of each sequence's tokens."""
+        found: dict[int, list[int]] = {}
+        for index, sequence in enumerate(self.sequences):
+            found.setdefault(sequence, []).append(index)
+        return found
+
+    @cached_property
     def is_plain(self) -> bool:
         """True if the tokens follow each other in one sequence."""
-        return len(set(self.sequences)) == 1 and self.positions == tuple(
-            range(self.positions[0], self.positions[0] + len(self))
-        )
+        first = self.positions[0]
+        in_order = self.positions == tuple(range(first, first + len(self)))
+        return in_order and len(self.by_sequence) == 1
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,11 @@ class Sight:
                 f"({reach or 'everything'})"
             )
 
+    @property
+    def is_limited(self) -> bool:
+        """True if a query may not see all tokens before it."""
+        return self.window is not None or self.chunk is not None
+
     def first_seen(self, positions: Ints) -> Ints:
         """Return the first position that each query sees."""
         first = (

@@ -117,19 +117,24 @@ class Seen(NamedTuple):
 
 def blocks_of(cells: Cells, batch: Batch) -> list[Block] | None:
     """Return the blocks of a placed batch; None if its tokens are in no such order."""
+    if batch.is_plain and not batch.sees_forward:
+        return [_block(cells, batch, 0, len(batch))]
     positions, sequences = np.array(batch.positions, np.int32), np.array(batch.sequences)
-    borders = [0, *(np.flatnonzero(np.diff(sequences)) + 1).tolist(), len(batch)]
-    in_order = (np.diff(positions) == 1) | (np.diff(sequences) != 0)
-    if batch.sees_forward or not in_order.all() or len(borders) > len(set(batch.sequences)) + 1:
+    is_other = sequences[1:] != sequences[:-1]
+    borders = [0, *(np.flatnonzero(is_other) + 1).tolist(), len(batch)]
+    in_order = (positions[1:] == positions[:-1] + 1) | is_other
+    if batch.sees_forward or not in_order.all() or len(borders) > len(batch.by_sequence) + 1:
         return None
-    lowest = cells.sight.first_seen(positions[borders[:-1]]).tolist()
-    blocks = []
-    for (begin, end), low in zip(pairwise(borders), lowest, strict=True):
-        sequence, position = batch.sequences[begin], batch.positions[begin]
-        known = cells.stretches(sequence)
-        seen = None if known is None else between(known, low, position + end - begin)
-        blocks.append(Block(begin, end, sequence, position, seen))
-    return blocks
+    return [_block(cells, batch, begin, end) for begin, end in pairwise(borders)]
+
+
+def _block(cells: Cells, batch: Batch, begin: int, end: int) -> Block:
+    sequence, position = batch.sequences[begin], batch.positions[begin]
+    known, low = cells.stretches(sequence), 0
+    if cells.sight.is_limited:
+        low = int(cells.sight.first_seen(np.array([position], np.int32))[0])
+    seen = None if known is None else between(known, low, position + end - begin)
+    return Block(begin, end, sequence, position, seen)
 
 
 def split(

@@ -7,6 +7,7 @@ one stretch, or two: the prefix that it shares, and its own tokens.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -43,17 +44,18 @@ def stretches_of(cells: Ints, positions: Ints) -> Stretches | None:
 
 def breaks(cells: Ints, positions: Ints, sequences: Ints | None = None) -> Ints:
     """Return the indices at which another stretch begins: of one of `sequences`, if given."""
-    are = (np.diff(cells, prepend=-2) != 1) | (np.diff(positions, prepend=-2) != 1)
+    are = np.ones(len(cells), np.bool_)
+    are[1:] = (cells[1:] != cells[:-1] + 1) | (positions[1:] != positions[:-1] + 1)
     if sequences is not None:
-        are |= np.diff(sequences, prepend=-1) != 0
+        are[1:] |= sequences[1:] != sequences[:-1]
     return np.flatnonzero(are).astype(np.int32)
 
 
 def pieces(cells: Ints, positions: Ints, begins: Ints) -> list[Stretch]:
     """Return the stretches that begin at the indices `begins`."""
-    ends = cells[begins] + np.diff(begins, append=len(cells))
-    numbers = cells[begins].tolist(), ends.tolist(), positions[begins].tolist()
-    return [Stretch(*three) for three in zip(*numbers, strict=True)]
+    bounds = pairwise([*begins.tolist(), len(cells)])
+    first = zip(cells[begins].tolist(), positions[begins].tolist(), bounds, strict=True)
+    return [Stretch(cell, cell + end - begin, at) for cell, at, (begin, end) in first]
 
 
 def grown(old: Stretches, new: Stretch) -> Stretches | None:

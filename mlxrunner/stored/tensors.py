@@ -14,7 +14,7 @@ import weakref
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from mlxrunner.errors import SessionError
 from mlxrunner.system.tensorfile import HeaderError, Place, read_header
@@ -44,33 +44,77 @@ CHECKSUMS = "crc32"
 """Name of the text in the metadata that holds the checksums, as JSON."""
 
 
+SEAL = "header_crc32"
+"""Name of the text in the metadata that is the checksum of the rest of the header."""
+
+
+class Source(Protocol):
+    """An array to write."""
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def data(self) -> memoryview:
+        """The bytes of the array in C order, little-endian."""
+
+
 @dataclass(frozen=True)
 class Buffer:
-    """An array to write."""
+    """An array to write, in host memory."""
 
     dtype: str
     shape: Sequence[int]
     data: memoryview
-    """The bytes of the array in C order, little-endian."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
 
 
-def write(fd: int, arrays: Mapping[str, Buffer], metadata: Mapping[str, str]) -> None:
-    """Write the arrays and the metadata to the descriptor `fd`. Raise OSError if that fails."""
-    sums = {name: zlib.crc32(buffer.data) for name, buffer in arrays.items()}
-    header: dict[str, Any] = {"__metadata__": {**metadata, CHECKSUMS: json.dumps(sums)}}
+def write(fd: int, arrays: Mapping[str, Source], metadata: Mapping[str, str]) -> None:
+    """Write the arrays and the metadata to the descriptor `fd`. Raise OSError if that fails.
+
+    One array is asked for its bytes at a time. The header, which has the checksums, comes last.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
-    for name, buffer in arrays.items():
-        begin, end = end, end + buffer.data.nbytes
+    for name, array in arrays.items():
+        begin, end = end, end + array.nbytes
         header[name] = {
-            "dtype": TYPES[buffer.dtype],
-            "shape": list(buffer.shape),
+            "dtype": TYPES[array.dtype],
+            "shape": list(array.shape),
             "data_offsets": [begin, end],
         }
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    write_all(fd, struct.pack("<Q", len(text)) + text)
-    for buffer in arrays.values():
-        write_all(fd, buffer.data)
+    room = len(_sealed(header, dict.fromkeys(arrays, 2**32 - 1))) + 10
+    room += -room % 8
+    sums: dict[str, int] = {}
+    os.lseek(fd, 8 + room, os.SEEK_SET)
+    for name, array in arrays.items():
+        data = array.data
+        sums[name] = zlib.crc32(data)
+        write_all(fd, data)
+    os.lseek(fd, 0, os.SEEK_SET)
+    write_all(fd, struct.pack("<Q", room) + _sealed(header, sums).ljust(room))
+
+
+def _sealed(header: Mapping[str, Any], sums: Mapping[str, int]) -> bytes:
+    """Return the header with the checksums of the arrays and its own."""
+    metadata = {**header["__metadata__"], CHECKSUMS: json.dumps(sums)}
+    seal = _seal({**header, "__metadata__": metadata})
+    return json.dumps({**header, "__metadata__": {**metadata, SEAL: str(seal)}}).encode()
+
+
+def _seal(entries: Mapping[str, Any]) -> int:
+    """Return the CRC-32 of a header, without the one that it has."""
+    metadata = {name: text for name, text in entries["__metadata__"].items() if name != SEAL}
+    return zlib.crc32(json.dumps({**entries, "__metadata__": metadata}, sort_keys=True).encode())
 
 
 @dataclass(frozen=True)
@@ -91,20 +135,35 @@ class StoredArray:
         Raise SessionError if they are cut off or do not match their checksum.
         """
         data = bytearray(self.nbytes)
-        done, view = 0, memoryview(data)
-        while done < self.nbytes:
-            count = os.preadv(self.file.fd, [view[done:]], self.begin + done)
-            if count == 0:
-                raise SessionError(
-                    f"the cache is truncated: {self.name!r} ends after {done} of "
-                    f"{self.nbytes} bytes"
-                )
-            done += count
-        if self.file.sums.get(self.name, None) != zlib.crc32(data):
+        self.read_into([memoryview(data)])
+        return data
+
+    def read_into(self, views: Sequence[memoryview]) -> None:
+        """Read the array into `views`, one behind the other, which take all its bytes.
+
+        Raise SessionError as `read` does.
+        """
+        done, found = 0, 0
+        for view in views:
+            found = zlib.crc32(self._read(view, done), found)
+            done += view.nbytes
+        if done != self.nbytes or self.file.sums.get(self.name, None) != found:
             raise SessionError(
                 f"the cache is damaged: the checksum of {self.name!r} is another one"
             )
-        return data
+
+    def _read(self, view: memoryview, begin: int) -> memoryview:
+        """Fill `view` with the bytes from `begin` on."""
+        done = 0
+        while done < view.nbytes:
+            count = os.preadv(self.file.fd, [view[done:]], self.begin + begin + done)
+            if count == 0:
+                raise SessionError(
+                    f"the cache is truncated: {self.name!r} ends after {begin + done} of "
+                    f"{self.nbytes} bytes"
+                )
+            done += count
+        return view
 
 
 class TensorFile:
@@ -122,6 +181,12 @@ class TensorFile:
             """The texts in the header, by name."""
             self.sums = _sums(self.metadata)
             """The CRC-32 of each array, by name."""
+            self.is_sealed = SEAL in self.metadata
+            """True if the header has a checksum of its own. Files of version 0.2 have none."""
+            if self.is_sealed and self.metadata[SEAL] != str(_seal(header.entries)):
+                raise SessionError(
+                    "the cache is damaged: the checksum of its header is another one"
+                )
             self.arrays = {name: self._array(name, place) for name, place in header.tensors.items()}
         except HeaderError as error:
             close()
