@@ -141,9 +141,7 @@ def main() -> None:
     given = parser.parse_args()
     model = hybrid(128, 4) if given.quick else hybrid(512, 8)
     steps, sizes = (4, (2,)) if given.quick else (40, (8, 16))
-    rows = [
-        compare(model, count, steps, given.rounds, targets=not given.quick) for count in sizes
-    ]
+    rows = [compare(model, count, steps, given.rounds, targets=not given.quick) for count in sizes]
     print_table(rows)
     print_json(rows, versus="mlx_lm.batch_generate")
 
