@@ -219,8 +219,10 @@ class EngineThread:
         return max(0.0, min(dues) - time.perf_counter()) if dues else None
 
     def _enqueue(self, feed: Feed) -> None:
+        """Queue a request behind those of its priority, but before later deadlines."""
         if not feed.is_ended:
             self._queue.add(feed)
+            self._has_room = self._has_room or self._queue.first is feed
 
     def _cancel(self, feed: Feed) -> None:
         if feed in self._running:
@@ -261,7 +263,7 @@ class EngineThread:
             self._queue.take(feed)
 
     def _refuse(self, feed: Feed, error: MlxrunnerError) -> None:
-        """End a request that can't begin, although it may be the only one."""
+        """End a request that never finds room, or whose deadline came before it could begin."""
         with self.lock:
             self._live.discard(feed)
             wake = [] if feed.is_ended else feed.end(error)

@@ -22,7 +22,7 @@ from mlxrunner.cache.shared.causal import CausalCache
 from mlxrunner.cache.shared.layer import CellsLayer
 from mlxrunner.cache.shared.sequences import Batch
 from mlxrunner.cache.tokens import TokenArray, TokenBuffer, common_prefix
-from mlxrunner.parallel.engine import Engine
+from mlxrunner.parallel.engine import WINDOWS_KEEP, Engine
 from mlxrunner.profiling.replay.simulate import ReplayedLayer
 
 Lines = Sequence[Mapping[str, Any]]
@@ -34,14 +34,20 @@ class ReplayedEngine(Engine):
 
     def __init__(self, process: Mapping[str, Any], *, is_movable: bool) -> None:
         """Make the engine for the layers of `process`. `is_movable`: keys can be moved."""
-        self._process, self._is_movable = process, is_movable
-        self._apart: dict[int, list[ReplayedLayer]] = {}
+        self._context, self._is_movable = process["context"], is_movable
+        self._ways = process.get("ways", ["row"])
+        in_cells, self._lines = _sorted(process["layers"], any("row" in way for way in self._ways))
         self._rows = Counter[int]()
-        for line in process["layers"]:
-            if is_in_cells(line):
-                self._rows[line["window"] or 0] += line["row_bytes"] * line["count"]
-        super().__init__(self._rows)
+        for line in in_cells:
+            self._rows[line["window"] or 0] += line["row_bytes"] * line["count"]
+        self._apart: dict[int, list[ReplayedLayer]] = {}
+        slack = process["rewind_slack"] if "memory" in process else WINDOWS_KEEP
+        super().__init__(self._rows, slack)
         self._logits = mx.zeros((1, 1))
+
+    @property
+    def most_sequences(self) -> int | None:
+        return 1 if self._ways == ["one at a time"] else None
 
     def forward(self, tokens: mx.array, batch: Batch, rows: Sequence[int]) -> mx.array:
         if self.groups:
@@ -70,15 +76,34 @@ class ReplayedEngine(Engine):
     def _layers_apart(self, sequence: int) -> list[ReplayedLayer]:
         if sequence not in self._apart:
             self._apart[sequence] = [
-                _PaperLayer(line, read_extent(line, self._process["context"], None))
-                for line in self._process["layers"]
-                if not is_in_cells(line)
+                _PaperLayer(line, read_extent(line, self._context, None)) for line in self._lines
             ]
         return self._apart[sequence]
 
 
-def is_in_cells(line: Mapping[str, Any]) -> bool:
-    """Return True if the layers of a line of a token log store rows in shared cells."""
+def _sorted(lines: Lines, has_cells: bool) -> tuple[list[Mapping[str, Any]], Lines]:
+    """Return the lines of layers in shared cells, and of those that are apart.
+
+    A composite layer with some parts in cells falls apart.
+    """
+    if not has_cells:
+        return [], lines
+    in_cells, apart = [], []
+    for line in lines:
+        parts = [part | {"count": line["count"]} for part in line.get("parts", ())]
+        plain = [part for part in parts if is_plain(part)]
+        if is_plain(line):
+            in_cells.append(line)
+        elif plain and len(plain) < len(parts):
+            in_cells += plain
+            apart += [part for part in parts if not is_plain(part)]
+        else:
+            apart.append(line)
+    return in_cells, apart
+
+
+def is_plain(line: Mapping[str, Any]) -> bool:
+    """Return True if the layers of a line of a token log store plain rows of keys and values."""
     return line["kind"] == "full" or (line["kind"] == "sliding" and bool(line["window"]))
 
 
@@ -95,7 +120,7 @@ class _ReplayedGroup(CausalCache):
 
     @property
     def nbytes(self) -> int:
-        return self._row_bytes * self.num_cells
+        return self._row_bytes * self._rows.end
 
     def start_forward(self, batch: Batch, reserve: bool = False) -> None:
         placed = self._place(batch)
@@ -139,6 +164,14 @@ class _PaperCells(CellsLayer):
 
 class _PaperLayer(ReplayedLayer):
     """A layer of one sequence, which can be parked and copied."""
+
+    counts_forwards = False  # the engine counts them, as for several sequences it does itself
+
+    @property
+    def nbytes(self) -> int:
+        rows = min(self.offset, self._line["room"] or self.offset) * self._line["row_bytes"]
+        nbytes: int = self._line["count"] * (rows + self._line["checkpoint_fixed"])
+        return nbytes if self.offset else 0
 
     def export(self, snapshot: Snapshot | None = None) -> Saved:
         return _saved(self.kind, self.extent if snapshot is None else snapshot.content)
@@ -237,7 +270,7 @@ class ReplayedParking:
             copy.rewind(to)
         return _Restored(
             copy.tokens.array,
-            [_saved(one.kind, one.extent) for one in copy.caches],
+            [_saved(one.kind, one.extent.saved()) for one in copy.caches],
             [_saved_checkpoint(item, copy.caches) for item in copy.checkpoints],
         )
 

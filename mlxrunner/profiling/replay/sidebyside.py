@@ -8,7 +8,7 @@ repeat the answers of the log, and the order in which they are submitted and can
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import mlx.core as mx
 import numpy as np
@@ -27,6 +27,9 @@ from mlxrunner.profiling.record.tokenlog import LoggedRequest
 from mlxrunner.profiling.replay.engine import ReplayedEngine, ReplayedParking
 from mlxrunner.results import Chunk, FinishReason, Usage
 from mlxrunner.tokenizer.prompt import TokenizedPrompt
+
+if TYPE_CHECKING:
+    from mlxrunner.stored.parking import Parking
 
 MOST_CELLS = 2**28
 """The most slots times cells of a replay, which takes a byte for each."""
@@ -136,10 +139,6 @@ def _is_process(process: Mapping[str, Any]) -> bool:
         and context > 1
         and slots <= most <= MOST_CELLS
         and has_room(process, slots)
-        and all(
-            layer["kind"] == "full" or (layer["kind"] == "sliding" and layer["window"])
-            for layer in process["layers"]
-        )
     )
 
 
@@ -235,7 +234,8 @@ class _ReplayedRunner:
             checkpoint_budget=process["checkpoint_budget"] if "memory" in process else 0,
             checkpoint_interval=process["checkpoint_interval"],
             memory=process.get("memory"),
-            parking=ReplayedParking() if process.get("parks") else None,
+            parking=cast("Parking", ReplayedParking()) if process.get("parks") else None,
+            is_reusable=not process.get("never_reused"),
         )
         self._call = 0
 
