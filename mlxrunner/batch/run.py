@@ -34,6 +34,7 @@ from mlxrunner.errors import (
     OutputError,
     PromptError,
     RequestError,
+    StepFailedError,
     StoreError,
     TimeLimitError,
 )
@@ -251,6 +252,8 @@ def _refused(line: StoredLine, error: str) -> Outcome:
 
 
 def _failed(line: StoredLine, error: Exception) -> Outcome:
+    if isinstance(error, StepFailedError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__  # what the line gives when it runs alone
     text = one_line(" ".join(str(error).split()))
     kind = next((KINDS[known] for known in KINDS if isinstance(error, known)), "other")
     return Outcome(
@@ -386,18 +389,13 @@ class _Flight:
 
 
 class _Together:
-    """The requests that run side by side, as many as the runner has slots.
-
-    An error in a step that all requests share ends all of them. Nobody knows which one caused it,
-    so each is run again alone.
-    """
+    """The requests that run side by side, as many as the runner has slots."""
 
     def __init__(self, execution: Execution, runner: Parallel, lines: Iterator[StoredLine]) -> None:
         self._execution, self._runner, self._lines = execution, runner, lines
         self._begun = execution.begun
         self._flights: list[_Flight] = []
         self._waiting: deque[tuple[StoredLine, int]] = deque()  # lines and their retries
-        self._suspects: deque[tuple[StoredLine, int]] = deque()
 
     def run(self) -> Outcomes:
         """Yield the outcomes as they end. Requests that still run are cancelled at the end."""
@@ -406,10 +404,7 @@ class _Together:
                 yield from self._begin()
                 if not self._flights:
                     return
-                try:
-                    self._advance()
-                except Exception as error:
-                    yield from self._fell(error)
+                self._advance()
                 yield from self._landed()
         finally:
             for flight in self._flights:
@@ -449,12 +444,7 @@ class _Together:
                 self._flights.append(_Flight(line, handle, Deadline(self._execution), retries))
 
     def _next(self) -> tuple[StoredLine, int] | None:
-        """Return the next line to begin and its retries; None if none can begin now.
-
-        A suspect begins only when nothing else runs, and nothing begins beside it.
-        """
-        if self._suspects:
-            return None if self._flights else self._suspects.popleft()
+        """Return the next line to begin and its retries; None if none can begin now."""
         if len(self._flights) == self._runner.num_slots:
             return None
         if self._waiting:
@@ -485,20 +475,3 @@ class _Together:
                 outcome = _failed(flight.line, error)
             self._flights.remove(flight)
             yield outcome
-
-    def _fell(self, error: Exception) -> Iterator[Outcome]:
-        """Take an error that ended all requests: queue each to be run again alone.
-
-        A request that was alone uses up a retry; without one left, yield its outcome.
-        """
-        flights, self._flights = self._flights, []
-        for flight in flights:
-            self._begun.failed(flight.line.index, flight.handle.reached)
-        if len(flights) > 1:
-            self._suspects.extend((flight.line, flight.retries) for flight in flights)
-            return
-        for flight in flights:
-            if flight.retries:
-                self._suspects.append((flight.line, flight.retries - 1))
-            else:
-                yield _failed(flight.line, error)

@@ -96,8 +96,9 @@ class Composer:
         self._was_prefill = bool(others) and bool(budget) and not (self._was_prefill and kept)
         group = others if self._was_prefill else kept
         wants = [self._want(request) for request in group]
-        request, want = group[(turn := self._turns.deal(1, wants).index(1))], wants[turn]
-        return [(request, min(want.tokens, budget if self._was_prefill else 1))]
+        turn = self._turns.deal(1, wants).index(1)
+        piece = self._most if budget >= self._most - len(kept) else budget
+        return [(group[turn], min(wants[turn].tokens, piece if self._was_prefill else 1))]
 
     def _want(self, request: ActiveRequest) -> Want:
         tokens = self._stop(request) - request.place if request.left else 1

@@ -188,7 +188,7 @@ class Scheduler:
             else:
                 request.ending = "forgotten"
                 name = type(error).__name__ if isinstance(error, Exception) else None
-                self._fail(request, _step_failed(error), name)
+                self._fail(request, step_failed(error), name)
         busy = {request.slot.number for request in self.requests}
         for slot in self.slots:
             if slot.is_busy and slot.number not in busy:
@@ -385,7 +385,9 @@ class Scheduler:
     def _fail_alone(self, request: ActiveRequest, error: Exception) -> None:
         """End one request with a StepFailedError about `error`."""
         request.ending = "failed"
-        self._fail(request, _step_failed(error), type(error).__name__)
+        why = StepFailedError(f"this request made a step fail: {_named(error)}")
+        why.__cause__ = error
+        self._fail(request, why, type(error).__name__)
 
     def _fail(self, request: ActiveRequest, error: MlxrunnerError, name: str | None = "") -> None:
         """End a request with `error`. `name`: the recorded name of the error.
@@ -461,7 +463,7 @@ def _stops(request: ActiveRequest, count: int) -> bool:
     return is_prefill and lease.needs_checkpoints and lease.next_stop == request.place + count
 
 
-def _step_failed(error: BaseException) -> StepFailedError:
+def step_failed(error: BaseException) -> StepFailedError:
     return StepFailedError(
         f"a step that carried this request, and others, was ended by {_named(error)}: "
         "submit it again"

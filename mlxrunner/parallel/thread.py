@@ -7,11 +7,12 @@ made from the feeds of their requests.
 from __future__ import annotations
 
 import atexit
-import itertools
 import os
 import sys
 import threading
+import time
 import weakref
+from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -26,15 +27,18 @@ from mlxrunner.errors import (
     MlxrunnerError,
     NoFreeSlotError,
     ObserverError,
+    TimeLimitError,
 )
 from mlxrunner.parallel.feed import Feed, Lock, Wake
 from mlxrunner.parallel.request import ActiveRequest
+from mlxrunner.parallel.scheduler import step_failed
 from mlxrunner.parallel.stepper import Stepper
+from mlxrunner.parallel.turns import order
+from mlxrunner.parallel.workers import idle_worker, wait_for
 from mlxrunner.results import logger
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C."""
-_NUMBERS = itertools.count(1)
 
 
 @dataclass(frozen=True)
@@ -77,14 +81,12 @@ class EngineThread:
         self._opened = threading.Lock()
         self._opened.acquire()
         self._failure: BaseException | None = None
-        name = f"mlxrunner-engine-{next(_NUMBERS)}"
-        self._thread = threading.Thread(
-            target=self._main, args=(open_stepper,), name=name, daemon=True
-        )
+        worker = idle_worker()
+        self._thread = worker.thread
         _end_at_exit(self)
-        self._thread.start()
+        self._ended = worker.begin(partial(self._main, open_stepper))
         try:
-            self._opened.acquire()
+            wait_for(self._opened)
         except BaseException:
             self.stop()
             raise
@@ -155,8 +157,8 @@ class EngineThread:
         _call(wake)
 
     def join(self) -> None:
-        """Wait until the thread has ended."""
-        self._thread.join()
+        """Wait until the thread has ended its work."""
+        wait_for(self._ended)
 
     # What only this thread calls.
 
@@ -213,19 +215,21 @@ class EngineThread:
         return all(feed.request.is_paused for feed in self._running) and self.stepper.is_idle
 
     def _enqueue(self, feed: Feed) -> None:
+        """Queue a request behind those of its priority, but before later deadlines."""
         if not feed.is_ended:
-            self._queue.append(feed)
+            insort(self._queue, feed, key=_order)
+            self._has_room = self._has_room or self._queue[0] is feed
 
     def _cancel(self, feed: Feed) -> None:
         if feed in self._running:
             self.stepper.cancel(feed.request)
-            self._ended(feed)
+            self._leave(feed)
         elif feed in self._live:
             with suppress(ValueError):
                 self._queue.remove(feed)
             self._forget(feed)
 
-    def _ended(self, feed: Feed) -> None:
+    def _leave(self, feed: Feed) -> None:
         """Forget a request that was running; others may have room now."""
         self._running.remove(feed)
         self._has_room = True
@@ -236,21 +240,27 @@ class EngineThread:
             self._live.discard(feed)
 
     def _admit(self) -> None:
-        """Begin the requests that wait, in the order in which they came, while there is room."""
+        """Begin the requests that wait, in their order, while there is room."""
+        now = time.perf_counter()
+        for feed in [feed for feed in self._queue if (feed.request.due or now) < now]:
+            self._queue.remove(feed)
+            self._refuse(feed, TimeLimitError(feed.request.deadline or 0))
         while self._queue and self._has_room:
             feed = self._queue[0]
             try:
                 self.stepper.admit(feed.request)
             except (NoFreeSlotError, CacheFullError) as error:
-                if self._running:
+                if self._running and not error.never:
                     self._has_room = False
                     return
                 self._refuse(self._queue.popleft(), error)
+            except Exception as error:
+                self._refuse(self._queue.popleft(), step_failed(error))
             else:
                 self._running.append(self._queue.popleft())
 
     def _refuse(self, feed: Feed, error: MlxrunnerError) -> None:
-        """End a request that finds no room although it would be the only one."""
+        """End a request that never finds room, or whose deadline came before it could begin."""
         with self.lock:
             self._live.discard(feed)
             wake = [] if feed.is_ended else feed.end(error)
@@ -289,7 +299,7 @@ class EngineThread:
                     wake += feed.take_over()
                 feed.request.is_paused = feed.is_full
         for feed in [feed for feed in self._running if feed.request.finished]:
-            self._ended(feed)
+            self._leave(feed)
         self.stats = self._counted()
         _call(wake)
 
@@ -302,6 +312,10 @@ class EngineThread:
             bytes=self.stepper.used_bytes,
             steps=self.stepper.steps,
         )
+
+
+def _order(feed: Feed) -> tuple[int, float]:
+    return order(feed.request.priority, feed.request.due)
 
 
 def _call(wake: Iterable[Wake]) -> None:
@@ -317,24 +331,27 @@ def _end_at_exit(thread: EngineThread) -> None:
     if not _OPEN:
         atexit.unregister(_end_all)
         atexit.register(_end_all)
-        os.register_at_fork(after_in_child=_OPEN.clear)
     _OPEN.add(thread)
 
 
 def _end_all() -> None:
-    """End all threads: a thread that is inside of MLX when the interpreter ends would crash it.
+    """End the work of all threads before the interpreter ends: see `mlxrunner.parallel.workers`.
 
     Ctrl-C while it waits for their last steps leaves at once.
     """
+    # A thread that has ended its work keeps the interpreter's lock until it waits for the next.
+    sys.setswitchinterval(60)
     threads = list(_OPEN)
     try:
         for thread in threads:
             thread.stop()
         for thread in threads:
-            if not thread.is_here:
-                thread.join()
+            thread.join()
     except KeyboardInterrupt:
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):
                 stream.flush()
         os._exit(INTERRUPTED)
+
+
+os.register_at_fork(after_in_child=_OPEN.clear)

@@ -147,7 +147,7 @@ def test_an_error_while_a_token_is_read_ends_one_request_and_says_so(
         monkeypatch.setattr(second._request.answer, "take", fail)
         assert first.result().tokens == alone(llama, LONG, 9)
         with pytest.raises(
-            StepFailedError, match="was ended by RuntimeError: a tokenizer's fault: submit it again"
+            StepFailedError, match="made a step fail: RuntimeError: a tokenizer's fault"
         ):
             second.result()
         assert runner.submit(OTHER, max_tokens=9, stop_tokens=[]).result().tokens == alone(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -355,21 +356,22 @@ class Cells:
 
         Return None if the tokens without a lane find no room beside the lanes.
         """
-        cells = np.full(len(batch), -1, np.int32)
-        free, lanes = ~self.used, dict(self.lanes)
+        cells, lanes = np.empty(len(batch), np.int32), dict(self.lanes)
+        others: list[int] = []
         for sequence, own in batch.by_sequence.items():
-            if (lane := lanes.pop(sequence, None)) is None:
-                continue
-            taken = Run(lane.next, lane.next + len(own))
-            if taken.end <= lane.run.end and free[taken.begin : taken.end].all():
-                cells[own] = range(*taken)
-                free[taken.begin : taken.end] = False
-                lanes[sequence] = Lane(lane.run, taken.end)
-        others = np.flatnonzero(cells < 0)
-        start = _first_fit(_without(free, lanes.values()), len(others)) if len(others) else 0
-        if start is None:
-            return None
-        cells[others] = range(start, start + len(others))
+            lane = lanes.pop(sequence, None)
+            end = 0 if lane is None else lane.next + len(own)
+            if lane is None or end > lane.run.end or self.used[lane.next : end].any():
+                others += own
+            else:
+                cells[own] = range(lane.next, end)
+                lanes[sequence] = Lane(lane.run, end)
+        if others:
+            free = _without(~self.used, [self.lanes[each] for each in lanes])
+            start = _first_fit(free, len(others))
+            if start is None:
+                return None
+            cells[sorted(others)] = range(start, start + len(others))
         return cells, lanes
 
     def _packing(self, kept: Cells) -> tuple[Ints, Move | None]:
@@ -393,12 +395,9 @@ class Cells:
 
 def runs(cells: Ints) -> list[Run]:
     """Return the cells as runs of neighbours."""
-    begins = np.flatnonzero(np.diff(cells, prepend=-2) != 1)
-    lengths = np.diff(begins, append=len(cells))
-    return [
-        Run(first, first + n)
-        for first, n in zip(cells[begins].tolist(), lengths.tolist(), strict=True)
-    ]
+    ends = [*(np.flatnonzero(cells[1:] != cells[:-1] + 1) + 1).tolist(), len(cells)]
+    bounds = pairwise([0, *ends]) if len(cells) else ()
+    return [Run(int(cells[begin]), int(cells[end - 1]) + 1) for begin, end in bounds]
 
 
 def _without(free: Bools, lanes: Iterable[Lane]) -> Bools:
