@@ -7,12 +7,14 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-# On Linux the mlx wheel's own BLAS is about 40 times slower than OpenBLAS: use that when the machine has it.
+# On Linux the mlx wheel's own BLAS is about 40 times slower than OpenBLAS: use that when the
+# machine has it.
 OPENBLAS := $(firstword $(wildcard /usr/lib/*-linux-gnu/libopenblas.so.0 /usr/lib64/libopenblas.so.0))
 ifneq ($(OPENBLAS),)
 RUN := LD_PRELOAD=$(OPENBLAS) OPENBLAS_NUM_THREADS=1
 else ifeq ($(shell uname -s),Linux)
-HINT := @echo "note: without OpenBLAS everything is much slower; get it with: sudo apt-get install libopenblas0-pthread"
+HINT := @echo "note: without OpenBLAS everything is much slower; get it with:" \
+  "sudo apt-get install libopenblas0-pthread"
 endif
 
 .PHONY: chat test test-all lint docs bench demo clean
@@ -45,7 +47,8 @@ bench: $(STAMP)
 	$(HINT)
 	$(RUN) $(BIN)/mlxrunner bench --vs mlx-lm
 
-# Train the demo model again (about 40 minutes on two cores) and judge it. It goes on from where it was stopped.
+# Train the demo model again (about 40 minutes on two cores) and judge it. It goes on from where it
+# was stopped.
 demo: $(STAMP)
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install -e ".[train]"
 	$(BIN)/python tools/train_demo.py
@@ -53,12 +56,15 @@ demo: $(STAMP)
 
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || \
-	  { echo "Python 3.11 or newer is needed, and $(PYTHON) is $$($(PYTHON) --version 2>&1); try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	  { echo "Python 3.11 or newer is needed, and $(PYTHON) is $$($(PYTHON) --version 2>&1);" \
+	    "try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	@echo "setting up .venv (once; a minute or two) ..."
 	@if command -v uv >/dev/null 2>&1; then \
-	  uv venv --quiet --allow-existing --seed --python $(PYTHON) .venv && uv pip install --quiet --python $(BIN)/python -e ".[dev]"; \
+	  uv venv --quiet --allow-existing --seed --python $(PYTHON) .venv && \
+	    uv pip install --quiet --python $(BIN)/python -e ".[dev]"; \
 	else \
-	  $(PYTHON) -m venv .venv && $(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"; \
+	  $(PYTHON) -m venv .venv && \
+	    $(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"; \
 	fi
 	@touch $(STAMP)
 

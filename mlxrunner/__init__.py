@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         CutOffError,
         DamagedStoreError,
         DifferentRunError,
+        EngineError,
         FileError,
         FormError,
         MemoryPlanError,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
         ModelError,
         NoFreeSlotError,
         NotSupportedError,
+        ObserverError,
         OptionError,
         OutputClosedError,
         OutputError,
@@ -51,7 +53,9 @@ if TYPE_CHECKING:
     )
     from mlxrunner.memory.plan import Plan
     from mlxrunner.options import GenerateKwargs, GenerateOptions, RunnerKwargs, RunnerSettings
+    from mlxrunner.parallel.handle import Handle
     from mlxrunner.parallel.runner import ParallelRunner
+    from mlxrunner.parallel.thread import Stats
     from mlxrunner.profiling.record.profile import Profile
     from mlxrunner.results import Chunk, Result, Usage
     from mlxrunner.runner import Runner
@@ -71,10 +75,12 @@ __all__ = [
     "CutOffError",
     "DamagedStoreError",
     "DifferentRunError",
+    "EngineError",
     "FileError",
     "FormError",
     "GenerateKwargs",
     "GenerateOptions",
+    "Handle",
     "MemoryPlanError",
     "Message",
     "MissingFileError",
@@ -82,6 +88,7 @@ __all__ = [
     "ModelError",
     "NoFreeSlotError",
     "NotSupportedError",
+    "ObserverError",
     "OptionError",
     "OutputClosedError",
     "OutputError",
@@ -96,6 +103,7 @@ __all__ = [
     "RunnerKwargs",
     "RunnerSettings",
     "SessionError",
+    "Stats",
     "StepFailedError",
     "StoreError",
     "TemplateLimitError",
@@ -112,6 +120,7 @@ _HOMES = {
     "Chunk": "results",
     "GenerateKwargs": "options",
     "GenerateOptions": "options",
+    "Handle": "parallel.handle",
     "Message": "templates.messages",
     "ParallelRunner": "parallel.runner",
     "Plan": "memory.plan",
@@ -120,6 +129,7 @@ _HOMES = {
     "Runner": "runner",
     "RunnerKwargs": "options",
     "RunnerSettings": "options",
+    "Stats": "parallel.thread",
     "Usage": "results",
     "run_batch": "batch.run",
 }

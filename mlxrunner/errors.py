@@ -27,13 +27,15 @@ MlxrunnerError               exit code 1
 │   └── DamagedStoreError    exit code 2: the store of a batch is damaged
 ├── OutputError              exit code 2: the answers of a batch cannot be written
 ├── CutOffError              exit code 1: a batch could not write any more after it had answered
-├── TimeLimitError           exit code 1: a request of a batch took longer than its time limit
+├── TimeLimitError           exit code 1: a request took longer than its time limit
 ├── DifferentRunError        exit code 2: a batch was begun with other options, model or input
 ├── RequestError             exit code 1: a request of `run_batch` has no answer
 ├── VerifyError              exit code 4: a warm answer differed from a cold one (`--strict`)
 ├── WrongThreadError         exit code 1: another thread than the owner called the runner
 ├── ClosedError              exit code 1: the runner has been closed
-└── BusyError                exit code 1: another request still uses the entry
+├── EngineError              exit code 1: the thread of a ParallelRunner has died
+├── ObserverError            exit code 1: an observer waited for the thread that called it
+└── BusyError                exit code 1: another request uses the entry, or another thread reads
 """
 
 from __future__ import annotations
@@ -176,11 +178,15 @@ class CacheFullError(MlxrunnerError):
         free: int,
         total: int,
         remedy: str = "remove tokens or sequences, or initialize the cache with a larger capacity",
+        *,
+        never: bool = False,
     ) -> None:
         super().__init__(
             f"{what} needs {needed} free cells, but {free} of {total} are free: {remedy}"
         )
         self.needed, self.free, self.total = needed, free, total
+        self.never = never
+        """True if there will never be enough free cells; False if there may be later."""
 
 
 class NotSupportedError(MlxrunnerError):
@@ -191,6 +197,9 @@ class NotSupportedError(MlxrunnerError):
 
 class NoFreeSlotError(MlxrunnerError):
     """Every slot of a ParallelRunner has a request."""
+
+    never = False
+    """As in CacheFullError: there will be a free slot."""
 
     def __init__(self, slots: int) -> None:
         super().__init__(
@@ -239,7 +248,7 @@ class CutOffError(MlxrunnerError):
 
 
 class TimeLimitError(MlxrunnerError):
-    """A request of a batch did not end within its time limit."""
+    """A request did not end within its time limit: the `timeout` of a batch, or its `deadline`."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(
@@ -287,10 +296,31 @@ class ClosedError(MlxrunnerError):
         self.what = what
 
 
-class BusyError(MlxrunnerError):
-    """A second request was started before the first one ended."""
+class EngineError(MlxrunnerError):
+    """The thread that owns the model of a ParallelRunner has ended by an unexpected exception."""
 
-    def __init__(self) -> None:
+    def __init__(self, cause: BaseException) -> None:
+        why = f"{type(cause).__name__}: {cause}" if str(cause) else type(cause).__name__
         super().__init__(
-            "another request still uses the entry: finish it or close its iterator first"
+            f"the engine of this ParallelRunner was ended by {why}: close it and load it again"
         )
+
+
+class ObserverError(MlxrunnerError):
+    """An observer of a ParallelRunner made a call that waits for the thread that called it."""
+
+    def __init__(self, call: str) -> None:
+        super().__init__(
+            f"{call}: the engine's thread would wait for itself: an observer may submit and cancel "
+            "requests; wait for them, read them and close the runner in another thread"
+        )
+
+
+class BusyError(MlxrunnerError):
+    """A second request was started before the first one ended, or a handle has another reader."""
+
+    def __init__(
+        self,
+        why: str = "another request still uses the entry: finish it or close its iterator first",
+    ) -> None:
+        super().__init__(why)

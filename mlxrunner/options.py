@@ -323,6 +323,17 @@ class GenerateKwargs(TypedDict, total=False):
     stop_tokens: Sequence[int] | None
 
 
+class SubmitKwargs(GenerateKwargs, total=False):
+    """The options of a request beside others, for type checkers.
+
+    `priority`: "interactive", or "batch" for work that takes what others leave. `deadline`: seconds
+    after which the request ends with TimeLimitError.
+    """
+
+    priority: Literal["interactive", "batch"]
+    deadline: float | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunnerSettings:
     """The settings of a runner: what its caches store, and how far they can be rewound.

@@ -26,7 +26,7 @@ FLOORS = [
     ["batch", "bench", "chat", "profiling", "testing"],
     ["sessions"],
     ["runner", "loading", "parallel"],
-    ["engine", "memory"],
+    ["engine", "memory", "stored"],
     ["models"],
     ["cache", "tokenizer"],
     ["templates"],
@@ -50,9 +50,9 @@ profiling.replay.thinking profiling.replay.variants profiling.report.aggregate
 profiling.report.elements profiling.report.explain profiling.report.formatting
 profiling.report.html profiling.report.plots
 profiling.report.report profiling.report.csv_rows profiling.report.screen profiling.schema
-profiling.report.svg profiling.report.trace results sessions.folder sessions.history
-sessions.session sessions.store
-sessions.tensors system.folders system.limits system.power system.reading system.tensorfile
+profiling.report.svg profiling.report.trace results sessions.history
+sessions.session sessions.store stored.folder stored.parked stored.prefixes stored.shelf
+stored.tensors system.folders system.limits system.power system.reading system.tensorfile
 system.writing templates.messages templates.segments templates.thinking terminal.clipboard
 terminal.keyboard terminal.progress terminal.signals terminal.text tokenizer.stream
 tokenizer.vocabulary verify.findings
@@ -278,7 +278,7 @@ OPENERS = {
     "system.power": "files of the kernel",
     "cli.program": "the null device, in the place of a closed stream",
     "profiling.report.html": "a style sheet of the package",
-    "sessions.folder": "a folder that is held open, nothing in it",
+    "stored.folder": "a folder that is held open, nothing in it",
     "batch.output": "its own descriptor again, and its folder",
 }
 """Modules that open files by themselves, and what those are."""

@@ -34,12 +34,15 @@ from mlxrunner.errors import (
     OutputError,
     PromptError,
     RequestError,
+    StepFailedError,
     StoreError,
     TimeLimitError,
 )
 from mlxrunner.options import GenerateKwargs, GenerateOptions
-from mlxrunner.parallel.handle import Handle
+from mlxrunner.parallel.driven import DrivenHandle
+from mlxrunner.parallel.handle import Handle, wait_for_news
 from mlxrunner.parallel.runner import ParallelRunner
+from mlxrunner.parallel.several import Several
 from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.results import Chunk, Result, Usage
 from mlxrunner.runner import Runner
@@ -50,6 +53,8 @@ GIVE_BACK_EVERY = 256
 """The number of lines after which the memory that MLX keeps for later is given back."""
 FATAL = (BusyError, StoreError, OutputError, BrokenPipeError)
 """The runner or a file failed, not the request; stop the batch."""
+Parallel = Stepper | ParallelRunner
+AnyRunner = Runner | Parallel
 KINDS: dict[type[Exception], str] = {
     TimeLimitError: "timeout",
     ContextFullError: "context_full",
@@ -102,7 +107,7 @@ class BatchResult:
 
 
 def run_batch(
-    runner: Runner | ParallelRunner | Stepper,
+    runner: AnyRunner,
     requests: Iterable[BatchRequest],
     *,
     order: Order = "prefix",
@@ -140,7 +145,7 @@ def run_batch(
 
 
 def _run_batch(
-    runner: Runner | Stepper, requests: Iterable[BatchRequest], options: BatchOptions
+    runner: AnyRunner, requests: Iterable[BatchRequest], options: BatchOptions
 ) -> Iterator[BatchResult]:
     with Store.create(unique_ids=False) as store:
         is_shifted = tokenize_lines(
@@ -152,7 +157,7 @@ def _run_batch(
         )
         store.finish(by_tokens=is_shifted)
         place = -1
-        begun = Begun.of(store, options.order, parallel=isinstance(runner, Stepper))
+        begun = Begun.of(store, options.order, parallel=isinstance(runner, Several))
         execution = Execution(runner, options, begun)
         with closing(execution.run(store.pending(options.order))) as outcomes:
             for outcome in outcomes:
@@ -247,6 +252,8 @@ def _refused(line: StoredLine, error: str) -> Outcome:
 
 
 def _failed(line: StoredLine, error: Exception) -> Outcome:
+    if isinstance(error, StepFailedError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__  # what the line gives when it runs alone
     text = one_line(" ".join(str(error).split()))
     kind = next((KINDS[known] for known in KINDS if isinstance(error, known)), "other")
     return Outcome(
@@ -260,7 +267,7 @@ def _failed(line: StoredLine, error: Exception) -> Outcome:
 class Execution:
     """The run of the lines of a batch on a runner."""
 
-    runner: Runner | Stepper | None
+    runner: AnyRunner | None
     """The runner; None if no line can be run."""
     options: BatchOptions
     """The options of the batch."""
@@ -273,7 +280,7 @@ class Execution:
 
     def run(self, lines: Iterator[StoredLine]) -> Outcomes:
         """Yield the outcomes as they end. A line is read when it can begin."""
-        if isinstance(self.runner, Stepper):
+        if isinstance(self.runner, Several):
             return _giving_back(_Together(self, self.runner, lines).run())
         return self._one_by_one(self.runner, lines)
 
@@ -311,7 +318,7 @@ class Execution:
                     return _failed(line, error)
         raise AssertionError  # the last try returns
 
-    def prompt_of(self, line: StoredLine, runner: Runner | Stepper) -> TokenizedPrompt:
+    def prompt_of(self, line: StoredLine, runner: AnyRunner) -> TokenizedPrompt:
         """Return the prompt of a line: its tokens, and the number that earlier lines share.
 
         If the runner is observed, the prompt also has its text and messages.
@@ -345,6 +352,11 @@ class Deadline:
         self.reached = 0
         """Tokens of the prompt that are evaluated."""
 
+    @property
+    def left(self) -> float | None:
+        """Seconds that are left; None without a limit."""
+        return None if self._timeout is None else max(0.0, self._end - time.monotonic())
+
     def __call__(self, reached: int = 0, *_: object) -> None:
         self.reached = max(self.reached, reached)
         self._tick()
@@ -369,7 +381,7 @@ class _Flight:
     """A request that is running beside others."""
 
     line: StoredLine
-    handle: Handle
+    handle: Handle | DrivenHandle
     deadline: Deadline
     retries: int
     """The number of retries that are left."""
@@ -377,18 +389,13 @@ class _Flight:
 
 
 class _Together:
-    """The requests that run side by side, as many as the runner has slots.
+    """The requests that run side by side, as many as the runner has slots."""
 
-    An error in a step that all requests share ends all of them. Nobody knows which one caused it,
-    so each is run again alone.
-    """
-
-    def __init__(self, execution: Execution, runner: Stepper, lines: Iterator[StoredLine]) -> None:
+    def __init__(self, execution: Execution, runner: Parallel, lines: Iterator[StoredLine]) -> None:
         self._execution, self._runner, self._lines = execution, runner, lines
         self._begun = execution.begun
         self._flights: list[_Flight] = []
         self._waiting: deque[tuple[StoredLine, int]] = deque()  # lines and their retries
-        self._suspects: deque[tuple[StoredLine, int]] = deque()
 
     def run(self) -> Outcomes:
         """Yield the outcomes as they end. Requests that still run are cancelled at the end."""
@@ -397,14 +404,20 @@ class _Together:
                 yield from self._begin()
                 if not self._flights:
                     return
-                try:
-                    self._runner.step()
-                except Exception as error:
-                    yield from self._fell(error)
+                self._advance()
                 yield from self._landed()
         finally:
             for flight in self._flights:
                 flight.handle.cancel()
+
+    def _advance(self) -> None:
+        """Run a step, or wait for what the thread of the runner makes or for a deadline."""
+        if isinstance(self._runner, Stepper):
+            self._runner.step()
+            return
+        handles = [one.handle for one in self._flights if isinstance(one.handle, Handle)]
+        lefts = [one.deadline.left for one in self._flights if one.deadline.left is not None]
+        wait_for_news(handles, min(lefts, default=None))
 
     def _begin(self) -> Iterator[Outcome]:
         """Submit the lines that can begin now, and yield the outcomes of those that can't."""
@@ -420,7 +433,7 @@ class _Together:
                 )
             except (NoFreeSlotError, CacheFullError) as error:
                 self._begun.failed(line.index, 0)
-                if self._flights:
+                if self._flights and not error.never:
                     self._waiting.appendleft(taken)
                     return
                 yield _failed(line, error)
@@ -431,13 +444,8 @@ class _Together:
                 self._flights.append(_Flight(line, handle, Deadline(self._execution), retries))
 
     def _next(self) -> tuple[StoredLine, int] | None:
-        """Return the next line to begin and its retries; None if none can begin now.
-
-        A suspect begins only when nothing else runs, and nothing begins beside it.
-        """
-        if self._suspects:
-            return None if self._flights else self._suspects.popleft()
-        if len(self._flights) == len(self._runner.slots):
+        """Return the next line to begin and its retries; None if none can begin now."""
+        if len(self._flights) == self._runner.num_slots:
             return None
         if self._waiting:
             return self._waiting.popleft()
@@ -467,20 +475,3 @@ class _Together:
                 outcome = _failed(flight.line, error)
             self._flights.remove(flight)
             yield outcome
-
-    def _fell(self, error: Exception) -> Iterator[Outcome]:
-        """Take an error that ended all requests: queue each to be run again alone.
-
-        A request that was alone uses up a retry; without one left, yield its outcome.
-        """
-        flights, self._flights = self._flights, []
-        for flight in flights:
-            self._begun.failed(flight.line.index, flight.handle.reached)
-        if len(flights) > 1:
-            self._suspects.extend((flight.line, flight.retries) for flight in flights)
-            return
-        for flight in flights:
-            if flight.retries:
-                self._suspects.append((flight.line, flight.retries - 1))
-            else:
-                yield _failed(flight.line, error)

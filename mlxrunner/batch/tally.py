@@ -9,7 +9,7 @@ from typing import Any
 
 from mlxrunner.batch.plan import Speed
 from mlxrunner.batch.run import Outcome
-from mlxrunner.terminal.text import duration
+from mlxrunner.terminal.text import count_of, duration
 
 
 @dataclass
@@ -120,7 +120,8 @@ class Tally:
     def summary(self) -> str:
         """Return a sentence for people about the whole run."""
         return (
-            f"{self.done} lines in {duration(self.seconds)}: {self.prompt_tokens:,} prompt tokens, "
+            f"{count_of(self.done, 'line')} in {duration(self.seconds)}: "
+            f"{self.prompt_tokens:,} prompt tokens, "
             f"{self.reused:.1%} of them reused; {self.answer_tokens:,} answer tokens, "
             f"{self.rate:.0f}/s"
         )

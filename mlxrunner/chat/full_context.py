@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from mlxrunner.chat.commands.table import count_of
 from mlxrunner.results import Chunk
+from mlxrunner.terminal.text import count_of
 
 if TYPE_CHECKING:
     from mlxrunner.chat.conversation import Conversation

@@ -125,19 +125,9 @@ def batch(
 
     if embeddings:
         raise OptionError(f"--embeddings: {NO_EMBEDDINGS}")
-    if not output and not only_plan:
-        raise OptionError("where do the answers go? -o FILE, or -o - for standard output")
-    if as_json and not only_plan:
-        raise OptionError("--json is for --plan; the answers are JSON lines anyway")
-    if only_plan and (options["progress_file"] or options["summary"]):
-        raise OptionError("--progress-file and --summary are about a run, and --plan runs nothing")
+    _check_together(output, only_plan, as_json, options)
     recorded = take(options, WATCHING) | {"strict": options["strict"]}
     if recorded["verify_cache"]:
-        if options["parallel"] not in (None, 1):
-            raise OptionError(
-                "--verify-cache looks at one request at a time, and --parallel runs several at "
-                "once: use one of them"
-            )
         options["parallel"] = 1
     table = output if output and output.lower().endswith(PARQUET) else None
     if table is not None and not only_plan:
@@ -158,6 +148,23 @@ def batch(
     job = replace(job, defaults=_reproducible(options_that_hold("batch", model, options, typed)))
     with orderly_end():
         _run(job, recorded, table, only_plan=only_plan, quiet=quiet, as_json=as_json)
+
+
+def _check_together(
+    output: str | None, only_plan: bool, as_json: bool, options: dict[str, Any]
+) -> None:
+    """Raise OptionError for options that do not go together."""
+    if not output and not only_plan:
+        raise OptionError("where do the answers go? -o FILE, or -o - for standard output")
+    if as_json and not only_plan:
+        raise OptionError("--json is for --plan; the answers are JSON lines anyway")
+    if only_plan and (options["progress_file"] or options["summary"]):
+        raise OptionError("--progress-file and --summary are about a run, and --plan runs nothing")
+    if options["verify_cache"] and options["parallel"] not in (None, 1):
+        raise OptionError(
+            "--verify-cache looks at one request at a time, and --parallel runs several at once: "
+            "use one of them"
+        )
 
 
 def _reproducible(options: dict[str, Any]) -> dict[str, Any]:

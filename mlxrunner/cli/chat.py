@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from mlxrunner.chat.commands.table import CommandTable
     from mlxrunner.chat.conversation import Conversation
     from mlxrunner.chat.repl import Chat
+    from mlxrunner.sessions.session import Session
+    from mlxrunner.terminal.keyboard import Keyboard
 
 
 @click.command(cls=Configured)
@@ -126,39 +128,24 @@ def chat(
     """
     from mlxrunner.terminal.keyboard import Keyboard, is_terminal
 
-    if sys.stdin is None:
-        raise OptionError(
-            "standard input is closed: a chat reads its turns from a terminal, a file or a pipe"
-        )
+    _check_begin(session, goes_on)
     given = typed_names(ctx)
     if named is not None:
         model = _only_model(named, model if "model" in given else None)
         given.add("model")
-    if goes_on and session is not None:
-        raise OptionError(
-            f"--continue goes on with the last unnamed chat, and --session with {session}: "
-            "use one of them"
-        )
     loading, keyboard = take(options, LOADING), Keyboard(is_terminal())
     # Enter it first of all, to keep what is typed while the model loads.
     with keyboard:
-        from mlxrunner.chat.commands.sessions import Saving
-        from mlxrunner.chat.saved_settings import must_be_wanted, put_back
         from mlxrunner.chat.start import open_chat
 
-        saving = Saving(
-            caches=not no_cache_file,
-            kv_bits=session_kv_bits,
-            keeps_unnamed=not no_save and (is_terminal() or goes_on),
-        )
+        keeps = not no_save and (is_terminal() or goes_on)
+        saving = _saving(caches=not no_cache_file, kv_bits=session_kv_bits, keeps_unnamed=keeps)
         opening = saving.opened(session, goes_on=goes_on)
         with recording(options, "chat") as profile, opening as resumed:
             conversation = _conversation(ctx, system, options, history, keep_thinking, greedy)
             if resumed is not None:
-                if "model" in given and not switch_model:
-                    must_be_wanted(saving.kept_as, resumed.model, model, keyboard)
-                given |= set(conversation.options)
-                model = put_back(resumed, conversation, loading, model, given)
+                name = None if switch_model else saving.kept_as
+                model = _put_back(resumed, name, conversation, loading, model, given, keyboard)
             conversation.runner = load(model, loading, banner=is_terminal())
             profile.watch(conversation.runner)
             conversation.usual = usual_options("chat", model)
@@ -174,6 +161,46 @@ def chat(
                 after_load=[lambda chat: profile.watch(chat.runner), _take_usual_options],
             )
             _run(opened, table, saving, is_resumed=resumed is not None)
+
+
+def _check_begin(session: str | None, goes_on: bool) -> None:
+    """Raise OptionError if there is nothing to read, or if two conversations are to go on."""
+    if sys.stdin is None:
+        raise OptionError(
+            "standard input is closed: a chat reads its turns from a terminal, a file or a pipe"
+        )
+    if goes_on and session is not None:
+        raise OptionError(
+            f"--continue goes on with the last unnamed chat, and --session with {session}: "
+            "use one of them"
+        )
+
+
+def _saving(**options: Any) -> Saving:
+    from mlxrunner.chat.commands.sessions import Saving
+
+    return Saving(**options)
+
+
+def _put_back(
+    resumed: Session,
+    name: str | None,
+    conversation: Conversation,
+    loading: dict[str, Any],
+    model: str,
+    given: set[str],
+    keyboard: Keyboard,
+) -> str:
+    """Give the conversation and `loading` what was saved, and return the model to load.
+
+    `given` are the names of the options that were typed; they hold. Another model than the one of
+    the session `name` asks first; for None it does not.
+    """
+    from mlxrunner.chat.saved_settings import must_be_wanted, put_back
+
+    if "model" in given and name is not None:
+        must_be_wanted(name, resumed.model, model, keyboard)
+    return put_back(resumed, conversation, loading, model, given | set(conversation.options))
 
 
 def _only_model(named: str, other: str | None) -> str:

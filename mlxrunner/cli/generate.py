@@ -134,21 +134,7 @@ def generate(
     """
     if options["logprobs"] is not None and not as_json:
         raise OptionError("--logprobs needs --json to print them")
-    if count > 1 and options["verify_cache"]:
-        raise OptionError(
-            "--verify-cache looks at one request at a time, and --n runs several at once: "
-            "use one of them"
-        )
-    if count > 1 and repeat > 1:
-        raise OptionError("--repeat asks one after the other, and --n at once: use one of them")
-    if count == 1 and is_given("parallel"):
-        raise OptionError("--parallel is for the answers of --n: use --n K with it")
-    for name in ONE_SEQUENCE if count > 1 else ():
-        if is_given(name):
-            raise OptionError(
-                f"--{name.replace('_', '-')} is for one sequence only, and --n runs several at "
-                "once: use one of them"
-            )
+    _check_count(count, repeat, options)
     text = prompt_of(words, prompt, is_optional=form is not None)
     text, own_system = filled(form, text, variables)
     system = system if own_system is None or is_given("system") else own_system
@@ -174,6 +160,27 @@ def generate(
         profile.watch(runner)
         for _ in range(repeat):
             _answer(runner, request, as_json, options)
+
+
+def _check_count(count: int, repeat: int, options: dict[str, Any]) -> None:
+    """Raise OptionError for options that do not go together with --n, or with its absence."""
+    if count == 1:
+        if is_given("parallel"):
+            raise OptionError("--parallel is for the answers of --n: use --n K with it")
+        return
+    if options["verify_cache"]:
+        raise OptionError(
+            "--verify-cache looks at one request at a time, and --n runs several at once: "
+            "use one of them"
+        )
+    if repeat > 1:
+        raise OptionError("--repeat asks one after the other, and --n at once: use one of them")
+    for name in ONE_SEQUENCE:
+        if is_given(name):
+            raise OptionError(
+                f"--{name.replace('_', '-')} is for one sequence only, and --n runs several at "
+                "once: use one of them"
+            )
 
 
 def _answers(

@@ -147,7 +147,7 @@ class _Reader:
         if (number := line_of_long_key(self._text)) is not None:
             raise OptionError(
                 f"{self._path} line {number}: a key has more than {MOST_PARTS} parts between dots: "
-                "no key of this file has more than 3"
+                "write fewer"
             )
         try:
             found = tomllib.loads(self._text)

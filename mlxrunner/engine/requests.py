@@ -53,10 +53,9 @@ class Request:
 
         With `overflow="error"` it is an error if the full context ended the answer.
         """
-        room = self.context - len(self.tokens)
-        is_full = last.finish_reason == "length" and self.limit == room != self.options.max_tokens
+        is_full = last.finish_reason == "length" and self.limit != self.options.max_tokens
         if self.options.overflow == "error" and is_full:
-            return ContextFullError(room, self.context)
+            return ContextFullError(self.limit, self.context)
         return None
 
 

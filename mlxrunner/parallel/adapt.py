@@ -1,15 +1,19 @@
 """Adapt a stock mlx-lm model to run tokens of many sequences as one row.
 
-Each token has its own position. Keys and values lie in shared cells. mlx-lm's code is not changed:
-while a model is adapted, wrappers replace each attention's `rope`, which takes one position per
-token, and the last norm, which passes only the rows whose logits are wanted. A model qualifies by a
-proof, not by its name: it runs two sequences in one row and separately, and the logits have to
-agree.
+Each token has its own position. Keys and values lie in shared cells, and what can't be one row runs
+for each sequence (`parallel.apart`). mlx-lm's code is not changed: while a model is adapted,
+wrappers replace each attention's `rope`, which takes one position per token, the mixers of layers
+that are apart, and the last norm, which passes only the rows whose logits are wanted. Whether that
+gives the right answers is for `parallel.proof` to say: nothing follows from a model's name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -23,110 +27,175 @@ from mlxrunner.cache.shared.causal import CausalCache
 from mlxrunner.cache.shared.sequences import Batch
 from mlxrunner.cache.shared.split import WORTH_SPLITTING
 from mlxrunner.errors import NotSupportedError
+from mlxrunner.parallel.apart import Apart, Plan, Step, class_apart, mixers, view_of
 from mlxrunner.parallel.attention import Parts
-from mlxrunner.parallel.engine import WINDOWS_KEEP, Engine, joined
+from mlxrunner.parallel.engine import Engine, joined
 from mlxrunner.parallel.views import LayerView, PerTokenRope, SomeRows, attention_in_parts
 from mlxrunner.system.mlx_lm_internals import (
     calls_attention,
     class_with,
+    has_rope,
     last_norm,
-    with_rope,
 )
 
-TOLERANCE = 0.02
-"""Largest accepted difference of logits, as a share of the largest one.
 
-Half-precision sums in another order differ by less. A wrong position makes a far larger difference.
-"""
+class Sharing(Enum):
+    """The layers that lie in shared cells."""
+
+    PARTS = "attention, also where it is a part of a layer"
+    WHOLE = "layers that are nothing but attention"
+    NONE = "no layer"
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How a model is adapted."""
+
+    sharing: Sharing = Sharing.PARTS
+    splits: bool = True
+    """True if attention may be computed in parts."""
+    adds_starts: bool = False
+    """See `Step.adds_starts`."""
+    cuts_head: bool = True
+    """True if the last norm gets only the rows whose logits are wanted."""
 
 
 class Adapted(Engine):
     """A model that is adapted to rows of many sequences. `close` undoes everything."""
 
-    def __init__(
-        self,
-        model: Any,
-        *,
-        max_sequences: int,
-        capacity: int,
-        max_batch: int,
-        memory: int = WINDOWS_KEEP,
-    ) -> None:
-        """Wrap the parts of `model`, prove that it can share a row, and make the cells.
+    def __init__(self, model: Any, options: CacheOptions, manner: Manner) -> None:
+        """Prepare to adapt `model`. Call `wrap` and `allocate` before the first pass.
 
-        `capacity`: tokens per sequence. `max_batch`: tokens per step. `memory`: tokens that windows
-        keep beyond themselves. Raise NotSupportedError, with nothing changed, if a layer can't
-        share a row.
+        `options`: those of the layer caches. Windows in shared cells have the same slack.
         """
-        self.model = model
+        self.model, self._options, self.manner = model, options, manner
         self._wrapped: list[tuple[Any, str, Any]] = []
-        windows = _windows(model)
-        super().__init__(windows, memory)
-        self._views = [
-            LayerView(self, layer, self._kinds.index(window))
-            for layer, window in enumerate(windows)
-        ]
+        likes = make_layer_caches(model, options)
+        super().__init__(_windows(likes, manner.sharing), options.rewind_slack)
+        self.step = Step(manner.adds_starts)
+        self._caches: dict[int, list[LayerCache]] = {}
+        self._rows: list[LayerView] = []
+        self._apart: list[Apart] = []
+        self._paths: list[tuple[int, ...]] = []
+        self._views = [self._view(like, (index,)) for index, like in enumerate(likes)]
         self._head: SomeRows | None = None
-        self.positions: mx.array | int = 0
-        """The position of each token, or of the first token of a step of one sequence."""
         self.parts: list[Parts | None] = []
         self.masks_parts: list[bool] = []
         """True for a group whose attention needs no mask of all queries and cells."""
-        self._worth_splitting = WORTH_SPLITTING
+        self.worth_splitting = WORTH_SPLITTING
         self._rotations: dict[int, list[Rotate] | None] = {}
         self.layer = -1
         """The layer that wrote last, for error messages; -1 before the first."""
-        roped = [module for layer in model.layers for module in with_rope(layer)]
-        modules = [module for layer in model.layers for module in layer.modules()]
+        modules = _modules(model)
+        self._roped = [module for module in modules if has_rope(module)]
         self._attentions = [module for module in modules if calls_attention(module)]
-        self.can_split = bool(self._attentions) and all(map(calls_attention, roped))
-        reference = _separately(model)
-        try:
-            self._wrap()
-            self._prove(reference)
-            self.cache.init(_dtype(model), max_sequences, capacity, max_batch)
-        except BaseException:
-            self.close()
-            raise
+        self.can_split = (
+            manner.splits and bool(self._attentions) and all(map(calls_attention, self._roped))
+        )
+        self._dtype = _dtype(model)
+
+    def wrap(self) -> None:
+        """Replace the parts of the model that can't run a row. Call `close` also after an error."""
+        if self._rows:
+            for module in self._roped:
+                self._replace(module, "rope", PerTokenRope(module.rope))
+            for module in self._attentions if self.can_split else []:
+                self._replace(module, "__class__", class_with(module, attention_in_parts))
+        for module in mixers(self.model) if self._apart else []:
+            self._replace(module, "__class__", class_apart(module))
+        found = last_norm(self.model) if self.manner.cuts_head else None
+        if found is not None:
+            self._head = SomeRows(getattr(*found))
+            self._replace(*found, self._head)
+
+    def allocate(self, max_sequences: int, capacity: int, max_batch: int) -> None:
+        """Make the cells anew, and forget all sequences.
+
+        `capacity`: tokens per sequence. `max_batch`: tokens per step.
+        """
+        self.cache.close()
+        self._caches.clear()
+        self.groups = self._make_groups()
+        self.cache = joined(self.groups)
+        self.cache.init(self._dtype, max_sequences, capacity, max_batch)
+
+    @property
+    def ways(self) -> list[str]:
+        return [_way(view) for view in self._views]
+
+    def caches(self, sequence: int) -> list[LayerCache]:
+        return super().caches(sequence) + [view.cache_of(sequence) for view in self._apart]
 
     def forward(
         self, tokens: mx.array, batch: Batch, rows: Sequence[int], *, reserve: bool = False
     ) -> mx.array:
         """Return the unevaluated logits; see `Engine.forward`.
 
-        `reserve`: let the row see every cell, and store nothing.
+        `reserve`: let the row see every cell, and store nothing. If the pass raises an error, the
+        layers that are apart are left as after `begin_forward`.
         """
+        plan = Plan.of(batch.sequences, batch.positions) if self._apart else None
+        if plan is not None and plan.order is not None:
+            tokens, batch, rows = _sorted(plan.order, tokens, batch, rows)
         self.cache.start_forward(batch, reserve=reserve)
-        self.positions = (
-            batch.positions[0] if batch.is_plain else mx.array(list(batch.positions), mx.int32)
-        )
+        self.step.begin(batch)
         splits = [
-            group.split(self._worth_splitting) if self.can_split else None for group in self.groups
+            group.split(self.worth_splitting) if self.can_split else None for group in self.groups
         ]
         self.parts = [None if split is None else Parts(split) for split in splits]
         self.masks_parts = [(reserve and self.can_split) or bool(parts) for parts in self.parts]
-        if list(rows) == list(range(len(batch))):
-            return self._logits(tokens)
-        wanted = mx.array(list(rows), mx.int32)
-        if self._head is None:
-            return self._logits(tokens)[wanted]
-        self._head.rows = wanted
-        try:
-            return self._logits(tokens)
-        finally:
-            self._head.rows = None
+        is_all = list(rows) == list(range(len(batch)))
+        with self._scratch() if reserve else nullcontext():
+            return self._run(tokens, plan, None if is_all else mx.array(list(rows), mx.int32))
 
-    def _logits(self, tokens: mx.array) -> mx.array:
-        logits: mx.array = self.model(tokens[None], cache=self._views)
-        return logits[0]
+    def _run(self, tokens: mx.array, plan: Plan | None, wanted: mx.array | None) -> mx.array:
+        """Return the `wanted` rows' logits (None: of all), after a pass in all layers apart."""
+        if plan is not None:
+            for view in self._apart:
+                view.begin_forward(plan)
+        if self._head is not None:
+            self._head.rows = wanted
+        try:
+            logits: mx.array = self.model(tokens[None], cache=self._views)[0]
+        finally:
+            for row in self._rows:
+                row.forget()
+            if self._head is not None:
+                self._head.rows = None
+        if plan is not None:
+            for view in self._apart:
+                mx.async_eval(view.end_forward())  # type: ignore[no-untyped-call]
+        return logits if wanted is None or self._head is not None else logits[wanted]
+
+    @contextmanager
+    def _scratch(self) -> Iterator[None]:
+        """Let a pass write to caches that are dropped afterwards, in place of all sequences'."""
+        kept, self._caches = self._caches, {}
+        try:
+            yield
+        finally:
+            self._caches = kept
+
+    def forget(self) -> None:
+        super().forget()
+        for caches in self._caches.values():
+            for cache in caches:
+                cache.free()
+
+    def state(self) -> list[Any]:
+        """Return all buffers, to be evaluated."""
+        return super().state() + [
+            cache.state for caches in self._caches.values() for cache in caches
+        ]
 
     def rotate(
         self, caches: Sequence[LayerCache], by: int
     ) -> Sequence[Callable[[Any, int], Any]] | None:
         """Return a function for each cache; those of cells move their keys by themselves."""
-        if self._rotators(by) is None:
-            return None
-        return [lambda keys, by: keys for _ in caches]
+        ways = self._rotators(by)
+        if ways is None or not self._apart:
+            return ways and [lambda keys, by: keys for _ in caches]
+        return None if self.groups or self._options.kv_bits else ways
 
     def close(self) -> None:
         """Restore the model. A second call, also after an interrupt, is allowed."""
@@ -135,6 +204,7 @@ class Adapted(Engine):
             setattr(owner, name, inner)
             self._wrapped.pop()
         self.cache.close()
+        self._caches.clear()
 
     def _make_group(self, window: int | None, memory: int | None) -> CausalCache:
         return CausalCache(shift=self._shift, window=window, memory=memory)
@@ -144,16 +214,29 @@ class Adapted(Engine):
             for group in self.groups:
                 group.expect(sequence, count)
 
-    def _wrap(self) -> None:
-        for layer in self.model.layers:
-            for module in with_rope(layer):
-                self._replace(module, "rope", PerTokenRope(module.rope))
-        for module in self._attentions if self.can_split else []:
-            self._replace(module, "__class__", class_with(module, attention_in_parts))
-        found = last_norm(self.model)
-        if found is not None:
-            self._head = SomeRows(getattr(*found))
-            self._replace(*found, self._head)
+    def _view(self, like: LayerCache, path: tuple[int, ...]) -> Any:
+        """Return what the model gets in place of a cache that is like `like`.
+
+        `path`: the index of the cache among the model's, and then those of parts.
+        """
+        if shares(like, self.manner.sharing):
+            group = self._kinds.index(_window(like))
+            self._rows.append(LayerView(self, len(self._rows), path[0], group))
+            return self._rows[-1]
+        if falls_apart(like, self.manner.sharing):
+            return [self._view(part, (*path, index)) for index, part in enumerate(like.parts)]
+        self._paths.append(path)
+        self._apart.append(view_of(self.step, partial(self._cache_of, path), like))
+        return self._apart[-1]
+
+    def _cache_of(self, path: tuple[int, ...], sequence: int) -> LayerCache:
+        """Return a sequence's cache of one layer, or of a part of it."""
+        if sequence not in self._caches:
+            self._caches[sequence] = make_layer_caches(self.model, self._options)
+        cache = self._caches[sequence][path[0]]
+        for index in path[1:]:
+            cache = cache.parts[index]
+        return cache
 
     def _replace(self, owner: Any, name: str, wrapper: Any) -> None:
         self._wrapped.append((owner, name, getattr(owner, name)))
@@ -171,7 +254,7 @@ class Adapted(Engine):
                 "this model's keys can't be moved to other positions: "
                 "what is kept has to be evaluated again"
             )
-        return ways[layer](keys, by)
+        return ways[self._rows[layer].layer](keys, by)
 
     def _rotators(self, by: int) -> list[Rotate] | None:
         """Return how the keys of each layer of the model move; None if some can't."""
@@ -181,75 +264,61 @@ class Adapted(Engine):
             )
         return self._rotations[by]
 
-    def _prove(self, reference: list[mx.array]) -> None:
-        """Run two sequences in one row, in two steps, and compare each with its logits run alone.
 
-        Raise NotSupportedError if they differ, or if a step fails.
-        """
-        groups, cache = self.groups, self.cache
-        self.groups = self._make_groups()
-        self.cache = joined(self.groups)
-        try:
-            self.cache.init(_dtype(self.model), 2, 16, 16)
-            self.forward(mx.array([5, 9, 6, 10]), Batch([0, 0, 1, 1], [0, 1, 0, 1]), [0])
-            self._worth_splitting = 0  # the first step was one product, this one is in parts
-            logits = self.forward(mx.array([7, 11, 12]), Batch([2, 2, 3], [0, 1, 1]), [0, 2])
-            mx.eval(logits)
-            gap = max(_largest(a - b) for a, b in zip(logits, reference, strict=True))
-            scale = max(_largest(b) for b in reference)
-        except Exception as error:
-            text = " ".join(str(error).split())[:200]
-            at = (
-                ""
-                if self.layer < 0
-                else f"layer {self.layer} ({type(self.model.layers[self.layer]).__name__}): "
-            )
-            raise NotSupportedError(
-                f"{at}this model can't run several sequences in one row, run one at a time: "
-                f"{type(error).__name__}: {text}"
-            ) from error
-        finally:
-            self.cache.close()
-            self.groups, self.cache = groups, cache
-            self._worth_splitting = WORTH_SPLITTING
-        if not gap <= TOLERANCE * max(scale, 1e-6):
-            raise NotSupportedError(
-                "this model answers otherwise with several sequences in one row "
-                f"(logits differ by {gap:.2g})"
-            )
+def shares(like: LayerCache, sharing: Sharing) -> bool:
+    return like.stores_plain_rows and sharing is not Sharing.NONE
 
 
-def _windows(model: Any) -> list[int]:
-    """Return the window of each layer in tokens, 0 for full attention.
+def falls_apart(like: LayerCache, sharing: Sharing) -> bool:
+    """Return True if some parts of a composite layer, but not all, lie in shared cells.
 
-    Raise NotSupportedError, which names the first layer of another kind.
+    A layer of nothing but attention reads its parts together: it chooses what to attend.
     """
-    windows = []
-    for number, cache in enumerate(make_layer_caches(model, CacheOptions())):
-        if not cache.stores_plain_rows:
-            raise NotSupportedError(
-                f"layer {number} is {cache.kind}: only full and sliding-window attention can run "
-                "several sequences in one row; run one at a time"
-            )
-        windows.append(cache.extent.window if isinstance(cache.extent, Window) else 0)
-    return windows
+    plain = {part.stores_plain_rows for part in like.parts}
+    return sharing is Sharing.PARTS and plain == {True, False}
 
 
-def _separately(model: Any) -> list[mx.array]:
-    """Return the logits after each of the two sequences of the proof, run alone."""
-    logits = [
-        model(mx.array([tokens]), cache=make_prompt_cache(model))[0, -1]
-        for tokens in ([5, 6, 7], [9, 10, 11, 12])
-    ]
-    mx.eval(logits)
-    return logits
+def _windows(likes: Sequence[LayerCache], sharing: Sharing) -> list[int]:
+    """Return the window of each layer in shared cells, in tokens; 0 for full attention."""
+    own = [_window(like) for like in likes if shares(like, sharing)]
+    parts = [_windows(like.parts, sharing) for like in likes if falls_apart(like, sharing)]
+    return own + [window for windows in parts for window in windows]
+
+
+def _window(like: LayerCache) -> int:
+    return like.extent.window if isinstance(like.extent, Window) else 0
+
+
+def _way(view: Any) -> str:
+    if isinstance(view, list):
+        return " and ".join(sorted(_way(part) for part in view))
+    if isinstance(view, LayerView):
+        return "row"
+    return "stacked" if view.can_stack else "per sequence"
+
+
+def _modules(model: Any) -> list[Any]:
+    """Return all modules of the layers, once each."""
+    layers = [layer for layer in getattr(model, "layers", []) if hasattr(layer, "modules")]
+    return list({id(module): module for layer in layers for module in layer.modules()}.values())
+
+
+def _sorted(
+    order: list[int], tokens: mx.array, batch: Batch, rows: Sequence[int]
+) -> tuple[mx.array, Batch, list[int]]:
+    """Return the step with its tokens in `order`, and where the wanted rows are then."""
+    places = {before: now for now, before in enumerate(order)}
+    moved = replace(
+        batch,
+        positions=[batch.positions[index] for index in order],
+        sequences=[batch.sequences[index] for index in order],
+        encoder_inputs=[places[index] for index in batch.encoder_inputs],
+        sees_forward=[places[index] for index in batch.sees_forward],
+    )
+    return tokens[mx.array(order)], moved, [places[row] for row in rows]
 
 
 def _dtype(model: Any) -> mx.Dtype:
     """Return the type in which the model computes and its keys and values are stored."""
     logits: mx.array = model(mx.array([[1]]), cache=make_prompt_cache(model))
     return logits.dtype
-
-
-def _largest(array: mx.array) -> float:
-    return float(mx.abs(array).max().item())  # type: ignore[arg-type]

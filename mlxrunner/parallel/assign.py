@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import groupby
 
 import numpy as np
 
@@ -17,11 +18,13 @@ from mlxrunner.cache.lease import Source
 from mlxrunner.cache.shared.sequences import END
 from mlxrunner.cache.tokens import TokenArray
 from mlxrunner.errors import CacheFullError
+from mlxrunner.models.chunks import DEPENDS
 from mlxrunner.parallel.engine import Engine
 from mlxrunner.parallel.request import ActiveRequest
 from mlxrunner.parallel.residents import Residents
 from mlxrunner.parallel.room import Room
 from mlxrunner.parallel.slots import Choice, Slot, choose
+from mlxrunner.parallel.turns import PRIORITIES
 from mlxrunner.results import log_lookup
 
 
@@ -44,6 +47,8 @@ class Assigner:
         self._engine, self._slots, self._requests = engine, slots, requests
         self._room, self._residents, self._message_ends = room, residents, message_ends
         self._submitted = 0
+        self.is_reusable = True
+        """False if no prompt may reuse what another one has evaluated."""
 
     def admit(self, request: ActiveRequest, began: tuple[int, int]) -> None:
         """Give a request a slot and the prefix that it can share.
@@ -74,20 +79,31 @@ class Assigner:
     def place_waiting(self) -> None:
         """Give waiting requests their prefix, once it is evaluated.
 
-        Requests whose prefix will not come, or that lacked room, choose again.
+        Requests whose prefix will not come, or that lacked room, choose again. None takes room that
+        one of higher priority waits for.
         """
-        for number, request in enumerate(self._requests):
-            if request.is_placed:
-                continue
-            source, promised = request.source, request.promised
-            if source is None:
-                self._place_again(request, self._requests[:number])
-            elif (
-                source.shared_with(request.todo) >= promised and source.reach(promised) == promised
-            ):
+        waiting = [pair for pair in enumerate(self._requests) if not pair[1].is_placed]
+        has_room = True
+        for _, group in groupby(sorted(waiting, key=_rank), key=_rank):
+            has_room = all(self._try_to_place(*pair, has_room=has_room) for pair in group)
+
+    def _try_to_place(self, number: int, request: ActiveRequest, *, has_room: bool) -> bool:
+        """Place request `number` if its prefix is there. Return False if it waits for room.
+
+        `has_room`: True if no request of higher priority waits for room.
+        """
+        source, promised, todo = request.source, request.promised, request.todo
+        if source is not None:
+            if source.shared_with(todo) >= promised and source.reach(promised) == promised:
                 self._resume(request, source)
-            elif not source.is_busy or source.will_share_with(request.todo) < promised:
-                self._place_again(request, self._requests[:number])
+                return True
+            if source.is_busy and source.will_share_with(todo) >= promised:
+                return True
+        if not has_room:
+            request.source = None
+            return False
+        self._place_again(request, self._requests[:number])
+        return request.is_placed or request.source is not None
 
     def free(self, slot: Slot) -> None:
         """Forget the tokens and the request of a slot."""
@@ -117,6 +133,12 @@ class Assigner:
     ) -> Choice:
         """Choose a slot and a source, or a conversation on disk that has more of the prompt."""
         least = self._residents.least
+        if not self.is_reusable:
+            for slot in self._slots:
+                if not slot.is_busy or slot is own:
+                    slot.cache.reset(DEPENDS)
+            slots = [slot for slot in self._slots if not slot.is_busy or slot is own]
+            return choose(slots, request.todo, own=own, ahead=[])
         choice = choose(self._slots, request.todo, own=own, ahead=ahead, least=least)
         found = self._residents.find(request.todo, choice.matched)
         if found is None:
@@ -129,8 +151,9 @@ class Assigner:
         """Take the prefix that a slot or the disk has, or begin to wait for it."""
         slot = request.slot
         if choice.parked is not None:
+            saved = self._residents.read(*choice.parked)
             self._residents.give_up(slot, request, "slot")
-            self._residents.restore(slot, *choice.parked)
+            self._residents.restore(slot, saved)
             self._resume(request, slot, choice.parked[1])
         elif choice.ready:
             if choice.source is slot:
@@ -166,14 +189,24 @@ class Assigner:
         if lease.needs_checkpoints:
             ends = np.flatnonzero(np.isin(prompt, self._message_ends)) + 1
             lease.mark(places_of(len(prompt), ends.tolist()))
+            request.checkpoint_if_due()
         log_lookup(len(prompt), found.matched, found.cached)
 
     def _place_again(self, request: ActiveRequest, ahead: Sequence[ActiveRequest]) -> None:
-        """Choose again, from the present content of the slots. Without room the request waits."""
-        request.source, request.promised = None, 0
-        before = [other.slot for other in ahead]
-        choice = choose(self._slots, request.todo, own=request.slot, ahead=before)
+        """Choose again, from the present content of the slots. Without room the request waits.
+
+        Nobody waits meanwhile for what it will evaluate.
+        """
+        slot = request.slot
+        request.source, request.promised, slot.planned = None, 0, slot.planned[:0]
+        choice = self._choose(request, slot, [other.slot for other in ahead])
         others = [other for other in self._requests if other.is_placed or other.source is not None]
         with suppress(CacheFullError):
             self._room.check(request, choice, others)
             self._follow(request, choice)
+            slot.planned = request.todo
+
+
+def _rank(numbered: tuple[int, ActiveRequest]) -> int:
+    """Return the rank of a request's priority, 0 for the highest."""
+    return PRIORITIES.index(numbered[1].priority)

@@ -49,6 +49,8 @@ class StepCosts:
         """
         if not self._pieces:
             return None
+        if not prefill:
+            return 0.0
         known = [(0.0, 0.0), *sorted(line.point(cells) for line in self._pieces.values())]
         for (left, low), (right, high) in pairwise(known):
             slope = (high - low) / (right - left)

@@ -47,17 +47,32 @@ class Engine(ABC):
         logits are wanted. Raise CacheFullError, with nothing changed, if cells are missing.
         """
 
+    def caches(self, sequence: int) -> list[LayerCache]:
+        """Return the layer caches that hold the tokens of `sequence`, always the same ones.
+
+        The cells of each group come first, then the layers that are apart. `forward` itself begins
+        and ends a pass in the latter.
+        """
+        return [CellsLayer(group, sequence) for group in self.groups]
+
     @property
     def most_sequences(self) -> int | None:
         """Most sequences that one step may carry; None: any number."""
         return None
 
-    def caches(self, sequence: int) -> list[LayerCache]:
-        """Return the layer caches that hold the tokens of `sequence`, for a prefix-cache entry.
+    @property
+    def why_alone(self) -> str | None:
+        """Why a step carries one sequence only; None if it may carry several."""
+        return None
 
-        Each group of cells is one of them.
+    @property
+    def ways(self) -> list[str]:
+        """How each layer runs several sequences.
+
+        "row": in shared cells, "stacked": as a batch of states, "per sequence": one by one. A layer
+        with several caches may have two of them. "one at a time": no step carries several.
         """
-        return [CellsLayer(group, sequence) for group in self.groups]
+        return []
 
     @abstractmethod
     def rotate(
@@ -73,7 +88,7 @@ class Engine(ABC):
         for group in self.groups:
             group.forget()
 
-    def state(self) -> list[mx.array]:
+    def state(self) -> list[Any]:
         """Return all buffers, to be evaluated."""
         return [array for group in self.groups for array in group.state]
 
@@ -96,4 +111,5 @@ class Engine(ABC):
 
 
 def joined(groups: list[CausalCache]) -> Cache:
+    """Return all groups as one cache; without groups, one that stores nothing."""
     return groups[0] if len(groups) == 1 else WrapperCache(*groups)

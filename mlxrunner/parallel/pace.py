@@ -1,4 +1,4 @@
-"""How much prefill a step carries while something decodes. No tensors, no clock.
+"""Limit the prefill that a step carries while something decodes. No tensors, no clock.
 
 Prefill tokens make a step longer, and the answers beside them slower. Two rules bound that. No step
 takes much longer than one that only decodes: that is the largest gap in an answer. And on average
@@ -45,7 +45,9 @@ class Planned:
     """A step that is dispatched and not measured yet."""
 
     rows: int
-    """Its rows that decode and must not stall."""
+    """Its rows that decode."""
+    kept: int
+    """Answers that must not stall meanwhile."""
     prefill: int
     """Its other tokens."""
     cells: int
@@ -54,6 +56,8 @@ class Planned:
     """Seconds of a step with these rows only, as known when it was planned."""
     expected: float
     """Seconds that it was expected to take."""
+    dispatched: float = 0.0
+    """The moment at which it was dispatched."""
 
 
 class StepPace:
@@ -91,22 +95,29 @@ class StepPace:
             return 0
         return self._best(normal, cells, room)
 
-    def plan(self, rows: int, prefill: int, cells: int) -> Planned:
-        """Note that a step is dispatched, and return what `measure` needs."""
-        normal = self.costs.decode(rows) or 0.0
-        expected = normal + ((self.costs.piece(prefill, cells) or 0.0) if prefill else 0.0)
-        if not rows:
+    def plan(
+        self, rows: int, prefill: int, cells: int, *, kept: int | None = None, now: float = 0.0
+    ) -> Planned:
+        """Note that a step is dispatched `now`, and return what `measure` needs.
+
+        `kept`: the answers that must not stall, whether they are in this step or not; by default
+        its rows.
+        """
+        kept = rows if kept is None else kept
+        normal = self.costs.decode(rows or min(kept, 1)) or 0.0
+        expected = (normal if rows else 0.0) + (self.costs.piece(prefill, cells) or 0.0)
+        if not kept:
             self._owed = 0.0
         else:
             self._since = self._since + 1 if prefill else 0
             self._pieces += prefill > 0
-            self._owe(normal, SPEED * expected - normal)
-        return Planned(rows, prefill, cells, normal, expected)
+            self._owe(normal, SPEED * expected - (normal if rows else 0.0))
+        return Planned(rows, kept, prefill, cells, normal, expected, now)
 
     def measure(self, step: Planned, seconds: float) -> None:
         """Note how long a step took, from the end of the one before to its own."""
         self.costs.measure(step.rows, step.prefill, step.cells, seconds)
-        if step.rows and step.normal:
+        if step.kept and step.normal:
             self._owe(step.normal, SPEED * (seconds - step.expected))
 
     def _owe(self, normal: float, seconds: float) -> None:

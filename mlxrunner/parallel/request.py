@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -14,9 +15,10 @@ from mlxrunner.cache.tokens import TokenArray, as_tokens
 from mlxrunner.engine.answer import AnswerStream
 from mlxrunner.engine.observation import Beside, Ending, Observation, finish_of
 from mlxrunner.engine.requests import Request
-from mlxrunner.engine.sampling import Sampled
+from mlxrunner.engine.sampling import dispatch
 from mlxrunner.errors import MlxrunnerError
 from mlxrunner.parallel.slots import Slot
+from mlxrunner.parallel.turns import Priority
 from mlxrunner.results import Chunk, FinishReason, Usage
 
 
@@ -48,6 +50,13 @@ class ActiveRequest(Request):
     """All tokens so far, `[n]`; None if the sampling does not need them."""
     chunks: deque[Chunk] = field(default_factory=deque)
     """The chunks that the caller has not taken yet."""
+    priority: Priority = "interactive"
+    deadline: float | None = None
+    """Seconds after which it ends with an error; None: it has time."""
+    asked: float = field(default_factory=time.perf_counter)
+    """The moment of its submission."""
+    claimed: int = 0
+    """Tokens of its prompt and answer for which it has claimed cells."""
     submitted: int = 0
     """Its number among the requests that the runner began, from 1."""
     evicted: list[Evicted] = field(default_factory=list)
@@ -64,6 +73,8 @@ class ActiveRequest(Request):
     """Tokens that were dropped because the context was full."""
     reevaluated: int = 0
     """Tokens that were evaluated again after a shift."""
+    is_paused: bool = False
+    """True while nobody reads its chunks: it does not decode further."""
     is_stuck: bool = False
     """True if its keys could not be moved in a full context."""
     active_bytes: int = 0
@@ -93,6 +104,11 @@ class ActiveRequest(Request):
         self.todo = self.tokens
 
     @property
+    def due(self) -> float | None:
+        """The moment of its deadline, or None."""
+        return None if self.deadline is None else self.asked + self.deadline
+
+    @property
     def left(self) -> int:
         """Number of tokens in `todo` that are not dispatched yet."""
         return max(0, len(self.todo) - self.place)
@@ -105,7 +121,8 @@ class ActiveRequest(Request):
     @property
     def is_decoding(self) -> bool:
         """True if it needs a forward pass of the token that was sampled last."""
-        return self.is_placed and not self.left and self.sampled < self.limit
+        waits = self.is_paused or self.left
+        return self.is_placed and not waits and self.sampled < self.limit
 
     def coming_tokens(self, count: int) -> mx.array:
         """Return the next tokens to dispatch: `count` of `todo`, or the last sampled one.
@@ -134,6 +151,12 @@ class ActiveRequest(Request):
         if self.place > self.lease.recorded:  # its forward pass was dispatched with this step
             self.lease.record((token,))
             self.run += 1
+
+    def checkpoint_if_due(self) -> None:
+        """Take a checkpoint of the slot's present state if one is due."""
+        lease = self.lease
+        if lease.needs_checkpoints and lease.recorded >= lease.checkpoint_due:
+            dispatch(lease.checkpoint())
 
     def go_back(self) -> None:
         """Return to the tokens that were read, between two steps. `restart` has to follow.
@@ -213,7 +236,3 @@ class ActiveRequest(Request):
             submitted=self.submitted,
             evicted=self.evicted,
         )
-
-
-Step = list[tuple[ActiveRequest, Sampled]]
-"""A dispatched forward pass: requests, and the token that it sampled for each."""

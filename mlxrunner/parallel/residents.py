@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
+from mlxrunner.cache.entry import CacheEntry
 from mlxrunner.cache.lookup import Evicted, LostTokens
 from mlxrunner.cache.prefix import PrefixCache
+from mlxrunner.cache.saved import SavedEntry
+from mlxrunner.cache.shared.layer import CellsLayer
 from mlxrunner.cache.shared.sequences import END
 from mlxrunner.cache.tokens import TokenArray, common_prefix
 from mlxrunner.cache.worth import GreedyDual, worth
@@ -20,15 +23,23 @@ from mlxrunner.parallel.engine import Engine
 from mlxrunner.parallel.request import ActiveRequest
 from mlxrunner.parallel.slots import SHORT_TAIL, Slot
 
-if TYPE_CHECKING:
-    from mlxrunner.stored.parked import Parked
-    from mlxrunner.stored.parking import Parking
-
 T = TypeVar("T")
 LOSSES = 4
 """Losses of tokens to remember for each slot, so that a later lookup can explain them."""
-WORTH_RESTORING = 32
+WORTH_RESTORING = 8
 """Fewest tokens that make reading a conversation from disk worthwhile."""
+RESTORING = 32
+"""Tokens that are restored in the time in which one is evaluated, or more."""
+
+
+class ParkingPlace(Protocol):
+    """A place for conversations that are given up: see `mlxrunner.stored.parking.Parking`."""
+
+    def park(self, entry: CacheEntry) -> Any | None: ...
+
+    def find(self, prompt: TokenArray) -> tuple[Any, int] | None: ...
+
+    def restore(self, parked: Any, upto: int | None = None) -> SavedEntry: ...
 
 
 class Residents:
@@ -40,7 +51,7 @@ class Residents:
         slots: Sequence[Slot],
         *,
         memory: int | None = None,
-        parking: Parking | None = None,
+        parking: ParkingPlace | None = None,
     ) -> None:
         """Manage what idle `slots` hold.
 
@@ -54,15 +65,30 @@ class Residents:
 
     @property
     def used_bytes(self) -> int:
+        """Bytes that hold tokens, each shared one counted once."""
+        cells = sum(group.used_bytes for group in self._engine.groups)
+        apart = self._of_each_slot("used_bytes")
+        return cells + apart
+
+    @property
+    def allocated_bytes(self) -> int:
         """Bytes that cells, the layers apart and checkpoints have allocated."""
         checkpoints = {
             id(item.snapshots): item.nbytes
             for slot in self._slots
             for item in slot.cache.entry.checkpoints
         }
-        apart = (cache.nbytes for slot in self._slots for cache in slot.cache.entry.caches)
         cells = sum(group.nbytes for group in self._engine.groups)
-        return cells + sum(apart) + sum(checkpoints.values())
+        return cells + self._of_each_slot("nbytes") + sum(checkpoints.values())
+
+    def _of_each_slot(self, name: str) -> int:
+        """Return the sum of an attribute of all layer caches that are apart."""
+        return sum(
+            getattr(cache, name)
+            for slot in self._slots
+            for cache in slot.cache.entry.caches
+            if not isinstance(cache, CellsLayer)
+        )
 
     def use(self, slot: Slot) -> None:
         """Note that a request has just used `slot`."""
@@ -111,7 +137,7 @@ class Residents:
         if len(slot.tokens) - keep > SHORT_TAIL:
             self._park(slot)
 
-    def find(self, prompt: TokenArray, ready: int) -> tuple[Parked, int] | None:
+    def find(self, prompt: TokenArray, ready: int) -> tuple[Any, int] | None:
         """Return the parked conversation to restore for `prompt`, and its tokens to restore.
 
         Return None unless it has many more of its tokens than the `ready` ones.
@@ -120,14 +146,20 @@ class Residents:
         if found is None:
             return None
         parked, count = found
-        return (parked, count) if count >= ready + WORTH_RESTORING else None
+        least = max(WORTH_RESTORING, count // RESTORING)
+        return (parked, count) if count >= ready + least else None
 
-    def restore(self, slot: Slot, parked: Parked, count: int) -> None:
-        """Read the first `count` tokens of `parked` into an empty slot.
+    def read(self, parked: Any, count: int) -> SavedEntry:
+        """Return the first `count` tokens of `parked`, which stay on disk until they are read."""
+        assert self.parking is not None
+        return self.parking.restore(parked, count)
+
+    def restore(self, slot: Slot, saved: SavedEntry) -> None:
+        """Give an empty slot the tokens of `saved`.
 
         Raise CacheFullError if there is no room for them.
         """
-        assert self.parking is not None
+        count = len(saved.tokens)
 
         def check() -> None:
             for group in self._engine.groups:
@@ -136,7 +168,7 @@ class Residents:
                     raise CacheFullError("a conversation", needed, group.num_free, group.num_cells)
 
         self.make_room(check)
-        slot.cache.adopt(self.parking.restore(parked, count), None)
+        slot.cache.adopt(saved, None)
 
     def make_room(self, act: Callable[[], T], request: ActiveRequest | None = None) -> T:
         """Call `act` and return its result, after giving up idle slots if it lacks cells.
@@ -156,7 +188,7 @@ class Residents:
         """Give up idle slots until all are within the budget, as far as that helps."""
         if self.memory is None:
             return
-        while self.used_bytes > self.memory and (idle := self._idle()):
+        while self.allocated_bytes > self.memory and (idle := self._idle()):
             self.give_up(self.least(idle), request, "memory")
 
     def explain(self, cache: PrefixCache, prompt: TokenArray) -> None:

@@ -1,22 +1,22 @@
-"""Reserve cells for each request to its end, before it begins."""
+"""Count the cells that running requests have, claim and need. `claims.py` decides from the counts.
+
+A shared token counts once, also for a request that still waits for it. Idle slots don't count,
+because they are cleared if necessary.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from mlxrunner.errors import CacheFullError
+from mlxrunner.parallel.claims import LATER, LEAST, Need, Standing, claimed, grown, steps_back
 from mlxrunner.parallel.engine import Engine
 from mlxrunner.parallel.request import ActiveRequest
 from mlxrunner.parallel.slots import Choice, Slot
 
 
 class Room:
-    """The cells of an engine, and the requests that take them.
-
-    A request begins only if there are enough cells for itself, for those that the others use, and
-    for those that the others may still take. Therefore no running request ever lacks a cell. Idle
-    slots don't count, because they are cleared if necessary.
-    """
+    """The cells of an engine, and the requests that take them."""
 
     def __init__(
         self,
@@ -30,37 +30,77 @@ class Room:
         """Manage `cells` cells per layer for running `requests` of up to `capacity` tokens each."""
         self._adapted, self._slots, self._requests = adapted, slots, requests
         self._capacity, self._cells = capacity, cells
+        self._is_ample = cells >= len(slots) * capacity
 
     def check(
         self, request: ActiveRequest, choice: Choice, others: Sequence[ActiveRequest]
     ) -> None:
-        """Raise CacheFullError if `request` might not find room beside `others`.
+        """Claim the cells of `request`, beside `others`.
 
-        `choice`: the prefix that it shares, and the slot that has it.
+        `choice`: the prefix that it shares, and the slot that has it. Raise CacheFullError if it
+        has to wait for room, or never fits.
         """
-        if self._cells >= len(self._slots) * self._capacity:
+        if self._is_ample:
+            request.claimed = self._capacity
             return
         shared = self._shared(request, choice.source, choice.matched)
-        wanted = self._most(request) - shared
+        free = self._free(others, (choice.source.number, shared if choice.ready else 0))
+        answer = self._most(request) - len(request.todo)
+        need = Need(len(request.todo) - shared, answer, self._most(request))
+        slots = sum(not slot.is_busy or slot is choice.slot for slot in self._slots)
+        request.claimed = len(request.todo) + claimed(need, free, self._cells, slots)
+
+    def grow(self, request: ActiveRequest) -> None:
+        """Let the claim of `request` grow if it has no cell for its next token.
+
+        In a full context a shift makes room. Raise CacheFullError if there is no cell.
+        """
+        left = self._most(request) - request.claimed
+        if request.place < request.claimed or left <= 0:
+            return
+        holding = self._holding()
+        more = grown(left, self._free(holding), len(holding))
+        if not more:
+            raise CacheFullError("the next token", 1, 0, self._cells, LATER)
+        request.claimed += more
+
+    def steps_back(self) -> tuple[ActiveRequest, bool]:
+        """Return the request that has to give its cells up, and whether no other one has any."""
+        holding = self._holding()
+        standing = [Standing(request.priority, arrival) for arrival, request in enumerate(holding)]
+        return holding[steps_back(standing)], len(holding) == 1
+
+    def wait(self, request: ActiveRequest) -> None:
+        """Claim only what a request that stepped back needs to go on."""
+        left = self._most(request) - len(request.todo)
+        request.claimed = len(request.todo) + min(left, LEAST)
+
+    def _holding(self) -> list[ActiveRequest]:
+        """Return the requests that have cells, or claim the rest of a prefix that they wait for."""
+        return [
+            request for request in self._requests if request.is_placed or request.source is not None
+        ]
+
+    def _free(self, others: Sequence[ActiveRequest], prefix: tuple[int, int] = (0, 0)) -> int:
+        """Return the number of cells that `others` neither use nor claim.
+
+        `prefix`: a slot, and the number of its first tokens that count as used, too.
+        """
         busy = [other.slot.number for other in others]
-        used = self._num_used(busy, (choice.source.number, shared if choice.ready else 0))
-        coming = sum(self._coming(other) for other in others)
-        if used + coming + wanted > self._cells:
-            raise CacheFullError(
-                "this request", wanted, max(0, self._cells - used - coming), self._cells
-            )
+        used = max(group.num_used_by(busy, prefix) for group in self._adapted.groups)
+        return self._cells - used - sum(self._coming(other) for other in others)
 
     def _most(self, request: ActiveRequest) -> int:
         """Return the most tokens that `request` can have."""
         return min(len(request.tokens) + request.limit, self._capacity)
 
     def _coming(self, request: ActiveRequest) -> int:
-        """Return the most cells that `request` may still take.
+        """Return the most cells that `request` may still take within its claim.
 
         A shift copies the tokens that the request shares with others, except for those that it
         keeps.
         """
-        coming = self._most(request) - request.place
+        coming = max(0, request.claimed - request.place)
         if not request.is_placed and request.source is not None:
             return coming - self._shared(request, request.source, request.promised)
         if request.shift is None:
@@ -81,6 +121,3 @@ class Room:
             other for other in self._requests if other.slot is source and other.shift is not None
         ]
         return 0 if request.shift is not None or movers else tokens
-
-    def _num_used(self, busy: Sequence[int], prefix: tuple[int, int]) -> int:
-        return max(group.num_used_by(busy, prefix) for group in self._adapted.groups)

@@ -1,9 +1,232 @@
-"""The ParallelRunner: many requests at once on one model."""
+"""The ParallelRunner: many requests at once on one model, from any thread and from asyncio.
+
+A thread of its own owns the model. Requests are tokenized in the thread that submits them.
+"""
 
 from __future__ import annotations
 
-from mlxrunner.parallel.stepper import Stepper
+import weakref
+from collections.abc import AsyncIterator, Callable
+from os import PathLike
+from typing import TYPE_CHECKING, Any, Self, Unpack
+
+import mlx.core as mx
+
+from mlxrunner.config.arguments import check_flag
+from mlxrunner.engine.observation import Observer
+from mlxrunner.memory.plan import Plan
+from mlxrunner.models.facts import ModelFacts
+from mlxrunner.models.load import LoadedModel
+from mlxrunner.models.resolve import name_of
+from mlxrunner.options import RunnerKwargs, SubmitKwargs
+from mlxrunner.parallel.handle import Handle
+from mlxrunner.parallel.several import Several
+from mlxrunner.parallel.stepper import SlotsKwargs, Stepper
+from mlxrunner.parallel.thread import EngineThread, Stats
+from mlxrunner.results import Chunk
+from mlxrunner.tokenizer import Tokenizer
+from mlxrunner.tokenizer.prompt import Prompt
+
+if TYPE_CHECKING:
+    from mlxrunner.stored.parking import Parking
 
 
-class ParallelRunner(Stepper):
-    """A runner of many requests at once."""
+class ParallelRunner(Several):
+    """A runner of up to `max_sequences` requests at once, of up to `context` tokens each.
+
+    Any thread and any asyncio task may call it. A thread of the runner owns the model: use the
+    model nowhere else while the runner is open. Requests that find no slot, or no room, wait in the
+    order in which they came. Use the runner as a context manager, or call `close`; then calls raise
+    ClosedError.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Tokenizer,
+        facts: ModelFacts,
+        *,
+        max_sequences: int,
+        context: int | None = None,
+        cells: int | None = None,
+        memory: int | None = None,
+        parking: Parking | None = None,
+        step_ms: float | None = None,
+        name: str = "",
+        **settings: Unpack[RunnerKwargs],
+    ) -> None:
+        """Make a runner from loaded parts; `ParallelRunner.load` is the usual way.
+
+        `context` is the most tokens of one prompt and its answer. `cells` is the most tokens stored
+        for all requests together, where a shared token counts once. Its default,
+        `max_sequences * context`, is always enough. `memory`: bytes of cells, states and
+        checkpoints beyond which idle conversations are given up; None: no limit. `parking`: where
+        these go; None: they are lost. `step_ms`: the milliseconds that a step may take while
+        something decodes; 0: any number; None: as many as keep the speed of the answers. The other
+        settings are those of RunnerSettings; `prefill_step` is the most tokens of one step of all
+        requests. Raise OptionError for numbers that are too small.
+        """
+        _evaluate(model)
+        self._start(
+            lambda: Stepper(
+                model,
+                tokenizer,
+                facts,
+                max_sequences=max_sequences,
+                context=context,
+                cells=cells,
+                memory=memory,
+                parking=parking,
+                step_ms=step_ms,
+                name=name,
+                **settings,
+            )
+        )
+
+    @classmethod
+    def load(
+        cls,
+        model: str | PathLike[str] = "demo",
+        *,
+        max_sequences: int,
+        trust_remote_code: bool = False,
+        **settings: Unpack[SlotsKwargs],
+    ) -> Self:
+        """Load "demo", a model directory or a hub id, and make a runner as `of` does.
+
+        Raise ModelError, which names the missing or broken file, and the errors of `of`.
+        """
+        check_flag("trust_remote_code", trust_remote_code)
+        chosen: SlotsKwargs = {"step_ms": None, **settings}
+        return cls._started(
+            lambda: Stepper.load(
+                name_of(model),
+                max_sequences=max_sequences,
+                trust_remote_code=trust_remote_code,
+                **chosen,
+            )
+        )
+
+    @classmethod
+    def of(
+        cls, loaded: LoadedModel, *, max_sequences: int, **settings: Unpack[SlotsKwargs]
+    ) -> Self:
+        """Make a runner for a loaded model. See `ParallelRunner` for the settings.
+
+        With `reserve` (the default) the runner allocates all cells now and runs the largest step
+        once. Without `cells` there are as many as fit into `memory` bytes, or with `reserve` into
+        what the plan leaves, and at most `max_sequences * context`. `park_bytes`: the most bytes on
+        disk for conversations that find no place; 0 (the default): they are lost. `park_folder`:
+        their folder, where the next runner finds them again; None: a private one that goes with the
+        runner. Raise MemoryPlanError, before anything is allocated, if the plan does not fit, and
+        SessionError if the folder can't be used.
+        """
+        _evaluate(loaded.model)
+        chosen: SlotsKwargs = {"step_ms": None, **settings}
+        return cls._started(lambda: Stepper.of(loaded, max_sequences=max_sequences, **chosen))
+
+    @classmethod
+    def _started(cls, open_stepper: Callable[[], Stepper]) -> Self:
+        runner = cls.__new__(cls)
+        runner._start(open_stepper)
+        return runner
+
+    def _start(self, open_stepper: Callable[[], Stepper]) -> None:
+        """Open the stepper in a thread of its own, and take over what callers may know of it."""
+        self._thread = thread = EngineThread(open_stepper)
+        self._finalizer = weakref.finalize(self, thread.stop)
+        self._finalizer.atexit = False  # threads end before the interpreter in their own way
+        self._stepper = stepper = thread.stepper
+        self.context, self.cells = stepper.context, stepper.cells
+        self.prefill_step, self.name = stepper.prefill_step, stepper.name
+        self.model, self.tokenizer, self.facts = stepper.model, stepper.tokenizer, stepper.facts
+        self.plan: Plan | None = stepper.plan
+        """The memory plan, if the model was loaded with `reserve`."""
+        self.suggested_options: dict[str, Any] = stepper.suggested_options
+        """The sampling that the model suggests: see `Runner.suggested_options`."""
+        self.observers: list[Observer] = stepper.observers
+        """Functions that the runner's thread calls with every ended request.
+
+        They may submit and cancel requests; a call that waits raises ObserverError. See
+        `mlxrunner.profiling`.
+        """
+        stepper.shown_as = weakref.ref(self)
+
+    @property
+    def num_slots(self) -> int:
+        return self._stepper.num_slots
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The options that decide what is stored."""
+        return self._stepper.settings
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        if self._thread.is_closed:
+            return f"ParallelRunner({self.name!r}, closed)"
+        stats = self.stats()
+        busy = f"{stats.busy} of {stats.slots} slots busy"
+        return f"ParallelRunner({self.name!r}, context={self.context}, {busy})"
+
+    def close(self) -> None:
+        """End all requests with a ClosedError, free the cells, and restore the model.
+
+        Wait for the step that is running. A second call is allowed, also after an interrupt, and
+        from any thread. A runner that is dropped, or still open when the program ends, is closed.
+        """
+        self._thread.may_wait("close")
+        self._thread.stop()
+        self._thread.join()
+        self.model = None
+
+    def stats(self) -> Stats:
+        """Return how many requests run and wait, and what the slots hold. It never waits."""
+        return self._thread.counted()
+
+    def submit(self, prompt: Prompt, **options: Unpack[SubmitKwargs]) -> Handle:
+        """Begin a request. Prompt and options are those of `Runner.generate`, without callbacks.
+
+        The prompt is tokenized, and a schema compiled, before this returns. Without a free slot, or
+        room, the request waits; its times are counted from the moment at which it begins. Raise the
+        errors of `Runner.generate`, and CacheFullError if the request can never find room.
+        """
+        return self._submit(prompt, dict(options))
+
+    async def stream(self, prompt: Prompt, **options: Unpack[SubmitKwargs]) -> AsyncIterator[Chunk]:
+        """Yield the chunks of a request in asyncio. The arguments and errors are those of `submit`.
+
+        The prompt is tokenized in a worker thread, so that the event loop goes on. The request is
+        cancelled when the iterator is closed, and when the task is cancelled.
+        """
+        import asyncio
+
+        with await asyncio.to_thread(self._submit, prompt, dict(options)) as handle:
+            async for chunk in handle:
+                yield chunk
+
+    def _enqueue(self, prompt: Prompt, options: dict[str, Any]) -> Handle:
+        return self._submit(prompt, options, is_whole=True)
+
+    def _submit(self, prompt: Prompt, options: dict[str, Any], *, is_whole: bool = False) -> Handle:
+        self._thread.check()
+        request = self._stepper.prepare(prompt, options)
+        return Handle(self._thread, self._thread.submit(request, is_whole=is_whole), self)
+
+
+def _evaluate(model: Any) -> None:
+    """Evaluate all arrays of a model in the thread that made it: no other thread could."""
+    if hasattr(model, "modules"):
+        mx.eval(
+            [
+                value
+                for module in model.modules()
+                for value in module.values()
+                if isinstance(value, mx.array)
+            ]
+        )

@@ -9,13 +9,13 @@ awaited prefix does not come, the request waits for room. It never ends for lack
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import numpy as np
@@ -24,22 +24,25 @@ from mlxrunner.cache.prefix import PrefixCache
 from mlxrunner.cache.shared.sequences import END, Batch
 from mlxrunner.cache.tokens import TokenArray, as_tokens
 from mlxrunner.engine.sampling import Decoded, Sampled, dispatch
-from mlxrunner.errors import CacheFullError, FormError, MlxrunnerError, StepFailedError
+from mlxrunner.errors import (
+    CacheFullError,
+    FormError,
+    MlxrunnerError,
+    StepFailedError,
+    TimeLimitError,
+)
 from mlxrunner.parallel.assign import Assigner
 from mlxrunner.parallel.engine import Engine
-from mlxrunner.parallel.request import ActiveRequest, Step
-from mlxrunner.parallel.residents import Residents
+from mlxrunner.parallel.pace import StepPace
+from mlxrunner.parallel.request import ActiveRequest
+from mlxrunner.parallel.residents import ParkingPlace, Residents
 from mlxrunner.parallel.room import Room
-from mlxrunner.parallel.slots import Slot, share
+from mlxrunner.parallel.row import Composer, Row, Step
+from mlxrunner.parallel.slots import Slot
 from mlxrunner.results import Chunk, FinishReason, Usage
-
-if TYPE_CHECKING:
-    from mlxrunner.stored.parking import Parking
 
 Ended = Callable[[ActiveRequest, FinishReason | None, str | None], Usage]
 """A function of an ended request, its finish reason, and the name of its error."""
-Row = list[tuple[ActiveRequest, int]]
-"""The requests of a step, with the number of tokens of each."""
 
 
 class Scheduler:
@@ -58,14 +61,18 @@ class Scheduler:
         checkpoint_budget: int = 0,
         checkpoint_interval: int = 1024,
         memory: int | None = None,
-        parking: Parking | None = None,
+        parking: ParkingPlace | None = None,
+        is_reusable: bool = True,
+        pace: StepPace | None = None,
     ) -> None:
         """Make a scheduler of at most `max_sequences` requests of up to `capacity` tokens each.
 
         `cells`: the most cells per layer that all requests take together. `max_batch`: the most
         tokens of a step. `ended`: called for each request at its end. `message_ends`: the tokens
         that end a message. `checkpoint_budget`: bytes of checkpoints of all slots together.
-        `memory` and `parking`: see `Residents`.
+        `memory` and `parking`: see `Residents`. `is_reusable`: False if no prompt may reuse what
+        another one has evaluated. `pace`: how much prefill a step carries; None: as much as
+        `max_batch` allows.
         """
         budget = checkpoint_budget // max_sequences
         self.slots = [
@@ -75,11 +82,15 @@ class Scheduler:
         self.requests: list[ActiveRequest] = []
         """The running requests, in order of arrival. A request waits only for earlier ones."""
         self._engine, self._ended = engine, ended
-        self._capacity, self._max_batch = capacity, max_batch
-        room = Room(engine, self.slots, self.requests, capacity=capacity, cells=cells)
+        self._capacity = capacity
+        self._room = Room(engine, self.slots, self.requests, capacity=capacity, cells=cells)
         ends = as_tokens([]) if message_ends is None else message_ends
         self.residents = Residents(engine, self.slots, memory=memory, parking=parking)
-        self._assigner = Assigner(engine, self.slots, self.requests, room, self.residents, ends)
+        self._assigner = Assigner(
+            engine, self.slots, self.requests, self._room, self.residents, ends
+        )
+        self._assigner.is_reusable = is_reusable
+        self._composer = Composer(engine, self.requests, max_batch, pace or StepPace(max_batch, 0))
         self._pending: Step | None = None
         self._suspects: deque[list[ActiveRequest]] = deque()
         """Groups of requests, one of which may have made a step fail: each is run by itself."""
@@ -130,17 +141,22 @@ class Scheduler:
             self._assigner.place_waiting()
             if self._suspects:
                 self._run_suspects(self._suspects.popleft())
+                self._end_overdue()
                 return
             before, self._pending = self._pending, None
-            row = self._next_row()
+            row: Row = []
             try:
+                row = self._next_row()
                 self._pending = self._forward(row) if row else None
                 self._read(before)
             except CacheFullError as error:
+                running = len(self.requests)
                 self._read(before)
-                self._lack_room(error)
+                if len(self.requests) == running:
+                    self._make_way(error)
             except Exception as error:
                 self._recover(before, row, error)
+            self._end_overdue()
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
@@ -172,7 +188,7 @@ class Scheduler:
             else:
                 request.ending = "forgotten"
                 name = type(error).__name__ if isinstance(error, Exception) else None
-                self._fail(request, _step_failed(error), name)
+                self._fail(request, step_failed(error), name)
         busy = {request.slot.number for request in self.requests}
         for slot in self.slots:
             if slot.is_busy and slot.number not in busy:
@@ -187,43 +203,12 @@ class Scheduler:
             except CacheFullError as error:
                 request.ending = "no room"
                 self._fail(request, error)
-        return self._row(self.requests)
-
-    def _row(self, requests: Sequence[ActiveRequest]) -> Row:
-        """Return the tokens of the next step for some of the requests."""
-        row = [(request, 1) for request in requests if request.is_decoding]
-        prefilling = [request for request in requests if request.is_placed and request.left]
-        wanted = [self._stop(request) - request.place for request in prefilling]
-        if self._engine.most_sequences == 1 and len(row) + len(prefilling) > 1:
-            ready = [*row, *zip(prefilling, wanted, strict=True)]
-            request, count = ready[self.ticks % len(ready)]
-            return [(request, min(count, self._max_batch))]
-        if prefilling:
-            shares = share(self._max_batch - len(row), wanted, self.ticks)
-            row += [
-                (request, count) for request, count in zip(prefilling, shares, strict=True) if count
-            ]
-        return row
-
-    def _stop(self, request: ActiveRequest) -> int:
-        """Return the offset at which the next piece of the request's prefill has to end.
-
-        Windows drop tokens and states have no past: a prefix has to be shared, or copied by a
-        checkpoint, while it is there.
-        """
-        end = len(request.todo)
-        if not any(cache.needs_checkpoints for cache in request.lease.caches):
-            return end
-        ends = [
-            other.promised
-            for other in self.requests
-            if not other.is_placed and other.source is request.slot
-        ]
-        stop = request.lease.next_stop if request.lease.needs_checkpoints else end
-        return min(end, *(place for place in (stop, *ends) if place > request.place), end)
+        self._grow()
+        return self._composer.row(self.requests)
 
     def _forward(self, row: Row) -> Step:
         """Dispatch the forward pass of a row, and the sampling from it."""
+        planned = self._composer.planned(row)
         ends = accumulate(count for _, count in row)
         sampling = {
             end - 1: request
@@ -242,35 +227,35 @@ class Scheduler:
         logits = self.residents.make_room(
             lambda: self._engine.forward(tokens, batch, list(sampling) or [0])
         )
+        stops = [request for request, count in row if _stops(request, count)]
         for request, count in row:
             request.advance(count)
-        step = self._sample(list(sampling.values()), logits)
-        dispatch([array for _, sampled in step for array in sampled.arrays] or [logits])
-        for request, _ in row:
-            if not request.finished and request.place < len(request.tokens):
-                self._checkpoint(request)
-        return step
+        sampled = self._sample(list(sampling.values()), logits)
+        awaited = [array for _, token in sampled for array in token.arrays] or [logits]
+        dispatch(awaited)
+        for request in stops:
+            dispatch(request.lease.checkpoint())
+        for request in sampling.values():
+            if not request.said and not request.finished:
+                request.checkpoint_if_due()
+        return Step(planned, sampled, awaited)
 
-    def _checkpoint(self, request: ActiveRequest) -> None:
-        """Take a checkpoint of the request's slot if one is due."""
-        lease = request.lease
-        if lease.needs_checkpoints and lease.recorded >= lease.checkpoint_due:
-            dispatch(lease.checkpoint())
-
-    def _sample(self, requests: list[ActiveRequest], logits: mx.array) -> Step:
+    def _sample(
+        self, requests: list[ActiveRequest], logits: mx.array
+    ) -> list[tuple[ActiveRequest, Sampled]]:
         """Sample a token for each request, at once for all plain greedy ones.
 
         A request whose form allows no token ends with a FormError, and one whose sampling fails
         otherwise with a StepFailedError.
         """
         best = mx.argmax(logits, axis=-1) if any(r.next_token.is_plain for r in requests) else None
-        step: Step = []
+        sampled: list[tuple[ActiveRequest, Sampled]] = []
         for row, request in enumerate(requests):
             try:
                 if best is not None and request.next_token.is_plain:
-                    sampled = Sampled(best[row : row + 1])
+                    token = Sampled(best[row : row + 1])
                 else:
-                    sampled = request.next_token(logits[row : row + 1], request.history)
+                    token = request.next_token(logits[row : row + 1], request.history)
             except FormError as error:
                 request.ending = "no token"
                 self._fail(request, error)
@@ -279,19 +264,22 @@ class Scheduler:
                 self._fail_alone(request, error)
                 continue
             request.sampled += 1
-            request.last = sampled.token.astype(mx.int32)
+            request.last = token.token.astype(mx.int32)
             if request.history is not None:
                 request.history = mx.concatenate([request.history, request.last])
-            step.append((request, sampled))
-        return step
+            sampled.append((request, token))
+        return sampled
 
     def _read(self, step: Step | None) -> None:
-        """Wait for the tokens of a step and deliver them."""
-        step = [(request, sampled) for request, sampled in step or () if not request.finished]
-        mx.eval([array for _, sampled in step for array in sampled.arrays])
-        for request, sampled in step:
+        """Wait for the end of a step and deliver its tokens."""
+        if step is None:
+            return
+        mx.eval(step.awaited)
+        self._composer.measured(step.planned)
+        for request, sampled in step.sampled:
             try:
-                self._deliver(request, sampled)
+                if not request.finished:
+                    self._deliver(request, sampled)
             except Exception as error:
                 self._fail_alone(request, error)
 
@@ -299,7 +287,7 @@ class Scheduler:
         decoded: Decoded = sampled.decoded(sampled.read())
         chunk = request.answer.take(decoded, request.clock)
         request.take(decoded.token)
-        self._checkpoint(request)
+        request.checkpoint_if_due()
         if chunk.finish_reason is None:
             request.chunks.append(chunk)
             return
@@ -340,29 +328,66 @@ class Scheduler:
 
     def _run_suspects(self, group: list[ActiveRequest]) -> None:
         """Run a step of some requests alone, to its end."""
-        row = self._row([request for request in group if request in self.requests])
+        row = self._composer.row([request for request in group if request in self.requests])
         try:
             step = self._forward(row) if row else None
             self._read(step)
         except CacheFullError as error:
-            self._lack_room(error)
+            self._make_way(error)
         except Exception as error:
             self._recover(None, row, error)
 
+    def _grow(self) -> None:
+        """Let claims grow. Raise CacheFullError if a request has no cell for its next token."""
+        for request in self.requests:
+            if request.is_decoding:
+                self._room.grow(request)
+
+    def _make_way(self, error: CacheFullError) -> None:
+        """Let requests step back until all others have cells, before these can begin again."""
+        lacking: CacheFullError | None = error
+        while lacking is not None:
+            self._lack_room(lacking)
+            lacking = None
+            try:
+                self._grow()
+            except CacheFullError as again:
+                lacking = again
+
     def _lack_room(self, error: CacheFullError) -> None:
-        """Let the youngest request wait for cells; end it if no other one holds any."""
-        placed = [request for request in self.requests if request.is_placed]
-        if len(placed) > 1:
-            placed[-1].give_way()
-            self.residents.clear(placed[-1].slot, "a lack of room")
-        else:
-            placed[-1].ending = "no room"
-            self._fail(placed[-1], error)
+        """Let the youngest request of lowest priority wait for cells.
+
+        End it if no other one holds any.
+        """
+        request, is_only = self._room.steps_back()
+        if is_only:
+            request.ending = "no room"
+            self._fail(request, error)
+            return
+        if request.is_placed:
+            request.give_way()
+            if request.slot.exact == END:
+                self.residents.give_up(request.slot, None, "memory")
+            else:
+                self.residents.clear(request.slot, "a lack of room")
+        request.source = None
+        request.slot.planned = request.slot.planned[:0]  # nobody shall wait for it
+        self._room.wait(request)
+
+    def _end_overdue(self) -> None:
+        """End the requests whose deadline has come."""
+        now = time.perf_counter()
+        for request in list(self.requests):
+            if request.due is not None and request.due <= now:
+                request.ending = "cancelled"
+                self._fail(request, TimeLimitError(request.deadline or 0))
 
     def _fail_alone(self, request: ActiveRequest, error: Exception) -> None:
         """End one request with a StepFailedError about `error`."""
         request.ending = "failed"
-        self._fail(request, _step_failed(error), type(error).__name__)
+        why = StepFailedError(f"this request made a step fail: {_named(error)}")
+        why.__cause__ = error
+        self._fail(request, why, type(error).__name__)
 
     def _fail(self, request: ActiveRequest, error: MlxrunnerError, name: str | None = "") -> None:
         """End a request with `error`. `name`: the recorded name of the error.
@@ -432,7 +457,13 @@ class Scheduler:
         request.reevaluated += len(left)
 
 
-def _step_failed(error: BaseException) -> StepFailedError:
+def _stops(request: ActiveRequest, count: int) -> bool:
+    """Return True if a piece of `count` tokens ends where the request wants a checkpoint."""
+    is_prefill, lease = request.left > count, request.lease
+    return is_prefill and lease.needs_checkpoints and lease.next_stop == request.place + count
+
+
+def step_failed(error: BaseException) -> StepFailedError:
     return StepFailedError(
         f"a step that carried this request, and others, was ended by {_named(error)}: "
         "submit it again"

@@ -7,15 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any
 
 from mlxrunner.cache.prefix import PrefixCache
 from mlxrunner.cache.shared.sequences import END
 from mlxrunner.cache.tokens import TokenArray, TokenBuffer, as_tokens, common_prefix
 from mlxrunner.errors import NoFreeSlotError
-
-if TYPE_CHECKING:
-    from mlxrunner.stored.parked import Parked
 
 WORTH_WAITING = 16
 """Fewest tokens that make waiting worthwhile.
@@ -86,7 +83,7 @@ class Choice:
     matched: int
     ready: bool = True
     """True if these tokens are evaluated already."""
-    parked: tuple[Parked, int] | None = None
+    parked: tuple[Any, int] | None = None
     """The conversation to read from disk, and its tokens to read; None: none.
 
     It needs cells of its own, and `matched` is 0.
@@ -185,22 +182,3 @@ def _going_on(free: Sequence[Slot], shared: dict[int, int]) -> Slot | None:
     )
     edited = (slot for slot in alike if shared[slot.number] >= slot.asked - slot.asked // EDITED)
     return next(whole, next(edited, None) if all(slot.tokens for slot in free) else None)
-
-
-def share(budget: int, wants: Sequence[int], first: int) -> list[int]:
-    """Return the tokens of a step's `budget` that each of several prefills gets.
-
-    `wants`: the tokens that each has left. They take turns, beginning with number `first`, so that
-    none starves.
-    """
-    given = [0] * len(wants)
-    order = [(first + i) % len(wants) for i in range(len(wants))]
-    hungry = [i for i in order if wants[i]]
-    while budget and hungry:
-        each = max(1, budget // len(hungry))
-        for i in hungry:
-            take = min(each, wants[i] - given[i], budget)
-            given[i] += take
-            budget -= take
-        hungry = [i for i in hungry if given[i] < wants[i]]
-    return given

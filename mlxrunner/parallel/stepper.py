@@ -9,49 +9,76 @@ iterating a handle drives the steps of all requests.
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from os import PathLike
-from typing import Any, Self, Unpack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import mlx.core as mx
+import numpy as np
 
-from mlxrunner.cache.layers.factory import CacheOptions, layouts_of
+from mlxrunner.cache.layers.factory import CacheOptions
 from mlxrunner.cache.shared.sequences import Batch
 from mlxrunner.config.arguments import check_flag, check_kind, listed
 from mlxrunner.engine.answer import AnswerStream
 from mlxrunner.engine.observation import Observer, tell, usage_of
 from mlxrunner.engine.owner import Owned, Owner
-from mlxrunner.engine.requests import prepare
+from mlxrunner.engine.requests import Request, prepare
 from mlxrunner.engine.sampling import NextToken, dispatch
-from mlxrunner.errors import CacheFullError, NoFreeSlotError, NotSupportedError, OptionError
+from mlxrunner.errors import CacheFullError, NoFreeSlotError, OptionError
 from mlxrunner.memory.plan import Batch as WorstBatch
-from mlxrunner.memory.plan import Plan
+from mlxrunner.memory.plan import Demand, Plan
 from mlxrunner.memory.reserve import choose as choose_plan
-from mlxrunner.memory.reserve import demand_of, must_fit, weights_of
-from mlxrunner.models.chunks import DEPENDS
+from mlxrunner.memory.reserve import must_fit
+from mlxrunner.memory.slots import cells_within, demand_of_slots, must_have_cells
 from mlxrunner.models.facts import ModelFacts
 from mlxrunner.models.load import LoadedModel, load_model
 from mlxrunner.models.resolve import name_of
-from mlxrunner.options import MOST_TOKENS, GenerateKwargs, GenerateOptions, Option
-from mlxrunner.parallel.adapt import Adapted
-from mlxrunner.parallel.engine import WINDOWS_KEEP
-from mlxrunner.parallel.handle import Handle
+from mlxrunner.options import (
+    MOST_TOKENS,
+    GenerateOptions,
+    Option,
+    RunnerKwargs,
+    RunnerSettings,
+    SubmitKwargs,
+)
+from mlxrunner.parallel.claims import NEVER
+from mlxrunner.parallel.driven import DrivenHandle
+from mlxrunner.parallel.pace import StepPace
+from mlxrunner.parallel.proof import engine_for
 from mlxrunner.parallel.request import ActiveRequest
 from mlxrunner.parallel.scheduler import Scheduler
+from mlxrunner.parallel.several import Answer, Several
 from mlxrunner.parallel.slots import Slot
+from mlxrunner.parallel.turns import Priority
+from mlxrunner.parallel.turns import check as check_turn
 from mlxrunner.results import FinishReason, Result, Usage
 from mlxrunner.system import device
 from mlxrunner.tokenizer import Tokenizer
 from mlxrunner.tokenizer.prompt import Prompt
 
+if TYPE_CHECKING:
+    from mlxrunner.stored.parking import Parking
+
 DEFAULT_PREFILL_STEP = 1024
-AHEAD = 4
-"""Most requests per slot that `run_each` has read and whose results it has not yielded yet."""
+CHECKPOINT_BUDGET = 2**30
+"""Bytes for the checkpoints of all slots if no plan gives another number."""
 
 
-class Stepper:
+class SlotsKwargs(RunnerKwargs, total=False):
+    """The settings of `Stepper.of`, as keyword arguments, for type checkers."""
+
+    context: int | None
+    cells: int | None
+    memory: int | None
+    park_bytes: int
+    park_folder: str | PathLike[str] | None
+    step_ms: float | None
+    reserve: bool
+
+
+class Stepper(Several):
     """A runner of up to `max_sequences` requests at once, of up to `context` tokens each.
 
     The thread that opened it owns it; calls from any other raise WrongThreadError. Use it as a
@@ -67,46 +94,68 @@ class Stepper:
         *,
         max_sequences: int,
         context: int | None = None,
-        prefill_step: int | None = None,
         cells: int | None = None,
+        memory: int | None = None,
+        parking: Parking | None = None,
+        step_ms: float | None = 0,
         name: str = "",
+        **settings: Unpack[RunnerKwargs],
     ) -> None:
         """Make a runner from loaded parts; `Stepper.load` is the usual way.
 
-        `context` is the most tokens of one prompt and its answer, `prefill_step` the most tokens of
-        one step of all requests. `cells` is the most tokens stored for all requests together, where
-        a shared token counts once. Its default, `max_sequences * context`, is always enough. With
-        fewer cells, a request that may not find room to its end is refused at once with
-        CacheFullError. Raise OptionError for numbers that are too small, and NotSupportedError for
-        a model that can't share a row.
+        `context` is the most tokens of one prompt and its answer. `cells` is the most tokens stored
+        for all requests together, where a shared token counts once. Its default,
+        `max_sequences * context`, is always enough. `memory`: bytes of cells, states and
+        checkpoints beyond which idle conversations are given up; None: no limit. `parking`: where
+        these go; None: they are lost. `step_ms`: the milliseconds that a step may take while
+        something decodes; 0: any number; None: as many as keep the speed of the answers, see
+        `mlxrunner.parallel.pace`. The other settings are those of RunnerSettings;
+        `prefill_step` is the most tokens of one step of all requests. Raise OptionError for numbers
+        that are too small.
         """
         check_kind("facts", facts, ModelFacts, "use Stepper.load, which finds them")
         Option(low=1).check("max_sequences", max_sequences)
         for option, value in (("context", context), ("cells", cells)):
             if value is not None:
                 Option(low=2, high=MOST_TOKENS).check(option, value)
-        if prefill_step is not None:
-            Option(low=max_sequences, high=MOST_TOKENS).check("prefill_step", prefill_step)
+        if "prefill_step" in settings:
+            limits = Option(low=max_sequences, high=MOST_TOKENS)
+            limits.check("prefill_step", settings["prefill_step"])
+        prefill_step = settings.setdefault("prefill_step", DEFAULT_PREFILL_STEP)
+        chosen = RunnerSettings.of(context=context, **settings)
         self.owner = Owner(type(self).__name__)
         self.context = context or facts.context
         self.cells = cells or max_sequences * self.context
-        self.prefill_step = min(prefill_step or DEFAULT_PREFILL_STEP, max_sequences * self.context)
+        if step_ms is not None:
+            Option(float, low=0).check("step_ms", step_ms)
+        self.step_ms = step_ms
+        self.prefill_step = min(prefill_step, max_sequences * self.context)
         if self.prefill_step < max_sequences:
             raise OptionError(
                 f"max_sequences: {max_sequences} is out of range, a step of {self.prefill_step} "
                 "tokens has to hold one of each"
             )
-        if facts.depends_on_chunks:
-            raise NotSupportedError(f"{DEPENDS}: run one at a time")
         self.model, self.tokenizer, self.facts, self.name = model, tokenizer, facts, name
         share_of_cells = -(-self.cells // max_sequences)
+        budget = chosen.checkpoint_budget
+        budget = CHECKPOINT_BUDGET if budget is None else budget
+        self._parking = parking
+        self._settings = replace(chosen, context=self.context, checkpoint_budget=budget)
         self.plan: Plan | None = None
         self.suggested_options: dict[str, Any] = {}
         """The sampling that the model suggests: see `Runner.suggested_options`."""
         self.observers: list[Observer] = []
         """Functions that are called with every ended request (see `mlxrunner.profiling`)."""
-        self._adapted = Adapted(
-            model, max_sequences=max_sequences, capacity=share_of_cells, max_batch=self.prefill_step
+        self.shown_as: Callable[[], Any] = lambda: self
+        """A function that returns what observers get as the runner."""
+        self._adapted = engine_for(
+            model,
+            max_sequences=max_sequences,
+            capacity=share_of_cells,
+            max_batch=self.prefill_step,
+            slack=chosen.rewind_slack,
+            kv_bits=chosen.kv_bits,
+            depends_on_chunks=bool(facts.depends_on_chunks),
         )
         try:
             self._scheduler = Scheduler(
@@ -116,6 +165,13 @@ class Stepper:
                 cells=self.cells,
                 max_batch=self.prefill_step,
                 ended=self._ended,
+                message_ends=np.array(sorted(tokenizer.message_ends), np.int32),
+                checkpoint_budget=budget,
+                checkpoint_interval=chosen.checkpoint_interval,
+                memory=memory,
+                parking=parking,
+                is_reusable=not facts.depends_on_chunks,
+                pace=StepPace(self.prefill_step, 0 if facts.depends_on_chunks else step_ms),
             )
         except BaseException:
             self._adapted.close()
@@ -128,10 +184,14 @@ class Stepper:
         *,
         max_sequences: int,
         context: int | None = None,
-        prefill_step: int | None = None,
         cells: int | None = None,
+        memory: int | None = None,
+        park_bytes: int = 0,
+        park_folder: str | PathLike[str] | None = None,
+        step_ms: float | None = 0,
         reserve: bool = True,
         trust_remote_code: bool = False,
+        **settings: Unpack[RunnerKwargs],
     ) -> Self:
         """Load "demo", a model directory or a hub id. See `Stepper` for the arguments.
 
@@ -146,9 +206,13 @@ class Stepper:
             loaded,
             max_sequences=max_sequences,
             context=context,
-            prefill_step=prefill_step,
             cells=cells,
+            memory=memory,
+            park_bytes=park_bytes,
+            park_folder=park_folder,
+            step_ms=step_ms,
             reserve=reserve,
+            **settings,
         )
 
     @classmethod
@@ -158,58 +222,76 @@ class Stepper:
         *,
         max_sequences: int,
         context: int | None = None,
-        prefill_step: int | None = None,
         cells: int | None = None,
+        memory: int | None = None,
+        park_bytes: int = 0,
+        park_folder: str | PathLike[str] | None = None,
+        step_ms: float | None = 0,
         reserve: bool = True,
+        **settings: Unpack[RunnerKwargs],
     ) -> Self:
         """Make a runner for a loaded model. See `Stepper.load` for the arguments.
 
-        Raise MemoryPlanError, before anything is allocated, if the plan does not fit.
+        Without `cells` there are as many as fit into `memory` bytes, or with `reserve` into what
+        the plan leaves, and at most `max_sequences * context`. `park_bytes`: the most bytes on disk
+        for conversations that find no place; 0: they are lost. `park_folder`: their folder, where
+        they are found again by the next runner; None: a private one that goes with the runner.
+        Raise MemoryPlanError, before anything is allocated, if the plan does not fit, and
+        SessionError if the folder can't be used.
         """
+        chosen = RunnerSettings.of(context=context, **settings)
+        Option(low=1).check("max_sequences", max_sequences)
+        limit = context or loaded.facts.context
+        step = min(settings.get("prefill_step", DEFAULT_PREFILL_STEP), max_sequences * limit)
+        offered = device.offered_bytes()
+        demand = demand_of_slots(
+            loaded.model,
+            loaded.config,
+            CacheOptions(rewind_slack=chosen.rewind_slack, kv_bits=chosen.kv_bits),
+            slots=max_sequences,
+            context=limit,
+            prefill_step=step,
+            checkpoint_budget=chosen.checkpoint_budget,
+            offered=offered,
+        )
+        most = max_sequences * limit
+        if memory is not None and cells is None:
+            cells = cells_within(demand, memory, most)
+            must_have_cells(cells, memory, demand)
+        elif reserve and cells is None:
+            cells = choose_plan(demand, None, step, offered=offered, limit=most).context
+        settings["checkpoint_budget"] = demand.checkpoint_budget
+        if reserve:
+            most = cells or most
+            must_fit(choose_plan(demand, most, step, offered=offered, limit=most))
+        parking = _parking(loaded, park_bytes, park_folder, chosen)
         runner = cls(
             loaded.model,
             loaded.tokenizer,
             loaded.facts,
             max_sequences=max_sequences,
             context=context,
-            prefill_step=prefill_step,
             cells=cells,
+            memory=memory,
+            parking=parking,
+            step_ms=step_ms,
             name=loaded.name,
+            **settings,
         )
         runner.suggested_options = dict(loaded.suggested)
         if reserve:
             try:
-                runner.plan = runner._reserve(loaded)
+                runner.plan = runner._reserve(demand, offered)
             except BaseException:
                 runner.close()
                 raise
         return runner
 
-    def _reserve(self, loaded: LoadedModel) -> Plan:
-        """Check the plan against the device's offer, and allocate all cells.
+    def _reserve(self, demand: Demand, offered: int) -> Plan:
+        """Allocate all cells, run the largest step once to measure it, and return the plan.
 
-        To measure it, run the largest step, which sees every cell.
+        The step sees every cell. Raise MemoryPlanError if it needs more than the device offers.
         """
-        windows = len(self.slots) * WINDOWS_KEEP + self.prefill_step
-        layouts = [
-            layout
-            if layout.most_rows is None
-            else replace(layout, most_rows=len(self.slots) * layout.checkpoint_rows + windows)
-            for layout in layouts_of(self.model, CacheOptions())
-        ]
-        demand = demand_of(
-            self.model,
-            loaded.config,
-            CacheOptions(),
-            self.prefill_step,
-            weights=weights_of(self.model),
-            checkpoint_budget=0,
-        )
-        demand = replace(demand, layouts=layouts)
-        offered = device.offered_bytes()
-        must_fit(
-            choose_plan(demand, self.cells, self.prefill_step, offered=offered, limit=self.cells)
-        )
         before = mx.get_active_memory()
         mx.reset_peak_memory()
         # As in a run, the second step is dispatched before the first is read.
@@ -220,13 +302,17 @@ class Stepper:
         mx.clear_cache()
         # A shift, between two steps, holds the moved half of a sequence, and its keys once more.
         shifted = stored * self.context // self.cells
-        measured = replace(
-            demand, batch=WorstBatch(max(0, peak - before - stored, shifted), is_measured=True)
-        )
+        batch = WorstBatch(max(0, peak - before - stored, shifted), is_measured=True)
         plan = must_fit(
-            choose_plan(measured, self.cells, self.prefill_step, offered=offered, limit=self.cells)
+            choose_plan(
+                replace(demand, batch=batch),
+                self.cells,
+                self.prefill_step,
+                offered=offered,
+                limit=self.cells,
+            )
         )
-        device.set_limits(plan.total, measured.batch.fixed)
+        device.set_limits(plan.total, batch.fixed)
         return plan
 
     def _largest_step(self) -> list[mx.array]:
@@ -254,13 +340,41 @@ class Stepper:
         return self._scheduler.slots
 
     @property
+    def num_slots(self) -> int:
+        return len(self.slots)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the slots hold; a token that several slots share counts for each."""
+        return sum(len(slot.tokens) for slot in self.slots)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the keys and values in use."""
+        return self._scheduler.residents.used_bytes
+
+    @property
+    def steps(self) -> int:
+        """The number of steps so far."""
+        return self._scheduler.ticks
+
+    @property
+    def is_idle(self) -> bool:
+        """True if the last step had nothing to dispatch."""
+        return self._scheduler.is_idle
+
+    @property
     def settings(self) -> dict[str, Any]:
         """The options that decide what is stored."""
         return {
-            "context": self.context,
+            **vars(self._settings),
             "cells": self.cells,
             "max_sequences": len(self.slots),
             "prefill_step": self.prefill_step,
+            "step_ms": self.step_ms,
+            "memory": self._scheduler.residents.memory,
+            "parks": self._scheduler.residents.parking is not None,
+            "ways": sorted(set(self._adapted.ways)),
         }
 
     def attend_at_once(self) -> None:
@@ -296,79 +410,53 @@ class Stepper:
                 self.cancel(request)
         finally:
             self._adapted.close()
+            if self._parking is not None:
+                self._parking.close()
         self.model = self._adapted.model = None
         self.owner.close()
 
-    def complete(self, prompt: Prompt, **options: Unpack[GenerateKwargs]) -> Result:
-        """Run one request to its end, beside the running ones, and return its result.
-
-        Raise the errors of `submit`. If the call is interrupted, the request is cancelled.
-        """
-        handle = self.submit(prompt, **options)
-        try:
-            return handle.result()
-        finally:
-            handle.cancel()
-
-    def submit(self, prompt: Prompt, **options: Unpack[GenerateKwargs]) -> Handle:
+    def submit(self, prompt: Prompt, **options: Unpack[SubmitKwargs]) -> DrivenHandle:
         """Begin a request. Prompt and options are those of `Runner.generate`, without callbacks.
 
         Raise NoFreeSlotError if every slot has a request, and CacheFullError if the request might
         not find room to its end.
         """
         self.owner.check()
-        return self._begin(self._request(prompt, dict(options)))
-
-    def run(self, prompts: Sequence[Prompt], **options: Unpack[GenerateKwargs]) -> list[Result]:
-        """Return all answers in the order of the prompts. Each free slot starts the next prompt.
-
-        Raise OptionError if `prompts` is not a list, such as a single text.
-        """
-        listed("prompts", prompts, '["Hello", [1, 2]]')
-        return list(self.run_each((prompt, dict(options)) for prompt in prompts))
+        return self._begin(self.prepare(prompt, dict(options)))
 
     def run_each(self, requests: Iterable[tuple[Prompt, dict[str, Any]]]) -> Iterator[Result]:
-        """Yield the answers of `requests`, pairs of a prompt and its options, in their order.
-
-        Only a few more requests are read than can run. If a request can't be submitted or fails, or
-        if the iterator is closed, the running requests are cancelled.
-        """
         self.owner.check()
         listed("requests", requests, '[("Hello", {"max_tokens": 9})]')
         return Owned(self._run_each(requests), self.owner)
 
-    def _run_each(
-        self, requests: Iterable[tuple[Prompt, dict[str, Any]]]
-    ) -> Generator[Result, None, None]:
-        handles: deque[Handle] = deque()
-        try:
-            for number, pair in enumerate(requests):
-                prompt, options = _pair(number, pair)
-                handles.append(self._begin_when_possible(self._request(prompt, options)))
-                while handles and (handles[0].finished or len(handles) > AHEAD * len(self.slots)):
-                    yield handles.popleft().result()
-            while handles:
-                yield handles.popleft().result()
-        finally:
-            for handle in handles:
-                self.owner.do(handle.cancel)  # an iterator may be dropped in any thread
+    def _enqueue(self, prompt: Prompt, options: dict[str, Any]) -> DrivenHandle:
+        self.owner.check()
+        return self._begin_when_possible(self.prepare(prompt, options))
 
-    def _begin_when_possible(self, request: ActiveRequest) -> Handle:
+    def _give_up(self, handle: Answer) -> None:
+        self.owner.do(handle.cancel)  # an iterator may be dropped in any thread
+
+    def _begin_when_possible(self, request: ActiveRequest) -> DrivenHandle:
         while True:
             try:
                 return self._begin(request)
-            except (NoFreeSlotError, CacheFullError):
-                if not self._scheduler.requests:
+            except (NoFreeSlotError, CacheFullError) as error:
+                if error.never or not self._scheduler.requests:
                     raise
                 self.step()
                 request.clock.postpone()
 
-    def _begin(self, request: ActiveRequest) -> Handle:
+    def _begin(self, request: ActiveRequest) -> DrivenHandle:
+        self.admit(request)
+        return DrivenHandle(self.owner, self._scheduler, request)
+
+    def admit(self, request: ActiveRequest) -> None:
+        """Begin a prepared request. Raise NoFreeSlotError or CacheFullError if it has to wait."""
+        self.owner.check()
         if not self._scheduler.requests:
             mx.reset_peak_memory()
         request.active_bytes = mx.get_active_memory()
         self._scheduler.admit(request)
-        return Handle(self.owner, self._scheduler, request)
 
     def cancel(self, request: ActiveRequest) -> None:
         """End a request without affecting the others."""
@@ -383,8 +471,15 @@ class Stepper:
         self.owner.check()
         self._scheduler.step()
 
-    def _request(self, prompt: Prompt, given: dict[str, Any]) -> ActiveRequest:
+    def prepare(self, prompt: Prompt, given: dict[str, Any]) -> ActiveRequest:
+        """Tokenize a prompt and check its options. Any thread may do that.
+
+        Raise CacheFullError if the request would not find room even alone.
+        """
         began = time.perf_counter()
+        priority: Priority = given.pop("priority", "interactive")
+        deadline: float | None = given.pop("deadline", None)
+        check_turn(priority, deadline)
         request = prepare(
             prompt,
             GenerateOptions.of(**given),
@@ -393,19 +488,36 @@ class Stepper:
             context=self.context,
             began=began,
         )
+        self._limit_to_cells(request)
+        most = min(len(request.tokens) + request.limit, self.context)
+        if most > self.cells:
+            raise CacheFullError("this request", most, self.cells, self.cells, NEVER, never=True)
         answer = AnswerStream(self.tokenizer, request.tokens, request.options, request.limit)
-        return ActiveRequest.of(request, answer)
+        active = ActiveRequest.of(request, answer)
+        active.priority, active.deadline, active.asked = priority, deadline, began
+        return active
+
+    def _limit_to_cells(self, request: Request) -> None:
+        """End an answer without a limit where all cells are its own."""
+        room = self.cells - len(request.tokens)
+        if request.options.max_tokens is None and request.shift is None and room > 0:
+            request.limit = min(request.limit, room)
+            request.context = min(request.context, self.cells)
 
     def _ended(
         self, request: ActiveRequest, reason: FinishReason | None, error: str | None
     ) -> Usage:
         usage = self._usage(request)
         if self.observers:
-            tell(self.observers, self, lambda: request.observation(usage, reason, error))
+            tell(
+                self.observers,
+                self.shown_as() or self,
+                lambda: request.observation(usage, reason, error),
+            )
         return usage
 
     def _usage(self, request: ActiveRequest) -> Usage:
-        clock, groups = request.clock, self._adapted.groups
+        clock = request.clock
         return usage_of(
             request.lookup,
             clock,
@@ -416,18 +528,22 @@ class Stepper:
             shifted_tokens=request.shifted,
             reevaluated_tokens=request.reevaluated,
             prefill_s=clock.first - clock.tokenized if request.answer.count else 0.0,
-            cache_bytes=sum(group.nbytes for group in groups),
-            used_bytes=sum(group.used_bytes for group in groups),
+            cache_bytes=self._scheduler.residents.allocated_bytes,
+            used_bytes=self.used_bytes,
             peak_bytes=mx.get_peak_memory(),
         )
 
 
-def _pair(number: int, request: Any) -> tuple[Prompt, dict[str, Any]]:
-    """Return request `number` of `run_each`. Raise OptionError unless it is a pair."""
-    match request:
-        case (prompt, Mapping() as options):
-            return prompt, dict(options)
-    raise OptionError(
-        f"request {number} has to be a pair of a prompt and its options, such as "
-        f'("Hello", {{"max_tokens": 9}}), not {request!r:.80}'
-    )
+def _parking(
+    loaded: LoadedModel, limit: int, folder: str | PathLike[str] | None, settings: RunnerSettings
+) -> Parking | None:
+    """Open the parking of a model; None if `limit` is 0."""
+    Option(low=0).check("park_bytes", limit)
+    if not limit:
+        return None
+    from mlxrunner.models.fingerprint import fingerprint
+    from mlxrunner.stored.parking import Parking
+
+    stored = {"kv_bits": str(settings.kv_bits), "cells": "shared"}
+    place = None if folder is None else Path(folder)
+    return Parking(place, fingerprint(loaded.folder) | stored, limit=limit)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlxrunner.parallel.apart import Starts
 from mlxrunner.parallel.attention import Parts
 from mlxrunner.system.mlx_lm_internals import Attention
 
@@ -18,14 +19,20 @@ if TYPE_CHECKING:
 
 
 class PerTokenRope(nn.Module):  # type: ignore[misc,name-defined]  # mlx.nn has no annotations
-    """A rope that also takes one offset per token: `x [1, heads, n, head_dim]`, `offset [n]`."""
+    """A rope that also takes one offset per token: `x [1, heads, n, head_dim]`, `offset [n]`.
+
+    In a stack there is one offset per sequence, which the rope takes itself.
+    """
 
     def __init__(self, inner: Any) -> None:
         super().__init__()
         self.inner = inner
 
     def __call__(self, x: mx.array, offset: Any = 0, **more: Any) -> mx.array:
-        if not isinstance(offset, mx.array) or offset.ndim != 1:
+        if isinstance(offset, Starts):
+            offset = offset.positions
+        is_row = isinstance(offset, mx.array) and offset.ndim == 1 and x.shape[0] == 1
+        if not is_row or offset.size != x.shape[2]:
             same: mx.array = self.inner(x, offset=offset, **more)
             return same
         rows: mx.array = self.inner(x.transpose(2, 1, 0, 3), offset=offset, **more)
@@ -48,12 +55,15 @@ class SomeRows(nn.Module):  # type: ignore[misc,name-defined]
 class LayerView:
     """One layer's part of the shared cells, in place of the layer's cache."""
 
-    def __init__(self, step: Adapted, layer: int, group: int) -> None:
-        self._step, self._layer, self._group = step, layer, group
+    def __init__(self, step: Adapted, number: int, layer: int, group: int) -> None:
+        """View layer `layer`, whose rows are the buffers `number` of its group."""
+        self._step, self._number, self.layer, self._group = step, number, layer, group
+        self._fetched: tuple[mx.array, mx.array] | None = None
 
     @property
-    def offset(self) -> mx.array | int:
-        return self._step.positions
+    def offset(self) -> Any:
+        """The position of each token, or of the first one of a step of one sequence."""
+        return self._step.step.offset
 
     def make_mask(
         self, n: int, return_array: bool = False, window_size: int | None = None
@@ -73,10 +83,36 @@ class LayerView:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         cache = self._step.groups[self._group]
-        self._step.layer = self._layer
-        cache.set_layer(self._layer)
+        self._step.layer = self.layer
+        cache.set_layer(self._number)
         cache.put(keys, values)
-        return cache.fetch()
+        self._fetched = cache.fetch()
+        return self._fetched
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """Return what `update_and_fetch` has returned, for layers that share this one's rows."""
+        if self._fetched is None:
+            raise ValueError("nothing was stored in this pass yet")
+        return self._fetched
+
+    def forget(self) -> None:
+        """Drop what was fetched: a view of a buffer makes the next write copy the buffer."""
+        self._fetched = None
+
+    def is_plain(self, keys: mx.array, values: mx.array, mask: Any) -> bool:
+        """Return True if an attention is over the rows as stored, under the mask as made.
+
+        Latent attention (MLA) reads them in another form, and adds scores to the mask.
+        """
+        fetched = self._fetched
+        if fetched is None or keys is not fetched[0] or values is not fetched[1]:
+            return False
+        return not isinstance(mask, mx.array) or mask.size == self.whole_mask.size
+
+    @property
+    def whole_mask(self) -> mx.array:
+        """The mask of all queries and all cells, for attention that can't be split."""
+        return self._step.groups[self._group].mask
 
 
 def attention_in_parts(whole: Attention) -> Attention:
@@ -92,10 +128,12 @@ def attention_in_parts(whole: Attention) -> Attention:
         sinks: mx.array | None = None,
     ) -> mx.array:
         parts = cache.parts if isinstance(cache, LayerView) else None
-        if parts is not None:
+        if parts is not None and cache.is_plain(keys, values, mask):
             return parts.attend(
                 whole, queries, *cache.buffers(), scale=scale, sinks=sinks, cache=cache
             )
+        if parts is not None and not isinstance(mask, mx.array):
+            mask = cache.whole_mask
         more = {} if sinks is None else {"sinks": sinks}
         return whole(queries, keys, values, cache=cache, scale=scale, mask=mask, **more)
 

@@ -12,11 +12,11 @@ from mlxrunner.errors import OptionError, SessionError
 from mlxrunner.models.fingerprint import PARTS, differences, fingerprint, with_format
 from mlxrunner.models.load import unread_model
 from mlxrunner.models.resolve import lasting, resolve
-from mlxrunner.sessions.entry import StoredEntry, pack
 from mlxrunner.sessions.history import History, Rendering
 from mlxrunner.sessions.prompt_cache import export_file, import_file
 from mlxrunner.sessions.session import MAIN, Branch, Session
 from mlxrunner.sessions.store import SessionStore
+from mlxrunner.stored.entry import StoredEntry, pack
 
 
 def export_session(name: str, file: Path, sessions: SessionStore | None = None) -> int:

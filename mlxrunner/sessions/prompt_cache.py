@@ -20,8 +20,8 @@ from mlxrunner.cache.layers.factory import CacheOptions, make_layer_caches, outl
 from mlxrunner.cache.saved import Exported, mismatch
 from mlxrunner.cache.tokens import TokenArray, as_tokens
 from mlxrunner.errors import PromptError, SessionError
-from mlxrunner.sessions.folder import Folder
-from mlxrunner.sessions.tensors import TensorFile
+from mlxrunner.stored.folder import Folder
+from mlxrunner.stored.tensors import TensorFile
 from mlxrunner.system.mlx_lm_internals import strange_class
 from mlxrunner.system.writing import check_own
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from mlxrunner.errors import ModelError, SessionError
 from mlxrunner.models.fingerprint import PARTS, SPELLING, differences, fingerprint, with_format
 from mlxrunner.runner import Runner
-from mlxrunner.sessions.entry import Packed, StoredEntry, pack
-from mlxrunner.sessions.folder import Folder
 from mlxrunner.sessions.session import Session
 from mlxrunner.sessions.store import SessionStore
+from mlxrunner.stored.entry import Packed, StoredEntry, pack
+from mlxrunner.stored.folder import Folder
 from mlxrunner.terminal.text import size
 
 

@@ -22,9 +22,9 @@ from pathlib import Path
 from weakref import WeakValueDictionary
 
 from mlxrunner.errors import SessionError
-from mlxrunner.sessions.folder import Folder
 from mlxrunner.sessions.session import Session
-from mlxrunner.sessions.tensors import Buffer, TensorFile, write
+from mlxrunner.stored.folder import Folder
+from mlxrunner.stored.tensors import Buffer, TensorFile, write
 from mlxrunner.system.folders import data_folder
 from mlxrunner.system.writing import write_all
 

@@ -62,7 +62,12 @@ def with_rope(layer: Any) -> list[Any]:
     Expects `rope(x [batch, heads, n, head_dim], offset=int or array)`.
     """
     modules = layer.modules() if hasattr(layer, "modules") else []
-    return [module for module in modules if callable(getattr(module, "rope", None))]
+    return [module for module in modules if has_rope(module)]
+
+
+def has_rope(module: Any) -> bool:
+    """Return True if `module` rotates keys and queries: see `with_rope`."""
+    return callable(getattr(module, "rope", None))
 
 
 def last_norm(model: Any) -> tuple[Any, str] | None:

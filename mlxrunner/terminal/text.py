@@ -98,6 +98,11 @@ def size(nbytes: float) -> str:
     return f"{nbytes:.3g} TB"
 
 
+def count_of(count: int, noun: str) -> str:
+    """Return a number with its noun: "1 turn", "2 turns"."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 def duration(seconds: float) -> str:
     """Return a time for people, such as 40 s, 3 min 20 s or 2 h 5 min."""
     whole = round(seconds)

@@ -17,8 +17,8 @@ from typing import Any
 
 from mlxrunner.errors import OptionError
 from mlxrunner.runner import Runner
-from mlxrunner.sessions.entry import StoredEntry, pack
 from mlxrunner.sessions.store import SessionStore
+from mlxrunner.stored.entry import StoredEntry, pack
 
 WORDS = """
 the a one many river stone copper lantern morning engine letter winter garden number harbour music

@@ -18,7 +18,7 @@ from mlxrunner.batch.order import run_order
 from mlxrunner.batch.prompts import cost
 from mlxrunner.batch.store import sort_key
 from mlxrunner.models.facts import facts_of
-from mlxrunner.parallel.runner import ParallelRunner
+from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.testing import ByteTokenizer, OracleModel, oracle_runner
 
 Make = Callable[[], Any]
@@ -37,9 +37,9 @@ def alone() -> Runner:
 
 
 @pytest.fixture
-def together() -> Iterator[ParallelRunner]:
+def together() -> Iterator[Stepper]:
     model, facts = llama()
-    with ParallelRunner(model, ByteTokenizer(), facts, max_sequences=3, context=256) as runner:
+    with Stepper(model, ByteTokenizer(), facts, max_sequences=3, context=256) as runner:
         yield runner
 
 
@@ -95,7 +95,7 @@ def test_results_come_in_the_order_of_the_requests_and_equal_runs_one_by_one(alo
 )
 @pytest.mark.parametrize("output_order", ["input", "done"])
 def test_parallel_equals_single(
-    alone: Runner, together: ParallelRunner, options: dict[str, Any], output_order: str
+    alone: Runner, together: Stepper, options: dict[str, Any], output_order: str
 ) -> None:
     """The same tokens, by either runner, in either order."""
     asked = requests(20, max_tokens=6, stop_tokens=[])
@@ -278,7 +278,7 @@ def test_the_seed_of_all_differs_from_line_to_line(alone: Runner) -> None:
     assert tokens[2] == [chunk.token for chunk in last]
 
 
-def test_log_probabilities_come_with_the_result(alone: Runner, together: ParallelRunner) -> None:
+def test_log_probabilities_come_with_the_result(alone: Runner, together: Stepper) -> None:
     """Through the temporary file that keeps the order, too."""
     one, several = (
         list(run_batch(runner, requests(3, max_tokens=2, logprobs=2)))
@@ -352,13 +352,13 @@ def test_options_of_the_batch_are_checked_at_once(
         run_batch(alone, iter(()), **options)
 
 
-def test_no_requests_are_no_results(alone: Runner, together: ParallelRunner) -> None:
+def test_no_requests_are_no_results(alone: Runner, together: Stepper) -> None:
     """There is no error either."""
     assert list(run_batch(alone, [])) == list(run_batch(together, [])) == []
 
 
 def test_an_answer_that_fills_the_context_can_be_an_error_in_parallel_too(
-    alone: Runner, together: ParallelRunner
+    alone: Runner, together: Stepper
 ) -> None:
     """overflow="error", which the parallel runner itself does not have."""
     asked = [
@@ -386,9 +386,7 @@ def test_where_cells_are_few_requests_wait_for_room() -> None:
         *requests(12, max_tokens=5, stop_tokens=[]),
         BatchRequest([1, 2, 3], {"max_tokens": 200}),
     ]
-    with ParallelRunner(
-        model, ByteTokenizer(), facts, max_sequences=4, context=256, cells=130
-    ) as runner:
+    with Stepper(model, ByteTokenizer(), facts, max_sequences=4, context=256, cells=130) as runner:
         results = list(run_batch(runner, asked))
     expected = texts(
         list(run_batch(Runner(model, ByteTokenizer(), facts, context=256), asked[:12]))
@@ -398,7 +396,7 @@ def test_where_cells_are_few_requests_wait_for_room() -> None:
     assert "130" in str(results[12].error)
 
 
-def test_in_parallel_shared_prefixes_are_evaluated_once(together: ParallelRunner) -> None:
+def test_in_parallel_shared_prefixes_are_evaluated_once(together: Stepper) -> None:
     """Requests that share a beginning start close together, and wait for whoever evaluates it."""
     asked = [BatchRequest(prompt) for prompt in prompts(14, seed=3)]
     results = list(run_batch(together, asked, max_tokens=3, stop_tokens=[]))
@@ -409,7 +407,7 @@ def test_in_parallel_shared_prefixes_are_evaluated_once(together: ParallelRunner
 
 
 def test_what_mlx_keeps_of_freed_buffers_is_given_back(
-    together: ParallelRunner, monkeypatch: pytest.MonkeyPatch
+    together: Stepper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Freed buffers are given back, because steps of ever new sizes leave ever more of them."""
     monkeypatch.setattr("mlxrunner.batch.run.GIVE_BACK_EVERY", 4)

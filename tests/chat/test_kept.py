@@ -263,7 +263,7 @@ def test_damaged_states_are_left_out(typed: Any) -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from mlxrunner.sessions.folder import Folder
+from mlxrunner.stored.folder import Folder
 from mlxrunner.sessions.history import History, Turn
 from mlxrunner.sessions.session import Branch, Session
 from mlxrunner.sessions.store import SessionStore
@@ -348,6 +348,23 @@ def test_loading_a_session_begins_another_chat(typed: Any) -> None:
              unnamed_chats(two.store)]  # fmt: skip  # one list
     assert sorted(saved) == [["Hello!", "How are you?"], ["My name is Ana."]]
     assert [turn.user for turn in two.store.load("trip").history.turns] == ["Hello!"]
+
+
+def test_loading_keeps_an_unnamed_chat_and_says_where(
+    typed: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its present state is kept, so that nothing is given up."""
+    typed().type("Hello!", session="trip")
+    two = typed()
+    two.type("My name is Ana.", "/undo", "I have a dog.", "/load trip")
+    (kept,) = unnamed_chats(two.store)
+    assert f"the chat so far is kept as {kept}: /load {kept} goes back to it" in (
+        capsys.readouterr().err
+    )
+    assert two.users == ["Hello!"]
+    three = typed()
+    three.type(f"/load {kept}")
+    assert three.users == ["I have a dog."]
 
 
 def test_the_last_twenty_chats_are_kept(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from support.waiting import PATIENCE_S
 
 from mlxrunner import cli
 from mlxrunner.batch.tally import Tally
+from mlxrunner.profiling.record.profile import Profile
 
 FACTS = ["My name is Ana.", "My name is Zorblin."]
 
@@ -109,6 +110,22 @@ def test_any_number_at_a_time_gives_the_same_file(lanes: int | None) -> None:
     ]
     assert ("at a time" in result.stderr) == bool(expected)
     assert (expected or "") in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("typed", "step"),
+    [((), 256), (("--prefill-step", 64), 64), (("--prefill-step", 2048), 2048)],
+    ids=str,
+)
+def test_several_at_a_time_have_steps_as_asked(
+    typed: tuple[object, ...], step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without --prefill-step they have a default of their own."""
+    seen: list[Any] = []
+    monkeypatch.setattr(Profile, "watch", lambda self, runner: seen.append(runner.settings))
+    lines = write(*[{"prompt": f"{FACTS[0]} What is my name? {i}"} for i in range(2)])
+    assert run(lines, "-o", "out.jsonl", "--parallel", 2, *typed).exit_code == 0
+    assert [settings["prefill_step"] for settings in seen] == [step]
 
 
 def test_a_model_that_cannot_share_a_row_runs_one_at_a_time_and_says_why() -> None:

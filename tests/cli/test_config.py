@@ -133,6 +133,9 @@ def test_an_alias_names_a_model_everywhere(write: Write, model: Path) -> None:
     assert run("show", "mine").exit_code == 0
     assert run("plan", "mine").exit_code == 0
     assert run("generate", "-m", "mine", "--no-reserve", "--greedy", "Hi").exit_code == 0
+    imported = run("cache", "import", "nowhere", "--session", "new", "-m", "mine")
+    assert "no such model" not in imported.stderr
+    assert "nowhere" in imported.stderr
     chat = run("chat", "mine", "--no-reserve", stdin="/model demo\n/model mine\n")
     assert f"model: {model}, " in chat.stderr
     assert "mine may be a model or a prompt" in run("generate", "mine").stderr

@@ -22,8 +22,8 @@ from mlxrunner.models.facts import facts_of
 from mlxrunner.models.load import load_model
 from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.profiling.record.profile import Profile
-from mlxrunner.sessions.entry import StoredEntry, pack
 from mlxrunner.sessions.store import SessionStore
+from mlxrunner.stored.entry import StoredEntry, pack
 from mlxrunner.testing import ByteTokenizer
 
 PLAMO: dict[str, Any] = {

@@ -15,7 +15,7 @@ from support.sample import fewer
 from mlxrunner import ContextLengthError, Runner
 from mlxrunner.errors import CacheFullError, NoFreeSlotError, StepFailedError
 from mlxrunner.models.facts import facts_of
-from mlxrunner.parallel.handle import Handle
+from mlxrunner.parallel.driven import DrivenHandle
 from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.testing import ByteTokenizer, interrupt_at
 
@@ -23,7 +23,7 @@ LONG, OTHER = [i * 7 % 290 for i in range(40)], [i * 11 % 290 for i in range(30)
 SHARING = [*LONG[:25], 9, 9]
 LATER = [[*LONG[:20], 1], [*OTHER[:15], 2], [*SHARING[:26], 4]]
 Parts = tuple[Any, ByteTokenizer, Any]
-Act = Callable[[Stepper], Handle | None]
+Act = Callable[[Stepper], DrivenHandle | None]
 
 
 ACTS: dict[str, Act] = {
@@ -147,7 +147,7 @@ def test_an_error_while_a_token_is_read_ends_one_request_and_says_so(
         monkeypatch.setattr(second._request.answer, "take", fail)
         assert first.result().tokens == alone(llama, LONG, 9)
         with pytest.raises(
-            StepFailedError, match="was ended by RuntimeError: a tokenizer's fault: submit it again"
+            StepFailedError, match="made a step fail: RuntimeError: a tokenizer's fault"
         ):
             second.result()
         assert runner.submit(OTHER, max_tokens=9, stop_tokens=[]).result().tokens == alone(
@@ -229,6 +229,8 @@ def test_windows_share_a_prefix_in_every_wave() -> None:
         max_sequences=4,
         context=400,
         prefill_step=64,
+        rewind_slack=64,
+        checkpoint_budget=0,
     ) as runner:
         for wave in range(2):
             prompts = [
@@ -272,7 +274,7 @@ def test_any_mixture_ends_with_every_cell_free(name: str, cells: int | None) -> 
 
     finished = 0
     with Stepper(*given, max_sequences=5, context=140, prefill_step=32, cells=cells) as runner:
-        running: list[tuple[Handle, int, bool]] = []
+        running: list[tuple[DrivenHandle, int, bool]] = []
 
         def end_one() -> int:
             handle, which, shifts = running.pop(rng.randrange(len(running)))

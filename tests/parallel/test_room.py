@@ -11,7 +11,7 @@ from support.models import tiny_config, tiny_model
 from mlxrunner import Runner
 from mlxrunner.errors import CacheFullError, NoFreeSlotError
 from mlxrunner.models.facts import facts_of
-from mlxrunner.parallel.handle import Handle
+from mlxrunner.parallel.driven import DrivenHandle
 from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.testing import ByteTokenizer
 
@@ -73,7 +73,8 @@ def test_a_prefix_that_a_window_has_left_is_taken_from_who_still_has_it() -> Non
     """A busy slot that is past it promises nothing."""
     given, rng = parts("gemma3_text"), random.Random(1)
     trunk = some(rng, 280)
-    with Stepper(*given, max_sequences=4, context=300, prefill_step=64) as runner:
+    settings: dict[str, Any] = {"rewind_slack": 64, "checkpoint_budget": 0}
+    with Stepper(*given, max_sequences=4, context=300, prefill_step=64, **settings) as runner:
         runner.submit(trunk[:98] + some(rng, 6), max_tokens=2, stop_tokens=[]).result()
         ahead = runner.submit(trunk[:250] + some(rng, 5), max_tokens=30, stop_tokens=[])
         for _ in range(12):
@@ -109,7 +110,7 @@ def test_none_that_was_admitted_lacks_room(name: str) -> None:
         trunk = some(rng, 280)
         cells = rng.choice([310, 400, 500])
         with Stepper(*given, max_sequences=4, context=300, prefill_step=64, cells=cells) as runner:
-            running: list[Handle] = []
+            running: list[DrivenHandle] = []
             for _ in range(14):
                 base = trunk[: rng.choice([60, 97, 98, 120, 160, 200, 250])]
                 shift: dict[str, Any] = (

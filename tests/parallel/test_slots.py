@@ -1,15 +1,13 @@
-"""A prompt goes to the slot that has most of it, and slots share a step."""
+"""A prompt goes to the slot that has most of it."""
 
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from mlxrunner.cache.prefix import PrefixCache
 from mlxrunner.cache.tokens import as_tokens
 from mlxrunner.errors import NoFreeSlotError
-from mlxrunner.parallel.slots import WORTH_WAITING, Slot, choose, share
+from mlxrunner.parallel.slots import WORTH_WAITING, Slot, choose
 
 
 def slot(
@@ -69,24 +67,6 @@ def test_no_free_slot_is_an_error_with_the_number_of_slots() -> None:
     """Never a wait without end."""
     with pytest.raises(NoFreeSlotError, match="all 2 slots are in use"):
         choose([slot(0, [], busy=True), slot(1, [], busy=True)], as_tokens([1]))
-
-
-@given(st.integers(0, 60), st.lists(st.integers(0, 50), min_size=1, max_size=8), st.integers(0, 20))
-def test_a_step_is_shared_without_waste_and_nobody_starves(
-    budget: int, wants: list[int], first: int
-) -> None:
-    """All of the budget is used while anybody wants more; shares differ by a token at most."""
-    given_ = share(budget, wants, first)
-    assert all(0 <= got <= want for got, want in zip(given_, wants, strict=True))
-    assert sum(given_) == min(budget, sum(wants))
-    short = [got for got, want in zip(given_, wants, strict=True) if got < want]
-    if short and budget >= len(wants):
-        assert min(short) > 0
-
-
-def test_turns_go_round() -> None:
-    """With one token to give, each is first once."""
-    assert [share(1, [5, 5, 5], turn).index(1) for turn in range(3)] == [0, 1, 2]
 
 
 def test_many_with_one_prefix_take_it_from_the_first() -> None:

@@ -18,13 +18,13 @@ from mlxrunner.cache.shared.split import WORTH_SPLITTING
 from mlxrunner.errors import (
     CacheFullError,
     NoFreeSlotError,
-    NotSupportedError,
     StepFailedError,
 )
 from mlxrunner.models.facts import facts_of
-from mlxrunner.parallel.handle import Handle
+from mlxrunner.parallel.driven import DrivenHandle
 from mlxrunner.parallel.samples import sample
-from mlxrunner.parallel.stepper import AHEAD, Stepper
+from mlxrunner.parallel.several import AHEAD
+from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.testing import ByteTokenizer
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
@@ -120,27 +120,27 @@ def test_each_answer_is_that_of_the_single_runner(name: str, worth: float) -> No
     prompts = some_prompts(1, 12)
     with Stepper(*given, max_sequences=4, context=160, prefill_step=37) as runner:
         assert runner._adapted.can_split == (name != "gemma2")
-        runner._adapted._worth_splitting = worth
+        runner._adapted.worth_splitting = worth
         results = runner.run(prompts, max_tokens=10, stop_tokens=[])
     for prompt, result in zip(prompts, results, strict=True):
         assert result.tokens == alone(given, prompt, max_tokens=10, stop_tokens=[])
         assert result.finish_reason == "length"
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("lfm2", "layer 0 is recurrent"),
-        ("jamba", "layer 0 is recurrent"),
-        ("llama4", "layer 0 is chunked"),
-    ],
-)
-def test_a_model_that_cannot_share_a_row_is_refused_with_the_layer(name: str, kind: str) -> None:
-    """It is left as it was."""
+@pytest.mark.exhaustive(3)
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_next", "jamba", "mamba2", "llama4"])
+def test_layers_with_states_of_their_own_answer_as_the_single_runner(name: str) -> None:
+    """With prefixes in common, of which some go back to a checkpoint, and a second turn."""
     given = parts(name)
-    with pytest.raises(NotSupportedError, match=kind):
-        Stepper(*given, max_sequences=2, context=100)
-    assert alone(given, [1, 2, 3], max_tokens=3, stop_tokens=[])
+    prompts = some_prompts(1, 9)
+    with Stepper(*given, max_sequences=4, context=160, prefill_step=37) as runner:
+        results = runner.run(prompts, max_tokens=10, stop_tokens=[])
+        following = [[*p, *r.tokens, 7, 8] for p, r in zip(prompts, results, strict=True)]
+        results += runner.run(following, max_tokens=6, stop_tokens=[])
+    for prompt, result in zip(prompts + following, results, strict=True):
+        count = len(result.tokens)
+        assert result.tokens == alone(given, prompt, max_tokens=count, stop_tokens=[])
+        assert result.finish_reason == "length"
 
 
 def test_closing_gives_the_model_back_as_it_was(llama: tuple[Any, ByteTokenizer, Any]) -> None:
@@ -440,7 +440,7 @@ def test_many_requests_with_cancels_through_eight_slots(
     expected: dict[tuple[int, ...], list[int]] = {}
     prompts = some_prompts(8, 60)
     with Stepper(*llama, max_sequences=8, context=140, prefill_step=48) as runner:
-        running: list[tuple[Handle, list[int], int]] = []
+        running: list[tuple[DrivenHandle, list[int], int]] = []
         finished = cancelled = 0
         count = fewer(500, 150)
         for _ in range(count):

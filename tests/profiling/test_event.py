@@ -20,7 +20,7 @@ from support.waiting import PATIENCE_S, until
 
 from mlxrunner import cli
 from mlxrunner.errors import BusyError, ContextFullError
-from mlxrunner.parallel.runner import ParallelRunner
+from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.profiling.record.event import logfmt
 from mlxrunner.profiling.record.profile import Profile
 from mlxrunner.profiling.schema import Event, event_schema
@@ -243,7 +243,7 @@ def test_requests_of_a_parallel_runner_are_events(events: Path, lines: Lines) ->
     """Each with what it shared; a cancelled one too."""
     profile = Profile("python", events=events)
     messages = [{"role": "user", "content": "My name is Ana. What is my name?"}]
-    with ParallelRunner.load("demo", max_sequences=2, context=128) as runner:
+    with Stepper.load("demo", max_sequences=2, context=128) as runner:
         profile.watch(runner)
         runner.run([messages, messages], max_tokens=4)
         runner.run(["My name is Bo"], max_tokens=2)

@@ -16,7 +16,7 @@ from support.histories import History, Parts, tiny_parts
 from mlxrunner import cli
 from mlxrunner.batch.run import BatchRequest, run_batch
 from mlxrunner.errors import CacheFullError, NoFreeSlotError
-from mlxrunner.parallel.handle import Handle
+from mlxrunner.parallel.driven import DrivenHandle
 from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.profiling.record.profile import Profile
 from mlxrunner.profiling.record.tokenlog import LoggedRequest, read_token_log
@@ -79,7 +79,9 @@ class LoggedHistory(History):
             self.seen["in vain"] += 1
             rng.choice([self.step, self.cancel])(runner)
 
-    def ended(self, handle: Handle, prompt: list[int], options: dict[str, Any]) -> Usage | None:
+    def ended(
+        self, handle: DrivenHandle, prompt: list[int], options: dict[str, Any]
+    ) -> Usage | None:
         self.seen["failed" if handle.error else "ended"] += 1
         if handle.error:
             return None
@@ -203,7 +205,12 @@ def test_usual_slots_leave_out_those_there_were(tmp_path: Path) -> None:
     """A log of one at a time has none to change."""
     logged_batch("llama", tmp_path / "log", 4)
     names = list(rows(simulate([tmp_path / "log"])))
-    assert [name for name in names if "slots" in name] == ["2 slots", "8 slots", "16 slots"]
+    assert [name for name in names if "slot" in name] == [
+        "1 slot",
+        "2 slots",
+        "8 slots",
+        "16 slots",
+    ]
 
 
 def test_keys_that_could_not_be_moved_are_not_moved_on_paper(

@@ -13,8 +13,8 @@ from mlxrunner import Runner
 from mlxrunner.cache.saved import Saved, Shape, combined, mismatch
 from mlxrunner.errors import SessionError
 from mlxrunner.models.facts import facts_of
-from mlxrunner.sessions.entry import StoredEntry, pack
 from mlxrunner.sessions.store import SessionStore
+from mlxrunner.stored.entry import StoredEntry, pack
 from mlxrunner.testing import ByteTokenizer
 
 LATENT = {"q_lora_rank": 24, "qk_rope_head_dim": 8}

@@ -249,7 +249,7 @@ def test_nothing_is_read_before_somebody_needs_it(
     answer(runner, PROMPT)
     save(saver(runner))
     read: list[str] = []
-    from mlxrunner.sessions.tensors import StoredArray
+    from mlxrunner.stored.tensors import StoredArray
 
     original = StoredArray.read
     monkeypatch.setattr(
@@ -289,7 +289,7 @@ def test_an_interrupt_while_reading_costs_nothing(
     save(saver(runner))
     restored = oracle_runner()
     saver(restored).load("one")
-    from mlxrunner.sessions.tensors import StoredArray
+    from mlxrunner.stored.tensors import StoredArray
 
     original = StoredArray.read
 
@@ -572,6 +572,7 @@ def rewrite(
             if name != "__metadata__" and isinstance(entry, dict) and "data_offsets" in entry
         }
         header["__metadata__"]["crc32"] = json.dumps(found)
+    header["__metadata__"].pop("header_crc32", None)
     text = json.dumps(header).encode()
     file.write_bytes(struct.pack("<Q", len(text)) + text + data)
 

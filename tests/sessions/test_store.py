@@ -20,11 +20,11 @@ import numpy as np
 import pytest
 
 from mlxrunner.errors import SessionError
-from mlxrunner.sessions.folder import Folder
 from mlxrunner.sessions.history import History, Rendering, Turn
 from mlxrunner.sessions.session import Branch, Session
 from mlxrunner.sessions.store import CACHE, TEXT, SessionStore
-from mlxrunner.sessions.tensors import Buffer
+from mlxrunner.stored.folder import Folder
+from mlxrunner.stored.tensors import Buffer
 
 
 def session(text: str = "hello", tokens: int = 5) -> Session:
@@ -280,7 +280,7 @@ def test_what_is_saved_is_on_the_disk_in_whole(
     synced: list[str] = []
     kinds = {stat.S_IFREG: "file", stat.S_IFDIR: "folder"}
     monkeypatch.setattr(
-        "mlxrunner.sessions.folder.whole_sync",
+        "mlxrunner.stored.folder.whole_sync",
         lambda fd: synced.append(kinds[stat.S_IFMT(os.fstat(fd).st_mode)]),
     )
     store.save("one", session())
@@ -352,7 +352,7 @@ import numpy as np
 from mlxrunner.sessions.history import History, Rendering, Turn
 from mlxrunner.sessions.session import Branch, Session
 from mlxrunner.sessions.store import SessionStore
-from mlxrunner.sessions.tensors import Buffer
+from mlxrunner.stored.tensors import Buffer
 assert "mlx" not in sys.modules
 
 folder = Path(sys.argv[1])

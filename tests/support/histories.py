@@ -12,12 +12,13 @@ from typing import Any
 import mlx.core as mx
 from support.models import tiny_config, tiny_model
 
+from mlxrunner.cache.shared.sequences import Batch
 from mlxrunner.errors import FormError, StepFailedError
 from mlxrunner.models.facts import facts_of
-from mlxrunner.parallel.handle import Handle
+from mlxrunner.parallel.driven import DrivenHandle
 from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.results import Usage
-from mlxrunner.testing import ByteTokenizer
+from mlxrunner.testing import ByteTokenizer, interrupt_at
 
 Parts = tuple[Any, ByteTokenizer, Any]
 """Model, tokenizer and facts: the first arguments of a runner."""
@@ -30,21 +31,30 @@ def tiny_parts(name: str, *, seed: int = 0, **config: Any) -> Parts:
     return model, ByteTokenizer(), facts_of(model, settings)
 
 
+Running = tuple[DrivenHandle, list[int], dict[str, Any]]
+"""A request: its handle, its prompt and its options."""
+
+
 class History(ABC):
     """One run of random events. `seen` counts what happened.
 
-    `weights`: how often a request comes, steps are run, one is cancelled, a step fails.
+    `weights`: how often a request comes, steps are run, one is cancelled, a step fails, a call is
+    interrupted, a request makes each of its steps fail, the runner is closed and opened again.
     `failures`: the exceptions that end a step.
     """
 
-    weights = (8.0, 12.0, 1.0, 0.5)
+    weights = (8.0, 12.0, 1.0, 0.5, 0.0, 0.0, 0.0)
     failures: tuple[type[BaseException], ...] = (KeyboardInterrupt,)
 
     def __init__(self, given: Parts, rng: random.Random) -> None:
         self.given, self.rng, self.seen = given, rng, Counter[str]()
         self.context = rng.randint(30, 150)
         self.trunk, self.past = self.some(2 * self.context), [[7]]
-        self.live: list[tuple[Handle, list[int], dict[str, Any]]] = []
+        self.live: list[Running] = []
+        self.broken: list[DrivenHandle] = []
+        """The requests that make each of their steps fail."""
+        self.disturbed: set[DrivenHandle] = set()
+        """The requests that ran when something failed: they may end with an error."""
 
     def run(
         self,
@@ -54,28 +64,49 @@ class History(ABC):
         fewest: int = 1,
     ) -> None:
         """Let `events` happen on a runner of `fewest` to five sequences, and all requests end."""
-        sequences = self.rng.randint(fewest, 5)
-        cells = self.rng.choice([None, self.rng.randint(self.context, sequences * self.context)])
-        with Stepper(
-            *self.given,
-            max_sequences=sequences,
-            context=self.context,
-            prefill_step=self.rng.choice([8, 32, 200]),
-            cells=cells,
-        ) as runner:
-            watch(runner)
-            acts = [self.submit, self.step, self.cancel, self.interrupt]
+        self.open(fewest)
+        watch(self.runner)
+        try:
             for _ in range(events):
-                self.rng.choices(acts, self.weights)[0](runner)
+                self.rng.choices(self.acts, self.weights)[0](self.runner)
             while self.live:
-                self.step(runner)
+                self.step(self.runner)
+        finally:
+            self.runner.close()
+
+    @property
+    def acts(self) -> list[Callable[[Stepper], None]]:
+        return [
+            self.submit,
+            self.step,
+            self.cancel,
+            self.interrupt,
+            self.interrupt_anywhere,
+            self.submit_broken,
+            self.restart,
+        ]
+
+    def open(self, fewest: int = 1) -> None:
+        """Make the runner."""
+        sequences = self.rng.randint(fewest, 5)
+        self._settings: dict[str, Any] = {
+            "max_sequences": sequences,
+            "context": self.context,
+            "cells": self.rng.choice(
+                [None, self.rng.randint(self.context, sequences * self.context)]
+            ),
+            "prefill_step": self.rng.choice([8, 32, 200]),
+        }
+        self.runner = Stepper(*self.given, **self._settings)
 
     @abstractmethod
     def submit(self, runner: Stepper) -> None:
         """Begin a request, or do something else if it can't begin."""
 
     @abstractmethod
-    def ended(self, handle: Handle, prompt: list[int], options: dict[str, Any]) -> Usage | None:
+    def ended(
+        self, handle: DrivenHandle, prompt: list[int], options: dict[str, Any]
+    ) -> Usage | None:
         """Look at a request that has ended by itself; return its usage, None if it failed."""
 
     def some(self, count: int) -> list[int]:
@@ -105,13 +136,28 @@ class History(ABC):
         """Run some steps, and look at the requests that ended in them."""
         for _ in range(self.rng.choice([1, 1, 5, 30])):
             runner.step()
+        self.look()
+
+    def look(self) -> None:
+        """Look at the requests that have ended."""
         for one in [one for one in self.live if one[0].finished]:
             self.live.remove(one)
+            handle = one[0]
+            if handle in self.broken:
+                assert isinstance(handle.error, StepFailedError | FormError), handle.error
+                continue
+            if handle in self.disturbed and isinstance(handle.error, StepFailedError):
+                self.failed(*one)
+                self.seen["ended by an error"] += 1
+                continue
             usage = self.ended(*one)
             if usage is not None:
                 self.seen["shifted"] += usage.cache.shifted_tokens > 0
                 self.seen["evaluated again"] += usage.cache.reevaluated_tokens > 0
                 self.seen["reused"] += usage.cached_tokens > 0
+
+    def failed(self, handle: DrivenHandle, prompt: list[int], options: dict[str, Any]) -> None:  # noqa: B027
+        """Look at a request that ended because something failed."""
 
     def cancel(self, runner: Stepper) -> None:
         """Cancel one of the running requests."""
@@ -120,20 +166,80 @@ class History(ABC):
             self.seen["cancelled"] += 1
 
     def interrupt(self, runner: Stepper) -> None:
-        """Fail in some layer of a step; what was running has ended then, one way or the other."""
-        view = self.rng.choice(runner._adapted._views)
+        """Fail in some layer of a step.
+
+        An interrupt ends what is running. After an error the requests go on, but for one that was
+        alone in the step.
+        """
+        view, failure = self.rng.choice(runner._adapted._views), self.rng.choice(self.failures)
 
         def fail(keys: mx.array, values: mx.array) -> Any:
-            raise self.rng.choice(self.failures)
+            self.seen["interrupted"] += 1
+            raise failure
 
         view.update_and_fetch = fail  # type: ignore[method-assign]
+        running = [handle for handle, _, _ in self.live]
         try:
-            runner.step()
-        except self.failures:
-            self.seen["interrupted"] += 1
-            for handle, _, _ in self.live:
-                with suppress(StepFailedError, FormError):
-                    assert handle.result().finish_reason
-            self.live.clear()
+            with suppress(failure):
+                runner.step()
         finally:
             del view.update_and_fetch
+        ended = [handle for handle in running if isinstance(handle.error, StepFailedError)]
+        assert failure is KeyboardInterrupt or len(ended) <= 1
+        self.disturbed.update(ended)
+        self.look()
+
+    def interrupt_anywhere(self, runner: Stepper) -> None:
+        """Press Ctrl-C at some line of a step, a submission or a cancel."""
+        act = self.rng.choice([runner.step, runner.step, self.submit, self.cancel])
+        given = () if act == runner.step else (runner,)
+        self.disturbed.update(handle for handle, _, _ in self.live)
+        with suppress(KeyboardInterrupt), interrupt_at(self.rng.randint(1, 500)):
+            try:
+                act(*given)
+            except KeyboardInterrupt:
+                self.seen["interrupted"] += 1
+                raise
+        self.look()
+
+    def submit_broken(self, runner: Stepper) -> None:
+        """Begin a request that makes each of its steps fail; all others go on."""
+        engine, live = runner._adapted, len(self.live)
+        forward = engine.forward
+        self.submit(runner)
+        if len(self.live) != live + 1:
+            return
+        handle = self.live[-1][0]
+        self.broken.append(handle)
+        self.seen["broken"] += 1
+
+        def fail(tokens: mx.array, batch: Batch, rows: Any, **more: Any) -> mx.array:
+            slot = handle._request.slot.number
+            if not handle.finished and handle._request.is_placed and slot in batch.sequences:
+                raise RuntimeError("a request that can't be run")
+            return forward(tokens, batch, rows, **more)
+
+        engine.forward = fail  # type: ignore[method-assign]
+
+    def restart(self, runner: Stepper) -> None:
+        """Close the runner, and open another one on the same model."""
+        runner.close()
+        assert all(handle.finished for handle, _, _ in self.live)
+        self.live.clear()
+        self.seen["restarted"] += 1
+        self.runner = Stepper(*self.given, **self._settings)
+
+    def close(self) -> None:
+        """Let all requests end, check that every slot holds what it says, and close the runner."""
+        runner = self.runner
+        try:
+            while runner._scheduler.requests or self.live:
+                self.step(runner)
+            for slot in runner.slots:
+                held = {cache.offset for cache in slot.cache.current.caches}
+                assert held <= {len(slot.tokens)}, (slot.number, held, len(slot.tokens))
+                assert not slot.is_busy
+                slot.cache.reset()
+            assert all(group.num_free == group.num_cells for group in runner._adapted.groups)
+        finally:
+            runner.close()

@@ -83,6 +83,10 @@ class Extent(ABC):
         """Return the extent of a layer that is restored from a checkpoint of this one."""
         return self
 
+    def saved(self) -> Self:
+        """Return the extent of a layer that is restored from a file of this one."""
+        return self
+
     @property
     def checkpoint_rows(self) -> int:
         """Rows that a checkpoint copies."""
@@ -265,6 +269,9 @@ class LastPass(Extent):
     def checkpoint(self) -> Self:
         return replace(self, before=self.offset)
 
+    def saved(self) -> Self:
+        return self.checkpoint()
+
 
 @dataclass(frozen=True)
 class Stay(Extent):
@@ -400,6 +407,9 @@ class Several(Extent):
 
     def checkpoint(self) -> Self:
         return self.of([part.checkpoint() for part in self.parts])
+
+    def saved(self) -> Self:
+        return self.of([part.saved() for part in self.parts])
 
     def checkpoint_bytes(self, line: Mapping[str, Any]) -> int:
         pairs = zip(self.parts, line["parts"], strict=True)

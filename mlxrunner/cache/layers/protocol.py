@@ -190,6 +190,15 @@ class LayerCache(ABC):
         """
         raise TypeError(f"a {self.kind} layer can't be saved")
 
+    def export_rows(self, begin: int, end: int) -> Saved:
+        """Return the rows of the tokens `begin .. end - 1` of a layer that rewinds by itself.
+
+        All arrays of its export have one row per token. They are views, to be copied soon.
+        """
+        saved = self.export()
+        arrays = {name: array[:, :, begin:end] for name, array in saved.arrays.items()}
+        return Saved(saved.kind, arrays)
+
     def adopt(self, saved: Saved, offset: int) -> None:
         """Replace the content by `saved`, from a layer like this one, and evaluate it.
 
@@ -206,6 +215,13 @@ class LayerCache(ABC):
         """
         self.adopt(other.export(), other.offset)
         self.rewind(to)
+
+    def copy_checkpoint(self, other: LayerCache, snapshot: Snapshot, to: int) -> None:
+        """Replace the content by that of `other` at `to`, which only its `snapshot` still has.
+
+        `other` stores more than `to` tokens, and does not change.
+        """
+        self.restore(snapshot, to)
 
     def snapshot_of(self, saved: Saved, offset: int) -> Snapshot:
         """Return the snapshot that was exported as `saved`.

@@ -40,6 +40,10 @@ class CellsLayer(LayerCache):
         return Window.sized(window, memory - window).at(first, end)
 
     @property
+    def needs_checkpoints(self) -> bool:
+        return self.group.window is not None
+
+    @property
     def used_bytes(self) -> int:
         """Bytes of the cells that only this sequence owns."""
         return self.group.row_bytes * self.group.num_own(self.sequence)

@@ -17,12 +17,10 @@ class WrapperCache(Cache):
     """Several caches as one.
 
     Every call goes to all of them, or to none if one refuses. `put` and `get` go to the cache of
-    the layer's type.
+    the layer's type. A wrapper of no caches stores nothing and has room for everything.
     """
 
     def __init__(self, *caches: Cache) -> None:
-        if not caches:
-            raise ValueError("a wrapper needs at least one cache")
         self.caches = caches
         self._type = 0
         self._is_fresh = False

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mlxrunner.chat.attachments import read_text
-from mlxrunner.chat.commands.table import PATH, ChatContext, Command, count_of, flagged, quoted
+from mlxrunner.chat.commands.table import PATH, ChatContext, Command, flagged, quoted
 from mlxrunner.chat.markdown import code_blocks
 from mlxrunner.errors import FileError, OptionError
 from mlxrunner.system.writing import written
 from mlxrunner.templates.messages import PlainMessage
 from mlxrunner.templates.thinking import without_thinking
 from mlxrunner.terminal.clipboard import copy
-from mlxrunner.terminal.text import size
+from mlxrunner.terminal.text import count_of, size
 
 
 def attach(chat: ChatContext, argument: str) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from mlxrunner.chat.commands.table import ChatContext, Command, count_of
+from mlxrunner.chat.commands.table import ChatContext, Command
 from mlxrunner.profiling import reasons
 from mlxrunner.profiling.curve import PrefillCurve
 from mlxrunner.profiling.report.formatting import seconds
 from mlxrunner.results import Usage
-from mlxrunner.terminal.text import size
+from mlxrunner.terminal.text import count_of, size
 
 if TYPE_CHECKING:
     from mlxrunner.chat.conversation import Conversation

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
-from mlxrunner.chat.commands.table import ChatContext, Command, count_of
+from mlxrunner.chat.commands.table import ChatContext, Command
 from mlxrunner.chat.repl import Chat
 from mlxrunner.chat.saved_settings import apply, load_with_context, settings_of
 from mlxrunner.chat.taken import State
@@ -22,6 +22,7 @@ from mlxrunner.sessions.unnamed import (
     new_name,
     unnamed_chats,
 )
+from mlxrunner.terminal.text import count_of
 
 
 @dataclass(frozen=True)

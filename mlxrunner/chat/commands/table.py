@@ -185,11 +185,6 @@ def flagged(argument: str, flag: str) -> tuple[bool, str]:
     return (True, rest.strip()) if first == flag else (False, argument)
 
 
-def count_of(count: int, noun: str) -> str:
-    """Return a number with its noun: "1 turn", "2 turns"."""
-    return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
 def whole_number(argument: str, *, default: int) -> int:
     """Return a number from 1 on. Raise OptionError for anything else."""
     if not argument:

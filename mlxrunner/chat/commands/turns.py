@@ -9,9 +9,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from mlxrunner.chat.commands.settings import GREEDILY, SETTABLE, parse_settings
-from mlxrunner.chat.commands.table import ChatContext, Command, count_of, flagged, whole_number
+from mlxrunner.chat.commands.table import ChatContext, Command, flagged, whole_number
 from mlxrunner.chat.taken import State
 from mlxrunner.errors import OptionError
+from mlxrunner.terminal.text import count_of
 
 
 def undo(chat: ChatContext, argument: str) -> None:

@@ -300,7 +300,9 @@ class Profile:
     def _caches(self, runner: Any) -> list[LayerCache]:
         """Return empty layer caches, as a runner of one request at a time has them."""
         if self._is_parallel:
-            return make_layer_caches(runner.model, CacheOptions(context=self._settings["context"]))
+            names = ("context", "rewind_slack", "kv_bits")
+            options = CacheOptions(**{name: self._settings[name] for name in names})
+            return make_layer_caches(runner.model, options)
         return list(runner.cache.cold_caches())
 
     def _process(self, runner: Any) -> dict[str, Any]:

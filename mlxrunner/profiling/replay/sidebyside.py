@@ -7,32 +7,36 @@ repeat the answers of the log, and the order in which they are submitted and can
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import mlx.core as mx
 import numpy as np
 
-from mlxrunner.cache.layers.protocol import LayerCache
 from mlxrunner.cache.overflow import Shift
-from mlxrunner.cache.shared.causal import CausalCache
-from mlxrunner.cache.shared.sequences import Batch
-from mlxrunner.cache.tokens import TokenArray
+from mlxrunner.cache.tokens import TokenArray, as_tokens
 from mlxrunner.engine.answer import AnswerStream, Clock
 from mlxrunner.engine.observation import usage_of
 from mlxrunner.engine.requests import Request
 from mlxrunner.engine.sampling import Decoded, NextToken, Sampled
 from mlxrunner.errors import CacheFullError, FormError, MlxrunnerError, NoFreeSlotError
 from mlxrunner.options import GenerateOptions
-from mlxrunner.parallel.engine import Engine
 from mlxrunner.parallel.request import ActiveRequest
 from mlxrunner.parallel.scheduler import Scheduler
 from mlxrunner.profiling.record.tokenlog import LoggedRequest
+from mlxrunner.profiling.replay.engine import ReplayedEngine, ReplayedParking
 from mlxrunner.results import Chunk, FinishReason, Usage
 from mlxrunner.tokenizer.prompt import TokenizedPrompt
 
+if TYPE_CHECKING:
+    from mlxrunner.stored.parking import Parking
+
 MOST_CELLS = 2**28
 """The most slots times cells of a replay, which takes a byte for each."""
+BLOCK = 16
+"""Tokens that are compared at once to find the conversation of a request."""
+FACTOR = np.uint64(0x9E3779B97F4A7C15)
+"""An odd number, for hashes of tokens."""
 ENDINGS = ("own", "cancelled", "forgotten", "no room", "no token")
 """The ways in which a request may end."""
 
@@ -66,22 +70,26 @@ class SideBySide:
         return made
 
     def packed(self, slots: int | None = None, *, by_prefix: bool = False) -> list[ActiveRequest]:
-        """Return the requests with their lookups if each begins as soon as a slot is free.
+        """Return the requests with their lookups if each begins as soon as it can.
 
         `slots` is the number of slots; None for that of the runner. The requests begin in the order
-        of the log's begins, or with `by_prefix` in that of their tokens. A request that was ended
+        of the log's begins, or with `by_prefix` in that of their tokens. One that continues a
+        conversation waits for the answer before, and lets later ones pass. A request that was ended
         from outside ends with its last token.
         """
         runner = self._runner(slots or self.process["max_sequences"])
-        made = [runner.request(logged, ends_itself=True) for logged in self.requests]
-        pairs = list(zip(self.requests, made, strict=True))
-        if by_prefix:
-            pairs.sort(key=lambda pair: pair[0].prompt.astype(">i4").tobytes())
-        else:
-            pairs.sort(key=lambda pair: pair[0].facts["beside"]["began"])
-        for _, request in pairs:
-            runner.begin(request)
-        runner.finish()
+        logged = self.requests
+        waits = [None] * len(logged) if by_prefix else continued(logged)
+        made = [runner.request(one, ends_itself=True) for one in logged]
+        order = sorted(
+            range(len(logged)),
+            key=lambda index: (
+                _key(logged[index]) if by_prefix else logged[index].facts["beside"]["began"]
+            ),
+        )
+        runner.begin_all(
+            [(made[i], None if (before := waits[i]) is None else made[before]) for i in order]
+        )
         return made
 
     def _events(
@@ -128,13 +136,9 @@ def _is_process(process: Mapping[str, Any]) -> bool:
     most = _step(process)
     return (
         all(_is_count(size, 1) for size in (slots, context, cells, most))
-        and min(slots, context) > 1
+        and context > 1
         and slots <= most <= MOST_CELLS
         and has_room(process, slots)
-        and all(
-            layer["kind"] == "full" or (layer["kind"] == "sliding" and layer["window"])
-            for layer in process["layers"]
-        )
     )
 
 
@@ -166,6 +170,42 @@ def _is_count(value: Any, least: int = 0) -> bool:
     return type(value) is int and least <= value <= 2**53
 
 
+def continued(requests: Sequence[LoggedRequest]) -> list[int | None]:
+    """Return for each request the index of the one whose answer it waited for; None: none.
+
+    A request goes on with a conversation if the whole prompt of another one, which had ended when
+    it began, is its beginning. Of all that had ended it waited for the one with the longest common
+    beginning, in blocks of tokens, and of several for the last.
+    """
+    besides = [logged.facts["beside"] for logged in requests]
+    moments = [(tuple(beside["began"]), 1, index) for index, beside in enumerate(besides)]
+    moments += [(tuple(beside["ended"]), 0, index) for index, beside in enumerate(besides)]
+    found: list[int | None] = [None] * len(requests)
+    whole: set[int] = set()
+    last: dict[int, int] = {}
+    for _, is_begin, index in sorted(moments):
+        hashes = _hashes(requests[index].prompt)
+        blocks = hashes[BLOCK - 1 :: BLOCK]
+        if not is_begin:
+            whole.add(hashes[-1])
+            last.update(dict.fromkeys(blocks, index))
+        elif not whole.isdisjoint(hashes[:-1]):
+            found[index] = next((last[one] for one in reversed(blocks) if one in last), None)
+    return found
+
+
+def _hashes(tokens: TokenArray) -> list[int]:
+    """Return a hash of each beginning of `tokens`."""
+    factors = np.cumprod(np.full(len(tokens), FACTOR, np.uint64))
+    hashes: list[int] = np.cumsum((tokens + np.uint64(1)) * factors).tolist()
+    return hashes
+
+
+def _key(logged: LoggedRequest) -> bytes:
+    """Return bytes that sort like the tokens of a prompt."""
+    return logged.prompt.astype(">i4").tobytes()
+
+
 class _ReplayedRunner:
     """A scheduler whose engine computes nothing, and its calls."""
 
@@ -180,13 +220,22 @@ class _ReplayedRunner:
         ):  # enough for all requests: fewer do as well, and are faster
             cells, share = slots * self._capacity, min(self._capacity, longest)
         most = max(_step(process), slots)
-        windows = [
-            layer["window"] or 0 if layer["kind"] == "sliding" else 0 for layer in process["layers"]
-        ]
-        engine = ReplayedEngine(windows, is_movable=is_movable)
+        engine = ReplayedEngine(process, is_movable=is_movable)
         engine.cache.init(mx.float32, slots, share, most)
         self.scheduler = Scheduler(
-            engine, slots, capacity=self._capacity, cells=cells, max_batch=most, ended=_usage
+            engine,
+            slots,
+            capacity=self._capacity,
+            cells=cells,
+            max_batch=most,
+            ended=_usage,
+            message_ends=as_tokens(process["message_ends"]),
+            # Older logs have the budget of a runner of one request at a time.
+            checkpoint_budget=process["checkpoint_budget"] if "memory" in process else 0,
+            checkpoint_interval=process["checkpoint_interval"],
+            memory=process.get("memory"),
+            parking=cast("Parking", ReplayedParking()) if process.get("parks") else None,
+            is_reusable=not process.get("never_reused"),
         )
         self._call = 0
 
@@ -234,9 +283,27 @@ class _ReplayedRunner:
                 self.scheduler.admit(request)
             except (NoFreeSlotError, CacheFullError):
                 if not self._step():
+                    request.finished = True
                     return
             else:
                 return
+
+    def begin_all(self, pairs: Sequence[tuple[ActiveRequest, ActiveRequest | None]]) -> None:
+        """Submit all requests, and run until they have ended.
+
+        The next one is always the first that has not to wait for the one beside it: it is in the
+        queue before a slot is free.
+        """
+        waiting = list(pairs)
+        while waiting:
+            index = next(
+                (i for i, (_, before) in enumerate(waiting) if before is None or before.finished),
+                None,
+            )
+            if index is None and self._step():
+                continue
+            self.begin(waiting.pop(index or 0)[0])
+        self.finish()
 
     def finish(self) -> None:
         """Run until all requests have ended."""
@@ -250,39 +317,6 @@ class _ReplayedRunner:
             return False
         self.scheduler.step()
         return not (was_idle and self.scheduler.is_idle)
-
-
-class ReplayedEngine(Engine):
-    """An engine whose forward pass finds places in cells without rows, and computes nothing."""
-
-    def __init__(self, windows: Sequence[int], *, is_movable: bool) -> None:
-        self._is_movable = is_movable
-        super().__init__(windows)
-        self._logits = mx.zeros((1, 1))
-
-    def forward(self, tokens: mx.array, batch: Batch, rows: Sequence[int]) -> mx.array:
-        self.cache.start_forward(batch)
-        return self._logits
-
-    def rotate(
-        self, caches: Sequence[LayerCache], by: int
-    ) -> Sequence[Callable[[Any, int], Any]] | None:
-        return [lambda keys, by: keys for _ in caches] if self._is_movable else None
-
-    def expect(self, sequence: int, count: int) -> None:
-        """Do nothing: the places of tokens make no difference here."""
-
-    def _make_group(self, window: int | None, memory: int | None) -> CausalCache:
-        return _ReplayedCells(_stay if self._is_movable else None, window, memory)
-
-
-class _ReplayedCells(CausalCache):
-    """Cells without a mask, which no layer needs here."""
-
-    def start_forward(self, batch: Batch, reserve: bool = False) -> None:
-        placed = self._place(batch)
-        self._undo = placed.before, None
-        self._cells = placed.after
 
 
 class _LoggedAnswer(AnswerStream):
@@ -320,11 +354,6 @@ class _LoggedTokens(NextToken):
             raise FormError(self._count, "the log has no more tokens")
         self._count += 1
         return Sampled(mx.array(self._tokens[self._count - 1 : self._count]))
-
-
-def _stay(layer: int, keys: mx.array, offsets: mx.array) -> mx.array:
-    """Return the keys unchanged."""
-    return keys
 
 
 def _usage(request: ActiveRequest, reason: FinishReason | None, error: str | None) -> Usage:

@@ -16,7 +16,7 @@ from mlxrunner.profiling.replay.simulate import AS_RUN, ReplaySettings
 
 ENTRIES = (2, 4, 8)
 """The usual numbers of entries to try."""
-SLOTS = (2, 4, 8, 16)
+SLOTS = (1, 2, 4, 8, 16)
 """The usual numbers of slots to try."""
 Order = Literal["input", "prefix"]
 Thinking = Literal["logged", "kept", "stripped"]
@@ -167,7 +167,7 @@ def variants(
     slacks = slacks or sorted({0, slack * 4 or 512} - {slack})
     made = [
         AS_IT_WAS,
-        *(Variant(f"{count} slots", slots=count) for count in slots),
+        *(Variant(_counted(count, "slot"), slots=count) for count in slots),
         *([ONE_AT_A_TIME] if is_side_by_side(process) else []),
         *(
             Variant(f"{count} entries", ReplaySettings(entries=count))
@@ -182,10 +182,13 @@ def variants(
     return [what for what in made if what.acts_on(process)]
 
 
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
 def is_side_by_side(process: Mapping[str, Any]) -> bool:
     """Return True if the runner of a process has slots instead of one entry."""
-    slots = process.get("max_sequences", 1)
-    return type(slots) is int and slots > 1
+    return type(process.get("max_sequences")) is int
 
 
 def _every(layers: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:

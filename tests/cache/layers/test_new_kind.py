@@ -22,8 +22,8 @@ from mlxrunner import Runner
 from mlxrunner.cache.layers import extents, factory
 from mlxrunner.cache.layers.extents import Everything, read_extent
 from mlxrunner.cache.layers.protocol import describe
-from mlxrunner.sessions.entry import StoredEntry, pack
 from mlxrunner.sessions.store import SessionStore
+from mlxrunner.stored.entry import StoredEntry, pack
 from mlxrunner.testing import LAYERS, PACKAGE, PRIME, OracleLayer, OracleModel, oracle_runner
 
 PAGE = Path(__file__).parents[3] / "docs" / "adding-a-cache-kind.md"

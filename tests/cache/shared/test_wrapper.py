@@ -251,12 +251,22 @@ def test_the_order_of_calls() -> None:
         ValueError, match="there is no layer type 2: the wrapper has 2 caches, counted from 0"
     ):
         cache.set_layer_type(2)
-    with pytest.raises(ValueError, match="at least one cache"):
-        WrapperCache()
     cache.close()
     cache.close()
     with pytest.raises(RuntimeError, match="the cache was closed"):
         cache.start_forward(Batch([0], [0]))
+
+
+def test_a_wrapper_of_nothing_has_room_for_everything() -> None:
+    """An engine whose layers all keep their own states has one."""
+    cache = WrapperCache()
+    cache.init(mx.float32, 1, 16, 8)
+    cache.start_forward(Batch([0, 1], [0, 0]))
+    cache.copy_prefix(0, 1, 2)
+    cache.remove(0, 0)
+    assert cache.can_resume(0, 9)
+    assert cache.nbytes == 0
+    cache.close()
 
 
 def test_a_reserve_pass_reaches_all() -> None:

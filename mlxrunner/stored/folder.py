@@ -67,28 +67,32 @@ class Folder:
             cause = error.__cause__
             raise cause if isinstance(cause, OSError) else OSError(str(error)) from error
 
-    def write(self, name: str, write: Callable[[int], None]) -> None:
+    def write(self, name: str, write: Callable[[int], None], *, sync: bool = True) -> None:
         """Replace the file `name` by what `write(fd)` writes to the descriptor `fd`.
 
-        When this returns, the new content is on the disk. After an error the file is as it was. A
-        later attempt removes what a killed process left behind. Only one writer at a time may write
-        a name.
+        When this returns, the new content is on the disk, unless `sync` is False: then a power cut
+        may damage it. After an error the file is as it was. A later attempt removes what a killed
+        process left behind. Only one writer at a time may write a name.
         """
         fresh = f".{name}.new"
-        if fresh in self.names():
+        try:
+            fd = open_new(fresh, dir_fd=self._fd)
+        except FileExistsError:
             self.remove(fresh)
-        fd = open_new(fresh, dir_fd=self._fd)
+            fd = open_new(fresh, dir_fd=self._fd)
         try:
             try:
                 write(fd)
-                whole_sync(fd)
+                if sync:
+                    whole_sync(fd)
             finally:
                 os.close(fd)
             os.rename(fresh, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
         except BaseException:
             self.remove(fresh)
             raise
-        whole_sync(self._fd)
+        if sync:
+            whole_sync(self._fd)
 
     def size(self, name: str) -> int:
         """Return the size of a file in bytes, or 0 if it is missing."""
@@ -105,6 +109,13 @@ class Folder:
             return os.listdir(fd)
         finally:
             os.close(fd)
+
+    def stat(self, name: str = ".") -> os.stat_result:
+        """Return what the system knows of a file, by default of the directory; follow no link.
+
+        Raise OSError if it is missing.
+        """
+        return os.stat(name, dir_fd=self._fd, follow_symlinks=False)
 
     def remove(self, name: str) -> None:
         """Remove a file, if it is there."""

@@ -7,18 +7,19 @@ by layer.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import mlx.core as mx
 import numpy as np
 
 from mlxrunner.cache.checkpoints import ROLES
-from mlxrunner.cache.saved import Exported, Saved, SavedCheckpoint, dtype_name, mismatch
+from mlxrunner.cache.saved import Exported, Saved, SavedCheckpoint, mismatch
 from mlxrunner.cache.tokens import TokenArray, as_tokens
 from mlxrunner.errors import PromptError, SessionError
-from mlxrunner.sessions.tensors import Buffer, StoredArray, TensorFile
+from mlxrunner.stored.host import from_host, host_copy, host_type
+from mlxrunner.stored.tensors import Buffer, StoredArray, TensorFile
 
 QUANTIZED = ("full", "sliding")
 """Kinds of layer whose keys and values can be stored in fewer bits; it would harm other states."""
@@ -26,6 +27,8 @@ MOST_TOKENS = 2**24
 """Most tokens that a stored entry may have."""
 PACKED = ("packed", "scales", "biases")
 """Suffixes of the three arrays that store one quantized array."""
+
+Array = TypeVar("Array")
 
 
 @dataclass(frozen=True)
@@ -50,8 +53,8 @@ def pack(entry: Exported, fingerprint: Mapping[str, str], bits: int | None = Non
     and values in fewer bits: what is restored is then close to the original, not equal. None stores
     them exactly.
     """
-    packer = _Packer(bits)
-    packer.arrays["tokens"] = _buffer(mx.array(entry.tokens))
+    packer = Packer(host_copy, bits)
+    packer.arrays["tokens"] = host_copy(mx.array(entry.tokens))
     structure = {
         "is_exact": entry.is_exact and bits is None,
         "layers": [
@@ -75,13 +78,15 @@ def pack(entry: Exported, fingerprint: Mapping[str, str], bits: int | None = Non
     )
 
 
-class _Packer:
-    def __init__(self, bits: int | None) -> None:
-        self.arrays: dict[str, Buffer] = {}
-        self._bits = bits
+class Packer(Generic[Array]):
+    """Collects the arrays of layers by name, as `store` makes them of MLX's."""
+
+    def __init__(self, store: Callable[[mx.array], Array], bits: int | None = None) -> None:
+        self.arrays: dict[str, Array] = {}
+        self._store, self._bits = store, bits
 
     def layer(self, name: str, saved: Saved) -> dict[str, Any]:
-        """Copy the arrays of a layer, and return its structure for JSON."""
+        """Add the arrays of a layer, and return its structure for JSON."""
         arrays = {
             key: self._array(f"{name}.{key}", array, saved.kind)
             for key, array in saved.arrays.items()
@@ -95,19 +100,19 @@ class _Packer:
         }
 
     def _array(self, name: str, array: mx.array, kind: str) -> list[int] | None:
-        """Copy an array. Return its bits and group size if it was quantized, or None."""
+        """Add an array. Return its bits and group size if it was quantized, or None."""
         size = (
             next((size for size in (64, 32) if array.shape[-1] % size == 0), None)
             if array.size and array.ndim > 1
             else None
         )
         if self._bits is None or kind not in QUANTIZED or size is None:
-            self.arrays[name] = _buffer(array)
+            self.arrays[name] = self._store(array)
             return None
         for part, stored in zip(
             PACKED, mx.quantize(array, group_size=size, bits=self._bits), strict=True
         ):
-            self.arrays[f"{name}.{part}"] = _buffer(stored)
+            self.arrays[f"{name}.{part}"] = self._store(stored)
         return [self._bits, size]
 
 
@@ -124,7 +129,7 @@ class StoredEntry:
             structure = json.loads(file.metadata["entry"])
             self.fingerprint: dict[str, str] = dict(json.loads(file.metadata["fingerprint"]))
             self._layers = [
-                _layer(file, f"layers.{index}", found)
+                stored_layer(file, f"layers.{index}", found)
                 for index, found in enumerate(structure["layers"])
             ]
             self._checkpoints = [
@@ -132,7 +137,7 @@ class StoredEntry:
                     int(found["offset"]),
                     next((role for role in ROLES if role == found.get("role")), None),
                     [
-                        layer and _layer(file, f"checkpoints.{place}.{index}", layer)
+                        layer and stored_layer(file, f"checkpoints.{place}.{index}", layer)
                         for index, layer in enumerate(found["layers"])
                     ],
                 )
@@ -176,14 +181,14 @@ class StoredEntry:
     @property
     def layers(self) -> Iterator[Saved]:
         """The layers, each read from the file when it is reached."""
-        return (_read(layer) for layer in self._layers)
+        return (read_layer(layer) for layer in self._layers)
 
     @property
     def checkpoints(self) -> Iterator[SavedCheckpoint]:
         """The checkpoints, each read from the file when it is reached."""
         for item in self._checkpoints:
             yield SavedCheckpoint(
-                item.offset, item.role, [layer and _read(layer) for layer in item.layers]
+                item.offset, item.role, [layer and read_layer(layer) for layer in item.layers]
             )
 
 
@@ -202,10 +207,8 @@ class _Stored:
         return self.array.shape
 
     def read(self) -> mx.array:
-        data, dtype = self.array.read(), self.dtype
-        if dtype == "bfloat16":
-            return mx.array(np.frombuffer(data, np.uint16).reshape(self.shape)).view(mx.bfloat16)
-        return mx.array(np.frombuffer(data, np.dtype(dtype)).reshape(self.shape))
+        host = np.frombuffer(self.array.read(), host_type(self.dtype))
+        return from_host(host.reshape(self.shape), self.dtype)
 
 
 @dataclass(frozen=True)
@@ -258,7 +261,7 @@ def _tokens(array: StoredArray) -> TokenArray:
     return as_tokens(np.frombuffer(array.read(), np.int32).reshape(array.shape))
 
 
-def _layer(file: TensorFile, name: str, found: Mapping[str, Any]) -> Saved:
+def stored_layer(file: TensorFile, name: str, found: Mapping[str, Any]) -> Saved:
     """Return a layer whose arrays are not read yet."""
     arrays: dict[str, _Stored | _Quantized] = {}
     for key, how in found["arrays"].items():
@@ -273,17 +276,13 @@ def _layer(file: TensorFile, name: str, found: Mapping[str, Any]) -> Saved:
         arrays[key] = _quantized(
             [_Stored(file.arrays[f"{name}.{key}.{part}"]) for part in PACKED], bits, group
         )
-    parts = [_layer(file, f"{name}.{index}", part) for index, part in enumerate(found["parts"])]
+    parts = [
+        stored_layer(file, f"{name}.{index}", part) for index, part in enumerate(found["parts"])
+    ]
     return Saved(found["kind"], arrays, dict(found["numbers"]), parts)
 
 
-def _read(layer: Saved) -> Saved:
+def read_layer(layer: Saved) -> Saved:
+    """Return a layer with its arrays read."""
     arrays = {key: array.read() for key, array in layer.arrays.items()}
-    return Saved(layer.kind, arrays, layer.numbers, [_read(part) for part in layer.parts])
-
-
-def _buffer(array: mx.array) -> Buffer:
-    """Return a copy of an array in host memory, outside MLX, so that any thread may use it."""
-    raw = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
-    host = np.array(raw).reshape(-1)
-    return Buffer(dtype_name(array.dtype), array.shape, host.view(np.uint8).data)
+    return Saved(layer.kind, arrays, layer.numbers, [read_layer(part) for part in layer.parts])

@@ -1,0 +1,88 @@
+"""Run one sequence at a time, for models that can't run several in one step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from mlxrunner.cache.layers.factory import CacheOptions, make_layer_caches
+from mlxrunner.cache.layers.protocol import LayerCache
+from mlxrunner.cache.layers.rotate import rotators
+from mlxrunner.cache.shared.causal import CausalCache
+from mlxrunner.cache.shared.sequences import Batch
+from mlxrunner.parallel.engine import Engine
+
+
+class OneAtATime(Engine):
+    """A model as it is: a step carries tokens of one sequence, which has its own layer caches."""
+
+    can_split = False
+
+    def __init__(self, model: Any, options: CacheOptions, why: str = "") -> None:
+        """`why`: the reason for running `model` this way. `options`: those of its layer caches."""
+        super().__init__([], options.rewind_slack)
+        self.model, self._options, self._why = model, options, why
+        self._caches: dict[int, list[LayerCache]] = {}
+        self._num_layers = len(make_layer_caches(model, options))
+
+    @property
+    def most_sequences(self) -> int:
+        return 1
+
+    @property
+    def why_alone(self) -> str:
+        return self._why
+
+    @property
+    def ways(self) -> list[str]:
+        return ["one at a time"] * self._num_layers
+
+    def caches(self, sequence: int) -> list[LayerCache]:
+        if sequence not in self._caches:
+            self._caches[sequence] = make_layer_caches(self.model, self._options)
+        return self._caches[sequence]
+
+    def forward(
+        self, tokens: mx.array, batch: Batch, rows: Sequence[int], *, reserve: bool = False
+    ) -> mx.array:
+        """Return the unevaluated logits; see `Engine.forward`. `reserve`: store nothing.
+
+        Raise ValueError, with nothing changed, if there are tokens of several sequences.
+        """
+        if len(found := sorted(set(batch.sequences))) > 1:
+            raise ValueError(f"a step of this model carries one sequence, not {found}")
+        caches = make_layer_caches(self.model, self._options) if reserve else self.caches(found[0])
+        for cache in caches:
+            cache.begin_forward()
+        logits: mx.array = self.model(tokens[None], cache=[cache.model_cache for cache in caches])
+        for cache in caches:
+            cache.end_forward(len(batch))
+            mx.async_eval(cache.state)  # type: ignore[no-untyped-call]
+        return logits[0, mx.array(list(rows), mx.int32)]
+
+    def rotate(
+        self, caches: Sequence[LayerCache], by: int
+    ) -> Sequence[Callable[[Any, int], Any]] | None:
+        return rotators(self.model, caches, by)
+
+    def forget(self) -> None:
+        for caches in self._caches.values():
+            for cache in caches:
+                cache.free()
+
+    def expect(self, sequence: int, count: int) -> None:
+        """Do nothing: there are no cells."""
+
+    def state(self) -> list[Any]:
+        """Return all buffers, to be evaluated."""
+        return [cache.state for caches in self._caches.values() for cache in caches]
+
+    def close(self) -> None:
+        """Forget all sequences. A second call is allowed."""
+        self.cache.close()
+        self._caches.clear()
+
+    def _make_group(self, window: int | None, memory: int | None) -> CausalCache:
+        raise AssertionError("there are no layers in shared cells")

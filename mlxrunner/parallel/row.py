@@ -1,0 +1,122 @@
+"""Compose the row of each step: which requests it carries, and how many tokens of each.
+
+`pace.py` says how many tokens a step carries beside the answers that must not stall, `turns.py`
+whose they are. An answer of priority "batch" counts as such a token while another one decodes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mlxrunner.engine.sampling import Sampled
+from mlxrunner.parallel.engine import Engine
+from mlxrunner.parallel.pace import Planned, StepPace
+from mlxrunner.parallel.request import ActiveRequest
+from mlxrunner.parallel.turns import Turns, Want
+
+Row = list[tuple[ActiveRequest, int]]
+"""The requests of a step, with the number of tokens of each."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A dispatched forward pass."""
+
+    planned: Planned
+    sampled: list[tuple[ActiveRequest, Sampled]]
+    """Requests, and the token that the step sampled for each."""
+    awaited: list[mx.array]
+    """Arrays that are ready when the step has ended."""
+
+
+class Composer:
+    """The rows of an engine, and the time that they take."""
+
+    def __init__(
+        self, engine: Engine, requests: Sequence[ActiveRequest], most: int, pace: StepPace
+    ) -> None:
+        """Compose rows of at most `most` tokens of the running `requests`."""
+        self._engine, self._requests, self._most, self._pace = engine, requests, most, pace
+        self._turns = Turns()
+        self._was_prefill = False
+        self._last_read = 0.0
+
+    def row(self, requests: Sequence[ActiveRequest]) -> Row:
+        """Return the tokens of the next step for some of the requests."""
+        decoding = [request for request in requests if request.is_decoding]
+        kept = [request for request in decoding if request.priority == "interactive"] or decoding
+        others = [request for request in decoding if request not in kept]
+        others += [request for request in requests if request.is_placed and request.left]
+        budget = self._budget(kept, others)
+        if self._engine.most_sequences == 1 and len(kept) + len(others) > 1:
+            return self._alone(kept, others, budget)
+        wants = [self._want(request) for request in others]
+        shares = self._turns.deal(budget, wants) if budget and others else [0] * len(others)
+        carried = [(one, count) for one, count in zip(others, shares, strict=True) if count]
+        return [(request, 1) for request in kept] + carried
+
+    def planned(self, row: Row) -> Planned:
+        """Note that a row is dispatched now, and return what `measured` needs."""
+        rows = [request for request, _ in row if not request.left]
+        interactive = [request for request in rows if request.priority == "interactive"]
+        others = [one for one in row if one[0] not in (interactive or rows)]
+        cells = max((request.place for request, _ in others), default=0)
+        tokens = sum(count for _, count in others)
+        kept = sum(one.is_decoding and one.priority == "interactive" for one in self._requests)
+        return self._pace.plan(
+            len(row) - len(others), tokens, cells, kept=kept, now=time.perf_counter()
+        )
+
+    def measured(self, step: Planned) -> None:
+        """Note that a step has just ended.
+
+        It began when it was dispatched, or when the one before had ended.
+        """
+        now = time.perf_counter()
+        self._pace.measure(step, now - max(step.dispatched, self._last_read))
+        self._last_read = now
+
+    def _budget(self, kept: Sequence[ActiveRequest], others: Sequence[ActiveRequest]) -> int:
+        """Return how many tokens of `others` a step carries beside the `kept` answers."""
+        if not others:
+            return 0
+        cells = max(request.place for request in others)
+        if any(request.priority == "interactive" for request in kept):
+            return self._pace.allowance(len(kept), cells)
+        return max(1, min(self._pace.allowance(0, cells), self._most - len(kept)))
+
+    def _alone(
+        self, kept: Sequence[ActiveRequest], others: Sequence[ActiveRequest], budget: int
+    ) -> Row:
+        """Return a row of one request: the kept answers and the others take turns."""
+        self._was_prefill = bool(others) and bool(budget) and not (self._was_prefill and kept)
+        group = others if self._was_prefill else kept
+        wants = [self._want(request) for request in group]
+        turn = self._turns.deal(1, wants).index(1)
+        piece = self._most if budget >= self._most - len(kept) else budget
+        return [(group[turn], min(wants[turn].tokens, piece if self._was_prefill else 1))]
+
+    def _want(self, request: ActiveRequest) -> Want:
+        tokens = self._stop(request) - request.place if request.left else 1
+        return Want(tokens, request.priority, request.due)
+
+    def _stop(self, request: ActiveRequest) -> int:
+        """Return the offset at which the next piece of the request's prefill has to end.
+
+        Windows drop tokens and states have no past: a prefix has to be shared, or copied by a
+        checkpoint, while it is there.
+        """
+        end = len(request.todo)
+        if not any(cache.needs_checkpoints for cache in request.lease.caches):
+            return end
+        ends = [
+            other.promised
+            for other in self._requests
+            if not other.is_placed and other.source is request.slot
+        ]
+        stop = request.lease.next_stop if request.lease.needs_checkpoints else end
+        return min(end, *(place for place in (stop, *ends) if place > request.place), end)

@@ -1,0 +1,66 @@
+"""Threads that run MLX, and that are kept for the next job instead of being ended.
+
+MLX stores compiled functions for each thread. It frees them when the thread ends, and needs the
+interpreter for that: a thread that ends, or is ended, while the interpreter does so aborts the
+process. A thread that waits for a job harms nobody.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+
+SLICE_S = 0.1
+"""Seconds after which a thread that waits looks for signals.
+
+One that comes right before a wait would not end it.
+"""
+_NUMBERS = itertools.count(1)
+_IDLE: list[Worker] = []
+
+
+class Worker:
+    """A thread that does one job after another. A job raises nothing."""
+
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[tuple[Callable[[], None], threading.Lock]] = SimpleQueue()
+        self.thread = threading.Thread(
+            target=self._work, name=f"mlxrunner-engine-{next(_NUMBERS)}", daemon=True
+        )
+        self.thread.start()
+
+    def begin(self, job: Callable[[], None]) -> threading.Lock:
+        """Begin a job, and return a lock that is free once it has ended."""
+        done = threading.Lock()
+        done.acquire()
+        self._jobs.put((job, done))
+        return done
+
+    def _work(self) -> None:
+        while True:
+            job, done = self._jobs.get()
+            job()
+            del job  # with all that it holds
+            _IDLE.append(self)
+            done.release()
+
+
+def idle_worker() -> Worker:
+    """Return a thread that waits for a job, or a new one."""
+    try:
+        return _IDLE.pop()
+    except IndexError:
+        return Worker()
+
+
+def wait_for(lock: threading.Lock) -> None:
+    """Wait until `lock` is free. Ctrl-C in the main thread ends the waiting."""
+    while not lock.acquire(timeout=SLICE_S):
+        pass
+    lock.release()
+
+
+os.register_at_fork(after_in_child=_IDLE.clear)

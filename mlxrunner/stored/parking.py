@@ -1,0 +1,292 @@
+"""Park conversations of one model on disk, and bring back the one that a prompt continues.
+
+What conversations share is stored once. Within the limit, those that are cheap to evaluate again
+for their bytes go first (`mlxrunner.cache.worth`). The files are described in
+`mlxrunner.stored.parked`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import stat
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from mlxrunner.cache.entry import CacheEntry
+from mlxrunner.cache.saved import Exported, Saved
+from mlxrunner.cache.saved import outline as outlined
+from mlxrunner.cache.tokens import TokenArray
+from mlxrunner.errors import MlxrunnerError, SessionError
+from mlxrunner.stored.parked import (
+    SHORT,
+    Parked,
+    Rows,
+    State,
+    digests,
+    file_name,
+    lowest_offset,
+    pieces,
+    read_parked,
+)
+from mlxrunner.stored.pieces import (
+    Layers,
+    Reader,
+    Restored,
+    Unwritten,
+    checkpoint_file,
+)
+from mlxrunner.stored.place import kept_place, private_place
+from mlxrunner.stored.shelf import GivenUp, Shelf
+from mlxrunner.stored.tensors import Buffer
+
+FILE = re.compile(r"\.?(rows|state|talk)-[0-9a-f]{32}(-\d{1,9}){1,2}\.safetensors(\.new)?")
+"""The names of this module's files. Whatever else is in the folder is left alone."""
+FAILURES = (OSError, MlxrunnerError, ValueError, TypeError, RuntimeError, MemoryError)
+"""Errors that cost the conversation that is parked, and nothing else."""
+
+logger = logging.getLogger("mlxrunner")
+
+
+class Parking:
+    """Conversations of one model on disk, each found by its tokens.
+
+    All methods belong to the thread that owns the model.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None,
+        fingerprint: Mapping[str, str],
+        *,
+        limit: int,
+        outline: Sequence[Saved] | None = None,
+        on_given_up: GivenUp = lambda parked: None,
+    ) -> None:
+        """Open the parking in `folder`, and find again what is parked there.
+
+        Each model has a folder of its own in it. None: a private folder, which goes with this
+        process. `fingerprint`: that of the model, with all settings that decide what its layers
+        store. `limit`: most bytes of all files. `outline`: what `fingerprint` is completed by and
+        restored layers are compared with, if it is given. `on_given_up` is told which conversation
+        was given up to make room. Raise SessionError if the folder can't be used.
+        """
+        format_ = None if outline is None else [outlined(layer) for layer in outline]
+        described = json.dumps([dict(fingerprint), format_], sort_keys=True).encode()
+        self._seed = digests(described, np.empty(0, np.int32), [0])[0].encode()
+        self._outline = outline
+        self._place = (
+            private_place() if folder is None else kept_place(folder, self._seed[:16].decode())
+        )
+        self._shelf = Shelf(self._place.folder, limit, on_given_up)
+        self._said = ""
+        self._read_all()
+
+    @property
+    def folder(self) -> Path:
+        return self._place.folder.path
+
+    @property
+    def limit(self) -> int:
+        """Most bytes of all files."""
+        return self._shelf.limit
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all files."""
+        return self._shelf.bytes
+
+    def __len__(self) -> int:
+        return len(self._shelf)
+
+    def __contains__(self, parked: object) -> bool:
+        """Return True if `parked` is still there."""
+        return parked in self._shelf
+
+    def park(self, entry: CacheEntry, *, replaces: Parked | None = None) -> Parked | None:
+        """Write what the disk lacks of a settled entry, and return its conversation.
+
+        Earlier states of this conversation are dropped: all but their last few tokens are in the
+        entry, and `replaces` names them, or they were restored, or the entry can be resumed
+        wherever they can. An entry that can't be parked is None, and one line of the log.
+        """
+        try:
+            parked = self._park(entry)
+        except FAILURES as error:
+            self._say(f"a conversation was not parked: {_reason(error)}")
+            return None
+        if parked is not None:
+            self._said = ""
+            self._shelf.drop_earlier(parked, replaces)
+        return parked
+
+    def find(self, prompt: TokenArray) -> tuple[Parked, int] | None:
+        """Return the conversation from which `prompt` can reuse most tokens, and how many.
+
+        Only offsets at which it can be resumed count. None if there is no such token.
+        """
+        return self._shelf.find(prompt)
+
+    def restore(self, parked: Parked, upto: int | None = None) -> Restored:
+        """Return the conversation as an entry that `CacheEntry.adopt` reads.
+
+        `upto`: tokens that are needed. If all layers store rows, no others are read. If a
+        checkpoint has to take the place of layers that can't be cut, it ends there, and has fewer.
+        Reading raises SessionError if files are missing or damaged; the conversations that use them
+        are dropped then.
+        """
+        reader = Reader(self._place.folder, self._shelf.drop_users)
+        found = Restored(parked, upto, reader, self._outline)
+        if parked in self._shelf:
+            self._shelf.use(parked, found)
+        return found
+
+    def drop(self, parked: Parked) -> None:
+        """Remove a conversation, if it is there, and the files that no other one uses."""
+        if parked in self._shelf:
+            self._shelf.remove(parked)
+
+    def close(self) -> None:
+        """Unlock the folder, or remove it if it goes with this process."""
+        self._place.close()
+
+    def _park(self, entry: CacheEntry) -> Parked | None:
+        if not entry.tokens or not entry.is_true:
+            return None
+        exported = entry.export()
+        layers = Layers(entry.caches, exported.layers, len(exported.tokens))
+        salt = "" if exported.is_exact else os.urandom(8).hex()
+        parked = self._plan(entry, exported, layers, salt)
+        if (there := self._shelf.named(parked.name)) is not None:
+            self._shelf.use(there)
+            return there
+        self._shelf.claim(parked)
+        try:
+            self._write(parked, exported, layers, salt)
+            self._shelf.add(parked)
+        except BaseException:
+            self._shelf.remove(parked)
+            raise
+        return parked
+
+    def _plan(self, entry: CacheEntry, exported: Exported, layers: Layers, salt: str) -> Parked:
+        """Name the files of an entry: those that are there, and those to be written."""
+        tokens, length = exported.tokens, len(exported.tokens)
+        rows, begin = self._shared_rows(tokens) if exported.is_exact else ([], 0)
+        new = pieces(begin, length) if layers.has_rows else []
+        checkpoints = exported.checkpoints if layers.can_be_cut else []
+        offsets = [length, *(end for _, end in new), *(item.offset for item in checkpoints)]
+        named = digests(self._seed + salt.encode(), tokens, offsets)
+        rows += [Rows(file_name("rows", named[end], at, end), at, end) for at, end in new]
+        return Parked(
+            file_name("talk", named[length], length),
+            tokens,
+            rows if layers.has_rows else [],
+            [
+                State(file_name("state", named[item.offset], item.offset), item.offset, item.role)
+                for item in checkpoints
+            ],
+            lowest_offset([cache.extent for cache in entry.caches], length)
+            if layers.can_be_cut
+            else length,
+            layers.has_only_rows,
+            exported.is_exact,
+        )
+
+    def _shared_rows(self, tokens: TokenArray) -> tuple[list[Rows], int]:
+        """Return the files of others that have rows of `tokens`, and up to which one."""
+        closest, shared = self._shelf.closest(tokens)
+        if closest is None or not closest.rows:
+            return [], 0
+        rows = [piece for piece, _ in closest.used(shared)]
+        if shared < len(tokens) and shared - rows[-1].begin < SHORT:
+            shared = rows.pop().begin
+        return rows, shared
+
+    def _write(self, parked: Parked, exported: Exported, layers: Layers, salt: str) -> None:
+        """Make room for the files that are missing, and write them; the conversation's own last."""
+        there = self._shelf.sizes
+        files = [
+            Unwritten(piece.name, layers.rows(piece.begin, piece.end))
+            for piece in parked.rows
+            if piece.name not in there
+        ]
+        files += [
+            checkpoint_file(state.name, item)
+            for state, item in zip(parked.states, exported.checkpoints, strict=False)
+            if state.name not in there
+        ]
+        new = {file.name: file.nbytes for file in files}
+        tokens = Buffer("int32", [len(parked.tokens)], parked.tokens.view(np.uint8).data)
+        about = {"salt": salt, "layers": layers.structure, **parked.describe({**there, **new})}
+        files.append(Unwritten(parked.name, {"tokens": tokens, **layers.states}, about))
+        new[parked.name] = files[-1].nbytes
+        self._shelf.make_room(sum(new.values()), parked)
+        while files:
+            file = files.pop(0)  # with the arrays that were evaluated to write it
+            file.write(self._place.folder)
+            self._shelf.wrote(file.name, new[file.name])
+
+    def _read_all(self) -> None:
+        """Find again what is in the folder; remove what is damaged, or used by nothing."""
+        folder, shelf = self._place.folder, self._shelf
+        files: dict[str, os.stat_result] = {}
+        for name in filter(FILE.fullmatch, folder.names()):
+            with suppress(OSError):
+                found = folder.stat(name)
+                if name.endswith(".new") or not _is_ours(found):
+                    folder.remove(name)
+                else:
+                    files[name] = found
+        heads = [name for name in files if name.startswith("talk-")]
+        for name in sorted(heads, key=lambda name: files[name].st_mtime_ns):
+            with suppress(SessionError):
+                parked, sizes = self._read(Reader(folder, lambda name: None), name)
+                if all(
+                    piece in files and files[piece].st_size == size for piece, size in sizes.items()
+                ):
+                    for piece, size in {**sizes, name: files[name].st_size}.items():
+                        shelf.wrote(piece, size)
+                    shelf.add(parked)
+        for name in files.keys() - shelf.sizes.keys():
+            with suppress(OSError):
+                folder.remove(name)
+        shelf.make_room(0)
+
+    def _read(self, reader: Reader, name: str) -> tuple[Parked, dict[str, int]]:
+        """Return a conversation and the sizes of its files. Raise SessionError if it is damaged."""
+        with reader.file(name) as file:
+            about = json.loads(file.metadata["about"])
+            tokens = np.frombuffer(file.arrays["tokens"].read(), np.int32)
+            parked, sizes = read_parked(name, tokens, about)
+            seed = self._seed + str(about["salt"]).encode()
+            digest = digests(seed, tokens, [len(tokens)])[len(tokens)]
+            if name != file_name("talk", digest, len(tokens)):
+                raise SessionError("it belongs to another model, or has other tokens")
+            return parked, sizes
+
+    def _say(self, what: str) -> None:
+        """Log a line, unless it is the same as the last one."""
+        if what != self._said:
+            logger.warning("%s", what)
+        self._said = what
+
+
+def _is_ours(found: os.stat_result) -> bool:
+    """Return True for a regular file of this user, with one name, that nobody else may write to."""
+    return (
+        stat.S_ISREG(found.st_mode)
+        and found.st_uid == os.geteuid()
+        and found.st_nlink == 1
+        and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    )
+
+
+def _reason(error: BaseException) -> str:
+    said = getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
+    return said or type(error).__name__

@@ -1,0 +1,359 @@
+"""Nearly all of mlx-lm's architectures answer in rows of many sequences as alone.
+
+They are tiny, with random float32 weights. The engine is driven directly, without a scheduler.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import ArraysCache, make_prompt_cache
+from support.architectures import CONFIGS, VOCAB, build
+
+from mlxrunner import Runner
+from mlxrunner.cache.layers.recurrent import RecurrentCache, Stack
+from mlxrunner.cache.shared.sequences import Batch
+from mlxrunner.models.facts import facts_of
+from mlxrunner.models.windows import widen_windows
+from mlxrunner.parallel.adapt import Adapted
+from mlxrunner.parallel.proof import engine_for
+from mlxrunner.parallel.stepper import Stepper
+from mlxrunner.testing import ByteTokenizer
+
+DOCS = Path(__file__).parents[2] / "docs" / "many-sequences.md"
+LENGTHS = (37, 1, 150, 64, 201, 65)
+PIECE, ANSWER = 64, 10
+
+
+def prompts(lengths: Sequence[int] = LENGTHS) -> list[list[int]]:
+    random = np.random.default_rng(0)
+    return [random.integers(3, VOCAB, count).tolist() for count in lengths]
+
+
+def model_of(architecture: str, **config: Any) -> Any:
+    model = build(architecture, **config)
+    widen_windows(model)  # as loading it does
+    return model
+
+
+def engine_of(model: Any, **options: Any) -> Any:
+    return engine_for(model, max_sequences=6, capacity=256, max_batch=200, **options)
+
+
+class Alone:
+    """Sequences on mlx-lm's own caches, one by one."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def answer(self, prompt: list[int], count: int) -> tuple[list[int], list[mx.array]]:
+        """Return greedy tokens and their log-probabilities `[vocab]`."""
+        cache = make_prompt_cache(self.model)
+        for begin in range(0, len(prompt), PIECE):
+            logits = self.model(mx.array([prompt[begin : begin + PIECE]]), cache=cache)[0, -1]
+            mx.eval(logits)
+        tokens, logprobs = [], []
+        for _ in range(count):
+            logprobs.append(logits - mx.logsumexp(logits))
+            tokens.append(int(mx.argmax(logits).item()))  # type: ignore[arg-type]
+            logits = self.model(mx.array([[tokens[-1]]]), cache=cache)[0, -1]
+        return tokens, logprobs
+
+
+def forward(engine: Any, work: Mapping[int, list[int]]) -> dict[int, mx.array]:
+    """Run tokens of some sequences; return the logits `[vocab]` after the last one of each."""
+    done = {sequence: engine.caches(sequence)[0].offset for sequence in work}
+    row = [(done[s] + place, s) for s, tokens in work.items() for place in range(len(tokens))]
+    ends = np.cumsum([len(tokens) for tokens in work.values()]) - 1
+    batch = Batch([position for position, _ in row], [sequence for _, sequence in row])
+    tokens = mx.array([token for tokens in work.values() for token in tokens])
+    return dict(zip(work, engine.forward(tokens, batch, ends.tolist()), strict=True))
+
+
+def together(
+    engine: Any, texts: list[list[int]], count: int
+) -> list[tuple[list[int], list[mx.array]]]:
+    """Return the answers of all `texts`, which begin one after the other, two prefills at once."""
+    answers: list[tuple[list[int], list[mx.array]]] = [([], []) for _ in texts]
+    left = [list(text) for text in texts]
+    number = 0
+    while any(len(tokens) < count for tokens, _ in answers):
+        begun = [s for s in range(len(texts)) if number >= 2 * s and len(answers[s][0]) < count]
+        prefilling = [s for s in begun if len(left[s]) > 1][:2]
+        carried = [s for s in begun if s in prefilling or len(left[s]) == 1]
+        if engine.most_sequences == 1:
+            carried = carried[:1]
+        work = {sequence: left[sequence][:PIECE] for sequence in carried}
+        for sequence, logits in (forward(engine, work) if work else {}).items():
+            del left[sequence][:PIECE]
+            if not left[sequence]:
+                tokens, logprobs = answers[sequence]
+                logprobs.append(logits - mx.logsumexp(logits))
+                tokens.append(int(mx.argmax(logits).item()))  # type: ignore[arg-type]
+                left[sequence] = tokens[-1:]
+        number += 1
+    return answers
+
+
+@pytest.mark.exhaustive(
+    8, "qwen3_5", "falcon_h1", "deepseek_v32", "llama4", "rwkv7", "gemma3n", "ministral3", "gpt2"
+)
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_rows_of_many_answer_as_each_alone(architecture: str) -> None:
+    """Prompts of 1 to 201 tokens, in pieces, begun one after the other; and the docs say how."""
+    model = model_of(architecture)
+    texts = prompts()
+    expected = [Alone(model).answer(text, ANSWER) for text in texts]
+    engine = engine_of(model)
+    found = together(engine, texts, ANSWER)
+    assert ways_of(engine) == documented()[architecture], engine.why_alone
+    engine.close()
+    for (tokens, logprobs), (wanted, known) in zip(found, expected, strict=True):
+        assert tokens == wanted
+        gaps = [mx.abs(a - b).max() for a, b in zip(logprobs, known, strict=True)]
+        assert mx.stack(gaps).max().item() < 1e-3  # type: ignore[operator]
+
+
+@pytest.mark.exhaustive(4, "qwen3_5", "llama4", "falcon_h1", "afm7")
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_requests_with_prefixes_in_common_answer_as_the_single_runner(architecture: str) -> None:
+    """Five over one header, in three slots, and then the next turn of each."""
+    model = build(architecture)
+    facts = facts_of(model, {"model_type": architecture, "vocab_size": VOCAB})
+    header, *ends = prompts((40, 3, 30, 1, 12, 50))
+    texts = [header + end for end in ends]
+    with Stepper(
+        model, ByteTokenizer(), facts, max_sequences=3, context=200, prefill_step=48
+    ) as runner:
+        results = runner.run(texts, max_tokens=6, stop_tokens=[])
+        texts += [[*text, *r.tokens, 7, 8] for text, r in zip(texts, results, strict=True)]
+        results += runner.run(texts[5:], max_tokens=4, stop_tokens=[])
+    for text, result in zip(texts, results, strict=True):
+        alone = Runner(model, ByteTokenizer(), facts, context=200)
+        wanted = list(alone.generate(text, max_tokens=len(result.tokens), stop_tokens=[]))
+        assert result.tokens == [chunk.token for chunk in wanted if chunk.token is not None]
+
+
+def ways_of(engine: Any) -> str:
+    """Return the ways of an engine's layers as the docs write them."""
+    ways = {part for way in engine.ways for part in way.split(" and ")}
+    return " and ".join(sorted(ways))
+
+
+def documented() -> dict[str, str]:
+    """Return the ways of each architecture in the table of the docs."""
+    rows = re.findall(
+        r"^\| (row|stacked|per sequence|one at a time)(.*?) \| (.*) \|$",
+        DOCS.read_text(encoding="utf-8"),
+        re.M,
+    )
+    return {name: way + more for way, more, names in rows for name in re.findall(r"`(.*?)`", names)}
+
+
+def test_the_docs_name_every_architecture_that_is_tried() -> None:
+    """No other ones, and at least 45 that run several sequences at once."""
+    assert documented().keys() == CONFIGS.keys()
+    assert sum(ways != "one at a time" for ways in documented().values()) >= 45
+
+
+HYBRIDS = ["qwen3_5", "lfm2", "mamba2", "falcon_h1", "recurrent_gemma", "rwkv7"]
+
+
+def cold(model: Any, tokens: list[int]) -> mx.array:
+    """Return the logits after `tokens` on mlx-lm's caches, in one pass."""
+    logits: mx.array = model(mx.array([tokens]), cache=make_prompt_cache(model))[0, -1]
+    return logits
+
+
+class Stacked:
+    """Three sequences that have decoded together, and what each of them has."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.engine = model, engine_of(model)
+        self.tokens: dict[int, list[int]] = {0: [], 1: [], 2: []}
+        self.pass_({0: [5, 6, 7, 8], 1: [9, 10], 2: [11, 12, 13]})
+        for step in range(3):
+            self.pass_({0: [20 + step], 1: [30 + step], 2: [40 + step]})
+        self.stacks = [cache for cache in self.apart(0) if cache.stack is not None]
+        assert self.stacks == self.apart(0)
+
+    def apart(self, sequence: int) -> list[RecurrentCache]:
+        caches = self.engine.caches(sequence)
+        return [cache for cache in caches if isinstance(cache, RecurrentCache)]
+
+    def pass_(self, work: Mapping[int, list[int]]) -> None:
+        """Run tokens; every logit has to be that of a cold run."""
+        for sequence, logits in forward(self.engine, work).items():
+            self.tokens[sequence] += work[sequence]
+            expected = cold(self.model, self.tokens[sequence])
+            assert mx.allclose(logits, expected, atol=2e-3), sequence
+
+    def rewind(self, sequence: int, to: int) -> None:
+        for cache in self.engine.caches(sequence):
+            cache.rewind(to)
+        del self.tokens[sequence][to:]
+
+
+@pytest.mark.exhaustive(2, "qwen3_5")
+@pytest.mark.parametrize("architecture", HYBRIDS)
+def test_one_member_of_a_stack_can_undo_its_last_pass(architecture: str) -> None:
+    """The others are not touched, and all go on as a cold run."""
+    stacked = Stacked(model_of(architecture))
+    for cache in stacked.apart(1):
+        assert (cache.offset, cache.reachable(cache.offset - 1)) == (5, 4)
+        assert cache.reachable(3) == 0
+    stacked.rewind(1, 4)
+    stacked.pass_({0: [50], 1: [51], 2: [52]})
+    stacked.rewind(0, 7)
+    stacked.rewind(2, 6)
+    stacked.pass_({0: [53, 54], 2: [55, 56]})
+    stacked.pass_({1: [57]})
+    stacked.pass_({0: [1], 1: [2], 2: [3]})
+
+
+@pytest.mark.exhaustive(2, "qwen3_5")
+@pytest.mark.parametrize("architecture", HYBRIDS)
+def test_a_pass_that_fails_is_repaired_by_a_rewind(
+    architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether in the first layer or in the last: nothing that it wrote is left."""
+    stacked = Stacked(model_of(architecture))
+    views = stacked.engine._apart
+    for place in (0, len(views) - 1):
+        before = {s: len(tokens) for s, tokens in stacked.tokens.items()}
+        given = type(views[place]).given
+
+        def fail(self: Any, cache: Any, at: Any = views[place], given: Any = given) -> Any:
+            if self is at:
+                raise RuntimeError("no memory")
+            return given(self, cache)
+
+        monkeypatch.setattr(type(views[place]), "given", fail)
+        with pytest.raises(RuntimeError, match="no memory"):
+            forward(stacked.engine, {0: [60], 1: [61], 2: [62]})
+        monkeypatch.undo()
+        for sequence, offset in before.items():
+            stacked.rewind(sequence, offset)
+            assert {cache.offset for cache in stacked.engine.caches(sequence)} == {offset}
+        stacked.pass_({0: [70], 1: [71], 2: [72]})
+
+
+@pytest.mark.exhaustive(2, "qwen3_5")
+@pytest.mark.parametrize("architecture", HYBRIDS)
+def test_a_checkpoint_of_a_member_brings_it_back_and_makes_a_fork(architecture: str) -> None:
+    """A snapshot, its export and `copy` all hold the member's own state, whatever came since."""
+    stacked = Stacked(model_of(architecture))
+    engine, offset = stacked.engine, len(stacked.tokens[1])
+    kept = [cache.snapshot() for cache in stacked.apart(1)]
+    mx.eval([snapshot.arrays for snapshot in kept])
+    saved = [cache.export() for cache in stacked.apart(1)]
+    stacked.pass_({0: [80], 1: [81], 2: [82]})
+    stacked.pass_({0: [83], 1: [84], 2: [85]})
+    for group in engine.groups:
+        group.copy_prefix(1, 3, offset)
+        group.remove(1, offset)
+    for cache, fork, snapshot in zip(stacked.apart(1), stacked.apart(3), kept, strict=True):
+        cache.restore(snapshot, offset)
+        fork.copy(cache, offset)
+    del stacked.tokens[1][offset:]
+    stacked.tokens[3] = list(stacked.tokens[1])
+    stacked.pass_({0: [90], 1: [91], 2: [92], 3: [93]})
+    stacked.pass_({3: [94], 1: [95]})
+    for group in engine.groups:
+        group.copy_prefix(1, 4, offset)
+    for fork, one in zip(stacked.apart(4), saved, strict=True):
+        fork.adopt(one, offset)
+    stacked.tokens[4] = stacked.tokens[1][:offset]
+    stacked.pass_({4: [96], 0: [97]})
+
+
+def test_a_stack_is_kept_while_its_members_stay() -> None:
+    """In whatever order they come; no array of a single one is made meanwhile."""
+    stacked = Stacked(model_of("qwen3_5"))
+    stack = stacked.apart(0)[0].stack
+    stacked.pass_({2: [1], 0: [2], 1: [3]})
+    assert stacked.apart(0)[0].stack is stack
+    assert stacked.apart(2)[0].stack is stack
+    stacked.pass_({2: [4], 0: [5]})
+    assert stacked.apart(0)[0].stack is stacked.apart(2)[0].stack is not stack
+    assert stacked.apart(1)[0].offset == len(stacked.tokens[1])
+    stacked.pass_({1: [6], 2: [7], 0: [8]})
+
+
+def test_a_member_that_leaves_does_not_keep_the_stack() -> None:
+    """Its bytes are its own, and what it was cut from is freed."""
+    random = mx.random.normal
+    caches = [RecurrentCache(ArraysCache(size=2)) for _ in range(8)]
+    for cache in caches:
+        cache.begin_forward()
+        cache.inner.cache = [random((1, 4, 1000)), random((1, 1000))]
+        cache.end_forward(1)
+    before = mx.get_active_memory()
+    stack = Stack.of(caches)
+    mx.eval(stack.state)
+    snapshot = caches[3].snapshot()
+    mx.eval(snapshot.arrays)
+    assert snapshot.nbytes == caches[3].nbytes == 4 * 5000
+    caches[3].leave()
+    mx.eval(caches[3].state)
+    for cache in (*caches[:3], *caches[4:]):
+        cache.free()
+    del stack, cache
+    assert mx.get_active_memory() - before < 4 * 5000 * 3
+
+
+@pytest.mark.exhaustive(2, "qwen3_5")
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "qwen3_5"])
+def test_a_quantized_cache_runs_per_sequence(architecture: str) -> None:
+    """With `kv_bits` the answers are those of the same caches alone."""
+    model = model_of(architecture, head_dim=32)
+    engine = engine_of(model, kv_bits=8)
+    assert "per sequence" in engine.ways
+    texts = prompts((20, 31, 3))
+    found = together(engine, texts, 8)
+    again = [together(engine_alone(model), [text], 8)[0] for text in texts]
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in again]
+    engine.close()
+
+
+def engine_alone(model: Any) -> Any:
+    engine = engine_of(model, kv_bits=8, depends_on_chunks=True)
+    assert engine.most_sequences == 1
+    return engine
+
+
+def test_a_model_that_depends_on_chunks_runs_one_sequence_at_a_time() -> None:
+    """It says why, is not changed, and refuses a step of two."""
+    model = model_of("qwen3")
+    kinds = [type(module) for module in model.modules()]
+    engine = engine_of(model, depends_on_chunks=True)
+    assert "depend on how a prompt is cut" in (engine.why_alone or "")
+    assert [type(module) for module in model.modules()] == kinds
+    assert engine.ways == ["one at a time"] * 4
+    with pytest.raises(ValueError, match=r"one sequence, not \[0, 1\]"):
+        engine.forward(mx.array([1, 2]), Batch([0, 0], [0, 1]), [0])
+    assert not any(cache.offset for cache in engine.caches(0))
+    engine.close()
+
+
+def test_closing_gives_every_module_its_own_class_back() -> None:
+    """After a proof that failed, too."""
+    for architecture in ("falcon_h1", "llama4", "gpt2"):
+        model = model_of(architecture)
+        kinds = [type(module) for module in model.modules()]
+        engine_of(model).close()
+        assert [type(module) for module in model.modules()] == kinds
+
+
+def test_the_slack_of_windows_is_that_of_their_cells() -> None:
+    """A window keeps that many tokens beyond itself."""
+    engine = engine_of(model_of("gemma3_text"), slack=7)
+    assert isinstance(engine, Adapted)
+    assert {group.memory for group in engine.groups} == {None, 32 + 7}
+    engine.close()

@@ -1,0 +1,70 @@
+"""One slot is the single runner's entry: the same history gives the same answers and lookups."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from support.histories import tiny_parts
+from support.models import ARCHITECTURES
+from support.sample import fewer
+
+from mlxrunner import Runner
+from mlxrunner.parallel.stepper import Stepper
+from mlxrunner.results import Usage
+from mlxrunner.testing import EOS
+
+SETTINGS: dict[str, Any] = {"rewind_slack": 10, "checkpoint_interval": 50, "context": 2000}
+
+
+@pytest.fixture(autouse=True)
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows that move and checkpoints that come every few tokens."""
+    monkeypatch.setattr("mlxrunner.cache.layers.extents.STEP", 8)
+    monkeypatch.setattr("mlxrunner.cache.checkpoints.SPACING", 20)
+
+
+def talks(rng: random.Random, count: int) -> list[list[int]]:
+    """Return prompts that go on, go back, leave out the middle, repeat or begin anew."""
+    prompts, talk = [], [rng.randrange(290) for _ in range(rng.randint(1, 40))]
+    for _ in range(count):
+        kind = rng.choice(["on", "on", "on", "edit", "cut", "again", "new"])
+        if kind == "edit":
+            talk[rng.randrange(len(talk))] = rng.randrange(290)
+        elif kind == "cut":
+            del talk[rng.randint(1, len(talk)) :]
+        elif kind == "new":
+            talk = []
+        if kind != "again" or not talk:
+            talk = [*talk, *(rng.randrange(290) for _ in range(rng.randint(1, 60))), EOS]
+        prompts.append(list(talk))
+        talk = talk[:600]
+    return prompts
+
+
+def facts(usage: Usage) -> dict[str, Any]:
+    """Return what a usage says of the reuse, without times and bytes."""
+    cache = usage.cache
+    return {
+        "reused": (usage.cached_tokens, usage.evaluated_tokens, cache.matched_tokens),
+        "lost": (cache.lost_tokens, usage.outcome, usage.reason, cache.freed_by),
+        "rewound": (cache.rewind_limited_by, cache.checkpoint),
+    }
+
+
+@pytest.mark.exhaustive(3)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_one_slot_finds_what_the_single_runner_finds(name: str) -> None:
+    """The answers; tokens reused, the reason, the loss, and the checkpoint that was used."""
+    given, rng = tiny_parts(name), random.Random(name)
+    single = Runner(*given, prefill_step=24, **SETTINGS)
+    with Stepper(*given, max_sequences=1, prefill_step=24, **SETTINGS) as slots:
+        for number, prompt in enumerate(talks(rng, fewer(40, 15))):
+            options: dict[str, Any] = {"max_tokens": rng.randint(1, 30), "stop_tokens": []}
+            ours, theirs = slots.complete(prompt, **options), single.complete(prompt, **options)
+            said = f"request {number} of {len(prompt)} tokens"
+            assert ours.tokens == theirs.tokens, said
+            # A window of the single runner keeps some more tokens until its buffer is full.
+            if "sliding" not in ARCHITECTURES[name]:
+                assert facts(ours.usage) == facts(theirs.usage), said

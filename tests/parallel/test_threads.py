@@ -1,0 +1,706 @@
+"""A ParallelRunner serves any thread, and each request gets the answer that it would get alone."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.family_tokenizers import write_family
+from support.histories import tiny_parts
+from support.waiting import PATIENCE_S, until
+
+from mlxrunner import (
+    BatchRequest,
+    BusyError,
+    CacheFullError,
+    CancelledError,
+    ClosedError,
+    EngineError,
+    Handle,
+    MlxrunnerError,
+    ObserverError,
+    OptionError,
+    ParallelRunner,
+    PromptError,
+    Runner,
+    StepFailedError,
+    run_batch,
+)
+from mlxrunner.models.load import tokenizer_of
+from mlxrunner.parallel import feed
+from mlxrunner.parallel.stepper import Stepper
+from mlxrunner.tokenizer import load_tokenizer
+
+LONG: dict[str, Any] = {"max_tokens": 100, "stop_tokens": []}
+"""Options of an answer that takes a while."""
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    return tiny_parts("llama")
+
+
+@pytest.fixture(autouse=True)
+def fast_switches() -> Iterator[None]:
+    """Let threads take turns as often as possible."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+def opened(parts: Any, slots: int = 2, context: int = 128, **settings: Any) -> ParallelRunner:
+    return ParallelRunner(*parts, max_sequences=slots, context=context, **settings)
+
+
+def alone(parts: Any, prompt: Any, **options: Any) -> list[int]:
+    return Runner(*parts, context=128).complete(prompt, **options).tokens
+
+
+def in_threads(count: int, act: Callable[[int], object]) -> None:
+    """Call `act` in so many threads at once, with the number of each; raise what one raises."""
+    together = threading.Barrier(count)
+
+    def begin(number: int) -> object:
+        together.wait()
+        return act(number)
+
+    with ThreadPoolExecutor(count) as pool:
+        for future in [pool.submit(begin, number) for number in range(count)]:
+            future.result()
+
+
+def asked(rng: random.Random, trunk: list[int]) -> tuple[list[int], dict[str, Any]]:
+    """Return a random prompt that may begin like others, and options."""
+    prompt = trunk[: rng.choice([0, 5, 30])] + [
+        rng.randrange(290) for _ in range(rng.randint(1, 9))
+    ]
+    options: dict[str, Any] = {"max_tokens": rng.randint(1, 12), "stop_tokens": []}
+    kinds: list[dict[str, Any]] = [
+        {},
+        {},
+        {"temperature": 1.0, "seed": rng.randrange(9)},
+        {"repetition_penalty": 1.3},
+        {"logprobs": 2},
+        {"schema": {"type": "integer", "minimum": 1, "maximum": 99}, "max_tokens": 5},
+    ]
+    return prompt, options | rng.choice(kinds)
+
+
+WAYS: list[Callable[[Handle], list[int | None]]] = [
+    lambda handle: list(handle.result().tokens),
+    lambda handle: [chunk.token for chunk in handle],
+    lambda handle: [next(handle).token, *(chunk.token for chunk in handle)],
+    lambda handle: [chunk.token for chunk in handle.poll()] if handle.wait() else [],
+]
+"""Ways to read a whole answer."""
+
+
+def test_eight_threads_get_the_answers_of_a_runner_alone(llama: Any) -> None:
+    """Of 96 requests with every kind of sampling, read in every way; some are cancelled."""
+    rng = random.Random(5)
+    trunk = [rng.randrange(290) for _ in range(30)]
+    requests = [asked(rng, trunk) for _ in range(96)]
+    expected = [alone(llama, prompt, **options) for prompt, options in requests]
+    seen = Counter[str]()
+    with opened(llama, 3) as runner:
+
+        def work(number: int) -> None:
+            mine = random.Random(number)
+            for index in range(number, len(requests), 8):
+                prompt, options = requests[index]
+                handle = runner.submit(prompt, **options)
+                if mine.random() < 0.15:
+                    handle.cancel()
+                    tokens: list[int | None] = [chunk.token for chunk in handle]
+                    assert tokens == expected[index][: len(tokens)]
+                    seen["cancelled"] += 1
+                    continue
+                way = mine.randrange(len(WAYS))
+                assert WAYS[way](handle) == expected[index]
+                seen[str(way)] += 1
+
+        in_threads(8, work)
+        until(lambda: runner.stats().busy == runner.stats().waiting == 0)
+        assert not any(slot.is_busy for slot in runner._stepper.slots)
+    assert len(seen) == 5
+
+
+@pytest.mark.parametrize("kind", ["huggingface", "sentencepiece"])
+def test_tokenizers_and_templates_work_in_eight_threads(kind: str, tmp_path: Path) -> None:
+    """Each thread gets the tokens that one thread gets."""
+    if kind == "huggingface":
+        write_family(tmp_path, "chatml")
+    tokenizer = load_tokenizer(tmp_path) if kind == "huggingface" else tokenizer_of("demo")
+    messages: Any = [{"role": "user", "content": "My name is Ana Bjork."}]
+    texts = [f"{i} words, and then ünïcode {'x' * i}" for i in range(40)]
+
+    def tokens() -> list[Any]:
+        return [tokenizer.encode(text) for text in texts] + [
+            tokenizer.render(messages),
+            tokenizer.encode_more("more"),
+            tokenizer.decode(tokenizer.encode(texts[3])),
+        ]
+
+    expected = tokens()
+
+    def work(number: int) -> None:
+        for _ in range(5):
+            assert tokens() == expected
+
+    in_threads(8, work)
+
+
+def test_a_request_waits_for_a_slot_in_the_order_of_arrival(llama: Any) -> None:
+    """It does not fail; statistics count it."""
+    ended: list[int] = []
+    with opened(llama, 1) as runner:
+        runner.observers.append(lambda _, seen: ended.append(int(seen.prompt[0])))
+        handles = [runner.submit([i], max_tokens=3, stop_tokens=[]) for i in range(9)]
+        assert runner.stats().slots == 1
+        for i, handle in reversed(list(enumerate(handles))):
+            assert handle.result().tokens == alone(llama, [i], max_tokens=3, stop_tokens=[])
+        until(lambda: runner.stats().busy == 0)
+        assert (runner.stats().waiting, runner.stats().tokens > 0) == (0, True)
+        assert runner.stats().steps > 9
+        assert runner.stats().bytes > 0
+    assert ended == list(range(9))
+
+
+def test_a_request_that_never_fits_is_refused_at_once(llama: Any) -> None:
+    """One that fits alone waits for the others."""
+    with opened(llama, 3, cells=64) as runner:
+        with pytest.raises(CacheFullError):
+            runner.submit([1] * 60, max_tokens=30)
+        first = runner.submit([1, 2], max_tokens=40, stop_tokens=[])
+        second = runner.submit([3, 4], max_tokens=40, stop_tokens=[])
+        assert len(second.result().tokens) == len(first.result().tokens) == 40
+
+
+def test_a_wrong_prompt_or_option_is_raised_by_submit(llama: Any) -> None:
+    """In the thread that submits, before anything is queued."""
+    with opened(llama) as runner:
+        with pytest.raises(PromptError):
+            runner.submit([])
+        with pytest.raises(OptionError):
+            runner.submit([1], temperature=-1)
+        assert runner.stats().waiting == 0
+
+
+def test_another_thread_cancels(llama: Any) -> None:
+    """The reader ends at once, and the slot is free again."""
+    with opened(llama, 1) as runner:
+        handle = runner.submit([1], **LONG)
+        next(handle)
+        thread = threading.Thread(target=handle.cancel)
+        thread.start()
+        assert len(list(handle)) < 100
+        thread.join()
+        assert handle.finished
+        with pytest.raises(CancelledError):
+            handle.result()
+        assert runner.complete([7], max_tokens=2, stop_tokens=[]).tokens == alone(
+            llama, [7], max_tokens=2, stop_tokens=[]
+        )
+
+
+def test_a_waiting_request_can_be_cancelled(llama: Any) -> None:
+    """It leaves the queue."""
+    with opened(llama, 1) as runner:
+        first, second = runner.submit([1], **LONG), runner.submit([2], **LONG)
+        second.cancel()
+        assert list(second) == []
+        until(lambda: runner.stats().waiting == 0)
+        assert len(first.result().tokens) == 100
+
+
+@pytest.mark.parametrize("is_running", [True, False])
+def test_a_handle_that_is_dropped_cancels_its_request(llama: Any, is_running: bool) -> None:
+    """In any thread, also from the garbage collector, and also if it pauses or waits."""
+    with opened(llama, 1) as runner:
+        first = runner.submit([1], **LONG)
+        held: list[Any] = [first if is_running else runner.submit([2], **LONG)]
+        next(first)
+        held.append(held)  # a circle, which only the collector breaks
+        if is_running:
+            del first
+        thread = threading.Thread(target=held.pop)
+        thread.start()
+        thread.join()
+        del held
+        gc.collect()
+        until(lambda: runner.stats().busy == (not is_running) and runner.stats().waiting == 0)
+
+
+def test_the_end_of_a_block_cancels(llama: Any) -> None:
+    """As does closing the iterator of `run_each`."""
+    with opened(llama, 1) as runner:
+        with runner.submit([1], **LONG) as handle:
+            next(handle)
+        until(lambda: runner.stats().busy == 0)
+        results = runner.run_each([([1], {"max_tokens": 1}), ([2], LONG), ([3], LONG)])
+        next(results)
+        results.close()  # type: ignore[attr-defined]
+        until(lambda: runner.stats().busy == runner.stats().waiting == 0)
+
+
+def test_a_reader_that_does_not_read_pauses_its_request_alone(
+    llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others go on; reading lets it go on, and the answer is whole."""
+    monkeypatch.setattr(feed, "MOST_UNREAD", 8)
+    with opened(llama, 2) as runner:
+        slow = runner.submit([1], **LONG)
+        until(lambda: runner.stats().paused == 1)
+        unread = len(slow._feed._chunks)
+        assert runner.complete([2], **LONG).tokens == alone(llama, [2], **LONG)
+        assert unread <= len(slow._feed._chunks) <= 10
+        assert not slow.finished
+        tokens = [chunk.token for chunk in slow]
+        assert tokens == alone(llama, [1], **LONG)
+
+
+@pytest.mark.parametrize("act", ["result", "wait", "poll"])
+def test_a_paused_request_goes_on_when_somebody_wants_it(
+    llama: Any, monkeypatch: pytest.MonkeyPatch, act: str
+) -> None:
+    """Also if its end is waited for, and nothing read."""
+    monkeypatch.setattr(feed, "MOST_UNREAD", 8)
+    with opened(llama, 1) as runner:
+        slow = runner.submit([1], **LONG)
+        until(lambda: runner.stats().paused == 1)
+        tokens: list[Any] = []
+        if act == "wait":
+            assert slow.wait()
+        while act == "poll" and not slow.finished:
+            tokens += [chunk.token for chunk in slow.poll()]
+        tokens += (
+            [chunk.token for chunk in slow.poll()] if act != "result" else slow.result().tokens
+        )
+        assert tokens == alone(llama, [1], **LONG)
+
+
+def test_paused_requests_do_not_keep_others_waiting_for_ever(
+    llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers may be read in any order, though those that run first are read last."""
+    monkeypatch.setattr(feed, "MOST_UNREAD", 8)
+    with opened(llama, 2) as runner:
+        handles = [runner.submit([i], **LONG) for i in range(6)]
+        for i in reversed(range(6)):
+            assert [chunk.token for chunk in handles[i]] == alone(llama, [i], **LONG)
+
+
+def test_two_readers_at_once_are_refused_and_may_take_turns(llama: Any) -> None:
+    """The one that waits goes on undisturbed."""
+    with opened(llama, 1) as runner:
+        first = runner.submit([9], **LONG)
+        second = runner.submit([1], max_tokens=9, stop_tokens=[])  # waits for a slot
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(next, second)
+            until(lambda: second._feed.is_read)
+            with pytest.raises(BusyError, match="another thread or task is reading this handle"):
+                next(second)
+            with pytest.raises(BusyError):
+                second.poll()
+            first.cancel()
+            tokens = [waiting.result().token]
+            for _ in range(8):
+                tokens.append(pool.submit(next, second).result().token)
+        assert tokens == alone(llama, [1], max_tokens=9, stop_tokens=[])
+
+
+def test_waiting_ends_after_a_time(llama: Any) -> None:
+    """It says that the request has not ended."""
+    with opened(llama, 1) as runner:
+        first = runner.submit([9], **LONG)
+        second = runner.submit([1], **LONG)
+        assert not second.wait(0)
+        assert first.wait(1000)
+        assert first.reached == 1
+        assert second.wait()
+
+
+# asyncio
+
+
+def test_streams_of_asyncio_get_the_answers_of_a_runner_alone(llama: Any) -> None:
+    """Of 40 tasks on one loop, beside a thread that submits, too."""
+    rng = random.Random(3)
+    requests = [asked(rng, list(range(30))) for _ in range(40)]
+    expected = [alone(llama, prompt, **options) for prompt, options in requests]
+
+    async def one(runner: ParallelRunner, index: int) -> list[int | None]:
+        prompt, options = requests[index]
+        if index % 2:
+            return [chunk.token async for chunk in runner.submit(prompt, **options)]
+        return [chunk.token async for chunk in runner.stream(prompt, **options)]
+
+    async def all_of_them(runner: ParallelRunner) -> list[list[int | None]]:
+        return await asyncio.gather(*(one(runner, index) for index in range(len(requests))))
+
+    with opened(llama, 3) as runner, ThreadPoolExecutor(1) as pool:
+        beside = pool.submit(lambda: [runner.complete([i], **LONG).tokens for i in range(3)])
+        assert asyncio.run(all_of_them(runner)) == expected
+        assert beside.result() == [alone(llama, [i], **LONG) for i in range(3)]
+
+
+@pytest.mark.parametrize("kind", ["handle", "stream"])
+def test_cancelling_a_task_cancels_its_request(llama: Any, kind: str) -> None:
+    """A task that waits for a chunk, of a request that waits for a slot."""
+
+    async def cancelled(runner: ParallelRunner) -> None:
+        async def read() -> None:
+            source = runner.submit([1], **LONG) if kind == "handle" else runner.stream([1], **LONG)
+            async for _ in source:
+                pass
+
+        task = asyncio.create_task(read())
+        while runner.stats().waiting == 0:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        while runner.stats().waiting:
+            await asyncio.sleep(0.001)
+
+    with opened(llama, 1) as runner:
+        first = runner.submit([9], **LONG)
+        asyncio.run(cancelled(runner))
+        assert not first.finished or first.result().tokens
+
+
+def test_leaving_a_stream_cancels_its_request(llama: Any) -> None:
+    """After a break, and after an error in the task that reads."""
+
+    async def leave(runner: ParallelRunner) -> None:
+        async for _ in runner.stream([1], **LONG):
+            break
+        while runner.stats().busy:
+            await asyncio.sleep(0.001)
+        with pytest.raises(OptionError):
+            async for _ in runner.stream([1], temperature=-1):
+                pass
+
+    with opened(llama, 1) as runner:
+        asyncio.run(leave(runner))
+
+
+def test_two_tasks_that_read_at_once_are_refused(llama: Any) -> None:
+    """As two threads are."""
+
+    async def twice(runner: ParallelRunner) -> None:
+        first = runner.submit([9], **LONG)
+        handle = runner.submit([1], max_tokens=1)
+        waiting = asyncio.create_task(anext(handle))
+        await asyncio.sleep(0)
+        with pytest.raises(BusyError):
+            await anext(handle)
+        first.cancel()
+        assert (await waiting).finish_reason == "length"
+
+    with opened(llama, 1) as runner:
+        asyncio.run(twice(runner))
+
+
+def test_a_closed_event_loop_harms_nobody(llama: Any) -> None:
+    """Its reader is gone; others get their answers."""
+    with opened(llama, 1) as runner:
+        first, handle = runner.submit([9], **LONG), runner.submit([1], max_tokens=3)
+        loop = asyncio.new_event_loop()
+        task = loop.create_task(anext(handle))
+        loop.run_until_complete(asyncio.sleep(0))
+        loop.close()
+        assert len(first.result().tokens) == 100
+        assert runner.complete([3], max_tokens=3, stop_tokens=[]).tokens
+        assert not task.done()
+        task._log_destroy_pending = False  # type: ignore[attr-defined]
+
+
+# Closing
+
+
+@pytest.mark.parametrize("in_thread", [True, False])
+def test_closing_ends_what_runs_and_waits(llama: Any, in_thread: bool) -> None:
+    """Readers that wait get a ClosedError; answers that have ended can be read."""
+    model = llama[0]
+    runner = opened(llama, 2)
+    done = runner.submit([5], max_tokens=3, stop_tokens=[])
+    done.wait()
+    handles = [runner.submit([i], **LONG) for i in range(8)]
+    with ThreadPoolExecutor(9) as pool:
+        results = [pool.submit(handle.result) for handle in handles[2:]]
+        until(lambda: all(handle._feed.is_read for handle in handles[3:]))
+        if in_thread:
+            pool.submit(runner.close).result()
+        else:
+            runner.close()
+        ended = [result.exception() for result in results]
+    assert [type(error) for error in ended[2:]] == [ClosedError] * 4
+    assert len(done.result().tokens) == 3
+    runner.close()
+    for call in (lambda: runner.submit([1]), lambda: runner.run([[1]]), handles[-1].result):
+        with pytest.raises(ClosedError, match="this ParallelRunner is closed"):
+            call()
+    assert "closed" in repr(runner)
+    assert Runner(model, *llama[1:]).complete([1], max_tokens=2).tokens
+
+
+def test_a_runner_that_is_dropped_ends_its_thread(llama: Any) -> None:
+    """Not before its last handle is dropped, too."""
+    handle = opened(llama, 1).submit([1], max_tokens=9, stop_tokens=[])
+    thread = handle._thread
+    assert handle.result().tokens == alone(llama, [1], max_tokens=9, stop_tokens=[])
+    assert not thread.is_closed
+    del handle
+    gc.collect()
+    until(lambda: thread.is_closed)
+    thread.join()
+
+
+def test_an_error_of_loading_is_raised_by_the_caller(llama: Any) -> None:
+    """With both ways of opening a runner; the thread is used again."""
+    opened(llama).close()
+    before = threading.active_count()
+    with pytest.raises(OptionError, match="max_sequences"):
+        opened(llama, 0)
+    with pytest.raises(MlxrunnerError, match="nowhere"):
+        ParallelRunner.load("./nowhere", max_sequences=1)
+    assert threading.active_count() == before
+
+
+# What observers may do, and a thread that dies
+
+
+def test_an_observer_may_submit_and_not_wait(llama: Any) -> None:
+    """A call that would wait for its own thread raises."""
+    refused: list[str] = []
+    more: list[Handle] = []
+    with opened(llama, 1) as runner:
+
+        def observe(seen_runner: Any, _: object) -> None:
+            assert seen_runner is runner
+            if more:
+                return
+            more.append(runner.submit([7], max_tokens=2, stop_tokens=[]))
+            for call in (runner.close, more[0].result, more[0].wait, lambda: next(more[0])):
+                try:
+                    call()
+                except ObserverError as error:
+                    refused.append(str(error))
+
+        runner.observers.append(observe)
+        runner.complete([1], max_tokens=2)
+        until(lambda: more)
+        assert more[0].result().tokens == alone(llama, [7], max_tokens=2, stop_tokens=[])
+    assert len(refused) == 4
+    assert all("the engine's thread would wait for itself" in text for text in refused)
+
+
+def test_a_failing_step_ends_one_request(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others in the same step get their answers."""
+    with opened(llama, 3) as runner:
+        adapted = runner._stepper._adapted
+        forward = adapted.forward
+
+        def fail(tokens: Any, *rest: Any, **more: Any) -> Any:
+            if 251 in tokens.tolist():
+                raise RuntimeError("the device fell over")
+            return forward(tokens, *rest, **more)
+
+        monkeypatch.setattr(adapted, "forward", fail)
+        options: dict[str, Any] = {"max_tokens": 5, "stop_tokens": []}
+        bad = runner.submit([1, 251], **options)
+        others = [runner.submit([1, i], **options) for i in range(4)]
+        with pytest.raises(StepFailedError, match="the device fell over"):
+            bad.result()
+        assert [handle.result().tokens for handle in others] == [
+            alone(llama, [1, i], **options) for i in range(4)
+        ]
+
+
+@pytest.mark.parametrize("where", ["step", "admit"])
+def test_a_thread_that_dies_ends_every_request(
+    llama: Any, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Nobody waits for ever, and later calls say what happened."""
+
+    def fail(self: Stepper, *_: object) -> None:
+        raise SystemExit("a defect")
+
+    with opened(llama, 1) as runner:
+        monkeypatch.setattr(Stepper, where, fail)
+        handles = []
+        for i in range(3):
+            try:
+                handles.append(runner.submit([i], **LONG))
+            except EngineError:
+                assert i  # the first one has killed it
+        for handle in handles:
+            with pytest.raises(EngineError, match="was ended by SystemExit: a defect: close it"):
+                handle.result()
+        with pytest.raises(EngineError):
+            runner.submit([1])
+    runner.close()
+
+
+def test_a_batch_runs_on_it(llama: Any) -> None:
+    """With the results of a Runner; a request that takes too long ends alone."""
+    requests = [BatchRequest([i % 3, i]) for i in range(20)]
+    options: dict[str, Any] = {"max_tokens": 5, "stop_tokens": []}
+    expected = [result.text for result in run_batch(Runner(*llama), requests, **options)]
+    with opened(llama, 3) as runner:
+        assert [result.text for result in run_batch(runner, requests, **options)] == expected
+        slow = [BatchRequest([1], {"max_tokens": 120}), *requests[:2]]
+        results = list(run_batch(runner, slow, timeout=1e-9, stop_tokens=[]))
+        assert "stopped after" in str(results[0].error)
+
+
+# Ctrl-C and the end of the interpreter, in processes of their own
+
+PROLOGUE = """
+import os, signal, sys, threading
+sys.path[:0] = ["tests"]
+from support.family_tokenizers import write_family
+from support.histories import tiny_parts
+from mlxrunner import ClosedError, ParallelRunner
+from mlxrunner.parallel.stepper import Stepper
+parts = tiny_parts("llama")
+LONG = {"max_tokens": 3000, "stop_tokens": []}
+def read(handle):
+    try:
+        handle.result()
+    except ClosedError:
+        pass
+"""
+"""What each program below begins with."""
+
+
+def program(text: str) -> subprocess.CompletedProcess[str]:
+    source = PROLOGUE + textwrap.dedent(text)
+    return subprocess.run(
+        [sys.executable, "-c", source],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+
+
+ENDS = {
+    "never closed": ("", 0, ""),
+    "an error": ("raise ValueError('mine')", 1, "ValueError: mine"),
+    "an exit": ("sys.exit(7)", 7, ""),
+    "a reader in a daemon": (
+        "threading.Thread(target=read, args=(handles[1],), daemon=True).start()",
+        0,
+        "",
+    ),
+    "in a fork": ("os.fork()", 0, ""),
+    "a cycle": ("runner.me = runner; handles.append(handles); del runner, handles", 0, ""),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_an_open_runner_lets_the_interpreter_end(end: str) -> None:
+    """Requests run; nothing hangs, crashes or is said."""
+    text, code, said = ENDS[end]
+    ran = program(
+        f"""
+        runner = ParallelRunner(*parts, max_sequences=2, context=4000)
+        handles = [runner.submit([i], **LONG) for i in range(4)]
+        next(handles[0])
+        {text}
+        """
+    )
+    assert (ran.returncode, ran.stdout) == (code, "")
+    assert ran.stderr == "" if not said else said in ran.stderr
+
+
+WAITS = {
+    "result": "handle.result()",
+    "iterate": "list(handle)",
+    "wait": "queued.wait()",
+    "complete": "runner.complete([5], **LONG)",
+    "run": "runner.run([[5], [6]], **LONG)",
+    "asyncio": "import asyncio; asyncio.run(follow(runner.stream([7], **LONG)))",
+}
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_an_interrupt_ends_the_waiting_at_once(wait: str) -> None:
+    """While a step hangs; the runner can be used afterwards."""
+    ran = program(
+        f"""
+        runner = ParallelRunner(*parts, max_sequences=1, context=4000)
+        handle, queued = runner.submit([1], **LONG), runner.submit([2], **LONG)
+        next(handle)
+        is_hanging, may_go_on, step = threading.Event(), threading.Event(), Stepper.step
+        def hang(self):
+            is_hanging.set()
+            may_go_on.wait()
+            step(self)
+        Stepper.step = hang
+        async def follow(stream):
+            async for chunk in stream: pass
+        def press():
+            is_hanging.wait()
+            os.kill(os.getpid(), signal.SIGINT)
+        threading.Thread(target=press).start()
+        try:
+            {WAITS[wait]}
+        except KeyboardInterrupt:
+            print("interrupted")
+        may_go_on.set()
+        handle.cancel(), queued.cancel()
+        print(len(runner.complete([5, 6], max_tokens=3, stop_tokens=[]).tokens))
+        """
+    )
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "interrupted\n3\n", "")
+
+
+def test_an_interrupt_ends_the_waiting_for_a_model_at_once() -> None:
+    """The thread ends when it has loaded the model."""
+    ran = program(
+        """
+        is_loading, may_go_on = threading.Event(), threading.Event()
+        before = Stepper.__init__
+        def slow(self, *given, **more):
+            is_loading.set()
+            may_go_on.wait()
+            before(self, *given, **more)
+        Stepper.__init__ = slow
+        def press():
+            is_loading.wait()
+            os.kill(os.getpid(), signal.SIGINT)
+        threading.Thread(target=press).start()
+        try:
+            ParallelRunner(*parts, max_sequences=1, context=4000)
+        except KeyboardInterrupt:
+            print("interrupted")
+        may_go_on.set()
+        """
+    )
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "interrupted\n", "")
+
+
+def test_the_engine_gets_no_interrupts(llama: Any) -> None:
+    """Ctrl-C comes to the main thread, wherever that is, and the request goes on."""
+    with opened(llama, 1) as runner:
+        handle = runner.submit([1], **LONG)
+        for _ in range(5):
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+        assert handle.result().tokens == alone(llama, [1], **LONG)

@@ -1,0 +1,89 @@
+"""A parking in a scratch folder, and a runner that leaves conversations there and finds them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mlxrunner import Runner
+from mlxrunner.cache.tokens import common_prefix
+from mlxrunner.results import Usage
+from mlxrunner.stored.parked import Parked
+from mlxrunner.stored.parking import Parking
+
+PARTS = {"weights": "", "settings": ""}
+PLENTY = 10**9
+Make = Callable[..., Parking]
+Answer = list[tuple[int | None, float | None]]
+
+
+@pytest.fixture
+def make_parking(tmp_path: Path) -> Make:
+    """Open the parking that is kept in one folder of the test, and close the one before."""
+    opened: list[Parking] = []
+
+    def make(**options: Any) -> Parking:
+        while opened:
+            opened.pop().close()
+        opened.append(Parking(tmp_path / "kept", PARTS, **{"limit": PLENTY, **options}))
+        return opened[-1]
+
+    return make
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Make every threshold a few tokens, and keep private folders within the test."""
+    monkeypatch.setattr("mlxrunner.stored.parked.SEGMENT", 16)
+    monkeypatch.setattr("mlxrunner.stored.parking.SHORT", 4)
+    monkeypatch.setattr("mlxrunner.stored.shelf.SHORT", 4)
+    monkeypatch.setattr("mlxrunner.cache.layers.extents.STEP", 4)
+    monkeypatch.setattr("mlxrunner.cache.layers.full.STEP", 8)
+    monkeypatch.setattr("mlxrunner.cache.checkpoints.SPACING", 3)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def answer(runner: Runner, prompt: list[int], tokens: int = 6) -> tuple[Answer, Usage]:
+    """Return the tokens of an answer with their log-probabilities, and the usage."""
+    chunks = list(runner.generate(prompt, max_tokens=tokens, stop_tokens=[], logprobs=0))
+    usage = chunks[-1].usage
+    assert usage is not None
+    return [(chunk.token, chunk.logprob) for chunk in chunks], usage
+
+
+class Desk:
+    """A runner with one entry, whose conversation is parked after each answer.
+
+    Before a prompt that a parked conversation serves better, that one takes the entry.
+    """
+
+    def __init__(self, runner: Runner, parking: Parking) -> None:
+        self.runner, self.parking = runner, parking
+        self.parked: Parked | None = None
+        self.restored = 0
+
+    def ask(self, prompt: list[int], tokens: int = 6) -> tuple[Answer, Usage]:
+        """Answer `prompt` with what the entry or the disk has of it."""
+        wanted, entry = np.array(prompt, np.int32), self.runner.entry
+        here = entry.reach(min(common_prefix(entry.tokens.array, wanted), len(prompt) - 1))[0]
+        found = self.parking.find(wanted)
+        if found is not None and found[1] > here:
+            self.parked, upto = found
+            entry_there = self.parking.restore(self.parked, upto)
+            self.runner.cache.adopt(entry_there, "the disk")
+            self.restored += 1
+        said = answer(self.runner, prompt, tokens)
+        if found is not None and found[1] > here:
+            assert said[1].cached_tokens == found[1]
+        self.parked = self.parking.park(self.runner.entry, replaces=self.parked)
+        return said
+
+
+def some(rng: random.Random, count: int) -> list[int]:
+    """Return random tokens."""
+    return [rng.randrange(1, 250) for _ in range(count)]
