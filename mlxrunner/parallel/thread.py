@@ -34,7 +34,7 @@ from mlxrunner.parallel.request import ActiveRequest
 from mlxrunner.parallel.scheduler import step_failed
 from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.parallel.turns import order
-from mlxrunner.parallel.workers import idle_worker
+from mlxrunner.parallel.workers import idle_worker, wait_for
 from mlxrunner.results import logger
 
 INTERRUPTED = 130
@@ -86,7 +86,7 @@ class EngineThread:
         _end_at_exit(self)
         self._ended = worker.begin(partial(self._main, open_stepper))
         try:
-            self._opened.acquire()
+            wait_for(self._opened)
         except BaseException:
             self.stop()
             raise
@@ -158,8 +158,7 @@ class EngineThread:
 
     def join(self) -> None:
         """Wait until the thread has ended its work."""
-        with self._ended:
-            pass
+        wait_for(self._ended)
 
     # What only this thread calls.
 

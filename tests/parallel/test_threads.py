@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from support.family_tokenizers import write_family
 from support.histories import tiny_parts
-from support.waiting import until
+from support.waiting import PATIENCE_S, until
 
 from mlxrunner import (
     BatchRequest,
@@ -575,10 +575,15 @@ import os, signal, sys, threading
 sys.path[:0] = ["tests"]
 from support.family_tokenizers import write_family
 from support.histories import tiny_parts
-from mlxrunner import ParallelRunner
+from mlxrunner import ClosedError, ParallelRunner
 from mlxrunner.parallel.stepper import Stepper
 parts = tiny_parts("llama")
 LONG = {"max_tokens": 3000, "stop_tokens": []}
+def read(handle):
+    try:
+        handle.result()
+    except ClosedError:
+        pass
 """
 """What each program below begins with."""
 
@@ -586,7 +591,11 @@ LONG = {"max_tokens": 3000, "stop_tokens": []}
 def program(text: str) -> subprocess.CompletedProcess[str]:
     source = PROLOGUE + textwrap.dedent(text)
     return subprocess.run(
-        [sys.executable, "-c", source], capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-c", source],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
     )
 
 
@@ -595,7 +604,7 @@ ENDS = {
     "an error": ("raise ValueError('mine')", 1, "ValueError: mine"),
     "an exit": ("sys.exit(7)", 7, ""),
     "a reader in a daemon": (
-        "threading.Thread(target=handles[0].result, daemon=True).start()",
+        "threading.Thread(target=read, args=(handles[1],), daemon=True).start()",
         0,
         "",
     ),
@@ -626,7 +635,7 @@ WAITS = {
     "wait": "queued.wait()",
     "complete": "runner.complete([5], **LONG)",
     "run": "runner.run([[5], [6]], **LONG)",
-    "asyncio": "import asyncio; asyncio.run(read(runner.stream([7], **LONG)))",
+    "asyncio": "import asyncio; asyncio.run(follow(runner.stream([7], **LONG)))",
 }
 
 
@@ -644,7 +653,7 @@ def test_an_interrupt_ends_the_waiting_at_once(wait: str) -> None:
             may_go_on.wait()
             step(self)
         Stepper.step = hang
-        async def read(stream):
+        async def follow(stream):
             async for chunk in stream: pass
         def press():
             is_hanging.wait()
@@ -667,8 +676,6 @@ def test_an_interrupt_ends_the_waiting_for_a_model_at_once() -> None:
     ran = program(
         """
         is_loading, may_go_on = threading.Event(), threading.Event()
-        class Slow(Stepper):
-            pass
         before = Stepper.__init__
         def slow(self, *given, **more):
             is_loading.set()
