@@ -219,7 +219,7 @@ class EngineThread:
         return max(0.0, min(dues) - time.perf_counter()) if dues else None
 
     def _enqueue(self, feed: Feed) -> None:
-        """Queue a request behind those of its priority, but before later deadlines."""
+        """Let a request wait for its turn, which may be the next one."""
         if not feed.is_ended:
             self._queue.add(feed)
             self._has_room = self._has_room or self._queue.first is feed
