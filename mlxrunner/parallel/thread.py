@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
 
@@ -41,7 +41,7 @@ INTERRUPTED = 130
 
 @dataclass(frozen=True)
 class Stats:
-    """The state of a ParallelRunner after its last step."""
+    """The state of a ParallelRunner. Numbers of a moment: a step may be running."""
 
     slots: int
     """The number of slots: the most requests that run at a time."""
@@ -54,7 +54,7 @@ class Stats:
     tokens: int = 0
     """Tokens that the slots hold; a token that several slots share counts for each."""
     bytes: int = 0
-    """Bytes of the keys and values that are in use; what slots share counts once."""
+    """Bytes of the keys, values and checkpoints, as of the last begin or end of a request."""
     steps: int = 0
     """The number of steps so far."""
 
@@ -66,7 +66,6 @@ class EngineThread:
         """Start the thread and wait until it has opened its Stepper. Raise what that raises."""
         self.lock: Lock = threading.RLock()
         """Guards the feeds, and the fields below that callers change."""
-        self.stats = Stats(0)
         self._live: set[Feed] = set()
         """The requests that have not ended, whether they run or wait."""
         self._refusal: MlxrunnerError | None = None
@@ -76,6 +75,7 @@ class EngineThread:
         self._running: list[Feed] = []
         self._has_room = True
         self._is_stopping = False
+        self._bytes = 0
         self._opened = threading.Lock()
         self._opened.acquire()
         self._failure: BaseException | None = None
@@ -140,9 +140,19 @@ class EngineThread:
         self._mail.put(None)
 
     def counted(self) -> Stats:
-        """Return the state after the last step, with the requests that came since then."""
-        stats = self.stats
-        return replace(stats, waiting=max(0, len(self._live) - stats.busy))
+        """Return the present state. It only reads numbers, so any thread may do it at any time."""
+        if self.is_closed:
+            return Stats(self.stepper.num_slots)
+        running = list(self._running)
+        return Stats(
+            slots=self.stepper.num_slots,
+            busy=len(running),
+            paused=sum(feed.request.is_paused for feed in running),
+            waiting=max(0, len(self._live) - len(running)),
+            tokens=self.stepper.num_tokens,
+            bytes=self._bytes,
+            steps=self.stepper.steps,
+        )
 
     def stop(self) -> None:
         """Let the thread end after its step. All requests that have not ended get a ClosedError."""
@@ -163,7 +173,6 @@ class EngineThread:
     def _main(self, open_stepper: Callable[[], Stepper]) -> None:
         try:
             self.stepper = stepper = open_stepper()
-            self.stats = self._counted()
         except BaseException as error:
             self._failure = error
             return
@@ -236,6 +245,7 @@ class EngineThread:
         """Forget a request that was running; others may have room now."""
         self._running.remove(feed)
         self._has_room = True
+        self._bytes = self.stepper.used_bytes
         self._forget(feed)
 
     def _forget(self, feed: Feed) -> None:
@@ -260,6 +270,7 @@ class EngineThread:
                 self._refuse(feed, step_failed(error))
             else:
                 self._running.append(feed)
+                self._bytes = self.stepper.used_bytes
             self._queue.take(feed)
 
     def _refuse(self, feed: Feed, error: MlxrunnerError) -> None:
@@ -303,18 +314,7 @@ class EngineThread:
                 feed.request.is_paused = feed.is_full
         for feed in [feed for feed in self._running if feed.request.finished]:
             self._leave(feed)
-        self.stats = self._counted()
         _call(wake)
-
-    def _counted(self) -> Stats:
-        return Stats(
-            slots=self.stepper.num_slots,
-            busy=len(self._running),
-            paused=sum(feed.request.is_paused for feed in self._running),
-            tokens=self.stepper.num_tokens,
-            bytes=self.stepper.used_bytes,
-            steps=self.stepper.steps,
-        )
 
 
 def _call(wake: Iterable[Wake]) -> None:
