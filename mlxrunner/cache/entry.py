@@ -94,7 +94,7 @@ class CacheEntry:
             if checkpoint is None or source.can_rewind(to):
                 cache.copy(source, to)
             else:
-                cache.restore(checkpoint.snapshots[index], to)
+                cache.copy_checkpoint(source, checkpoint.snapshots[index], to)
         for item in other.checkpoints:
             if item.offset <= to:
                 self.checkpoints.add(item)

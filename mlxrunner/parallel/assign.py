@@ -151,8 +151,9 @@ class Assigner:
         """Take the prefix that a slot or the disk has, or begin to wait for it."""
         slot = request.slot
         if choice.parked is not None:
+            saved = self._residents.read(*choice.parked)
             self._residents.give_up(slot, request, "slot")
-            self._residents.restore(slot, *choice.parked)
+            self._residents.restore(slot, saved)
             self._resume(request, slot, choice.parked[1])
         elif choice.ready:
             if choice.source is slot:

@@ -104,8 +104,9 @@ class Feed:
         """
         with self.lock:
             has_news = self.is_ended or (bool(self._chunks) and not at_end)
-            if not has_news:
-                (self._wake_at_end if at_end else self._wake_for_news).append(wake)
+            left = self._wake_at_end if at_end else self._wake_for_news
+            if not has_news and wake not in left:
+                left.append(wake)
             return has_news
 
     def forget(self, wake: Wake) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Self, TypeVar
@@ -11,6 +13,7 @@ from typing import TYPE_CHECKING, Self, TypeVar
 from mlxrunner.errors import MlxrunnerError
 from mlxrunner.parallel.feed import Feed
 from mlxrunner.parallel.thread import EngineThread
+from mlxrunner.parallel.workers import SLICE_S
 from mlxrunner.results import Chunk, Result
 
 if TYPE_CHECKING:
@@ -176,15 +179,17 @@ def wait_for_news(
 
     Return False if the time is over. `at_end`: wait only for an end.
     """
-    until = None if timeout is None else time.monotonic() + timeout
+    until = math.inf if timeout is None else time.monotonic() + timeout
     mail: SimpleQueue[None] = SimpleQueue()
     wake = partial(mail.put, None)
     try:
         while not any(handle._feed.await_news(wake, at_end=at_end) for handle in handles):
+            left = until - time.monotonic()
+            if left <= 0:
+                return False
             handles[0]._thread.may_wait("waiting for a request")
-            mail.get(timeout=None if until is None else max(0.0, until - time.monotonic()))
-    except Empty:
-        return False
+            with suppress(Empty):
+                mail.get(timeout=min(left, SLICE_S))
     finally:
         for handle in handles:
             handle._feed.forget(wake)

@@ -26,8 +26,10 @@ from mlxrunner.parallel.slots import SHORT_TAIL, Slot
 T = TypeVar("T")
 LOSSES = 4
 """Losses of tokens to remember for each slot, so that a later lookup can explain them."""
-WORTH_RESTORING = 32
+WORTH_RESTORING = 8
 """Fewest tokens that make reading a conversation from disk worthwhile."""
+RESTORING = 32
+"""Tokens that are restored in the time in which one is evaluated, or more."""
 
 
 class ParkingPlace(Protocol):
@@ -135,6 +137,11 @@ class Residents:
         if len(slot.tokens) - keep > SHORT_TAIL:
             self._park(slot)
 
+    def park_all(self) -> None:
+        """Park all idle conversations, before the slots are closed."""
+        for slot in self._idle():
+            self._park(slot)
+
     def find(self, prompt: TokenArray, ready: int) -> tuple[Any, int] | None:
         """Return the parked conversation to restore for `prompt`, and its tokens to restore.
 
@@ -144,14 +151,20 @@ class Residents:
         if found is None:
             return None
         parked, count = found
-        return (parked, count) if count >= ready + WORTH_RESTORING else None
+        least = max(WORTH_RESTORING, count // RESTORING)
+        return (parked, count) if count >= ready + least else None
 
-    def restore(self, slot: Slot, parked: Any, count: int) -> None:
-        """Read the first `count` tokens of `parked` into an empty slot.
+    def read(self, parked: Any, count: int) -> SavedEntry:
+        """Return the first `count` tokens of `parked`, which stay on disk until they are read."""
+        assert self.parking is not None
+        return self.parking.restore(parked, count)
+
+    def restore(self, slot: Slot, saved: SavedEntry) -> None:
+        """Give an empty slot the tokens of `saved`.
 
         Raise CacheFullError if there is no room for them.
         """
-        assert self.parking is not None
+        count = len(saved.tokens)
 
         def check() -> None:
             for group in self._engine.groups:
@@ -160,7 +173,7 @@ class Residents:
                     raise CacheFullError("a conversation", needed, group.num_free, group.num_cells)
 
         self.make_room(check)
-        slot.cache.adopt(self.parking.restore(parked, count), None)
+        slot.cache.adopt(saved, None)
 
     def make_room(self, act: Callable[[], T], request: ActiveRequest | None = None) -> T:
         """Call `act` and return its result, after giving up idle slots if it lacks cells.

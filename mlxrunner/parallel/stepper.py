@@ -43,6 +43,7 @@ from mlxrunner.options import (
     RunnerSettings,
     SubmitKwargs,
 )
+from mlxrunner.parallel.claims import NEVER
 from mlxrunner.parallel.driven import DrivenHandle
 from mlxrunner.parallel.pace import StepPace
 from mlxrunner.parallel.proof import engine_for
@@ -81,8 +82,8 @@ class Stepper(Several):
     """A runner of up to `max_sequences` requests at once, of up to `context` tokens each.
 
     The thread that opened it owns it; calls from any other raise WrongThreadError. Use it as a
-    context manager, or call `close`, after which calls raise ClosedError. A model with layers that
-    can't share a row raises NotSupportedError: run its requests one at a time with `Runner`.
+    context manager, or call `close`, after which calls raise ClosedError. Every model runs, some
+    with one request in a step: see `why_alone`.
     """
 
     def __init__(
@@ -376,6 +377,11 @@ class Stepper(Several):
             "ways": sorted(set(self._adapted.ways)),
         }
 
+    @property
+    def why_alone(self) -> str | None:
+        """Why a step carries one request only, with this model; None if it may carry several."""
+        return self._adapted.why_alone
+
     def attend_at_once(self) -> None:
         """Compute each attention as one product from now on, never in parts.
 
@@ -407,6 +413,8 @@ class Stepper(Several):
         try:
             for request in list(self._scheduler.requests):
                 self.cancel(request)
+            if self._parking is not None and self._parking.is_kept:
+                self._scheduler.residents.park_all()
         finally:
             self._adapted.close()
             if self._parking is not None:
@@ -488,6 +496,9 @@ class Stepper(Several):
             began=began,
         )
         self._limit_to_cells(request)
+        most = min(len(request.tokens) + request.limit, self.context)
+        if most > self.cells:
+            raise CacheFullError("this request", most, self.cells, self.cells, NEVER, never=True)
         answer = AnswerStream(self.tokenizer, request.tokens, request.options, request.limit)
         active = ActiveRequest.of(request, answer)
         active.priority, active.deadline, active.asked = priority, deadline, began

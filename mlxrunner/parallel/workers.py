@@ -13,6 +13,11 @@ import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 
+SLICE_S = 0.1
+"""Seconds after which a thread that waits looks for signals.
+
+One that comes right before a wait would not end it.
+"""
 _NUMBERS = itertools.count(1)
 _IDLE: list[Worker] = []
 
@@ -49,6 +54,13 @@ def idle_worker() -> Worker:
         return _IDLE.pop()
     except IndexError:
         return Worker()
+
+
+def wait_for(lock: threading.Lock) -> None:
+    """Wait until `lock` is free. Ctrl-C in the main thread ends the waiting."""
+    while not lock.acquire(timeout=SLICE_S):
+        pass
+    lock.release()
 
 
 os.register_at_fork(after_in_child=_IDLE.clear)

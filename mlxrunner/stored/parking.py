@@ -15,7 +15,6 @@ import stat
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -36,17 +35,15 @@ from mlxrunner.stored.parked import (
     read_parked,
 )
 from mlxrunner.stored.pieces import (
-    PER_ARRAY,
     Layers,
     Reader,
     Restored,
-    checkpoint_of,
-    file_bytes,
-    write_piece,
+    Unwritten,
+    checkpoint_file,
 )
 from mlxrunner.stored.place import kept_place, private_place
 from mlxrunner.stored.shelf import GivenUp, Shelf
-from mlxrunner.stored.tensors import Buffer, Source
+from mlxrunner.stored.tensors import Buffer
 
 FILE = re.compile(r"\.?(rows|state|talk)-[0-9a-f]{32}(-\d{1,9}){1,2}\.safetensors(\.new)?")
 """The names of this module's files. Whatever else is in the folder is left alone."""
@@ -93,6 +90,11 @@ class Parking:
     @property
     def folder(self) -> Path:
         return self._place.folder.path
+
+    @property
+    def is_kept(self) -> bool:
+        """True if the conversations are found again after a restart."""
+        return not self._place.is_private
 
     @property
     def limit(self) -> int:
@@ -143,7 +145,7 @@ class Parking:
         Reading raises SessionError if files are missing or damaged; the conversations that use them
         are dropped then.
         """
-        reader = Reader(self._place.folder, self._drop_damaged)
+        reader = Reader(self._place.folder, self._shelf.drop_users)
         found = Restored(parked, upto, reader, self._outline)
         if parked in self._shelf:
             self._shelf.use(parked, found)
@@ -213,29 +215,27 @@ class Parking:
 
     def _write(self, parked: Parked, exported: Exported, layers: Layers, salt: str) -> None:
         """Make room for the files that are missing, and write them; the conversation's own last."""
-        lacking = [piece for piece in parked.rows if piece.name not in self._shelf.sizes]
-        states = {
-            state.name: checkpoint_of(item)
+        there = self._shelf.sizes
+        files = [
+            Unwritten(piece.name, layers.rows(piece.begin, piece.end))
+            for piece in parked.rows
+            if piece.name not in there
+        ]
+        files += [
+            checkpoint_file(state.name, item)
             for state, item in zip(parked.states, exported.checkpoints, strict=False)
-            if state.name not in self._shelf.sizes
-        }
+            if state.name not in there
+        ]
+        new = {file.name: file.nbytes for file in files}
         tokens = Buffer("int32", [len(parked.tokens)], parked.tokens.view(np.uint8).data)
-        own = {"tokens": tokens, **layers.states}
-        need = sum(layers.rows_bytes(piece.begin, piece.end) for piece in lacking)
-        need += sum(file_bytes(arrays) for arrays, _ in states.values())
-        need += file_bytes(own) + PER_ARRAY * len(parked.pieces)
-        self._shelf.make_room(need, parked)
-        for piece in lacking:
-            self._write_file(piece.name, layers.rows(piece.begin, piece.end), {})
-        for name, (arrays, about) in states.items():
-            self._write_file(name, arrays, about)
-        about = {"salt": salt, "layers": layers.structure, **parked.describe(self._shelf.sizes)}
-        self._write_file(parked.name, own, about)
-
-    def _write_file(
-        self, name: str, arrays: Mapping[str, Source], about: Mapping[str, Any]
-    ) -> None:
-        self._shelf.wrote(name, write_piece(self._place.folder, name, arrays, about))
+        about = {"salt": salt, "layers": layers.structure, **parked.describe({**there, **new})}
+        files.append(Unwritten(parked.name, {"tokens": tokens, **layers.states}, about))
+        new[parked.name] = files[-1].nbytes
+        self._shelf.make_room(sum(new.values()), parked)
+        while files:
+            file = files.pop(0)  # with the arrays that were evaluated to write it
+            file.write(self._place.folder)
+            self._shelf.wrote(file.name, new[file.name])
 
     def _read_all(self) -> None:
         """Find again what is in the folder; remove what is damaged, or used by nothing."""
@@ -274,10 +274,6 @@ class Parking:
             if name != file_name("talk", digest, len(tokens)):
                 raise SessionError("it belongs to another model, or has other tokens")
             return parked, sizes
-
-    def _drop_damaged(self, name: str) -> None:
-        self._say(f"parked conversations are dropped: {name} is missing or damaged")
-        self._shelf.drop_users(name)
 
     def _say(self, what: str) -> None:
         """Log a line, unless it is the same as the last one."""

@@ -6,7 +6,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -20,14 +20,10 @@ from mlxrunner.stored.entry import Packer, read_layer, stored_layer
 from mlxrunner.stored.folder import Folder
 from mlxrunner.stored.host import View, from_host, host_type
 from mlxrunner.stored.parked import Parked, Rows, State
-from mlxrunner.stored.tensors import Source, TensorFile, write
+from mlxrunner.stored.tensors import Source, TensorFile, file_size, write
 
 OPEN = 64
 """Most files that are kept open while a conversation is read."""
-PER_ARRAY = 400
-"""Upper bound of the bytes that a file's header needs for one array."""
-PER_FILE = 4096
-"""Upper bound of the bytes that a file needs beside its arrays and their descriptions."""
 
 Structure = Mapping[str, Any]
 """A layer as JSON: its kind, and one of three things that it may be.
@@ -43,7 +39,6 @@ class Layers:
     def __init__(self, caches: Sequence[LayerCache], saved: Sequence[Saved], tokens: int) -> None:
         self._tokens = tokens
         self._rows: dict[str, LayerCache] = {}
-        self._row_bytes = self._row_arrays = 0
         self._states, self._num_states = Packer(View), 0
         self.can_be_cut = True
         """False if a layer has no rows and no checkpoints."""
@@ -73,10 +68,6 @@ class Layers:
             for name, array in cache.export_rows(begin, end).arrays.items()
         }
 
-    def rows_bytes(self, begin: int, end: int) -> int:
-        """Return an upper bound of the size of a file with the rows `begin .. end - 1`."""
-        return PER_FILE + PER_ARRAY * self._row_arrays + (end - begin) * self._row_bytes
-
     def _layer(self, path: str, cache: LayerCache, saved: Saved) -> Structure:
         if cache.parts and len(cache.parts) == len(saved.parts):
             pairs = enumerate(zip(cache.parts, saved.parts, strict=True))
@@ -87,8 +78,6 @@ class Layers:
             self.can_be_cut = self.can_be_cut and cache.needs_checkpoints
             return self._states.layer(path, saved)
         self._rows[path] = cache
-        self._row_arrays += len(saved.arrays)
-        self._row_bytes += sum(array.nbytes for array in saved.arrays.values()) // self._tokens
         return {
             "kind": saved.kind,
             "rows": {
@@ -104,31 +93,40 @@ def _has_rows(saved: Saved, tokens: int) -> bool:
     return only_arrays and all(len(one.shape) > 2 and one.shape[2] == tokens for one in arrays)
 
 
-def checkpoint_of(item: SavedCheckpoint) -> tuple[dict[str, Source], dict[str, Any]]:
-    """Return the arrays of a checkpoint, and its structure."""
+def checkpoint_file(name: str, item: SavedCheckpoint) -> Unwritten:
+    """Return the file of a checkpoint."""
     packer = Packer(View)
     layers = [
         None if layer is None else packer.layer(str(index), layer)
         for index, layer in enumerate(item.layers)
     ]
-    return dict(packer.arrays), {"layers": layers}
+    return Unwritten(name, packer.arrays, {"layers": layers})
 
 
-def file_bytes(arrays: Mapping[str, Source]) -> int:
-    """Return an upper bound of the size of a file with `arrays`."""
-    return PER_FILE + PER_ARRAY * len(arrays) + sum(array.nbytes for array in arrays.values())
+@dataclass(frozen=True)
+class Unwritten:
+    """A file that is to be written."""
 
+    name: str
+    arrays: Mapping[str, Source]
+    about: Mapping[str, Any] = field(default_factory=dict)
+    """What the file says about itself, for JSON."""
 
-def write_piece(
-    folder: Folder, name: str, arrays: Mapping[str, Source], about: Mapping[str, Any]
-) -> int:
-    """Write a file, and return its size in bytes. Raise OSError if it can't be written.
+    @property
+    def nbytes(self) -> int:
+        """Size of the file in bytes."""
+        return file_size(self.arrays, self._metadata)
 
-    It is not forced to the disk: what a power cut damages is found by its checksums.
-    """
-    metadata = {"name": name, "about": json.dumps(about)}
-    folder.write(name, lambda fd: write(fd, arrays, metadata), sync=False)
-    return folder.size(name)
+    def write(self, folder: Folder) -> None:
+        """Write the file. Raise OSError if that fails.
+
+        It is not forced to the disk: what a power cut damages is found by its checksums.
+        """
+        folder.write(self.name, lambda fd: write(fd, self.arrays, self._metadata), sync=False)
+
+    @property
+    def _metadata(self) -> dict[str, str]:
+        return {"name": self.name, "about": json.dumps(self.about)}
 
 
 class Reader:

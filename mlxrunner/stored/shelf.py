@@ -102,10 +102,12 @@ class Shelf:
     def drop_earlier(self, parked: Parked, replaces: Parked | None) -> None:
         """Remove what is an earlier state of `parked`: see `Parking.park`."""
         is_enough = parked.is_exact and parked.lowest == 1
+        pinned = set(self._read.values())
         for shared, found in list(self._tree(parked).sharing(parked.tokens)):
             for one in found:
                 if (
                     one is not parked
+                    and one not in pinned
                     and len(one.tokens) - shared <= SHORT
                     and (one is replaces or one in self._restored or is_enough)
                 ):

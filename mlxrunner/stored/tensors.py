@@ -83,6 +83,27 @@ def write(fd: int, arrays: Mapping[str, Source], metadata: Mapping[str, str]) ->
 
     One array is asked for its bytes at a time. The header, which has the checksums, comes last.
     """
+    header, room, _ = _planned(arrays, metadata)
+    sums: dict[str, int] = {}
+    os.lseek(fd, 8 + room, os.SEEK_SET)
+    for name, array in arrays.items():
+        data = array.data
+        sums[name] = zlib.crc32(data)
+        write_all(fd, data)
+    os.lseek(fd, 0, os.SEEK_SET)
+    write_all(fd, struct.pack("<Q", room) + _sealed(header, sums).ljust(room))
+
+
+def file_size(arrays: Mapping[str, Source], metadata: Mapping[str, str]) -> int:
+    """Return the bytes that `write` would write."""
+    _, room, end = _planned(arrays, metadata)
+    return 8 + room + end
+
+
+def _planned(
+    arrays: Mapping[str, Source], metadata: Mapping[str, str]
+) -> tuple[dict[str, Any], int, int]:
+    """Return the header without checksums, the bytes to keep for it, and those of all arrays."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
     for name, array in arrays.items():
@@ -93,15 +114,7 @@ def write(fd: int, arrays: Mapping[str, Source], metadata: Mapping[str, str]) ->
             "data_offsets": [begin, end],
         }
     room = len(_sealed(header, dict.fromkeys(arrays, 2**32 - 1))) + 10
-    room += -room % 8
-    sums: dict[str, int] = {}
-    os.lseek(fd, 8 + room, os.SEEK_SET)
-    for name, array in arrays.items():
-        data = array.data
-        sums[name] = zlib.crc32(data)
-        write_all(fd, data)
-    os.lseek(fd, 0, os.SEEK_SET)
-    write_all(fd, struct.pack("<Q", room) + _sealed(header, sums).ljust(room))
+    return header, room + -room % 8, end
 
 
 def _sealed(header: Mapping[str, Any], sums: Mapping[str, int]) -> bytes:

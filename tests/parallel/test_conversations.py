@@ -12,6 +12,7 @@ from support.sample import fewer
 
 from mlxrunner.engine.observation import Observation
 from mlxrunner.parallel.stepper import Stepper
+from mlxrunner.stored.parking import Parking
 
 ENOUGH = 0.97
 """The share of the shareable tokens that a runner reuses, whatever its number of slots."""
@@ -66,20 +67,18 @@ def test_cold_requests_over_one_trunk_that_come_together_evaluate_it_once(llama:
     assert least <= sum(evaluated) <= 1.01 * least
 
 
-@pytest.mark.parametrize(
-    "slots",
-    [
-        pytest.param(slots, marks=pytest.mark.xfail(strict=True, reason="nothing is parked yet"))
-        for slots in (1, 2, 4, 8)
-    ],
-)
+@pytest.mark.parametrize("slots", [1, 2, 4, 8])
 def test_interleaved_conversations_reuse_what_they_share(llama: Parts, slots: int) -> None:
     """More conversations than slots: what is given up comes back, and no request fails."""
-    trace = Trace(conversations=12, requests=fewer(300, 120), context=300, scale=0.3)
-    with Stepper(*llama, max_sequences=slots, context=300, prefill_step=128) as runner:
+    trace = Trace(conversations=12, requests=fewer(300, 120), context=600, scale=0.6)
+    parking = Parking(None, {"model": "llama"}, limit=2**30)
+    with Stepper(
+        *llama, max_sequences=slots, context=600, prefill_step=128, parking=parking
+    ) as runner:
         played = play(runner, trace)
     assert not played.failures
     assert played.requests == trace.requests
+    assert played.lost == 0
     assert played.share >= ENOUGH, f"{played.reused} of {played.shareable}"
 
 

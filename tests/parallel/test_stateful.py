@@ -20,8 +20,10 @@ from hypothesis.stateful import (
 from support.checked import WITH_WINDOWS, CheckedHistory, parts
 from support.sample import fewer
 
-NAMES = ["llama", "gemma3_text", "gpt_oss", "mixtral", "cohere2", "smollm3"]
-NAMES += ["qwen3_next", "lfm2", "mamba2", "jamba", "deepseek_v3", "llama4"]
+NAMES = [
+    *("llama", "gemma3_text", "gpt_oss", "mixtral", "cohere2", "smollm3"),
+    *("qwen3_next", "lfm2", "mamba2", "jamba", "deepseek_v3", "llama4"),
+]
 RANDOMS = st.randoms(use_true_random=False)
 
 
@@ -79,7 +81,7 @@ class Conversations(RuleBasedStateMachine):
             self.history.close()
 
 
-@pytest.mark.exhaustive(2, "gemma3_text")
+@pytest.mark.exhaustive(3, "gemma3_text", "qwen3_next")
 @pytest.mark.parametrize("name", NAMES)
 def test_whatever_happens_each_answer_is_that_of_a_cold_runner(name: str) -> None:
     """Requests come, share, shift, are cancelled, fail, and are interrupted at any line."""

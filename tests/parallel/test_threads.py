@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from support.family_tokenizers import write_family
 from support.histories import tiny_parts
-from support.waiting import until
+from support.waiting import PATIENCE_S, until
 
 from mlxrunner import (
     BatchRequest,
@@ -36,6 +36,7 @@ from mlxrunner import (
     PromptError,
     Runner,
     StepFailedError,
+    TimeLimitError,
     run_batch,
 )
 from mlxrunner.models.load import tokenizer_of
@@ -177,6 +178,37 @@ def test_a_request_waits_for_a_slot_in_the_order_of_arrival(llama: Any) -> None:
         assert runner.stats().steps > 9
         assert runner.stats().bytes > 0
     assert ended == list(range(9))
+
+
+def test_those_of_a_higher_priority_wait_in_front(llama: Any) -> None:
+    """Of the others, the nearest deadline; one turn in eight is that of the first to arrive."""
+    ended: list[int] = []
+    given: list[dict[str, Any]] = [{"priority": "batch"}, {}, {"deadline": 900}, {"deadline": 800}]
+    with opened(llama, 1) as runner:
+        running = runner.submit([99], **LONG)
+        runner.observers.append(lambda _, seen: ended.append(int(seen.prompt[0])))
+        handles = [
+            runner.submit([i], max_tokens=1, **options)
+            for i, options in enumerate([*given, *[{}] * 6])
+        ]
+        running.cancel()
+        assert all(handle.wait() for handle in handles)
+        until(lambda: len(ended) == 11)
+    assert ended == [99, 3, 2, 1, 4, 5, 6, 0, 7, 8, 9]
+
+
+@pytest.mark.parametrize("is_paused", [False, True])
+def test_a_deadline_ends_a_request_that_waits(
+    llama: Any, monkeypatch: pytest.MonkeyPatch, is_paused: bool
+) -> None:
+    """For a slot, or for a reader."""
+    monkeypatch.setattr(feed, "MOST_UNREAD", 2)
+    with opened(llama, 1) as runner:
+        running = runner.submit([9], **LONG, **({"deadline": 0.5} if is_paused else {}))
+        late = running if is_paused else runner.submit([1], **LONG, deadline=1e-6)
+        until(lambda: late.finished)
+        with pytest.raises(TimeLimitError):
+            list(late)
 
 
 def test_a_request_that_never_fits_is_refused_at_once(llama: Any) -> None:
@@ -575,10 +607,15 @@ import os, signal, sys, threading
 sys.path[:0] = ["tests"]
 from support.family_tokenizers import write_family
 from support.histories import tiny_parts
-from mlxrunner import ParallelRunner
+from mlxrunner import ClosedError, ParallelRunner
 from mlxrunner.parallel.stepper import Stepper
 parts = tiny_parts("llama")
 LONG = {"max_tokens": 3000, "stop_tokens": []}
+def read(handle):
+    try:
+        handle.result()
+    except ClosedError:
+        pass
 """
 """What each program below begins with."""
 
@@ -586,7 +623,11 @@ LONG = {"max_tokens": 3000, "stop_tokens": []}
 def program(text: str) -> subprocess.CompletedProcess[str]:
     source = PROLOGUE + textwrap.dedent(text)
     return subprocess.run(
-        [sys.executable, "-c", source], capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-c", source],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
     )
 
 
@@ -595,7 +636,7 @@ ENDS = {
     "an error": ("raise ValueError('mine')", 1, "ValueError: mine"),
     "an exit": ("sys.exit(7)", 7, ""),
     "a reader in a daemon": (
-        "threading.Thread(target=handles[0].result, daemon=True).start()",
+        "threading.Thread(target=read, args=(handles[1],), daemon=True).start()",
         0,
         "",
     ),
@@ -626,7 +667,7 @@ WAITS = {
     "wait": "queued.wait()",
     "complete": "runner.complete([5], **LONG)",
     "run": "runner.run([[5], [6]], **LONG)",
-    "asyncio": "import asyncio; asyncio.run(read(runner.stream([7], **LONG)))",
+    "asyncio": "import asyncio; asyncio.run(follow(runner.stream([7], **LONG)))",
 }
 
 
@@ -644,7 +685,7 @@ def test_an_interrupt_ends_the_waiting_at_once(wait: str) -> None:
             may_go_on.wait()
             step(self)
         Stepper.step = hang
-        async def read(stream):
+        async def follow(stream):
             async for chunk in stream: pass
         def press():
             is_hanging.wait()
@@ -667,8 +708,6 @@ def test_an_interrupt_ends_the_waiting_for_a_model_at_once() -> None:
     ran = program(
         """
         is_loading, may_go_on = threading.Event(), threading.Event()
-        class Slow(Stepper):
-            pass
         before = Stepper.__init__
         def slow(self, *given, **more):
             is_loading.set()

@@ -266,7 +266,13 @@ class Played:
     failures: list[str] = field(default_factory=list)
     """Why each request that failed did, and each that never found room."""
     most_bytes: int = 0
-    """The most bytes that the runner's caches took."""
+    """The most bytes that the runner's caches took when a request ended."""
+    restored: int = 0
+    """Tokens of `reused` that came back from disk."""
+    evicted: int = 0
+    """Conversations that were given up to make room, also those that were parked."""
+    lost: int = 0
+    """Those of `evicted` that were not parked."""
     asks: list[Ask] = field(default_factory=list)
     """All requests, in the order in which they began."""
 
@@ -303,6 +309,10 @@ def _begin(
 
     def seen(_: Any, observed: Observation) -> None:
         played.reused += observed.lookup.cached
+        played.restored += observed.lookup.restored
+        evicted = () if observed.beside is None else observed.beside.evicted
+        played.evicted += len(evicted)
+        played.lost += sum(not one.parked for one in evicted)
         played.most_bytes = max(played.most_bytes, observed.usage.memory.cache_bytes)
 
     if not played.asks:

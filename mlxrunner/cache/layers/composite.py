@@ -103,6 +103,20 @@ class CompositeCache(LayerCache):
             part.adopt(kept, offset)
         self._hand_over()
 
+    def copy(self, other: LayerCache, to: int) -> None:
+        for part, source in zip(self.parts, other.parts, strict=True):
+            part.copy(source, to)
+        self._hand_over()
+
+    def copy_checkpoint(self, other: LayerCache, snapshot: Snapshot, to: int) -> None:
+        """Restore the parts that need it; the others still have the tokens before `to`."""
+        for part, source, kept in zip(self.parts, other.parts, snapshot.content, strict=True):
+            if source.can_rewind(to):
+                part.copy(source, to)
+            else:
+                part.copy_checkpoint(source, kept, to)
+        self._hand_over()
+
     def snapshot_of(self, saved: Saved, offset: int) -> Snapshot:
         pairs = zip(self.parts, saved.parts, strict=True)
         return _together([part.snapshot_of(kept, offset) for part, kept in pairs])

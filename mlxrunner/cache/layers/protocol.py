@@ -216,6 +216,13 @@ class LayerCache(ABC):
         self.adopt(other.export(), other.offset)
         self.rewind(to)
 
+    def copy_checkpoint(self, other: LayerCache, snapshot: Snapshot, to: int) -> None:
+        """Replace the content by that of `other` at `to`, which only its `snapshot` still has.
+
+        `other` stores more than `to` tokens, and does not change.
+        """
+        self.restore(snapshot, to)
+
     def snapshot_of(self, saved: Saved, offset: int) -> Snapshot:
         """Return the snapshot that was exported as `saved`.
 

@@ -1,0 +1,186 @@
+"""Measure parking a conversation and bringing it back against evaluating it again.
+
+python benchmarks/parking.py [--quick]
+
+On Linux first put a fast BLAS in front (`mlxrunner doctor` names it), and let nothing else run. A
+random float32 Llama evaluates a prompt once; its entry is parked, first whole, then with a turn
+behind it. Then, in turns, a fresh runner restores it: "cold disk": the files were dropped from the
+page cache first, where the system lets us. 3 % of the evaluation are 33 times. The tokens of its
+answer have to be those of the runner that never left. "find" is asked among 1,000 conversations of
+10,000 tokens, of which the half share 3,000 tokens with the prompt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from parallel import random_llama
+
+from mlxrunner.bench.measurements import (
+    Comparison,
+    less_is_better,
+    print_json,
+    print_table,
+)
+from mlxrunner.models.facts import facts_of
+from mlxrunner.runner import Runner
+from mlxrunner.stored.parked import Parked
+from mlxrunner.stored.parking import Parking
+from mlxrunner.stored.shelf import Shelf
+from mlxrunner.testing import ByteTokenizer
+
+TURN = 500
+"""Tokens of a turn."""
+
+
+def runner_of(model: Any, context: int) -> Runner:
+    """Return a runner whose buffers are allocated, as a server has them at start."""
+    facts = facts_of(model, vars(model.args))
+    runner = Runner(model, ByteTokenizer(), facts, context=context, prefill_step=512)
+    list(runner.generate([1, 2], max_tokens=2, stop_tokens=[]))
+    runner.reset()
+    return runner
+
+
+def timed(act: Callable[[], Any]) -> tuple[float, Any]:
+    """Return the seconds that `act` takes, and its result."""
+    began = time.perf_counter()
+    found = act()
+    return time.perf_counter() - began, found
+
+
+def forget(folder: Path) -> bool:
+    """Drop the files of a folder from the page cache; return False if that can't be asked for."""
+    if not hasattr(os, "posix_fadvise"):
+        return False
+    os.sync()
+    for file in folder.iterdir():
+        with file.open("rb") as stream:
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return True
+
+
+def restored(runner: Runner, parking: Parking, parked: Parked) -> None:
+    """Read a conversation into the entry of `runner`."""
+    runner.cache.adopt(parking.restore(parked), "the disk")
+    _ = runner.entry  # read now
+
+
+def compare(label: str, model: Any, length: int, rounds: int) -> list[Comparison]:
+    context = length + rounds * TURN + 64
+    said = np.random.default_rng(0).integers(10, 250, context).tolist()
+    runner = runner_of(model, context)
+    evaluated = timed(lambda: runner.evaluate(said[:length]))[0]
+    seconds: dict[str, list[float]] = {
+        name: [] for name in ("turn", "evaluating", "warm", "cold disk", "written")
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        parking = Parking(Path(folder), {"model": label}, limit=2**40)
+        first, parked = timed(lambda: parking.park(runner.entry))
+        nbytes = parking.bytes
+        for turn in range(1, rounds + 1):
+            more = said[: length + turn * TURN]
+            seconds["evaluating"].append(timed(lambda more=more: runner.evaluate(more))[0])
+            before = parking.bytes
+            seconds["turn"].append(timed(lambda: parking.park(runner.entry))[0])
+            seconds["written"].append((parking.bytes - before) / 1e6)
+        _, parked = timed(lambda: parking.park(runner.entry))
+        prompt = [*more, 5, 6, 7]
+        expected = [one.token for one in runner.generate(prompt, max_tokens=8, stop_tokens=[])]
+        other = runner_of(model, context)
+        for _ in range(rounds):
+            for name in ("warm", "cold disk"):
+                other.reset()
+                if name == "warm" or forget(parking.folder):
+                    seconds[name].append(timed(lambda: restored(other, parking, parked))[0])
+        found = [one.token for one in other.generate(prompt, max_tokens=8, stop_tokens=[])]
+        if found != expected:
+            raise SystemExit(f"not the same: {found} instead of {expected}")
+    whole = evaluated + sum(seconds["evaluating"])
+    name = f"{label}, {len(more)}"
+    rows = [
+        replace(
+            less_is_better(
+                f"{name}: restored, and evaluated", "s", seconds["warm"], [whole] * rounds
+            ),
+            target=33,
+        ),
+        less_is_better(
+            f"{name}: a turn of {TURN} parked, and evaluated",
+            "s",
+            seconds["turn"],
+            seconds["evaluating"],
+        ),
+        less_is_better(
+            f"{name}: the first {length} parked, and evaluated", "s", [first], [evaluated]
+        ),
+        less_is_better(
+            f"{name}: written for a turn, and for the first {length}",
+            "MB",
+            seconds["written"],
+            [nbytes / 1e6] * rounds,
+        ),
+    ]
+    if seconds["cold disk"]:
+        row = less_is_better(
+            f"{name}: the same, cold disk", "s", seconds["cold disk"], [whole] * rounds
+        )
+        rows.insert(1, row)
+    return rows
+
+
+def finding(conversations: int, length: int) -> list[float]:
+    """Return the milliseconds of each of 100 lookups."""
+    random = np.random.default_rng(0)
+    shelf = Shelf(None, 2**40, lambda parked: None)  # type: ignore[arg-type]  # no file is touched
+    header = random.integers(0, 8000, length * 3 // 10)
+    talks = []
+    for number in range(conversations):
+        tokens = random.integers(0, 8000, length).astype(np.int32)
+        if number % 2:
+            tokens[: len(header)] = header
+        tokens[0] = 1
+        talks.append(tokens)
+        shelf.add(Parked(str(number), tokens, [], [], length, has_only_rows=False))
+    seconds = []
+    for number in random.integers(0, conversations, 100):
+        prompt = np.concatenate([talks[number], random.integers(0, 8000, 500)]).astype(np.int32)
+        took, found = timed(lambda prompt=prompt: shelf.find(prompt))
+        if found is None or found[1] != length:
+            raise SystemExit("the conversation was not found")
+        seconds.append(1e3 * took)
+    return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--length", type=int, help="tokens of the conversation (default: 8000)")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="a small model and 1,000 tokens: does it work, not how fast is it",
+    )
+    given = parser.parse_args()
+    label, size, length = (
+        ("256 x 2", (256, 2, 4), 1000) if given.quick else ("98 M", (768, 12, 12), 8000)
+    )
+    rows = compare(label, random_llama(*size), given.length or length, given.rounds)
+    print_table(rows)
+    print_json(rows, versus="evaluating again", rounds=given.rounds)
+    found = sorted(finding(*((100, 1000) if given.quick else (1000, 10_000))))
+    print(f"find: {found[len(found) // 2]:.3f} ms, at most {found[-1]:.3f} ms")
+
+
+if __name__ == "__main__":
+    main()

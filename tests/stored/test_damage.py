@@ -1,0 +1,385 @@
+"""Nothing wrong is ever restored, whatever happened to the files: it costs a cold evaluation."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import random
+import resource
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.sample import fewer
+
+from mlxrunner import Runner
+from mlxrunner.errors import SessionError
+from mlxrunner.stored import tensors
+from mlxrunner.stored.parking import Parking
+from mlxrunner.testing import oracle_runner
+
+from .conftest import PARTS, PLENTY, Make, answer
+
+KINDS = ["full", "sliding", "recurrent", "composite"]
+HEADER = list(range(1, 40))
+TALKS = [[*HEADER, *range(60 + 20 * number, 70 + 20 * number)] for number in range(3)]
+
+
+def small_runner() -> Runner:
+    return oracle_runner(KINDS, rewind_slack=2, checkpoint_interval=12, checkpoint_budget=10**6)
+
+
+def park_all(parking: Parking, talks: list[list[int]] = TALKS) -> None:
+    """Park conversations, each with two turns."""
+    runner = small_runner()
+    for talk in talks:
+        runner.evaluate(talk[:-3])
+        earlier = parking.park(runner.entry)
+        runner.evaluate(talk)
+        parking.park(runner.entry, replaces=earlier)
+
+
+def check_all(parking: Parking) -> int:
+    """Go on with each conversation; return the number of tokens that were reused."""
+    reused = 0
+    for talk in TALKS:
+        runner, prompt = small_runner(), [*talk, 5]
+        found = parking.find(np.array(prompt, np.int32))
+        if found is not None:
+            runner.cache.adopt(parking.restore(*found), "the disk")
+        said, usage = answer(runner, prompt)
+        assert said == answer(small_runner(), prompt)[0]
+        assert usage.cached_tokens in ((0, found[1]) if found is not None else (0,))
+        reused += usage.cached_tokens
+    return reused
+
+
+def on_disk(folder: Path) -> int:
+    """Return the bytes of all files in a folder."""
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+Damage = Callable[[Path], object]
+
+
+def cut(share: float) -> Damage:
+    def apply(path: Path) -> None:
+        os.truncate(path, int(path.stat().st_size * share))
+
+    return apply
+
+
+def flip(share: float) -> Damage:
+    def apply(path: Path) -> None:
+        content = bytearray(path.read_bytes())
+        content[int((len(content) - 1) * share)] ^= 4
+        path.write_bytes(content)
+
+    return apply
+
+
+def replaced(path: Path) -> None:
+    """Put another file of the same kind, and of the same size if there is one, in its place."""
+    kind = path.name.partition("-")[0]
+    others = [other for other in path.parent.glob(f"{kind}-*") if other != path]
+    others.sort(key=lambda other: abs(other.stat().st_size - path.stat().st_size))
+    shutil.copy(others[0], path)
+
+
+def link(path: Path) -> None:
+    """Put a link to the same content in its place."""
+    moved = path.parent.parent / f"moved-{path.name}"
+    path.rename(moved)
+    path.symlink_to(moved)
+
+
+def fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def second_name(path: Path) -> None:
+    os.link(path, path.parent.parent / f"second-{path.name}")
+
+
+DAMAGES: dict[str, Damage] = {
+    "empty": cut(0),
+    "cut in the header": cut(0.1),
+    "cut at the end": cut(0.99),
+    "a bit in the length": flip(0),
+    "a bit in the header": flip(0.2),
+    "a bit in the middle": flip(0.6),
+    "a bit at the end": flip(1),
+    "missing": Path.unlink,
+    "another file": replaced,
+    "a link": link,
+    "a FIFO": fifo,
+    "a folder": folder,
+}
+STRANGE: dict[str, Damage] = {
+    "another owner": lambda path: os.chown(path, 12345, 12345),
+    "writable by others": lambda path: path.chmod(0o666),
+    "a second name": second_name,
+}
+
+
+@pytest.mark.parametrize("when", ["before it is opened", "while it is open"])
+@pytest.mark.parametrize("what", DAMAGES)
+@pytest.mark.exhaustive(6)
+def test_damage_costs_a_cold_evaluation(
+    make_parking: Make, what: str, when: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Some file is damaged: answers stay right, and what needs it is forgotten."""
+    parking = make_parking()
+    park_all(parking)
+    good = check_all(parking)
+    kept = parking.folder.parent.with_name("good")
+    shutil.copytree(parking.folder, kept)
+    names = sorted(os.listdir(kept))
+    for name in random.Random(what + when).sample(names, fewer(8, 3)):
+        parking.close()
+        shutil.rmtree(parking.folder)
+        shutil.copytree(kept, parking.folder)
+        parking = make_parking()
+        if when == "before it is opened":
+            parking.close()
+            DAMAGES[what](parking.folder / name)
+            parking = make_parking()
+        else:
+            DAMAGES[what](parking.folder / name)
+        caplog.clear()
+        first = check_all(parking)
+        assert len(caplog.records) <= 1
+        second = check_all(parking)
+        assert first <= second <= good
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
+@pytest.mark.parametrize("what", STRANGE)
+def test_files_that_others_could_have_made_are_not_used(make_parking: Make, what: str) -> None:
+    """They are removed, as what they belong to."""
+    parking = make_parking()
+    park_all(parking, TALKS[:1])
+    parking.close()
+    names = sorted(os.listdir(parking.folder))
+    for path in parking.folder.iterdir():
+        STRANGE[what](path)
+    parking = make_parking()
+    assert len(parking) == 0
+    assert os.listdir(parking.folder) == []
+    assert names
+
+
+def test_what_belongs_to_others_is_left_alone(make_parking: Make) -> None:
+    """Only files with names of this program are removed."""
+    parking = make_parking()
+    park_all(parking, TALKS[:1])
+    there = parking.bytes
+    parking.close()
+    orphan = next(parking.folder.glob("rows-*"))
+    shutil.copy(orphan, orphan.with_name(orphan.name.replace("rows-", "rows-0")))
+    (parking.folder / "notes.txt").write_text("mine")
+    unused = parking.folder / f"state-{'0' * 32}-7.safetensors"
+    unused.write_bytes(b"x")
+    unfinished = parking.folder / f".talk-{'0' * 32}-7.safetensors.new"
+    unfinished.write_bytes(b"x")
+    parking = make_parking()
+    assert parking.bytes == there
+    assert (parking.folder / "notes.txt").read_text() == "mine"
+    assert not unused.exists()
+    assert not unfinished.exists()
+    assert check_all(parking)
+
+
+def test_a_kill_at_any_write_leaves_what_was_parked_before(
+    make_parking: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The folder is copied in the middle of each write and behind it; each copy is right."""
+    parking, copies = make_parking(), []
+    park_all(parking, TALKS[:1])
+    before = check_all(parking)
+
+    def write_all(fd: int, data: bytes | memoryview) -> None:
+        view = memoryview(data).cast("B")
+        for part in (view[: len(view) // 2], view[len(view) // 2 :]):
+            os.write(fd, part)
+            copies.append(tmp_path / f"copy{len(copies)}")
+            shutil.copytree(parking.folder, copies[-1] / parking.folder.name)
+
+    monkeypatch.setattr(tensors, "write_all", write_all)
+    park_all(parking, TALKS[1:])
+    monkeypatch.undo()
+    assert len(copies) > 50
+    for copy in random.Random(0).sample(copies, fewer(30, 5)):
+        other = Parking(copy, PARTS, limit=PLENTY)
+        assert check_all(other) >= before
+        assert not list(other.folder.glob(".*"))
+        assert on_disk(other.folder) == other.bytes
+        other.close()
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+sys.path[:0] = {paths!r}
+from mlxrunner.stored import parked, tensors
+from mlxrunner.stored.parking import Parking
+from stored.test_damage import park_all
+parked.SEGMENT = 16
+left, write = int(sys.argv[2]), tensors.write_all
+def write_all(fd, data):
+    global left
+    view = memoryview(data).cast("B")
+    write(fd, view[:left])
+    left -= len(view)
+    if left < 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+tensors.write_all = write_all
+park_all(Parking(Path(sys.argv[1]), {parts!r}, limit=10**9))
+print("all")
+"""
+
+
+def test_kill_9_leaves_whole_conversations(make_parking: Make, tmp_path: Path) -> None:
+    """A process that is killed at some byte leaves what it had parked, and no lock."""
+    parking = make_parking()
+    park_all(parking)
+    total = parking.bytes
+    parking.close()
+    code = KILLED.format(paths=[str(Path(__file__).parent.parent)], parts=PARTS)
+    rng, reused = random.Random(1), []
+    for _ in range(fewer(8, 1)):
+        shutil.rmtree(parking.folder)
+        point = rng.randrange(total) if reused else total * 9 // 10
+        options = [str(parking.folder.parent), str(point)]
+        ended = subprocess.run([sys.executable, "-c", code, *options], check=False)
+        assert ended.returncode == -signal.SIGKILL
+        parking = make_parking()
+        reused.append(check_all(parking))
+        assert on_disk(parking.folder) == parking.bytes
+        parking.close()
+    assert any(reused)
+
+
+@contextmanager
+def file_size_limit(nbytes: int) -> Iterator[None]:
+    """Let no file of this process grow beyond `nbytes`."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_costs_the_conversation_and_a_line(
+    make_parking: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What was parked before stays, nothing half-written does, and it works again later."""
+    parking = make_parking()
+    park_all(parking, TALKS[:1])
+    names, before = sorted(os.listdir(parking.folder)), parking.bytes
+    runner = small_runner()
+    runner.evaluate(TALKS[1])
+    with file_size_limit(1500):
+        assert parking.park(runner.entry) is None
+        assert parking.park(runner.entry) is None
+    assert [one.levelno for one in caplog.records] == [logging.WARNING]
+    assert "not parked: File too large" in caplog.text
+    assert (sorted(os.listdir(parking.folder)), parking.bytes) == (names, before)
+    assert parking.park(runner.entry) is not None
+    with file_size_limit(1500):
+        runner.evaluate(TALKS[2])
+        assert parking.park(runner.entry) is None
+    assert len(caplog.records) == 2
+    assert check_all(parking)
+
+
+def test_a_write_that_fails_anywhere_leaves_no_file(
+    make_parking: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each write in turn finds the disk full."""
+    parking = make_parking()
+    park_all(parking, TALKS[:1])
+    names, before = sorted(os.listdir(parking.folder)), parking.bytes
+    runner, write = small_runner(), tensors.write_all
+    runner.evaluate(TALKS[1])
+    left = 0
+
+    def write_all(fd: int, data: bytes | memoryview) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(fd, data)
+
+    monkeypatch.setattr(tensors, "write_all", write_all)
+    for count in range(1000):
+        left = count
+        if parking.park(runner.entry) is not None:
+            break
+        assert (sorted(os.listdir(parking.folder)), parking.bytes) == (names, before)
+    assert count > 10
+    assert check_all(parking)
+
+
+def test_an_interrupt_leaves_no_file(make_parking: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while it writes is no failure to swallow, and costs nothing else."""
+    parking = make_parking()
+    runner = small_runner()
+    runner.evaluate(TALKS[0])
+
+    def write_all(fd: int, data: bytes | memoryview) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(tensors, "write_all", write_all)
+        parking.park(runner.entry)
+    assert (os.listdir(parking.folder), parking.bytes, len(parking)) == ([], 0, 0)
+    assert parking.park(runner.entry) is not None
+
+
+def test_a_damaged_header_is_not_shared_again(make_parking: Make) -> None:
+    """Once damage was found, new conversations write the rows anew."""
+    parking = make_parking()
+    park_all(parking)
+    flip(0.9)(next(parking.folder.glob("rows-*-0-16.safetensors")))
+    assert check_all(parking) == 0
+    assert len(parking) == 0
+    park_all(parking)
+    assert check_all(parking) == sum(map(len, TALKS))
+
+
+def test_reading_what_is_gone_raises(make_parking: Make) -> None:
+    """A cache that adopts it begins cold, and says why."""
+    parking = make_parking()
+    park_all(parking, TALKS[:1])
+    (parked,) = parking._shelf
+    entry = parking.restore(parked)
+    parking.drop(parked)
+    with pytest.raises(SessionError, match="missing or damaged"):
+        list(entry.layers)
+    runner = small_runner()
+    runner.cache.adopt(parking.restore(parked), "the disk")
+    usage = answer(runner, [*TALKS[0], 5])[1]
+    assert (usage.cached_tokens, usage.reason) == (0, "entry_freed")
+
+
+def test_files_are_for_their_owner_only(make_parking: Make) -> None:
+    parking = make_parking()
+    park_all(parking, TALKS[:1])
+    assert stat.S_IMODE(parking.folder.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(path.stat().st_mode) for path in parking.folder.iterdir()} == {0o600}
