@@ -413,6 +413,8 @@ class Stepper(Several):
         try:
             for request in list(self._scheduler.requests):
                 self.cancel(request)
+            if self._parking is not None and self._parking.is_kept:
+                self._scheduler.residents.park_all()
         finally:
             self._adapted.close()
             if self._parking is not None:
