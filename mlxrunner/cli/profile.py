@@ -123,8 +123,8 @@ def _several(
 @_several(
     "--slots",
     "slots",
-    "Replay requests that ran side by side in K slots; several times. [default: 2, 4, 8, 16]",
-    low=2,
+    "Replay requests that ran side by side in K slots; several times. [default: 1, 2, 4, 8, 16]",
+    low=1,
     high=1024,
     metavar="K",
 )

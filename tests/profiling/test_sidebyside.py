@@ -11,19 +11,23 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from support.conversations import Played, Trace, play
 from support.histories import History, Parts, tiny_parts
+from support.sample import fewer
 
 from mlxrunner import cli
 from mlxrunner.batch.run import BatchRequest, run_batch
 from mlxrunner.errors import CacheFullError, NoFreeSlotError
 from mlxrunner.parallel.driven import DrivenHandle
 from mlxrunner.parallel.stepper import Stepper
+from mlxrunner.profiling.reading import read_events
 from mlxrunner.profiling.record.profile import Profile
 from mlxrunner.profiling.record.tokenlog import LoggedRequest, read_token_log
 from mlxrunner.profiling.replay.sidebyside import SideBySide, can_be_replayed
 from mlxrunner.profiling.replay.trials import simulate
 from mlxrunner.profiling.replay.variants import Simulation
 from mlxrunner.results import Usage
+from mlxrunner.stored.parking import Parking
 
 NAMES = ["llama", "gemma3_text", "gpt_oss"]
 
@@ -313,3 +317,42 @@ def test_a_runner_with_one_slot_is_logged(tmp_path: Path) -> None:
         profile.watch(runner)
         runner.complete([1, 2, 3], max_tokens=2)
     assert len((tmp_path / "log").read_text().splitlines()) == 2
+
+
+def conversations(file: Path, slots: int) -> Played:
+    """Play a trace of many conversations in `slots` slots, with a place to park."""
+    parking = Parking(None, {"model": "llama"}, limit=2**30)
+    with (
+        Profile(tokens=file, events=file.with_suffix(".events")) as profile,
+        Stepper(
+            *parts("llama"), max_sequences=slots, context=600, prefill_step=128, parking=parking
+        ) as runner,
+    ):
+        profile.watch(runner)
+        return play(
+            runner, Trace(conversations=10, requests=fewer(300, 160), context=600, scale=0.6)
+        )
+
+
+def test_what_other_slots_reuse_of_conversations_is_predicted(tmp_path: Path) -> None:
+    """Within a point of the prompt tokens, where conversations are parked and come back."""
+    counts = [2, 4, 8, 16, 1][: fewer(5, 2)]
+    played = {slots: conversations(tmp_path / str(slots), slots) for slots in counts}
+    made = simulate([tmp_path / "4"], slots=counts)
+    assert made.agreed == made.requests == played[4].requests
+    found = rows(made)
+    for slots, real in played.items():
+        cached = found[f"{slots} slots" if slots > 1 else "1 slot"].cached
+        assert abs(cached - real.reused) <= real.prompt / 100, slots
+
+
+def test_events_say_what_was_parked_and_what_came_back(tmp_path: Path) -> None:
+    """Each event has its request's number, the conversation that it took the place of, and more."""
+    played = conversations(tmp_path / "log", 2)
+    events = list(read_events([tmp_path / "log.events"]))
+    assert sorted(event.submitted or 0 for event in events) == [*range(1, len(events) + 1)]
+    assert sum(event.restored_tokens for event in events) == played.restored > 0
+    evicted = [one for event in events for one in event.evicted]
+    assert len(evicted) == played.evicted > 0
+    assert all(one.parked and one.tokens for one in evicted)
+    assert not any(event.reason == "evicted" for event in events)

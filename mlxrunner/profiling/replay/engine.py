@@ -24,6 +24,7 @@ from mlxrunner.cache.shared.sequences import Batch
 from mlxrunner.cache.tokens import TokenArray, TokenBuffer, common_prefix
 from mlxrunner.parallel.engine import WINDOWS_KEEP, Engine
 from mlxrunner.profiling.replay.simulate import ReplayedLayer
+from mlxrunner.stored.parked import SHORT
 
 Lines = Sequence[Mapping[str, Any]]
 """The `layers` of a process of a token log."""
@@ -231,6 +232,7 @@ class ReplayedParking:
 
     def __init__(self) -> None:
         self._parked: dict[bytes, CacheEntry] = {}
+        self._restored: set[bytes] = set()
 
     def park(self, entry: CacheEntry, *, replaces: Any = None) -> CacheEntry | None:
         """Keep an entry, unless what it holds is not exact."""
@@ -242,9 +244,21 @@ class ReplayedParking:
         held.checkpoints.budget = entry.checkpoints.budget
         for item in entry.checkpoints:
             held.checkpoints.add(item)
-        key = held.tokens.array.tobytes()
-        self._parked[key] = held
+        self._drop_earlier(held)
+        self._parked[held.tokens.array.tobytes()] = held
         return held
+
+    def _drop_earlier(self, held: CacheEntry) -> None:
+        """Drop what is an earlier state of a conversation, as the real place does."""
+        is_enough = all(cache.reachable(1) == 1 for cache in held.caches)
+        for key, one in list(self._parked.items()):
+            shared = common_prefix(one.tokens.array, held.tokens.array)
+            if (
+                shared
+                and len(one.tokens) - shared <= SHORT
+                and (is_enough or key in self._restored)
+            ):
+                del self._parked[key]
 
     def find(self, prompt: TokenArray) -> tuple[CacheEntry, int] | None:
         """Return the conversation that has most of a prompt, and how many of its tokens."""
@@ -259,6 +273,7 @@ class ReplayedParking:
 
     def restore(self, parked: CacheEntry, upto: int | None = None) -> _Restored:
         """Return the first `upto` tokens of a conversation."""
+        self._restored.add(parked.tokens.array.tobytes())
         to = len(parked.tokens) if upto is None else upto
         copy = CacheEntry(caches=[_Held(_saved(one.kind, one.extent)) for one in parked.caches])
         copy.checkpoints.budget = parked.checkpoints.budget
@@ -277,6 +292,7 @@ class ReplayedParking:
     def close(self) -> None:
         """Forget everything."""
         self._parked.clear()
+        self._restored.clear()
 
 
 def _saved_checkpoint(item: Checkpoint, caches: Sequence[LayerCache]) -> SavedCheckpoint:

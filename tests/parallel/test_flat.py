@@ -1,0 +1,38 @@
+"""Thousands of requests leave no more memory in use than hundreds do."""
+
+from __future__ import annotations
+
+import gc
+
+import mlx.core as mx
+from support.conversations import Trace, play
+from support.histories import tiny_parts
+from support.sample import fewer
+
+from mlxrunner.parallel.stepper import Stepper
+from mlxrunner.stored.parking import Parking
+
+
+def test_memory_is_flat() -> None:
+    """MLX's memory and the objects of Python, after many requests and after five times as many."""
+    requests = fewer(1000, 40)
+    parking = Parking(None, {"model": "llama"}, limit=2**20)
+    with Stepper(
+        *tiny_parts("llama"), max_sequences=4, context=200, prefill_step=64, parking=parking
+    ) as runner:
+        used = []
+        for seed in range(5):
+            played = play(
+                runner,
+                Trace(seed, conversations=8, requests=requests, context=200, scale=0.2),
+            )
+            assert played.requests == requests
+            assert not played.failures
+            runner.observers.clear()
+            del played
+            gc.collect()
+            mx.clear_cache()
+            used.append((mx.get_active_memory(), len(gc.get_objects())))
+    (early, few), (late, many) = used[1], used[-1]
+    assert late <= early * 1.02
+    assert many <= few * 1.02
