@@ -25,8 +25,8 @@ from parallel import SIZES, random_llama
 
 from mlxrunner.models.facts import facts_of
 from mlxrunner.parallel.driven import DrivenHandle
+from mlxrunner.parallel.scheduling.turns import Priority
 from mlxrunner.parallel.stepper import Stepper
-from mlxrunner.parallel.turns import Priority
 from mlxrunner.testing import ByteTokenizer
 
 ALONE = 40

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from mlxrunner.engine.owner import Owner
 from mlxrunner.errors import MlxrunnerError
-from mlxrunner.parallel.request import ActiveRequest
-from mlxrunner.parallel.scheduler import Scheduler
+from mlxrunner.parallel.scheduling.request import ActiveRequest
+from mlxrunner.parallel.scheduling.scheduler import Scheduler
 from mlxrunner.results import Chunk, Result
 
 

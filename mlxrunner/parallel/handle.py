@@ -11,9 +11,9 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Self, TypeVar
 
 from mlxrunner.errors import MlxrunnerError
-from mlxrunner.parallel.feed import Feed
-from mlxrunner.parallel.thread import EngineThread
-from mlxrunner.parallel.workers import SLICE_S
+from mlxrunner.parallel.threads.feed import Feed
+from mlxrunner.parallel.threads.thread import EngineThread
+from mlxrunner.parallel.threads.workers import SLICE_S
 from mlxrunner.results import Chunk, Result
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from mlxrunner.options import RunnerKwargs, SubmitKwargs
 from mlxrunner.parallel.handle import Handle
 from mlxrunner.parallel.several import Several
 from mlxrunner.parallel.stepper import SlotsKwargs, Stepper
-from mlxrunner.parallel.thread import EngineThread, Stats
+from mlxrunner.parallel.threads.thread import EngineThread, Stats
 from mlxrunner.results import Chunk
 from mlxrunner.tokenizer import Tokenizer
 from mlxrunner.tokenizer.prompt import Prompt

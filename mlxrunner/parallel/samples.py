@@ -8,7 +8,7 @@ from typing import Any
 from mlxrunner.errors import ContextLengthError
 from mlxrunner.models.load import LoadedModel, load_model
 from mlxrunner.options import GenerateOptions
-from mlxrunner.parallel.slots import WORTH_WAITING
+from mlxrunner.parallel.scheduling.slots import WORTH_WAITING
 from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.results import Result
 from mlxrunner.tokenizer.prompt import Prompt, tokenize_prompt

@@ -43,16 +43,16 @@ from mlxrunner.options import (
     RunnerSettings,
     SubmitKwargs,
 )
-from mlxrunner.parallel.claims import NEVER
 from mlxrunner.parallel.driven import DrivenHandle
-from mlxrunner.parallel.pace import StepPace
-from mlxrunner.parallel.proof import engine_for
-from mlxrunner.parallel.request import ActiveRequest
-from mlxrunner.parallel.scheduler import Scheduler
+from mlxrunner.parallel.rows.proof import engine_for
+from mlxrunner.parallel.scheduling.claims import NEVER
+from mlxrunner.parallel.scheduling.pace import StepPace
+from mlxrunner.parallel.scheduling.request import ActiveRequest
+from mlxrunner.parallel.scheduling.scheduler import Scheduler
+from mlxrunner.parallel.scheduling.slots import Slot
+from mlxrunner.parallel.scheduling.turns import Priority
+from mlxrunner.parallel.scheduling.turns import check as check_turn
 from mlxrunner.parallel.several import Answer, Several
-from mlxrunner.parallel.slots import Slot
-from mlxrunner.parallel.turns import Priority
-from mlxrunner.parallel.turns import check as check_turn
 from mlxrunner.results import FinishReason, Result, Usage
 from mlxrunner.system import device
 from mlxrunner.tokenizer import Tokenizer
@@ -109,7 +109,7 @@ class Stepper(Several):
         checkpoints beyond which idle conversations are given up; None: no limit. `parking`: where
         these go; None: they are lost. `step_ms`: the milliseconds that a step may take while
         something decodes; 0: any number; None: as many as keep the speed of the answers, see
-        `mlxrunner.parallel.pace`. The other settings are those of RunnerSettings;
+        `mlxrunner.parallel.scheduling.pace`. The other settings are those of RunnerSettings;
         `prefill_step` is the most tokens of one step of all requests. Raise OptionError for numbers
         that are too small.
         """

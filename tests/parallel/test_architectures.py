@@ -21,8 +21,8 @@ from mlxrunner.cache.layers.recurrent import RecurrentCache, Stack
 from mlxrunner.cache.shared.sequences import Batch
 from mlxrunner.models.facts import facts_of
 from mlxrunner.models.windows import widen_windows
-from mlxrunner.parallel.adapt import Adapted
-from mlxrunner.parallel.proof import engine_for
+from mlxrunner.parallel.rows.adapt import Adapted
+from mlxrunner.parallel.rows.proof import engine_for
 from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.testing import ByteTokenizer
 

@@ -164,7 +164,7 @@ def test_a_shifted_conversation_is_shared_only_as_far_as_a_cold_run_would_store_
 
 def test_what_cannot_be_moved_is_evaluated_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The single runner does the same."""
-    for module in ("mlxrunner.parallel.adapt", "mlxrunner.runner"):
+    for module in ("mlxrunner.parallel.rows.adapt", "mlxrunner.runner"):
         monkeypatch.setattr(f"{module}.rotators", lambda *_: None)
     given, options = (
         parts("llama"),

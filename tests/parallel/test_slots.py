@@ -7,7 +7,7 @@ import pytest
 from mlxrunner.cache.prefix import PrefixCache
 from mlxrunner.cache.tokens import as_tokens
 from mlxrunner.errors import NoFreeSlotError
-from mlxrunner.parallel.slots import WORTH_WAITING, Slot, choose
+from mlxrunner.parallel.scheduling.slots import WORTH_WAITING, Slot, choose
 
 
 def slot(

@@ -419,7 +419,7 @@ def test_tokens_that_cannot_be_read_are_computed_again(
 
         evaluate = mx.eval
         with monkeypatch.context() as patch:
-            patch.setattr("mlxrunner.parallel.scheduler.mx.eval", fail)
+            patch.setattr("mlxrunner.parallel.scheduling.scheduler.mx.eval", fail)
             runner.step()
         assert calls >= 2
         assert [handle.result().tokens for handle in handles] == expected

@@ -221,7 +221,7 @@ def test_keys_that_could_not_be_moved_are_not_moved_on_paper(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens kept in a full context are evaluated again, and others share them."""
-    monkeypatch.setattr("mlxrunner.parallel.adapt.rotators", lambda *_: None)
+    monkeypatch.setattr("mlxrunner.parallel.rows.adapt.rotators", lambda *_: None)
     file, rng = tmp_path / "log", random.Random(5)
     trunk, profile = some(rng, 50), Profile(tokens=file)
     with Stepper(*parts("llama"), max_sequences=3, context=64) as runner:

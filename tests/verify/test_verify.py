@@ -19,9 +19,9 @@ from mlxrunner.cache.layers.recurrent import RecurrentCache
 from mlxrunner.cache.layers.sliding import SlidingWindowCache
 from mlxrunner.cache.shared.causal import CausalCache
 from mlxrunner.cache.shared.sequences import Batch
-from mlxrunner.parallel.adapt import Adapted
+from mlxrunner.parallel.rows.adapt import Adapted
+from mlxrunner.parallel.rows.views import PerTokenRope
 from mlxrunner.parallel.stepper import Stepper
-from mlxrunner.parallel.views import PerTokenRope
 from mlxrunner.testing import oracle_runner
 from mlxrunner.verify.run import NUM_PARTS, Verification, _affordable
 from mlxrunner.verify.scenarios import SCENARIOS, SMALLEST, Talk

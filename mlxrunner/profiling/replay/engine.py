@@ -22,7 +22,7 @@ from mlxrunner.cache.shared.causal import CausalCache
 from mlxrunner.cache.shared.layer import CellsLayer
 from mlxrunner.cache.shared.sequences import Batch
 from mlxrunner.cache.tokens import TokenArray, TokenBuffer, common_prefix
-from mlxrunner.parallel.engine import WINDOWS_KEEP, Engine
+from mlxrunner.parallel.rows.engine import WINDOWS_KEEP, Engine
 from mlxrunner.profiling.replay.simulate import ReplayedLayer
 from mlxrunner.stored.parked import SHORT
 

@@ -1,6 +1,6 @@
 """Replay requests that ran side by side, with the real scheduler. Nothing is computed.
 
-`mlxrunner.parallel.scheduler` and `mlxrunner.cache.shared.cells` themselves decide who gets which
+`mlxrunner.parallel.scheduling` and `mlxrunner.cache.shared.cells` themselves decide who gets which
 slot, who waits for whom, what a window still has, and who lacks room. This module has requests that
 repeat the answers of the log, and the order in which they are submitted and cancelled.
 """
@@ -21,8 +21,8 @@ from mlxrunner.engine.requests import Request
 from mlxrunner.engine.sampling import Decoded, NextToken, Sampled
 from mlxrunner.errors import CacheFullError, FormError, MlxrunnerError, NoFreeSlotError
 from mlxrunner.options import GenerateOptions
-from mlxrunner.parallel.request import ActiveRequest
-from mlxrunner.parallel.scheduler import Scheduler
+from mlxrunner.parallel.scheduling.request import ActiveRequest
+from mlxrunner.parallel.scheduling.scheduler import Scheduler
 from mlxrunner.profiling.record.tokenlog import LoggedRequest
 from mlxrunner.profiling.replay.engine import ReplayedEngine, ReplayedParking
 from mlxrunner.results import Chunk, FinishReason, Usage

@@ -27,7 +27,7 @@ from mlxrunner.cache.shared.split import (
     blocks_of,
     split,
 )
-from mlxrunner.parallel.attention import Parts
+from mlxrunner.parallel.rows.attention import Parts
 
 SEQUENCES = 6
 SIGHTS = [

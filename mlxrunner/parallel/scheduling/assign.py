@@ -19,12 +19,12 @@ from mlxrunner.cache.shared.sequences import END
 from mlxrunner.cache.tokens import TokenArray
 from mlxrunner.errors import CacheFullError
 from mlxrunner.models.chunks import DEPENDS
-from mlxrunner.parallel.engine import Engine
-from mlxrunner.parallel.request import ActiveRequest
-from mlxrunner.parallel.residents import Residents
-from mlxrunner.parallel.room import Room
-from mlxrunner.parallel.slots import Choice, Slot, choose
-from mlxrunner.parallel.turns import PRIORITIES
+from mlxrunner.parallel.rows.engine import Engine
+from mlxrunner.parallel.scheduling.request import ActiveRequest
+from mlxrunner.parallel.scheduling.residents import Residents
+from mlxrunner.parallel.scheduling.room import Room
+from mlxrunner.parallel.scheduling.slots import Choice, Slot, choose
+from mlxrunner.parallel.scheduling.turns import PRIORITIES
 from mlxrunner.results import log_lookup
 
 

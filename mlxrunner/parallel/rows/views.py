@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlxrunner.parallel.apart import Starts
-from mlxrunner.parallel.attention import Parts
+from mlxrunner.parallel.rows.apart import Starts
+from mlxrunner.parallel.rows.attention import Parts
 from mlxrunner.system.mlx_lm_internals import Attention
 
 if TYPE_CHECKING:
-    from mlxrunner.parallel.adapt import Adapted
+    from mlxrunner.parallel.rows.adapt import Adapted
 
 
 class PerTokenRope(nn.Module):  # type: ignore[misc,name-defined]  # mlx.nn has no annotations

@@ -12,7 +12,7 @@ from mlxrunner.cache.layers.protocol import LayerCache
 from mlxrunner.cache.layers.rotate import rotators
 from mlxrunner.cache.shared.causal import CausalCache
 from mlxrunner.cache.shared.sequences import Batch
-from mlxrunner.parallel.engine import Engine
+from mlxrunner.parallel.rows.engine import Engine
 
 
 class OneAtATime(Engine):

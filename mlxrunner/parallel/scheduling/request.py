@@ -17,8 +17,8 @@ from mlxrunner.engine.observation import Beside, Ending, Observation, finish_of
 from mlxrunner.engine.requests import Request
 from mlxrunner.engine.sampling import dispatch
 from mlxrunner.errors import MlxrunnerError
-from mlxrunner.parallel.slots import Slot
-from mlxrunner.parallel.turns import Priority
+from mlxrunner.parallel.scheduling.slots import Slot
+from mlxrunner.parallel.scheduling.turns import Priority
 from mlxrunner.results import Chunk, FinishReason, Usage
 
 

@@ -31,14 +31,14 @@ from mlxrunner.errors import (
     StepFailedError,
     TimeLimitError,
 )
-from mlxrunner.parallel.assign import Assigner
-from mlxrunner.parallel.engine import Engine
-from mlxrunner.parallel.pace import StepPace
-from mlxrunner.parallel.request import ActiveRequest
-from mlxrunner.parallel.residents import ParkingPlace, Residents
-from mlxrunner.parallel.room import Room
-from mlxrunner.parallel.row import Composer, Row, Step
-from mlxrunner.parallel.slots import Slot
+from mlxrunner.parallel.rows.engine import Engine
+from mlxrunner.parallel.scheduling.assign import Assigner
+from mlxrunner.parallel.scheduling.pace import StepPace
+from mlxrunner.parallel.scheduling.request import ActiveRequest
+from mlxrunner.parallel.scheduling.residents import ParkingPlace, Residents
+from mlxrunner.parallel.scheduling.room import Room
+from mlxrunner.parallel.scheduling.row import Composer, Row, Step
+from mlxrunner.parallel.scheduling.slots import Slot
 from mlxrunner.results import Chunk, FinishReason, Usage
 
 Ended = Callable[[ActiveRequest, FinishReason | None, str | None], Usage]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 from mlxrunner.errors import BusyError, MlxrunnerError
-from mlxrunner.parallel.request import ActiveRequest
+from mlxrunner.parallel.scheduling.request import ActiveRequest
 from mlxrunner.results import Chunk
 
 MOST_UNREAD = 4096

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mlxrunner.parallel.feed import Feed
-from mlxrunner.parallel.turns import FAIR, order
+from mlxrunner.parallel.scheduling.turns import FAIR, order
+from mlxrunner.parallel.threads.feed import Feed
 
 
 class WaitingLine:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mlxrunner.errors import CacheFullError
-from mlxrunner.parallel.turns import PRIORITIES, Priority
+from mlxrunner.parallel.scheduling.turns import PRIORITIES, Priority
 
 LEAST = 256
 """Least tokens of an answer that a request claims at once, unless its answer is shorter."""

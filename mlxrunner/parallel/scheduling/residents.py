@@ -19,9 +19,9 @@ from mlxrunner.cache.shared.sequences import END
 from mlxrunner.cache.tokens import TokenArray, common_prefix
 from mlxrunner.cache.worth import GreedyDual, worth
 from mlxrunner.errors import CacheFullError
-from mlxrunner.parallel.engine import Engine
-from mlxrunner.parallel.request import ActiveRequest
-from mlxrunner.parallel.slots import SHORT_TAIL, Slot
+from mlxrunner.parallel.rows.engine import Engine
+from mlxrunner.parallel.scheduling.request import ActiveRequest
+from mlxrunner.parallel.scheduling.slots import SHORT_TAIL, Slot
 
 T = TypeVar("T")
 LOSSES = 4

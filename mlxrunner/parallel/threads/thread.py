@@ -27,12 +27,12 @@ from mlxrunner.errors import (
     ObserverError,
     TimeLimitError,
 )
-from mlxrunner.parallel.feed import Feed, Lock, Wake
-from mlxrunner.parallel.request import ActiveRequest
-from mlxrunner.parallel.scheduler import step_failed
+from mlxrunner.parallel.scheduling.request import ActiveRequest
+from mlxrunner.parallel.scheduling.scheduler import step_failed
 from mlxrunner.parallel.stepper import Stepper
-from mlxrunner.parallel.waiting import WaitingLine
-from mlxrunner.parallel.workers import idle_worker, wait_for
+from mlxrunner.parallel.threads.feed import Feed, Lock, Wake
+from mlxrunner.parallel.threads.waiting import WaitingLine
+from mlxrunner.parallel.threads.workers import idle_worker, wait_for
 from mlxrunner.results import logger
 
 INTERRUPTED = 130
@@ -334,7 +334,7 @@ def _end_at_exit(thread: EngineThread) -> None:
 
 
 def _end_all() -> None:
-    """End the work of all threads before the interpreter ends: see `mlxrunner.parallel.workers`.
+    """End the work of all threads before the interpreter ends: see `workers.py`.
 
     Ctrl-C while it waits for their last steps leaves at once.
     """

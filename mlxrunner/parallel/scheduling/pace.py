@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mlxrunner.parallel.costs import StepCosts
+from mlxrunner.parallel.scheduling.costs import StepCosts
 
 SPEED = 0.65
 """Share of its speed alone that a decoding answer keeps; in practice a little less."""

@@ -9,10 +9,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mlxrunner.errors import CacheFullError
-from mlxrunner.parallel.claims import LATER, LEAST, Need, Standing, claimed, grown, steps_back
-from mlxrunner.parallel.engine import Engine
-from mlxrunner.parallel.request import ActiveRequest
-from mlxrunner.parallel.slots import Choice, Slot
+from mlxrunner.parallel.rows.engine import Engine
+from mlxrunner.parallel.scheduling.claims import (
+    LATER,
+    LEAST,
+    Need,
+    Standing,
+    claimed,
+    grown,
+    steps_back,
+)
+from mlxrunner.parallel.scheduling.request import ActiveRequest
+from mlxrunner.parallel.scheduling.slots import Choice, Slot
 
 
 class Room:

@@ -22,9 +22,9 @@ from mlxrunner.cache.layers.rotate import Probe
 from mlxrunner.cache.shared.sequences import Batch
 from mlxrunner.cache.shared.split import WORTH_SPLITTING
 from mlxrunner.models.chunks import DEPENDS
-from mlxrunner.parallel.adapt import Adapted, Manner, Sharing, falls_apart, shares
-from mlxrunner.parallel.alone import OneAtATime
-from mlxrunner.parallel.engine import WINDOWS_KEEP
+from mlxrunner.parallel.rows.adapt import Adapted, Manner, Sharing, falls_apart, shares
+from mlxrunner.parallel.rows.alone import OneAtATime
+from mlxrunner.parallel.rows.engine import WINDOWS_KEEP
 
 TOLERANCE = 0.02
 """Largest accepted difference of logits, as a share of the largest one.

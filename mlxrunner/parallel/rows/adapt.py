@@ -1,10 +1,10 @@
 """Adapt a stock mlx-lm model to run tokens of many sequences as one row.
 
 Each token has its own position. Keys and values lie in shared cells, and what can't be one row runs
-for each sequence (`parallel.apart`). mlx-lm's code is not changed: while a model is adapted,
+for each sequence (`parallel.rows.apart`). mlx-lm's code is not changed: while a model is adapted,
 wrappers replace each attention's `rope`, which takes one position per token, the mixers of layers
 that are apart, and the last norm, which passes only the rows whose logits are wanted. Whether that
-gives the right answers is for `parallel.proof` to say: nothing follows from a model's name.
+gives the right answers is for `parallel.rows.proof` to say: nothing follows from a model's name.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from mlxrunner.cache.shared.causal import CausalCache
 from mlxrunner.cache.shared.sequences import Batch
 from mlxrunner.cache.shared.split import WORTH_SPLITTING
 from mlxrunner.errors import NotSupportedError
-from mlxrunner.parallel.apart import Apart, Plan, Step, class_apart, mixers, view_of
-from mlxrunner.parallel.attention import Parts
-from mlxrunner.parallel.engine import Engine, joined
-from mlxrunner.parallel.views import LayerView, PerTokenRope, SomeRows, attention_in_parts
+from mlxrunner.parallel.rows.apart import Apart, Plan, Step, class_apart, mixers, view_of
+from mlxrunner.parallel.rows.attention import Parts
+from mlxrunner.parallel.rows.engine import Engine, joined
+from mlxrunner.parallel.rows.views import LayerView, PerTokenRope, SomeRows, attention_in_parts
 from mlxrunner.system.mlx_lm_internals import (
     calls_attention,
     class_with,

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from mlxrunner.engine.sampling import Sampled
-from mlxrunner.parallel.engine import Engine
-from mlxrunner.parallel.pace import Planned, StepPace
-from mlxrunner.parallel.request import ActiveRequest
-from mlxrunner.parallel.turns import Turns, Want
+from mlxrunner.parallel.rows.engine import Engine
+from mlxrunner.parallel.scheduling.pace import Planned, StepPace
+from mlxrunner.parallel.scheduling.request import ActiveRequest
+from mlxrunner.parallel.scheduling.turns import Turns, Want
 
 Row = list[tuple[ActiveRequest, int]]
 """The requests of a step, with the number of tokens of each."""
