@@ -199,7 +199,7 @@ class NoFreeSlotError(MlxrunnerError):
     """Every slot of a ParallelRunner has a request."""
 
     never = False
-    """As in CacheFullError: there will be a free slot."""
+    """The same flag as that of CacheFullError: there will be a free slot."""
 
     def __init__(self, slots: int) -> None:
         super().__init__(

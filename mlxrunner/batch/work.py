@@ -54,7 +54,6 @@ from mlxrunner.errors import (
     CutOffError,
     DamagedStoreError,
     MemoryPlanError,
-    NotSupportedError,
     OutputError,
     PromptError,
     StoreError,
@@ -339,13 +338,14 @@ def _several(
                 prefill_step=max(job.loading.get("prefill_step") or MAX_BATCH, lanes),
                 reserve=bool(job.loading.get("reserve", True)),
             )
-        except NotSupportedError as error:
-            return str(error)
         except MemoryPlanError:
             if job.parallel is not None:
                 raise
             lanes //= 2
         else:
+            if runner.why_alone is not None:
+                runner.close()
+                return runner.why_alone
             say(
                 f"{lanes} lines at a time, prefixes that they share stored once "
                 f"({found.new_tokens:.0f} new tokens a line)"

@@ -137,6 +137,11 @@ class Residents:
         if len(slot.tokens) - keep > SHORT_TAIL:
             self._park(slot)
 
+    def park_all(self) -> None:
+        """Park all idle conversations, before the slots are closed."""
+        for slot in self._idle():
+            self._park(slot)
+
     def find(self, prompt: TokenArray, ready: int) -> tuple[Any, int] | None:
         """Return the parked conversation to restore for `prompt`, and its tokens to restore.
 

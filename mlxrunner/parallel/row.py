@@ -31,6 +31,8 @@ class Step:
     """Requests, and the token that the step sampled for each."""
     awaited: list[mx.array]
     """Arrays that are ready when the step has ended."""
+    seconds: float
+    """Seconds that its dispatch took. A device without a long queue runs it meanwhile."""
 
 
 class Composer:
@@ -43,7 +45,6 @@ class Composer:
         self._engine, self._requests, self._most, self._pace = engine, requests, most, pace
         self._turns = Turns()
         self._was_prefill = False
-        self._last_read = 0.0
 
     def row(self, requests: Sequence[ActiveRequest]) -> Row:
         """Return the tokens of the next step for some of the requests."""
@@ -60,25 +61,24 @@ class Composer:
         return [(request, 1) for request in kept] + carried
 
     def planned(self, row: Row) -> Planned:
-        """Note that a row is dispatched now, and return what `measured` needs."""
+        """Note that a row is dispatched now, and return what `wait` needs."""
         rows = [request for request, _ in row if not request.left]
         interactive = [request for request in rows if request.priority == "interactive"]
         others = [one for one in row if one[0] not in (interactive or rows)]
         cells = max((request.place for request, _ in others), default=0)
         tokens = sum(count for _, count in others)
         kept = sum(one.is_decoding and one.priority == "interactive" for one in self._requests)
-        return self._pace.plan(
-            len(row) - len(others), tokens, cells, kept=kept, now=time.perf_counter()
-        )
+        return self._pace.plan(len(row) - len(others), tokens, cells, kept=kept)
 
-    def measured(self, step: Planned) -> None:
-        """Note that a step has just ended.
+    def wait(self, step: Step) -> None:
+        """Wait for the end of a step, and note how long it took.
 
-        It began when it was dispatched, or when the one before had ended.
+        Its dispatch and this wait are its part of the time, whether the device runs a step while it
+        is dispatched, or while the next one is.
         """
-        now = time.perf_counter()
-        self._pace.measure(step, now - max(step.dispatched, self._last_read))
-        self._last_read = now
+        began = time.perf_counter()
+        mx.eval(step.awaited)
+        self._pace.measure(step.planned, step.seconds + time.perf_counter() - began)
 
     def _budget(self, kept: Sequence[ActiveRequest], others: Sequence[ActiveRequest]) -> int:
         """Return how many tokens of `others` a step carries beside the `kept` answers."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from mlxrunner.errors import ContextLengthError, NotSupportedError
+from mlxrunner.errors import ContextLengthError
 from mlxrunner.models.load import LoadedModel, load_model
 from mlxrunner.options import GenerateOptions
 from mlxrunner.parallel.slots import WORTH_WAITING
 from mlxrunner.parallel.stepper import Stepper
-from mlxrunner.results import Result, logger
-from mlxrunner.runner import Runner
+from mlxrunner.results import Result
 from mlxrunner.tokenizer.prompt import Prompt, tokenize_prompt
 
 DEFAULT_MAX_TOKENS = 1024
@@ -33,36 +32,25 @@ def sample(
 ) -> Iterator[Result]:
     """Yield `count` answers to one prompt, at most `parallel` at a time.
 
-    Their seeds are `seed`, `seed + 1` ... A model that can't share a row computes them one by one.
-    `context`: tokens of the prompt and one answer; None: the model's own. `prefill_step`: most
-    tokens of one step; None: the runner's default. `reserve` takes all memory at start. `watch` is
-    called with the runner before its first request. Raise ContextLengthError if the prompt fills
-    the context.
+    Their seeds are `seed`, `seed + 1` ... A model that can't run several in a step computes them
+    one by one. `context`: tokens of the prompt and one answer; None: the model's own.
+    `prefill_step`: most tokens of one step; None: the runner's default. `reserve` takes all memory
+    at start. `watch` is called with the runner before its first request. Raise ContextLengthError
+    if the prompt fills the context.
     """
     steps: dict[str, Any] = {} if prefill_step is None else {"prefill_step": prefill_step}
     loaded = load_model(model, trust_remote_code=trust_remote_code)
     seed = options.pop("seed", None)
     each = [options | {"seed": None if seed is None else seed + i} for i in range(count)]
-    try:
-        yield from _together(
-            loaded,
-            prompt,
-            each,
-            min(parallel, count),
-            context or loaded.facts.context,
-            watch,
-            {"reserve": reserve, **steps},
-        )
-        return
-    except NotSupportedError as error:
-        logger.warning("one at a time: %s", error)
-    del loaded  # before it is loaded again, with a plan for one sequence
-    with Runner.load(
-        model, context, reserve=reserve, trust_remote_code=trust_remote_code, **steps
-    ) as runner:
-        watch(runner)
-        for one in each:
-            yield runner.complete(prompt, **one)
+    yield from _together(
+        loaded,
+        prompt,
+        each,
+        min(parallel, count),
+        context or loaded.facts.context,
+        watch,
+        {"reserve": reserve, **steps},
+    )
 
 
 def _together(

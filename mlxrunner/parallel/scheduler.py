@@ -208,7 +208,7 @@ class Scheduler:
 
     def _forward(self, row: Row) -> Step:
         """Dispatch the forward pass of a row, and the sampling from it."""
-        planned = self._composer.planned(row)
+        began, planned = time.perf_counter(), self._composer.planned(row)
         ends = accumulate(count for _, count in row)
         sampling = {
             end - 1: request
@@ -233,12 +233,13 @@ class Scheduler:
         sampled = self._sample(list(sampling.values()), logits)
         awaited = [array for _, token in sampled for array in token.arrays] or [logits]
         dispatch(awaited)
+        took = time.perf_counter() - began
         for request in stops:
             dispatch(request.lease.checkpoint())
         for request in sampling.values():
             if not request.said and not request.finished:
                 request.checkpoint_if_due()
-        return Step(planned, sampled, awaited)
+        return Step(planned, sampled, awaited, took)
 
     def _sample(
         self, requests: list[ActiveRequest], logits: mx.array
@@ -274,8 +275,7 @@ class Scheduler:
         """Wait for the end of a step and deliver its tokens."""
         if step is None:
             return
-        mx.eval(step.awaited)
-        self._composer.measured(step.planned)
+        self._composer.wait(step)
         for request, sampled in step.sampled:
             try:
                 if not request.finished:

@@ -82,8 +82,8 @@ class Stepper(Several):
     """A runner of up to `max_sequences` requests at once, of up to `context` tokens each.
 
     The thread that opened it owns it; calls from any other raise WrongThreadError. Use it as a
-    context manager, or call `close`, after which calls raise ClosedError. A model with layers that
-    can't share a row raises NotSupportedError: run its requests one at a time with `Runner`.
+    context manager, or call `close`, after which calls raise ClosedError. Every model runs, some
+    with one request in a step: see `why_alone`.
     """
 
     def __init__(
@@ -377,6 +377,11 @@ class Stepper(Several):
             "ways": sorted(set(self._adapted.ways)),
         }
 
+    @property
+    def why_alone(self) -> str | None:
+        """Why a step carries one request only, with this model; None if it may carry several."""
+        return self._adapted.why_alone
+
     def attend_at_once(self) -> None:
         """Compute each attention as one product from now on, never in parts.
 
@@ -408,6 +413,8 @@ class Stepper(Several):
         try:
             for request in list(self._scheduler.requests):
                 self.cancel(request)
+            if self._parking is not None and self._parking.is_kept:
+                self._scheduler.residents.park_all()
         finally:
             self._adapted.close()
             if self._parking is not None:

@@ -12,8 +12,6 @@ import sys
 import threading
 import time
 import weakref
-from bisect import insort
-from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -33,7 +31,7 @@ from mlxrunner.parallel.feed import Feed, Lock, Wake
 from mlxrunner.parallel.request import ActiveRequest
 from mlxrunner.parallel.scheduler import step_failed
 from mlxrunner.parallel.stepper import Stepper
-from mlxrunner.parallel.turns import order
+from mlxrunner.parallel.waiting import WaitingLine
 from mlxrunner.parallel.workers import idle_worker, wait_for
 from mlxrunner.results import logger
 
@@ -74,7 +72,7 @@ class EngineThread:
         self._refusal: MlxrunnerError | None = None
         """The error that a new request gets; None while the runner is open."""
         self._mail: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-        self._queue: deque[Feed] = deque()
+        self._queue = WaitingLine()
         self._running: list[Feed] = []
         self._has_room = True
         self._is_stopping = False
@@ -199,9 +197,10 @@ class EngineThread:
     def _read_mail(self) -> None:
         """Do what others asked for. Wait for it if nothing can run."""
         waits = self._is_still()
+        until = self._next_due() if waits else None
         while not self._is_stopping:
             try:
-                act = self._mail.get(waits)
+                act = self._mail.get(waits, until)
             except Empty:
                 return
             waits = False
@@ -214,19 +213,23 @@ class EngineThread:
             return not self._queue
         return all(feed.request.is_paused for feed in self._running) and self.stepper.is_idle
 
+    def _next_due(self) -> float | None:
+        """Return the seconds until the nearest deadline; None if there is none."""
+        dues = [feed.request.due for feed in self._running if feed.request.due is not None]
+        return max(0.0, min(dues) - time.perf_counter()) if dues else None
+
     def _enqueue(self, feed: Feed) -> None:
-        """Queue a request behind those of its priority, but before later deadlines."""
+        """Let a request wait for its turn, which may be the next one."""
         if not feed.is_ended:
-            insort(self._queue, feed, key=_order)
-            self._has_room = self._has_room or self._queue[0] is feed
+            self._queue.add(feed)
+            self._has_room = self._has_room or self._queue.first is feed
 
     def _cancel(self, feed: Feed) -> None:
         if feed in self._running:
             self.stepper.cancel(feed.request)
             self._leave(feed)
         elif feed in self._live:
-            with suppress(ValueError):
-                self._queue.remove(feed)
+            self._queue.remove(feed)
             self._forget(feed)
 
     def _leave(self, feed: Feed) -> None:
@@ -240,24 +243,24 @@ class EngineThread:
             self._live.discard(feed)
 
     def _admit(self) -> None:
-        """Begin the requests that wait, in their order, while there is room."""
-        now = time.perf_counter()
-        for feed in [feed for feed in self._queue if (feed.request.due or now) < now]:
-            self._queue.remove(feed)
+        """Begin the requests that wait, while there is room."""
+        for feed in self._queue.take_overdue(time.perf_counter()):
             self._refuse(feed, TimeLimitError(feed.request.deadline or 0))
         while self._queue and self._has_room:
-            feed = self._queue[0]
+            feed = self._queue.first
+            feed.request.clock.postpone()
             try:
                 self.stepper.admit(feed.request)
             except (NoFreeSlotError, CacheFullError) as error:
                 if self._running and not error.never:
                     self._has_room = False
                     return
-                self._refuse(self._queue.popleft(), error)
+                self._refuse(feed, error)
             except Exception as error:
-                self._refuse(self._queue.popleft(), step_failed(error))
+                self._refuse(feed, step_failed(error))
             else:
-                self._running.append(self._queue.popleft())
+                self._running.append(feed)
+            self._queue.take(feed)
 
     def _refuse(self, feed: Feed, error: MlxrunnerError) -> None:
         """End a request that never finds room, or whose deadline came before it could begin."""
@@ -312,10 +315,6 @@ class EngineThread:
             bytes=self.stepper.used_bytes,
             steps=self.stepper.steps,
         )
-
-
-def _order(feed: Feed) -> tuple[int, float]:
-    return order(feed.request.priority, feed.request.due)
 
 
 def _call(wake: Iterable[Wake]) -> None:

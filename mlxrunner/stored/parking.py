@@ -92,6 +92,11 @@ class Parking:
         return self._place.folder.path
 
     @property
+    def is_kept(self) -> bool:
+        """True if the conversations are found again after a restart."""
+        return not self._place.is_private
+
+    @property
     def limit(self) -> int:
         """Most bytes of all files."""
         return self._shelf.limit

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from support.models import write_model, write_tokenizer
+from support.architectures import build, settings_of
+from support.models import save_model, write_model, write_tokenizer
 from support.waiting import PATIENCE_S
 
 from mlxrunner import cli
@@ -128,22 +129,23 @@ def test_several_at_a_time_have_steps_as_asked(
     assert [settings["prefill_step"] for settings in seen] == [step]
 
 
-def test_a_model_that_cannot_share_a_row_runs_one_at_a_time_and_says_why() -> None:
-    """The layer is named."""
-    write_model(Path("mamba"), "mamba2")
+def test_a_model_that_cannot_run_several_runs_one_at_a_time_and_says_why() -> None:
+    """GPT-2 adds the number of a token in its row to a position that is a number."""
+    save_model(Path("gpt2"), build("gpt2"), settings_of("gpt2"))
+    write_tokenizer(Path("gpt2"))
     result = run(
         write(*[{"prompt": "ab", "max_tokens": 2}] * 3),
         "-o",
         "out.jsonl",
         "-m",
-        "mamba",
+        "gpt2",
         "--parallel",
         3,
         "--context",
         64,
     )
     assert result.exit_code == 0, result.stderr
-    assert "one line at a time: layer 0 is recurrent" in result.stderr
+    assert "one line at a time: layer 0: this model can't run several sequences" in result.stderr
     assert len({line["text"] for line in answers()}) == 1
 
 

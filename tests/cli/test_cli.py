@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 from support.waiting import PATIENCE_S
 
-from mlxrunner import NotSupportedError, Profile, Runner, cli
+from mlxrunner import Profile, Runner, cli
 from mlxrunner.parallel.stepper import Stepper
 
 
@@ -215,27 +215,17 @@ def test_generate_refuses_parallel_for_one_answer() -> None:
     assert result.exit_code == 2
 
 
-@pytest.mark.parametrize("shares_a_row", [True, False])
-def test_generate_keeps_the_settings_of_several_answers(
-    monkeypatch: pytest.MonkeyPatch, shares_a_row: bool
-) -> None:
-    """--prefill-step and --no-reserve, also where the model can't share a row."""
+def test_generate_keeps_the_settings_of_several_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """--prefill-step and --no-reserve."""
     seen: list[Any] = []
-    if not shares_a_row:
-
-        def refuse(*_: Any, **__: Any) -> None:
-            raise NotSupportedError("this model can't share a row")
-
-        monkeypatch.setattr(Stepper, "of", refuse)
     monkeypatch.setattr(Profile, "watch", lambda self, runner: seen.append(runner))
-    monkeypatch.setattr(Runner, "close", lambda self: None)
     monkeypatch.setattr(Stepper, "close", lambda self: None)
     options = ("--max-tokens", "2", "--prefill-step", "5", "--no-reserve", "--context", "64")
     assert run("generate", "-p", "Hello!", "--n", "2", *options).exit_code == 0
     (runner,) = seen
+    assert isinstance(runner, Stepper)
     assert runner.prefill_step == 5
-    assert runner.plan is None or runner.growing is not None
-    assert isinstance(runner, Stepper) == shares_a_row
+    assert runner.plan is None
 
 
 def test_generate_system_stop_and_max_tokens() -> None:
@@ -345,7 +335,6 @@ def test_debug_shows_the_traceback() -> None:
 
 def test_a_bug_is_one_line_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Exit code 1, and how to see more."""
-    from mlxrunner import Runner
 
     monkeypatch.setattr(Runner, "generate", lambda *a, **k: 1 / 0)
     result = run("generate", "-p", "x")

@@ -35,7 +35,11 @@ ACTS: dict[str, Act] = {
 
 @pytest.fixture(scope="module")
 def llama() -> Parts:
-    config = tiny_config("llama", max_position_embeddings=4096, vocab_size=300)
+    return parts("llama")
+
+
+def parts(architecture: str) -> Parts:
+    config = tiny_config(architecture, max_position_embeddings=4096, vocab_size=300)
     model = tiny_model(config)
     return model, ByteTokenizer(), facts_of(model, config)
 
@@ -104,6 +108,15 @@ def test_ctrl_c_at_any_line(llama: Parts, act: str) -> None:
     _, total = interrupted(llama, ACTS[act], -1)
     places = range(1, total + 1, max(1, total // fewer(40, 15)))
     assert sum(interrupted(llama, ACTS[act], line)[0] for line in places) > 0.8 * len(places)
+
+
+@pytest.mark.parametrize("act", ACTS)
+def test_ctrl_c_at_any_line_leaves_stacked_states_whole(act: str) -> None:
+    """The states of a member are those of its tokens afterwards, whoever shared its stack."""
+    given = parts("lfm2")
+    _, total = interrupted(given, ACTS[act], -1)
+    places = range(1, total + 1, max(1, total // fewer(40, 6)))
+    assert sum(interrupted(given, ACTS[act], line)[0] for line in places) > 0.8 * len(places)
 
 
 def test_ctrl_c_while_a_model_is_adapted_or_given_back_leaves_it_as_it_was(llama: Parts) -> None:

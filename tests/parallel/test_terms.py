@@ -12,6 +12,7 @@ from mlxrunner import Runner
 from mlxrunner.errors import CacheFullError, OptionError, TimeLimitError
 from mlxrunner.models.facts import facts_of
 from mlxrunner.parallel import claims, room
+from mlxrunner.parallel.runner import ParallelRunner
 from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.testing import ByteTokenizer
 
@@ -184,3 +185,26 @@ def test_pieces_beside_an_answer_change_no_token(llama: Parts, step_ms: float | 
         later = runner.submit(long := some(2, 500), max_tokens=9, stop_tokens=[])
         assert later.result().tokens == alone(llama, long, 9)
         assert first.result().tokens == alone(llama, short, 150)
+
+
+def test_requests_that_wait_for_a_slot_follow_priority_and_deadline(llama: Parts) -> None:
+    """One whose deadline has come is refused; the others begin in their order."""
+    with ParallelRunner(*llama, max_sequences=1, context=400) as runner:
+        ended: list[int] = []
+        runner.observers.append(lambda _, observed: ended.append(observed.prompt[0]))
+        running = runner.submit([1], max_tokens=300, stop_tokens=[])
+        next(iter(running))
+        terms: list[dict[str, Any]] = [
+            {"priority": "batch"},
+            {},
+            {"deadline": 9000},
+            {"deadline": 8000},
+        ]
+        handles = [runner.submit([2 + i], max_tokens=2, **some) for i, some in enumerate(terms)]
+        overdue = runner.submit([9], deadline=1e-9)
+        with pytest.raises(TimeLimitError):
+            overdue.result()
+        running.cancel()
+        for handle in handles:
+            handle.result()
+        assert ended == [1, 5, 4, 3, 2]

@@ -36,6 +36,7 @@ from mlxrunner import (
     PromptError,
     Runner,
     StepFailedError,
+    TimeLimitError,
     run_batch,
 )
 from mlxrunner.models.load import tokenizer_of
@@ -177,6 +178,37 @@ def test_a_request_waits_for_a_slot_in_the_order_of_arrival(llama: Any) -> None:
         assert runner.stats().steps > 9
         assert runner.stats().bytes > 0
     assert ended == list(range(9))
+
+
+def test_those_of_a_higher_priority_wait_in_front(llama: Any) -> None:
+    """Of the others, the nearest deadline; one turn in eight is that of the first to arrive."""
+    ended: list[int] = []
+    given: list[dict[str, Any]] = [{"priority": "batch"}, {}, {"deadline": 900}, {"deadline": 800}]
+    with opened(llama, 1) as runner:
+        running = runner.submit([99], **LONG)
+        runner.observers.append(lambda _, seen: ended.append(int(seen.prompt[0])))
+        handles = [
+            runner.submit([i], max_tokens=1, **options)
+            for i, options in enumerate([*given, *[{}] * 6])
+        ]
+        running.cancel()
+        assert all(handle.wait() for handle in handles)
+        until(lambda: len(ended) == 11)
+    assert ended == [99, 3, 2, 1, 4, 5, 6, 0, 7, 8, 9]
+
+
+@pytest.mark.parametrize("is_paused", [False, True])
+def test_a_deadline_ends_a_request_that_waits(
+    llama: Any, monkeypatch: pytest.MonkeyPatch, is_paused: bool
+) -> None:
+    """For a slot, or for a reader."""
+    monkeypatch.setattr(feed, "MOST_UNREAD", 2)
+    with opened(llama, 1) as runner:
+        running = runner.submit([9], **LONG, **({"deadline": 0.5} if is_paused else {}))
+        late = running if is_paused else runner.submit([1], **LONG, deadline=1e-6)
+        until(lambda: late.finished)
+        with pytest.raises(TimeLimitError):
+            list(late)
 
 
 def test_a_request_that_never_fits_is_refused_at_once(llama: Any) -> None:
@@ -613,6 +645,7 @@ ENDS = {
 }
 
 
+@pytest.mark.exhaustive(2)
 @pytest.mark.parametrize("end", ENDS)
 def test_an_open_runner_lets_the_interpreter_end(end: str) -> None:
     """Requests run; nothing hangs, crashes or is said."""
@@ -639,6 +672,7 @@ WAITS = {
 }
 
 
+@pytest.mark.exhaustive(2)
 @pytest.mark.parametrize("wait", WAITS)
 def test_an_interrupt_ends_the_waiting_at_once(wait: str) -> None:
     """While a step hangs; the runner can be used afterwards."""

@@ -465,9 +465,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
 """The settings of each architecture that differ from those of a Llama, or that a Llama lacks."""
 
 
+def settings_of(architecture: str) -> dict[str, Any]:
+    """Return the config.json of a tiny model."""
+    return {"model_type": architecture, **_BASE, **CONFIGS[architecture]}
+
+
 def build(architecture: str, **config: Any) -> Any:
     """Return a model with seeded random weights, in float32 and evaluated."""
-    settings = {"model_type": architecture, **_BASE, **CONFIGS[architecture], **config}
+    settings = settings_of(architecture) | config
     module = importlib.import_module(f"mlx_lm.models.{architecture}")
     model = module.Model(module.ModelArgs.from_dict(settings))
     mx.random.seed(0)

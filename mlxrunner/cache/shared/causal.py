@@ -45,7 +45,9 @@ class Places:
     def __init__(self, cells: Ints) -> None:
         self._runs = runs(cells)
         scattered = len(self._runs) > SOME_RUNS and len(cells) < SHORT * len(self._runs)
-        self._cells = mx.array(cells) if scattered else None
+        self._cells: slice | mx.array | None = None
+        if scattered:
+            self._cells = _stride(cells) or mx.array(cells)
 
     def put(self, buffer: mx.array, rows: mx.array) -> None:
         """Write `rows [1, heads, n, dim]` into `buffer [1, heads, cells, dim]`, in place."""
@@ -451,6 +453,14 @@ class CausalCache(Cache):
             _write(self._layers[index].keys, lift.targets, keys)
             _write(self._layers[index].values, lift.copies.targets, values)
         self._cells = after
+
+
+def _stride(cells: Ints) -> slice | None:
+    """Return `cells` as a slice if each has the same distance to the one before."""
+    first, last, by = int(cells[0]), int(cells[-1]), int(cells[1] - cells[0])
+    if by < 1 or (cells[1:] - cells[:-1] != by).any():
+        return None
+    return slice(first, last + 1, by)
 
 
 def _read(buffer: mx.array, cells: Ints) -> mx.array:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from support.sample import examples
 
 from mlxrunner.cache import Batch, CacheConfig, CacheFullError, CausalCache, NotSupportedError
+from mlxrunner.cache.shared.causal import Places
 
 HEADS, DIMS = 2, 8
 LLAMA3 = {
@@ -98,8 +99,24 @@ def forward(cache: CausalCache, batch: Batch, tokens: Sequence[int]) -> list[lis
         contents = np.array(values)[0, HEADS - 1, :, 0]
         assert mask.shape == (len(batch), len(contents))
         seen.append([sorted(int(token) for token in contents[row]) for row in np.array(mask)])
+        if cache._lifecycle.config == CacheConfig():
+            assert fetched(cache, len(batch)) == seen[-1]
     assert seen[0] == seen[1]
     return seen[0]
+
+
+def fetched(cache: CausalCache, queries: int) -> list[list[int]]:
+    """Return the tokens that each query sees of what is fetched, under mlx-lm's mask."""
+    _, values = cache.fetch()
+    contents = np.array(values)[0, HEADS - 1, :, 0]
+    mask = cache.attention_mask(is_split=False, as_array=False)
+    if mask is None or isinstance(mask, str):
+        assert mask == (None if queries == 1 else "causal")
+        mask = mx.array(np.tri(queries, len(contents), len(contents) - queries, dtype=np.bool_))
+    as_array = cache.attention_mask(is_split=False, as_array=True)
+    assert isinstance(as_array, mx.array)
+    assert as_array.tolist() == mask.tolist()
+    return [sorted(int(token) for token in contents[row]) for row in np.array(mask)]
 
 
 def drawn(
@@ -625,6 +642,61 @@ def test_only_the_last_call_is_taken_back() -> None:
         cache.start_forward(Batch([0, 1, 2], [1, 1, 1]))
     cache.undo_forward()
     assert cache.num_free == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "masks"),
+    [
+        ({}, ["causal", None, "causal", None]),
+        ({"window": 4, "memory": 9}, ["an array", None, "an array", None]),
+        ({"window": 9}, ["causal", None, "causal", None]),
+        ({"chunk": 4}, ["an array", None, "causal", None]),
+    ],
+    ids=str,
+)
+def test_a_sequence_alone_needs_no_mask_of_cells(
+    options: dict[str, int], masks: list[str | None]
+) -> None:
+    """Where its tokens lie side by side, they are fetched alone, as a cache of its own does it."""
+    cache, at, found = made(3, capacity=30, max_batch=30, **options), 0, []
+    drawn(cache, "99", [0, 1], [1, 1])
+    cache.expect(0, 20)
+    for tokens in ("12345", "6", "78", "9"):
+        drawn(cache, tokens, range(at, at + len(tokens)))
+        at += len(tokens)
+        mask = cache.attention_mask(is_split=False, as_array=False)
+        found.append("an array" if isinstance(mask, mx.array) else mask)
+        assert cache.split(worth=0) is None
+        assert cache.fetch()[0].shape[2] <= at
+    assert found == masks
+
+
+@pytest.mark.parametrize("distance", [2, 7, -3, 0], ids=["two", "seven", "back", "irregular"])
+def test_rows_at_equal_distances_are_written_at_once(distance: int) -> None:
+    """By a stride, where the lanes of many sequences are as full; else by a scatter."""
+    cells = np.arange(1, 1 + 9 * (distance or 5), distance or 5, dtype=np.int32)
+    cells = cells if distance >= 0 else np.arange(40, 20, distance, dtype=np.int32)
+    cells[3] += distance == 0
+    places, rows = Places(cells), mx.random.normal((1, 2, len(cells), 4))
+    assert isinstance(places._cells, slice) == (distance > 0)
+    buffer = mx.zeros((1, 2, 80, 4))
+    places.put(buffer, rows)
+    expected = np.zeros((1, 2, 80, 4), np.float32)
+    expected[:, :, cells] = np.array(rows)
+    assert (np.array(buffer) == expected).all()
+
+
+def test_a_step_in_parts_makes_no_mask() -> None:
+    """The mask of all queries and cells is made when it is asked for, and once."""
+    cache = made(2, capacity=900, max_batch=900)
+    for sequence in (0, 1):
+        forward(cache, Batch(range(510), [sequence] * 510), range(510))
+    cache.start_forward(Batch([510, 510], [0, 1]))
+    assert cache.split(worth=0.5) is not None
+    assert cache.attention_mask(is_split=True, as_array=False) == "causal"
+    assert "visible" not in vars(cache._current().forward)
+    assert cache.mask is cache.attention_mask(is_split=True, as_array=True)
+    assert cache.mask.shape == (2, 1022)
 
 
 @dataclass

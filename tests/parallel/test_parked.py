@@ -1,0 +1,41 @@
+"""Conversations that find no slot are parked on disk, and evaluate only what is new."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from support.histories import tiny_parts
+
+from mlxrunner import Runner
+from mlxrunner.parallel.stepper import Stepper
+from mlxrunner.stored.parking import Parking
+
+SETTINGS = {"context": 400, "prefill_step": 32, "checkpoint_budget": 10**6}
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next", "deepseek_v3", "mamba2"])
+def test_five_conversations_take_turns_in_two_slots(tmp_path: Path, name: str) -> None:
+    """Answers are those of `Runner`, and each turn finds all of its conversation.
+
+    The third turn comes after a restart, before which the slots are parked, too.
+    """
+    rng, parts = random.Random(0), tiny_parts(name)
+    talks = [[rng.randrange(1, 250) for _ in range(90 + number)] for number in range(5)]
+    for turns in (2, 1):
+        parking = Parking(tmp_path, {"model": name}, limit=10**9)
+        with Stepper(*parts, max_sequences=2, parking=parking, **SETTINGS) as stepper:
+            for _ in range(turns):
+                for number, talk in enumerate(talks):
+                    handle = stepper.submit(talk, max_tokens=6, stop_tokens=[])
+                    while not handle.finished:
+                        stepper.step()
+                    found = handle.result()
+                    cold = Runner(*parts, **SETTINGS).complete(talk, max_tokens=6, stop_tokens=[])
+                    assert found.tokens == cold.tokens
+                    if len(talk) > 94:
+                        assert found.usage.cached_tokens == len(talk) - 11
+                    new = [rng.randrange(1, 250) for _ in range(10)]
+                    talks[number] = [*talk, *found.tokens, *new]
+        parking.close()
