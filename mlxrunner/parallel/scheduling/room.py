@@ -38,7 +38,8 @@ class Room:
         """Manage `cells` cells per layer for running `requests` of up to `capacity` tokens each."""
         self._adapted, self._slots, self._requests = adapted, slots, requests
         self._capacity, self._cells = capacity, cells
-        self._is_ample = cells >= len(slots) * capacity
+        # Without groups no layer has cells.
+        self._is_ample = cells >= len(slots) * capacity or not adapted.groups
 
     def check(
         self, request: ActiveRequest, choice: Choice, others: Sequence[ActiveRequest]
