@@ -63,6 +63,6 @@ def must_have_cells(cells: int, memory: int, demand: Demand) -> None:
         caches = replace(demand, weights=0)
         needed = caches.caches(2) + caches.checkpoints(2, memory)
         raise MemoryPlanError(
-            f"memory: {size(memory)} is not enough for the states of the sequences, which take "
-            f"{size(needed)}: give more, or fewer sequences at a time"
+            f"memory: {size(memory)} is not enough for the states and checkpoints of all, "
+            f"which take {size(needed)}: give more, or fewer sequences at a time"
         )

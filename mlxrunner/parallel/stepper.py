@@ -252,7 +252,7 @@ class Stepper(Several):
             context=limit,
             prefill_step=step,
             checkpoint_budget=chosen.checkpoint_budget,
-            offered=offered,
+            offered=offered if memory is None else min(offered, memory),
         )
         most = max_sequences * limit
         if memory is not None and cells is None:

@@ -7,17 +7,21 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import mlx.core as mx
 from support.models import tiny_config, tiny_model
 
 from mlxrunner.cache.shared.sequences import Batch
+from mlxrunner.engine.observation import Observation
 from mlxrunner.errors import FormError, StepFailedError
 from mlxrunner.models.facts import facts_of
 from mlxrunner.parallel.driven import DrivenHandle
 from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.results import Usage
+from mlxrunner.stored.parking import Parking
 from mlxrunner.testing import ByteTokenizer, interrupt_at
 
 Parts = tuple[Any, ByteTokenizer, Any]
@@ -37,6 +41,8 @@ Running = tuple[DrivenHandle, list[int], dict[str, Any]]
 
 class History(ABC):
     """One run of random events. `seen` counts what happened.
+
+    Half of the runners park conversations on disk, and half have a budget of bytes.
 
     `weights`: how often a request comes, steps are run, one is cancelled, a step fails, a call is
     interrupted, a request makes each of its steps fail, the runner is closed and opened again.
@@ -97,7 +103,24 @@ class History(ABC):
             ),
             "prefill_step": self.rng.choice([8, 32, 200]),
         }
-        self.runner = Stepper(*self.given, **self._settings)
+        if self.rng.random() < 0.5:
+            self._settings["memory"] = self.rng.randint(10**4, 10**6)
+        self._disk = TemporaryDirectory() if self.rng.random() < 0.5 else None
+        self.runner = self._opened()
+
+    def _opened(self) -> Stepper:
+        """Return a runner that parks conversations in the folder of this history, if it has one."""
+        if self._disk is None:
+            return Stepper(*self.given, **self._settings)
+        parking = Parking(Path(self._disk.name), {"model": "tiny"}, limit=2**20)
+        runner = Stepper(*self.given, parking=parking, **self._settings)
+        runner.observers.append(self._count)
+        return runner
+
+    def _count(self, runner: Any, observed: Observation) -> None:
+        beside = observed.beside
+        self.seen["parked"] += sum(one.parked for one in beside.evicted) if beside else 0
+        self.seen["restored"] += observed.lookup.restored > 0
 
     @abstractmethod
     def submit(self, runner: Stepper) -> None:
@@ -227,7 +250,7 @@ class History(ABC):
         assert all(handle.finished for handle, _, _ in self.live)
         self.live.clear()
         self.seen["restarted"] += 1
-        self.runner = Stepper(*self.given, **self._settings)
+        self.runner = self._opened()
 
     def close(self) -> None:
         """Let all requests end, check that every slot holds what it says, and close the runner."""

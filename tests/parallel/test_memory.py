@@ -1,0 +1,70 @@
+"""One budget of bytes for cells, states and checkpoints of all conversations."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.conversations import Trace, play
+from support.histories import tiny_parts
+from support.models import tiny_config
+from support.sample import fewer
+
+from mlxrunner.cache.lookup import Evicted
+from mlxrunner.engine.observation import Observation
+from mlxrunner.models.load import LoadedModel
+from mlxrunner.parallel.stepper import Stepper
+
+SETTINGS: dict[str, Any] = {"context": 300, "prefill_step": 64, "checkpoint_interval": 40}
+
+
+def loaded(name: str, folder: Path) -> LoadedModel:
+    config = tiny_config(name, max_position_embeddings=4096, vocab_size=300)
+    model, tokenizer, facts = tiny_parts(name)
+    return LoadedModel(name, folder, model, tokenizer, facts, config)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next", "mamba2"])
+def test_conversations_stay_within_the_budget(name: str, tmp_path: Path) -> None:
+    """All bytes at the end of each request, within 2 %; none fails, and nothing else is needed."""
+    given, slots = loaded(name, tmp_path), 4
+    with Stepper.of(given, max_sequences=slots, reserve=False, **SETTINGS) as runner:
+        play(runner, trace())
+        memory = runner._scheduler.residents.allocated_bytes // 2
+    with Stepper.of(given, max_sequences=slots, memory=memory, reserve=False, **SETTINGS) as runner:
+        played = play(runner, trace())
+        assert runner.cells < slots * runner.context or name == "mamba2"
+    assert not played.failures
+    assert played.requests == trace().requests
+    assert played.evicted > 0
+    assert played.most_bytes <= memory * 1.02
+
+
+def trace() -> Trace:
+    return Trace(conversations=8, requests=fewer(100, 40), context=300, scale=0.3)
+
+
+def test_the_event_says_who_was_given_up_for_whom() -> None:
+    """And that it was for its bytes; the next turn of that conversation says the same."""
+    given, rng = tiny_parts("mamba2"), random.Random(0)
+    one, two = ([rng.randrange(250) for _ in range(60)] for _ in range(2))
+    found: list[list[Evicted]] = []
+
+    def see(_: Any, observed: Observation) -> None:
+        assert observed.beside is not None
+        found.append(list(observed.beside.evicted))
+
+    with Stepper(*given, max_sequences=3, **SETTINGS) as runner:
+        runner.observers.append(see)
+        runner.complete(one, max_tokens=4, stop_tokens=[])
+        runner._scheduler.residents.memory = 1
+        runner.complete(two, max_tokens=4, stop_tokens=[])
+        usage = runner.complete([*one, 1], max_tokens=4, stop_tokens=[]).usage
+    assert [[(who.tokens, who.cause, who.parked) for who in each] for each in found] == [
+        [],
+        [(63, "memory", False)],
+        [],
+    ]
+    assert (usage.reason, usage.cache.freed_by) == ("evicted", "request 2")
