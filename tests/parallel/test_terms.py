@@ -11,8 +11,8 @@ from support.models import tiny_config, tiny_model
 from mlxrunner import Runner
 from mlxrunner.errors import CacheFullError, OptionError, TimeLimitError
 from mlxrunner.models.facts import facts_of
-from mlxrunner.parallel import claims, room
 from mlxrunner.parallel.runner import ParallelRunner
+from mlxrunner.parallel.scheduling import claims, room
 from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.testing import ByteTokenizer
 

@@ -40,8 +40,8 @@ from mlxrunner import (
     run_batch,
 )
 from mlxrunner.models.load import tokenizer_of
-from mlxrunner.parallel import feed
 from mlxrunner.parallel.stepper import Stepper
+from mlxrunner.parallel.threads import feed
 from mlxrunner.tokenizer import load_tokenizer
 
 LONG: dict[str, Any] = {"max_tokens": 100, "stop_tokens": []}
