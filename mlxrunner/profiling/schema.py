@@ -8,7 +8,7 @@ order of this class. Users read the descriptions here.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
@@ -459,12 +459,12 @@ class Event:
         ),
     ] = 0
     evicted: Annotated[
-        list[Eviction],
+        tuple[Eviction, ...],
         about(
             "The conversations that were given up to make room for this request. Missing in older "
             "events."
         ),
-    ] = field(default_factory=list)
+    ] = ()
 
     @classmethod
     def of(cls, line: Mapping[str, Any]) -> Event:

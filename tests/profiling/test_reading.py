@@ -27,7 +27,7 @@ def example(number: int = 0) -> dict[str, Any]:
 
 def completed(line: dict[str, Any]) -> dict[str, Any]:
     """Add the fields that older events lack."""
-    line = {**line, "line": None}
+    line = {"line": None, "submitted": None, "restored_tokens": 0, "evicted": (), **line}
     if line["verify"] is None:
         return line
     return line | {"verify": {"wrong_token": None, **line["verify"]}}

@@ -179,6 +179,8 @@ class Assigner:
         lease = request.lease = slot.cache.begin(prompt, source=copied)
         lease.take()
         found = replace(lease.lookup, restored=min(restored, lease.lookup.cached))
+        if request.clock.lookup_s:  # it waited: its lookup was timed before
+            found = replace(found, rewind_s=0.0)
         request.place, request.is_placed, request.source = found.cached, True, None
         if not request.sampled:
             request.lookup = found

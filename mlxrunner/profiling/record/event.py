@@ -88,7 +88,7 @@ def _beside(observed: Observation) -> dict[str, Any]:
     beside = observed.beside
     if beside is None:
         return {}
-    evicted = [Eviction(**vars(one)) for one in beside.evicted]
+    evicted = tuple(Eviction(**vars(one)) for one in beside.evicted)
     return {"submitted": beside.submitted or None, "evicted": evicted}
 
 
