@@ -20,8 +20,9 @@ from mlxrunner.models.load import LoadedModel
 from mlxrunner.models.resolve import name_of
 from mlxrunner.options import RunnerKwargs, SubmitKwargs
 from mlxrunner.parallel.handle import Handle
+from mlxrunner.parallel.opening import SlotsKwargs
 from mlxrunner.parallel.several import Several
-from mlxrunner.parallel.stepper import SlotsKwargs, Stepper
+from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.parallel.threads.thread import EngineThread, Stats
 from mlxrunner.results import Chunk
 from mlxrunner.tokenizer import Tokenizer

@@ -12,38 +12,38 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from os import PathLike
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import mlx.core as mx
 import numpy as np
 
-from mlxrunner.cache.layers.factory import CacheOptions
-from mlxrunner.cache.shared.sequences import Batch
 from mlxrunner.config.arguments import check_flag, check_kind, listed
 from mlxrunner.engine.answer import AnswerStream
 from mlxrunner.engine.observation import Observer, tell, usage_of
 from mlxrunner.engine.owner import Owned, Owner
 from mlxrunner.engine.requests import Request, prepare
-from mlxrunner.engine.sampling import NextToken, dispatch
-from mlxrunner.errors import CacheFullError, NoFreeSlotError, OptionError
-from mlxrunner.memory.plan import Batch as WorstBatch
-from mlxrunner.memory.plan import Demand, Plan
-from mlxrunner.memory.reserve import choose as choose_plan
-from mlxrunner.memory.reserve import must_fit
-from mlxrunner.memory.slots import cells_within, demand_of_slots, must_have_cells
+from mlxrunner.errors import CacheFullError, NoFreeSlotError
+from mlxrunner.memory.plan import Plan
 from mlxrunner.models.facts import ModelFacts
 from mlxrunner.models.load import LoadedModel, load_model
 from mlxrunner.models.resolve import name_of
 from mlxrunner.options import (
-    MOST_TOKENS,
     GenerateOptions,
-    Option,
     RunnerKwargs,
     RunnerSettings,
     SubmitKwargs,
 )
 from mlxrunner.parallel.driven import DrivenHandle
+from mlxrunner.parallel.opening import (
+    DEFAULT_PREFILL_STEP,
+    Opening,
+    SizesKwargs,
+    SlotsKwargs,
+    check_sizes,
+    must_hold_all,
+    parking_of,
+    settings_of,
+)
 from mlxrunner.parallel.rows.proof import engine_for
 from mlxrunner.parallel.scheduling.claims import NEVER
 from mlxrunner.parallel.scheduling.pace import StepPace
@@ -54,28 +54,14 @@ from mlxrunner.parallel.scheduling.turns import Priority
 from mlxrunner.parallel.scheduling.turns import check as check_turn
 from mlxrunner.parallel.several import Answer, Several
 from mlxrunner.results import FinishReason, Result, Usage
-from mlxrunner.system import device
 from mlxrunner.tokenizer import Tokenizer
 from mlxrunner.tokenizer.prompt import Prompt
 
 if TYPE_CHECKING:
     from mlxrunner.stored.parking import Parking
 
-DEFAULT_PREFILL_STEP = 1024
 CHECKPOINT_BUDGET = 2**30
 """Bytes for the checkpoints of all slots if no plan gives another number."""
-
-
-class SlotsKwargs(RunnerKwargs, total=False):
-    """The settings of `Stepper.of`, as keyword arguments, for type checkers."""
-
-    context: int | None
-    cells: int | None
-    memory: int | None
-    park_bytes: int
-    park_folder: str | PathLike[str] | None
-    step_ms: float | None
-    reserve: bool
 
 
 class Stepper(Several):
@@ -114,29 +100,17 @@ class Stepper(Several):
         that are too small.
         """
         check_kind("facts", facts, ModelFacts, "use Stepper.load, which finds them")
-        Option(low=1).check("max_sequences", max_sequences)
-        for option, value in (("context", context), ("cells", cells)):
-            if value is not None:
-                Option(low=2, high=MOST_TOKENS).check(option, value)
-        if "prefill_step" in settings:
-            limits = Option(low=max_sequences, high=MOST_TOKENS)
-            limits.check("prefill_step", settings["prefill_step"])
+        sizes = {"context": context, "cells": cells, "memory": memory, "step_ms": step_ms}
+        check_sizes(max_sequences, sizes | settings)
         prefill_step = settings.setdefault("prefill_step", DEFAULT_PREFILL_STEP)
         chosen = RunnerSettings.of(context=context, **settings)
         self.owner = Owner(type(self).__name__)
         self.context = context or facts.context
         self.cells = cells or max_sequences * self.context
-        if step_ms is not None:
-            Option(float, low=0).check("step_ms", step_ms)
         self.step_ms = step_ms
         self.prefill_step = min(prefill_step, max_sequences * self.context)
-        if self.prefill_step < max_sequences:
-            raise OptionError(
-                f"max_sequences: {max_sequences} is out of range, a step of {self.prefill_step} "
-                "tokens has to hold one of each"
-            )
+        must_hold_all(self.prefill_step, max_sequences)
         self.model, self.tokenizer, self.facts, self.name = model, tokenizer, facts, name
-        share_of_cells = -(-self.cells // max_sequences)
         budget = chosen.checkpoint_budget
         budget = CHECKPOINT_BUDGET if budget is None else budget
         self._parking = parking
@@ -151,31 +125,36 @@ class Stepper(Several):
         self._adapted = engine_for(
             model,
             max_sequences=max_sequences,
-            capacity=share_of_cells,
+            capacity=-(-self.cells // max_sequences),
             max_batch=self.prefill_step,
             slack=chosen.rewind_slack,
             kv_bits=chosen.kv_bits,
             depends_on_chunks=bool(facts.depends_on_chunks),
         )
         try:
-            self._scheduler = Scheduler(
-                self._adapted,
-                max_sequences,
-                capacity=self.context,
-                cells=self.cells,
-                max_batch=self.prefill_step,
-                ended=self._ended,
-                message_ends=np.array(sorted(tokenizer.message_ends), np.int32),
-                checkpoint_budget=budget,
-                checkpoint_interval=chosen.checkpoint_interval,
-                memory=memory,
-                parking=parking,
-                is_reusable=not facts.depends_on_chunks,
-                pace=StepPace(self.prefill_step, 0 if facts.depends_on_chunks else step_ms),
-            )
+            self._scheduler = self._scheduled(max_sequences, memory)
         except BaseException:
             self._adapted.close()
             raise
+
+    def _scheduled(self, max_sequences: int, memory: int | None) -> Scheduler:
+        """Return the scheduler of this runner, within `memory` bytes."""
+        is_reusable = not self.facts.depends_on_chunks
+        return Scheduler(
+            self._adapted,
+            max_sequences,
+            capacity=self.context,
+            cells=self.cells,
+            max_batch=self.prefill_step,
+            ended=self._ended,
+            message_ends=np.array(sorted(self.tokenizer.message_ends), np.int32),
+            checkpoint_budget=self._settings.checkpoint_budget or 0,
+            checkpoint_interval=self._settings.checkpoint_interval,
+            memory=memory,
+            parking=self._parking,
+            is_reusable=is_reusable,
+            pace=StepPace(self.prefill_step, self.step_ms if is_reusable else 0),
+        )
 
     @classmethod
     def load(
@@ -183,37 +162,16 @@ class Stepper(Several):
         model: str | PathLike[str] = "demo",
         *,
         max_sequences: int,
-        context: int | None = None,
-        cells: int | None = None,
-        memory: int | None = None,
-        park_bytes: int = 0,
-        park_folder: str | PathLike[str] | None = None,
-        step_ms: float | None = 0,
-        reserve: bool = True,
         trust_remote_code: bool = False,
-        **settings: Unpack[RunnerKwargs],
+        **settings: Unpack[SlotsKwargs],
     ) -> Self:
-        """Load "demo", a model directory or a hub id. See `Stepper` for the arguments.
+        """Load "demo", a model directory or a hub id, and make a runner as `of` does.
 
-        With `reserve` the runner allocates all cells now and runs the largest step once. Raise
-        ModelError, which names the missing or broken file, or MemoryPlanError with the plan's table
-        if the plan does not fit.
+        Raise ModelError, which names the missing or broken file, and the errors of `of`.
         """
-        check_flag("reserve", reserve)
         check_flag("trust_remote_code", trust_remote_code)
         loaded = load_model(name_of(model), trust_remote_code=trust_remote_code)
-        return cls.of(
-            loaded,
-            max_sequences=max_sequences,
-            context=context,
-            cells=cells,
-            memory=memory,
-            park_bytes=park_bytes,
-            park_folder=park_folder,
-            step_ms=step_ms,
-            reserve=reserve,
-            **settings,
-        )
+        return cls.of(loaded, max_sequences=max_sequences, **settings)
 
     @classmethod
     def of(
@@ -221,118 +179,55 @@ class Stepper(Several):
         loaded: LoadedModel,
         *,
         max_sequences: int,
-        context: int | None = None,
-        cells: int | None = None,
-        memory: int | None = None,
         park_bytes: int = 0,
         park_folder: str | PathLike[str] | None = None,
-        step_ms: float | None = 0,
         reserve: bool = True,
-        **settings: Unpack[RunnerKwargs],
+        **sizes: Unpack[SizesKwargs],
     ) -> Self:
-        """Make a runner for a loaded model. See `Stepper.load` for the arguments.
+        """Make a runner for a loaded model. See `Stepper` for the other arguments.
 
-        Without `cells` there are as many as fit into `memory` bytes, or with `reserve` into what
-        the plan leaves, and at most `max_sequences * context`. `park_bytes`: the most bytes on disk
-        for conversations that find no place; 0: they are lost. `park_folder`: their folder, where
-        they are found again by the next runner; None: a private one that goes with the runner.
-        Raise MemoryPlanError, before anything is allocated, if the plan does not fit, and
-        SessionError if the folder can't be used.
+        With `reserve` the runner allocates all cells now and runs the largest step once. Without
+        `cells` there are as many as fit into `memory` bytes, or with `reserve` into what the plan
+        leaves, and at most `max_sequences * context`. `park_bytes`: the most bytes on disk for
+        conversations that find no place; 0: they are lost. `park_folder`: their folder, where they
+        are found again by the next runner; None: a private one that goes with the runner. Raise
+        MemoryPlanError with the plan's table, before anything is allocated, if the plan does not
+        fit, and SessionError if the folder can't be used.
         """
-        chosen = RunnerSettings.of(context=context, **settings)
-        Option(low=1).check("max_sequences", max_sequences)
-        limit = context or loaded.facts.context
-        step = min(settings.get("prefill_step", DEFAULT_PREFILL_STEP), max_sequences * limit)
-        offered = device.offered_bytes()
-        demand = demand_of_slots(
-            loaded.model,
-            loaded.config,
-            CacheOptions(rewind_slack=chosen.rewind_slack, kv_bits=chosen.kv_bits),
-            slots=max_sequences,
-            context=limit,
-            prefill_step=step,
-            checkpoint_budget=chosen.checkpoint_budget,
-            offered=offered if memory is None else min(offered, memory),
+        check_flag("reserve", reserve)
+        check_sizes(max_sequences, sizes)
+        chosen = settings_of(sizes)
+        memory = sizes.get("memory")
+        opening = Opening.of(
+            loaded, max_sequences, chosen, sizes.get("prefill_step", DEFAULT_PREFILL_STEP), memory
         )
-        most = max_sequences * limit
-        if memory is not None and cells is None:
-            cells = cells_within(demand, memory, most)
-            must_have_cells(cells, memory, demand)
-        elif reserve and cells is None:
-            cells = choose_plan(demand, None, step, offered=offered, limit=most).context
-        settings["checkpoint_budget"] = demand.checkpoint_budget
-        if reserve:
-            most = cells or most
-            must_fit(choose_plan(demand, most, step, offered=offered, limit=most))
-        parking = _parking(loaded, park_bytes, park_folder, chosen)
-        runner = cls(
-            loaded.model,
-            loaded.tokenizer,
-            loaded.facts,
-            max_sequences=max_sequences,
-            context=context,
-            cells=cells,
-            memory=memory,
-            parking=parking,
-            step_ms=step_ms,
-            name=loaded.name,
-            **settings,
-        )
-        runner.suggested_options = dict(loaded.suggested)
-        if reserve:
-            try:
-                runner.plan = runner._reserve(demand, offered)
-            except BaseException:
-                runner.close()
-                raise
-        return runner
-
-    def _reserve(self, demand: Demand, offered: int) -> Plan:
-        """Allocate all cells, run the largest step once to measure it, and return the plan.
-
-        The step sees every cell. Raise MemoryPlanError if it needs more than the device offers.
-        """
-        before = mx.get_active_memory()
-        mx.reset_peak_memory()
-        # As in a run, the second step is dispatched before the first is read.
-        in_flight = [self._largest_step(), self._largest_step()]
-        mx.eval(in_flight, self._adapted.state())
-        peak, stored = mx.get_peak_memory(), sum(group.nbytes for group in self._adapted.groups)
-        del in_flight
-        mx.clear_cache()
-        # A shift, between two steps, holds the moved half of a sequence, and its keys once more.
-        shifted = stored * self.context // self.cells
-        batch = WorstBatch(max(0, peak - before - stored, shifted), is_measured=True)
-        plan = must_fit(
-            choose_plan(
-                replace(demand, batch=batch),
-                self.cells,
-                self.prefill_step,
-                offered=offered,
-                limit=self.cells,
+        sizes["cells"] = opening.cells(sizes.get("cells"), memory, reserve=reserve)
+        sizes["checkpoint_budget"] = opening.demand.checkpoint_budget
+        parking = parking_of(loaded, park_bytes, park_folder, chosen)
+        try:
+            runner = cls(
+                loaded.model,
+                loaded.tokenizer,
+                loaded.facts,
+                max_sequences=max_sequences,
+                parking=parking,
+                name=loaded.name,
+                **sizes,
             )
-        )
-        device.set_limits(plan.total, batch.fixed)
-        return plan
-
-    def _largest_step(self) -> list[mx.array]:
-        """Dispatch a full row that sees every cell, and sample a token for each slot.
-
-        The sampling is the costliest possible. Nothing is stored.
-        """
-        batch = Batch(list(range(self.prefill_step)), [0] * self.prefill_step)
-        rows = range(self.prefill_step - len(self.slots), self.prefill_step)
-        logits = self._adapted.forward(
-            mx.zeros((self.prefill_step,), mx.int32), batch, rows, reserve=True
-        )
-        costliest = NextToken(
-            GenerateOptions.of(temperature=1.0, top_p=0.9, logprobs=5, seed=0), logits.shape[-1]
-        )
-        arrays = [
-            array for row in range(len(rows)) for array in costliest(logits[row : row + 1]).arrays
-        ]
-        dispatch(arrays)
-        return arrays
+        except BaseException:
+            if parking is not None:
+                parking.close()
+            raise
+        runner.suggested_options = dict(loaded.suggested)
+        try:
+            if reserve:
+                runner.plan = opening.reserve(
+                    runner._adapted, runner.cells, runner.context, max_sequences
+                )
+        except BaseException:
+            runner.close()
+            raise
+        return runner
 
     @property
     def slots(self) -> Sequence[Slot]:
@@ -539,18 +434,3 @@ class Stepper(Several):
             used_bytes=self.used_bytes,
             peak_bytes=mx.get_peak_memory(),
         )
-
-
-def _parking(
-    loaded: LoadedModel, limit: int, folder: str | PathLike[str] | None, settings: RunnerSettings
-) -> Parking | None:
-    """Open the parking of a model; None if `limit` is 0."""
-    Option(low=0).check("park_bytes", limit)
-    if not limit:
-        return None
-    from mlxrunner.models.fingerprint import fingerprint
-    from mlxrunner.stored.parking import Parking
-
-    stored = {"kv_bits": str(settings.kv_bits), "cells": "shared"}
-    place = None if folder is None else Path(folder)
-    return Parking(place, fingerprint(loaded.folder) | stored, limit=limit)

@@ -321,6 +321,17 @@ def test_a_bad_prompt_is_refused_at_once(
         Stepper(*llama, max_sequences=4, context=50, prefill_step=3)
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    [{"memory": 0}, {"memory": "8 GB"}, {"cells": 1}, {"context": -1}, {"step_ms": -1}],
+    ids=str,
+)
+def test_wrong_sizes_are_refused_before_anything_is_loaded(sizes: dict[str, Any]) -> None:
+    (name,) = sizes
+    with pytest.raises(OptionError, match=name):
+        Stepper.load("demo", max_sequences=2, **sizes)
+
+
 def failing(runner: Stepper, call: int, error: BaseException) -> None:
     """Let the call number `call` of a layer's cache raise `error`, once."""
     calls = 0
