@@ -153,6 +153,7 @@ class Stepper(Several):
             max_sequences=max_sequences,
             capacity=share_of_cells,
             max_batch=self.prefill_step,
+            context=self.context,
             slack=chosen.rewind_slack,
             kv_bits=chosen.kv_bits,
             depends_on_chunks=bool(facts.depends_on_chunks),
