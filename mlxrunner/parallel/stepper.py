@@ -127,6 +127,7 @@ class Stepper(Several):
             max_sequences=max_sequences,
             capacity=-(-self.cells // max_sequences),
             max_batch=self.prefill_step,
+            context=self.context,
             slack=chosen.rewind_slack,
             kv_bits=chosen.kv_bits,
             depends_on_chunks=bool(facts.depends_on_chunks),

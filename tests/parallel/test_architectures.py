@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
-from support.architectures import CONFIGS, VOCAB, build
+from support.architectures import CONFIGS, VOCAB, build, settings_of
 
 from mlxrunner import Runner
 from mlxrunner.cache.layers.recurrent import RecurrentCache, Stack
@@ -357,3 +357,18 @@ def test_the_slack_of_windows_is_that_of_their_cells() -> None:
     assert isinstance(engine, Adapted)
     assert {group.memory for group in engine.groups} == {None, 32 + 7}
     engine.close()
+
+
+def test_few_cells_do_not_narrow_the_windows_of_each_sequence() -> None:
+    """Layers that are apart see a whole window, whatever the share of the cells is."""
+    config = {"vocab_size": 300}
+    model = build("baichuan_m1", **config)
+    given = model, ByteTokenizer(), facts_of(model, settings_of("baichuan_m1") | config)
+    prompt = list(range(1, 61))
+    options: dict[str, Any] = {"max_tokens": 5, "stop_tokens": [], "logprobs": 0}
+    expected = Runner(*given, context=100).complete(prompt, **options)
+    with Stepper(*given, max_sequences=4, context=100, cells=100) as runner:
+        result = runner.complete(prompt, **options)
+    assert result.tokens == expected.tokens
+    pairs = zip(result.logprobs or [], expected.logprobs or [], strict=True)
+    assert max(abs(ours[0] - its[0]) for ours, its in pairs) < 1e-4

@@ -49,20 +49,23 @@ def engine_for(
     max_sequences: int,
     capacity: int,
     max_batch: int,
+    context: int | None = None,
     slack: int = WINDOWS_KEEP,
     kv_bits: int | None = None,
     depends_on_chunks: bool = False,
 ) -> Adapted | OneAtATime:
     """Return the engine that runs as much of `model` as possible for several sequences at once.
 
-    `capacity`: tokens per sequence. `max_batch`: tokens per step. `slack`: tokens that windows keep
-    beyond themselves. `kv_bits`: bits per number in layers of full attention. `depends_on_chunks`:
-    the fact of that name about the model.
+    `capacity`: cells for each sequence, on average. `max_batch`: tokens per step. `context`: most
+    tokens of one sequence; None: `capacity`. `slack`: tokens that windows keep beyond themselves.
+    `kv_bits`: bits per number in layers of full attention. `depends_on_chunks`: the fact of that
+    name about the model.
     """
-    options = CacheOptions(context=capacity, rewind_slack=slack, kv_bits=kv_bits)
+    context = context or capacity
+    options = CacheOptions(context=context, rewind_slack=slack, kv_bits=kv_bits)
     if depends_on_chunks:
         return OneAtATime(model, options, DEPENDS)
-    proof, why = Proof(model, options, far=(capacity - 1, capacity // 2)), None
+    proof, why = Proof(model, options, far=(context - 1, context // 2)), None
     for adapted in _candidates(model, options):
         try:
             difference = proof.difference(adapted)
