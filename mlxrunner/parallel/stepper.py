@@ -20,7 +20,7 @@ import numpy as np
 
 from mlxrunner.cache.layers.factory import CacheOptions
 from mlxrunner.cache.shared.sequences import Batch
-from mlxrunner.config.arguments import check_flag, check_kind, listed
+from mlxrunner.config.arguments import check_flag, check_kind, check_path, listed
 from mlxrunner.engine.answer import AnswerStream
 from mlxrunner.engine.observation import Observer, tell, usage_of
 from mlxrunner.engine.owner import Owned, Owner
@@ -114,10 +114,7 @@ class Stepper(Several):
         that are too small.
         """
         check_kind("facts", facts, ModelFacts, "use Stepper.load, which finds them")
-        Option(low=1).check("max_sequences", max_sequences)
-        for option, value in (("context", context), ("cells", cells)):
-            if value is not None:
-                Option(low=2, high=MOST_TOKENS).check(option, value)
+        _check_room(max_sequences, context, cells, memory)
         if "prefill_step" in settings:
             limits = Option(low=max_sequences, high=MOST_TOKENS)
             limits.check("prefill_step", settings["prefill_step"])
@@ -240,7 +237,7 @@ class Stepper(Several):
         SessionError if the folder can't be used.
         """
         chosen = RunnerSettings.of(context=context, **settings)
-        Option(low=1).check("max_sequences", max_sequences)
+        _check_room(max_sequences, context, cells, memory)
         limit = context or loaded.facts.context
         step = min(settings.get("prefill_step", DEFAULT_PREFILL_STEP), max_sequences * limit)
         offered = device.offered_bytes()
@@ -541,11 +538,24 @@ class Stepper(Several):
         )
 
 
+def _check_room(
+    max_sequences: int, context: int | None, cells: int | None, memory: int | None
+) -> None:
+    Option(low=1).check("max_sequences", max_sequences)
+    for option, value in (("context", context), ("cells", cells)):
+        if value is not None:
+            Option(low=2, high=MOST_TOKENS).check(option, value)
+    if memory is not None:
+        Option(low=1).check("memory", memory)
+
+
 def _parking(
     loaded: LoadedModel, limit: int, folder: str | PathLike[str] | None, settings: RunnerSettings
 ) -> Parking | None:
     """Open the parking of a model; None if `limit` is 0."""
     Option(low=0).check("park_bytes", limit)
+    if folder is not None:
+        check_path("park_folder", folder)
     if not limit:
         return None
     from mlxrunner.models.fingerprint import fingerprint

@@ -7,6 +7,7 @@ made from the feeds of their requests.
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import sys
 import threading
@@ -223,9 +224,10 @@ class EngineThread:
         return all(feed.request.is_paused for feed in self._running) and self.stepper.is_idle
 
     def _next_due(self) -> float | None:
-        """Return the seconds until the nearest deadline; None if there is none."""
+        """Return the seconds until the nearest deadline; None if none comes in a lifetime."""
         dues = [feed.request.due for feed in self._running if feed.request.due is not None]
-        return max(0.0, min(dues) - time.perf_counter()) if dues else None
+        left = min(dues, default=math.inf) - time.perf_counter()
+        return None if left > threading.TIMEOUT_MAX else max(0.0, left)
 
     def _enqueue(self, feed: Feed) -> None:
         """Let a request wait for its turn, which may be the next one."""
