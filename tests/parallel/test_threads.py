@@ -716,6 +716,45 @@ def test_an_open_runner_lets_the_interpreter_end(end: str) -> None:
     assert ran.stderr == "" if not said else said in ran.stderr
 
 
+def test_in_the_child_of_a_fork_nothing_waits_for_the_thread_that_is_missing() -> None:
+    """Even if another thread held the lock: every call ends, and the parent's runner goes on."""
+    ran = program(
+        """
+        from mlxrunner import EngineError
+        runner = ParallelRunner(*parts, max_sequences=2, context=4000)
+        handles = [runner.submit([i], **LONG) for i in range(4)]
+        taken, done = threading.Event(), threading.Event()
+
+        def hold():
+            with runner._thread.lock:
+                taken.set()
+                done.wait()
+
+        threading.Thread(target=hold).start()
+        taken.wait()
+        if (child := os.fork()) == 0:
+            waits = [handles[0].result, lambda: list(handles[1]), handles[2].wait]
+            for wait in [*waits, lambda: runner.complete([1])]:
+                try:
+                    print("ended" if wait() is True else "answered")
+                except EngineError as error:
+                    print("fork" if "fork" in str(error) else error)
+            handles[3].cancel()
+            runner.close()
+            print("closed", flush=True)
+            os._exit(0)
+        done.set()
+        os.waitpid(child, 0)
+        for handle in handles:
+            handle.cancel()
+        print(len(runner.complete([5], max_tokens=4, stop_tokens=[]).tokens) == 4)
+        runner.close()
+        """
+    )
+    assert ran.stderr == ""
+    assert ran.stdout.split() == ["fork", "fork", "ended", "fork", "closed", "True"]
+
+
 WAITS = {
     "result": "handle.result()",
     "iterate": "list(handle)",
