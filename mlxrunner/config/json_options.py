@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from mlxrunner.config.arguments import shown
 from mlxrunner.errors import OptionError
 
 RESERVED = tuple(
@@ -33,7 +34,7 @@ def json_text(name: str, value: Any, *kinds: type) -> Any:
         return json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise OptionError(
-            f"{name}: it can't be written as JSON: {error}, in {value!r:.80}"
+            f"{name}: it can't be written as JSON: {error}, in {shown(value)}"
         ) from error
 
 
@@ -76,7 +77,7 @@ def check_tools(tools: str | None) -> None:
     for number, tool in enumerate(tools_given):
         if not isinstance(tool, dict) or not tool:
             raise OptionError(
-                f"tools: number {number} has to be a JSON object, not {tool!r:.60}; give {TOOLS}"
+                f"tools: number {number} has to be a JSON object, not {shown(tool)}; give {TOOLS}"
             )
 
 

@@ -10,6 +10,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Self, TypeVar
 
+from mlxrunner.config.arguments import check_number
 from mlxrunner.errors import MlxrunnerError
 from mlxrunner.parallel.threads.feed import Feed
 from mlxrunner.parallel.threads.thread import EngineThread
@@ -97,6 +98,8 @@ class Handle:
 
         Meanwhile the request does not pause, even if nobody reads.
         """
+        if timeout is not None:
+            check_number("timeout", timeout)
         with self._feed.wanted_whole():
             self._has_read()
             return wait_for_news([self], timeout, at_end=True)
@@ -185,7 +188,7 @@ def wait_for_news(
     try:
         while not any(handle._feed.await_news(wake, at_end=at_end) for handle in handles):
             left = until - time.monotonic()
-            if left <= 0:
+            if not left > 0:  # NaN is no time
                 return False
             handles[0]._thread.may_wait("waiting for a request")
             with suppress(Empty):

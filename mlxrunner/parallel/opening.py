@@ -12,6 +12,7 @@ import mlx.core as mx
 
 from mlxrunner.cache.layers.factory import CacheOptions
 from mlxrunner.cache.shared.sequences import Batch
+from mlxrunner.config.arguments import check_path
 from mlxrunner.engine.sampling import NextToken, dispatch
 from mlxrunner.errors import OptionError
 from mlxrunner.memory.plan import Batch as WorstBatch
@@ -190,6 +191,8 @@ def parking_of(
     Raise OptionError if `limit` is negative, and SessionError if the folder can't be used.
     """
     Option(low=0).check("park_bytes", limit)
+    if folder is not None:
+        check_path("park_folder", folder)
     if not limit:
         return None
     from mlxrunner.models.fingerprint import fingerprint

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, Unpack
 
-from mlxrunner.config.arguments import listed
+from mlxrunner.config.arguments import listed, shown
 from mlxrunner.errors import OptionError
 from mlxrunner.options import SubmitKwargs
 from mlxrunner.results import Result
@@ -94,5 +94,5 @@ def _pair(number: int, request: Any) -> tuple[Prompt, dict[str, Any]]:
             return prompt, dict(options)
     raise OptionError(
         f"request {number} has to be a pair of a prompt and its options, such as "
-        f'("Hello", {{"max_tokens": 9}}), not {request!r:.80}'
+        f'("Hello", {{"max_tokens": 9}}), not {shown(request)}'
     )

@@ -38,7 +38,7 @@ def kept_place(parent: Path, name: str) -> Place:
         parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder = Folder(parent / name, make=True)
         found = folder.stat()
-    except OSError as error:
+    except (OSError, ValueError) as error:  # a name may hold what no path can
         raise SessionError(f"conversations can't be parked in {parent}: {_said(error)}") from error
     if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise SessionError(

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NotRequired, TypedDict
 
+from mlxrunner.config.arguments import shown
 from mlxrunner.config.json_options import parsed_json
 from mlxrunner.errors import PromptError
 
@@ -88,10 +89,10 @@ def check_message(index: int, message: Any) -> PlainMessage:
     Raise PromptError if the message is wrong.
     """
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise PromptError(f"message {index} has to be {SHAPE}, not {message!r:.80}")
+        raise PromptError(f"message {index} has to be {SHAPE}, not {shown(message)}")
     role, calls = message["role"], message.get("tool_calls")
     if calls and role != "assistant":
-        raise PromptError(f"message {index}: only an assistant has tool_calls, not {role!r:.80}")
+        raise PromptError(f"message {index}: only an assistant has tool_calls, not {shown(role)}")
     content = message.get("content")
     checked: PlainMessage = {
         "role": role,
@@ -102,7 +103,7 @@ def check_message(index: int, message: Any) -> PlainMessage:
     for name in ("tool_call_id", "name") if role == "tool" else ():
         value = message.get(name)
         if value is not None and not isinstance(value, str):
-            raise PromptError(f"message {index}: {name} has to be a text, not {value!r:.80}")
+            raise PromptError(f"message {index}: {name} has to be a text, not {shown(value)}")
         if value is not None:
             checked[name] = value
     return checked
@@ -114,7 +115,7 @@ def _text(index: int, content: Any) -> str:
     if not isinstance(content, list | tuple):
         raise PromptError(
             f"message {index}: content has to be a text or a list of text parts, "
-            f"not {content!r:.80}"
+            f"not {shown(content)}"
         )
     return "".join(_part(index, part) for part in content)
 
@@ -124,29 +125,29 @@ def _part(index: int, part: Any) -> str:
         case {"type": "text", "text": str(text)}:
             return text
         case {"type": kind}:
-            shown = kind
+            unknown = kind
         case _:
-            shown = part
+            unknown = part
     raise PromptError(
-        f"message {index}: content of type {shown!r:.80} is not supported, only text "
+        f"message {index}: content of type {shown(unknown)} is not supported, only text "
         '({"type": "text", "text": text})'
     )
 
 
 def _tool_calls(index: int, calls: Any) -> list[ToolCall]:
     if not isinstance(calls, list | tuple):
-        raise PromptError(f"message {index}: tool_calls has to be a list, not {calls!r:.80}")
+        raise PromptError(f"message {index}: tool_calls has to be a list, not {shown(calls)}")
     return [_tool_call(index, call) for call in calls]
 
 
 def _tool_call(index: int, call: Any) -> ToolCall:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise PromptError(f"message {index}: a tool call has to be {TOOL_CALL}, not {call!r:.80}")
+        raise PromptError(f"message {index}: a tool call has to be {TOOL_CALL}, not {shown(call)}")
     kind = call.get("type", "function")
     if kind != "function":
         raise PromptError(
-            f'message {index}: a tool call of type {kind!r:.80} is not supported, only "function"'
+            f'message {index}: a tool call of type {shown(kind)} is not supported, only "function"'
         )
     checked: ToolCall = {
         "type": "function",
@@ -172,6 +173,6 @@ def _arguments(index: int, function: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(arguments, Mapping):
         raise PromptError(
             f"message {index}: the arguments of {function['name']!r:.80} have to be a JSON object, "
-            f'such as {{"city": "Oslo"}}, not {given!r:.80}{why}'
+            f'such as {{"city": "Oslo"}}, not {shown(given)}{why}'
         )
     return arguments

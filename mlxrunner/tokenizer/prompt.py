@@ -13,6 +13,7 @@ import numpy as np
 from mlxrunner.cache.lookup import Earlier
 from mlxrunner.cache.overflow import Shift
 from mlxrunner.cache.tokens import TokenArray, as_tokens, common_prefix
+from mlxrunner.config.arguments import shown
 from mlxrunner.errors import ContextLengthError, OptionError, PromptError
 from mlxrunner.options import GenerateOptions
 from mlxrunner.templates.messages import PlainMessage, check_messages
@@ -72,7 +73,7 @@ def tokenize_prompt(
     if not isinstance(prompt, str | Sequence | np.ndarray):
         raise PromptError(
             f"a prompt is a text, token ids or messages, not {type(prompt).__name__}: "
-            f"{prompt!r:.80}"
+            f"{shown(prompt)}"
         )
     if not isinstance(prompt, str) and len(prompt) and isinstance(prompt[0], dict):
         messages: Any = prompt

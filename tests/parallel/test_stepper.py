@@ -12,7 +12,14 @@ import pytest
 from support.models import tiny_config, tiny_model
 from support.sample import fewer
 
-from mlxrunner import ContextLengthError, MlxrunnerError, OptionError, PromptError, Runner
+from mlxrunner import (
+    ContextLengthError,
+    MlxrunnerError,
+    OptionError,
+    PromptError,
+    Runner,
+    SessionError,
+)
 from mlxrunner.cache.shared.sequences import Batch
 from mlxrunner.cache.shared.split import WORTH_SPLITTING
 from mlxrunner.errors import (
@@ -595,3 +602,28 @@ def test_a_prefix_of_an_idle_slot_counts_where_cells_are_few(
         with pytest.raises(CacheFullError):
             runner.submit([*prefix, 7], max_tokens=20, stop_tokens=[])
         assert len(running.result().tokens) == 25
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"memory": 0},
+        {"memory": "1"},
+        {"memory": True},
+        {"memory": 1.5},
+        {"cells": "9"},
+        {"step_ms": 10**400},
+        {"park_bytes": 10**6, "park_folder": 5},
+        {"park_bytes": 10**6, "park_folder": b"here"},
+    ],
+    ids=repr,
+)
+def test_settings_of_the_wrong_type_are_refused(settings: dict[str, Any]) -> None:
+    name = list(settings)[-1]
+    with pytest.raises(OptionError, match=f"^{name}: "):
+        Stepper.load("demo", max_sequences=2, context=64, **settings)
+
+
+def test_a_folder_that_no_path_can_name_is_refused() -> None:
+    with pytest.raises(SessionError, match="null byte"):
+        Stepper.load("demo", max_sequences=2, context=64, park_bytes=10**6, park_folder="a\0b")

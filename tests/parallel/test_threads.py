@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import random
 import signal
 import subprocess
@@ -209,6 +210,59 @@ def test_a_deadline_ends_a_request_that_waits(
         until(lambda: late.finished)
         with pytest.raises(TimeLimitError):
             list(late)
+
+
+@pytest.mark.parametrize("deadline", [math.inf, 1e300])
+def test_a_deadline_that_never_comes_lets_a_paused_request_wait(
+    llama: Any, monkeypatch: pytest.MonkeyPatch, deadline: float
+) -> None:
+    monkeypatch.setattr(feed, "MOST_UNREAD", 2)
+    with opened(llama, 1) as runner:
+        handle = runner.submit([9], **LONG, deadline=deadline)
+        until(lambda: runner.stats().paused == 1)
+        assert len(list(handle)) > 90
+        assert runner.complete([1], max_tokens=3, stop_tokens=[]).tokens
+
+
+@pytest.mark.parametrize("timeout", ["1", True, 10**400], ids=["text", "flag", "huge"])
+def test_a_wait_refuses_what_is_no_number_of_seconds(llama: Any, timeout: Any) -> None:
+    with opened(llama, 1) as runner:
+        handle = runner.submit([9], **LONG)
+        with pytest.raises(OptionError, match="timeout"):
+            handle.wait(timeout)
+        assert not handle.wait(math.nan) or handle.finished
+
+
+NESTED: list[Any] = []
+for _ in range(10_000):
+    NESTED = [NESTED]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options"),
+    [
+        ([1], {"deadline": 10**400}),
+        ([1], {"deadline": 10**5000}),
+        ([1], {"temperature": 10**5000}),
+        ([1], {"tools": NESTED}),
+        ([1], {"template": {"a": NESTED}}),
+        ([1], {"schema": {"a": NESTED}}),
+        ([1], {"max_tokens": NESTED}),
+        ([{"role": "user", "content": NESTED}], {}),
+        ([{"role": NESTED, "content": "a"}], {}),
+        (NESTED, {}),
+    ],
+    ids="deadline digits number tools template schema limit content role prompt".split(),
+)
+def test_values_of_any_size_and_depth_are_refused(
+    llama: Any, prompt: Any, options: dict[str, Any]
+) -> None:
+    """Those that Python can't write as well; the other requests go on."""
+    with opened(llama, 2) as runner:
+        running = runner.submit([9], **LONG)
+        with pytest.raises((OptionError, PromptError)):
+            runner.submit(prompt, **options)
+        assert len(running.result().tokens) == 100
 
 
 def test_a_request_that_never_fits_is_refused_at_once(llama: Any) -> None:
@@ -660,6 +714,45 @@ def test_an_open_runner_lets_the_interpreter_end(end: str) -> None:
     )
     assert (ran.returncode, ran.stdout) == (code, "")
     assert ran.stderr == "" if not said else said in ran.stderr
+
+
+def test_in_the_child_of_a_fork_nothing_waits_for_the_thread_that_is_missing() -> None:
+    """Even if another thread held the lock: every call ends, and the parent's runner goes on."""
+    ran = program(
+        """
+        from mlxrunner import EngineError
+        runner = ParallelRunner(*parts, max_sequences=2, context=4000)
+        handles = [runner.submit([i], **LONG) for i in range(4)]
+        taken, done = threading.Event(), threading.Event()
+
+        def hold():
+            with runner._thread.lock:
+                taken.set()
+                done.wait()
+
+        threading.Thread(target=hold).start()
+        taken.wait()
+        if (child := os.fork()) == 0:
+            waits = [handles[0].result, lambda: list(handles[1]), handles[2].wait]
+            for wait in [*waits, lambda: runner.complete([1])]:
+                try:
+                    print("ended" if wait() is True else "answered")
+                except EngineError as error:
+                    print("fork" if "fork" in str(error) else error)
+            handles[3].cancel()
+            runner.close()
+            print("closed", flush=True)
+            os._exit(0)
+        done.set()
+        os.waitpid(child, 0)
+        for handle in handles:
+            handle.cancel()
+        print(len(runner.complete([5], max_tokens=4, stop_tokens=[]).tokens) == 4)
+        runner.close()
+        """
+    )
+    assert ran.stderr == ""
+    assert ran.stdout.split() == ["fork", "fork", "ended", "fork", "closed", "True"]
 
 
 WAITS = {

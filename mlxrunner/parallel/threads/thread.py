@@ -7,6 +7,7 @@ made from the feeds of their requests.
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import sys
 import threading
@@ -79,6 +80,7 @@ class EngineThread:
         self._opened = threading.Lock()
         self._opened.acquire()
         self._failure: BaseException | None = None
+        self._ended = threading.Lock()
         worker = idle_worker()
         self._thread = worker.thread
         _end_at_exit(self)
@@ -107,8 +109,6 @@ class EngineThread:
         """Raise ClosedError after `stop`, and EngineError if the thread has died."""
         if self._refusal is not None:
             raise self._refusal.with_traceback(None)
-        if not self._thread.is_alive():  # as in the child of a fork
-            raise EngineError(RuntimeError("a fork, which copies no threads"))
 
     def may_wait(self, call: str) -> None:
         """Raise ObserverError in this thread: `call` would wait for itself."""
@@ -168,6 +168,18 @@ class EngineThread:
         """Wait until the thread has ended its work."""
         wait_for(self._ended)
 
+    def end_after_fork(self) -> None:
+        """End all requests in the child of a fork, where this thread is missing.
+
+        Another thread that is missing may have held the lock.
+        """
+        self.lock._at_fork_reinit()  # type: ignore[attr-defined]
+        if self._refusal is None:
+            self._refusal = EngineError(RuntimeError("a fork, which copies no threads"))
+        self._end_all(self._refusal)
+        if self._ended.locked():
+            self._ended.release()
+
     # What only this thread calls.
 
     def _main(self, open_stepper: Callable[[], Stepper]) -> None:
@@ -223,9 +235,10 @@ class EngineThread:
         return all(feed.request.is_paused for feed in self._running) and self.stepper.is_idle
 
     def _next_due(self) -> float | None:
-        """Return the seconds until the nearest deadline; None if there is none."""
+        """Return the seconds until the nearest deadline; None if none comes in a lifetime."""
         dues = [feed.request.due for feed in self._running if feed.request.due is not None]
-        return max(0.0, min(dues) - time.perf_counter()) if dues else None
+        left = min(dues, default=math.inf) - time.perf_counter()
+        return None if left > threading.TIMEOUT_MAX else max(0.0, left)
 
     def _enqueue(self, feed: Feed) -> None:
         """Let a request wait for its turn, which may be the next one."""
@@ -353,4 +366,10 @@ def _end_all() -> None:
         os._exit(INTERRUPTED)
 
 
-os.register_at_fork(after_in_child=_OPEN.clear)
+def _end_after_fork() -> None:
+    for thread in list(_OPEN):
+        thread.end_after_fork()
+    _OPEN.clear()
+
+
+os.register_at_fork(after_in_child=_end_after_fork)
