@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import mlx.core as mx
 import pytest
+from support.histories import tiny_parts
 from support.models import tiny_config, tiny_model
 from support.sample import fewer
 
@@ -12,6 +14,7 @@ from mlxrunner import ContextFullError, Runner
 from mlxrunner.errors import CacheFullError
 from mlxrunner.models.facts import facts_of
 from mlxrunner.parallel.samples import sample
+from mlxrunner.parallel.scheduling import claims, room
 from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.results import Result
 from mlxrunner.testing import ByteTokenizer
@@ -234,6 +237,59 @@ def test_several_answers_that_shift(max_tokens: int | None) -> None:
         single = list(runner.generate(text[:300], **(options | {"seed": 3 + i})))
         assert result.tokens == [chunk.token for chunk in single]
         assert result.usage.cache.shifted_tokens > 0
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_a_shifted_answer_that_steps_back_is_that_of_the_single_runner(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Moved keys can't be had from the kept tokens alone: all are evaluated again."""
+    for module in (claims, room):
+        monkeypatch.setattr(module, "LEAST", 8)
+    given = tiny_parts(name)
+    options: dict[str, Any] = {"overflow": "shift", "keep": 5, "stop_tokens": [], "logprobs": 0}
+    with Stepper(*given, max_sequences=2, context=CONTEXT, cells=120, prefill_step=16) as runner:
+        shifted = runner.submit(prompt(20), max_tokens=250, priority="batch", **options)
+        while shifted._request.shifted < 60:
+            runner.step()
+        other = runner.submit(prompt(11, 5), max_tokens=80, stop_tokens=[])
+        while shifted._request.is_placed and not other.finished:
+            runner.step()
+        assert not shifted._request.is_placed  # it stepped back
+        result, expected = shifted.result(), alone(given, prompt(20), max_tokens=250, **options)
+    assert result.tokens == expected.tokens
+    assert result.usage.cache.shifted_tokens == expected.usage.cache.shifted_tokens
+    pairs = zip(result.logprobs or [], expected.logprobs or [], strict=True)
+    assert max(abs(ours[0] - its[0]) for ours, its in pairs) < 1e-4
+
+
+def test_a_shifted_answer_whose_keys_are_lost_is_that_of_the_single_runner(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A step fails in a way that leaves nothing of the caches."""
+    given = tiny_parts("llama")
+    options: dict[str, Any] = {
+        "overflow": "shift",
+        "keep": 5,
+        "stop_tokens": [],
+        "max_tokens": 250,
+    }
+    evaluate, failures = mx.eval, [RuntimeError("lost"), RuntimeError("lost")]
+
+    def fail(*arrays: Any) -> None:
+        if failures:
+            raise failures.pop()
+        evaluate(*arrays)
+
+    with Stepper(*given, max_sequences=2, context=CONTEXT, prefill_step=16) as runner:
+        handles = [runner.submit(prompt(length), **options) for length in (20, 31)]
+        while any(handle._request.shifted < 60 for handle in handles):
+            runner.step()
+        monkeypatch.setattr(mx, "eval", fail)
+        results = [handle.result() for handle in handles]
+    assert not failures
+    for result, length in zip(results, (20, 31), strict=True):
+        assert result.tokens == alone(given, prompt(length), **options).tokens
 
 
 def test_an_answer_may_fail_where_the_context_ends() -> None:

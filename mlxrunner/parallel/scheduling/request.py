@@ -11,6 +11,7 @@ import numpy as np
 
 from mlxrunner.cache.lease import EntryLease
 from mlxrunner.cache.lookup import Evicted, Lookup
+from mlxrunner.cache.shared.sequences import END
 from mlxrunner.cache.tokens import TokenArray, as_tokens
 from mlxrunner.engine.answer import AnswerStream
 from mlxrunner.engine.observation import Beside, Ending, Observation, finish_of
@@ -34,7 +35,8 @@ class ActiveRequest(Request):
     todo: TokenArray = field(init=False)
     """Tokens to evaluate before the request decodes; empty once it does.
 
-    These are the prompt, or the part of the conversation that a shift kept if keys can't be moved.
+    These are the prompt, or the part of the conversation that a shift kept if keys can't be moved,
+    or all of it if moved keys were lost. Then they may be more than fit into the context.
     """
     place: int = 0
     """Number of tokens whose forward pass was dispatched."""
@@ -69,6 +71,8 @@ class ActiveRequest(Request):
     """Number of tokens of the common prefix that `source` will have."""
     trimmed: int = 0
     """Tokens that its slot dropped to get back to the reused prefix."""
+    moved: int = 0
+    """Number of its first tokens whose keys a shift has moved or kept; 0 before the first."""
     shifted: int = 0
     """Tokens that were dropped because the context was full."""
     reevaluated: int = 0
@@ -175,6 +179,10 @@ class ActiveRequest(Request):
         if self.is_placed:
             before = self.place
             self.lease.restart(self.todo[:-1])
+            if self.lease.recorded < self.moved:
+                self._repeat()
+                self.lease.restart(self.todo[: self.slot.exact])
+                self.slot.exact = END
             self.place = self.lease.recorded
             self.reevaluated += max(0, before - self.place)
 
@@ -183,7 +191,18 @@ class ActiveRequest(Request):
         self.go_back()
         self.restart()
         self.lease.close()
+        if self.moved:
+            self._repeat()
         self.is_placed, self.source, self.place = False, None, 0
+
+    def _repeat(self) -> None:
+        """Evaluate all tokens again, with the same shifts.
+
+        What a shift keeps was evaluated with the dropped tokens in sight. Without these its keys
+        would be others, and so would the answer.
+        """
+        self.todo = np.append(self.tokens, as_tokens(self.said))
+        self.moved, self.shifted = 0, self.discarded
 
     def _conversation(self) -> TokenArray:
         """Return the tokens to evaluate before the next one that was not read is sampled."""

@@ -54,10 +54,10 @@ class Room:
             return
         shared = self._shared(request, choice.source, choice.matched)
         free = self._free(others, (choice.source.number, shared if choice.ready else 0))
-        answer = self._most(request) - len(request.todo)
-        need = Need(len(request.todo) - shared, answer, self._most(request))
+        todo = self._todo(request)
+        need = Need(todo - shared, self._most(request) - todo, self._most(request))
         slots = sum(not slot.is_busy or slot is choice.slot for slot in self._slots)
-        request.claimed = len(request.todo) + claimed(need, free, self._cells, slots)
+        request.claimed = todo + claimed(need, free, self._cells, slots)
 
     def grow(self, request: ActiveRequest) -> None:
         """Let the claim of `request` grow if it has no cell for its next token.
@@ -81,8 +81,8 @@ class Room:
 
     def wait(self, request: ActiveRequest) -> None:
         """Claim only what a request that stepped back needs to go on."""
-        left = self._most(request) - len(request.todo)
-        request.claimed = len(request.todo) + min(left, LEAST)
+        todo = self._todo(request)
+        request.claimed = todo + min(self._most(request) - todo, LEAST)
 
     def _holding(self) -> list[ActiveRequest]:
         """Return the requests that have cells, or claim the rest of a prefix that they wait for."""
@@ -98,6 +98,10 @@ class Room:
         busy = [other.slot.number for other in others]
         used = max(group.num_used_by(busy, prefix) for group in self._adapted.groups)
         return self._cells - used - sum(self._coming(other) for other in others)
+
+    def _todo(self, request: ActiveRequest) -> int:
+        """Return the cells that the tokens to evaluate take; shifts make room for the others."""
+        return min(len(request.todo), self._capacity)
 
     def _most(self, request: ActiveRequest) -> int:
         """Return the most tokens that `request` can have."""

@@ -110,7 +110,9 @@ class Composer:
         Windows drop tokens and states have no past: a prefix has to be shared, or copied by a
         checkpoint, while it is there.
         """
-        end = len(request.todo)
+        end = (
+            len(request.todo) if request.shift is None else min(len(request.todo), request.context)
+        )
         if not any(cache.needs_checkpoints for cache in request.lease.caches):
             return end
         ends = [

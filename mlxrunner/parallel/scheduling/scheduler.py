@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -197,14 +197,18 @@ class Scheduler:
 
     def _next_row(self) -> Row:
         """Make room in full contexts, and return the row of the next step."""
-        for request in [request for request in self.requests if request.is_decoding]:
+        self._make_room_for(self.requests)
+        self._grow()
+        return self._composer.row(self.requests)
+
+    def _make_room_for(self, requests: Sequence[ActiveRequest]) -> None:
+        """Make room in the full contexts of `requests`; one without cells for that ends."""
+        for request in [one for one in requests if one.is_decoding or (one.is_placed and one.left)]:
             try:
                 self._make_room(request)
             except CacheFullError as error:
                 request.ending = "no room"
                 self._fail(request, error)
-        self._grow()
-        return self._composer.row(self.requests)
 
     def _forward(self, row: Row) -> Step:
         """Dispatch the forward pass of a row, and the sampling from it."""
@@ -328,8 +332,10 @@ class Scheduler:
 
     def _run_suspects(self, group: list[ActiveRequest]) -> None:
         """Run a step of some requests alone, to its end."""
-        row = self._composer.row([request for request in group if request in self.requests])
+        row: Row = []
         try:
+            self._make_room_for([request for request in group if request in self.requests])
+            row = self._composer.row([request for request in group if request in self.requests])
             step = self._forward(row) if row else None
             self._read(step)
         except CacheFullError as error:
@@ -446,14 +452,16 @@ class Scheduler:
             self._assigner.make_cells_for_shift(request, keep + discard)
         if lease.shift(keep, discard, self._engine.rotate):
             slot.exact = min(slot.exact, keep)
-            request.place = lease.recorded
+            if request.left:
+                request.todo = np.append(kept, request.todo[request.place :])
+            request.place = request.moved = lease.recorded
             return
         request.is_stuck = request.is_stuck or closes
-        assert request.last is not None
-        slot.exact = END
+        slot.exact, request.moved = END, 0
         left = lease.restart(kept)
+        coming = request.todo[request.place :] if request.left else np.array(request.last)
         request.place = lease.recorded
-        request.todo = np.append(kept, np.array(request.last))
+        request.todo = np.append(kept, coming)
         request.reevaluated += len(left)
 
 
