@@ -21,8 +21,8 @@ MlxrunnerError               exit code 1
 ├── CancelledError           exit code 1: the request was cancelled before it ended
 ├── CacheFullError           exit code 1: a cache for many sequences has too few free cells
 ├── NotSupportedError        exit code 2: a cache or a model cannot do this at all
-├── NoFreeSlotError          exit code 1: every slot of a ParallelRunner is in use
-├── StepFailedError          exit code 1: a step that carried several requests failed
+├── NoFreeSlotError          exit code 1: every slot is in use (a ParallelRunner waits)
+├── StepFailedError          exit code 1: a request made a step fail, or was in an interrupted one
 ├── StoreError               exit code 2: the store of a batch cannot be made, opened or written
 │   └── DamagedStoreError    exit code 2: the store of a batch is damaged
 ├── OutputError              exit code 2: the answers of a batch cannot be written
@@ -196,7 +196,7 @@ class NotSupportedError(MlxrunnerError):
 
 
 class NoFreeSlotError(MlxrunnerError):
-    """Every slot of a ParallelRunner has a request."""
+    """Every slot has a request. A ParallelRunner does not raise it: its requests wait."""
 
     never = False
     """The same flag as that of CacheFullError: there will be a free slot."""
@@ -209,7 +209,7 @@ class NoFreeSlotError(MlxrunnerError):
 
 
 class StepFailedError(MlxrunnerError):
-    """A step that carried a request failed, maybe because of another request in the same step."""
+    """A request made a step fail, or a step that carried it was interrupted."""
 
 
 class RequestError(MlxrunnerError):

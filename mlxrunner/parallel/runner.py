@@ -36,9 +36,9 @@ class ParallelRunner(Several):
     """A runner of up to `max_sequences` requests at once, of up to `context` tokens each.
 
     Any thread and any asyncio task may call it. A thread of the runner owns the model: use the
-    model nowhere else while the runner is open. Requests that find no slot, or no room, wait in the
-    order in which they came. Use the runner as a context manager, or call `close`; then calls raise
-    ClosedError.
+    model nowhere else while the runner is open. Requests that find no slot, or no room, wait: by
+    priority, then by deadline, then by arrival. Use the runner as a context manager, or call
+    `close`; then calls raise ClosedError.
     """
 
     def __init__(

@@ -321,8 +321,8 @@ class Stepper(Several):
     def submit(self, prompt: Prompt, **options: Unpack[SubmitKwargs]) -> DrivenHandle:
         """Begin a request. Prompt and options are those of `Runner.generate`, without callbacks.
 
-        Raise NoFreeSlotError if every slot has a request, and CacheFullError if the request might
-        not find room to its end.
+        Raise NoFreeSlotError if every slot has a request, and CacheFullError if there is no room
+        to begin; its `never` is True if the request does not fit even alone.
         """
         self.owner.check()
         return self._begin(self.prepare(prompt, dict(options)))
@@ -369,7 +369,8 @@ class Stepper(Several):
     def step(self) -> None:
         """Run one forward pass for all requests.
 
-        An error in it ends all of them, each with a StepFailedError.
+        An error in it ends the request that makes it fail, with a StepFailedError: the requests
+        of the step run again in halves. An interrupt ends all of them.
         """
         self.owner.check()
         self._scheduler.step()
