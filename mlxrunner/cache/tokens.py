@@ -12,6 +12,11 @@ from numpy.typing import NDArray
 from mlxrunner.errors import PromptError
 
 TokenArray = NDArray[np.int32]
+SHORT_TAIL = 4
+"""Most last tokens of a conversation that its continuation may lack.
+
+Templates end an answer in their own way.
+"""
 
 
 def as_tokens(tokens: Sequence[int] | NDArray[Any]) -> TokenArray:
@@ -46,6 +51,14 @@ def common_prefix(a: TokenArray, b: TokenArray) -> int:
     different = a[:length] != b[:length]
     first = int(different.argmax()) if length else 0
     return first if length and different[first] else length
+
+
+def goes_on(shared: int, length: int) -> bool:
+    """Return True if a prompt continues a conversation of `length` tokens.
+
+    `shared`: the first tokens that they have in common. It is all of them but a short tail.
+    """
+    return length - shared <= min(SHORT_TAIL, shared // 2)
 
 
 class TokenBuffer(Sequence[int]):

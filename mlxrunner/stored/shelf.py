@@ -10,11 +10,11 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
-from mlxrunner.cache.tokens import TokenArray
+from mlxrunner.cache.tokens import TokenArray, goes_on
 from mlxrunner.cache.worth import GreedyDual, worth
 from mlxrunner.errors import SessionError
 from mlxrunner.stored.folder import Folder
-from mlxrunner.stored.parked import SHORT, Parked
+from mlxrunner.stored.parked import Parked
 from mlxrunner.stored.prefixes import Prefixes
 
 GivenUp = Callable[[Parked], None]
@@ -108,7 +108,7 @@ class Shelf:
                 if (
                     one is not parked
                     and one not in pinned
-                    and len(one.tokens) - shared <= SHORT
+                    and goes_on(shared, len(one.tokens))
                     and (one is replaces or one in self._restored or is_enough)
                 ):
                     self.remove(one)

@@ -244,6 +244,17 @@ def test_a_regenerated_answer_replaces_the_old_one(make_parking: Make) -> None:
     assert list(parking._shelf) == [second]
 
 
+def test_short_conversations_with_a_header_in_common_are_kept(make_parking: Make) -> None:
+    """Each is whole in no other one, however few tokens it has of its own."""
+    runner, parking = tiny_runner("llama"), make_parking()
+    talks = [[*range(1, 20), *[name] * own] for own in (5, 30) for name in (50, 60, 70)]
+    for talk in talks:
+        runner.evaluate(talk)
+        parked(parking, runner)
+    found = [parking.find(array([*talk, 1])) for talk in talks]
+    assert [place[1] if place else 0 for place in found] == [len(talk) for talk in talks]
+
+
 def test_many_short_turns_make_few_files(make_parking: Make) -> None:
     """A last file of a few tokens is written anew together with the next ones."""
     runner, parking = tiny_runner("llama"), make_parking()

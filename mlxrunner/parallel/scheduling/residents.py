@@ -16,12 +16,12 @@ from mlxrunner.cache.prefix import PrefixCache
 from mlxrunner.cache.saved import SavedEntry
 from mlxrunner.cache.shared.layer import CellsLayer
 from mlxrunner.cache.shared.sequences import END
-from mlxrunner.cache.tokens import TokenArray, common_prefix
+from mlxrunner.cache.tokens import TokenArray, common_prefix, goes_on
 from mlxrunner.cache.worth import GreedyDual, worth
 from mlxrunner.errors import CacheFullError
 from mlxrunner.parallel.rows.engine import Engine
 from mlxrunner.parallel.scheduling.request import ActiveRequest
-from mlxrunner.parallel.scheduling.slots import SHORT_TAIL, Slot
+from mlxrunner.parallel.scheduling.slots import Slot
 
 T = TypeVar("T")
 LOSSES = 4
@@ -134,7 +134,7 @@ class Residents:
 
     def set_aside(self, slot: Slot, keep: int) -> None:
         """Park an idle slot of which only the first `keep` tokens will be kept."""
-        if len(slot.tokens) - keep > SHORT_TAIL:
+        if not goes_on(keep, len(slot.tokens)):
             self._park(slot)
 
     def park_all(self) -> None:

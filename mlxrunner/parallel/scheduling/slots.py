@@ -11,18 +11,13 @@ from typing import Any
 
 from mlxrunner.cache.prefix import PrefixCache
 from mlxrunner.cache.shared.sequences import END
-from mlxrunner.cache.tokens import TokenArray, TokenBuffer, as_tokens, common_prefix
+from mlxrunner.cache.tokens import TokenArray, TokenBuffer, as_tokens, common_prefix, goes_on
 from mlxrunner.errors import NoFreeSlotError
 
 WORTH_WAITING = 16
 """Fewest tokens that make waiting worthwhile.
 
 A new prompt waits for a prefix that another request is evaluating if this saves at least as many.
-"""
-SHORT_TAIL = 4
-"""Most last tokens of a slot that a continuation of its conversation may lack.
-
-Templates end an answer in their own way.
 """
 EDITED = 4
 """Largest edited part of a slot's last prompt: one in EDITED of its tokens.
@@ -176,9 +171,6 @@ def _going_on(free: Sequence[Slot], shared: dict[int, int]) -> Slot | None:
         (slot for slot in free if shared[slot.number]),
         key=lambda slot: (-shared[slot.number], slot.last_used),
     )
-    tails = {slot.number: len(slot.tokens) - shared[slot.number] for slot in alike}
-    whole = (
-        slot for slot in alike if tails[slot.number] <= min(SHORT_TAIL, shared[slot.number] // 2)
-    )
+    whole = (slot for slot in alike if goes_on(shared[slot.number], len(slot.tokens)))
     edited = (slot for slot in alike if shared[slot.number] >= slot.asked - slot.asked // EDITED)
     return next(whole, next(edited, None) if all(slot.tokens for slot in free) else None)

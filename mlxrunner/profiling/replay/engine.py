@@ -21,10 +21,9 @@ from mlxrunner.cache.saved import Saved, SavedCheckpoint
 from mlxrunner.cache.shared.causal import CausalCache
 from mlxrunner.cache.shared.layer import CellsLayer
 from mlxrunner.cache.shared.sequences import Batch
-from mlxrunner.cache.tokens import TokenArray, TokenBuffer, common_prefix
+from mlxrunner.cache.tokens import TokenArray, TokenBuffer, common_prefix, goes_on
 from mlxrunner.parallel.rows.engine import WINDOWS_KEEP, Engine
 from mlxrunner.profiling.replay.simulate import ReplayedLayer
-from mlxrunner.stored.parked import SHORT
 
 Lines = Sequence[Mapping[str, Any]]
 """The `layers` of a process of a token log."""
@@ -253,11 +252,7 @@ class ReplayedParking:
         is_enough = all(cache.reachable(1) == 1 for cache in held.caches)
         for key, one in list(self._parked.items()):
             shared = common_prefix(one.tokens.array, held.tokens.array)
-            if (
-                shared
-                and len(one.tokens) - shared <= SHORT
-                and (is_enough or key in self._restored)
-            ):
+            if goes_on(shared, len(one.tokens)) and (is_enough or key in self._restored):
                 del self._parked[key]
 
     def find(self, prompt: TokenArray) -> tuple[CacheEntry, int] | None:
