@@ -192,3 +192,34 @@ def test_several_answers_to_one_prompt_in_a_form() -> None:
     assert {result.text for result in results} <= {"red", "green", "blue"}
     assert len({result.text for result in results}) > 1
     assert all(result.finish_reason == "stop" for result in results)
+
+
+def test_a_form_that_allows_no_token_ends_after_the_token_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As with a single runner: what was read before the error is not lost."""
+    given = parts("llama")
+    options: dict[str, Any] = {"choices": ["yes", "no"], "max_tokens": 9}
+    mask, calls = Constraint.mask, Counter[int]()
+
+    def no_third_token(self: Constraint, width: int) -> Any:
+        calls[id(self)] += 1
+        if self.count == 2:
+            raise FormError(self.count, "nothing fits")
+        return mask(self, width)
+
+    monkeypatch.setattr(Constraint, "mask", no_third_token)
+
+    def tokens(chunks: Iterable[Chunk]) -> list[int | None]:
+        found: list[int | None] = []
+        with pytest.raises(FormError):
+            for chunk in chunks:
+                found.append(chunk.token)  # noqa: PERF401 -- the error comes behind them
+        return found
+
+    expected = tokens(Runner(*given).generate([1, 2, 3], **options))
+    with Stepper(*given, max_sequences=2, context=100) as runner:
+        beside = runner.submit([5, 6], max_tokens=12, stop_tokens=[])
+        assert tokens(runner.submit([1, 2, 3], **options)) == expected
+        assert len(beside.result().tokens) == 12
+    assert len(expected) == 2

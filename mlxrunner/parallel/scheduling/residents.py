@@ -193,7 +193,10 @@ class Residents:
         """Give up idle slots until all are within the budget, as far as that helps."""
         if self.memory is None:
             return
-        while self.allocated_bytes > self.memory and (idle := self._idle()):
+        while self.allocated_bytes > self.memory:
+            idle = [slot for slot in self._idle() if _frees(slot)]
+            if not idle:
+                return
             self.give_up(self.least(idle), request, "memory")
 
     def explain(self, cache: PrefixCache, prompt: TokenArray) -> None:
@@ -234,3 +237,10 @@ class Residents:
         for slot in self._slots:
             if not slot.cache.is_busy and (loss := slot.cache.forget_loss()) is not None:
                 self._losses.append(loss)
+
+
+def _frees(slot: Slot) -> bool:
+    """Return True if giving up an idle slot frees bytes: its cells stay allocated."""
+    entry = slot.cache.entry
+    apart = (cache.nbytes for cache in entry.caches if not isinstance(cache, CellsLayer))
+    return bool(sum(apart) or entry.checkpoints.nbytes)

@@ -92,6 +92,8 @@ class Scheduler:
         self._assigner.is_reusable = is_reusable
         self._composer = Composer(engine, self.requests, max_batch, pace or StepPace(max_batch, 0))
         self._pending: Step | None = None
+        self._formless: list[tuple[ActiveRequest, FormError]] = []
+        """Requests whose form allows no further token, with the error that ends them."""
         self._suspects: deque[list[ActiveRequest]] = deque()
         """Groups of requests, one of which may have made a step fail: each is run by itself."""
         self.ticks = 0
@@ -182,6 +184,7 @@ class Scheduler:
         """End all requests, after an `error` in a step. The slots keep what is whole."""
         self._pending = None
         self._suspects.clear()
+        self._formless.clear()
         for request in list(self.requests):
             if request.finished:  # an interrupt came before it was removed
                 self.requests.remove(request)
@@ -193,6 +196,8 @@ class Scheduler:
         for slot in self.slots:
             if slot.is_busy and slot.number not in busy:
                 self._assigner.free(slot)
+            elif not slot.is_busy and not slot.cache.current.is_true:
+                self.residents.clear(slot, "a failed step")
         self._is_whole = True
 
     def _next_row(self) -> Row:
@@ -262,8 +267,7 @@ class Scheduler:
                 else:
                     token = request.next_token(logits[row : row + 1], request.history)
             except FormError as error:
-                request.ending = "no token"
-                self._fail(request, error)
+                self._formless.append((request, error))  # its last token is not delivered yet
                 continue
             except Exception as error:
                 self._fail_alone(request, error)
@@ -277,15 +281,19 @@ class Scheduler:
 
     def _read(self, step: Step | None) -> None:
         """Wait for the end of a step and deliver its tokens."""
-        if step is None:
-            return
-        self._composer.wait(step)
-        for request, sampled in step.sampled:
-            try:
-                if not request.finished:
-                    self._deliver(request, sampled)
-            except Exception as error:
-                self._fail_alone(request, error)
+        if step is not None:
+            self._composer.wait(step)
+            for request, sampled in step.sampled:
+                try:
+                    if not request.finished:
+                        self._deliver(request, sampled)
+                except Exception as error:
+                    self._fail_alone(request, error)
+        while self._formless:
+            request, formless = self._formless.pop()
+            if not request.finished:
+                request.ending = "no token"
+                self._fail(request, formless)
 
     def _deliver(self, request: ActiveRequest, sampled: Sampled) -> None:
         decoded: Decoded = sampled.decoded(sampled.read())
@@ -315,6 +323,7 @@ class Scheduler:
             is_lost = False
         except Exception:
             is_lost = True
+        self._formless.clear()
         for request in self.requests:
             request.go_back()
         if is_lost:
