@@ -44,7 +44,8 @@ def some(rng: random.Random, count: int) -> list[int]:
 class LoggedHistory(History):
     """Its requests are logged to `file`."""
 
-    weights = (8, 10, 1, 0.3)
+    weights = (8, 10, 1, 0.3, 0, 0, 0)
+    is_bounded = False
     failures = (KeyboardInterrupt, RuntimeError)
 
     def __init__(self, name: str, rng: random.Random, file: Path) -> None:

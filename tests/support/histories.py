@@ -51,6 +51,8 @@ class History(ABC):
 
     weights = (8.0, 12.0, 1.0, 0.5, 0.0, 0.0, 0.0)
     failures: tuple[type[BaseException], ...] = (KeyboardInterrupt,)
+    is_bounded = True
+    """False: no runner has a budget or parks, which a replay does not follow."""
 
     def __init__(self, given: Parts, rng: random.Random) -> None:
         self.given, self.rng, self.seen = given, rng, Counter[str]()
@@ -103,9 +105,11 @@ class History(ABC):
             ),
             "prefill_step": self.rng.choice([8, 32, 200]),
         }
-        if self.rng.random() < 0.5:
+        if self.is_bounded and self.rng.random() < 0.5:
             self._settings["memory"] = self.rng.randint(10**4, 10**6)
-        self._disk = TemporaryDirectory() if self.rng.random() < 0.5 else None
+        self._disk: TemporaryDirectory[str] | None = None
+        if self.is_bounded and self.rng.random() < 0.5:
+            self._disk = TemporaryDirectory()
         self.runner = self._opened()
 
     def _opened(self) -> Stepper:
