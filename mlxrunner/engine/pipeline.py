@@ -20,6 +20,7 @@ from mlxrunner.cache.overflow import Shift
 from mlxrunner.cache.tokens import TokenArray
 from mlxrunner.engine.pace import Pace
 from mlxrunner.engine.sampling import Decoded, NextToken, Sampled, dispatch
+from mlxrunner.errors import FormError
 
 Progress = Callable[[int, int], None]
 """A function of two counts: the prompt tokens that are in the entry, and all prompt tokens."""
@@ -92,6 +93,7 @@ class Pipeline:
         self._checkpoint_if_due()
         # The token whose forward pass was begun and which is not recorded yet.
         on_its_way: Sampled | None = None
+        formless: FormError | None = None
         try:
             for count in range(1, max_tokens + 1):
                 current = sampled
@@ -110,8 +112,11 @@ class Pipeline:
                     logits = self.logits = self._forward(current.token[None])[:, -1, :]
                     if history is not None:
                         history = mx.concatenate([history, current.token.astype(mx.int32)])
-                    sampled = next_token(logits, history)
-                    dispatch(sampled.arrays)
+                    try:
+                        sampled = next_token(logits, history)
+                        dispatch(sampled.arrays)
+                    except FormError as error:
+                        formless = error  # the token before is not delivered yet
                 token = current.read()
                 if on_its_way is not None:
                     lease.record((token,))
@@ -120,6 +125,8 @@ class Pipeline:
                         self._checkpoint_if_due()
                 if count > 1:
                     yield current.decoded(token)
+                if formless is not None:
+                    raise formless
                 if count % CLEAR_EVERY == 0:
                     mx.clear_cache()
         finally:

@@ -202,7 +202,7 @@ def test_a_form_that_allows_no_token_ends_after_the_token_before(
 ) -> None:
     """As with a single runner: what was read before the error is not lost."""
     given = parts("llama")
-    options: dict[str, Any] = {"choices": ["yes", "no"], "max_tokens": 9}
+    options: dict[str, Any] = {"choices": ["yesterday"], "max_tokens": 20}
     mask = Constraint.mask
 
     def no_third_token(self: Constraint, width: int) -> Any:
