@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ from support.histories import tiny_parts
 from support.models import ARCHITECTURES
 from support.sample import fewer
 
-from mlxrunner import Runner
+from mlxrunner import Profile, Runner
 from mlxrunner.parallel.stepper import Stepper
+from mlxrunner.profiling.reading import read_events
 from mlxrunner.results import Usage
 from mlxrunner.testing import EOS
 
@@ -68,3 +70,59 @@ def test_one_slot_finds_what_the_single_runner_finds(name: str) -> None:
             # A window of the single runner keeps some more tokens until its buffer is full.
             if "sliding" not in ARCHITECTURES[name]:
                 assert facts(ours.usage) == facts(theirs.usage), said
+
+
+EQUAL = (
+    "prompt_tokens",
+    "matched_tokens",
+    "cached_tokens",
+    "evaluated_tokens",
+    "completion_tokens",
+    "lost_tokens",
+    "entry_tokens",
+    "entry_tokens_after",
+    "outcome",
+    "reason",
+    "freed_by",
+    "finish",
+    "checkpoint",
+    "rewind_limited_by",
+    "messages",
+    "prompt_kind",
+)
+"""Fields of an event that don't depend on times, bytes or the kind of runner."""
+
+
+def told(event: dict[str, Any]) -> dict[str, Any]:
+    """Return the comparable fields of an event. Tokens are hashed with a key of each runner."""
+    parted = event["divergence"]
+    place = ("index", "message", "role", "part")
+    return {field: event[field] for field in EQUAL} | {
+        "divergence": parted and [parted[field] for field in place]
+    }
+
+
+def test_one_slot_tells_what_the_single_runner_tells(tmp_path: Path) -> None:
+    """The events of a chat with edits: where prompt and entry part, and why tokens are lost."""
+    given, rng = tiny_parts("qwen3_next"), random.Random(5)
+    names = [chr(rng.randrange(97, 123)) * rng.randint(3, 30) for _ in range(12)]
+    chats = [[{"role": "user", "content": name} for name in names[:count]] for count in (1, 3, 5)]
+    chats += [[*chats[2][:2], {"role": "user", "content": "edited"}], chats[1], chats[0]]
+    events = []
+    for kind in ("single", "slots"):
+        path = tmp_path / f"{kind}.jsonl"
+        with Profile("python", events=path) as profile:
+            runner: Any = (
+                Runner(*given, prefill_step=24, **SETTINGS)
+                if kind == "single"
+                else Stepper(*given, max_sequences=1, prefill_step=24, **SETTINGS)
+            )
+            profile.watch(runner)
+            for chat in chats:
+                runner.complete(chat, max_tokens=5, stop_tokens=[])
+        events.append([event.as_dict() for event in read_events([path])])
+    assert len(events[0]) == len(chats)
+    assert any(event["divergence"] for event in events[0])
+    single, slots = ([told(event) for event in one] for one in events)
+    for ours, its in zip(slots, single, strict=True):
+        assert ours == its
