@@ -194,6 +194,8 @@ def parking_of(
     if folder is not None:
         check_path("park_folder", folder)
     if not limit:
+        if folder is not None:
+            raise OptionError("park_folder: nothing is parked without park_bytes: give both")
         return None
     from mlxrunner.models.fingerprint import fingerprint
     from mlxrunner.stored.parking import Parking

@@ -158,6 +158,11 @@ class ParallelRunner(Several):
         return self._stepper.num_slots
 
     @property
+    def why_alone(self) -> str | None:
+        """Why a step carries one request only, with this model; None if it may carry several."""
+        return self._stepper.why_alone
+
+    @property
     def settings(self) -> dict[str, Any]:
         """The options that decide what is stored."""
         return self._stepper.settings

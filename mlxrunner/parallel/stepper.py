@@ -274,6 +274,11 @@ class Stepper(Several):
         }
 
     @property
+    def parked_bytes(self) -> int:
+        """Bytes on disk of parked conversations."""
+        return 0 if self._parking is None else self._parking.bytes
+
+    @property
     def why_alone(self) -> str | None:
         """Why a step carries one request only, with this model; None if it may carry several."""
         return self._adapted.why_alone

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.histories import tiny_parts
 
-from mlxrunner import Runner
+from mlxrunner import OptionError, ParallelRunner, Runner
 from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.stored.parking import Parking
 
@@ -39,3 +39,20 @@ def test_five_conversations_take_turns_in_two_slots(tmp_path: Path, name: str) -
                     new = [rng.randrange(1, 250) for _ in range(10)]
                     talks[number] = [*talk, *found.tokens, *new]
         parking.close()
+
+
+def test_a_folder_without_bytes_is_refused(tmp_path: Path) -> None:
+    """It would stay empty."""
+    with pytest.raises(OptionError, match="park_folder: nothing is parked without park_bytes"):
+        Stepper.load("demo", max_sequences=1, context=64, park_folder=tmp_path, reserve=False)
+
+
+def test_stats_tell_what_is_on_disk() -> None:
+    """In bytes, of all parked conversations."""
+    with ParallelRunner.load(
+        "demo", max_sequences=1, context=128, park_bytes=10**8, reserve=False
+    ) as runner:
+        assert (runner.stats().parked, runner.why_alone) == (0, None)
+        for first in (5, 6):
+            runner.complete([first] * 40, max_tokens=2, stop_tokens=[])
+        assert runner.stats().parked > 0

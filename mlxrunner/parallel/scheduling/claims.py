@@ -19,7 +19,7 @@ LEAST = 256
 LATER = "submit it again when another request has ended"
 NEVER = (
     "it never fits: shorten the prompt, ask for a shorter answer (max_tokens), or load with more "
-    "cells"
+    "cells or memory"
 )
 
 

@@ -58,6 +58,8 @@ class Stats:
     """Bytes of the keys, values and checkpoints, as of the last begin or end of a request."""
     steps: int = 0
     """The number of steps so far."""
+    parked: int = 0
+    """Bytes on disk of parked conversations."""
 
 
 class EngineThread:
@@ -152,6 +154,7 @@ class EngineThread:
             tokens=self.stepper.num_tokens,
             bytes=self._bytes,
             steps=self.stepper.steps,
+            parked=self.stepper.parked_bytes,
         )
 
     def stop(self) -> None:
