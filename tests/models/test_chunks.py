@@ -16,7 +16,6 @@ from support.models import _TINY, tiny_config, tiny_model, write_model
 from mlxrunner import Runner, cli
 from mlxrunner.cache.layers.factory import make_layer_caches
 from mlxrunner.cache.layers.sliding import SlidingWindowCache
-from mlxrunner.errors import NotSupportedError
 from mlxrunner.models.chunks import DEPENDS, depends_on_chunks
 from mlxrunner.models.facts import facts_of
 from mlxrunner.models.load import load_model
@@ -206,10 +205,13 @@ def test_it_is_named_at_load_and_never_reused(
 
 
 def test_it_runs_one_request_at_a_time(folder: Path) -> None:
-    """With the reason, for those that would rather run several."""
+    """With the reason, through the same interface; nothing is reused."""
     loaded = load_model(str(folder))
-    with pytest.raises(NotSupportedError, match=f"{DEPENDS}: run one at a time"):
-        Stepper.of(loaded, max_sequences=2, context=100, reserve=False)
+    prompt = [i * 37 % 250 for i in range(40)]
+    with Stepper.of(loaded, max_sequences=2, context=100, reserve=False) as runner:
+        assert runner.why_alone == DEPENDS
+        results = runner.run([prompt, [*prompt, 7]], max_tokens=3, stop_tokens=[])
+    assert [result.usage.cached_tokens for result in results] == [0, 0]
 
 
 def test_nothing_of_it_is_verified_and_nothing_accused(folder: Path, tmp_path: Path) -> None:

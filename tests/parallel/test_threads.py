@@ -785,8 +785,8 @@ def test_an_interrupt_ends_the_waiting_at_once(wait: str) -> None:
         def press():
             is_hanging.wait()
             os.kill(os.getpid(), signal.SIGINT)
-        threading.Thread(target=press).start()
         try:
+            threading.Thread(target=press).start()
             {WAITS[wait]}
         except KeyboardInterrupt:
             print("interrupted")
