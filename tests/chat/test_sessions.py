@@ -507,10 +507,8 @@ def disk(data: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """`disk(SIZE)` makes a disk of SIZE bytes, from now on."""
 
     def limit(size: int) -> None:
-        for module in ("store", "tensors"):
-            monkeypatch.setattr(
-                f"mlxrunner.sessions.{module}.write_all", Disk(data, size).write_all
-            )
+        for module in ("sessions.store", "stored.tensors"):
+            monkeypatch.setattr(f"mlxrunner.{module}.write_all", Disk(data, size).write_all)
 
     return limit
 

@@ -192,6 +192,7 @@ def test_those_of_a_higher_priority_wait_in_front(llama: Any) -> None:
             runner.submit([i], max_tokens=1, **options)
             for i, options in enumerate([*given, *[{}] * 6])
         ]
+        until(lambda: runner.stats().busy == 1)
         running.cancel()
         assert all(handle.wait() for handle in handles)
         until(lambda: len(ended) == 11)
