@@ -18,7 +18,6 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from support.checked import WITH_WINDOWS, CheckedHistory, parts
-from support.sample import fewer
 
 NAMES = [
     *("llama", "gemma3_text", "gpt_oss", "mixtral", "cohere2", "smollm3"),
