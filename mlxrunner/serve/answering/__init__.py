@@ -1,0 +1,1 @@
+"""The models that the server holds, and the answers that they give."""

@@ -1,0 +1,1 @@
+"""The pages that say what the server does: health, metrics, slots, explanations."""
