@@ -263,8 +263,8 @@ MARKS: Sequence[str] = (
 ).split()
 
 
-def load_strict(folder: Path, family: str) -> Tokenizer:
-    """Write the tokenizer of a family, a token per byte and one per mark, and load it."""
+def load_strict(folder: Path, family: str, words: Sequence[str] = ()) -> Tokenizer:
+    """Write the tokenizer of a family: a token per byte, mark and word. Load it."""
     from tokenizers import Tokenizer as Fast
 
     template, end = TEMPLATES[family]
@@ -272,6 +272,7 @@ def load_strict(folder: Path, family: str) -> Tokenizer:
     write_tokenizer(folder, chat_template=template, eos_token=end)
     fast = Fast.from_file(str(folder / "tokenizer.json"))
     fast.add_special_tokens(list(MARKS))
+    fast.add_tokens(list(words))
     fast.save(str(folder / "tokenizer.json"))
     (folder / "config.json").write_text('{"model_type": "llama"}')
     return load_tokenizer(folder)

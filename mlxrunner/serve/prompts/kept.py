@@ -178,8 +178,10 @@ def _fill(
     end = _end(text, begin, without(number))
     if end is None:
         return None
-    if turn.closing and text[begin:end].rstrip().endswith(turn.closing):
-        end = begin + text[begin:end].rindex(turn.closing)
+    # The end token of a call may end like that of a text, which stands in `unknown`.
+    at = text.rfind(turn.closing, begin, end + len(turn.closing)) if turn.closing else -1
+    if at >= 0 and not text[at + len(turn.closing) : end].strip():
+        end = at
     filled = _checked(begin, end, turn, read(text[:begin], text[begin:end]))
     if filled is not None and turn.closing and text.startswith(turn.closing, end):
         turn.known[text[begin:end] + turn.closing] = filled
