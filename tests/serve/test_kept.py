@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +14,8 @@ from mlxrunner.cache.tokens import as_tokens
 from mlxrunner.results import Chunk
 from mlxrunner.serve.asked import Asked
 from mlxrunner.serve.events import CallArguments, CallBegan, Text, Thought
-from mlxrunner.serve.prompts.kept import Answer, Encoder, Fill, KeptTurns, common_end
+from mlxrunner.serve.prompts.kept import KeptTurns
 from mlxrunner.serve.prompts.make import Made, PromptMaker
-from mlxrunner.serve.prompts.reader import Said
-from mlxrunner.templates.segments import common
 
 FAMILIES = ("qwen3", "qwen3.5", "llama3", "mistral", "gpt-oss", "glm", "deepseek", "gemma3")
 TOOL = {

@@ -50,6 +50,8 @@ class Made:
     kept: int = 0
     """The number of answers that stand in the prompt as they were generated."""
     tools: Tools = field(default=(), repr=False)
+    source: Sequence[PlainMessage] = field(default=(), repr=False)
+    """The messages as the client sent them, without what no template reads."""
 
 
 class PromptMaker:
@@ -118,7 +120,8 @@ class PromptMaker:
         self.kept.keep(made.link, made.rendered, answer, said)
 
     def _conversation(self, asked: Asked, began: float) -> Made:
-        plain = [self._with_thinking(message) for message in check_messages(asked.messages)]
+        source = check_messages(asked.messages)
+        plain = [self._with_thinking(message) for message in source]
         draft = Draft(plain, [dict(tool) for tool in asked.tools])
         draft, rules = apply(draft, self.probe, self._off)
         variables = _variables(asked, draft)
@@ -145,6 +148,7 @@ class PromptMaker:
             links[-1],
             len(fills),
             asked.tools,
+            source,
         )
 
     def _text(self, draft: Draft, variables: Mapping[str, Any]) -> str:

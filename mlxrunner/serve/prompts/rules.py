@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -57,15 +57,20 @@ class Rule:
 _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
 
 
+def without_billing(messages: Sequence[Mapping[str, Any]]) -> Messages:
+    """Return messages without the billing header of the system messages that begin them."""
+    count = _systems(messages)
+    first = [{**one, "content": _BILLING.sub("", one["content"])} for one in messages[:count]]
+    return [*first, *map(dict, messages[count:])]
+
+
 def _billing_header(draft: Draft, probe: Probe) -> Draft:
-    messages, changed = [], False
-    for number, message in enumerate(draft.messages):
-        is_first = all(one["role"] in SYSTEM for one in draft.messages[: number + 1])
-        text = _BILLING.sub("", message["content"]) if is_first else message["content"]
-        changed |= text != message["content"]
-        if text or text == message["content"]:
-            messages.append({**message, "content": text})
-    return replace(draft, messages=messages) if changed and messages else draft
+    stripped = without_billing(draft.messages)
+    if stripped == draft.messages:
+        return draft
+    pairs = zip(draft.messages, stripped, strict=True)
+    messages = [new for old, new in pairs if new["content"] or not old["content"]]
+    return replace(draft, messages=messages or stripped)
 
 
 def _cache_control(draft: Draft, probe: Probe) -> Draft:
@@ -103,7 +108,7 @@ def _two_systems(draft: Draft, probe: Probe) -> Draft:
     return replace(draft, messages=[first, *draft.messages[count:]])
 
 
-def _systems(messages: Messages) -> int:
+def _systems(messages: Sequence[Mapping[str, Any]]) -> int:
     """Return the number of system messages at the beginning."""
     return next(
         (n for n, message in enumerate(messages) if message["role"] not in SYSTEM), len(messages)
