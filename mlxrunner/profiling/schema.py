@@ -183,6 +183,22 @@ class BatchLine:
 
 
 @dataclass
+class ClientRequest:
+    """The request of a client of `mlxrunner serve`."""
+
+    request: Annotated[
+        str, about("Id of the request, as in the header x-request-id of its response.")
+    ]
+    client: Annotated[str, about("Name of the client's program; empty: it does not say.")]
+    session: Annotated[
+        str | None, about("The client's own name of the conversation; null: it gives none.")
+    ]
+    rules: Annotated[
+        tuple[str, ...], about("Names of the rules of the server that changed the prompt.")
+    ] = ()
+
+
+@dataclass
 class Eviction:
     """A conversation that was given up to make room for the request."""
 
@@ -220,7 +236,7 @@ class Event:
         Meta(pattern=r"^[0-9a-f]{8}(?!\n)$"),
         about("Identifies the profile that wrote the line: one per process and runner."),
     ]
-    command: Annotated[str, about("generate, chat, batch, or python for the library.")]
+    command: Annotated[str, about("generate, chat, batch, serve, or python for the library.")]
     model: Annotated[str, about("The model as it was named.")]
     max_sequences: Annotated[
         Ordinal,
@@ -465,6 +481,13 @@ class Event:
             "events."
         ),
     ] = ()
+    caller: Annotated[
+        ClientRequest | None,
+        about(
+            "The client of `mlxrunner serve` and its request; null for other commands. Missing in "
+            "older events."
+        ),
+    ] = None
 
     @classmethod
     def of(cls, line: Mapping[str, Any]) -> Event:
