@@ -48,3 +48,10 @@ class Answers(Protocol):
     def models(self) -> Sequence[ModelCard]:
         """Return the models that a request may name."""
         ...
+
+    async def hold(self, model: str, keep_alive: float | None) -> None:
+        """Load a model, and unload it `keep_alive` seconds after its last answer.
+
+        0 unloads it now, a negative number never; None: as the server is set. Raise RefusedError.
+        """
+        ...
