@@ -21,6 +21,7 @@ from mlxrunner.cli.models import models
 from mlxrunner.cli.options import debug_option
 from mlxrunner.cli.profile import explain, report, simulate
 from mlxrunner.cli.program import Program
+from mlxrunner.cli.serve import serve
 from mlxrunner.cli.sessions import sessions
 from mlxrunner.cli.verify import verify
 
@@ -72,6 +73,7 @@ for command in (
     generate,
     chat,
     batch,
+    serve,
     sessions,
     cache,
     models,

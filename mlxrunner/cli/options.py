@@ -49,6 +49,15 @@ debug_option = click.option(
     callback=set_debug,
     help="Show the traceback of an error.",
 )
+verbose_option = click.option(
+    "-v",
+    "--verbose",
+    count=True,
+    expose_value=False,
+    callback=_verbose,
+    help="Log to stderr what each request reused and what it cost; -vv: also what is left, before "
+    "it is evaluated.",
+)
 trust_option = click.option(
     "--trust-remote-code",
     is_flag=True,
@@ -162,17 +171,7 @@ def model_options(command: F) -> F:
                 help="Take all memory at start, or as the conversation grows.  [default: reserve]",
             ),
             trust_option,
-            click.option(
-                "-v",
-                "--verbose",
-                count=True,
-                expose_value=False,
-                callback=_verbose,
-                help=(
-                    "Log to stderr what each request reused and what it cost; -vv: also "
-                    "what is left, before it is evaluated."
-                ),
-            ),
+            verbose_option,
             debug_option,
         )
     )(command)

@@ -65,7 +65,7 @@ class ServeSettings:
     park_bytes: int = option(
         8 * GIB,
         int,
-        "Most bytes on disk for conversations that find no room in memory.",
+        "Most bytes on disk, for each model, for conversations that find no room in memory.",
         low=1,
         metavar="BYTES",
         shows_default=True,
