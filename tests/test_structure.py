@@ -50,7 +50,7 @@ profiling.replay.thinking profiling.replay.variants profiling.report.aggregate
 profiling.report.elements profiling.report.explain profiling.report.formatting
 profiling.report.html profiling.report.plots
 profiling.report.report profiling.report.csv_rows profiling.report.screen profiling.schema
-profiling.event_parts profiling.json_schema
+profiling.event_parts profiling.json_schema cache.layers.logged_extents cache.layers.stock_extents
 profiling.report.svg profiling.report.trace results sessions.history
 sessions.session sessions.store stored.folder stored.parked stored.prefixes stored.shelf
 stored.tensors system.folders system.limits system.power system.reading system.tensorfile
