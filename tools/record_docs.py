@@ -325,10 +325,11 @@ def _options(kind: str) -> str:
     from dataclasses import fields
 
     from mlxrunner import options
+    from mlxrunner.config.option import about
 
     rows = []
     for one in fields(getattr(options, kind)):
-        found = options.about(one)
+        found = about(one)
         bounds = [f"{bound:,}" for bound in (found.low, found.high) if bound is not None]
         allowed = ", ".join(map(str, found.among)) or " to ".join(bounds)
         if len(bounds) == 1:
