@@ -21,9 +21,10 @@ from mlxrunner.cli.options import (
 )
 from mlxrunner.cli.program import F, visible_text
 from mlxrunner.cli.settling import Configured
+from mlxrunner.config.option import names
 from mlxrunner.config.serving import ServeSettings
 from mlxrunner.errors import OptionError
-from mlxrunner.options import RunnerSettings, names
+from mlxrunner.options import RunnerSettings
 
 if TYPE_CHECKING:
     from mlxrunner.serve.answering.house import House
@@ -94,9 +95,7 @@ def serve(
         return
     for package in PACKAGES:
         if find_spec(package) is None:
-            raise OptionError(
-                f"serve needs the package {package}: pip install 'mlxrunner[serve]'"
-            )
+            raise OptionError(f"serve needs the package {package}: pip install 'mlxrunner[serve]'")
     from mlxrunner.serve.server import check_access, listen
     from mlxrunner.serve.watch.record import Record
     from mlxrunner.terminal.signals import orderly_end

@@ -80,9 +80,7 @@ class Actor:
 class ActorTokenizer(ByteTokenizer):
     """The byte tokenizer with a chat template that knows tools."""
 
-    def render(
-        self, messages: Any, *, add_generation_prompt: bool = True, **variables: Any
-    ) -> str:
+    def render(self, messages: Any, *, add_generation_prompt: bool = True, **variables: Any) -> str:
         return jinja_renderer(TEMPLATE, {})(messages, add_generation_prompt, **variables)
 
 
@@ -116,5 +114,3 @@ def calling(name: str, arguments: Mapping[str, Any]) -> str:
     import json
 
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': dict(arguments)})}\n</tool_call>"
-
-

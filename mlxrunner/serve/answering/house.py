@@ -206,9 +206,7 @@ def _progress(handle: Handle, tokens: int) -> Event:
     return Reading(reached, tokens) if reached else Waiting("all slots are taken")
 
 
-def _end(
-    opened: Opened, made: Made, chunks: Sequence[Chunk], splitter: AnswerSplitter
-) -> Ended:
+def _end(opened: Opened, made: Made, chunks: Sequence[Chunk], splitter: AnswerSplitter) -> Ended:
     """Return the last event of an answer whose last chunk has come."""
     usage, reason = chunks[-1].usage, chunks[-1].finish_reason
     if usage is None:

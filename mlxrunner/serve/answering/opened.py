@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mlxrunner.cache.layers.factory import CacheOptions
 from mlxrunner.config.file import read_config_file
 from mlxrunner.config.layering import MODEL, layer, settled, values
+from mlxrunner.config.option import names
 from mlxrunner.config.serving import ServeSettings
 from mlxrunner.errors import MemoryPlanError
 from mlxrunner.memory.plan import SMALLEST_CONTEXT, Demand
@@ -18,7 +19,7 @@ from mlxrunner.memory.reserve import demand_of, weights_of
 from mlxrunner.models.facts import without_weights
 from mlxrunner.models.fingerprint import fingerprint
 from mlxrunner.models.load import LoadedModel, LoadProgress, load_model, tell_nobody
-from mlxrunner.options import GenerateOptions, RunnerSettings, names
+from mlxrunner.options import GenerateOptions, RunnerSettings
 from mlxrunner.parallel.opening import DEFAULT_PREFILL_STEP
 from mlxrunner.parallel.runner import ParallelRunner
 from mlxrunner.serve.prompts.make import PromptMaker
@@ -36,7 +37,7 @@ class Opening:
     """The way in which the server loads its models."""
 
     settings: ServeSettings
-    runner: RunnerSettings = RunnerSettings()
+    runner: RunnerSettings = field(default_factory=RunnerSettings)
     """The settings of each runner that the user gave: `context` and `kv_bits`."""
     trust_remote_code: bool = False
 
