@@ -94,9 +94,7 @@ def serve(
         return
     for package in PACKAGES:
         if find_spec(package) is None:
-            raise OptionError(
-                f"serve needs the package {package}: pip install 'mlxrunner[serve]'"
-            )
+            raise OptionError(f"serve needs the package {package}: pip install 'mlxrunner[serve]'")
     from mlxrunner.serve.server import check_access, listen
     from mlxrunner.serve.watch.record import Record
     from mlxrunner.terminal.signals import orderly_end

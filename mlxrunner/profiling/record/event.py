@@ -11,7 +11,15 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from mlxrunner.profiling.schema import SCHEMA, VERSION, BatchLine, ClientRequest, Event, Eviction, Span
+from mlxrunner.profiling.schema import (
+    SCHEMA,
+    VERSION,
+    BatchLine,
+    ClientRequest,
+    Event,
+    Eviction,
+    Span,
+)
 
 if TYPE_CHECKING:
     from mlxrunner.engine.observation import Observation

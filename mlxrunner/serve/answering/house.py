@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 
@@ -62,7 +62,7 @@ class House:
 
     def load_first(self, progress: LoadProgress = tell_nobody) -> Opened:
         """Load the first model, before the server runs. Raise what its loading raises."""
-        opened = self._opening.open(self.names.first, self._opening.budget(), progress)
+        opened = self._opening.load(self.names.first, self._opening.budget(), progress)
         self.models_held.take_in(opened)
         return opened
 
@@ -89,7 +89,7 @@ class House:
                 raise refusal_of(error) from error
         return len(made.prompt.tokens)
 
-    async def answer(self, asked: Asked) -> AsyncIterator[Event]:
+    async def answer(self, asked: Asked) -> AsyncGenerator[Event, None]:
         """Yield the events of an answer. Closing the iterator ends the request within one step.
 
         Raise RefusedError, before the first event or later.
@@ -141,7 +141,7 @@ class House:
     def _usual_duration(self) -> float:
         return sum(self._durations) / len(self._durations) if self._durations else 1.0
 
-    async def _answer(self, asked: Asked, place: Place) -> AsyncIterator[Event]:
+    async def _answer(self, asked: Asked, place: Place) -> AsyncGenerator[Event, None]:
         beats = Beats()
         if place.opened is None and place.loading is not None:
             async for _ in beats.until(place.loading):
@@ -206,9 +206,7 @@ def _progress(handle: Handle, tokens: int) -> Event:
     return Reading(reached, tokens) if reached else Waiting("all slots are taken")
 
 
-def _end(
-    opened: Opened, made: Made, chunks: Sequence[Chunk], splitter: AnswerSplitter
-) -> Ended:
+def _end(opened: Opened, made: Made, chunks: Sequence[Chunk], splitter: AnswerSplitter) -> Ended:
     """Return the last event of an answer whose last chunk has come."""
     usage, reason = chunks[-1].usage, chunks[-1].finish_reason
     if usage is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ class Opening:
     """The way in which the server loads its models."""
 
     settings: ServeSettings
-    runner: RunnerSettings = RunnerSettings()
+    runner: RunnerSettings = field(default_factory=RunnerSettings)
     """The settings of each runner that the user gave: `context` and `kv_bits`."""
     trust_remote_code: bool = False
 
@@ -55,7 +55,7 @@ class Opening:
         context = min(self.runner.context or shapes.facts.context, USUAL)
         return demand.total(context, self.budget())
 
-    def open(self, name: str, room: int, progress: LoadProgress = tell_nobody) -> Opened:
+    def load(self, name: str, room: int, progress: LoadProgress = tell_nobody) -> Opened:
         """Load the model `name`, which with all that it stores takes at most `room` bytes.
 
         Raise ModelError if it is missing or broken, MemoryPlanError if it does not fit, and

@@ -81,5 +81,3 @@ class Reader:
         """End the request, and free its slot after the step that is running."""
         self._handle.cancel()
         self._task.cancel()
-
-
