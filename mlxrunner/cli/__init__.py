@@ -17,6 +17,7 @@ from mlxrunner.cli.completion import completion
 from mlxrunner.cli.config import config
 from mlxrunner.cli.describe import doctor, plan, show
 from mlxrunner.cli.generate import generate
+from mlxrunner.cli.launch import launch
 from mlxrunner.cli.models import models
 from mlxrunner.cli.options import debug_option
 from mlxrunner.cli.profile import explain, report, simulate
@@ -74,6 +75,7 @@ for command in (
     chat,
     batch,
     serve,
+    launch,
     sessions,
     cache,
     models,
