@@ -5,9 +5,11 @@ from __future__ import annotations
 from fastapi import APIRouter
 
 from mlxrunner.serve.answering.answers import Answers
-from mlxrunner.serve.apis.anthropic.routes import router as anthropic_router
+from mlxrunner.serve.apis import models
+from mlxrunner.serve.apis.anthropic import routes as anthropic
+from mlxrunner.serve.apis.openai import routes as openai
 
 
 def routers(answers: Answers) -> list[APIRouter]:
     """Return the routers of all protocols."""
-    return [anthropic_router(answers)]
+    return [anthropic.router(answers), openai.router(answers), models.router(answers)]

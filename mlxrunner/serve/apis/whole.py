@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import cast
 
 from mlxrunner.serve.answering.answers import Answers
 from mlxrunner.serve.apis.delivery import end
@@ -65,8 +64,8 @@ class Whole:
 
     def _join(self, event: Text | Thought) -> None:
         last = self.parts[-1] if self.parts else None
-        if type(last) is type(event):
-            self.parts[-1] = type(event)(cast(Text | Thought, last).text + event.text)
+        if isinstance(last, Text | Thought) and type(last) is type(event):
+            self.parts[-1] = type(event)(last.text + event.text)
         elif event.text:
             self.parts.append(type(event)(event.text))
 

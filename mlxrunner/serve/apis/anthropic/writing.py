@@ -73,6 +73,7 @@ def usage_body(ended: Ended, *, is_marked: bool) -> dict[str, Any]:
         "cache_creation_input_tokens": new if is_marked else 0,
         "cache_read_input_tokens": usage.cached_tokens,
         "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"thinking_tokens": ended.thinking_tokens},
     }
 
 
@@ -129,7 +130,12 @@ class StreamWriter:
         """Yield the first frame. What was reused is known only at the end."""
         usage = {"input_tokens": 0, "output_tokens": 0}
         usage |= {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
-        rest = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        rest: dict[str, Any] = {
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": usage,
+        }
         yield frame({"type": "message_start", "message": _head(self._asked) | rest})
 
     def write(self, index: int, event: Event) -> Iterator[bytes]:
