@@ -79,6 +79,20 @@ class House:
             for name in [self.names.find(shown)]
         ]
 
+    async def hold(self, model: str, keep_alive: float | None) -> None:
+        """Load a model, and unload it `keep_alive` seconds after its last answer.
+
+        0 unloads it now, a negative number never; None: as the server is set. Raise RefusedError.
+        """
+        if keep_alive == 0 and self.models_held.get(self.names.find(model)) is None:
+            return
+        asked = Asked(protocol="ollama", model=model, keep_alive=keep_alive)
+        with self._in_place(asked) as place:
+            try:
+                await _loaded(place)
+            except Exception as error:
+                raise refusal_of(error) from error
+
     async def count(self, asked: Asked) -> int:
         """Return the number of tokens of the prompt, without evaluating it. Raise RefusedError."""
         with self._in_place(asked) as place:
