@@ -39,10 +39,10 @@ def _body(path: str, refused: RefusedError, request_id: str) -> dict[str, Any]:
     if path.startswith("/api/"):
         return {"error": refused.message}
     kind = "invalid_request_error" if refused.status < 500 else "server_error"
-    error = {
+    described = {
         "message": refused.message,
         "type": kind,
         "param": refused.param,
         "code": refused.code,
     }
-    return {"error": error}
+    return {"error": described}

@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 
@@ -62,7 +62,7 @@ class House:
 
     def load_first(self, progress: LoadProgress = tell_nobody) -> Opened:
         """Load the first model, before the server runs. Raise what its loading raises."""
-        opened = self._opening.open(self.names.first, self._opening.budget(), progress)
+        opened = self._opening.load(self.names.first, self._opening.budget(), progress)
         self.models_held.take_in(opened)
         return opened
 
@@ -79,6 +79,20 @@ class House:
             for name in [self.names.find(shown)]
         ]
 
+    async def hold(self, model: str, keep_alive: float | None) -> None:
+        """Load a model, and unload it `keep_alive` seconds after its last answer.
+
+        0 unloads it now, a negative number never; None: as the server is set. Raise RefusedError.
+        """
+        if keep_alive == 0 and self.models_held.get(self.names.find(model)) is None:
+            return
+        asked = Asked(protocol="ollama", model=model, keep_alive=keep_alive)
+        with self._in_place(asked) as place:
+            try:
+                await _loaded(place)
+            except Exception as error:
+                raise refusal_of(error) from error
+
     async def count(self, asked: Asked) -> int:
         """Return the number of tokens of the prompt, without evaluating it. Raise RefusedError."""
         with self._in_place(asked) as place:
@@ -89,7 +103,7 @@ class House:
                 raise refusal_of(error) from error
         return len(made.prompt.tokens)
 
-    async def answer(self, asked: Asked) -> AsyncIterator[Event]:
+    async def answer(self, asked: Asked) -> AsyncGenerator[Event, None]:
         """Yield the events of an answer. Closing the iterator ends the request within one step.
 
         Raise RefusedError, before the first event or later.
@@ -141,7 +155,7 @@ class House:
     def _usual_duration(self) -> float:
         return sum(self._durations) / len(self._durations) if self._durations else 1.0
 
-    async def _answer(self, asked: Asked, place: Place) -> AsyncIterator[Event]:
+    async def _answer(self, asked: Asked, place: Place) -> AsyncGenerator[Event, None]:
         beats = Beats()
         if place.opened is None and place.loading is not None:
             async for _ in beats.until(place.loading):

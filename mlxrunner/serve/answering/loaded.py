@@ -109,7 +109,7 @@ class LoadedModels:
             while self._bytes() + needed > budget and (other := self._least_useful(place)):
                 await self._make_leave(other)
             room = budget - self._bytes()
-            place.opened = await asyncio.to_thread(self._opening.open, place.name, room)
+            place.opened = await asyncio.to_thread(self._opening.load, place.name, room)
             place.used = time.monotonic()
             self._on_open(place.opened)
 

@@ -56,7 +56,7 @@ class Opening:
         context = min(self.runner.context or shapes.facts.context, USUAL)
         return demand.total(context, self.budget())
 
-    def open(self, name: str, room: int, progress: LoadProgress = tell_nobody) -> Opened:
+    def load(self, name: str, room: int, progress: LoadProgress = tell_nobody) -> Opened:
         """Load the model `name`, which with all that it stores takes at most `room` bytes.
 
         Raise ModelError if it is missing or broken, MemoryPlanError if it does not fit, and

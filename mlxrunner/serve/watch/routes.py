@@ -26,7 +26,7 @@ WIDTH = 100
 
 def watch_router(house: House, record: Record) -> APIRouter:
     """Return the routes about a server's models and requests."""
-    record.counts.registry.register(Gauges(house))  # type: ignore[arg-type]  # it has `collect`
+    record.counts.registry.register(Gauges(house))
     router = APIRouter(tags=["watch"])
 
     @router.get("/health")
