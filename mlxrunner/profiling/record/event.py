@@ -11,20 +11,8 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-<<<<<<< HEAD
 from mlxrunner.profiling.event_parts import BatchLine, ClientRequest, Eviction, Span
 from mlxrunner.profiling.schema import SCHEMA, VERSION, Event
-=======
-from mlxrunner.profiling.schema import (
-    SCHEMA,
-    VERSION,
-    BatchLine,
-    ClientRequest,
-    Event,
-    Eviction,
-    Span,
-)
->>>>>>> serve-core
 
 if TYPE_CHECKING:
     from mlxrunner.engine.observation import Observation
