@@ -16,9 +16,10 @@ from mlxrunner.batch.responses import RESPONSE_FIELDS, read_response
 from mlxrunner.batch.store import Format
 from mlxrunner.batch.translate import ELSEWHERE, check_functions, translate, unknown
 from mlxrunner.config.names import did_you_mean
+from mlxrunner.config.option import names
 from mlxrunner.engine.constrain import check_form
 from mlxrunner.errors import OptionError, PromptError
-from mlxrunner.options import MOST_TOKENS, GenerateOptions, names
+from mlxrunner.options import MOST_TOKENS, GenerateOptions
 from mlxrunner.templates.messages import PlainMessage, check_message
 from mlxrunner.tokenizer.prompt import Prompt
 
@@ -200,7 +201,7 @@ def checked_options(
         raise OptionError(
             f"unknown option {unknown[0]!r:.80}: known are {', '.join(sorted(OPTIONS))}"
         )
-    options = options | _form(options, response_format, batch)
+    options = options | form_of(options, response_format, batch.defaults)
     # A line's form replaces a form of the other kind that the defaults ask for.
     if options.get("schema") is not None and batch.defaults.get("choices"):
         options.setdefault("choices", None)
@@ -226,8 +227,10 @@ def _texts(name: str, value: Any) -> list[str]:
     return list(values)
 
 
-def _form(options: Mapping[str, Any], response_format: Any, batch: BatchOptions) -> dict[str, Any]:
-    """Return the options that say which form a line's answer must have.
+def form_of(
+    options: Mapping[str, Any], response_format: Any, defaults: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the options that say which form an answer must have.
 
     `schema` becomes the text of a JSON schema. Raise OptionError if the form is given twice or is
     not known.
@@ -239,7 +242,7 @@ def _form(options: Mapping[str, Any], response_format: Any, batch: BatchOptions)
         raise OptionError("schema and response_format say the same thing: give one of them")
     match response_format:
         case {"type": "text"}:
-            return {name: None for name in ("schema", "choices") if batch.defaults.get(name)}
+            return {name: None for name in ("schema", "choices") if defaults.get(name)}
         case {"type": "json_object"}:
             return {"schema": ANY_OBJECT}
         case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:

@@ -1,0 +1,270 @@
+"""The body of a request for a message, and the `Asked` that it means."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from pydantic import Field
+
+from mlxrunner.serve.apis.fields import Body, Part, part_text, refuse, text_of
+from mlxrunner.serve.asked import Asked, Client, ToolChoice
+from mlxrunner.serve.events import RefusedError
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {"mcp_servers": ([],), "container": ({},), "n": (1,)}
+"""Fields that would change the answer and are not supported, with values that do not."""
+BETWEEN = "\n"
+"""The text between the blocks of a system prompt, of a user's message, of a result."""
+
+
+class Tool(Body):
+    """A tool: the client's own, or one of Anthropic's, which `type` names."""
+
+    name: str = ""
+    type: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Choice(Body):
+    """The use of tools."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+
+class Thinking(Body):
+    """The use of thinking. A budget of tokens is a wish, which is not enforced."""
+
+    type: Literal["enabled", "adaptive", "disabled"]
+
+
+class Form(Body):
+    """The form of the answer."""
+
+    type: Literal["json_schema"]
+    json_schema: dict[str, Any] = Field(alias="schema")
+
+
+class Output(Body):
+    """Wishes about the answer."""
+
+    effort: str | None = None
+    format: Form | None = None
+
+
+class Metadata(Body):
+    """The client's own data about the request."""
+
+    user_id: str | None = None
+
+
+class Message(Body):
+    """A message of the conversation. Messages of the system may stand anywhere."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Part]
+
+
+class CountRequest(Body):
+    """The body of a request for the number of tokens of a prompt."""
+
+    model: str
+    messages: list[Message] = Field(min_length=1)
+    system: str | list[Part] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Choice | None = None
+    thinking: Thinking | None = None
+    output_config: Output | None = None
+
+
+class MessageRequest(CountRequest):
+    """The body of a request for a message."""
+
+    max_tokens: int | None = Field(default=None, ge=1)
+    stream: bool = False
+    temperature: float | None = Field(default=None, ge=0)
+    top_p: float | None = Field(default=None, ge=0, le=1)
+    top_k: int | None = Field(default=None, ge=0)
+    stop_sequences: list[str] | None = None
+    metadata: Metadata | None = None
+    output_format: Form | None = None
+
+
+def read(body: CountRequest, client: Client, request_id: str) -> Asked:
+    """Return what a body asks for. Raise RefusedError for what is not supported."""
+    refuse(body.model_extra or {}, NEUTRAL)
+    tools = [_tool(number, tool) for number, tool in enumerate(body.tools or ()) if is_own(tool)]
+    choice = body.tool_choice
+    output = body.output_config or Output()
+    return Asked(
+        protocol="anthropic",
+        model=body.model,
+        messages=list(_messages(body)),
+        tools=tools,
+        tool_choice=_choice(choice, {tool["function"]["name"] for tool in tools}),
+        parallel_calls=not (choice and choice.disable_parallel_tool_use),
+        thinking=_thinking(body.thinking),
+        effort=output.effort,
+        options=_options(body, output) if isinstance(body, MessageRequest) else {},
+        client=client,
+        id=request_id,
+    )
+
+
+def is_own(tool: Tool) -> bool:
+    """Return True if a tool is the client's own. Anthropic's have a type that bears a date."""
+    return tool.type in (None, "custom")
+
+
+def left_out(body: CountRequest) -> tuple[str, ...]:
+    """Return the types of the tools that the model is not told of."""
+    return tuple(str(tool.type) for tool in body.tools or () if not is_own(tool))
+
+
+def marks_cache(body: CountRequest) -> bool:
+    """Return True if the body has a mark `cache_control` anywhere."""
+    contents = [body.system, *(message.content for message in body.messages)]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    marked: list[Body] = [body, *(body.tools or ()), *parts]
+    return any((one.model_extra or {}).get("cache_control") for one in marked)
+
+
+def _tool(number: int, tool: Tool) -> dict[str, Any]:
+    """Return a tool in OpenAI's form. Its schema keeps the order of its keys."""
+    if not tool.name:
+        where = f"tools.{number}.name"
+        raise RefusedError(400, f"{where}: a tool needs a name", param=where)
+    function: dict[str, Any] = {"name": tool.name}
+    if tool.description is not None:
+        function["description"] = tool.description
+    function["parameters"] = tool.input_schema or {"type": "object", "properties": {}}
+    if tool.strict:
+        function["strict"] = True
+    return {"type": "function", "function": function}
+
+
+def _choice(choice: Choice | None, known: set[str]) -> ToolChoice:
+    if choice is None or choice.type == "auto":
+        return ToolChoice()
+    if choice.type == "none":
+        return ToolChoice("none")
+    if not known:
+        raise RefusedError(400, "tool_choice: there are no tools to choose", param="tool_choice")
+    if choice.type == "any":
+        return ToolChoice("required")
+    if choice.name not in known:
+        raise RefusedError(
+            400,
+            f"tool_choice.name: {choice.name!r:.80} is not among the tools",
+            param="tool_choice.name",
+        )
+    return ToolChoice("named", choice.name)
+
+
+def _thinking(thinking: Thinking | None) -> bool | None:
+    """Return whether to think first. With "adaptive" the model decides."""
+    known = {"enabled": True, "disabled": False}
+    return None if thinking is None else known.get(thinking.type)
+
+
+def _options(body: MessageRequest, output: Output) -> dict[str, Any]:
+    form = output.format or body.output_format
+    options = {
+        "max_tokens": body.max_tokens,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "top_k": body.top_k,
+        "stop": [text for text in body.stop_sequences or () if text] or None,
+        "schema": form and form.json_schema,
+    }
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _messages(body: CountRequest) -> Iterator[dict[str, Any]]:
+    """Yield the messages in OpenAI's form, in their order."""
+    if body.system:
+        content = text_of("system", body.system, ("text",), BETWEEN)
+        yield {"role": "system", "content": content}
+    for number, message in enumerate(body.messages):
+        where = f"messages.{number}.content"
+        if isinstance(message.content, str):
+            yield {"role": message.role, "content": message.content}
+        elif message.role == "assistant":
+            yield _answer(where, message.content)
+        elif message.role == "system":
+            yield {"role": "system", "content": text_of(where, message.content, ("text",), BETWEEN)}
+        else:
+            yield from _user(where, message.content)
+
+
+def _answer(where: str, parts: list[Part]) -> dict[str, Any]:
+    """Return the message of an earlier answer: its texts, its thinking, its calls."""
+    texts, thoughts, calls = [], [], []
+    for number, part in enumerate(parts):
+        extra = part.model_extra or {}
+        match part.type, extra:
+            case "thinking", {"thinking": str(thought)}:
+                thoughts.append(thought)
+            case "redacted_thinking", _:
+                pass  # another server's thinking, which nobody here can read
+            case "tool_use", {"id": str(call), "name": str(name), "input": dict(given)}:
+                function = {"name": name, "arguments": given}
+                calls.append({"id": call, "type": "function", "function": function})
+            case _:
+                texts.append(part_text(f"{where}.{number}", part, ("text",)))
+    message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
+    if thoughts:
+        message["reasoning_content"] = "".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _user(where: str, parts: list[Part]) -> Iterator[dict[str, Any]]:
+    """Yield the messages of a user's blocks: results of tools are messages of their own."""
+    texts: list[str] = []
+    for number, part in enumerate(parts):
+        place, extra = f"{where}.{number}", part.model_extra or {}
+        if part.type != "tool_result":
+            texts.append(_user_text(place, part))
+            continue
+        if texts:
+            yield {"role": "user", "content": BETWEEN.join(texts)}
+            texts = []
+        yield _result(place, extra)
+    if texts or not parts:
+        yield {"role": "user", "content": BETWEEN.join(texts)}
+
+
+def _user_text(where: str, part: Part) -> str:
+    """Return the text of a block: a text, or a document that is plain text."""
+    match part.type, (part.model_extra or {}).get("source"):
+        case "document", {"type": "text", "data": str(text)}:
+            return text
+    return part_text(where, part, ("text",))
+
+
+def _result(where: str, extra: dict[str, Any]) -> dict[str, Any]:
+    """Return the message of a tool's result. One that says nothing says at least that it failed."""
+    call, content = extra.get("tool_use_id"), extra.get("content")
+    if not isinstance(call, str):
+        name = f"{where}.tool_use_id"
+        raise RefusedError(400, f"{name}: it has to be the id of a tool_use block", param=name)
+    text = text_of(f"{where}.content", _parts(f"{where}.content", content), ("text",), BETWEEN)
+    if extra.get("is_error") and not text:
+        text = "error"
+    return {"role": "tool", "tool_call_id": call, "content": text}
+
+
+def _parts(where: str, content: Any) -> str | list[Part] | None:
+    """Return the content of a result, checked. Raise RefusedError."""
+    if content is None or isinstance(content, str):
+        return content
+    if isinstance(content, list) and all(
+        isinstance(part, dict) and isinstance(part.get("type"), str) for part in content
+    ):
+        return [Part.model_validate(part) for part in content]
+    raise RefusedError(400, f"{where}: it has to be a text or a list of blocks", param=where)

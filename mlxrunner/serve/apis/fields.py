@@ -1,0 +1,79 @@
+"""Bodies of requests: fields that are not known are tolerated, those in the way are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from mlxrunner.config.arguments import shown
+from mlxrunner.serve.asked import Asked
+from mlxrunner.serve.events import Ended, RefusedError
+
+
+class Body(BaseModel):
+    """An object of a request. Fields that are not known are kept, and ignored."""
+
+    model_config = ConfigDict(extra="allow", strict=False)
+
+
+class Part(Body):
+    """A part of a content. Its other fields depend on its type."""
+
+    type: str
+
+
+def text_of(where: str, content: str | list[Part] | None, types: tuple[str, ...], by: str) -> str:
+    """Return the text of a content: its parts of `types`, with `by` between them.
+
+    `where` names the content for errors. Raise RefusedError for a part that is not text.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    return by.join(
+        part_text(f"{where}.{number}", part, types) for number, part in enumerate(content)
+    )
+
+
+def part_text(where: str, part: Part, types: tuple[str, ...]) -> str:
+    """Return the text of a part. Raise RefusedError if it is not a text."""
+    text = (part.model_extra or {}).get("text")
+    if part.type in types and isinstance(text, str):
+        return text
+    if part.type in types:
+        raise RefusedError(400, f"{where}.text: it has to be a text", param=f"{where}.text")
+    raise RefusedError(
+        400,
+        f"{where}: content of type {part.type!r:.60} is not supported, only text",
+        param=where,
+    )
+
+
+def refuse(fields: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raise RefusedError for the first field that has another value than those of `neutral`."""
+    for name, accepted in neutral.items():
+        value = fields.get(name)
+        if value is not None and value not in accepted:
+            raise RefusedError(
+                400, f"{name}: {shown(value)} is not supported by this server", param=name
+            )
+
+
+def report(ended: Ended, left_out: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Return the field `mlxrunner` of a response: what was reused, and what was left out."""
+    body = ended.cache.body
+    if ended.note:
+        body["note"] = ended.note
+    if left_out:
+        body["left_out"] = [f"tool {name}" for name in left_out]
+    return body
+
+
+def headers(asked: Asked, ended: Ended) -> dict[str, str]:
+    """Return the headers of a whole answer."""
+    return {
+        "x-mlxrunner-cache": ended.cache.header,
+        "request-id": asked.id,
+        "x-request-id": asked.id,
+    }

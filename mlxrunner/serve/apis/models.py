@@ -1,0 +1,61 @@
+"""The list of models at `/v1/models`, which OpenAI's and Anthropic's clients ask for alike."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+
+from mlxrunner.serve.answering.answers import Answers, ModelCard
+from mlxrunner.serve.apis.anthropic.writing import write_error as anthropic_error
+from mlxrunner.serve.apis.openai.errors import write_error as openai_error
+from mlxrunner.serve.apis.route import route_class
+from mlxrunner.serve.events import RefusedError
+
+
+def is_anthropic(request: Request) -> bool:
+    """Return True if the client speaks Anthropic's API: it names the version of that."""
+    return "anthropic-version" in request.headers
+
+
+def router(answers: Answers) -> APIRouter:
+    """Return the routes."""
+    routes = APIRouter(route_class=route_class(openai_error, "req_"), tags=["models"])
+
+    @routes.get("/v1/models")
+    async def list_models(request: Request) -> Response:
+        """List the models that a request may name."""
+        cards = answers.models()
+        if is_anthropic(request):
+            ends = {name: cards[at].name if cards else None for name, at in _ENDS.items()}
+            data = [_anthropic(card) for card in cards]
+            return JSONResponse({"data": data, "has_more": False, **ends})
+        return JSONResponse({"object": "list", "data": [_openai(card) for card in cards]})
+
+    @routes.get("/v1/models/{name:path}")
+    async def retrieve_model(name: str, request: Request) -> Response:
+        """Describe a model."""
+        card = next((card for card in answers.models() if card.name == name), None)
+        if card is not None:
+            return JSONResponse(_anthropic(card) if is_anthropic(request) else _openai(card))
+        refused = RefusedError(404, f"there is no model {name!r:.200}", code="model_not_found")
+        write = anthropic_error if is_anthropic(request) else openai_error
+        return write(refused, request.state.id)
+
+    return routes
+
+
+_ENDS = {"first_id": 0, "last_id": -1}
+
+
+def _openai(card: ModelCard) -> dict[str, Any]:
+    described = {"id": card.name, "object": "model", "created": int(card.modified)}
+    return {**described, "owned_by": "mlxrunner", "context_length": card.context or None}
+
+
+def _anthropic(card: ModelCard) -> dict[str, Any]:
+    created = datetime.fromtimestamp(card.modified, UTC).isoformat()
+    named = {"id": card.name, "type": "model", "display_name": card.name, "created_at": created}
+    return {**named, "max_input_tokens": card.context or None}

@@ -1,0 +1,15 @@
+"""The routes of all protocols."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+
+from mlxrunner.serve.answering.answers import Answers
+from mlxrunner.serve.apis import models
+from mlxrunner.serve.apis.anthropic import routes as anthropic
+from mlxrunner.serve.apis.openai import routes as openai
+
+
+def routers(answers: Answers) -> list[APIRouter]:
+    """Return the routers of all protocols."""
+    return [anthropic.router(answers), openai.router(answers), models.router(answers)]

@@ -1,0 +1,413 @@
+"""Anthropic's Messages API, asked by its own Python client and in the manner of Claude Code."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import anthropic
+import httpx
+import pytest
+from support.scripted import HELLO, Scripted, asking, call, ended
+from support.waiting import until
+
+from mlxrunner.serve.asked import ToolChoice
+from mlxrunner.serve.events import Reading, RefusedError, Text, Thought, Waiting
+
+ASK: dict[str, Any] = {
+    "model": "tiny",
+    "max_tokens": 100,
+    "messages": [{"role": "user", "content": "Hi"}],
+}
+READ = {
+    "name": "Read",
+    "description": "Read a file",
+    "input_schema": {"type": "object", "properties": {"path": {"type": "string"}}},
+}
+READ_FUNCTION = {
+    "type": "function",
+    "function": {"name": "Read", "description": "Read a file", "parameters": READ["input_schema"]},
+}
+
+
+@pytest.fixture
+def client(url: str) -> anthropic.Anthropic:
+    """Their client, for this server."""
+    return anthropic.Anthropic(base_url=url, api_key="x", max_retries=0)
+
+
+def test_a_message(client: anthropic.Anthropic, answers: Scripted) -> None:
+    """Its text, its end, its usage and what was reused."""
+    raw = client.messages.with_raw_response.create(
+        **ASK, system="Be brief.", extra_body={"temperature": 0.5}
+    )
+    message = raw.parse()
+    assert [block.to_dict() for block in message.content] == [{"type": "text", "text": "Hello"}]
+    assert (message.stop_reason, message.stop_sequence) == ("end_turn", None)
+    assert message.usage.input_tokens == 20
+    assert message.usage.cache_read_input_tokens == 30
+    assert message.usage.cache_creation_input_tokens == 0
+    assert message.usage.output_tokens == 5
+    assert raw.headers["x-mlxrunner-cache"] == (
+        "outcome=partial; cached=30; lost=7; reason=prefix_changed; rules=billing-header"
+    )
+    assert message.model_extra["mlxrunner"]["cached_tokens"] == 30  # type: ignore[index]
+    asked = answers.last
+    assert asked.messages == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi"},
+    ]
+    assert asked.options == {"max_tokens": 100, "temperature": 0.5}
+    assert (asked.protocol, asked.model, asked.thinking) == ("anthropic", "tiny", None)
+    assert asked.client.name == "Anthropic"
+    assert asked.id == message.id == raw.headers["request-id"]
+
+
+def test_a_stream_builds_the_same_message(client: anthropic.Anthropic, answers: Scripted) -> None:
+    """Thinking, text and two calls; heartbeats are frames of their own."""
+    answers.script = [
+        Waiting("for a slot"),
+        Reading(10, 50),
+        Thought("Let me "),
+        Thought("see."),
+        Text("I'll "),
+        Text("read."),
+        *call(0, "Read", '{"path": ', '"a"}'),
+        *call(1, "Read", '{"path": "b"}'),
+        ended("tool_calls"),
+    ]
+    whole = client.messages.create(**ASK)
+    with client.messages.stream(**ASK) as stream:
+        kinds = [event.type for event in stream]
+        built = stream.get_final_message()
+    assert [block.type for block in built.content] == ["thinking", "text", "tool_use", "tool_use"]
+    plain = {"signature"}
+    for one, other in zip(whole.content, built.content, strict=True):
+        assert one.model_dump(exclude=plain) == other.model_dump(exclude=plain)
+    assert built.content[2].input == {"path": "a"}  # type: ignore[union-attr]
+    assert built.content[0].signature  # type: ignore[union-attr]
+    assert (built.stop_reason, whole.stop_reason) == ("tool_use", "tool_use")
+    assert built.usage.cache_read_input_tokens == 30
+    assert built.usage.input_tokens == 20
+    assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 4
+    assert kinds[0] == "message_start"
+    assert kinds[-1] == "message_stop"
+
+
+def frames(text: str) -> list[tuple[str, dict[str, Any]]]:
+    """Return the events of a stream: the name and the data of each."""
+    found = []
+    for frame in text.split("\n\n"):
+        if frame:
+            name, data = frame.split("\n")
+            found.append((name.removeprefix("event: "), json.loads(data.removeprefix("data: "))))
+    return found
+
+
+def test_heartbeats_are_pings(url: str, answers: Scripted) -> None:
+    """They come after the start of the message and before its first block."""
+    answers.script = [Waiting("for a slot"), Reading(1, 2), *HELLO]
+    text = httpx.post(f"{url}/v1/messages?beta=true", json=ASK | {"stream": True}).text
+    events = frames(text)
+    assert [name for name, _ in events] == [
+        "message_start",
+        "ping",
+        "ping",
+        "content_block_start",
+        "content_block_delta",
+        "content_block_delta",
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
+    ]
+    assert all(name == data["type"] for name, data in events)
+    assert events[-1][1]["mlxrunner"]["reason"] == "prefix_changed"
+
+
+@pytest.mark.parametrize(
+    ("reason", "theirs"),
+    [
+        ("stop", "end_turn"),
+        ("length", "max_tokens"),
+        ("stop_sequence", "stop_sequence"),
+        ("tool_calls", "tool_use"),
+    ],
+)
+def test_reasons_of_the_end(
+    client: anthropic.Anthropic, answers: Scripted, reason: Any, theirs: str
+) -> None:
+    """Each has their word, and a stop sequence is named."""
+    sequence = "END" if reason == "stop_sequence" else None
+    answers.script = [Text("a"), ended(reason, stop_sequence=sequence)]
+    message = client.messages.create(**ASK, stop_sequences=["END"])
+    assert (message.stop_reason, message.stop_sequence) == (theirs, sequence)
+    assert answers.last.options["stop"] == ["END"]
+
+
+CLAUDE_CODE: dict[str, Any] = {
+    "model": "tiny",
+    "max_tokens": 32000,
+    "stream": True,
+    "system": [
+        {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1; cc_entrypoint=cli"},
+        {
+            "type": "text",
+            "text": "You are Claude Code.",
+            "cache_control": {"type": "ephemeral", "ttl": "1h"},
+        },
+    ],
+    "tools": [READ, {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}],
+    "thinking": {"type": "adaptive"},
+    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    "output_config": {"effort": "medium"},
+    "metadata": {"user_id": "user_abc_session_def"},
+    "messages": [
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "<system-reminder>a</system-reminder>"},
+                {"type": "text", "text": "Fix it.", "cache_control": {"type": "ephemeral"}},
+            ],
+        },
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "Read it.", "signature": "msg_1"},
+                {"type": "text", "text": "I read it."},
+                {"type": "tool_use", "id": "call_0", "name": "Read", "input": {"path": "a"}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "call_0",
+                    "content": [{"type": "text", "text": "1"}, {"type": "text", "text": "2"}],
+                },
+                {"type": "tool_result", "tool_use_id": "call_1", "is_error": True, "content": ""},
+                {"type": "text", "text": "Go on."},
+            ],
+        },
+        {"role": "system", "content": "The date changed."},
+    ],
+}
+"""A request in the manner of Claude Code."""
+
+
+def test_claude_code(url: str, answers: Scripted) -> None:
+    """Each message stays where it is, its own fields are no obstacle, and nothing is lost."""
+    text = httpx.post(f"{url}/v1/messages?beta=true", json=CLAUDE_CODE).text
+    asked = answers.last
+    assert asked.messages == [
+        {
+            "role": "system",
+            "content": "x-anthropic-billing-header: cc_version=2.1; cc_entrypoint=cli\n"
+            "You are Claude Code.",
+        },
+        {"role": "user", "content": "<system-reminder>a</system-reminder>\nFix it."},
+        {
+            "role": "assistant",
+            "content": "I read it.",
+            "reasoning_content": "Read it.",
+            "tool_calls": [
+                {
+                    "id": "call_0",
+                    "type": "function",
+                    "function": {"name": "Read", "arguments": {"path": "a"}},
+                }
+            ],
+        },
+        {"role": "tool", "tool_call_id": "call_0", "content": "1\n2"},
+        {"role": "tool", "tool_call_id": "call_1", "content": "error"},
+        {"role": "user", "content": "Go on."},
+        {"role": "system", "content": "The date changed."},
+    ]
+    assert asked.tools == [READ_FUNCTION]
+    assert (asked.thinking, asked.effort) == (None, "medium")
+    assert asked.client.session == "user_abc_session_def"
+    events = dict(frames(text))
+    assert events["message_stop"]["mlxrunner"]["left_out"] == ["tool web_search_20250305"]
+    used = events["message_delta"]["usage"]
+    assert (used["input_tokens"], used["cache_creation_input_tokens"]) == (0, 20)
+
+
+def test_marks_of_the_cache_change_nothing_else(url: str, answers: Scripted) -> None:
+    """The same messages with marks elsewhere are the same request."""
+    moved = json.loads(json.dumps(CLAUDE_CODE))
+    moved["messages"][0]["content"][1].pop("cache_control")
+    moved["messages"][2]["content"][2]["cache_control"] = {"type": "ephemeral"}
+    for body in (CLAUDE_CODE, moved):
+        httpx.post(f"{url}/v1/messages", json=body)
+    one, other = answers.asked
+    assert (one.messages, one.tools, one.options) == (other.messages, other.tools, other.options)
+
+
+@pytest.mark.parametrize(
+    ("given", "choice", "parallel"),
+    [
+        ({"type": "auto"}, ToolChoice(), True),
+        ({"type": "any"}, ToolChoice("required"), True),
+        ({"type": "none"}, ToolChoice("none"), True),
+        (
+            {"type": "tool", "name": "Read", "disable_parallel_tool_use": True},
+            ToolChoice("named", "Read"),
+            False,
+        ),
+    ],
+)
+def test_the_choice_of_tools(
+    client: anthropic.Anthropic, answers: Scripted, given: Any, choice: ToolChoice, parallel: bool
+) -> None:
+    """Each of theirs has one of ours."""
+    client.messages.create(**ASK, tools=[READ], tool_choice=given)  # type: ignore[list-item]
+    assert (answers.last.tool_choice, answers.last.parallel_calls) == (choice, parallel)
+
+
+@pytest.mark.parametrize(
+    ("given", "thinking"),
+    [({"type": "enabled", "budget_tokens": 2000}, True), ({"type": "disabled"}, False)],
+)
+def test_thinking_is_asked_for(
+    client: anthropic.Anthropic, answers: Scripted, given: Any, thinking: bool
+) -> None:
+    """A budget is a wish."""
+    client.messages.create(**ASK, thinking=given)
+    assert answers.last.thinking is thinking
+
+
+def test_a_form(client: anthropic.Anthropic, answers: Scripted) -> None:
+    """A schema is an option of the answer."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    client.messages.create(
+        **ASK, output_config={"format": {"type": "json_schema", "schema": schema}}
+    )
+    assert answers.last.options["schema"] == schema
+
+
+def test_tokens_are_counted(client: anthropic.Anthropic, answers: Scripted) -> None:
+    """The same prompt is counted that a message would have."""
+    tools: Any = [READ]
+    counted = client.messages.count_tokens(model="tiny", messages=ASK["messages"], tools=tools)
+    assert counted.input_tokens == 42
+    assert answers.last.tools == [READ_FUNCTION]
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (400, anthropic.BadRequestError),
+        (401, anthropic.AuthenticationError),
+        (404, anthropic.NotFoundError),
+        (413, anthropic.RequestTooLargeError),
+        (429, anthropic.RateLimitError),
+        (503, anthropic.ServiceUnavailableError),
+        (500, anthropic.InternalServerError),
+    ],
+)
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
+def test_refusals_raise_their_errors(
+    client: anthropic.Anthropic, answers: Scripted, status: int, kind: Any, is_stream: bool
+) -> None:
+    """A refusal before the first event has its status, in a stream, too."""
+    answers.script = [RefusedError(status, "no", retry_after=3 if status == 429 else None)]
+    with pytest.raises(kind) as raised:
+        client.messages.create(**ASK, stream=is_stream)
+    body: Any = raised.value.body
+    assert (body["type"], body["error"]["message"]) == ("error", "no")
+    assert raised.value.request_id == answers.last.id
+    if status == 429:
+        assert raised.value.response.headers["retry-after"] == "3"
+
+
+@pytest.mark.parametrize(
+    "error", [RefusedError(503, "out of memory"), RuntimeError("a bug")], ids=["refused", "bug"]
+)
+def test_an_error_in_the_middle_ends_the_stream(
+    client: anthropic.Anthropic, answers: Scripted, error: Exception
+) -> None:
+    """It is an event, and shows nothing of the server's inside."""
+    answers.script = [Text("Hel"), error]
+    with pytest.raises(anthropic.APIStatusError) as raised:
+        list(client.messages.create(**ASK, stream=True))
+    said = "out of memory" if isinstance(error, RefusedError) else "the server failed"
+    assert said in str(raised.value)
+    assert "a bug" not in str(raised.value)
+
+
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"messages": []}, "messages: list should have at least 1 item"),
+        ({"messages": None}, "messages: input should be a valid list"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "messages.0.role: input should be"),
+        (
+            {"messages": [{"role": "user", "content": [IMAGE]}]},
+            "messages.0.content.0: content of type 'image' is not supported, only text",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
+            "messages.0.content.0.tool_use_id: it has to be the id of a tool_use block",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            "messages.0.content.0.text: it has to be a text",
+        ),
+        ({"mcp_servers": [{"url": "a"}]}, "mcp_servers: [{'url': 'a'}] is not supported"),
+        ({"max_tokens": 0}, "max_tokens: input should be greater than or equal to 1"),
+        ({"tools": [{"description": "a"}]}, "tools.0.name: a tool needs a name"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice: there are no tools"),
+        (
+            {"tools": [READ], "tool_choice": {"type": "tool", "name": "B"}},
+            "tool_choice.name: 'B' is not among the tools",
+        ),
+    ],
+)
+def test_what_is_wrong_is_named(url: str, change: dict[str, Any], said: str) -> None:
+    """The field, the reason, and the shape of their errors."""
+    response = httpx.post(f"{url}/v1/messages", json=ASK | change)
+    assert response.status_code == 400
+    body = response.json()
+    assert (body["type"], body["error"]["type"]) == ("error", "invalid_request_error")
+    assert said in body["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "the body is empty"),
+        (b"{", "the body is not valid JSON"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"model": NaN}', "not valid JSON"),
+        (b'{"model": "\\ud800"}', "half a character"),
+        (b"\xff", "not UTF-8"),
+        (b"[]", "the body: "),
+    ],
+    ids=["empty", "cut", "deep", "nan", "surrogate", "bytes", "list"],
+)
+def test_a_broken_body(url: str, content: bytes, said: str) -> None:
+    """It gets 400 with a reason, in their shape."""
+    sent = {"content-type": "application/json"}
+    response = httpx.post(f"{url}/v1/messages", content=content, headers=sent)
+    assert response.status_code == 400
+    assert said in response.json()["error"]["message"]
+
+
+def test_probes(url: str) -> None:
+    """HEAD says that it is there, GET how it is used."""
+    assert httpx.head(f"{url}/v1/messages").status_code == 200
+    refused = httpx.get(f"{url}/v1/messages")
+    assert refused.status_code == 405
+    assert "POST" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
+def test_a_client_that_leaves_ends_the_answer(url: str, answers: Scripted, is_stream: bool) -> None:
+    """The answer is closed, though it would never end by itself."""
+    answers.script, answers.is_stuck = [Text("a")], True
+    with asking(f"{url}/v1/messages", ASK | {"stream": is_stream}):
+        until(lambda: answers.asked, "for the request")
+    until(lambda: answers.closed == 1, "for the end of the answer")

@@ -1,0 +1,430 @@
+"""OpenAI's chat completions, asked by their Python client, LangChain, llm and opencode."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from langchain_core.messages import AIMessageChunk, HumanMessage
+from langchain_core.tools import tool
+from langchain_openai import ChatOpenAI
+from llm.default_plugins.openai_models import Chat
+from support.scripted import HELLO, Scripted, asking, call, ended
+from support.waiting import until
+
+from mlxrunner.serve.asked import ToolChoice
+from mlxrunner.serve.events import Reading, RefusedError, Text, Thought, Token, Waiting
+
+ASK: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}
+READ: Any = {
+    "type": "function",
+    "function": {
+        "name": "read",
+        "description": "Read a file",
+        "parameters": {"type": "object", "properties": {"path": {"type": "string"}}},
+    },
+}
+CALLS = [
+    Thought("Let me "),
+    Thought("see."),
+    Text("I'll read."),
+    *call(0, "read", '{"path": ', '"a"}'),
+    *call(1, "read", '{"path": "b"}'),
+    ended("tool_calls", thinking_tokens=2),
+]
+"""An answer with thinking, text and two calls."""
+
+
+@pytest.fixture
+def client(url: str) -> openai.OpenAI:
+    """Their client, for this server."""
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0)
+
+
+def test_a_completion(client: openai.OpenAI, answers: Scripted) -> None:
+    """Its text, its end, its usage and what was reused."""
+    raw = client.chat.completions.with_raw_response.create(
+        **ASK, temperature=0.5, max_completion_tokens=9, seed=3, stop=["END"], user="me"
+    )
+    completion = raw.parse()
+    (choice,) = completion.choices
+    assert (choice.message.content, choice.finish_reason) == ("Hello", "stop")
+    used = completion.usage
+    assert used is not None
+    assert (used.prompt_tokens, used.completion_tokens, used.total_tokens) == (50, 5, 55)
+    assert used.prompt_tokens_details is not None
+    assert used.prompt_tokens_details.cached_tokens == 30
+    assert raw.headers["x-mlxrunner-cache"].startswith("outcome=partial; cached=30; lost=7")
+    assert completion.model_extra["mlxrunner"]["lost_tokens"] == 7  # type: ignore[index]
+    asked = answers.last
+    assert asked.options == {"max_tokens": 9, "temperature": 0.5, "seed": 3, "stop": ["END"]}
+    assert (asked.protocol, asked.messages) == ("chat", ASK["messages"])
+    assert (asked.client.name, asked.client.session) == ("OpenAI", "me")
+    assert asked.id == completion.id == raw.headers["x-request-id"]
+
+
+def test_a_stream_builds_the_same_completion(client: openai.OpenAI, answers: Scripted) -> None:
+    """Text, thinking and two calls, and the usage in the last chunk."""
+    answers.script = [Waiting("for a slot"), Reading(1, 2), *CALLS]
+    whole = client.chat.completions.create(**ASK, tools=[READ])
+    with client.chat.completions.stream(
+        **ASK, tools=[READ], stream_options={"include_usage": True}
+    ) as stream:
+        chunks = [event.chunk for event in stream if event.type == "chunk"]
+        built = stream.get_final_completion()
+    for found in (whole, built):
+        (choice,) = found.choices
+        assert (choice.message.content, choice.finish_reason) == ("I'll read.", "tool_calls")
+        calls = choice.message.tool_calls or []
+        assert [one.id for one in calls] == ["call_0", "call_1"]
+        assert [json.loads(one.function.arguments) for one in calls] == [  # type: ignore[union-attr]
+            {"path": "a"},
+            {"path": "b"},
+        ]
+        assert found.usage is not None
+        details = found.usage.completion_tokens_details
+        assert details is not None
+        assert details.reasoning_tokens == 2
+    message: Any = whole.choices[0].message
+    assert message.reasoning_content == "Let me see."
+    deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+    thoughts = [getattr(delta, "reasoning_content", None) or "" for delta in deltas]
+    assert "".join(thoughts) == "Let me see."
+    assert chunks[-1].choices == []
+    assert chunks[-1].model_extra["mlxrunner"]["cached_tokens"] == 30  # type: ignore[index]
+
+
+def frames(text: str) -> list[str]:
+    """Return the frames of a stream."""
+    return [frame for frame in text.split("\n\n") if frame]
+
+
+def test_heartbeats_count_for_every_client(url: str, answers: Scripted) -> None:
+    """Each is a comment and a chunk without content."""
+    answers.script = [Waiting("for a slot"), *HELLO]
+    text = httpx.post(f"{url}/v1/chat/completions", json=ASK | {"stream": True}).text
+    role, comment, empty, *_, last, done = frames(text)
+    assert json.loads(role.removeprefix("data: "))["choices"][0]["delta"]["role"] == "assistant"
+    assert comment.startswith(": ")
+    assert json.loads(empty.removeprefix("data: "))["choices"][0]["delta"] == {}
+    ending = json.loads(last.removeprefix("data: "))
+    assert ending["choices"][0]["finish_reason"] == "stop"
+    assert ending["mlxrunner"]["outcome"] == "partial"
+    assert "usage" not in ending
+    assert done == "data: [DONE]"
+
+
+OPENCODE: dict[str, Any] = {
+    "model": "tiny",
+    "max_tokens": 32000,
+    "top_p": 1,
+    "stream": True,
+    "stream_options": {"include_usage": True},
+    "tool_choice": "auto",
+    "tools": [READ],
+    "messages": [
+        {"role": "system", "content": "You are opencode."},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "Fix "}, {"type": "text", "text": "it."}],
+        },
+        {
+            "role": "assistant",
+            "content": None,
+            "reasoning_content": "Read it.",
+            "tool_calls": [
+                {
+                    "id": "call_0",
+                    "type": "function",
+                    "function": {"name": "read", "arguments": '{"path": "a"}'},
+                }
+            ],
+        },
+        {"role": "tool", "tool_call_id": "call_0", "content": "text of a"},
+        {"role": "developer", "content": "Be brief."},
+    ],
+}
+"""A request in the manner of opencode."""
+
+
+def test_opencode(url: str, answers: Scripted) -> None:
+    """Each message stays where it is, with its thinking and its calls."""
+    headers = {"user-agent": "opencode/1.18.33 ai-sdk/provider-utils", "x-session-id": "ses_1"}
+    response = httpx.post(f"{url}/v1/chat/completions", json=OPENCODE, headers=headers)
+    usage = json.loads(frames(response.text)[-2].removeprefix("data: "))
+    assert usage["usage"]["prompt_tokens_details"] == {"cached_tokens": 30}
+    asked = answers.last
+    sent = OPENCODE["messages"]
+    assert asked.messages == [
+        sent[0],
+        {"role": "user", "content": "Fix it."},
+        sent[2] | {"content": ""},
+        sent[3],
+        sent[4],
+    ]
+    assert asked.tools == [READ]
+    assert asked.options == {"max_tokens": 32000, "top_p": 1}
+    assert (asked.client.name, asked.client.session) == ("opencode", "ses_1")
+
+
+def test_several_answers(client: openai.OpenAI, answers: Scripted) -> None:
+    """They run side by side, each with a seed of its own; the prompt is counted once."""
+    for is_stream in (False, True):
+        answers.scripts = [[Text("one"), ended()], [Text("two"), ended()]]
+        if is_stream:
+            with client.chat.completions.stream(
+                **ASK, n=2, seed=5, stream_options={"include_usage": True}
+            ) as stream:
+                found = stream.get_final_completion()
+        else:
+            found = client.chat.completions.create(**ASK, n=2, seed=5)  # type: ignore[assignment]
+        choices = [(choice.message.content, choice.finish_reason) for choice in found.choices]
+        assert choices == [("one", "stop"), ("two", "stop")]
+        assert found.usage is not None
+        assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (50, 10)
+        first, second = answers.asked[-2:]
+        assert (first.options["seed"], second.options["seed"]) == (5, 6)
+        assert first.id != second.id
+
+
+def test_an_error_of_one_answer_ends_the_others(url: str, answers: Scripted) -> None:
+    """Nothing goes on that nobody reads."""
+    answers.is_stuck = True
+    answers.scripts = [[Text("one")], [Text("two"), RefusedError(503, "out of memory")]]
+    response = httpx.post(f"{url}/v1/chat/completions", json=ASK | {"n": 2})
+    assert response.status_code == 503
+    assert answers.closed == 2
+
+
+@pytest.mark.parametrize("reason", ["stop", "length", "stop_sequence", "tool_calls"])
+def test_reasons_of_the_end(client: openai.OpenAI, answers: Scripted, reason: Any) -> None:
+    """They have one word for both kinds of stops."""
+    answers.script = [Text("a"), ended(reason)]
+    theirs = "stop" if reason == "stop_sequence" else reason
+    assert client.chat.completions.create(**ASK).choices[0].finish_reason == theirs
+    chunks = list(client.chat.completions.create(**ASK, stream=True))
+    assert chunks[-1].choices[0].finish_reason == theirs
+
+
+def test_logprobs(client: openai.OpenAI, answers: Scripted) -> None:
+    """Each token with its likeliest others; a part of a character has its bytes."""
+    token = Token("Hé", 1, -0.5, (("Hé", 1, -0.5), ("bytes:\\xc3", 2, float("-inf"))))
+    answers.script = [Text("Hé", (token,)), ended()]
+    whole = client.chat.completions.create(**ASK, logprobs=True, top_logprobs=2)
+    assert answers.last.options["logprobs"] == 2
+    logprobs = whole.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    (one,) = logprobs.content
+    assert (one.token, one.logprob, one.bytes) == ("Hé", -0.5, list("Hé".encode()))
+    assert [(top.logprob, top.bytes) for top in one.top_logprobs] == [
+        (-0.5, list("Hé".encode())),
+        (-9999.0, [0xC3]),
+    ]
+    with client.chat.completions.stream(**ASK, logprobs=True, top_logprobs=2) as stream:
+        built = stream.get_final_completion()
+    assert built.choices[0].logprobs is not None
+    assert built.choices[0].logprobs.content == logprobs.content
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("given", "schema"),
+    [
+        ({"type": "text"}, None),
+        ({"type": "json_object"}, '{"type": "object"}'),
+        (
+            {
+                "type": "json_schema",
+                "json_schema": {"name": "a", "strict": True, "schema": SCHEMA},
+            },
+            json.dumps(SCHEMA),
+        ),
+    ],
+    ids=["text", "object", "schema"],
+)
+def test_forms(client: openai.OpenAI, answers: Scripted, given: Any, schema: str | None) -> None:
+    """A form is the schema of the answer."""
+    client.chat.completions.create(**ASK, response_format=given)
+    assert answers.last.options.get("schema") == schema
+
+
+@pytest.mark.parametrize(
+    ("given", "choice"),
+    [
+        ("none", ToolChoice("none")),
+        ("auto", ToolChoice()),
+        ("required", ToolChoice("required")),
+        ({"type": "function", "function": {"name": "read"}}, ToolChoice("named", "read")),
+    ],
+    ids=["none", "auto", "required", "named"],
+)
+def test_the_choice_of_tools(
+    client: openai.OpenAI, answers: Scripted, given: Any, choice: ToolChoice
+) -> None:
+    """Each of theirs has one of ours."""
+    client.chat.completions.create(
+        **ASK, tools=[READ], tool_choice=given, parallel_tool_calls=False
+    )
+    assert (answers.last.tool_choice, answers.last.parallel_calls) == (choice, False)
+
+
+def test_a_tool_that_is_no_function_is_left_out(url: str, answers: Scripted) -> None:
+    """The response says so."""
+    tools = [{"type": "custom", "custom": {"name": "patch"}}, READ]
+    body = httpx.post(f"{url}/v1/chat/completions", json=ASK | {"tools": tools}).json()
+    assert answers.last.tools == [READ]
+    assert body["mlxrunner"]["left_out"] == ["tool custom"]
+
+
+@pytest.mark.parametrize(("effort", "thinking"), [("high", None), ("none", False)])
+def test_effort(
+    client: openai.OpenAI, answers: Scripted, effort: Any, thinking: bool | None
+) -> None:
+    """No effort is no thinking; the template is told of others."""
+    client.chat.completions.create(**ASK, reasoning_effort=effort)
+    assert (answers.last.effort, answers.last.thinking) == (effort, thinking)
+
+
+def test_variables_of_the_template(url: str, answers: Scripted) -> None:
+    """vLLM's name for them is known."""
+    more = {"chat_template_kwargs": {"enable_thinking": False}, "top_k": 4, "metadata": {"a": "b"}}
+    httpx.post(f"{url}/v1/chat/completions", json=ASK | more)
+    assert answers.last.variables == {"enable_thinking": False}
+    assert answers.last.options == {"top_k": 4}
+
+
+@pytest.mark.parametrize(
+    ("change", "said", "param"),
+    [
+        ({"messages": []}, "messages: list should have at least 1 item", "messages"),
+        ({"messages": [{"role": "bot"}]}, "messages.0.role: input", "messages.0.role"),
+        (
+            {"messages": [{"role": "tool", "content": "a"}]},
+            "messages.0.tool_call_id: it has to be",
+            "messages.0.tool_call_id",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages.0.content.0: content of type 'image_url' is not supported",
+            "messages.0.content.0",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]},
+            "messages.0.content.0.text: it has to be a text",
+            "messages.0.content.0.text",
+        ),
+        ({"logit_bias": {"5": 1}}, "logit_bias: {'5': 1} is not supported", "logit_bias"),
+        ({"temperature": -1}, "temperature: ", "temperature"),
+        ({"temperature": "hot"}, "temperature: ", "temperature"),
+        ({"max_tokens": 0}, "max_tokens: ", "max_tokens"),
+        ({"n": 99}, "n: input should be less than or equal to 16", "n"),
+        ({"tools": [{"type": "function"}]}, "tools.0.function: ", "tools.0.function"),
+        ({"tool_choice": "required"}, "tool_choice: there are no tools", "tool_choice"),
+        ({"tools": [READ], "tool_choice": "all"}, "tool_choice: 'all' is not", "tool_choice"),
+        ({"reasoning_effort": "wild"}, "reasoning_effort: 'wild' is not", "reasoning_effort"),
+        ({"response_format": {"type": "xml"}}, "response_format: ", "response_format"),
+        ({"modalities": ["audio"]}, "modalities: ['audio'] is not supported", "modalities"),
+        ({"functions": [{"name": "a"}]}, "functions: ", "functions"),
+        ({"web_search_options": {}}, "web_search_options: {} is not", "web_search_options"),
+        ({"chat_template_kwargs": {"messages": 1}}, "template: 'messages' is not", "template"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and ":" not in value else "",
+)
+def test_what_is_wrong_is_named(url: str, change: dict[str, Any], said: str, param: str) -> None:
+    """The field, the reason, and the shape of their errors."""
+    response = httpx.post(f"{url}/v1/chat/completions", json=ASK | change)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert said in error["message"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (400, openai.BadRequestError),
+        (401, openai.AuthenticationError),
+        (403, openai.PermissionDeniedError),
+        (404, openai.NotFoundError),
+        (429, openai.RateLimitError),
+        (503, openai.InternalServerError),
+    ],
+)
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
+def test_refusals_raise_their_errors(
+    client: openai.OpenAI, answers: Scripted, status: int, kind: Any, is_stream: bool
+) -> None:
+    """A refusal before the first event has its status, in a stream, too."""
+    answers.script = [RefusedError(status, "no", code="context_length_exceeded", retry_after=3)]
+    with pytest.raises(kind, match="no") as raised:
+        client.chat.completions.create(**ASK, stream=is_stream)
+    assert raised.value.code == "context_length_exceeded"
+    assert raised.value.request_id == answers.last.id
+    assert raised.value.response.headers["retry-after"] == "3"
+
+
+def test_an_error_in_the_middle_ends_the_stream(client: openai.OpenAI, answers: Scripted) -> None:
+    """It is a chunk that their client raises."""
+    answers.script = [Text("Hel"), RefusedError(503, "out of memory")]
+    with pytest.raises(openai.APIError, match="out of memory"):
+        list(client.chat.completions.create(**ASK, stream=True))
+
+
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
+def test_a_client_that_leaves_ends_the_answers(
+    url: str, answers: Scripted, is_stream: bool
+) -> None:
+    """All of them are closed, though they would never end by themselves."""
+    answers.script, answers.is_stuck = [Text("a")], True
+    with asking(f"{url}/v1/chat/completions", ASK | {"stream": is_stream, "n": 2}):
+        until(lambda: len(answers.asked) == 2, "for the request")
+    until(lambda: answers.closed == 2, "for the end of the answers")
+
+
+def test_models(client: openai.OpenAI, url: str) -> None:
+    """Both clients list them at the same address."""
+    (model,) = client.models.list()
+    assert (model.id, model.owned_by) == ("tiny", "mlxrunner")
+    assert client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError, match="no model 'other'"):
+        client.models.retrieve("other")
+
+
+@tool
+def read(path: str) -> str:
+    """Read a file."""
+    return path
+
+
+def test_langchain(url: str, answers: Scripted) -> None:
+    """Its chat model calls tools, streams, and finds the usage."""
+    model = ChatOpenAI(base_url=f"{url}/v1", api_key="x", model="tiny", max_retries=0)  # type: ignore[arg-type]
+    answers.script = CALLS
+    message = model.bind_tools([read], tool_choice="read").invoke("Hi")
+    assert [(one["name"], one["args"]) for one in message.tool_calls] == [
+        ("read", {"path": "a"}),
+        ("read", {"path": "b"}),
+    ]
+    assert answers.last.tool_choice == ToolChoice("named", "read")
+    answers.script = [Waiting("for a slot"), *HELLO]
+    parts = list(model.stream([HumanMessage("Hi")], stream_usage=True))
+    joined: Any = AIMessageChunk(content="")
+    for part in parts:
+        joined += part
+    assert joined.content == "Hello"
+    assert joined.usage_metadata["input_token_details"]["cache_read"] == 30
+
+
+def test_llm(url: str, answers: Scripted) -> None:
+    """The command line's models of OpenAI's kind work with this address."""
+    model = Chat("tiny", model_name="tiny", api_base=f"{url}/v1", key="x")
+    assert "".join(model.prompt("Hi", key="x")) == "Hello"
+    response = model.prompt("Hi", key="x", stream=False)
+    assert response.text() == "Hello"
+    assert answers.last.messages == ASK["messages"]
