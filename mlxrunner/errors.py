@@ -296,6 +296,10 @@ class ClosedError(MlxrunnerError):
         self.what = what
 
 
+class LaunchError(MlxrunnerError):
+    """A client can't be started on a server: there is none, or the client is not installed."""
+
+
 class EngineError(MlxrunnerError):
     """The thread that owns the model of a ParallelRunner has ended by an unexpected exception."""
 

@@ -17,10 +17,12 @@ from mlxrunner.cli.completion import completion
 from mlxrunner.cli.config import config
 from mlxrunner.cli.describe import doctor, plan, show
 from mlxrunner.cli.generate import generate
+from mlxrunner.cli.launch import launch
 from mlxrunner.cli.models import models
 from mlxrunner.cli.options import debug_option
 from mlxrunner.cli.profile import explain, report, simulate
 from mlxrunner.cli.program import Program
+from mlxrunner.cli.serve import serve
 from mlxrunner.cli.sessions import sessions
 from mlxrunner.cli.verify import verify
 
@@ -72,6 +74,8 @@ for command in (
     generate,
     chat,
     batch,
+    serve,
+    launch,
     sessions,
     cache,
     models,

@@ -14,8 +14,9 @@ from mlxrunner.cli.program import F, set_debug
 from mlxrunner.cli.settling import named_model, named_system
 from mlxrunner.cli.words import model_words
 from mlxrunner.config.json_options import MAX_SCHEMA, check_schema, check_tools
+from mlxrunner.config.option import about, names
 from mlxrunner.errors import OptionError, ReadError
-from mlxrunner.options import GenerateOptions, RunnerSettings, about, names
+from mlxrunner.options import GenerateOptions, RunnerSettings
 from mlxrunner.system.reading import read_text
 
 if TYPE_CHECKING:
@@ -48,6 +49,15 @@ debug_option = click.option(
     expose_value=False,
     callback=set_debug,
     help="Show the traceback of an error.",
+)
+verbose_option = click.option(
+    "-v",
+    "--verbose",
+    count=True,
+    expose_value=False,
+    callback=_verbose,
+    help="Log to stderr what each request reused and what it cost; -vv: also what is left, before "
+    "it is evaluated.",
 )
 trust_option = click.option(
     "--trust-remote-code",
@@ -162,17 +172,7 @@ def model_options(command: F) -> F:
                 help="Take all memory at start, or as the conversation grows.  [default: reserve]",
             ),
             trust_option,
-            click.option(
-                "-v",
-                "--verbose",
-                count=True,
-                expose_value=False,
-                callback=_verbose,
-                help=(
-                    "Log to stderr what each request reused and what it cost; -vv: also "
-                    "what is left, before it is evaluated."
-                ),
-            ),
+            verbose_option,
             debug_option,
         )
     )(command)

@@ -115,7 +115,7 @@ def _our_flag(name: str, flags: Mapping[str, str]) -> str | None:
 
 def with_our_command(error: click.NoSuchCommand) -> click.UsageError:
     """Return the error about an unknown command with what may be meant: ours, or a prompt."""
-    from mlxrunner.config.names import COMMANDS, NO_SERVER
+    from mlxrunner.config.names import COMMANDS
 
     name, group = error.command_name, error.ctx and error.ctx.parent and error.ctx.info_name
     ours = COMMANDS.get(f"{group} {name}" if group else name)
@@ -123,8 +123,6 @@ def with_our_command(error: click.NoSuchCommand) -> click.UsageError:
         meant = f"Did you mean 'mlxrunner {ours}'?"
     elif group:
         return error
-    elif name in NO_SERVER:
-        meant = "There is no server: nothing stays loaded after a command."
     elif name.strip() and not error.possibilities:
         meant = f"To ask that, type mlxrunner generate {shlex.quote(line_text(name[:60]))}"
     else:

@@ -15,14 +15,16 @@ from typing import Any
 from mlxrunner.config.layering import Setting, settled
 from mlxrunner.config.lines import MOST_PARTS, line_of, line_of_long_key
 from mlxrunner.config.names import did_you_mean
+from mlxrunner.config.option import names
+from mlxrunner.config.serving import ServeSettings
 from mlxrunner.errors import MissingFileError, OptionError
-from mlxrunner.options import GenerateOptions, RunnerSettings, chat_options, names
+from mlxrunner.options import GenerateOptions, RunnerSettings, chat_options
 from mlxrunner.system.reading import is_there, read_trusted
 
 VARIABLE = "MLXRUNNER_CONFIG"
 LARGEST = 2**20
 """Most bytes of the file."""
-COMMANDS = ("chat", "generate", "batch")
+COMMANDS = ("chat", "generate", "batch", "serve")
 """The commands that have a section of their own."""
 OPTIONS = "options"
 """The section for all of COMMANDS."""
@@ -39,6 +41,7 @@ KEYS: dict[str, frozenset[str]] = {
     "chat": EVERYWHERE | {*SWITCHES},
     "generate": EVERYWHERE,
     "batch": EVERYWHERE,
+    "serve": frozenset((*REQUEST, *SETTINGS, *names(ServeSettings))) - {"no_key"},
 }
 """The keys of each section."""
 NAMED = "@"
@@ -208,9 +211,20 @@ class _Reader:
             raise self._error(key, f"{name}: {value!r:.60} is not usable") from error
         if name == "system":
             return self._text_at(key, value)
+        if name in names(ServeSettings):
+            return self._of_server(key, name, value)
         if not isinstance(value, bool):
             raise self._error(key, f"{name}: {value!r:.60} has to be true or false")
         return value
+
+    def _of_server(self, key: tuple[str, ...], name: str, value: Any) -> Any:
+        """Return the value of a setting of the server. A list may be one text."""
+        listed = (value,) if name == "origin" and isinstance(value, str) else value
+        try:
+            given: Any = tuple(listed) if isinstance(listed, list | tuple) else listed
+            return getattr(ServeSettings(**{name: given}), name)
+        except (OptionError, TypeError) as error:
+            raise self._error(key, str(error)) from error
 
     def _aliases(self, found: Any) -> dict[str, str]:
         aliases = self._texts("aliases", found)

@@ -110,7 +110,9 @@ COMMANDS: dict[str, str] = {
     "logs": "sessions",
     "aliases": "config",
     "templates": "config",
+    "start": "serve",
     # others
+    "server": "serve",
     "complete": "generate",
     "download": "models pull",
     "info": "show",
@@ -129,9 +131,6 @@ COMMANDS: dict[str, str] = {
     "sessions delete": "sessions rm",
 }
 """Our command for each command of another program."""
-
-NO_SERVER = frozenset({"ps", "serve", "server", "start", "stop"})
-"""Commands of other programs for a server, which this one does not have."""
 
 FLAGS: dict[str, str] = {
     "format": "schema",

@@ -23,7 +23,7 @@ from mlxrunner.parallel.handle import Handle
 from mlxrunner.parallel.opening import SlotsKwargs
 from mlxrunner.parallel.several import Several
 from mlxrunner.parallel.stepper import Stepper
-from mlxrunner.parallel.threads.thread import EngineThread, Stats
+from mlxrunner.parallel.threads.thread import EngineThread, Held, Stats
 from mlxrunner.results import Chunk
 from mlxrunner.tokenizer import Tokenizer
 from mlxrunner.tokenizer.prompt import Prompt
@@ -194,6 +194,10 @@ class ParallelRunner(Several):
     def stats(self) -> Stats:
         """Return how many requests run and wait, and what the slots hold. It never waits."""
         return self._thread.counted()
+
+    def held(self) -> list[Held]:
+        """Return what each slot holds at the moment. It never waits."""
+        return self._thread.held()
 
     def submit(self, prompt: Prompt, **options: Unpack[SubmitKwargs]) -> Handle:
         """Begin a request. Prompt and options are those of `Runner.generate`, without callbacks.

@@ -9,6 +9,7 @@ with their `state`, `from_state` and `offset`, `create_attention_mask`, the samp
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Callable, Mapping
 from types import FunctionType
@@ -46,6 +47,38 @@ def has_architecture(model_type: str) -> bool:
 
     module = MODEL_REMAPPING.get(model_type, model_type)
     return module.isidentifier() and importlib.util.find_spec(f"mlx_lm.models.{module}") is not None
+
+
+def tool_parser_name(template: str, vocabulary: Any) -> str | None:
+    """Return the name of the module of `mlx_lm.tool_parsers` that reads a model's tool calls.
+
+    `vocabulary` says with `in` if a text is a token. Expects
+    `mlx_lm.tokenizer_utils._infer_tool_parser`, which reads `chat_template` and `get_vocab()` of a
+    tokenizer. Return None if mlx-lm knows no parser.
+    """
+    from mlx_lm.tokenizer_utils import _infer_tool_parser
+
+    class Stub:
+        chat_template = template
+
+        def get_vocab(self) -> Any:
+            return vocabulary
+
+    name: str | None = _infer_tool_parser(Stub())
+    return name
+
+
+def tool_parser(name: str) -> tuple[Callable[..., Any], str, str] | None:
+    """Return a parser of tool calls, and the texts before and after the calls that it reads.
+
+    Expects `parse_tool_call(text, tools)`, which raises any exception for a text that is no call,
+    `tool_call_start` and `tool_call_end` in `mlx_lm.tool_parsers.NAME`. Return None if there is no
+    such module.
+    """
+    if not name.isidentifier() or importlib.util.find_spec(f"mlx_lm.tool_parsers.{name}") is None:
+        return None
+    module = importlib.import_module(f"mlx_lm.tool_parsers.{name}")
+    return module.parse_tool_call, module.tool_call_start, module.tool_call_end
 
 
 def transformers_tokenizer(wrapper: Any) -> Any:

@@ -48,6 +48,8 @@ class Message(TypedDict):
     """
     tool_calls: NotRequired[Sequence[ToolCall] | None]
     """The calls that a message of the assistant asks for."""
+    reasoning_content: NotRequired[str | None]
+    """The thinking before the assistant's content, for templates that write it."""
     tool_call_id: NotRequired[str | None]
     """For role "tool": the id of the call whose result the content is."""
     name: NotRequired[str | None]
@@ -62,6 +64,7 @@ class PlainMessage(TypedDict):
     """The text of the message; empty if it has tool calls only."""
     tool_calls: NotRequired[Sequence[ToolCall]]
     """Calls whose arguments are objects."""
+    reasoning_content: NotRequired[str]
     tool_call_id: NotRequired[str]
     name: NotRequired[str]
 
@@ -70,6 +73,8 @@ SHAPE = '{"role": text, "content": text}'
 """Form of a message, for errors."""
 TOOL_CALL = '{"function": {"name": text, "arguments": object}}'
 """Form of a tool call, for errors."""
+FIELDS = {"tool": ("tool_call_id", "name"), "assistant": ("reasoning_content",)}
+"""Further texts of a message that templates read, by role."""
 
 
 def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[PlainMessage]:
@@ -100,12 +105,12 @@ def check_message(index: int, message: Any) -> PlainMessage:
     }
     if calls:
         checked["tool_calls"] = _tool_calls(index, calls)
-    for name in ("tool_call_id", "name") if role == "tool" else ():
+    for name in FIELDS.get(role, ()):
         value = message.get(name)
         if value is not None and not isinstance(value, str):
             raise PromptError(f"message {index}: {name} has to be a text, not {shown(value)}")
         if value is not None:
-            checked[name] = value
+            checked[name] = value  # type: ignore[literal-required]
     return checked
 
 

@@ -34,6 +34,20 @@ class LineOfBatch:
     """The order in which the lines run."""
 
 
+@dataclass(frozen=True)
+class Caller:
+    """The client of a server, which observers of its request may want to name."""
+
+    request: str
+    """The id of the request in the server's responses."""
+    client: str
+    """The name of the client's program; empty if it is not known."""
+    session: str | None = None
+    """The client's name of the conversation, or None."""
+    rules: tuple[str, ...] = ()
+    """The names of the rules that changed the prompt."""
+
+
 @dataclass(frozen=True, eq=False)
 class TokenizedPrompt:
     """A prompt with its tokens and the source of the tokens."""
@@ -52,6 +66,8 @@ class TokenizedPrompt:
     """For a line of a batch: the part of its tokens that earlier lines share."""
     line: LineOfBatch | None = None
     """The line of a batch that has this prompt."""
+    caller: Caller | None = None
+    """The client of a server that sent this prompt."""
 
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | TokenizedPrompt

@@ -35,6 +35,7 @@ from mlxrunner.parallel.threads.feed import Feed, Lock, Wake
 from mlxrunner.parallel.threads.waiting import WaitingLine
 from mlxrunner.parallel.threads.workers import idle_worker, wait_for
 from mlxrunner.results import logger
+from mlxrunner.tokenizer.prompt import TokenizedPrompt
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C."""
@@ -60,6 +61,22 @@ class Stats:
     """The number of steps so far."""
     parked: int = 0
     """Bytes on disk of parked conversations."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a slot holds. Numbers of a moment: a step may be running."""
+
+    slot: int
+    """The number of the slot."""
+    is_busy: bool
+    """True while its request runs."""
+    tokens: int
+    """Tokens of its conversation."""
+    bytes: int
+    """Bytes that only this slot needs; what it shares with others is not counted."""
+    prompt: TokenizedPrompt | None = None
+    """The prompt of the request that runs in it; None if none does."""
 
 
 class EngineThread:
@@ -156,6 +173,23 @@ class EngineThread:
             steps=self.stepper.steps,
             parked=self.stepper.parked_bytes,
         )
+
+    def held(self) -> list[Held]:
+        """Return what each slot holds. It only reads numbers, as `counted` does."""
+        if self.is_closed:
+            return []
+        requests = [feed.request for feed in list(self._running)]
+        running = {one.slot.number: one.prompt for one in requests if one.is_placed}
+        return [
+            Held(
+                slot.number,
+                slot.is_busy,
+                len(slot.tokens),
+                slot.cache.entry.used_bytes + slot.cache.entry.checkpoints.nbytes,
+                running.get(slot.number),
+            )
+            for slot in self.stepper.slots
+        ]
 
     def stop(self) -> None:
         """Let the thread end after its step. All requests that have not ended get a ClosedError."""

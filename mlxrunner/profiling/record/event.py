@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from mlxrunner.profiling.schema import SCHEMA, VERSION, BatchLine, Event, Eviction, Span
+from mlxrunner.profiling.event_parts import BatchLine, ClientRequest, Eviction, Span
+from mlxrunner.profiling.schema import SCHEMA, VERSION, Event
 
 if TYPE_CHECKING:
     from mlxrunner.engine.observation import Observation
@@ -37,6 +38,7 @@ def event_of(observed: Observation, identity: Mapping[str, Any], number: int) ->
     """
     usage, lookup, began = observed.usage, observed.lookup, observed.clock.began
     memory, cache, line = usage.memory, usage.cache, observed.prepared.line
+    caller = observed.prepared.caller
     started = "cold" if number == 1 else "warm"
     return Event(
         schema=SCHEMA,
@@ -79,6 +81,7 @@ def event_of(observed: Observation, identity: Mapping[str, Any], number: int) ->
         verify=None,
         line=BatchLine(**vars(line)) if line is not None else None,
         restored_tokens=lookup.restored,
+        caller=ClientRequest(**vars(caller)) if caller is not None else None,
         **_beside(observed),
     )
 

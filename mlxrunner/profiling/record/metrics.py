@@ -55,33 +55,23 @@ HISTOGRAMS = {
 """The histograms with their descriptions and the upper bounds of their buckets."""
 
 
-class Metrics:
-    """A sink of events that replaces the whole file after each event.
+class Counts:
+    """A sink of events that counts them, and a collector of prometheus_client."""
 
-    Whoever could read the file before can read the new one.
-    """
-
-    def __init__(self, file: str | Path) -> None:
-        """Take over the counts in `file`, and write it.
-
-        Raise OptionError if prometheus_client is missing, or the file is not ours or can't be
-        written.
-        """
+    def __init__(self) -> None:
+        """Begin with nothing. Raise OptionError if prometheus_client is missing."""
         try:
             from prometheus_client import CollectorRegistry
         except ImportError as error:
             raise OptionError(
                 "--metrics needs the package prometheus_client: pip install prometheus_client"
             ) from error
-        self._path = Path(file)
         self._values: dict[tuple[str, Labels], float] = {}
-        self._registry = CollectorRegistry()
-        self._registry.register(self)
-        self._continue()
-        self._write()
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
 
     def __call__(self, event: Event) -> None:
-        """Count an event and write the file. Log a warning if that fails."""
+        """Count an event."""
         model = {"model": event.model}
         self._add(
             "mlxrunner_requests_total", 1, **model, outcome=event.outcome, finish=event.finish
@@ -105,10 +95,6 @@ class Metrics:
         gauges = (event.entry_tokens_after, event.used_bytes, event.cache_bytes)
         for name, value in zip(GAUGES, gauges, strict=True):
             self._values[name, _labels(model)] = value
-        try:
-            self._write()
-        except OptionError as error:
-            logger.warning("metrics: %s", error)
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics, as prometheus_client asks of a collector."""
@@ -150,6 +136,32 @@ class Metrics:
         self._add(f"{name}_count", 1, **labels)
         self._add(f"{name}_sum", value, **labels)
 
+
+class Metrics(Counts):
+    """A sink of events that replaces the whole file after each event.
+
+    Whoever could read the file before can read the new one.
+    """
+
+    def __init__(self, file: str | Path) -> None:
+        """Take over the counts in `file`, and write it.
+
+        Raise OptionError if prometheus_client is missing, or the file is not ours or can't be
+        written.
+        """
+        super().__init__()
+        self._path = Path(file)
+        self._continue()
+        self._write()
+
+    def __call__(self, event: Event) -> None:
+        """Count an event and write the file. Log a warning if that fails."""
+        super().__call__(event)
+        try:
+            self._write()
+        except OptionError as error:
+            logger.warning("metrics: %s", error)
+
     def _continue(self) -> None:
         """Take over the counts in the file. Raise OptionError if it is not ours."""
         from prometheus_client.parser import text_string_to_metric_families
@@ -184,7 +196,7 @@ class Metrics:
         from prometheus_client import generate_latest
         from prometheus_client.openmetrics.exposition import ALLOWUTF8
 
-        text = generate_latest(self._registry, ALLOWUTF8).decode()
+        text = generate_latest(self.registry, ALLOWUTF8).decode()
         try:
             with written(self._path, shared=True, sync=False) as stream:
                 stream.write(text)

@@ -1,0 +1,144 @@
+"""`mlxrunner serve`: answer the requests of other programs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mlxrunner.cli.options import (
+    debug_option,
+    model_argument,
+    option_of,
+    take,
+    together,
+    trust_option,
+    verbose_option,
+)
+from mlxrunner.cli.program import F, visible_text
+from mlxrunner.cli.settling import Configured
+from mlxrunner.config.option import names
+from mlxrunner.config.serving import ServeSettings
+from mlxrunner.errors import OptionError
+from mlxrunner.options import RunnerSettings
+
+if TYPE_CHECKING:
+    from mlxrunner.serve.answering.house import House
+    from mlxrunner.serve.answering.opened import Opened
+    from mlxrunner.serve.watch.record import Record
+
+PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
+"""The packages of the extra `serve`."""
+RUNNER = ("context", "kv_bits")
+"""The settings of each model's runner."""
+
+
+def _option(name: str) -> Callable[[F], F]:
+    changes: dict[str, Any] = {}
+    if name == "api_key":
+        changes = {"envvar": "MLXRUNNER_API_KEY", "show_envvar": True}
+    flag = "--no-park" if name == "parks" else None
+    return option_of(ServeSettings, name, flag, **changes)
+
+
+@click.command(cls=Configured)
+@model_argument
+@together(tuple(_option(name) for name in names(ServeSettings)))
+@together(tuple(option_of(RunnerSettings, name) for name in RUNNER))
+@click.option(
+    "--events",
+    metavar="FILE",
+    envvar="MLXRUNNER_EVENTS",
+    show_envvar=True,
+    help="Append a JSON line about each request, for mlxrunner report and explain.",
+)
+@click.option(
+    "--log-text",
+    is_flag=True,
+    help="Events show the text where a prompt leaves what was kept. It is text of prompts.",
+)
+@click.option(
+    "--unit",
+    "unit_kind",
+    type=click.Choice(["launchd", "systemd"]),
+    help="Print a file that lets launchd or systemd run the server, and end.",
+)
+@trust_option
+@verbose_option
+@debug_option
+def serve(
+    model: str,
+    unit_kind: Any,
+    events: str | None,
+    log_text: bool,
+    trust_remote_code: bool,
+    **options: Any,
+) -> None:
+    """Serve MODEL to other programs on this machine, in the protocols of OpenAI, Anthropic and
+    Ollama.
+
+    All conversations share the memory and what they have in common. What finds no room is parked on
+    disk, and comes back with its next request, also after a restart. Requests may name other models
+    of the hub cache; they are loaded when there is room, and the least useful one is unloaded.
+
+    Ctrl-C or kill ends the server: no new requests are taken, running ones have --drain seconds,
+    idle conversations are parked (exit code 0). A second Ctrl-C leaves at once (130).
+    """
+    runner = RunnerSettings.of(**take(options, RUNNER))
+    settings = ServeSettings(**options)
+    if unit_kind is not None:
+        _print_unit(unit_kind, settings)
+        return
+    for package in PACKAGES:
+        if find_spec(package) is None:
+            raise OptionError(f"serve needs the package {package}: pip install 'mlxrunner[serve]'")
+    from mlxrunner.serve.server import check_access, listen
+    from mlxrunner.serve.watch.record import Record
+    from mlxrunner.terminal.signals import orderly_end
+
+    check_access(settings)
+    record = Record(events, log_text=log_text)
+    with orderly_end(), listen(settings) as listening:
+        from mlxrunner.serve.server import address_of, serve, welcome
+
+        house, opened = _loaded(model, settings, runner, record, trust_remote_code)
+        address = address_of(listening, settings.host)
+        for line in welcome(opened, house.names.shown, address, settings):
+            click.echo(visible_text(line), err=True)
+        serve(house, record, settings, listening)
+
+
+def _loaded(
+    model: str,
+    settings: ServeSettings,
+    runner: RunnerSettings,
+    record: Record,
+    trust_remote_code: bool,
+) -> tuple[House, Opened]:
+    """Load the first model, with a bar in a terminal."""
+    from mlxrunner.config.file import read_config_file
+    from mlxrunner.models.resolve import resolve
+    from mlxrunner.serve.answering.house import House
+    from mlxrunner.serve.answering.names import ModelNames
+    from mlxrunner.serve.answering.opened import Opening
+    from mlxrunner.terminal.progress import loading
+
+    resolve(model, with_code=trust_remote_code)  # a download shows a bar of its own
+    opening = Opening(settings=settings, runner=runner, trust_remote_code=trust_remote_code)
+    house = House(ModelNames(model, read_config_file().aliases), opening, record.watch)
+    with loading(model) as show:
+        return house, house.load_first(show)
+
+
+def _print_unit(kind: Any, settings: ServeSettings) -> None:
+    from mlxrunner.serve.unit import unit
+
+    arguments = list(sys.argv[1:])
+    at = next(i for i, one in enumerate(arguments) if one.partition("=")[0] == "--unit")
+    del arguments[at : at + (1 if "=" in arguments[at] else 2)]
+    program = os.path.abspath(sys.argv[0])
+    click.echo(unit(kind, program, arguments, drain=settings.drain), nl=False)

@@ -1,0 +1,47 @@
+"""Describe models for the lists that clients ask for, without loading them."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from mlxrunner.errors import MlxrunnerError
+from mlxrunner.models.facts import weight_bytes
+from mlxrunner.models.resolve import folder_if_here, read_config
+from mlxrunner.serve.answering.answers import ModelCard
+from mlxrunner.serve.answering.loaded import Place
+from mlxrunner.templates.rendering import read_json, read_template
+
+
+def card_of(shown: str, name: str, place: Place | None) -> ModelCard:
+    """Return the card of the model `name`, which clients know as `shown`.
+
+    `place` is where it is loaded, if it is.
+    """
+    opened = None if place is None else place.opened
+    folder = folder_if_here(name)
+    found: dict[str, Any] = {}
+    with suppress(OSError):
+        found = _described(folder, (folder / "config.json").stat().st_mtime) if folder else {}
+    return ModelCard(
+        shown,
+        opened is not None,
+        0 if opened is None else opened.room,
+        digest="" if opened is None else opened.digest,
+        expires=None if place is None else place.expires,
+        **found,
+    )
+
+
+@lru_cache(maxsize=256)
+def _described(folder: Path, modified: float) -> dict[str, Any]:
+    """Return what the files of a model say; less if some can't be read."""
+    found: dict[str, Any] = {"modified": modified}
+    with suppress(MlxrunnerError, OSError, ValueError):
+        found["architecture"] = read_config(folder)["model_type"]
+        found["bytes"] = weight_bytes(folder)
+        template = read_template(folder, read_json(folder / "tokenizer_config.json")) or ""
+        found |= {"has_tools": "tools" in template, "has_thinking": "think" in template}
+    return found

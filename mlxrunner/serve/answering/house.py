@@ -1,0 +1,264 @@
+"""The house of the models: it answers what protocols ask, and knows none of them."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import replace
+
+from mlxrunner.errors import ClosedError, EngineError
+from mlxrunner.models.load import LoadProgress, tell_nobody
+from mlxrunner.parallel.handle import Handle
+from mlxrunner.results import Chunk, Usage
+from mlxrunner.serve.answering.answers import ModelCard
+from mlxrunner.serve.answering.cards import card_of
+from mlxrunner.serve.answering.loaded import LoadedModels, Place
+from mlxrunner.serve.answering.names import ModelNames
+from mlxrunner.serve.answering.opened import Opened, Opening
+from mlxrunner.serve.answering.pace import Beats, Reader
+from mlxrunner.serve.answering.refusing import SOON, refusal_of, too_long
+from mlxrunner.serve.asked import Asked
+from mlxrunner.serve.events import (
+    CacheReport,
+    Ended,
+    EndReason,
+    Event,
+    Reading,
+    RefusedError,
+    Waiting,
+)
+from mlxrunner.serve.prompts.make import Made
+from mlxrunner.serve.prompts.split import AnswerSplitter
+from mlxrunner.tokenizer.prompt import Caller
+
+LONGEST_WAIT = 120
+"""Most seconds after which a refused client is told to ask again."""
+REMEMBERED = 32
+"""Requests whose durations say how soon a slot will be free."""
+
+
+class House:
+    """Answers requests with the models that it holds: see `Answers`, whose methods it has.
+
+    Everything but `load_first` belongs to one event loop.
+    """
+
+    def __init__(
+        self, names: ModelNames, opening: Opening, on_open: Callable[[Opened], None]
+    ) -> None:
+        """Hold no model yet. `on_open` is called with each one that was loaded."""
+        self.names, self._opening = names, opening
+        self.models_held = LoadedModels(opening, on_open)
+        self.began = time.time()
+        self.refused = 0
+        """Requests that were told to come later."""
+        self.is_stopping = False
+        """True once the server takes no more requests."""
+        self._durations: deque[float] = deque(maxlen=REMEMBERED)
+
+    def load_first(self, progress: LoadProgress = tell_nobody) -> Opened:
+        """Load the first model, before the server runs. Raise what its loading raises."""
+        opened = self._opening.load(self.names.first, self._opening.budget(), progress)
+        self.models_held.take_in(opened)
+        return opened
+
+    async def close(self) -> None:
+        """Unload all models. Idle conversations are parked."""
+        self.is_stopping = True
+        await self.models_held.close()
+
+    def models(self) -> Sequence[ModelCard]:
+        """Return the models that a request may name."""
+        return [
+            card_of(shown, name, self.models_held.get(name))
+            for shown in self.names
+            for name in [self.names.find(shown)]
+        ]
+
+    async def hold(self, model: str, keep_alive: float | None) -> None:
+        """Load a model, and unload it `keep_alive` seconds after its last answer.
+
+        0 unloads it now, a negative number never; None: as the server is set. Raise RefusedError.
+        """
+        if keep_alive == 0 and self.models_held.get(self.names.find(model)) is None:
+            return
+        asked = Asked(protocol="ollama", model=model, keep_alive=keep_alive)
+        with self._in_place(asked) as place:
+            try:
+                await _loaded(place)
+            except Exception as error:
+                raise refusal_of(error) from error
+
+    async def count(self, asked: Asked) -> int:
+        """Return the number of tokens of the prompt, without evaluating it. Raise RefusedError."""
+        with self._in_place(asked) as place:
+            try:
+                opened = await _loaded(place)
+                made = await asyncio.to_thread(opened.maker.make, asked)
+            except Exception as error:
+                raise refusal_of(error) from error
+        return len(made.prompt.tokens)
+
+    async def answer(self, asked: Asked) -> AsyncGenerator[Event, None]:
+        """Yield the events of an answer. Closing the iterator ends the request within one step.
+
+        Raise RefusedError, before the first event or later.
+        """
+        began = time.monotonic()
+        with self._in_place(asked) as place:
+            try:
+                async with aclosing(self._answer(asked, place)) as events:
+                    async for event in events:
+                        yield event
+            except Exception as error:
+                if isinstance(error, EngineError):
+                    self.models_held.give_up(place)
+                raise refusal_of(error) from error
+        self._durations.append(time.monotonic() - began)
+
+    @contextmanager
+    def _in_place(self, asked: Asked) -> Iterator[Place]:
+        """Enter the place of the model that is asked for. Raise RefusedError."""
+        name = self.names.find(asked.model)
+        self._check_queue(self.models_held.get(name))
+        place = self.models_held.enter(name)
+        keep_alive = asked.keep_alive
+        if keep_alive is None:
+            keep_alive = self._opening.settings.keep_alive
+        try:
+            yield place
+        finally:
+            self.models_held.leave(place, keep_alive)
+
+    def _check_queue(self, place: Place | None) -> None:
+        """Raise RefusedError if the server stops, or if too many requests wait already."""
+        if self.is_stopping:
+            raise RefusedError(503, "the server is stopping", code="stopping", retry_after=SOON)
+        settings = self._opening.settings
+        waiting = 0 if place is None else place.users - settings.slots
+        if waiting < settings.max_queue:
+            return
+        self.refused += 1
+        wait = self._usual_duration() * (waiting + 1) / settings.slots
+        raise RefusedError(
+            429,
+            f"{waiting} requests wait for one of {settings.slots} slots, and {settings.max_queue} "
+            "may (--max-queue): ask again later",
+            code="rate_limit_exceeded",
+            retry_after=max(1, min(LONGEST_WAIT, math.ceil(wait))),
+        )
+
+    def _usual_duration(self) -> float:
+        return sum(self._durations) / len(self._durations) if self._durations else 1.0
+
+    async def _answer(self, asked: Asked, place: Place) -> AsyncGenerator[Event, None]:
+        beats = Beats()
+        if place.opened is None and place.loading is not None:
+            async for _ in beats.until(place.loading):
+                yield Waiting(f"{self.names.show(place.name)} is being loaded")
+        opened = await _loaded(place)
+        making = asyncio.ensure_future(asyncio.to_thread(_begin, opened, asked))
+        async for _ in beats.until(making):
+            yield Waiting("the prompt is being prepared")
+        made, handle = await making
+        reader, chunks = Reader(handle), list[Chunk]()
+        splitter = opened.maker.splitter(made, asked)
+        try:
+            while not chunks or chunks[-1].finish_reason is None:
+                try:
+                    chunk = await reader.next(beats.left)
+                except TimeoutError:
+                    beats.begin_again()
+                    yield _progress(handle, len(made.prompt.tokens))
+                    continue
+                if chunk is None:
+                    raise RefusedError(503, "the request was ended", code="stopping")
+                chunks.append(chunk)
+                for event in splitter.add(chunk):
+                    yield event
+                    beats.begin_again()
+            for event in splitter.finish(is_whole=chunks[-1].finish_reason == "stop"):
+                yield event
+            await asyncio.to_thread(opened.maker.keep, made, chunks)
+            yield _end(opened, made, chunks, splitter)
+        finally:
+            reader.close()
+
+
+def _begin(opened: Opened, asked: Asked) -> tuple[Made, Handle]:
+    """Make the prompt and submit it, in a worker thread. Raise RefusedError, or the runner's."""
+    made = opened.maker.make(asked)
+    options = {**opened.defaults, **made.options}
+    tokens = len(made.prompt.tokens)
+    if tokens >= opened.room:
+        raise too_long(tokens, opened.room)
+    if tokens + (options.get("max_tokens") or 0) > opened.room:
+        options["max_tokens"] = None  # clients ask for more than there can be
+    caller = Caller(asked.id, asked.client.name, asked.client.session, tuple(made.rules))
+    prompt = replace(made.prompt, caller=caller)
+    return made, opened.runner.submit(prompt, **options)
+
+
+async def _loaded(place: Place) -> Opened:
+    """Wait until the model of a place is there. Raise what its loading raised."""
+    if place.opened is None and place.loading is not None:
+        await asyncio.wait({place.loading})
+        if not place.loading.cancelled():
+            place.loading.result()
+    if place.opened is None:
+        raise ClosedError("server")
+    return place.opened
+
+
+def _progress(handle: Handle, tokens: int) -> Event:
+    """Say how far a request is that has no new token."""
+    reached = handle.reached
+    return Reading(reached, tokens) if reached else Waiting("all slots are taken")
+
+
+def _end(opened: Opened, made: Made, chunks: Sequence[Chunk], splitter: AnswerSplitter) -> Ended:
+    """Return the last event of an answer whose last chunk has come."""
+    usage, reason = chunks[-1].usage, chunks[-1].finish_reason
+    if usage is None:
+        raise RefusedError(500, "the answer ended without its usage", code="internal")
+    stop = _stop_sequence(opened, made, chunks) if reason == "stop" else None
+    ended: EndReason = "length" if reason == "length" else "stop"
+    if splitter.calls:
+        ended = "tool_calls"
+    elif stop is not None:
+        ended = "stop_sequence"
+    return Ended(
+        ended,
+        usage,
+        cache_report(usage, made.rules),
+        stop_sequence=stop if ended == "stop_sequence" else None,
+        thinking_tokens=splitter.thinking_tokens,
+        note=splitter.note,
+    )
+
+
+def _stop_sequence(opened: Opened, made: Made, chunks: Sequence[Chunk]) -> str | None:
+    """Return the stop string of the request that ended its answer; None if none did."""
+    given = made.options.get("stop") or ()
+    tokens = [chunk.token for chunk in chunks if chunk.token is not None]
+    if not given or tokens[-1] in opened.loaded.tokenizer.stop_tokens:
+        return None
+    stops = (given,) if isinstance(given, str) else tuple(given)
+    text = opened.loaded.tokenizer.decode(tokens)
+    found = [(text.index(stop), stop) for stop in stops if stop in text]
+    return min(found)[1] if found else None
+
+
+def cache_report(usage: Usage, rules: Sequence[str]) -> CacheReport:
+    """Return what a request reused, without causes on the client's side."""
+    return CacheReport(
+        usage.outcome,
+        usage.reason,
+        usage.cached_tokens,
+        usage.cache.lost_tokens,
+        rules=tuple(rules),
+    )

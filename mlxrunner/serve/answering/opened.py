@@ -1,0 +1,124 @@
+"""Load a model for the server within a number of bytes, and close it again."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mlxrunner.cache.layers.factory import CacheOptions
+from mlxrunner.config.file import read_config_file
+from mlxrunner.config.layering import MODEL, layer, settled, values
+from mlxrunner.config.option import names
+from mlxrunner.config.serving import ServeSettings
+from mlxrunner.errors import MemoryPlanError
+from mlxrunner.memory.plan import SMALLEST_CONTEXT, Demand
+from mlxrunner.memory.reserve import demand_of, weights_of
+from mlxrunner.models.facts import without_weights
+from mlxrunner.models.fingerprint import fingerprint
+from mlxrunner.models.load import LoadedModel, LoadProgress, load_model, tell_nobody
+from mlxrunner.options import GenerateOptions, RunnerSettings
+from mlxrunner.parallel.opening import DEFAULT_PREFILL_STEP
+from mlxrunner.parallel.runner import ParallelRunner
+from mlxrunner.serve.prompts.make import PromptMaker
+from mlxrunner.system import device
+from mlxrunner.system.folders import cache_folder
+from mlxrunner.terminal.text import size
+
+USUAL = 8192
+"""Tokens of the context that a model is given room for before others are unloaded for it."""
+OF_REQUESTS = frozenset(names(GenerateOptions)) - {"template"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opening:
+    """The way in which the server loads its models."""
+
+    settings: ServeSettings
+    runner: RunnerSettings = field(default_factory=RunnerSettings)
+    """The settings of each runner that the user gave: `context` and `kv_bits`."""
+    trust_remote_code: bool = False
+
+    def budget(self) -> int:
+        """Return the most bytes of all models together."""
+        offered = device.offered_bytes()
+        return min(self.settings.memory or offered, offered)
+
+    def least(self, name: str) -> int:
+        """Return the bytes that the model `name` needs to be of use, before it is loaded.
+
+        Raise ModelError if it is missing or broken.
+        """
+        shapes = without_weights(name)
+        demand = self._demand(shapes.model, shapes.config, shapes.weight_bytes)
+        context = min(self.runner.context or shapes.facts.context, USUAL)
+        return demand.total(context, self.budget())
+
+    def load(self, name: str, room: int, progress: LoadProgress = tell_nobody) -> Opened:
+        """Load the model `name`, which with all that it stores takes at most `room` bytes.
+
+        Raise ModelError if it is missing or broken, MemoryPlanError if it does not fit, and
+        SessionError if the folder for parked conversations can't be used.
+        """
+        loaded = load_model(name, trust_remote_code=self.trust_remote_code, progress=progress)
+        weights = weights_of(loaded.model)
+        demand = self._demand(loaded.model, loaded.config, weights)
+        fixed = weights + demand.batch.nbytes(self.runner.context or loaded.facts.context)
+        if room - fixed < demand.caches(min(SMALLEST_CONTEXT, loaded.facts.context)):
+            raise MemoryPlanError(
+                f"{name} takes {size(fixed)} without any conversation, and {size(max(0, room))} "
+                "are left for it: give more --memory, or a smaller model"
+            )
+        runner = ParallelRunner.of(
+            loaded,
+            max_sequences=self.settings.slots,
+            memory=room - fixed,
+            context=self.runner.context,
+            kv_bits=self.runner.kv_bits,
+            park_bytes=self.settings.park_bytes if self.settings.parks else 0,
+            park_folder=parking_folder() if self.settings.parks else None,
+        )
+        return Opened.of(loaded, runner)
+
+    def _demand(self, model: Any, config: Mapping[str, Any], weights: int) -> Demand:
+        options = CacheOptions(kv_bits=self.runner.kv_bits)
+        return demand_of(model, dict(config), options, DEFAULT_PREFILL_STEP, weights=weights)
+
+
+def parking_folder() -> Path:
+    """Return the folder of the conversations that servers of this user park."""
+    return cache_folder() / "serve"
+
+
+@dataclass(frozen=True, eq=False)
+class Opened:
+    """A loaded model and its runner."""
+
+    name: str
+    loaded: LoadedModel
+    runner: ParallelRunner
+    bytes: int
+    """Bytes of its weights and of all that it may store."""
+    digest: str
+    """The fingerprint of its files."""
+    maker: PromptMaker
+    defaults: Mapping[str, Any]
+    """The options that hold for requests that do not give them."""
+
+    @classmethod
+    def of(cls, loaded: LoadedModel, runner: ParallelRunner) -> Opened:
+        total = weights_of(loaded.model) if runner.plan is None else runner.plan.total
+        of_file = read_config_file().options("serve", loaded.name)
+        chosen = {name: one for name, one in of_file.items() if name in OF_REQUESTS}
+        defaults = values(settled(layer(loaded.suggested, MODEL), chosen))
+        parts = sorted(fingerprint(loaded.folder).items())
+        digest = hashlib.sha256(repr(parts).encode()).hexdigest()
+        maker = PromptMaker.of(loaded)
+        return cls(loaded.name, loaded, runner, total, digest, maker, defaults)
+
+    @property
+    def room(self) -> int:
+        """Most tokens of a prompt and its answer."""
+        return min(self.runner.context, self.runner.cells)

@@ -1,0 +1,69 @@
+"""Turn the errors of the engine into what a client is told. No traceback ever reaches a client."""
+
+from __future__ import annotations
+
+from mlxrunner.errors import (
+    CacheFullError,
+    ClosedError,
+    ContextFullError,
+    ContextLengthError,
+    EngineError,
+    FormError,
+    MemoryPlanError,
+    MlxrunnerError,
+    ModelError,
+    OptionError,
+    PromptError,
+    StepFailedError,
+    TimeLimitError,
+)
+from mlxrunner.results import logger
+from mlxrunner.serve.events import RefusedError
+
+SOON = 5
+"""Seconds after which a client may ask again for what is not there at the moment."""
+TOO_LONG = "context_length_exceeded"
+STATUS: tuple[tuple[type[MlxrunnerError], int, str], ...] = (
+    (ContextLengthError, 400, TOO_LONG),
+    (ContextFullError, 400, TOO_LONG),
+    (CacheFullError, 400, TOO_LONG),
+    (PromptError, 400, "invalid_prompt"),
+    (OptionError, 400, "invalid_option"),
+    (FormError, 400, "invalid_form"),
+    (TimeLimitError, 504, "timeout"),
+    (ModelError, 503, "model_unavailable"),
+    (MemoryPlanError, 503, "model_too_large"),
+    (EngineError, 503, "engine_failed"),
+    (ClosedError, 503, "stopping"),
+    (StepFailedError, 500, "request_failed"),
+)
+"""The status and the code for each class of errors; the first that fits counts."""
+
+
+def refusal_of(error: BaseException) -> RefusedError:
+    """Return what a client is told about `error`, which is logged if it is unexpected."""
+    if isinstance(error, RefusedError):
+        return error
+    for kind, status, code in STATUS:
+        if isinstance(error, kind):
+            retry_after = SOON if status == 503 else None
+            return RefusedError(status, _line(error), code=code, retry_after=retry_after)
+    logger.error("a request failed: %s: %s", type(error).__name__, error, exc_info=error)
+    return RefusedError(
+        500, f"internal error ({type(error).__name__}); the server's log says more", code="internal"
+    )
+
+
+def too_long(tokens: int, room: int) -> RefusedError:
+    """Return the refusal of a prompt of `tokens` tokens where `room` is the most there is."""
+    return RefusedError(
+        400,
+        f"the prompt has {tokens} tokens, and the context has room for {room} with the answer: "
+        "shorten it, or start the server with a longer --context or more --memory",
+        code=TOO_LONG,
+    )
+
+
+def _line(error: BaseException) -> str:
+    """Return the first line of the text of an error: a table's others are for the terminal."""
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -1,0 +1,151 @@
+"""Point a coding agent at a server, by its environment and arguments only: no file is written."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from urllib.error import HTTPError, URLError
+from urllib.request import ProxyHandler, Request, build_opener
+
+from mlxrunner.errors import LaunchError
+
+NO_KEY = "none"
+"""The key that is given to a client where the server asks for none: clients insist on one."""
+KEY_VARIABLE = "MLXRUNNER_API_KEY"
+"""The variable in which Codex finds the key."""
+MOST_ANSWER = 2**20
+"""Most bytes of the list of models."""
+PATIENCE_S = 10.0
+"""Seconds to wait for the list of models."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server that answers, and the model that the client is to use."""
+
+    url: str
+    """Such as `http://127.0.0.1:8080`."""
+    model: str
+    context: int = 0
+    """Tokens of a prompt and its answer; 0 if it is not known."""
+    key: str = NO_KEY
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The program of a client, with what it is given beside the user's own arguments."""
+
+    program: str
+    install: str
+    """The command that installs the program."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    arguments: Sequence[str] = ()
+
+    def script(self, more: Sequence[str] = ()) -> str:
+        """Return the lines for a shell that do the same."""
+        exports = [
+            f"export {name}={shlex.quote(value)}" for name, value in self.environment.items()
+        ]
+        return "\n".join([*exports, shlex.join([self.program, *self.arguments, *more])])
+
+
+def _claude(server: Server) -> Launch:
+    models = ("MODEL", "DEFAULT_OPUS_MODEL", "DEFAULT_SONNET_MODEL", "DEFAULT_HAIKU_MODEL")
+    environment = {
+        "ANTHROPIC_BASE_URL": server.url,
+        "ANTHROPIC_AUTH_TOKEN": server.key,
+        **{f"ANTHROPIC_{name}": server.model for name in models},
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+    }
+    if server.context:
+        environment["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] = str(server.context)
+    return Launch("claude", "npm install -g @anthropic-ai/claude-code", environment)
+
+
+def _codex(server: Server) -> Launch:
+    provider = {
+        "name": "mlxrunner",
+        "base_url": f"{server.url}/v1",
+        "wire_api": "responses",
+        "env_key": KEY_VARIABLE,
+    }
+    settings = {
+        "model_provider": "mlxrunner",
+        **{f"model_providers.mlxrunner.{name}": value for name, value in provider.items()},
+        "model": server.model,
+    }
+    arguments = [f"{name}={json.dumps(value)}" for name, value in settings.items()]
+    if server.context:
+        arguments.append(f"model_context_window={server.context}")
+    return Launch(
+        "codex",
+        "npm install -g @openai/codex",
+        {KEY_VARIABLE: server.key},
+        [word for argument in arguments for word in ("-c", argument)],
+    )
+
+
+def _opencode(server: Server) -> Launch:
+    model: dict[str, object] = {"name": server.model}
+    if server.context:
+        model["limit"] = {"context": server.context, "output": server.context // 4}
+    config = {
+        "provider": {
+            "mlxrunner": {
+                "npm": "@ai-sdk/openai-compatible",
+                "name": "mlxrunner",
+                "options": {"baseURL": f"{server.url}/v1", "apiKey": server.key},
+                "models": {server.model: model},
+            }
+        },
+        "model": f"mlxrunner/{server.model}",
+        "small_model": f"mlxrunner/{server.model}",
+    }
+    return Launch(
+        "opencode",
+        "npm install -g opencode-ai",
+        {"OPENCODE_CONFIG_CONTENT": json.dumps(config)},
+    )
+
+
+CLIENTS: Mapping[str, Callable[[Server], Launch]] = {
+    "claude": _claude,
+    "codex": _codex,
+    "opencode": _opencode,
+}
+"""The clients that can be launched."""
+
+
+def find_server(url: str, key: str | None, model: str | None) -> Server:
+    """Ask the server at `url` for its models, and choose `model`, or else its first one.
+
+    Raise LaunchError if nothing answers, if the key is wrong, or if there is no such model.
+    """
+    url = url.rstrip("/")
+    request = Request(f"{url}/v1/models", headers={"Authorization": f"Bearer {key or NO_KEY}"})
+    try:
+        # Without a proxy: the server is on this machine.
+        with build_opener(ProxyHandler({})).open(request, timeout=PATIENCE_S) as answer:
+            found = json.loads(answer.read(MOST_ANSWER))
+        models = {str(one["id"]): one for one in found["data"]}
+    except HTTPError as error:
+        hint = "; give its key with --api-key" if error.code in (401, 403) else ""
+        raise LaunchError(f"the server at {url} answers with status {error.code}{hint}") from error
+    except (URLError, OSError) as error:
+        raise LaunchError(
+            f"nothing answers at {url}: start a server in another terminal with: mlxrunner serve"
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise LaunchError(
+            f"what answers at {url} is no mlxrunner server: its list of models can't be read"
+        ) from error
+    if not models:
+        raise LaunchError(f"the server at {url} has no model: start it with one")
+    if model is not None and model not in models:
+        known = ", ".join(sorted(models))
+        raise LaunchError(f"the server at {url} has no model {model!r:.80}, only {known:.400}")
+    name = next(iter(models)) if model is None else model
+    context = models[name].get("context_length")
+    return Server(url, name, context if isinstance(context, int) else 0, key or NO_KEY)

@@ -1,0 +1,159 @@
+"""Run the server: take a port, say how to use it, and stop in order."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import math
+import os
+import signal
+import socket
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from mlxrunner.config.serving import ServeSettings
+from mlxrunner.errors import OptionError
+from mlxrunner.serve.answering.house import House
+from mlxrunner.serve.answering.opened import Opened, parking_folder
+from mlxrunner.serve.apis.routers import routers
+from mlxrunner.serve.app import make_app
+from mlxrunner.serve.guard import Rules, hosts_of, is_loopback
+from mlxrunner.serve.watch.record import Record
+from mlxrunner.serve.watch.routes import watch_router
+from mlxrunner.terminal.signals import say_now
+from mlxrunner.terminal.text import size
+
+INTERRUPTED = 130
+"""Exit code after a second Ctrl-C."""
+WAITING = 128
+"""Connections that may wait to be accepted."""
+Say = Callable[[str], None]
+"""A function that tells the user something."""
+
+
+def check_access(settings: ServeSettings) -> None:
+    """Raise OptionError if other machines could ask without a key and nobody has said so."""
+    if settings.api_key is not None and settings.no_key:
+        raise OptionError("--api-key and --no-key contradict each other: use one of them")
+    if settings.api_key is not None and not settings.api_key.isascii():
+        raise OptionError("--api-key: clients send it in a header: use letters, digits and signs")
+    if not (is_loopback(settings.host) or settings.api_key or settings.no_key):
+        raise OptionError(
+            f"--host {settings.host} lets other machines ask: give --api-key KEY, or --no-key if "
+            "anyone who can reach it may use it"
+        )
+
+
+def listen(settings: ServeSettings) -> socket.socket:
+    """Return a socket that listens where the settings say. Raise OptionError if it can't."""
+    host, port = settings.host, settings.port
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        found = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise OptionError(f"--host {host}: no such address: {error.strerror or error}") from error
+    try:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind(address)
+        found.listen(WAITING)
+    except OSError as error:
+        found.close()
+        raise OptionError(_why_not(error, host, port)) from error
+    return found
+
+
+def _why_not(error: OSError, host: str, port: int) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return (
+            f"port {port} of {host} is in use, perhaps by another mlxrunner serve: stop that one, "
+            "or choose another --port (0 = any free one)"
+        )
+    if error.errno == errno.EACCES:
+        return f"port {port} needs an administrator: choose a --port from 1024 on"
+    return f"can't listen on port {port} of {host}: {error.strerror or error}"
+
+
+def address_of(listening: socket.socket, host: str) -> str:
+    """Return the URL under which a client on this machine reaches the server."""
+    port = listening.getsockname()[1]
+    name = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
+    return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
+
+
+def application(house: House, record: Record, settings: ServeSettings) -> ASGIApp:
+    """Return the whole application of a server."""
+    is_open = settings.api_key is not None or settings.no_key
+    rules = Rules(
+        hosts_of(settings.host, is_open=is_open), settings.api_key, frozenset(settings.origin)
+    )
+    return make_app([*routers(house), watch_router(house, record)], rules)
+
+
+def welcome(opened: Opened, shown: str, address: str, settings: ServeSettings) -> list[str]:
+    """Return the lines that say where the server is, what it holds, and how clients find it."""
+    runner = opened.runner
+    places = f"{settings.slots} slots, {opened.room} tokens of context"
+    parked = f"; {size(settings.park_bytes)} on disk in {parking_folder()}"
+    return [
+        f"serving {shown} at {address} ({places})",
+        f"memory: {size(opened.bytes)} with {runner.cells} tokens of conversations"
+        + (parked if settings.parks else "; what finds no room is lost"),
+        f"  OpenAI clients:     base URL {address}/v1, any key" + _key(settings),
+        f"  Anthropic clients:  ANTHROPIC_BASE_URL={address} ANTHROPIC_MODEL={shown}",
+        f"  Ollama clients:     OLLAMA_HOST={address}",
+    ]
+
+
+def _key(settings: ServeSettings) -> str:
+    return ": the one of --api-key" if settings.api_key else ""
+
+
+class Server(uvicorn.Server):
+    """A server that ends its running requests before it stops. A second Ctrl-C leaves at once."""
+
+    def __init__(self, app: ASGIApp, house: House, drain: float) -> None:
+        """Serve `app`. Running requests have `drain` seconds to end after a signal to stop."""
+        super().__init__(
+            uvicorn.Config(
+                app,
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=math.ceil(drain),
+                timeout_keep_alive=75,
+            )
+        )
+        self._house, self._drain = house, drain
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Stop at the first signal; leave at once at a second Ctrl-C."""
+        if self.should_exit and sig == signal.SIGINT:
+            os._exit(INTERRUPTED)
+        if not self.should_exit:
+            running = sum(place.users for place in self._house.models_held)
+            wait = f"; up to {self._drain:g} s for {running} running requests" if running else ""
+            say_now(f"stopping{wait}; Ctrl-C leaves at once")
+        self.should_exit = self._house.is_stopping = True
+
+
+def serve(house: House, record: Record, settings: ServeSettings, listening: socket.socket) -> None:
+    """Answer requests until a signal to stop. The first model is loaded.
+
+    Afterwards running requests have their time to end, and idle conversations are parked.
+    """
+    server = Server(application(house, record, settings), house, settings.drain)
+
+    async def run() -> None:
+        try:
+            await server.serve(sockets=[listening])
+        finally:
+            await house.close()
+            record.close()
+
+    asyncio.run(run())

@@ -1,0 +1,55 @@
+"""Print the files that let launchd or systemd run the server."""
+
+from __future__ import annotations
+
+import plistlib
+import shlex
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+UnitKind = Literal["launchd", "systemd"]
+UNITS: tuple[UnitKind, ...] = get_args(UnitKind)
+LABEL = "mlxrunner.serve"
+_SYSTEMD = """\
+# ~/.config/systemd/user/mlxrunner.service; then: systemctl --user enable --now mlxrunner
+[Unit]
+Description=mlxrunner serve: language models for the programs on this machine
+
+[Service]
+ExecStart={command}
+Restart=on-failure
+TimeoutStopSec={stop}
+
+[Install]
+WantedBy=default.target
+"""
+
+
+def unit(kind: UnitKind, program: str, arguments: Sequence[str], *, drain: float) -> str:
+    """Return the file for `kind` that runs `program` with `arguments`.
+
+    `drain`: the seconds that running requests have to end; parking takes some more.
+    """
+    command, stop = [program, *arguments], int(drain) + 30
+    if kind == "systemd":
+        return _SYSTEMD.format(command=_quoted(command), stop=stop)
+    found = plistlib.dumps(
+        {
+            "Label": LABEL,
+            "ProgramArguments": command,
+            "RunAtLoad": True,
+            "KeepAlive": {"SuccessfulExit": False},
+            "ExitTimeOut": stop,
+            "StandardErrorPath": f"/tmp/{LABEL}.log",
+        },
+        sort_keys=False,
+    ).decode()
+    place = f"~/Library/LaunchAgents/{LABEL}.plist"
+    how = f"<!-- {place}; then: launchctl load {place} -->"
+    head, _, rest = found.partition("\n")
+    return f"{head}\n{how}\n{rest}"
+
+
+def _quoted(command: Sequence[str]) -> str:
+    """Return a command as systemd reads it: % and $ stand for something there."""
+    return shlex.join(one.replace("%", "%%").replace("$", "$$") for one in command)
