@@ -123,6 +123,7 @@ class Server(uvicorn.Server):
                 app,
                 lifespan="off",
                 log_config=None,
+                log_level="critical",  # what fails is logged by us, in one line
                 access_log=False,
                 server_header=False,
                 timeout_graceful_shutdown=math.ceil(drain),

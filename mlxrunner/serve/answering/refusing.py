@@ -48,7 +48,8 @@ def refusal_of(error: BaseException) -> RefusedError:
         if isinstance(error, kind):
             retry_after = SOON if status == 503 else None
             return RefusedError(status, _line(error), code=code, retry_after=retry_after)
-    logger.error("a request failed: %s: %s", type(error).__name__, error, exc_info=error)
+    logger.error("a request failed: %s: %s", type(error).__name__, error)
+    logger.debug("where it failed", exc_info=error)
     return RefusedError(
         500, f"internal error ({type(error).__name__}); the server's log says more", code="internal"
     )
