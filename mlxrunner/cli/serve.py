@@ -21,9 +21,10 @@ from mlxrunner.cli.options import (
 )
 from mlxrunner.cli.program import F, visible_text
 from mlxrunner.cli.settling import Configured
+from mlxrunner.config.option import names
 from mlxrunner.config.serving import ServeSettings
 from mlxrunner.errors import OptionError
-from mlxrunner.options import RunnerSettings, names
+from mlxrunner.options import RunnerSettings
 
 if TYPE_CHECKING:
     from mlxrunner.serve.answering.house import House

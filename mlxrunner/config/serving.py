@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mlxrunner.options import MOST_TOKENS, check_fields, option
+from mlxrunner.config.option import check_fields, option
+from mlxrunner.options import MOST_TOKENS
 
 GIB = 2**30
 

@@ -11,6 +11,7 @@ from typing import Any
 from mlxrunner.cache.layers.factory import CacheOptions
 from mlxrunner.config.file import read_config_file
 from mlxrunner.config.layering import MODEL, layer, settled, values
+from mlxrunner.config.option import names
 from mlxrunner.config.serving import ServeSettings
 from mlxrunner.errors import MemoryPlanError
 from mlxrunner.memory.plan import SMALLEST_CONTEXT, Demand
@@ -18,7 +19,7 @@ from mlxrunner.memory.reserve import demand_of, weights_of
 from mlxrunner.models.facts import without_weights
 from mlxrunner.models.fingerprint import fingerprint
 from mlxrunner.models.load import LoadedModel, LoadProgress, load_model, tell_nobody
-from mlxrunner.options import GenerateOptions, RunnerSettings, names
+from mlxrunner.options import GenerateOptions, RunnerSettings
 from mlxrunner.parallel.opening import DEFAULT_PREFILL_STEP
 from mlxrunner.parallel.runner import ParallelRunner
 from mlxrunner.serve.prompts.make import PromptMaker

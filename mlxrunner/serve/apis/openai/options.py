@@ -9,7 +9,8 @@ from pydantic import Field
 
 from mlxrunner.batch.fields import form_of
 from mlxrunner.batch.translate import EFFORTS, translate
-from mlxrunner.options import GenerateOptions, names
+from mlxrunner.config.option import names
+from mlxrunner.options import GenerateOptions
 from mlxrunner.serve.apis.fields import Body, refuse
 from mlxrunner.serve.asked import ToolChoice
 from mlxrunner.serve.events import RefusedError
