@@ -63,7 +63,7 @@ class Asked:
     thinking: bool | None = None
     """True if the model is to think first; None: as its template does by itself."""
     effort: str | None = None
-    """The amount that it is to think, as the client said it ("low", "high"), for templates that ask."""
+    """The amount of thinking that the client asks for ("low", "high"), for templates that ask."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of `GenerateOptions`: max_tokens, temperature, stop, seed, schema, logprobs, ..."""
     variables: Mapping[str, Any] = field(default_factory=dict)

@@ -145,9 +145,7 @@ def test_two_requests_load_a_model_once(folder: Path) -> None:
     in_house(run())
 
 
-def test_beats_come_while_a_model_is_loaded(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_beats_come_while_a_model_is_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client is told why it waits, and how far its prompt is."""
     monkeypatch.setattr(pace.Beats.__init__, "__defaults__", (0.0, 0.0))
 
@@ -188,9 +186,12 @@ def test_a_queue_that_is_full(folder: Path) -> None:
         (asked(model="gpt-4"), 404, "there is no model gpt-4: .*first, second, third"),
         (asked(options={"temperature": -1}), 400, "temperature: -1 is out of range"),
         (asked(model="../first"), 404, "there is no model"),
+        (asked(messages=[{"role": "user", "content": ""}] * 20_001), 400, "20000 are the most"),
+        (asked(tools=[{}] * 2_001), 400, "tools: there are 2001, and 2000 are the most"),
     ],
-    ids=["too long", "unknown", "option", "path"],
+    ids=["too long", "unknown", "option", "path", "messages", "tools"],
 )
+@pytest.mark.exhaustive(6)
 def test_refusals(folder: Path, one: Asked, status: int, words: str) -> None:
     """They have a status and a sentence with both values, and leave the house as it was."""
 
