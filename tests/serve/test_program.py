@@ -149,7 +149,10 @@ def test_a_stream_that_takes_longer_than_the_drain(model: Path) -> None:
     [
         (["--host", "0.0.0.0"], "lets other machines ask: give --api-key KEY, or --no-key"),
         (["--api-key", "x", "--no-key"], "contradict each other"),
-        (["--host", "not.a.host.invalid"], "--host not.a.host.invalid: no such address"),
+        (
+            ["--host", "not.a.host.invalid", "--no-key"],
+            "--host not.a.host.invalid: no such address",
+        ),
         (["--slots", "0"], "slots: 0 is out of range"),
         (["--port", "70000"], "port: 70000 is out of range"),
     ],
