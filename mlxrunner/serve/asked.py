@@ -14,7 +14,7 @@ ProtocolName = Literal["anthropic", "chat", "completions", "responses", "ollama"
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """The rule that says if the model may, must or must not call tools."""
+    """The choice of tools: the model may, must or must not call them."""
 
     mode: Literal["auto", "none", "required", "named"] = "auto"
     name: str | None = None
@@ -23,7 +23,7 @@ class ToolChoice:
 
 @dataclass(frozen=True)
 class Client:
-    """The one who asks, as far as the request says so."""
+    """The program that asks, as far as the request says so."""
 
     name: str = ""
     """The program, such as "claude-cli" or "opencode", from the User-Agent header."""
@@ -63,7 +63,7 @@ class Asked:
     thinking: bool | None = None
     """True if the model is to think first; None: as its template does by itself."""
     effort: str | None = None
-    """The amount of thinking that the client asks for ("low", "high"), for templates that ask."""
+    """The amount of thinking, as the client said it ("low", "high"), for templates that ask."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of `GenerateOptions`: max_tokens, temperature, stop, seed, schema, logprobs, ..."""
     variables: Mapping[str, Any] = field(default_factory=dict)
