@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,14 +25,18 @@ def refusal_of(error: Exception) -> RefusedError:
     if isinstance(error, HTTPException):
         return RefusedError(error.status_code, str(error.detail))
     if isinstance(error, MlxrunnerError) and isinstance(error, ValueError):
-        message = str(error)
-        name = message.partition(":")[0]
-        return RefusedError(400, message, param=name if name.isidentifier() else None)
+        return RefusedError(400, str(error), param=_field(str(error)))
     if isinstance(error, MlxrunnerError):
         return RefusedError(500, str(error), code="server_error")
     logger.error("request failed: %s: %s", type(error).__name__, error)
     logger.debug("where it failed", exc_info=error)
     return RefusedError(500, "the server failed; its log says why", code="server_error")
+
+
+def _field(message: str) -> str | None:
+    """Return the field that a message names first, as in "temperature: ..." or "input 3: ..."."""
+    found = re.match(r"([a-z_.]+)(?: (\d+))?(?:: | has to be )", message)
+    return ".".join(part for part in found.groups() if part) if found else None
 
 
 def _invalid(errors: Sequence[Any]) -> RefusedError:

@@ -1,4 +1,4 @@
-"""The routes of OpenAI's APIs."""
+"""The routes of OpenAI's chat completions."""
 
 from __future__ import annotations
 
