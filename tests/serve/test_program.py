@@ -155,10 +155,11 @@ def test_a_stream_that_takes_longer_than_the_drain(model: Path) -> None:
         ),
         (["--slots", "0"], "slots: 0 is out of range"),
         (["--port", "70000"], "port: 70000 is out of range"),
+        (["--no-rule", "billing"], "there is no such rule: did you mean 'billing-header'?"),
     ],
-    ids=["no key", "both", "no host", "slots", "port"],
+    ids=["no key", "both", "no host", "slots", "port", "rule"],
 )
-@pytest.mark.exhaustive(5)
+@pytest.mark.exhaustive(6)
 def test_what_is_refused_at_once(arguments: list[str], words: str) -> None:
     """Nothing is loaded before the options are right."""
     result = CliRunner().invoke(main, ["serve", *arguments])
