@@ -9,7 +9,7 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from os import PathLike
-from typing import Any, Self, Unpack
+from typing import Any, Unpack
 
 import mlx.core as mx
 import numpy as np
@@ -26,7 +26,7 @@ from mlxrunner.config.arguments import check_callable, check_flag, check_kind
 from mlxrunner.engine.answer import AnswerStream
 from mlxrunner.engine.control import EntryControl
 from mlxrunner.engine.observation import Observer, tell
-from mlxrunner.engine.owner import Owned, Owner
+from mlxrunner.engine.owner import Closing, Owned, Owner
 from mlxrunner.engine.pace import Pace
 from mlxrunner.engine.pipeline import Pipeline, Progress
 from mlxrunner.engine.requests import prepare
@@ -51,7 +51,7 @@ CHECKPOINT_BUDGET = 2**30
 """Bytes for checkpoints if no plan gives another number."""
 
 
-class Runner:
+class Runner(Closing):
     """Generates text with one model, and keeps what it evaluated for the next prompt.
 
     The thread that made the runner owns it: a call from another thread raises WrongThreadError. One
@@ -88,8 +88,6 @@ class Runner:
         self.model, self.tokenizer, self.facts, self.name = model, tokenizer, facts, name
         self.context = chosen.context or facts.context
         """Most tokens of a prompt and its answer together."""
-        self.prefill_step = chosen.prefill_step
-        """Prompt tokens evaluated at once."""
         self.pace: Pace | None = None
         """Sizes the chunks of a prefill by the measured speed; None: `prefill_step` tokens each."""
         self.plan: Plan | None = None
@@ -152,12 +150,6 @@ class Runner:
             progress=progress,
         )
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def __repr__(self) -> str:
         if self.owner.is_closed:
             return f"Runner({self.name!r}, closed)"
@@ -188,7 +180,16 @@ class Runner:
     @property
     def settings(self) -> dict[str, Any]:
         """The settings by the names of RunnerSettings, with the context in use."""
-        return {**vars(self._settings), "prefill_step": self.prefill_step}
+        return dict(vars(self._settings))
+
+    @property
+    def prefill_step(self) -> int:
+        """Prompt tokens evaluated at once."""
+        return self._settings.prefill_step
+
+    @prefill_step.setter
+    def prefill_step(self, tokens: int) -> None:
+        self._settings = replace(self._settings, prefill_step=tokens)
 
     @property
     def cache(self) -> EntryControl:
