@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from mlxrunner.config.arguments import check_path
+from mlxrunner.config.option import Option, names, option
 from mlxrunner.errors import OptionError
-from mlxrunner.options import MOST_TOKENS, Option, RunnerKwargs, RunnerSettings, names, option
+from mlxrunner.options import MOST_TOKENS, RunnerKwargs, RunnerSettings
 
 CHECKPOINT_BUDGET = 2**30
 """Bytes for the checkpoints of all slots if neither a setting nor a plan gives another number."""

@@ -18,7 +18,7 @@ from support.models import tiny_config, tiny_model
 import mlxrunner.cache.layers.sliding
 import mlxrunner.engine.pipeline
 from mlxrunner import Runner, cli
-from mlxrunner.cache.layers.extents import is_layer, read_extent
+from mlxrunner.cache.layers.logged_extents import is_layer, read_extent
 from mlxrunner.models.facts import facts_of
 from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.profiling.record.profile import Profile

@@ -1,4 +1,4 @@
-"""What many agents and chats send to one runner, made up from a seed, and scaled down.
+"""Requests of many agents and chats to one runner, made up from a seed, and scaled down.
 
 Each client has a header that all its conversations share: the tools and the system prompt. Its
 conversations grow turn by turn, with the runner's own answers in them. Clients edit earlier
@@ -41,8 +41,7 @@ class Client:
     burst: int
     """The most requests that it sends without a pause."""
     weights: tuple[float, float, float, float]
-    """How often a turn goes on, an earlier message is edited, an answer asked for again, and four
-    subagents are started."""
+    """The weights of four turns: go on, edit an earlier one, ask again, start four subagents."""
     has_title: bool = False
     """True if a request of its own asks for a title, before the first answer."""
     thinks: bool = False
