@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Closing(ABC):
-    """What the end of a `with` block closes."""
+    """An object that the end of a `with` block closes."""
 
     def __enter__(self) -> Self:
         return self

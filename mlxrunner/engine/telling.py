@@ -15,7 +15,7 @@ from mlxrunner.results import Chunk, Usage
 
 
 class Telling(Closing):
-    """What a runner of one request at a time tells of its requests."""
+    """The part of a runner of one request at a time that tells of its requests."""
 
     def __init__(self, what: str) -> None:
         self.owner = Owner(what)

@@ -21,7 +21,7 @@ from mlxrunner.tokenizer.prompt import Prompt
 
 @dataclass(frozen=True)
 class Reception:
-    """What a request has to suit. Any thread may use it."""
+    """The bounds of each request. Any thread may use them."""
 
     tokenizer: Tokenizer
     facts: ModelFacts

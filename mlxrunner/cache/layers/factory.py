@@ -48,7 +48,7 @@ class CacheOptions:
 
     @property
     def kept_as(self) -> dict[str, str]:
-        """What decides how the tokens that a layer keeps are stored, for a fingerprint."""
+        """The options that decide how a layer stores its tokens, for a fingerprint."""
         return {"kv_bits": str(self.kv_bits)}
 
 
