@@ -283,6 +283,7 @@ OPENERS = {
     "profiling.report.html": "a style sheet of the package",
     "stored.folder": "a folder that is held open, nothing in it",
     "batch.output": "its own descriptor again, and its folder",
+    "serve.launch": "an address of a server, no file",
 }
 """Modules that open files by themselves, and what those are."""
 

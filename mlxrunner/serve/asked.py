@@ -14,7 +14,7 @@ ProtocolName = Literal["anthropic", "chat", "completions", "responses", "ollama"
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """Whether the model may, must or must not call tools."""
+    """The choice of tools: the model may, must or must not call them."""
 
     mode: Literal["auto", "none", "required", "named"] = "auto"
     name: str | None = None
@@ -23,12 +23,12 @@ class ToolChoice:
 
 @dataclass(frozen=True)
 class Client:
-    """Who asks, as far as the request says so."""
+    """The program that asks, as far as the request says so."""
 
     name: str = ""
     """The program, such as "claude-cli" or "opencode", from the User-Agent header."""
     session: str | None = None
-    """What the client calls the conversation: a session's, user's or prompt cache's id."""
+    """The client's name of the conversation: a session's, user's or prompt cache's id."""
     address: str = ""
     """The peer's address."""
 
@@ -61,9 +61,9 @@ class Asked:
     parallel_calls: bool = True
     """False: the answer has at most one tool call."""
     thinking: bool | None = None
-    """Whether the model is to think first; None: as its template does by itself."""
+    """True if the model is to think first; None: as its template does by itself."""
     effort: str | None = None
-    """How much it is to think, as the client said it ("low", "high"), for templates that ask."""
+    """The amount of thinking, as the client said it ("low", "high"), for templates that ask."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of `GenerateOptions`: max_tokens, temperature, stop, seed, schema, logprobs, ..."""
     variables: Mapping[str, Any] = field(default_factory=dict)

@@ -85,7 +85,7 @@ class CallEnded:
 
 @dataclass(frozen=True, slots=True)
 class CacheReport:
-    """What the request reused, and why not more."""
+    """The tokens that the request reused, and the reason why not more."""
 
     outcome: Literal["hit", "partial", "miss"]
     reason: str | None
@@ -96,7 +96,7 @@ class CacheReport:
     cause: str | None = None
     """A known cause on the client's side, such as "billing-header", or None."""
     remedy: str | None = None
-    """What to do about it, in one sentence."""
+    """A remedy, in one sentence."""
     rules: tuple[str, ...] = ()
     """The names of the rules that changed the prompt."""
 
@@ -133,7 +133,7 @@ class Ended:
     thinking_tokens: int = 0
     """Tokens of the answer that were thinking."""
     note: str | None = None
-    """What a reader of the logs should know, such as a tool call that could not be parsed."""
+    """A note for readers of the logs, such as a tool call that could not be parsed."""
 
 
 Event = Waiting | Reading | Thought | Text | CallBegan | CallArguments | CallEnded | Ended

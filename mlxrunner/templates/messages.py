@@ -65,6 +65,8 @@ class PlainMessage(TypedDict):
     tool_calls: NotRequired[Sequence[ToolCall]]
     """Calls whose arguments are objects."""
     reasoning_content: NotRequired[str]
+    thinking: NotRequired[str]
+    """The same as `reasoning_content`, for templates that call it so."""
     tool_call_id: NotRequired[str]
     name: NotRequired[str]
 
@@ -73,7 +75,7 @@ SHAPE = '{"role": text, "content": text}'
 """Form of a message, for errors."""
 TOOL_CALL = '{"function": {"name": text, "arguments": object}}'
 """Form of a tool call, for errors."""
-FIELDS = {"tool": ("tool_call_id", "name"), "assistant": ("reasoning_content",)}
+FIELDS = {"tool": ("tool_call_id", "name"), "assistant": ("reasoning_content", "thinking")}
 """Further texts of a message that templates read, by role."""
 
 

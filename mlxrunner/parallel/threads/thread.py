@@ -65,7 +65,7 @@ class Stats:
 
 @dataclass(frozen=True)
 class Held:
-    """What a slot holds. Numbers of a moment: a step may be running."""
+    """The content of a slot. Numbers of a moment: a step may be running."""
 
     slot: int
     """The number of the slot."""

@@ -12,7 +12,7 @@ from mlxrunner.serve.events import Event
 
 @dataclass(frozen=True)
 class ModelCard:
-    """What a client may know of a model that the server can answer with."""
+    """A model that the server can answer with, as far as clients may know it."""
 
     name: str
     is_loaded: bool
@@ -32,7 +32,7 @@ class ModelCard:
 
 
 class Answers(Protocol):
-    """What protocols may ask of the server."""
+    """The functions of the server that protocols use."""
 
     def answer(self, asked: Asked) -> AsyncIterator[Event]:
         """Yield the events of an answer. Closing the iterator ends the request within one step.

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlxrunner.cache.tokens import as_tokens
-from mlxrunner.errors import MlxrunnerError
+from mlxrunner.errors import MlxrunnerError, PromptError
 from mlxrunner.models.load import LoadedModel
 from mlxrunner.results import Chunk
 from mlxrunner.serve.asked import Asked
 from mlxrunner.serve.events import RefusedError
-from mlxrunner.serve.prompts.formats import CallFormat, format_of
-from mlxrunner.serve.prompts.reader import AnswerReader
+from mlxrunner.serve.prompts.chain import chain, message_digest
+from mlxrunner.serve.prompts.forcing import Forced, forced
+from mlxrunner.serve.prompts.formats import CallFormat, Tools, format_of
+from mlxrunner.serve.prompts.kept import UNKNOWN, Answer, Encoder, KeptTurns
+from mlxrunner.serve.prompts.probe import Probe
+from mlxrunner.serve.prompts.reader import Said, reader_of
+from mlxrunner.serve.prompts.rules import Draft, apply, written
 from mlxrunner.serve.prompts.split import AnswerSplitter
 from mlxrunner.templates.messages import PlainMessage, check_messages
 from mlxrunner.templates.rendering import read_json, read_template
 from mlxrunner.tokenizer import Tokenizer
 from mlxrunner.tokenizer.prompt import TokenizedPrompt, tokenize_prompt
+
+TAIL = 200
+"""Most characters at the end of a prompt that say whether it opens the answer's thinking."""
 
 
 @dataclass(frozen=True)
@@ -27,81 +34,174 @@ class Made:
     """A prompt that is ready to run, and what was done to make it."""
 
     prompt: TokenizedPrompt
+    """Its text is that of its tokens."""
     options: dict[str, Any]
     """Options of `ParallelRunner.submit`."""
     rules: tuple[str, ...] = ()
     """The names of the rules that changed the prompt."""
     opens: str = ""
-    """The end of the prompt's text, which may have opened the thinking."""
+    """The end of the template's text, which may have opened the thinking."""
+    forced: Forced | None = None
+    """The call that the answer is held to."""
     rendered: str = ""
-    """The text as the template wrote it."""
-    messages: Sequence[PlainMessage] = field(default=())
+    """The prompt as the template wrote it, without kept answers in their places."""
+    link: bytes = b""
+    """A digest of all messages."""
+    kept: int = 0
+    """The number of answers that stand in the prompt as they were generated."""
+    tools: Tools = field(default=(), repr=False)
+    source: Sequence[PlainMessage] = field(default=(), repr=False)
+    """The messages as the client sent them, without what no template reads."""
 
 
 class PromptMaker:
-    """Makes prompts for one model, and splits its answers."""
+    """Makes prompts for one model, and splits its answers. Any thread may use it."""
 
-    def __init__(self, tokenizer: Tokenizer, template: str = "", parser: str | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: str = "",
+        parser: str | None = None,
+        *,
+        off: Iterable[str] = (),
+    ) -> None:
         """Make a maker for a model's `tokenizer` and chat `template`.
 
-        `parser`: the name of mlx-lm's parser of tool calls, if the model's files name one.
+        `parser`: the name of mlx-lm's parser of tool calls, if the model's files name one. `off`:
+        the names of the rules that are off.
         """
         self.tokenizer = tokenizer
-        self.template = template
+        self.probe = Probe(tokenizer.render, template)
         self.form: CallFormat = format_of(template, tokenizer, parser)
+        self.kept = KeptTurns()
+        self._template = template
+        self._encoder = Encoder(tokenizer)
+        self._off = frozenset(off)
 
     @classmethod
-    def of(cls, loaded: LoadedModel) -> PromptMaker:
-        """Make a maker for a loaded model."""
+    def of(cls, loaded: LoadedModel, *, off: Iterable[str] = ()) -> PromptMaker:
+        """Make a maker for a loaded model. `off`: the names of the rules that are off."""
         config = read_json(loaded.folder / "tokenizer_config.json")
         template = read_template(loaded.folder, config) or ""
         parser = config.get("tool_parser_type")
-        return cls(loaded.tokenizer, template, parser if isinstance(parser, str) else None)
+        name = parser if isinstance(parser, str) else None
+        return cls(loaded.tokenizer, template, name, off=off)
 
     def make(self, asked: Asked) -> Made:
         """Make the prompt of a request. Raise RefusedError if the model can't take it."""
-        began = time.perf_counter()
         try:
-            if asked.prompt is not None:
-                prompt = tokenize_prompt(self.tokenizer, asked.prompt)
-                return Made(prompt, self._options(asked), opens=prompt.text[-100:])
-            return self._conversation(asked, began)
+            if asked.prompt is None:
+                return self._conversation(asked, time.perf_counter())
+            prompt = tokenize_prompt(self.tokenizer, asked.prompt)
+            return Made(prompt, _options(asked), opens=prompt.text[-TAIL:])
         except MlxrunnerError as error:
             raise RefusedError(400, str(error)) from error
 
     def splitter(self, made: Made, asked: Asked) -> AnswerSplitter:
         """Return a splitter for the answer to a prompt."""
-        form = self.form if asked.tools else None
-        reader = AnswerReader(form, asked.tools, prompt=made.opens)
+        form = self.form if asked.tools and asked.tool_choice.mode != "none" else None
+        before = after = ""
+        if made.forced is not None:
+            form, before, after = made.forced.form, made.forced.before, made.forced.after
         return AnswerSplitter(
-            reader, asked.id, self.tokenizer.decode, parallel=asked.parallel_calls
+            reader_of(form, asked.tools, made.opens),
+            asked.id,
+            self.tokenizer.decode,
+            parallel=asked.parallel_calls,
+            around=(before, after),
         )
 
     def keep(self, made: Made, chunks: Sequence[Chunk]) -> None:
         """Remember the tokens of an answer as they were generated."""
+        if not made.rendered or (made.forced is not None and not made.forced.is_own):
+            return
+        answer = Answer.of(chunks, self.tokenizer, made.prompt.tokens[-8:].tolist())
+        said = Said.of(answer.text, self.form, made.tools, made.opens)
+        self.kept.keep(made.link, made.rendered, answer, said)
 
     def _conversation(self, asked: Asked, began: float) -> Made:
-        messages = check_messages(asked.messages)
-        variables = self._variables(asked)
-        text = self.tokenizer.render(messages, **variables)
-        tokens = as_tokens(self.tokenizer.encode(text))
+        source = check_messages(asked.messages)
+        plain = [self._with_thinking(message) for message in source]
+        draft = Draft(plain, [dict(tool) for tool in asked.tools])
+        draft, rules = apply(draft, self.probe, self._off)
+        variables = _variables(asked, draft)
+        text = self._text(draft, variables)
+        links = chain([message_digest(message) for message in draft.messages])
+        fills = self.kept.fills(
+            text,
+            links,
+            lambda number: self._without(draft, number, variables),
+            lambda prompt, answer: Said.of(answer, self.form, asked.tools, prompt[-TAIL:]),
+        )
+        call = forced(asked.tool_choice, asked.tools, self.form, text)
+        rendered = text + (call.opening if call is not None else "")
+        tokens, whole = self._encoder.encode(rendered, fills)
         seconds = time.perf_counter() - began
-        prompt = TokenizedPrompt(tokens, "messages", messages, text, variables, seconds)
-        return Made(prompt, self._options(asked), (), text[-100:], text, messages)
+        messages: Any = draft.messages
+        return Made(
+            TokenizedPrompt(tokens, "messages", messages, whole, variables, seconds),
+            _options(asked) | self._limits(asked, call),
+            rules,
+            text[-TAIL:],
+            call,
+            rendered,
+            links[-1],
+            len(fills),
+            asked.tools,
+            source,
+        )
 
-    def _variables(self, asked: Asked) -> dict[str, Any]:
-        """Return the variables of the chat template."""
-        variables = dict(asked.variables)
-        if asked.tools:
-            variables["tools"] = [dict(tool) for tool in asked.tools]
-        if asked.thinking is not None:
-            variables.setdefault("enable_thinking", asked.thinking)
-        if asked.effort is not None:
-            variables.setdefault("reasoning_effort", asked.effort)
-        return variables
+    def _text(self, draft: Draft, variables: Mapping[str, Any]) -> str:
+        messages: Any = draft.messages
+        return written(self.tokenizer.render(messages, **variables), draft, self.probe)
 
-    def _options(self, asked: Asked) -> dict[str, Any]:
-        options = dict(asked.options)
-        if asked.deadline is not None:
-            options["deadline"] = asked.deadline
-        return options
+    def _without(self, draft: Draft, number: int, variables: Mapping[str, Any]) -> str | None:
+        """Return the text with `UNKNOWN` in place of an answer, or None if that is refused."""
+        messages = list(draft.messages)
+        messages[number] = {"role": "assistant", "content": UNKNOWN}
+        try:
+            return self._text(Draft(messages, draft.tools, draft.places), variables)
+        except PromptError:
+            return None
+
+    def _with_thinking(self, message: PlainMessage) -> dict[str, Any]:
+        """Return a message with its thinking where the template looks for it, or without it."""
+        plain: dict[str, Any] = {**message}
+        thought = plain.pop("reasoning_content", None)
+        if not thought:
+            return plain
+        if self.probe.takes_thinking:
+            return plain | {"reasoning_content": thought}
+        if "message.thinking" in self._template:
+            return plain | {"thinking": thought}
+        if self.probe.splits_thinking:
+            plain["content"] = f"<think>\n{thought}\n</think>\n\n{plain['content']}"
+        return plain
+
+    def _limits(self, asked: Asked, call: Forced | None) -> dict[str, Any]:
+        """Return the options that hold an answer to a call, or keep it from one."""
+        if call is not None:
+            return {"schema": call.schema}
+        if asked.tools and asked.tool_choice.mode == "none" and self.form.start:
+            given = asked.options.get("stop") or ()
+            return {"stop": [*([given] if isinstance(given, str) else given), self.form.start]}
+        return {}
+
+
+def _variables(asked: Asked, draft: Draft) -> dict[str, Any]:
+    """Return the variables of the chat template."""
+    variables = dict(asked.variables)
+    if draft.tools:
+        variables["tools"] = draft.tools
+    if asked.thinking is not None:
+        variables.setdefault("enable_thinking", asked.thinking)
+    if asked.effort is not None:
+        variables.setdefault("reasoning_effort", asked.effort)
+    return variables
+
+
+def _options(asked: Asked) -> dict[str, Any]:
+    options = dict(asked.options)
+    if asked.deadline is not None:
+        options["deadline"] = asked.deadline
+    return options

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
 
-from mlxrunner.serve.prompts.formats import Call, CallFormat, Tools
-from mlxrunner.templates.thinking import ThinkingSplitter
+from mlxrunner.serve.prompts.channels import ChannelReader
+from mlxrunner.serve.prompts.formats import Call, CallFormat, Piece, Tools
+from mlxrunner.templates.thinking import ThinkingSplitter, without_thinking
 
 _HEADER = re.compile(r"\s*(?:\[TOOL_CALLS\])?\s*[\w.-]+\s*\[ARGS\]\s*")
 SEPARATORS = " \t\n;,"
@@ -16,15 +17,6 @@ SEPARATORS = " \t\n;,"
 _DECODER = json.JSONDecoder()
 NO_CALLS = CallFormat("text", "tags", "\ue0f2\ue0f3")
 """Stands for the format of an answer without calls: its tag is private characters."""
-
-
-class Piece(NamedTuple):
-    """A piece of an answer."""
-
-    kind: Literal["thought", "text", "call"]
-    text: str = ""
-    """The text, unless it is a call."""
-    call: Call | None = None
 
 
 class CallReader:
@@ -240,3 +232,40 @@ class AnswerReader:
                 yield Piece("thought", text)
             else:
                 yield from self._calls.add(text)
+
+
+@dataclass(frozen=True)
+class Said:
+    """The parts of a whole answer, without the white space around them."""
+
+    thinking: str
+    text: str
+    calls: tuple[tuple[str, str, str | None], ...]
+    """The meaning of each call."""
+    begins: int
+    """Characters of the answer before the text and the calls."""
+
+    @classmethod
+    def of(cls, answer: str, form: CallFormat | None, tools: Tools, prompt: str) -> Said:
+        """Read a whole `answer` that continues the text `prompt`. See `reader_of`."""
+        reader = reader_of(form, tools, prompt)
+        pieces = [*reader.add(answer), *reader.finish()]
+        rest = without_thinking(answer, prompt)
+        return cls(
+            "".join(piece.text for piece in pieces if piece.kind == "thought").strip(),
+            "".join(piece.text for piece in pieces if piece.kind == "text").strip(),
+            tuple(piece.call.meaning for piece in pieces if piece.call is not None),
+            len(answer) - len(rest) if answer.endswith(rest) else 0,
+        )
+
+
+def reader_of(
+    form: CallFormat | None, tools: Tools = (), prompt: str = ""
+) -> AnswerReader | ChannelReader:
+    """Return a reader for an answer that continues the text `prompt`.
+
+    `form`: the format of calls; None if none are expected.
+    """
+    if form is not None and form.kind == "channels":
+        return ChannelReader(prompt)
+    return AnswerReader(form, tools, prompt=prompt)

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Iterator
 
 from mlxrunner.results import Chunk
 from mlxrunner.serve.events import CallArguments, CallBegan, CallEnded, Event, Text, Thought, Token
-from mlxrunner.serve.prompts.formats import Call
-from mlxrunner.serve.prompts.reader import AnswerReader, Piece
+from mlxrunner.serve.prompts.channels import ChannelReader
+from mlxrunner.serve.prompts.formats import Call, Piece
+from mlxrunner.serve.prompts.reader import AnswerReader
 
 
 class AnswerSplitter:
@@ -16,17 +17,19 @@ class AnswerSplitter:
 
     def __init__(
         self,
-        reader: AnswerReader,
+        reader: AnswerReader | ChannelReader,
         request: str,
         decode: Callable[[list[int]], str],
         *,
         parallel: bool = True,
+        around: tuple[str, str] = ("", ""),
     ) -> None:
         """Begin an answer. `request`: its id, which the ids of its calls are made of.
 
         `decode`: that of the tokenizer, for log-probabilities. Without `parallel`, calls after the
-        first one are left out.
+        first one are left out. `around`: texts that the reader is given before and after it.
         """
+        self._before, self._after = around
         self._reader, self._request, self._decode, self._parallel = (
             reader,
             request,
@@ -58,10 +61,12 @@ class AnswerSplitter:
             self.thinking_tokens += 1
         if chunk.logprob is not None and chunk.token is not None:
             self._tokens.append(self._token(chunk, chunk.token, chunk.logprob))
-        yield from self._events(self._reader.add(chunk.text) if chunk.text else [])
+        text, self._before = self._before + chunk.text, ""
+        yield from self._events(self._reader.add(text) if text else [])
 
     def finish(self, *, is_whole: bool = True) -> Iterator[Event]:
         """End the answer, and yield the rest. `is_whole`: the model ended it, not a limit."""
+        yield from self._events(self._reader.add(self._after) if self._after else [])
         yield from self._events(self._reader.finish(is_whole=is_whole))
         if self._tokens:
             yield Text("", self._take_tokens())

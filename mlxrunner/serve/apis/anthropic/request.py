@@ -14,7 +14,7 @@ from mlxrunner.serve.events import RefusedError
 NEUTRAL: dict[str, tuple[Any, ...]] = {"mcp_servers": ([],), "container": ({},), "n": (1,)}
 """Fields that would change the answer and are not supported, with values that do not."""
 BETWEEN = "\n"
-"""What stands between the text blocks of a system prompt, of a user's message, of a result."""
+"""The text between the blocks of a system prompt, of a user's message, of a result."""
 
 
 class Tool(Body):
@@ -56,7 +56,7 @@ class Output(Body):
 
 
 class Metadata(Body):
-    """Who asks."""
+    """The client's own data about the request."""
 
     user_id: str | None = None
 

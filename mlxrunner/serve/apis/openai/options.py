@@ -1,4 +1,4 @@
-"""What the bodies of OpenAI's APIs have in common: options, tools, the choice of tools."""
+"""The fields that the bodies of OpenAI's APIs share: options, tools, the choice of tools."""
 
 from __future__ import annotations
 

@@ -1,0 +1,293 @@
+"""Keep answers as they were generated, so that they come back as the tokens that were evaluated.
+
+A client sends an answer back as text and JSON, and the template and the tokenizer may write it in
+other tokens than the model did. Here its place in the rendered conversation is found, and filled
+with the model's own tokens. That is done only where the text before it is the text that the model
+continued, and where it says the same: the same text, thinking and calls.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import accumulate
+from threading import Lock
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mlxrunner.cache.tokens import TokenArray, as_tokens
+from mlxrunner.results import Chunk
+from mlxrunner.serve.prompts.reader import Said
+from mlxrunner.tokenizer import Tokenizer
+
+UNKNOWN = "\ue0f6\ue0f7"
+"""Stands for an answer whose end is looked for: private characters, which no template changes."""
+MOST_TOKENS = 2_000_000
+"""Most tokens of answers that are kept."""
+MOST_CHARACTERS = 8_000_000
+"""Most characters of texts whose tokens are remembered."""
+
+
+class Fill(NamedTuple):
+    """A place in a rendered text, and what the model wrote there."""
+
+    begin: int
+    end: int
+    text: str
+    tokens: TokenArray
+
+
+@dataclass(eq=False)
+class Turn:
+    """An answer as it was generated."""
+
+    length: int
+    """Characters of the text that it continues."""
+    before: bytes
+    """Digest of that text."""
+    text: str
+    """The text of its tokens, without the token that ended it."""
+    tokens: TokenArray
+    ends: list[int]
+    """The number of characters up to each token's end."""
+    closing: str
+    """The text of the token that ended it, or nothing."""
+    said: Said
+    known: dict[str, Fill] = field(default_factory=dict)
+    """Fills by the text that the template writes for this answer, with `closing` behind it."""
+
+    def after_thinking(self) -> tuple[str, TokenArray] | None:
+        """Return the text and the tokens after the thinking, if a token begins there."""
+        at = len(self.text) - len(self.text[self.said.begins :].lstrip())
+        index = bisect_left(self.ends, at)
+        if self.said.begins == 0 or index >= len(self.ends) or self.ends[index] != at:
+            return None
+        return self.text[at:], self.tokens[index + 1 :]
+
+
+Read = Callable[[str, str], Said]
+"""A function from the text before an answer, and an answer, to its parts."""
+
+
+class KeptTurns:
+    """The answers of a model that may come back."""
+
+    def __init__(self, most: int = MOST_TOKENS) -> None:
+        """Begin without answers. At most `most` tokens are kept, those used last."""
+        self._most = most
+        self._turns: OrderedDict[tuple[bytes, int], Turn] = OrderedDict()
+        self._places: dict[bytes, list[int]] = {}
+        self._number = self._tokens = 0
+        self._lock = Lock()
+
+    def __len__(self) -> int:
+        return len(self._turns)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all answers that are kept."""
+        return self._tokens
+
+    def keep(self, link: bytes, prompt: str, answer: Answer, said: Said) -> None:
+        """Keep an answer to the conversation `link`, which was the text `prompt`."""
+        if not answer.text or "\ufffd" in answer.text:
+            return
+        turn = Turn(
+            len(prompt),
+            _hash(prompt).digest(),
+            answer.text,
+            answer.tokens,
+            answer.ends,
+            answer.closing,
+            said,
+        )
+        with self._lock:
+            for number in self._places.get(link, ()):
+                known = self._turns[link, number]
+                if (known.before, known.text) == (turn.before, turn.text):
+                    self._turns.move_to_end((link, number))
+                    return
+            self._number += 1
+            self._turns[link, self._number] = turn
+            self._places.setdefault(link, []).append(self._number)
+            self._tokens += len(turn.tokens)
+            while self._tokens > self._most and self._turns:
+                self._drop(next(iter(self._turns)))
+
+    def _drop(self, key: tuple[bytes, int]) -> None:
+        self._tokens -= len(self._turns.pop(key).tokens)
+        numbers = self._places[key[0]]
+        numbers.remove(key[1])
+        if not numbers:
+            del self._places[key[0]]
+
+    def fills(
+        self,
+        text: str,
+        links: Sequence[bytes],
+        without: Callable[[int], str | None],
+        read: Read,
+    ) -> list[Fill]:
+        """Return the places of kept answers in the rendered `text`, in order.
+
+        `links`: a digest of the messages before each message. `without(i)`: the text with `UNKNOWN`
+        in place of message `i`, or None if the template refuses that.
+        """
+        found: list[Fill] = []
+        hashed, at = _hash(""), 0
+        for number, key, turn in self._candidates(links):
+            if turn.length < at or (found and turn.length < found[-1].end):
+                continue
+            hashed.update(text[at : turn.length].encode(errors="surrogatepass"))
+            at = turn.length
+            if len(text) < at or hashed.digest() != turn.before:
+                continue
+            fill = _fill(text, number, turn, without, read)
+            if fill is not None:
+                found.append(fill)
+                with self._lock:
+                    if key in self._turns:
+                        self._turns.move_to_end(key)
+        return found
+
+    def _candidates(self, links: Sequence[bytes]) -> list[tuple[int, tuple[bytes, int], Turn]]:
+        """Return the kept answers to the beginnings of a conversation, the last of each first."""
+        with self._lock:
+            found = [
+                (number, (link, place), self._turns[link, place])
+                for number, link in enumerate(links[:-1])
+                for place in reversed(self._places.get(link, ()))
+            ]
+        return sorted(found, key=lambda one: one[2].length)
+
+
+def _fill(
+    text: str, number: int, turn: Turn, without: Callable[[int], str | None], read: Read
+) -> Fill | None:
+    """Return the place of `turn`, message `number`, in `text`; None if it says something else."""
+    begin = turn.length
+    if text.startswith(turn.text + turn.closing, begin):
+        return Fill(begin, begin + len(turn.text), turn.text, turn.tokens)
+    for written, fill in turn.known.items():
+        if text.startswith(written, begin):
+            return fill
+    end = _end(text, begin, without(number))
+    if end is None:
+        return None
+    # The end token of a call may end like that of a text, which stands in `unknown`.
+    at = text.rfind(turn.closing, begin, end + len(turn.closing)) if turn.closing else -1
+    if at >= 0 and not text[at + len(turn.closing) : end].strip():
+        end = at
+    filled = _checked(begin, end, turn, read(text[:begin], text[begin:end]))
+    if filled is not None and turn.closing and text.startswith(turn.closing, end):
+        turn.known[text[begin:end] + turn.closing] = filled
+    return filled
+
+
+def _checked(begin: int, end: int, turn: Turn, said: Said) -> Fill | None:
+    """Return the fill of a place that says `said`, or None if the turn said something else."""
+    own = turn.said
+    if (said.text, said.calls) != (own.text, own.calls):
+        return None
+    if said.thinking == own.thinking:
+        return Fill(begin, end, turn.text, turn.tokens)
+    rest = turn.after_thinking() if not said.begins else None
+    return None if rest is None else Fill(begin, end, *rest)
+
+
+class Answer(NamedTuple):
+    """The tokens of an answer, and their text."""
+
+    text: str
+    tokens: TokenArray
+    ends: list[int]
+    closing: str
+
+    @classmethod
+    def of(cls, chunks: Sequence[Chunk], tokenizer: Tokenizer, context: Sequence[int]) -> Answer:
+        """Return the answer that `chunks` make, up to a stop string, behind `context`."""
+        text = "".join(chunk.text for chunk in chunks)
+        tokens = [chunk.token for chunk in chunks if chunk.token is not None]
+        closing = ""
+        if tokens and tokens[-1] in tokenizer.stop_tokens:
+            closing = tokenizer.decode([tokens.pop()])
+        ends = list(accumulate(len(chunk.text) for chunk in chunks))[: len(tokens)]
+        if "".join(chunk.text for chunk in chunks[: len(tokens)]) != text or not closing:
+            ends = _ends(tokenizer, tokens, context)
+            if len(text) not in ends:
+                return cls("", as_tokens([]), [], "")
+            count = ends.index(len(text)) + 1
+            tokens, ends = tokens[:count], ends[:count]
+        return cls(text, as_tokens(tokens), ends, closing)
+
+
+def _ends(tokenizer: Tokenizer, tokens: Sequence[int], context: Sequence[int]) -> list[int]:
+    """Return the number of characters up to each token's end."""
+    stream = tokenizer.stream(context)
+    return list(accumulate(len(stream.add(token)) for token in tokens))
+
+
+class Encoder:
+    """Encodes texts in pieces, and remembers the tokens of each."""
+
+    def __init__(self, tokenizer: Tokenizer, most: int = MOST_CHARACTERS) -> None:
+        """Encode with `tokenizer`, and remember the tokens of at most `most` characters."""
+        self._tokenizer, self._most = tokenizer, most
+        self._known: OrderedDict[tuple[bool, str], TokenArray] = OrderedDict()
+        self._characters = 0
+        self._lock = Lock()
+
+    def encode(self, text: str, fills: Sequence[Fill]) -> tuple[TokenArray, str]:
+        """Return the tokens of `text` with `fills` in their places, and their text."""
+        arrays, texts, at = [], [], 0
+        for fill in fills:
+            arrays += [self._piece(text[at : fill.begin], at == 0), fill.tokens]
+            texts += [text[at : fill.begin], fill.text]
+            at = fill.end
+        arrays.append(self._piece(text[at:], at == 0))
+        return np.concatenate(arrays), "".join([*texts, text[at:]])
+
+    def _piece(self, text: str, is_first: bool) -> TokenArray:
+        key = is_first, text
+        with self._lock:
+            known = self._known.get(key)
+            if known is not None:
+                self._known.move_to_end(key)
+                return known
+        encode = self._tokenizer.encode if is_first else self._tokenizer.encode_more
+        tokens = as_tokens(encode(text))
+        with self._lock:
+            if key not in self._known:
+                self._known[key] = tokens
+                self._characters += len(text)
+            while self._characters > self._most:
+                self._characters -= len(self._known.popitem(last=False)[0][1])
+        return tokens
+
+
+def _hash(text: str) -> Any:
+    return blake2b(text.encode(errors="surrogatepass"), digest_size=16)
+
+
+def _end(text: str, begin: int, unknown: str | None) -> int | None:
+    """Return the end of an answer in `text`, which is `unknown` but for that answer."""
+    if unknown is None or unknown.count(UNKNOWN) != 1:
+        return None
+    tail = unknown.partition(UNKNOWN)[2]
+    return len(text) - common_end(text[begin:], tail)
+
+
+def common_end(a: str, b: str) -> int:
+    """Return the length of the longest common end of two texts."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a.endswith(b[len(b) - middle :]):
+            low = middle
+        else:
+            high = middle - 1
+    return low
