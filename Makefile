@@ -17,7 +17,7 @@ HINT := @echo "note: without OpenBLAS everything is much slower; get it with:" \
   "sudo apt-get install libopenblas0-pthread"
 endif
 
-.PHONY: chat test test-all lint docs bench demo clean
+.PHONY: chat test test-all test-agents lint docs bench demo clean
 
 chat: $(STAMP)
 	$(HINT)
@@ -33,6 +33,16 @@ test: $(STAMP)
 test-all: $(STAMP)
 	$(HINT)
 	$(PYTEST) --everything
+
+# The coding agents themselves, installed into build/agents (1 GB). On Linux they get a network of
+# their own, where nothing but this machine can be reached.
+AGENTS = @anthropic-ai/claude-code @openai/codex opencode-ai
+ALONE = $(shell unshare -rn true 2>/dev/null && echo unshare -rn sh -c \'ip link set lo up \&\& exec \"\$$@\"\' --)
+
+test-agents: $(STAMP)
+	@command -v npm >/dev/null || { echo "npm is missing: the agents can't be installed"; exit 1; }
+	npm install --prefix build/agents --no-audit --no-fund --foreground-scripts $(AGENTS)
+	$(ALONE) env $(RUN) $(BIN)/python -m pytest --everything tests/serve/test_agents.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

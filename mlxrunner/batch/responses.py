@@ -1,11 +1,13 @@
-"""OpenAI's Responses API in the lines of a batch: its requests as ours, our answers as its own.
+"""OpenAI's Responses API: its requests as ours, our answers as its own.
 
-Conversations are in the line itself. What needs a server that keeps them (`previous_response_id`,
-`conversation`, stored prompts) is refused by name, as are its own tools and images.
+In the lines of a batch, conversations are in the line itself. What needs a server that keeps them
+(`previous_response_id`, `conversation`, stored prompts) is refused by name, as are its own tools
+and images.
 """
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,13 +24,17 @@ _TEXTS = ("input_text", "output_text", "text")
 """The types of parts that are texts."""
 
 
-def read_response(body: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def read_response(
+    body: Mapping[str, Any], *, keeps_thinking: bool = False
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Return the messages of a request and its other fields, as a chat has them.
 
-    Raise PromptError for an item of the input, and OptionError for a field, that is not supported.
+    With `keeps_thinking` messages of the assistant have the `reasoning_content` that came before
+    them. Raise PromptError for an item of the input, and OptionError for a field, that is not
+    supported.
     """
     fields = dict(body)
-    messages = _messages(fields.pop("input", None))
+    messages = _messages(fields.pop("input", None), keeps_thinking)
     instructions = fields.pop("instructions", None)
     if instructions is not None:
         if not isinstance(instructions, str):
@@ -42,49 +48,105 @@ def read_response(body: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[s
     return messages, fields
 
 
-def _messages(given: Any) -> list[dict[str, Any]]:
+def _messages(given: Any, keeps_thinking: bool) -> list[dict[str, Any]]:
     """Return the input as messages: a text, or a list of items."""
     if isinstance(given, str) and given:
         return [{"role": "user", "content": given}]
     if not isinstance(given, list) or not given:
         raise PromptError("input has to be a text or a list of at least one item")
-    messages: list[dict[str, Any]] = []
-    names: dict[str, str] = {}
+    reader = _ItemReader(keeps_thinking)
     for number, item in enumerate(given):
-        _add(messages, names, number, item)
-    return messages
+        reader.add(number, item)
+    return reader.messages
 
 
-def _add(messages: list[dict[str, Any]], names: dict[str, str], number: int, item: Any) -> None:
-    """Add item `number` of the input. `names` has the functions of the calls so far."""
-    match item:
-        case {"type": "function_call", "call_id": str(call), "name": str(name), **rest}:
-            names[call] = name
-            if not messages or messages[-1]["role"] != "assistant":
-                messages.append({"role": "assistant", "content": ""})
-            function = {"name": name, "arguments": rest.get("arguments", "{}")}
-            messages[-1].setdefault("tool_calls", []).append(
-                {"type": "function", "id": call, "function": function}
-            )
-        case {"type": "function_call_output", "call_id": str(call), "output": output}:
-            if call not in names:
+class _ItemReader:
+    """Makes messages of the items of an input."""
+
+    def __init__(self, keeps_thinking: bool) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self._keeps_thinking = keeps_thinking
+        self._names: dict[str, str] = {}
+        """The functions of the calls so far."""
+        self._thought = ""
+        """The thinking that belongs to the next message of the assistant."""
+
+    def add(self, number: int, item: Any) -> None:
+        """Add item `number` of the input. Raise PromptError if it is not supported."""
+        match item:
+            case {"type": "function_call", "call_id": str(call), "name": str(name), **rest}:
+                self._names[call] = name
+                self._add_call(call, name, rest.get("arguments", "{}"))
+            case {"type": "function_call_output", "call_id": str(call), "output": output}:
+                self._add_output(number, call, output)
+            case {"type": "reasoning"}:
+                if self._keeps_thinking:
+                    self._thought += thinking_of(item)
+            case {"role": role, "content": content, **rest} if rest.get("type") in (
+                None,
+                "message",
+            ):
+                self._add_message(role, _content(number, content))
+            case _:
                 raise PromptError(
-                    f"input {number}: there is no function_call with the call_id {call!r:.80} "
-                    "before it"
+                    f"input {number}: {item!r:.80} is not supported; an item is a message with "
+                    "role and content, a function_call or a function_call_output"
                 )
-            content = _content(number, output)
-            messages.append(
-                {"role": "tool", "tool_call_id": call, "name": names[call], "content": content}
-            )
-        case {"type": "reasoning"}:
-            pass  # chat templates leave the thinking of earlier turns out
-        case {"role": role, "content": content, **rest} if rest.get("type") in (None, "message"):
-            messages.append({"role": role, "content": _content(number, content)})
-        case _:
+
+    def _add_message(self, role: Any, content: str) -> None:
+        message = {"role": role, "content": content}
+        if role == "assistant" and self._thought:
+            message["reasoning_content"] = self._thought
+        self._thought = ""
+        self.messages.append(message)
+
+    def _add_call(self, call: str, name: str, arguments: Any) -> None:
+        """Add a call to the message of the assistant before it, or to a new one."""
+        if not self.messages or self.messages[-1]["role"] != "assistant":
+            self._add_message("assistant", "")
+        elif self._thought:
+            last = self.messages[-1]
+            last["reasoning_content"] = last.get("reasoning_content", "") + self._thought
+            self._thought = ""
+        self.messages[-1].setdefault("tool_calls", []).append(
+            {"type": "function", "id": call, "function": {"name": name, "arguments": arguments}}
+        )
+
+    def _add_output(self, number: int, call: str, output: Any) -> None:
+        if call not in self._names:
             raise PromptError(
-                f"input {number}: {item!r:.80} is not supported; an item is a message with role "
-                "and content, a function_call or a function_call_output"
+                f"input {number}: there is no function_call with the call_id {call!r:.80} before it"
             )
+        content, name = _content(number, output), self._names[call]
+        self.messages.append(
+            {"role": "tool", "tool_call_id": call, "name": name, "content": content}
+        )
+
+
+SEALED = "mlxrunner:"
+"""The beginning of an `encrypted_content` of ours."""
+
+
+def sealed(thought: str) -> str:
+    """Return the `encrypted_content` of a thought, for clients that give back nothing else."""
+    return SEALED + base64.b64encode(thought.encode()).decode("ascii")
+
+
+def thinking_of(item: Mapping[str, Any]) -> str:
+    """Return the thinking in a reasoning item; empty if only another server could read it."""
+    content = item.get("content")
+    texts = [
+        part["text"]
+        for part in (content if isinstance(content, list) else ())
+        if isinstance(part, dict) and isinstance(part.get("text"), str)
+    ]
+    code = item.get("encrypted_content")
+    if texts or not isinstance(code, str) or not code.startswith(SEALED):
+        return "".join(texts)
+    try:
+        return base64.b64decode(code.removeprefix(SEALED), validate=True).decode()
+    except ValueError:
+        return ""
 
 
 def _content(number: int, content: Any) -> str:
@@ -182,32 +244,58 @@ def response_body(
     those of a chat.
     """
     variables = GenerateOptions.of(**options).variables
+    status = "incomplete" if is_cut else "completed"
+    message = message_item(f"msg_{index}", text, status=status, logprobs=logprobs)
+    return response_object(
+        f"resp_{index}",
+        status,
+        created=created,
+        model=model,
+        output=[message],
+        options=options,
+        effort=variables.get("reasoning_effort"),
+        tools=[{"type": "function", **tool["function"]} for tool in variables.get("tools", ())],
+    )
+
+
+def message_item(
+    name: str, text: str, *, status: str, logprobs: Sequence[Any] | None = None
+) -> dict[str, Any]:
+    """Return the item of a message with the id `name`."""
     content = {"type": "output_text", "text": text, "annotations": []}
     if logprobs is not None:
         content["logprobs"] = list(logprobs)
-    status = "incomplete" if is_cut else "completed"
+    head = {"id": name, "type": "message", "role": "assistant", "status": status}
+    return {**head, "content": [content]}
+
+
+def response_object(
+    name: str,
+    status: str,
+    *,
+    created: int,
+    model: str,
+    output: list[dict[str, Any]],
+    options: Mapping[str, Any],
+    effort: Any,
+    tools: list[dict[str, Any]],
+) -> dict[str, Any]:
+    """Return a Response object with the id `name`, but for its usage."""
+    is_cut = status == "incomplete"
     return {
-        "id": f"resp_{index}",
+        "id": name,
         "object": "response",
         "created_at": created,
         "status": status,
         "error": None,
         "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
         "model": model,
-        "output": [
-            {
-                "id": f"msg_{index}",
-                "type": "message",
-                "role": "assistant",
-                "status": status,
-                "content": [content],
-            }
-        ],
+        "output": output,
         "max_output_tokens": options.get("max_tokens"),
         "temperature": options.get("temperature"),
         "top_p": options.get("top_p"),
-        "reasoning": {"effort": variables.get("reasoning_effort"), "summary": None},
-        "tools": [{"type": "function", **tool["function"]} for tool in variables.get("tools", ())],
+        "reasoning": {"effort": effort, "summary": None},
+        "tools": tools,
         "tool_choice": "auto",
         "parallel_tool_calls": True,
         "previous_response_id": None,
@@ -215,12 +303,15 @@ def response_body(
     }
 
 
-def response_usage(prompt: int, cached: int, answer: int) -> dict[str, Any]:
-    """Return the usage of a Response object. Thinking is part of the text, and counted there."""
+def response_usage(prompt: int, cached: int, answer: int, thinking: int = 0) -> dict[str, Any]:
+    """Return the usage of a Response object.
+
+    `thinking` are the tokens of the answer that are not part of its text.
+    """
     return {
         "input_tokens": prompt,
         "input_tokens_details": {"cached_tokens": cached},
         "output_tokens": answer,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": thinking},
         "total_tokens": prompt + answer,
     }

@@ -83,8 +83,8 @@ def explain(events: str, request: str | None, last: bool) -> None:
     """Show why a request in EVENTS did not reuse more: both sides of the place where prompt and
     entry part, and what to change.
 
-    ID is that of the event, or its beginning. Where MLXRUNNER_EVENTS is set, EVENTS may be left
-    out.
+    ID is that of the event, or its beginning, or that in a response of mlxrunner serve. Where
+    MLXRUNNER_EVENTS is set, EVENTS may be left out.
     """
     from mlxrunner.profiling.report.explain import find, show
     from mlxrunner.profiling.report.report import source_files

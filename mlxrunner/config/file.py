@@ -35,6 +35,8 @@ EVERYWHERE = frozenset((*REQUEST, *SETTINGS, "system", "reserve"))
 """The keys of every section with options."""
 SWITCHES = ("plain", "no_type_ahead", "no_history", "keep_thinking", "no_cache_file")
 """The switches of `chat` that the file may set."""
+LISTS = ("origin", "no_rule")
+"""The settings of the server that are lists; one text is a list of one."""
 KEYS: dict[str, frozenset[str]] = {
     "": frozenset(("model", "aliases", OPTIONS, *COMMANDS, "models", "prompts", "templates")),
     OPTIONS: EVERYWHERE,
@@ -219,7 +221,7 @@ class _Reader:
 
     def _of_server(self, key: tuple[str, ...], name: str, value: Any) -> Any:
         """Return the value of a setting of the server. A list may be one text."""
-        listed = (value,) if name == "origin" and isinstance(value, str) else value
+        listed = (value,) if name in LISTS and isinstance(value, str) else value
         try:
             given: Any = tuple(listed) if isinstance(listed, list | tuple) else listed
             return getattr(ServeSettings(**{name: given}), name)

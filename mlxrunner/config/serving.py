@@ -79,6 +79,14 @@ class ServeSettings:
         low=0,
         metavar="SECONDS",
     )
+    no_rule: tuple[str, ...] = option(
+        (),
+        str,
+        "Leave a rule out that makes prompts reusable; several times. docs/serve-prefixes.md lists "
+        "them.",
+        metavar="NAME",
+        is_list=True,
+    )
     drain: float = option(
         10.0,
         float,

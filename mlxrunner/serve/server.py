@@ -14,6 +14,7 @@ from types import FrameType
 import uvicorn
 from starlette.types import ASGIApp
 
+from mlxrunner.config.names import did_you_mean
 from mlxrunner.config.serving import ServeSettings
 from mlxrunner.errors import OptionError
 from mlxrunner.serve.answering.house import House
@@ -21,6 +22,7 @@ from mlxrunner.serve.answering.opened import Opened, parking_folder
 from mlxrunner.serve.apis.routers import routers
 from mlxrunner.serve.app import make_app
 from mlxrunner.serve.guard import Rules, hosts_of, is_loopback
+from mlxrunner.serve.prompts.rules import RULES
 from mlxrunner.serve.watch.record import Record
 from mlxrunner.serve.watch.routes import watch_router
 from mlxrunner.terminal.signals import say_now
@@ -45,6 +47,17 @@ def check_access(settings: ServeSettings) -> None:
             f"--host {settings.host} lets other machines ask: give --api-key KEY, or --no-key if "
             "anyone who can reach it may use it"
         )
+
+
+def check_rules(settings: ServeSettings) -> None:
+    """Raise OptionError for a rule that there is not."""
+    known = [rule.name for rule in RULES]
+    for name in settings.no_rule:
+        if name not in known:
+            raise OptionError(
+                f"--no-rule {name}: there is no such rule: {did_you_mean(name, known)}"
+                f"there are {', '.join(known)}"
+            )
 
 
 def listen(settings: ServeSettings) -> socket.socket:
@@ -123,6 +136,7 @@ class Server(uvicorn.Server):
                 app,
                 lifespan="off",
                 log_config=None,
+                log_level="critical",  # what fails is logged by us, in one line
                 access_log=False,
                 server_header=False,
                 timeout_graceful_shutdown=math.ceil(drain),

@@ -195,7 +195,7 @@ def test_an_option_that_nobody_has_is_not_guessed() -> None:
         (["version"], "Did you mean 'mlxrunner --version'?"),
         (["models", "list"], "Did you mean 'mlxrunner models'?"),
         (["sessions", "delete", "x"], "Did you mean 'mlxrunner sessions rm'?"),
-        (["serve"], "There is no server"),
+        (["server"], "Did you mean 'mlxrunner serve'?"),
         (["why is it so?"], "To ask that, type mlxrunner generate 'why is it so?'"),
         (["genrate"], "Did you mean 'generate'?"),
         (["cache", "zzz"], "No such command 'zzz'.\n"),

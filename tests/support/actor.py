@@ -6,6 +6,7 @@ a stale, missing or doubled key changes what it says.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,7 @@ class ActorOpening(Opening):
     def least(self, name: str) -> int:
         return 0
 
-    def open(self, name: str, room: int, progress: LoadProgress = tell_nobody) -> Opened:
+    def load(self, name: str, room: int, progress: LoadProgress = tell_nobody) -> Opened:
         model, tokenizer = Actor(type(self).script), ActorTokenizer()
         context = self.runner.context or 250_000
         facts = ModelFacts("actor", context, True, {"full": 1}, VOCAB)
@@ -111,6 +112,5 @@ def playing(script: Script) -> type[ActorOpening]:
 
 def calling(name: str, arguments: Mapping[str, Any]) -> str:
     """Return the text of a tool call as the actor writes it."""
-    import json
 
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': dict(arguments)})}\n</tool_call>"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mlxrunner.errors import OptionError
-from mlxrunner.profiling.event_parts import Divergence, Side
+from mlxrunner.profiling.event_parts import ClientRequest, Divergence, Side
 from mlxrunner.profiling.reading import read_events
 from mlxrunner.profiling.reasons import PARTING, PARTS, place_remedy, remedy
 from mlxrunner.profiling.report.aggregate import place_of
@@ -41,6 +41,8 @@ def find(
 ) -> Event:
     """Return the event with the id `wanted`, or the only event whose id begins with it.
 
+    The id of a server's request, as its response has it, finds its event, too.
+
     None finds the last event. `progress` is called now and then with the number of events so far.
     Raise OptionError if there is no such event, or several. Raise ReadError if a file can't be read
     or there are no events.
@@ -55,6 +57,8 @@ def find(
             progress(count)
         if wanted is None:
             found = {event.id: event}
+        elif event.caller is not None and event.caller.request == wanted:
+            return event
         elif event.id.startswith(wanted):
             found[event.id] = event
             if event.id == wanted or len(found) > 1:
@@ -85,6 +89,8 @@ def show(event: Event, to: Console) -> None:
             event.outcome, {"hit": "green", "partial": "yellow"}.get(event.outcome, "red")
         )
     )
+    if event.caller is not None:
+        to.print(Text(visible(_asker(event.caller))))
     to.print(Text(visible(_capital(event.explain()) + "."), "bold"))
     to.print(Text(_cost(event)))
     if event.restored_tokens or event.evicted:
@@ -96,6 +102,16 @@ def show(event: Event, to: Console) -> None:
     if mend:
         to.print()
         to.print(Text("What to change: ", "bold").append(f"{mend}.", "not bold"))
+
+
+def _asker(caller: ClientRequest) -> str:
+    """Say whose request it was, and which rules changed its prompt."""
+    said = f"request {caller.request} of {caller.client or 'an unknown client'}"
+    if caller.session is not None:
+        said += f", session {caller.session}"
+    if caller.rules:
+        said += f"; rules that changed the prompt: {', '.join(caller.rules)}"
+    return said
 
 
 def _remedy(event: Event) -> str:

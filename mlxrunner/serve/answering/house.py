@@ -20,7 +20,7 @@ from mlxrunner.serve.answering.loaded import LoadedModels, Place
 from mlxrunner.serve.answering.names import ModelNames
 from mlxrunner.serve.answering.opened import Opened, Opening
 from mlxrunner.serve.answering.pace import Beats, Reader
-from mlxrunner.serve.answering.refusing import SOON, refusal_of, too_long
+from mlxrunner.serve.answering.refusing import SOON, check_counts, refusal_of, too_long
 from mlxrunner.serve.asked import Asked
 from mlxrunner.serve.events import (
     CacheReport,
@@ -123,6 +123,7 @@ class House:
     @contextmanager
     def _in_place(self, asked: Asked) -> Iterator[Place]:
         """Enter the place of the model that is asked for. Raise RefusedError."""
+        check_counts(asked)
         name = self.names.find(asked.model)
         self._check_queue(self.models_held.get(name))
         place = self.models_held.enter(name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,8 @@ from mlxrunner.models.facts import without_weights
 from mlxrunner.models.fingerprint import fingerprint
 from mlxrunner.models.load import LoadedModel, LoadProgress, load_model, tell_nobody
 from mlxrunner.options import GenerateOptions, RunnerSettings
-from mlxrunner.parallel.opening import DEFAULT_PREFILL_STEP
 from mlxrunner.parallel.runner import ParallelRunner
+from mlxrunner.parallel.settings import EngineSettings
 from mlxrunner.serve.prompts.make import PromptMaker
 from mlxrunner.system import device
 from mlxrunner.system.folders import cache_folder
@@ -80,11 +80,12 @@ class Opening:
             park_bytes=self.settings.park_bytes if self.settings.parks else 0,
             park_folder=parking_folder() if self.settings.parks else None,
         )
-        return Opened.of(loaded, runner)
+        return Opened.of(loaded, runner, self.settings.no_rule)
 
     def _demand(self, model: Any, config: Mapping[str, Any], weights: int) -> Demand:
         options = CacheOptions(kv_bits=self.runner.kv_bits)
-        return demand_of(model, dict(config), options, DEFAULT_PREFILL_STEP, weights=weights)
+        step = EngineSettings(max_sequences=self.settings.slots).prefill_step
+        return demand_of(model, dict(config), options, step, weights=weights)
 
 
 def parking_folder() -> Path:
@@ -108,14 +109,15 @@ class Opened:
     """The options that hold for requests that do not give them."""
 
     @classmethod
-    def of(cls, loaded: LoadedModel, runner: ParallelRunner) -> Opened:
+    def of(cls, loaded: LoadedModel, runner: ParallelRunner, no_rule: Sequence[str] = ()) -> Opened:
+        """Describe a loaded model. `no_rule`: the names of the rules that are off."""
         total = weights_of(loaded.model) if runner.plan is None else runner.plan.total
         of_file = read_config_file().options("serve", loaded.name)
         chosen = {name: one for name, one in of_file.items() if name in OF_REQUESTS}
         defaults = values(settled(layer(loaded.suggested, MODEL), chosen))
         parts = sorted(fingerprint(loaded.folder).items())
         digest = hashlib.sha256(repr(parts).encode()).hexdigest()
-        maker = PromptMaker.of(loaded)
+        maker = PromptMaker.of(loaded, off=no_rule)
         return cls(loaded.name, loaded, runner, total, digest, maker, defaults)
 
     @property

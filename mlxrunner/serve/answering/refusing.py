@@ -18,10 +18,13 @@ from mlxrunner.errors import (
     TimeLimitError,
 )
 from mlxrunner.results import logger
+from mlxrunner.serve.asked import Asked
 from mlxrunner.serve.events import RefusedError
 
 SOON = 5
 """Seconds after which a client may ask again for what is not there at the moment."""
+MOST_MESSAGES = 20_000
+MOST_TOOLS = 2_000
 TOO_LONG = "context_length_exceeded"
 STATUS: tuple[tuple[type[MlxrunnerError], int, str], ...] = (
     (ContextLengthError, 400, TOO_LONG),
@@ -48,10 +51,25 @@ def refusal_of(error: BaseException) -> RefusedError:
         if isinstance(error, kind):
             retry_after = SOON if status == 503 else None
             return RefusedError(status, _line(error), code=code, retry_after=retry_after)
-    logger.error("a request failed: %s: %s", type(error).__name__, error, exc_info=error)
+    logger.error("a request failed: %s: %s", type(error).__name__, error)
+    logger.debug("where it failed", exc_info=error)
     return RefusedError(
         500, f"internal error ({type(error).__name__}); the server's log says more", code="internal"
     )
+
+
+def check_counts(asked: Asked) -> None:
+    """Raise RefusedError for more messages or tools than any conversation has."""
+    for name, given, most in (
+        ("messages", asked.messages, MOST_MESSAGES),
+        ("tools", asked.tools, MOST_TOOLS),
+    ):
+        if len(given) > most:
+            raise RefusedError(
+                400,
+                f"{name}: there are {len(given)}, and {most} are the most: send fewer",
+                param=name,
+            )
 
 
 def too_long(tokens: int, room: int) -> RefusedError:

@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
-import logging
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from fastapi import HTTPException
 from fastapi.exceptions import RequestValidationError
 
-from mlxrunner.errors import MlxrunnerError
+from mlxrunner.serve.answering.refusing import refusal_of as engine_refusal
 from mlxrunner.serve.events import RefusedError
-
-logger = logging.getLogger("mlxrunner")
 
 
 def refusal_of(error: Exception) -> RefusedError:
     """Return what the client is told of an error: never more than one sentence."""
-    if isinstance(error, RefusedError):
-        return error
     if isinstance(error, RequestValidationError):
         return _invalid(error.errors())
     if isinstance(error, HTTPException):
         return RefusedError(error.status_code, str(error.detail))
-    if isinstance(error, MlxrunnerError) and isinstance(error, ValueError):
-        message = str(error)
-        name = message.partition(":")[0]
-        return RefusedError(400, message, param=name if name.isidentifier() else None)
-    if isinstance(error, MlxrunnerError):
-        return RefusedError(500, str(error), code="server_error")
-    logger.error("request failed: %s: %s", type(error).__name__, error)
-    logger.debug("where it failed", exc_info=error)
-    return RefusedError(500, "the server failed; its log says why", code="server_error")
+    refused = engine_refusal(error)
+    if refused.status == 400:
+        refused.param = refused.param or _field(refused.message)
+    return refused
+
+
+def _field(message: str) -> str | None:
+    """Return the field that a message names first, as in "temperature: ..." or "input 3: ..."."""
+    found = re.match(r"([a-z_.]+)(?: (\d+))?(?:: | has to be )", message)
+    return ".".join(part for part in found.groups() if part) if found else None
 
 
 def _invalid(errors: Sequence[Any]) -> RefusedError:

@@ -1,0 +1,259 @@
+"""The guard at the door, asked over the network: names, origins, keys, sizes, depths, slowness."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from fastapi import APIRouter, Request
+from support.waiting import until
+
+from mlxrunner.errors import ContextLengthError
+from mlxrunner.serve.app import make_app
+from mlxrunner.serve.events import RefusedError
+from mlxrunner.serve.guard import LOOPBACK, MOST_DEPTH, Rules, depth_of, hosts_of
+
+
+def router(seen: list[Any]) -> APIRouter:
+    routes = APIRouter()
+
+    @routes.post("/v1/messages")
+    @routes.post("/v1/chat/completions")
+    @routes.post("/api/chat")
+    async def take(request: Request) -> dict[str, Any]:
+        seen.append(await request.json())
+        return {"id": request.state.id}
+
+    @routes.get("/health")
+    async def health() -> dict[str, Any]:
+        return {}
+
+    @routes.get("/v1/fails/{how}")
+    async def fail(how: str) -> None:
+        if how == "refused":
+            raise RefusedError(429, "later", code="rate", retry_after=7)
+        if how == "long":
+            raise ContextLengthError(10, 5)
+        raise RuntimeError("a secret of the inside")
+
+    return routes
+
+
+@contextmanager
+def served(rules: Rules) -> Iterator[str]:
+    """Serve the routes above behind a guard, on a free port."""
+    config = uvicorn.Config(make_app([router([])], rules), log_config=None, lifespan="off")
+    server = uvicorn.Server(config)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=server.run, args=([listening],))
+        thread.start()
+        until(lambda: server.started)
+        try:
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """A server without a key that reads bodies of at most 1,000 bytes."""
+    rules = Rules(most_bytes=1000, most_seconds=0.2, origins=frozenset({"http://app.example"}))
+    with served(rules) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def locked() -> Iterator[str]:
+    """A server with a key."""
+    with served(Rules(key="secret")) as address:
+        yield address
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost:80", 200),
+        ("LOCALHOST", 200),
+        ("[::1]:8080", 200),
+        ("127.0.0.1", 200),
+        ("evil.example", 403),
+        ("localhost.evil.example", 403),
+        ("127.0.0.1.evil.example", 403),
+        ("", 403),
+    ],
+)
+@pytest.mark.exhaustive(8)
+def test_the_host_is_a_name_of_this_machine(url: str, host: str, status: int) -> None:
+    """A page whose name leads here by DNS gets nothing."""
+    answer = httpx.get(f"{url}/health", headers={"host": host})
+    assert answer.status_code == status
+    if status == 403:
+        assert "Host header" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("host", "is_open", "known"),
+    [
+        ("127.0.0.1", False, LOOPBACK),
+        ("mac.local", False, LOOPBACK | {"mac.local"}),
+        ("0.0.0.0", True, frozenset()),
+        ("localhost", True, LOOPBACK),
+    ],
+)
+@pytest.mark.exhaustive(4)
+def test_the_names_of_a_server(host: str, is_open: bool, known: frozenset[str]) -> None:
+    """Only one that others may reach takes any name: a key keeps them out."""
+    assert hosts_of(host, is_open=is_open) == known
+
+
+@pytest.mark.parametrize(
+    ("origin", "status"),
+    [
+        ("http://evil.example", 403),
+        ("null", 403),
+        ("http://app.example.evil.example", 403),
+        ("http://app.example", 200),
+        ("http://localhost:8080", 200),
+    ],
+)
+@pytest.mark.exhaustive(5)
+def test_pages_of_other_origins(url: str, origin: str, status: int) -> None:
+    """Only a page of this machine, or of an origin that the user named, is answered."""
+    answer = httpx.post(f"{url}/api/chat", json={}, headers={"origin": origin})
+    assert answer.status_code == status
+    allowed = answer.headers.get("access-control-allow-origin")
+    assert allowed == (origin if origin == "http://app.example" else None)
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 401),
+        ({"authorization": "Bearer secret"}, 200),
+        ({"authorization": "bearer secret"}, 200),
+        ({"x-api-key": "secret"}, 200),
+        ({"authorization": "Bearer other", "x-api-key": "secret"}, 200),
+        ({"authorization": "Basic secret"}, 401),
+        ({"authorization": "Bearer secre"}, 401),
+        ({"x-api-key": ""}, 401),
+    ],
+    ids=["none", "bearer", "lower", "x-api-key", "either", "basic", "wrong", "empty"],
+)
+@pytest.mark.exhaustive(8)
+def test_the_key(locked: str, headers: dict[str, str], status: int) -> None:
+    """It comes as a bearer token or as x-api-key; nothing else opens."""
+    answer = httpx.post(f"{locked}/v1/messages", json={}, headers=headers)
+    assert answer.status_code == status
+    if status == 401:
+        assert answer.json()["error"]["type"] == "authentication_error"
+        assert "secret" not in answer.text
+    assert httpx.get(f"{locked}/health").status_code == 200
+
+
+SHAPES = {
+    "/v1/messages": lambda body: (body["type"], body["error"]["message"]),
+    "/v1/chat/completions": lambda body: ("error", body["error"]["message"]),
+    "/api/chat": lambda body: ("error", body["error"]),
+}
+
+
+@pytest.mark.parametrize("path", SHAPES)
+@pytest.mark.exhaustive(3)
+def test_a_body_that_is_too_large(url: str, path: str) -> None:
+    """It is refused by its length or while it is read, in the shape of each protocol."""
+    for content in (b"x" * 2000, iter([b"x" * 600, b"y" * 600])):
+        answer = httpx.post(f"{url}{path}", content=content)
+        assert answer.status_code == 413
+        kind, message = SHAPES[path](answer.json())
+        assert kind == "error"
+        assert "1000 are the most" in message
+        assert answer.headers["x-request-id"]
+
+
+def test_a_body_that_is_too_deep(url: str) -> None:
+    """Brackets within texts do not count."""
+    deep = b"[" * (MOST_DEPTH + 1) + b"]" * (MOST_DEPTH + 1)
+    answer = httpx.post(f"{url}/api/chat", content=deep)
+    assert (answer.status_code, "128 brackets" in answer.json()["error"]) == (400, True)
+    assert httpx.post(f"{url}/api/chat", json={"text": "[" * 500}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "depth"),
+    [
+        (b"", 0),
+        (b'{"a": [1, [2]], "b": {}}', 3),
+        (b'{"a": "[[[[", "b\\"[": 1}', 1),
+        (b'"[[[', 0),
+        (b'["\\\\", [[]]]', 3),
+        (b"]]][[", 0),
+    ],
+)
+@pytest.mark.exhaustive(6)
+def test_the_depth_of_a_body(body: bytes, depth: int) -> None:
+    """It is found without parsing, also of what is no JSON."""
+    assert depth_of(body) <= max(depth, json_depth(body))
+    assert depth_of(body) == depth
+
+
+def json_depth(body: bytes) -> int:
+    def depth(value: Any) -> int:
+        inner = value.values() if isinstance(value, dict) else value
+        return 1 + max(map(depth, inner), default=0) if isinstance(value, dict | list) else 0
+
+    try:
+        return depth(json.loads(body))
+    except ValueError:
+        return 0
+
+
+def test_a_body_that_does_not_come(url: str) -> None:
+    """A client that stalls is told so, and keeps nothing busy."""
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as slow:
+        slow.sendall(
+            b"POST /api/chat HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n" + b'{"a'
+        )
+        found = slow.recv(4000).decode()
+    assert found.startswith("HTTP/1.1 408")
+    assert "after 3 bytes" in found
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "words"),
+    [
+        ("/v1/fails/refused", 429, "later"),
+        ("/v1/fails/long", 400, "10 tokens"),
+        ("/v1/fails/inside", 500, "internal error (RuntimeError); the server's log says more"),
+        ("/nothing", 404, "/openapi.json lists"),
+    ],
+)
+@pytest.mark.exhaustive(4)
+def test_errors_of_routes(url: str, path: str, status: int, words: str) -> None:
+    """They are one sentence; what went wrong inside is in the log, never in a response."""
+    answer = httpx.get(f"{url}{path}")
+    assert answer.status_code == status
+    assert words in answer.json()["error"]["message"]
+    assert "Traceback" not in answer.text
+    assert "secret" not in answer.text
+    assert answer.headers.get("retry-after") == ("7" if status == 429 else None)
+
+
+def test_a_request_has_an_id(url: str) -> None:
+    """The route and the response name the same one."""
+    first, second = (httpx.post(f"{url}/api/chat", json={}) for _ in range(2))
+    assert first.headers["x-request-id"] == first.json()["id"] != second.json()["id"]
+
+
+def test_the_openapi_document(url: str) -> None:
+    """It is there; there is no page that would load a script from the network."""
+    assert "/v1/messages" in httpx.get(f"{url}/openapi.json").json()["paths"]
+    assert httpx.get(f"{url}/docs").status_code == 404

@@ -1,0 +1,370 @@
+"""The house of the models: answers, queue, loading on demand, and clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.models import write_model
+
+from mlxrunner.config.serving import ServeSettings
+from mlxrunner.models.load import LoadProgress, tell_nobody
+from mlxrunner.options import RunnerSettings
+from mlxrunner.serve.answering import pace
+from mlxrunner.serve.answering.house import House
+from mlxrunner.serve.answering.names import ModelNames
+from mlxrunner.serve.answering.opened import Opened, Opening
+from mlxrunner.serve.asked import Asked, Client
+from mlxrunner.serve.events import Ended, Event, Reading, RefusedError, Text, Waiting
+
+CHATML = (
+    "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+SETTINGS = ServeSettings(slots=2, max_queue=1, parks=False, memory=400_000_000)
+
+
+class Counting(Opening):
+    """An opening that counts, and needs as many bytes as a test says."""
+
+    loads: list[str]
+    needs: dict[str, int]
+
+    def load(self, name: str, room: int, progress: LoadProgress = tell_nobody) -> Opened:
+        self.loads.append(Path(name).name)
+        found = super().load(name, min(room, 200_000_000), progress)
+        return replace(found, bytes=self.needs.get(Path(name).name, 1))
+
+    def least(self, name: str) -> int:
+        super().least(name)
+        return self.needs.get(Path(name).name, 1)
+
+    def budget(self) -> int:
+        return 400_000_000
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three tiny models."""
+    folder = tmp_path_factory.mktemp("models")
+    for seed, name in enumerate(("first", "second", "third")):
+        write_model(folder / name, seed=seed, tokenizer=False)
+        from support.models import write_tokenizer
+
+        write_tokenizer(folder / name, chat_template=CHATML)
+    return folder
+
+
+def opening(settings: ServeSettings = SETTINGS, **needs: int) -> Counting:
+    found = Counting(settings=settings, runner=RunnerSettings(context=400))
+    object.__setattr__(found, "loads", [])
+    object.__setattr__(found, "needs", needs)
+    return found
+
+
+@asynccontextmanager
+async def house_of(folder: Path, opening: Opening) -> AsyncIterator[House]:
+    aliases = {name: str(folder / name) for name in ("second", "third")}
+    house = House(ModelNames(str(folder / "first"), aliases), opening, lambda opened: None)
+    try:
+        yield house
+    finally:
+        await house.close()
+
+
+def asked(text: str = "Hello", **more: Any) -> Asked:
+    more.setdefault("options", {"max_tokens": 4, "stop_tokens": []})
+    given = {"protocol": "chat", "model": "", "messages": [{"role": "user", "content": text}]}
+    return Asked(**{**given, **more})
+
+
+async def events_of(house: House, one: Asked) -> list[Event]:
+    return [event async for event in house.answer(one)]
+
+
+async def reached(holds: Callable[[], object]) -> None:
+    """Wait until a state is reached."""
+    async with asyncio.timeout(300):
+        while not holds():
+            await asyncio.sleep(0.005)
+
+
+def in_house(test: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(test)
+
+
+def test_an_answer_and_the_next_turn(folder: Path) -> None:
+    """The second request reuses the first one, and says so; both say what they cost."""
+
+    async def run() -> None:
+        async with house_of(folder, opening()) as house:
+            first = (await events_of(house, asked()))[-1]
+            again = await events_of(house, asked())
+            assert isinstance(first, Ended)
+            assert isinstance(again[-1], Ended)
+            assert (first.reason, first.cache.outcome, first.cache.reason) == (
+                "length",
+                "miss",
+                "empty",
+            )
+            assert again[-1].cache.cached == first.usage.prompt_tokens - 1
+            assert [type(event) for event in again[:-1]] == [Text] * (len(again) - 1)
+            count = await house.count(asked())
+            assert count == first.usage.prompt_tokens
+
+    in_house(run())
+
+
+def test_two_requests_load_a_model_once(folder: Path) -> None:
+    """They wait for the same loading; the event loop goes on meanwhile."""
+
+    async def run() -> None:
+        made = opening()
+        async with house_of(folder, made) as house:
+            ticks = 0
+
+            async def tick() -> None:
+                nonlocal ticks
+                while True:
+                    ticks += 1
+                    await asyncio.sleep(0.001)
+
+            ticking = asyncio.create_task(tick())
+            both = [asyncio.create_task(events_of(house, asked())) for _ in range(2)]
+            answers = await asyncio.gather(*both)
+            ticking.cancel()
+            assert made.loads == ["first"]
+            assert ticks > 5
+            assert all(isinstance(events[-1], Ended) for events in answers)
+
+    in_house(run())
+
+
+def test_beats_come_while_a_model_is_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client is told why it waits, and how far its prompt is."""
+    monkeypatch.setattr(pace.Beats.__init__, "__defaults__", (0.0, 0.0))
+
+    async def run() -> None:
+        async with house_of(folder, opening()) as house:
+            events = await events_of(house, asked("x" * 300))
+            waits = [event.why for event in events if isinstance(event, Waiting)]
+            assert "first is being loaded" in waits
+            assert all(event.total > 300 for event in events if isinstance(event, Reading))
+            assert isinstance(events[-1], Ended)
+
+    in_house(run())
+
+
+def test_a_queue_that_is_full(folder: Path) -> None:
+    """The request beyond it is told when to come again; the others are answered."""
+
+    async def run() -> None:
+        async with house_of(folder, opening()) as house:
+            running = [asyncio.create_task(events_of(house, asked(str(n)))) for n in range(3)]
+            await asyncio.sleep(0)
+            with pytest.raises(RefusedError) as refused:
+                await events_of(house, asked())
+            assert refused.value.status == 429
+            assert refused.value.retry_after
+            assert "1 requests wait for one of 2 slots, and 1 may" in refused.value.message
+            for events in await asyncio.gather(*running):
+                assert isinstance(events[-1], Ended)
+            assert house.refused == 1
+
+    in_house(run())
+
+
+@pytest.mark.parametrize(
+    ("one", "status", "words"),
+    [
+        (asked("x" * 500), 400, r"the prompt has 5\d\d tokens, .* room for 400"),
+        (asked(model="gpt-4"), 404, "there is no model gpt-4: .*first, second, third"),
+        (asked(options={"temperature": -1}), 400, "temperature: -1 is out of range"),
+        (asked(model="../first"), 404, "there is no model"),
+        (asked(messages=[{"role": "user", "content": ""}] * 20_001), 400, "20000 are the most"),
+        (asked(tools=[{}] * 2_001), 400, "tools: there are 2001, and 2000 are the most"),
+    ],
+    ids=["too long", "unknown", "option", "path", "messages", "tools"],
+)
+@pytest.mark.exhaustive(6)
+def test_refusals(folder: Path, one: Asked, status: int, words: str) -> None:
+    """They have a status and a sentence with both values, and leave the house as it was."""
+
+    async def run() -> None:
+        async with house_of(folder, opening()) as house:
+            with pytest.raises(RefusedError, match=words) as refused:
+                await events_of(house, one)
+            assert refused.value.status == status
+            assert isinstance((await events_of(house, asked()))[-1], Ended)
+
+    in_house(run())
+
+
+def test_more_tokens_asked_for_than_there_are(folder: Path) -> None:
+    """Clients ask for 32,000 tokens of any model: the answer ends where the context does."""
+
+    async def run() -> None:
+        async with house_of(folder, opening()) as house:
+            one = asked(options={"max_tokens": 32_000, "stop_tokens": []})
+            ended = (await events_of(house, one))[-1]
+            assert isinstance(ended, Ended)
+            assert ended.reason == "length"
+            assert ended.usage.total_tokens == 400
+
+    in_house(run())
+
+
+@pytest.mark.parametrize("way", ["closed", "cancelled"])
+def test_a_client_that_leaves(folder: Path, way: str) -> None:
+    """Its slot is free after the step that runs, and what it had evaluated is reused."""
+
+    async def run() -> None:
+        async with house_of(folder, opening()) as house:
+            endless = asked("x" * 100, options={"stop_tokens": []})
+            await events_of(house, asked())
+            place = house.models_held.get(str(folder / "first"))
+            assert place is not None
+            assert place.opened is not None
+            runner = place.opened.runner
+            if way == "closed":
+                answer = house.answer(endless)
+                async for event in answer:
+                    if isinstance(event, Text):
+                        break
+                await answer.aclose()
+            else:
+                task = asyncio.create_task(events_of(house, endless))
+                await reached(lambda: runner.stats().busy and runner.stats().tokens > 100)
+                task.cancel()
+                await asyncio.wait({task})
+            steps = runner.stats().steps
+            await reached(lambda: not runner.stats().busy)
+            assert runner.stats().steps <= steps + 2
+            assert place.users == 0
+            ended = (await events_of(house, asked("x" * 100)))[-1]
+            assert isinstance(ended, Ended)
+            assert ended.cache.cached > 100
+
+    in_house(run())
+
+
+def test_another_model_makes_the_least_useful_one_leave(folder: Path) -> None:
+    """The one that was used least recently goes; a model in use stays until its answer is there."""
+    half = 180_000_000
+
+    async def run() -> None:
+        made = opening(first=half, second=half, third=half)
+        async with house_of(folder, made) as house:
+            await events_of(house, asked())
+            await events_of(house, asked(model="second"))
+            await events_of(house, asked())
+            assert made.loads == ["first", "second"]
+            await events_of(house, asked(model="third"))
+            held = [Path(place.name).name for place in house.models_held]
+            assert held == ["first", "third"]
+            answer = house.answer(asked(options={"max_tokens": 300, "stop_tokens": []}))
+            await anext(answer)
+            later = asyncio.create_task(events_of(house, asked(model="second")))
+            rest = [event async for event in answer]
+            assert isinstance(rest[-1], Ended)
+            assert rest[-1].usage.completion_tokens == 300
+            assert isinstance((await later)[-1], Ended)
+
+    in_house(run())
+
+
+def test_a_model_that_does_not_fit(folder: Path) -> None:
+    """It is refused with a reason, and asking again tries again."""
+
+    async def run() -> None:
+        settings = ServeSettings(slots=2, parks=False, memory=1000)
+        made = Opening(settings=settings)
+        async with house_of(folder, made) as house:
+            for _ in range(2):
+                with pytest.raises(RefusedError, match="give more --memory") as refused:
+                    await events_of(house, asked())
+                assert refused.value.status == 503
+
+    in_house(run())
+
+
+def test_keep_alive(folder: Path) -> None:
+    """0 unloads a model after its answer; a negative number keeps it, and so does None."""
+
+    async def run() -> None:
+        async with house_of(folder, opening()) as house:
+            await events_of(house, asked(keep_alive=0))
+            await reached(lambda: not list(house.models_held))
+            await house.hold("first", 1000)
+            card = next(iter(house.models()))
+            assert card.is_loaded
+            assert card.expires is not None
+            await events_of(house, asked(keep_alive=-1))
+            assert next(iter(house.models())).expires is None
+            await house.hold("first", 0)
+            await reached(lambda: not list(house.models_held))
+
+    in_house(run())
+
+
+def test_stop_strings(folder: Path) -> None:
+    """The end names the string that ended the answer."""
+
+    async def run() -> None:
+        async with house_of(folder, opening()) as house:
+            long = asked(options={"max_tokens": 30, "stop_tokens": []})
+            text = "".join(
+                event.text for event in await events_of(house, long) if isinstance(event, Text)
+            )
+            stop = next(one for one in text[3:] if one.isascii())
+            one = asked(options={"max_tokens": 30, "stop": [stop, "never"], "stop_tokens": []})
+            ended = (await events_of(house, one))[-1]
+            assert isinstance(ended, Ended)
+            assert (ended.reason, ended.stop_sequence) == ("stop_sequence", stop)
+
+    in_house(run())
+
+
+def test_a_house_that_is_closed(folder: Path) -> None:
+    """It takes no request, and running ones end with a reason."""
+
+    async def run() -> None:
+        async with house_of(folder, opening()) as house:
+            await events_of(house, asked())
+            running = asyncio.create_task(
+                events_of(house, asked(options={"stop_tokens": [], "max_tokens": 390}))
+            )
+            await asyncio.sleep(0.05)
+            await house.close()
+            with pytest.raises(RefusedError, match="stopping"):
+                await events_of(house, asked())
+            done, _ = await asyncio.wait({running})
+            error = done.pop().exception()
+            assert error is None or (isinstance(error, RefusedError) and error.status == 503)
+
+    in_house(run())
+
+
+def test_the_client_is_named(folder: Path) -> None:
+    """The event of a request names client, session and request."""
+    seen: list[Any] = []
+
+    async def run() -> None:
+        made = opening()
+        house = House(
+            ModelNames(str(folder / "first")),
+            made,
+            lambda opened: opened.runner.observers.append(lambda _, it: seen.append(it)),
+        )
+        client = Client("claude-cli", "a session")
+        await events_of(house, asked(id="msg_1", client=client))
+        await house.close()
+
+    in_house(run())
+    caller = seen[0].prepared.caller
+    assert (caller.request, caller.client, caller.session) == ("msg_1", "claude-cli", "a session")

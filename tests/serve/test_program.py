@@ -1,0 +1,216 @@
+"""The program itself: what it prints, how it is stopped, and what the next one finds."""
+
+from __future__ import annotations
+
+import json
+import os
+import plistlib
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from click.testing import CliRunner
+from support.models import write_model, write_tokenizer
+
+from mlxrunner.cli import main
+from mlxrunner.config.file import read_config_file
+from mlxrunner.profiling.report.explain import find
+from mlxrunner.serve.unit import unit
+
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
+CONTEXT = 4000
+STARTED = b"Ollama clients:"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model whose answers never end by themselves."""
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    write_model(folder, max_position_embeddings=CONTEXT, tokenizer=False)
+    write_tokenizer(folder, chat_template=TEMPLATE)
+    return folder
+
+
+class Running:
+    """A server in a process of its own."""
+
+    def __init__(self, process: subprocess.Popen[bytes], said: bytes) -> None:
+        self.process, self.said = process, said.decode()
+        self.url = self.said.partition(" at ")[2].partition(" ")[0]
+
+    def body(self, text: str, **more: Any) -> dict[str, Any]:
+        return {
+            "model": "tiny",
+            "max_tokens": 20,
+            "messages": [{"role": "user", "content": text}],
+            **more,
+        }
+
+    def ask(self, text: str, **more: Any) -> httpx.Response:
+        body = self.body(text, **more)
+        return httpx.post(f"{self.url}/v1/messages", json=body, timeout=300)
+
+
+@contextmanager
+def program(*arguments: str) -> Iterator[Running]:
+    """Run `mlxrunner serve` on a free port until the block ends."""
+    command = [sys.executable, "-m", "mlxrunner", "serve", "--port", "0", *arguments]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stderr is not None
+    said = b""
+    try:
+        while STARTED not in said:
+            line = process.stderr.readline()
+            assert line, said.decode()
+            said += line
+        yield Running(process, said)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def left(process: subprocess.Popen[bytes]) -> tuple[int, str]:
+    """Wait for the end of a process; return its exit code and what it said last."""
+    _, said = process.communicate(timeout=300)
+    return process.returncode, said.decode()
+
+
+def test_from_start_to_the_next_start(model: Path, tmp_path: Path) -> None:
+    """SIGTERM lets a running stream end, parks what is idle, and the next server finds it."""
+    events = tmp_path / "events.jsonl"
+    options = (str(model), "--slots", "2", "--events", str(events), "--drain", "300")
+    prompt = "Once upon a time " * 20
+    with program(*options) as server:
+        assert "serving tiny at http://127.0.0.1:" in server.said
+        assert f"{CONTEXT} tokens of context" in server.said
+        assert f"ANTHROPIC_BASE_URL={server.url} ANTHROPIC_MODEL=tiny" in server.said
+        first = server.ask(prompt)
+        assert first.headers["x-mlxrunner-cache"].startswith("outcome=miss; cached=0")
+        request = first.headers["x-request-id"]
+        slots = httpx.get(f"{server.url}/slots").json()["models"][0]["conversations"]
+        assert [(one["state"], one["request"], one["client"]) for one in slots] == [
+            ("idle", request, "python-httpx")
+        ]
+        assert slots[0]["tokens"] > len(prompt)
+        assert slots[0]["bytes"] > 0
+        explained = httpx.get(f"{server.url}/explain/{request}").text
+        assert f"request {request} of python-httpx" in explained
+        assert "0 of 341 prompt tokens were reused" in explained
+        while_running = find([events], request)
+        assert while_running.caller is not None
+        assert while_running.caller.request == request
+        metrics = httpx.get(f"{server.url}/metrics").text
+        assert 'mlxrunner_requests_total{finish="length",model="' in metrics
+        assert "mlxrunner_server_slots{" in metrics
+        body = server.body("And then?", stream=True, max_tokens=CONTEXT)
+        with httpx.stream("POST", f"{server.url}/v1/messages", json=body, timeout=300) as stream:
+            lines = stream.iter_lines()
+            assert next(lines) == "event: message_start"
+            busy = httpx.get(f"{server.url}/health").json()
+            assert busy["status"] == "ok"
+            server.process.send_signal(signal.SIGTERM)
+            rest = list(lines)
+        assert "event: message_stop" in rest
+        code, said = left(server.process)
+        assert code == 0
+        assert "stopping; up to 300 s for 1 running requests; Ctrl-C leaves at once" in said
+    with program(*options) as server:
+        again = server.ask(prompt)
+        cached = int(again.headers["x-mlxrunner-cache"].split("cached=")[1].split(";")[0])
+        assert cached == json.loads(first.text)["usage"]["input_tokens"] - 1
+        server.process.send_signal(signal.SIGINT)
+        assert left(server.process)[0] == 0
+
+
+def test_a_stream_that_takes_longer_than_the_drain(model: Path) -> None:
+    """It is cut off, and the server still ends in order."""
+    with program(str(model), "--no-park", "--drain", "0") as server:
+        body = server.body("And then?", stream=True, max_tokens=CONTEXT)
+        with httpx.stream("POST", f"{server.url}/v1/messages", json=body, timeout=300) as stream:
+            lines = stream.iter_lines()
+            assert next(lines) == "event: message_start"
+            server.process.send_signal(signal.SIGTERM)
+            with pytest.raises(httpx.RemoteProtocolError):
+                list(lines)
+        code, said = left(server.process)
+        assert code == 0
+        assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--host", "0.0.0.0"], "lets other machines ask: give --api-key KEY, or --no-key"),
+        (["--api-key", "x", "--no-key"], "contradict each other"),
+        (
+            ["--host", "not.a.host.invalid", "--no-key"],
+            "--host not.a.host.invalid: no such address",
+        ),
+        (["--slots", "0"], "slots: 0 is out of range"),
+        (["--port", "70000"], "port: 70000 is out of range"),
+        (["--no-rule", "billing"], "there is no such rule: did you mean 'billing-header'?"),
+    ],
+    ids=["no key", "both", "no host", "slots", "port", "rule"],
+)
+@pytest.mark.exhaustive(6)
+def test_what_is_refused_at_once(arguments: list[str], words: str) -> None:
+    """Nothing is loaded before the options are right."""
+    result = CliRunner().invoke(main, ["serve", *arguments])
+    assert (result.exit_code, words in result.stderr) == (2, True), result.stderr
+
+
+def test_a_port_in_use() -> None:
+    """One line names the port and says what to do."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        result = CliRunner().invoke(main, ["serve", "--port", str(port)])
+    assert result.exit_code == 2
+    assert f"port {port} of 127.0.0.1 is in use" in result.stderr
+    assert "choose another --port" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_units() -> None:
+    """Both run the same command; what means something to systemd is quoted."""
+    arguments = ["serve", "my model", "--port", "9", "--api-key", "50%$x"]
+    agent = plistlib.loads(unit("launchd", "/bin/mlxrunner", arguments, drain=5).encode())
+    assert agent["ProgramArguments"] == ["/bin/mlxrunner", *arguments]
+    assert agent["ExitTimeOut"] == 35
+    service = unit("systemd", "/bin/mlxrunner", arguments, drain=5)
+    assert "ExecStart=/bin/mlxrunner serve 'my model' --port 9 --api-key '50%%$$x'" in service
+    assert "TimeoutStopSec=35" in service
+
+
+def test_the_unit_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It prints the command without itself."""
+    arguments = ["serve", "--unit", "systemd", "--slots", "3"]
+    monkeypatch.setattr(sys, "argv", ["mlxrunner", *arguments])
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 0
+    assert f"ExecStart={os.path.abspath('mlxrunner')} serve --slots 3\n" in result.stdout
+
+
+def test_the_config_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has a section for the server; a wrong value is named with its line."""
+    file = tmp_path / "config.toml"
+    monkeypatch.setenv("MLXRUNNER_CONFIG", str(file))
+    file.write_text('[serve]\nport = 9000\norigin = "http://localhost:3000"\ntemperature = 0.5\n')
+    file.chmod(0o600)
+    found = read_config_file().options("serve", "demo")
+    assert {name: one.value for name, one in found.items()} == {
+        "port": 9000,
+        "origin": ("http://localhost:3000",),
+        "temperature": 0.5,
+    }
+    result = CliRunner().invoke(main, ["serve", "--host", "0.0.0.0"])
+    assert "lets other machines ask" in result.stderr
+    file.write_text("[serve]\nslots = 0\n")
+    result = CliRunner().invoke(main, ["serve"])
+    assert "line 2: slots: 0 is out of range" in result.stderr
