@@ -31,6 +31,7 @@ from mlxrunner.serve.events import (
     RefusedError,
     Waiting,
 )
+from mlxrunner.serve.prompts.causes import Cause, Causes, Seen
 from mlxrunner.serve.prompts.make import Made
 from mlxrunner.serve.prompts.split import AnswerSplitter
 from mlxrunner.tokenizer.prompt import Caller
@@ -53,6 +54,7 @@ class House:
         """Hold no model yet. `on_open` is called with each one that was loaded."""
         self.names, self._opening = names, opening
         self.models_held = LoadedModels(opening, on_open)
+        self._causes = Causes()
         self.began = time.time()
         self.refused = 0
         """Requests that were told to come later."""
@@ -162,10 +164,10 @@ class House:
             async for _ in beats.until(place.loading):
                 yield Waiting(f"{self.names.show(place.name)} is being loaded")
         opened = await _loaded(place)
-        making = asyncio.ensure_future(asyncio.to_thread(_begin, opened, asked))
+        making = asyncio.ensure_future(asyncio.to_thread(_begin, opened, asked, self._causes))
         async for _ in beats.until(making):
             yield Waiting("the prompt is being prepared")
-        made, handle = await making
+        made, handle, seen = await making
         reader, chunks = Reader(handle), list[Chunk]()
         splitter = opened.maker.splitter(made, asked)
         try:
@@ -185,12 +187,15 @@ class House:
             for event in splitter.finish(is_whole=chunks[-1].finish_reason == "stop"):
                 yield event
             await asyncio.to_thread(opened.maker.keep, made, chunks)
-            yield _end(opened, made, chunks, splitter)
+            ended = _end(opened, asked, made, chunks, splitter)
+            has_thought = splitter.thinking_tokens > 0
+            cause = self._causes.end(seen, ended.usage, has_thought=has_thought)
+            yield replace(ended, cache=cache_report(ended.usage, made.rules, cause))
         finally:
             reader.close()
 
 
-def _begin(opened: Opened, asked: Asked) -> tuple[Made, Handle]:
+def _begin(opened: Opened, asked: Asked, causes: Causes) -> tuple[Made, Handle, Seen]:
     """Make the prompt and submit it, in a worker thread. Raise RefusedError, or the runner's."""
     made = opened.maker.make(asked)
     options = {**opened.defaults, **made.options}
@@ -201,7 +206,8 @@ def _begin(opened: Opened, asked: Asked) -> tuple[Made, Handle]:
         options["max_tokens"] = None  # clients ask for more than there can be
     caller = Caller(asked.id, asked.client.name, asked.client.session, tuple(made.rules))
     prompt = replace(made.prompt, caller=caller)
-    return made, opened.runner.submit(prompt, **options)
+    handle = opened.runner.submit(prompt, **options)
+    return made, handle, causes.begin(asked, made, opened.name)
 
 
 async def _loaded(place: Place) -> Opened:
@@ -221,12 +227,14 @@ def _progress(handle: Handle, tokens: int) -> Event:
     return Reading(reached, tokens) if reached else Waiting("all slots are taken")
 
 
-def _end(opened: Opened, made: Made, chunks: Sequence[Chunk], splitter: AnswerSplitter) -> Ended:
+def _end(
+    opened: Opened, asked: Asked, made: Made, chunks: Sequence[Chunk], splitter: AnswerSplitter
+) -> Ended:
     """Return the last event of an answer whose last chunk has come."""
     usage, reason = chunks[-1].usage, chunks[-1].finish_reason
     if usage is None:
         raise RefusedError(500, "the answer ended without its usage", code="internal")
-    stop = _stop_sequence(opened, made, chunks) if reason == "stop" else None
+    stop = _stop_sequence(opened, asked, chunks) if reason == "stop" else None
     ended: EndReason = "length" if reason == "length" else "stop"
     if splitter.calls:
         ended = "tool_calls"
@@ -242,9 +250,9 @@ def _end(opened: Opened, made: Made, chunks: Sequence[Chunk], splitter: AnswerSp
     )
 
 
-def _stop_sequence(opened: Opened, made: Made, chunks: Sequence[Chunk]) -> str | None:
+def _stop_sequence(opened: Opened, asked: Asked, chunks: Sequence[Chunk]) -> str | None:
     """Return the stop string of the request that ended its answer; None if none did."""
-    given = made.options.get("stop") or ()
+    given = asked.options.get("stop") or ()
     tokens = [chunk.token for chunk in chunks if chunk.token is not None]
     if not given or tokens[-1] in opened.loaded.tokenizer.stop_tokens:
         return None
@@ -254,12 +262,16 @@ def _stop_sequence(opened: Opened, made: Made, chunks: Sequence[Chunk]) -> str |
     return min(found)[1] if found else None
 
 
-def cache_report(usage: Usage, rules: Sequence[str]) -> CacheReport:
-    """Return what a request reused, without causes on the client's side."""
+def cache_report(
+    usage: Usage, rules: Sequence[str] = (), cause: Cause | None = None
+) -> CacheReport:
+    """Return what a request reused, and the cause on the client's side for which not more."""
     return CacheReport(
         usage.outcome,
         usage.reason,
         usage.cached_tokens,
         usage.cache.lost_tokens,
-        rules=tuple(rules),
+        None if cause is None else cause.name,
+        None if cause is None else cause.remedy,
+        tuple(rules),
     )
