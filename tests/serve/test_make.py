@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -270,3 +271,35 @@ def test_a_loaded_model_has_a_maker() -> None:
     assert len(maker.kept) == 1
     plain = tokenize_prompt(loaded.tokenizer, USER)
     assert maker.make(asked(tools=())).prompt.tokens.tolist() == plain.tokens.tolist()
+
+
+def test_descriptions_without_sense_break_nothing(makers: dict[str, PromptMaker]) -> None:
+    """A name that is missing is none; depth has an end."""
+    deep: dict[str, Any] = {"type": "object"}
+    for _ in range(3000):
+        deep = {"type": "object", "properties": {"a": deep}}
+    for maker in makers.values():
+        odd = [{"type": "function", "function": {}}, {"type": "function"}]
+        request = asked(tools=odd)
+        with suppress(RefusedError):  # a template may ask for a name
+            made = maker.make(request)
+            events = events_of(maker, made, request, '{"name": "look", "parameters": {}}')
+            assert any(isinstance(event, Text) for event in events)
+        with pytest.raises(RefusedError, match="nested too deeply") as error:
+            maker.make(asked(tools=[tool("deep", deep)]))
+        assert error.value.status == 400
+
+
+def test_a_text_like_a_place_for_a_system_message_stays(makers: dict[str, PromptMaker]) -> None:
+    """Private characters of a client are not taken for the server's own."""
+    text = "<tool_response>\ue0f49\ue0f5</tool_response>"
+    messages = [
+        {"role": "user", "content": text},
+        {"role": "assistant", "content": "a"},
+        {"role": "system", "content": "later"},
+        {"role": "user", "content": "b"},
+    ]
+    for maker in makers.values():
+        rendered = maker.make(asked(messages=messages, tools=())).rendered
+        assert text in rendered
+        assert rendered.index(text) < rendered.index("later")

@@ -16,7 +16,7 @@ from mlxrunner.errors import OptionError
 from mlxrunner.options import GenerateOptions
 from mlxrunner.serve.asked import ToolChoice
 from mlxrunner.serve.events import RefusedError
-from mlxrunner.serve.prompts.formats import HERMES, CallFormat, Tools
+from mlxrunner.serve.prompts.formats import HERMES, CallFormat, Tools, name_of
 from mlxrunner.templates.thinking import THINKING_TAGS
 
 CHANNEL = "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>"
@@ -51,14 +51,14 @@ def forced(choice: ToolChoice, tools: Tools, form: CallFormat, text: str) -> For
     """
     if choice.mode not in ("required", "named"):
         return None
-    named = [tool for tool in tools if choice.mode == "required" or _name(tool) == choice.name]
+    named = [tool for tool in tools if choice.mode == "required" or name_of(tool) == choice.name]
     if not named:
         what = "no tools are given" if not tools else f"no tool is called {choice.name!r:.80}"
         raise RefusedError(400, f"tool_choice: a call is required, and {what}", param="tool_choice")
     closed = _closed_thinking(text)
     if form.kind == "channels" and len(named) == 1:
         header = (
-            f"<|channel|>commentary to=functions.{_name(named[0])} <|constrain|>json<|message|>"
+            f"<|channel|>commentary to=functions.{name_of(named[0])} <|constrain|>json<|message|>"
         )
         schema = _checked([named[0]], lambda tools: _arguments(tools[0]))
         return Forced(schema, header, "", header, "", form, True)
@@ -78,10 +78,6 @@ def _closed_thinking(text: str) -> str:
     return next((f"\n{tags.end}{tags.header}\n\n" for tags in opened), "")
 
 
-def _name(tool: Mapping[str, Any]) -> str:
-    return str(tool["function"]["name"])
-
-
 def _checked(tools: Sequence[Mapping[str, Any]], schema_of: Any) -> str:
     """Return a schema of calls, with free arguments for tools that llguidance has no grammar for.
 
@@ -91,16 +87,16 @@ def _checked(tools: Sequence[Mapping[str, Any]], schema_of: Any) -> str:
     try:
         check_form(GenerateOptions(schema=text))
     except OptionError:
-        if any(tool["function"].get("strict") for tool in tools):
+        if any((tool.get("function") or {}).get("strict") for tool in tools):
             raise
-        free = [{"function": {"name": _name(tool), "parameters": ANY}} for tool in tools]
+        free = [{"function": {"name": name_of(tool), "parameters": ANY}} for tool in tools]
         text = json.dumps(schema_of(free))
         check_form(GenerateOptions(schema=text))
     return text
 
 
 def _arguments(tool: Mapping[str, Any]) -> dict[str, Any]:
-    schema = dict(tool["function"].get("parameters") or ANY)
+    schema = dict((tool.get("function") or {}).get("parameters") or ANY)
     return {name: value for name, value in schema.items() if name != "$schema"}
 
 
@@ -117,7 +113,7 @@ def _calls(tools: Sequence[Mapping[str, Any]], arguments: str) -> dict[str, Any]
         calls.append(
             {
                 "type": "object",
-                "properties": {"name": {"const": _name(tool)}, arguments: schema},
+                "properties": {"name": {"const": name_of(tool)}, arguments: schema},
                 "required": ["name", arguments],
                 "additionalProperties": False,
             }

@@ -43,6 +43,13 @@ class Piece(NamedTuple):
     call: Call | None = None
 
 
+def name_of(tool: Mapping[str, Any]) -> str:
+    """Return the name of a tool; empty if its description has none."""
+    function = tool.get("function")
+    name = function.get("name") if isinstance(function, Mapping) else None
+    return name if isinstance(name, str) else ""
+
+
 @dataclass(frozen=True)
 class CallFormat:
     """A form in which a model writes tool calls."""

@@ -96,6 +96,9 @@ class PromptMaker:
             return Made(prompt, _options(asked), opens=prompt.text[-TAIL:])
         except MlxrunnerError as error:
             raise RefusedError(400, str(error)) from error
+        except RecursionError as error:
+            message = "messages or tools are nested too deeply: write them with fewer levels"
+            raise RefusedError(400, message) from error
 
     def splitter(self, made: Made, asked: Asked) -> AnswerSplitter:
         """Return a splitter for the answer to a prompt."""

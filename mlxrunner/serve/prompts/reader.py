@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mlxrunner.serve.prompts.channels import ChannelReader
-from mlxrunner.serve.prompts.formats import Call, CallFormat, Piece, Tools
+from mlxrunner.serve.prompts.formats import Call, CallFormat, Piece, Tools, name_of
 from mlxrunner.templates.thinking import ThinkingSplitter, without_thinking
 
 _HEADER = re.compile(r"\s*(?:\[TOOL_CALLS\])?\s*[\w.-]+\s*\[ARGS\]\s*")
@@ -135,7 +135,7 @@ class CallReader:
             calls = self._form.calls(body, self._tools)
         except ValueError:
             calls = []
-        names = {tool["function"]["name"] for tool in self._tools}
+        names = {name_of(tool) for tool in self._tools}
         if not calls or any(call.name not in names for call in calls):
             self._become_text()
             return False

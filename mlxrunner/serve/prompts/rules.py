@@ -392,8 +392,9 @@ def written(text: str, draft: Draft, probe: Probe) -> str:
         return text
     user, own = probe.system_header or ("", "")
     place = re.escape(PLACE).replace(r"\{\}", re.escape(MARK).replace(r"\{\}", r"(\d+)"))
-    return re.sub(
-        f"(?:{re.escape(user)})?{place}",
-        lambda found: own + draft.places[int(found[1])],
-        text,
-    )
+
+    def put(found: re.Match[str]) -> str:
+        number = int(found[1])
+        return own + draft.places[number] if number < len(draft.places) else found[0]
+
+    return re.sub(f"(?:{re.escape(user)})?{place}", put, text)
