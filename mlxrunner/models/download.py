@@ -91,13 +91,24 @@ def repositories() -> list[str]:
     return sorted(folder.name.split("--", 1)[1].replace("--", "/", 1) for folder in found)
 
 
-def download(name: str, *, with_code: bool = False) -> Path:
+Tell = Callable[[str, int, int], None]
+"""A function that is told of a file's name, its bytes that are on the disk, and all its bytes.
+
+What it raises ends the download.
+"""
+
+
+def tell_nobody(file: str, present: int, whole: int) -> None:
+    """Do nothing."""
+
+
+def download(name: str, *, with_code: bool = False, tell: Tell = tell_nobody) -> Path:
     """Download the present revision of the repository `name`, and return its folder.
 
     Check the disk first. Skip the files that are in the hub cache, and go on with a file that was
     cut off. Raise ModelError if the disk is too small, or if the download fails; what came is kept.
-    `with_code` downloads Python files, too. Errors of huggingface_hub that concern the whole
-    repository come as they are.
+    `with_code` downloads Python files, too. `tell` is told how far each file is. Errors of
+    huggingface_hub that concern the whole repository come as they are.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import (  # type: ignore[attr-defined]  # documented
@@ -108,7 +119,7 @@ def download(name: str, *, with_code: bool = False) -> Path:
     commit, files = "", list[HubFile]()
     with suppress(Exception):  # snapshot_download meets the same error, and knows its meaning
         commit, files = _listed(name, patterns)
-    _fetch(name, commit, files)
+    _fetch(name, commit, files, tell)
     with disable_progress_bars():
         return Path(snapshot_download(name, allow_patterns=list(patterns)))
 
@@ -130,12 +141,12 @@ def _listed(name: str, patterns: Sequence[str]) -> tuple[str, list[HubFile]]:
     return commit, found
 
 
-def _fetch(name: str, commit: str, files: Sequence[HubFile]) -> None:
+def _fetch(name: str, commit: str, files: Sequence[HubFile], tell: Tell) -> None:
     missing = [file for file in files if not file.blob.exists()]
     if not missing:
         return
     must_have_disk(name, sum(file.nbytes - file.present for file in missing), missing[0].blob)
-    progress = DownloadProgress(files)
+    progress = DownloadProgress(files, tell)
     try:
         for file in missing:
             _fetch_file(name, commit, file, progress)
@@ -254,8 +265,9 @@ def _without_hub_log() -> Iterator[None]:
 class DownloadProgress(Progress):
     """The bytes of a file, and of all files, that are on the disk."""
 
-    def __init__(self, files: Sequence[HubFile]) -> None:
+    def __init__(self, files: Sequence[HubFile], tell: Tell = tell_nobody) -> None:
         super().__init__(line_every_s=5.0)
+        self._tell = tell
         self._bytes = {file.path: file.present for file in files}
         self._whole = sum(file.nbytes for file in files)
         self._before, self._start = self._present, time.monotonic()
@@ -269,6 +281,7 @@ class DownloadProgress(Progress):
 
         def show(nbytes: int) -> None:
             self._bytes[file.path] = nbytes
+            self._tell(file.path, nbytes, file.nbytes)
             self.update(lambda: self._line(file), self._present, self._whole)
 
         return show

@@ -6,13 +6,16 @@ import os
 import re
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlxrunner.errors import MissingFileError, ModelError, ReadError
 from mlxrunner.models.settings import check_settings
 from mlxrunner.system.reading import is_of_kernel, is_there, open_file, read_json
 from mlxrunner.system.tensorfile import HeaderError
 from mlxrunner.system.tensorfile import read_header as read_tensors
+
+if TYPE_CHECKING:
+    from mlxrunner.models.download import Tell
 
 DEMO = "demo"
 DEMO_FOLDER = Path(__file__).parent / "demo"
@@ -132,12 +135,14 @@ def _from_hub(name: str, with_code: bool) -> Path:
     return pull(name, with_code=with_code, partial=partial)
 
 
-def pull(name: str, *, with_code: bool = False, partial: Path | None = None) -> Path:
+def pull(
+    name: str, *, with_code: bool = False, partial: Path | None = None, tell: Tell | None = None
+) -> Path:
     """Download the present revision of a model of the hub, and return its directory.
 
-    `with_code` downloads its Python files, too. `partial` is the directory of a part that is in the
-    hub cache; it is returned if the hub can't be reached and all that is needed is there. Raise
-    ModelError if the model can't be downloaded.
+    `with_code` downloads its Python files, too. `tell` is told how far each file is. `partial` is
+    the directory of a part that is in the hub cache; it is returned if the hub can't be reached and
+    all that is needed is there. Raise ModelError if the model can't be downloaded.
     """
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -146,12 +151,12 @@ def pull(name: str, *, with_code: bool = False, partial: Path | None = None) -> 
         RepositoryNotFoundError,
     )
 
-    from mlxrunner.models.download import download
+    from mlxrunner.models.download import download, tell_nobody
 
     if not HUB_ID.fullmatch(name):
         raise ModelError(f"{name[:300]!r}: not a hub id, which has the form OWNER/NAME")
     try:
-        return download(name, with_code=with_code)
+        return download(name, with_code=with_code, tell=tell or tell_nobody)
     except ModelError:
         raise
     except HFValidationError as error:

@@ -1,4 +1,4 @@
-"""Write a refusal in the shape that the clients of a path understand."""
+"""Write a refusal in the shape of each protocol, for those that speak it and for the guard."""
 
 from __future__ import annotations
 
@@ -13,36 +13,69 @@ ANTHROPIC = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
+    408: "timeout_error",
     413: "request_too_large",
     429: "rate_limit_error",
     503: "overloaded_error",
     504: "timeout_error",
+    529: "overloaded_error",
 }
 """The type of an error in Anthropic's protocol, by status."""
+OPENAI = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+"""The type of an error in OpenAI's protocols, by status."""
 
 
 def refusal_response(path: str, refused: RefusedError, request_id: str) -> Response:
     """Return the response to a request for `path` that is refused."""
-    headers = {"x-request-id": request_id}
+    if path.startswith("/v1/messages"):
+        return anthropic_response(refused, request_id)
+    if path.startswith("/api/"):
+        return ollama_response(refused, request_id)
+    return openai_response(refused, request_id)
+
+
+def anthropic_error(refused: RefusedError, request_id: str) -> dict[str, Any]:
+    """Return Anthropic's object of an error, which is an event of a stream, too."""
+    default = "invalid_request_error" if refused.status < 500 else "api_error"
+    error = {"type": ANTHROPIC.get(refused.status, default), "message": refused.message}
+    return {"type": "error", "error": error, "request_id": request_id or None}
+
+
+def openai_error(refused: RefusedError) -> dict[str, Any]:
+    """Return OpenAI's object that describes an error."""
+    default = "invalid_request_error" if refused.status < 500 else "server_error"
+    return {
+        "message": refused.message,
+        "type": OPENAI.get(refused.status, default),
+        "param": refused.param,
+        "code": refused.code,
+    }
+
+
+def anthropic_response(refused: RefusedError, request_id: str) -> Response:
+    """Return the response of an error in Anthropic's protocol."""
+    return _response(anthropic_error(refused, request_id), refused, request_id)
+
+
+def openai_response(refused: RefusedError, request_id: str) -> Response:
+    """Return the response of an error in OpenAI's protocols."""
+    return _response({"error": openai_error(refused)}, refused, request_id)
+
+
+def ollama_response(refused: RefusedError, request_id: str) -> Response:
+    """Return the response of an error in Ollama's protocol."""
+    return _response({"error": refused.message}, refused, request_id)
+
+
+def _response(body: dict[str, Any], refused: RefusedError, request_id: str) -> Response:
+    headers = {"x-request-id": request_id, "request-id": request_id}
     if refused.retry_after is not None:
         headers["retry-after"] = str(refused.retry_after)
     if refused.status == 401:
         headers["www-authenticate"] = "Bearer"
-    return JSONResponse(_body(path, refused, request_id), refused.status, headers)
-
-
-def _body(path: str, refused: RefusedError, request_id: str) -> dict[str, Any]:
-    if path.startswith("/v1/messages"):
-        kind = ANTHROPIC.get(refused.status, "api_error")
-        error = {"type": kind, "message": refused.message}
-        return {"type": "error", "error": error, "request_id": request_id}
-    if path.startswith("/api/"):
-        return {"error": refused.message}
-    kind = "invalid_request_error" if refused.status < 500 else "server_error"
-    described = {
-        "message": refused.message,
-        "type": kind,
-        "param": refused.param,
-        "code": refused.code,
-    }
-    return {"error": described}
+    return JSONResponse(body, refused.status, headers)

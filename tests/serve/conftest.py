@@ -1,4 +1,4 @@
-"""Servers for the tests of protocols."""
+"""A server for the tests of protocols."""
 
 from __future__ import annotations
 
@@ -8,14 +8,23 @@ import pytest
 from support.scripted import Scripted, app_of, serving
 
 
-@pytest.fixture
-def answers() -> Scripted:
-    """Answers that the test writes."""
-    return Scripted()
-
-
-@pytest.fixture
-def url(answers: Scripted) -> Iterator[str]:
-    """The address of a server that gives these answers."""
+@pytest.fixture(scope="module")
+def served() -> Iterator[tuple[Scripted, str]]:
+    """A server for the tests of a module: its answers and its address."""
+    answers = Scripted()
     with serving(app_of(answers)) as address:
-        yield address
+        yield answers, address
+
+
+@pytest.fixture
+def answers(served: tuple[Scripted, str]) -> Scripted:
+    """Answers that the test writes, as if the server had just begun."""
+    answers, _ = served
+    answers.begin()
+    return answers
+
+
+@pytest.fixture
+def url(served: tuple[Scripted, str], answers: Scripted) -> str:
+    """The address of a server that gives these answers."""
+    return served[1]

@@ -109,6 +109,7 @@ def test_a_client_does_a_job_of_six_tool_calls(
     (tmp_path / "README.md").write_text("# A small project\n")
     found = CLIENTS[client](Server(url, "actor", 200_000))
     environment = {**os.environ, **found.environment, "PWD": str(tmp_path), "IS_SANDBOX": "1"}
+    environment |= {"OPENCODE_DISABLE_MODELS_FETCH": "1", "OPENCODE_DISABLE_AUTOUPDATE": "1"}
     environment.pop("LD_PRELOAD", None)
     result = subprocess.run(
         [PROGRAMS / found.program, *found.arguments, *WORDS[client]],

@@ -83,6 +83,10 @@ class Scripted:
     """Answers with the events that the test writes, and remembers what was asked."""
 
     def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget what was asked, and what is to be answered."""
         self.script: Sequence[Event | Exception] = HELLO
         """The events of the next answers. An error is raised."""
         self.scripts: list[Sequence[Event | Exception]] = []

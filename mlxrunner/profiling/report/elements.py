@@ -17,7 +17,7 @@ FIGURES = frozenset(
     """.split()
 )
 """The columns of figures, which are aligned at the right."""
-FOREIGN = frozenset(["place", "model"])
+FOREIGN = frozenset(["place", "model", "client", "session"])
 """The columns of texts that a file brings, which may have very long words."""
 
 

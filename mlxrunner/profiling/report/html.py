@@ -25,7 +25,6 @@ def page(summary: Summary, sources: Sequence[str], skipped: int = 0) -> str:
 
     `sources` are the names of the files, and `skipped` is the number of their unreadable lines.
     """
-    style = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
     models = ", ".join(f"{name} ({number(count)})" for name, count in summary.models.most_common(5))
     first, last = (
         f'<span class="time">{safe(moment(time))}</span>'
@@ -51,12 +50,19 @@ def page(summary: Summary, sources: Sequence[str], skipped: int = 0) -> str:
         "<footer>Made by <code>mlxrunner report</code>. Times are UTC; what was saved is an "
         "estimate from this machine's own prefills.</footer>",
     ]
+    title = f"mlxrunner report: {percent(summary.hit_rate)} of the prompt tokens reused"
+    return document(title, body)
+
+
+def document(title: str, body: Sequence[str], *, refresh_s: int | None = None) -> str:
+    """Return a page with the parts `body`. `refresh_s`: seconds until it is loaded again."""
+    style = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
+    again = "" if refresh_s is None else f'<meta http-equiv="refresh" content="{refresh_s}">'
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">{again}'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>mlxrunner report: {safe(percent(summary.hit_rate))} of the prompt tokens reused"
-        "</title>"
+        f"<title>{safe(title)}</title>"
         f"<style>\n{style}</style></head>\n<body>\n" + "\n".join(body) + "\n</body></html>\n"
     )
 

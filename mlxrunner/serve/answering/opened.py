@@ -20,8 +20,8 @@ from mlxrunner.models.facts import without_weights
 from mlxrunner.models.fingerprint import fingerprint
 from mlxrunner.models.load import LoadedModel, LoadProgress, load_model, tell_nobody
 from mlxrunner.options import GenerateOptions, RunnerSettings
-from mlxrunner.parallel.opening import DEFAULT_PREFILL_STEP
 from mlxrunner.parallel.runner import ParallelRunner
+from mlxrunner.parallel.settings import EngineSettings
 from mlxrunner.serve.prompts.make import PromptMaker
 from mlxrunner.system import device
 from mlxrunner.system.folders import cache_folder
@@ -84,7 +84,8 @@ class Opening:
 
     def _demand(self, model: Any, config: Mapping[str, Any], weights: int) -> Demand:
         options = CacheOptions(kv_bits=self.runner.kv_bits)
-        return demand_of(model, dict(config), options, DEFAULT_PREFILL_STEP, weights=weights)
+        step = EngineSettings(max_sequences=self.settings.slots).prefill_step
+        return demand_of(model, dict(config), options, step, weights=weights)
 
 
 def parking_folder() -> Path:

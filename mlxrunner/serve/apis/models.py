@@ -9,10 +9,9 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from mlxrunner.serve.answering.answers import Answers, ModelCard
-from mlxrunner.serve.apis.anthropic.writing import write_error as anthropic_error
-from mlxrunner.serve.apis.openai.errors import write_error as openai_error
 from mlxrunner.serve.apis.route import route_class
 from mlxrunner.serve.events import RefusedError
+from mlxrunner.serve.shapes import anthropic_response, openai_response
 
 
 def is_anthropic(request: Request) -> bool:
@@ -22,7 +21,7 @@ def is_anthropic(request: Request) -> bool:
 
 def router(answers: Answers) -> APIRouter:
     """Return the routes."""
-    routes = APIRouter(route_class=route_class(openai_error, "req_"), tags=["models"])
+    routes = APIRouter(route_class=route_class(openai_response, "req_"), tags=["models"])
 
     @routes.get("/v1/models")
     async def list_models(request: Request) -> Response:
@@ -41,7 +40,7 @@ def router(answers: Answers) -> APIRouter:
         if card is not None:
             return JSONResponse(_anthropic(card) if is_anthropic(request) else _openai(card))
         refused = RefusedError(404, f"there is no model {name!r:.200}", code="model_not_found")
-        write = anthropic_error if is_anthropic(request) else openai_error
+        write = anthropic_response if is_anthropic(request) else openai_response
         return write(refused, request.state.id)
 
     return routes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -10,27 +9,20 @@ from typing import Any
 from fastapi import HTTPException
 from fastapi.exceptions import RequestValidationError
 
-from mlxrunner.errors import MlxrunnerError
+from mlxrunner.serve.answering.refusing import refusal_of as engine_refusal
 from mlxrunner.serve.events import RefusedError
-
-logger = logging.getLogger("mlxrunner")
 
 
 def refusal_of(error: Exception) -> RefusedError:
     """Return what the client is told of an error: never more than one sentence."""
-    if isinstance(error, RefusedError):
-        return error
     if isinstance(error, RequestValidationError):
         return _invalid(error.errors())
     if isinstance(error, HTTPException):
         return RefusedError(error.status_code, str(error.detail))
-    if isinstance(error, MlxrunnerError) and isinstance(error, ValueError):
-        return RefusedError(400, str(error), param=_field(str(error)))
-    if isinstance(error, MlxrunnerError):
-        return RefusedError(500, str(error), code="server_error")
-    logger.error("request failed: %s: %s", type(error).__name__, error)
-    logger.debug("where it failed", exc_info=error)
-    return RefusedError(500, "the server failed; its log says why", code="server_error")
+    refused = engine_refusal(error)
+    if refused.status == 400:
+        refused.param = refused.param or _field(refused.message)
+    return refused
 
 
 def _field(message: str) -> str | None:

@@ -7,7 +7,8 @@ from fastapi import APIRouter
 from mlxrunner.serve.answering.answers import Answers
 from mlxrunner.serve.apis import models
 from mlxrunner.serve.apis.anthropic import routes as anthropic
-from mlxrunner.serve.apis.openai import chat_routes, response_routes
+from mlxrunner.serve.apis.ollama import routes as ollama
+from mlxrunner.serve.apis.openai import chat_routes, completions, response_routes
 
 
 def routers(answers: Answers) -> list[APIRouter]:
@@ -16,5 +17,7 @@ def routers(answers: Answers) -> list[APIRouter]:
         anthropic.router(answers),
         chat_routes.router(answers),
         response_routes.router(answers),
+        completions.router(answers),
+        ollama.router(answers),
         models.router(answers),
     ]

@@ -1,4 +1,4 @@
-"""The pages that say what the server does: /health, /slots, /metrics and /explain/{request}."""
+"""The pages that say what the server does: /, /health, /slots, /metrics and /explain/{request}."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Response
-from fastapi.responses import PlainTextResponse
+from fastapi.responses import HTMLResponse, PlainTextResponse
 
 from mlxrunner.parallel.threads.thread import Held, Stats
 from mlxrunner.profiling.schema import Event
 from mlxrunner.serve.answering.house import House
 from mlxrunner.serve.answering.opened import Opened
 from mlxrunner.serve.events import RefusedError
-from mlxrunner.serve.watch.record import Record
+from mlxrunner.serve.watch.page import status_page
+from mlxrunner.serve.watch.record import REMEMBERED, Record
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -28,6 +29,12 @@ def watch_router(house: House, record: Record) -> APIRouter:
     """Return the routes about a server's models and requests."""
     record.counts.registry.register(Gauges(house))
     router = APIRouter(tags=["watch"])
+
+    @router.get("/", response_class=HTMLResponse)
+    def page() -> str:
+        """Show in a browser what runs, what was reused, and the latest misses."""
+        models = [_model(house, one, record) for one in opened_in(house)]
+        return status_page(models, record.last(REMEMBERED))
 
     @router.get("/health")
     async def health() -> dict[str, Any]:

@@ -13,17 +13,18 @@ from mlxrunner.serve.apis.anthropic.request import (
     marks_cache,
     read,
 )
-from mlxrunner.serve.apis.anthropic.writing import StreamWriter, message_body, write_error
+from mlxrunner.serve.apis.anthropic.writing import StreamWriter, message_body
 from mlxrunner.serve.apis.delivery import EVENT_STREAM, frames, stream, while_connected
 from mlxrunner.serve.apis.fields import headers
 from mlxrunner.serve.apis.route import client_of, route_class
 from mlxrunner.serve.apis.whole import merged, whole
 from mlxrunner.serve.events import RefusedError
+from mlxrunner.serve.shapes import anthropic_response
 
 
 def router(answers: Answers) -> APIRouter:
     """Return the routes."""
-    routes = APIRouter(route_class=route_class(write_error, "msg_"), tags=["anthropic"])
+    routes = APIRouter(route_class=route_class(anthropic_response, "msg_"), tags=["anthropic"])
 
     @routes.post("/v1/messages")
     async def create_message(body: MessageRequest, request: Request) -> Response:

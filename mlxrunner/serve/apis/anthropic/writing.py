@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
-from fastapi.responses import JSONResponse
 
 from mlxrunner.serve.apis.fields import report
 from mlxrunner.serve.apis.whole import Call, Whole
@@ -22,6 +21,7 @@ from mlxrunner.serve.events import (
     Text,
     Thought,
 )
+from mlxrunner.serve.shapes import anthropic_error
 
 STOP_REASONS = {
     "stop": "end_turn",
@@ -30,34 +30,6 @@ STOP_REASONS = {
     "tool_calls": "tool_use",
 }
 """Their word for each reason of an end."""
-ERRORS = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    408: "timeout_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-    529: "overloaded_error",
-}
-"""Their word for each status."""
-
-
-def error_body(refused: RefusedError, request_id: str) -> dict[str, Any]:
-    """Return the object of an error."""
-    default = "invalid_request_error" if refused.status < 500 else "api_error"
-    error = {"type": ERRORS.get(refused.status, default), "message": refused.message}
-    return {"type": "error", "error": error, "request_id": request_id or None}
-
-
-def write_error(refused: RefusedError, request_id: str) -> JSONResponse:
-    """Return the response of an error."""
-    headers = {"request-id": request_id}
-    if refused.retry_after is not None:
-        headers["retry-after"] = str(refused.retry_after)
-    return JSONResponse(error_body(refused, request_id), refused.status, headers)
 
 
 def usage_body(ended: Ended, *, is_marked: bool) -> dict[str, Any]:
@@ -166,7 +138,7 @@ class StreamWriter:
 
     def error(self, refused: RefusedError) -> bytes:
         """Return the frame of an error, which is the last one."""
-        return frame(error_body(refused, self._asked.id))
+        return frame(anthropic_error(refused, self._asked.id))
 
     def _piece(
         self, kind: str, empty: Mapping[str, str], delta: Mapping[str, str]

@@ -10,14 +10,14 @@ from mlxrunner.serve.apis.delivery import EVENT_STREAM, frames, stream, while_co
 from mlxrunner.serve.apis.fields import headers
 from mlxrunner.serve.apis.openai import chat_request, chat_writing
 from mlxrunner.serve.apis.openai.chat_request import ChatRequest
-from mlxrunner.serve.apis.openai.errors import write_error
 from mlxrunner.serve.apis.route import client_of, route_class
 from mlxrunner.serve.apis.whole import merged, wholes
+from mlxrunner.serve.shapes import openai_response
 
 
 def router(answers: Answers) -> APIRouter:
     """Return the routes of chat completions."""
-    routes = APIRouter(route_class=route_class(write_error, "chatcmpl-"), tags=["openai"])
+    routes = APIRouter(route_class=route_class(openai_response, "chatcmpl-"), tags=["openai"])
 
     @routes.post("/v1/chat/completions")
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:

@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 
 from mlxrunner.serve.apis.fields import report
-from mlxrunner.serve.apis.openai.errors import error_object
 from mlxrunner.serve.apis.openai.logprobs import chat_logprobs
 from mlxrunner.serve.apis.whole import Whole
 from mlxrunner.serve.asked import Asked
@@ -23,6 +22,7 @@ from mlxrunner.serve.events import (
     Text,
     Thought,
 )
+from mlxrunner.serve.shapes import openai_error
 
 FINISH_REASONS = {
     "stop": "stop",
@@ -145,7 +145,7 @@ class StreamWriter:
 
     def error(self, refused: RefusedError) -> bytes:
         """Return the frame of an error, which is the last one."""
-        return frame({"error": error_object(refused)})
+        return frame({"error": openai_error(refused)})
 
     def _head(self) -> dict[str, Any]:
         asked = self._several[0]

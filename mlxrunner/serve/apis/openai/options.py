@@ -71,6 +71,8 @@ def options_of(
     options = {name: value for name, value in translated.items() if name in OPTIONS - {"tools"}}
     options |= form_of(options, translated.get("response_format"), {})
     variables = options.pop("template", None) or {}
+    if isinstance(options.get("stop"), str):
+        options["stop"] = [options["stop"]]
     GenerateOptions.of(**options, template=variables)
     return options, variables
 

@@ -12,7 +12,6 @@ from fastapi.responses import JSONResponse
 from mlxrunner.serve.answering.answers import Answers
 from mlxrunner.serve.apis.delivery import EVENT_STREAM, frames, stream, while_connected
 from mlxrunner.serve.apis.fields import headers
-from mlxrunner.serve.apis.openai.errors import write_error
 from mlxrunner.serve.apis.openai.kept import KeptResponse, KeptResponses
 from mlxrunner.serve.apis.openai.response_request import Conversation, ResponseRequest, read
 from mlxrunner.serve.apis.openai.response_writing import StreamWriter
@@ -20,12 +19,13 @@ from mlxrunner.serve.apis.route import client_of, route_class
 from mlxrunner.serve.apis.whole import events_of, merged
 from mlxrunner.serve.asked import Asked
 from mlxrunner.serve.events import Ended, RefusedError
+from mlxrunner.serve.shapes import openai_response
 
 
 def router(answers: Answers) -> APIRouter:
     """Return the routes. They share the responses that are kept."""
     kept = KeptResponses()
-    routes = APIRouter(route_class=route_class(write_error, "resp_"), tags=["openai"])
+    routes = APIRouter(route_class=route_class(openai_response, "resp_"), tags=["openai"])
 
     def asked_for(body: ResponseRequest, request: Request) -> Conversation:
         client = client_of(request, body.prompt_cache_key or body.user)

@@ -1,0 +1,223 @@
+"""The bodies of requests for answers, and the `Asked` that they mean."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from pydantic import Field
+
+from mlxrunner.batch.fields import ANY_OBJECT
+from mlxrunner.options import GenerateOptions
+from mlxrunner.serve.apis.fields import Body, refuse
+from mlxrunner.serve.apis.openai.options import checked_effort, options_of
+from mlxrunner.serve.asked import Asked, Client
+from mlxrunner.serve.events import RefusedError
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "suffix": ("",),
+    "template": ("",),
+    "context": ([],),
+    "images": ([],),
+    "truncate": (True, False),
+    "shift": (True, False),
+}
+"""Fields that would change the answer and are not supported, with values that do not."""
+NEUTRAL_OPTIONS: dict[str, tuple[Any, ...]] = {
+    "mirostat": (0,),
+    "typical_p": (0, 1),
+    "tfs_z": (0, 1),
+    "penalize_newline": (True, False),
+}
+"""The same for the members of `options`."""
+SAMPLING = frozenset(
+    "num_predict seed temperature top_k top_p min_p repeat_penalty repeat_last_n presence_penalty "
+    "frequency_penalty stop".split()
+)
+"""The members of `options` that are options of ours. Others say how to load a model, and are not
+needed here.
+"""
+UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+"""Seconds of each unit of a duration."""
+_DURATION = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)")
+
+
+class Call(Body):
+    """A call in an earlier answer."""
+
+    class Function(Body):
+        """A function: what it is called, and with what."""
+
+        name: str
+        arguments: dict[str, Any] = Field(default_factory=dict)
+
+    id: str | None = None
+    function: Function
+
+
+class Message(Body):
+    """A message of the conversation."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str = ""
+    thinking: str | None = None
+    tool_calls: list[Call] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+    images: list[Any] | None = None
+
+
+class Common(Body):
+    """The fields of both kinds of requests."""
+
+    model: str = Field(min_length=1)
+    stream: bool = True
+    format: str | dict[str, Any] | None = None
+    think: bool | str | None = None
+    options: dict[str, Any] | None = None
+    keep_alive: float | str | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+
+
+class ChatRequest(Common):
+    """The body of a request for the next message of a conversation."""
+
+    messages: list[Message] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+
+class GenerateRequest(Common):
+    """The body of a request for the answer to one prompt."""
+
+    prompt: str | None = None
+    system: str | None = None
+    raw: bool = False
+
+
+def read(body: ChatRequest | GenerateRequest, client: Client, request_id: str) -> Asked:
+    """Return what a body asks for. Raise RefusedError or OptionError."""
+    refuse(body.model_extra or {}, NEUTRAL)
+    is_raw = isinstance(body, GenerateRequest) and body.raw
+    level = body.think if isinstance(body.think, str) else None
+    thinking = body.think if isinstance(body.think, bool) else None
+    return Asked(
+        protocol="ollama",
+        model=body.model,
+        messages=() if is_raw else list(_messages(body)),
+        prompt=body.prompt if is_raw and isinstance(body, GenerateRequest) else None,
+        tools=_tools(body.tools or []) if isinstance(body, ChatRequest) else (),
+        thinking=True if level else thinking,
+        effort=checked_effort(level or None, "think"),
+        options=_options(body),
+        keep_alive=seconds_of(body.keep_alive),
+        client=client,
+        id=request_id,
+    )
+
+
+def is_empty(body: ChatRequest | GenerateRequest) -> bool:
+    """Return True if a body only loads a model, or unloads it."""
+    return not (body.messages if isinstance(body, ChatRequest) else body.prompt)
+
+
+def seconds_of(given: float | str | None) -> float | None:
+    """Return the seconds of `keep_alive`: a number, or a text such as "5m". Raise RefusedError."""
+    if given is None:
+        return None
+    if isinstance(given, str):
+        sign, text = (-1.0, given[1:]) if given.startswith("-") else (1.0, given)
+        parts = _DURATION.findall(text)
+        if "".join(number + unit for number, unit in parts) == text and parts:
+            return sign * sum(float(number) * UNITS[unit] for number, unit in parts)
+        try:
+            given = float(given)
+        except ValueError:
+            given = math.nan
+    if not math.isfinite(given):
+        raise RefusedError(
+            400,
+            'keep_alive: it has to be seconds, or a duration such as "5m" or "1h30m"; negative: '
+            "for ever",
+            param="keep_alive",
+        )
+    return given
+
+
+def _messages(body: ChatRequest | GenerateRequest) -> Iterator[dict[str, Any]]:
+    """Yield the messages in OpenAI's form, in their order."""
+    if isinstance(body, GenerateRequest):
+        if body.system:
+            yield {"role": "system", "content": body.system}
+        yield {"role": "user", "content": body.prompt or ""}
+        return
+    waiting: list[str] = []
+    for number, message in enumerate(body.messages or ()):
+        if message.images:
+            where = f"messages.{number}.images"
+            raise RefusedError(400, f"{where}: images are not supported, only text", param=where)
+        found: dict[str, Any] = {"role": message.role, "content": message.content}
+        if message.role == "assistant":
+            if message.thinking:
+                found["reasoning_content"] = message.thinking
+            if message.tool_calls:
+                found["tool_calls"] = _calls(number, message.tool_calls)
+                waiting = [call["id"] for call in found["tool_calls"]]
+        elif message.role == "tool":
+            found["tool_call_id"] = message.tool_call_id or (
+                waiting.pop(0) if waiting else f"call_{number}"
+            )
+            if message.tool_name:
+                found["name"] = message.tool_name
+        yield found
+
+
+def _calls(number: int, calls: list[Call]) -> list[dict[str, Any]]:
+    """Return the calls of message `number`. Ollama's clients give them no ids: they get some."""
+    return [
+        {
+            "id": call.id or f"call_{number}_{place}",
+            "type": "function",
+            "function": {"name": call.function.name, "arguments": call.function.arguments},
+        }
+        for place, call in enumerate(calls)
+    ]
+
+
+def _tools(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    for number, tool in enumerate(given):
+        match tool:
+            case {"function": {"name": str()}} if tool.get("type", "function") == "function":
+                continue
+        where = f"tools.{number}"
+        raise RefusedError(
+            400, f"{where}: it has to be a function with a name, not {tool!r:.80}", param=where
+        )
+    return [{"type": "function", "function": tool["function"]} for tool in given]
+
+
+def _options(body: Common) -> dict[str, Any]:
+    given = body.options or {}
+    refuse(given, NEUTRAL_OPTIONS)
+    own = {name: value for name, value in given.items() if name in SAMPLING and value is not None}
+    # Where Ollama has a number for "no limit" or "by chance", we have nothing.
+    for name in ("num_predict", "seed", "repeat_last_n"):
+        if isinstance(own.get(name), int | float) and own[name] < 0:
+            del own[name]
+    if own.get("repeat_last_n") == 0:
+        own = {name: value for name, value in own.items() if not name.startswith("repeat_")}
+    if body.logprobs:
+        own |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
+    options, _ = options_of(own)
+    if isinstance(body.format, dict):
+        options["schema"] = body.format
+    elif body.format == "json":
+        options["schema"] = ANY_OBJECT
+    elif body.format:
+        raise RefusedError(
+            400, f'format: {body.format!r:.80} is neither "json" nor a schema', param="format"
+        )
+    GenerateOptions.of(**options)
+    return options

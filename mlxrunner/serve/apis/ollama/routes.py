@@ -1,0 +1,146 @@
+"""The routes of Ollama's API."""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+from importlib.metadata import PackageNotFoundError, version
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse, PlainTextResponse
+from pydantic import Field
+
+from mlxrunner.models.resolve import pull as pull_model
+from mlxrunner.serve.answering.answers import Answers, ModelCard
+from mlxrunner.serve.apis.delivery import frames, stream, while_connected
+from mlxrunner.serve.apis.fields import Body, headers
+from mlxrunner.serve.apis.ollama.catalog import described, listed, running
+from mlxrunner.serve.apis.ollama.pulling import Pull, lines, progress
+from mlxrunner.serve.apis.ollama.request import (
+    ChatRequest,
+    GenerateRequest,
+    is_empty,
+    read,
+    seconds_of,
+)
+from mlxrunner.serve.apis.ollama.writing import Shape, StreamWriter
+from mlxrunner.serve.apis.route import client_of, route_class
+from mlxrunner.serve.apis.whole import merged, whole
+from mlxrunner.serve.events import RefusedError
+from mlxrunner.serve.shapes import ollama_response
+
+NDJSON = "application/x-ndjson"
+"""The media type of a stream of lines."""
+
+
+class Named(Body):
+    """A body that names a model. Older clients say `name`."""
+
+    model: str = ""
+    name: str = ""
+
+    @property
+    def given(self) -> str:
+        """The name. Raise RefusedError if there is none."""
+        if not (self.model or self.name):
+            raise RefusedError(400, "model: it has to be the name of a model", param="model")
+        return self.model or self.name
+
+
+class PullRequest(Named):
+    """The body of a request to download a model."""
+
+    stream: bool = Field(default=True)
+
+
+def router(answers: Answers, pull: Pull = pull_model) -> APIRouter:
+    """Return the routes. `pull` downloads models."""
+    routes = APIRouter(
+        route_class=route_class(ollama_response, "req_", any_type=True), tags=["ollama"]
+    )
+
+    async def answer(body: ChatRequest | GenerateRequest, request: Request) -> Response:
+        asked = read(body, client_of(request), request.state.id)
+        shape = Shape(asked, body.model, is_chat=isinstance(body, ChatRequest))
+        if is_empty(body):
+            seconds = seconds_of(body.keep_alive)
+            await while_connected(request, answers.hold(asked.model, seconds))
+            return JSONResponse(shape.empty("unload" if seconds == 0 else "load"))
+        if body.stream:
+            source = frames(merged(answers, [asked]), StreamWriter(shape))
+            return await stream(request, source, NDJSON, asked.id)
+        found = await while_connected(request, whole(answers, asked))
+        return JSONResponse(shape.whole(found), headers=headers(asked, found.end))
+
+    @routes.post("/api/chat")
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        """Answer a conversation. An empty one loads the model, or unloads it."""
+        return await answer(body, request)
+
+    @routes.post("/api/generate")
+    async def generate(body: GenerateRequest, request: Request) -> Response:
+        """Answer a prompt. An empty one loads the model, or unloads it."""
+        return await answer(body, request)
+
+    @routes.post("/api/pull")
+    async def pull_from_hub(body: PullRequest, request: Request) -> Response:
+        """Download a model of the hub."""
+        events = progress(body.given.removesuffix(":latest"), pull)
+        if body.stream:
+            return await stream(request, lines(events), NDJSON, request.state.id)
+
+        async def last() -> dict[str, object]:
+            async with aclosing(events):
+                return [event async for event in events][-1]
+
+        return JSONResponse(await while_connected(request, last()))
+
+    _add_catalog(routes, answers)
+    return routes
+
+
+def _add_catalog(routes: APIRouter, answers: Answers) -> None:
+    """Add the routes that tell of models and of the server."""
+
+    @routes.get("/api/tags")
+    async def list_models() -> Response:
+        """List the models that a request may name."""
+        return JSONResponse({"models": [listed(card) for card in answers.models()]})
+
+    @routes.get("/api/ps")
+    async def list_running() -> Response:
+        """List the models that are loaded."""
+        cards = [card for card in answers.models() if card.is_loaded]
+        return JSONResponse({"models": [running(card) for card in cards]})
+
+    @routes.post("/api/show")
+    async def show(body: Named) -> Response:
+        """Describe a model."""
+        return JSONResponse(described(_card(answers, body.given)))
+
+    @routes.get("/api/version")
+    async def say_version() -> Response:
+        """Say which version this is. Clients compare it with those of Ollama."""
+        return JSONResponse({"version": OLLAMA_VERSION, "mlxrunner": _version()})
+
+    @routes.head("/", include_in_schema=False)
+    async def probe() -> Response:
+        """Say that the server is there, as Ollama's clients ask."""
+        return PlainTextResponse("Ollama is running")
+
+
+OLLAMA_VERSION = "0.13.0"
+"""The version of Ollama whose API this is: its clients refuse servers that are too old."""
+
+
+def _version() -> str:
+    try:
+        return version("mlxrunner")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _card(answers: Answers, name: str) -> ModelCard:
+    for card in answers.models():
+        if card.name in (name, name.removesuffix(":latest")):
+            return card
+    raise RefusedError(404, f"model {name!r:.100} not found", code="model_not_found")

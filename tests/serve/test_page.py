@@ -1,0 +1,103 @@
+"""The page at `/`: it shows what runs and the latest misses, in a real browser."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+from support.actor import playing
+from support.browser import WIDTHS, browse, measure, needs_chromium
+from support.events import as_event, example_event
+from support.scripted import serving
+
+from mlxrunner.config.serving import ServeSettings
+from mlxrunner.profiling.schema import Event
+from mlxrunner.serve.answering.house import House
+from mlxrunner.serve.answering.names import ModelNames
+from mlxrunner.serve.server import application
+from mlxrunner.serve.watch.page import status_page
+from mlxrunner.serve.watch.record import Record
+
+HOSTILE = "<script>alert(1)</script>\"'>"
+
+
+def event(number: int, client: str = "opencode") -> Event:
+    caller = {"request": f"req-{number}", "client": client, "session": "one", "rules": []}
+    return as_event(example_event(number=number, caller=caller))
+
+
+def model(client: str = "claude-cli", name: str = "tiny") -> dict[str, Any]:
+    held = {
+        "slot": 0,
+        "state": "busy",
+        "tokens": 12345,
+        "bytes": 2**20,
+        "client": client,
+        "session": None,
+        "request": "req-9",
+    }
+    return {
+        "model": name,
+        "context": 4096,
+        "slots": 8,
+        "busy": 1,
+        "waiting": 2,
+        "bytes": 2**20,
+        "parked_bytes": 0,
+        "conversations": [held, held | {"slot": 1, "state": "idle", "client": None}],
+    }
+
+
+def test_the_page_shows_who_runs_and_what_was_lost() -> None:
+    text = status_page([model()], [event(2), event(1)])
+    for said in ("claude-cli", "12,345", "1 of 8 slots busy, 2 waiting", "req-2", "opencode"):
+        assert said in text
+    assert 'http-equiv="refresh"' in text
+
+
+def test_a_page_without_models_and_requests_says_so() -> None:
+    text = status_page([], [])
+    assert "No model is loaded" in text
+    assert "no requests" in text
+
+
+def test_what_clients_say_is_escaped() -> None:
+    """Names of clients, sessions and models come from outside."""
+    text = status_page([model(HOSTILE, HOSTILE)], [event(1, HOSTILE)])
+    assert "<script" not in text
+    assert "&lt;script&gt;" in text
+
+
+def test_a_server_shows_its_requests() -> None:
+    """The page at `/` of a running server has what was just asked."""
+    record, settings = Record(), ServeSettings(parks=False)
+    house = House(
+        ModelNames("actor"), playing(lambda text: "Done.")(settings=settings), record.watch
+    )
+    house.load_first()
+    with serving(application(house, record, settings)) as url:
+        body = {"model": "actor", "messages": [{"role": "user", "content": "Hello"}]}
+        headers = {"user-agent": "my-client/1.0"}
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body, headers=headers)
+        assert answer.status_code == 200
+        page = httpx.get(f"{url}/")
+    assert page.headers["content-type"].startswith("text/html")
+    assert "my-client" in page.text
+    assert "The last 1 requests" in page.text
+
+
+@needs_chromium
+def test_a_browser_shows_the_page_whole_at_any_width(tmp_path: Path) -> None:
+    """Nothing is clipped or outside the window, and the console has no error."""
+    pages = {
+        "busy": status_page([model()], [event(number) for number in range(40, 0, -1)]),
+        "empty": status_page([], []),
+        "hostile": status_page([model(HOSTILE + 300 * "M", HOSTILE)], [event(1, 300 * "W")]),
+    }
+    found = measure(pages, tmp_path)
+    assert set(found) == {(name, width) for name in pages for width in WIDTHS}
+    assert {key: one["faults"] for key, one in found.items() if one["faults"]} == {}
+    file = tmp_path / "page.html"
+    file.write_text(pages["hostile"], encoding="utf-8")
+    assert "CONSOLE" not in browse(file, tmp_path, "--dump-dom")
