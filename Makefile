@@ -44,7 +44,7 @@ build/agents/node_modules: tests/serve/agents/package.json
 	touch $@
 
 # On Linux they get a network of their own, where nothing but this machine can be reached.
-ALONE = $(shell unshare -rn true 2>/dev/null && echo unshare -rn sh -c \'ip link set lo up \&\& exec \"\$$@\"\' --)
+ALONE = $(shell command -v ip >/dev/null && unshare -rn true 2>/dev/null && echo unshare -rn sh -c \'ip link set lo up \&\& exec \"\$$@\"\' --)
 
 test-agents: $(STAMP) agents
 	$(ALONE) env $(RUN) $(BIN)/python -m pytest --everything tests/serve/test_agents.py
