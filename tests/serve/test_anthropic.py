@@ -382,8 +382,8 @@ def test_what_is_wrong_is_named(url: str, change: dict[str, Any], said: str) -> 
         (b"{", "the body is not valid JSON"),
         (b"[" * 100_000, "nested too deeply"),
         (b'{"model": NaN}', "not valid JSON"),
-        (b'{"model": "\\ud800"}', "half a character"),
-        (b"\xff", "not UTF-8"),
+        (b'{"model": "\\ud800"}', "not valid JSON"),
+        (b"\xff", "not valid JSON"),
         (b"[]", "the body: "),
     ],
     ids=["empty", "cut", "deep", "nan", "surrogate", "bytes", "list"],
@@ -411,3 +411,12 @@ def test_a_client_that_leaves_ends_the_answer(url: str, answers: Scripted, is_st
     with asking(f"{url}/v1/messages", ASK | {"stream": is_stream}):
         until(lambda: answers.asked, "for the request")
     until(lambda: answers.closed == 1, "for the end of the answer")
+
+
+def test_models(client: anthropic.Anthropic) -> None:
+    """They are listed in their form at the address that OpenAI's clients ask, too."""
+    (model,) = client.models.list()
+    assert (model.id, model.type) == ("tiny", "model")
+    assert client.models.retrieve("tiny").display_name == "tiny"
+    with pytest.raises(anthropic.NotFoundError, match="no model 'other'"):
+        client.models.retrieve("other")
