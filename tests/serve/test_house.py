@@ -14,7 +14,6 @@ from support.models import write_model
 
 from mlxrunner.config.serving import ServeSettings
 from mlxrunner.models.load import LoadProgress, tell_nobody
-from mlxrunner.options import RunnerSettings
 from mlxrunner.profiling.report.explain import find
 from mlxrunner.serve.answering import pace
 from mlxrunner.serve.answering.house import House
@@ -64,7 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def opening(settings: ServeSettings = SETTINGS, **needs: int) -> Counting:
-    found = Counting(settings=settings, runner=RunnerSettings(context=400))
+    found = Counting(settings=settings, runner={"context": 400})
     object.__setattr__(found, "loads", [])
     object.__setattr__(found, "needs", needs)
     return found
