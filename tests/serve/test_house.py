@@ -341,7 +341,11 @@ def test_a_house_that_is_closed(folder: Path) -> None:
             running = asyncio.create_task(
                 events_of(house, asked(options={"stop_tokens": [], "max_tokens": 390}))
             )
-            await asyncio.sleep(0.05)
+            place = house.models_held.get(str(folder / "first"))
+            assert place is not None
+            assert place.opened is not None
+            runner = place.opened.runner
+            await reached(lambda: runner.stats().busy)
             await house.close()
             with pytest.raises(RefusedError, match="stopping"):
                 await events_of(house, asked())
