@@ -317,6 +317,8 @@ class Scheduler:
         buffers are dropped if they can't be evaluated.
         """
         self._pending = None
+        for request, _ in row:
+            request.failures.append(self.ticks)
         try:
             self._read(before)
             mx.eval(self._engine.state())
