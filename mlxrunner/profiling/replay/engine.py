@@ -288,6 +288,9 @@ class ReplayedParking:
             [_saved_checkpoint(item, copy.caches) for item in copy.checkpoints],
         )
 
+    def tell(self, on_given_up: Callable[[Any], None]) -> None:
+        """Do nothing: there is room for all."""
+
     def close(self) -> None:
         """Forget everything."""
         self._parked.clear()
