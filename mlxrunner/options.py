@@ -1,27 +1,25 @@
 """The options of a request and the settings of a runner, each described once.
 
-A field's metadata holds its type, bounds and help text. Keyword arguments in Python, options of the
-command line, fields of batch lines and the chat's `/set` are made from it. This knows nothing about
-models, or about the meaning of tokens.
+`mlxrunner.config.option` says what such a description holds, and what is made from it. This knows
+nothing about models, or about the meaning of tokens.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, Literal, TypedDict
 
 from mlxrunner.config.arguments import (
-    check_above,
-    check_flag,
     check_range,
-    check_text,
     check_whole,
     listed,
 )
 from mlxrunner.config.json_options import check_schema, check_template, check_tools, json_text
+from mlxrunner.config.list_options import as_choices, as_texts, check_choices, check_stop
 from mlxrunner.config.names import did_you_mean, nearest
+from mlxrunner.config.option import Option, about, check_fields, names, option
 from mlxrunner.errors import OptionError
 
 MAX_LOGPROBS = 100
@@ -43,80 +41,6 @@ GREEDY: dict[str, Any] = {
     "frequency_penalty": None,
 }
 """The options of an answer whose tokens are always the model's most likely ones."""
-
-
-@dataclass(frozen=True)
-class Option:
-    """The description of one option, for every way in which it can be given."""
-
-    kind: type = int
-    """Type of the value: `int`, `float`, `str` or `bool`."""
-    help: str = ""
-    """The text of `--help`. A flag that is on by default says what its `--no-` form does."""
-    low: float | None = None
-    """The smallest value, or None."""
-    above: float | None = None
-    """A number that the value has to exceed, or None."""
-    high: float | None = None
-    """The largest value, or None."""
-    among: tuple[Any, ...] = ()
-    """The allowed values, if there are few."""
-    metavar: str | None = None
-    """The name of the value in `--help`."""
-    is_list: bool = False
-    """True if the option holds several values."""
-    shows_default: bool = False
-    """True if `--help` shows the default."""
-    in_chat: bool = True
-    """True if the chat's `/set` knows it."""
-
-    def check(self, name: str, value: Any) -> None:
-        """Raise OptionError if `value` is of the wrong type or out of range."""
-        if self.kind is int:
-            check_whole(name, value)
-        if self.among and value not in self.among:
-            if self.kind is str:
-                known = ", ".join(self.among)
-                raise OptionError(f"{name}: {value!r} is not known, it has to be one of {known}")
-            known = " or ".join(map(str, self.among))
-            raise OptionError(f"{name}: {value} is out of range, it has to be {known}")
-        if self.kind is str:
-            check_text(name, value)
-        if self.kind is bool:
-            check_flag(name, value)
-        if self.above is not None:
-            check_above(name, value, self.above)
-        if self.low is not None:
-            check_range(name, value, self.low, self.high)
-
-    def parse(self, name: str, text: str) -> Any:
-        """Return the value that `text` holds. Raise OptionError if it cannot be read.
-
-        The text of a list is JSON, or its only element.
-        """
-        if self.is_list:
-            return _list_of(name, text)
-        try:
-            return self.kind(text)
-        except ValueError as error:
-            whole = "whole " if self.kind is int else ""
-            raise OptionError(f"{name}: {text!r} is not a {whole}number") from error
-
-
-def option(default: Any, kind: type, help: str, **about: Any) -> Any:
-    """Return a dataclass field that describes an option. `about` are fields of `Option`."""
-    return field(default=default, metadata={"option": Option(kind, help, **about)})
-
-
-def about(one: Field[Any]) -> Option:
-    """Return the description of a field that `option` made."""
-    found: Option = one.metadata["option"]
-    return found
-
-
-def names(kind: type) -> tuple[str, ...]:
-    """Return the names of all options that are fields of the dataclass `kind`."""
-    return tuple(one.name for one in fields(kind) if "option" in one.metadata)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,9 +168,9 @@ class GenerateOptions:
     )
 
     def __post_init__(self) -> None:
-        _check_stop(self.stop)
+        check_stop(self.stop)
         _check_stop_tokens(self.stop_tokens)
-        _check_choices(self.choices)
+        check_choices(self.choices)
         check_schema(self.schema)
         if self.choices and self.schema is not None:
             raise OptionError("schema, choices: an answer has one form, use one of them")
@@ -285,12 +209,12 @@ class GenerateOptions:
         _check_names(cls, options)
         ends = options.pop("stop_tokens", None)
         return cls(
-            stop=_texts("stop", options.pop("stop", None)),
+            stop=as_texts("stop", options.pop("stop", None)),
             stop_tokens=None if ends is None else tuple(listed("stop_tokens", ends, "[2, 5]")),
             schema=json_text("schema", options.pop("schema", None), dict),
             template=json_text("template", options.pop("template", None), dict),
             tools=json_text("tools", options.pop("tools", None), list, tuple),
-            choices=_choices(options.pop("choices", None)),
+            choices=as_choices(options.pop("choices", None)),
             **options,
         )
 
@@ -416,72 +340,10 @@ def _of_the_runner(name: str, kind: type) -> str:
     return "" if found is None else f"{found!r} is a setting of the runner (Runner.load); "
 
 
-def check_fields(options: Any) -> None:
-    """Check all fields of a dataclass that `option` made. Raise OptionError if one is wrong."""
-    for one in fields(options):
-        if "option" not in one.metadata:
-            continue
-        described, value = about(one), getattr(options, one.name)
-        if value is not one.default and not described.is_list:
-            described.check(one.name, value)
-
-
-def _texts(name: str, given: Any) -> tuple[str, ...]:
-    if isinstance(given, str):
-        return (given,)
-    return () if given is None else tuple(listed(name, given, '["a", "b"]'))
-
-
-def _list_of(name: str, text: str) -> tuple[Any, ...]:
-    if text[:1] not in ('"', "["):
-        return (text,)
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise OptionError(
-            f'{name}: {text} is not readable as JSON; it can be a bare text, "a\\n" or ["a", "b"]'
-        ) from error
-    return tuple(value) if isinstance(value, list) else (value,)
-
-
-def _choices(given: Any) -> tuple[str, ...]:
-    choices = _texts("choices", given)
-    if given is not None and not choices:
-        raise OptionError(
-            "choices: the list is empty, it has to have at least one text "
-            "(leave the option out for a free answer)"
-        )
-    return choices
-
-
-def _check_stop(stop: tuple[str, ...]) -> None:
-    for text in stop:
-        if not isinstance(text, str) or not text:
-            raise OptionError(
-                "stop: each stop string has to be a text of at least one character, "
-                f"not {text!r:.60}; leave it out"
-            )
-
-
 def _check_stop_tokens(tokens: tuple[int, ...] | None) -> None:
     for token in tokens or ():
         check_whole("stop_tokens", token)
         check_range("stop_tokens", token, 0, MOST_TOKENS)
-
-
-def _check_choices(choices: tuple[str, ...]) -> None:
-    for text in choices:
-        if not isinstance(text, str) or not text:
-            raise OptionError(
-                "choices: each one has to be a text of at least one character, "
-                f"not {text!r:.60}; leave it out"
-            )
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise OptionError(
-                f"choices: {text!r:.60} is not valid Unicode; replace character {error.start}"
-            ) from error
 
 
 def chat_options() -> Iterator[tuple[str, Option]]:

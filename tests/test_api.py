@@ -42,10 +42,10 @@ from mlxrunner.batch.fields import read_fields
 from mlxrunner.batch.job import Job
 from mlxrunner.batch.options import BatchOptions, FileOptions
 from mlxrunner.chat.commands.settings import parse_settings
+from mlxrunner.config.option import about, names
 from mlxrunner.errors import MlxrunnerError
 from mlxrunner.loading import plan_model
 from mlxrunner.models.facts import facts_of
-from mlxrunner.options import about, names
 from mlxrunner.testing import ByteTokenizer, OracleModel, interrupt_at, oracle_runner
 
 PACKAGE = Path(mlxrunner.__file__).parent

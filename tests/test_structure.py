@@ -35,7 +35,8 @@ FLOORS = [
 BOOKKEEPING = """
 batch.answers batch.database batch.fields batch.job batch.lines batch.options batch.output
 batch.plan batch.prompts batch.responses batch.store batch.translate
-config.arguments config.json_options cache.lease cache.shared.sight terminal.logs
+config.arguments config.json_options config.list_options config.option
+cache.lease cache.shared.sight terminal.logs
 bench.measurements cache.checkpoints cache.entry cache.layers.extents cache.layers.layout
 cache.layers.protocol cache.lookup cache.overflow cache.prefix cache.saved cache.shared.cells
 cache.shared.forward cache.shared.sequences cache.shared.split
@@ -50,6 +51,8 @@ profiling.replay.thinking profiling.replay.variants profiling.report.aggregate
 profiling.report.elements profiling.report.explain profiling.report.formatting
 profiling.report.html profiling.report.plots
 profiling.report.report profiling.report.csv_rows profiling.report.screen profiling.schema
+profiling.event_parts profiling.json_schema
+cache.layers.logged_extents cache.layers.stock_extents
 profiling.report.svg profiling.report.trace results sessions.history
 sessions.session sessions.store stored.folder stored.parked stored.prefixes stored.shelf
 stored.tensors system.folders system.limits system.power system.reading system.tensorfile

@@ -306,7 +306,7 @@ def _chat_commands(before: str) -> str:
 
 def _event_fields(before: str) -> str:
     """List the fields of an event with their units."""
-    from mlxrunner.profiling.schema import field_rows
+    from mlxrunner.profiling.json_schema import field_rows
 
     rows = [f"| `{name}` | {unit} | {_escaped(text)} |" for name, unit, text in field_rows()]
     return _table("field | unit | what it is", rows)
@@ -325,10 +325,11 @@ def _options(kind: str) -> str:
     from dataclasses import fields
 
     from mlxrunner import options
+    from mlxrunner.config.option import about
 
     rows = []
     for one in fields(getattr(options, kind)):
-        found = options.about(one)
+        found = about(one)
         bounds = [f"{bound:,}" for bound in (found.low, found.high) if bound is not None]
         allowed = ", ".join(map(str, found.among)) or " to ".join(bounds)
         if len(bounds) == 1:

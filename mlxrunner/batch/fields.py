@@ -16,9 +16,10 @@ from mlxrunner.batch.responses import RESPONSE_FIELDS, read_response
 from mlxrunner.batch.store import Format
 from mlxrunner.batch.translate import ELSEWHERE, check_functions, translate, unknown
 from mlxrunner.config.names import did_you_mean
+from mlxrunner.config.option import names
 from mlxrunner.engine.constrain import check_form
 from mlxrunner.errors import OptionError, PromptError
-from mlxrunner.options import MOST_TOKENS, GenerateOptions, names
+from mlxrunner.options import MOST_TOKENS, GenerateOptions
 from mlxrunner.templates.messages import PlainMessage, check_message
 from mlxrunner.tokenizer.prompt import Prompt
 

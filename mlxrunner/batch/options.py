@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from mlxrunner.options import GenerateOptions, check_fields, option
+from mlxrunner.config.option import check_fields, option
+from mlxrunner.options import GenerateOptions
 
 Order = Literal["prefix", "input"]
 """The order in which lines run: depth-first through the tree of their prefixes, or as they came."""

@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from mlxrunner.config.names import SAME, did_you_mean, nearest
+from mlxrunner.config.option import names
 from mlxrunner.errors import OptionError
-from mlxrunner.options import RunnerSettings, names
+from mlxrunner.options import RunnerSettings
 
 WHOLE = frozenset((*names(RunnerSettings), "parallel", "timeout", "retries", "resume"))
 """The names of options that are for the whole batch."""

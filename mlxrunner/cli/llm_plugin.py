@@ -18,9 +18,10 @@ import llm
 from llm.parts import TextPart
 from pydantic import AfterValidator, BeforeValidator, Field, create_model
 
+from mlxrunner.config.option import Option, about
 from mlxrunner.errors import MlxrunnerError
 from mlxrunner.models.download import repositories
-from mlxrunner.options import GenerateOptions, Option, RunnerSettings, about, chat_options
+from mlxrunner.options import GenerateOptions, RunnerSettings, chat_options
 
 PREFIX = "mlxrunner/"
 LOADING = ("context", "kv_bits", "prefill_step")

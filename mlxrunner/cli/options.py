@@ -14,8 +14,9 @@ from mlxrunner.cli.program import F, set_debug
 from mlxrunner.cli.settling import named_model, named_system
 from mlxrunner.cli.words import model_words
 from mlxrunner.config.json_options import MAX_SCHEMA, check_schema, check_tools
+from mlxrunner.config.option import about, names
 from mlxrunner.errors import OptionError, ReadError
-from mlxrunner.options import GenerateOptions, RunnerSettings, about, names
+from mlxrunner.options import GenerateOptions, RunnerSettings
 from mlxrunner.system.reading import read_text
 
 if TYPE_CHECKING:

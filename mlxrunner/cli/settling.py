@@ -12,8 +12,9 @@ from click.core import ParameterSource
 
 from mlxrunner.config.file import NAMED, read_config_file
 from mlxrunner.config.layering import MODEL, Setting, layer, settled, values
+from mlxrunner.config.option import names
 from mlxrunner.errors import OptionError
-from mlxrunner.options import GREEDY, GenerateOptions, names
+from mlxrunner.options import GREEDY, GenerateOptions
 
 OF_REQUESTS = frozenset(names(GenerateOptions))
 

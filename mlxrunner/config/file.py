@@ -15,8 +15,9 @@ from typing import Any
 from mlxrunner.config.layering import Setting, settled
 from mlxrunner.config.lines import MOST_PARTS, line_of, line_of_long_key
 from mlxrunner.config.names import did_you_mean
+from mlxrunner.config.option import names
 from mlxrunner.errors import MissingFileError, OptionError
-from mlxrunner.options import GenerateOptions, RunnerSettings, chat_options, names
+from mlxrunner.options import GenerateOptions, RunnerSettings, chat_options
 from mlxrunner.system.reading import is_there, read_trusted
 
 VARIABLE = "MLXRUNNER_CONFIG"

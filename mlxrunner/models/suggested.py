@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mlxrunner.config.option import about
 from mlxrunner.errors import MissingFileError, OptionError, ReadError
-from mlxrunner.options import GenerateOptions, about
+from mlxrunner.options import GenerateOptions
 from mlxrunner.system.reading import is_there, read_json
 
 FILE = "generation_config.json"

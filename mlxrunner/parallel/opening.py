@@ -13,6 +13,7 @@ import mlx.core as mx
 from mlxrunner.cache.layers.factory import CacheOptions
 from mlxrunner.cache.shared.sequences import Batch
 from mlxrunner.config.arguments import check_path
+from mlxrunner.config.option import Option
 from mlxrunner.engine.sampling import NextToken, dispatch
 from mlxrunner.errors import OptionError
 from mlxrunner.memory.plan import Batch as WorstBatch
@@ -21,7 +22,7 @@ from mlxrunner.memory.reserve import choose as choose_plan
 from mlxrunner.memory.reserve import must_fit
 from mlxrunner.memory.slots import cells_within, demand_of_slots, must_have_cells
 from mlxrunner.models.load import LoadedModel
-from mlxrunner.options import MOST_TOKENS, GenerateOptions, Option, RunnerKwargs, RunnerSettings
+from mlxrunner.options import MOST_TOKENS, GenerateOptions, RunnerKwargs, RunnerSettings
 from mlxrunner.parallel.rows.adapt import Adapted
 from mlxrunner.parallel.rows.alone import OneAtATime
 from mlxrunner.system import device

@@ -110,7 +110,7 @@ class Unwritten:
     name: str
     arrays: Mapping[str, Source]
     about: Mapping[str, Any] = field(default_factory=dict)
-    """What the file says about itself, for JSON."""
+    """The file's description of itself, for JSON."""
 
     @property
     def nbytes(self) -> int:

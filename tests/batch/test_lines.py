@@ -17,7 +17,8 @@ from mlxrunner.batch.fields import FIELDS
 from mlxrunner.batch.lines import Line, LineReader
 from mlxrunner.batch.options import BatchOptions, FileOptions
 from mlxrunner.config.names import MEANT, SAME
-from mlxrunner.options import RunnerSettings, names
+from mlxrunner.config.option import names
+from mlxrunner.options import RunnerSettings
 from mlxrunner.terminal.text import LONGEST_LINE
 
 

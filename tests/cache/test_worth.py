@@ -1,4 +1,4 @@
-"""What is given up first: little work for many bytes, and what nobody came back to."""
+"""Little work for many bytes is given up first, and so is what nobody came back to."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_the_cost_grows_with_the_square_of_the_tokens() -> None:
 
 
 def test_worth_is_the_cost_of_what_would_be_lost_for_its_bytes() -> None:
-    """Of two conversations with equal bytes, the longer one is worth more; so is a smaller one."""
+    """A longer conversation of equal bytes is worth more; so is a smaller one of equal length."""
     assert worth(2000, 100) > worth(1000, 100) > worth(1000, 200)
     assert worth(2000, 100, begin=1900) < worth(100, 10)
     assert worth(10, 0) == cost(10)

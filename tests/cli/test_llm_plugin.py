@@ -15,7 +15,8 @@ import pytest
 from support.models import write_model
 from support.waiting import PATIENCE_S
 
-from mlxrunner.options import about, chat_options
+from mlxrunner.config.option import about
+from mlxrunner.options import chat_options
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 

@@ -222,7 +222,7 @@ def test_one_member_of_a_stack_can_undo_its_last_pass(architecture: str) -> None
 def test_a_pass_that_fails_is_repaired_by_a_rewind(
     architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether in the first layer or in the last: nothing that it wrote is left."""
+    """Nothing that it wrote is left, if it fails in the first layer or in the last."""
     stacked = Stacked(model_of(architecture))
     views = stacked.engine._apart
     for place in (0, len(views) - 1):

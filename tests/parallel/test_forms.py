@@ -200,7 +200,7 @@ def test_several_answers_to_one_prompt_in_a_form() -> None:
 def test_a_form_that_allows_no_token_ends_after_the_token_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As with a single runner: what was read before the error is not lost."""
+    """The chunks before the error are not lost, as with a single runner."""
     given = parts("llama")
     options: dict[str, Any] = {"choices": ["yesterday"], "max_tokens": 20}
     mask = Constraint.mask

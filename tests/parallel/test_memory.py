@@ -47,7 +47,7 @@ def trace() -> Trace:
 
 
 def test_the_event_says_who_was_given_up_for_whom() -> None:
-    """And that it was for its bytes; the next turn of that conversation says the same."""
+    """The reason is its bytes; the next turn of that conversation says the same."""
     given, rng = tiny_parts("mamba2"), random.Random(0)
     one, two = ([rng.randrange(250) for _ in range(60)] for _ in range(2))
     found: list[list[Evicted]] = []

@@ -1,4 +1,4 @@
-"""Whatever happens to a runner of many requests, each answer is that of a cold single runner.
+"""Each answer of a runner of many requests is that of a cold single runner.
 
 Hypothesis puts the events of `support.histories` in any order, and shortens what fails.
 """

@@ -111,7 +111,7 @@ WAYS: list[Callable[[Handle], list[int | None]]] = [
 
 
 def test_eight_threads_get_the_answers_of_a_runner_alone(llama: Any) -> None:
-    """Of 96 requests with every kind of sampling, read in every way; some are cancelled."""
+    """The 96 requests sample in every way and are read in every way; some are cancelled."""
     rng = random.Random(5)
     trunk = [rng.randrange(290) for _ in range(30)]
     requests = [asked(rng, trunk) for _ in range(96)]
@@ -182,7 +182,7 @@ def test_a_request_waits_for_a_slot_in_the_order_of_arrival(llama: Any) -> None:
 
 
 def test_those_of_a_higher_priority_wait_in_front(llama: Any) -> None:
-    """Of the others, the nearest deadline; one turn in eight is that of the first to arrive."""
+    """The others go by the nearest deadline; each eighth turn is that of the first to arrive."""
     ended: list[int] = []
     given: list[dict[str, Any]] = [{"priority": "batch"}, {}, {"deadline": 900}, {"deadline": 800}]
     with opened(llama, 1) as runner:
@@ -332,7 +332,7 @@ def test_a_handle_that_is_dropped_cancels_its_request(llama: Any, is_running: bo
 
 
 def test_the_end_of_a_block_cancels(llama: Any) -> None:
-    """As does closing the iterator of `run_each`."""
+    """Closing the iterator of `run_each` does, too."""
     with opened(llama, 1) as runner:
         with runner.submit([1], **LONG) as handle:
             next(handle)
@@ -424,7 +424,7 @@ def test_waiting_ends_after_a_time(llama: Any) -> None:
 
 
 def test_streams_of_asyncio_get_the_answers_of_a_runner_alone(llama: Any) -> None:
-    """Of 40 tasks on one loop, beside a thread that submits, too."""
+    """Forty tasks run on one loop, beside a thread that submits, too."""
     rng = random.Random(3)
     requests = [asked(rng, list(range(30))) for _ in range(40)]
     expected = [alone(llama, prompt, **options) for prompt, options in requests]
@@ -486,7 +486,7 @@ def test_leaving_a_stream_cancels_its_request(llama: Any) -> None:
 
 
 def test_two_tasks_that_read_at_once_are_refused(llama: Any) -> None:
-    """As two threads are."""
+    """Two threads are, too."""
 
     async def twice(runner: ParallelRunner) -> None:
         first = runner.submit([9], **LONG)
@@ -672,7 +672,7 @@ def read(handle):
     except ClosedError:
         pass
 """
-"""What each program below begins with."""
+"""The beginning of each program below."""
 
 
 def program(text: str) -> subprocess.CompletedProcess[str]:

@@ -12,9 +12,10 @@ from click.testing import CliRunner, Result
 from support.models import write_model
 
 from mlxrunner import cli
+from mlxrunner.profiling.json_schema import event_schema
 from mlxrunner.profiling.reasons import PARTS, REASONS
 from mlxrunner.profiling.record.profile import Profile
-from mlxrunner.profiling.schema import Event, event_schema
+from mlxrunner.profiling.schema import Event
 from mlxrunner.runner import Runner
 from mlxrunner.testing import oracle_runner
 

@@ -288,7 +288,7 @@ def file_size_limit(nbytes: int) -> Iterator[None]:
 def test_a_full_disk_costs_the_conversation_and_a_line(
     make_parking: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What was parked before stays, nothing half-written does, and it works again later."""
+    """Earlier conversations stay parked, nothing half-written does, and it works again later."""
     parking = make_parking()
     park_all(parking, TALKS[:1])
     names, before = sorted(os.listdir(parking.folder)), parking.bytes

@@ -59,7 +59,7 @@ def test_the_disk_holds_no_more_than_the_limit(make_parking: Make, kinds: list[s
 
 
 def test_the_cheapest_to_evaluate_again_goes_first(make_parking: Make) -> None:
-    """Of two conversations it is the one with less work per byte, though it was used last."""
+    """The conversation with less work per byte goes, though it was used last."""
     sizes = sizes_of(make_parking, [400, 30, 200])
     given_up: list[Parked] = []
     parking = make_parking(limit=sum(sizes), on_given_up=given_up.append)

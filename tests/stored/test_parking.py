@@ -132,7 +132,7 @@ def test_random_histories_equal_cold_runs(make_parking: Make, name: str) -> None
 def test_a_conversation_in_rotation_evaluates_only_what_is_new(
     make_parking: Make, name: str
 ) -> None:
-    """Of six conversations that take turns, each finds all it said before."""
+    """Each of six conversations that take turns finds all it said before."""
     rng = random.Random(0)
     desk = Desk(tiny_runner(name), make_parking())
     talks = [some(rng, 20 + number) for number in range(6)]

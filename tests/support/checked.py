@@ -112,3 +112,4 @@ class CheckedHistory(History):
         tokens = [chunk.token for chunk in handle.poll() if chunk.token is not None]
         expected = cold(self.given, self.context, prompt, options)
         assert tokens == expected.tokens[: len(tokens)]
+        super().failed(handle, prompt, options)

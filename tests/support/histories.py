@@ -175,7 +175,6 @@ class History(ABC):
                 continue
             if handle in self.disturbed and isinstance(handle.error, StepFailedError):
                 self.failed(*one)
-                self.seen["ended by an error"] += 1
                 continue
             usage = self.ended(*one)
             if usage is not None:
@@ -183,8 +182,9 @@ class History(ABC):
                 self.seen["evaluated again"] += usage.cache.reevaluated_tokens > 0
                 self.seen["reused"] += usage.cached_tokens > 0
 
-    def failed(self, handle: DrivenHandle, prompt: list[int], options: dict[str, Any]) -> None:  # noqa: B027
+    def failed(self, handle: DrivenHandle, prompt: list[int], options: dict[str, Any]) -> None:
         """Look at a request that ended because something failed."""
+        self.seen["ended by an error"] += 1
 
     def cancel(self, runner: Stepper) -> None:
         """Cancel one of the running requests."""

@@ -117,7 +117,7 @@ class RecurrentCache(ArrayCache):
 
     @property
     def shape(self) -> tuple[Any, ...] | None:
-        """What has to agree among the members of a stack; None: a state that can't be in one."""
+        """Sizes and types that the members of a stack share; None if the layer can't be in one."""
         states = self.inner.cache if self._place is None else self._place.stack.inner.cache
         if any(state is None for state in states):
             return None

@@ -16,9 +16,10 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.cache import ChunkedKVCache, RotatingKVCache
 
 from mlxrunner.cache.layers.base import leaves, tree_bytes
-from mlxrunner.cache.layers.extents import Chunk, Extent, Filling, Stay, Torn
+from mlxrunner.cache.layers.extents import Extent
 from mlxrunner.cache.layers.layout import Layout
 from mlxrunner.cache.layers.protocol import LayerCache, Snapshot
+from mlxrunner.cache.layers.stock_extents import Chunk, Filling, Stay, Torn
 from mlxrunner.cache.saved import Saved
 from mlxrunner.system.mlx_lm_internals import has_settable_state, is_stock_cache
 

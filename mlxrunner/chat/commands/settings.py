@@ -12,6 +12,7 @@ from mlxrunner.chat.rendering import POLICIES
 from mlxrunner.config.file import NAMED, Config, read_config_file
 from mlxrunner.config.layering import DEFAULT, HERE, layer, settled, values
 from mlxrunner.config.names import did_you_mean
+from mlxrunner.config.option import about
 from mlxrunner.errors import OptionError
 from mlxrunner.options import (
     CHOOSING,
@@ -19,7 +20,6 @@ from mlxrunner.options import (
     OVERFLOW,
     GenerateOptions,
     RunnerSettings,
-    about,
     chat_options,
 )
 

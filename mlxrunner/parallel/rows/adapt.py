@@ -49,7 +49,7 @@ class Sharing(Enum):
 
 @dataclass(frozen=True)
 class Manner:
-    """How a model is adapted."""
+    """The way in which a model is adapted."""
 
     sharing: Sharing = Sharing.PARTS
     splits: bool = True

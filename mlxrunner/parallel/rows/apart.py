@@ -93,13 +93,13 @@ class Masks:
 
 @dataclass
 class Step:
-    """What all views of a model know about the step under way."""
+    """Facts about the step under way, which all views of a model share."""
 
     adds_starts: bool = False
     """True if the model's body adds the number of a token in the row to a cache's offset."""
     tokens: int = 0
     offset: Any = 0
-    """What models read as the offset of a cache, as for one sequence: see `begin`."""
+    """The offset that models read from a cache, as for one sequence: see `begin`."""
 
     def begin(self, batch: Batch) -> None:
         """Begin a step: its positions are the offset, or starts to add to.
@@ -136,7 +136,7 @@ class Apart:
         self.can_stack = type(like) is RecurrentCache
         self.parts = [_Part(self, index) for index in range(len(like.parts))]
         self.groups: list[tuple[Group, LayerCache | Stack]] = []
-        """How the mixers of the layer run in this step."""
+        """The groups in which the mixers of the layer run in this step, each with its cache."""
 
     def __getitem__(self, index: int) -> _Part:
         """Return a part of a composite cache."""

@@ -67,7 +67,7 @@ class Engine(ABC):
 
     @property
     def ways(self) -> list[str]:
-        """How each layer runs several sequences.
+        """The way in which each layer runs several sequences.
 
         "row": in shared cells, "stacked": as a batch of states, "per sequence": one by one. A layer
         with several caches may have two of them. "one at a time": no step carries several.

@@ -1,6 +1,6 @@
-"""What takes the place of a model's parts while it runs rows of many sequences.
+"""Stand-ins for a model's parts while it runs rows of many sequences.
 
-These are the rope of each attention, its attention function, the last norm and the layers' caches.
+They replace the rope and the function of each attention, the last norm, and the layers' caches.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import Literal
 
 from mlxrunner.config.arguments import check_above
-from mlxrunner.options import Option
+from mlxrunner.config.option import Option
 
 Priority = Literal["interactive", "batch"]
 PRIORITIES: tuple[Priority, ...] = ("interactive", "batch")

@@ -17,7 +17,7 @@ import numpy as np
 
 from mlxrunner.cache.lookup import WINDOW, Lookup
 from mlxrunner.cache.tokens import TokenArray
-from mlxrunner.profiling.schema import Common, Divergence, Side
+from mlxrunner.profiling.event_parts import Common, Divergence, Side
 from mlxrunner.templates.segments import Place, Rendered, common, is_thinking
 from mlxrunner.templates.thinking import THINKING_TAGS
 from mlxrunner.tokenizer import Tokenizer

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from mlxrunner.profiling.schema import SCHEMA, VERSION, BatchLine, Event, Eviction, Span
+from mlxrunner.profiling.event_parts import BatchLine, Eviction, Span
+from mlxrunner.profiling.schema import SCHEMA, VERSION, Event
 
 if TYPE_CHECKING:
     from mlxrunner.engine.observation import Observation

@@ -22,16 +22,18 @@ from mlxrunner.cache.layers.factory import CacheOptions, make_layer_caches, run_
 from mlxrunner.cache.layers.protocol import LayerCache, describe
 from mlxrunner.cache.tokens import TokenArray, TokenBuffer
 from mlxrunner.config.arguments import check_callable, check_flag, check_path, check_text, listed
+from mlxrunner.config.option import Option
 from mlxrunner.engine.observation import Observation
 from mlxrunner.errors import OptionError, VerifyError
 from mlxrunner.models.fingerprint import loaded_fingerprint
-from mlxrunner.options import Option, RunnerSettings
+from mlxrunner.options import RunnerSettings
 from mlxrunner.profiling.curve import PrefillCurve
+from mlxrunner.profiling.event_parts import Verify
 from mlxrunner.profiling.record.divergence import Divergences
 from mlxrunner.profiling.record.event import as_line, event_of, logfmt
 from mlxrunner.profiling.record.tokenlog import TokenLines
 from mlxrunner.profiling.record.writer import LineWriter
-from mlxrunner.profiling.schema import Event, Verify
+from mlxrunner.profiling.schema import Event
 from mlxrunner.results import logger
 from mlxrunner.runner import CHECKPOINT_BUDGET, Runner
 from mlxrunner.templates.thinking import thinking_tokens

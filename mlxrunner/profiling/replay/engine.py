@@ -15,7 +15,8 @@ import mlx.core as mx
 
 from mlxrunner.cache.checkpoints import Checkpoint
 from mlxrunner.cache.entry import CacheEntry
-from mlxrunner.cache.layers.extents import Extent, Window, read_extent
+from mlxrunner.cache.layers.extents import Extent, Window
+from mlxrunner.cache.layers.logged_extents import read_extent
 from mlxrunner.cache.layers.protocol import LayerCache, Snapshot
 from mlxrunner.cache.saved import Saved, SavedCheckpoint
 from mlxrunner.cache.shared.causal import CausalCache

@@ -16,7 +16,8 @@ import numpy as np
 
 from mlxrunner.cache.checkpoints import places_of
 from mlxrunner.cache.entry import CacheEntry
-from mlxrunner.cache.layers.extents import Extent, is_layer, read_extent
+from mlxrunner.cache.layers.extents import Extent
+from mlxrunner.cache.layers.logged_extents import is_layer, read_extent
 from mlxrunner.cache.layers.protocol import LayerCache, Snapshot
 from mlxrunner.cache.lease import EntryLease
 from mlxrunner.cache.lookup import Lookup

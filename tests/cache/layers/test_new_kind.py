@@ -19,8 +19,9 @@ import test_reuse as reuse
 from profiling import test_simulate as replays
 
 from mlxrunner import Runner
-from mlxrunner.cache.layers import extents, factory
-from mlxrunner.cache.layers.extents import Everything, read_extent
+from mlxrunner.cache.layers import factory
+from mlxrunner.cache.layers.extents import EXTENTS, Everything
+from mlxrunner.cache.layers.logged_extents import is_layer, read_extent
 from mlxrunner.cache.layers.protocol import describe
 from mlxrunner.sessions.store import SessionStore
 from mlxrunner.stored.entry import StoredEntry, pack
@@ -73,13 +74,13 @@ def kind(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     *code, line = blocks
     module = ModuleType(NAME)
     monkeypatch.setitem(sys.modules, NAME, module)
-    monkeypatch.setattr(extents, "EXTENTS", dict(extents.EXTENTS))
     exec(compile("\n".join(code), FILE, "exec"), vars(module))
     assert len(line.splitlines()) == 1
     for model_cache, make in eval(f"{{{line}}}", vars(module)).items():
         monkeypatch.setitem(factory.KINDS, model_cache, make)
     monkeypatch.setitem(LAYERS, "trail", OracleLayer(module.Trail, recur))
-    return module
+    yield module
+    EXTENTS.pop("last_states", None)
 
 
 def test_the_line_decides(kind: ModuleType) -> None:
@@ -165,8 +166,8 @@ def test_a_log_of_a_kind_that_is_gone_is_refused(kind: ModuleType) -> None:
     (cache,) = factory.make_layer_caches(OracleModel(["trail"]))
     cache.append(mx.array([1, 2], mx.int32))
     line = describe(cache)
-    assert extents.is_layer(line)
+    assert is_layer(line)
     assert read_extent(line, 100) == kind.LastStates(depth=4)
-    del extents.EXTENTS["last_states"]
-    assert not extents.is_layer(line)
-    assert extents.is_layer(line | {"extent": Everything.name})
+    del EXTENTS["last_states"]
+    assert not is_layer(line)
+    assert is_layer(line | {"extent": Everything.name})

@@ -1,0 +1,55 @@
+"""Check the options whose values are lists of texts: stop strings and choices.
+
+Each check raises OptionError, which shows the value. Knows nothing about what the texts mean.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mlxrunner.config.arguments import listed
+from mlxrunner.errors import OptionError
+
+
+def as_texts(name: str, given: Any) -> tuple[str, ...]:
+    """Return one text, or several, as a tuple."""
+    if isinstance(given, str):
+        return (given,)
+    return () if given is None else tuple(listed(name, given, '["a", "b"]'))
+
+
+def as_choices(given: Any) -> tuple[str, ...]:
+    """Return one choice, or several, as a tuple. Refuse an empty list."""
+    choices = as_texts("choices", given)
+    if given is not None and not choices:
+        raise OptionError(
+            "choices: the list is empty, it has to have at least one text "
+            "(leave the option out for a free answer)"
+        )
+    return choices
+
+
+def check_stop(stop: tuple[str, ...]) -> None:
+    """Refuse anything but texts of at least one character."""
+    for text in stop:
+        if not isinstance(text, str) or not text:
+            raise OptionError(
+                "stop: each stop string has to be a text of at least one character, "
+                f"not {text!r:.60}; leave it out"
+            )
+
+
+def check_choices(choices: tuple[str, ...]) -> None:
+    """Refuse anything but texts of at least one character that UTF-8 can hold."""
+    for text in choices:
+        if not isinstance(text, str) or not text:
+            raise OptionError(
+                "choices: each one has to be a text of at least one character, "
+                f"not {text!r:.60}; leave it out"
+            )
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise OptionError(
+                f"choices: {text!r:.60} is not valid Unicode; replace character {error.start}"
+            ) from error
