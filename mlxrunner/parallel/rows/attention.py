@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from mlxrunner.cache.shared.cells import runs
+from mlxrunner.cache.shared.runs import runs
 from mlxrunner.cache.shared.split import Level, Own, Part, Split, StackedParts
 from mlxrunner.system.mlx_lm_internals import Attention
 
