@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlxrunner.batch.order import order_of
-from mlxrunner.batch.store import sort_key
+from mlxrunner.batch.records import sort_key
 from mlxrunner.cache.overflow import Shift
 from mlxrunner.cache.tokens import TokenArray, as_tokens
 from mlxrunner.engine.answer import AnswerStream, Clock
