@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from arguments import llama_of, parser_of
 from parallel import random_llama
 
 from mlxrunner.bench.measurements import (
