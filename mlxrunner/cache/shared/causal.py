@@ -183,8 +183,7 @@ class CausalCache(Cache):
 
     def num_own(self, sequence: int) -> int:
         """Return the number of cells that no other sequence owns."""
-        owners = self._cells.owners
-        return int(np.count_nonzero(owners[sequence] & (np.count_nonzero(owners, axis=0) == 1)))
+        return int(np.count_nonzero(self._cells.owners[sequence] & self._cells.unshared))
 
     @property
     def row_bytes(self) -> int:

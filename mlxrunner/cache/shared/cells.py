@@ -77,6 +77,12 @@ class Cells:
         used: Bools = np.logical_or.reduce(self.owners, axis=0)
         return used
 
+    @cached_property
+    def unshared(self) -> Bools:
+        """True for cells with one owner, `[cells]`."""
+        unshared: Bools = self.owners.sum(axis=0, dtype=np.int32) == 1
+        return unshared
+
     @property
     def sequences(self) -> tuple[int, ...]:
         """The sequences that have tokens."""
