@@ -156,7 +156,7 @@ class Adapted(Engine):
         if self._head is not None:
             self._head.rows = wanted
         try:
-            logits: mx.array = self.model(tokens[None], cache=self._views)[0]
+            logits: mx.array = self.model(tokens[None], cache=self._views).squeeze(0)
         finally:
             for row in self._rows:
                 row.forget()

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mlxrunner.batch.order import order_of
-from mlxrunner.batch.store import sort_key
+from mlxrunner.batch.records import sort_key
 from mlxrunner.cache.tokens import TokenArray
 from mlxrunner.parallel.scheduling.request import ActiveRequest
 from mlxrunner.profiling.record.tokenlog import LoggedRequest
