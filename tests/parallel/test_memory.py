@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 from support.conversations import Trace, play
 from support.histories import tiny_parts
@@ -40,6 +41,20 @@ def test_conversations_stay_within_the_budget(name: str, tmp_path: Path) -> None
     assert played.requests == trace().requests
     assert played.evicted > 0
     assert played.most_bytes <= memory * 1.02
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next", "mamba2", "llama4"])
+def test_a_closed_runner_holds_no_bytes(name: str) -> None:
+    """Also if something still refers to the runner, as the error of a request does."""
+    given = tiny_parts(name)
+    before = mx.get_active_memory()
+    runner = Stepper(*given, max_sequences=2, **SETTINGS)
+    for prompt in ([5] * 90, [6] * 90):
+        runner.complete(prompt, max_tokens=3, stop_tokens=[])
+    held = mx.get_active_memory() - before
+    runner.close()
+    assert runner.num_tokens == 0
+    assert mx.get_active_memory() - before < held // 20
 
 
 def trace() -> Trace:
