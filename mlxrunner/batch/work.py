@@ -338,6 +338,7 @@ def _several(
                 cells=found.cells(lanes, context),
                 prefill_step=max(job.loading.get("prefill_step") or MAX_BATCH, lanes),
                 reserve=bool(job.loading.get("reserve", True)),
+                **job.several,
             )
         except MemoryPlanError:
             if job.parallel is not None:

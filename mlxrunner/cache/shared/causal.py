@@ -203,9 +203,9 @@ class CausalCache(Cache):
         }
 
     def write(self, sequence: int, begin: int, rows: Rows) -> None:
-        """Store `rows` as the tokens from position `begin` on of a sequence without tokens.
+        """Store `rows` as the tokens from position `begin` on of a sequence, where its tokens end.
 
-        An interrupt leaves the sequence without tokens. Raise CacheFullError if there is no room,
+        An interrupt leaves the sequence as it was. Raise CacheFullError if there is no room,
         and ValueError if the rows have another shape than the layers.
         """
         self._lifecycle.check()

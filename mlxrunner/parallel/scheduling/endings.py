@@ -67,6 +67,7 @@ class Endings:
 
         A sampled token that was not read yet is dropped.
         """
+        request.stop_errand()
         slot = request.slot
         if request.is_placed:
             slot.tokens.truncate(slot.exact)
