@@ -192,19 +192,37 @@ def oracle_runner(
     )
 
 
+def _is_empty(frame: FrameType) -> bool:
+    return frame.f_code.co_code[frame.f_lasti] == dis.opmap["NOP"]
+
+
+def _leaves_with(frame: FrameType) -> bool:
+    """Return True at the call `__exit__(None, None, None)`, which begins with these arguments."""
+    code, at = frame.f_code.co_code, frame.f_lasti
+    loads = [code[at + i : at + i + 2] for i in (0, 2, 4)]
+    return all(
+        len(load) == 2
+        and load[0] == dis.opmap["LOAD_CONST"]
+        and frame.f_code.co_consts[load[1]] is None
+        for load in loads
+    )
+
+
 @contextmanager
 def interrupt_at(line: int) -> Iterator[list[int]]:
     """Raise KeyboardInterrupt before the `line`-th line of this package that is executed.
 
     Yield a list of one number, the lines executed so far. A `line` of -1 only counts them. Lines
     that compile to nothing (a bare `try:`) do not count, because CPython handles no signal there.
+    Nor does the second visit of a `with` line, which calls `__exit__`: a signal comes before or
+    after it, and never leaves a lock taken.
     """
     seen = [0]
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
         if not frame.f_code.co_filename.startswith(PACKAGE):
             return None
-        if event == "line" and frame.f_code.co_code[frame.f_lasti] != dis.opmap["NOP"]:
+        if event == "line" and not (_is_empty(frame) or _leaves_with(frame)):
             seen[0] += 1
             if seen[0] == line:
                 sys.settrace(None)

@@ -437,13 +437,13 @@ def test_a_conversation_that_shares_little_goes_on_in_a_copy() -> None:
 
 
 def test_sorted_by_prefix_alike_comes_together() -> None:
-    """In the order of the tokens as numbers, whatever their bytes."""
+    """In the order of a batch: the first request comes early, and brings those that are alike."""
     prompts = [[256, 1], [3, 2], [256], [3], [70000, 1]]
     assert [one.prompt.tolist() for one in by_prefix([request(*prompt) for prompt in prompts])] == [
-        [3],
-        [3, 2],
         [256],
         [256, 1],
+        [3],
+        [3, 2],
         [70000, 1],
     ]
 

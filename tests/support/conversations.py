@@ -25,6 +25,10 @@ Tokens = list[int]
 SUBAGENTS = 4
 ROOM = 0.8
 """The share of the context from which on a client compacts its conversation."""
+MOST = 9
+"""The most tokens of an answer."""
+SUMMARY = 20
+"""Tokens that the question for a summary takes at most, with the marks of two messages before."""
 
 
 @dataclass(frozen=True)
@@ -164,9 +168,16 @@ class _Conversation:
         while True:
             acts = (self._go_on, self._edit, self._again, self._start_subagents)
             (act,) = self._rng.choices(acts, self.client.weights)
-            if len(self._prompt()) > ROOM * self.context:
+            if self._is_full:
                 yield from self._compact()
             yield from act()
+
+    @property
+    def _is_full(self) -> bool:
+        """True if little room is left, or not enough to ask for a summary after the next turn."""
+        said = max(SUBAGENTS * MOST, round(self.client.turn[1] * self.scale))
+        most = self.context - said - MOST - SUMMARY
+        return len(self._prompt()) > min(ROOM * self.context, most)
 
     def _go_on(self) -> Script:
         yield from self._say(self._message(USER))
@@ -219,7 +230,7 @@ class _Conversation:
         return [*self._header, *self._first, *said]
 
     def _ask(self, prompt: Tokens) -> Ask:
-        return Ask(self.number, prompt, self._rng.randint(3, 9))
+        return Ask(self.number, prompt, self._rng.randint(3, MOST))
 
     def _message(self, role: int) -> Tokens:
         return [role, *self._some(self._rng.randint(*self.client.turn)), END]

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, cast
 import mlx.core as mx
 import numpy as np
 
+from mlxrunner.batch.order import order_of
+from mlxrunner.batch.store import sort_key
 from mlxrunner.cache.overflow import Shift
 from mlxrunner.cache.tokens import TokenArray, as_tokens
 from mlxrunner.engine.answer import AnswerStream, Clock
@@ -73,7 +75,7 @@ class SideBySide:
         """Return the requests with their lookups if each begins as soon as it can.
 
         `slots` is the number of slots; None for that of the runner. The requests begin in the order
-        of the log's begins, or with `by_prefix` in that of their tokens. One that continues a
+        of the log's begins, or with `by_prefix` in that of a batch. One that continues a
         conversation waits for the answer before, and lets later ones pass. A request that was ended
         from outside ends with its last token.
         """
@@ -81,12 +83,10 @@ class SideBySide:
         logged = self.requests
         waits = [None] * len(logged) if by_prefix else continued(logged)
         made = [runner.request(one, ends_itself=True) for one in logged]
-        order = sorted(
-            range(len(logged)),
-            key=lambda index: (
-                _key(logged[index]) if by_prefix else logged[index].facts["beside"]["began"]
-            ),
-        )
+        order = sorted(range(len(logged)), key=lambda i: logged[i].facts["beside"]["began"])
+        if by_prefix:
+            keys = [sort_key(logged[i].prompt) for i in order]
+            order = [order[place] for place in order_of(keys)]
         runner.begin_all(
             [(made[i], None if (before := waits[i]) is None else made[before]) for i in order]
         )
@@ -199,11 +199,6 @@ def _hashes(tokens: TokenArray) -> list[int]:
     factors = np.cumprod(np.full(len(tokens), FACTOR, np.uint64))
     hashes: list[int] = np.cumsum((tokens + np.uint64(1)) * factors).tolist()
     return hashes
-
-
-def _key(logged: LoggedRequest) -> bytes:
-    """Return bytes that sort like the tokens of a prompt."""
-    return logged.prompt.astype(">i4").tobytes()
 
 
 class _ReplayedRunner:

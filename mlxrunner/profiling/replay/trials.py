@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from mlxrunner.batch.order import order_of
+from mlxrunner.batch.store import sort_key
 from mlxrunner.cache.lookup import Lookup
 from mlxrunner.errors import ReadError
 from mlxrunner.profiling.record.tokenlog import LoggedRequest, read_token_log
@@ -258,9 +260,9 @@ class _Run:
         """Requests that are replayed at the end, in another order, and when they began."""
 
 
-def by_prefix(requests: Iterable[ReplayedRequest]) -> list[ReplayedRequest]:
-    """Return the requests in the order of their tokens, so that like beginnings come together.
+def by_prefix(requests: Sequence[ReplayedRequest]) -> list[ReplayedRequest]:
+    """Return the requests in the order in which a batch runs them.
 
-    A prompt comes after those that it continues.
+    Like beginnings come together, and a prompt comes after those that it continues.
     """
-    return sorted(requests, key=lambda request: request.prompt.astype(">i4").tobytes())
+    return [requests[i] for i in order_of([sort_key(request.prompt) for request in requests])]

@@ -29,7 +29,7 @@ class Variant:
     name: str
     settings: ReplaySettings = AS_RUN
     order: Order = "input"
-    """The order of the requests: "input" (as logged) or "prefix" (by tokens, as a batch sorts)."""
+    """The order of the requests: "input" (as logged) or "prefix" (that of a batch)."""
     thinking: Thinking = "logged"
     """The thinking of earlier answers in prompts: as logged, kept or stripped."""
     slots: int | None = None
