@@ -80,7 +80,7 @@ _ALL = (
     Reason(
         "evicted",
         "it had been evaluated, and given up to make room for another request",
-        "a larger --memory, or more slots; conversations that are parked on disk are not given up",
+        "more memory or more slots; or park conversations on disk, from where they come back",
     ),
     Reason(
         "batch_order",
