@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Unpack
 
 from mlxrunner.cache.layers.factory import CacheOptions, make_layer_caches
 from mlxrunner.errors import ModelError
-from mlxrunner.memory.plan import Demand, Plan, make_plan
+from mlxrunner.memory.plan import Demand, Plan
 from mlxrunner.memory.reserve import (
     announce,
     choose,
@@ -62,7 +62,9 @@ def _planned(found: Shapes, settings: RunnerSettings) -> Plan:
     )
 
 
-def cache_options(settings: RunnerSettings, context: int, *, whole: bool = True) -> CacheOptions:
+def cache_options(
+    settings: RunnerSettings, context: int | None = None, *, whole: bool = True
+) -> CacheOptions:
     """Return the options of the layer caches.
 
     `context` (in tokens) is used if the settings have none. `whole` allocates it at once.
@@ -130,13 +132,7 @@ def _reserved(
         must_fit(plan)
         progress(f"trying the longest step, at the end of {plan.context} tokens", 0, None)
         demand = replace(demand, batch=demand.batch.measured(_taken(runner), plan.context))
-        plan = make_plan(
-            demand,
-            context=plan.context,
-            prefill_step=settings.prefill_step,
-            offered=offered,
-            limit=limit,
-        )
+        plan = _chosen(demand, replace(settings, context=plan.context), limit, offered)
         if plan.fits or settings.context is not None:
             break
         del runner

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, Self, TypedDict
 
 from mlxrunner.config.arguments import (
     check_range,
@@ -305,7 +305,7 @@ class RunnerSettings:
         check_fields(self)
 
     @classmethod
-    def of(cls, **settings: Any) -> RunnerSettings:
+    def of(cls, **settings: Any) -> Self:
         """Return the settings given by name. Raise OptionError if a name or a value is wrong."""
         _check_names(cls, settings)
         return cls(**settings)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from os import PathLike
-from typing import Any, Self, Unpack
+from typing import Any, Unpack
 
 import mlx.core as mx
 import numpy as np
@@ -25,13 +25,13 @@ from mlxrunner.cache.tokens import TokenArray, common_prefix
 from mlxrunner.config.arguments import check_callable, check_flag, check_kind
 from mlxrunner.engine.answer import AnswerStream
 from mlxrunner.engine.control import EntryControl
-from mlxrunner.engine.observation import Observer, tell
-from mlxrunner.engine.owner import Owned, Owner
+from mlxrunner.engine.owner import Owned
 from mlxrunner.engine.pace import Pace
 from mlxrunner.engine.pipeline import Pipeline, Progress
 from mlxrunner.engine.requests import prepare
 from mlxrunner.engine.run import Run, keep_only_what_can_be_evaluated
 from mlxrunner.engine.sampling import LogitsProcessor
+from mlxrunner.engine.telling import Telling
 from mlxrunner.errors import BusyError
 from mlxrunner.loading import cache_options, load
 from mlxrunner.memory.plan import Demand, Plan
@@ -41,7 +41,7 @@ from mlxrunner.models.facts import ModelFacts
 from mlxrunner.models.load import LoadProgress, tell_nobody
 from mlxrunner.models.resolve import name_of
 from mlxrunner.options import GenerateKwargs, GenerateOptions, RunnerKwargs, RunnerSettings
-from mlxrunner.results import Chunk, Result, Usage, log_lookup
+from mlxrunner.results import Chunk, Result, log_lookup
 from mlxrunner.tokenizer import Tokenizer
 from mlxrunner.tokenizer.prompt import Prompt, check_length, check_tokens, tokenize_prompt
 
@@ -51,7 +51,7 @@ CHECKPOINT_BUDGET = 2**30
 """Bytes for checkpoints if no plan gives another number."""
 
 
-class Runner:
+class Runner(Telling):
     """Generates text with one model, and keeps what it evaluated for the next prompt.
 
     The thread that made the runner owns it: a call from another thread raises WrongThreadError. One
@@ -84,12 +84,10 @@ class Runner:
         self._settings = replace(
             chosen, checkpoint_budget=CHECKPOINT_BUDGET if budget is None else budget
         )
-        self.owner = Owner("Runner")
+        super().__init__("Runner")
         self.model, self.tokenizer, self.facts, self.name = model, tokenizer, facts, name
         self.context = chosen.context or facts.context
         """Most tokens of a prompt and its answer together."""
-        self.prefill_step = chosen.prefill_step
-        """Prompt tokens evaluated at once."""
         self.pace: Pace | None = None
         """Sizes the chunks of a prefill by the measured speed; None: `prefill_step` tokens each."""
         self.plan: Plan | None = None
@@ -99,15 +97,9 @@ class Runner:
 
         Nothing uses it by itself: `generate(prompt, **runner.suggested_options)` does.
         """
-        self.observers: list[Observer] = []
-        """Functions called with every request after its end: see `mlxrunner.profiling`."""
-        self.usage: Usage | None = None
-        """The usage of the last request after its end, even if it failed; None until then."""
         self.growing: Demand | None = None
         """The memory that tokens need, if it is taken as the conversation grows."""
-        self._pipeline: Pipeline | None = None
         self._discarded = 0
-        self._untold: Run | None = None
         self._running: weakref.ref[Owned[Chunk]] | None = None
         self._options = cache_options(chosen, facts.context, whole=whole)
         self._cache = PrefixCache(
@@ -152,12 +144,6 @@ class Runner:
             progress=progress,
         )
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def __repr__(self) -> str:
         if self.owner.is_closed:
             return f"Runner({self.name!r}, closed)"
@@ -188,7 +174,16 @@ class Runner:
     @property
     def settings(self) -> dict[str, Any]:
         """The settings by the names of RunnerSettings, with the context in use."""
-        return {**vars(self._settings), "prefill_step": self.prefill_step}
+        return dict(vars(self._settings))
+
+    @property
+    def prefill_step(self) -> int:
+        """Prompt tokens evaluated at once."""
+        return self._settings.prefill_step
+
+    @prefill_step.setter
+    def prefill_step(self, tokens: int) -> None:
+        self._settings = replace(self._settings, prefill_step=tokens)
 
     @property
     def cache(self) -> EntryControl:
@@ -342,42 +337,6 @@ class Runner:
 
     def _rotate(self, caches: Sequence[LayerCache], by: int) -> Any:
         return rotators(self.model, caches, by)
-
-    def _run(self, run: Run) -> Generator[Chunk, None, None]:
-        """Yield the chunks, then tell the observers, even if the request fails."""
-        try:
-            yield from self._chunks(run)
-        except Exception as error:
-            run.error = type(error).__name__
-            raise
-        finally:
-            # If another thread has dropped the iterator, this waits for the owner's next call.
-            self.owner.do(partial(self._end, run))
-
-    def _end(self, run: Run) -> None:
-        """Give the entry back and tell the observers, also if Ctrl-C has cut this off before."""
-        run.lease.close()
-        self._tell(run)
-
-    def _enter(self) -> None:
-        """Check the thread, and tell of a request whose iterator was not read to its end.
-
-        The caller is about to change the entry, which still describes that request.
-        """
-        self.owner.check()
-        if self._untold is not None:
-            self._tell(self._untold)
-
-    def _tell(self, run: Run) -> None:
-        """Tell the observers of a request that has ended, once."""
-        if run.is_told:
-            return
-        run.is_told, self._untold = True, None
-        usage = self.usage = run.usage
-        if self.observers and usage is not None:
-            tell(self.observers, self, lambda: run.observation(usage, self.entry, self._pipeline))
-        if self._pipeline is not None:
-            self._pipeline.logits = None  # they are large, and nobody else needs them
 
     def _chunks(self, run: Run) -> Iterator[Chunk]:
         mx.reset_peak_memory()

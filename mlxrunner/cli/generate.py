@@ -210,7 +210,9 @@ def _answers(
     resolve(model, with_code=loading["trust_remote_code"])
     with bar:
         bar.enter_context(loading_bar(model))
-        results = sample(model, request, count, parallel=parallel, watch=watch, **shared, **options)
+        results = sample(
+            model, request, count, parallel=parallel, loading=shared, watch=watch, **options
+        )
         for number, result in enumerate(results):
             if as_json:
                 click.echo(json.dumps({"index": number, **_as_dict(result)}))

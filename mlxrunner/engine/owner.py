@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from inspect import GEN_RUNNING, getgeneratorstate
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from mlxrunner.errors import ClosedError, WrongThreadError
 
 T = TypeVar("T")
+
+
+class Closing(ABC):
+    """An object that the end of a `with` block closes."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free everything. A second call is allowed."""
 
 
 class Owner:

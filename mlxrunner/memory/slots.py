@@ -10,6 +10,7 @@ from mlxrunner.cache.layers.factory import CacheOptions
 from mlxrunner.errors import MemoryPlanError
 from mlxrunner.memory.plan import CHECKPOINT_SHARE, CHECKPOINTS, Demand
 from mlxrunner.memory.reserve import demand_of, weights_of
+from mlxrunner.options import RunnerSettings
 from mlxrunner.terminal.text import size
 
 
@@ -17,20 +18,19 @@ def demand_of_slots(
     model: Any,
     config: Mapping[str, Any],
     options: CacheOptions,
+    settings: RunnerSettings,
     *,
     slots: int,
-    context: int,
-    prefill_step: int,
-    checkpoint_budget: int | None,
+    step: int,
     offered: int,
 ) -> Demand:
     """Return the memory that `model` needs for `slots` sequences, as a function of the cells.
 
-    The cells are those of all sequences together; `context` is the most tokens of one of them.
-    `checkpoint_budget`: bytes for the checkpoints of all; None chooses the default.
+    The cells are those of all sequences together; the context of `settings` is the most tokens of
+    one of them, and their checkpoint budget is for all. `step`: most tokens of a step.
     """
-    one = demand_of(model, dict(config), options, prefill_step, weights=weights_of(model))
-    windows = slots * options.rewind_slack + prefill_step
+    one = demand_of(model, dict(config), options, step, weights=weights_of(model))
+    windows = slots * options.rewind_slack + step
     layouts = [
         replace(
             layout,
@@ -41,10 +41,10 @@ def demand_of_slots(
         )
         for layout in one.layouts
     ]
-    checkpoint = sum(layout.checkpoint_bytes(context) for layout in one.layouts)
+    checkpoint = sum(layout.checkpoint_bytes(settings.context or 0) for layout in one.layouts)
     budget = min(slots * CHECKPOINTS * checkpoint, offered // CHECKPOINT_SHARE)
-    if checkpoint_budget is not None:
-        budget = checkpoint_budget if checkpoint else 0
+    if settings.checkpoint_budget is not None:
+        budget = settings.checkpoint_budget if checkpoint else 0
     return replace(one, layouts=layouts, checkpoint_budget=budget)
 
 

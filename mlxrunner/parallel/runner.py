@@ -18,9 +18,9 @@ from mlxrunner.memory.plan import Plan
 from mlxrunner.models.facts import ModelFacts
 from mlxrunner.models.load import LoadedModel
 from mlxrunner.models.resolve import name_of
-from mlxrunner.options import RunnerKwargs, SubmitKwargs
+from mlxrunner.options import SubmitKwargs
 from mlxrunner.parallel.handle import Handle
-from mlxrunner.parallel.opening import SlotsKwargs
+from mlxrunner.parallel.settings import EngineKwargs, OpenKwargs
 from mlxrunner.parallel.several import Several
 from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.parallel.threads.thread import EngineThread, Stats
@@ -48,39 +48,22 @@ class ParallelRunner(Several):
         facts: ModelFacts,
         *,
         max_sequences: int,
-        context: int | None = None,
-        cells: int | None = None,
-        memory: int | None = None,
         parking: Parking | None = None,
-        step_ms: float | None = None,
         name: str = "",
-        **settings: Unpack[RunnerKwargs],
+        **settings: Unpack[EngineKwargs],
     ) -> None:
         """Make a runner from loaded parts; `ParallelRunner.load` is the usual way.
 
-        `context` is the most tokens of one prompt and its answer. `cells` is the most tokens stored
-        for all requests together, where a shared token counts once. Its default,
-        `max_sequences * context`, is always enough. `memory`: bytes of cells, states and
-        checkpoints beyond which idle conversations are given up; None: no limit. `parking`: where
-        these go; None: they are lost. `step_ms`: the milliseconds that a step may take while
-        something decodes; 0: any number; None: as many as keep the speed of the answers. The other
-        settings are those of RunnerSettings; `prefill_step` is the most tokens of one step of all
-        requests. Raise OptionError for numbers that are too small.
+        The settings are those of EngineSettings. `context` is the most tokens of one prompt and its
+        answer. `parking`: where conversations go that are given up; None: they are lost. Raise
+        OptionError for numbers that are out of range.
         """
         _evaluate(model)
+        parts = model, tokenizer, facts
+        chosen: EngineKwargs = {"step_ms": None, **settings}
         self._start(
             lambda: Stepper(
-                model,
-                tokenizer,
-                facts,
-                max_sequences=max_sequences,
-                context=context,
-                cells=cells,
-                memory=memory,
-                parking=parking,
-                step_ms=step_ms,
-                name=name,
-                **settings,
+                *parts, max_sequences=max_sequences, parking=parking, name=name, **chosen
             )
         )
 
@@ -91,14 +74,14 @@ class ParallelRunner(Several):
         *,
         max_sequences: int,
         trust_remote_code: bool = False,
-        **settings: Unpack[SlotsKwargs],
+        **settings: Unpack[OpenKwargs],
     ) -> Self:
         """Load "demo", a model directory or a hub id, and make a runner as `of` does.
 
         Raise ModelError, which names the missing or broken file, and the errors of `of`.
         """
         check_flag("trust_remote_code", trust_remote_code)
-        chosen: SlotsKwargs = {"step_ms": None, **settings}
+        chosen: OpenKwargs = {"step_ms": None, **settings}
         return cls._started(
             lambda: Stepper.load(
                 name_of(model),
@@ -109,21 +92,17 @@ class ParallelRunner(Several):
         )
 
     @classmethod
-    def of(
-        cls, loaded: LoadedModel, *, max_sequences: int, **settings: Unpack[SlotsKwargs]
-    ) -> Self:
-        """Make a runner for a loaded model. See `ParallelRunner` for the settings.
+    def of(cls, loaded: LoadedModel, *, max_sequences: int, **settings: Unpack[OpenKwargs]) -> Self:
+        """Make a runner for a loaded model. The settings are those of OpenSettings.
 
         With `reserve` (the default) the runner allocates all cells now and runs the largest step
         once. Without `cells` there are as many as fit into `memory` bytes, or with `reserve` into
-        what the plan leaves, and at most `max_sequences * context`. `park_bytes`: the most bytes on
-        disk for conversations that find no place; 0 (the default): they are lost. `park_folder`:
-        their folder, where the next runner finds them again; None: a private one that goes with the
-        runner. Raise MemoryPlanError, before anything is allocated, if the plan does not fit, and
-        SessionError if the folder can't be used.
+        what the plan leaves, and at most `max_sequences * context`. Raise MemoryPlanError, before
+        anything is allocated, if the plan does not fit, and SessionError if the folder for parking
+        can't be used.
         """
         _evaluate(loaded.model)
-        chosen: SlotsKwargs = {"step_ms": None, **settings}
+        chosen: OpenKwargs = {"step_ms": None, **settings}
         return cls._started(lambda: Stepper.of(loaded, max_sequences=max_sequences, **chosen))
 
     @classmethod
@@ -166,12 +145,6 @@ class ParallelRunner(Several):
     def settings(self) -> dict[str, Any]:
         """The options that decide what is stored."""
         return self._stepper.settings
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         if self._thread.is_closed:

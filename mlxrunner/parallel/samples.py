@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from mlxrunner.errors import ContextLengthError
@@ -23,23 +23,19 @@ def sample(
     count: int,
     *,
     parallel: int,
-    context: int | None,
-    trust_remote_code: bool,
-    prefill_step: int | None = None,
-    reserve: bool = True,
+    loading: Mapping[str, Any],
     watch: Callable[[Any], object] = lambda runner: None,
     **options: Any,
 ) -> Iterator[Result]:
     """Yield `count` answers to one prompt, at most `parallel` at a time.
 
     Their seeds are `seed`, `seed + 1` ... A model that can't run several in a step computes them
-    one by one. `context`: tokens of the prompt and one answer; None: the model's own.
-    `prefill_step`: most tokens of one step; None: the runner's default. `reserve` takes all memory
-    at start. `watch` is called with the runner before its first request. Raise ContextLengthError
-    if the prompt fills the context.
+    one by one. `loading`: options of `Stepper.load`, of which `context` is the tokens of the prompt
+    and one answer; None: the model's own. `watch` is called with the runner before its first
+    request. Raise ContextLengthError if the prompt fills the context.
     """
-    steps: dict[str, Any] = {} if prefill_step is None else {"prefill_step": prefill_step}
-    loaded = load_model(model, trust_remote_code=trust_remote_code)
+    settings = dict(loading)
+    loaded = load_model(model, trust_remote_code=settings.pop("trust_remote_code", False))
     seed = options.pop("seed", None)
     each = [options | {"seed": None if seed is None else seed + i} for i in range(count)]
     yield from _together(
@@ -47,9 +43,9 @@ def sample(
         prompt,
         each,
         min(parallel, count),
-        context or loaded.facts.context,
+        settings.pop("context", None) or loaded.facts.context,
         watch,
-        {"reserve": reserve, **steps},
+        settings,
     )
 
 

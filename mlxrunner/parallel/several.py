@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, Unpack
 
 from mlxrunner.config.arguments import listed, shown
+from mlxrunner.engine.owner import Closing
 from mlxrunner.errors import OptionError
 from mlxrunner.options import SubmitKwargs
 from mlxrunner.results import Result
@@ -28,7 +29,7 @@ class Answer(Protocol):
     def cancel(self) -> None: ...
 
 
-class Several(ABC):
+class Several(Closing):
     """A runner of several requests at a time."""
 
     @property

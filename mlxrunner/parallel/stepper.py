@@ -8,9 +8,7 @@ iterating a handle drives the steps of all requests.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
@@ -18,40 +16,23 @@ import mlx.core as mx
 import numpy as np
 
 from mlxrunner.config.arguments import check_flag, check_kind, listed
-from mlxrunner.engine.answer import AnswerStream
 from mlxrunner.engine.observation import Observer, tell, usage_of
 from mlxrunner.engine.owner import Owned, Owner
-from mlxrunner.engine.requests import Request, prepare
 from mlxrunner.errors import CacheFullError, NoFreeSlotError
+from mlxrunner.loading import cache_options
 from mlxrunner.memory.plan import Plan
 from mlxrunner.models.facts import ModelFacts
 from mlxrunner.models.load import LoadedModel, load_model
 from mlxrunner.models.resolve import name_of
-from mlxrunner.options import (
-    GenerateOptions,
-    RunnerKwargs,
-    RunnerSettings,
-    SubmitKwargs,
-)
+from mlxrunner.options import SubmitKwargs
 from mlxrunner.parallel.driven import DrivenHandle
-from mlxrunner.parallel.opening import (
-    DEFAULT_PREFILL_STEP,
-    Opening,
-    SizesKwargs,
-    SlotsKwargs,
-    check_sizes,
-    must_hold_all,
-    parking_of,
-    settings_of,
-)
+from mlxrunner.parallel.opening import Opening, parking_of
+from mlxrunner.parallel.reception import Reception
 from mlxrunner.parallel.rows.proof import engine_for
-from mlxrunner.parallel.scheduling.claims import NEVER
-from mlxrunner.parallel.scheduling.pace import StepPace
 from mlxrunner.parallel.scheduling.request import ActiveRequest
 from mlxrunner.parallel.scheduling.scheduler import Scheduler
 from mlxrunner.parallel.scheduling.slots import Slot
-from mlxrunner.parallel.scheduling.turns import Priority
-from mlxrunner.parallel.scheduling.turns import check as check_turn
+from mlxrunner.parallel.settings import EngineKwargs, EngineSettings, OpenKwargs, OpenSettings
 from mlxrunner.parallel.several import Answer, Several
 from mlxrunner.results import FinishReason, Result, Usage
 from mlxrunner.tokenizer import Tokenizer
@@ -59,9 +40,6 @@ from mlxrunner.tokenizer.prompt import Prompt
 
 if TYPE_CHECKING:
     from mlxrunner.stored.parking import Parking
-
-CHECKPOINT_BUDGET = 2**30
-"""Bytes for the checkpoints of all slots if no plan gives another number."""
 
 
 class Stepper(Several):
@@ -79,42 +57,27 @@ class Stepper(Several):
         facts: ModelFacts,
         *,
         max_sequences: int,
-        context: int | None = None,
-        cells: int | None = None,
-        memory: int | None = None,
         parking: Parking | None = None,
-        step_ms: float | None = 0,
         name: str = "",
-        **settings: Unpack[RunnerKwargs],
+        **settings: Unpack[EngineKwargs],
     ) -> None:
         """Make a runner from loaded parts; `Stepper.load` is the usual way.
 
-        `context` is the most tokens of one prompt and its answer. `cells` is the most tokens stored
-        for all requests together, where a shared token counts once. Its default,
-        `max_sequences * context`, is always enough. `memory`: bytes of cells, states and
-        checkpoints beyond which idle conversations are given up; None: no limit. `parking`: where
-        these go; None: they are lost. `step_ms`: the milliseconds that a step may take while
-        something decodes; 0: any number; None: as many as keep the speed of the answers, see
-        `mlxrunner.parallel.scheduling.pace`. The other settings are those of RunnerSettings;
-        `prefill_step` is the most tokens of one step of all requests. Raise OptionError for numbers
-        that are too small.
+        The settings are those of EngineSettings, but a step may take any time unless `step_ms` is
+        given; None: as long as keeps the speed of the answers, see
+        `mlxrunner.parallel.scheduling.pace`. `context` is the most tokens of one prompt and its
+        answer. `parking`: where conversations go that are given up; None: they are lost. Raise
+        OptionError for numbers that are out of range.
         """
         check_kind("facts", facts, ModelFacts, "use Stepper.load, which finds them")
-        sizes = {"context": context, "cells": cells, "memory": memory, "step_ms": step_ms}
-        check_sizes(max_sequences, sizes | settings)
-        prefill_step = settings.setdefault("prefill_step", DEFAULT_PREFILL_STEP)
-        chosen = RunnerSettings.of(context=context, **settings)
+        given: EngineKwargs = {"step_ms": 0, **settings}
+        chosen = EngineSettings.of(max_sequences=max_sequences, **given).complete(facts.context)
         self.owner = Owner(type(self).__name__)
-        self.context = context or facts.context
-        self.cells = cells or max_sequences * self.context
-        self.step_ms = step_ms
-        self.prefill_step = min(prefill_step, max_sequences * self.context)
-        must_hold_all(self.prefill_step, max_sequences)
+        self.context, self.cells = chosen.context or 0, chosen.cells or 0
+        self.step_ms, self.prefill_step = chosen.step_ms, chosen.step
         self.model, self.tokenizer, self.facts, self.name = model, tokenizer, facts, name
-        budget = chosen.checkpoint_budget
-        budget = CHECKPOINT_BUDGET if budget is None else budget
-        self._parking = parking
-        self._settings = replace(chosen, context=self.context, checkpoint_budget=budget)
+        self._parking, self._settings = parking, chosen
+        self._reception = Reception(tokenizer, facts, self.context, self.cells)
         self.plan: Plan | None = None
         self.suggested_options: dict[str, Any] = {}
         """The sampling that the model suggests: see `Runner.suggested_options`."""
@@ -124,38 +87,24 @@ class Stepper(Several):
         """A function that returns what observers get as the runner."""
         self._adapted = engine_for(
             model,
+            cache_options(chosen, whole=False),
             max_sequences=max_sequences,
             capacity=-(-self.cells // max_sequences),
             max_batch=self.prefill_step,
-            context=self.context,
-            slack=chosen.rewind_slack,
-            kv_bits=chosen.kv_bits,
             depends_on_chunks=bool(facts.depends_on_chunks),
         )
         try:
-            self._scheduler = self._scheduled(max_sequences, memory)
+            self._scheduler = Scheduler(
+                self._adapted,
+                chosen,
+                ended=self._ended,
+                message_ends=np.array(sorted(tokenizer.message_ends), np.int32),
+                parking=parking,
+                is_reusable=not facts.depends_on_chunks,
+            )
         except BaseException:
             self._adapted.close()
             raise
-
-    def _scheduled(self, max_sequences: int, memory: int | None) -> Scheduler:
-        """Return the scheduler of this runner, within `memory` bytes."""
-        is_reusable = not self.facts.depends_on_chunks
-        return Scheduler(
-            self._adapted,
-            max_sequences,
-            capacity=self.context,
-            cells=self.cells,
-            max_batch=self.prefill_step,
-            ended=self._ended,
-            message_ends=np.array(sorted(self.tokenizer.message_ends), np.int32),
-            checkpoint_budget=self._settings.checkpoint_budget or 0,
-            checkpoint_interval=self._settings.checkpoint_interval,
-            memory=memory,
-            parking=self._parking,
-            is_reusable=is_reusable,
-            pace=StepPace(self.prefill_step, self.step_ms if is_reusable else 0),
-        )
 
     @classmethod
     def load(
@@ -164,67 +113,41 @@ class Stepper(Several):
         *,
         max_sequences: int,
         trust_remote_code: bool = False,
-        **settings: Unpack[SlotsKwargs],
+        **settings: Unpack[OpenKwargs],
     ) -> Self:
         """Load "demo", a model directory or a hub id, and make a runner as `of` does.
 
         Raise ModelError, which names the missing or broken file, and the errors of `of`.
         """
         check_flag("trust_remote_code", trust_remote_code)
+        OpenSettings.of(max_sequences=max_sequences, **settings)  # before anything is loaded
         loaded = load_model(name_of(model), trust_remote_code=trust_remote_code)
         return cls.of(loaded, max_sequences=max_sequences, **settings)
 
     @classmethod
-    def of(
-        cls,
-        loaded: LoadedModel,
-        *,
-        max_sequences: int,
-        park_bytes: int = 0,
-        park_folder: str | PathLike[str] | None = None,
-        reserve: bool = True,
-        **sizes: Unpack[SizesKwargs],
-    ) -> Self:
-        """Make a runner for a loaded model. See `Stepper` for the other arguments.
+    def of(cls, loaded: LoadedModel, *, max_sequences: int, **settings: Unpack[OpenKwargs]) -> Self:
+        """Make a runner for a loaded model. The settings are those of OpenSettings.
 
-        With `reserve` the runner allocates all cells now and runs the largest step once. Without
-        `cells` there are as many as fit into `memory` bytes, or with `reserve` into what the plan
-        leaves, and at most `max_sequences * context`. `park_bytes`: the most bytes on disk for
-        conversations that find no place; 0: they are lost. `park_folder`: their folder, where they
-        are found again by the next runner; None: a private one that goes with the runner. Raise
+        `step_ms` is as for `Stepper`. With `reserve` the runner allocates all cells now and runs
+        the largest step once. Without `cells` there are as many as fit into `memory` bytes, or with
+        `reserve` into what the plan leaves, and at most `max_sequences * context`. Raise
         MemoryPlanError with the plan's table, before anything is allocated, if the plan does not
-        fit, and SessionError if the folder can't be used.
+        fit, and SessionError if the folder for parking can't be used.
         """
-        check_flag("reserve", reserve)
-        check_sizes(max_sequences, sizes)
-        chosen = settings_of(sizes)
-        memory = sizes.get("memory")
-        opening = Opening.of(
-            loaded, max_sequences, chosen, sizes.get("prefill_step", DEFAULT_PREFILL_STEP), memory
-        )
-        sizes["cells"] = opening.cells(sizes.get("cells"), memory, reserve=reserve)
-        sizes["checkpoint_budget"] = opening.demand.checkpoint_budget
-        parking = parking_of(loaded, park_bytes, park_folder, chosen)
+        given: OpenKwargs = {"step_ms": 0, **settings}
+        opening = Opening.of(loaded, OpenSettings.of(max_sequences=max_sequences, **given))
+        chosen = opening.settings()
+        parts, parking = (loaded.model, loaded.tokenizer, loaded.facts), parking_of(loaded, chosen)
         try:
-            runner = cls(
-                loaded.model,
-                loaded.tokenizer,
-                loaded.facts,
-                max_sequences=max_sequences,
-                parking=parking,
-                name=loaded.name,
-                **sizes,
-            )
+            runner = cls(*parts, parking=parking, name=loaded.name, **chosen.engine)
         except BaseException:
             if parking is not None:
                 parking.close()
             raise
         runner.suggested_options = dict(loaded.suggested)
         try:
-            if reserve:
-                runner.plan = opening.reserve(
-                    runner._adapted, runner.cells, runner.context, max_sequences
-                )
+            if chosen.reserve:
+                runner.plan = opening.reserve(runner._adapted, runner.cells)
         except BaseException:
             runner.close()
             raise
@@ -264,12 +187,7 @@ class Stepper(Several):
         """The options that decide what is stored."""
         return {
             **vars(self._settings),
-            "cells": self.cells,
-            "max_sequences": len(self.slots),
-            "prefill_step": self.prefill_step,
-            "step_ms": self.step_ms,
-            "memory": self._scheduler.residents.memory,
-            "parks": self._scheduler.residents.parking is not None,
+            "parks": self._parking is not None,
             "ways": sorted(set(self._adapted.ways)),
         }
 
@@ -289,12 +207,6 @@ class Stepper(Several):
         Parts (`mlxrunner.cache.shared.split`) add their sums in another order.
         """
         self._adapted.can_split = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         if self.owner.is_closed:
@@ -385,33 +297,7 @@ class Stepper(Several):
 
         Raise CacheFullError if the request would not find room even alone.
         """
-        began = time.perf_counter()
-        priority: Priority = given.pop("priority", "interactive")
-        deadline: float | None = given.pop("deadline", None)
-        check_turn(priority, deadline)
-        request = prepare(
-            prompt,
-            GenerateOptions.of(**given),
-            tokenizer=self.tokenizer,
-            facts=self.facts,
-            context=self.context,
-            began=began,
-        )
-        self._limit_to_cells(request)
-        most = min(len(request.tokens) + request.limit, self.context)
-        if most > self.cells:
-            raise CacheFullError("this request", most, self.cells, self.cells, NEVER, never=True)
-        answer = AnswerStream(self.tokenizer, request.tokens, request.options, request.limit)
-        active = ActiveRequest.of(request, answer)
-        active.priority, active.deadline, active.asked = priority, deadline, began
-        return active
-
-    def _limit_to_cells(self, request: Request) -> None:
-        """End an answer without a limit where all cells are its own."""
-        room = self.cells - len(request.tokens)
-        if request.options.max_tokens is None and request.shift is None and room > 0:
-            request.limit = min(request.limit, room)
-            request.context = min(request.context, self.cells)
+        return self._reception.prepare(prompt, given)
 
     def _ended(
         self, request: ActiveRequest, reason: FinishReason | None, error: str | None

@@ -17,11 +17,13 @@ from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 from support.architectures import CONFIGS, VOCAB, build, settings_of
 
 from mlxrunner import Runner
+from mlxrunner.cache.layers.factory import CacheOptions
 from mlxrunner.cache.layers.recurrent import RecurrentCache, Stack
 from mlxrunner.cache.shared.sequences import Batch
 from mlxrunner.models.facts import facts_of
 from mlxrunner.models.windows import widen_windows
 from mlxrunner.parallel.rows.adapt import Adapted
+from mlxrunner.parallel.rows.engine import WINDOWS_KEEP
 from mlxrunner.parallel.rows.proof import engine_for
 from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.testing import ByteTokenizer
@@ -42,8 +44,21 @@ def model_of(architecture: str, **config: Any) -> Any:
     return model
 
 
-def engine_of(model: Any, **options: Any) -> Any:
-    return engine_for(model, max_sequences=6, capacity=256, max_batch=200, **options)
+def engine_of(
+    model: Any,
+    slack: int = WINDOWS_KEEP,
+    bits: int | None = None,
+    *,
+    depends_on_chunks: bool = False,
+) -> Any:
+    return engine_for(
+        model,
+        CacheOptions(context=256, rewind_slack=slack, kv_bits=bits),
+        max_sequences=6,
+        capacity=256,
+        max_batch=200,
+        depends_on_chunks=depends_on_chunks,
+    )
 
 
 class Alone:
@@ -313,7 +328,7 @@ def test_a_member_that_leaves_does_not_keep_the_stack() -> None:
 def test_a_quantized_cache_runs_per_sequence(architecture: str) -> None:
     """With `kv_bits` the answers are those of the same caches alone."""
     model = model_of(architecture, head_dim=32)
-    engine = engine_of(model, kv_bits=8)
+    engine = engine_of(model, bits=8)
     assert "per sequence" in engine.ways
     texts = prompts((20, 31, 3))
     found = together(engine, texts, 8)
@@ -323,7 +338,7 @@ def test_a_quantized_cache_runs_per_sequence(architecture: str) -> None:
 
 
 def engine_alone(model: Any) -> Any:
-    engine = engine_of(model, kv_bits=8, depends_on_chunks=True)
+    engine = engine_of(model, bits=8, depends_on_chunks=True)
     assert engine.most_sequences == 1
     return engine
 

@@ -187,8 +187,7 @@ def test_several_answers_to_one_prompt_in_a_form() -> None:
             "My favorite color is",
             6,
             parallel=3,
-            context=200,
-            trust_remote_code=False,
+            loading={"context": 200},
             **options,
         )
     )

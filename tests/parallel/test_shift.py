@@ -230,9 +230,7 @@ def test_several_answers_that_shift(max_tokens: int | None) -> None:
         },
     )
     runner = Runner.load("demo", context=128, reserve=False)
-    results = list(
-        sample("demo", text[:300], 2, parallel=2, context=128, trust_remote_code=False, **options)
-    )
+    results = list(sample("demo", text[:300], 2, parallel=2, loading={"context": 128}, **options))
     for i, result in enumerate(results):
         single = list(runner.generate(text[:300], **(options | {"seed": 3 + i})))
         assert result.tokens == [chunk.token for chunk in single]

@@ -46,6 +46,11 @@ class CacheOptions:
     kv_bits: int | None = None
     """Bits per number, 8 or 4, in layers of full attention; None: stored as computed."""
 
+    @property
+    def kept_as(self) -> dict[str, str]:
+        """The options that decide how a layer stores its tokens, for a fingerprint."""
+        return {"kv_bits": str(self.kv_bits)}
+
 
 def full(inner: KVCache, options: CacheOptions) -> LayerCache:
     """Make the cache of a full-attention layer, quantized if `options.kv_bits` is set."""

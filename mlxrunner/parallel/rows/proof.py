@@ -24,7 +24,6 @@ from mlxrunner.cache.shared.split import WORTH_SPLITTING
 from mlxrunner.models.chunks import DEPENDS
 from mlxrunner.parallel.rows.adapt import Adapted, Manner, Sharing, falls_apart, shares
 from mlxrunner.parallel.rows.alone import OneAtATime
-from mlxrunner.parallel.rows.engine import WINDOWS_KEEP
 
 TOLERANCE = 0.02
 """Largest accepted difference of logits, as a share of the largest one.
@@ -45,24 +44,20 @@ SEQUENCES, TOKENS = 3, 16
 
 def engine_for(
     model: Any,
+    options: CacheOptions,
     *,
     max_sequences: int,
     capacity: int,
     max_batch: int,
-    context: int | None = None,
-    slack: int = WINDOWS_KEEP,
-    kv_bits: int | None = None,
     depends_on_chunks: bool = False,
 ) -> Adapted | OneAtATime:
     """Return the engine that runs as much of `model` as possible for several sequences at once.
 
-    `capacity`: cells for each sequence, on average. `max_batch`: tokens per step. `context`: most
-    tokens of one sequence; None: `capacity`. `slack`: tokens that windows keep beyond themselves.
-    `kv_bits`: bits per number in layers of full attention. `depends_on_chunks`: the fact of that
-    name about the model.
+    `options`: those of the layer caches; their context is the most tokens of one sequence.
+    `capacity`: cells for each sequence, on average. `max_batch`: tokens per step.
+    `depends_on_chunks`: the fact of that name about the model.
     """
-    context = context or capacity
-    options = CacheOptions(context=context, rewind_slack=slack, kv_bits=kv_bits)
+    context = options.context or capacity
     if depends_on_chunks:
         return OneAtATime(model, options, DEPENDS)
     proof, why = Proof(model, options, far=(context - 1, context // 2)), None

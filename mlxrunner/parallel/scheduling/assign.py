@@ -45,7 +45,7 @@ class Assigner:
         `message_ends`: the tokens that end a message. Checkpoints are taken at such places.
         """
         self._engine, self._slots, self._requests = engine, slots, requests
-        self._room, self._residents, self._message_ends = room, residents, message_ends
+        self._room, self.residents, self._message_ends = room, residents, message_ends
         self._submitted = 0
         self.is_reusable = True
         """False if no prompt may reuse what another one has evaluated."""
@@ -107,7 +107,7 @@ class Assigner:
 
     def free(self, slot: Slot) -> None:
         """Forget the tokens and the request of a slot."""
-        self._residents.clear(slot, "an error")
+        self.residents.clear(slot, "an error")
         slot.is_busy, slot.planned = False, slot.planned[:0]
 
     def make_cells_for_shift(self, request: ActiveRequest, begin: int) -> None:
@@ -123,7 +123,7 @@ class Assigner:
                 if needed > group.num_free:
                     raise CacheFullError("a shift", needed, group.num_free, group.num_cells)
 
-        self._residents.make_room(check, request)
+        self.residents.make_room(check, request)
 
     def _choose(
         self,
@@ -132,7 +132,7 @@ class Assigner:
         ahead: Sequence[Slot] | None = None,
     ) -> Choice:
         """Choose a slot and a source, or a conversation on disk that has more of the prompt."""
-        least = self._residents.least
+        least = self.residents.least
         if not self.is_reusable:
             for slot in self._slots:
                 if not slot.is_busy or slot is own:
@@ -140,7 +140,7 @@ class Assigner:
             slots = [slot for slot in self._slots if not slot.is_busy or slot is own]
             return choose(slots, request.todo, own=own, ahead=[])
         choice = choose(self._slots, request.todo, own=own, ahead=ahead, least=least)
-        found = self._residents.find(request.todo, choice.matched)
+        found = self.residents.find(request.todo, choice.matched)
         if found is None:
             return choice
         free = [slot for slot in self._slots if not slot.is_busy]
@@ -151,21 +151,21 @@ class Assigner:
         """Take the prefix that a slot or the disk has, or begin to wait for it."""
         slot = request.slot
         if choice.parked is not None:
-            saved = self._residents.read(*choice.parked)
-            self._residents.give_up(slot, request, "slot")
-            self._residents.restore(slot, saved)
+            saved = self.residents.read(*choice.parked)
+            self.residents.give_up(slot, request, "slot")
+            self.residents.restore(slot, saved)
             self._resume(request, slot, choice.parked[1])
         elif choice.ready:
             if choice.source is slot:
-                self._residents.set_aside(slot, choice.matched)
+                self.residents.set_aside(slot, choice.matched)
             else:
-                self._residents.give_up(slot, request, "slot")
+                self.residents.give_up(slot, request, "slot")
             self._resume(request, choice.source)
         else:
             # Others must not share tokens that will be replaced.
-            self._residents.give_up(slot, request, "slot")
+            self.residents.give_up(slot, request, "slot")
             request.source, request.promised = choice.source, choice.matched
-        self._residents.fit(request)
+        self.residents.fit(request)
 
     def _resume(self, request: ActiveRequest, source: Slot, restored: int = 0) -> None:
         """Give the request's slot what `source` has of its prompt.
@@ -174,7 +174,7 @@ class Assigner:
         """
         slot, prompt = request.slot, request.todo
         copied = None if source is slot else Source(source.cache, source.exact)
-        self._residents.explain(slot.cache, prompt)
+        self.residents.explain(slot.cache, prompt)
         slot.exact = END
         lease = request.lease = slot.cache.begin(prompt, source=copied)
         lease.take()

@@ -11,38 +11,33 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 
 import mlx.core as mx
-import numpy as np
 
 from mlxrunner.cache.prefix import PrefixCache
-from mlxrunner.cache.shared.sequences import END, Batch
+from mlxrunner.cache.shared.sequences import Batch
 from mlxrunner.cache.tokens import TokenArray, as_tokens
 from mlxrunner.engine.sampling import Decoded, Sampled, dispatch
 from mlxrunner.errors import (
     CacheFullError,
     FormError,
-    MlxrunnerError,
-    StepFailedError,
-    TimeLimitError,
 )
 from mlxrunner.parallel.rows.engine import Engine
 from mlxrunner.parallel.scheduling.assign import Assigner
+from mlxrunner.parallel.scheduling.endings import Ended, Endings, step_failed
+from mlxrunner.parallel.scheduling.making_room import RoomMaker
 from mlxrunner.parallel.scheduling.pace import StepPace
 from mlxrunner.parallel.scheduling.request import ActiveRequest
 from mlxrunner.parallel.scheduling.residents import ParkingPlace, Residents
 from mlxrunner.parallel.scheduling.room import Room
 from mlxrunner.parallel.scheduling.row import Composer, Row, Step
 from mlxrunner.parallel.scheduling.slots import Slot
-from mlxrunner.results import Chunk, FinishReason, Usage
-
-Ended = Callable[[ActiveRequest, FinishReason | None, str | None], Usage]
-"""A function of an ended request, its finish reason, and the name of its error."""
+from mlxrunner.parallel.settings import EngineSettings
 
 
 class Scheduler:
@@ -51,46 +46,42 @@ class Scheduler:
     def __init__(
         self,
         engine: Engine,
-        max_sequences: int,
+        settings: EngineSettings,
         *,
-        capacity: int,
-        cells: int,
-        max_batch: int,
         ended: Ended,
         message_ends: TokenArray | None = None,
-        checkpoint_budget: int = 0,
-        checkpoint_interval: int = 1024,
-        memory: int | None = None,
         parking: ParkingPlace | None = None,
         is_reusable: bool = True,
-        pace: StepPace | None = None,
     ) -> None:
-        """Make a scheduler of at most `max_sequences` requests of up to `capacity` tokens each.
+        """Make a scheduler. The settings are those in use: see `EngineSettings.complete`.
 
-        `cells`: the most cells per layer that all requests take together. `max_batch`: the most
-        tokens of a step. `ended`: called for each request at its end. `message_ends`: the tokens
-        that end a message. `checkpoint_budget`: bytes of checkpoints of all slots together.
-        `memory` and `parking`: see `Residents`. `is_reusable`: False if no prompt may reuse what
-        another one has evaluated. `pace`: how much prefill a step carries; None: as much as
-        `max_batch` allows.
+        `ended`: called for each request at its end. `message_ends`: the tokens that end a message.
+        `parking`: see `Residents`. `is_reusable`: False if no prompt may reuse what another one has
+        evaluated.
         """
-        budget = checkpoint_budget // max_sequences
+        budget = (settings.checkpoint_budget or 0) // settings.max_sequences
         self.slots = [
-            Slot(number, PrefixCache(partial(engine.caches, number), budget, checkpoint_interval))
-            for number in range(max_sequences)
+            Slot(
+                number,
+                PrefixCache(partial(engine.caches, number), budget, settings.checkpoint_interval),
+            )
+            for number in range(settings.max_sequences)
         ]
         self.requests: list[ActiveRequest] = []
         """The running requests, in order of arrival. A request waits only for earlier ones."""
-        self._engine, self._ended = engine, ended
-        self._capacity = capacity
-        self._room = Room(engine, self.slots, self.requests, capacity=capacity, cells=cells)
+        self._engine = engine
+        capacity, cells = settings.context or 0, settings.cells or 0
+        room = Room(engine, self.slots, self.requests, capacity=capacity, cells=cells)
         ends = as_tokens([]) if message_ends is None else message_ends
-        self.residents = Residents(engine, self.slots, memory=memory, parking=parking)
-        self._assigner = Assigner(
-            engine, self.slots, self.requests, self._room, self.residents, ends
-        )
+        self.residents = Residents(engine, self.slots, memory=settings.memory, parking=parking)
+        self._assigner = Assigner(engine, self.slots, self.requests, room, self.residents, ends)
         self._assigner.is_reusable = is_reusable
-        self._composer = Composer(engine, self.requests, max_batch, pace or StepPace(max_batch, 0))
+        self._endings = Endings(self.requests, self.residents, lambda: self.moment, ended)
+        self._maker = RoomMaker(
+            engine, self.requests, room, self._assigner, self._endings, capacity
+        )
+        pace = StepPace(settings.step, settings.step_ms if is_reusable else 0)
+        self._composer = Composer(engine, self.requests, settings.step, pace)
         self._pending: Step | None = None
         self._formless: list[tuple[ActiveRequest, FormError]] = []
         """Requests whose form allows no further token, with the error that ends them."""
@@ -134,7 +125,7 @@ class Scheduler:
         with self._whole():
             if not request.finished:
                 request.ending = "cancelled"
-                self._retire(request)
+                self._endings.retire(request)
 
     def step(self) -> None:
         """Dispatch the next forward pass, then read the tokens of the last one."""
@@ -143,7 +134,7 @@ class Scheduler:
             self._assigner.place_waiting()
             if self._suspects:
                 self._run_suspects(self._suspects.popleft())
-                self._end_overdue()
+                self._endings.end_overdue()
                 return
             before, self._pending = self._pending, None
             row: Row = []
@@ -155,10 +146,10 @@ class Scheduler:
                 running = len(self.requests)
                 self._read(before)
                 if len(self.requests) == running:
-                    self._make_way(error)
+                    self._maker.make_way(error)
             except Exception as error:
                 self._recover(before, row, error)
-            self._end_overdue()
+            self._endings.end_overdue()
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
@@ -191,7 +182,7 @@ class Scheduler:
             else:
                 request.ending = "forgotten"
                 name = type(error).__name__ if isinstance(error, Exception) else None
-                self._fail(request, step_failed(error), name)
+                self._endings.fail(request, step_failed(error), name)
         busy = {request.slot.number for request in self.requests}
         for slot in self.slots:
             if slot.is_busy and slot.number not in busy:
@@ -202,18 +193,9 @@ class Scheduler:
 
     def _next_row(self) -> Row:
         """Make room in full contexts, and return the row of the next step."""
-        self._make_room_for(self.requests)
-        self._grow()
+        self._maker.make_room_for(self.requests)
+        self._maker.grow()
         return self._composer.row(self.requests)
-
-    def _make_room_for(self, requests: Sequence[ActiveRequest]) -> None:
-        """Make room in the full contexts of `requests`; one without cells for that ends."""
-        for request in [one for one in requests if one.is_decoding or (one.is_placed and one.left)]:
-            try:
-                self._make_room(request)
-            except CacheFullError as error:
-                request.ending = "no room"
-                self._fail(request, error)
 
     def _forward(self, row: Row) -> Step:
         """Dispatch the forward pass of a row, and the sampling from it."""
@@ -270,7 +252,7 @@ class Scheduler:
                 self._formless.append((request, error))  # its last token is not delivered yet
                 continue
             except Exception as error:
-                self._fail_alone(request, error)
+                self._endings.fail_alone(request, error)
                 continue
             request.sampled += 1
             request.last = token.token.astype(mx.int32)
@@ -288,12 +270,12 @@ class Scheduler:
                     if not request.finished:
                         self._deliver(request, sampled)
                 except Exception as error:
-                    self._fail_alone(request, error)
+                    self._endings.fail_alone(request, error)
         while self._formless:
             request, formless = self._formless.pop()
             if not request.finished:
                 request.ending = "no token"
-                self._fail(request, formless)
+                self._endings.fail(request, formless)
 
     def _deliver(self, request: ActiveRequest, sampled: Sampled) -> None:
         decoded: Decoded = sampled.decoded(sampled.read())
@@ -306,9 +288,9 @@ class Scheduler:
         error = request.error_at(chunk)
         if error is not None:
             request.chunks.append(replace(chunk, finish_reason=None))
-            self._fail(request, error)
+            self._endings.fail(request, error)
         else:
-            self._retire(request, chunk.finish_reason, last=chunk)
+            self._endings.retire(request, chunk.finish_reason, last=chunk)
 
     def _recover(self, before: Step | None, row: Row, error: Exception) -> None:
         """Read the step `before` the failed one, and let all requests go back.
@@ -334,7 +316,7 @@ class Scheduler:
             request.restart()
         running = [request for request, _ in row if not request.finished]
         if len(running) == 1:
-            self._fail_alone(running[0], error)
+            self._endings.fail_alone(running[0], error)
         elif running:
             half = len(running) // 2
             self._suspects.extendleft([running[half:], running[:half]])
@@ -343,149 +325,17 @@ class Scheduler:
         """Run a step of some requests alone, to its end."""
         row: Row = []
         try:
-            self._make_room_for([request for request in group if request in self.requests])
+            self._maker.make_room_for([request for request in group if request in self.requests])
             row = self._composer.row([request for request in group if request in self.requests])
             step = self._forward(row) if row else None
             self._read(step)
         except CacheFullError as error:
-            self._make_way(error)
+            self._maker.make_way(error)
         except Exception as error:
             self._recover(None, row, error)
-
-    def _grow(self) -> None:
-        """Let claims grow. Raise CacheFullError if a request has no cell for its next token."""
-        for request in self.requests:
-            if request.is_decoding:
-                self._room.grow(request)
-
-    def _make_way(self, error: CacheFullError) -> None:
-        """Let requests step back until all others have cells, before these can begin again."""
-        lacking: CacheFullError | None = error
-        while lacking is not None:
-            self._lack_room(lacking)
-            lacking = None
-            try:
-                self._grow()
-            except CacheFullError as again:
-                lacking = again
-
-    def _lack_room(self, error: CacheFullError) -> None:
-        """Let the youngest request of lowest priority wait for cells.
-
-        End it if no other one holds any.
-        """
-        request, is_only = self._room.steps_back()
-        if is_only:
-            request.ending = "no room"
-            self._fail(request, error)
-            return
-        if request.is_placed:
-            request.give_way()
-            if request.slot.exact == END:
-                self.residents.give_up(request.slot, None, "memory")
-            else:
-                self.residents.clear(request.slot, "a lack of room")
-        request.source = None
-        request.slot.planned = request.slot.planned[:0]  # nobody shall wait for it
-        self._room.wait(request)
-
-    def _end_overdue(self) -> None:
-        """End the requests whose deadline has come."""
-        now = time.perf_counter()
-        for request in list(self.requests):
-            if request.due is not None and request.due <= now:
-                request.ending = "cancelled"
-                self._fail(request, TimeLimitError(request.deadline or 0))
-
-    def _fail_alone(self, request: ActiveRequest, error: Exception) -> None:
-        """End one request with a StepFailedError about `error`."""
-        request.ending = "failed"
-        why = StepFailedError(f"this request made a step fail: {_named(error)}")
-        why.__cause__ = error
-        self._fail(request, why, type(error).__name__)
-
-    def _fail(self, request: ActiveRequest, error: MlxrunnerError, name: str | None = "") -> None:
-        """End a request with `error`. `name`: the recorded name of the error.
-
-        None stands for an interrupt, and "" for the name of the error's class.
-        """
-        request.error = error
-        self._retire(request, error=type(error).__name__ if name == "" else name)
-
-    def _retire(
-        self,
-        request: ActiveRequest,
-        reason: FinishReason | None = None,
-        error: str | None = None,
-        last: Chunk | None = None,
-    ) -> None:
-        """End a request and free its slot, whose tokens stay for others to share.
-
-        A sampled token that was not read yet is dropped.
-        """
-        slot = request.slot
-        if request.is_placed:
-            slot.tokens.truncate(slot.exact)
-            request.lease.close()
-        request.ended = self.moment
-        usage = self._ended(request, reason, error)
-        if last is not None:
-            request.chunks.append(replace(last, usage=usage))
-        request.finished = True
-        self.requests.remove(request)
-        slot.is_busy, slot.last_used, slot.asked = (
-            False,
-            self.ticks,
-            min(len(request.tokens), len(slot.tokens)),
-        )
-        slot.planned, slot.exact = slot.planned[:0], END
-        slot.cache.entry.is_shifted = False  # only exact tokens are left
-        self.residents.use(slot)
-        self.residents.fit()
-
-    def _make_room(self, request: ActiveRequest) -> None:
-        """Drop the oldest half behind the kept tokens if the next token would not fit.
-
-        The remaining tokens are evaluated again if keys can't be moved, or if a window lacks tokens
-        that the next one sees.
-        """
-        shift, slot, lease = request.shift, request.slot, request.lease
-        if shift is None or request.place < self._capacity:
-            return
-        keep, discard = shift.keep, shift.discard(request.place)
-        tokens = slot.tokens.array
-        kept = np.concatenate([tokens[:keep], tokens[keep + discard :]])
-        slot.planned, request.shifted = slot.planned[:0], request.shifted + discard
-        closes = all(cache.can_shift(keep, discard) for cache in lease.caches)
-        if closes:
-            self._assigner.make_cells_for_shift(request, keep + discard)
-        if lease.shift(keep, discard, self._engine.rotate):
-            slot.exact = min(slot.exact, keep)
-            if request.left:
-                request.todo = np.append(kept, request.todo[request.place :])
-            request.place = request.moved = lease.recorded
-            return
-        request.is_stuck = request.is_stuck or closes
-        slot.exact, request.moved = END, 0
-        left = lease.restart(kept)
-        coming = request.todo[request.place :] if request.left else np.array(request.last)
-        request.place = lease.recorded
-        request.todo = np.append(kept, coming)
-        request.reevaluated += len(left)
 
 
 def _stops(request: ActiveRequest, count: int) -> bool:
     """Return True if a piece of `count` tokens ends where the request wants a checkpoint."""
     is_prefill, lease = request.left > count, request.lease
     return is_prefill and lease.needs_checkpoints and lease.next_stop == request.place + count
-
-
-def step_failed(error: BaseException) -> StepFailedError:
-    return StepFailedError(
-        f"a step that carried this request, and others, was ended by {_named(error)}: "
-        "submit it again"
-    )
-
-
-def _named(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

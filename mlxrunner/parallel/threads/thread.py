@@ -28,8 +28,8 @@ from mlxrunner.errors import (
     ObserverError,
     TimeLimitError,
 )
+from mlxrunner.parallel.scheduling.endings import step_failed
 from mlxrunner.parallel.scheduling.request import ActiveRequest
-from mlxrunner.parallel.scheduling.scheduler import step_failed
 from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.parallel.threads.feed import Feed, Lock, Wake
 from mlxrunner.parallel.threads.waiting import WaitingLine

@@ -25,6 +25,7 @@ from mlxrunner.errors import CacheFullError, FormError, MlxrunnerError, NoFreeSl
 from mlxrunner.options import GenerateOptions
 from mlxrunner.parallel.scheduling.request import ActiveRequest
 from mlxrunner.parallel.scheduling.scheduler import Scheduler
+from mlxrunner.parallel.settings import EngineSettings
 from mlxrunner.profiling.record.tokenlog import LoggedRequest
 from mlxrunner.profiling.replay.engine import ReplayedEngine, ReplayedParking
 from mlxrunner.results import Chunk, FinishReason, Usage
@@ -217,18 +218,22 @@ class _ReplayedRunner:
         most = max(_step(process), slots)
         engine = ReplayedEngine(process, is_movable=is_movable)
         engine.cache.init(mx.float32, slots, share, most)
-        self.scheduler = Scheduler(
-            engine,
-            slots,
-            capacity=self._capacity,
+        settings = EngineSettings(
+            max_sequences=slots,
+            context=self._capacity,
             cells=cells,
-            max_batch=most,
-            ended=_usage,
-            message_ends=as_tokens(process["message_ends"]),
+            prefill_step=most,
             # Older logs have the budget of a runner of one request at a time.
             checkpoint_budget=process["checkpoint_budget"] if "memory" in process else 0,
             checkpoint_interval=process["checkpoint_interval"],
             memory=process.get("memory"),
+            step_ms=0,
+        )
+        self.scheduler = Scheduler(
+            engine,
+            settings,
+            ended=_usage,
+            message_ends=as_tokens(process["message_ends"]),
             parking=cast("Parking", ReplayedParking()) if process.get("parks") else None,
             is_reusable=not process.get("never_reused"),
         )

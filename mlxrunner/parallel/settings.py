@@ -1,0 +1,139 @@
+"""The settings of a runner of many requests, each described once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from os import PathLike
+from pathlib import Path
+from typing import Any, Self
+
+from mlxrunner.config.arguments import check_path
+from mlxrunner.config.option import Option, names, option
+from mlxrunner.errors import OptionError
+from mlxrunner.options import MOST_TOKENS, RunnerKwargs, RunnerSettings
+
+CHECKPOINT_BUDGET = 2**30
+"""Bytes for the checkpoints of all slots if neither a setting nor a plan gives another number."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings(RunnerSettings):
+    """The settings of an engine of many requests that is made from loaded parts.
+
+    Raise OptionError if a value is of the wrong type or out of range.
+    """
+
+    max_sequences: int = field(
+        metadata={"option": Option(int, "Most requests that run at a time.", low=1)}
+    )
+    prefill_step: int = option(
+        1024, int, "Most tokens of one step of all requests.", low=1, high=MOST_TOKENS
+    )
+    cells: int | None = option(
+        None,
+        int,
+        "Most tokens stored for all requests together; a shared one counts once. "
+        "[default: what fits, or is always enough]",
+        low=2,
+        high=MOST_TOKENS,
+    )
+    memory: int | None = option(
+        None,
+        int,
+        "Bytes for the tokens of all conversations. Beyond them idle ones are given up. "
+        "[default: what fits]",
+        low=1,
+        metavar="BYTES",
+    )
+    step_ms: float | None = option(
+        None,
+        float,
+        "Milliseconds that a step may take while an answer is written; 0 = any number. "
+        "[default: chosen as it runs]",
+        low=0,
+        metavar="MS",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.prefill_step >= self.max_sequences:
+            return
+        default = type(self).__dataclass_fields__["prefill_step"].default
+        if self.prefill_step == default:
+            raise OptionError(
+                f"max_sequences: {self.max_sequences} is out of range, a step of {default} tokens "
+                "has to hold one of each"
+            )
+        Option(low=self.max_sequences, high=MOST_TOKENS).check("prefill_step", self.prefill_step)
+
+    @property
+    def engine(self) -> dict[str, Any]:
+        """The settings of the engine alone, by name."""
+        return {name: getattr(self, name) for name in names(EngineSettings)}
+
+    def complete(self, context: int) -> Self:
+        """Return the settings in use for a model of `context` tokens."""
+        chosen = replace(self, context=self.context or context)
+        budget = self.checkpoint_budget
+        return replace(
+            chosen,
+            cells=self.cells or chosen.most_cells,
+            prefill_step=chosen.step,
+            checkpoint_budget=CHECKPOINT_BUDGET if budget is None else budget,
+        )
+
+    @property
+    def most_cells(self) -> int:
+        """Cells that are always enough. The settings need to have a context."""
+        return self.max_sequences * (self.context or MOST_TOKENS)
+
+    @property
+    def step(self) -> int:
+        """The most tokens of a step: no more than all sequences can have."""
+        return min(self.prefill_step, self.most_cells)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenSettings(EngineSettings):
+    """The settings with which an engine is opened on a loaded model."""
+
+    park_bytes: int = option(
+        0,
+        int,
+        "Most bytes on disk for conversations that find no place in memory; 0 = they are lost.",
+        low=0,
+        metavar="BYTES",
+        shows_default=True,
+    )
+    park_folder: str | PathLike[str] | None = option(
+        None,
+        Path,
+        "Folder of these conversations, where the next start finds them again. "
+        "[default: a private one, removed at the end]",
+        metavar="FOLDER",
+    )
+    reserve: bool = option(True, bool, "Take memory as it is needed, not at start.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.park_folder is not None:
+            check_path("park_folder", self.park_folder)
+            if not self.park_bytes:
+                raise OptionError("park_folder: nothing is parked without park_bytes: give both")
+
+
+class EngineKwargs(RunnerKwargs, total=False):
+    """The settings of EngineSettings but `max_sequences`, for type checkers."""
+
+    context: int | None
+    cells: int | None
+    memory: int | None
+    step_ms: float | None
+
+
+class OpenKwargs(EngineKwargs, total=False):
+    """The settings of OpenSettings but `max_sequences`, for type checkers."""
+
+    park_bytes: int
+    park_folder: str | PathLike[str] | None
+    reserve: bool
