@@ -122,6 +122,27 @@ def test_an_answer_and_the_next_turn(folder: Path) -> None:
     in_house(run())
 
 
+def test_the_cause_of_a_miss_is_named(folder: Path) -> None:
+    """The report has its name and its remedy; a hit has none."""
+
+    async def run() -> None:
+        texts = ["Today is 2026-11-02. Be brief.", "Today is 2026-11-03. Be brief."]
+        async with house_of(folder, opening()) as house:
+            reports = []
+            for text in (texts[0], texts[0], texts[1]):
+                system = {"role": "system", "content": text}
+                one = asked()
+                one = replace(one, messages=[system, *one.messages])
+                ended = (await events_of(house, one))[-1]
+                assert isinstance(ended, Ended)
+                reports.append(ended.cache)
+        assert [report.cause for report in reports] == ["first-request", None, "changing-date"]
+        assert "cause=changing-date" in reports[2].header
+        assert "message 0" in str(reports[2].body["remedy"])
+
+    in_house(run())
+
+
 def test_two_requests_load_a_model_once(folder: Path) -> None:
     """They wait for the same loading; the event loop goes on meanwhile."""
 
