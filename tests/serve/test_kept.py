@@ -14,8 +14,9 @@ from mlxrunner.cache.tokens import as_tokens
 from mlxrunner.results import Chunk
 from mlxrunner.serve.asked import Asked
 from mlxrunner.serve.events import CallArguments, CallBegan, Text, Thought
-from mlxrunner.serve.prompts.kept import KeptTurns
+from mlxrunner.serve.prompts.kept import Answer, Encoder, Fill, KeptTurns, common_end
 from mlxrunner.serve.prompts.make import Made, PromptMaker
+from mlxrunner.serve.prompts.reader import Said
 
 FAMILIES = ("qwen3", "qwen3.5", "llama3", "mistral", "gpt-oss", "glm", "deepseek", "gemma3")
 TOOL = {
@@ -148,11 +149,6 @@ class Client:
         return [token for piece in marked for token in encode(piece)]
 
 
-def speeches(made: Made, form: str) -> list[str]:
-    """Return the text and that of the template, without what a model may write otherwise."""
-    return ["".join(text.split()) for text in (made.prompt.text, made.rendered)]
-
-
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("sends_thinking", [False, True])
 def test_answers_come_back_as_their_tokens(
@@ -183,3 +179,202 @@ def test_answers_come_back_as_their_tokens(
         )
         assert after.kept == turn + 1
         made = after
+
+
+def opened(maker: PromptMaker, answer: str, **more: Any) -> tuple[Client, Made, list[int]]:
+    """Return a client after one answer, with the prompt and the tokens of the answer."""
+    client = Client(maker, random.Random(3), **more)
+    made = client.ask({"role": "user", "content": "hello the file"})
+    return client, made, client.answer(made, answer)
+
+
+CALL = '<tool_call>\n{"name":"look", "arguments":{"at":7, "for":"the file"}}\n</tool_call>'
+THOUGHT = "<think>\nhello the file\n</think>\n\n"
+
+
+def changed_text(message: dict[str, Any]) -> None:
+    message["content"] += " and more"
+
+
+def changed_beginning(message: dict[str, Any]) -> None:
+    message["content"] = "Now " + message["content"]
+
+
+def changed_argument(message: dict[str, Any]) -> None:
+    message["tool_calls"][0]["function"]["arguments"] = '{"at": 8, "for": "the file"}'
+
+
+def changed_name(message: dict[str, Any]) -> None:
+    message["tool_calls"][0]["function"]["name"] = "looks"
+
+
+def another_call(message: dict[str, Any]) -> None:
+    message["tool_calls"] *= 2
+
+
+def no_call(message: dict[str, Any]) -> None:
+    del message["tool_calls"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [changed_text, changed_beginning, changed_argument, changed_name, another_call, no_call],
+)
+def test_an_answer_that_was_changed_is_the_templates(
+    makers: dict[str, PromptMaker], change: Any
+) -> None:
+    """The model sees what the client sent, not what it wrote itself."""
+    maker = makers["qwen3"]
+    maker.kept = KeptTurns()
+    client, _, _ = opened(maker, f"hello the file\n{CALL}")
+    change(client.messages[1])
+    del client.messages[2:]
+    made = client.ask({"role": "user", "content": "go on"})
+    assert made.kept == 0
+    assert made.prompt.text == made.rendered
+
+
+def test_an_answer_in_another_conversation_is_the_templates(
+    makers: dict[str, PromptMaker],
+) -> None:
+    """Its tokens follow other ones there."""
+    maker = makers["qwen3"]
+    maker.kept = KeptTurns()
+    client, _, _ = opened(maker, f"hello the file\n{CALL}")
+    client.messages[0]["content"] = "bye"
+    assert client.ask().kept == 0
+
+
+def test_thinking_that_is_left_out_costs_only_itself(makers: dict[str, PromptMaker]) -> None:
+    """The rest of the answer is the tokens that were generated."""
+    maker = makers["qwen3"]
+    maker.kept = KeptTurns()
+    client, before, tokens = opened(maker, f"{THOUGHT}hello the file\n{CALL}")
+    after = client.ask({"role": "user", "content": "go on"})
+    assert after.kept == 1
+    assert THOUGHT not in after.prompt.text
+    assert CALL in after.prompt.text
+    assert CALL not in after.rendered
+    start = len(before.prompt.tokens)
+    visible = tokens[-len(maker.tokenizer.encode_more(CALL)) :]
+    end = after.prompt.tokens[start : start + len(tokens)].tolist()
+    assert any(end[n : n + len(visible)] == visible for n in range(len(end)))
+
+
+@pytest.mark.parametrize("sends_thinking", [False, True])
+def test_thinking_that_comes_back_is_kept(
+    makers: dict[str, PromptMaker], sends_thinking: bool
+) -> None:
+    """Within the same task Qwen's template keeps it, if the client sends it."""
+    maker = makers["qwen3"]
+    maker.kept = KeptTurns()
+    client, before, tokens = opened(maker, f"{THOUGHT}{CALL}", sends_thinking=sends_thinking)
+    after = client.ask()
+    both = [*before.prompt.tokens.tolist(), *tokens]
+    assert (after.prompt.tokens[: len(both)].tolist() == both) == sends_thinking
+    assert (THOUGHT in after.prompt.text) == sends_thinking
+
+
+def test_the_newest_of_several_answers_that_fits_is_taken(
+    makers: dict[str, PromptMaker],
+) -> None:
+    """A client may go on with any of them."""
+    maker = makers["qwen3"]
+    maker.kept = KeptTurns()
+    client, made, first = opened(maker, "hello the file: one")
+    (sent,) = client.messages[1:]
+    del client.messages[1:]
+    client.answer(made, "hello the file: two")
+    client.answer(made, "hello the file: two")
+    client.messages[1:] = [sent]
+    after = client.ask({"role": "user", "content": "go on"})
+    begin = len(made.prompt.tokens)
+    assert after.prompt.tokens[begin : begin + len(first)].tolist() == first
+    assert len(maker.kept) == 2
+
+
+def said(text: str) -> Said:
+    """Return what a text without thinking says."""
+    return Said("", text, (), 0)
+
+
+def answer_of(text: str) -> Answer:
+    """Return an answer of a token for each letter."""
+    return Answer(text, as_tokens(list(map(ord, text))), list(range(1, len(text) + 1)), "")
+
+
+def test_kept_answers_are_bounded() -> None:
+    """Those used last stay."""
+    kept = KeptTurns(most=30)
+    links = [bytes([number]) for number in range(5)]
+    for number in range(3):
+        kept.keep(links[number], f"prompt {number} ", answer_of("ten tokens"), said("ten tokens"))
+    assert (len(kept), kept.tokens) == (3, 30)
+    text = "prompt 0 ten tokens."
+    found = kept.fills(text, [links[0], b""], lambda number: None, lambda *_: said(""))
+    assert [(fill.begin, fill.end, fill.text) for fill in found] == [(9, 19, "ten tokens")]
+    kept.keep(links[3], "prompt 3 ", answer_of("ten tokens"), said("ten tokens"))
+    assert (len(kept), kept.tokens) == (3, 30)
+    for number, count in ((0, 1), (1, 0), (2, 1), (3, 1)):
+        text = f"prompt {number} ten tokens."
+        found = kept.fills(text, [links[number], b""], lambda number: None, lambda *_: said(""))
+        assert len(found) == count
+
+
+def test_an_answer_without_text_or_with_half_a_character_is_not_kept() -> None:
+    """There is nothing to find."""
+    kept = KeptTurns()
+    kept.keep(b"", "a", answer_of(""), said(""))
+    kept.keep(b"", "a", answer_of("b\ufffd"), said("b"))
+    assert len(kept) == 0
+
+
+def test_an_answer_that_a_stop_string_ended_is_kept_up_to_it(
+    makers: dict[str, PromptMaker],
+) -> None:
+    """If a token ends there."""
+    tokenizer = makers["qwen3"].tokenizer
+    tokens = tokenizer.encode_more("hello the\nend of")
+    chunks = [Chunk("hello the", token) for token in tokens[:1]]
+    chunks += [Chunk("", token) for token in tokens[1:]]
+    answer = Answer.of(chunks, tokenizer, tokenizer.encode_more("a"))
+    assert answer.text == "hello the"
+    assert tokenizer.decode(answer.tokens.tolist()) == "hello the"
+    half = Answer.of([Chunk("hel", tokens[0])], tokenizer, [])
+    assert (half.text, len(half.tokens)) == ("", 0)
+
+
+def test_texts_are_encoded_once(makers: dict[str, PromptMaker]) -> None:
+    """Their tokens are remembered, up to a number of characters."""
+
+    class Counting:
+        count = 0
+
+        def encode(self, text: str) -> list[int]:
+            self.count += 1
+            return [0, *map(ord, text)]
+
+        def encode_more(self, text: str) -> list[int]:
+            return self.encode(text)[1:]
+
+    tokenizer: Any = Counting()
+    encoder = Encoder(tokenizer, most=20)
+    fill = Fill(3, 5, "xyz", as_tokens([7]))
+    for _ in range(2):
+        tokens, text = encoder.encode("abcdefg", [fill])
+        assert tokens.tolist() == [0, *map(ord, "abc"), 7, *map(ord, "fg")]
+        assert text == "abcxyzfg"
+    assert tokenizer.count == 2
+    encoder.encode("h" * 18, [])
+    encoder.encode("abcdefg", [fill])
+    assert tokenizer.count > 3
+
+
+def test_the_common_end_of_two_texts() -> None:
+    """Either may be the whole of it."""
+    assert [common_end(*pair) for pair in (("abc", "xbc"), ("", "a"), ("a", "ba"), ("a", "b"))] == [
+        2,
+        0,
+        1,
+        0,
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from support.strict_templates import TEMPLATES, load_strict
 
 from mlxrunner.serve.asked import Asked
 from mlxrunner.serve.events import RefusedError
+from mlxrunner.serve.prompts.causes import REMEDIES
 from mlxrunner.serve.prompts.make import PromptMaker
 from mlxrunner.serve.prompts.rules import RULES
 from mlxrunner.templates.segments import common
@@ -208,3 +210,25 @@ def test_the_rules_have_names_reasons_and_clients() -> None:
         assert rule.does.endswith(".")
         assert rule.reason.endswith(".")
         assert rule.clients
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "serve-prefixes.md").read_text()
+
+
+def test_the_docs_list_every_rule() -> None:
+    """In the order in which they act, to the letter, and no other."""
+    rows = [
+        f"| `{rule.name}` | {rule.does} | {rule.reason} | {rule.clients} | "
+        f"{'on' if rule.is_on else 'off'} |"
+        for rule in RULES
+    ]
+    assert "\n".join(rows) + "\n\n" in PAGE
+
+
+def test_the_docs_list_every_cause() -> None:
+    """With its remedy."""
+    rows = [
+        f"| `{name}` | {remedy.format(message='the message')} |"
+        for name, remedy in REMEDIES.items()
+    ]
+    assert "\n".join(rows) + "\n\n" in PAGE

@@ -159,3 +159,39 @@ def test_transformers_tokenizer_is_behind_mlx_lms() -> None:
 
     inner = Inner()
     assert internals.transformers_tokenizer(TokenizerWrapper(inner)) is inner
+
+
+@pytest.mark.parametrize(
+    ("template", "tokens", "name"),
+    [
+        ("<tool_call> {{ tool_call.name }}", [], "json_tools"),
+        ("<tool_call>\n<function={{ name }}>", [], "qwen3_coder"),
+        ("{{ bos_token }}[TOOL_CALLS]", [], "mistral"),
+        ("{{ messages }}", ["<|tool_call_start|>", "<|tool_call_end|>"], "pythonic"),
+        ("{{ messages }}", [], None),
+    ],
+)
+def test_the_parser_of_tool_calls_is_found(
+    template: str, tokens: list[str], name: str | None
+) -> None:
+    """By the template, or by tokens of the vocabulary."""
+    assert internals.tool_parser_name(template, tokens) == name
+
+
+def test_parsers_of_tool_calls_have_tags() -> None:
+    """Text between them is read to a name and arguments; other text is an error of any kind."""
+    for name in ("json_tools", "qwen3_coder", "mistral", "glm47", "pythonic", "kimi_k2"):
+        found = internals.tool_parser(name)
+        assert found is not None
+        parse, start, end = found
+        assert start
+        assert (end == "") == (name == "mistral")
+        if name != "glm47":
+            with pytest.raises(ValueError, match=r"\w"):
+                parse("nonsense", None)
+    found = internals.tool_parser("json_tools")
+    assert found is not None
+    call = found[0](' {"name": "look", "arguments": {"at": 1}} ', None)
+    assert call == {"name": "look", "arguments": {"at": 1}}
+    assert internals.tool_parser("none_such") is None
+    assert internals.tool_parser("../os") is None

@@ -8,7 +8,8 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 from mlxrunner.errors import ClosedError, EngineError
 from mlxrunner.models.load import LoadProgress, tell_nobody
@@ -31,6 +32,7 @@ from mlxrunner.serve.events import (
     RefusedError,
     Waiting,
 )
+from mlxrunner.serve.prompts.causes import Cause, Causes, Seen
 from mlxrunner.serve.prompts.make import Made
 from mlxrunner.serve.prompts.split import AnswerSplitter
 from mlxrunner.tokenizer.prompt import Caller
@@ -58,6 +60,7 @@ class House:
         """Requests that were told to come later."""
         self.is_stopping = False
         """True once the server takes no more requests."""
+        self._causes = Causes()
         self._durations: deque[float] = deque(maxlen=REMEMBERED)
 
     def load_first(self, progress: LoadProgress = tell_nobody) -> Opened:
@@ -162,10 +165,11 @@ class House:
             async for _ in beats.until(place.loading):
                 yield Waiting(f"{self.names.show(place.name)} is being loaded")
         opened = await _loaded(place)
-        making = asyncio.ensure_future(asyncio.to_thread(_begin, opened, asked))
+        making = asyncio.ensure_future(asyncio.to_thread(_begin, opened, asked, self._causes))
         async for _ in beats.until(making):
             yield Waiting("the prompt is being prepared")
-        made, handle = await making
+        begun = await making
+        made, handle = begun.made, begun.handle
         reader, chunks = Reader(handle), list[Chunk]()
         splitter = opened.maker.splitter(made, asked)
         try:
@@ -185,12 +189,25 @@ class House:
             for event in splitter.finish(is_whole=chunks[-1].finish_reason == "stop"):
                 yield event
             await asyncio.to_thread(opened.maker.keep, made, chunks)
-            yield _end(opened, made, chunks, splitter)
+            begun.seen.has_thought = splitter.thinking_tokens > 0
+            yield _end(opened, begun, chunks, splitter)
         finally:
             reader.close()
 
 
-def _begin(opened: Opened, asked: Asked) -> tuple[Made, Handle]:
+@dataclass(frozen=True)
+class Begun:
+    """A request that was submitted."""
+
+    made: Made
+    handle: Handle
+    seen: Seen
+    """The request as the detection of causes remembers it."""
+    cause: Callable[[Usage], Cause | None]
+    """The function that finds the cause of what was not reused."""
+
+
+def _begin(opened: Opened, asked: Asked, causes: Causes) -> Begun:
     """Make the prompt and submit it, in a worker thread. Raise RefusedError, or the runner's."""
     made = opened.maker.make(asked)
     options = {**opened.defaults, **made.options}
@@ -199,9 +216,24 @@ def _begin(opened: Opened, asked: Asked) -> tuple[Made, Handle]:
         raise too_long(tokens, opened.room)
     if tokens + (options.get("max_tokens") or 0) > opened.room:
         options["max_tokens"] = None  # clients ask for more than there can be
-    caller = Caller(asked.id, asked.client.name, asked.client.session, tuple(made.rules))
-    prompt = replace(made.prompt, caller=caller)
-    return made, opened.runner.submit(prompt, **options)
+    seen = causes.begin(asked, made, opened.name)
+    cause = _once(partial(causes.end, seen))
+    client = asked.client
+    caller = Caller(asked.id, client.name, client.session, tuple(made.rules), cause)
+    handle = opened.runner.submit(replace(made.prompt, caller=caller), **options)
+    return Begun(made, handle, seen, cause)
+
+
+def _once(find: Callable[[Usage], Cause | None]) -> Callable[[Usage], Cause | None]:
+    """Return `find` as a function that looks once: the event and the response say the same."""
+    found: list[Cause | None] = []
+
+    def cause(usage: Usage) -> Cause | None:
+        if not found:
+            found.append(find(usage))
+        return found[0]
+
+    return cause
 
 
 async def _loaded(place: Place) -> Opened:
@@ -221,12 +253,12 @@ def _progress(handle: Handle, tokens: int) -> Event:
     return Reading(reached, tokens) if reached else Waiting("all slots are taken")
 
 
-def _end(opened: Opened, made: Made, chunks: Sequence[Chunk], splitter: AnswerSplitter) -> Ended:
+def _end(opened: Opened, begun: Begun, chunks: Sequence[Chunk], splitter: AnswerSplitter) -> Ended:
     """Return the last event of an answer whose last chunk has come."""
     usage, reason = chunks[-1].usage, chunks[-1].finish_reason
     if usage is None:
         raise RefusedError(500, "the answer ended without its usage", code="internal")
-    stop = _stop_sequence(opened, made, chunks) if reason == "stop" else None
+    stop = _stop_sequence(opened, begun.made, chunks) if reason == "stop" else None
     ended: EndReason = "length" if reason == "length" else "stop"
     if splitter.calls:
         ended = "tool_calls"
@@ -235,7 +267,7 @@ def _end(opened: Opened, made: Made, chunks: Sequence[Chunk], splitter: AnswerSp
     return Ended(
         ended,
         usage,
-        cache_report(usage, made.rules),
+        cache_report(usage, begun.made.rules, begun.cause(usage)),
         stop_sequence=stop if ended == "stop_sequence" else None,
         thinking_tokens=splitter.thinking_tokens,
         note=splitter.note,
@@ -254,12 +286,14 @@ def _stop_sequence(opened: Opened, made: Made, chunks: Sequence[Chunk]) -> str |
     return min(found)[1] if found else None
 
 
-def cache_report(usage: Usage, rules: Sequence[str]) -> CacheReport:
-    """Return what a request reused, without causes on the client's side."""
+def cache_report(usage: Usage, rules: Sequence[str], cause: Cause | None) -> CacheReport:
+    """Return what a request reused, and why not more."""
     return CacheReport(
         usage.outcome,
         usage.reason,
         usage.cached_tokens,
         usage.cache.lost_tokens,
-        rules=tuple(rules),
+        None if cause is None else cause.name,
+        None if cause is None else cause.remedy,
+        tuple(rules),
     )

@@ -33,6 +33,8 @@ class Forced:
     """The JSON schema of the answer."""
     opening: str
     """The text at the end of the prompt that begins the call."""
+    closed: str
+    """The part of `opening` that ends the thinking; empty if the prompt has opened none."""
     before: str
     """The text that a reader of `form` is given before the answer."""
     after: str
@@ -59,13 +61,14 @@ def forced(choice: ToolChoice, tools: Tools, form: CallFormat, text: str) -> For
             f"<|channel|>commentary to=functions.{_name(named[0])} <|constrain|>json<|message|>"
         )
         schema = _checked([named[0]], lambda tools: _arguments(tools[0]))
-        return Forced(schema, header, header, "", form, True)
+        return Forced(schema, header, "", header, "", form, True)
     is_own = form.opening is not None
     own = form if is_own else HERMES
     schema = _checked(named, lambda tools: _calls(tools, own.arguments))
     opening = own.opening or ""
     after = "\n" + own.end if own.end else ""
-    return Forced(schema, closed + (opening if is_own else ""), opening, after, own, is_own)
+    whole = closed + (opening if is_own else "")
+    return Forced(schema, whole, closed, opening, after, own, is_own)
 
 
 def _closed_thinking(text: str) -> str:

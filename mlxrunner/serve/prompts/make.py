@@ -40,7 +40,7 @@ class Made:
     rules: tuple[str, ...] = ()
     """The names of the rules that changed the prompt."""
     opens: str = ""
-    """The end of the template's text, which may have opened the thinking."""
+    """The end of the prompt before a forced call, which may have opened the thinking."""
     forced: Forced | None = None
     """The call that the answer is held to."""
     rendered: str = ""
@@ -142,7 +142,7 @@ class PromptMaker:
             TokenizedPrompt(tokens, "messages", messages, whole, variables, seconds),
             _options(asked) | self._limits(asked, call),
             rules,
-            text[-TAIL:],
+            (text + (call.closed if call is not None else ""))[-TAIL:],
             call,
             rendered,
             links[-1],
