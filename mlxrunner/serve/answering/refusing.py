@@ -81,8 +81,7 @@ def too_long(tokens: int, room: int) -> RefusedError:
     return RefusedError(
         400,
         f"the prompt is too long: it has {tokens} tokens, and the context has room for {room} with "
-        "the answer: "
-        "shorten it, or start the server with a longer --context or more --memory",
+        "the answer: shorten it, or start the server with a longer --context or more --memory",
         code=TOO_LONG,
     )
 
