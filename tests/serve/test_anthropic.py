@@ -335,6 +335,31 @@ def test_an_error_in_the_middle_ends_the_stream(
     assert "a bug" not in str(raised.value)
 
 
+def test_an_answer_without_an_end_is_an_error(
+    client: anthropic.Anthropic, answers: Scripted
+) -> None:
+    """A stream never just stops."""
+    answers.script = [Text("Hel")]
+    with pytest.raises(anthropic.InternalServerError, match="log says more"):
+        client.messages.create(**ASK)
+    with pytest.raises(anthropic.APIStatusError, match="log says more"):
+        list(client.messages.create(**ASK, stream=True))
+
+
+def test_thinking_that_says_nothing_is_left_out(
+    client: anthropic.Anthropic, answers: Scripted
+) -> None:
+    """Another server's thinking is empty here, or sealed."""
+    blocks: Any = [
+        {"type": "thinking", "thinking": "", "signature": "x"},
+        {"type": "redacted_thinking", "data": "x"},
+        {"type": "text", "text": "a"},
+    ]
+    messages: Any = [*ASK["messages"], {"role": "assistant", "content": blocks}]
+    client.messages.create(model="tiny", max_tokens=5, messages=messages)
+    assert answers.last.messages[1] == {"role": "assistant", "content": "a"}
+
+
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
 
 

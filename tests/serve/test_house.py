@@ -205,7 +205,7 @@ def test_a_queue_that_is_full(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("one", "status", "words"),
     [
-        (asked("x" * 500), 400, r"the prompt has 5\d\d tokens, .* room for 400"),
+        (asked("x" * 500), 400, r"the prompt is too long: it has 5\d\d tokens, .* room for 400"),
         (asked(model="gpt-4"), 404, "there is no model gpt-4: .*first, second, third"),
         (asked(options={"temperature": -1}), 400, "temperature: -1 is out of range"),
         (asked(model="../first"), 404, "there is no model"),
