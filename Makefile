@@ -1,5 +1,6 @@
 # make chat: talk with the demo model.  make lint: ruff and mypy.  make bench: measure this machine.
 # make test: a sample of the tests, in a few minutes.  make test-all: every test, whole.
+# make test-agents: let Claude Code, Codex and opencode do a job (installs them with npm).
 # make docs: build the documentation into site/.
 # Each makes .venv first, with uv where it is installed, else with venv and pip.
 
@@ -17,7 +18,7 @@ HINT := @echo "note: without OpenBLAS everything is much slower; get it with:" \
   "sudo apt-get install libopenblas0-pthread"
 endif
 
-.PHONY: chat test test-all test-agents lint docs bench demo clean
+.PHONY: chat test test-all agents test-agents lint docs bench demo clean
 
 chat: $(STAMP)
 	$(HINT)
@@ -34,14 +35,18 @@ test-all: $(STAMP)
 	$(HINT)
 	$(PYTEST) --everything
 
-# The coding agents themselves, installed into build/agents (1 GB). On Linux they get a network of
-# their own, where nothing but this machine can be reached.
-AGENTS = @anthropic-ai/claude-code @openai/codex opencode-ai
-ALONE = $(shell unshare -rn true 2>/dev/null && echo unshare -rn sh -c \'ip link set lo up \&\& exec \"\$$@\"\' --)
+# The coding agents themselves, of tests/serve/agents/package.json, in build/agents (1 GB).
+agents: build/agents/node_modules
+build/agents/node_modules: tests/serve/agents/package.json
+	mkdir -p build/agents
+	cp $< build/agents
+	npm install --prefix build/agents --no-audit --no-fund
+	touch $@
 
-test-agents: $(STAMP)
-	@command -v npm >/dev/null || { echo "npm is missing: the agents can't be installed"; exit 1; }
-	npm install --prefix build/agents --no-audit --no-fund --foreground-scripts $(AGENTS)
+# On Linux they get a network of their own, where nothing but this machine can be reached.
+ALONE = $(shell command -v ip >/dev/null && unshare -rn true 2>/dev/null && echo unshare -rn sh -c \'ip link set lo up \&\& exec \"\$$@\"\' --)
+
+test-agents: $(STAMP) agents
 	$(ALONE) env $(RUN) $(BIN)/python -m pytest --everything tests/serve/test_agents.py
 
 lint: $(STAMP)

@@ -188,6 +188,14 @@ class ClientRequest:
     rules: Annotated[
         tuple[str, ...], about("Names of the rules of the server that changed the prompt.")
     ] = ()
+    cause: Annotated[
+        str | None,
+        about("Known cause on the client's side for which little was reused; null: none is known."),
+    ] = None
+    remedy: Annotated[str | None, about("What to do about the cause; null without one.")] = None
+    message: Annotated[
+        Count | None, about("Number of the message that the cause is about, from 0; null: none.")
+    ] = None
 
 
 @dataclass

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from mlxrunner.cache.tokens import TokenArray, as_tokens, common_prefix
 from mlxrunner.config.arguments import shown
 from mlxrunner.errors import ContextLengthError, OptionError, PromptError
 from mlxrunner.options import GenerateOptions
+from mlxrunner.results import Usage
 from mlxrunner.templates.messages import PlainMessage, check_messages
 from mlxrunner.tokenizer.base import Tokenizer
 
@@ -34,6 +35,19 @@ class LineOfBatch:
     """The order in which the lines run."""
 
 
+class KnownCause(Protocol):
+    """A cause on the client's side for which a prompt reused little."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def remedy(self) -> str: ...
+
+    @property
+    def message(self) -> int | None: ...
+
+
 @dataclass(frozen=True)
 class Caller:
     """The client of a server, which observers of its request may want to name."""
@@ -46,6 +60,8 @@ class Caller:
     """The client's name of the conversation, or None."""
     rules: tuple[str, ...] = ()
     """The names of the rules that changed the prompt."""
+    cause: Callable[[Usage], KnownCause | None] = lambda usage: None
+    """The function that finds the cause once the usage is known."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -335,6 +335,31 @@ def test_an_error_in_the_middle_ends_the_stream(
     assert "a bug" not in str(raised.value)
 
 
+def test_an_answer_without_an_end_is_an_error(
+    client: anthropic.Anthropic, answers: Scripted
+) -> None:
+    """A stream never just stops."""
+    answers.script = [Text("Hel")]
+    with pytest.raises(anthropic.InternalServerError, match="log says more"):
+        client.messages.create(**ASK)
+    with pytest.raises(anthropic.APIStatusError, match="log says more"):
+        list(client.messages.create(**ASK, stream=True))
+
+
+def test_thinking_that_says_nothing_is_left_out(
+    client: anthropic.Anthropic, answers: Scripted
+) -> None:
+    """Another server's thinking is empty here, or sealed."""
+    blocks: Any = [
+        {"type": "thinking", "thinking": "", "signature": "x"},
+        {"type": "redacted_thinking", "data": "x"},
+        {"type": "text", "text": "a"},
+    ]
+    messages: Any = [*ASK["messages"], {"role": "assistant", "content": blocks}]
+    client.messages.create(model="tiny", max_tokens=5, messages=messages)
+    assert answers.last.messages[1] == {"role": "assistant", "content": "a"}
+
+
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
 
 
@@ -382,8 +407,8 @@ def test_what_is_wrong_is_named(url: str, change: dict[str, Any], said: str) -> 
         (b"{", "the body is not valid JSON"),
         (b"[" * 100_000, "nested too deeply"),
         (b'{"model": NaN}', "not valid JSON"),
-        (b'{"model": "\\ud800"}', "half a character"),
-        (b"\xff", "not UTF-8"),
+        (b'{"model": "\\ud800"}', "not valid JSON"),
+        (b"\xff", "not valid JSON"),
         (b"[]", "the body: "),
     ],
     ids=["empty", "cut", "deep", "nan", "surrogate", "bytes", "list"],
@@ -411,3 +436,12 @@ def test_a_client_that_leaves_ends_the_answer(url: str, answers: Scripted, is_st
     with asking(f"{url}/v1/messages", ASK | {"stream": is_stream}):
         until(lambda: answers.asked, "for the request")
     until(lambda: answers.closed == 1, "for the end of the answer")
+
+
+def test_models(client: anthropic.Anthropic) -> None:
+    """They are listed in their form at the address that OpenAI's clients ask, too."""
+    (model,) = client.models.list()
+    assert (model.id, model.type) == ("tiny", "model")
+    assert client.models.retrieve("tiny").display_name == "tiny"
+    with pytest.raises(anthropic.NotFoundError, match="no model 'other'"):
+        client.models.retrieve("other")

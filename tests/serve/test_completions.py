@@ -85,7 +85,7 @@ def test_echo(client: openai.OpenAI) -> None:
 
 
 def test_logprobs(client: openai.OpenAI, answers: Scripted) -> None:
-    """As completions write them, with the place of each token."""
+    """They are written as completions have them, with the place of each token."""
     tokens = [Token(text, 1, -0.5, ((text, 1, -0.5), ("x", 2, float("-inf")))) for text in "ab"]
     answers.script = [Text("a", (tokens[0],)), Text("b", (tokens[1],)), ended()]
     found = client.completions.create(model="tiny", prompt="Once", logprobs=2)

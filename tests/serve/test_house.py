@@ -14,13 +14,15 @@ from support.models import write_model
 
 from mlxrunner.config.serving import ServeSettings
 from mlxrunner.models.load import LoadProgress, tell_nobody
-from mlxrunner.options import RunnerSettings
+from mlxrunner.profiling.report.explain import find
 from mlxrunner.serve.answering import pace
 from mlxrunner.serve.answering.house import House
 from mlxrunner.serve.answering.names import ModelNames
 from mlxrunner.serve.answering.opened import Opened, Opening
 from mlxrunner.serve.asked import Asked, Client
 from mlxrunner.serve.events import Ended, Event, Reading, RefusedError, Text, Waiting
+from mlxrunner.serve.watch.record import Record
+from mlxrunner.serve.watch.routes import explained
 
 CHATML = (
     "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}\n{% endfor %}"
@@ -61,7 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def opening(settings: ServeSettings = SETTINGS, **needs: int) -> Counting:
-    found = Counting(settings=settings, runner=RunnerSettings(context=400))
+    found = Counting(settings=settings, runner={"context": 400})
     object.__setattr__(found, "loads", [])
     object.__setattr__(found, "needs", needs)
     return found
@@ -203,7 +205,7 @@ def test_a_queue_that_is_full(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("one", "status", "words"),
     [
-        (asked("x" * 500), 400, r"the prompt has 5\d\d tokens, .* room for 400"),
+        (asked("x" * 500), 400, r"the prompt is too long: it has 5\d\d tokens, .* room for 400"),
         (asked(model="gpt-4"), 404, "there is no model gpt-4: .*first, second, third"),
         (asked(options={"temperature": -1}), 400, "temperature: -1 is out of range"),
         (asked(model="../first"), 404, "there is no model"),
@@ -360,7 +362,11 @@ def test_a_house_that_is_closed(folder: Path) -> None:
             running = asyncio.create_task(
                 events_of(house, asked(options={"stop_tokens": [], "max_tokens": 390}))
             )
-            await asyncio.sleep(0.05)
+            place = house.models_held.get(str(folder / "first"))
+            assert place is not None
+            assert place.opened is not None
+            runner = place.opened.runner
+            await reached(lambda: runner.stats().busy)
             await house.close()
             with pytest.raises(RefusedError, match="stopping"):
                 await events_of(house, asked())
@@ -389,3 +395,36 @@ def test_the_client_is_named(folder: Path) -> None:
     in_house(run())
     caller = seen[0].prepared.caller
     assert (caller.request, caller.client, caller.session) == ("msg_1", "claude-cli", "a session")
+
+
+def test_the_cause_of_a_miss(folder: Path, tmp_path: Path) -> None:
+    """The response, the event and its explanation name the same cause, message and remedy."""
+    record = Record(tmp_path / "events.jsonl")
+
+    async def run() -> Ended:
+        house = House(ModelNames(str(folder / "first")), opening(), record.watch)
+        for day in (21, 22):
+            messages = [
+                {"role": "system", "content": f"Today is 2026-11-{day}. " + "Be brief. " * 9},
+                {"role": "user", "content": "Hello"},
+            ]
+            ended = (await events_of(house, asked(messages=messages, id=f"msg_{day}")))[-1]
+            assert isinstance(ended, Ended)
+        await house.close()
+        return ended
+
+    report = asyncio.run(run()).cache
+    record.close()
+    assert (report.cause, report.outcome) == ("changing-date", "partial")
+    event = find([tmp_path / "events.jsonl"], "msg_22")
+    assert event.caller is not None
+    assert (event.caller.cause, event.caller.remedy, event.caller.message) == (
+        report.cause,
+        report.remedy,
+        0,
+    )
+    known = record.event("msg_22")
+    assert known is not None
+    said = " ".join(explained(known).split())
+    assert "cause: changing-date in message 0" in said
+    assert f"What to change: {report.remedy}" in said

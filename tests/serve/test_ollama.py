@@ -173,7 +173,7 @@ def test_logprobs(client: ollama.Client, answers: Scripted) -> None:
 
 
 def test_an_empty_request_loads_or_unloads(client: ollama.Client, answers: Scripted) -> None:
-    """As Ollama's own commands do."""
+    """Commands of Ollama do so."""
     assert client.generate("tiny").done_reason == "load"
     assert client.chat("tiny", keep_alive=-1).done_reason == "load"
     assert client.generate("tiny", keep_alive=0).done_reason == "unload"
@@ -207,7 +207,7 @@ def test_what_is_no_duration(given: Any) -> None:
 
 
 def test_models(client: ollama.Client) -> None:
-    """What is here, what is loaded, what one can do."""
+    """Clients learn which are here, which are loaded, and what one can do."""
     (listed,) = client.list().models
     assert (listed.model, listed.digest, listed.size) == ("tiny", "abc123", 1234)
     assert listed.modified_at is not None

@@ -16,6 +16,8 @@ from mlxrunner.profiling.schema import SCHEMA, VERSION, Event
 
 if TYPE_CHECKING:
     from mlxrunner.engine.observation import Observation
+    from mlxrunner.results import Usage
+    from mlxrunner.tokenizer.prompt import Caller
 
 _LOGGED = """
 command number outcome reason freed_by rewind_limited_by prompt_tokens matched_tokens cached_tokens
@@ -81,8 +83,22 @@ def event_of(observed: Observation, identity: Mapping[str, Any], number: int) ->
         verify=None,
         line=BatchLine(**vars(line)) if line is not None else None,
         restored_tokens=lookup.restored,
-        caller=ClientRequest(**vars(caller)) if caller is not None else None,
+        caller=_client(caller, usage) if caller is not None else None,
         **_beside(observed),
+    )
+
+
+def _client(caller: Caller, usage: Usage) -> ClientRequest:
+    """Return who sent the request, and the cause on that side for what was not reused."""
+    found = caller.cause(usage)
+    more = {} if found is None else {name: getattr(found, name) for name in ("remedy", "message")}
+    return ClientRequest(
+        caller.request,
+        caller.client,
+        caller.session,
+        caller.rules,
+        None if found is None else found.name,
+        **more,
     )
 
 

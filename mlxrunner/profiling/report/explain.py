@@ -109,6 +109,9 @@ def _asker(caller: ClientRequest) -> str:
     said = f"request {caller.request} of {caller.client or 'an unknown client'}"
     if caller.session is not None:
         said += f", session {caller.session}"
+    if caller.cause is not None:
+        where = "" if caller.message is None else f" in message {caller.message}"
+        said += f"; cause: {caller.cause}{where}"
     if caller.rules:
         said += f"; rules that changed the prompt: {', '.join(caller.rules)}"
     return said
@@ -119,6 +122,8 @@ def _remedy(event: Event) -> str:
 
     It depends on the place where prompt and entry part, or else on the reason.
     """
+    if event.caller is not None and event.caller.remedy is not None:
+        return event.caller.remedy.removesuffix(".")
     if not event.lost_tokens and event.reason in PARTING:
         return ""
     return (place_remedy(place_of(event)) if event.reason == "diverged" else "") or remedy(

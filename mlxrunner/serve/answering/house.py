@@ -8,7 +8,8 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 from mlxrunner.errors import ClosedError, EngineError
 from mlxrunner.models.load import LoadProgress, tell_nobody
@@ -60,6 +61,7 @@ class House:
         """Requests that were told to come later."""
         self.is_stopping = False
         """True once the server takes no more requests."""
+        self._causes = Causes()
         self._durations: deque[float] = deque(maxlen=REMEMBERED)
 
     def load_first(self, progress: LoadProgress = tell_nobody) -> Opened:
@@ -167,7 +169,8 @@ class House:
         making = asyncio.ensure_future(asyncio.to_thread(_begin, opened, asked, self._causes))
         async for _ in beats.until(making):
             yield Waiting("the prompt is being prepared")
-        made, handle, seen = await making
+        begun = await making
+        made, handle = begun.made, begun.handle
         reader, chunks = Reader(handle), list[Chunk]()
         splitter = opened.maker.splitter(made, asked)
         try:
@@ -187,15 +190,25 @@ class House:
             for event in splitter.finish(is_whole=chunks[-1].finish_reason == "stop"):
                 yield event
             await asyncio.to_thread(opened.maker.keep, made, chunks)
-            ended = _end(opened, asked, made, chunks, splitter)
-            has_thought = splitter.thinking_tokens > 0
-            cause = self._causes.end(seen, ended.usage, has_thought=has_thought)
-            yield replace(ended, cache=cache_report(ended.usage, made.rules, cause))
+            begun.seen.has_thought = splitter.thinking_tokens > 0
+            yield _end(opened, asked, begun, chunks, splitter)
         finally:
             reader.close()
 
 
-def _begin(opened: Opened, asked: Asked, causes: Causes) -> tuple[Made, Handle, Seen]:
+@dataclass(frozen=True)
+class Begun:
+    """A request that was submitted."""
+
+    made: Made
+    handle: Handle
+    seen: Seen
+    """The request as the detection of causes remembers it."""
+    cause: Callable[[Usage], Cause | None]
+    """The function that finds the cause of what was not reused."""
+
+
+def _begin(opened: Opened, asked: Asked, causes: Causes) -> Begun:
     """Make the prompt and submit it, in a worker thread. Raise RefusedError, or the runner's."""
     made = opened.maker.make(asked)
     options = {**opened.defaults, **made.options}
@@ -204,10 +217,24 @@ def _begin(opened: Opened, asked: Asked, causes: Causes) -> tuple[Made, Handle, 
         raise too_long(tokens, opened.room)
     if tokens + (options.get("max_tokens") or 0) > opened.room:
         options["max_tokens"] = None  # clients ask for more than there can be
-    caller = Caller(asked.id, asked.client.name, asked.client.session, tuple(made.rules))
-    prompt = replace(made.prompt, caller=caller)
-    handle = opened.runner.submit(prompt, **options)
-    return made, handle, causes.begin(asked, made, opened.name)
+    seen = causes.begin(asked, made, opened.name)
+    cause = _once(partial(causes.end, seen))
+    client = asked.client
+    caller = Caller(asked.id, client.name, client.session, tuple(made.rules), cause)
+    handle = opened.runner.submit(replace(made.prompt, caller=caller), **options)
+    return Begun(made, handle, seen, cause)
+
+
+def _once(find: Callable[[Usage], Cause | None]) -> Callable[[Usage], Cause | None]:
+    """Return `find` as a function that looks once: the event and the response say the same."""
+    found: list[Cause | None] = []
+
+    def cause(usage: Usage) -> Cause | None:
+        if not found:
+            found.append(find(usage))
+        return found[0]
+
+    return cause
 
 
 async def _loaded(place: Place) -> Opened:
@@ -228,7 +255,7 @@ def _progress(handle: Handle, tokens: int) -> Event:
 
 
 def _end(
-    opened: Opened, asked: Asked, made: Made, chunks: Sequence[Chunk], splitter: AnswerSplitter
+    opened: Opened, asked: Asked, begun: Begun, chunks: Sequence[Chunk], splitter: AnswerSplitter
 ) -> Ended:
     """Return the last event of an answer whose last chunk has come."""
     usage, reason = chunks[-1].usage, chunks[-1].finish_reason
@@ -243,7 +270,7 @@ def _end(
     return Ended(
         ended,
         usage,
-        cache_report(usage, made.rules),
+        cache_report(usage, begun.made.rules, begun.cause(usage)),
         stop_sequence=stop if ended == "stop_sequence" else None,
         thinking_tokens=splitter.thinking_tokens,
         note=splitter.note,
@@ -262,10 +289,8 @@ def _stop_sequence(opened: Opened, asked: Asked, chunks: Sequence[Chunk]) -> str
     return min(found)[1] if found else None
 
 
-def cache_report(
-    usage: Usage, rules: Sequence[str] = (), cause: Cause | None = None
-) -> CacheReport:
-    """Return what a request reused, and the cause on the client's side for which not more."""
+def cache_report(usage: Usage, rules: Sequence[str], cause: Cause | None) -> CacheReport:
+    """Return what a request reused, and why not more."""
     return CacheReport(
         usage.outcome,
         usage.reason,

@@ -1,6 +1,7 @@
 """Find the model that a client means. A client can name what is on this machine, and nothing else.
 
-A request never downloads a model, and never names a folder that the server's user has not named.
+A request for an answer never downloads a model, and never names a folder that the server's user has
+not named.
 """
 
 from __future__ import annotations

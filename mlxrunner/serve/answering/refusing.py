@@ -73,11 +73,15 @@ def check_counts(asked: Asked) -> None:
 
 
 def too_long(tokens: int, room: int) -> RefusedError:
-    """Return the refusal of a prompt of `tokens` tokens where `room` is the most there is."""
+    """Return the refusal of a prompt of `tokens` tokens where `room` is the most there is.
+
+    Clients such as Claude Code and opencode shorten the conversation when an error has the words
+    "prompt is too long".
+    """
     return RefusedError(
         400,
-        f"the prompt has {tokens} tokens, and the context has room for {room} with the answer: "
-        "shorten it, or start the server with a longer --context or more --memory",
+        f"the prompt is too long: it has {tokens} tokens, and the context has room for {room} with "
+        "the answer: shorten it, or start the server with a longer --context or more --memory",
         code=TOO_LONG,
     )
 

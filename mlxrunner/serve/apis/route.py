@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
+import msgspec
 from fastapi import HTTPException, Request, Response
 from fastapi.routing import APIRoute
 
-from mlxrunner.config.json_options import parsed_json
 from mlxrunner.serve.apis.delivery import ClientLeftError
 from mlxrunner.serve.apis.refusals import refusal_of
 from mlxrunner.serve.asked import Client
@@ -34,19 +33,16 @@ class CheckedRequest(Request):
     """A request whose body is JSON that can be written as JSON again."""
 
     async def json(self) -> Any:
-        """Return the body. Raise HTTPException if it is not JSON, or holds half a character."""
-        body = await self.body()
+        """Return the body. Raise HTTPException if it is not JSON.
+
+        NaN, numbers beyond floats and halves of characters (lone surrogates) are none.
+        """
         try:
-            value = parsed_json(body.decode())
-            if b"\\u" in body:
-                json.dumps(value, ensure_ascii=False).encode()
-        except UnicodeDecodeError as error:
-            raise HTTPException(400, f"the body is not UTF-8, at byte {error.start}") from error
-        except UnicodeEncodeError as error:
-            raise HTTPException(400, "the body has half a character (a lone surrogate)") from error
-        except ValueError as error:
+            return msgspec.json.decode(await self.body())
+        except RecursionError as error:
+            raise HTTPException(400, "the body is nested too deeply") from error
+        except (msgspec.MsgspecError, UnicodeError) as error:
             raise HTTPException(400, f"the body is not valid JSON: {error}") from error
-        return value
 
 
 def route_class(write_error: WriteError, prefix: str, *, any_type: bool = False) -> type[APIRoute]:

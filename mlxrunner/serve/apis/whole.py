@@ -95,11 +95,17 @@ async def wholes(answers: Answers, several: Sequence[Asked]) -> list[Whole]:
 
 
 async def events_of(answers: Answers, asked: Asked) -> AsyncGenerator[Event, None]:
-    """Yield the events of an answer. Closing this closes the answer."""
+    """Yield the events of an answer. Closing this closes the answer.
+
+    Raise RuntimeError if the last event does not end it.
+    """
     events = answers.answer(asked)
+    event: Event | None = None
     try:
         async for event in events:
             yield event
+        if not isinstance(event, Ended):
+            raise RuntimeError(f"the answer has no end, but {event!r:.80}")
     finally:
         close = getattr(events, "aclose", None)
         if close is not None:

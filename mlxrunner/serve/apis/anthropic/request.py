@@ -216,7 +216,7 @@ def _answer(where: str, parts: list[Part]) -> dict[str, Any]:
             case _:
                 texts.append(part_text(f"{where}.{number}", part, ("text",)))
     message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
-    if thoughts:
+    if any(thoughts):
         message["reasoning_content"] = "".join(thoughts)
     if calls:
         message["tool_calls"] = calls

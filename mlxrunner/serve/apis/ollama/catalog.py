@@ -1,4 +1,4 @@
-"""What Ollama's clients are told of models."""
+"""Tell Ollama's clients of models."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class Tool(Body):
 
 
 class Reasoning(Body):
-    """How to think. Summaries are not made."""
+    """The wishes about thinking. Summaries are not made."""
 
     effort: str | None = None
 
@@ -61,7 +61,7 @@ class ResponseRequest(Common):
 
 @dataclass(frozen=True)
 class Conversation:
-    """What a request goes on from, and adds."""
+    """The request in our form, and the conversation that it goes on from."""
 
     asked: Asked
     items: list[Item]
