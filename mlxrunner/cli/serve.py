@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 """The packages of the extra `serve`."""
-RUNNER = ("context", "kv_bits")
+RUNNER = names(RunnerSettings)
 """The settings of each model's runner."""
 
 
@@ -88,7 +88,9 @@ def serve(
     Ctrl-C or kill ends the server: no new requests are taken, running ones have --drain seconds,
     idle conversations are parked (exit code 0). A second Ctrl-C leaves at once (130).
     """
-    runner = RunnerSettings.of(**take(options, RUNNER))
+    usual = vars(RunnerSettings())
+    runner = {k: value for k, value in take(options, RUNNER).items() if value != usual[k]}
+    RunnerSettings.of(**runner)
     settings = ServeSettings(**options)
     if unit_kind is not None:
         _print_unit(unit_kind, settings)
@@ -116,7 +118,7 @@ def serve(
 def _loaded(
     model: str,
     settings: ServeSettings,
-    runner: RunnerSettings,
+    runner: dict[str, Any],
     record: Record,
     trust_remote_code: bool,
 ) -> tuple[House, Opened]:

@@ -17,7 +17,7 @@ from mlxrunner.profiling.schema import Event
 
 EARLIER = Path(__file__).with_name("earlier.jsonl")
 NAMES = [field.name for field in fields(Event)]
-LATER = {"line": None, "submitted": None, "restored_tokens": 0, "evicted": ()}
+LATER = {"line": None, "submitted": None, "restored_tokens": 0, "evicted": (), "caller": None}
 """The fields that events of earlier programs lack, with the values that they have then."""
 
 

@@ -184,7 +184,7 @@ def test_the_events_do_not_depend_on_the_chunks(
 
 @given(name=st.sampled_from([case[0] for case in CASES]), data=st.data())
 def test_any_text_is_split_without_an_error(name: str, data: st.DataObject) -> None:
-    """However it is cut; and text without a tag is the same text."""
+    """The cuts change nothing, and text without a tag is the same text."""
     form = form_of(name)
     words = [form.start, form.end, '{"name": "look"', "}", "[", '"', "x ", "<|", "look", ":", "{}"]
     pieces = data.draw(st.lists(st.sampled_from(words) | st.text(max_size=3)))
@@ -248,7 +248,7 @@ def test_a_malformed_call_is_text(name: str, answer: str, is_whole: bool) -> Non
 
 
 def test_a_good_call_after_a_malformed_one_is_read() -> None:
-    """And the note stays."""
+    """The note stays."""
     good = '<tool_call>{"name": "look", "arguments": {"at": 1}}</tool_call>'
     events, splitter = events_of("json_tools", [f"<tool_call>oh</tool_call>{good}"])
     assert parts_of(events) == [("text", "<tool_call>oh</tool_call>"), ONE]
@@ -264,7 +264,7 @@ def test_a_cut_call_of_gpt_oss_is_text() -> None:
 
 
 def test_without_parallel_calls_only_the_first_is_given() -> None:
-    """What follows it is left out, and the note says so."""
+    """Text and calls behind it are left out, and the note says so."""
     call = '<tool_call>{"name": "look", "arguments": {"at": 1}}</tool_call>'
     events, splitter = events_of("json_tools", ["Hm.", call, "And ", call], parallel=False)
     assert parts_of(events) == [("text", "Hm."), ONE]

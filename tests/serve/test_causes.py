@@ -310,7 +310,7 @@ def test_the_first_request_and_growth_have_causes_of_their_own(maker: PromptMake
 
 
 def test_a_hit_has_no_cause(maker: PromptMaker) -> None:
-    """Nor has a request that reused all it could."""
+    """Neither a first one nor a second one has."""
     order, causes = random.Random(0), Causes()
     for one in (talk(order), talk(order)):
         seen = causes.begin(one.asked(), maker.make(one.asked()))

@@ -14,7 +14,6 @@ from support.models import write_model
 
 from mlxrunner.config.serving import ServeSettings
 from mlxrunner.models.load import LoadProgress, tell_nobody
-from mlxrunner.options import RunnerSettings
 from mlxrunner.profiling.report.explain import find
 from mlxrunner.serve.answering import pace
 from mlxrunner.serve.answering.house import House
@@ -64,7 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def opening(settings: ServeSettings = SETTINGS, **needs: int) -> Counting:
-    found = Counting(settings=settings, runner=RunnerSettings(context=400))
+    found = Counting(settings=settings, runner={"context": 400})
     object.__setattr__(found, "loads", [])
     object.__setattr__(found, "needs", needs)
     return found
@@ -119,6 +118,27 @@ def test_an_answer_and_the_next_turn(folder: Path) -> None:
             assert [type(event) for event in again[:-1]] == [Text] * (len(again) - 1)
             count = await house.count(asked())
             assert count == first.usage.prompt_tokens
+
+    in_house(run())
+
+
+def test_the_cause_of_a_miss_is_named(folder: Path) -> None:
+    """The report has its name and its remedy; a hit has none."""
+
+    async def run() -> None:
+        texts = ["Today is 2026-11-02. Be brief.", "Today is 2026-11-03. Be brief."]
+        async with house_of(folder, opening()) as house:
+            reports = []
+            for text in (texts[0], texts[0], texts[1]):
+                system = {"role": "system", "content": text}
+                one = asked()
+                one = replace(one, messages=[system, *one.messages])
+                ended = (await events_of(house, one))[-1]
+                assert isinstance(ended, Ended)
+                reports.append(ended.cache)
+        assert [report.cause for report in reports] == ["first-request", None, "changing-date"]
+        assert "cause=changing-date" in reports[2].header
+        assert "message 0" in str(reports[2].body["remedy"])
 
     in_house(run())
 
@@ -342,7 +362,11 @@ def test_a_house_that_is_closed(folder: Path) -> None:
             running = asyncio.create_task(
                 events_of(house, asked(options={"stop_tokens": [], "max_tokens": 390}))
             )
-            await asyncio.sleep(0.05)
+            place = house.models_held.get(str(folder / "first"))
+            assert place is not None
+            assert place.opened is not None
+            runner = place.opened.runner
+            await reached(lambda: runner.stats().busy)
             await house.close()
             with pytest.raises(RefusedError, match="stopping"):
                 await events_of(house, asked())

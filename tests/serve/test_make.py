@@ -219,7 +219,7 @@ def test_a_raw_prompt_is_what_it_is(makers: dict[str, PromptMaker]) -> None:
 def test_what_is_wrong_with_messages_is_said(
     makers: dict[str, PromptMaker], messages: Sequence[Any], message: str
 ) -> None:
-    """As a refusal of the client's request."""
+    """The client's request is refused."""
     for maker in makers.values():
         with pytest.raises(RefusedError, match=message) as error:
             maker.make(asked(messages=messages))

@@ -110,7 +110,7 @@ def test_prompts_only_grow(makers: Makers, family: str, data: st.DataObject) -> 
 
 
 def test_each_rule_can_be_turned_off(makers: Makers) -> None:
-    """Then the prompt is what the template makes of the messages, or the template's refusal."""
+    """The prompt is what the template makes of the messages, or the template's refusal."""
     qwen, (template, _) = makers["qwen3.5"], TEMPLATES["qwen3.5"]
     off = PromptMaker(qwen.tokenizer, template, off=["system-in-the-middle", "billing-header"])
     with pytest.raises(RefusedError, match="System message must be at the beginning") as error:
@@ -151,7 +151,7 @@ def shuffled(value: Any, order: random.Random) -> Any:
 
 
 def test_the_order_of_a_tools_keys_has_no_effect(makers: Makers, family: str) -> None:
-    """Nor have marks for caches; the order of the tools stays."""
+    """Marks for caches have none, too; the order of the tools stays."""
     texts = set()
     for seed in range(5):
         tool = shuffled(TOOL, random.Random(seed))
@@ -167,7 +167,7 @@ def test_the_order_of_a_tools_keys_has_no_effect(makers: Makers, family: str) ->
 
 
 def test_a_system_message_in_the_middle_has_the_familys_own_header(makers: Makers) -> None:
-    """Or the user's message carries it."""
+    """Elsewhere the user's message carries it."""
     texts = {
         family: maker.make(asked(messages_of("suasu"))).rendered for family, maker in makers.items()
     }

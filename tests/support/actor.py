@@ -95,7 +95,7 @@ class ActorOpening(Opening):
 
     def load(self, name: str, room: int, progress: LoadProgress = tell_nobody) -> Opened:
         model, tokenizer = Actor(type(self).script), ActorTokenizer()
-        context = self.runner.context or 250_000
+        context = self.runner.get("context") or 250_000
         facts = ModelFacts("actor", context, True, {"full": 1}, VOCAB)
         runner = ParallelRunner(
             model, tokenizer, facts, max_sequences=self.settings.slots, context=context, name=name

@@ -55,6 +55,7 @@ class House:
         """Hold no model yet. `on_open` is called with each one that was loaded."""
         self.names, self._opening = names, opening
         self.models_held = LoadedModels(opening, on_open)
+        self._causes = Causes()
         self.began = time.time()
         self.refused = 0
         """Requests that were told to come later."""
@@ -190,7 +191,7 @@ class House:
                 yield event
             await asyncio.to_thread(opened.maker.keep, made, chunks)
             begun.seen.has_thought = splitter.thinking_tokens > 0
-            yield _end(opened, begun, chunks, splitter)
+            yield _end(opened, asked, begun, chunks, splitter)
         finally:
             reader.close()
 
@@ -253,12 +254,14 @@ def _progress(handle: Handle, tokens: int) -> Event:
     return Reading(reached, tokens) if reached else Waiting("all slots are taken")
 
 
-def _end(opened: Opened, begun: Begun, chunks: Sequence[Chunk], splitter: AnswerSplitter) -> Ended:
+def _end(
+    opened: Opened, asked: Asked, begun: Begun, chunks: Sequence[Chunk], splitter: AnswerSplitter
+) -> Ended:
     """Return the last event of an answer whose last chunk has come."""
     usage, reason = chunks[-1].usage, chunks[-1].finish_reason
     if usage is None:
         raise RefusedError(500, "the answer ended without its usage", code="internal")
-    stop = _stop_sequence(opened, begun.made, chunks) if reason == "stop" else None
+    stop = _stop_sequence(opened, asked, chunks) if reason == "stop" else None
     ended: EndReason = "length" if reason == "length" else "stop"
     if splitter.calls:
         ended = "tool_calls"
@@ -274,9 +277,9 @@ def _end(opened: Opened, begun: Begun, chunks: Sequence[Chunk], splitter: Answer
     )
 
 
-def _stop_sequence(opened: Opened, made: Made, chunks: Sequence[Chunk]) -> str | None:
+def _stop_sequence(opened: Opened, asked: Asked, chunks: Sequence[Chunk]) -> str | None:
     """Return the stop string of the request that ended its answer; None if none did."""
-    given = made.options.get("stop") or ()
+    given = asked.options.get("stop") or ()
     tokens = [chunk.token for chunk in chunks if chunk.token is not None]
     if not given or tokens[-1] in opened.loaded.tokenizer.stop_tokens:
         return None

@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mlxrunner.cache.layers.factory import CacheOptions
 from mlxrunner.config.file import read_config_file
 from mlxrunner.config.layering import MODEL, layer, settled, values
 from mlxrunner.config.option import names
 from mlxrunner.config.serving import ServeSettings
 from mlxrunner.errors import MemoryPlanError
+from mlxrunner.loading import cache_options
 from mlxrunner.memory.plan import SMALLEST_CONTEXT, Demand
 from mlxrunner.memory.reserve import demand_of, weights_of
-from mlxrunner.models.facts import without_weights
+from mlxrunner.models.facts import ModelFacts, Shapes, without_weights
 from mlxrunner.models.fingerprint import fingerprint
 from mlxrunner.models.load import LoadedModel, LoadProgress, load_model, tell_nobody
 from mlxrunner.options import GenerateOptions, RunnerSettings
@@ -37,8 +37,8 @@ class Opening:
     """The way in which the server loads its models."""
 
     settings: ServeSettings
-    runner: RunnerSettings = field(default_factory=RunnerSettings)
-    """The settings of each runner that the user gave: `context` and `kv_bits`."""
+    runner: Mapping[str, Any] = field(default_factory=dict)
+    """The settings of RunnerSettings that the user gave."""
     trust_remote_code: bool = False
 
     def budget(self) -> int:
@@ -52,8 +52,8 @@ class Opening:
         Raise ModelError if it is missing or broken.
         """
         shapes = without_weights(name)
-        demand = self._demand(shapes.model, shapes.config, shapes.weight_bytes)
-        context = min(self.runner.context or shapes.facts.context, USUAL)
+        demand = self._demand(shapes, shapes.weight_bytes)
+        context = min(self._context(shapes.facts), USUAL)
         return demand.total(context, self.budget())
 
     def load(self, name: str, room: int, progress: LoadProgress = tell_nobody) -> Opened:
@@ -64,8 +64,8 @@ class Opening:
         """
         loaded = load_model(name, trust_remote_code=self.trust_remote_code, progress=progress)
         weights = weights_of(loaded.model)
-        demand = self._demand(loaded.model, loaded.config, weights)
-        fixed = weights + demand.batch.nbytes(self.runner.context or loaded.facts.context)
+        demand = self._demand(loaded, weights)
+        fixed = weights + demand.batch.nbytes(self._context(loaded.facts))
         if room - fixed < demand.caches(min(SMALLEST_CONTEXT, loaded.facts.context)):
             raise MemoryPlanError(
                 f"{name} takes {size(fixed)} without any conversation, and {size(max(0, room))} "
@@ -75,17 +75,21 @@ class Opening:
             loaded,
             max_sequences=self.settings.slots,
             memory=room - fixed,
-            context=self.runner.context,
-            kv_bits=self.runner.kv_bits,
             park_bytes=self.settings.park_bytes if self.settings.parks else 0,
             park_folder=parking_folder() if self.settings.parks else None,
+            **self.runner,
         )
         return Opened.of(loaded, runner, self.settings.no_rule)
 
-    def _demand(self, model: Any, config: Mapping[str, Any], weights: int) -> Demand:
-        options = CacheOptions(kv_bits=self.runner.kv_bits)
-        step = EngineSettings(max_sequences=self.settings.slots).prefill_step
-        return demand_of(model, dict(config), options, step, weights=weights)
+    def _context(self, facts: ModelFacts) -> int:
+        """Return the most tokens of a prompt and its answer, if they all fit."""
+        return RunnerSettings.of(**self.runner).context or facts.context
+
+    def _demand(self, found: LoadedModel | Shapes, weights: int) -> Demand:
+        """Return the memory that a model needs whose weights have so many bytes."""
+        settings = EngineSettings(max_sequences=1, **self.runner)
+        options = cache_options(settings, found.facts.context)
+        return demand_of(found.model, found.config, options, settings.prefill_step, weights=weights)
 
 
 def parking_folder() -> Path:

@@ -65,14 +65,14 @@ class Cause:
 
     name: str
     remedy: str
-    """What to do about it, in one sentence."""
+    """The change that helps, in one sentence."""
     message: int | None = None
     """The number of the message of the request that it is about, from 0."""
 
 
 @dataclass(eq=False)
 class Seen:
-    """What is remembered of a request."""
+    """The parts of a request that are remembered."""
 
     model: str
     client: Client

@@ -27,7 +27,7 @@ CALL_ID = "probe0001"
 
 
 class Probe:
-    """What a template takes, and what it writes."""
+    """The conversations that a template takes, and the parts of them that it writes."""
 
     def __init__(self, render: Callable[..., str], template: str = "") -> None:
         """Ask the template behind `render`, that of a tokenizer. `template` is its source."""

@@ -45,7 +45,7 @@ class Rule:
 
     name: str
     does: str
-    """What it does, in one sentence."""
+    """The effect, in one sentence."""
     reason: str
     clients: str
     """The clients or models that it is for."""
