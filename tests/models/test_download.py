@@ -83,6 +83,31 @@ def test_a_second_pull_fetches_nothing(hub_of_a_model: Any) -> None:
     assert hub_of_a_model.seen
 
 
+def test_a_caller_is_told_how_far_each_file_is(hub_of_a_model: Any) -> None:
+    """The last call for a file says that it is whole."""
+    told: dict[str, list[tuple[int, int]]] = {}
+    pull(
+        "org/name",
+        tell=lambda file, present, whole: told.setdefault(file, []).append((present, whole)),
+    )
+    size = len(weights(hub_of_a_model))
+    assert told["model.safetensors"][-1] == (size, size)
+    assert len(told["model.safetensors"]) > 10
+
+
+def test_a_caller_ends_the_download_by_an_error(hub_of_a_model: Any, hub_cache: Path) -> None:
+    """The part that came stays, and the next run goes on there."""
+
+    def tell(file: str, present: int, whole: int) -> None:
+        if file == "model.safetensors" and present > whole / 2:
+            raise RuntimeError("enough")
+
+    with pytest.raises(ModelError, match="enough"):
+        pull("org/name", tell=tell)
+    assert partial_file(hub_cache).stat().st_size > 0
+    assert (pull("org/name") / "model.safetensors").read_bytes() == weights(hub_of_a_model)
+
+
 def test_a_connection_that_is_cut_goes_on(hub_of_a_model: Any) -> None:
     """In the same run, from the byte where it was cut."""
     cut = 200_000
