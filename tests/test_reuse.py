@@ -10,16 +10,13 @@ import mlx.core as mx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.mixes import CHECKPOINTS, FEW, NO_HELP, SLACK, Mix, mixes_of
 from support.prompts import PROMPT
 from support.sample import examples, fewer
 
 from mlxrunner import BusyError, ContextLengthError, OptionError, PromptError, Runner
 from mlxrunner.testing import EOS, VOCAB, WINDOW, interrupt_at, oracle_runner
 
-NO_HELP = {"rewind_slack": 0, "checkpoint_budget": 0}
-SLACK = {"rewind_slack": 4, "checkpoint_budget": 0}
-CHECKPOINTS = {"rewind_slack": 2, "checkpoint_interval": 7, "checkpoint_budget": 10**6}
-FEW = {"rewind_slack": 2, "checkpoint_interval": 5, "checkpoint_budget": 300}
 MIXES: dict[str, tuple[list[str], dict[str, int]]] = {
     "full": (["full", "full"], NO_HELP),
     "sliding": (["full", "sliding"], NO_HELP),
@@ -36,17 +33,7 @@ MIXES: dict[str, tuple[list[str], dict[str, int]]] = {
 }
 
 
-class Mix:
-    """Layers, and how they may be rewound."""
-
-    def __init__(self, name: str) -> None:
-        self.kinds, self.options = MIXES[name]
-
-    def runner(self, **options: Any) -> Runner:
-        return oracle_runner(self.kinds, **(self.options | options))
-
-
-mixes = pytest.mark.parametrize("mix", [Mix(name) for name in MIXES], ids=MIXES)
+mixes = mixes_of(MIXES)
 
 
 @pytest.fixture(autouse=True)
@@ -348,35 +335,42 @@ def warm_request(runner: Runner) -> None:
     tokens(runner, [*PROMPT[:12], *range(60, 84)], 4)
 
 
-@mixes
-def test_ctrl_c_at_any_line_leaves_a_true_entry(mix: Mix) -> None:
-    """The next request is exact after Ctrl-C at any of 200 lines of a warm one."""
-    follow_up = [*PROMPT[:12], *range(60, 80), 5]
+def assert_interrupts_leave_a_true_entry(
+    mix: Mix, request: Callable[[Runner], None], follow_up: list[int], lines: int
+) -> None:
+    """Press Ctrl-C at `lines` lines of a request behind PROMPT. `follow_up` has to be exact."""
     answer = cold(mix.kinds, follow_up)
     runner = mix.runner()
     tokens(runner, PROMPT)
     with interrupt_at(-1) as seen:
-        warm_request(runner)
-    total, interrupted = seen[0], 0
-    for line in range(1, total + 1, max(1, total // fewer(200, 40))):
+        request(runner)
+    interrupted = 0
+    for line in range(1, seen[0] + 1, max(1, seen[0] // lines)):
         runner = mix.runner()
         tokens(runner, PROMPT)
         with suppress(KeyboardInterrupt), interrupt_at(line):
             try:
-                warm_request(runner)
+                request(runner)
             except KeyboardInterrupt:
                 interrupted += 1
                 raise
         assert is_consistent(runner), f"line {line}"
         assert tokens(runner, follow_up) == answer, f"line {line}"
-    assert interrupted > fewer(150, 30)
+    assert interrupted > lines * 4 // 5
+
+
+@mixes
+def test_ctrl_c_at_any_line_leaves_a_true_entry(mix: Mix) -> None:
+    """The next request is exact after Ctrl-C at any of 200 lines of a warm one."""
+    follow_up = [*PROMPT[:12], *range(60, 80), 5]
+    assert_interrupts_leave_a_true_entry(mix, warm_request, follow_up, fewer(200, 40))
 
 
 @pytest.mark.parametrize(
     "kinds", [["full", "full"], ["recurrent", "full"]], ids=lambda kinds: kinds[0]
 )
 def test_ctrl_c_at_any_line_of_an_answer_in_a_form_leaves_a_true_entry(kinds: list[str]) -> None:
-    """While what may come next is found out and learned."""
+    """Ctrl-C may come while what may come next is found out and learned."""
 
     def held(runner: Runner) -> None:
         tokens(
@@ -387,24 +381,7 @@ def test_ctrl_c_at_any_line_of_an_answer_in_a_form_leaves_a_true_entry(kinds: li
         )
 
     follow_up = [*PROMPT[:12], 60, 61, *b'["ab", "a', 5]
-    answer = cold(kinds, follow_up)
-    runner = oracle_runner(kinds)
-    tokens(runner, PROMPT)
-    with interrupt_at(-1) as seen:
-        held(runner)
-    interrupted = 0
-    for line in range(1, seen[0] + 1, max(1, seen[0] // fewer(250, 50))):
-        runner = oracle_runner(kinds)
-        tokens(runner, PROMPT)
-        with suppress(KeyboardInterrupt), interrupt_at(line):
-            try:
-                held(runner)
-            except KeyboardInterrupt:
-                interrupted += 1
-                raise
-        assert is_consistent(runner), f"line {line}"
-        assert tokens(runner, follow_up) == answer, f"line {line}"
-    assert interrupted > fewer(200, 40)
+    assert_interrupts_leave_a_true_entry(Mix(kinds, {}), held, follow_up, fewer(250, 50))
 
 
 @pytest.mark.parametrize(

@@ -29,9 +29,10 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -287,8 +288,9 @@ def with_tables(text: str) -> str:
         "chat commands": _chat_commands,
         "event fields": _event_fields,
         "errors": _errors,
-        "options": lambda before: _options("GenerateOptions"),
-        "settings": lambda before: _options("RunnerSettings"),
+        "options": lambda before: _request_options(),
+        "settings": lambda before: _settings(),
+        "settings of many": lambda before: _settings_of_many(),
     }
     return TABLE.sub(lambda match: match[1] + makers[match[2]](match[3]) + match[4], text)
 
@@ -320,21 +322,43 @@ def _errors(before: str) -> str:
     return "\n".join(["```text", *tree, "```", ""])
 
 
-def _options(kind: str) -> str:
-    """List the options of a request, or the settings of a runner."""
-    from dataclasses import fields
+def _request_options() -> str:
+    from mlxrunner.options import GenerateOptions
 
-    from mlxrunner import options
+    return _options(fields(GenerateOptions))
+
+
+def _settings() -> str:
+    from mlxrunner.options import RunnerSettings
+
+    return _options(fields(RunnerSettings))
+
+
+def _settings_of_many() -> str:
+    """List the settings of a runner of many requests that differ from those of a runner."""
+    from mlxrunner.config.option import about
+    from mlxrunner.options import RunnerSettings
+    from mlxrunner.parallel.settings import OpenSettings
+
+    known = {one.name: about(one) for one in fields(RunnerSettings)}
+    return _options([one for one in fields(OpenSettings) if about(one) != known.get(one.name)])
+
+
+def _options(given: Iterable[Field[Any]]) -> str:
+    """List options: fields that `mlxrunner.config.option` describes."""
     from mlxrunner.config.option import about
 
     rows = []
-    for one in fields(getattr(options, kind)):
+    for one in given:
         found = about(one)
         bounds = [f"{bound:,}" for bound in (found.low, found.high) if bound is not None]
         allowed = ", ".join(map(str, found.among)) or " to ".join(bounds)
         if len(bounds) == 1:
             allowed += " or more"
-        rows.append(f"| `{one.name}` | `{one.default!r}` | {allowed} | {_escaped(found.help)} |")
+        default = "" if one.default is MISSING else f"`{one.default!r}`"
+        is_on = one.default is True
+        help = f"False: {found.help[0].lower()}{found.help[1:]}" if is_on else found.help
+        rows.append(f"| `{one.name}` | {default} | {allowed} | {_escaped(help)} |")
     return _table("name | default | values | what it does", rows)
 
 

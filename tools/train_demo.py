@@ -21,7 +21,9 @@ import math
 import random
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import sentencepiece as spm
 import torch
@@ -32,6 +34,8 @@ from torch import Tensor, nn
 from demo_corpus import FACTS, Dialogue, dialogue
 
 VOCAB, HIDDEN, LAYERS, HEADS, INTERMEDIATE, CONTEXT, ROPE_BASE = 512, 192, 6, 3, 512, 2048, 10_000.0
+PEAK_RATE = 2e-3
+"""The highest learning rate."""
 SPECIAL = ["<|im_start|>", "<|im_end|>", "\n"]
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
@@ -247,6 +251,105 @@ def save_model(model: Llama, tokenizer: bytes, out: Path) -> None:
     (out / "tokenizer_config.json").write_text(json.dumps(tokenizer_config, indent=2) + "\n")
 
 
+@dataclass
+class Training:
+    """A model in training, with what goes on from a checkpoint."""
+
+    work: Path
+    steps: int
+    seed: int
+    tokenizer: bytes
+    first: int = 0
+    """The step to go on from."""
+
+    def __post_init__(self) -> None:
+        self.encoder = Encoder(spm.SentencePieceProcessor(model_proto=self.tokenizer))
+        self.model = Llama()
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), PEAK_RATE, betas=(0.9, 0.98), weight_decay=0.05, fused=True
+        )
+        self.checkpoint = self.work / "checkpoint.pt"
+        if self.checkpoint.exists():
+            self._go_on()
+
+    def _go_on(self) -> None:
+        saved = torch.load(self.checkpoint, weights_only=True)
+        if saved["steps"] != self.steps:
+            raise SystemExit(
+                f"{self.checkpoint} was made for --steps {saved['steps']}, not {self.steps}: "
+                "remove it to start again"
+            )
+        self.model.load_state_dict(saved["model"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+        self.first = saved["step"]
+
+    def save(self, step: int) -> None:
+        temporary = self.checkpoint.with_suffix(".tmp")
+        torch.save(
+            {
+                "model": self.model.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+                "step": step,
+                "steps": self.steps,
+            },
+            temporary,
+        )
+        temporary.replace(self.checkpoint)
+
+    def step(self, number: int) -> tuple[float, int]:
+        """Train on one batch. Return its loss and its tokens."""
+        rng = random.Random(f"{self.seed}:{number}")
+        tokens, weights, _ = make_batch(self.encoder, rng, *plan(number, self.steps, rng))
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(number, self.steps)
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = self.model(tokens[:, :-1])
+        losses = F.cross_entropy(
+            logits.float().flatten(0, 1), tokens[:, 1:].flatten(), reduction="none"
+        )
+        loss = (losses * weights[:, 1:].flatten()).sum() / weights[:, 1:].sum()
+        self.optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        return loss.item(), tokens.numel()
+
+    def run(self, out: Path) -> None:
+        """Train to the end. Save and report every 500 steps."""
+        tests = self._tests()
+        began, seen = time.monotonic(), 0
+        for number in range(self.first, self.steps):
+            loss, tokens = self.step(number)
+            seen += tokens
+            if (number + 1) % 500 and number + 1 != self.steps:
+                continue
+            figures = ", ".join(
+                f"{name} {exact(self.model, batches):.3f}" for name, batches in tests.items()
+            )
+            elapsed = time.monotonic() - began
+            print(
+                f"step {number + 1}: loss {loss:.3f}, {figures}, {elapsed:.0f} s, "
+                f"{seen / elapsed:.0f} tokens/s",
+                flush=True,
+            )
+            self.save(number + 1)
+            save_model(self.model, self.tokenizer, out)
+
+    def _tests(self) -> dict[str, list[Any]]:
+        encoder, judge = self.encoder, random.Random("judge")
+        return {
+            "short": [make_batch(encoder, judge, 48, 300, 0.0) for _ in range(2)],
+            "long": [make_batch(encoder, judge, 8, 1000, 0.0) for _ in range(3)],
+            "unseen": [make_batch(encoder, judge, 48, 300, 0.0, held_out=True) for _ in range(2)],
+        }
+
+
+def learning_rate(step: int, steps: int) -> float:
+    """Return a rate that rises for 100 steps, and then falls along a cosine to 3 %."""
+    falling = 0.03 + 0.97 * 0.5 * (1 + math.cos(math.pi * step / steps))
+    return PEAK_RATE * min(1, (step + 1) / 100) * falling
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -264,78 +367,13 @@ def main() -> None:
     torch.manual_seed(args.seed)
     torch.set_num_threads(args.threads)
     args.work.mkdir(parents=True, exist_ok=True)
-    tokenizer = train_tokenizer(args.seed)
-    encoder = Encoder(spm.SentencePieceProcessor(model_proto=tokenizer))
-    model = Llama()
-    optimizer = torch.optim.AdamW(
-        model.parameters(), 2e-3, betas=(0.9, 0.98), weight_decay=0.05, fused=True
-    )
-    checkpoint, first = args.work / "checkpoint.pt", 0
-    if checkpoint.exists():
-        saved = torch.load(checkpoint, weights_only=True)
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        first = saved["step"]
-        if saved["steps"] != args.steps:
-            parser.error(
-                f"{checkpoint} was made for --steps {saved['steps']}, not {args.steps}: remove it "
-                "to start again"
-            )
-    judge = random.Random("judge")
-    tests = {
-        "short": [make_batch(encoder, judge, 48, 300, 0.0) for _ in range(2)],
-        "long": [make_batch(encoder, judge, 8, 1000, 0.0) for _ in range(3)],
-        "unseen": [make_batch(encoder, judge, 48, 300, 0.0, held_out=True) for _ in range(2)],
-    }
+    training = Training(args.work, args.steps, args.seed, train_tokenizer(args.seed))
     print(
-        f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(FACTS)} kinds of facts, "
-        f"from step {first}",
+        f"{sum(p.numel() for p in training.model.parameters()):,} parameters, "
+        f"{len(FACTS)} kinds of facts, from step {training.first}",
         flush=True,
     )
-    began, seen = time.monotonic(), 0
-    for step in range(first, args.steps):
-        rng = random.Random(f"{args.seed}:{step}")
-        tokens, weights, _ = make_batch(encoder, rng, *plan(step, args.steps, rng))
-        rate = (
-            2e-3
-            * min(1, (step + 1) / 100)
-            * (0.03 + 0.97 * 0.5 * (1 + math.cos(math.pi * step / args.steps)))
-        )
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        with torch.autocast("cpu", torch.bfloat16):
-            logits = model(tokens[:, :-1])
-        losses = F.cross_entropy(
-            logits.float().flatten(0, 1), tokens[:, 1:].flatten(), reduction="none"
-        )
-        loss = (losses * weights[:, 1:].flatten()).sum() / weights[:, 1:].sum()
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        seen += tokens.numel()
-        if (step + 1) % 500 == 0 or step + 1 == args.steps:
-            figures = ", ".join(
-                f"{name} {exact(model, batches):.3f}" for name, batches in tests.items()
-            )
-            elapsed = time.monotonic() - began
-            print(
-                f"step {step + 1}: loss {loss.item():.3f}, {figures}, {elapsed:.0f} s, "
-                f"{seen / elapsed:.0f} tokens/s",
-                flush=True,
-            )
-            temporary = checkpoint.with_suffix(".tmp")
-            torch.save(
-                {
-                    "model": model.state_dict(),
-                    "optimizer": optimizer.state_dict(),
-                    "step": step + 1,
-                    "steps": args.steps,
-                },
-                temporary,
-            )
-            temporary.replace(checkpoint)
-            save_model(model, tokenizer, args.out)
+    training.run(args.out)
 
 
 if __name__ == "__main__":

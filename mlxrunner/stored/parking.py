@@ -87,6 +87,10 @@ class Parking:
         self._said = ""
         self._read_all()
 
+    def tell(self, on_given_up: GivenUp) -> None:
+        """Call `on_given_up` from now on with each conversation that is given up to make room."""
+        self._shelf.on_given_up = on_given_up
+
     @property
     def folder(self) -> Path:
         return self._place.folder.path

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from support.models import write_model
+from support.typist import Typist
 from support.waiting import until
 
 from mlxrunner import Runner
@@ -30,19 +31,6 @@ from mlxrunner.results import CacheUse, MemoryUse, Timing, Usage
 from mlxrunner.terminal import clipboard
 
 TABLE = commands()
-
-
-class Typist:
-    """Types what it is given; `seen`: what was there to be edited."""
-
-    def __init__(self, texts: list[str]) -> None:
-        self.texts, self.seen = texts, [""]
-
-    def read(self, idle: Any, default: str = "") -> str:
-        self.seen.append(default)
-        if not self.texts:
-            raise EOFError
-        return self.texts.pop(0)
 
 
 @pytest.fixture(scope="module")

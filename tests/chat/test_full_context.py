@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from support.typist import Typist
 
 from mlxrunner.chat.conversation import Conversation
 from mlxrunner.chat.repl import PIECE_S, Chat
@@ -18,18 +19,6 @@ from mlxrunner.engine.pace import Pace
 from mlxrunner.testing import oracle_runner
 
 CHAT = [sys.executable, "-m", "mlxrunner", "chat", "--no-reserve"]
-
-
-class Typist:
-    """Types what it is given."""
-
-    def __init__(self, texts: list[str]) -> None:
-        self.texts = texts
-
-    def read(self, idle: Any, default: str = "") -> str:
-        if not self.texts:
-            raise EOFError
-        return self.texts.pop(0)
 
 
 def chat_of(context: int, *texts: str, most: int = 4096, **options: Any) -> Chat:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from support.models import write_model
 from support.sample import fewer
+from support.typist import Typist
 from support.waiting import until
 
 from mlxrunner import Runner
@@ -43,18 +44,6 @@ TOKENS = r"\d+ of \d+ tokens reused, \d+ to evaluate"
 
 def branch(*users: str, system: str | None = None) -> Branch:
     return Branch(system, History(tuple(Turn(user, f"answer to {user}") for user in users)))
-
-
-class Typist:
-    """Types what it is given."""
-
-    def __init__(self, texts: list[str]) -> None:
-        self.texts = texts
-
-    def read(self, idle: Any, default: str = "") -> str:
-        if not self.texts:
-            raise EOFError
-        return self.texts.pop(0)
 
 
 @pytest.fixture(scope="module")

@@ -356,7 +356,7 @@ def test_the_first_error_is_that_of_the_first_line(monkeypatch: pytest.MonkeyPat
     def fall(deadline: object, *reached: int) -> None:
         raise ValueError("it fell")
 
-    monkeypatch.setattr("mlxrunner.batch.run.Deadline.__call__", fall)
+    monkeypatch.setattr("mlxrunner.batch.execution.Deadline.__call__", fall)
     lines = [openai("q1", "Hello!"), "{not JSON", openai("q2", "Hello!")]
     result = run(write(*lines), "-o", "out.jsonl", "--parallel", 1, "--max-errors", 2)
     assert "2 of 3 lines failed, the first: line 1: ValueError: it fell" in result.stderr

@@ -6,12 +6,11 @@ import random
 from typing import Any
 
 import pytest
+from support.mixes import CHECKPOINTS, NO_HELP
 
 from mlxrunner import BusyError, ContextLengthError, PromptError, Runner
 from mlxrunner.testing import oracle_runner
 
-CHECKPOINTS = {"rewind_slack": 2, "checkpoint_interval": 7, "checkpoint_budget": 10**6}
-NO_HELP = {"rewind_slack": 0, "checkpoint_budget": 0}
 MIXES: dict[str, tuple[list[str], dict[str, int]]] = {
     "full": (["full", "full"], NO_HELP),
     "sliding": (["full", "sliding"], NO_HELP),

@@ -265,66 +265,76 @@ def test_any_mixture_ends_with_every_cell_free(name: str, cells: int | None) -> 
     """Random prefixes, limits, cancels and full contexts give the tokens of lone requests."""
     windows = {} if name == "llama" else {"sliding_window": 16}
     config = tiny_config(name, **({"max_position_embeddings": 4096, "vocab_size": 300} | windows))
-    model, rng = tiny_model(config), random.Random(cells)
-    given = model, ByteTokenizer(), facts_of(model, config)
-    trunk = [rng.randrange(290) for _ in range(90)]
-    prompts = [
-        trunk[: rng.choice([0, 20, 50, 90])]
-        + [rng.randrange(290) for _ in range(rng.randint(1, 25))]
-        for _ in range(20)
-    ]
-    expected: dict[tuple[int, bool], list[int]] = {}
-
-    def answer(which: int, shifts: bool) -> list[int]:
-        if (which, shifts) not in expected:
-            runner = Runner(*given, context=140)
-            options: dict[str, Any] = (
-                {"overflow": "shift", "keep": 4, "max_tokens": 60} if shifts else {"max_tokens": 10}
-            )
-            chunks = runner.generate(prompts[which], stop_tokens=[], **options)
-            expected[which, shifts] = [chunk.token for chunk in chunks if chunk.token is not None]
-        return expected[which, shifts]
-
-    finished = 0
-    with Stepper(*given, max_sequences=5, context=140, prefill_step=32, cells=cells) as runner:
-        running: list[tuple[DrivenHandle, int, bool]] = []
-
-        def end_one() -> int:
-            handle, which, shifts = running.pop(rng.randrange(len(running)))
-            if rng.random() < 0.3:
-                handle.cancel()
-                return 0
-            tokens = handle.result().tokens
-            assert tokens == answer(which, shifts)[: len(tokens)]
-            return 1
-
+    model = tiny_model(config)
+    mixture = Mixture((model, ByteTokenizer(), facts_of(model, config)), random.Random(cells))
+    shifting = 0.15 if name == "llama" else 0
+    with Stepper(
+        *mixture.given, max_sequences=5, context=140, prefill_step=32, cells=cells
+    ) as runner:
         for _ in range(90):
-            which, shifts = rng.randrange(20), name == "llama" and rng.random() < 0.15
-            options: dict[str, Any] = {"overflow": "shift", "keep": 4} if shifts else {}
-            limit = 60 if shifts else rng.randint(1, 10)
-            while True:
-                try:
-                    running.append(
-                        (
-                            runner.submit(
-                                prompts[which], max_tokens=limit, stop_tokens=[], **options
-                            ),
-                            which,
-                            shifts,
-                        )
-                    )
-                    break
-                except (NoFreeSlotError, CacheFullError):
-                    finished += end_one()
-            for _ in range(rng.choice([0, 1, 1, 2])):
+            mixture.submit(runner, shifts=mixture.rng.random() < shifting)
+            for _ in range(mixture.rng.choice([0, 1, 1, 2])):
                 runner.step()
-        while running:
-            finished += end_one()
-        assert finished > 40
+        while mixture.running:
+            mixture.end_one()
+        assert mixture.finished > 40
         assert is_consistent(runner)
         for slot in runner.slots:
             runner._adapted.cache.remove(slot.number, 0)
         assert all(group.num_free == group.num_cells for group in runner._adapted.groups)
+
+
+class Mixture:
+    """Requests with random prefixes and limits, some of which shift or are cancelled."""
+
+    def __init__(self, given: Parts, rng: random.Random) -> None:
+        self.given, self.rng = given, rng
+        trunk = [rng.randrange(290) for _ in range(90)]
+        self.prompts = [
+            trunk[: rng.choice([0, 20, 50, 90])]
+            + [rng.randrange(290) for _ in range(rng.randint(1, 25))]
+            for _ in range(20)
+        ]
+        self.running: list[tuple[DrivenHandle, int, bool]] = []
+        self.finished = 0
+        self._alone: dict[tuple[int, bool], list[int]] = {}
+
+    def submit(self, runner: Stepper, *, shifts: bool) -> None:
+        """Begin a request. End others until it has room."""
+        which = self.rng.randrange(20)
+        options: dict[str, Any] = {"overflow": "shift", "keep": 4} if shifts else {}
+        options["max_tokens"] = 60 if shifts else self.rng.randint(1, 10)
+        while True:
+            try:
+                handle = runner.submit(self.prompts[which], stop_tokens=[], **options)
+            except (NoFreeSlotError, CacheFullError):
+                self.end_one()
+            else:
+                self.running.append((handle, which, shifts))
+                return
+
+    def end_one(self) -> None:
+        """Cancel one request, or read it and check its tokens."""
+        handle, which, shifts = self.running.pop(self.rng.randrange(len(self.running)))
+        if self.rng.random() < 0.3:
+            handle.cancel()
+            return
+        tokens = handle.result().tokens
+        assert tokens == self.alone(which, shifts)[: len(tokens)]
+        self.finished += 1
+
+    def alone(self, which: int, shifts: bool) -> list[int]:
+        """Return the longest answer that a runner alone gives."""
+        if (which, shifts) not in self._alone:
+            options: dict[str, Any] = (
+                {"overflow": "shift", "keep": 4, "max_tokens": 60} if shifts else {"max_tokens": 10}
+            )
+            runner = Runner(*self.given, context=140)
+            chunks = runner.generate(self.prompts[which], stop_tokens=[], **options)
+            self._alone[which, shifts] = [
+                chunk.token for chunk in chunks if chunk.token is not None
+            ]
+        return self._alone[which, shifts]
 
 
 def test_a_prompt_that_was_cancelled_counts_what_was_evaluated_of_it(llama: Parts) -> None:

@@ -68,92 +68,102 @@ def edits(rng: random.Random, content: str) -> Iterator[tuple[str, str]]:
     yield "emptied", ""
 
 
-def cases(family: str, seed: int) -> Iterator[Case]:
-    """A conversation, and every part of it edited, dropped, inserted, emptied."""
-    rng, kind = random.Random(f"{family} {seed}"), KINDS[family]
-    tools = (
-        [{"name": rng.choice(WORDS[:8]), "description": text(rng)} for _ in range(2)]
-        if seed % 3 and kind.has_tools
-        else []
-    )
-    given = {"tools": tools} if tools else {}
-    thinks = seed % 2 == 1
-    call = json.dumps({"name": "weather", "arguments": {"in": text(rng, 3)}})
-    chat = [said("system", text(rng))] if seed % 4 else []
-    chat += [
-        said("user", text(rng)),
-        said("assistant", text(rng)),
-        said("user", text(rng)),
-        said("assistant", call),
-    ]
-    chat += [
-        said("tool", f"result: {text(rng)}"),
-        said("assistant", text(rng)),
-        said("user", text(rng)),
-    ]
-    thought, told = text(rng), text(rng)
-    answer = (
-        kind.thinks.format(thought, told)
-        if thinks
-        else kind.thinks.format("", told)
-        if family == "glm"
-        else told
-    )
-    sent = f"<think>\n{thought}\n</think>\n\n{told}" if thinks and family != "harmony" else told
-    ended = seed % 5 > 1
-    more = [said("assistant", sent), said("user", text(rng))]
+class Cases:
+    """A conversation in the words of a family of templates, and the prompts that may follow it."""
 
-    def case(what: str, after: list[dict[str, str]], **variables: Any) -> Case:
-        return Case(what, chat, answer, ended, after, given, {**given, **variables})
-
-    yield case("goes on", [*chat, *more])
-    for index, message in enumerate(chat):
-        is_call = message["content"].startswith("{")
-        for how, content in edits(rng, message["content"]):
-            what = f"{'call' if is_call else message['role']} {how}"
-            yield case(
-                what, [*chat[:index], {**message, "content": content}, *chat[index + 1 :], *more]
-            )
-        yield case(f"{message['role']} dropped", [*chat[:index], *chat[index + 1 :], *more])
-        yield case(
-            "user inserted",
-            [*chat[: index + 1], said("user", text(rng)), *chat[index + 1 :], *more],
+    def __init__(self, family: str, seed: int) -> None:
+        rng, kind = random.Random(f"{family} {seed}"), KINDS[family]
+        self.family, self.rng, self.has_tools = family, rng, kind.has_tools
+        self.tools = (
+            [{"name": rng.choice(WORDS[:8]), "description": text(rng)} for _ in range(2)]
+            if seed % 3 and kind.has_tools
+            else []
         )
+        self.thinks = seed % 2 == 1
+        call = json.dumps({"name": "weather", "arguments": {"in": text(rng, 3)}})
+        self.chat = [said("system", text(rng))] if seed % 4 else []
+        for role in "user assistant user call tool assistant user".split():
+            self.chat.append(said("assistant", call) if role == "call" else self._turn(role))
+        self.thought, self.told = text(rng), text(rng)
+        self.answer = self.told
+        if self.thinks or family == "glm":
+            thought = self.thought if self.thinks else ""
+            self.answer = kind.thinks.format(thought, self.told)
+        self.sent = self.told
+        if self.thinks and family != "harmony":
+            self.sent = f"<think>\n{self.thought}\n</think>\n\n{self.told}"
+        self.ended = seed % 5 > 1
+        self.next = said("user", text(rng))
+        self.more = [said("assistant", self.sent), self.next]
+
+    def _turn(self, role: str) -> dict[str, str]:
+        return said(role, f"result: {text(self.rng)}" if role == "tool" else text(self.rng))
+
+    def _case(self, what: str, after: list[dict[str, str]], **variables: Any) -> Case:
+        given = {"tools": self.tools} if self.tools else {}
+        return Case(what, self.chat, self.answer, self.ended, after, given, {**given, **variables})
+
+    def __iter__(self) -> Iterator[Case]:
+        yield self._case("goes on", [*self.chat, *self.more])
+        for index in range(len(self.chat)):
+            yield from self._message(index)
+        yield from self._last_answer()
+        yield from self._tools()
+        yield from self._variables()
+
+    def _message(self, index: int) -> Iterator[Case]:
+        """Edit, drop or rename a message, and insert one behind it."""
+        before, message, after = self.chat[:index], self.chat[index], self.chat[index + 1 :]
+        after = [*after, *self.more]
+        who = "call" if message["content"].startswith("{") else message["role"]
+        for how, content in edits(self.rng, message["content"]):
+            changed = {**message, "content": content}
+            yield self._case(f"{who} {how}", [*before, changed, *after])
+        yield self._case(f"{message['role']} dropped", [*before, *after])
+        inserted = said("user", text(self.rng))
+        yield self._case("user inserted", [*before, message, inserted, *after])
         role = {"user": "assistant", "assistant": "user", "tool": "user"}.get(message["role"])
         if role:
-            yield case(
-                "another role",
-                [*chat[:index], {**message, "role": role}, *chat[index + 1 :], *more],
-            )
-    for how, content in edits(rng, told):
-        yield case(
-            f"answer {how}", [*chat, said("assistant", sent.removesuffix(told) + content), more[1]]
-        )
-    for how, content in edits(rng, thought) if thinks else ():
-        yield case(
-            f"thinking {how}", [*chat, said("assistant", sent.replace(thought, content)), more[1]]
-        )
-    yield case("thinking left out", [*chat, said("assistant", told), more[1]])
-    yield case("answer dropped, user goes on", [*chat, more[1]])
-    yield case("a tool result instead", [*chat, said("tool", text(rng))])
-    if tools:
-        other = [{**tools[0], "name": "clock"}, *tools[1:]]
-        for what, now in (
-            ("renamed", other),
-            ("dropped", tools[1:]),
-            ("added", [*tools, *other]),
-            ("all gone", []),
-        ):
-            yield case(f"tools {what}", [*chat, *more], tools=now)
-        wordy = [{**tools[0], "description": tools[0]["description"] + " at once"}, *tools[1:]]
-        yield case("tools described otherwise", [*chat, *more], tools=wordy)
-    elif kind.has_tools:
-        yield case("tools come", [*chat, *more], tools=[{"name": "clock"}])
-    if family == "llama3":
-        yield case("another date", [*chat, *more], date_string="27 Jul 2024")
-    if family in ("qwen3", "glm"):
-        yield case("thinking switched off", chat, enable_thinking=False)
-        yield case("thinking switched off", [*chat, *more], enable_thinking=False)
+            yield self._case("another role", [*before, {**message, "role": role}, *after])
+
+    def _last_answer(self) -> Iterator[Case]:
+        """Edit the answer and its thinking, or leave them out."""
+        chat, told = self.chat, self.told
+        for how, content in edits(self.rng, told):
+            sent = said("assistant", self.sent.removesuffix(told) + content)
+            yield self._case(f"answer {how}", [*chat, sent, self.next])
+        for how, content in edits(self.rng, self.thought) if self.thinks else ():
+            sent = said("assistant", self.sent.replace(self.thought, content))
+            yield self._case(f"thinking {how}", [*chat, sent, self.next])
+        yield self._case("thinking left out", [*chat, said("assistant", told), self.next])
+        yield self._case("answer dropped, user goes on", [*chat, self.next])
+        yield self._case("a tool result instead", [*chat, said("tool", text(self.rng))])
+
+    def _tools(self) -> Iterator[Case]:
+        after, clock = [*self.chat, *self.more], {"name": "clock"}
+        if not self.tools:
+            if self.has_tools:
+                yield self._case("tools come", after, tools=[clock])
+            return
+        first, *rest = self.tools
+        other = [{**first, **clock}, *rest]
+        wordy = [{**first, "description": first["description"] + " at once"}, *rest]
+        for what, now in {
+            "renamed": other,
+            "dropped": rest,
+            "added": [*self.tools, *other],
+            "all gone": [],
+            "described otherwise": wordy,
+        }.items():
+            yield self._case(f"tools {what}", after, tools=now)
+
+    def _variables(self) -> Iterator[Case]:
+        after = [*self.chat, *self.more]
+        if self.family == "llama3":
+            yield self._case("another date", after, date_string="27 Jul 2024")
+        if self.family in ("qwen3", "glm"):
+            yield self._case("thinking switched off", self.chat, enable_thinking=False)
+            yield self._case("thinking switched off", after, enable_thinking=False)
 
 
 def _pieces(family: str, chat: list[dict[str, str]], variables: dict[str, Any]) -> list[Piece]:
@@ -213,7 +223,7 @@ def merging(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
             for seed in range(40)
             for part in [
                 _spelled(_pieces(name, case.after, case.variables))
-                for case in list(cases(name, 1000 + seed))[:1]
+                for case in list(Cases(name, 1000 + seed))[:1]
             ]
         ]
         special = ["<s>", "</s>", *(mark for mark in kind.marks if mark != "</s>")]
@@ -285,7 +295,7 @@ def test_the_place_is_the_one_of_the_first_character_that_differs(
     tokenizer, right, wrong = merging[family], 0, Counter[str]()
     examples: dict[str, str] = {}
     for seed in range(CONVERSATIONS):
-        for case in cases(family, seed):
+        for case in Cases(family, seed):
             try:
                 before = _prepared(tokenizer, case.chat, case.before_variables)
                 after = _prepared(tokenizer, case.after, case.variables)

@@ -137,7 +137,7 @@ def test_what_was_given_up_and_what_came_back_is_said() -> None:
     lost = shown(example_event(reason="evicted", freed_by="request 12", divergence=None))
     told = " ".join(lost.split())
     assert "given up to make room for another request (request 12)" in told
-    assert "What to change: a larger --memory" in told
+    assert "What to change: more memory or more slots" in told
 
 
 def test_a_prompt_that_ends_is_shown_as_that() -> None:

@@ -33,7 +33,7 @@ def events(tmp_path: Path) -> Path:
     return write(tmp_path / "events.jsonl", *afternoon(60))
 
 
-def test_the_report_has_every_figure_of_the_issue(events: Path) -> None:
+def test_the_report_has_every_figure(events: Path) -> None:
     """The report has totals, hit rates, first-token times, losses with remedies, and costs."""
     result = run(events)
     assert (result.exit_code, result.stderr) == (0, "")

@@ -15,6 +15,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from support.mixes import (
+    CHECKPOINTS,
+    each_kind_and_all,
+    next_prompts,
+    with_and_without_checkpoints,
+)
 from support.models import ARCHITECTURES, tiny_config, tiny_model
 from support.prompts import PROMPT
 from support.sample import fewer
@@ -29,10 +35,6 @@ from mlxrunner.sessions.session import Branch, Session
 from mlxrunner.sessions.store import CACHE, TEXT, SessionStore
 from mlxrunner.testing import ByteTokenizer, interrupt_at, oracle_runner
 
-NO_HELP = {"rewind_slack": 0, "checkpoint_budget": 0}
-CHECKPOINTS = {"rewind_slack": 2, "checkpoint_interval": 7, "checkpoint_budget": 10**6}
-ALL = ["full", "sliding", "recurrent", "composite", "chunked", "unknown"]
-MIXES = [[kind] for kind in ALL] + [ALL]
 Make = Callable[..., Saver]
 PARTS = pytest.mark.parametrize(
     ("part", "why"),
@@ -84,20 +86,8 @@ def save(saver: Saver, name: str = "one") -> None:
     saver.wait()
 
 
-def prompts(said: list[int]) -> dict[str, list[int]]:
-    return {
-        "next turn": [*said, 5, 6, 7],
-        "the same again": said,
-        "last token regenerated": said[:-1],
-        "edited late": [*said[:-4], 9, 9, 9],
-        "edited in the middle": [*said[: len(said) // 2], 8, 8],
-        "edited early": [*said[:3], 8, 8],
-        "another conversation": [99, 98, 97],
-    }
-
-
-@pytest.mark.parametrize("options", [NO_HELP, CHECKPOINTS], ids=["alone", "checkpoints"])
-@pytest.mark.parametrize("kinds", MIXES, ids=lambda kinds: "-".join(kinds))
+@with_and_without_checkpoints
+@each_kind_and_all
 def test_every_kind_of_layer_goes_on_as_if_nothing_had_been(
     saver: Make, kinds: list[str], options: dict[str, int]
 ) -> None:
@@ -107,7 +97,7 @@ def test_every_kind_of_layer_goes_on_as_if_nothing_had_been(
     answer(runner, [*PROMPT[:-3], 40, 41], 20)
     said = list(runner.entry.tokens)
     save(saver(runner))
-    for what, prompt in prompts(said).items():
+    for what, prompt in next_prompts(said).items():
         restored = oracle_runner(kinds, **options)
         _, line = saver(restored).load("one")
         assert line.startswith(f"{len(said)} tokens restored")
@@ -164,7 +154,7 @@ def test_every_architecture_goes_on_as_if_nothing_had_been(
     restored = new()
     saver(restored).load("one")
     assert answer(restored, [*said, 5, 6, 7]) == answer(runner, [*said, 5, 6, 7])
-    for what, prompt in prompts(said).items():
+    for what, prompt in next_prompts(said).items():
         restored = new()
         saver(restored).load("one")
         cold = new()
@@ -305,7 +295,7 @@ def test_an_interrupt_while_reading_costs_nothing(
     assert last(restored, [*said, 5]).cached_tokens == len(said)
 
 
-@pytest.mark.parametrize("kinds", MIXES, ids=lambda kinds: "-".join(kinds))
+@each_kind_and_all
 def test_only_what_was_said_is_saved(saver: Make, store: SessionStore, kinds: list[str]) -> None:
     """Neither file has evaluated tokens that were not said, and what goes on is exact."""
     runner = oracle_runner(kinds, **CHECKPOINTS)

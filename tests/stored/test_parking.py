@@ -11,6 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 from support.histories import tiny_parts
+from support.mixes import (
+    CHECKPOINTS,
+    each_kind_and_all,
+    next_prompts,
+    with_and_without_checkpoints,
+)
 from support.models import ARCHITECTURES
 from support.prompts import PROMPT
 from support.sample import fewer
@@ -21,11 +27,6 @@ from mlxrunner.stored.parking import Parking
 from mlxrunner.testing import oracle_runner
 
 from .conftest import Desk, Make, answer, some
-
-NO_HELP = {"rewind_slack": 0, "checkpoint_budget": 0}
-CHECKPOINTS = {"rewind_slack": 2, "checkpoint_interval": 7, "checkpoint_budget": 10**6}
-ALL = ["full", "sliding", "recurrent", "composite", "chunked", "unknown"]
-MIXES = [[kind] for kind in ALL] + [ALL]
 
 
 def array(tokens: list[int]) -> Any:
@@ -49,20 +50,8 @@ def tokens(runner: Runner, prompt: list[int], count: int = 6) -> list[int | None
     return [token for token, _ in answer(runner, prompt, count)[0]]
 
 
-def prompts(said: list[int]) -> dict[str, list[int]]:
-    return {
-        "next turn": [*said, 5, 6, 7],
-        "the same again": said,
-        "last token regenerated": said[:-1],
-        "edited late": [*said[:-4], 9, 9, 9],
-        "edited in the middle": [*said[: len(said) // 2], 8, 8],
-        "edited early": [*said[:3], 8, 8],
-        "another conversation": [99, 98, 97],
-    }
-
-
-@pytest.mark.parametrize("options", [NO_HELP, CHECKPOINTS], ids=["alone", "checkpoints"])
-@pytest.mark.parametrize("kinds", MIXES, ids=lambda kinds: "-".join(kinds))
+@with_and_without_checkpoints
+@each_kind_and_all
 def test_every_kind_of_layer_comes_back(
     make_parking: Make, kinds: list[str], options: dict[str, int]
 ) -> None:
@@ -72,7 +61,7 @@ def test_every_kind_of_layer_comes_back(
     answer(runner, [*PROMPT[:-3], 40, 41], 20)
     said = list(runner.entry.tokens)
     make_parking().park(runner.entry)
-    for what, prompt in prompts(said).items():
+    for what, prompt in next_prompts(said).items():
         restored = oracle_runner(kinds, **options)
         parking = make_parking()
         assert len(parking) == 1

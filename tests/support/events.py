@@ -6,6 +6,7 @@ them. `as_event` makes the `Event` of one.
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -24,93 +25,91 @@ PLACES = [
     ("assistant", "template_header"),
 ]
 BEGIN = datetime(2026, 11, 20, 13, tzinfo=UTC)
-
-
-def example_event(**changes: Any) -> dict[str, Any]:
-    """Return a partial hit that diverged: 30 of 64 prompt tokens reused, 33 lost.
-
-    `changes`: fields with other values.
-    """
-    tokens = [f"{number:08x}" for number in range(1, 16)]
-    event: dict[str, Any] = {
-        "schema": "mlxrunner/events",
-        "version": 1,
-        "id": "00000000002a",
-        "time": _rfc3339(BEGIN),
-        "process": "a1b2c3d4",
-        "number": 3,
-        "command": "chat",
-        "model": "demo",
-        "max_sequences": 1,
-        "fingerprint": "0123456789abcdef",
-        "prompt_kind": "messages",
-        "messages": 3,
-        "finish": "stop",
-        "error": None,
-        "prompt_tokens": 64,
-        "entry_tokens": 68,
-        "matched_tokens": 30,
-        "cached_tokens": 30,
-        "ahead_tokens": 0,
-        "evaluated_tokens": 34,
-        "trimmed_tokens": 38,
-        "completion_tokens": 12,
-        "shifted_tokens": 0,
-        "reevaluated_tokens": 0,
-        "entry_tokens_after": 75,
-        "lost_tokens": 33,
-        "saved_tokens": 30,
-        "saved_s": 0.0101,
-        "outcome": "partial",
-        "reason": "diverged",
-        "freed_by": None,
-        "rewind_limited_by": None,
-        "checkpoint": None,
-        "run": "warm-partial",
-        "divergence": {
-            "index": 30,
+HASHES = [f"{number:08x}" for number in range(1, 16)]
+PARTIAL_HIT: dict[str, Any] = {
+    "schema": "mlxrunner/events",
+    "version": 1,
+    "id": "00000000002a",
+    "time": "2026-11-20T13:00:00.000000Z",
+    "process": "a1b2c3d4",
+    "number": 3,
+    "command": "chat",
+    "model": "demo",
+    "max_sequences": 1,
+    "fingerprint": "0123456789abcdef",
+    "prompt_kind": "messages",
+    "messages": 3,
+    "finish": "stop",
+    "error": None,
+    "prompt_tokens": 64,
+    "entry_tokens": 68,
+    "matched_tokens": 30,
+    "cached_tokens": 30,
+    "ahead_tokens": 0,
+    "evaluated_tokens": 34,
+    "trimmed_tokens": 38,
+    "completion_tokens": 12,
+    "shifted_tokens": 0,
+    "reevaluated_tokens": 0,
+    "entry_tokens_after": 75,
+    "lost_tokens": 33,
+    "saved_tokens": 30,
+    "saved_s": 0.0101,
+    "outcome": "partial",
+    "reason": "diverged",
+    "freed_by": None,
+    "rewind_limited_by": None,
+    "checkpoint": None,
+    "run": "warm-partial",
+    "divergence": {
+        "index": 30,
+        "message": 1,
+        "role": "assistant",
+        "part": "text",
+        "common": {"tokens": HASHES[:8], "text": "assistant\n"},
+        "previous": {
+            "message": 1,
+            "role": "assistant",
+            "part": "thinking",
+            "tokens": HASHES[8:11],
+            "text": "<think>\nThe user",
+        },
+        "current": {
             "message": 1,
             "role": "assistant",
             "part": "text",
-            "common": {"tokens": tokens[:8], "text": "assistant\n"},
-            "previous": {
-                "message": 1,
-                "role": "assistant",
-                "part": "thinking",
-                "tokens": tokens[8:11],
-                "text": "<think>\nThe user",
-            },
-            "current": {
-                "message": 1,
-                "role": "assistant",
-                "part": "text",
-                "tokens": tokens[11:],
-                "text": "Your name is",
-            },
+            "tokens": HASHES[11:],
+            "text": "Your name is",
         },
-        "tokenize_s": 0.0011,
-        "lookup_s": 0.0003,
-        "prefill_s": 0.0104,
-        "ttft_s": 0.0121,
-        "decode_s": 0.0251,
-        "total_s": 0.0375,
-        "profile_s": 4e-05,
-        "prefill_rate": 3269.2,
-        "decode_rate": 438.2,
-        "used_bytes": 387072,
-        "cache_bytes": 18874368,
-        "peak_bytes": 121000000,
-        "request_bytes": 9000000,
-        "spans": [
-            {"name": "tokenize", "start_s": 0.0, "duration_s": 0.0011, "tokens": 64},
-            {"name": "lookup", "start_s": 0.0011, "duration_s": 0.0002, "tokens": 64},
-            {"name": "rewind", "start_s": 0.0013, "duration_s": 0.0001, "tokens": 38},
-            {"name": "prefill", "start_s": 0.0015, "duration_s": 0.0104, "tokens": 34},
-            {"name": "decode", "start_s": 0.0121, "duration_s": 0.0251, "tokens": 11},
-        ],
-        "verify": None,
-    }
-    return event | changes
+    },
+    "tokenize_s": 0.0011,
+    "lookup_s": 0.0003,
+    "prefill_s": 0.0104,
+    "ttft_s": 0.0121,
+    "decode_s": 0.0251,
+    "total_s": 0.0375,
+    "profile_s": 4e-05,
+    "prefill_rate": 3269.2,
+    "decode_rate": 438.2,
+    "used_bytes": 387072,
+    "cache_bytes": 18874368,
+    "peak_bytes": 121000000,
+    "request_bytes": 9000000,
+    "spans": [
+        {"name": "tokenize", "start_s": 0.0, "duration_s": 0.0011, "tokens": 64},
+        {"name": "lookup", "start_s": 0.0011, "duration_s": 0.0002, "tokens": 64},
+        {"name": "rewind", "start_s": 0.0013, "duration_s": 0.0001, "tokens": 38},
+        {"name": "prefill", "start_s": 0.0015, "duration_s": 0.0104, "tokens": 34},
+        {"name": "decode", "start_s": 0.0121, "duration_s": 0.0251, "tokens": 11},
+    ],
+    "verify": None,
+}
+"""A request that diverged: 30 of 64 prompt tokens are reused, 33 are lost."""
+
+
+def example_event(**changes: Any) -> dict[str, Any]:
+    """Return a copy of PARTIAL_HIT with other values in the fields `changes`."""
+    return copy.deepcopy(PARTIAL_HIT) | changes
 
 
 def as_event(line: dict[str, Any]) -> Event:

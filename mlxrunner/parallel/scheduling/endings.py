@@ -72,6 +72,7 @@ class Endings:
         if request.is_placed:
             slot.tokens.truncate(slot.exact)
             request.lease.close()
+        self._residents.fit(request)
         request.ended = moment = self._moment()
         usage = self._tell(request, reason, error)
         if last is not None:

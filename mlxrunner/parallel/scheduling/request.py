@@ -64,6 +64,8 @@ class ActiveRequest(Request):
     """Its number among the requests that the runner began, from 1."""
     evicted: list[Evicted] = field(default_factory=list)
     """The conversations that were given up to make room for it."""
+    failures: list[int] = field(default_factory=list)
+    """The steps, by number, that carried it and failed."""
     is_placed: bool = False
     """True once its slot has the shared prefix, so that the rest can be evaluated."""
     source: Slot | None = None
@@ -270,4 +272,5 @@ class ActiveRequest(Request):
             answer=answer,
             submitted=self.submitted,
             evicted=self.evicted,
+            failures=self.failures,
         )

@@ -39,6 +39,8 @@ RESTORING = 32
 class ParkingPlace(Protocol):
     """A place for conversations that are given up: see `mlxrunner.stored.parking.Parking`."""
 
+    def tell(self, on_given_up: Callable[[Any], None]) -> None: ...
+
     def park(self, entry: CacheEntry) -> Any | None: ...
 
     def find(self, prompt: TokenArray) -> tuple[Any, int] | None: ...
@@ -75,6 +77,8 @@ class Residents:
         self.memory, self.parking = memory, parking
         self._dual: GreedyDual[int] = GreedyDual()
         self._losses: deque[LostTokens] = deque(maxlen=LOSSES * len(slots))
+        if parking is not None:
+            parking.tell(lambda parked: self._lose("park_bytes", parked.tokens))
 
     @property
     def used_bytes(self) -> int:
@@ -247,7 +251,8 @@ class Residents:
         if any(shared):
             index = shared.index(max(shared))
             loss = self._losses[index]
-            del self._losses[index]
+            if goes_on(shared[index], len(loss.tokens)):  # else its own conversation may come
+                del self._losses[index]
             cache.lose(loss.reason, loss.by, loss.tokens)
 
     def _idle(self) -> list[Slot]:
@@ -272,6 +277,10 @@ class Residents:
             default=0,
         )
         return worth(len(slot.tokens), nbytes, shared)
+
+    def _lose(self, by: str, tokens: TokenArray) -> None:
+        """Note that a parked conversation was given up."""
+        self._losses.append(LostTokens("evicted", by, tokens))
 
     def _remember_losses(self) -> None:
         """Take over what the slots have lost: any later prompt may miss it."""

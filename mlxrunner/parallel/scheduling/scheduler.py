@@ -207,6 +207,12 @@ class Scheduler:
                 self.residents.clear(slot, "a failed step")
         self._is_whole = True
 
+    def drop(self) -> None:
+        """Free what the slots hold, with all buffers, and forget the step that was dispatched."""
+        self._pending = None
+        for slot in self.slots:
+            slot.cache.free("the end", with_buffers=True)
+
     def _next_row(self) -> Row:
         """Make room in full contexts, and return the row of the next step."""
         self._maker.make_room_for(self.requests)
@@ -315,6 +321,8 @@ class Scheduler:
         buffers are dropped if they can't be evaluated.
         """
         self._pending = None
+        for request, _ in row:
+            request.failures.append(self.ticks)
         try:
             self._read(before)
             mx.eval(self._engine.state())

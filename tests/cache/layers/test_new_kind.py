@@ -17,8 +17,8 @@ import mlx.core as mx
 import pytest
 import test_reuse as reuse
 from profiling import test_simulate as replays
+from support.mixes import CHECKPOINTS, FEW, NO_HELP, mixes_of
 
-from mlxrunner import Runner
 from mlxrunner.cache.layers import factory
 from mlxrunner.cache.layers.extents import EXTENTS, Everything
 from mlxrunner.cache.layers.logged_extents import is_layer, read_extent
@@ -36,24 +36,14 @@ FILE = os.path.join(PACKAGE, "cache", "layers", "trail.py")
 small_steps = reuse.small_steps
 
 MIXES = {
-    "no-help": (["trail", "full"], reuse.NO_HELP),
-    "checkpoints": (["full", "trail"], reuse.CHECKPOINTS),
-    "few-checkpoints": (["trail", "sliding"], reuse.FEW),
-    "all": (["full", "sliding", "recurrent", "trail", "chunked"], reuse.CHECKPOINTS),
+    "no-help": (["trail", "full"], NO_HELP),
+    "checkpoints": (["full", "trail"], CHECKPOINTS),
+    "few-checkpoints": (["trail", "sliding"], FEW),
+    "all": (["full", "sliding", "recurrent", "trail", "chunked"], CHECKPOINTS),
 }
 
 
-class Mix:
-    """Layers, and how they may be rewound."""
-
-    def __init__(self, name: str) -> None:
-        self.kinds, self.options = MIXES[name]
-
-    def runner(self, **options: Any) -> Runner:
-        return oracle_runner(self.kinds, **(self.options | options))
-
-
-mixes = pytest.mark.parametrize("mix", [Mix(name) for name in MIXES], ids=MIXES)
+mixes = mixes_of(MIXES)
 
 
 def recur(tokens: mx.array, cache: Any) -> mx.array:
@@ -113,7 +103,7 @@ def test_a_conversation_evaluates_only_what_is_new(mix: Any) -> None:
 def test_a_few_tokens_are_taken_back_without_a_checkpoint() -> None:
     """The number is that of the page, and one more is a fresh start."""
     for back, cached in ((1, 22), (3, 20), (4, 0)):
-        runner = oracle_runner(["trail"], **reuse.NO_HELP)
+        runner = oracle_runner(["trail"], **NO_HELP)
         reuse.tokens(runner, reuse.PROMPT[:23], 1)
         usage = reuse.usage_of(runner, [*reuse.PROMPT[: 23 - back], 111, 112])
         assert usage.cached_tokens == cached
@@ -122,7 +112,7 @@ def test_a_few_tokens_are_taken_back_without_a_checkpoint() -> None:
 
 def test_a_saved_session_comes_back(tmp_path: Path) -> None:
     """With its checkpoints: into another runner, from a file."""
-    runner = oracle_runner(["trail", "full"], **reuse.CHECKPOINTS)
+    runner = oracle_runner(["trail", "full"], **CHECKPOINTS)
     answer = reuse.tokens(runner, reuse.PROMPT)
     before = runner.entry.checkpoints.offsets
     packed = pack(runner.entry.export(), {})
@@ -130,7 +120,7 @@ def test_a_saved_session_comes_back(tmp_path: Path) -> None:
     with sessions.lock("one"):
         sessions.save_cache("one", packed.arrays, packed.metadata)
     for prompt in ([*reuse.PROMPT, *answer, 5], [*reuse.PROMPT[:16], 6, 7]):
-        other = oracle_runner(["trail", "full"], **reuse.CHECKPOINTS)
+        other = oracle_runner(["trail", "full"], **CHECKPOINTS)
         file = sessions.load_cache("one")
         assert file is not None
         stored = StoredEntry(file)
