@@ -30,8 +30,8 @@ from support.prompts import DOCUMENT, SYSTEM, shared_prefixes
 
 from mlxrunner.batch.plan import MOST
 from mlxrunner.batch.prompts import cost
+from mlxrunner.batch.records import sort_key
 from mlxrunner.batch.run import BatchRequest, run_batch
-from mlxrunner.batch.store import sort_key
 from mlxrunner.bench.backends import SameDecoder
 from mlxrunner.bench.measurements import Comparison, less_is_better, print_json, print_table
 from mlxrunner.bench.models import random_runner

@@ -9,7 +9,6 @@ machine they vary less than those of a clock. On Linux first put a fast BLAS in 
 
 from __future__ import annotations
 
-import argparse
 import copy
 import time
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from arguments import parser_of
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import make_prompt_cache
 from parallel import random_llama
@@ -130,14 +130,7 @@ def _tokens(seed: int, count: int) -> list[int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument(
-        "--quick", action="store_true", help="small and few: does it work, not how fast is it"
-    )
-    given = parser.parse_args()
+    given = parser_of(__doc__, rounds=40, quick="small and few").parse_args()
     if given.quick:
         rows = [alone(SMALL, 20, 2), many(SMALL, 4, 8, 64, 2, 2)]
     else:

@@ -11,7 +11,6 @@ tokens per second of processor time, which other programs hardly change.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from arguments import parser_of
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.qwen3_5 import Model, ModelArgs
 
@@ -131,14 +131,7 @@ def hybrid(hidden: int, layers: int) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument(
-        "--quick", action="store_true", help="a small comparison: does it work, not how fast is it"
-    )
-    given = parser.parse_args()
+    given = parser_of(__doc__, rounds=5, quick="a small comparison").parse_args()
     model = hybrid(128, 4) if given.quick else hybrid(512, 8)
     steps, sizes = (4, (2,)) if given.quick else (40, (8, 16))
     rows = [compare(model, count, steps, given.rounds, targets=not given.quick) for count in sizes]

@@ -27,7 +27,8 @@ from mlxrunner.batch.lines import LineReader
 from mlxrunner.batch.options import ORDERS
 from mlxrunner.batch.plan import survey
 from mlxrunner.batch.prompts import cost, tokenize_lines
-from mlxrunner.batch.store import Store, StoredLine
+from mlxrunner.batch.records import StoredLine
+from mlxrunner.batch.store import Store
 from mlxrunner.models.load import tokenizer_of
 
 LENGTH, SHARED, BEGINNINGS = 500, 250, 50

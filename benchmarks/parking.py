@@ -12,7 +12,6 @@ answer have to be those of the runner that never left. "find" is asked among 1,0
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
 import time
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from arguments import llama_of, parser_of
 from parallel import random_llama
 
 from mlxrunner.bench.measurements import (
@@ -161,20 +161,10 @@ def finding(conversations: int, length: int) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=3)
+    parser = parser_of(__doc__, rounds=3, quick="a small model and 1,000 tokens")
     parser.add_argument("--length", type=int, help="tokens of the conversation (default: 8000)")
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="a small model and 1,000 tokens: does it work, not how fast is it",
-    )
     given = parser.parse_args()
-    label, size, length = (
-        ("256 x 2", (256, 2, 4), 1000) if given.quick else ("98 M", (768, 12, 12), 8000)
-    )
+    label, size, length = llama_of(given)
     rows = compare(label, random_llama(*size), given.length or length, given.rounds)
     print_table(rows)
     print_json(rows, versus="evaluating again", rounds=given.rounds)

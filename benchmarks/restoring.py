@@ -13,7 +13,6 @@ caches; "writing" is what the thread behind it takes.
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
 import time
@@ -24,6 +23,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from arguments import llama_of, parser_of
 from parallel import random_llama
 
 from mlxrunner.bench.measurements import Comparison, less_is_better, print_json, print_table
@@ -163,19 +163,8 @@ def compare(label: str, model: Any, length: int, rounds: int) -> list[Comparison
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="a small model and 1,000 tokens: does it work, not how fast is it",
-    )
-    given = parser.parse_args()
-    label, size, length = (
-        ("256 x 2", (256, 2, 4), 1000) if given.quick else ("98 M", (768, 12, 12), 8000)
-    )
+    given = parser_of(__doc__, rounds=3, quick="a small model and 1,000 tokens").parse_args()
+    label, size, length = llama_of(given)
     rows = compare(label, random_llama(*size), length, given.rounds)
     print_table(rows)
     print_json(rows, versus="evaluating again", rounds=given.rounds)

@@ -1,22 +1,25 @@
 """Measure what prompts that arrive do to an answer that is being decoded, and what it does to them.
 
-python benchmarks/stalls.py [--quick] [--prompt N] [--step-ms MS ...]
+python benchmarks/stalls.py [--quick] [--prompt N] [--step-ms MS ...] [--parked]
 
 On Linux first put a fast BLAS in front (`mlxrunner doctor` names it), and let nothing else run. One
 answer decodes alone, and then while prompts are evaluated: one prompt, three at once, and a flood
 of requests of priority "batch". For each: the largest gap between two tokens, as a multiple of the
 usual one; the answer's speed as a share of its speed alone; and the time until the last prompt is
 evaluated, as a multiple of the time that the prompts take when nothing else runs. `--step-ms`: the
-limits to compare; "chosen" is the runner's own, and 0 is none. `--cpu-time` counts the processor
-time of this process in place of the time on the wall: for a machine that others use.
+limits to compare; "chosen" is the runner's own, and 0 is none. `--parked`: instead, a conversation
+of N tokens is parked for the first time beside the answer, and comes back. `--cpu-time` counts the
+processor time of this process in place of the time on the wall: for a machine that others use.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import tempfile
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -27,6 +30,7 @@ from mlxrunner.models.facts import facts_of
 from mlxrunner.parallel.driven import DrivenHandle
 from mlxrunner.parallel.scheduling.turns import Priority
 from mlxrunner.parallel.stepper import Stepper
+from mlxrunner.stored.parking import Parking
 from mlxrunner.testing import ByteTokenizer
 
 ALONE = 40
@@ -61,12 +65,18 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=4000, help="tokens of a prompt")
     parser.add_argument("--size", choices=SIZES, default="512 x 8")
     parser.add_argument("--step-ms", nargs="*", default=["chosen"])
+    parser.add_argument("--parked", action="store_true")
     parser.add_argument("--cpu-time", action="store_true")
     given = parser.parse_args()
     if given.cpu_time:
         time.perf_counter = time.process_time
     model = random_llama(*((64, 2, 2) if given.quick else SIZES[given.size]))
     prompt = 200 if given.quick else given.prompt
+    if given.parked:
+        for limit in given.step_ms:
+            step_ms = None if limit == "chosen" else float(limit)
+            print(json.dumps({"step_ms": step_ms, **parked(model, prompt, step_ms)}), flush=True)
+        return
     print(f"{'arriving':28}{'step ms':>8}{'gap':>8}{'speed':>8}{'prefill':>9}")
     for arrival in ARRIVALS:
         for limit in given.step_ms:
@@ -96,6 +106,32 @@ def measured(model: Any, arrival: Arrival, prompt: int, step_ms: float | None) -
         # Other prompts of the same lengths: those above could be reused.
         fresh = [[token ^ 1 for token in one] for one in prompts]
         return beside_an_answer(runner, arrival, fresh, alone)
+
+
+def parked(model: Any, prompt: int, step_ms: float | None) -> dict[str, float]:
+    """Return the largest gaps of an answer while a conversation is parked, and while it returns."""
+    talk = np.random.default_rng(0).integers(10, 250, prompt).tolist()
+    arrival, figures = Arrival("a conversation", 1), dict[str, float]()
+    with tempfile.TemporaryDirectory() as folder:
+        parking = Parking(Path(folder), {"model": "random"}, limit=2**34)
+        with Stepper(
+            model,
+            ByteTokenizer(),
+            facts_of(model, vars(model.args)),
+            max_sequences=2,
+            context=max(prompt + 64, 6000),
+            step_ms=step_ms,
+            parking=parking,
+        ) as runner:
+            seconds_of(runner, arrival, [talk])
+            other = [[token ^ 1 for token in talk[:8]]]
+            for name, prompts in (("parked", other), ("returned", [[*talk, 5, 6]])):
+                found = beside_an_answer(runner, arrival, prompts, 1.0)
+                figures |= {f"{name}_{key}": found[key] for key in ("usual_ms", "gap", "gap_ms")}
+                figures |= {f"{name}_{key}": found[key] for key in ("steps", "speed")}
+                figures[f"{name}_s"] = found["prefill"]
+            figures["megabytes"] = parking.bytes / 1e6
+    return figures
 
 
 def submit(runner: Stepper, arrival: Arrival, prompts: Prompts) -> list[DrivenHandle]:
@@ -132,6 +168,7 @@ def beside_an_answer(
         step()
     took = time.perf_counter() - began
     gaps = np.diff(moments[first - 1 :])
+    answer.cancel()
     return {
         "usual_ms": usual * 1e3,
         "gap": float(max(gaps) / usual),

@@ -13,12 +13,12 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from mlxrunner.batch.records import StoredLine, place_of
 from mlxrunner.batch.responses import response_body, response_usage
-from mlxrunner.batch.store import StoredLine, place_of
 from mlxrunner.errors import OptionError
 
 if TYPE_CHECKING:
-    from mlxrunner.batch.run import Outcome
+    from mlxrunner.batch.execution import Outcome
     from mlxrunner.results import Result
     from mlxrunner.tokenizer import Tokenizer
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from mlxrunner.batch.options import BatchOptions
+from mlxrunner.batch.records import Format
 from mlxrunner.batch.responses import RESPONSE_FIELDS, read_response
-from mlxrunner.batch.store import Format
 from mlxrunner.batch.translate import ELSEWHERE, check_functions, translate, unknown
 from mlxrunner.config.names import did_you_mean
 from mlxrunner.config.option import names

@@ -21,7 +21,7 @@ from mlxrunner.batch.arrow import FEATHER, PARQUET, arrow_rows, parquet_rows
 from mlxrunner.batch.datasets import HUB, dataset_files, from_hub
 from mlxrunner.batch.lines import LONGEST, Line, LineReader, Record, lines_of_records
 from mlxrunner.batch.options import BatchOptions
-from mlxrunner.batch.store import Place
+from mlxrunner.batch.records import Place
 from mlxrunner.batch.stream import Hashed, decompressed
 from mlxrunner.batch.table import Columns
 from mlxrunner.errors import BrokenLineError, OptionError, PromptError, ReadError

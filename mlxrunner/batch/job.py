@@ -32,6 +32,7 @@ from mlxrunner.errors import (
 from mlxrunner.models.fingerprint import run_parts
 from mlxrunner.models.resolve import resolve
 from mlxrunner.options import check_raw
+from mlxrunner.parallel.settings import EngineSettings
 from mlxrunner.system.reading import open_file, read_text
 from mlxrunner.system.writing import check_own, is_stream, written
 
@@ -62,9 +63,12 @@ class Job(FileOptions):
     """The model's name or directory."""
     loading: Mapping[str, Any] = field(default_factory=dict)
     """Options of `Runner.load`."""
+    several: Mapping[str, Any] = field(default_factory=dict)
+    """Settings for several lines at a time, of EngineSettings, such as `memory` and `step_ms`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        EngineSettings.of(max_sequences=1, **self.several)
         if self.raw:
             check_raw(self.defaults, self.system)
         if self.inputs.count(STANDARD) > 1:

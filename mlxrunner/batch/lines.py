@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 from mlxrunner.batch.fields import checked_id, format_of, kind, read_fields
 from mlxrunner.batch.options import BatchOptions
-from mlxrunner.batch.store import Format, Place, place_of
+from mlxrunner.batch.records import Format, Place, place_of
 from mlxrunner.batch.table import Columns, Template, read_table
 from mlxrunner.errors import BrokenLineError, OptionError, PromptError
 from mlxrunner.terminal.text import one_line

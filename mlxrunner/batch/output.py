@@ -17,7 +17,8 @@ from types import TracebackType
 from typing import BinaryIO, TextIO
 
 from mlxrunner.batch.options import OutputOrder
-from mlxrunner.batch.store import Store, StoredAnswer
+from mlxrunner.batch.records import StoredAnswer
+from mlxrunner.batch.store import Store
 from mlxrunner.errors import MlxrunnerError, OutputError
 from mlxrunner.system.writing import is_writable, open_own, open_stream, whole_sync
 

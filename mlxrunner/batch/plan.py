@@ -20,7 +20,7 @@ import numpy as np
 
 from mlxrunner.batch.options import Order
 from mlxrunner.batch.prompts import Cost, cost
-from mlxrunner.batch.store import Counts, StoredLine
+from mlxrunner.batch.records import Counts, StoredLine
 from mlxrunner.cache.overflow import Shift
 from mlxrunner.cache.tokens import TokenArray
 from mlxrunner.errors import ReadError

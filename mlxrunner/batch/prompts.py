@@ -18,7 +18,8 @@ import numpy as np
 
 from mlxrunner.batch.lines import Line
 from mlxrunner.batch.options import Order
-from mlxrunner.batch.store import Counts, Store, StoredLine, place_of
+from mlxrunner.batch.records import Counts, StoredLine, place_of
+from mlxrunner.batch.store import Store
 from mlxrunner.cache.lookup import Earlier
 from mlxrunner.cache.tokens import TokenArray, as_tokens, common_prefix
 from mlxrunner.errors import OptionError, PromptError

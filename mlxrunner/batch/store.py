@@ -10,93 +10,27 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, get_args
-
-import numpy as np
+from typing import Any
 
 from mlxrunner.batch import database as sql
 from mlxrunner.batch.options import Order, OutputOrder
 from mlxrunner.batch.order import run_order
-from mlxrunner.cache.tokens import TokenArray, as_tokens
+from mlxrunner.batch.records import (
+    FORMATS,
+    Counts,
+    StoredAnswer,
+    StoredLine,
+    line_of,
+    place_of,
+    sort_key,
+)
+from mlxrunner.cache.tokens import as_tokens
 from mlxrunner.errors import DamagedStoreError, StoreError
 from mlxrunner.system.writing import open_database, open_temporary_database
-from mlxrunner.templates.messages import PlainMessage
-
-Format = Literal["plain", "chat.completion", "text_completion", "response", "unknown"]
-"""The form of a line's answer: our own object, or the OpenAI object of that name.
-
-A line that can't be read is "unknown"; `finish` gives it the format of the first line that can.
-"""
-
-_FORMATS = frozenset(get_args(Format))
-
-
-Place = int | str
-"""The number of a line in the only file, from 1, or a text of words that names its place."""
-
-
-def place_of(number: Place) -> str:
-    """Return a line's place for an error: `line 4`, or the text that names it."""
-    return f"line {number}" if isinstance(number, int) else number
-
-
-@dataclass(frozen=True)
-class StoredLine:
-    """A line of the input."""
-
-    index: int
-    """The number of the line among those that are not empty, from 0."""
-    number: Place
-    """The number of the line in the file, from 1, or a text that says where it is."""
-    tokens: TokenArray
-    """The tokens of its prompt; empty if there is an error."""
-    id: str | int | None = None
-    """The id that the line gives; None if it gives none."""
-    format: Format = "plain"
-    """The form of its answer."""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Options of `GenerateOptions` that the line itself gives."""
-    error: str | None = None
-    """The reason why it can't be run, in one line; None if it can."""
-    prompt: str | Sequence[PlainMessage] | None = None
-    """The text or the messages from which the tokens were made; None for token ids."""
-
-
-@dataclass(frozen=True)
-class StoredAnswer:
-    """The answer to a line."""
-
-    place: int
-    """The position of this answer, to be passed as `after` to read the answers behind it."""
-    index: int
-    """The index of the line."""
-    body: bytes
-    """The bytes of the answer."""
-    failed: bool
-    """True if the answer is an error."""
-
-
-@dataclass(frozen=True)
-class Counts:
-    """The numbers of lines in a store."""
-
-    lines: int
-    """The lines that were added; all lines once the input is complete."""
-    broken: int
-    """The lines that can't be run."""
-    done: int
-    """The lines that have an answer."""
-    failed: int
-    """The lines whose answer is an error."""
-
-    @property
-    def left(self) -> int:
-        """The lines that have no answer."""
-        return self.lines - self.done
 
 
 class Store:
@@ -302,10 +236,10 @@ class Store:
         place = -1
         while (row := self._next(sql.NEXT[order], place)) is not None:
             place, *columns, written = row
-            if sql.checksum(*columns) != written or columns[-1] not in _FORMATS:
+            if sql.checksum(*columns) != written or columns[-1] not in FORMATS:
                 raise self.damaged(f"line {columns[0]!r:.20} of it has changed")
             try:
-                line = _line(*columns)
+                line = line_of(*columns)
             except (ValueError, TypeError, RecursionError) as error:
                 raise self.damaged(f"line {columns[0]!r:.20} of it can't be read") from error
             yield line
@@ -379,47 +313,6 @@ class Store:
             if isinstance(error, UnicodeDecodeError) or sql.is_damage(error):
                 raise DamagedStoreError(self._name, "is not a batch store, or damaged") from error
             raise StoreError(f"{self._name}: {sql.reason(error)}") from error
-
-
-def sort_key(tokens: TokenArray) -> bytes:
-    """Return the tokens as bytes that sort like the tokens, prefixes first.
-
-    Each token takes 4 bytes, the most significant one first.
-    """
-    return tokens.astype(">u4").tobytes()
-
-
-def tokens_of(key: bytes) -> TokenArray:
-    """Return the tokens of a `sort_key`."""
-    return np.frombuffer(key, ">u4").astype(np.int32)
-
-
-def _line(
-    index: Any,
-    number: Any,
-    name: Any,
-    options: Any,
-    error: Any,
-    tokens: Any,
-    prompt: Any,
-    form: Any,
-) -> StoredLine:
-    """Return the line of a row.
-
-    Raise ValueError, TypeError or RecursionError if the columns are not those of a line, although
-    their checksum is right.
-    """
-    options = json.loads(options) if options else {}
-    if not (
-        isinstance(options, dict)
-        and isinstance(index, int)
-        and isinstance(number, (int, str))
-        and (name is None or isinstance(name, (str, int)))
-        and (error is None or isinstance(error, str))
-    ):
-        raise TypeError("not the columns of a line")
-    made_of = None if prompt is None else json.loads(prompt)
-    return StoredLine(index, number, tokens_of(tokens), name, form, options, error, made_of)
 
 
 def _are_ints(one: Any, other: Any) -> bool:

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Literal, TypeVar
 
 from mlxrunner.batch.answers import error_of, write_line
+from mlxrunner.batch.execution import Execution
 from mlxrunner.batch.job import (
     ANSWERS,
     INPUT,
@@ -39,6 +40,7 @@ from mlxrunner.batch.plan import (
     survey,
 )
 from mlxrunner.batch.prompts import Begun, tokenize_lines
+from mlxrunner.batch.records import Counts
 from mlxrunner.batch.retry import (
     complete,
     copy_answers,
@@ -46,9 +48,8 @@ from mlxrunner.batch.retry import (
     made_from,
     opened_retry,
 )
-from mlxrunner.batch.run import Execution
 from mlxrunner.batch.status import Status
-from mlxrunner.batch.store import Counts, Store
+from mlxrunner.batch.store import Store
 from mlxrunner.batch.tally import Tally
 from mlxrunner.errors import (
     CutOffError,
@@ -337,6 +338,7 @@ def _several(
                 cells=found.cells(lanes, context),
                 prefill_step=max(job.loading.get("prefill_step") or MAX_BATCH, lanes),
                 reserve=bool(job.loading.get("reserve", True)),
+                **job.several,
             )
         except MemoryPlanError:
             if job.parallel is not None:

@@ -6,13 +6,13 @@ reuses of the entry.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from mlxrunner.cache.checkpoints import Checkpoint, Checkpoints
 from mlxrunner.cache.layers.protocol import LayerCache, reach
-from mlxrunner.cache.saved import Exported, SavedCheckpoint, SavedEntry
+from mlxrunner.cache.saved import Exported, Saved, SavedCheckpoint, SavedEntry
 from mlxrunner.cache.tokens import TokenBuffer
 
 Rotators = Callable[[Sequence[LayerCache], int], Sequence[Callable[[Any, int], Any]] | None]
@@ -105,10 +105,11 @@ class CacheEntry:
         """Bytes that hold the entry's tokens."""
         return sum([cache.used_bytes for cache in self.caches])
 
-    def export(self) -> Exported:
+    def export(self, *, outlined: bool = False) -> Exported:
         """Return the content of the entry, as views of its buffers.
 
-        Copy the views before the next request changes the buffers.
+        Copy the views before the next request changes the buffers. `outlined`: layers with plain
+        rows that rewind by themselves have only their first row, which shows what they store.
         """
         checkpoints = [
             SavedCheckpoint(
@@ -123,7 +124,10 @@ class CacheEntry:
         ]
         return Exported(
             self.tokens.array.copy(),
-            [cache.export() for cache in self.caches],
+            [
+                cache.export_rows(0, 1) if outlined and cache.has_plain_rows else cache.export()
+                for cache in self.caches
+            ],
             checkpoints,
             not self.is_shifted,
         )
@@ -133,9 +137,28 @@ class CacheEntry:
 
         Raise ValueError if the parts of `saved` contradict each other.
         """
+        for _ in self.adopting(saved):
+            pass
+
+    def adopting(self, saved: SavedEntry) -> Iterator[None]:
+        """Fill an empty entry from `saved`, and yield after each piece.
+
+        The entry has no tokens before the last piece: free its caches if that does not come. Raise
+        ValueError if the parts of `saved` contradict each other.
+        """
         offset = len(saved.tokens)
         for cache, layer in zip(self.caches, saved.layers, strict=True):
-            cache.adopt(layer, offset)
+            if isinstance(layer, Saved):
+                cache.adopt(layer, offset)
+                yield
+            elif cache.takes_pieces:
+                for piece in layer.pieces():
+                    if piece is not None:
+                        cache.extend(piece)
+                    yield
+            else:
+                cache.adopt(layer.read(), offset)
+                yield
         for item in saved.checkpoints:
             if not 0 < item.offset <= offset:
                 raise ValueError(f"a checkpoint is at {item.offset} of {offset} tokens")
@@ -151,6 +174,7 @@ class CacheEntry:
                 raise ValueError(f"the checkpoint at {item.offset} lacks a layer")
             nbytes = sum(snapshot.nbytes for snapshot in snapshots if snapshot is not None)
             self.checkpoints.add(Checkpoint(item.offset, nbytes, snapshots, item.role))
+            yield
         self.tokens.extend(saved.tokens)
         self.is_shifted = not saved.is_exact
         if not self.is_true:

@@ -28,7 +28,7 @@ class Lookup:
 
     "empty", "no_common_token", "diverged", "prompt_shorter"; "rewind_limited": by a layer of kind
     `limited_by`; "interrupted": the request before ended in its prefill; "restored": the entry came
-    from the file `freed_by`; "evicted": it was given up to make room for the request `freed_by`; or
+    from the file `freed_by`; "evicted": it was given up to make room for `freed_by`; or
     the reason that freed the entry: "entry_freed", "model_changed", "options_changed",
     "verify_failed".
     """
@@ -63,7 +63,9 @@ class Lookup:
         """ "hit" if all that could be reused was, "miss" if no token was, else "partial"."""
         if self.reused == 0:
             return "miss"
-        return "hit" if self.reused == min(self.prompt_tokens - 1, self.entry_tokens) else "partial"
+        is_whole = self.reused == min(self.prompt_tokens - 1, self.entry_tokens)
+        is_evicted = self.reason == "evicted" and self.lost  # the entry is that of another one
+        return "hit" if is_whole and not is_evicted else "partial"
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 
 from mlxrunner.cache.checkpoints import INTERVAL, Checkpoints
@@ -150,21 +150,40 @@ class PrefixCache:
         self.reset()
         self._loss, self._early, self._restored_from, self._awaited = None, None, source, saved
 
+    def adopting(self, saved: SavedEntry) -> Generator[None, None, None]:
+        """Replace the entry by a saved one, and yield after each piece of it.
+
+        The entry is empty before the last piece, and stays so if the iterator is closed, or if
+        reading fails: then the next lookup reports `entry_freed`. Raise BusyError while a request
+        is running.
+        """
+        self.adopt(saved, None)
+        self._awaited = None
+        yield from self._reading(saved)
+
     def _read_awaited(self) -> None:
         """Read the saved entry that was taken over. A call may be repeated after an interrupt."""
-        if self._awaited is None:
-            return
+        if self._awaited is not None:
+            for _ in self._reading(self._awaited):
+                pass
+        self._awaited = None
+
+    def _reading(self, saved: SavedEntry) -> Iterator[None]:
+        """Read a saved entry in the place of the present one, which is empty."""
         entry = self.fresh_entry()
         try:
-            entry.adopt(self._awaited)
+            yield from entry.adopting(saved)
             self.entry = entry
         except Exception as error:
             self.free("", with_buffers=True)
             said = " ".join(str(error).split())[:200] or type(error).__name__
             why = f"a saved entry that could not be read: {said}"
-            self.lose("entry_freed", why, self._awaited.tokens)
+            self.lose("entry_freed", why, saved.tokens)
             logger.warning("%s", why)
-        self._awaited = None
+        finally:
+            if self.entry is not entry:
+                for cache in entry.caches:
+                    cache.free()
 
     def free(self, why: str, *, reason: str = "entry_freed", with_buffers: bool = False) -> None:
         """Drop the entry. The next request starts cold, and its lookup gives `reason` and `why`.
@@ -176,7 +195,7 @@ class PrefixCache:
             self.lose(reason, why, entry.tokens.array)
         if with_buffers:
             self._caches = None
-        for cache in entry.caches:
+        for cache in self._caches or entry.caches:
             cache.free()
 
     def lose(self, reason: str, by: str | None, tokens: TokenArray) -> None:

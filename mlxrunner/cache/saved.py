@@ -5,7 +5,7 @@ No tensors: only the `shape` and `dtype` of arrays are used.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -38,6 +38,16 @@ class Saved:
     """The layers within a composite one."""
 
 
+class Unread(Protocol):
+    """A layer in a file. Its rows may be taken over one piece behind the other."""
+
+    def read(self) -> Saved:
+        """Read the whole layer."""
+
+    def pieces(self) -> Iterator[Saved | None]:
+        """Read the layer piece by piece, from the first row on. None: a piece is not complete."""
+
+
 @dataclass(frozen=True)
 class Shape:
     """An array without its content."""
@@ -66,7 +76,7 @@ class SavedEntry(Protocol):
     def tokens(self) -> TokenArray: ...
 
     @property
-    def layers(self) -> Iterable[Saved]: ...
+    def layers(self) -> Iterable[Saved | Unread]: ...
 
     @property
     def checkpoints(self) -> Iterable[SavedCheckpoint]: ...

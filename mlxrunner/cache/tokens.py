@@ -48,9 +48,11 @@ def as_tokens(tokens: Sequence[int] | NDArray[Any]) -> TokenArray:
 def common_prefix(a: TokenArray, b: TokenArray) -> int:
     """Return the length in tokens of the longest common prefix (0.03 ms for 128k tokens)."""
     length = min(len(a), len(b))
+    if not length or a[0] != b[0]:
+        return 0
     different = a[:length] != b[:length]
-    first = int(different.argmax()) if length else 0
-    return first if length and different[first] else length
+    first = int(different.argmax())
+    return first if different[first] else length
 
 
 def goes_on(shared: int, length: int) -> bool:

@@ -30,6 +30,7 @@ from mlxrunner.cli.recording import WATCHING, recording, watching_options
 from mlxrunner.cli.settling import Configured, named_system, options_that_hold, typed_options
 from mlxrunner.errors import OptionError
 from mlxrunner.options import GenerateOptions, RunnerSettings
+from mlxrunner.parallel.settings import EngineSettings
 
 if TYPE_CHECKING:
     from mlxrunner.batch.job import Job
@@ -66,6 +67,8 @@ _OWN = (
     *("progress_file", "summary"),
 )
 """The options of a batch, in the order in which --help shows them."""
+_SEVERAL = ("memory", "step_ms")
+"""The options for several lines at a time."""
 
 
 def _option(name: str) -> Callable[[F], F]:
@@ -81,6 +84,8 @@ def _option(name: str) -> Callable[[F], F]:
 @sampling_options
 @form_options
 @template_options
+@option_of(EngineSettings, "memory")
+@option_of(EngineSettings, "step_ms", default=0.0, show_default=True)
 @overflow_options("stop")
 @watching_options
 @option_of(GenerateOptions, "logprobs")
@@ -133,6 +138,7 @@ def batch(
     if table is not None and not only_plan:
         check_parquet(table, goes_on=options["resume"] or options["retry_failed"])
     own, loading = take(options, _OWN), take(options, LOADING)
+    several = take(options, _SEVERAL)
     if not is_given("prefill_step") and loading["prefill_step"] == RunnerSettings().prefill_step:
         del loading["prefill_step"]  # several lines at a time have another default
     check_options(options, quiet=quiet)
@@ -141,6 +147,7 @@ def batch(
         output=lines_path(table) if table else output or STANDARD,
         model=model,
         loading=loading,
+        several=several,
         defaults=options,
         **own,
     )

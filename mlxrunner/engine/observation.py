@@ -53,6 +53,8 @@ class Beside:
     """Its number among the requests that the runner began, from 1; 0 if it is not known."""
     evicted: Sequence[Evicted] = ()
     """The conversations that were given up to make room for it."""
+    failures: Sequence[int] = ()
+    """The steps, by number, that carried it and failed."""
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,9 @@ from mlxrunner.parallel.rows.alone import OneAtATime
 from mlxrunner.parallel.settings import OpenSettings
 from mlxrunner.system import device
 
+SAMPLED = 16
+"""Most tokens that are sampled to measure a step: more take turns in the same memory."""
+
 if TYPE_CHECKING:
     from mlxrunner.stored.parking import Parking
 
@@ -74,8 +77,8 @@ class Opening:
         """
         asked = self.asked
         cells = asked.cells
-        if asked.memory is not None and cells is None:
-            cells = cells_within(self.demand, asked.memory, asked.most_cells)
+        if asked.memory is not None:
+            cells = cells_within(self.demand, asked.memory, cells or asked.most_cells)
             must_have_cells(cells, asked.memory, self.demand)
         elif asked.reserve and cells is None:
             cells = self.plan(None).context
@@ -107,9 +110,9 @@ class Opening:
 
 
 def largest_step(engine: Adapted | OneAtATime, tokens: int, slots: int) -> list[mx.array]:
-    """Dispatch a row of `tokens` tokens that sees every cell, and sample a token for each slot.
+    """Dispatch a row of `tokens` tokens that sees every cell, and sample tokens for the slots.
 
-    The sampling is the costliest possible. Nothing is stored.
+    The sampling is the costliest possible, for SAMPLED slots at most. Nothing is stored.
     """
     batch = Batch(list(range(tokens)), [0] * tokens)
     rows = range(tokens - slots, tokens)
@@ -118,7 +121,9 @@ def largest_step(engine: Adapted | OneAtATime, tokens: int, slots: int) -> list[
         GenerateOptions.of(temperature=1.0, top_p=0.9, logprobs=5, seed=0), logits.shape[-1]
     )
     arrays = [
-        array for row in range(len(rows)) for array in costliest(logits[row : row + 1]).arrays
+        array
+        for row in range(min(len(rows), SAMPLED))
+        for array in costliest(logits[row : row + 1]).arrays
     ]
     dispatch(arrays)
     return arrays

@@ -50,7 +50,9 @@ class Reception:
         self._limit_to_cells(request)
         most = min(len(request.tokens) + request.limit, self.context)
         if most > self.cells:
-            raise CacheFullError("this request", most, self.cells, self.cells, NEVER, never=True)
+            is_open = request.options.max_tokens is None and request.shift is None
+            needed = len(request.tokens) + 1 if is_open else most
+            raise CacheFullError("this request", needed, self.cells, self.cells, NEVER, never=True)
         answer = AnswerStream(self.tokenizer, request.tokens, request.options, request.limit)
         active = ActiveRequest.of(request, answer)
         active.priority, active.deadline, active.asked = priority, deadline, began

@@ -40,7 +40,7 @@ class EngineSettings(RunnerSettings):
     memory: int | None = option(
         None,
         int,
-        "Bytes for the tokens of all conversations. Beyond them idle ones are given up. "
+        "Most bytes for the tokens of all requests. Those of ended ones go first. "
         "[default: what fits]",
         low=1,
         metavar="BYTES",
@@ -48,8 +48,7 @@ class EngineSettings(RunnerSettings):
     step_ms: float | None = option(
         None,
         float,
-        "Milliseconds that a step may take while an answer is written; 0 = any number. "
-        "[default: chosen as it runs]",
+        "Milliseconds that a step may take while it writes answers; 0 = any number.",
         low=0,
         metavar="MS",
     )

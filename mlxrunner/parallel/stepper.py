@@ -216,7 +216,7 @@ class Stepper(Several):
         return f"{type(self).__name__}({self.name!r}, context={self.context}, {busy})"
 
     def close(self) -> None:
-        """Cancel all requests, free the cells, and restore the model.
+        """Cancel all requests, free what the slots hold, and restore the model.
 
         A second call is allowed, also after an interrupt.
         """
@@ -229,6 +229,7 @@ class Stepper(Several):
             if self._parking is not None and self._parking.is_kept:
                 self._scheduler.residents.park_all()
         finally:
+            self._scheduler.drop()
             self._adapted.close()
             if self._parking is not None:
                 self._parking.close()

@@ -80,7 +80,7 @@ _ALL = (
     Reason(
         "evicted",
         "it had been evaluated, and given up to make room for another request",
-        "more memory or more slots; or park conversations on disk, from where they come back",
+        "a larger --memory, more slots, or more bytes on disk to park conversations (park_bytes)",
     ),
     Reason(
         "batch_order",

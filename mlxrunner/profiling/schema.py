@@ -174,8 +174,9 @@ class Event:
         about(
             "The cause of a lost entry (entry_freed, verify_failed), the change (model_changed: "
             "'demo -> other'; options_changed: 'kv_bits: None -> 8'), the request that the entry "
-            "made room for (evicted: 'request 12', as in its `submitted`, or 'the budget'), or the "
-            "file that the entry came from (restored)."
+            "made room for (evicted: 'request 12', as in its `submitted`, 'the budget', or "
+            "'park_bytes': it was parked and given up there), or the file that the entry came from "
+            "(restored)."
         ),
     ]
     rewind_limited_by: Annotated[

@@ -9,8 +9,8 @@ from __future__ import annotations
 import fcntl
 import os
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mlxrunner.errors import ReadError
@@ -70,8 +70,17 @@ class Folder:
     def write(self, name: str, write: Callable[[int], None], *, sync: bool = True) -> None:
         """Replace the file `name` by what `write(fd)` writes to the descriptor `fd`.
 
-        When this returns, the new content is on the disk, unless `sync` is False: then a power cut
-        may damage it. After an error the file is as it was. A later attempt removes what a killed
+        See `replacing`.
+        """
+        with self.replacing(name, sync=sync) as fd:
+            write(fd)
+
+    @contextmanager
+    def replacing(self, name: str, *, sync: bool = True) -> Iterator[int]:
+        """Yield a descriptor, and replace the file `name` by what the block writes to it.
+
+        At its end the new content is on the disk, unless `sync` is False: then a power cut may
+        damage it. After an error the file is as it was. A later attempt removes what a killed
         process left behind. Only one writer at a time may write a name.
         """
         fresh = f".{name}.new"
@@ -82,7 +91,7 @@ class Folder:
             fd = open_new(fresh, dir_fd=self._fd)
         try:
             try:
-                write(fd)
+                yield fd
                 if sync:
                     whole_sync(fd)
             finally:

@@ -12,7 +12,7 @@ import logging
 import os
 import re
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -87,6 +87,10 @@ class Parking:
         self._said = ""
         self._read_all()
 
+    def tell(self, on_given_up: GivenUp) -> None:
+        """Call `on_given_up` from now on with each conversation that is given up to make room."""
+        self._shelf.on_given_up = on_given_up
+
     @property
     def folder(self) -> Path:
         return self._place.folder.path
@@ -120,8 +124,23 @@ class Parking:
         entry, and `replaces` names them, or they were restored, or the entry can be resumed
         wherever they can. An entry that can't be parked is None, and one line of the log.
         """
+        work = self.parking(entry, replaces)
+        while True:
+            try:
+                next(work)
+            except StopIteration as done:
+                parked: Parked | None = done.value
+                return parked
+
+    def parking(
+        self, entry: CacheEntry, replaces: Parked | None = None
+    ) -> Generator[None, None, Parked | None]:
+        """Park an entry as `park` does, and yield after each file.
+
+        The entry must not change meanwhile. If the iterator is closed, nothing was parked.
+        """
         try:
-            parked = self._park(entry)
+            parked = yield from self._parking(entry)
         except FAILURES as error:
             self._say(f"a conversation was not parked: {_reason(error)}")
             return None
@@ -129,6 +148,10 @@ class Parking:
             self._said = ""
             self._shelf.drop_earlier(parked, replaces)
         return parked
+
+    def lacks(self, tokens: TokenArray) -> int:
+        """Return how many tokens of an exact conversation no file has."""
+        return len(tokens) - self._shelf.closest(tokens)[1]
 
     def find(self, prompt: TokenArray) -> tuple[Parked, int] | None:
         """Return the conversation from which `prompt` can reuse most tokens, and how many.
@@ -160,10 +183,10 @@ class Parking:
         """Unlock the folder, or remove it if it goes with this process."""
         self._place.close()
 
-    def _park(self, entry: CacheEntry) -> Parked | None:
+    def _parking(self, entry: CacheEntry) -> Generator[None, None, Parked | None]:
         if not entry.tokens or not entry.is_true:
             return None
-        exported = entry.export()
+        exported = entry.export(outlined=True)
         layers = Layers(entry.caches, exported.layers, len(exported.tokens))
         salt = "" if exported.is_exact else os.urandom(8).hex()
         parked = self._plan(entry, exported, layers, salt)
@@ -172,7 +195,7 @@ class Parking:
             return there
         self._shelf.claim(parked)
         try:
-            self._write(parked, exported, layers, salt)
+            yield from self._writing(parked, exported, layers, salt)
             self._shelf.add(parked)
         except BaseException:
             self._shelf.remove(parked)
@@ -213,8 +236,13 @@ class Parking:
             shared = rows.pop().begin
         return rows, shared
 
-    def _write(self, parked: Parked, exported: Exported, layers: Layers, salt: str) -> None:
-        """Make room for the files that are missing, and write them; the conversation's own last."""
+    def _writing(
+        self, parked: Parked, exported: Exported, layers: Layers, salt: str
+    ) -> Iterator[None]:
+        """Make room for the files that are missing, and write them; the conversation's own last.
+
+        Yield after each.
+        """
         there = self._shelf.sizes
         files = [
             Unwritten(piece.name, layers.rows(piece.begin, piece.end))
@@ -233,9 +261,13 @@ class Parking:
         new[parked.name] = files[-1].nbytes
         self._shelf.make_room(sum(new.values()), parked)
         while files:
-            file = files.pop(0)  # with the arrays that were evaluated to write it
-            file.write(self._place.folder)
-            self._shelf.wrote(file.name, new[file.name])
+            file = files.pop(0)  # with the arrays that were copied to write it
+            if file.name not in self._shelf.sizes:  # another one may have written it meanwhile
+                self._shelf.make_room(new[file.name], parked)
+                yield from file.writing(self._place.folder)
+                self._shelf.wrote(file.name, new[file.name])
+            del file
+            yield
 
     def _read_all(self) -> None:
         """Find again what is in the folder; remove what is damaged, or used by nothing."""

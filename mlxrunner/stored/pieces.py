@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from mlxrunner.cache.layers.protocol import LayerCache
-from mlxrunner.cache.saved import Saved, SavedCheckpoint, dtype_name, mismatch
+from mlxrunner.cache.saved import Saved, SavedCheckpoint, Unread, dtype_name, mismatch
 from mlxrunner.cache.tokens import TokenArray
 from mlxrunner.errors import SessionError
 from mlxrunner.stored.entry import Packer, read_layer, stored_layer
 from mlxrunner.stored.folder import Folder
 from mlxrunner.stored.host import View, from_host, host_type
 from mlxrunner.stored.parked import Parked, Rows, State
-from mlxrunner.stored.tensors import Source, TensorFile, file_size, write
+from mlxrunner.stored.tensors import Source, TensorFile, file_size, writing
 
 OPEN = 64
 """Most files that are kept open while a conversation is read."""
@@ -37,8 +39,10 @@ class Layers:
     """The layers of an entry, divided into those with a row per token and all others."""
 
     def __init__(self, caches: Sequence[LayerCache], saved: Sequence[Saved], tokens: int) -> None:
+        """Divide `caches` with `tokens` tokens. `saved`: what they export, at least outlined."""
         self._tokens = tokens
         self._rows: dict[str, LayerCache] = {}
+        self._like: dict[str, dict[str, tuple[str, list[int]]]] = {}
         self._states, self._num_states = Packer(View), 0
         self.can_be_cut = True
         """False if a layer has no rows and no checkpoints."""
@@ -61,11 +65,15 @@ class Layers:
         return self._states.arrays
 
     def rows(self, begin: int, end: int) -> dict[str, Source]:
-        """Return the rows of the tokens `begin .. end - 1`, by the name of their array."""
+        """Return the rows of the tokens `begin .. end - 1`, by the name of their array.
+
+        They are copied when the first of them is written.
+        """
         return {
-            f"{path}.{name}": View(array)
+            f"{path}.{name}": _Row(copied, name, dtype, tuple(shape))
             for path, cache in self._rows.items()
-            for name, array in cache.export_rows(begin, end).arrays.items()
+            for copied in [_Copied(cache, begin, end)]
+            for name, (dtype, shape) in self._like[path].items()
         }
 
     def _layer(self, path: str, cache: LayerCache, saved: Saved) -> Structure:
@@ -73,18 +81,55 @@ class Layers:
             pairs = enumerate(zip(cache.parts, saved.parts, strict=True))
             within = [self._layer(f"{path}.{index}", *pair) for index, pair in pairs]
             return {"kind": saved.kind, "within": within}
-        if cache.needs_checkpoints or not _has_rows(saved, self._tokens):
+        if not cache.has_plain_rows and (
+            cache.needs_checkpoints or not _has_rows(saved, self._tokens)
+        ):
             self._num_states += 1
             self.can_be_cut = self.can_be_cut and cache.needs_checkpoints
             return self._states.layer(path, saved)
         self._rows[path] = cache
+        self._like[path] = {
+            name: (dtype_name(array.dtype), [*array.shape[:2], 0, *array.shape[3:]])
+            for name, array in saved.arrays.items()
+        }
         return {
             "kind": saved.kind,
-            "rows": {
-                name: [dtype_name(array.dtype), [*array.shape[:2], 0, *array.shape[3:]]]
-                for name, array in saved.arrays.items()
-            },
+            "rows": {name: list(about) for name, about in self._like[path].items()},
         }
+
+
+class _Copied:
+    """Some rows of a layer, copied when they are first asked for."""
+
+    def __init__(self, cache: LayerCache, begin: int, end: int) -> None:
+        self._cache, self.begin, self.end = cache, begin, end
+
+    @cached_property
+    def arrays(self) -> Mapping[str, mx.array]:
+        return self._cache.export_rows(self.begin, self.end).arrays
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One array of some rows of a layer, to be written."""
+
+    copied: _Copied
+    name: str
+    dtype: str
+    like: tuple[int, ...]
+    """Its shape, with 0 for the number of rows."""
+
+    @property
+    def shape(self) -> Sequence[int]:
+        return (*self.like[:2], self.copied.end - self.copied.begin, *self.like[3:])
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * host_type(self.dtype).itemsize
+
+    @property
+    def data(self) -> memoryview:
+        return View(self.copied.arrays[self.name]).data
 
 
 def _has_rows(saved: Saved, tokens: int) -> bool:
@@ -117,12 +162,13 @@ class Unwritten:
         """Size of the file in bytes."""
         return file_size(self.arrays, self._metadata)
 
-    def write(self, folder: Folder) -> None:
-        """Write the file. Raise OSError if that fails.
+    def writing(self, folder: Folder) -> Iterator[None]:
+        """Write the file, and yield after each array. Raise OSError if that fails.
 
         It is not forced to the disk: what a power cut damages is found by its checksums.
         """
-        folder.write(self.name, lambda fd: write(fd, self.arrays, self._metadata), sync=False)
+        with folder.replacing(self.name, sync=False) as fd:
+            yield from writing(fd, self.arrays, self._metadata)
 
     @property
     def _metadata(self) -> dict[str, str]:
@@ -180,6 +226,8 @@ class Joined:
     shape: tuple[int, ...]
     pieces: Sequence[tuple[Rows, int]]
     """The files, and where the use of each ends."""
+    first: int = 0
+    """The token of the first row."""
 
     def read(self) -> mx.array:
         host = np.empty(self.shape, host_type(self.dtype))
@@ -189,7 +237,7 @@ class Joined:
                 shape = (*self.shape[:2], piece.end - piece.begin, *self.shape[3:])
                 if (stored.dtype, stored.shape) != (self.dtype, shape):
                     raise SessionError(f"{self.name} is {stored.dtype} {list(stored.shape)}")
-                into = host[:, :, piece.begin : end]
+                into = host[:, :, piece.begin - self.first : end - self.first]
                 if end == piece.end:
                     stored.read_into(_views(into))
                 else:
@@ -230,24 +278,64 @@ class Restored:
         return self.parked.tokens[: self._length]
 
     @property
-    def layers(self) -> Iterator[Saved]:
-        """The layers, each read when it is reached."""
+    def layers(self) -> Iterator[Saved | Unread]:
+        """The layers, each read when it is reached, or when its rows are asked for."""
         for index, found in enumerate(self._reader.about(self.parked.name)["layers"]):
-            if self._state is None:
+            if "rows" in found:
+                yield _Unread(self, index, found)
+            elif self._state is None:
                 yield self._read(index, found, None)
-                continue
-            with self._reader.file(self._state.name) as file:
-                layer = self._read(index, found, self._kept(file)[index])
-            yield layer
+            else:
+                with self._reader.file(self._state.name) as file:
+                    layer = self._read(index, found, self._kept(file)[index])
+                yield layer
 
     def _read(self, index: int, found: Structure, kept: Saved | None) -> Saved:
         """Read a layer. `kept`: that layer in the checkpoint, if one takes the place of the end."""
         with self._reader.file(self.parked.name) as head:
             layer = self._layer(head, str(index), found, kept)
-            like = None if self._outline is None else self._outline[index]
-            if like is not None and (why := mismatch(layer, like, self._length)):
-                raise SessionError(why)
+            self._check(index, layer, self._length)
             return read_layer(layer)
+
+    def read_rows(self, index: int, found: Structure) -> Saved:
+        """Read all rows of a layer."""
+        return self._read(index, found, None)
+
+    def read_pieces(self, index: int, found: Structure) -> Iterator[Saved | None]:
+        """Read the rows of a layer file by file. None comes after each array."""
+        for piece, end in self.parked.used(self._length):
+            with self._reader.file(self.parked.name):
+                layer = self._rows(str(index), found, [(piece, end)])
+                self._check(index, layer, end - piece.begin)
+            arrays = {}
+            for name, array in layer.arrays.items():
+                with self._reader.file(self.parked.name):
+                    arrays[name] = array.read()
+                yield None
+            yield Saved(layer.kind, arrays)
+
+    def _check(self, index: int, layer: Saved, tokens: int) -> None:
+        like = None if self._outline is None else self._outline[index]
+        if like is not None and (why := mismatch(layer, like, tokens)):
+            raise SessionError(why)
+
+    def _rows(self, path: str, found: Structure, pieces: Sequence[tuple[Rows, int]]) -> Saved:
+        """Return a layer with the rows in `pieces`, not read yet."""
+        first, end = pieces[0][0].begin if pieces else 0, pieces[-1][1] if pieces else 0
+        return Saved(
+            found["kind"],
+            {
+                name: Joined(
+                    self._reader,
+                    f"{path}.{name}",
+                    dtype,
+                    (*shape[:2], end - first, *shape[3:]),
+                    pieces,
+                    first,
+                )
+                for name, (dtype, shape) in found["rows"].items()
+            },
+        )
 
     @property
     def checkpoints(self) -> Iterator[SavedCheckpoint]:
@@ -268,20 +356,7 @@ class Restored:
     def _layer(self, head: TensorFile, path: str, found: Structure, kept: Saved | None) -> Saved:
         """Return a layer, not read yet. `kept`: the layer in the checkpoint in its place."""
         if "rows" in found:
-            pieces = self.parked.used(self._length)
-            return Saved(
-                found["kind"],
-                {
-                    name: Joined(
-                        self._reader,
-                        f"{path}.{name}",
-                        dtype,
-                        (*shape[:2], self._length, *shape[3:]),
-                        pieces,
-                    )
-                    for name, (dtype, shape) in found["rows"].items()
-                },
-            )
+            return self._rows(path, found, self.parked.used(self._length))
         if "within" in found:
             parts = [
                 self._layer(head, f"{path}.{index}", part, kept and kept.parts[index])
@@ -289,6 +364,21 @@ class Restored:
             ]
             return Saved(found["kind"], parts=parts)
         return stored_layer(head, path, found) if self._state is None else _required(kept)
+
+
+@dataclass(frozen=True)
+class _Unread:
+    """A layer with rows, in its files."""
+
+    entry: Restored
+    index: int
+    found: Structure
+
+    def read(self) -> Saved:
+        return self.entry.read_rows(self.index, self.found)
+
+    def pieces(self) -> Iterator[Saved | None]:
+        return self.entry.read_pieces(self.index, self.found)
 
 
 def _required(kept: Saved | None) -> Saved:

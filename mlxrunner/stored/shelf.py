@@ -25,7 +25,7 @@ class Shelf:
     """Parked conversations and their files, of at most `limit` bytes."""
 
     def __init__(self, folder: Folder, limit: int, on_given_up: GivenUp) -> None:
-        self.folder, self.limit, self._on_given_up = folder, limit, on_given_up
+        self.folder, self.limit, self.on_given_up = folder, limit, on_given_up
         self.sizes: dict[str, int] = {}
         """Bytes of each file."""
         self.bytes = 0
@@ -151,7 +151,7 @@ class Shelf:
             least = self._dual.least(worths)
             self._dual.give_up(least, worths[least])
             self.remove(least)
-            self._on_given_up(least)
+            self.on_given_up(least)
 
     def _worth(self, parked: Parked) -> float:
         """Return what it costs to evaluate again what only `parked` has, per byte."""

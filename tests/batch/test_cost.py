@@ -12,7 +12,7 @@ from support.prompts import shared_prefixes
 from support.sample import examples
 
 from mlxrunner.batch.prompts import Cost, cost
-from mlxrunner.batch.store import sort_key, tokens_of
+from mlxrunner.batch.records import sort_key, tokens_of
 from mlxrunner.cache.tokens import TokenArray, as_tokens
 from mlxrunner.testing import oracle_runner
 

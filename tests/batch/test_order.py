@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from mlxrunner.batch.lines import Line
 from mlxrunner.batch.order import run_order, wait
 from mlxrunner.batch.prompts import Cost, cost, tokenize_lines
-from mlxrunner.batch.store import Store, StoredLine, sort_key
+from mlxrunner.batch.records import StoredLine, sort_key
+from mlxrunner.batch.store import Store
 from mlxrunner.cache.tokens import as_tokens
 from mlxrunner.testing import ByteTokenizer
 

@@ -11,8 +11,9 @@ import pytest
 from mlxrunner.batch.lines import Line
 from mlxrunner.batch.options import BatchOptions
 from mlxrunner.batch.prompts import tokenize_lines
+from mlxrunner.batch.records import StoredLine
 from mlxrunner.batch.run import BatchRequest, lines_of
-from mlxrunner.batch.store import Store, StoredLine
+from mlxrunner.batch.store import Store
 from mlxrunner.errors import PromptError
 from mlxrunner.testing import BOS, EOS, ByteTokenizer
 

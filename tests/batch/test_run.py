@@ -16,7 +16,7 @@ import mlxrunner
 from mlxrunner import BatchRequest, BatchResult, OptionError, Runner, run_batch
 from mlxrunner.batch.order import run_order
 from mlxrunner.batch.prompts import cost
-from mlxrunner.batch.store import sort_key
+from mlxrunner.batch.records import sort_key
 from mlxrunner.models.facts import facts_of
 from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.testing import ByteTokenizer, OracleModel, oracle_runner
@@ -241,7 +241,7 @@ def test_a_timeout_ends_one_request_only(
     runner = request.getfixturevalue(which)
     now = [0.0]
     monkeypatch.setattr(
-        "mlxrunner.batch.run.time.monotonic", lambda: now.__setitem__(0, now[0] + 1) or now[0]
+        "mlxrunner.batch.execution.time.monotonic", lambda: now.__setitem__(0, now[0] + 1) or now[0]
     )
     asked = [
         BatchRequest([1, 2, 3], {"max_tokens": 2}),
@@ -259,7 +259,7 @@ def test_a_timeout_is_noticed_between_the_pieces_of_a_prompt(
     runner = oracle_runner(prefill_step=4)
     now = [0.0]
     monkeypatch.setattr(
-        "mlxrunner.batch.run.time.monotonic", lambda: now.__setitem__(0, now[0] + 1) or now[0]
+        "mlxrunner.batch.execution.time.monotonic", lambda: now.__setitem__(0, now[0] + 1) or now[0]
     )
     (result,) = run_batch(runner, [BatchRequest(list(range(100)))], timeout=5, max_tokens=1)
     assert "stopped after 5 s" in str(result.error)
@@ -410,7 +410,7 @@ def test_what_mlx_keeps_of_freed_buffers_is_given_back(
     together: Stepper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Freed buffers are given back, because steps of ever new sizes leave ever more of them."""
-    monkeypatch.setattr("mlxrunner.batch.run.GIVE_BACK_EVERY", 4)
+    monkeypatch.setattr("mlxrunner.batch.execution.GIVE_BACK_EVERY", 4)
     given = []
     monkeypatch.setattr(mx, "clear_cache", lambda: given.append(1))
     list(run_batch(together, requests(12), max_tokens=2))

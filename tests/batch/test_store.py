@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 from mlxrunner.batch.database import APPLICATION_ID, VERSION
 from mlxrunner.batch.order import run_order
-from mlxrunner.batch.store import Counts, Store, StoredLine, sort_key
+from mlxrunner.batch.records import Counts, StoredLine, sort_key
+from mlxrunner.batch.store import Store
 from mlxrunner.cache.tokens import as_tokens
 from mlxrunner.errors import StoreError
 
@@ -351,7 +352,8 @@ def test_killed_directly_after_it_was_made(tmp_path: Path) -> None:
 CHILD = """
 import sys, time
 from pathlib import Path
-from mlxrunner.batch.store import StoredLine, Store
+from mlxrunner.batch.records import StoredLine
+from mlxrunner.batch.store import Store
 from mlxrunner.cache.tokens import as_tokens
 
 with Store.open(Path(sys.argv[1])) as store:
@@ -474,7 +476,8 @@ def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
     program = f"""
 import resource, sys
 from pathlib import Path
-from mlxrunner.batch.store import StoredLine, Store
+from mlxrunner.batch.records import StoredLine
+from mlxrunner.batch.store import Store
 import numpy as np
 
 def megabytes():

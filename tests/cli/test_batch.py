@@ -21,6 +21,7 @@ from support.waiting import PATIENCE_S
 
 from mlxrunner import cli
 from mlxrunner.batch.tally import Tally
+from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.profiling.record.profile import Profile
 
 FACTS = ["My name is Ana.", "My name is Zorblin."]
@@ -45,6 +46,36 @@ def write(*lines: Any, file: str = "in.jsonl") -> str:
 
 def answers(file: str = "out.jsonl") -> list[Any]:
     return [json.loads(line) for line in Path(file).read_text().splitlines()]
+
+
+def test_a_batch_passes_its_memory_and_step_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """To the runner of several lines, whose cells are those that fit into the memory."""
+    seen: list[Stepper] = []
+    opened = Stepper.of.__func__  # type: ignore[attr-defined]
+
+    def of(cls: Any, *arguments: Any, **settings: Any) -> Stepper:
+        seen.append(opened(cls, *arguments, **settings))
+        return seen[-1]
+
+    monkeypatch.setattr(Stepper, "of", classmethod(of))
+    lines = [{"prompt": f"Line {number}: {'word ' * 20}", "max_tokens": 3} for number in range(6)]
+    source = tmp_path / "in.jsonl"
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for given in ([], ["--memory", "2000000", "--step-ms", "50"]):
+        command = ["batch", str(source), "-o", str(tmp_path / f"{len(given)}.jsonl"), *given]
+        result = CliRunner().invoke(cli.main, [*command, "--parallel", "3", "--no-reserve"])
+        assert result.exit_code == 0, result.output
+    free, bounded = (runner.settings for runner in seen)
+    assert (free["memory"], free["step_ms"]) == (None, 0)
+    assert (bounded["memory"], bounded["step_ms"]) == (2000000, 50)
+    assert bounded["cells"] < free["cells"]
+    wrong = CliRunner().invoke(cli.main, [*command[:4], "--memory", "0"])
+    assert (wrong.exit_code, wrong.stderr) == (
+        2,
+        "mlxrunner: memory: 0 is out of range, it has to be at least 1\n",
+    )
 
 
 def test_questions_about_facts_are_answered_in_the_order_of_the_input() -> None:
@@ -325,7 +356,7 @@ def test_the_first_error_is_that_of_the_first_line(monkeypatch: pytest.MonkeyPat
     def fall(deadline: object, *reached: int) -> None:
         raise ValueError("it fell")
 
-    monkeypatch.setattr("mlxrunner.batch.run.Deadline.__call__", fall)
+    monkeypatch.setattr("mlxrunner.batch.execution.Deadline.__call__", fall)
     lines = [openai("q1", "Hello!"), "{not JSON", openai("q2", "Hello!")]
     result = run(write(*lines), "-o", "out.jsonl", "--parallel", 1, "--max-errors", 2)
     assert "2 of 3 lines failed, the first: line 1: ValueError: it fell" in result.stderr

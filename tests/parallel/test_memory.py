@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 from support.conversations import Trace, play
 from support.histories import tiny_parts
@@ -42,12 +43,27 @@ def test_conversations_stay_within_the_budget(name: str, tmp_path: Path) -> None
     assert played.most_bytes <= memory * 1.02
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next", "mamba2", "llama4"])
+def test_a_closed_runner_holds_no_bytes(name: str) -> None:
+    """Also if something still refers to the runner, as the error of a request does."""
+    given = tiny_parts(name)
+    before = mx.get_active_memory()
+    runner = Stepper(*given, max_sequences=2, **SETTINGS)
+    for prompt in ([5] * 90, [6] * 90):
+        runner.complete(prompt, max_tokens=3, stop_tokens=[])
+    held = mx.get_active_memory() - before
+    runner.close()
+    assert runner.num_tokens == 0
+    assert mx.get_active_memory() - before < held // 20
+
+
 def trace() -> Trace:
     return Trace(conversations=8, requests=fewer(100, 40), context=300, scale=0.3)
 
 
-def test_the_event_says_who_was_given_up_for_whom() -> None:
-    """The reason is its bytes; the next turn of that conversation says the same."""
+@pytest.mark.parametrize("is_full", [True, False], ids=["begin", "end"])
+def test_the_event_says_who_was_given_up_for_whom(is_full: bool) -> None:
+    """At the begin or at the end of a request; the next turn of that conversation says the same."""
     given, rng = tiny_parts("mamba2"), random.Random(0)
     one, two = ([rng.randrange(250) for _ in range(60)] for _ in range(2))
     found: list[list[Evicted]] = []
@@ -59,8 +75,10 @@ def test_the_event_says_who_was_given_up_for_whom() -> None:
     with Stepper(*given, max_sequences=3, **SETTINGS) as runner:
         runner.observers.append(see)
         runner.complete(one, max_tokens=4, stop_tokens=[])
-        runner._scheduler.residents.memory = 1
+        residents = runner._scheduler.residents
+        residents.memory = 1 if is_full else residents.allocated_bytes
         runner.complete(two, max_tokens=4, stop_tokens=[])
+        residents.memory = None
         usage = runner.complete([*one, 1], max_tokens=4, stop_tokens=[]).usage
     assert [[(who.tokens, who.cause, who.parked) for who in each] for each in found] == [
         [],

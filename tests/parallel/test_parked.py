@@ -41,6 +41,22 @@ def test_five_conversations_take_turns_in_two_slots(tmp_path: Path, name: str) -
         parking.close()
 
 
+def test_what_the_disk_gave_up_is_lost_and_no_hit(tmp_path: Path) -> None:
+    """Where `park_bytes` run out, the next turn says so, although it has all of another's slot."""
+    header = list(range(20))
+    one, two, three = ([*header, *[first] * 60] for first in (100, 110, 120))
+    parking = Parking(tmp_path, {"model": "llama"}, limit=60_000)
+    with Stepper(*tiny_parts("llama"), max_sequences=1, parking=parking, **SETTINGS) as stepper:
+        for prompt in (one, two, three, header):
+            found = stepper.complete(prompt, max_tokens=1, stop_tokens=[]).usage
+        assert stepper.parked_bytes
+        usage = stepper.complete([*one, 1], max_tokens=1, stop_tokens=[]).usage
+    assert found.outcome == "hit"
+    cache = usage.cache
+    assert (usage.cached_tokens, usage.reason, cache.freed_by) == (20, "evicted", "park_bytes")
+    assert (usage.outcome, cache.lost_tokens) == ("partial", 60)
+
+
 def test_a_folder_without_bytes_is_refused(tmp_path: Path) -> None:
     """It would stay empty."""
     with pytest.raises(OptionError, match="park_folder: nothing is parked without park_bytes"):

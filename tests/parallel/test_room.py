@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import pytest
+from support.histories import tiny_parts
 from support.models import tiny_config, tiny_model
 
 from mlxrunner import Runner
@@ -52,6 +53,17 @@ def some(rng: random.Random, count: int) -> list[int]:
 
 @pytest.mark.exhaustive(4)
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss"])
+def test_a_prompt_beyond_the_cells_is_told_what_it_needs_itself() -> None:
+    """The context may be longer than all cells together."""
+    with Stepper(*tiny_parts("llama"), max_sequences=2, context=300, cells=100) as runner:
+        for prompt, needed in ((100, 101), (150, 151)):
+            with pytest.raises(CacheFullError, match=f"needs {needed} free cells") as error:
+                runner.submit([5] * prompt)
+            assert error.value.never
+        with pytest.raises(CacheFullError, match="needs 130 free cells"):
+            runner.submit([5] * 80, max_tokens=50)
+
+
 @pytest.mark.parametrize("header", [0, 1, 20, 200])
 def test_users_with_a_common_header_keep_their_own_conversations(name: str, header: int) -> None:
     """From the second turn on each user evaluates only what is new of its own."""

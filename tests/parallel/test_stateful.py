@@ -18,6 +18,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from support.checked import WITH_WINDOWS, CheckedHistory, parts
+from support.sample import fewer
 
 NAMES = [
     *("llama", "gemma3_text", "gpt_oss", "mixtral", "cohere2", "smollm3"),
@@ -86,5 +87,5 @@ def test_whatever_happens_each_answer_is_that_of_a_cold_runner(name: str) -> Non
     """Requests come, share, shift, are cancelled, fail, and are interrupted at any line."""
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         lambda: Conversations(name),
-        settings=settings(max_examples=4, stateful_step_count=25, derandomize=True),
+        settings=settings(max_examples=fewer(20, 4), stateful_step_count=fewer(40, 25)),
     )

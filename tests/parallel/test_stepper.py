@@ -29,6 +29,7 @@ from mlxrunner.errors import (
 )
 from mlxrunner.models.facts import facts_of
 from mlxrunner.parallel.driven import DrivenHandle
+from mlxrunner.parallel.opening import SAMPLED, largest_step
 from mlxrunner.parallel.samples import sample
 from mlxrunner.parallel.several import AHEAD
 from mlxrunner.parallel.stepper import Stepper
@@ -498,6 +499,14 @@ def test_many_requests_with_cancels_through_eight_slots(
             assert cells.num_used_by([slot.number]) == len(slot.tokens)
             cells.remove(slot.number, 0)
         assert cells.num_free == cells.num_cells
+
+
+def test_many_slots_are_reserved_by_sampling_for_a_few(llama: Any) -> None:
+    """Sampling for each of a thousand took minutes."""
+    with Stepper(*llama, max_sequences=40, context=8) as runner:
+        few = largest_step(runner._adapted, 80, 3)
+        many = largest_step(runner._adapted, 80, 40)
+    assert len(few) / 3 == len(many) / SAMPLED
 
 
 def test_buffers_are_allocated_once() -> None:

@@ -187,12 +187,13 @@ def test_those_of_a_higher_priority_wait_in_front(llama: Any) -> None:
     given: list[dict[str, Any]] = [{"priority": "batch"}, {}, {"deadline": 900}, {"deadline": 800}]
     with opened(llama, 1) as runner:
         running = runner.submit([99], **LONG)
+        until(lambda: runner.stats().busy == 1)
         runner.observers.append(lambda _, seen: ended.append(int(seen.prompt[0])))
         handles = [
             runner.submit([i], max_tokens=1, **options)
             for i, options in enumerate([*given, *[{}] * 6])
         ]
-        until(lambda: runner.stats().busy == 1)
+        until(lambda: runner.stats().waiting == len(handles))
         running.cancel()
         assert all(handle.wait() for handle in handles)
         until(lambda: len(ended) == 11)

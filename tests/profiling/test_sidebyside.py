@@ -116,8 +116,7 @@ def assert_agrees(logged: list[LoggedRequest]) -> None:
         assert request.finished
 
 
-@pytest.mark.xfail(reason="of slots that are equally idle, the replay may take another one")
-@pytest.mark.exhaustive(0)
+@pytest.mark.exhaustive(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_replay_agrees_with_the_parallel_runner(name: str, tmp_path: Path) -> None:
     """Every request of every history agrees, with waits, shifts, cancels and failing steps."""
@@ -271,6 +270,7 @@ def test_a_request_that_is_not_in_the_log_is_said(tmp_path: Path) -> None:
         "said",
         "sampled",
         "stuck",
+        "failures",
         "beside",
         "cells",
         "prefill_step",

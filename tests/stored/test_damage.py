@@ -371,7 +371,7 @@ def test_reading_what_is_gone_raises(make_parking: Make) -> None:
     entry = parking.restore(parked)
     parking.drop(parked)
     with pytest.raises(SessionError, match="missing or damaged"):
-        list(entry.layers)
+        [layer.read() for layer in entry.layers]
     runner = small_runner()
     runner.cache.adopt(parking.restore(parked), "the disk")
     usage = answer(runner, [*TALKS[0], 5])[1]

@@ -326,7 +326,7 @@ def test_restored_layers_are_compared_with_the_models(make_parking: Make) -> Non
     parking = make_parking(outline=outline)
     one = parked(parking, runner)
     entry = parking.restore(one)
-    assert [layer.kind for layer in entry.layers] == ["full", "full"]
+    assert [layer.read().kind for layer in entry.layers] == ["full", "full"]
     parking._outline = tiny_runner("gpt_oss").cache.outline()
     other = tiny_runner("llama")
     entry = parking.restore(one)

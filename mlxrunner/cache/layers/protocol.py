@@ -47,6 +47,8 @@ class LayerCache(ABC):
 
     Such rows can move to other positions, and can lie in cells that sequences share.
     """
+    takes_pieces: bool = False
+    """True if `extend` appends saved rows to those that the layer has."""
     outline_after: Sequence[int] = (1, 2, 3, 7, 300)
     """Numbers of tokens after which `export` has shown every shape that it can have.
 
@@ -89,6 +91,11 @@ class LayerCache(ABC):
     def needs_checkpoints(self) -> bool:
         """True if there are offsets that the layer can't be rewound to by itself."""
         return self.extent.needs_checkpoints
+
+    @property
+    def has_plain_rows(self) -> bool:
+        """True if the layer stores plain rows of all its tokens."""
+        return self.stores_plain_rows and not self.needs_checkpoints and self.offset > 0
 
     def reachable(self, to: int) -> int:
         """Return the largest offset <= `to` that `rewind` can reach; 0 means start over."""
@@ -198,6 +205,13 @@ class LayerCache(ABC):
         saved = self.export()
         arrays = {name: array[:, :, begin:end] for name, array in saved.arrays.items()}
         return Saved(saved.kind, arrays)
+
+    def extend(self, saved: Saved) -> None:
+        """Append the rows of `saved`. An interrupt leaves the layer as it was.
+
+        Raise ValueError if they do not fit. Only a layer that `takes_pieces` has to know it.
+        """
+        raise TypeError(f"a layer of the kind {self.kind!r} is read as a whole")
 
     def adopt(self, saved: Saved, offset: int) -> None:
         """Replace the content by `saved`, from a layer like this one, and evaluate it.

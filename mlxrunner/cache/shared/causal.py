@@ -14,10 +14,12 @@ from functools import partial
 import mlx.core as mx
 import numpy as np
 
-from mlxrunner.cache.shared.cells import Bools, Cells, Lift, Move, Placement, Run, runs
+from mlxrunner.cache.shared.buffers import Layer, Places, read, write
+from mlxrunner.cache.shared.cells import Cells, Placement
 from mlxrunner.cache.shared.forward import Forward
+from mlxrunner.cache.shared.runs import Lift, Move, Run
 from mlxrunner.cache.shared.sequences import END, Batch, Cache, CacheConfig, Commit, Lifecycle
-from mlxrunner.cache.shared.sight import Ints, Sight
+from mlxrunner.cache.shared.sight import Bools, Sight
 from mlxrunner.cache.shared.split import WORTH_SPLITTING, Split
 from mlxrunner.errors import CacheFullError, NotSupportedError
 
@@ -30,72 +32,6 @@ positions.
 
 Rows = dict[int, tuple[mx.array, mx.array]]
 """The keys and values `[1, kv_heads, n, head_dim]` of some tokens, by layer."""
-MANY_RUNS = 64
-"""Number of runs beyond which one gather is faster than a slice for each run."""
-SOME_RUNS, SHORT = 4, 8
-"""More than SOME_RUNS runs, on average shorter than SHORT cells, are written by one scatter.
-
-That is faster than a slice for each run.
-"""
-
-
-class Places:
-    """Cells that rows are written to, prepared once for all layers."""
-
-    def __init__(self, cells: Ints) -> None:
-        self._runs = runs(cells)
-        scattered = len(self._runs) > SOME_RUNS and len(cells) < SHORT * len(self._runs)
-        self._cells: slice | mx.array | None = None
-        if scattered:
-            self._cells = _stride(cells) or mx.array(cells)
-
-    def put(self, buffer: mx.array, rows: mx.array) -> None:
-        """Write `rows [1, heads, n, dim]` into `buffer [1, heads, cells, dim]`, in place."""
-        if self._cells is not None:
-            buffer[:, :, self._cells, :] = rows
-            return
-        done = 0
-        for run in self._runs:
-            following = done + run.end - run.begin
-            buffer[..., run.begin : run.end, :] = rows[..., done:following, :]
-            done = following
-
-
-@dataclass
-class Layer:
-    """The buffers of one layer: `[1, kv_heads, rows, head_dim]`. The values may be wider."""
-
-    keys: mx.array
-    values: mx.array
-
-    @classmethod
-    def like(cls, keys: mx.array, values: mx.array, rows: int, dtype: mx.Dtype) -> Layer:
-        """Allocate the buffers at once, so that an allocation that does not fit fails here."""
-        layer = cls(
-            *(mx.zeros((1, part.shape[1], rows, part.shape[3]), dtype) for part in (keys, values))
-        )
-        mx.eval(layer.keys, layer.values)
-        return layer
-
-    @property
-    def nbytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes
-
-    def check(self, index: int, keys: mx.array, values: mx.array) -> None:
-        """Raise ValueError unless `keys` and `values` have the shape of this layer's rows."""
-        for name, rows, buffer in (("keys", keys, self.keys), ("values", values, self.values)):
-            if rows.shape != (expected := (*buffer.shape[:2], rows.shape[2], buffer.shape[3])):
-                raise ValueError(
-                    f"layer {index}: {name} of shape {rows.shape}, "
-                    f"but the cache was allocated for {expected}"
-                )
-
-    def write(self, places: Places, keys: mx.array, values: mx.array) -> None:
-        places.put(self.keys, keys.astype(self.keys.dtype))
-        places.put(self.values, values.astype(self.values.dtype))
-
-    def read(self, run: Run) -> tuple[mx.array, mx.array]:
-        return self.keys[..., run.begin : run.end, :], self.values[..., run.begin : run.end, :]
 
 
 @dataclass
@@ -247,8 +183,7 @@ class CausalCache(Cache):
 
     def num_own(self, sequence: int) -> int:
         """Return the number of cells that no other sequence owns."""
-        owners = self._cells.owners
-        return int(np.count_nonzero(owners[sequence] & (np.count_nonzero(owners, axis=0) == 1)))
+        return int(np.count_nonzero(self._cells.owners[sequence] & self._cells.unshared))
 
     @property
     def row_bytes(self) -> int:
@@ -263,14 +198,14 @@ class CausalCache(Cache):
         self._lifecycle.check()
         cells = self._cells.cells_of(sequence, begin, end)
         return {
-            index: (_read(layer.keys, cells), _read(layer.values, cells))
+            index: (read(layer.keys, cells), read(layer.values, cells))
             for index, layer in self._layers.items()
         }
 
     def write(self, sequence: int, begin: int, rows: Rows) -> None:
-        """Store `rows` as the tokens from position `begin` on of a sequence without tokens.
+        """Store `rows` as the tokens from position `begin` on of a sequence, where its tokens end.
 
-        An interrupt leaves the sequence without tokens. Raise CacheFullError if there is no room,
+        An interrupt leaves the sequence as it was. Raise CacheFullError if there is no room,
         and ValueError if the rows have another shape than the layers.
         """
         self._lifecycle.check()
@@ -287,8 +222,8 @@ class CausalCache(Cache):
             self._move(move, before)
         self._layers.update(layers)
         for index, (keys, values) in rows.items():
-            _write(self._layers[index].keys, cells, keys.astype(self._dtype))
-            _write(self._layers[index].values, cells, values.astype(self._dtype))
+            write(self._layers[index].keys, cells, keys.astype(self._dtype))
+            write(self._layers[index].values, cells, values.astype(self._dtype))
         self._become(after)
 
     def set_config(self, config: CacheConfig) -> None:
@@ -326,7 +261,8 @@ class CausalCache(Cache):
         self._layer = layer
 
     def put(self, keys: mx.array, values: mx.array) -> None:
-        places, tokens = self._current().places, len(self._current().forward.batch)
+        under_way = self._current()
+        places, tokens = under_way.places, len(under_way.forward.batch)
         for name, rows in (("keys", keys), ("values", values)):
             if rows.shape[2] != tokens:
                 raise ValueError(
@@ -376,8 +312,8 @@ class CausalCache(Cache):
         offsets = mx.full(lift.sources.shape, lift.by, mx.int32)
         rows = {}
         for index, layer in self._layers.items():
-            keys = self._shift(index, _read(layer.keys, lift.sources), offsets).astype(self._dtype)
-            rows[index] = keys, _read(layer.values, lift.copies.sources)
+            keys = self._shift(index, read(layer.keys, lift.sources), offsets).astype(self._dtype)
+            rows[index] = keys, read(layer.values, lift.copies.sources)
             layer.check(index, *rows[index])
         mx.eval(rows)
         return partial(self._lift, lift, rows, after)
@@ -444,40 +380,12 @@ class CausalCache(Cache):
         targets = np.arange(move.begin, move.begin + len(move.sources), dtype=np.int32)
         for layer in self._layers.values():
             for buffer in (layer.keys, layer.values):
-                _write(buffer, targets, _read(buffer, move.sources))
+                write(buffer, targets, read(buffer, move.sources))
         self._cells = after
 
     def _lift(self, lift: Lift, rows: Rows, after: Cells) -> None:
         self._forget()
         for index, (keys, values) in rows.items():
-            _write(self._layers[index].keys, lift.targets, keys)
-            _write(self._layers[index].values, lift.copies.targets, values)
+            write(self._layers[index].keys, lift.targets, keys)
+            write(self._layers[index].values, lift.copies.targets, values)
         self._cells = after
-
-
-def _stride(cells: Ints) -> slice | None:
-    """Return `cells` as a slice if each has the same distance to the one before."""
-    first, last, by = int(cells[0]), int(cells[-1]), int(cells[1] - cells[0])
-    if by < 1 or (cells[1:] - cells[:-1] != by).any():
-        return None
-    return slice(first, last + 1, by)
-
-
-def _read(buffer: mx.array, cells: Ints) -> mx.array:
-    """Return an evaluated copy of these rows: a view would make the next write copy the buffer."""
-    found = runs(cells)
-    if len(found) > MANY_RUNS:
-        rows = mx.take(buffer, mx.array(cells), axis=2)
-    else:
-        rows = mx.contiguous(
-            mx.concatenate(
-                [buffer[..., run.begin : run.end, :] for run in found or [Run(0, 0)]], axis=2
-            )
-        )
-    mx.eval(rows)
-    return rows
-
-
-def _write(buffer: mx.array, cells: Ints, rows: mx.array) -> None:
-    Places(cells).put(buffer, rows)
-    mx.eval(buffer)

@@ -10,69 +10,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from mlxrunner.cache.shared.lanes import Lane, in_lanes, new_lane
+from mlxrunner.cache.shared.runs import Lift, Move, Run
 from mlxrunner.cache.shared.sequences import END, Batch
-from mlxrunner.cache.shared.sight import Ints, Sight
-from mlxrunner.cache.shared.stretches import Stretches, between, breaks, grown, pieces, stretches_of
+from mlxrunner.cache.shared.sight import Bools, Ints, Sight
+from mlxrunner.cache.shared.stretches import (
+    Stretch,
+    Stretches,
+    between,
+    breaks,
+    grown,
+    pieces,
+    stretches_of,
+)
 from mlxrunner.errors import CacheFullError
-
-Bools = NDArray[np.bool_]
-SMALLEST_LANE = 32
-"""Cells of the smallest lane. Other lanes are 2, 4, 8 ... times as large, so that sizes repeat."""
-
-
-class Run(NamedTuple):
-    """Cells `begin .. end - 1`."""
-
-    begin: int
-    end: int
-
-    def padded(self, multiple: int) -> Run:
-        """Return the smallest run around this one that begins and ends at a multiple."""
-        return Run(self.begin // multiple * multiple, -(-self.end // multiple) * multiple)
-
-
-class Lane(NamedTuple):
-    """Cells reserved for a sequence, so that its next tokens lie side by side.
-
-    Lanes of one size begin at multiples of it, so that a buffer can be seen as a row of equal
-    pieces.
-    """
-
-    run: Run
-    next: int
-    """The first cell that is not taken yet."""
-
-
-class Move(NamedTuple):
-    """Rows to move: those of the cells `sources`, in this order, to the cells from `begin` on.
-
-    All rows are read before the first is written.
-    """
-
-    begin: int
-    sources: Ints
-
-
-class Lift(NamedTuple):
-    """Tokens that change their position."""
-
-    sources: Ints
-    targets: Ints
-    """The new cells of the tokens. Shared tokens get other cells than `sources`."""
-    by: int
-    """Number of positions to move by."""
-
-    @property
-    def copies(self) -> Lift:
-        """The tokens that get another cell."""
-        moved = self.sources != self.targets
-        return Lift(self.sources[moved], self.targets[moved], self.by)
 
 
 class Placement(NamedTuple):
@@ -121,6 +76,12 @@ class Cells:
         """True for cells with an owner, `[cells]`."""
         used: Bools = np.logical_or.reduce(self.owners, axis=0)
         return used
+
+    @cached_property
+    def unshared(self) -> Bools:
+        """True for cells with one owner, `[cells]`."""
+        unshared: Bools = self.owners.sum(axis=0, dtype=np.int32) == 1
+        return unshared
 
     @property
     def sequences(self) -> tuple[int, ...]:
@@ -201,7 +162,7 @@ class Cells:
             raise ValueError(f"the length of a prefix can't be {length}")
         owners = self.owners.copy()
         owners[target] = self.owners[source] & (self.positions < length)
-        return replace(self, owners=owners)
+        return self._changed(target, owners=owners)
 
     def without(self, sequence: int, begin: int, end: int) -> tuple[Cells, Lift | None]:
         """Drop the tokens of `sequence` at positions `begin .. end - 1`, and move up those behind.
@@ -212,7 +173,7 @@ class Cells:
         self.check_sequences(sequence)
         if not 0 <= begin <= end:
             raise ValueError(f"there are no positions {begin} .. {end}")
-        if begin == end:
+        if begin == end or not self.holds(sequence, begin):
             return self, None
         own, positions, owners = self.owners[sequence], self.positions.copy(), self.owners.copy()
         lifted = own & (positions >= end)
@@ -228,7 +189,7 @@ class Cells:
         targets[shared] = free[:needed]
         owners[sequence, targets] = True
         positions[targets] = self.positions[sources] - (end - begin)
-        after = replace(self, positions=positions, owners=owners)
+        after = self._changed(sequence, positions=positions, owners=owners)
         return after, Lift(sources, targets, begin - end) if len(sources) else None
 
     def expecting(self, sequence: int, count: int) -> Cells:
@@ -238,16 +199,10 @@ class Cells:
         """
         self.check_sequences(sequence)
         lanes = {other: lane for other, lane in self.lanes.items() if other != sequence}
-        most = self.num_cells // len(self.owners)
-        if 0 < count <= most:
-            size = min(SMALLEST_LANE << max(0, (-(-count // SMALLEST_LANE) - 1).bit_length()), most)
-            begins = np.arange(0, self.num_cells - size + 1, size)
-            total = np.concatenate([[0], np.cumsum(_without(~self.used, lanes.values()))])
-            fitting = begins[total[begins + size] - total[begins] == size]
-            if len(fitting):
-                begin = int(fitting[0])
-                lanes[sequence] = Lane(Run(begin, begin + size), begin)
-        return replace(self, lanes=lanes)
+        lane = new_lane(~self.used, lanes.values(), count, self.num_cells // len(self.owners))
+        if lane is not None:
+            lanes[sequence] = lane
+        return self._changed(None, lanes=lanes)
 
     def place(self, batch: Batch) -> Placement:
         """Find cells for the batch, after dropping the tokens beyond each memory.
@@ -260,10 +215,10 @@ class Cells:
         if n > kept.num_free:
             raise CacheFullError(f"a batch of {n} tokens", n, kept.num_free, self.num_cells)
         before, move = self, None
-        placed = kept._in_lanes(batch)
+        placed = in_lanes(batch, kept.used, kept.lanes)
         if placed is None:
             before, kept = replace(before, lanes={}), replace(kept, lanes={})
-            placed = kept._in_lanes(batch)
+            placed = in_lanes(batch, kept.used, kept.lanes)
         if placed is None:
             order, move = self._packing(kept)
             before, kept, start = (
@@ -273,13 +228,12 @@ class Cells:
             )
             placed = np.arange(start, start + n, dtype=np.int32), {}
         cells, lanes = placed
-        positions, owners = kept.positions.copy(), kept.owners.copy()
-        positions[cells] = batch.positions
+        positions, owners, used = kept.positions.copy(), kept.owners.copy(), kept.used.copy()
+        positions[cells], used[cells] = batch.positions, True
         owners[batch.sequences, cells] = True
-        after = replace(kept, positions=positions, owners=owners, lanes=lanes)
+        after = Cells(positions, owners, self.sight, lanes)
         after._known.update(kept._grown(batch, cells))
-        after.__dict__["used"] = used = kept.used.copy()
-        used[cells] = True
+        after.__dict__["used"] = used
         return Placement(before, after, cells, move)
 
     def packed(self) -> tuple[Cells, Move | None]:
@@ -327,6 +281,14 @@ class Cells:
                 f"the cache was initialized for {len(self.owners)}, counted from 0"
             )
 
+    def _changed(self, sequence: int | None, **fields: Any) -> Cells:
+        """Replace `fields`, which changes the tokens of no sequence but `sequence`."""
+        after = replace(self, **fields)
+        after._known.update(self._known)
+        if sequence is not None:
+            after._known.pop(sequence, None)
+        return after
+
     def _kept_for(self, batch: Batch) -> Cells:
         """Drop the tokens that no sequence needs once the batch has begun."""
         if self.sight.memory is None:
@@ -343,36 +305,11 @@ class Cells:
     def _grown(self, batch: Batch, cells: Ints) -> dict[int, Stretches]:
         """Return the known stretches once the batch is in `cells`."""
         known = dict(self._known)
-        positions, sequences = np.array(batch.positions, np.int32), np.array(batch.sequences)
-        begins = breaks(cells, positions, sequences)
-        for begin, stretch in zip(begins.tolist(), pieces(cells, positions, begins), strict=True):
-            old = known.pop(sequence := batch.sequences[begin], None)
+        for sequence, stretch in _stretches(batch, cells):
+            old = known.pop(sequence, None)
             if old is not None and (more := grown(old, stretch)) is not None:
                 known[sequence] = more
         return known
-
-    def _in_lanes(self, batch: Batch) -> tuple[Ints, dict[int, Lane]] | None:
-        """Return the cells of the batch, and the remaining lanes.
-
-        Return None if the tokens without a lane find no room beside the lanes.
-        """
-        cells, lanes = np.empty(len(batch), np.int32), dict(self.lanes)
-        others: list[int] = []
-        for sequence, own in batch.by_sequence.items():
-            lane = lanes.pop(sequence, None)
-            end = 0 if lane is None else lane.next + len(own)
-            if lane is None or end > lane.run.end or self.used[lane.next : end].any():
-                others += own
-            else:
-                cells[own] = range(lane.next, end)
-                lanes[sequence] = Lane(lane.run, end)
-        if others:
-            free = _without(~self.used, [self.lanes[each] for each in lanes])
-            start = _first_fit(free, len(others))
-            if start is None:
-                return None
-            cells[sorted(others)] = range(start, start + len(others))
-        return cells, lanes
 
     def _packing(self, kept: Cells) -> tuple[Ints, Move | None]:
         """Return the order in which all cells would be packed, and the move that does it.
@@ -393,26 +330,14 @@ class Cells:
         )
 
 
-def runs(cells: Ints) -> list[Run]:
-    """Return the cells as runs of neighbours."""
-    ends = [*(np.flatnonzero(cells[1:] != cells[:-1] + 1) + 1).tolist(), len(cells)]
-    bounds = pairwise([0, *ends]) if len(cells) else ()
-    return [Run(int(cells[begin]), int(cells[end - 1]) + 1) for begin, end in bounds]
-
-
-def _without(free: Bools, lanes: Iterable[Lane]) -> Bools:
-    """Return the cells of `free` that are in no lane."""
-    free = free.copy()
-    for lane in lanes:
-        free[lane.next : lane.run.end] = False
-    return free
-
-
-def _first_fit(free: Bools, n: int) -> int | None:
-    """Return the first of `n` free cells side by side; None if there are none."""
-    edges = np.flatnonzero(np.diff(free, prepend=False, append=False))
-    fitting = np.flatnonzero(edges[1::2] - edges[::2] >= n)
-    return int(edges[2 * fitting[0]]) if len(fitting) else None
+def _stretches(batch: Batch, cells: Ints) -> Iterable[tuple[int, Stretch]]:
+    """Return the stretches of a batch in `cells`, each with its sequence."""
+    if len(batch.by_sequence) == len(batch):
+        each = zip(batch.sequences, cells.tolist(), batch.positions, strict=True)
+        return [(sequence, Stretch(cell, cell + 1, at)) for sequence, cell, at in each]
+    positions, sequences = np.array(batch.positions, np.int32), np.array(batch.sequences)
+    begins = breaks(cells, positions, sequences)
+    return zip(sequences[begins].tolist(), pieces(cells, positions, begins), strict=True)
 
 
 def _lowest_positions(batch: Batch) -> tuple[Sequence[int], Ints]:

@@ -12,8 +12,8 @@ from functools import partial
 import mlx.core as mx
 import numpy as np
 
-from mlxrunner.cache.shared.causal import Layer, Places
-from mlxrunner.cache.shared.cells import Run
+from mlxrunner.cache.shared.buffers import Layer, Places
+from mlxrunner.cache.shared.runs import Run
 from mlxrunner.cache.shared.sequences import END, Batch, Cache, CacheConfig, Commit, Lifecycle
 from mlxrunner.errors import CacheFullError, NotSupportedError
 

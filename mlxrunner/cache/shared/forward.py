@@ -12,9 +12,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mlxrunner.cache.shared.cells import Bools, Cells, Run
+from mlxrunner.cache.shared.cells import Cells
+from mlxrunner.cache.shared.runs import Run
 from mlxrunner.cache.shared.sequences import Batch
-from mlxrunner.cache.shared.sight import Ints
+from mlxrunner.cache.shared.sight import Bools, Ints
 from mlxrunner.cache.shared.split import Block, Split, blocks_of, history_of, split
 
 

@@ -32,6 +32,10 @@ class CellsLayer(LayerCache):
         self.kind = "full" if group.window is None else "sliding"
 
     @property
+    def takes_pieces(self) -> bool:  # type: ignore[override]  # a window has only its last rows
+        return self.group.window is None
+
+    @property
     def extent(self) -> Extent:
         first, end = self.group.stored(self.sequence)
         window, memory = self.group.window, self.group.memory
@@ -81,6 +85,10 @@ class CellsLayer(LayerCache):
             return Saved(self.kind, snapshot.content)
         extent = self.extent
         return self.export_rows(extent.first if isinstance(extent, Window) else 0, extent.offset)
+
+    def extend(self, saved: Saved) -> None:
+        if _count(saved.arrays):
+            self.group.write(self.sequence, self.offset, _rows(saved.arrays))
 
     def adopt(self, saved: Saved, offset: int) -> None:
         self._store(saved.arrays, offset)

@@ -44,14 +44,14 @@ class Batch:
 
     def __post_init__(self) -> None:
         for name in ("positions", "sequences", "encoder_inputs", "sees_forward"):
-            object.__setattr__(self, name, tuple(int(number) for number in getattr(self, name)))
+            object.__setattr__(self, name, tuple(map(int, getattr(self, name))))
         n = len(self.positions)
         if n == 0 or n != len(self.sequences):
             raise ValueError(
                 f"{n} positions and {len(self.sequences)} sequences: "
                 "give one of each per token, for at least one token"
             )
-        if not all(0 <= position < END for position in self.positions):
+        if min(self.positions) < 0 or max(self.positions) >= END:
             raise ValueError(
                 f"positions have to be in 0 .. {END - 1}, "
                 f"not {min(self.positions)} .. {max(self.positions)}"

@@ -68,5 +68,7 @@ def grown(old: Stretches, new: Stretch) -> Stretches | None:
 
 def between(stretches: Iterable[Stretch], low: int, high: int) -> Stretches:
     """Return the stretches with the tokens at positions `low .. high - 1`."""
+    if all(low <= at and at + end - begin <= high for begin, end, at in stretches):
+        return tuple(stretches)
     clipped = (stretch.between(low, high) for stretch in stretches)
     return tuple(stretch for stretch in clipped if stretch.end > stretch.begin)

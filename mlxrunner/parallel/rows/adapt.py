@@ -114,7 +114,7 @@ class Adapted(Engine):
         `capacity`: tokens per sequence. `max_batch`: tokens per step.
         """
         self.cache.close()
-        self._caches.clear()
+        self._drop_caches()
         self.groups = self._make_groups()
         self.cache = joined(self.groups)
         self.cache.init(self._dtype, max_sequences, capacity, max_batch)
@@ -156,7 +156,7 @@ class Adapted(Engine):
         if self._head is not None:
             self._head.rows = wanted
         try:
-            logits: mx.array = self.model(tokens[None], cache=self._views)[0]
+            logits: mx.array = self.model(tokens[None], cache=self._views).squeeze(0)
         finally:
             for row in self._rows:
                 row.forget()
@@ -204,6 +204,14 @@ class Adapted(Engine):
             setattr(owner, name, inner)
             self._wrapped.pop()
         self.cache.close()
+        self._drop_caches()
+
+    def _drop_caches(self) -> None:
+        """Drop the caches that are apart. Freed first, they and their stacks form no cycles."""
+        for view in self._apart:
+            view.groups = []
+        for cache in (cache for caches in self._caches.values() for cache in caches):
+            cache.free()
         self._caches.clear()
 
     def _make_group(self, window: int | None, memory: int | None) -> CausalCache:

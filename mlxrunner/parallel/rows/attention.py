@@ -11,10 +11,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-import numpy as np
 
-from mlxrunner.cache.shared.cells import runs
-from mlxrunner.cache.shared.sight import Ints
+from mlxrunner.cache.shared.runs import runs
 from mlxrunner.cache.shared.split import Level, Own, Part, Split, StackedParts
 from mlxrunner.system.mlx_lm_internals import Attention
 
@@ -134,11 +132,11 @@ class _Stack:
 class _Level:
     """Parts of which each query is in at most one."""
 
-    def __init__(self, level: Level, queries: Ints) -> None:
+    def __init__(self, level: Level, queries: Sequence[int]) -> None:
         """`queries`: the indices of all queries that are in any level."""
         self._parts = [_Part(part) if isinstance(part, Part) else _Stack(part) for part in level]
         self.order = [query for part in self._parts for query in part.order]
-        missing = np.setdiff1d(queries, self.order).tolist()
+        missing = sorted({*queries}.difference(self.order))
         self._missing, self._join = len(missing), _Join([*self.order, *missing])
 
     def whole(self, *args: Any, **more: Any) -> list[mx.array]:
@@ -163,10 +161,10 @@ class Parts:
 
     def __init__(self, split: Split) -> None:
         self._own = [_Own(own) for own in split.own]
-        in_parts = [query for level in split.levels for part in level for query in part.queries]
-        queries = np.unique(np.array(in_parts, np.int32))
+        in_parts = {query for level in split.levels for part in level for query in part.queries}
+        queries = sorted(in_parts)
         self._levels = [_Level(level, queries) for level in split.levels]
-        order = self._levels[0].order if len(self._levels) == 1 else queries.tolist()
+        order = self._levels[0].order if len(self._levels) == 1 else queries
         self._join = _Join([*(query for own in self._own for query in own.order), *order])
 
     def attend(
@@ -229,8 +227,9 @@ class _Join:
     """Joins arrays whose rows have the indices `order`, so that they ascend."""
 
     def __init__(self, order: Sequence[int]) -> None:
-        is_sorted = list(order) == sorted(order)
-        self._order = None if is_sorted else mx.array(np.argsort(order).astype(np.int32))
+        ascending = sorted(range(len(order)), key=order.__getitem__)
+        is_sorted = ascending == list(range(len(order)))
+        self._order = None if is_sorted else mx.array(ascending, mx.int32)
 
     def __call__(self, rows: list[mx.array]) -> mx.array:
         joined = rows[0] if len(rows) == 1 else mx.concatenate(rows, axis=-2)

@@ -29,6 +29,9 @@ class PerTokenRope(nn.Module):  # type: ignore[misc,name-defined]  # mlx.nn has 
         self.inner = inner
 
     def __call__(self, x: mx.array, offset: Any = 0, **more: Any) -> mx.array:
+        if isinstance(offset, int):
+            alone: mx.array = self.inner(x, offset=offset, **more)
+            return alone
         if isinstance(offset, Starts):
             offset = offset.positions
         is_row = isinstance(offset, mx.array) and offset.ndim == 1 and x.shape[0] == 1

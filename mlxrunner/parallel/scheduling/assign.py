@@ -6,7 +6,7 @@ Knows nothing about steps. Slots change in an order that an interrupt may cut an
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby
@@ -15,8 +15,9 @@ import numpy as np
 
 from mlxrunner.cache.checkpoints import places_of
 from mlxrunner.cache.lease import Source
+from mlxrunner.cache.saved import SavedEntry
 from mlxrunner.cache.shared.sequences import END
-from mlxrunner.cache.tokens import TokenArray
+from mlxrunner.cache.tokens import TokenArray, goes_on
 from mlxrunner.errors import CacheFullError
 from mlxrunner.models.chunks import DEPENDS
 from mlxrunner.parallel.rows.engine import Engine
@@ -47,6 +48,8 @@ class Assigner:
         self._engine, self._slots, self._requests = engine, slots, requests
         self._room, self.residents, self._message_ends = room, residents, message_ends
         self._submitted = 0
+        self.in_pieces = False
+        """True if parking and restoring are done in pieces, between steps."""
         self.is_reusable = True
         """False if no prompt may reuse what another one has evaluated."""
 
@@ -93,6 +96,8 @@ class Assigner:
         `has_room`: True if no request of higher priority waits for room.
         """
         source, promised, todo = request.source, request.promised, request.todo
+        if request.errand is not None:
+            return True
         if source is not None:
             if source.shared_with(todo) >= promised and source.reach(promised) == promised:
                 self._resume(request, source)
@@ -150,11 +155,19 @@ class Assigner:
     def _follow(self, request: ActiveRequest, choice: Choice) -> None:
         """Take the prefix that a slot or the disk has, or begin to wait for it."""
         slot = request.slot
-        if choice.parked is not None:
+        victim = self._to_park_ahead(request, choice) if self.in_pieces else None
+        if victim is not None:
+            request.parked_ahead.add(victim.number)
+            request.errand = self._parking_ahead(victim)
+        elif choice.parked is not None:
             saved = self.residents.read(*choice.parked)
             self.residents.give_up(slot, request, "slot")
-            self.residents.restore(slot, saved)
-            self._resume(request, slot, choice.parked[1])
+            if self.in_pieces:
+                request.errand = self._restoring(slot, saved, choice.parked[1])
+            else:
+                for _ in self.residents.restoring(slot, saved):
+                    pass
+                self._resume(request, slot, choice.parked[1])
         elif choice.ready:
             if choice.source is slot:
                 self.residents.set_aside(slot, choice.matched)
@@ -166,6 +179,67 @@ class Assigner:
             self.residents.give_up(slot, request, "slot")
             request.source, request.promised = choice.source, choice.matched
         self.residents.fit(request)
+
+    def run_errands(self, seconds: float) -> None:
+        """Go on with the errands of requests for about some seconds: one piece at least."""
+        until = time.perf_counter() + seconds
+        for request in self._requests:
+            while request.errand is not None:
+                self._go_on(request)
+                if time.perf_counter() >= until:
+                    return
+
+    def _go_on(self, request: ActiveRequest) -> None:
+        """Do a piece of a request's errand. At its end, place the request, or let it choose again.
+
+        It also chooses again if others took the cells meanwhile.
+        """
+        try:
+            next(request.errand or iter(()))
+        except StopIteration as done:
+            request.errand = None
+            if done.value:
+                self._resume(request, request.slot, done.value)
+        except CacheFullError:
+            request.errand = None
+
+    def _restoring(self, slot: Slot, saved: SavedEntry, count: int) -> Generator[None, None, int]:
+        """Restore a conversation, of which the prompt shares `count` tokens, and return these."""
+        yield from self.residents.restoring(slot, saved)
+        return count
+
+    def _parking_ahead(self, slot: Slot) -> Generator[None, None, int]:
+        """Park what a slot has before its cells are needed; then the request chooses again."""
+        yield from self.residents.parking_ahead(slot)
+        return 0
+
+    def _to_park_ahead(self, request: ActiveRequest, choice: Choice) -> Slot | None:
+        """Return a slot that will be given up for `request`, and takes long to be parked."""
+        slot = request.slot
+        stays = choice.ready and choice.source is slot and choice.parked is None
+        if not (stays and goes_on(choice.matched, len(slot.tokens))) and self._is_slow(
+            slot, request
+        ):
+            return slot
+        full = [group for group in self._engine.groups if group.memory is None]
+        if self._room.is_ample or not full:
+            return None
+        lacking = request.claimed - len(slot.tokens) - min(group.num_free for group in full)
+        if choice.parked is None and choice.source is not slot:
+            lacking -= choice.matched
+        idle = [one for one in self._slots if one.tokens and not one.is_busy]
+        idle = [one for one in idle if one not in (slot, choice.source)]
+        while idle and lacking > 0:
+            victim = self.residents.least(idle)
+            if self._is_slow(victim, request):
+                return victim
+            idle.remove(victim)
+            lacking -= min(group.num_own(victim.number) for group in full)
+        return None
+
+    def _is_slow(self, slot: Slot, request: ActiveRequest) -> bool:
+        is_new = slot.number not in request.parked_ahead
+        return is_new and self.residents.lacks_files(slot)
 
     def _resume(self, request: ActiveRequest, source: Slot, restored: int = 0) -> None:
         """Give the request's slot what `source` has of its prompt.
@@ -202,7 +276,7 @@ class Assigner:
         slot = request.slot
         request.source, request.promised, slot.planned = None, 0, slot.planned[:0]
         choice = self._choose(request, slot, [other.slot for other in ahead])
-        others = [other for other in self._requests if other.is_placed or other.source is not None]
+        others = [other for other in self._requests if other.holds_cells]
         with suppress(CacheFullError):
             self._room.check(request, choice, others)
             self._follow(request, choice)

@@ -67,10 +67,12 @@ class Endings:
 
         A sampled token that was not read yet is dropped.
         """
+        request.stop_errand()
         slot = request.slot
         if request.is_placed:
             slot.tokens.truncate(slot.exact)
             request.lease.close()
+        self._residents.fit(request)
         request.ended = moment = self._moment()
         usage = self._tell(request, reason, error)
         if last is not None:

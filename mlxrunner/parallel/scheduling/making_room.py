@@ -74,6 +74,7 @@ class RoomMaker:
                 self._residents.give_up(request.slot, None, "memory")
             else:
                 self._residents.clear(request.slot, "a lack of room")
+        request.stop_errand()
         request.source = None
         request.slot.planned = request.slot.planned[:0]  # nobody shall wait for it
         self._room.wait(request)

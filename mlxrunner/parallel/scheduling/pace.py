@@ -10,12 +10,16 @@ decodes, larger ones between steps of rest where small pieces cost nearly as muc
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from mlxrunner.parallel.scheduling.costs import StepCosts
 
-SPEED = 0.65
-"""Share of its speed alone that a decoding answer keeps; in practice a little less."""
+SPEED = 0.71
+"""Share of its speed alone that a decoding answer keeps; in practice about 0.6.
+
+Beside others a step is not the same pass as alone, and sees more cells.
+"""
 LONGEST = 3.5
 """Longest step that is planned, in steps that only decode.
 
@@ -30,6 +34,8 @@ ALONE_S = 0.5
 
 A forward pass cannot be interrupted: new requests and cancels wait for its end.
 """
+SHORTEST_S = 1e-3
+"""Seconds that work beside a step may take at least, if it may take any."""
 FIRST_ALONE = 256
 """Tokens of the first piece while nothing decodes."""
 EXPLORE = 16
@@ -71,6 +77,8 @@ class StepPace:
         self._most, self._step_ms = most, step_ms
         self._owed = 0.0
         """Seconds that answers got less than their share; below 0: more."""
+        self._spent = 0.0
+        """Seconds of the work beside the next step."""
         self._since = self._pieces = 0
         """Steps with prefill since one that only decoded, and all pieces beside answers."""
 
@@ -88,10 +96,32 @@ class StepPace:
         if normal is None or self._since >= STALE:
             return 0  # measure a step that only decodes
         if self._step_ms is not None:
-            return self._fitting(normal, self._step_ms / 1e3, cells, room, least=FEWEST)
+            limit = self._step_ms / 1e3 - self._spent
+            return self._fitting(normal, limit, cells, room, least=FEWEST)
         if self._owed > 0:
             return 0
         return self._best(normal, cells, room)
+
+    def errand_s(self, rows: int) -> float:
+        """Return the seconds that work beside the next step may take; 0: none, it has to wait.
+
+        `rows`: the answers that must not stall.
+        """
+        if self._step_ms == 0:
+            return math.inf
+        if not rows:
+            return ALONE_S
+        normal = self.costs.decode(rows)
+        if normal is None or (self._step_ms is None and self._owed > 0):
+            return 0.0
+        longest = LONGEST * normal if self._step_ms is None else self._step_ms / 1e3
+        return max(longest - normal, SHORTEST_S)
+
+    def spend(self, rows: int, seconds: float) -> None:
+        """Note that work beside the step took time from answers that must not stall."""
+        self._spent = seconds
+        if rows and (normal := self.costs.decode(rows)) is not None:
+            self._owe(normal, SPEED * seconds)
 
     def plan(self, rows: int, prefill: int, cells: int, *, kept: int | None = None) -> Planned:
         """Note that a step is dispatched now, and return what `measure` needs.
@@ -99,7 +129,7 @@ class StepPace:
         `kept`: the answers that must not stall, whether they are in this step or not; by default
         its rows.
         """
-        kept = rows if kept is None else kept
+        kept, self._spent = rows if kept is None else kept, 0.0
         normal = self.costs.decode(rows or min(kept, 1)) or 0.0
         expected = (normal if rows else 0.0) + (self.costs.piece(prefill, cells) or 0.0)
         if not kept:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Generator
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -63,10 +64,16 @@ class ActiveRequest(Request):
     """Its number among the requests that the runner began, from 1."""
     evicted: list[Evicted] = field(default_factory=list)
     """The conversations that were given up to make room for it."""
+    failures: list[int] = field(default_factory=list)
+    """The steps, by number, that carried it and failed."""
     is_placed: bool = False
     """True once its slot has the shared prefix, so that the rest can be evaluated."""
     source: Slot | None = None
     """The slot whose prefix the request waits for, until it is placed; None: it waits for room."""
+    errand: Generator[None, None, int] | None = None
+    """The work on its slot that has to be done before it is placed: see `errands.py`."""
+    parked_ahead: set[int] = field(default_factory=set)
+    """The slots whose conversations were parked to make way for it."""
     promised: int = 0
     """Number of tokens of the common prefix that `source` will have."""
     trimmed: int = 0
@@ -121,6 +128,17 @@ class ActiveRequest(Request):
     def evaluated(self) -> int:
         """Number of tokens of its prompt that were dispatched, without the reused ones."""
         return (len(self.tokens) if self.sampled else self.place) - self.lookup.cached
+
+    @property
+    def holds_cells(self) -> bool:
+        """True if it has cells, or claims the rest of a prefix that it waits for."""
+        return self.is_placed or self.source is not None or self.errand is not None
+
+    def stop_errand(self) -> None:
+        """Leave the work on its slot undone: it may have to begin again."""
+        errand, self.errand = self.errand, None
+        if errand is not None:
+            errand.close()
 
     @property
     def is_decoding(self) -> bool:
@@ -254,4 +272,5 @@ class ActiveRequest(Request):
             answer=answer,
             submitted=self.submitted,
             evicted=self.evicted,
+            failures=self.failures,
         )

@@ -7,8 +7,10 @@ the one of least worth goes: see `mlxrunner.cache.worth`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol, TypeVar
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
+from functools import partial
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 from mlxrunner.cache.entry import CacheEntry
 from mlxrunner.cache.lookup import Evicted, LostTokens
@@ -28,6 +30,8 @@ LOSSES = 4
 """Losses of tokens to remember for each slot, so that a later lookup can explain them."""
 WORTH_RESTORING = 8
 """Fewest tokens that make reading a conversation from disk worthwhile."""
+IN_ONE_PIECE = 512
+"""Most tokens that are written without a pause."""
 RESTORING = 32
 """Tokens that are restored in the time in which one is evaluated, or more."""
 
@@ -35,11 +39,22 @@ RESTORING = 32
 class ParkingPlace(Protocol):
     """A place for conversations that are given up: see `mlxrunner.stored.parking.Parking`."""
 
+    def tell(self, on_given_up: Callable[[Any], None]) -> None: ...
+
     def park(self, entry: CacheEntry) -> Any | None: ...
 
     def find(self, prompt: TokenArray) -> tuple[Any, int] | None: ...
 
     def restore(self, parked: Any, upto: int | None = None) -> SavedEntry: ...
+
+
+@runtime_checkable
+class PiecemealPlace(ParkingPlace, Protocol):
+    """A place that can park a conversation in pieces."""
+
+    def parking(self, entry: CacheEntry) -> Generator[None, None, Any]: ...
+
+    def lacks(self, tokens: TokenArray) -> int: ...
 
 
 class Residents:
@@ -62,6 +77,8 @@ class Residents:
         self.memory, self.parking = memory, parking
         self._dual: GreedyDual[int] = GreedyDual()
         self._losses: deque[LostTokens] = deque(maxlen=LOSSES * len(slots))
+        if parking is not None:
+            parking.tell(lambda parked: self._lose("park_bytes", parked.tokens))
 
     @property
     def used_bytes(self) -> int:
@@ -159,21 +176,49 @@ class Residents:
         assert self.parking is not None
         return self.parking.restore(parked, count)
 
-    def restore(self, slot: Slot, saved: SavedEntry) -> None:
-        """Give an empty slot the tokens of `saved`.
+    def restoring(self, slot: Slot, saved: SavedEntry) -> Iterator[None]:
+        """Give an empty slot the tokens of `saved`, and yield after each piece.
 
-        Raise CacheFullError if there is no room for them.
+        The slot stays empty until the last one, also if the iterator is closed. Raise
+        CacheFullError if there is no room for them.
         """
-        count = len(saved.tokens)
+        work, count = slot.cache.adopting(saved), len(saved.tokens)
+        with closing(work):
+            self.make_room(partial(self._check_free, count))
+            for _ in work:
+                yield
+                there = [group.stored(slot.number)[1] for group in self._engine.groups]
+                self.make_room(partial(self._check_free, count - max(there, default=0)))
 
-        def check() -> None:
-            for group in self._engine.groups:
-                needed = min(count, group.memory or count)
-                if needed > group.num_free:
-                    raise CacheFullError("a conversation", needed, group.num_free, group.num_cells)
+    def _check_free(self, count: int) -> None:
+        """Raise CacheFullError unless `count` more tokens of a conversation find cells."""
+        for group in self._engine.groups:
+            needed = min(count, group.memory or count)
+            if needed > group.num_free:
+                raise CacheFullError("a conversation", needed, group.num_free, group.num_cells)
 
-        self.make_room(check)
-        slot.cache.adopt(saved, None)
+    def lacks_files(self, slot: Slot) -> bool:
+        """Return True if parking the conversation of a slot takes long enough to do it in pieces.
+
+        Else it is nowhere parked, or nearly all of it already is.
+        """
+        tokens, place = slot.tokens.array, self.parking
+        if not isinstance(place, PiecemealPlace) or slot.cache.entry.is_shifted:
+            return False
+        return len(tokens) > IN_ONE_PIECE and place.lacks(tokens) > IN_ONE_PIECE
+
+    def parking_ahead(self, slot: Slot) -> Iterator[None]:
+        """Park the conversation of a slot, which stays there, and yield after each piece.
+
+        It ends without parking it if the slot changes meanwhile.
+        """
+        assert isinstance(self.parking, PiecemealPlace)
+        entry, tokens = slot.cache.current, slot.tokens.array.copy()
+        with closing(self.parking.parking(entry)) as work:
+            for _ in work:
+                yield
+                if slot.cache.entry is not entry or not _is_as(slot, tokens):
+                    return
 
     def make_room(self, act: Callable[[], T], request: ActiveRequest | None = None) -> T:
         """Call `act` and return its result, after giving up idle slots if it lacks cells.
@@ -206,7 +251,8 @@ class Residents:
         if any(shared):
             index = shared.index(max(shared))
             loss = self._losses[index]
-            del self._losses[index]
+            if goes_on(shared[index], len(loss.tokens)):  # else its own conversation may come
+                del self._losses[index]
             cache.lose(loss.reason, loss.by, loss.tokens)
 
     def _idle(self) -> list[Slot]:
@@ -232,11 +278,20 @@ class Residents:
         )
         return worth(len(slot.tokens), nbytes, shared)
 
+    def _lose(self, by: str, tokens: TokenArray) -> None:
+        """Note that a parked conversation was given up."""
+        self._losses.append(LostTokens("evicted", by, tokens))
+
     def _remember_losses(self) -> None:
         """Take over what the slots have lost: any later prompt may miss it."""
         for slot in self._slots:
             if not slot.cache.is_busy and (loss := slot.cache.forget_loss()) is not None:
                 self._losses.append(loss)
+
+
+def _is_as(slot: Slot, tokens: TokenArray) -> bool:
+    """Return True if a slot has exactly `tokens`."""
+    return len(slot.tokens) == len(tokens) and slot.shared_with(tokens) == len(tokens)
 
 
 def _frees(slot: Slot) -> bool:

@@ -39,7 +39,7 @@ class Room:
         self._adapted, self._slots, self._requests = adapted, slots, requests
         self._capacity, self._cells = capacity, cells
         # Without groups no layer has cells.
-        self._is_ample = cells >= len(slots) * capacity or not adapted.groups
+        self.is_ample = cells >= len(slots) * capacity or not adapted.groups
 
     def check(
         self, request: ActiveRequest, choice: Choice, others: Sequence[ActiveRequest]
@@ -49,7 +49,7 @@ class Room:
         `choice`: the prefix that it shares, and the slot that has it. Raise CacheFullError if it
         has to wait for room, or never fits.
         """
-        if self._is_ample:
+        if self.is_ample:
             request.claimed = self._capacity
             return
         shared = self._shared(request, choice.source, choice.matched)
@@ -86,9 +86,7 @@ class Room:
 
     def _holding(self) -> list[ActiveRequest]:
         """Return the requests that have cells, or claim the rest of a prefix that they wait for."""
-        return [
-            request for request in self._requests if request.is_placed or request.source is not None
-        ]
+        return [request for request in self._requests if request.holds_cells]
 
     def _free(self, others: Sequence[ActiveRequest], prefix: tuple[int, int] = (0, 0)) -> int:
         """Return the number of cells that `others` neither use nor claim.

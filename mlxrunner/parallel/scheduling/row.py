@@ -45,6 +45,8 @@ class Composer:
         self._engine, self._requests, self._most, self._pace = engine, requests, most, pace
         self._turns = Turns()
         self._was_prefill = False
+        self._is_disturbed = False
+        """True if other work took place while the last step was running."""
 
     def row(self, requests: Sequence[ActiveRequest]) -> Row:
         """Return the tokens of the next step for some of the requests."""
@@ -60,6 +62,15 @@ class Composer:
         carried = [(one, count) for one, count in zip(others, shares, strict=True) if count]
         return [(request, 1) for request in kept] + carried
 
+    def errand_s(self) -> float:
+        """Return the seconds that work beside the next step may take; 0: none now."""
+        return self._pace.errand_s(self._num_kept())
+
+    def spend(self, seconds: float) -> None:
+        """Note that work beside the next step took time, while the last one was running."""
+        self._pace.spend(self._num_kept(), seconds)
+        self._is_disturbed = True
+
     def planned(self, row: Row) -> Planned:
         """Note that a row is dispatched now, and return what `wait` needs."""
         rows = [request for request, _ in row if not request.left]
@@ -67,8 +78,11 @@ class Composer:
         others = [one for one in row if one[0] not in (interactive or rows)]
         cells = max((request.place for request, _ in others), default=0)
         tokens = sum(count for _, count in others)
-        kept = sum(one.is_decoding and one.priority == "interactive" for one in self._requests)
-        return self._pace.plan(len(row) - len(others), tokens, cells, kept=kept)
+        return self._pace.plan(len(row) - len(others), tokens, cells, kept=self._num_kept())
+
+    def _num_kept(self) -> int:
+        """Return the number of answers that must not stall."""
+        return sum(one.is_decoding and one.priority == "interactive" for one in self._requests)
 
     def wait(self, step: Step) -> None:
         """Wait for the end of a step, and note how long it took.
@@ -78,7 +92,9 @@ class Composer:
         """
         began = time.perf_counter()
         mx.eval(step.awaited)
-        self._pace.measure(step.planned, step.seconds + time.perf_counter() - began)
+        if not self._is_disturbed:
+            self._pace.measure(step.planned, step.seconds + time.perf_counter() - began)
+        self._is_disturbed = False
 
     def _budget(self, kept: Sequence[ActiveRequest], others: Sequence[ActiveRequest]) -> int:
         """Return how many tokens of `others` a step carries beside the `kept` answers."""

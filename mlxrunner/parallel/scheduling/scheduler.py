@@ -76,6 +76,7 @@ class Scheduler:
         self.residents = Residents(engine, self.slots, memory=settings.memory, parking=parking)
         self._assigner = Assigner(engine, self.slots, self.requests, room, self.residents, ends)
         self._assigner.is_reusable = is_reusable
+        self._assigner.in_pieces = is_reusable and settings.step_ms != 0
         self._endings = Endings(self.requests, self.residents, lambda: self.moment, ended)
         self._maker = RoomMaker(
             engine, self.requests, room, self._assigner, self._endings, capacity
@@ -131,6 +132,7 @@ class Scheduler:
         """Dispatch the next forward pass, then read the tokens of the last one."""
         self.ticks, self._calls = self.ticks + 1, 0
         with self._whole():
+            self._run_errands()
             self._assigner.place_waiting()
             if self._suspects:
                 self._run_suspects(self._suspects.popleft())
@@ -150,6 +152,14 @@ class Scheduler:
             except Exception as error:
                 self._recover(before, row, error)
             self._endings.end_overdue()
+
+    def _run_errands(self) -> None:
+        """Park and restore conversations for the requests that wait for it, a piece at a time."""
+        if any(request.errand is not None for request in self.requests):
+            seconds, began = self._composer.errand_s(), time.perf_counter()
+            if seconds:
+                self._assigner.run_errands(seconds)
+                self._composer.spend(time.perf_counter() - began)
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
@@ -190,6 +200,12 @@ class Scheduler:
             elif not slot.is_busy and not slot.cache.current.is_true:
                 self.residents.clear(slot, "a failed step")
         self._is_whole = True
+
+    def drop(self) -> None:
+        """Free what the slots hold, with all buffers, and forget the step that was dispatched."""
+        self._pending = None
+        for slot in self.slots:
+            slot.cache.free("the end", with_buffers=True)
 
     def _next_row(self) -> Row:
         """Make room in full contexts, and return the row of the next step."""
@@ -299,6 +315,8 @@ class Scheduler:
         buffers are dropped if they can't be evaluated.
         """
         self._pending = None
+        for request, _ in row:
+            request.failures.append(self.ticks)
         try:
             self._read(before)
             mx.eval(self._engine.state())
@@ -310,6 +328,8 @@ class Scheduler:
             request.go_back()
         if is_lost:
             self._engine.forget()
+            for request in self.requests:
+                request.stop_errand()
             for slot in self.slots:
                 self.residents.clear(slot, "a failed step")
         for request in self.requests:

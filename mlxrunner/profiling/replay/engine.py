@@ -45,6 +45,8 @@ class ReplayedEngine(Engine):
         slack = process["rewind_slack"] if "memory" in process else WINDOWS_KEEP
         super().__init__(self._rows, slack)
         self._logits = mx.zeros((1, 1))
+        self.hook: Callable[[], None] = lambda: None
+        """Called in each forward pass when its tokens have their cells. It may raise an error."""
 
     @property
     def most_sequences(self) -> int | None:
@@ -53,6 +55,7 @@ class ReplayedEngine(Engine):
     def forward(self, tokens: mx.array, batch: Batch, rows: Sequence[int]) -> mx.array:
         if self.groups:
             self.cache.start_forward(batch)
+        self.hook()
         for sequence, count in Counter(batch.sequences).items():
             for layer in self._layers_apart(sequence):
                 layer.end_forward(count)
@@ -284,6 +287,9 @@ class ReplayedParking:
             [_saved(one.kind, one.extent.saved()) for one in copy.caches],
             [_saved_checkpoint(item, copy.caches) for item in copy.checkpoints],
         )
+
+    def tell(self, on_given_up: Callable[[Any], None]) -> None:
+        """Do nothing: there is room for all."""
 
     def close(self) -> None:
         """Forget everything."""

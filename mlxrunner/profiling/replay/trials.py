@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxrunner.batch.order import order_of
-from mlxrunner.batch.store import sort_key
+from mlxrunner.batch.records import sort_key
 from mlxrunner.cache.lookup import Lookup
 from mlxrunner.errors import ReadError
 from mlxrunner.profiling.record.tokenlog import LoggedRequest, read_token_log

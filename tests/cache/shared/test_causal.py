@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from support.sample import examples
 
 from mlxrunner.cache import Batch, CacheConfig, CacheFullError, CausalCache, NotSupportedError
-from mlxrunner.cache.shared.causal import Places
+from mlxrunner.cache.shared.buffers import Places
 
 HEADS, DIMS = 2, 8
 LLAMA3 = {
@@ -601,7 +601,7 @@ def test_an_interrupt_while_rows_move_leaves_an_empty_cache(
     cache.remove(0, 0, 1)
     with monkeypatch.context() as patch:
         patch.setattr(
-            "mlxrunner.cache.shared.causal._write",
+            "mlxrunner.cache.shared.causal.write",
             lambda *_: (_ for _ in ()).throw(KeyboardInterrupt),
         )
         with pytest.raises(KeyboardInterrupt):

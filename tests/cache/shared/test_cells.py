@@ -19,7 +19,9 @@ from hypothesis import strategies as st
 from support.sample import examples
 
 from mlxrunner.cache import END, Batch, CacheConfig, CacheFullError
-from mlxrunner.cache.shared.cells import Cells, Lane, Run, runs
+from mlxrunner.cache.shared.cells import Cells
+from mlxrunner.cache.shared.lanes import Lane
+from mlxrunner.cache.shared.runs import Run, runs
 from mlxrunner.cache.shared.sight import Sight
 from mlxrunner.cache.shared.stretches import MOST_STRETCHES, Stretch
 

@@ -15,8 +15,9 @@ from mlx_lm.models.base import scaled_dot_product_attention
 from support.sample import examples
 
 from mlxrunner.cache import END, Batch, CacheFullError
-from mlxrunner.cache.shared.cells import Bools, Cells, Run
-from mlxrunner.cache.shared.sight import Sight
+from mlxrunner.cache.shared.cells import Cells
+from mlxrunner.cache.shared.runs import Run
+from mlxrunner.cache.shared.sight import Bools, Sight
 from mlxrunner.cache.shared.split import (
     LONG,
     MOST_SHARED,

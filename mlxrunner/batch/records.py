@@ -1,0 +1,124 @@
+"""The lines and answers that the store of a batch keeps, and the forms in which it keeps them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from mlxrunner.cache.tokens import TokenArray
+from mlxrunner.templates.messages import PlainMessage
+
+Format = Literal["plain", "chat.completion", "text_completion", "response", "unknown"]
+"""The form of a line's answer: our own object, or the OpenAI object of that name.
+
+A line that can't be read is "unknown"; `finish` gives it the format of the first line that can.
+"""
+
+FORMATS = frozenset(get_args(Format))
+Place = int | str
+"""The number of a line in the only file, from 1, or a text of words that names its place."""
+
+
+def place_of(number: Place) -> str:
+    """Return a line's place for an error: `line 4`, or the text that names it."""
+    return f"line {number}" if isinstance(number, int) else number
+
+
+@dataclass(frozen=True)
+class StoredLine:
+    """A line of the input."""
+
+    index: int
+    """The number of the line among those that are not empty, from 0."""
+    number: Place
+    """The number of the line in the file, from 1, or a text that says where it is."""
+    tokens: TokenArray
+    """The tokens of its prompt; empty if there is an error."""
+    id: str | int | None = None
+    """The id that the line gives; None if it gives none."""
+    format: Format = "plain"
+    """The form of its answer."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of `GenerateOptions` that the line itself gives."""
+    error: str | None = None
+    """The reason why it can't be run, in one line; None if it can."""
+    prompt: str | Sequence[PlainMessage] | None = None
+    """The text or the messages from which the tokens were made; None for token ids."""
+
+
+@dataclass(frozen=True)
+class StoredAnswer:
+    """The answer to a line."""
+
+    place: int
+    """The position of this answer, to be passed as `after` to read the answers behind it."""
+    index: int
+    """The index of the line."""
+    body: bytes
+    """The bytes of the answer."""
+    failed: bool
+    """True if the answer is an error."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """The numbers of lines in a store."""
+
+    lines: int
+    """The lines that were added; all lines once the input is complete."""
+    broken: int
+    """The lines that can't be run."""
+    done: int
+    """The lines that have an answer."""
+    failed: int
+    """The lines whose answer is an error."""
+
+    @property
+    def left(self) -> int:
+        """The lines that have no answer."""
+        return self.lines - self.done
+
+
+def sort_key(tokens: TokenArray) -> bytes:
+    """Return the tokens as bytes that sort like the tokens, prefixes first.
+
+    Each token takes 4 bytes, the most significant one first.
+    """
+    return tokens.astype(">u4").tobytes()
+
+
+def tokens_of(key: bytes) -> TokenArray:
+    """Return the tokens of a `sort_key`."""
+    return np.frombuffer(key, ">u4").astype(np.int32)
+
+
+def line_of(
+    index: Any,
+    number: Any,
+    name: Any,
+    options: Any,
+    error: Any,
+    tokens: Any,
+    prompt: Any,
+    form: Any,
+) -> StoredLine:
+    """Return the line of a row.
+
+    Raise ValueError, TypeError or RecursionError if the columns are not those of a line, although
+    their checksum is right.
+    """
+    options = json.loads(options) if options else {}
+    if not (
+        isinstance(options, dict)
+        and isinstance(index, int)
+        and isinstance(number, (int, str))
+        and (name is None or isinstance(name, (str, int)))
+        and (error is None or isinstance(error, str))
+    ):
+        raise TypeError("not the columns of a line")
+    made_of = None if prompt is None else json.loads(prompt)
+    return StoredLine(index, number, tokens_of(tokens), name, form, options, error, made_of)

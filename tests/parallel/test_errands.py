@@ -1,0 +1,223 @@
+"""Long conversations are parked and come back in pieces, while answers go on."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.checked import CheckedHistory
+from support.checked import parts as parts_of
+from support.histories import tiny_parts
+
+from mlxrunner import Runner
+from mlxrunner.parallel.driven import DrivenHandle
+from mlxrunner.parallel.stepper import Stepper
+from mlxrunner.results import Usage
+from mlxrunner.stored.parking import Parking
+from mlxrunner.testing import interrupt_at
+
+SETTINGS: dict[str, Any] = {"context": 1000, "prefill_step": 64, "checkpoint_budget": 10**6}
+KINDS = ["llama", "gemma3_text", "qwen3_next", "deepseek_v3"]
+LONG = 120
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a file have 16 tokens, and a step do one piece of what parks and restores."""
+    monkeypatch.setattr("mlxrunner.stored.parked.SEGMENT", 16)
+    monkeypatch.setattr("mlxrunner.parallel.scheduling.residents.IN_ONE_PIECE", 16)
+    monkeypatch.setattr("mlxrunner.parallel.scheduling.pace.StepPace.errand_s", lambda *_: 1e-9)
+
+
+class Talks:
+    """Two slots, of which one answers for long; two long conversations take turns in the other."""
+
+    def __init__(self, name: str, folder: Path, **settings: Any) -> None:
+        self.name, self.parts, rng = name, tiny_parts(name), random.Random(1)
+        self.talks = [[rng.randrange(1, 250) for _ in range(LONG)] for _ in range(2)]
+        self.parking = Parking(folder, {"model": name}, limit=10**9)
+        self.runner = Stepper(
+            *self.parts,
+            max_sequences=2,
+            parking=self.parking,
+            step_ms=None,
+            **{**SETTINGS, **settings},
+        )
+
+    def close(self) -> None:
+        self.runner.close()
+
+    def submit(self, number: int) -> DrivenHandle:
+        return self.runner.submit(self.talks[number], max_tokens=6, stop_tokens=[])
+
+    def say(self, number: int) -> Usage:
+        """Run a turn of a conversation to its end, and compare it with a cold one."""
+        handle, talk = self.submit(number), self.talks[number]
+        found = handle.result()
+        cold = Runner(*self.parts, **SETTINGS).complete(talk, max_tokens=6, stop_tokens=[])
+        assert found.tokens == cold.tokens
+        self.talks[number] = [*talk, *found.tokens, 7, 8, 9]
+        return found.usage
+
+    def begin_answer(self) -> DrivenHandle:
+        """Begin the long answer, and read its first tokens."""
+        answer = self.runner.submit([3, 4, 5], max_tokens=900, stop_tokens=[])
+        seen = 0
+        while seen < 4:
+            self.runner.step()
+            seen += len(answer.poll())
+        return answer
+
+
+@pytest.fixture(params=KINDS)
+def talks(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Talks]:
+    found = Talks(request.param, tmp_path / "parked")
+    yield found
+    found.close()
+
+
+def has_errand(handle: DrivenHandle) -> bool:
+    return handle._request.errand is not None
+
+
+def test_an_answer_goes_on_while_conversations_are_parked_and_come_back(talks: Talks) -> None:
+    """A conversation takes as many steps as it has pieces, and each is one of the answer, too."""
+    answer = talks.begin_answer()
+    said = []
+    for number in (0, 1, 0, 1):
+        before, handle, steps = answer._request.sampled, talks.submit(number), 0
+        while has_errand(handle) or not handle._request.is_placed:
+            talks.runner.step()
+            steps += 1
+        said.append((steps, answer._request.sampled - before))
+        handle.cancel()
+        talks.say(number)
+    assert not answer.finished
+    assert all(tokens >= steps - 2 for steps, tokens in said)
+    if talks.runner._adapted.groups:
+        assert said[1][0] > LONG // 16  # parked the other one
+        assert said[2][0] > LONG // 16  # came back
+
+
+def test_what_comes_back_is_reused(talks: Talks) -> None:
+    for number in (0, 1):
+        talks.say(number)
+    talks.begin_answer()
+    for number in (0, 1, 0):
+        known = len(talks.talks[number]) - 4  # the last token of an answer is not evaluated
+        assert talks.say(number).cached_tokens == known
+    assert talks.runner.parked_bytes > 0
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5, 9])
+def test_a_cancel_in_the_middle_leaves_nothing_wrong(talks: Talks, steps: int) -> None:
+    """While the other conversation is parked, and while its own comes back."""
+    talks.begin_answer()
+    talks.say(0)
+    for number in (1, 0, 1):
+        handle = talks.submit(number)
+        for _ in range(steps):
+            talks.runner.step()
+        handle.cancel()
+        assert not has_errand(handle)
+        free = [group.num_free for group in talks.runner._adapted.groups]
+        held = [
+            max(0, len(slot.tokens)) if group.window is None else 0
+            for group in talks.runner._adapted.groups
+            for slot in talks.runner.slots
+        ]
+        assert all(
+            count + sum(held) >= group.num_cells - 2 * (group.memory or 0)
+            for count, group in zip(free, talks.runner._adapted.groups, strict=True)
+        )
+    for number in (0, 1, 0):
+        talks.say(number)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 0.7, 0.9])
+def test_an_interrupt_in_the_middle_leaves_nothing_wrong(
+    tmp_path: Path, name: str, share: float
+) -> None:
+    """At any line of the steps that park a conversation and bring another one back."""
+    talks = Talks(name, tmp_path / "parked")
+    talks.say(0)
+    talks.begin_answer()
+    talks.say(1)
+
+    def run() -> None:
+        handle = talks.submit(0)
+        while not handle._request.is_placed:
+            talks.runner.step()
+        handle.cancel()
+
+    with interrupt_at(-1) as seen:
+        run()
+    talks.say(1)
+    with suppress(KeyboardInterrupt), interrupt_at(int(seen[0] * share)):
+        run()
+    for request in list(talks.runner._scheduler.requests):
+        talks.runner.cancel(request)  # the interrupt may have come before the handle was there
+    for number in (0, 1, 0):
+        talks.say(number)
+    talks.close()
+
+
+def test_closing_in_the_middle_leaves_a_folder_that_is_whole(talks: Talks) -> None:
+    """The next runner finds what was parked before, and answers as a cold one."""
+    talks.begin_answer()
+    talks.say(0)
+    handle = talks.submit(1)
+    for _ in range(4):
+        talks.runner.step()
+    assert has_errand(handle) or not talks.runner._adapted.groups
+    folder = talks.parking.folder.parent
+    talks.close()
+    again = Talks(talks.name, folder)
+    again.talks = talks.talks
+    for number in (0, 1, 0):
+        again.say(number)
+    again.close()
+
+
+def test_a_damaged_file_ends_the_return_and_the_prompt_is_evaluated(talks: Talks) -> None:
+    talks.begin_answer()
+    for number in (0, 1):
+        talks.say(number)
+    for file in talks.parking.folder.iterdir():
+        file.write_bytes(file.read_bytes()[:-40] + b"x" * 40)
+    talks.say(0)
+
+
+@pytest.mark.exhaustive(1)
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next"])
+def test_any_history_in_pieces_gives_the_answers_of_cold_single_runs(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With few cells, cancels, interrupts, errors and restarts while pieces are moved."""
+    monkeypatch.setattr("mlxrunner.stored.parked.SEGMENT", 4)
+    monkeypatch.setattr("mlxrunner.parallel.scheduling.residents.IN_ONE_PIECE", 4)
+    seen = Counter[str]()
+    for seed in range(4):
+        one = PiecesHistory(parts_of(name, 33 if name == "gemma3_text" else 0), random.Random(seed))
+        one.run(60)
+        seen += one.seen
+    assert min(seen["answered"], seen["parked"]) > 0
+
+
+class PiecesHistory(CheckedHistory):
+    """A history on a runner that parks and restores in pieces."""
+
+    def open(self, fewest: int = 1) -> None:
+        from tempfile import TemporaryDirectory
+
+        super().open(fewest)
+        self.runner.close()
+        self._disk = self._disk or TemporaryDirectory()
+        self._settings["step_ms"] = None
+        self.runner = self._opened()
