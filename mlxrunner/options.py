@@ -32,7 +32,8 @@ CHOOSING = tuple(
 """The options that choose the next token."""
 MOST_TOKENS = 2**31 - 1
 """Largest value of an option that counts tokens."""
-
+LARGEST_TOKEN = 2**31 - 1
+"""The largest token id: ids are stored in 32 bits."""
 
 GREEDY: dict[str, Any] = {
     "temperature": 0.0,
@@ -343,7 +344,7 @@ def _of_the_runner(name: str, kind: type) -> str:
 def _check_stop_tokens(tokens: tuple[int, ...] | None) -> None:
     for token in tokens or ():
         check_whole("stop_tokens", token)
-        check_range("stop_tokens", token, 0, MOST_TOKENS)
+        check_range("stop_tokens", token, 0, LARGEST_TOKEN)
 
 
 def chat_options() -> Iterator[tuple[str, Option]]:

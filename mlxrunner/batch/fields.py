@@ -19,7 +19,7 @@ from mlxrunner.config.names import did_you_mean
 from mlxrunner.config.option import names
 from mlxrunner.engine.constrain import check_form
 from mlxrunner.errors import OptionError, PromptError
-from mlxrunner.options import MOST_TOKENS, GenerateOptions
+from mlxrunner.options import LARGEST_TOKEN, GenerateOptions
 from mlxrunner.templates.messages import PlainMessage, check_message
 from mlxrunner.tokenizer.prompt import Prompt
 
@@ -118,7 +118,7 @@ def _text_or_tokens(name: str, value: Any) -> Prompt:
     if not value:
         raise PromptError(f"{name} is empty")
     wrong = next(
-        (one for one in value if type(one) is not int or not 0 <= one <= MOST_TOKENS), None
+        (one for one in value if type(one) is not int or not 0 <= one <= LARGEST_TOKEN), None
     )
     if wrong is not None:
         raise PromptError(f"{name}: {wrong!r:.80} is not a token id")

@@ -11,7 +11,7 @@ from mlxrunner.cli.words import session_words
 from mlxrunner.errors import OptionError, ReadError
 from mlxrunner.system.reading import read_json
 
-MOST_TOKENS = 2**25
+MOST_BYTES = 2**25
 """Most bytes of a file of token ids: about four million of them."""
 
 
@@ -78,7 +78,7 @@ def import_(file: str, name: str, model: str, tokens: str | None, kv_bits: int |
 def _tokens(text: str) -> list[int]:
     try:
         found = (
-            read_json(text[1:], MOST_TOKENS, given=True)
+            read_json(text[1:], MOST_BYTES, given=True)
             if text.startswith("@")
             else json.loads(text)
         )

@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 from mlxrunner.errors import PromptError, SessionError
+from mlxrunner.options import LARGEST_TOKEN
 from mlxrunner.sessions.history import History, Position, Rendering, Turn, common
 from mlxrunner.templates.messages import PlainMessage
 from mlxrunner.tokenizer.base import Tokenizer
@@ -20,8 +21,6 @@ SCHEMA = 1
 """Version of the JSON format."""
 MAIN = "main"
 """The name of the first branch."""
-MOST_TOKENS = 2**31 - 1
-"""The largest token id."""
 LATEST = 4e9
 """The latest accepted time of saving, in seconds since 1970: in the year 2096."""
 HALF = "\ufffd"
@@ -167,7 +166,7 @@ def _history(value: Any) -> History:
     read = _Reader(value, "a history")
     rendering = _Reader(read.take("spelling", dict), "a spelling")
     text, tokens = rendering.take("text", str), rendering.take("tokens", list)
-    if any(type(token) is not int or not 0 <= token <= MOST_TOKENS for token in tokens):
+    if any(type(token) is not int or not 0 <= token <= LARGEST_TOKEN for token in tokens):
         raise SessionError("is damaged: a token is not a whole number between 0 and 2147483647")
     end = Position(len(text), len(tokens))
     turns = tuple(_turn(turn, end) for turn in read.take("turns", list))
