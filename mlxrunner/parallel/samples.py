@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from mlxrunner.errors import ContextLengthError
 from mlxrunner.models.load import LoadedModel, load_model
 from mlxrunner.options import GenerateOptions
 from mlxrunner.parallel.scheduling.slots import WORTH_WAITING
 from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.results import Result
-from mlxrunner.tokenizer.prompt import Prompt, tokenize_prompt
+from mlxrunner.tokenizer.prompt import Prompt, check_length, shift_of, tokenize_prompt
 
 DEFAULT_MAX_TOKENS = 1024
 """Tokens of each answer without a limit. Its room has to be known before the first token."""
@@ -32,7 +31,7 @@ def sample(
     Their seeds are `seed`, `seed + 1` ... A model that can't run several in a step computes them
     one by one. `loading`: options of `Stepper.load`, of which `context` is the tokens of the prompt
     and one answer; None: the model's own. `watch` is called with the runner before its first
-    request. Raise ContextLengthError if the prompt fills the context.
+    request. Raise ContextLengthError if the prompt fills the context, unless it is shifted.
     """
     settings = dict(loading)
     loaded = load_model(model, trust_remote_code=settings.pop("trust_remote_code", False))
@@ -58,17 +57,19 @@ def _together(
     watch: Callable[[Any], object],
     settings: dict[str, Any],
 ) -> Iterator[Result]:
-    variables = GenerateOptions.of(**each[0]).variables
-    length = len(tokenize_prompt(loaded.tokenizer, prompt, variables).tokens)
-    if length >= context:
-        raise ContextLengthError(length, context)
-    room = min(each[0].get("max_tokens") or DEFAULT_MAX_TOKENS, context - length)
+    options = GenerateOptions.of(**each[0])
+    tokenized = tokenize_prompt(loaded.tokenizer, prompt, options.variables)
+    length, most = len(tokenized.tokens), options.max_tokens or DEFAULT_MAX_TOKENS
+    if shift_of(options, loaded.tokenizer, tokenized, context) is None:
+        check_length(tokenized.tokens, context)
+    shifts = options.overflow == "shift" and length + most > context
+    overflow = "stop" if options.overflow == "shift" and not shifts else options.overflow
+    context = min(context, length + most)
     # A request that shifts copies its shared tokens.
-    cells = (
-        None if each[0].get("overflow") == "shift" else length + parallel * (room + WORTH_WAITING)
-    )
+    cells = None if shifts else length + parallel * (context - length + WORTH_WAITING)
     with Stepper.of(
-        loaded, max_sequences=parallel, context=length + room, cells=cells, **settings
+        loaded, max_sequences=parallel, context=context, cells=cells, **settings
     ) as runner:
         watch(runner)
-        yield from runner.run_each((prompt, one) for one in each)
+        own = {"max_tokens": most, "overflow": overflow}
+        yield from runner.run_each((prompt, one | own) for one in each)

@@ -51,8 +51,6 @@ def some(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(290) for _ in range(count)]
 
 
-@pytest.mark.exhaustive(4)
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss"])
 def test_a_prompt_beyond_the_cells_is_told_what_it_needs_itself() -> None:
     """The context may be longer than all cells together."""
     with Stepper(*tiny_parts("llama"), max_sequences=2, context=300, cells=100) as runner:
@@ -64,6 +62,8 @@ def test_a_prompt_beyond_the_cells_is_told_what_it_needs_itself() -> None:
             runner.submit([5] * 80, max_tokens=50)
 
 
+@pytest.mark.exhaustive(4)
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss"])
 @pytest.mark.parametrize("header", [0, 1, 20, 200])
 def test_users_with_a_common_header_keep_their_own_conversations(name: str, header: int) -> None:
     """From the second turn on each user evaluates only what is new of its own."""

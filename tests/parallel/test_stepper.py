@@ -33,6 +33,7 @@ from mlxrunner.parallel.opening import SAMPLED, largest_step
 from mlxrunner.parallel.samples import sample
 from mlxrunner.parallel.several import AHEAD
 from mlxrunner.parallel.stepper import Stepper
+from mlxrunner.results import Result
 from mlxrunner.testing import ByteTokenizer
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
@@ -543,6 +544,38 @@ def test_several_answers_to_one_prompt() -> None:
         assert result.tokens == [chunk.token for chunk in single]
         assert result.text == "".join(chunk.text for chunk in single)
     assert len({result.text for result in results}) > 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options"),
+    [
+        ([9] * 70, {"keep": 3, "max_tokens": 5}),  # longer than the context
+        ([9] * 20, {"keep": 3, "max_tokens": 90}),
+        ([9] * 20, {"keep": 40, "max_tokens": 5}),  # more than the answers need
+        ([9] * 50, {"overflow": "stop", "max_tokens": 40}),
+    ],
+)
+def test_several_answers_shift_as_one_does(prompt: list[int], options: dict[str, Any]) -> None:
+    """The context is the one that was asked for, however little of it the answers need."""
+    asked: dict[str, Any] = {"overflow": "shift", "stop_tokens": (), "temperature": 1.0} | options
+    results = sample("demo", prompt, 2, parallel=2, loading={"context": 64}, seed=4, **asked)
+    runner = Runner.load("demo", context=64, reserve=False)
+    for i, result in enumerate(results):
+        single = Result.of(list(runner.generate(prompt, seed=4 + i, **asked)))
+        assert (result.tokens, result.finish_reason) == (single.tokens, single.finish_reason)
+        shifted = [one.usage.cache.shifted_tokens for one in (result, single)]
+        assert shifted[0] == shifted[1]
+
+
+def test_several_answers_of_no_given_length_end_after_some_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A context that has more room is not full then, whatever the rule for that."""
+    monkeypatch.setattr("mlxrunner.parallel.samples.DEFAULT_MAX_TOKENS", 30)
+    for overflow in ("stop", "shift", "error"):
+        more: dict[str, Any] = {"overflow": overflow, "stop_tokens": ()}
+        results = sample("demo", [9], 2, parallel=2, loading={"context": 200}, **more)
+        assert [(len(one.tokens), one.finish_reason) for one in results] == [(30, "length")] * 2
 
 
 def test_run_each_reads_no_further_ahead_than_it_has_to(

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from mlxrunner.parallel.scheduling.costs import StepCosts
 
 SPEED = 0.71
-"""Share of its speed alone that a decoding answer keeps; in practice about 0.6.
+"""Share of its speed alone that a decoding answer keeps; in practice 0.6 to 0.7.
 
 Beside others a step is not the same pass as alone, and sees more cells.
 """

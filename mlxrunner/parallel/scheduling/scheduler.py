@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -154,10 +154,16 @@ class Scheduler:
             self._endings.end_overdue()
 
     def _run_errands(self) -> None:
-        """Park and restore conversations for the requests that wait for it, a piece at a time."""
+        """Park and restore conversations for the requests that wait for it, a piece at a time.
+
+        A write while the last step is running would copy all cells that the step sees.
+        """
         if any(request.errand is not None for request in self.requests):
-            seconds, began = self._composer.errand_s(), time.perf_counter()
+            seconds = self._composer.errand_s()
             if seconds:
+                with suppress(Exception):  # it is raised again where the step is read
+                    mx.eval([] if self._pending is None else self._pending.awaited)
+                began = time.perf_counter()
                 self._assigner.run_errands(seconds)
                 self._composer.spend(time.perf_counter() - began)
 
