@@ -44,7 +44,8 @@ cache.shared.stretches cache.tokens cache.worth chat.branches
 chat.commands.table
 chat.markdown chat.typeahead chat.view engine.constrain engine.owner errors
 config.file config.layering config.lines memory.plan models.fingerprint models.suggested
-config.names options parallel.scheduling.slots profiling.curve profiling.reading
+config.names options parallel.scheduling.slots parallel.settings profiling.curve
+profiling.reading
 profiling.reasons profiling.record.divergence profiling.record.event profiling.record.metrics
 profiling.record.tokenlog profiling.record.writer profiling.replay.simulate
 profiling.replay.thinking profiling.replay.variants profiling.report.aggregate
