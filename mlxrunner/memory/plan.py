@@ -54,6 +54,14 @@ class Demand:
     batch: Batch
     checkpoint_budget: int | None = None
     """Bytes for checkpoints; None chooses the default."""
+    host_fixed: int = 0
+    """Bytes that the program itself needs to note the tokens of many sequences."""
+    host_per_token: int = 0
+    """Bytes that it needs in addition for each token."""
+
+    def host(self, context: int) -> int:
+        """Return the bytes of the program's own notes for `context` tokens."""
+        return self.host_fixed + self.host_per_token * context
 
     def caches(self, context: int) -> int:
         """Return the bytes of all caches for `context` tokens."""
@@ -85,6 +93,7 @@ class Demand:
             + self.caches(context)
             + self.checkpoints(context, offered)
             + self.batch.nbytes(context)
+            + self.host(context)
         )
 
     def largest_context(self, offered: int, limit: int) -> int:
@@ -178,7 +187,7 @@ def make_plan(demand: Demand, *, context: int, prefill_step: int, offered: int, 
     `context`.
     """
     budget = demand.checkpoints(context, offered)
-    batch = demand.batch.nbytes(context)
+    batch, host = demand.batch.nbytes(context), demand.host(context)
     lines = [
         Line("weights", demand.weights),
         *_layer_lines(demand.layouts, context),
@@ -188,6 +197,7 @@ def make_plan(demand: Demand, *, context: int, prefill_step: int, offered: int, 
             f"({'measured' if demand.batch.is_measured else 'estimated'})",
             batch,
         ),
+        *([Line("places of the tokens, and a mask", host)] if host else []),
     ]
     total = sum(line.total for line in lines)
     largest = demand.largest_context(offered, max(limit, context))

@@ -13,6 +13,14 @@ from mlxrunner.memory.reserve import demand_of, weights_of
 from mlxrunner.options import RunnerSettings
 from mlxrunner.terminal.text import size
 
+TOKEN_BYTES = 4
+"""Bytes of a token that the entry of a slot holds."""
+POSITION_BYTES = 4
+"""Bytes of the position of a cell. Each slot has a byte more, which says whether it owns the cell.
+"""
+COPIES = 3
+"""Copies of these notes at a time: of now, of the step before and of the one after."""
+
 
 def demand_of_slots(
     model: Any,
@@ -27,7 +35,9 @@ def demand_of_slots(
     """Return the memory that `model` needs for `slots` sequences, as a function of the cells.
 
     The cells are those of all sequences together; the context of `settings` is the most tokens of
-    one of them, and their checkpoint budget is for all. `step`: most tokens of a step.
+    one of them, and their checkpoint budget is for all. `step`: most tokens of a step. The notes of
+    the host are the tokens of each slot, the owners of each cell, and the mask of one step in which
+    each token sees all cells.
     """
     one = demand_of(model, dict(config), options, step, weights=weights_of(model))
     windows = slots * options.rewind_slack + step
@@ -45,7 +55,14 @@ def demand_of_slots(
     budget = min(slots * CHECKPOINTS * checkpoint, offered // CHECKPOINT_SHARE)
     if settings.checkpoint_budget is not None:
         budget = settings.checkpoint_budget if checkpoint else 0
-    return replace(one, layouts=layouts, checkpoint_budget=budget)
+    groups = len({layout.most_rows for layout in one.layouts if layout.row_bytes})
+    return replace(
+        one,
+        layouts=layouts,
+        checkpoint_budget=budget,
+        host_fixed=TOKEN_BYTES * slots * (settings.context or 0),
+        host_per_token=groups * COPIES * (POSITION_BYTES + slots) + step,
+    )
 
 
 def cells_within(demand: Demand, memory: int, most: int) -> int:
@@ -53,7 +70,13 @@ def cells_within(demand: Demand, memory: int, most: int) -> int:
 
     `memory` is for cells, states and checkpoints, not for weights. Return 0 if none fits.
     """
-    caches = replace(demand, weights=0, batch=replace(demand.batch, fixed=0, per_token=0))
+    caches = replace(
+        demand,
+        weights=0,
+        batch=replace(demand.batch, fixed=0, per_token=0),
+        host_fixed=0,
+        host_per_token=0,
+    )
     return caches.largest_context(memory, most)
 
 
