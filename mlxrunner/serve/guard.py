@@ -26,6 +26,10 @@ MOST_BYTES = 64 * 2**20
 """Most bytes of a body: a context of a million tokens is about 4 MB."""
 MOST_DEPTH = 128
 """Most brackets of a body within each other."""
+MOST_PARTS = 2**20
+"""Most texts, lists and objects of a body: they take far more memory than bytes."""
+IN_BETWEEN = 2**16
+"""Bytes of a body up to which it is looked at between two steps of the event loop."""
 MOST_SECONDS = 30.0
 """Most seconds without a new part of a body."""
 OPEN = frozenset({"/health", "/"})
@@ -165,12 +169,10 @@ class Guard:
                 raise _too_large(size, most)
             is_last = not message.get("more_body", False)
         body = b"".join(parts)
-        if depth_of(body) > MOST_DEPTH:
-            raise RefusedError(
-                400,
-                f"the body has more than {MOST_DEPTH} brackets within each other: make it flatter",
-                code="too_deep",
-            )
+        if size <= IN_BETWEEN:
+            check_form(body)
+        else:
+            await asyncio.to_thread(check_form, body)
         return body
 
     async def _next(self, receive: Receive, size: int) -> Message:
@@ -194,10 +196,26 @@ def name_in(host: str) -> str:
     return host.partition(":")[0].lower()
 
 
+def check_form(body: bytes) -> None:
+    """Raise RefusedError for a JSON text that is too deep, or has too many parts."""
+    if depth_of(body) > MOST_DEPTH:
+        raise RefusedError(
+            400,
+            f"the body has more than {MOST_DEPTH} brackets within each other: make it flatter",
+            code="too_deep",
+        )
+
+
 def depth_of(body: bytes) -> int:
-    """Return how many brackets of a JSON text lie within each other, at most."""
+    """Return how many brackets of a JSON text lie within each other, at most.
+
+    Raise RefusedError if it has too many parts.
+    """
     depth = most = 0
-    for found in _BRACKETS.finditer(body):
+    for number, found in enumerate(_BRACKETS.finditer(body)):
+        if number > 2 * MOST_PARTS:  # a list has two brackets
+            said = f"the body has more than {MOST_PARTS} texts, lists and objects: send less"
+            raise RefusedError(413, said, code="too_large")
         sign = body[found.start()]
         if sign in b"[{":
             depth += 1
