@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from starlette.datastructures import Headers
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlxrunner.serve.events import RefusedError
@@ -92,7 +93,9 @@ class Guard:
             response = refusal_response(scope["path"], refused, state["id"])
             await response(scope, receive, send)
             return
-        if body is not None:
+        if _is_preflight(scope, headers):
+            await Response(status_code=204)(scope, receive, send)
+        elif body is not None:
             await self._app(scope, _again(body, receive), send)
 
     def _allowed(self, headers: Headers) -> Mapping[str, str]:
@@ -112,15 +115,15 @@ class Guard:
         """Raise RefusedError unless the sender of a request may ask."""
         self._check_host(headers.getlist("host"))
         origin = headers.get("origin")
-        if origin is not None and not self._is_own(origin) and origin not in self._rules.origins:
+        if not (origin is None or self._is_own(origin, headers) or origin in self._rules.origins):
             raise RefusedError(
                 403,
                 f"pages from {origin:.100} may not use this server: start it with --origin "
                 f"{origin:.100} if they should",
                 code="origin_not_allowed",
             )
-        is_asking = scope["method"] == "OPTIONS" and origin is not None
-        if self._rules.key and scope["path"] not in OPEN and not is_asking:
+        is_open = scope["path"] in OPEN or _is_preflight(scope, headers)
+        if self._rules.key and not is_open:
             self._check_key(self._rules.key, headers)
 
     def _check_host(self, hosts: list[str]) -> None:
@@ -134,10 +137,11 @@ class Guard:
                 code="host_not_allowed",
             )
 
-    def _is_own(self, origin: str) -> bool:
-        """Return True for a page of this server itself."""
-        name = name_in(origin.partition("://")[2])
-        return name in (self._rules.hosts or LOOPBACK)
+    def _is_own(self, origin: str, headers: Headers) -> bool:
+        """Return True for a page of this server itself, not of another port of this machine."""
+        scheme, _, place = origin.lower().partition("://")
+        is_here = scheme in ("http", "https") and place == headers.get("host", "").lower()
+        return is_here and name_in(place) in (self._rules.hosts or LOOPBACK)
 
     def _check_key(self, key: str, headers: Headers) -> None:
         kind, _, token = headers.get("authorization", "").partition(" ")
@@ -187,6 +191,11 @@ class Guard:
                 f"nothing of the body came for {seconds:g} s after {size} bytes: send it whole",
                 code="timeout",
             ) from None
+
+
+def _is_preflight(scope: Scope, headers: Headers) -> bool:
+    """Return True if a browser asks whether a page may send a request. That has no key."""
+    return scope["method"] == "OPTIONS" and "access-control-request-method" in headers
 
 
 def name_in(host: str) -> str:

@@ -121,16 +121,38 @@ def test_the_names_of_a_server(host: str, is_open: bool, known: frozenset[str]) 
         ("null", 403),
         ("http://app.example.evil.example", 403),
         ("http://app.example", 200),
-        ("http://localhost:8080", 200),
+        ("http://localhost:8080", 403),
+        ("http://localhost:9", 200),
+        ("file://localhost:9", 403),
     ],
 )
-@pytest.mark.exhaustive(5)
+@pytest.mark.exhaustive(7)
 def test_pages_of_other_origins(url: str, origin: str, status: int) -> None:
-    """Only a page of this machine, or of an origin that the user named, is answered."""
-    answer = httpx.post(f"{url}/api/chat", json={}, headers={"origin": origin})
+    """Only a page of this server, or of an origin that the user named, is answered."""
+    headers = {"origin": origin, "host": "localhost:9"}
+    answer = httpx.post(f"{url}/api/chat", json={}, headers=headers)
     assert answer.status_code == status
     allowed = answer.headers.get("access-control-allow-origin")
     assert allowed == (origin if origin == "http://app.example" else None)
+
+
+def test_a_browser_that_asks_first() -> None:
+    """It sends no key with this question, and takes no answer but one of success."""
+    rules = Rules(key="secret", origins=frozenset({"http://app.example"}))
+    headers = {
+        "origin": "http://app.example",
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization,content-type",
+    }
+    with served(rules) as url:
+        answer = httpx.options(f"{url}/v1/messages", headers=headers)
+        other = {**headers, "origin": "http://evil.example"}
+        assert httpx.options(f"{url}/v1/messages", headers=other).status_code == 403
+        assert httpx.options(f"{url}/v1/messages").status_code == 401
+    assert (answer.status_code, answer.content) == (204, b"")
+    assert answer.headers["access-control-allow-origin"] == "http://app.example"
+    assert answer.headers["access-control-allow-headers"] == "authorization,content-type"
+    assert "POST" in answer.headers["access-control-allow-methods"]
 
 
 @pytest.mark.parametrize(
