@@ -19,6 +19,7 @@ from mlxrunner.errors import ContextLengthError
 from mlxrunner.serve.app import make_app
 from mlxrunner.serve.events import RefusedError
 from mlxrunner.serve.guard import LOOPBACK, MOST_DEPTH, Rules, depth_of, hosts_of
+from mlxrunner.serve.server import Door
 
 
 def router(seen: list[Any]) -> APIRouter:
@@ -47,9 +48,10 @@ def router(seen: list[Any]) -> APIRouter:
 
 
 @contextmanager
-def served(rules: Rules) -> Iterator[str]:
+def served(rules: Rules, **more: Any) -> Iterator[str]:
     """Serve the routes above behind a guard, on a free port."""
-    config = uvicorn.Config(make_app([router([])], rules), log_config=None, lifespan="off")
+    app = make_app([router([])], rules)
+    config = uvicorn.Config(app, log_config=None, lifespan="off", **more)
     server = uvicorn.Server(config)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         thread = threading.Thread(target=server.run, args=([listening],))
@@ -247,6 +249,19 @@ def test_a_body_that_does_not_come(url: str) -> None:
         found = b"".join(iter(lambda: slow.recv(4000), b"")).decode()
     assert found.startswith("HTTP/1.1 408")
     assert "after 3 bytes" in found
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /api/chat HTTP/1.1\r\nhost: loc"])
+def test_a_header_that_does_not_come(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection is closed, so that silent ones do not take all file descriptors."""
+    monkeypatch.setattr(Door, "patience", 0.2)
+    with (
+        served(Rules(), http=Door) as address,
+        socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2]))) as silent,
+    ):
+        silent.settimeout(60)
+        silent.sendall(sent)
+        assert silent.recv(100) == b""
 
 
 @pytest.mark.parametrize(
