@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from starlette.datastructures import Headers
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlxrunner.serve.events import RefusedError
@@ -26,6 +27,10 @@ MOST_BYTES = 64 * 2**20
 """Most bytes of a body: a context of a million tokens is about 4 MB."""
 MOST_DEPTH = 128
 """Most brackets of a body within each other."""
+MOST_PARTS = 2**20
+"""Most texts, lists and objects of a body: they take far more memory than bytes."""
+IN_BETWEEN = 2**16
+"""Bytes of a body up to which it is looked at between two steps of the event loop."""
 MOST_SECONDS = 30.0
 """Most seconds without a new part of a body."""
 OPEN = frozenset({"/health", "/"})
@@ -88,7 +93,9 @@ class Guard:
             response = refusal_response(scope["path"], refused, state["id"])
             await response(scope, receive, send)
             return
-        if body is not None:
+        if _is_preflight(scope, headers):
+            await Response(status_code=204)(scope, receive, send)
+        elif body is not None:
             await self._app(scope, _again(body, receive), send)
 
     def _allowed(self, headers: Headers) -> Mapping[str, str]:
@@ -108,15 +115,15 @@ class Guard:
         """Raise RefusedError unless the sender of a request may ask."""
         self._check_host(headers.getlist("host"))
         origin = headers.get("origin")
-        if origin is not None and not self._is_own(origin) and origin not in self._rules.origins:
+        if not (origin is None or self._is_own(origin, headers) or origin in self._rules.origins):
             raise RefusedError(
                 403,
                 f"pages from {origin:.100} may not use this server: start it with --origin "
                 f"{origin:.100} if they should",
                 code="origin_not_allowed",
             )
-        is_asking = scope["method"] == "OPTIONS" and origin is not None
-        if self._rules.key and scope["path"] not in OPEN and not is_asking:
+        is_open = scope["path"] in OPEN or _is_preflight(scope, headers)
+        if self._rules.key and not is_open:
             self._check_key(self._rules.key, headers)
 
     def _check_host(self, hosts: list[str]) -> None:
@@ -130,10 +137,11 @@ class Guard:
                 code="host_not_allowed",
             )
 
-    def _is_own(self, origin: str) -> bool:
-        """Return True for a page of this server itself."""
-        name = name_in(origin.partition("://")[2])
-        return name in (self._rules.hosts or LOOPBACK)
+    def _is_own(self, origin: str, headers: Headers) -> bool:
+        """Return True for a page of this server itself, not of another port of this machine."""
+        scheme, _, place = origin.lower().partition("://")
+        is_here = scheme in ("http", "https") and place == headers.get("host", "").lower()
+        return is_here and name_in(place) in (self._rules.hosts or LOOPBACK)
 
     def _check_key(self, key: str, headers: Headers) -> None:
         kind, _, token = headers.get("authorization", "").partition(" ")
@@ -165,12 +173,10 @@ class Guard:
                 raise _too_large(size, most)
             is_last = not message.get("more_body", False)
         body = b"".join(parts)
-        if depth_of(body) > MOST_DEPTH:
-            raise RefusedError(
-                400,
-                f"the body has more than {MOST_DEPTH} brackets within each other: make it flatter",
-                code="too_deep",
-            )
+        if size <= IN_BETWEEN:
+            check_form(body)
+        else:
+            await asyncio.to_thread(check_form, body)
         return body
 
     async def _next(self, receive: Receive, size: int) -> Message:
@@ -187,6 +193,11 @@ class Guard:
             ) from None
 
 
+def _is_preflight(scope: Scope, headers: Headers) -> bool:
+    """Return True if a browser asks whether a page may send a request. That has no key."""
+    return scope["method"] == "OPTIONS" and "access-control-request-method" in headers
+
+
 def name_in(host: str) -> str:
     """Return the name in a Host header, without the port."""
     if host.startswith("["):
@@ -194,10 +205,26 @@ def name_in(host: str) -> str:
     return host.partition(":")[0].lower()
 
 
+def check_form(body: bytes) -> None:
+    """Raise RefusedError for a JSON text that is too deep, or has too many parts."""
+    if depth_of(body) > MOST_DEPTH:
+        raise RefusedError(
+            400,
+            f"the body has more than {MOST_DEPTH} brackets within each other: make it flatter",
+            code="too_deep",
+        )
+
+
 def depth_of(body: bytes) -> int:
-    """Return how many brackets of a JSON text lie within each other, at most."""
+    """Return how many brackets of a JSON text lie within each other, at most.
+
+    Raise RefusedError if it has too many parts.
+    """
     depth = most = 0
-    for found in _BRACKETS.finditer(body):
+    for number, found in enumerate(_BRACKETS.finditer(body)):
+        if number > 2 * MOST_PARTS:  # a list has two brackets
+            said = f"the body has more than {MOST_PARTS} texts, lists and objects: send less"
+            raise RefusedError(413, said, code="too_large")
         sign = body[found.start()]
         if sign in b"[{":
             depth += 1

@@ -13,6 +13,7 @@ from types import FrameType
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mlxrunner.config.names import did_you_mean
 from mlxrunner.config.serving import ServeSettings
@@ -21,7 +22,7 @@ from mlxrunner.serve.answering.house import House
 from mlxrunner.serve.answering.opened import Opened, parking_folder
 from mlxrunner.serve.apis.routers import routers
 from mlxrunner.serve.app import make_app
-from mlxrunner.serve.guard import Rules, hosts_of, is_loopback
+from mlxrunner.serve.guard import MOST_SECONDS, Rules, hosts_of, is_loopback
 from mlxrunner.serve.prompts.rules import RULES
 from mlxrunner.serve.watch.record import Record
 from mlxrunner.serve.watch.routes import watch_router
@@ -126,6 +127,25 @@ def _key(settings: ServeSettings) -> str:
     return ": the one of --api-key" if settings.api_key else ""
 
 
+class Door(H11Protocol):
+    """A connection that is closed if no whole header of a request comes in time.
+
+    uvicorn waits for ever, and each connection takes a file descriptor.
+    """
+
+    patience = MOST_SECONDS
+    """Seconds until the first header is whole."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Count the seconds from the beginning of the connection."""
+        super().connection_made(transport)
+        self.loop.call_later(self.patience, self._close_if_silent)
+
+    def _close_if_silent(self) -> None:
+        if self.cycle is None and not self.transport.is_closing():
+            self.transport.close()
+
+
 class Server(uvicorn.Server):
     """A server that ends its running requests before it stops. A second Ctrl-C leaves at once."""
 
@@ -134,6 +154,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
+                http=Door,
                 lifespan="off",
                 log_config=None,
                 log_level="critical",  # what fails is logged by us, in one line

@@ -255,12 +255,28 @@ def test_a_good_call_after_a_malformed_one_is_read() -> None:
     assert splitter.note is not None
 
 
-def test_a_cut_call_of_gpt_oss_is_text() -> None:
-    """Its header stands before it."""
-    header = "<|channel|>commentary to=functions.look<|message|>"
-    events, splitter = events_of("channels", [header + '{"at": '], is_whole=False)
-    assert parts_of(events) == [("text", header + '{"at": ')]
+@pytest.mark.parametrize(
+    ("before", "arguments", "is_whole"),
+    [
+        ("", '{"at": ', False),
+        ("<|channel|>analysis<|message|>hm<|end|><|start|>assistant", "[1]<|call|>", True),
+        ("<|channel|>final<|message|>hm<|end|><|start|>assistant", "oh<|end|>", True),
+    ],
+)
+def test_a_malformed_call_of_gpt_oss_is_text(before: str, arguments: str, is_whole: bool) -> None:
+    """Its header stands before it, without tags: the template refuses them when they come back."""
+    header = "<|channel|>commentary to=functions.look <|constrain|>json<|message|>"
+    events, splitter = events_of("channels", [before + header + arguments], is_whole=is_whole)
+    text = "".join(event.text for event in events if isinstance(event, Text))
+    body = arguments.partition("<|")[0]
+    assert text.removeprefix("hm") == f"commentary to=functions.look json {body}"
     assert splitter.note is not None
+
+
+def test_a_cut_header_of_gpt_oss_is_no_text() -> None:
+    """The template would refuse its tag."""
+    events, _ = events_of("channels", ["<|channel|>anal"], is_whole=False)
+    assert events == []
 
 
 def test_without_parallel_calls_only_the_first_is_given() -> None:

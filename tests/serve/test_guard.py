@@ -19,6 +19,7 @@ from mlxrunner.errors import ContextLengthError
 from mlxrunner.serve.app import make_app
 from mlxrunner.serve.events import RefusedError
 from mlxrunner.serve.guard import LOOPBACK, MOST_DEPTH, Rules, depth_of, hosts_of
+from mlxrunner.serve.server import Door
 
 
 def router(seen: list[Any]) -> APIRouter:
@@ -47,9 +48,10 @@ def router(seen: list[Any]) -> APIRouter:
 
 
 @contextmanager
-def served(rules: Rules) -> Iterator[str]:
+def served(rules: Rules, **more: Any) -> Iterator[str]:
     """Serve the routes above behind a guard, on a free port."""
-    config = uvicorn.Config(make_app([router([])], rules), log_config=None, lifespan="off")
+    app = make_app([router([])], rules)
+    config = uvicorn.Config(app, log_config=None, lifespan="off", **more)
     server = uvicorn.Server(config)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         thread = threading.Thread(target=server.run, args=([listening],))
@@ -121,16 +123,38 @@ def test_the_names_of_a_server(host: str, is_open: bool, known: frozenset[str]) 
         ("null", 403),
         ("http://app.example.evil.example", 403),
         ("http://app.example", 200),
-        ("http://localhost:8080", 200),
+        ("http://localhost:8080", 403),
+        ("http://localhost:9", 200),
+        ("file://localhost:9", 403),
     ],
 )
-@pytest.mark.exhaustive(5)
+@pytest.mark.exhaustive(7)
 def test_pages_of_other_origins(url: str, origin: str, status: int) -> None:
-    """Only a page of this machine, or of an origin that the user named, is answered."""
-    answer = httpx.post(f"{url}/api/chat", json={}, headers={"origin": origin})
+    """Only a page of this server, or of an origin that the user named, is answered."""
+    headers = {"origin": origin, "host": "localhost:9"}
+    answer = httpx.post(f"{url}/api/chat", json={}, headers=headers)
     assert answer.status_code == status
     allowed = answer.headers.get("access-control-allow-origin")
     assert allowed == (origin if origin == "http://app.example" else None)
+
+
+def test_a_browser_that_asks_first() -> None:
+    """It sends no key with this question, and takes no answer but one of success."""
+    rules = Rules(key="secret", origins=frozenset({"http://app.example"}))
+    headers = {
+        "origin": "http://app.example",
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization,content-type",
+    }
+    with served(rules) as url:
+        answer = httpx.options(f"{url}/v1/messages", headers=headers)
+        other = {**headers, "origin": "http://evil.example"}
+        assert httpx.options(f"{url}/v1/messages", headers=other).status_code == 403
+        assert httpx.options(f"{url}/v1/messages").status_code == 401
+    assert (answer.status_code, answer.content) == (204, b"")
+    assert answer.headers["access-control-allow-origin"] == "http://app.example"
+    assert answer.headers["access-control-allow-headers"] == "authorization,content-type"
+    assert "POST" in answer.headers["access-control-allow-methods"]
 
 
 @pytest.mark.parametrize(
@@ -222,9 +246,22 @@ def test_a_body_that_does_not_come(url: str) -> None:
         slow.sendall(
             b"POST /api/chat HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n" + b'{"a'
         )
-        found = slow.recv(4000).decode()
+        found = b"".join(iter(lambda: slow.recv(4000), b"")).decode()
     assert found.startswith("HTTP/1.1 408")
     assert "after 3 bytes" in found
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /api/chat HTTP/1.1\r\nhost: loc"])
+def test_a_header_that_does_not_come(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection is closed, so that silent ones do not take all file descriptors."""
+    monkeypatch.setattr(Door, "patience", 0.2)
+    with (
+        served(Rules(), http=Door) as address,
+        socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2]))) as silent,
+    ):
+        silent.settimeout(60)
+        silent.sendall(sent)
+        assert silent.recv(100) == b""
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -274,6 +276,38 @@ def test_a_client_that_leaves(folder: Path, way: str) -> None:
             assert ended.cache.cached > 100
 
     in_house(run())
+
+
+def test_a_client_that_leaves_while_its_prompt_is_made(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A refusal that nobody is left to read is no error of the server's."""
+    makes, may_refuse, complaints = threading.Event(), threading.Event(), list[Any]()
+
+    def refuse(opened: Any, asked: Any, causes: Any) -> Any:
+        makes.set()
+        may_refuse.wait()
+        raise RefusedError(400, "the prompt is too long")
+
+    async def run() -> None:
+        asyncio.get_running_loop().set_exception_handler(
+            lambda _, context: complaints.append(context)
+        )
+        async with house_of(folder, opening()) as house:
+            await events_of(house, asked())
+            monkeypatch.setattr("mlxrunner.serve.answering.house._begin", refuse)
+            task = asyncio.create_task(events_of(house, asked()))
+            await reached(makes.is_set)
+            task.cancel()
+            await asyncio.wait({task})
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            may_refuse.set()
+            await asyncio.wait(others)
+            del task, others
+            gc.collect()
+
+    in_house(run())
+    assert complaints == []
 
 
 def test_another_model_makes_the_least_useful_one_leave(folder: Path) -> None:

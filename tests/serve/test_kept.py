@@ -188,6 +188,20 @@ def opened(maker: PromptMaker, answer: str, **more: Any) -> tuple[Client, Made, 
     return client, made, client.answer(made, answer)
 
 
+@pytest.mark.parametrize("arguments", ['{"at": 7', "[1]"])
+def test_a_malformed_call_of_gpt_oss_comes_back(
+    makers: dict[str, PromptMaker], arguments: str
+) -> None:
+    """The template takes the text that the client was sent, and the model sees what it wrote."""
+    maker = makers["gpt-oss"]
+    maker.kept = KeptTurns()
+    header = "<|channel|>commentary to=functions.look <|constrain|>json<|message|>"
+    client, _, _ = opened(maker, header + arguments)
+    after = client.ask({"role": "user", "content": "go on"})
+    assert after.kept == 1
+    assert header + arguments in after.prompt.text
+
+
 CALL = '<tool_call>\n{"name":"look", "arguments":{"at":7, "for":"the file"}}\n</tool_call>'
 THOUGHT = "<think>\nhello the file\n</think>\n\n"
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 
 from mlxrunner.results import logger
 from mlxrunner.serve.answering.opened import Opened, Opening
+from mlxrunner.serve.answering.pace import look_at
 
 
 @dataclass(eq=False)
@@ -69,7 +69,7 @@ class LoadedModels:
         if place is None or _has_failed(place):
             place = self._places[name] = Place(name)
             place.loading = asyncio.create_task(self._load(place))
-            place.loading.add_done_callback(_look_at)
+            place.loading.add_done_callback(look_at)
         place.users += 1
         self._stop_timer(place)
         return place
@@ -152,7 +152,7 @@ class LoadedModels:
                     await self._make_leave(place)
 
         task = asyncio.create_task(unload())
-        task.add_done_callback(_look_at)
+        task.add_done_callback(look_at)
         place.loading = task  # a task that nothing refers to may be dropped
 
     def _stop_timer(self, place: Place) -> None:
@@ -164,9 +164,3 @@ class LoadedModels:
 def _has_failed(place: Place) -> bool:
     loading = place.loading
     return place.opened is None and loading is not None and loading.done()
-
-
-def _look_at(task: asyncio.Task[None]) -> None:
-    """Take the exception of a task, which those who wait for it raise: nobody may be left."""
-    with suppress(asyncio.CancelledError):
-        task.exception()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from mlxrunner.parallel.handle import Handle
 from mlxrunner.results import Chunk
@@ -38,12 +38,19 @@ class Beats:
         Read the result, or the exception, from `work` afterwards.
         """
         future = asyncio.ensure_future(work)
+        future.add_done_callback(look_at)
         while True:
             done, _ = await asyncio.wait({future}, timeout=self.left)
             if done:
                 return
             self.begin_again()
             yield
+
+
+def look_at(future: asyncio.Future[Any]) -> None:
+    """Take the exception of a future, which those who wait for it raise: nobody may be left."""
+    if not future.cancelled():
+        future.exception()
 
 
 class Reader:

@@ -25,6 +25,8 @@ SOON = 5
 """Seconds after which a client may ask again for what is not there at the moment."""
 MOST_MESSAGES = 20_000
 MOST_TOOLS = 2_000
+MOST_STOPS = 1_000
+"""Most stop strings: each token of the answer is compared with all, and other requests wait."""
 TOO_LONG = "context_length_exceeded"
 STATUS: tuple[tuple[type[MlxrunnerError], int, str], ...] = (
     (ContextLengthError, 400, TOO_LONG),
@@ -59,8 +61,10 @@ def refusal_of(error: BaseException) -> RefusedError:
 
 
 def check_counts(asked: Asked) -> None:
-    """Raise RefusedError for more messages or tools than any conversation has."""
+    """Raise RefusedError for more messages, tools or stop strings than any conversation has."""
+    stops = asked.options.get("stop") or ()
     for name, given, most in (
+        ("stop", () if isinstance(stops, str) else stops, MOST_STOPS),
         ("messages", asked.messages, MOST_MESSAGES),
         ("tools", asked.tools, MOST_TOOLS),
     ):

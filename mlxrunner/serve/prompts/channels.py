@@ -13,6 +13,7 @@ BEGINS = ("<|channel|>", "<|start|>")
 BODY = "<|message|>"
 """The text between a header and the message."""
 _ENDS = re.compile(r"<\|(?:end|call|return)\|>|(?=<\|start\|>)")
+_TAGS = re.compile(r"(?:<\|\w+\|>|\s)+")
 _MOST_END = len("<|return|>")
 _RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.-]+)")
 
@@ -50,7 +51,7 @@ class ChannelReader:
             if found is None:
                 break
             body, self._held = self._held[: found.start()], self._held[found.end() :]
-            yield from self._message(body, found.group())
+            yield from self._message(body)
             self._header = None
         yield from self._part()
 
@@ -58,12 +59,12 @@ class ChannelReader:
         """End the answer, and yield the rest. `is_whole`: the model ended it, not a limit."""
         held, self._held = self._held, ""
         if self._header is None:
-            if held and not held.startswith(BEGINS[1]):
+            if held and not held.startswith(BEGINS):
                 yield Piece("text", held)
         elif self._kind == "call" and not is_whole:
-            yield from self._misread("it was cut off", held, "")
+            yield from self._misread("it was cut off", held)
         else:
-            yield from self._message(held, "")
+            yield from self._message(held)
 
     def _take_header(self) -> bool:
         """Read the header of a message. Return False if more of it has to come."""
@@ -88,7 +89,7 @@ class ChannelReader:
         if text:
             yield Piece("thought" if self._kind == "thought" else "text", text)
 
-    def _message(self, body: str, end: str) -> Iterator[Piece]:
+    def _message(self, body: str) -> Iterator[Piece]:
         if self._kind != "call":
             if body:
                 yield Piece("thought" if self._kind == "thought" else "text", body)
@@ -99,11 +100,15 @@ class ChannelReader:
             if found is None or not isinstance(arguments, dict):
                 raise ValueError("its arguments are not an object")
         except ValueError as error:
-            yield from self._misread(str(error), body, end)
+            yield from self._misread(str(error), body)
             return
         text = json.dumps(arguments, ensure_ascii=False)
         yield Piece("call", call=Call(found[1], text))
 
-    def _misread(self, why: str, body: str, end: str) -> Iterator[Piece]:
+    def _misread(self, why: str, body: str) -> Iterator[Piece]:
+        """Yield a call that can't be read as a text, without the tags: the template refuses them
+        in an answer that comes back.
+        """
         self.note = self.note or f"a tool call could not be read, it is in the text: {why}"[:300]
-        yield Piece("text", f"{self._header}{BODY}{body}{end}")
+        header = _TAGS.sub(" ", (self._header or "").rpartition(BEGINS[0])[2])
+        yield Piece("text", f"{header} {body}".lstrip())
