@@ -86,3 +86,17 @@ def test_the_event_says_who_was_given_up_for_whom(is_full: bool) -> None:
         [],
     ]
     assert (usage.reason, usage.cache.freed_by) == ("evicted", "request 2")
+
+
+def test_the_plan_has_a_line_for_what_the_host_notes() -> None:
+    """It is part of the total, and at least what the positions and owners of the cells take."""
+    with Stepper.load("demo", max_sequences=4, context=512) as runner:
+        plan = runner.plan
+        assert plan is not None
+        (line,) = (line for line in plan.lines if line.what.startswith("places"))
+        assert plan.total == sum(one.total for one in plan.lines)
+        notes = [
+            cells.positions.nbytes + cells.owners.nbytes
+            for cells in (group._cells for group in runner._adapted.groups)
+        ]
+        assert 0 < sum(notes) < line.total

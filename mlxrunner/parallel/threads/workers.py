@@ -11,7 +11,14 @@ import itertools
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from asyncio import Future
+
+T = TypeVar("T")
 
 SLICE_S = 0.1
 """Seconds after which a thread that waits looks for signals.
@@ -54,6 +61,36 @@ def idle_worker() -> Worker:
         return _IDLE.pop()
     except IndexError:
         return Worker()
+
+
+async def run_in_worker(work: Callable[..., T], *given: Any) -> T:
+    """Run `work`, which uses MLX, in such a thread, and return what it returns in asyncio.
+
+    A task that is cancelled does not end the work.
+    """
+    import asyncio
+
+    loop = asyncio.get_running_loop()
+    result: Future[T] = loop.create_future()
+
+    def settle(act: Callable[[Any], None], found: object) -> None:
+        if not result.done():
+            act(found)
+
+    def tell(act: Callable[[Any], None], found: object) -> None:
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(settle, act, found)
+
+    def job() -> None:
+        try:
+            found = work(*given)
+        except BaseException as error:
+            tell(result.set_exception, error)
+        else:
+            tell(result.set_result, found)
+
+    idle_worker().begin(job)
+    return await result
 
 
 def wait_for(lock: threading.Lock) -> None:

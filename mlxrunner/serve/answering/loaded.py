@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from mlxrunner.parallel.threads.workers import run_in_worker
 from mlxrunner.results import logger
 from mlxrunner.serve.answering.opened import Opened, Opening
 from mlxrunner.serve.answering.pace import look_at
@@ -104,12 +105,12 @@ class LoadedModels:
 
     async def _load(self, place: Place) -> None:
         async with self._door:
-            needed = await asyncio.to_thread(self._opening.least, place.name)
-            budget = await asyncio.to_thread(self._opening.budget)
+            needed = await run_in_worker(self._opening.least, place.name)
+            budget = await run_in_worker(self._opening.budget)
             while self._bytes() + needed > budget and (other := self._least_useful(place)):
                 await self._make_leave(other)
             room = budget - self._bytes()
-            place.opened = await asyncio.to_thread(self._opening.load, place.name, room)
+            place.opened = await run_in_worker(self._opening.load, place.name, room)
             place.used = time.monotonic()
             self._on_open(place.opened)
 
