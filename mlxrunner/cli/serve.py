@@ -109,10 +109,9 @@ def serve(
         from mlxrunner.serve.server import address_of, serve, welcome
 
         house, opened = _loaded(model, settings, runner, record, trust_remote_code)
-        address = address_of(listening, settings.host)
-        for line in welcome(opened, house.names.shown, address, settings):
-            click.echo(visible_text(line), err=True)
-        serve(house, record, settings, listening)
+        lines = welcome(opened, house.names.shown, address_of(listening, settings.host), settings)
+        shown = visible_text("\n".join(lines))
+        serve(house, record, settings, listening, lambda: click.echo(shown, err=True))
 
 
 def _loaded(

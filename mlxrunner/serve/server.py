@@ -149,8 +149,11 @@ class Door(H11Protocol):
 class Server(uvicorn.Server):
     """A server that ends its running requests before it stops. A second Ctrl-C leaves at once."""
 
-    def __init__(self, app: ASGIApp, house: House, drain: float) -> None:
-        """Serve `app`. Running requests have `drain` seconds to end after a signal to stop."""
+    def __init__(self, app: ASGIApp, house: House, drain: float, ready: Callable[[], None]) -> None:
+        """Serve `app`. Running requests have `drain` seconds to end after a signal to stop.
+
+        `ready` is called once requests and signals are heeded.
+        """
         super().__init__(
             uvicorn.Config(
                 app,
@@ -164,7 +167,12 @@ class Server(uvicorn.Server):
                 timeout_keep_alive=75,
             )
         )
-        self._house, self._drain = house, drain
+        self._house, self._drain, self._ready = house, drain, ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to answer."""
+        await super().startup(sockets)
+        self._ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Stop at the first signal; leave at once at a second Ctrl-C."""
@@ -177,12 +185,20 @@ class Server(uvicorn.Server):
         self.should_exit = self._house.is_stopping = True
 
 
-def serve(house: House, record: Record, settings: ServeSettings, listening: socket.socket) -> None:
+def serve(
+    house: House,
+    record: Record,
+    settings: ServeSettings,
+    listening: socket.socket,
+    ready: Callable[[], None],
+) -> None:
     """Answer requests until a signal to stop. The first model is loaded.
+
+    `ready` is called once requests and signals are heeded.
 
     Afterwards running requests have their time to end, and idle conversations are parked.
     """
-    server = Server(application(house, record, settings), house, settings.drain)
+    server = Server(application(house, record, settings), house, settings.drain, ready)
 
     async def run() -> None:
         try:
