@@ -312,3 +312,22 @@ def test_log_probabilities_are_those_of_the_text() -> None:
     tokens = [one for event in texts for one in event.tokens]
     assert [one.token for one in tokens] == [2, 3, 4, 5]
     assert (tokens[1].text, tokens[1].logprob, tokens[1].top[1]) == ("<3>", -0.5, ("<9>", 9, -2.0))
+
+
+@pytest.mark.parametrize("cut", [3, 8, 12, 40])
+def test_a_forced_call_that_is_cut_off_gets_no_end(cut: int) -> None:
+    """The text has only what the model wrote behind the call's beginning, and a note says why."""
+    call = json.dumps({"name": "look", "arguments": {"at": 12345}})[:cut]
+    around = ("<tool_call>\n", "\n</tool_call>")
+    events, splitter = events_of("json_tools", [call], is_whole=False, around=around)
+    assert parts_of(events) == [("text", "<tool_call>\n" + call)]
+    assert splitter.note is not None
+    assert splitter.note.endswith("it was cut off")
+
+
+def test_a_forced_call_whose_json_is_whole_at_the_limit_is_a_call() -> None:
+    """Its end tag is not the model's to write."""
+    call = json.dumps({"name": "look", "arguments": {"at": 1}})
+    around = ("<tool_call>\n", "\n</tool_call>")
+    events, _ = events_of("json_tools", [call], is_whole=False, around=around)
+    assert parts_of(events) == [ONE]

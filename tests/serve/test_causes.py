@@ -309,6 +309,33 @@ def test_the_first_request_and_growth_have_causes_of_their_own(maker: PromptMake
     assert "--memory" in evicted.remedy
 
 
+@pytest.mark.parametrize("turns", [0, 1])
+def test_tasks_that_differ_in_a_number_are_no_fault_of_the_client(
+    maker: PromptMaker, turns: int
+) -> None:
+    """Subagents that begin side by side; an answer that is asked for again with another number."""
+    order = random.Random(0)
+    before = [{"role": "system", "content": words(order, 40)}]
+    before += [one for _ in range(turns) for one in [*turn(order)][::-1]]
+    tasks = [Talk([*before, {"role": "user", "content": f"Do job {job}."}], []) for job in (1, 2)]
+    cause = found(maker, tasks)
+    assert cause is not None
+    assert cause.name == ("message-edited" if turns else "first-request")
+
+
+def test_a_date_before_a_long_last_message_is_named(maker: PromptMaker) -> None:
+    """What stands behind it could be reused if the date stood at the end."""
+    order = random.Random(0)
+    document = words(order, 60)
+    asks = [
+        Talk([{"role": "user", "content": f"Now: 10:15:0{second}. {document}"}], [])
+        for second in (1, 7)
+    ]
+    cause = found(maker, asks)
+    assert cause is not None
+    assert (cause.name, cause.message) == ("changing-date", 0)
+
+
 def test_a_hit_has_no_cause(maker: PromptMaker) -> None:
     """Neither a first one nor a second one has."""
     order, causes = random.Random(0), Causes()

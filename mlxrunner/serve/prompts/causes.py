@@ -18,8 +18,10 @@ from mlxrunner.results import Usage
 from mlxrunner.serve.asked import Asked, Client
 from mlxrunner.serve.prompts.chain import digest, message_digest
 from mlxrunner.serve.prompts.differences import difference, is_like
+from mlxrunner.serve.prompts.kept import common_end
 from mlxrunner.serve.prompts.make import Made
 from mlxrunner.serve.prompts.rules import SYSTEM, without_billing
+from mlxrunner.templates.segments import common
 
 MOST_REQUESTS = 64
 """Most earlier requests that a new one is compared with."""
@@ -38,9 +40,11 @@ REMEDIES = {
     "tools-changed": "Send the same tools from the first request on: they stand before all "
     "messages.",
     "billing-header": "Turn on the rule billing-header, which leaves this line out.",
-    "changing-date": "Take the date or time out of {message}, or send it in the last message.",
+    "changing-date": "Take the date or time out of {message}, or put it at the end of the "
+    "last one.",
     "changing-id": "Take the id or path out of {message}, or keep it the same for all sessions.",
-    "changing-number": "Take the changing number out of {message}, or send it in the last message.",
+    "changing-number": "Take the changing number out of {message}, or put it at the end of the "
+    "last one.",
     "system-grown": "Send reminders as messages at the end, not as more text in {message}.",
     "system-changed": "Keep {message} the same through a conversation.",
     "thinking-stripped": "Send the thinking of {message} back, or keep the template from leaving "
@@ -232,11 +236,21 @@ def _changed(seen: Seen, old: Seen, at: int) -> Cause:
     if before["role"] != after["role"]:
         return _cause("message-edited", at)
     kind = difference(before["content"], after["content"])
+    is_asked_anew = at == len(seen.digests) - 1 and after["role"] not in SYSTEM
+    if is_asked_anew and not _has_rest(before["content"], after["content"]):
+        is_first = at <= _systems(seen)
+        return _cause("first-request") if is_first else _cause("message-edited", at)
     if kind in REMEDIES:
         return _cause(kind, at)
     if after["role"] not in SYSTEM:
         return _cause("message-edited", at)
     return _cause("system-grown" if kind == "grown" else "system-changed", at)
+
+
+def _has_rest(old: str, new: str) -> bool:
+    """Return True if most of a text stands behind what differs from its old version."""
+    begin = common(old, new)
+    return 2 * common_end(old[begin:], new[begin:]) > len(new)
 
 
 def _grown(seen: Seen, old: Seen, usage: Usage) -> Cause | None:

@@ -53,7 +53,7 @@ class CallReader:
             self._show(held.rstrip() if self._is_after_call else held)
         elif self._form.kind == "bare":
             self._show(held)
-        elif held.strip() and is_whole:
+        elif held.strip() and (is_whole or _json_end(held.strip(), 0) == len(held.strip())):
             self._read(held, "")
         elif not (self._is_after_call and not held.strip()):
             self._misread("it was cut off", held)

@@ -27,7 +27,8 @@ class AnswerSplitter:
         """Begin an answer. `request`: its id, which the ids of its calls are made of.
 
         `decode`: that of the tokenizer, for log-probabilities. Without `parallel`, calls after the
-        first one are left out. `around`: texts that the reader is given before and after it.
+        first one are left out. `around`: texts that the reader is given before it, and after
+        a whole one.
         """
         self._before, self._after = around
         self._reader, self._request, self._decode, self._parallel = (
@@ -66,7 +67,8 @@ class AnswerSplitter:
 
     def finish(self, *, is_whole: bool = True) -> Iterator[Event]:
         """End the answer, and yield the rest. `is_whole`: the model ended it, not a limit."""
-        yield from self._events(self._reader.add(self._after) if self._after else [])
+        after = self._after if is_whole else ""
+        yield from self._events(self._reader.add(after) if after else [])
         yield from self._events(self._reader.finish(is_whole=is_whole))
         if self._tokens:
             yield Text("", self._take_tokens())
