@@ -59,7 +59,7 @@ def _together(
 ) -> Iterator[Result]:
     options = GenerateOptions.of(**each[0])
     tokenized = tokenize_prompt(loaded.tokenizer, prompt, options.variables)
-    length, most = len(tokenized.tokens), options.max_tokens or DEFAULT_MAX_TOKENS
+    length, most = len(tokenized.tokens), options.max_tokens or min(DEFAULT_MAX_TOKENS, context)
     if shift_of(options, loaded.tokenizer, tokenized, context) is None:
         check_length(tokenized.tokens, context)
     shifts = options.overflow == "shift" and length + most > context

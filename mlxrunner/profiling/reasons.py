@@ -80,7 +80,7 @@ _ALL = (
     Reason(
         "evicted",
         "it had been evaluated, and given up to make room for another request",
-        "a larger --memory, more slots, or more bytes on disk to park conversations (park_bytes)",
+        "more memory or more slots; or more bytes on disk for parked conversations (park_bytes)",
     ),
     Reason(
         "batch_order",

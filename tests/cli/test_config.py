@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 
 import mlxrunner
 from mlxrunner import Runner, cli
-from mlxrunner.config.file import COMMANDS, EVERYWHERE, KEYS
+from mlxrunner.config.file import COMMANDS, EVERYWHERE, KEYS, REQUEST
 from mlxrunner.sessions.store import SessionStore
 
 DEMO = Path(mlxrunner.__file__).parent / "models" / "demo"
@@ -258,10 +258,10 @@ def test_config_shows_what_holds_and_where_it_comes_from(write: Write, model: Pa
         f"model {model}",
         f"aliases m = {model}",
         "system prompts @a",
-        "temperature 0.6 (model) for chat, generate, batch",
-        "top_p 0.95 (model) for chat, generate, batch",
+        "temperature 0.6 (model) for chat, generate, batch, serve",
+        "top_p 0.95 (model) for chat, generate, batch, serve",
         "top_k 3 (config.toml line 5) for chat",
-        "top_k 20 (model) for generate, batch",
+        "top_k 20 (model) for generate, batch, serve",
     ]
     found = json.loads(run("config", "--json").stdout)
     assert found["options"]["chat"]["top_k"] == {"value": 3, "source": "config.toml line 5"}
@@ -290,10 +290,10 @@ def test_a_session_does_not_keep_what_the_file_says(write: Write) -> None:
 
 
 def test_every_key_is_an_option_of_its_command() -> None:
-    """`reserve` and the switches, too."""
+    """`reserve` and the switches, too. Requests to a server bring options of their own."""
     for command in COMMANDS:
         options = {str(option.name) for option in cli.main.commands[command].params}
-        assert options >= KEYS[command]
+        assert options >= KEYS[command] - ({*REQUEST} if command == "serve" else set())
     assert KEYS["options"] == EVERYWHERE
 
 

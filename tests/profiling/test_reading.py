@@ -27,7 +27,8 @@ def example(number: int = 0) -> dict[str, Any]:
 
 def completed(line: dict[str, Any]) -> dict[str, Any]:
     """Add the fields that older events lack."""
-    line = {"line": None, "submitted": None, "restored_tokens": 0, "evicted": (), **line}
+    missing = {"line": None, "submitted": None, "restored_tokens": 0, "evicted": (), "caller": None}
+    line = {**missing, **line}
     if line["verify"] is None:
         return line
     return line | {"verify": {"wrong_token": None, **line["verify"]}}
