@@ -80,7 +80,8 @@ _ALL = (
     Reason(
         "evicted",
         "it had been evaluated, and given up to make room for another request",
-        "more memory or more slots; or more bytes on disk for parked conversations (park_bytes)",
+        "more memory or more slots (--memory, --slots), or more bytes on disk for parked "
+        "conversations (--park-bytes)",
     ),
     Reason(
         "batch_order",

@@ -782,10 +782,13 @@ def test_an_interrupt_ends_the_waiting_at_once(wait: str) -> None:
             may_go_on.wait()
             step(self)
         Stepper.step = hang
+        follows = threading.Event()
         async def follow(stream):
+            follows.set()
             async for chunk in stream: pass
         def press():
             is_hanging.wait()
+            if {wait == "asyncio"}: follows.wait()
             os.kill(os.getpid(), signal.SIGINT)
         try:
             threading.Thread(target=press).start()

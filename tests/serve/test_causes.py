@@ -324,7 +324,7 @@ def test_tasks_that_differ_in_a_number_are_no_fault_of_the_client(
 
 
 def test_a_date_before_a_long_last_message_is_named(maker: PromptMaker) -> None:
-    """What stands behind it could be reused if the date stood at the end."""
+    """The text behind it could be reused if the date stood at the end."""
     order = random.Random(0)
     document = words(order, 60)
     asks = [
