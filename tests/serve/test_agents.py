@@ -30,7 +30,7 @@ from mlxrunner.serve.watch.record import Record
 PROGRAMS = Path(__file__).parents[2] / "build" / "agents" / "node_modules" / ".bin"
 STEPS = 6
 TASK = "Do the six steps."
-PATIENCE_S = 600
+PATIENCE_S = 240
 WORDS = {
     "claude": ["-p", TASK, "--dangerously-skip-permissions"],
     "codex": [
