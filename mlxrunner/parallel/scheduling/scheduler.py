@@ -238,7 +238,7 @@ class Scheduler:
         )
         tokens = mx.concatenate([request.coming_tokens(count) for request, count in row])
         logits = self.residents.make_room(
-            lambda: self._engine.forward(tokens, batch, list(sampling) or [0])
+            lambda: self._engine.forward(tokens, batch, list(sampling))
         )
         stops = [request for request, count in row if _stops(request, count)]
         for request, count in row:

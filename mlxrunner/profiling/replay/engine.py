@@ -23,6 +23,7 @@ from mlxrunner.cache.shared.causal import CausalCache
 from mlxrunner.cache.shared.layer import CellsLayer
 from mlxrunner.cache.shared.sequences import Batch
 from mlxrunner.cache.tokens import TokenArray, TokenBuffer, common_prefix, goes_on
+from mlxrunner.parallel.rows.alone import passes
 from mlxrunner.parallel.rows.engine import WINDOWS_KEEP, Engine
 from mlxrunner.profiling.replay.simulate import ReplayedLayer
 
@@ -57,8 +58,10 @@ class ReplayedEngine(Engine):
             self.cache.start_forward(batch)
         self.hook()
         for sequence, count in Counter(batch.sequences).items():
-            for layer in self._layers_apart(sequence):
-                layer.end_forward(count)
+            is_alone = self.most_sequences == 1
+            for part in passes(batch, rows) if is_alone else [count]:
+                for layer in self._layers_apart(sequence):
+                    layer.end_forward(part)
         return self._logits
 
     def caches(self, sequence: int) -> list[LayerCache]:
