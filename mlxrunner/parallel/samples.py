@@ -40,10 +40,11 @@ def sample(
 ) -> Iterator[Result | Failed]:
     """Yield `count` answers to one prompt, at most `parallel` at a time.
 
-    One that fails does not end the others. Their seeds are `seed`, `seed + 1` ... A model that can't run several in a step computes them
-    one by one. `loading`: options of `Stepper.load`, of which `context` is the tokens of the prompt
-    and one answer; None: the model's own. `watch` is called with the runner before its first
-    request. Raise ContextLengthError if the prompt fills the context, unless it is shifted.
+    One that fails does not end the others. Their seeds are `seed`, `seed + 1` ... A model that
+    can't run several in a step computes them one by one. `loading`: options of `Stepper.load`, of
+    which `context` is the tokens of the prompt and one answer; None: the model's own. `watch` is
+    called with the runner before its first request. Raise ContextLengthError if the prompt fills
+    the context, unless it is shifted.
     """
     settings = dict(loading)
     loaded = load_model(model, trust_remote_code=settings.pop("trust_remote_code", False))

@@ -188,6 +188,7 @@ class Stepper(Several):
         return {
             **vars(self._settings),
             "parks": self._parking is not None,
+            "park_bytes": 0 if self._parking is None else self._parking.limit,
             "ways": sorted(set(self._adapted.ways)),
         }
 
@@ -226,6 +227,7 @@ class Stepper(Several):
         try:
             for request in list(self._scheduler.requests):
                 self.cancel(request)
+            self._scheduler.errands.stop()
             if self._parking is not None and self._parking.is_kept:
                 self._scheduler.residents.park_all()
         finally:

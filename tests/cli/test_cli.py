@@ -197,27 +197,26 @@ def test_generate_json_of_several_answers_has_log_probabilities() -> None:
         assert {len(token["top"]) for token in answer["logprobs"]} == {2}
 
 
-@pytest.mark.parametrize("is_json", [False, True], ids=["text", "json"])
-def test_generate_shows_each_of_several_answers_that_fail(is_json: bool) -> None:
+def test_generate_shows_each_of_several_answers_one_of_which_fails() -> None:
     """Up to its error, which has a line of its own; the exit code is that of the error."""
-    options = ("--context", "30", "--temperature", "1", "--overflow", "error")
-    seeds, prompt = [1, 2, 3, 4], "Tell me a long story about a parrot."
-    alone = [run("generate", "-p", prompt, "--seed", str(seed), *options) for seed in seeds]
-    failed = [one.exit_code for one in alone]
-    assert {0, 1} <= {*failed, 0}
-    more = ("--json",) if is_json else ()
-    result = run("generate", "-p", prompt, "--seed", "1", "--n", "4", *options, *more)
-    assert result.exit_code == max(failed) == 1
-    lines = [line for line in result.stderr.splitlines() if line.startswith("mlxrunner: answer")]
-    assert [int(line.split()[2]) for line in lines] == [seed for seed in seeds if failed[seed - 1]]
-    assert all("filled the context of 30 tokens" in line for line in lines)
+    options = ("generate", "-p", "Hello!", "--context", "34", "--temperature", "1.5")
+    options = (*options, "--no-reserve", "--overflow", "error")
+    alone = [run(*options, "--seed", str(seed)) for seed in (4, 5)]
+    assert [one.exit_code for one in alone] == [1, 0]
+    error = alone[0].stderr.removeprefix("mlxrunner: ")
+    assert "filled the context of 34 tokens" in error
     texts = [one.stdout.removesuffix("\n") for one in alone]
-    if is_json:
-        answers = [json.loads(line) for line in result.stdout.splitlines()]
-        assert [answer["text"] for answer in answers] == texts
-        assert [bool(answer.get("error")) for answer in answers] == [bool(one) for one in failed]
-    else:
-        assert result.stdout == "\n\n".join(texts) + "\n"
+    result = run(*options, "--seed", "4", "--n", "2")
+    assert result.exit_code == 1
+    assert result.stderr.endswith(f"mlxrunner: answer 1 of 2: {error}")
+    assert result.stdout == f"{texts[0]}\n\n{texts[1]}\n"
+    result = run(*options, "--seed", "4", "--n", "2", "--json")
+    assert result.exit_code == 1
+    failed, whole = (json.loads(line) for line in result.stdout.splitlines())
+    assert [failed["text"], whole["text"]] == texts
+    assert [failed["finish_reason"], whole["finish_reason"]] == ["error", "stop"]
+    assert failed["error"] == error.strip()
+    assert "error" not in whole
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,12 @@ from support.histories import tiny_parts
 from support.models import tiny_config, tiny_model
 
 from mlxrunner import Runner
-from mlxrunner.errors import ContextFullError, ContextLengthError, NoFreeSlotError
+from mlxrunner.errors import (
+    CacheFullError,
+    ContextFullError,
+    ContextLengthError,
+    NoFreeSlotError,
+)
 from mlxrunner.models.facts import facts_of
 from mlxrunner.parallel.driven import DrivenHandle
 from mlxrunner.parallel.stepper import Stepper

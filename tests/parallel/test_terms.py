@@ -145,7 +145,7 @@ def test_answers_grow_and_the_youngest_of_lowest_priority_steps_back(
 def test_later_and_never_are_told_apart(llama: Parts) -> None:
     with Stepper(*llama, max_sequences=2, context=300, prefill_step=64, cells=320) as runner:
         running = runner.submit(some(1, 200), max_tokens=50)
-        with pytest.raises(CacheFullError, match="when another request has ended") as later:
+        with pytest.raises(CacheFullError, match="when another request has ended"):
             runner.submit(some(2, 100), max_tokens=50)
         running.cancel()
         runner.submit(some(2, 100), max_tokens=50).result()

@@ -113,6 +113,6 @@ def passes(batch: Batch, rows: Sequence[int]) -> list[int]:
 
 def _marker(caches: Sequence[LayerCache]) -> mx.array:
     """Return an array that is ready when the states of all caches are."""
-    leaves = [leaf for _, leaf in tree_flatten([cache.state for cache in caches])]
-    states = [leaf for leaf in leaves if isinstance(leaf, mx.array) and leaf.size]
+    leaves: Any = tree_flatten([cache.state for cache in caches])
+    states = [leaf for _, leaf in leaves if isinstance(leaf, mx.array) and leaf.size]
     return mx.stack([state[(0,) * state.ndim].astype(mx.float32) for state in states])

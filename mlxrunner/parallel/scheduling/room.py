@@ -73,6 +73,11 @@ class Room:
             raise CacheFullError("the next token", 1, 0, self._cells, LATER)
         request.claimed += more
 
+    @property
+    def soon(self) -> int:
+        """The most cells that the next tokens of running requests take, LEAST of each."""
+        return sum(min(LEAST, self._most(one) - one.place) for one in self._holding())
+
     def steps_back(self) -> tuple[ActiveRequest, bool]:
         """Return the request that has to give its cells up, and whether no other one has any."""
         holding = self._holding()
