@@ -68,7 +68,7 @@ def test_a_run_killed_at_many_random_points_equals_an_unbroken_one(folder: Path)
 
 
 def wait_for_commits(count: int, store: Path, *, at_most: float) -> None:
-    """Wait until the store has changed so often after its input, or `at_most` seconds."""
+    """Wait until the store has changed `count` times after its input, or `at_most` seconds."""
 
     def state() -> int:
         return store.stat().st_mtime_ns if store.exists() else 0

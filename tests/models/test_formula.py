@@ -13,7 +13,6 @@ from support.models import save_model, tiny_config, tiny_model, write_model, wri
 
 from mlxrunner import Runner
 from mlxrunner.models.load import load_model
-from mlxrunner.system import device
 
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 LLAMA3 = {
@@ -210,7 +209,7 @@ def test_each_rope_variant_changes_the_logits(name: str) -> None:
     assert mx.abs(model(tokens) - plain(tokens)).max() > 1e-3
 
 
-@pytest.mark.skipif(device.is_gpu(), reason="a GPU computes in the type that is stored")
+@pytest.mark.usefixtures("on_cpu")
 def test_half_precision_weights_are_computed_in_float32_on_a_cpu(tmp_path: Path) -> None:
     """Rounded weights agree with the formula within 1e-4, which float16 would not reach."""
     config = tiny_config("mistral", torch_dtype="float16")
