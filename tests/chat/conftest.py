@@ -1,14 +1,16 @@
-"""A chat with the demo model, and its user."""
+"""Chats with the demo model: one whose commands are typed, and the program in a pipe."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
-from support.chats import TABLE
+from click.testing import CliRunner, Result
+from support.chats import TABLE, Talk
 from support.typist import Typist
 
-from mlxrunner import Runner
+from mlxrunner import Runner, cli
 from mlxrunner.chat.conversation import Conversation
 from mlxrunner.chat.repl import Chat
 
@@ -35,3 +37,25 @@ def do(chat: Chat, capsys: pytest.CaptureFixture[str]) -> Callable[..., list[str
         return [*out.splitlines(), *err.splitlines()]
 
     return typed
+
+
+@pytest.fixture
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's data folder."""
+    monkeypatch.setenv("MLXRUNNER_DATA", str(tmp_path / "data"))
+    monkeypatch.delenv("MLXRUNNER_MODEL", raising=False)
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def talk(data: Path) -> Talk:
+    """A chat that is given these lines, with these options."""
+
+    def run(lines: list[str], *options: str) -> Result:
+        result = CliRunner().invoke(
+            cli.main, ["chat", "--no-reserve", *options], input="\n".join([*lines, ""])
+        )
+        assert "Traceback" not in result.stderr
+        return result
+
+    return run
