@@ -9,19 +9,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from support.models import save_model, tiny_config, tiny_model, write_model, write_tokenizer
+from support.models import LLAMA3, save_model, tiny_config, tiny_model, write_model, write_tokenizer
 
 from mlxrunner import Runner
 from mlxrunner.models.load import load_model
 
 LINEAR = {"rope_type": "linear", "factor": 4.0}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},

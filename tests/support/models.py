@@ -21,6 +21,14 @@ BOS, EOS = 256, 257
 """Ids of "<s>" and "</s>" in the tokenizer of `write_tokenizer`; each id below stands for one byte.
 """
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+"""Settings of a scaled rope."""
 _LLAMA: dict[str, Any] = {
     "hidden_size": 64,
     "num_hidden_layers": 2,
