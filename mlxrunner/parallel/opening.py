@@ -101,7 +101,7 @@ class Opening:
         del in_flight
         mx.clear_cache()
         # A shift, between two steps, holds the moved half of a sequence, and its keys once more.
-        shifted = stored * (asked.context or 0) // cells
+        shifted = stored * min(asked.context or 0, cells) // cells
         batch = WorstBatch(max(0, peak - before - stored, shifted), is_measured=True)
         measured = replace(self, demand=replace(self.demand, batch=batch))
         plan = must_fit(measured.plan(cells, cells))
@@ -115,7 +115,7 @@ def largest_step(engine: Adapted | OneAtATime, tokens: int, slots: int) -> list[
     The sampling is the costliest possible, for SAMPLED slots at most. Nothing is stored.
     """
     batch = Batch(list(range(tokens)), [0] * tokens)
-    rows = range(tokens - slots, tokens)
+    rows = range(tokens - min(slots, engine.most_sequences or slots), tokens)
     logits = engine.forward(mx.zeros((tokens,), mx.int32), batch, rows, reserve=True)
     costliest = NextToken(
         GenerateOptions.of(temperature=1.0, top_p=0.9, logprobs=5, seed=0), logits.shape[-1]

@@ -182,11 +182,11 @@ def test_a_busy_runner_is_the_callers_error() -> None:
 
 
 def test_where_cells_are_few_requests_wait_for_room() -> None:
-    """They are not refused; one that would never fit is an error of its own."""
+    """They are not refused; one whose prompt never fits is an error of its own."""
     model, facts = llama()
     asked = [
         *requests(12, max_tokens=5, stop_tokens=[]),
-        BatchRequest([1, 2, 3], {"max_tokens": 200}),
+        BatchRequest([1, 2, 3] * 50, {"max_tokens": 200}),
     ]
     with Stepper(model, ByteTokenizer(), facts, max_sequences=4, context=256, cells=130) as runner:
         results = list(run_batch(runner, asked))

@@ -127,4 +127,4 @@ class Opened:
     @property
     def room(self) -> int:
         """Most tokens of a prompt and its answer."""
-        return min(self.runner.context, self.runner.cells)
+        return self.runner.context
