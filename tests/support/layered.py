@@ -98,7 +98,7 @@ def write_kind(folder: Path, kind: str, tokenizer: bytes) -> Any:
 def trained_tokenizer() -> bytes:
     """Return a tokenizer.json of 8192 tokens, trained on this project's pages and modules.
 
-    It writes about four characters of an agent's prompt with a token, as those of large models do.
+    It writes about three characters of an agent's prompt with a token.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -184,6 +184,7 @@ class Played:
             for tokens, told in zip(self.prompts, self.told, strict=True)
             if np.array_equal(tokens, longest[: len(tokens)])
         }
+        assert len(warm) > 1, "no prompt begins with another one"
         cold = cold_logits(model, longest, list(warm))
         return max(
             float(np.abs(warm[place] - cold[place]).max() / np.abs(cold[place]).max())

@@ -29,7 +29,10 @@ KEPT_KEYS = frozenset(
 """Keys whose values stay as they are."""
 KEPT_TYPES = ("tool_use", "tool_result", "function_call", "function_call_output", "output_text")
 """Types of parts that stay as they are: the script's own words, and the results of its calls."""
+TELLING = frozenset("tmp home root work users pytest debian linux darwin".split())
+"""Words that no trace has: they would tell of a machine."""
 HEADERS = ("user-agent", "content-type", "anthropic-version", "anthropic-beta")
+"""Headers that stay, each up to the first space: the name of the system stands behind it."""
 
 
 class Sent(NamedTuple):
@@ -52,7 +55,7 @@ def write_trace(client: str, requests: Sequence[tuple[str, dict[str, str], bytes
     TRACES.mkdir(exist_ok=True)
     with lzma.open(TRACES / f"{client}.jsonl.xz", "wt", encoding="utf-8", preset=9) as lines:
         for path, headers, body in requests:
-            kept = {name: headers[name] for name in HEADERS if name in headers}
+            kept = {name: headers[name].split(" ")[0] for name in HEADERS if name in headers}
             sent = Sent(path, kept, {**other.of(json.loads(body)), "model": ""})
             lines.write(json.dumps(sent._asdict()) + "\n")
 
@@ -63,7 +66,7 @@ class OtherWords:
     def __init__(self) -> None:
         text = "".join(path.read_text() for path in sorted((ROOT / "docs").glob("*.md")))
         self._words: dict[int, list[str]] = defaultdict(list)
-        for word in sorted(set(re.findall(r"\b[a-z]{2,}\b", text))):
+        for word in sorted(set(re.findall(r"\b[a-z]{2,}\b", text)) - TELLING):
             self._words[len(word)].append(word)
 
     def of(self, value: Any) -> Any:
