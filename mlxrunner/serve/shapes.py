@@ -29,6 +29,9 @@ OPENAI = {
 }
 """The type of an error in OpenAI's protocols, by status."""
 
+THREAD_NOT_FOUND = "thread_not_found"
+"""The code by which Anthropic's clients know that they have to send a conversation again."""
+
 
 def refusal_response(path: str, refused: RefusedError, request_id: str) -> Response:
     """Return the response to a request for `path` that is refused."""
@@ -42,7 +45,10 @@ def refusal_response(path: str, refused: RefusedError, request_id: str) -> Respo
 def anthropic_error(refused: RefusedError, request_id: str) -> dict[str, Any]:
     """Return Anthropic's object of an error, which is an event of a stream, too."""
     default = "invalid_request_error" if refused.status < 500 else "api_error"
-    error = {"type": ANTHROPIC.get(refused.status, default), "message": refused.message}
+    error: dict[str, Any] = {"type": ANTHROPIC.get(refused.status, default)}
+    error["message"] = refused.message
+    if refused.code == THREAD_NOT_FOUND:
+        error["details"] = {"error_code": refused.code}
     return {"type": "error", "error": error, "request_id": request_id or None}
 
 
