@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -34,7 +33,7 @@ class Contender:
 
 
 def _ours(folder: Path, kept: Path) -> list[str]:
-    words = [sys.executable, "-m", "mlxrunner", "serve", str(folder), "--context", "16384"]
+    words = [sys.executable, "-m", "mlxrunner", "serve", str(folder), "--context", "4096"]
     return ["env", f"XDG_CACHE_HOME={kept}", *words]
 
 
@@ -43,17 +42,11 @@ def _mlx_lm(folder: Path, kept: Path) -> list[str]:
     return [sys.executable, *words]
 
 
-def _llama_cpp(folder: Path, kept: Path) -> list[str]:
-    words = ["-m", str(folder / "model.gguf"), "-c", "131072", "-np", "8", "-t", "1", "--jinja"]
-    return [shutil.which("llama-server") or "llama-server", *words, "--offline"]
-
-
 CONTENDERS = {
     one.name: one
     for one in (
         Contender("mlxrunner", _ours, lambda folder: folder.name),
         Contender("mlx_lm", _mlx_lm, lambda folder: "default_model"),
-        Contender("llama.cpp", _llama_cpp, lambda folder: "any"),
     )
 }
 

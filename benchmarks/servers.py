@@ -3,7 +3,7 @@
 PYTHONPATH=tests python benchmarks/servers.py [--kinds llama ...] [--against mlx_lm] [--quick]
 
 On Linux first put a fast BLAS in front (`mlxrunner doctor` names it). All servers run at once, each
-with its default settings, and serve the same untrained model of 3 M parameters; each wave of
+with its default settings, and serve the same untrained model of 2 layers; each wave of
 requests goes to one after the other, in turns, so that whatever else the machine does concerns all
 alike. The requests are those of `benchmarks/traces.py`. Tokens are those that the usage of the
 answers names; the time to the first token is that of the client.
@@ -147,15 +147,13 @@ def _row(name: str, played: Sequence[Played]) -> str:
 
 
 def main() -> None:
-    parser = parser_of(__doc__, rounds=2, quick="short prompts, one round")
+    parser = parser_of(__doc__, rounds=1, quick="short prompts")
     parser.add_argument("--kinds", nargs="+", default=[*KINDS], choices=[*KINDS])
     parser.add_argument("--against", nargs="+", default=["mlx_lm"], choices=[*CONTENDERS])
     given = parser.parse_args()
     names = [US, *given.against]
     for kind in given.kinds:
-        found = measure(
-            kind, names, 1 if given.quick else given.rounds, 600 if given.quick else 3000
-        )
+        found = measure(kind, names, given.rounds, 600 if given.quick else 1500)
         show(kind, names, found)
 
 

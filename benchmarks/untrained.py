@@ -26,27 +26,25 @@ TEMPLATE = (
 LETTERS = [*map(chr, range(ord("!"), ord("~") + 1)), "\u0120", "\u010a"]
 """The visible letters, a space and a line feed, as a byte-level tokenizer writes them."""
 SIZE = {
-    "hidden_size": 256,
-    "intermediate_size": 768,
-    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "max_position_embeddings": 32768,
 }
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {},
-    "gemma3_text": {"head_dim": 64, "sliding_window": 512, "sliding_window_pattern": 2},
-    "lfm2": {"block_dim": 256, "full_attn_idxs": [1, 3]},
-    "qwen3_next": {"head_dim": 64, "num_hidden_layers": 2},
+    "gemma3_text": {"sliding_window": 256, "sliding_window_pattern": 2},
+    "lfm2": {"full_attn_idxs": [1]},
+    "qwen3_next": {},
 }
 """Full attention, windows, short convolutions, gated deltas: what differs from SIZE."""
 
 
-def write_untrained(folder: Path, kind: str, *, size: dict[str, Any] | None = None) -> None:
-    """Write a model of a kind of KINDS to `folder`. `size` replaces SIZE."""
-    config = tiny_config(
-        kind, **(SIZE if size is None else size) | KINDS[kind], vocab_size=len([*LETTERS, *MARKS])
-    )
+def write_untrained(folder: Path, kind: str) -> None:
+    """Write a model of a kind of KINDS to `folder`."""
+    config = tiny_config(kind, **SIZE | KINDS[kind], vocab_size=len([*LETTERS, *MARKS]))
     model = tiny_model(config)
     _silence_marks(model)
     save_model(folder, model, config)

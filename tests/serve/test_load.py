@@ -31,9 +31,9 @@ from mlxrunner.serve.watch.record import Record
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
 CONTEXT = 2000
 CLIENTS = 16
-ANSWERS = 120
-KINDS = 15
-"""Six protocols, and nine things that other clients do."""
+ANSWERS = 30
+KINDS = 16
+"""Six protocols, turns in any of them, and nine things that other clients do."""
 LONG = {
     "messages": [{"role": "user", "content": "Go on for ever."}],
     "max_tokens": CONTEXT,
@@ -52,8 +52,8 @@ class Running:
         opening = Opening(settings=settings, runner={"context": CONTEXT})
         self.house = House(ModelNames(str(folder)), opening, record.watch)
         self.runner = self.house.load_first().runner
-        self._listening = listen(settings)
-        self.url = f"http://127.0.0.1:{self._listening.getsockname()[1]}"
+        self.listening = listen(settings)
+        self.url = f"http://127.0.0.1:{self.listening.getsockname()[1]}"
         app = application(self.house, record, settings)
         self._server = Server(app, self.house, 300, lambda: None)
         self._thread = threading.Thread(target=self._run)
@@ -65,7 +65,7 @@ class Running:
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         try:
-            await self._server.serve(sockets=[self._listening])
+            await self._server.serve(sockets=[self.listening])
         finally:
             await self.house.close()
 
@@ -114,11 +114,9 @@ def test_clients_of_all_kinds(folder: Path) -> None:
     with running(folder, slots=3, max_queue=6, memory=200_000_000, park_bytes=2_000_000) as server:
         until(lambda: not server.connections())
         before = server.tasks()
-        kinds = set[str]()
 
         def is_over(tally: Tally) -> bool:
-            kinds.update(name for name in tally.done)
-            return bool(tally.wrong) or (tally.answers >= ANSWERS and len(kinds) == KINDS)
+            return bool(tally.wrong) or (tally.answers >= ANSWERS and len(tally.done) == KINDS)
 
         tally = asyncio.run(load(server.url, CLIENTS, is_over))
         assert tally.wrong == []
@@ -130,7 +128,7 @@ def test_clients_of_all_kinds(folder: Path) -> None:
         assert 0 < model["parked_bytes"] <= 2_000_000
         assert model["bytes"] <= 200_000_000
         assert _users(server) == 0
-        assert tally.later == server.house.refused > 0
+        assert 0 < tally.later <= server.house.refused
 
 
 def test_a_client_that_reads_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,15 +136,14 @@ def test_a_client_that_reads_nothing(folder: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Door, "unread", 0.1)
     with running(folder, slots=1, max_queue=0, parks=False) as server:
         before = server.tasks()
+        server.listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         with socket.socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             client.connect(("127.0.0.1", urlsplit(server.url).port or 0))
             client.sendall(request(WIRES[0].path, LONG))
             until(lambda: _users(server) == 1, "for the request to begin")
             until(lambda: _users(server) == 0, "for the request to end")
-            with pytest.raises(ConnectionResetError):
-                while client.recv(65536):
-                    pass
+            assert b"[DONE]" not in b"".join(iter(lambda: client.recv(65536), b""))
         until(lambda: server.tasks() == before, "for tasks to end")
 
 
@@ -170,7 +167,7 @@ def test_kill_9_under_load(folder: Path, slots: int) -> None:
         assert again.json()["content"] == first.json()["content"]
         prompt_tokens = first.json()["usage"]["input_tokens"]
         assert again.json()["usage"]["cache_read_input_tokens"] == prompt_tokens - 1
-        assert "restored" in httpx.get(f"{server.url}/explain/{again.headers['x-request-id']}").text
+        assert "came back from disk" in httpx.get(f"{server.url}/explain/{again.headers['x-request-id']}").text
 
 
 @contextmanager

@@ -43,7 +43,7 @@ class Tally:
     @property
     def answers(self) -> int:
         """Answers that were read to their end."""
-        return sum(self.done[wire.name] for wire in WIRES)
+        return self.done["turn"]
 
 
 class LaterError(Exception):
@@ -68,22 +68,23 @@ class Client:
         self._address = (address.hostname or "", address.port or 0)
         self._client = httpx.AsyncClient(base_url=url, timeout=None, verify=False)
         self._messages: list[dict[str, str]] = []
+        self._model = ""
 
     async def run(self, is_over: Callable[[], bool]) -> None:
         """Do one thing after the other until `is_over`."""
-        good: list[tuple[str, Callable[[], Awaitable[None]]]] = [("", self._turn)]
-        acts = good * 8 + [*self._faults().items()]
+        acts = [("turn", self._turn)] * 8 + [*self._faults().items()]
         async with self._client:
+            self._model = (await self._client.get("/v1/models")).json()["data"][0]["id"]
             while not is_over():
                 name, act = self._rng.choice(acts)
                 try:
                     await act()
-                    self._tally.done[name] += bool(name)
+                    self._tally.done[name] += 1
                 except LaterError as error:
                     self._tally.later += 1
                     await asyncio.sleep(min(error.seconds, 5) * self._rng.random())
                 except Exception as error:
-                    self._tally.wrong.append(f"{name or 'turn'}: {error!r}"[:500])
+                    self._tally.wrong.append(f"{name}: {error!r}"[:500])
 
     def _faults(self) -> Mapping[str, Callable[[], Awaitable[None]]]:
         return {
@@ -97,6 +98,11 @@ class Client:
             "asks for too long a prompt": self._too_long,
             "looks": self._look,
         }
+
+    def _body(self, wire: Wire, tokens: int) -> Body:
+        """Ask the next question in the words of a protocol."""
+        self._ask_next()
+        return {**wire.body(self._messages, tokens), "model": self._model}
 
     def _ask_next(self) -> None:
         """Put the next question into the conversation, or begin a new one."""
@@ -113,8 +119,7 @@ class Client:
     async def _turn(self) -> None:
         """Ask, in any protocol, as a stream or not, and read the whole answer."""
         wire, streams = self._rng.choice(WIRES), self._rng.random() < 0.6
-        self._ask_next()
-        body = {**wire.body(self._messages, self._rng.randint(2, 24)), "stream": streams}
+        body = {**self._body(wire, self._rng.randint(2, 24)), "stream": streams}
         answer = await (self._read(wire, body) if streams else self._whole(wire, body))
         self._messages.append({"role": "assistant", "content": answer})
         self._tally.done[wire.name] += 1
@@ -147,8 +152,7 @@ class Client:
     async def _leave(self) -> None:
         """Go away after some lines."""
         wire, lines = self._rng.choice(WIRES), self._rng.randint(0, 12)
-        self._ask_next()
-        body = {**wire.body(self._messages, MANY), "stream": True}
+        body = {**self._body(wire, MANY), "stream": True}
         async with self._client.stream("POST", wire.path, json=body) as answer:
             if answer.status_code != 200:
                 _check(answer, (await answer.aread()).decode())
@@ -160,16 +164,14 @@ class Client:
     async def _leave_at_once(self) -> None:
         """Send a whole request and close the connection."""
         wire = self._rng.choice(WIRES)
-        self._ask_next()
-        stream = self._rng.random() < 0.5
-        await self._send(request(wire.path, {**wire.body(self._messages, MANY), "stream": stream}))
+        body = {**self._body(wire, MANY), "stream": self._rng.random() < 0.5}
+        await self._send(request(wire.path, body))
 
     async def _not_read(self) -> None:
         """Ask for a long stream and read nothing of it."""
-        self._ask_next()
         wire = WIRES[0]
         more = {"stream": True, "logprobs": True, "top_logprobs": 20}
-        body = {**wire.body(self._messages, MANY), **more}
+        body = {**self._body(wire, MANY), **more}
         await self._send(request(wire.path, body), wait=self._stall)
 
     async def _half_a_body(self) -> None:

@@ -37,7 +37,7 @@ def _completions(messages: Sequence[Message], tokens: int) -> Body:
 
 def _messages(messages: Sequence[Message], tokens: int) -> Body:
     system, *rest = messages
-    return {"system": system["content"], "messages": rest, "max_tokens": tokens, "model": ""}
+    return {"system": system["content"], "messages": rest, "max_tokens": tokens}
 
 
 def _responses(messages: Sequence[Message], tokens: int) -> Body:
@@ -45,11 +45,11 @@ def _responses(messages: Sequence[Message], tokens: int) -> Body:
 
 
 def _ollama(messages: Sequence[Message], tokens: int) -> Body:
-    return {"model": "", "messages": [*messages], "options": {"num_predict": tokens}}
+    return {"messages": [*messages], "options": {"num_predict": tokens}}
 
 
 def _generate(messages: Sequence[Message], tokens: int) -> Body:
-    return {"model": "", "prompt": _flat(messages), "options": {"num_predict": tokens}}
+    return {"prompt": _flat(messages), "options": {"num_predict": tokens}}
 
 
 def _flat(messages: Sequence[Message]) -> str:
