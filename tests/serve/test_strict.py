@@ -21,6 +21,7 @@ from mlxrunner.serve.answering.house import House
 from mlxrunner.serve.answering.names import ModelNames
 from mlxrunner.serve.asked import Asked, ToolChoice
 from mlxrunner.serve.events import CallArguments, CallBegan, Ended, Event, RefusedError, Text
+from mlxrunner.serve.prompts.arguments import arguments_of
 from mlxrunner.serve.prompts.make import PromptMaker
 from mlxrunner.serve.prompts.strict import SPELLINGS
 from mlxrunner.tokenizer import Tokenizer, load_tokenizer
@@ -291,6 +292,48 @@ def test_a_strict_schema_that_can_not_be_held_is_refused(makers: dict[str, Promp
         makers["qwen3"].make(asked(tools=[tool("odd", odd, strict=True)]))
     assert (error.value.status, error.value.param) == (400, "tools")
     makers["qwen3"].make(asked(tools=[tool("look", strict=True), tool("odd", odd)]))
+
+
+NAMES = {"properties": {"a": {"type": "object", "properties": {"properties": {}}}}}
+REST = {"additionalProperties": False}
+CLOSED = {"type": "object"} | REST
+
+
+@pytest.mark.parametrize(
+    ("schema", "held"),
+    [
+        (None, {"type": "object"}),
+        ({"$schema": "x"}, {"type": "object"}),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"type": "object"}}}, "the same"),
+        (
+            NAMES,
+            {**CLOSED, "properties": {"a": {**CLOSED, "properties": {"properties": {}}}}},
+        ),
+        (
+            {"type": "array", "items": {"properties": {}}, "default": {"properties": {}}},
+            {
+                "type": "array",
+                "items": {"properties": {}, **REST},
+                "default": {"properties": {}},
+            },
+        ),
+        (
+            {"anyOf": [{"properties": {}}, {"$ref": "#/$defs/b"}], "$defs": {"b": NAMES}},
+            {
+                "anyOf": [{"properties": {}, **REST}, {"$ref": "#/$defs/b"}],
+                "$defs": {
+                    "b": {**REST, "properties": {"a": {**CLOSED, "properties": {"properties": {}}}}}
+                },
+            },
+        ),
+        ({"type": "object", "properties": {}, "additionalProperties": True}, "the same"),
+        ({"type": "object", "properties": {"a": {"allOf": [NAMES, NAMES]}}}, "the same"),
+        ({"type": "object", "properties": {}, "anyOf": [{"required": ["a"]}]}, "the same"),
+    ],
+)
+def test_objects_have_the_properties_that_they_list(schema: Any, held: Any) -> None:
+    """They have others only if the schema asks for them; parts of an object stay open."""
+    assert arguments_of(tool("look", schema)) == (schema if held == "the same" else held)
 
 
 def answer_of(request: Asked, script: str) -> list[Event]:

@@ -20,7 +20,7 @@ from mlxrunner.serve.prompts.chain import digest, message_digest
 from mlxrunner.serve.prompts.differences import difference, is_like
 from mlxrunner.serve.prompts.kept import common_end
 from mlxrunner.serve.prompts.make import Made
-from mlxrunner.serve.prompts.rules import SYSTEM, without_billing
+from mlxrunner.serve.prompts.rewriting import SYSTEM, without_billing
 from mlxrunner.templates.segments import common
 
 MOST_REQUESTS = 64

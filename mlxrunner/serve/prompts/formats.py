@@ -50,30 +50,6 @@ def name_of(tool: Mapping[str, Any]) -> str:
     return name if isinstance(name, str) else ""
 
 
-ANY: dict[str, Any] = {"type": "object"}
-"""The schema of arguments that may be any object."""
-
-
-def arguments_of(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of a tool's arguments; that of any object if its description has none."""
-    function = tool.get("function")
-    schema = function.get("parameters") if isinstance(function, Mapping) else None
-    if not isinstance(schema, Mapping):
-        return ANY
-    kept = {name: value for name, value in schema.items() if name != "$schema"}
-    return kept if kept.keys() & ROOTS else ANY | kept
-
-
-ROOTS = frozenset(("type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const"))
-"""Keys of a schema that say by themselves that it is one of objects."""
-
-
-def is_strict(tool: Mapping[str, Any]) -> bool:
-    """Return True if the arguments of a tool have to fit its schema."""
-    function = tool.get("function")
-    return isinstance(function, Mapping) and bool(function.get("strict"))
-
-
 @dataclass(frozen=True)
 class CallFormat:
     """A form in which a model writes tool calls."""

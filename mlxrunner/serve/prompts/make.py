@@ -14,12 +14,14 @@ from mlxrunner.results import Chunk
 from mlxrunner.serve.asked import Asked
 from mlxrunner.serve.events import RefusedError
 from mlxrunner.serve.prompts.chain import chain, message_digest
+from mlxrunner.serve.prompts.encoding import Encoder
 from mlxrunner.serve.prompts.forcing import Forced, forced
 from mlxrunner.serve.prompts.formats import CallFormat, Tools, format_of
-from mlxrunner.serve.prompts.kept import UNKNOWN, Answer, Encoder, KeptTurns
+from mlxrunner.serve.prompts.kept import UNKNOWN, Answer, KeptTurns
 from mlxrunner.serve.prompts.probe import Probe
 from mlxrunner.serve.prompts.reader import Said, reader_of
-from mlxrunner.serve.prompts.rules import Draft, apply, written
+from mlxrunner.serve.prompts.rewriting import Draft, written
+from mlxrunner.serve.prompts.rules import apply
 from mlxrunner.serve.prompts.split import AnswerSplitter
 from mlxrunner.serve.prompts.strict import StartConstraint, StrictCalls
 from mlxrunner.templates.messages import PlainMessage, check_messages

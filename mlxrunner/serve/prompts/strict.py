@@ -21,7 +21,8 @@ from mlxrunner.engine.constrain import HEAD, JSON_STYLE, Constraint, check_form,
 from mlxrunner.errors import OptionError
 from mlxrunner.options import GenerateOptions
 from mlxrunner.serve.events import RefusedError
-from mlxrunner.serve.prompts.formats import ANY, Tools, arguments_of, is_strict, name_of
+from mlxrunner.serve.prompts.arguments import ANY, arguments_of, is_strict
+from mlxrunner.serve.prompts.formats import Tools, name_of
 from mlxrunner.templates.thinking import ThinkingSplitter
 from mlxrunner.tokenizer import Tokenizer
 
