@@ -10,8 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from support.actor import calling, playing
+from support.scripted import serving
 from support.strict_templates import TEMPLATES, load_strict
 
 from mlxrunner.config.serving import ServeSettings
@@ -24,6 +26,8 @@ from mlxrunner.serve.events import CallArguments, CallBegan, Ended, Event, Refus
 from mlxrunner.serve.prompts.arguments import arguments_of
 from mlxrunner.serve.prompts.make import PromptMaker
 from mlxrunner.serve.prompts.strict import SPELLINGS
+from mlxrunner.serve.server import application
+from mlxrunner.serve.watch.record import Record
 from mlxrunner.tokenizer import Tokenizer, load_tokenizer
 
 SCHEMA = {
@@ -352,18 +356,21 @@ def answer_of(request: Asked, script: str) -> list[Event]:
     return asyncio.run(run())
 
 
+NARROW = {
+    "type": "object",
+    "properties": {"how": {"enum": ["slow"]}},
+    "required": ["how"],
+    "additionalProperties": False,
+}
+LOOSE = "I look." + calling("look", {"how": "slo", "at": 1}) + "Done."
+"""An answer whose call does not fit this schema."""
+
+
 @pytest.mark.parametrize("is_strict", [True, False])
 def test_a_served_model_is_held(is_strict: bool) -> None:
     """The call of a strict tool fits, that of another one comes as the model wrote it."""
-    narrow = {
-        "type": "object",
-        "properties": {"how": {"enum": ["slow"]}},
-        "required": ["how"],
-        "additionalProperties": False,
-    }
-    script = "I look." + calling("look", {"how": "slo", "at": 1}) + "Done."
-    request = asked(tools=[tool("look", narrow, strict=is_strict)], options={"max_tokens": 200})
-    events = answer_of(request, script)
+    request = asked(tools=[tool("look", NARROW, strict=is_strict)], options={"max_tokens": 200})
+    events = answer_of(request, LOOSE)
     arguments = {"how": "slow"} if is_strict else {"how": "slo", "at": 1}
     assert list(calls_of(events)) == [("look", arguments)]
     assert isinstance(events[-1], Ended)
@@ -371,3 +378,50 @@ def test_a_served_model_is_held(is_strict: bool) -> None:
     assert events[-1].note is None
     plain = answer_of(replace(request, tools=[]), "Just text.")
     assert "".join(event.text for event in plain if isinstance(event, Text)) == "Just text."
+
+
+HI = [{"role": "user", "content": "hi"}]
+BODIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat": (
+        "/v1/chat/completions",
+        {"messages": HI, "tools": [tool("look", NARROW, strict=True)]},
+    ),
+    "responses": (
+        "/v1/responses",
+        {
+            "input": "hi",
+            "tools": [
+                {"type": "function", "name": "look", "parameters": NARROW, "strict": True},
+            ],
+        },
+    ),
+    "anthropic": (
+        "/v1/messages",
+        {
+            "max_tokens": 200,
+            "messages": HI,
+            "tools": [{"name": "look", "input_schema": NARROW, "strict": True}],
+        },
+    ),
+}
+"""A request with a strict tool in each protocol that has them, and its path."""
+
+
+def test_each_protocol_has_strict_tools() -> None:
+    """The answer has a call that fits, in the protocol's own form."""
+    record, settings = Record(), ServeSettings(slots=2, parks=False)
+    opening = playing(lambda text: LOOSE)(settings=settings, runner={"context": 4000})
+    house = House(ModelNames("actor", {}), opening, record.watch)
+    house.load_first()
+    with serving(application(house, record, settings)) as url:
+        found = {
+            name: httpx.post(url + path, json=body | {"model": "actor"}).json()
+            for name, (path, body) in BODIES.items()
+        }
+    (choice,) = found["chat"]["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"how": "slow"}
+    (item,) = (one for one in found["responses"]["output"] if one["type"] == "function_call")
+    assert json.loads(item["arguments"]) == {"how": "slow"}
+    (block,) = (one for one in found["anthropic"]["content"] if one["type"] == "tool_use")
+    assert block["input"] == {"how": "slow"}
