@@ -92,7 +92,8 @@ class Opening:
 
         The step sees every cell. Raise MemoryPlanError if it needs more than the device offers.
         """
-        asked, before = self.asked, mx.get_active_memory()
+        asked = replace(self.asked, cells=cells).complete(cells)
+        before = mx.get_active_memory()
         mx.reset_peak_memory()
         # As in a run, the second step is dispatched before the first is read.
         in_flight = [largest_step(engine, asked.step, asked.max_sequences) for _ in range(2)]
@@ -101,7 +102,7 @@ class Opening:
         del in_flight
         mx.clear_cache()
         # A shift, between two steps, holds the moved half of a sequence, and its keys once more.
-        shifted = stored * min(asked.context or 0, cells) // cells
+        shifted = stored * (asked.context or 0) // cells
         batch = WorstBatch(max(0, peak - before - stored, shifted), is_measured=True)
         measured = replace(self, demand=replace(self.demand, batch=batch))
         plan = must_fit(measured.plan(cells, cells))

@@ -72,7 +72,7 @@ def alone(parts: Any, prompt: Any, **options: Any) -> list[int]:
 
 
 def in_threads(count: int, act: Callable[[int], object]) -> None:
-    """Call `act` in so many threads at once, with the number of each; raise what one raises."""
+    """Call `act` in `count` threads at once, with their numbers. Raise the error of one of them."""
     together = threading.Barrier(count)
 
     def begin(number: int) -> object:
