@@ -424,7 +424,7 @@ def test_a_broken_body(url: str, content: bytes, said: str) -> None:
 def test_a_thread_is_not_kept(client: anthropic.Anthropic) -> None:
     """Their client is told so in its own terms, so that it sends the whole conversation."""
     asked = ASK | {"thread": {"type": "continue", "previous_message_id": "msg_1"}}
-    with pytest.raises(anthropic.NotFoundError, match="msg_1.* is not kept here") as refused:
+    with pytest.raises(anthropic.NotFoundError, match=r"msg_1.* is not kept here") as refused:
         client.beta.messages.create(**asked)
     body: Any = refused.value.body
     assert body["error"]["details"] == {"error_code": "thread_not_found"}
