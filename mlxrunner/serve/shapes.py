@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
 from mlxrunner.serve.events import RefusedError
+from mlxrunner.terminal.text import SHOWN
 
 ANTHROPIC = {
     400: "invalid_request_error",
@@ -31,6 +33,18 @@ OPENAI = {
 
 THREAD_NOT_FOUND = "thread_not_found"
 """The code by which Anthropic's clients know that they have to send a conversation again."""
+
+
+_ESCAPED = {code: json.dumps(chr(code))[1:-1] for code in SHOWN}
+
+
+class ShownResponse(JSONResponse):
+    """JSON that people read in terminals: no character in it controls one."""
+
+    def render(self, content: Any) -> bytes:
+        """Return `content` as JSON, with escapes for control characters beyond those of ASCII."""
+        text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        return text.translate(_ESCAPED).encode()
 
 
 def refusal_response(path: str, refused: RefusedError, request_id: str) -> Response:
@@ -84,4 +98,4 @@ def _response(body: dict[str, Any], refused: RefusedError, request_id: str) -> R
         headers["retry-after"] = str(refused.retry_after)
     if refused.status == 401:
         headers["www-authenticate"] = "Bearer"
-    return JSONResponse(body, refused.status, headers)
+    return ShownResponse(body, refused.status, headers)
