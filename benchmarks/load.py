@@ -39,7 +39,7 @@ GROWTH = 0.05
 
 @dataclass
 class Samples:
-    """What a server had in use, second by second."""
+    """A record of what a server had in use, second by second."""
 
     resident: list[float] = field(default_factory=list)
     """Resident megabytes of the process."""

@@ -167,7 +167,10 @@ def test_kill_9_under_load(folder: Path, slots: int) -> None:
         assert again.json()["content"] == first.json()["content"]
         prompt_tokens = first.json()["usage"]["input_tokens"]
         assert again.json()["usage"]["cache_read_input_tokens"] == prompt_tokens - 1
-        assert "came back from disk" in httpx.get(f"{server.url}/explain/{again.headers['x-request-id']}").text
+        assert (
+            "came back from disk"
+            in httpx.get(f"{server.url}/explain/{again.headers['x-request-id']}").text
+        )
 
 
 @contextmanager
