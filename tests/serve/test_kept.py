@@ -14,7 +14,8 @@ from mlxrunner.cache.tokens import as_tokens
 from mlxrunner.results import Chunk
 from mlxrunner.serve.asked import Asked
 from mlxrunner.serve.events import CallArguments, CallBegan, Text, Thought
-from mlxrunner.serve.prompts.kept import Answer, Encoder, Fill, KeptTurns, common_end
+from mlxrunner.serve.prompts.encoder import Encoder
+from mlxrunner.serve.prompts.kept import Answer, Fill, KeptTurns, common_end
 from mlxrunner.serve.prompts.make import Made, PromptMaker
 from mlxrunner.serve.prompts.reader import Said
 

@@ -17,8 +17,6 @@ from itertools import accumulate
 from threading import Lock
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from mlxrunner.cache.tokens import TokenArray, as_tokens
 from mlxrunner.results import Chunk
 from mlxrunner.serve.prompts.reader import Said
@@ -28,8 +26,6 @@ UNKNOWN = "\ue0f6\ue0f7"
 """Stands for an answer whose end is looked for: private characters, which no template changes."""
 MOST_TOKENS = 2_000_000
 """Most tokens of answers that are kept."""
-MOST_CHARACTERS = 8_000_000
-"""Most characters of texts whose tokens are remembered."""
 
 
 class Fill(NamedTuple):
@@ -229,44 +225,6 @@ def _ends(tokenizer: Tokenizer, tokens: Sequence[int], context: Sequence[int]) -
     """Return the number of characters up to each token's end."""
     stream = tokenizer.stream(context)
     return list(accumulate(len(stream.add(token)) for token in tokens))
-
-
-class Encoder:
-    """Encodes texts in pieces, and remembers the tokens of each."""
-
-    def __init__(self, tokenizer: Tokenizer, most: int = MOST_CHARACTERS) -> None:
-        """Encode with `tokenizer`, and remember the tokens of at most `most` characters."""
-        self._tokenizer, self._most = tokenizer, most
-        self._known: OrderedDict[tuple[bool, str], TokenArray] = OrderedDict()
-        self._characters = 0
-        self._lock = Lock()
-
-    def encode(self, text: str, fills: Sequence[Fill]) -> tuple[TokenArray, str]:
-        """Return the tokens of `text` with `fills` in their places, and their text."""
-        arrays, texts, at = [], [], 0
-        for fill in fills:
-            arrays += [self._piece(text[at : fill.begin], at == 0), fill.tokens]
-            texts += [text[at : fill.begin], fill.text]
-            at = fill.end
-        arrays.append(self._piece(text[at:], at == 0))
-        return np.concatenate(arrays), "".join([*texts, text[at:]])
-
-    def _piece(self, text: str, is_first: bool) -> TokenArray:
-        key = is_first, text
-        with self._lock:
-            known = self._known.get(key)
-            if known is not None:
-                self._known.move_to_end(key)
-                return known
-        encode = self._tokenizer.encode if is_first else self._tokenizer.encode_more
-        tokens = as_tokens(encode(text))
-        with self._lock:
-            if key not in self._known:
-                self._known[key] = tokens
-                self._characters += len(text)
-            while self._characters > self._most:
-                self._characters -= len(self._known.popitem(last=False)[0][1])
-        return tokens
 
 
 def _hash(text: str) -> Any:

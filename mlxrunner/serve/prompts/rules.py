@@ -14,7 +14,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mlxrunner.serve.prompts.probe import MARK, Probe, ordered
+from mlxrunner.templates.remembered import Remembered, sign
 
+MOST_BYTES = 16_000_000
+"""Most bytes of tools that are remembered as the rules changed them."""
 Messages = list[dict[str, Any]]
 SYSTEM = ("system", "developer")
 JOINT = "\n\n"
@@ -65,16 +68,18 @@ def without_billing(messages: Sequence[Mapping[str, Any]]) -> Messages:
 
 
 def _billing_header(draft: Draft, probe: Probe) -> Draft:
-    stripped = without_billing(draft.messages)
-    if stripped == draft.messages:
+    first = draft.messages[: _systems(draft.messages)]
+    if not any(_BILLING.match(message["content"]) for message in first):
         return draft
+    stripped = without_billing(draft.messages)
     pairs = zip(draft.messages, stripped, strict=True)
     messages = [new for old, new in pairs if new["content"] or not old["content"]]
     return replace(draft, messages=messages or stripped)
 
 
 def _cache_control(draft: Draft, probe: Probe) -> Draft:
-    return replace(draft, tools=_without(draft.tools, "cache_control"))
+    tools = list(map(_unmarked, draft.tools))
+    return draft if tools == draft.tools else replace(draft, tools=tools)
 
 
 def _without(value: Any, name: str) -> Any:
@@ -83,14 +88,20 @@ def _without(value: Any, name: str) -> Any:
     return [_without(one, name) for one in value] if isinstance(value, list) else value
 
 
+_unmarked = Remembered(lambda tool: _without(tool, "cache_control"), MOST_BYTES)
+
+
 def _tool_keys(draft: Draft, probe: Probe) -> Draft:
-    tools = ordered(draft.tools)
-    is_same = json.dumps(tools) == json.dumps(draft.tools)
+    tools = list(map(_in_order, draft.tools))
+    is_same = all(a is b or sign(a) == sign(b) for a, b in zip(tools, draft.tools, strict=True))
     return draft if is_same else replace(draft, tools=tools)
 
 
+_in_order = Remembered(ordered, MOST_BYTES)
+
+
 def _developer(draft: Draft, probe: Probe) -> Draft:
-    if probe.names_developer:
+    if probe.names_developer or all(one["role"] != "developer" for one in draft.messages):
         return draft
     messages = [
         {**message, "role": "system"} if message["role"] == "developer" else message
@@ -380,6 +391,8 @@ def apply(
     for rule in rules:
         if rule.is_on and rule.name not in without:
             after = rule.apply(draft, probe)
+            if after is draft:
+                continue
             if after != draft or json.dumps(after.tools) != json.dumps(draft.tools):
                 acted.append(rule.name)
                 draft = after

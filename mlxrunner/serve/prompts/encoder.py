@@ -1,0 +1,52 @@
+"""Encode prompts, and remember the tokens of their parts, which come back with each request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from mlxrunner.cache.tokens import TokenArray, as_tokens
+from mlxrunner.serve.prompts.kept import Fill
+from mlxrunner.templates.remembered import Bounded
+from mlxrunner.tokenizer import Tokenizer
+
+MOST_CHARACTERS = 8_000_000
+"""Most characters of texts whose tokens are remembered."""
+
+
+class Encoder:
+    """Encodes texts in pieces, and remembers the tokens of each. Any thread may use it."""
+
+    def __init__(self, tokenizer: Tokenizer, most: int = MOST_CHARACTERS) -> None:
+        """Encode with `tokenizer`, and remember the tokens of at most `most` characters."""
+        self._tokenizer = tokenizer
+        self._known = Bounded[TokenArray](most)
+
+    def encode(self, text: str, fills: Sequence[Fill]) -> tuple[TokenArray, str]:
+        """Return the tokens of `text` with `fills` in their places, and their text."""
+        arrays, texts, at = [], [], 0
+        for fill in fills:
+            arrays += [self._piece(text[at : fill.begin], at == 0), fill.tokens]
+            texts += [text[at : fill.begin], fill.text]
+            at = fill.end
+        arrays.append(self._piece(text[at:], at == 0))
+        return np.concatenate(arrays), "".join([*texts, text[at:]])
+
+    def _piece(self, text: str, is_first: bool) -> TokenArray:
+        known = self._known.get((is_first, text))
+        if known is not None:
+            return known
+        parts = self._parts(text)
+        if len(parts) == 1:
+            encode = self._tokenizer.encode if is_first else self._tokenizer.encode_more
+            tokens = as_tokens(encode(text))
+        else:
+            pieces = [self._piece(part, is_first and n == 0) for n, part in enumerate(parts)]
+            tokens = np.concatenate(pieces)
+        self._known.put((is_first, text), tokens, len(text))
+        return tokens
+
+    def _parts(self, text: str) -> list[str]:
+        parts: Callable[[str], list[str]] | None = getattr(self._tokenizer, "parts", None)
+        return [text] if parts is None else parts(text)
