@@ -11,6 +11,7 @@ import socket
 from collections.abc import Callable
 from types import FrameType
 
+import h11
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -134,16 +135,40 @@ class Door(H11Protocol):
     """
 
     patience = MOST_SECONDS
-    """Seconds until the first header is whole."""
+    """Seconds until a header is whole, from the beginning of the connection or its first byte."""
+    _limit: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Count the seconds from the beginning of the connection."""
+        """Count the seconds until the first header."""
         super().connection_made(transport)
-        self.loop.call_later(self.patience, self._close_if_silent)
+        self._count()
 
-    def _close_if_silent(self) -> None:
-        if self.cycle is None and not self.transport.is_closing():
-            self.transport.close()
+    def data_received(self, data: bytes) -> None:
+        """Read what has come, and count the seconds of a header that is not whole."""
+        super().data_received(data)
+        self._count()
+
+    def on_response_complete(self) -> None:
+        """Go on with the next request, a part of whose header may have come already."""
+        super().on_response_complete()
+        self._count()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection."""
+        super().connection_lost(exc)
+        self._stop_counting()
+
+    def _count(self) -> None:
+        """Count while a header is awaited. Silence between two requests has a limit of its own."""
+        if self.conn.their_state is not h11.IDLE:
+            self._stop_counting()
+        elif self._limit is None and (self.cycle is None or self.conn.trailing_data[0]):
+            self._limit = self.loop.call_later(self.patience, self.transport.close)
+
+    def _stop_counting(self) -> None:
+        if self._limit is not None:
+            self._limit.cancel()
+            self._limit = None
 
 
 class Server(uvicorn.Server):

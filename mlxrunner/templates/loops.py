@@ -57,7 +57,7 @@ class UnfitError(Exception):
 
 
 class Shape(NamedTuple):
-    """What the body of a loop reads besides its item. The names are in the order of values."""
+    """The things that the body of a loop reads besides its item."""
 
     number: int
     """The number of the loop in its template."""

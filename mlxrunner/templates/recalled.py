@@ -34,7 +34,7 @@ class Look(NamedTuple):
 
 
 class Written(NamedTuple):
-    """What an iteration has written."""
+    """The text of an iteration."""
 
     looks: tuple[Look, ...]
     text: str
@@ -43,7 +43,7 @@ class Written(NamedTuple):
 
 
 Memory = Bounded[tuple[Written, ...]]
-"""What iterations have written, by what they have read."""
+"""The texts of iterations, by what they have read."""
 
 
 @dataclass
@@ -51,7 +51,7 @@ class _Loop:
     """A loop that runs."""
 
     key: Key
-    """What is the same for all its iterations."""
+    """The part of the keys that is the same for all its iterations."""
     spaces: list[Namespace] = field(default_factory=list)
     """The namespaces that it may read and change."""
     looked: dict[str, Any] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What a maker remembers of earlier requests changes no prompt."""
+"""A maker that remembers earlier requests makes the same prompts as one that does not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What loops wrote is remembered, and no text ever differs from that of a template that runs."""
+"""A template writes the same text whether its loops are remembered or run."""
 
 from __future__ import annotations
 
