@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import math
 import os
 import signal
 import socket
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 
 import h11
@@ -19,6 +20,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from mlxrunner.config.names import did_you_mean
 from mlxrunner.config.serving import ServeSettings
 from mlxrunner.errors import OptionError
+from mlxrunner.parallel.threads.workers import has_work
 from mlxrunner.serve.answering.house import House
 from mlxrunner.serve.answering.opened import Opened, parking_folder
 from mlxrunner.serve.apis.routers import routers
@@ -188,7 +190,7 @@ class Server(uvicorn.Server):
                 log_level="critical",  # what fails is logged by us, in one line
                 access_log=False,
                 server_header=False,
-                timeout_graceful_shutdown=math.ceil(drain),
+                timeout_graceful_shutdown=drain,  # type: ignore[arg-type]  # any number will do
                 timeout_keep_alive=75,
             )
         )
@@ -221,7 +223,8 @@ def serve(
 
     `ready` is called once requests and signals are heeded.
 
-    Afterwards running requests have their time to end, and idle conversations are parked.
+    Afterwards running requests have their time to end, and idle conversations are parked. If a
+    model is still being loaded then, the process ends here.
     """
     server = Server(application(house, record, settings), house, settings.drain, ready)
 
@@ -233,3 +236,8 @@ def serve(
             record.close()
 
     asyncio.run(run())
+    if has_work():  # a model that is being loaded; the interpreter must not end beside it
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):
+                stream.flush()
+        os._exit(0)

@@ -59,9 +59,10 @@ class Running:
 
 
 @contextmanager
-def program(*arguments: str) -> Iterator[Running]:
-    """Run `mlxrunner serve` on a free port until the block ends."""
-    command = [sys.executable, "-m", "mlxrunner", "serve", "--port", "0", *arguments]
+def program(*arguments: str, code: str | None = None) -> Iterator[Running]:
+    """Run `mlxrunner serve` on a free port until the block ends. `code`: what runs in its place."""
+    python = ["-m", "mlxrunner"] if code is None else ["-c", code]
+    command = [sys.executable, *python, "serve", "--port", "0", *arguments]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stderr is not None
     said = b""
@@ -142,6 +143,35 @@ def test_a_stream_that_takes_longer_than_the_drain(model: Path) -> None:
         code, said = left(server.process)
         assert code == 0
         assert "Traceback" not in said
+
+
+def test_a_stop_while_a_model_is_loaded(model: Path) -> None:
+    """The server does not wait for it, and ends in order."""
+    code = (
+        "import sys, threading\n"
+        "from mlxrunner.serve.answering.opened import Opening\n"
+        "from mlxrunner.cli import main\n"
+        "load = Opening.load\n"
+        "def stuck(self, name, *more):\n"
+        "    if name != 'demo':\n"
+        "        return load(self, name, *more)\n"
+        "    print('stuck', file=sys.stderr, flush=True)\n"
+        "    threading.Event().wait()\n"
+        "Opening.load = stuck\n"
+        "main()\n"
+    )
+    with program(str(model), "--no-park", "--drain", "0", code=code) as server:
+        body = json.dumps(server.body("Hello", model="demo"))
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as waiting:
+            head = f"POST /v1/messages HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}"
+            kind = "Content-Type: application/json"
+            waiting.sendall(f"{head}\r\n{kind}\r\n\r\n{body}".encode())
+            assert server.process.stderr is not None
+            assert server.process.stderr.readline() == b"stuck\n"
+            server.process.send_signal(signal.SIGTERM)
+            code_, said = left(server.process)
+    assert (code_, "Traceback" in said) == (0, False), said
 
 
 @pytest.mark.parametrize(
