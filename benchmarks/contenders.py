@@ -93,6 +93,7 @@ class Served:
             except httpx.HTTPError:
                 pass
             time.sleep(0.2)
+        self.stop()
         raise SystemExit(f"{self.name} did not start:\n{self._log.read_text()[-2000:]}")
 
     def stop(self) -> None:
@@ -109,6 +110,10 @@ class Served:
     def process(self) -> int:
         """The id of the process."""
         return self._process.pid
+
+    def used(self) -> float:
+        """Return the seconds of the processor that the process has used."""
+        return used_by(self.process)
 
     def client(self) -> httpx.AsyncClient:
         """Return a client for `ask`."""
@@ -139,6 +144,18 @@ class Served:
                 parts.append(new)
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
         return Measured(usage["prompt_tokens"], cached, first, "".join(parts))
+
+
+def used_by(process: int) -> float:
+    """Return the seconds of the processor that a process has used."""
+    stat = Path(f"/proc/{process}/stat")
+    if stat.is_file():
+        user, system = stat.read_text().rpartition(")")[2].split()[11:13]
+        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+    words = ["ps", "-o", "time=", "-p", str(process)]
+    said = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    minutes, _, seconds = said.strip().rpartition(":")
+    return 60 * int(minutes) + float(seconds)
 
 
 def _text(delta: dict[str, Any]) -> str:

@@ -34,6 +34,8 @@ class Played:
     answers: list[Measured] = field(default_factory=list)
     total: float = 0.0
     """Seconds from the first request to the last answer, without those of the other servers."""
+    used: float = 0.0
+    """Seconds of the processor that the server used meanwhile."""
 
     @property
     def prompt(self) -> int:
@@ -51,6 +53,7 @@ class Played:
     def add(self, other: Played) -> None:
         self.answers += other.answers
         self.total += other.total
+        self.used += other.used
 
 
 def play(servers: Sequence[Served], trace: Trace, seed: int, size: int) -> list[Played]:
@@ -75,8 +78,9 @@ def _play_wave(server: Served, wave: Sequence[Ask], played: Played) -> list[str]
     if not wave:
         server.restart()
         return []
-    began = time.perf_counter()
+    began, used = time.perf_counter(), server.used()
     answers = asyncio.run(_ask_all(server, wave))
+    played.used += server.used() - used
     played.total += time.perf_counter() - began
     played.answers += answers
     return [answer.text for answer in answers]
@@ -94,8 +98,10 @@ def measure(kind: str, names: Sequence[str], rounds: int, size: int) -> dict[str
         with tempfile.TemporaryDirectory() as place:
             folder = Path(place) / kind
             write_untrained(folder, kind)
-            servers = [Served(CONTENDERS[name], folder, Path(place) / "kept") for name in names]
+            servers = list[Served]()
             try:
+                for name in names:
+                    servers.append(Served(CONTENDERS[name], folder, Path(place) / "kept"))
                 for number, trace in enumerate(TRACES):
                     played = play(servers, trace, 100 * turn + number, size)
                     before = found.setdefault(trace.name, [Played() for _ in names])
@@ -112,7 +118,7 @@ def show(kind: str, names: Sequence[str], found: dict[str, list[Played]]) -> Non
     both = " / ".join(names)
     print(
         f"\n{kind}: {both}\n\n| trace | prompt tokens | evaluated | first token, median ms "
-        "| 90 % ms | total s |\n|---|---|---|---|---|---|"
+        "| 90 % ms | total s | processor s |\n|---|---|---|---|---|---|---|"
     )
     for name, played in found.items():
         print(_row(name, played))
@@ -142,6 +148,7 @@ def _row(name: str, played: Sequence[Played]) -> str:
         " / ".join(f"{one.first(0.5):.0f}" for one in played),
         " / ".join(f"{one.first(0.9):.0f}" for one in played),
         " / ".join(f"{one.total:.1f}" for one in played),
+        " / ".join(f"{one.used:.1f}" for one in played),
     ]
     return f"| {name} | {' | '.join(cells)} |"
 

@@ -60,12 +60,17 @@ def _first_choice(event: Body) -> Body:
     return next(iter(event.get("choices") or ()), {})
 
 
+def _said(found: Body, *names: str) -> str:
+    """Return the texts of some names: answers and thinking."""
+    return "".join(found.get(name) or "" for name in names)
+
+
 WIRES = (
     Wire(
         "chat",
         "/v1/chat/completions",
         _chat,
-        lambda event: _first_choice(event).get("delta", {}).get("content") or "",
+        lambda event: _said(_first_choice(event).get("delta", {}), "content", "reasoning_content"),
         lambda body: body["choices"][0]["message"]["content"] or "",
         ("data: [DONE]",),
     ),
@@ -81,7 +86,7 @@ WIRES = (
         "messages",
         "/v1/messages",
         _messages,
-        lambda event: event.get("delta", {}).get("text") or "",
+        lambda event: _said(event.get("delta", {}), "text", "thinking"),
         lambda body: "".join(block.get("text", "") for block in body["content"]),
         ('"type":"message_stop"',),
     ),
@@ -89,7 +94,7 @@ WIRES = (
         "responses",
         "/v1/responses",
         _responses,
-        lambda event: event["delta"] if event["type"] == "response.output_text.delta" else "",
+        lambda event: event["delta"] if event["type"].endswith("text.delta") else "",
         lambda body: "".join(
             part.get("text", "") for item in body["output"] for part in item.get("content", ())
         ),
@@ -99,7 +104,7 @@ WIRES = (
         "ollama chat",
         "/api/chat",
         _ollama,
-        lambda event: event["message"]["content"],
+        lambda event: _said(event["message"], "content", "thinking"),
         lambda body: body["message"]["content"],
         ('"done":true',),
     ),
@@ -107,7 +112,7 @@ WIRES = (
         "ollama generate",
         "/api/generate",
         _generate,
-        lambda event: event["response"],
+        lambda event: _said(event, "response", "thinking"),
         lambda body: body["response"],
         ('"done":true',),
     ),
