@@ -1,18 +1,27 @@
-"""Encode prompts, and remember the tokens of their parts, which come back with each request."""
+"""Encode a prompt in pieces, with the tokens of answers in their places."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from mlxrunner.cache.tokens import TokenArray, as_tokens
-from mlxrunner.serve.prompts.kept import Fill
 from mlxrunner.templates.remembered import Bounded
 from mlxrunner.tokenizer import Tokenizer
 
 MOST_CHARACTERS = 8_000_000
 """Most characters of texts whose tokens are remembered."""
+
+
+class Fill(NamedTuple):
+    """A place in a rendered text, and what the model wrote there."""
+
+    begin: int
+    end: int
+    text: str
+    tokens: TokenArray
 
 
 class Encoder:
