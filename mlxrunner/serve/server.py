@@ -142,22 +142,12 @@ class Door(H11Protocol):
     unread = 60.0
     """Seconds for which a client may read nothing, once no more can be written."""
     _limit: asyncio.TimerHandle | None = None
-    _unread: asyncio.TimerHandle | None = None
+    _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Count the seconds until the first header."""
         super().connection_made(transport)
         self._count()
-
-    def pause_writing(self) -> None:
-        """Count the seconds from the moment at which no more can be written."""
-        super().pause_writing()
-        self._unread = self.loop.call_later(self.unread, self.transport.abort)
-
-    def resume_writing(self) -> None:
-        """Write again: the client has read."""
-        super().resume_writing()
-        self._stop_waiting()
 
     def data_received(self, data: bytes) -> None:
         """Read what has come, and count the seconds of a header that is not whole."""
@@ -169,11 +159,25 @@ class Door(H11Protocol):
         super().on_response_complete()
         self._count()
 
+    def pause_writing(self) -> None:
+        """Count the seconds from the moment at which no more can be written."""
+        super().pause_writing()
+        self._timer = self.loop.call_later(self.unread, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """Write again: the client has read."""
+        super().resume_writing()
+        self._stop_timer()
+
     def connection_lost(self, exc: Exception | None) -> None:
         """End what was asked for on this connection."""
         super().connection_lost(exc)
+        self._stop_timer()
         self._stop_counting()
-        self._stop_waiting()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
 
     def _count(self) -> None:
         """Count while a header is awaited. Silence between two requests has a limit of its own."""
@@ -186,11 +190,6 @@ class Door(H11Protocol):
         if self._limit is not None:
             self._limit.cancel()
             self._limit = None
-
-    def _stop_waiting(self) -> None:
-        if self._unread is not None:
-            self._unread.cancel()
-            self._unread = None
 
 
 class Server(uvicorn.Server):

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mlxrunner.serve.prompts.encoder import Encoder
 from support.strict_templates import TEMPLATES, load_strict
 
 from mlxrunner.serve.asked import Asked
 from mlxrunner.serve.events import RefusedError
-from mlxrunner.serve.prompts import make, rules
+from mlxrunner.serve.prompts import make, rewriting, rules
 from mlxrunner.serve.prompts.causes import Causes
+from mlxrunner.serve.prompts.encoding import Encoder
 from mlxrunner.serve.prompts.make import PromptMaker
 from mlxrunner.templates import plain, sandbox
 from mlxrunner.templates.messages import check_messages
@@ -120,7 +120,11 @@ def test_a_prompt_is_the_same_as_from_a_maker_that_knows_nothing(
     with_memory = [made_of(known, asked) for asked in several]
     assert [made_of(known, asked) for asked in several] == with_memory
     monkeypatch.setattr(sandbox, "_MEMORY", Memory(0))
-    for module, name in ((plain, "_remembered"), (rules, "_unmarked"), (rules, "_in_order")):
+    for module, name in (
+        (plain, "_remembered"),
+        (rewriting, "_unmarked"),
+        (rewriting, "_in_order"),
+    ):
         monkeypatch.setattr(module, name, Remembered(getattr(module, name)._work, 0))
     monkeypatch.setattr(make, "MOST_BYTES", 0)
     anew = PromptMaker(tokenizers[family], template)
@@ -137,7 +141,9 @@ def test_the_rules_make_plain_messages(tokenizers: dict[str, Tokenizer], family:
     maker = PromptMaker(tokenizers[family], TEMPLATES[family][0])
     for asked in requests(random.Random(family), 40):
         checked = check_messages(asked.messages)
-        draft = rules.Draft(list(map(maker._with_thinking, checked)), list(map(dict, asked.tools)))
+        draft = rewriting.Draft(
+            list(map(maker._with_thinking, checked)), list(map(dict, asked.tools))
+        )
         draft, _ = rules.apply(draft, maker.probe)
         assert check_messages(draft.messages) == draft.messages
 

@@ -18,7 +18,6 @@ from mlxrunner.templates.remembered import Remembered, sign
 
 MOST_BYTES = 16_000_000
 """Most bytes of tools that are remembered as the rules changed them."""
-
 Messages = list[dict[str, Any]]
 SYSTEM = ("system", "developer")
 JOINT = "\n\n"
