@@ -1,0 +1,196 @@
+"""Decode: one step ahead of the reader, or several tokens at once where a draft is worth it.
+
+Knows nothing about text. Every token that was run through the model and shown is recorded in the
+entry, even after an error or an interrupt.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Generator
+
+import mlx.core as mx
+
+from mlxrunner.cache.lease import EntryLease
+from mlxrunner.cache.overflow import Shift
+from mlxrunner.engine.sampling import Decoded, NextToken, Sampled, dispatch
+from mlxrunner.errors import FormError
+from mlxrunner.speculation.drafting import Drafting
+
+CLEAR_EVERY = 256
+"""Tokens of an answer after which MLX's unused buffers are freed."""
+
+
+class Decoding(ABC):
+    """The decode of one request. `mlxrunner.engine.pipeline` does what comes before it."""
+
+    _lease: EntryLease
+    _shift: Shift | None
+    _due: float
+    """Tokens in the entry from which on a checkpoint may be due."""
+    logits: mx.array | None
+    drafting: Drafting | None
+
+    @abstractmethod
+    def _forward(self, tokens: mx.array) -> mx.array:
+        """Return the unevaluated logits `[1, n, vocab]` of `tokens [1, n]`."""
+
+    @abstractmethod
+    def _make_room(self) -> None:
+        """Shift if the context is full, before a forward pass."""
+
+    @abstractmethod
+    def _checkpoint_if_due(self) -> None:
+        """Take a checkpoint if one is due, and set the offset of the next one."""
+
+    def _decode(
+        self, next_token: NextToken, history: mx.array | None, first: Sampled, most: int
+    ) -> Generator[Decoded, None, None]:
+        """Yield the tokens behind the `first`, which was read, until there are `most` in all.
+
+        The last one is not run through the model, because nothing follows it.
+        """
+        self._next_token, self._history, self._most = next_token, history, most
+        self._current, self._count, self._told = first, 1, 0
+        while self._count <= most:
+            draft, before = self._draft(), self._count
+            yield from self._verify(draft) if draft else self._step()
+            if before // CLEAR_EVERY < self._count // CLEAR_EVERY:
+                mx.clear_cache()
+
+    def _step(self) -> Generator[Decoded, None, None]:
+        """Run the current token, sample the next one, and yield the current one."""
+        lease, current, count = self._lease, self._current, self._count
+        # The token whose forward pass was begun and which is not recorded yet.
+        on_its_way: Sampled | None = None
+        formless: FormError | None = None
+        is_ahead, began = self._told < count, time.perf_counter()
+        try:
+            if count < self._most:
+                self._make_room()
+                on_its_way = current
+                logits = self.logits = self._forward(current.token[None])[:, -1, :]
+                if self._history is not None:
+                    self._history = mx.concatenate([self._history, current.token.astype(mx.int32)])
+                try:
+                    self._current = self._next_token(logits, self._history)
+                    dispatch(self._current.arrays)
+                except FormError as error:
+                    formless = error  # the token before is not delivered yet
+            token = current.read()
+            if on_its_way is not None:
+                lease.record((token,))
+                on_its_way = None
+                if lease.recorded >= self._due:
+                    self._checkpoint_if_due()
+        finally:
+            if on_its_way is not None and lease.forwarded > lease.recorded:
+                # Interrupted between a forward pass and the reading of its token.
+                lease.record((on_its_way.read(),))
+        if self.drafting is not None and (is_ahead or self._waited):
+            self.drafting.passed(time.perf_counter() - began + self._waited)
+        self._tell(token)
+        if count > 1:
+            yield current.decoded(token)
+        if formless is not None:
+            raise formless
+        self._count += 1
+
+    def _tell(self, token: int) -> None:
+        """Tell the sources of the current token, once."""
+        if self.drafting is not None and self._told < self._count:
+            self._told = self._count
+            self.drafting.add(token)
+
+    def _draft(self) -> list[int]:
+        """Return the tokens that are likely to follow the current one, or none.
+
+        The current token is only waited for where that is worth it.
+        """
+        drafting, self._waited = self.drafting, 0.0
+        if drafting is None or self._count + 1 >= self._most:
+            return []
+        if self._told < self._count:
+            if self._count > 1 and not drafting.is_worth_waiting:
+                return []
+            began = time.perf_counter()
+            self._tell(self._current.read())
+            self._waited = time.perf_counter() - began
+        draft = drafting.draft(self._room())
+        return self._fitting(draft) if draft else []
+
+    def _room(self) -> int:
+        """Return how many tokens may be drafted behind the current one.
+
+        A pass ends where a checkpoint is due, where the context is full, or with the answer.
+        """
+        lease, shift = self._lease, self._shift
+        end = min(self._due, math.inf if shift is None else shift.context)
+        here = lease.recorded + len(lease.pending) + 1
+        room = min(self._most - self._count - 1, end - here, lease.draft_room)
+        return int(room)
+
+    def _fitting(self, draft: list[int]) -> list[int]:
+        """Return the beginning of `draft` that the form allows."""
+        assert self.logits is not None
+        try:
+            self._masks = self._next_token.masks(draft, self.logits.shape[-1])
+        except FormError:  # the step without a draft delivers the token before
+            return []
+        return draft[: len(self._masks) - 1] if self._masks else draft
+
+    def _verify(self, draft: list[int]) -> Generator[Decoded, None, None]:
+        """Run the current token and `draft`; yield it and those of the draft that are right.
+
+        The sample behind them becomes the current token. What is not shown is undone.
+        """
+        lease, current, began, paused = self._lease, self._current, time.perf_counter(), 0.0
+        token = current.read()
+        rows = [*lease.pending, token, *draft]
+        shown = len(rows) - len(draft)
+        lease.begin_draft(len(rows))
+        logits = self._forward(mx.array([rows], mx.int32))
+        try:
+            sampled = self._sample(logits[:, shown - 1 :, :], [token, *draft])
+            if self._count > 1:
+                left = time.perf_counter()
+                yield current.decoded(token)
+                paused = time.perf_counter() - left
+            right = self._judge(sampled, draft)
+            assert self.drafting is not None
+            self.drafting.judge(len(draft), len(right), time.perf_counter() - began - paused)
+            for decoded in right:
+                shown += 1
+                yield decoded
+        finally:
+            if lease.forwarded > lease.recorded:
+                self.logits = logits[:, shown - 1, :]
+                lease.accept(rows[:shown], len(rows))
+        if lease.recorded >= self._due:
+            self._checkpoint_if_due()
+
+    def _sample(self, logits: mx.array, tokens: list[int]) -> list[Sampled]:
+        """Begin to sample at each row. `tokens`: the current one and those of the draft."""
+        if self._history is not None:
+            self._history = mx.concatenate([self._history, mx.array(tokens, mx.int32)])
+        sampled = self._next_token.rows(logits, self._history, self._masks)
+        dispatch([array for one in sampled for array in one.arrays])
+        return sampled
+
+    def _judge(self, sampled: list[Sampled], draft: list[int]) -> list[Decoded]:
+        """Return the tokens of `draft` that were sampled, and go on with the sample behind them."""
+        right: list[Decoded] = []
+        for one, guess in zip(sampled, [*draft, None], strict=True):
+            token = one.read()
+            self._count += 1
+            self._tell(token)
+            if token != guess:
+                break
+            right.append(one.decoded(token))
+        self._current = sampled[len(right)]
+        self._next_token.keep(sampled[: len(right) + 1])
+        if self._history is not None and len(right) < len(draft):
+            self._history = self._history[: len(right) - len(draft)]
+        return right
