@@ -9,6 +9,8 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from mlxrunner.cache.checkpoints import Checkpoint, Places
 from mlxrunner.cache.entry import Rotators
 from mlxrunner.cache.layers.protocol import LayerCache
@@ -27,12 +29,23 @@ class Source(NamedTuple):
     """Number of its first tokens that may be copied."""
 
 
+class Draft(NamedTuple):
+    """A forward pass of which only the first tokens may stay."""
+
+    offset: int
+    """The number of the entry's tokens when it began."""
+    tokens: int
+
+
 class EntryLease:
     """The hold of one request on the entry.
 
     `with prefix_cache.begin(prompt) as lease:` finds the common prefix and rewinds the entry to it.
     Call `begin_forward()` before and `end_forward(n)` after each forward pass, and `record` once
     its tokens are known. Leaving the block in any way restores the entry's invariant.
+
+    A pass of tokens that may prove wrong (a draft) begins with `begin_draft` instead, and
+    `accept` takes the place of `record`. Tokens that stay may then be `pending`.
     """
 
     def __init__(
@@ -47,6 +60,9 @@ class EntryLease:
         self.prompt, self.is_ahead, self.source = prompt, ahead, source
         self.lookup = Lookup(len(prompt), 0, 0, 0)
         self.forwarded = 0
+        self._draft: Draft | None = None
+        # An offset, and the tokens that follow it and are to be evaluated.
+        self._left: tuple[int, list[int]] = (0, [])
 
     def __enter__(self) -> EntryLease:
         return self.take()
@@ -101,8 +117,64 @@ class EntryLease:
 
     def begin_forward(self) -> None:
         """Note in each layer that a forward pass begins."""
+        self._draft = self._cache.entry.held = None
+        self._begin()
+
+    def _begin(self) -> None:
         for cache in self._counting:
             cache.begin_forward()
+
+    def begin_draft(self, tokens: int) -> None:
+        """Begin, in place of `begin_forward`, a pass of which only the first tokens may stay.
+
+        `tokens`: all tokens of the pass. The first of them are the `pending` ones. Raise ValueError
+        if they are fewer, or if tokens of the pass before were neither recorded nor accepted.
+
+        An interrupt from here to `accept` leaves the entry with the tokens that it has now. Only a
+        layer of an unknown kind takes memory for that, until the next pass begins: at most a copy.
+        """
+        waiting = len(self.pending)
+        if tokens <= waiting or self.forwarded != self.recorded:
+            raise ValueError(
+                f"a draft of {tokens} tokens, with {waiting} pending, at {self.recorded} of "
+                f"{self.forwarded} evaluated tokens"
+            )
+        self._cache.entry.hold(tokens)
+        self._draft = Draft(self.recorded, tokens)
+        self._begin()
+
+    def accept(self, tokens: Sequence[int] | TokenArray) -> None:
+        """Keep `tokens`, the first ones of the draft's forward pass, which has ended.
+
+        If every layer can go back behind them, they are recorded. Otherwise all layers go back to
+        where the pass began, and `tokens` are `pending`. Until the next pass begins, another call
+        may keep fewer of them, and a call with none undoes the pass. Raise ValueError if no draft
+        was begun, or for more tokens than it had.
+
+        An interrupt leaves the entry with the tokens before the draft, and with all or none of
+        those of `tokens` that are not pending.
+        """
+        if self._draft is None or len(tokens) > self._draft.tokens:
+            raise ValueError(f"{len(tokens)} tokens to accept of {self._draft}")
+        draft, entry = self._draft, self._cache.entry
+        if len(tokens) == draft.tokens and self.recorded == draft.offset < self.forwarded:
+            self.record(tokens)
+            return
+        wanted = np.concatenate([entry.tokens.array[: draft.offset], as_tokens(tokens)])
+        entry.tokens.truncate(draft.offset)
+        entry.tokens.extend(wanted[draft.offset :])
+        left = self.restart(wanted)
+        self._left = (self.recorded, left.tolist())
+
+    @property
+    def pending(self) -> list[int]:
+        """The accepted tokens that no layer has. They are the first ones of the next forward pass.
+
+        Evaluate and record them before a shift, and before the end of an answer, whose entry lacks
+        them otherwise.
+        """
+        offset, tokens = self._left
+        return tokens[self.recorded - offset :] if self.recorded >= offset else []
 
     def end_forward(self, tokens: int) -> None:
         """Note in each layer that the forward pass of `tokens` tokens has ended."""
@@ -160,6 +232,7 @@ class EntryLease:
 
         This makes room in a full context. Return False if a layer can't move its tokens.
         """
+        self._left = (0, [])
         moved = self._cache.entry.shift(keep, discard, rotate)
         self.forwarded = self.recorded
         return moved
@@ -171,6 +244,7 @@ class EntryLease:
         """
         wanted = as_tokens(tokens)
         entry = self._cache.entry
+        self._left = (0, [])
         entry.tokens.truncate(common_prefix(entry.tokens.array, wanted))
         self._cache.settle()
         if self._cache.entry is not entry:

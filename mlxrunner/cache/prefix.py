@@ -240,6 +240,7 @@ class PrefixCache:
             return
         self._lease, prompt = None, lease.prompt
         self.settle()
+        self.entry.held = None
         if lease.is_ahead:
             return
         there = self.entry.tokens.array
