@@ -397,7 +397,7 @@ class Runner(Telling):
         return Drafting(
             self._experience,
             lease.prompt,
-            lease.left,
+            lease.earlier,
             next_token.forced if how == "auto" else None,
             always=how == "lookup",
         )

@@ -33,9 +33,7 @@ llguidance would call the tokenizer, and it can't pass on Python's errors and in
 class Constraint:
     """The tokens that may come next in one answer."""
 
-    def __init__(
-        self, matcher: Any, guide: Any, num_tokens: int, ends: frozenset[int]
-    ) -> None:
+    def __init__(self, matcher: Any, guide: Any, num_tokens: int, ends: frozenset[int]) -> None:
         """Wrap `matcher`, a matcher of llguidance for a vocabulary of `num_tokens` tokens.
 
         `guide`: llguidance's form of the vocabulary. `ends`: tokens that may come where the form is

@@ -34,7 +34,7 @@ class Decoding(ABC):
     drafting: Drafting | None
 
     @abstractmethod
-    def _forward(self, tokens: mx.array) -> mx.array:
+    def _forward(self, tokens: mx.array, *, is_draft: bool = False) -> mx.array:
         """Return the unevaluated logits `[1, n, vocab]` of `tokens [1, n]`."""
 
     @abstractmethod
@@ -54,24 +54,31 @@ class Decoding(ABC):
         """
         self._next_token, self._history, self._most = next_token, history, most
         self._current, self._count, self._told = first, 1, 0
-        while self._count <= most:
-            draft, before = self._draft(), self._count
-            yield from self._verify(draft) if draft else self._step()
-            if before // CLEAR_EVERY < self._count // CLEAR_EVERY:
-                mx.clear_cache()
+        try:
+            while self._count <= most:
+                draft, before = self._draft(), self._count
+                yield from self._verify(draft) if draft else self._single()
+                if before // CLEAR_EVERY < self._count // CLEAR_EVERY:
+                    mx.clear_cache()
+        except GeneratorExit:
+            self._run_pending()
+            raise
+        self._run_pending()
 
-    def _step(self) -> Generator[Decoded, None, None]:
+    def _single(self) -> Generator[Decoded, None, None]:
         """Run the current token, sample the next one, and yield the current one."""
         lease, current, count = self._lease, self._current, self._count
         # The token whose forward pass was begun and which is not recorded yet.
         on_its_way: Sampled | None = None
         formless: FormError | None = None
-        is_ahead, began = self._told < count, time.perf_counter()
+        is_unread, began = self._told < count, time.perf_counter()
+        pending: list[int] = []
         try:
             if count < self._most:
                 self._make_room()
+                pending = lease.pending
                 on_its_way = current
-                logits = self.logits = self._forward(current.token[None])[:, -1, :]
+                logits = self.logits = self._forward(_row(pending, current.token))[:, -1, :]
                 if self._history is not None:
                     self._history = mx.concatenate([self._history, current.token.astype(mx.int32)])
                 try:
@@ -81,15 +88,15 @@ class Decoding(ABC):
                     formless = error  # the token before is not delivered yet
             token = current.read()
             if on_its_way is not None:
-                lease.record((token,))
+                lease.record((*pending, token))
                 on_its_way = None
                 if lease.recorded >= self._due:
                     self._checkpoint_if_due()
         finally:
             if on_its_way is not None and lease.forwarded > lease.recorded:
                 # Interrupted between a forward pass and the reading of its token.
-                lease.record((on_its_way.read(),))
-        if self.drafting is not None and (is_ahead or self._waited):
+                lease.record((*pending, on_its_way.read()))
+        if self.drafting is not None and (is_unread or self._waited) and count > 1:
             self.drafting.passed(time.perf_counter() - began + self._waited)
         self._tell(token)
         if count > 1:
@@ -97,6 +104,16 @@ class Decoding(ABC):
         if formless is not None:
             raise formless
         self._count += 1
+
+    def _run_pending(self) -> None:
+        """Run the tokens that were shown and are in no layer, so that the entry gets them."""
+        lease = self._lease
+        if lease.is_here and (pending := lease.pending):
+            self.logits = self._forward(mx.array([pending], mx.int32))[:, -1, :]
+            dispatch([self.logits])
+            lease.record(pending)
+            if lease.recorded >= self._due:
+                self._checkpoint_if_due()
 
     def _tell(self, token: int) -> None:
         """Tell the sources of the current token, once."""
@@ -110,6 +127,8 @@ class Decoding(ABC):
         The current token is only waited for where that is worth it.
         """
         drafting, self._waited = self.drafting, 0.0
+        if self._lease.recorded + len(self._lease.pending) >= self._end:
+            self._run_pending()
         if drafting is None or self._count + 1 >= self._most:
             return []
         if self._told < self._count:
@@ -117,7 +136,7 @@ class Decoding(ABC):
                 return []
             began = time.perf_counter()
             self._tell(self._current.read())
-            self._waited = time.perf_counter() - began
+            self._waited = time.perf_counter() - began if self._count > 1 else 0.0
         draft = drafting.draft(self._room())
         return self._fitting(draft) if draft else []
 
@@ -126,11 +145,13 @@ class Decoding(ABC):
 
         A pass ends where a checkpoint is due, where the context is full, or with the answer.
         """
-        lease, shift = self._lease, self._shift
-        end = min(self._due, math.inf if shift is None else shift.context)
-        here = lease.recorded + len(lease.pending) + 1
-        room = min(self._most - self._count - 1, end - here, lease.draft_room)
-        return int(room)
+        here = self._lease.recorded + len(self._lease.pending) + 1
+        return int(min(self._most - self._count - 1, self._end - here))
+
+    @property
+    def _end(self) -> float:
+        """The offset that no pass may cross."""
+        return min(self._due, math.inf if self._shift is None else self._shift.context)
 
     def _fitting(self, draft: list[int]) -> list[int]:
         """Return the beginning of `draft` that the form allows."""
@@ -150,8 +171,7 @@ class Decoding(ABC):
         token = current.read()
         rows = [*lease.pending, token, *draft]
         shown = len(rows) - len(draft)
-        lease.begin_draft(len(rows))
-        logits = self._forward(mx.array([rows], mx.int32))
+        logits = self._forward(mx.array([rows], mx.int32), is_draft=True)
         try:
             sampled = self._sample(logits[:, shown - 1 :, :], [token, *draft])
             if self._count > 1:
@@ -167,7 +187,10 @@ class Decoding(ABC):
         finally:
             if lease.forwarded > lease.recorded:
                 self.logits = logits[:, shown - 1, :]
-                lease.accept(rows[:shown], len(rows))
+                if lease.is_here:
+                    lease.accept(rows[:shown])
+                else:
+                    lease.record(rows[:shown])  # the layers follow before their next use
         if lease.recorded >= self._due:
             self._checkpoint_if_due()
 
@@ -194,3 +217,10 @@ class Decoding(ABC):
         if self._history is not None and len(right) < len(draft):
             self._history = self._history[: len(right) - len(draft)]
         return right
+
+
+def _row(before: list[int], token: mx.array) -> mx.array:
+    """Return the tokens `before` and `token` as a row."""
+    if not before:
+        return token[None]
+    return mx.concatenate([mx.array(before, token.dtype), token])[None]

@@ -183,10 +183,13 @@ class Pipeline(Decoding):
                 self._checkpoint()
             self._due = self._lease.checkpoint_due
 
-    def _forward(self, tokens: mx.array) -> mx.array:
+    def _forward(self, tokens: mx.array, *, is_draft: bool = False) -> mx.array:
         """Return the unevaluated logits `[1, n, vocab]` of `tokens [1, n]`."""
         lease = self._lease
-        lease.begin_forward()
+        if is_draft:
+            lease.begin_draft(tokens.shape[1])
+        else:
+            lease.begin_forward()
         logits: mx.array = self._model(tokens, cache=lease.model_caches)
         lease.end_forward(tokens.shape[1])
         return logits

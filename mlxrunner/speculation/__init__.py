@@ -1,1 +1,1 @@
-"""Guess the next tokens of an answer, so that one forward pass checks several. Never imports mlx."""
+"""Guess what comes next in an answer, so that one forward pass checks several tokens."""

@@ -10,8 +10,6 @@ from mlxrunner.cache.tokens import TokenArray
 from mlxrunner.speculation.controller import DEEPEST, Controller, Trust
 from mlxrunner.speculation.lookup import TextLookup
 
-CONTEXT = 32
-"""Tokens before the end of the common prefix that a lookup needs to find what came behind it."""
 ASSUMED = {2: 0.3, 3: 0.55, 4: 0.75, 5: 0.9}
 """Assumed probability of a guess, by the bits of the length of its match."""
 FORCED = 0.9
@@ -68,8 +66,8 @@ class Drafting:
     ) -> None:
         """Begin a request for the answer to `prompt`.
 
-        `earlier`: tokens that the entry held in the place of the end of the prompt and behind it,
-        with up to `CONTEXT` tokens before them. `forced`: returns the tokens that spell what has to
+        `earlier`: tokens that the entry held where the prompt leaves it, and some before them, by
+        which the lookup finds the place. `forced`: returns the tokens that spell what has to
         come next. `always`: draft as much as there is, without asking what it costs.
         """
         experience.fade()
