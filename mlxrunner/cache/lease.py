@@ -218,6 +218,11 @@ class EntryLease:
         """The offset from which on a checkpoint is worth taking."""
         return self._cache.entry.checkpoints.due(self.recorded)
 
+    @property
+    def is_at_checkpoint(self) -> bool:
+        """True if there is a checkpoint at the present offset."""
+        return self._cache.entry.checkpoints.at(self.recorded) is not None
+
     def checkpoint(self) -> list[Any]:
         """Take a checkpoint at the present offset, between two forward passes.
 

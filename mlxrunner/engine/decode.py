@@ -17,6 +17,7 @@ from mlxrunner.cache.lease import EntryLease
 from mlxrunner.cache.overflow import Shift
 from mlxrunner.engine.sampling import Decoded, NextToken, Sampled, dispatch
 from mlxrunner.errors import FormError
+from mlxrunner.speculation.controller import DEEPEST
 from mlxrunner.speculation.drafting import Drafting
 
 CLEAR_EVERY = 256
@@ -42,6 +43,10 @@ class Decoding(ABC):
         """Shift if the context is full, before a forward pass."""
 
     @abstractmethod
+    def _checkpoint(self) -> None:
+        """Take a checkpoint, if the model needs any."""
+
+    @abstractmethod
     def _checkpoint_if_due(self) -> None:
         """Take a checkpoint if one is due, and set the offset of the next one."""
 
@@ -54,6 +59,7 @@ class Decoding(ABC):
         """
         self._next_token, self._history, self._most = next_token, history, most
         self._current, self._count, self._told = first, 1, 0
+        self._together: list[int] = []  # the tokens of the last pass
         try:
             while self._count <= most:
                 draft, before = self._draft(), self._count
@@ -61,9 +67,9 @@ class Decoding(ABC):
                 if before // CLEAR_EVERY < self._count // CLEAR_EVERY:
                     mx.clear_cache()
         except GeneratorExit:
-            self._run_pending()
+            self._finish()
             raise
-        self._run_pending()
+        self._finish()
 
     def _single(self) -> Generator[Decoded, None, None]:
         """Run the current token, sample the next one, and yield the current one."""
@@ -78,7 +84,8 @@ class Decoding(ABC):
                 self._make_room()
                 pending = lease.pending
                 on_its_way = current
-                logits = self.logits = self._forward(_row(pending, current.token))[:, -1, :]
+                row, is_draft = _row(pending, current.token), bool(pending)
+                logits = self.logits = self._forward(row, is_draft=is_draft)[:, -1, :]
                 if self._history is not None:
                     self._history = mx.concatenate([self._history, current.token.astype(mx.int32)])
                 try:
@@ -88,7 +95,8 @@ class Decoding(ABC):
                     formless = error  # the token before is not delivered yet
             token = current.read()
             if on_its_way is not None:
-                lease.record((*pending, token))
+                self._together = [*pending, token]
+                lease.record(self._together)
                 on_its_way = None
                 if lease.recorded >= self._due:
                     self._checkpoint_if_due()
@@ -105,15 +113,34 @@ class Decoding(ABC):
             raise formless
         self._count += 1
 
-    def _run_pending(self) -> None:
-        """Run the tokens that were shown and are in no layer, so that the entry gets them."""
-        lease = self._lease
-        if lease.is_here and (pending := lease.pending):
-            self.logits = self._forward(mx.array([pending], mx.int32))[:, -1, :]
+    def _run(self, tokens: list[int]) -> None:
+        """Run and record tokens that were shown."""
+        if tokens:
+            self.logits = self._forward(mx.array([tokens], mx.int32))[:, -1, :]
             dispatch([self.logits])
-            lease.record(pending)
-            if lease.recorded >= self._due:
+            self._lease.record(tokens)
+            if self._lease.recorded >= self._due:
                 self._checkpoint_if_due()
+
+    def _finish(self) -> None:
+        """Leave the entry as it is without drafts: all tokens are in it, the last one by itself.
+
+        A layer that goes back only to where the last pass began then goes back as far.
+        """
+        lease, together = self._lease, self._together
+        if not lease.is_here:
+            return
+        pending, was_taken = lease.pending, False
+        if not pending and len(together) > 1:
+            behind = lease.recorded - 1
+            if not all(cache.can_rewind(behind) for cache in lease.caches):
+                was_taken = lease.is_at_checkpoint
+                lease.accept(together[:-1])
+                pending = [*lease.pending, together[-1]]
+        self._run(pending[:-1])
+        self._run(pending[-1:])
+        if was_taken:
+            self._checkpoint()
 
     def _tell(self, token: int) -> None:
         """Tell the sources of the current token, once."""
@@ -127,8 +154,9 @@ class Decoding(ABC):
         The current token is only waited for where that is worth it.
         """
         drafting, self._waited = self.drafting, 0.0
-        if self._lease.recorded + len(self._lease.pending) >= self._end:
-            self._run_pending()
+        pending = self._lease.pending
+        if pending and self._lease.recorded + len(pending) >= self._end:
+            self._run(pending)
         if drafting is None or self._count + 1 >= self._most:
             return []
         if self._told < self._count:
@@ -145,8 +173,9 @@ class Decoding(ABC):
 
         A pass ends where a checkpoint is due, where the context is full, or with the answer.
         """
-        here = self._lease.recorded + len(self._lease.pending) + 1
-        return int(min(self._most - self._count - 1, self._end - here))
+        pending = len(self._lease.pending)
+        here = self._lease.recorded + pending + 1
+        return int(min(self._most - self._count - 1, self._end - here, DEEPEST - pending))
 
     @property
     def _end(self) -> float:
@@ -187,6 +216,7 @@ class Decoding(ABC):
         finally:
             if lease.forwarded > lease.recorded:
                 self.logits = logits[:, shown - 1, :]
+                self._together = rows[:shown] if shown == len(rows) else []
                 if lease.is_here:
                     lease.accept(rows[:shown])
                 else:
