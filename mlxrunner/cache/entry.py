@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlxrunner.cache.checkpoints import Checkpoint, Checkpoints
+from mlxrunner.cache.layers.extents import Extent
 from mlxrunner.cache.layers.protocol import LayerCache, reach
 from mlxrunner.cache.saved import Exported, Saved, SavedCheckpoint, SavedEntry
 from mlxrunner.cache.tokens import TokenBuffer
@@ -32,9 +33,9 @@ class CacheEntry:
     checkpoints: Checkpoints = field(default_factory=lambda: Checkpoints(0))
     """Copies of the layers that can't rewind by themselves."""
     held: Checkpoint | None = None
-    """The state before the last forward pass, of the layers that could not undo it by themselves.
+    """The state before the draft, of the layers that could not undo its passes by themselves.
 
-    None if each can, or if the pass is not one of a draft. Its arrays are those of the layers.
+    None if each can, or if there is no draft. Its arrays are those of the layers.
     """
     is_shifted: bool = False
     """True if tokens were moved in a full context.
@@ -90,15 +91,17 @@ class CacheEntry:
     def _copy_at(self, offset: int) -> Checkpoint | None:
         return next((item for item in self._copies(offset) if item.offset == offset), None)
 
-    def hold(self, tokens: int) -> None:
-        """Make sure that a forward pass of `tokens` tokens, which comes now, can be undone.
+    def hold(self, passes: Sequence[int]) -> None:
+        """Make sure that the forward passes that come now, of so many tokens each, can be undone.
 
-        Layers that could not go back behind it are held by reference: their arrays are copied when
-        the pass writes to them. What was held before is dropped.
+        Layers that could not go back behind them are held by reference: their arrays are copied
+        when a pass writes to them. What was held before is dropped.
         """
         offset = len(self.tokens)
         snapshots = [
-            None if cache.extent.after(tokens).reachable(offset) == offset else cache.snapshot()
+            None
+            if not cache.needs_checkpoints or _can_undo(cache.extent, passes)
+            else cache.snapshot()
             for cache in self.caches
         ]
         nbytes = sum(kept.nbytes for kept in snapshots if kept is not None)
@@ -239,3 +242,11 @@ class CacheEntry:
             cache.shift(keep, discard, way)
         self.tokens.extend(tail)
         return True
+
+
+def _can_undo(extent: Extent, passes: Sequence[int]) -> bool:
+    """Return True if a layer with `extent` can go back to it after `passes`."""
+    later = extent
+    for tokens in passes:
+        later = later.after(tokens)
+    return later.reachable(extent.offset) == extent.offset

@@ -30,7 +30,7 @@ class Source(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """A forward pass of which only the first tokens may stay."""
+    """Forward passes of which only the first tokens may stay."""
 
     offset: int
     """The number of the entry's tokens when it began."""
@@ -125,33 +125,36 @@ class EntryLease:
     def begin_forward(self) -> None:
         """Note in each layer that a forward pass begins."""
         self._draft = self._cache.entry.held = None
-        self._begin()
+        self.begin_next()
 
-    def _begin(self) -> None:
-        for cache in self._counting:
-            cache.begin_forward()
-
-    def begin_draft(self, tokens: int) -> None:
+    def begin_draft(self, *passes: int) -> None:
         """Begin, in place of `begin_forward`, a pass of which only the first tokens may stay.
 
-        `tokens`: all tokens of the pass. The first of them are the `pending` ones. Raise ValueError
-        if they are fewer, or if tokens of the pass before were neither recorded nor accepted.
+        `passes`: the tokens of each pass of the draft, of which the `pending` ones are the first.
+        Usually there is one; further ones begin with `begin_next`. Raise ValueError if they are no
+        more than those, or if tokens of the pass before were neither recorded nor accepted.
 
-        An interrupt from here to `accept` leaves the entry with the tokens that it has now. Only a
-        layer of an unknown kind takes memory for that, until the next pass begins: at most a copy.
+        An interrupt from here to `accept` leaves the entry with the tokens that it has now. Only
+        layers that can't undo the passes take memory for that, until the next draft or
+        `begin_forward`: at most a copy of each.
         """
-        waiting = len(self.pending)
+        tokens, waiting = sum(passes), len(self.pending)
         if tokens <= waiting or self.forwarded != self.recorded:
             raise ValueError(
                 f"a draft of {tokens} tokens, with {waiting} pending, at {self.recorded} of "
                 f"{self.forwarded} evaluated tokens"
             )
-        self._cache.entry.hold(tokens)
+        self._cache.entry.hold(passes)
         self._draft = Draft(self.recorded, tokens)
-        self._begin()
+        self.begin_next()
+
+    def begin_next(self) -> None:
+        """Note in each layer that the next forward pass of a draft begins."""
+        for cache in self._counting:
+            cache.begin_forward()
 
     def accept(self, tokens: Sequence[int] | TokenArray) -> None:
-        """Keep `tokens`, the first ones of the draft's forward pass, which has ended.
+        """Keep `tokens`, the first ones of the draft, whose passes have ended.
 
         If every layer can go back behind them, they are recorded. Otherwise all layers go back to
         where the pass began, and `tokens` are `pending`. Until the next pass begins, another call
