@@ -64,6 +64,13 @@ trust_option = click.option(
     is_flag=True,
     help="Run Python code that the model brings. Only if you trust it.",
 )
+events_option = click.option(
+    "--events",
+    metavar="FILE",
+    envvar="MLXRUNNER_EVENTS",
+    show_envvar=True,
+    help="Append a JSON line about each request: what it reused, why not more, what that cost.",
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 
 
