@@ -26,6 +26,8 @@ MAX_LOGPROBS = 100
 """Most tokens whose log-probabilities can be asked for."""
 OVERFLOW = ("stop", "shift", "error")
 """The actions that can be taken when the context is full."""
+SPECULATE = ("auto", "lookup", "off")
+"""The ways to guess tokens of an answer."""
 CHOOSING = tuple(
     "temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty".split()
 )
@@ -136,6 +138,14 @@ class GenerateOptions:
     keep: int | None = option(
         None, int, "Tokens that a shift keeps. [default: the system prompt]", low=0
     )
+    speculate: str = option(
+        "auto",
+        str,
+        "Check several guessed tokens in one pass: auto where it is measured to pay, lookup "
+        "wherever the text repeats itself, or never. Answers stay the same.",
+        among=SPECULATE,
+        shows_default=True,
+    )
     logprobs: int | None = option(
         None,
         int,
@@ -244,6 +254,7 @@ class GenerateKwargs(TypedDict, total=False):
     choices: str | Sequence[str] | None
     overflow: Literal["stop", "shift", "error"]
     keep: int | None
+    speculate: Literal["auto", "lookup", "off"]
     logprobs: int | None
     stop_tokens: Sequence[int] | None
 

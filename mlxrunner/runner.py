@@ -28,7 +28,7 @@ from mlxrunner.engine.control import EntryControl
 from mlxrunner.engine.owner import Owned
 from mlxrunner.engine.pace import Pace
 from mlxrunner.engine.pipeline import Pipeline, Progress
-from mlxrunner.engine.requests import prepare
+from mlxrunner.engine.requests import Request, prepare
 from mlxrunner.engine.run import Run, keep_only_what_can_be_evaluated
 from mlxrunner.engine.sampling import LogitsProcessor
 from mlxrunner.engine.telling import Telling
@@ -42,6 +42,7 @@ from mlxrunner.models.load import LoadProgress, tell_nobody
 from mlxrunner.models.resolve import name_of
 from mlxrunner.options import GenerateKwargs, GenerateOptions, RunnerKwargs, RunnerSettings
 from mlxrunner.results import Chunk, Result, log_lookup
+from mlxrunner.speculation.drafting import Drafting, Experience
 from mlxrunner.tokenizer import Tokenizer
 from mlxrunner.tokenizer.prompt import Prompt, check_length, check_tokens, tokenize_prompt
 
@@ -107,6 +108,7 @@ class Runner(Telling):
             self._settings.checkpoint_budget or 0,
             chosen.checkpoint_interval,
         )
+        self._experience = Experience()
         self._message_ends = np.array(sorted(tokenizer.message_ends), np.int32)
 
     @classmethod
@@ -360,6 +362,7 @@ class Runner(Telling):
                 request.shift,
                 self._rotate,
                 None if self.facts.depends_on_chunks else self.pace,
+                self._drafting(request, lease),
             )
             answer = AnswerStream(self.tokenizer, lease.prompt, options, request.limit)
             decoded = pipeline.run(request.next_token, request.limit)
@@ -385,6 +388,19 @@ class Runner(Telling):
             raise error
         # Yield it last, so that a caller who sees the end of the answer sees the final entry.
         yield replace(chunk, usage=run.usage)
+
+    def _drafting(self, request: Request, lease: EntryLease) -> Drafting | None:
+        """Return the sources of drafts for a request; None if nothing may be drafted."""
+        next_token, how = request.next_token, request.options.speculate
+        if how == "off" or self.facts.depends_on_chunks or not next_token.may_draft:
+            return None
+        return Drafting(
+            self._experience,
+            lease.prompt,
+            lease.earlier,
+            next_token.forced if how == "auto" else None,
+            always=how == "lookup",
+        )
 
     def _mark(self, lease: EntryLease) -> bool:
         """Mark the ends of the prompt's messages, where the next prompt may differ.

@@ -60,6 +60,8 @@ class EntryLease:
         self.prompt, self.is_ahead, self.source = prompt, ahead, source
         self.lookup = Lookup(len(prompt), 0, 0, 0)
         self.forwarded = 0
+        self.earlier: TokenArray = prompt[:0]
+        """Tokens that the entry held where it left the prompt, and a few before them."""
         self._draft: Draft | None = None
         # An offset, and the tokens that follow it and are to be evaluated.
         self._left: tuple[int, list[int]] = (0, [])
@@ -86,6 +88,11 @@ class EntryLease:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def is_here(self) -> bool:
+        """True in the thread that began the lease."""
+        return threading.get_ident() == self._thread
+
     def close(self) -> None:
         """Give the entry back. A second call does nothing.
 
@@ -93,7 +100,7 @@ class EntryLease:
         that did not begin the lease the call changes nothing: the entry is settled before its next
         use.
         """
-        if threading.get_ident() == self._thread:
+        if self.is_here:
             self._cache.close_lease(self)
 
     @property
@@ -213,6 +220,11 @@ class EntryLease:
     def checkpoint_due(self) -> int:
         """The offset from which on a checkpoint is worth taking."""
         return self._cache.entry.checkpoints.due(self.recorded)
+
+    @property
+    def is_at_checkpoint(self) -> bool:
+        """True if there is a checkpoint at the present offset."""
+        return self._cache.entry.checkpoints.at(self.recorded) is not None
 
     def checkpoint(self) -> list[Any]:
         """Take a checkpoint at the present offset, between two forward passes.
