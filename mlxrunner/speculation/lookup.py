@@ -61,7 +61,7 @@ class TextLookup:
 
         Where they reach the end of the answer, the text repeats itself: they go round.
         """
-        if not self.length:
+        if not self.length or most <= 0:
             return []
         found = self._tokens[self._next : self._next + most]
         return (found * (most // len(found) + 1))[:most]

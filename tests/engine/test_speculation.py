@@ -92,7 +92,7 @@ def test_tokens_are_those_of_plain_decoding(name: str, way: str) -> None:
 
 @every_mix
 @pytest.mark.parametrize("ending", [1, 2, 3, 11, 24, 25, 26, 27, 28, 29, 30, 41, 60])
-@pytest.mark.exhaustive(20)
+@pytest.mark.exhaustive(8)
 def test_an_answer_may_end_anywhere_in_an_accepted_run(name: str, ending: int) -> None:
     """The entry is the same after `max_tokens` and after a close, and so is what comes next."""
     for way in ("closed", "limited"):
@@ -110,7 +110,6 @@ def test_an_answer_may_end_anywhere_in_an_accepted_run(name: str, ending: int) -
             left = entry_of(runner)
             after = {}
             for title, prompt in next_prompts(said).items():
-                runner.reset()
                 other = runner_of(name)
                 list(other.generate(PROMPT, max_tokens=ending, speculate=how, stop_tokens=[]))
                 chunks, usage = answer(other, prompt, how, 12)
@@ -167,6 +166,40 @@ def test_a_shift_comes_where_it_comes_without_guesses(name: str) -> None:
         found.append((chunks, entry_of(runner), reuse(usage)))
     assert found[0] == found[1]
     assert found[0][2][-1] > 0
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "choices": {"choices": ["yes, please", "no, thank you", "yes, of course"]},
+    "schema": {
+        "schema": {
+            "type": "object",
+            "properties": {
+                "name": {"enum": ["Ada Lovelace", "Alan Turing"]},
+                "years": {"type": "integer", "minimum": 10, "maximum": 99},
+                "is_known": {"type": "boolean"},
+            },
+            "required": ["name", "years", "is_known"],
+            "additionalProperties": False,
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("name", ["full", "recurrent", "all-checkpoints"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 2.0, "seed": 4}, {"logprobs": 2}])
+def test_what_a_form_leaves_no_other_text_for_is_guessed(
+    name: str, form: str, sampling: dict[str, Any]
+) -> None:
+    """The answer is the same in fewer passes, and so is the entry."""
+    plain, guessing = runner_of(name), runner_of(name)
+    options = FORMS[form] | sampling
+    expected, _ = answer(plain, PROMPT, "off", **options)
+    got, usage = answer(guessing, PROMPT, "auto", **options)
+    assert got == expected
+    assert entry_of(guessing) == entry_of(plain)
+    assert {use.source for use in usage.drafts} >= {"form"}
+    assert len(guessing.model.forwards) < 0.7 * len(plain.model.forwards)
 
 
 @pytest.mark.parametrize("how", ["auto", "lookup"])

@@ -40,6 +40,7 @@ def test_a_text_that_repeats_itself_goes_round() -> None:
     """Where the place reaches the end of the answer, the period is drafted again."""
     lookup = TextLookup(tokens(), tokens(1, 2, 3, 1, 2, 3, 1, 2))
     assert lookup.ahead(7) == [3, 1, 2, 3, 1, 2, 3]
+    assert lookup.ahead(0) == []
 
 
 def test_a_match_is_followed_while_it_holds_and_left_where_it_does_not() -> None:
