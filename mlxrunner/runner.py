@@ -129,9 +129,8 @@ class Runner(Telling):
         true, the runner allocates everything and runs the worst-case batch now. Otherwise it takes
         memory as the conversation grows, and raises MemoryPlanError if a limit of the process
         (`ulimit`) or its cgroup leaves no room. `trust_remote_code` runs Python code that comes
-        with the model. `draft_model` is a smaller model of the same vocabulary, which guesses what
-        the model says: the answers stay the same. `progress` is called with each step of loading,
-        and how many of how many bytes of it are done (None: unknown).
+        with the model. `draft_model`, a smaller one of the same vocabulary, guesses what the model
+        says. `progress` is told of each step, and how many of how many bytes of it are done.
 
         Raise ModelError if something is missing or broken, MemoryPlanError with a table if the
         memory does not suffice, and OptionError if a setting is out of range.
@@ -328,10 +327,7 @@ class Runner(Telling):
                 raise
 
     def _must_have_room(self, tokens: int) -> None:
-        """Raise MemoryPlanError if memory for `tokens` tokens would exceed a limit.
-
-        A runner that has reserved its memory has room.
-        """
+        """Raise MemoryPlanError if memory that was not reserved exceeds a limit with `tokens`."""
         if self.growing is not None:
             must_have_room(self.growing, min(tokens, self.context), self.prefill_step)
 

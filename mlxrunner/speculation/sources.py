@@ -1,4 +1,4 @@
-"""What a runner guesses with. It outlives requests, and makes the drafts of each."""
+"""The sources of guesses of a runner. They outlive requests, and make the drafts of each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mlxrunner.speculation.model import DraftModel
 
 
 class Sources:
-    """What was learned about guesses, and the draft model if there is one."""
+    """The draft model, if there is one, and what was learned about guesses."""
 
     def __init__(self, facts: ModelFacts) -> None:
         """Prepare drafts for the model of `facts`."""
