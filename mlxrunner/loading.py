@@ -123,10 +123,10 @@ def _draft_model(
 
     Raise OptionError if its vocabulary is another one.
     """
-    settings = RunnerSettings(prefill_step=runner.prefill_step)
-    found = without_weights(name)
+    found, own = without_weights(name), RunnerSettings.among(runner.settings)
     context = min(runner.context, found.facts.context)
-    plan = _planned(found, replace(settings, context=context))
+    settings = replace(own, context=context, kv_bits=None, checkpoint_budget=None)
+    plan = _planned(found, settings)
     planned = 0 if runner.plan is None else runner.plan.total
     if plan.total + planned > plan.offered:
         raise MemoryPlanError(
@@ -135,7 +135,7 @@ def _draft_model(
         )
     loaded = load_model(name, trust_remote_code=trust_remote_code, progress=progress)
     check_vocabularies(name, loaded.tokenizer, runner.tokenizer)
-    options = CacheOptions(context, rewind_slack=settings.rewind_slack)
+    options = cache_options(settings, whole=False)
     vocab, step = runner.facts.vocab, runner.prefill_step
     return DraftModel(loaded.model, vocab, options, plan.checkpoint_budget, step)
 

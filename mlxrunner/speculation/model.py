@@ -28,14 +28,14 @@ class DraftModel:
     """A model that continues a text, with the layer caches of the text so far."""
 
     def __init__(
-        self, model: Any, vocab: int, options: CacheOptions, budget: int, prefill_step: int
+        self, model: Any, vocab: int, options: CacheOptions, budget: int, step: int
     ) -> None:
         """Prepare `model`. `vocab`: the number of tokens of the model for which it guesses.
 
-        `options`: those of its layer caches. `budget`: bytes for its checkpoints. `prefill_step`:
-        most tokens of a pass.
+        `options`: those of its layer caches. `budget`: bytes for its checkpoints. `step`: most
+        tokens of a pass.
         """
-        self._model, self._vocab, self._step = model, vocab, prefill_step
+        self._model, self._vocab, self._step = model, vocab, step
         self._context = options.context
         self._cache = PrefixCache(partial(make_layer_caches, model, options), budget)
         self._lease: EntryLease | None = None

@@ -58,7 +58,7 @@ def happened(seen: Counter[str], *names: str) -> None:
 @pytest.mark.parametrize("context", [None, 48], ids=["room", "full"])
 @pytest.mark.parametrize("budget", [0, 300, 10**6], ids=lambda budget: f"{budget}-bytes")
 def test_random_drafts_on_the_oracle(kinds: list[str], context: int | None, budget: int) -> None:
-    """What the oracle sees after a draft is what it sees after plain steps."""
+    """The oracle sees the same after drafts as after plain steps."""
     seen: Counter[str] = Counter()
     for seed in range(fewer(4, 2)):
         model, rng = OracleModel(kinds), random.Random(seed)

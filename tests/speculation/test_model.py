@@ -112,7 +112,7 @@ class _SometimesRight(DraftModel):
 
 @each_kind_and_all
 def test_the_entry_of_a_draft_model_is_as_if_cold(kinds: list[str]) -> None:
-    """Whatever is kept of its guesses, and wherever the text is left."""
+    """It says the same, however many of its guesses are kept and wherever the text is left."""
     rng, drafts, oracle = random.Random(2), model_of(kinds), OracleModel(kinds)
     text = [rng.randrange(200) for _ in range(20)]
     for _ in range(fewer(40, 12)):
@@ -130,7 +130,7 @@ def test_the_entry_of_a_draft_model_is_as_if_cold(kinds: list[str]) -> None:
 
 
 def test_a_draft_costs_one_pass_for_each_token() -> None:
-    """What was right is not evaluated again, with a state too."""
+    """No token that was right is evaluated again, with a state too."""
     for kinds in (["full"], ["recurrent"], ["unknown"]):
         model = OracleModel(kinds)
         drafts = DraftModel(model, VOCAB, CacheOptions(), 0, 64)
