@@ -43,7 +43,7 @@ ANSWER = 16
 Prompts = Sequence[TokenArray]
 Answers = list[list[int]]
 Backend = Callable[[Runner, Prompts, int], tuple[Answers, int]]
-"""Returns answers of so many tokens, and the number of prompt tokens that were evaluated."""
+"""Takes the length of the answers; returns them and the number of prompt tokens evaluated."""
 
 
 def alone(runner: Runner, prompts: Prompts, length: int) -> tuple[Answers, int]:

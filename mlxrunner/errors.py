@@ -179,15 +179,11 @@ class CacheFullError(MlxrunnerError):
         free: int,
         total: int,
         remedy: str = "remove tokens or sequences, or initialize the cache with a larger capacity",
-        *,
-        never: bool = False,
     ) -> None:
         super().__init__(
             f"{what} needs {needed} free cells, but {free} of {total} are free: {remedy}"
         )
         self.needed, self.free, self.total = needed, free, total
-        self.never = never
-        """True if there will never be enough free cells; False if there may be later."""
 
 
 class NotSupportedError(MlxrunnerError):
@@ -198,9 +194,6 @@ class NotSupportedError(MlxrunnerError):
 
 class NoFreeSlotError(MlxrunnerError):
     """Every slot has a request. A ParallelRunner does not raise it: its requests wait."""
-
-    never = False
-    """The same flag as that of CacheFullError: there will be a free slot."""
 
     def __init__(self, slots: int) -> None:
         super().__init__(

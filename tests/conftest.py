@@ -180,6 +180,15 @@ def open_screen(
 
 
 @pytest.fixture
+def on_cpu() -> Iterator[None]:
+    """Compute on the CPU, where models become float32, also on a machine with a GPU."""
+    before = mx.default_device()
+    mx.set_default_device(mx.cpu)
+    yield
+    mx.set_default_device(before)
+
+
+@pytest.fixture
 def full(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     """Yield a descriptor of a disk that is always full.
 
@@ -189,8 +198,8 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     try:
         os.mknod(device, stat.S_IFCHR | 0o600, os.makedev(1, 7))
         descriptor = os.open(device, os.O_WRONLY)
-    except OSError:
-        pytest.skip("only root, on Linux, can make a disk that is always full")
+    except OSError as error:
+        pytest.skip(f"makes a device, which this user may not, or not here: {error}")
     yield descriptor
     os.close(descriptor)
 
@@ -201,9 +210,28 @@ def null(tmp_path: Path) -> Path:
     device = tmp_path / "null"
     try:
         os.mknod(device, stat.S_IFCHR | 0o600, os.stat(os.devnull).st_rdev)
-    except OSError:
-        pytest.skip("only root can make devices")
+    except OSError as error:
+        pytest.skip(f"makes a device, which this user may not: {error}")
     return device
+
+
+@pytest.fixture
+def give_away(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], int]:
+    """Make a file another user's, and return that user's number.
+
+    Root gives it away. Anyone else becomes another user, as far as `os.geteuid` says.
+    """
+
+    def give(path: Path) -> int:
+        owner = path.stat().st_uid
+        if os.geteuid() == 0:
+            owner = 12345
+            os.chown(path, owner, owner)
+        else:
+            monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+        return owner
+
+    return give
 
 
 @pytest.fixture(autouse=True)

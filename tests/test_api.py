@@ -1,4 +1,4 @@
-"""The public API: what `from mlxrunner import ...` gives."""
+"""The public API: what `from mlxrunner import ...` gives, and how its runners end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 from support.models import tiny_config, tiny_model
 
 import mlxrunner
@@ -23,28 +22,15 @@ from mlxrunner import (
     BatchRequest,
     BusyError,
     ClosedError,
-    GenerateKwargs,
-    GenerateOptions,
-    OptionError,
     ParallelRunner,
     Profile,
     RequestError,
     Result,
     Runner,
-    RunnerKwargs,
-    RunnerSettings,
-    Usage,
-    cli,
     errors,
     run_batch,
 )
-from mlxrunner.batch.fields import read_fields
-from mlxrunner.batch.job import Job
-from mlxrunner.batch.options import BatchOptions, FileOptions
-from mlxrunner.chat.commands.settings import parse_settings
-from mlxrunner.config.option import about, names
 from mlxrunner.errors import MlxrunnerError
-from mlxrunner.loading import plan_model
 from mlxrunner.models.facts import facts_of
 from mlxrunner.testing import ByteTokenizer, OracleModel, interrupt_at, oracle_runner
 
@@ -177,6 +163,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 
 Parts = tuple[Any, Any, Any]
+
 
 # Both runners: completing, closing, being watched.
 
@@ -369,189 +356,6 @@ def test_a_profile_watches_within_its_block(tmp_path: Path) -> None:
     assert [len(file.read_text().splitlines()) for file in (one, other)] == [2, 1]
 
 
-# Options: described once, for every door.
-
-BAD = {
-    "temperature=-1": "temperature: -1.0 is out of range, it has to be between 0 and 100",
-    "top_p=1.5": "top_p: 1.5 is out of range, it has to be between 0 and 1",
-    "max_tokens=0": "max_tokens: 0 is out of range, it has to be at least 1",
-    "seed=-1": f"seed: -1 is out of range, it has to be between 0 and {2**64 - 1}",
-    "penalty_context=0": "penalty_context: 0 is out of range, "
-    f"it has to be between 1 and {2**31 - 1}",
-}
-
-
-@pytest.mark.parametrize("given", BAD)
-def test_every_door_refuses_an_option_with_the_same_words(given: str) -> None:
-    """Python, the command line, a batch line and the chat's /set."""
-    name, _, text = given.partition("=")
-    value = about(GenerateOptions.__dataclass_fields__[name]).parse(name, text)
-    with pytest.raises(OptionError) as error:
-        oracle_runner().generate("a", **{name: value})  # type: ignore[arg-type]
-    assert str(error.value) == BAD[given]
-    with pytest.raises(OptionError) as error:
-        read_fields({"prompt": "a", name: value}, BatchOptions())
-    assert str(error.value) == BAD[given]
-    with pytest.raises(OptionError) as error:
-        parse_settings(given)
-    assert str(error.value) == BAD[given]
-    option = f"--{name.replace('_', '-')}"
-    result = CliRunner().invoke(cli.main, ["generate", "-p", "a", option, text])
-    assert (result.exit_code, result.stderr) == (2, f"mlxrunner: {BAD[given]}\n")
-
-
-SETTINGS = {
-    "context=1": f"context: 1 is out of range, it has to be between 2 and {2**31 - 1}",
-    "kv_bits=3": "kv_bits: 3 is out of range, it has to be 4 or 8",
-    "prefill_step=0": f"prefill_step: 0 is out of range, it has to be between 1 and {2**31 - 1}",
-    "checkpoint_budget=-1": "checkpoint_budget: -1 is out of range, it has to be at least 0",
-}
-
-
-@pytest.mark.parametrize("given", SETTINGS)
-def test_every_door_refuses_a_setting_with_the_same_words(given: str) -> None:
-    """`Runner`, `Runner.load`, `plan_model` and the command line."""
-    name, _, text = given.partition("=")
-    value: dict[str, Any] = {name: int(text)}
-    calls: list[Callable[[], object]] = [
-        lambda: oracle_runner(**value),
-        lambda: Runner.load("demo", **value),
-        lambda: plan_model("demo", **value),
-    ]
-    for call in calls:
-        with pytest.raises(OptionError) as error:
-            call()
-        assert str(error.value) == SETTINGS[given]
-    result = CliRunner().invoke(
-        cli.main, ["generate", "-p", "a", f"--{name.replace('_', '-')}", text]
-    )
-    assert (result.exit_code, result.stderr) == (2, f"mlxrunner: {SETTINGS[given]}\n")
-
-
-BATCH = {
-    "order=random": "order: 'random' is not known, it has to be one of prefix, input",
-    "output_order=x": "output_order: 'x' is not known, it has to be one of input, done",
-    "retries=-1": "retries: -1 is out of range, it has to be at least 0",
-    "timeout=0": "timeout: 0.0 is out of range, it has to be more than 0",
-    "parallel=0": "parallel: 0 is out of range, it has to be at least 1",
-    "max_errors=0": "max_errors: 0 is out of range, it has to be at least 1",
-}
-
-
-@pytest.mark.parametrize("given", BATCH)
-def test_every_door_refuses_an_option_of_a_batch_with_the_same_words(given: str) -> None:
-    """`Job`, `run_batch` where it has the option, and the command line."""
-    name, _, text = given.partition("=")
-    value: dict[str, Any] = {name: about(FileOptions.__dataclass_fields__[name]).parse(name, text)}
-    with pytest.raises(OptionError) as error:
-        Job(inputs=("in.jsonl",), **value)
-    assert str(error.value) == BATCH[given]
-    if name in names(BatchOptions):
-        with pytest.raises(OptionError) as error:
-            run_batch(oracle_runner(), [], **value)
-        assert str(error.value) == BATCH[given]
-    option = f"--{name.replace('_', '-')}"
-    result = CliRunner().invoke(cli.main, ["batch", "in.jsonl", "-o", "out.jsonl", option, text])
-    assert result.exit_code == 2
-    if about(FileOptions.__dataclass_fields__[name]).kind is not str:  # click refuses a choice
-        assert result.stderr == f"mlxrunner: {BATCH[given]}\n"
-
-
-def test_a_batch_refuses_an_option_of_the_wrong_type() -> None:
-    """A flag is True or False, a number is no text."""
-    for wrong, message in (
-        ({"retries": True}, "retries: True is not a whole number"),
-        ({"timeout": "1"}, "timeout: '1' is not a number"),
-        ({"raw": "no"}, "raw: 'no' has to be True or False"),
-        ({"system": 5}, "system: 5 is not a text"),
-    ):
-        with pytest.raises(OptionError) as error:
-            Job(inputs=("in.jsonl",), **wrong)  # type: ignore[arg-type]
-        assert str(error.value) == message
-
-
-def test_an_unknown_option_is_named_with_the_known_ones() -> None:
-    """For requests and for settings."""
-    with pytest.raises(OptionError, match=r"'temprature': did you mean 'temperature'\? known "):
-        oracle_runner().generate("a", temprature=1)  # type: ignore[call-arg]
-    with pytest.raises(OptionError, match=r"'kvbits': did you mean 'kv_bits'\? known are ch"):
-        Runner.load("demo", kvbits=4)  # type: ignore[call-arg]
-
-
-def test_type_checkers_know_every_option() -> None:
-    """GenerateKwargs and RunnerKwargs name the fields of the classes behind them."""
-    assert set(GenerateKwargs.__annotations__) == set(names(GenerateOptions))
-    assert {"context", *RunnerKwargs.__annotations__} == set(names(RunnerSettings))
-
-
-@pytest.mark.parametrize("kind", [GenerateOptions, RunnerSettings, FileOptions])
-def test_every_option_is_described(kind: type) -> None:
-    """Its help stands in its field, and its default is a value that it allows."""
-    for name in names(kind):
-        described = about(kind.__dataclass_fields__[name])  # type: ignore[attr-defined]
-        assert described.help
-    kind()
-
-
-WORDS = {
-    "context",
-    "stop",
-    "keep",
-    "schema",
-    "choices",
-    "seed",
-    "overflow",
-    "logprobs",
-    "template",
-    "tools",
-}
-"""Options whose names are also words for other things, or fields of OpenAI's format."""
-ELSEWHERE = {
-    "config/names.py": "it translates the names of other programs",
-    "profiling": "token logs have fields of these names",
-    "sessions": "so have saved sessions and their layers",
-    "chat/saved_settings.py": "a saved session has a field of that name",
-    "chat/commands/sessions.py": "a saved cache has bits of its own",
-    "cli/cache.py": "a saved cache has bits of its own",
-    "batch/responses.py": "it answers in OpenAI's format",
-    "models/suggested.py": "a generation_config.json has fields of these names",
-    "chat/full_context.py": "it says which limit has cut an answer off",
-    "cli/llm_plugin.py": "it says which settings llm knows",
-    "cli/generate.py": "it refuses the option beside --n, and passes it on to nobody",
-    "memory": "a plan counts the tokens of a step and the bytes of checkpoints",
-    "engine/pipeline.py": "it does the steps",
-    "parallel/runner.py": "it has settings of its own",
-    "serve/apis": "protocols have fields of these names",
-}
-"""Where an option's name is another thing's name as well."""
-
-
-@pytest.mark.parametrize("name", sorted({*names(GenerateOptions), *names(RunnerSettings)} - WORDS))
-def test_no_option_is_passed_on_by_name_in_more_than_four_files(name: str) -> None:
-    """A parameter, a text or `name=name` counts; passing all options on names none."""
-    naming = sorted(
-        file
-        for path in PACKAGE.rglob("*.py")
-        if not (file := path.relative_to(PACKAGE).as_posix()).startswith(tuple(ELSEWHERE))
-        and passes_on(name, ast.parse(path.read_text()))
-    )
-    assert len(naming) <= 4, naming
-
-
-def passes_on(name: str, tree: ast.AST) -> bool:
-    return any(
-        (isinstance(node, ast.arg) and node.arg == name)
-        or (isinstance(node, ast.keyword) and node.arg == name and named(node.value) == name)
-        or (isinstance(node, ast.Constant) and node.value == name)
-        for node in ast.walk(tree)
-    )
-
-
-def named(value: ast.expr) -> str:
-    """The name of a variable or an attribute."""
-    return ast.unparse(value).rpartition(".")[2]
-
-
 @pytest.mark.parametrize("output_order", ["input", "done"])
 def test_a_batch_result_has_its_text_usage_and_error_directly(output_order: str) -> None:
     """The error is an exception, which asking for the text raises."""
@@ -576,184 +380,3 @@ def test_a_batch_result_has_its_text_usage_and_error_directly(output_order: str)
     )
     with pytest.raises(RequestError, match="the prompt is empty"):
         results[1].text  # noqa: B018  # the access is the test
-
-
-PARALLEL = {
-    "max_sequences=0": "max_sequences: 0 is out of range, it has to be at least 1",
-    "max_sequences=None": "max_sequences: None is not a whole number",
-    "context='x'": "context: 'x' is not a whole number",
-    "context=0": f"context: 0 is out of range, it has to be between 2 and {2**31 - 1}",
-    "prefill_step=1": f"prefill_step: 1 is out of range, it has to be between 2 and {2**31 - 1}",
-}
-
-
-@pytest.mark.parametrize("given", PARALLEL)
-def test_a_parallel_runner_refuses_a_setting_in_a_sentence(given: str) -> None:
-    """Also one of the wrong type, and a context of 0, which is not the default."""
-    name, _, text = given.partition("=")
-    runner = oracle_runner()
-    settings = {"max_sequences": 2, name: ast.literal_eval(text)}
-    with pytest.raises(OptionError) as error:
-        ParallelRunner(runner.model, runner.tokenizer, runner.facts, **settings)
-    assert str(error.value) == PARALLEL[given]
-
-
-def test_a_model_is_a_text_or_a_path(tmp_path: Path) -> None:
-    """Another value is a ModelError, with both runners."""
-    kinds: list[Callable[[Any], object]] = [
-        Runner.load,
-        lambda model: ParallelRunner.load(model, max_sequences=1),
-    ]
-    for load in kinds:
-        with pytest.raises(errors.ModelError, match=r"^5 names no model: give 'demo', a directory"):
-            load(5)
-        with pytest.raises(errors.ModelError, match=f"{tmp_path}.*config.json"):
-            load(tmp_path)
-    with Runner.load(Path("demo")) as runner:
-        assert runner.name == "demo"
-
-
-def test_a_batch_takes_batch_requests_only() -> None:
-    """A bare prompt is an error that says so."""
-    with pytest.raises(errors.PromptError, match=r"^request 0 has to be a BatchRequest\(prompt\)"):
-        list(run_batch(oracle_runner(), ["Hello"]))  # type: ignore[list-item]
-
-
-def test_a_profile_refuses_a_share_that_is_no_number() -> None:
-    """It raises OptionError, also for one that is out of range."""
-    with pytest.raises(OptionError, match=r"^verify_cache: 'all' is not a number$"):
-        Profile(verify="all")  # type: ignore[arg-type]
-
-
-def ask(**options: Any) -> Callable[[], object]:
-    return lambda: oracle_runner().complete("a", max_tokens=2, **options)
-
-
-def parallel_runner() -> ParallelRunner:
-    config = tiny_config("llama", max_position_embeddings=4096, vocab_size=300)
-    model = tiny_model(config)
-    parts = model, ByteTokenizer(), facts_of(model, config)
-    return ParallelRunner(*parts, max_sequences=1, context=64)
-
-
-def called(given: Any) -> list[dict[str, Any]]:
-    call = {"function": {"name": "f", "arguments": given}}
-    return [{"role": "assistant", "content": None, "tool_calls": [call]}]
-
-
-NO_LIST = "is not a list; give one, such as "
-CALLED: dict[str, tuple[Callable[[], object], str]] = {
-    "processors": (ask(logits_processors=5), f"logits_processors: 5 {NO_LIST}"),
-    "processor": (ask(logits_processors=[5]), "logits_processors: 5 can't be called; give a "),
-    "processed": (
-        ask(logits_processors=[lambda tokens, logits: None]),
-        "returned None, it has to return an array of shape (1, ",
-    ),
-    "progress": (ask(progress=5), "progress: 5 can't be called; give a function of (tokens"),
-    "cancelled": (
-        lambda: oracle_runner().evaluate("a", cancelled=5),  # type: ignore[arg-type]
-        "cancelled: 5 can't be called; give a function of no arguments",
-    ),
-    "stop token": (
-        ask(stop_tokens=[10**9]),
-        "stop_tokens: 1000000000 is beyond the model's vocabulary, it has to be between 0 and ",
-    ),
-    "negative": (ask(stop_tokens=[-1]), "stop_tokens: -1 is out of range, it has to be between 0"),
-    "stop": (ask(stop={"a": 1}), f"stop: {{'a': 1}} {NO_LIST}"),
-    "choices": (ask(choices=["a", ""]), "at least one character, not ''; leave it out"),
-    "schema": (ask(schema="{"), "in '{'; it has to be a JSON object, such as"),
-    "constant": (ask(schema='{"const": NaN}'), "schema: not valid JSON: Out of range float"),
-    "tools": (ask(tools='[{"f": '), "in '[{\"f\": '; it has to be a list of JSON objects"),
-    "arguments": (
-        lambda: oracle_runner().complete(called('{"a": NaN}')),
-        "message 0: the arguments of 'f' have to be a JSON object, such as ",
-    ),
-    "number": (lambda: oracle_runner().complete(called({"a": float("nan")})), "not {'a': nan}"),
-    "object": (lambda: oracle_runner().complete(called({"a": abs})), "not JSON serializable"),
-    "prompt": (
-        lambda: oracle_runner().complete(5),  # type: ignore[arg-type]
-        "a prompt is a text, token ids or messages, not int: 5",
-    ),
-    "token": (
-        lambda: oracle_runner().complete([None]),  # type: ignore[list-item]
-        "token ids have to be a flat list of integers, not [None]",
-    ),
-    "requests": (
-        lambda: run_batch(oracle_runner(), 5),  # type: ignore[arg-type]
-        f"requests: 5 {NO_LIST}[BatchRequest",
-    ),
-    "runner": (
-        lambda: run_batch(5, []),  # type: ignore[arg-type]
-        "runner: 5 is not a Runner or ParallelRunner; load one with Runner.load(model)",
-    ),
-    "options": (
-        lambda: (
-            next(
-                run_batch(
-                    oracle_runner(),
-                    [BatchRequest("a", options=5)],  # type: ignore[arg-type]
-                )
-            ).text
-        ),
-        "options: 5 has to be a dictionary of options",
-    ),
-    "prompts": (
-        lambda: parallel_runner().run(5),  # type: ignore[arg-type]
-        f"prompts: 5 {NO_LIST}",
-    ),
-    "one prompt": (lambda: parallel_runner().run("Hello"), f"prompts: 'Hello' {NO_LIST}"),
-    "pairs": (
-        lambda: parallel_runner().run_each(5),  # type: ignore[arg-type]
-        f"requests: 5 {NO_LIST}",
-    ),
-    "pair": (
-        lambda: list(parallel_runner().run_each(["ab"])),  # type: ignore[list-item]
-        "request 0 has to be a pair of a prompt and its options, such as",
-    ),
-    "events": (
-        lambda: Profile(events=5),  # type: ignore[arg-type]
-        "events: 5 names no file; give a text or a Path",
-    ),
-    "sinks": (lambda: Profile(sinks=5), f"sinks: 5 {NO_LIST}"),  # type: ignore[arg-type]
-    "watched": (
-        lambda: Profile().watch(5),  # type: ignore[arg-type]
-        "runner: 5 is not a runner; load one",
-    ),
-    "reserve": (
-        lambda: Runner.load(reserve="no"),  # type: ignore[arg-type]
-        "reserve: 'no' has to be True or False",
-    ),
-    "trusting": (
-        lambda: ParallelRunner.load(
-            max_sequences=1,
-            trust_remote_code="no",  # type: ignore[arg-type]
-        ),
-        "trust_remote_code: 'no' has to be True or False",
-    ),
-    "parts": (
-        lambda: Runner(5, ByteTokenizer(), 5),  # type: ignore[arg-type]
-        "facts: 5 is not a ModelFacts; use Runner.",
-    ),
-    "chunks": (
-        lambda: Result.of([5]),  # type: ignore[list-item]
-        "chunks: 5 is not a Chunk; give what Runner.generate",
-    ),
-    "usage": (lambda: Usage.from_dict({}), "usage: 'completion_tokens' is wrong in {}; give what"),
-}
-
-
-@pytest.mark.parametrize("case", CALLED)
-def test_a_wrong_argument_is_an_error_with_the_value_and_a_remedy(case: str) -> None:
-    """Never a TypeError from somewhere within, and never silence."""
-    call, message = CALLED[case]
-    with pytest.raises(MlxrunnerError) as error:
-        call()
-    assert message in str(error.value)
-
-
-def test_the_error_of_a_callback_comes_out_as_it_is() -> None:
-    """It is the caller's own."""
-    with pytest.raises(ZeroDivisionError):
-        oracle_runner().complete("a", progress=lambda done, total: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        oracle_runner().complete("a", logits_processors=[lambda tokens, logits: 1 / 0])

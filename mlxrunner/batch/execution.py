@@ -260,7 +260,7 @@ class _Together:
                 )
             except (NoFreeSlotError, CacheFullError) as error:
                 self._begun.failed(line.index, 0)
-                if self._flights and not error.never:
+                if self._flights:
                     self._waiting.appendleft(taken)
                     return
                 yield _failed(line, error)

@@ -38,6 +38,15 @@ if TYPE_CHECKING:
 
 CUT_OFF, SOME_FAILED = 1, 3
 """The exit codes of a run with lines that are left, and of one that is done with failed lines."""
+
+
+def _refuse_embeddings(ctx: click.Context, parameter: click.Parameter, given: bool) -> None:
+    from mlxrunner.batch.fields import NO_EMBEDDINGS
+
+    if given:
+        raise OptionError(f"--embeddings: {NO_EMBEDDINGS}")
+
+
 _FIRST = click.option(
     "-o",
     "--output",
@@ -56,7 +65,12 @@ _LAST = (
         "-q", "--quiet", is_flag=True, help="Print nothing on stderr but what stops the batch."
     ),
     click.option(
-        "--embeddings", is_flag=True, hidden=True, help="Fail: embeddings are not supported."
+        "--embeddings",
+        is_flag=True,
+        hidden=True,
+        expose_value=False,
+        callback=_refuse_embeddings,
+        help="Fail: embeddings are not supported.",
     ),
 )
 _OWN = (
@@ -103,7 +117,6 @@ def batch(
     quiet: bool,
     as_json: bool,
     greedy: bool,
-    embeddings: bool,
     **options: Any,
 ) -> None:
     """Answer each line of INPUT, in the order that reuses most, and write a line for each to the
@@ -122,14 +135,11 @@ def batch(
     kill finish the lines that are running (1); the second one ends at once (130, 143), and so does
     closing the window (129).
     """
-    from mlxrunner.batch.fields import NO_EMBEDDINGS
     from mlxrunner.batch.inputs import STANDARD
     from mlxrunner.batch.job import Job
     from mlxrunner.batch.parquet import PARQUET, check_parquet, lines_path
     from mlxrunner.terminal.signals import orderly_end
 
-    if embeddings:
-        raise OptionError(f"--embeddings: {NO_EMBEDDINGS}")
     _check_together(output, only_plan, as_json, options)
     recorded = take(options, WATCHING) | {"strict": options["strict"]}
     if recorded["verify_cache"]:

@@ -24,17 +24,19 @@ from mlxrunner.cli.options import (
     take,
     template_options,
 )
+from mlxrunner.cli.program import line_text
 from mlxrunner.cli.prompt import filled, prompt_of
 from mlxrunner.cli.recording import recording, recording_options
 from mlxrunner.cli.settling import Configured, options_that_hold, typed_options
 from mlxrunner.cli.words import template_words
-from mlxrunner.errors import OptionError, PromptError
+from mlxrunner.errors import MlxrunnerError, OptionError, PromptError
 from mlxrunner.options import GenerateOptions, check_raw
 
 ONE_SEQUENCE = ("kv_bits", "rewind_slack", "checkpoint_budget", "checkpoint_interval")
 """Settings that mean nothing for several sequences in one row."""
 
 if TYPE_CHECKING:
+    from mlxrunner.parallel.samples import Failed
     from mlxrunner.profiling.record.profile import Profile
     from mlxrunner.results import Chunk, Result
     from mlxrunner.runner import Runner
@@ -157,7 +159,9 @@ def generate(
         typed = typed_options(ctx, options, greedy=greedy)
         options = options_that_hold("generate", model, options, typed)
         if count > 1:
-            _answers(model, request, count, parallel, loading, as_json, options, profile)
+            error = _answers(model, request, count, parallel, loading, as_json, options, profile)
+            if error is not None:
+                ctx.exit(error.exit_code)
             return
         runner = load(model, loading | {"draft_model": draft_model}, banner=banner)
         profile.watch(runner)
@@ -200,10 +204,13 @@ def _answers(
     as_json: bool,
     options: dict[str, Any],
     profile: Profile,
-) -> None:
-    """Print several answers with an empty line between them."""
+) -> MlxrunnerError | None:
+    """Print several answers with an empty line between them, and the error of each that failed.
+
+    Return the first of these errors.
+    """
     from mlxrunner.models.resolve import resolve
-    from mlxrunner.parallel.samples import sample
+    from mlxrunner.parallel.samples import Failed, sample
     from mlxrunner.terminal.progress import loading as loading_bar
     from mlxrunner.terminal.text import FilteredStream
 
@@ -221,14 +228,24 @@ def _answers(
         results = sample(
             model, request, count, parallel=parallel, loading=shared, watch=watch, **options
         )
+        first = None
         for number, result in enumerate(results):
             if as_json:
                 click.echo(json.dumps({"index": number, **_as_dict(result)}))
             else:
                 output.write(f"{chr(10) if number else ''}{result.text}\n")
+            if isinstance(result, Failed):
+                said = line_text(f"answer {number + 1} of {count}: {result.error}")
+                click.echo(f"mlxrunner: {said}", err=True)
+                first = first or result.error
+    return first
 
 
-def _as_dict(result: Result) -> dict[str, Any]:
+def _as_dict(result: Result | Failed) -> dict[str, Any]:
+    from mlxrunner.parallel.samples import Failed
+
+    if isinstance(result, Failed):
+        return {**vars(result), "finish_reason": "error", "error": str(result.error)}
     answer: dict[str, Any] = {
         "text": result.text,
         "tokens": result.tokens,

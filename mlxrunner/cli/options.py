@@ -70,6 +70,13 @@ draft_option = click.option(
     help="A smaller model of the same vocabulary: it guesses tokens where that pays. Answers stay "
     "the same.",
 )
+events_option = click.option(
+    "--events",
+    metavar="FILE",
+    envvar="MLXRUNNER_EVENTS",
+    show_envvar=True,
+    help="Append a JSON line about each request: what it reused, why not more, what that cost.",
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mlxrunner.cli.options import take, together
+from mlxrunner.cli.options import events_option, take, together
 from mlxrunner.cli.program import F
 from mlxrunner.errors import OptionError
 
@@ -31,16 +31,7 @@ def watching_options(command: F) -> F:
     """Add the same options without --strict, for a command with a --strict of its own."""
     return together(
         (
-            click.option(
-                "--events",
-                metavar="FILE",
-                envvar="MLXRUNNER_EVENTS",
-                show_envvar=True,
-                help=(
-                    "Append a JSON line about each request: what it reused, why not more, "
-                    "what that cost."
-                ),
-            ),
+            events_option,
             click.option(
                 "--log-text",
                 is_flag=True,

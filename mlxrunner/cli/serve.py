@@ -12,6 +12,7 @@ import click
 
 from mlxrunner.cli.options import (
     debug_option,
+    events_option,
     model_argument,
     option_of,
     take,
@@ -49,13 +50,7 @@ def _option(name: str) -> Callable[[F], F]:
 @model_argument
 @together(tuple(_option(name) for name in names(ServeSettings)))
 @together(tuple(option_of(RunnerSettings, name) for name in RUNNER))
-@click.option(
-    "--events",
-    metavar="FILE",
-    envvar="MLXRUNNER_EVENTS",
-    show_envvar=True,
-    help="Append a JSON line about each request, for mlxrunner report and explain.",
-)
+@events_option
 @click.option(
     "--log-text",
     is_flag=True,

@@ -32,24 +32,23 @@ def as_choices(given: Any) -> tuple[str, ...]:
 def check_stop(stop: tuple[str, ...]) -> None:
     """Refuse anything but texts of at least one character."""
     for text in stop:
-        if not isinstance(text, str) or not text:
-            raise OptionError(
-                "stop: each stop string has to be a text of at least one character, "
-                f"not {text!r:.60}; leave it out"
-            )
+        _check_text("stop: each stop string", text)
 
 
 def check_choices(choices: tuple[str, ...]) -> None:
     """Refuse anything but texts of at least one character that UTF-8 can hold."""
     for text in choices:
-        if not isinstance(text, str) or not text:
-            raise OptionError(
-                "choices: each one has to be a text of at least one character, "
-                f"not {text!r:.60}; leave it out"
-            )
+        _check_text("choices: each one", text)
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise OptionError(
                 f"choices: {text!r:.60} is not valid Unicode; replace character {error.start}"
             ) from error
+
+
+def _check_text(what: str, text: Any) -> None:
+    if not isinstance(text, str) or not text:
+        raise OptionError(
+            f"{what} has to be a text of at least one character, not {text!r:.60}; leave it out"
+        )

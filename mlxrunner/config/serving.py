@@ -75,7 +75,7 @@ class ServeSettings:
     keep_alive: float | None = option(
         None,
         float,
-        "Unload a model that nobody has asked for so long. [default: when another needs the room]",
+        "Unload a model when nobody has asked for it this long. [default: when another needs room]",
         low=0,
         metavar="SECONDS",
     )

@@ -92,7 +92,8 @@ class Opening:
 
         The step sees every cell. Raise MemoryPlanError if it needs more than the device offers.
         """
-        asked, before = self.asked, mx.get_active_memory()
+        asked = replace(self.asked, cells=cells).complete(cells)
+        before = mx.get_active_memory()
         mx.reset_peak_memory()
         # As in a run, the second step is dispatched before the first is read.
         in_flight = [largest_step(engine, asked.step, asked.max_sequences) for _ in range(2)]
@@ -115,7 +116,7 @@ def largest_step(engine: Adapted | OneAtATime, tokens: int, slots: int) -> list[
     The sampling is the costliest possible, for SAMPLED slots at most. Nothing is stored.
     """
     batch = Batch(list(range(tokens)), [0] * tokens)
-    rows = range(tokens - slots, tokens)
+    rows = range(tokens - min(slots, engine.most_sequences or slots), tokens)
     logits = engine.forward(mx.zeros((tokens,), mx.int32), batch, rows, reserve=True)
     costliest = NextToken(
         GenerateOptions.of(temperature=1.0, top_p=0.9, logprobs=5, seed=0), logits.shape[-1]

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
 from typing import Any
 
+from mlxrunner.errors import MlxrunnerError
 from mlxrunner.models.load import LoadedModel, load_model
 from mlxrunner.options import GenerateOptions
 from mlxrunner.parallel.scheduling.slots import WORTH_WAITING
 from mlxrunner.parallel.stepper import Stepper
-from mlxrunner.results import Result
+from mlxrunner.results import Chunk, Result
 from mlxrunner.tokenizer.prompt import Prompt, check_length, shift_of, tokenize_prompt
 
 DEFAULT_MAX_TOKENS = 1024
 """Tokens of each answer without a limit. Its room has to be known before the first token."""
+
+
+@dataclass(frozen=True)
+class Failed:
+    """An answer that an error has ended, up to there."""
+
+    text: str
+    tokens: list[int]
+    error: MlxrunnerError
 
 
 def sample(
@@ -25,13 +37,14 @@ def sample(
     loading: Mapping[str, Any],
     watch: Callable[[Any], object] = lambda runner: None,
     **options: Any,
-) -> Iterator[Result]:
+) -> Iterator[Result | Failed]:
     """Yield `count` answers to one prompt, at most `parallel` at a time.
 
-    Their seeds are `seed`, `seed + 1` ... A model that can't run several in a step computes them
-    one by one. `loading`: options of `Stepper.load`, of which `context` is the tokens of the prompt
-    and one answer; None: the model's own. `watch` is called with the runner before its first
-    request. Raise ContextLengthError if the prompt fills the context, unless it is shifted.
+    One that fails does not end the others. Their seeds are `seed`, `seed + 1` ... A model that
+    can't run several in a step computes them one by one. `loading`: options of `Stepper.load`, of
+    which `context` is the tokens of the prompt and one answer; None: the model's own. `watch` is
+    called with the runner before its first request. Raise ContextLengthError if the prompt fills
+    the context, unless it is shifted.
     """
     settings = dict(loading)
     loaded = load_model(model, trust_remote_code=settings.pop("trust_remote_code", False))
@@ -56,7 +69,7 @@ def _together(
     context: int,
     watch: Callable[[Any], object],
     settings: dict[str, Any],
-) -> Iterator[Result]:
+) -> Iterator[Result | Failed]:
     options = GenerateOptions.of(**each[0])
     tokenized = tokenize_prompt(loaded.tokenizer, prompt, options.variables)
     length, most = len(tokenized.tokens), options.max_tokens or min(DEFAULT_MAX_TOKENS, context)
@@ -72,4 +85,16 @@ def _together(
     ) as runner:
         watch(runner)
         own = {"max_tokens": most, "overflow": overflow}
-        yield from runner.run_each((prompt, one | own) for one in each)
+        with closing(runner._run_handles((prompt, one | own) for one in each)) as handles:
+            yield from map(_whole, handles)
+
+
+def _whole(chunks: Iterable[Chunk]) -> Result | Failed:
+    """Read an answer to its end, or to the error that ends it."""
+    read: list[Chunk] = []
+    try:
+        read.extend(chunks)
+    except MlxrunnerError as error:
+        tokens = [chunk.token for chunk in read if chunk.token is not None]
+        return Failed("".join(chunk.text for chunk in read), tokens, error)
+    return Result.of(read)

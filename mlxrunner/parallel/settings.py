@@ -71,8 +71,12 @@ class EngineSettings(RunnerSettings):
         return {name: getattr(self, name) for name in names(EngineSettings)}
 
     def complete(self, context: int) -> Self:
-        """Return the settings in use for a model of `context` tokens."""
-        chosen = replace(self, context=self.context or context)
+        """Return the settings in use for a model of `context` tokens.
+
+        The context of a request is never longer than all cells.
+        """
+        context = self.context or context
+        chosen = replace(self, context=min(context, self.cells or context))
         budget = self.checkpoint_budget
         return replace(
             chosen,

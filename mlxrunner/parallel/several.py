@@ -5,13 +5,14 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from typing import Any, Protocol, Unpack
 
 from mlxrunner.config.arguments import listed, shown
 from mlxrunner.engine.owner import Closing
 from mlxrunner.errors import OptionError
 from mlxrunner.options import SubmitKwargs
-from mlxrunner.results import Result
+from mlxrunner.results import Chunk, Result
 from mlxrunner.tokenizer.prompt import Prompt
 
 AHEAD = 4
@@ -20,6 +21,8 @@ AHEAD = 4
 
 class Answer(Protocol):
     """A handle whose answer is wanted as a whole."""
+
+    def __iter__(self) -> Iterator[Chunk]: ...
 
     @property
     def finished(self) -> bool: ...
@@ -72,14 +75,22 @@ class Several(Closing):
     def _run_each(
         self, requests: Iterable[tuple[Prompt, dict[str, Any]]]
     ) -> Generator[Result, None, None]:
+        with closing(self._run_handles(requests)) as handles:
+            for handle in handles:
+                yield handle.result()
+
+    def _run_handles(
+        self, requests: Iterable[tuple[Prompt, dict[str, Any]]]
+    ) -> Generator[Answer, None, None]:
+        """Yield the handles of `requests` in their order, each to be read to its end at once."""
         handles: deque[Answer] = deque()
         try:
             for number, pair in enumerate(requests):
                 handles.append(self._enqueue(*_pair(number, pair)))
                 while handles and (handles[0].finished or len(handles) > AHEAD * self.num_slots):
-                    yield handles.popleft().result()
+                    yield handles.popleft()
             while handles:
-                yield handles.popleft().result()
+                yield handles.popleft()
         finally:
             for handle in handles:
                 self._give_up(handle)

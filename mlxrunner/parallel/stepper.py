@@ -77,7 +77,7 @@ class Stepper(Several):
         self.step_ms, self.prefill_step = chosen.step_ms, chosen.step
         self.model, self.tokenizer, self.facts, self.name = model, tokenizer, facts, name
         self._parking, self._settings = parking, chosen
-        self._reception = Reception(tokenizer, facts, self.context, self.cells)
+        self._reception = Reception(tokenizer, facts, self.context)
         self.plan: Plan | None = None
         self.suggested_options: dict[str, Any] = {}
         """The sampling that the model suggests: see `Runner.suggested_options`."""
@@ -188,6 +188,7 @@ class Stepper(Several):
         return {
             **vars(self._settings),
             "parks": self._parking is not None,
+            "park_bytes": 0 if self._parking is None else self._parking.limit,
             "ways": sorted(set(self._adapted.ways)),
         }
 
@@ -226,6 +227,7 @@ class Stepper(Several):
         try:
             for request in list(self._scheduler.requests):
                 self.cancel(request)
+            self._scheduler.errands.stop()
             if self._parking is not None and self._parking.is_kept:
                 self._scheduler.residents.park_all()
         finally:
@@ -240,7 +242,7 @@ class Stepper(Several):
         """Begin a request. Prompt and options are those of `Runner.generate`, without callbacks.
 
         Raise NoFreeSlotError if every slot has a request, and CacheFullError if there is no room
-        to begin; its `never` is True if the request does not fit even alone.
+        to begin before another one has ended.
         """
         self.owner.check()
         return self._begin(self.prepare(prompt, dict(options)))
@@ -261,8 +263,8 @@ class Stepper(Several):
         while True:
             try:
                 return self._begin(request)
-            except (NoFreeSlotError, CacheFullError) as error:
-                if error.never or not self._scheduler.requests:
+            except (NoFreeSlotError, CacheFullError):
+                if not self._scheduler.requests:
                     raise
                 self.step()
                 request.clock.postpone()
@@ -294,10 +296,7 @@ class Stepper(Several):
         self._scheduler.step()
 
     def prepare(self, prompt: Prompt, given: dict[str, Any]) -> ActiveRequest:
-        """Tokenize a prompt and check its options. Any thread may do that.
-
-        Raise CacheFullError if the request would not find room even alone.
-        """
+        """Tokenize a prompt and check its options. Any thread may do that."""
         return self._reception.prepare(prompt, given)
 
     def _ended(

@@ -23,17 +23,7 @@ from mlxrunner.cache.saved import Exported, Saved
 from mlxrunner.cache.saved import outline as outlined
 from mlxrunner.cache.tokens import TokenArray
 from mlxrunner.errors import MlxrunnerError, SessionError
-from mlxrunner.stored.parked import (
-    SHORT,
-    Parked,
-    Rows,
-    State,
-    digests,
-    file_name,
-    lowest_offset,
-    pieces,
-    read_parked,
-)
+from mlxrunner.stored.parked import Parked, digests, file_name, read_parked
 from mlxrunner.stored.pieces import (
     Layers,
     Reader,
@@ -42,7 +32,7 @@ from mlxrunner.stored.pieces import (
     checkpoint_file,
 )
 from mlxrunner.stored.place import kept_place, private_place
-from mlxrunner.stored.shelf import GivenUp, Shelf
+from mlxrunner.stored.shelf import Form, GivenUp, Shelf
 from mlxrunner.stored.tensors import Buffer
 
 FILE = re.compile(r"\.?(rows|state|talk)-[0-9a-f]{32}(-\d{1,9}){1,2}\.safetensors(\.new)?")
@@ -83,7 +73,7 @@ class Parking:
         self._place = (
             private_place() if folder is None else kept_place(folder, self._seed[:16].decode())
         )
-        self._shelf = Shelf(self._place.folder, limit, on_given_up)
+        self._shelf = Shelf(self._place.folder.remove, limit, on_given_up)
         self._said = ""
         self._read_all()
 
@@ -203,38 +193,18 @@ class Parking:
         return parked
 
     def _plan(self, entry: CacheEntry, exported: Exported, layers: Layers, salt: str) -> Parked:
-        """Name the files of an entry: those that are there, and those to be written."""
-        tokens, length = exported.tokens, len(exported.tokens)
-        rows, begin = self._shared_rows(tokens) if exported.is_exact else ([], 0)
-        new = pieces(begin, length) if layers.has_rows else []
+        """Name the files of an entry."""
         checkpoints = exported.checkpoints if layers.can_be_cut else []
-        offsets = [length, *(end for _, end in new), *(item.offset for item in checkpoints)]
-        named = digests(self._seed + salt.encode(), tokens, offsets)
-        rows += [Rows(file_name("rows", named[end], at, end), at, end) for at, end in new]
-        return Parked(
-            file_name("talk", named[length], length),
-            tokens,
-            rows if layers.has_rows else [],
-            [
-                State(file_name("state", named[item.offset], item.offset), item.offset, item.role)
-                for item in checkpoints
-            ],
-            lowest_offset([cache.extent for cache in entry.caches], length)
-            if layers.can_be_cut
-            else length,
+        form = Form(
+            exported.tokens,
+            [cache.extent for cache in entry.caches],
+            [(item.offset, item.role) for item in checkpoints],
+            layers.has_rows,
             layers.has_only_rows,
+            layers.can_be_cut,
             exported.is_exact,
         )
-
-    def _shared_rows(self, tokens: TokenArray) -> tuple[list[Rows], int]:
-        """Return the files of others that have rows of `tokens`, and up to which one."""
-        closest, shared = self._shelf.closest(tokens)
-        if closest is None or not closest.rows:
-            return [], 0
-        rows = [piece for piece, _ in closest.used(shared)]
-        if shared < len(tokens) and shared - rows[-1].begin < SHORT:
-            shared = rows.pop().begin
-        return rows, shared
+        return self._shelf.plan(self._seed + salt.encode(), form)
 
     def _writing(
         self, parked: Parked, exported: Exported, layers: Layers, salt: str

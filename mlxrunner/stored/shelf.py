@@ -7,25 +7,61 @@ stored nowhere.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
+from mlxrunner.cache.checkpoints import Role
+from mlxrunner.cache.layers.extents import Extent
 from mlxrunner.cache.tokens import TokenArray, goes_on
 from mlxrunner.cache.worth import GreedyDual, worth
 from mlxrunner.errors import SessionError
-from mlxrunner.stored.folder import Folder
-from mlxrunner.stored.parked import Parked
+from mlxrunner.stored.parked import (
+    SHORT,
+    Parked,
+    Rows,
+    State,
+    digests,
+    file_name,
+    lowest_offset,
+    pieces,
+)
 from mlxrunner.stored.prefixes import Prefixes
 
 GivenUp = Callable[[Parked], None]
 """A function that is told which conversation was given up to make room."""
 
 
+@dataclass(frozen=True)
+class Form:
+    """The form in which an entry is stored."""
+
+    tokens: TokenArray
+    extents: Sequence[Extent]
+    """Those of its layers."""
+    checkpoints: Sequence[tuple[int, Role | None]]
+    """The offset and the role of each; none if the layers can't be cut."""
+    has_rows: bool
+    """True if some layers have a row per token."""
+    has_only_rows: bool
+    """True if all layers do."""
+    can_be_cut: bool
+    """False if a layer has neither rows nor checkpoints."""
+    is_exact: bool
+
+
 class Shelf:
     """Parked conversations and their files, of at most `limit` bytes."""
 
-    def __init__(self, folder: Folder, limit: int, on_given_up: GivenUp) -> None:
-        self.folder, self.limit, self.on_given_up = folder, limit, on_given_up
+    def __init__(
+        self,
+        delete: Callable[[str], object],
+        limit: int,
+        on_given_up: GivenUp = lambda parked: None,
+    ) -> None:
+        """Begin without conversations. `delete`: removes the file of a name."""
+        self.limit, self.on_given_up = limit, on_given_up
+        self._remove_file = delete
         self.sizes: dict[str, int] = {}
         """Bytes of each file."""
         self.bytes = 0
@@ -48,6 +84,37 @@ class Shelf:
 
     def named(self, name: str) -> Parked | None:
         return self._parked.get(name)
+
+    def plan(self, seed: bytes, form: Form) -> Parked:
+        """Name the files of a conversation: those that are there, and those to be written."""
+        tokens, length = form.tokens, len(form.tokens)
+        rows, begin = self._shared_rows(tokens) if form.is_exact else ([], 0)
+        new = pieces(begin, length) if form.has_rows else []
+        offsets = [length, *(end for _, end in new), *(offset for offset, _ in form.checkpoints)]
+        named = digests(seed, tokens, offsets)
+        rows += [Rows(file_name("rows", named[end], at, end), at, end) for at, end in new]
+        return Parked(
+            file_name("talk", named[length], length),
+            tokens,
+            rows if form.has_rows else [],
+            [
+                State(file_name("state", named[offset], offset), offset, role)
+                for offset, role in form.checkpoints
+            ],
+            lowest_offset(form.extents, length) if form.can_be_cut else length,
+            form.has_only_rows,
+            form.is_exact,
+        )
+
+    def _shared_rows(self, tokens: TokenArray) -> tuple[list[Rows], int]:
+        """Return the files of others that have rows of `tokens`, and up to which one."""
+        closest, shared = self.closest(tokens)
+        if closest is None or not closest.rows:
+            return [], 0
+        rows = [piece for piece, _ in closest.used(shared)]
+        if shared < len(tokens) and shared - rows[-1].begin < SHORT:
+            shared = rows.pop().begin
+        return rows, shared
 
     def claim(self, parked: Parked) -> None:
         """Keep the files that `parked` is going to share."""
@@ -79,7 +146,8 @@ class Shelf:
             del self._parked[parked.name]
             self._tree(parked).remove(parked, parked.tokens)
             self._dual.forget(parked)
-        self._delete(parked.name)
+        if parked.name not in self._parked:  # another one may have been written meanwhile
+            self._delete(parked.name)
         self.release(parked)
 
     def release(self, parked: Parked) -> None:
@@ -174,7 +242,7 @@ class Shelf:
     def _delete(self, name: str) -> None:
         self.bytes -= self.sizes.pop(name, 0)
         with suppress(OSError):  # what stays is removed at the next start
-            self.folder.remove(name)
+            self._remove_file(name)
 
 
 def _most(found: list[Parked], to: int) -> tuple[int, Parked]:

@@ -65,11 +65,12 @@ class HuggingFaceTokenizer:
         self._bos = bos if wants_bos else None
         self._anchor = str(self._wrapper.eos_token or "")
         self._has_template = bool(self._wrapper.has_chat_template)
+        self.template_stops = () if self._has_template else FALLBACK_STOPS
         template, vocab = str(self._wrapper.chat_template), self._wrapper.get_vocab()
         check_ids(folder / "tokenizer.json", vocab.values())
         ends = {vocab[text] for text in END_OF_TURN if text in template and text in vocab}
-        self._stop_tokens = frozenset({*self._wrapper.eos_token_ids, *ends})
-        self.message_ends = self._stop_tokens | {
+        self.stop_tokens = frozenset({*self._wrapper.eos_token_ids, *ends})
+        self.message_ends = self.stop_tokens | {
             vocab[text] for text in END_OF_MESSAGE if text in vocab
         }
         check_ids(folder / "tokenizer.json", self.message_ends)
@@ -79,14 +80,6 @@ class HuggingFaceTokenizer:
     @property
     def vocab_size(self) -> int:
         return len(self._wrapper)
-
-    @property
-    def stop_tokens(self) -> frozenset[int]:
-        return self._stop_tokens
-
-    @property
-    def template_stops(self) -> tuple[str, ...]:
-        return () if self._has_template else FALLBACK_STOPS
 
     def encode(self, text: str) -> list[int]:
         return with_bos(self._encode(checked_text(text)), self._bos)

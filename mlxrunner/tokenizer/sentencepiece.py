@@ -57,26 +57,19 @@ class SentencePieceTokenizer:
         template = read_template(folder, config)
         names = {"bos_token": self._text(bos), "eos_token": self._text(eos)}
         self._render = jinja_renderer(template, names) if template is not None else None
+        self.template_stops = () if self._render else FALLBACK_STOPS
         ends = {
             self._special.get(text, self._piece(text))
             for text in END_OF_TURN
             if template and text in template
         }
-        self._stop_tokens = frozenset(t for t in {*eos_tokens, eos, *ends} if t is not None)
+        self.stop_tokens = frozenset(t for t in {*eos_tokens, eos, *ends} if t is not None)
         others = (self._special.get(text, self._piece(text)) for text in END_OF_MESSAGE)
-        self.message_ends = self._stop_tokens | {token for token in others if token is not None}
+        self.message_ends = self.stop_tokens | {token for token in others if token is not None}
 
     @property
     def vocab_size(self) -> int:
         return max(self._pieces, *(token + 1 for token in self._texts), 0)
-
-    @property
-    def stop_tokens(self) -> frozenset[int]:
-        return self._stop_tokens
-
-    @property
-    def template_stops(self) -> tuple[str, ...]:
-        return () if self._render else FALLBACK_STOPS
 
     def encode(self, text: str) -> list[int]:
         return with_bos(self.encode_more(text), self._bos)

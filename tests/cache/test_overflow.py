@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_lm.models.rope_utils import initialize_rope
-from support.models import tiny_config, tiny_model
+from support.models import LLAMA3, tiny_config, tiny_model
 from support.sample import fewer
 
 from mlxrunner import ContextFullError, ContextLengthError, OptionError, Runner
@@ -20,13 +20,6 @@ from mlxrunner.chat.conversation import Conversation
 from mlxrunner.models.facts import facts_of
 from mlxrunner.testing import ByteTokenizer, oracle_runner
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
 YARN = {
     "rope_type": "yarn",
     "factor": 4.0,

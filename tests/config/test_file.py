@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -222,12 +223,11 @@ def test_a_link_to_a_file_of_ones_own_is_followed(file: Path, tmp_path: Path) ->
         read_config_file()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
-def test_a_file_of_another_user_is_refused(file: Path) -> None:
+def test_a_file_of_another_user_is_refused(file: Path, give_away: Callable[[Path], int]) -> None:
     """Unless that user is root."""
     file.write_text("model = 'a'")
-    os.chown(file, 12345, 12345)
-    with pytest.raises(ReadError, match=r"it belongs to another user \(number 12345\)"):
+    owner = give_away(file)
+    with pytest.raises(ReadError, match=rf"it belongs to another user \(number {owner}\)"):
         read_config_file()
 
 

@@ -21,7 +21,6 @@ from mlxrunner.models.facts import (
     facts_of,
     weight_bytes,
 )
-from mlxrunner.system import device
 
 FLOAT = 4
 HEAD = 2 * 16 * FLOAT
@@ -68,7 +67,7 @@ def test_the_cost_of_the_cache_is_what_the_architecture_says(
     assert reckoned == cost
 
 
-@pytest.mark.skipif(device.is_gpu(), reason="a GPU computes in the type that is stored")
+@pytest.mark.usefixtures("on_cpu")
 @cases
 def test_a_real_entry_holds_what_was_foretold(
     tmp_path: Path, kind: str, layers: dict[str, int], cost: CacheCost

@@ -9,20 +9,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from support.models import save_model, tiny_config, tiny_model, write_model, write_tokenizer
+from support.models import LLAMA3, save_model, tiny_config, tiny_model, write_model, write_tokenizer
 
 from mlxrunner import Runner
 from mlxrunner.models.load import load_model
-from mlxrunner.system import device
 
 LINEAR = {"rope_type": "linear", "factor": 4.0}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
@@ -210,7 +202,7 @@ def test_each_rope_variant_changes_the_logits(name: str) -> None:
     assert mx.abs(model(tokens) - plain(tokens)).max() > 1e-3
 
 
-@pytest.mark.skipif(device.is_gpu(), reason="a GPU computes in the type that is stored")
+@pytest.mark.usefixtures("on_cpu")
 def test_half_precision_weights_are_computed_in_float32_on_a_cpu(tmp_path: Path) -> None:
     """Rounded weights agree with the formula within 1e-4, which float16 would not reach."""
     config = tiny_config("mistral", torch_dtype="float16")

@@ -19,7 +19,6 @@ from support.models import BOS, EOS, save_model, tiny_config, write_model
 from mlxrunner import ModelError, Runner
 from mlxrunner.cache.layers.base import tree_bytes
 from mlxrunner.models.load import load_model, tokenizer_of
-from mlxrunner.system import device
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +81,7 @@ def test_a_model_is_loaded_by_its_hub_id(
     assert answers[0] == answers[1]
 
 
-@pytest.mark.skipif(device.is_gpu(), reason="a GPU computes in the type that is stored")
+@pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
 def test_weights_become_float32_on_a_cpu(tmp_path: Path, dtype: mx.Dtype) -> None:
     """The only type for which the CPU backend has fast matrix products."""

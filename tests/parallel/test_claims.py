@@ -12,34 +12,31 @@ from mlxrunner.parallel.scheduling.claims import LEAST, Need, Standing, claimed,
 
 
 def test_a_request_that_fits_claims_its_whole_answer() -> None:
-    assert claimed(Need(prompt=10, answer=100, alone=110), free=1000, total=1000, slots=4) == 100
+    assert claimed(Need(prompt=10, answer=100), free=1000, total=1000, slots=4) == 100
 
 
 def test_a_long_answer_claims_an_even_share_of_what_is_left() -> None:
-    assert claimed(Need(prompt=1000, answer=32000, alone=1000), 9000, 9000, slots=4) == 2000
-    assert claimed(Need(prompt=1000, answer=32000, alone=1000), 9000, 9000, slots=1) == 8000
+    assert claimed(Need(prompt=1000, answer=32000), 9000, 9000, slots=4) == 2000
+    assert claimed(Need(prompt=1000, answer=32000), 9000, 9000, slots=1) == 8000
 
 
 def test_a_claim_is_at_least_256_tokens_or_the_whole_answer() -> None:
-    assert claimed(Need(prompt=0, answer=32000, alone=300), 300, 9000, slots=8) == LEAST
-    assert claimed(Need(prompt=0, answer=20, alone=20), 20, 9000, slots=8) == 20
+    assert claimed(Need(prompt=0, answer=32000), 300, 9000, slots=8) == LEAST
+    assert claimed(Need(prompt=0, answer=20), 20, 9000, slots=8) == 20
 
 
 @pytest.mark.parametrize(
-    ("need", "free", "never", "numbers"),
+    ("need", "free", "numbers"),
     [
-        (Need(100, 50, 150), 149, False, "needs 150 free cells, but 149 of 200 are free"),
-        (Need(100, 9000, 100), 180, False, "needs 356 free cells, but 180 of 200 are free"),
-        (Need(100, 50, 150), -3, False, "needs 150 free cells, but 0 of 200 are free"),
-        (Need(0, 50, 201), 200, True, "needs 201 free cells, but 200 of 200 are free"),
+        (Need(100, 50), 149, "needs 150 free cells, but 149 of 200 are free"),
+        (Need(100, 9000), 180, "needs 356 free cells, but 180 of 200 are free"),
+        (Need(100, 50), -3, "needs 150 free cells, but 0 of 200 are free"),
     ],
-    ids=["an answer", "its least part", "nothing is free", "too long alone"],
+    ids=["an answer", "its least part", "nothing is free"],
 )
-def test_later_and_never_are_told_apart(need: Need, free: int, never: bool, numbers: str) -> None:
-    with pytest.raises(CacheFullError, match=numbers) as caught:
+def test_a_request_waits_for_what_it_needs(need: Need, free: int, numbers: str) -> None:
+    with pytest.raises(CacheFullError, match=f"{numbers}.*when another request has ended"):
         claimed(need, free, 200, 4)
-    assert caught.value.never is never
-    assert ("it never fits" if never else "when another request has ended") in str(caught.value)
 
 
 def test_an_answer_grows_by_an_even_share() -> None:
@@ -101,9 +98,7 @@ class House:
         """Return True if a request may begin; it never has to wait for ever."""
         try:
             self.admit(one)
-        except CacheFullError as error:
-            if error.never:
-                raise
+        except CacheFullError:
             return False
         return True
 
@@ -115,7 +110,7 @@ class House:
 
     def _begin(self, one: Simulated, free: int) -> None:
         prompt = one.prompt + one.said
-        need = Need(prompt, one.limit - one.said, min(one.prompt + one.limit, self.cells))
+        need = Need(prompt, one.limit - one.said)
         slots = self.slots - len(self.running) - len(self.waiting)
         one.claim, one.done = prompt + claimed(need, free, self.cells, slots), prompt
         self.running.append(one)

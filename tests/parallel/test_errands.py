@@ -16,6 +16,7 @@ from support.histories import tiny_parts
 
 from mlxrunner import Runner
 from mlxrunner.parallel.driven import DrivenHandle
+from mlxrunner.parallel.scheduling.slots import Slot
 from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.results import Usage
 from mlxrunner.stored.parking import Parking
@@ -192,6 +193,79 @@ def test_a_damaged_file_ends_the_return_and_the_prompt_is_evaluated(talks: Talks
     for file in talks.parking.folder.iterdir():
         file.write_bytes(file.read_bytes()[:-40] + b"x" * 40)
     talks.say(0)
+
+
+def watch_what_makes_room(runner: Stepper, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list of the tokens that have to be written when a conversation is given up."""
+    residents, lacking = runner._scheduler.residents, list[int]()
+    give_up = residents.give_up
+
+    def watched(slot: Slot, *more: Any) -> None:
+        if slot.tokens:
+            lacking.append(residents.parking.lacks(slot.tokens.array))
+        give_up(slot, *more)
+
+    monkeypatch.setattr(residents, "give_up", watched)
+    return lacking
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
+def test_what_makes_room_for_a_growing_answer_is_parked_before(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In as many steps as it has pieces, while the answer goes on; nothing is written at once."""
+    talks = Talks(name, tmp_path / "parked", cells=220, context=220)
+    talks.say(0)
+    lacking = watch_what_makes_room(talks.runner, monkeypatch)
+    answer = talks.runner.submit([3, 4, 5], max_tokens=200, stop_tokens=[])
+    steps = 0
+    while not answer.finished:
+        talks.runner.step()
+        steps += talks.runner._scheduler.errands._ahead is not None
+    assert steps > LONG // 16
+    assert len(lacking) == 1
+    assert lacking[0] <= 16
+    known = len(talks.talks[0]) - 4
+    assert talks.say(0).cached_tokens == known
+    talks.close()
+
+
+def test_a_request_that_steps_back_is_parked_in_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gives its cells up when they are needed, and goes on from the disk."""
+    monkeypatch.setattr("mlxrunner.parallel.scheduling.claims.LEAST", 8)
+    monkeypatch.setattr("mlxrunner.parallel.scheduling.room.LEAST", 60)
+    talks = Talks("llama", tmp_path / "parked", cells=200, context=200)
+    lacking = watch_what_makes_room(talks.runner, monkeypatch)
+    prompts = [talk[:60] for talk in talks.talks]
+    handles = [talks.runner.submit(one, max_tokens=130, stop_tokens=[]) for one in prompts]
+    rested = 0
+    while not all(handle.finished for handle in handles):
+        talks.runner.step()
+        rested += handles[1]._request.slot.rests
+    assert rested > 60 // 16
+    assert lacking
+    assert all(count <= 16 for count in lacking)
+    for prompt, handle in zip(prompts, handles, strict=True):
+        cold = Runner(*talks.parts, **SETTINGS).complete(prompt, max_tokens=130, stop_tokens=[])
+        assert handle.result().tokens == cold.tokens
+    talks.close()
+
+
+def test_a_parking_that_another_one_overtakes_leaves_its_files(talks: Talks) -> None:
+    """What is parked at once, while it is parked in pieces, is found again."""
+    talks.say(0)
+    slot = next(slot for slot in talks.runner.slots if slot.tokens)
+    work = talks.runner._scheduler.residents.parking_ahead(slot)
+    for _ in range(3):
+        next(work)
+    parked = talks.parking.park(slot.cache.current)
+    work.close()
+    assert parked in talks.parking
+    assert (talks.parking.folder / parked.name).exists()
+    for piece in parked.pieces:
+        assert (talks.parking.folder / piece).exists()
 
 
 @pytest.mark.exhaustive(1)

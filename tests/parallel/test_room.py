@@ -10,7 +10,12 @@ from support.histories import tiny_parts
 from support.models import tiny_config, tiny_model
 
 from mlxrunner import Runner
-from mlxrunner.errors import CacheFullError, NoFreeSlotError
+from mlxrunner.errors import (
+    CacheFullError,
+    ContextFullError,
+    ContextLengthError,
+    NoFreeSlotError,
+)
 from mlxrunner.models.facts import facts_of
 from mlxrunner.parallel.driven import DrivenHandle
 from mlxrunner.parallel.stepper import Stepper
@@ -51,15 +56,24 @@ def some(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(290) for _ in range(count)]
 
 
-def test_a_prompt_beyond_the_cells_is_told_what_it_needs_itself() -> None:
-    """The context may be longer than all cells together."""
-    with Stepper(*tiny_parts("llama"), max_sequences=2, context=300, cells=100) as runner:
-        for prompt, needed in ((100, 101), (150, 151)):
-            with pytest.raises(CacheFullError, match=f"needs {needed} free cells") as error:
-                runner.submit([5] * prompt)
-            assert error.value.never
-        with pytest.raises(CacheFullError, match="needs 130 free cells"):
-            runner.submit([5] * 80, max_tokens=50)
+def test_the_context_is_never_longer_than_all_cells() -> None:
+    """A prompt beyond them never fits; answers end, fail and shift as in that context alone."""
+    given, prompt = tiny_parts("llama"), [5] * 80
+    alone = Runner(*given, context=100)
+    with Stepper(*given, max_sequences=2, context=300, cells=100) as runner:
+        assert runner.context == runner.cells == 100
+        for tokens in (100, 150):
+            with pytest.raises(ContextLengthError, match=f"{tokens} tokens.*context of 100 tokens"):
+                runner.submit([5] * tokens)
+        for options in ({}, {"overflow": "shift", "keep": 9}):
+            ours, its = (
+                one.complete(prompt, max_tokens=50, stop_tokens=[], **options)
+                for one in (runner, alone)
+            )
+            assert (ours.tokens, ours.finish_reason) == (its.tokens, its.finish_reason)
+            assert ours.usage.cache.shifted_tokens == its.usage.cache.shifted_tokens
+        with pytest.raises(ContextFullError):
+            runner.complete(prompt, max_tokens=50, stop_tokens=[], overflow="error")
 
 
 @pytest.mark.exhaustive(4)

@@ -25,9 +25,9 @@ from support.waiting import PATIENCE_S, until
 from mlxrunner import (
     BatchRequest,
     BusyError,
-    CacheFullError,
     CancelledError,
     ClosedError,
+    ContextLengthError,
     EngineError,
     Handle,
     MlxrunnerError,
@@ -72,7 +72,7 @@ def alone(parts: Any, prompt: Any, **options: Any) -> list[int]:
 
 
 def in_threads(count: int, act: Callable[[int], object]) -> None:
-    """Call `act` in so many threads at once, with the number of each; raise what one raises."""
+    """Call `act` in `count` threads at once, with their numbers. Raise the error of one of them."""
     together = threading.Barrier(count)
 
     def begin(number: int) -> object:
@@ -270,8 +270,8 @@ def test_values_of_any_size_and_depth_are_refused(
 def test_a_request_that_never_fits_is_refused_at_once(llama: Any) -> None:
     """One that fits alone waits for the others."""
     with opened(llama, 3, cells=64) as runner:
-        with pytest.raises(CacheFullError):
-            runner.submit([1] * 60, max_tokens=30)
+        with pytest.raises(ContextLengthError):
+            runner.submit([1] * 64, max_tokens=30)
         first = runner.submit([1, 2], max_tokens=40, stop_tokens=[])
         second = runner.submit([3, 4], max_tokens=40, stop_tokens=[])
         assert len(second.result().tokens) == len(first.result().tokens) == 40

@@ -95,8 +95,9 @@ def test_logprobs(client: openai.OpenAI, answers: Scripted) -> None:
     assert (logprobs.tokens, logprobs.text_offset) == (["a", "b"], [0, 1])
     assert logprobs.token_logprobs == [-0.5, -0.5]
     assert logprobs.top_logprobs == [{"a": -0.5, "x": -9999.0}, {"b": -0.5, "x": -9999.0}]
-    chunks = list(client.completions.create(model="tiny", prompt="Once", logprobs=2, stream=True))
-    assert [chunk.choices[0].logprobs.text_offset for chunk in chunks[:2]] == [[0], [1]]  # type: ignore[union-attr]
+    stream: Any = client.completions.create(model="tiny", prompt="Once", logprobs=2, stream=True)
+    chunks = list(stream)
+    assert [chunk.choices[0].logprobs.text_offset for chunk in chunks[:2]] == [[0], [1]]
 
 
 @pytest.mark.parametrize(

@@ -185,7 +185,8 @@ def test_thinking_that_the_prompt_opens_is_closed_before_a_forced_call(
 def test_a_request_without_calls_keeps_its_tools(makers: dict[str, PromptMaker]) -> None:
     """The prompt is the same, so that its tokens are reused; a call ends the answer."""
     for maker in makers.values():
-        free, none = (maker.make(asked(tool_choice=ToolChoice(mode))) for mode in ("auto", "none"))  # type: ignore[arg-type]
+        free = maker.make(asked(tool_choice=ToolChoice("auto")))
+        none = maker.make(asked(tool_choice=ToolChoice("none")))
         assert free.rendered == none.rendered
         assert "stop" not in free.options
         assert none.options["stop"] == [maker.form.start]

@@ -1,4 +1,4 @@
-"""A store in a temporary folder, and savers of oracle runners."""
+"""A store in a temporary folder, savers of oracle runners, and small steps for both."""
 
 from __future__ import annotations
 
@@ -12,6 +12,14 @@ from mlxrunner.sessions.saver import Saver
 from mlxrunner.sessions.store import SessionStore
 
 MODEL = {"weights": "w", "config": "c", "tokenizer": "t", "template": "p"}
+
+
+@pytest.fixture
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers that grow and move every few tokens, checkpoints that are close to each other."""
+    monkeypatch.setattr("mlxrunner.cache.layers.extents.STEP", 4)
+    monkeypatch.setattr("mlxrunner.cache.layers.full.STEP", 8)
+    monkeypatch.setattr("mlxrunner.cache.checkpoints.SPACING", 3)
 
 
 @pytest.fixture

@@ -50,7 +50,7 @@ def buffer(value: int, size: int = 1000) -> Buffer:
 
 @contextmanager
 def files_of_at_most(nbytes: int) -> Iterator[None]:
-    """Limit the size of files, like a disk with so much room."""
+    """Limit the size of files, like a disk that is nearly full."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
     try:

@@ -40,7 +40,7 @@ def make_parking(tmp_path: Path) -> Make:
 def small_pieces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Make every threshold a few tokens, and keep private folders within the test."""
     monkeypatch.setattr("mlxrunner.stored.parked.SEGMENT", 16)
-    monkeypatch.setattr("mlxrunner.stored.parking.SHORT", 4)
+    monkeypatch.setattr("mlxrunner.stored.shelf.SHORT", 4)
     monkeypatch.setattr("mlxrunner.cache.layers.extents.STEP", 4)
     monkeypatch.setattr("mlxrunner.cache.layers.full.STEP", 8)
     monkeypatch.setattr("mlxrunner.cache.checkpoints.SPACING", 3)

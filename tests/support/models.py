@@ -12,12 +12,23 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+import pytest
 from mlx.utils import tree_flatten
+
+from mlxrunner import ModelError
 
 BOS, EOS = 256, 257
 """Ids of "<s>" and "</s>" in the tokenizer of `write_tokenizer`; each id below stands for one byte.
 """
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+"""Settings of a scaled rope."""
 _LLAMA: dict[str, Any] = {
     "hidden_size": 64,
     "num_hidden_layers": 2,
@@ -242,3 +253,12 @@ def write_tokenizer(folder: Path, **config: Any) -> None:
 def _weights(random: np.random.Generator, name: str, shape: tuple[int, ...]) -> mx.array:
     values = random.normal(size=shape) * 0.1 + (len(shape) == 1 and not name.endswith("bias"))
     return mx.array(values.astype(np.float32))
+
+
+def one_line(error: pytest.ExceptionInfo[ModelError]) -> str:
+    """The message, which is one line without a traceback."""
+    text = str(error.value)
+    assert "\n" not in text
+    assert "Traceback" not in text
+    assert len(text) < 1000
+    return text

@@ -17,10 +17,11 @@ import numpy as np
 from mlxrunner.cache.shared.buffers import Layer, Places, read, write
 from mlxrunner.cache.shared.cells import Cells, Placement
 from mlxrunner.cache.shared.forward import Forward
+from mlxrunner.cache.shared.parts import Split
 from mlxrunner.cache.shared.runs import Lift, Move, Run
 from mlxrunner.cache.shared.sequences import END, Batch, Cache, CacheConfig, Commit, Lifecycle
 from mlxrunner.cache.shared.sight import Bools, Sight
-from mlxrunner.cache.shared.split import WORTH_SPLITTING, Split
+from mlxrunner.cache.shared.split import WORTH_SPLITTING
 from mlxrunner.errors import CacheFullError, NotSupportedError
 
 Shift = Callable[[int, mx.array, mx.array], mx.array]

@@ -140,6 +140,14 @@ class Cells:
         cells: Ints = own[np.argsort(self.positions[own])].astype(np.int32)
         return cells
 
+    def seen_by(self, sequence: int, position: int) -> Ints:
+        """Return the cells that a query at `position` of a placed batch sees, in any order."""
+        query = np.array([position], np.int32)
+        seen: Ints = np.flatnonzero(
+            self.visible(query, np.array([sequence]), Run(0, self.num_cells))[0]
+        ).astype(np.int32)
+        return seen
+
     def can_resume(self, sequence: int, position: int) -> bool:
         """Return True if all tokens that a query at `position` may see are stored."""
         self.check_sequences(sequence)

@@ -13,10 +13,11 @@ from typing import NamedTuple
 import numpy as np
 
 from mlxrunner.cache.shared.cells import Cells
+from mlxrunner.cache.shared.parts import Block, Split
 from mlxrunner.cache.shared.runs import Run
 from mlxrunner.cache.shared.sequences import Batch
 from mlxrunner.cache.shared.sight import Bools, Ints
-from mlxrunner.cache.shared.split import Block, Split, blocks_of, history_of, split
+from mlxrunner.cache.shared.split import blocks_of, history_of, split
 
 
 class Alone(NamedTuple):

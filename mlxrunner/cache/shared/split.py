@@ -13,23 +13,30 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 
 from mlxrunner.cache.shared.cells import Cells
+from mlxrunner.cache.shared.gather import cost_of, gather, gather_scattered
+from mlxrunner.cache.shared.parts import (
+    PART_COST,
+    AnyPart,
+    Block,
+    Gathered,
+    Level,
+    Own,
+    Part,
+    Seen,
+    Split,
+    StackedParts,
+)
 from mlxrunner.cache.shared.runs import Run
 from mlxrunner.cache.shared.sequences import Batch
-from mlxrunner.cache.shared.sight import Bools, Ints
-from mlxrunner.cache.shared.stretches import Stretches, between
+from mlxrunner.cache.shared.sight import Bools
+from mlxrunner.cache.shared.stretches import between
 
 WORTH_SPLITTING = 1.2
 """Smallest ratio of the cost of one product to that of its parts at which it is split."""
-PART_COST = 500
-"""Fixed cost of a part, in pairs of query and cell.
-
-Measured on a CPU by benchmarks/parallel.py; larger models have a lower cost.
-"""
 MOST_SHARED = 2**20
 """Most pairs of query and cell in a part that several sequences share.
 
@@ -37,83 +44,6 @@ Its scores are held in memory.
 """
 LONG = 64
 """Fewest tokens of a piece that attends by itself. It reads what it shares once more."""
-
-
-class Block(NamedTuple):
-    """The queries `begin .. end - 1` of a step: tokens of one sequence, one after another."""
-
-    begin: int
-    end: int
-    sequence: int
-    position: int
-    """The position of the first token."""
-    seen: Stretches | None
-    """The cells that any of the queries sees; None: too many pieces to list."""
-
-    @property
-    def num_queries(self) -> int:
-        return self.end - self.begin
-
-
-class Own(NamedTuple):
-    """The queries `begin .. end - 1`, which attend by themselves."""
-
-    begin: int
-    end: int
-    cells: Ints
-    """All that they see, in the order of positions."""
-    visible: Bools | None
-    """The mask `[queries, cells]`; None: each sees all cells up to its own."""
-
-
-class Part(NamedTuple):
-    """Some queries, and a run of cells that they see."""
-
-    queries: tuple[int, ...]
-    cells: Run
-    visible: Bools | None
-    """The mask `[queries, cells]`; None: all are visible."""
-
-
-class StackedParts(NamedTuple):
-    """One query for each of many lanes that follow each other."""
-
-    queries: tuple[int, ...]
-    """Indices of the queries, one per lane: `queries[i]` sees some of the first cells of lane i."""
-    wanted: tuple[int, ...]
-    """Indices of the lanes whose results are used.
-
-    Each other lane gets one of the queries, which sees nothing of it.
-    """
-    begin: int
-    """The first cell of the first lane."""
-    size: int
-    """Number of cells of each lane."""
-    length: int
-    """Most cells that a query sees."""
-    visible: Bools | None
-    """The mask `[lanes, length]`; None: all are visible."""
-
-
-Level = tuple[Part | StackedParts, ...]
-"""Parts of which each query is in at most one."""
-
-
-class Split(NamedTuple):
-    """Attention in parts.
-
-    Each query is in one of `own`, or in one part or more of different `levels`.
-    """
-
-    own: tuple[Own, ...]
-    levels: tuple[Level, ...]
-
-
-class Seen(NamedTuple):
-    """A run of cells, and which blocks see them, as the bits of a number."""
-
-    cells: Run
-    blocks: int
 
 
 def blocks_of(cells: Cells, batch: Batch) -> list[Block] | None:
@@ -185,14 +115,8 @@ def _levels(cells: Cells, blocks: Sequence[Block]) -> tuple[Level, ...]:
     """Return the parts of short blocks, those with the most queries first."""
     if not blocks:
         return ()
-    seen = [[Run(each.begin, each.end) for each in block.seen or ()] for block in blocks]
-    if any(block.seen is None for block in blocks):
-        parts: list[tuple[int, Part | StackedParts]] = [_all_at_once(cells, blocks)]
-    else:
-        stacks, rest = _stacks(cells, blocks, _overlaps(seen))
-        parts = [*stacks, *_parts(cells, blocks, rest)]
-    levels: list[tuple[int, list[Part | StackedParts]]] = []
-    for bits, part in sorted(parts, key=lambda pair: -pair[0].bit_count()):
+    levels: list[tuple[int, list[AnyPart]]] = []
+    for bits, part in sorted(_all_parts(cells, blocks), key=lambda pair: -pair[0].bit_count()):
         for index, (taken, level) in enumerate(levels):
             if not taken & bits:
                 levels[index] = taken | bits, [*level, part]
@@ -200,6 +124,24 @@ def _levels(cells: Cells, blocks: Sequence[Block]) -> tuple[Level, ...]:
         else:
             levels.append((bits, [part]))
     return tuple(tuple(level) for _, level in levels)
+
+
+def _all_parts(cells: Cells, blocks: Sequence[Block]) -> list[tuple[int, AnyPart]]:
+    """Return the parts, each with its blocks as the bits of a number."""
+    scattered = gather_scattered(cells, blocks)
+    if scattered is None:
+        return [_all_at_once(cells, blocks)]
+    seen = [[Run(each.begin, each.end) for each in block.seen or ()] for block in blocks]
+    rows = [block.num_queries for block in blocks]
+    stacks, rest = _stacks(cells, blocks, _overlaps(seen))
+    joined = _joined(rest, rows)
+    gathered, others = gather(blocks, rest)
+    if gathered:
+        without = _joined(others, rows)
+        copied = sum(cost_of(part) for _, part in gathered)
+        if copied + _cost_of_joined(without, rows) < _cost_of_joined(joined, rows):
+            return [*scattered, *stacks, *gathered, *_parts(cells, blocks, without)]
+    return [*scattered, *stacks, *_parts(cells, blocks, joined)]
 
 
 def _overlaps(seen: Sequence[Sequence[Run]]) -> list[Seen]:
@@ -274,12 +216,13 @@ def _stacked(
     return StackedParts(tuple(queries), tuple(sorted(wanted)), first, size, length, mask)
 
 
-def _parts(
-    cells: Cells, blocks: Sequence[Block], seen: Sequence[Seen]
-) -> list[tuple[int, Part | StackedParts]]:
-    """Return the parts over `seen`; neighbours are one where one product is less work."""
-    rows = [block.num_queries for block in blocks]
-    joined: list[tuple[Seen, list[Seen]]] = []
+Joined = list[tuple[Seen, list[Seen]]]
+"""Runs of cells, each with those that it was joined from."""
+
+
+def _joined(seen: Sequence[Seen], rows: Sequence[int]) -> Joined:
+    """Join neighbours where one product is less work. `rows`: the queries of each block."""
+    joined: Joined = []
     for one in seen:
         if joined:
             last, members = joined[-1]
@@ -288,6 +231,15 @@ def _parts(
                 joined[-1] = both, [*members, one]
                 continue
         joined.append((one, [one]))
+    return joined
+
+
+def _cost_of_joined(joined: Joined, rows: Sequence[int]) -> int:
+    return sum(PART_COST + _pairs(whole, rows) for whole, _ in joined)
+
+
+def _parts(cells: Cells, blocks: Sequence[Block], joined: Joined) -> list[tuple[int, AnyPart]]:
+    rows = [block.num_queries for block in blocks]
     return [
         (part.blocks, _part(cells, blocks, part, members))
         for whole, members in joined
@@ -299,7 +251,7 @@ def _small_enough(seen: Seen, rows: Sequence[int]) -> list[Seen]:
     """Divide the blocks that see some cells, so that no part has too many scores."""
     most = max(1, MOST_SHARED // (seen.cells.end - seen.cells.begin))
     found, count = [], most
-    for number in _numbers(seen.blocks):
+    for number in seen.numbers:
         if count + rows[number] > most:
             found.append(0)
             count = 0
@@ -310,13 +262,13 @@ def _small_enough(seen: Seen, rows: Sequence[int]) -> list[Seen]:
 
 def _part(cells: Cells, blocks: Sequence[Block], whole: Seen, members: Sequence[Seen]) -> Part:
     """Return a part over `members`, which lie in the run of `whole`, for the blocks of `whole`."""
-    run, own = whole.cells, [blocks[number] for number in _numbers(whole.blocks)]
+    run, own = whole.cells, [blocks[number] for number in whole.numbers]
     queries = tuple(query for block in own for query in range(block.begin, block.end))
     if len(members) == 1 and len(queries) == len(own):
         return Part(queries, run, None)
     visible = np.zeros((len(queries), run.end - run.begin), np.bool_)
     row = 0
-    for number, block in zip(_numbers(whole.blocks), own, strict=True):
+    for number, block in zip(whole.numbers, own, strict=True):
         rows = visible[row : row + block.num_queries]
         for one in members:
             rows[:, one.cells.begin - run.begin : one.cells.end - run.begin] = (
@@ -343,17 +295,15 @@ def _all_at_once(cells: Cells, blocks: Sequence[Block]) -> tuple[int, Part]:
     return (1 << len(blocks)) - 1, Part(queries, run, visible[:, run.begin : run.end])
 
 
-def _numbers(bits: int) -> list[int]:
-    return [number for number in range(bits.bit_length()) if bits >> number & 1]
-
-
 def _pairs(seen: Seen, rows: Sequence[int]) -> int:
     """Return the pairs of query and cell in one product over `seen`."""
-    count = sum(rows[number] for number in _numbers(seen.blocks))
+    count = sum(rows[number] for number in seen.numbers)
     return count * (seen.cells.end - seen.cells.begin)
 
 
-def _cost_of(part: Part | StackedParts) -> int:
+def _cost_of(part: AnyPart) -> int:
+    if isinstance(part, Gathered):
+        return cost_of(part)
     length = part.cells.end - part.cells.begin if isinstance(part, Part) else part.length
     return PART_COST + len(part.queries) * length
 

@@ -134,6 +134,7 @@ class Adapted(Engine):
         `reserve`: let the row see every cell, and store nothing. If the pass raises an error, the
         layers that are apart are left as after `begin_forward`.
         """
+        rows = rows or [0]
         plan = Plan.of(batch.sequences, batch.positions) if self._apart else None
         if plan is not None and plan.order is not None:
             tokens, batch, rows = _sorted(plan.order, tokens, batch, rows)

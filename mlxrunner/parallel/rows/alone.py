@@ -6,12 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
 from mlxrunner.cache.layers.factory import CacheOptions, make_layer_caches
 from mlxrunner.cache.layers.protocol import LayerCache
 from mlxrunner.cache.layers.rotate import rotators
 from mlxrunner.cache.shared.causal import CausalCache
 from mlxrunner.cache.shared.sequences import Batch
+from mlxrunner.engine.pipeline import SEED_TOKENS
 from mlxrunner.parallel.rows.engine import Engine
 
 
@@ -54,13 +56,24 @@ class OneAtATime(Engine):
         if len(found := sorted(set(batch.sequences))) > 1:
             raise ValueError(f"a step of this model carries one sequence, not {found}")
         caches = make_layer_caches(self.model, self._options) if reserve else self.caches(found[0])
+        *ahead, last = passes(batch, rows)
+        for count in ahead:
+            self._pass(tokens[:count], caches)
+        logits = self._pass(tokens[-last:], caches)
+        if not rows:
+            return _marker(caches)
+        before = len(batch) - last
+        return logits[0, mx.array([row - before for row in rows], mx.int32)]
+
+    def _pass(self, tokens: mx.array, caches: Sequence[LayerCache]) -> mx.array:
+        """Run some tokens, and return their logits, which are computed only if they are used."""
         for cache in caches:
             cache.begin_forward()
         logits: mx.array = self.model(tokens[None], cache=[cache.model_cache for cache in caches])
         for cache in caches:
-            cache.end_forward(len(batch))
+            cache.end_forward(len(tokens))
             mx.async_eval(cache.state)  # type: ignore[no-untyped-call]
-        return logits[0, mx.array(list(rows), mx.int32)]
+        return logits
 
     def rotate(
         self, caches: Sequence[LayerCache], by: int
@@ -86,3 +99,20 @@ class OneAtATime(Engine):
 
     def _make_group(self, window: int | None, memory: int | None) -> CausalCache:
         raise AssertionError("there are no layers in shared cells")
+
+
+def passes(batch: Batch, rows: Sequence[int]) -> list[int]:
+    """Return the tokens of each forward pass of a step of one sequence.
+
+    As in `Runner`, a pass computes no logits but those of the last token of a long prompt.
+    """
+    before = min(rows, default=0)
+    is_long = batch.positions[-1] >= SEED_TOKENS
+    return [before, len(batch) - before] if before and is_long else [len(batch)]
+
+
+def _marker(caches: Sequence[LayerCache]) -> mx.array:
+    """Return an array that is ready when the states of all caches are."""
+    leaves: Any = tree_flatten([cache.state for cache in caches])
+    states = [leaf for _, leaf in leaves if isinstance(leaf, mx.array) and leaf.size]
+    return mx.stack([state[(0,) * state.ndim].astype(mx.float32) for state in states])

@@ -12,8 +12,17 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from mlxrunner.cache.shared.parts import (
+    AnyPart,
+    Gathered,
+    Level,
+    Own,
+    Part,
+    Split,
+    StackedParts,
+)
 from mlxrunner.cache.shared.runs import runs
-from mlxrunner.cache.shared.split import Level, Own, Part, Split, StackedParts
+from mlxrunner.cache.shared.sight import Bools
 from mlxrunner.system.mlx_lm_internals import Attention
 
 MANY_RUNS = 8
@@ -87,19 +96,13 @@ class _Part:
         return Partial(found, _weight(scores, weights))
 
 
-class _Stack:
-    """Stacked parts: one query of each of many sequences.
+class _Batch:
+    """One query of each of many sequences, whose cells are a batch `[n, groups, length, d]`."""
 
-    Their cells are a stretch of the buffer that is a batch without any copy.
-    """
-
-    def __init__(self, stacked: StackedParts) -> None:
-        self._stacked, self._rows = stacked, _Rows(stacked.queries)
-        is_all = len(stacked.wanted) == len(stacked.queries)
-        self._wanted = None if is_all else mx.array(stacked.wanted)
-        visible = stacked.visible
+    def __init__(self, queries: Sequence[int], visible: Bools | None) -> None:
+        self.order = list(queries)
+        self._rows = _Rows(queries)
         self._mask = None if visible is None else mx.array(visible)[:, None, None]
-        self.order = [stacked.queries[index] for index in stacked.wanted]
 
     def whole(
         self, attention: Attention, queries: mx.array, keys: mx.array, values: mx.array, **more: Any
@@ -117,11 +120,28 @@ class _Stack:
         return Partial(*(self._drop(part[..., None, :].transpose(3, 1, 2, 0, 4)) for part in both))
 
     def _drop(self, rows: mx.array) -> mx.array:
-        """Drop the rows of lanes whose results are not used."""
+        """Drop the rows whose results are not used."""
+        return rows
+
+    def _view(self, buffer: mx.array) -> mx.array:
+        """Return the cells of `buffer [1, groups, cells, d]` as `[n, groups, length, d]`."""
+        raise NotImplementedError
+
+
+class _Stack(_Batch):
+    """Stacked parts: their cells are a stretch of the buffer that is a batch without any copy."""
+
+    def __init__(self, stacked: StackedParts) -> None:
+        super().__init__(stacked.queries, stacked.visible)
+        self._stacked = stacked
+        is_all = len(stacked.wanted) == len(stacked.queries)
+        self._wanted = None if is_all else mx.array(stacked.wanted)
+        self.order = [stacked.queries[index] for index in stacked.wanted]
+
+    def _drop(self, rows: mx.array) -> mx.array:
         return rows if self._wanted is None else mx.take(rows, self._wanted, axis=-2)
 
     def _view(self, buffer: mx.array) -> mx.array:
-        """View `buffer [1, groups, cells, d]` as `[stacked, groups, length, d]`, without a copy."""
         stacked, count = self._stacked, len(self._stacked.queries)
         stretch = buffer[0, :, stacked.begin : stacked.begin + count * stacked.size]
         return stretch.reshape(buffer.shape[1], count, stacked.size, -1)[
@@ -129,12 +149,29 @@ class _Stack:
         ].swapaxes(0, 1)
 
 
+class _Gathered(_Batch):
+    """Cells that lie anywhere, copied into a batch."""
+
+    def __init__(self, gathered: Gathered) -> None:
+        super().__init__(gathered.queries, gathered.visible)
+        self._cells = mx.array(gathered.cells)
+
+    def _view(self, buffer: mx.array) -> mx.array:
+        return mx.take(buffer[0], self._cells, axis=1).swapaxes(0, 1)
+
+
+def _prepared(part: AnyPart) -> _Part | _Batch:
+    if isinstance(part, Part):
+        return _Part(part)
+    return _Stack(part) if isinstance(part, StackedParts) else _Gathered(part)
+
+
 class _Level:
     """Parts of which each query is in at most one."""
 
     def __init__(self, level: Level, queries: Sequence[int]) -> None:
         """`queries`: the indices of all queries that are in any level."""
-        self._parts = [_Part(part) if isinstance(part, Part) else _Stack(part) for part in level]
+        self._parts = [_prepared(part) for part in level]
         self.order = [query for part in self._parts for query in part.order]
         missing = sorted({*queries}.difference(self.order))
         self._missing, self._join = len(missing), _Join([*self.order, *missing])

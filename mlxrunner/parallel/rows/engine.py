@@ -44,7 +44,8 @@ class Engine(ABC):
         """Return the logits `[len(rows), vocab]` of some rows of `tokens [n]`.
 
         `batch`: the positions and sequences of the tokens. `rows`: indices of the tokens whose
-        logits are wanted. Raise CacheFullError, with nothing changed, if cells are missing.
+        logits are wanted; if there are none, the result is some array that is ready when the pass
+        is. Raise CacheFullError, with nothing changed, if cells are missing.
         """
 
     def caches(self, sequence: int) -> list[LayerCache]:

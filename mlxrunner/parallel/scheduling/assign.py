@@ -6,7 +6,7 @@ Knows nothing about steps. Slots change in an order that an interrupt may cut an
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby
@@ -15,12 +15,12 @@ import numpy as np
 
 from mlxrunner.cache.checkpoints import places_of
 from mlxrunner.cache.lease import Source
-from mlxrunner.cache.saved import SavedEntry
 from mlxrunner.cache.shared.sequences import END
-from mlxrunner.cache.tokens import TokenArray, goes_on
+from mlxrunner.cache.tokens import TokenArray
 from mlxrunner.errors import CacheFullError
 from mlxrunner.models.chunks import DEPENDS
 from mlxrunner.parallel.rows.engine import Engine
+from mlxrunner.parallel.scheduling.errands import Errands
 from mlxrunner.parallel.scheduling.request import ActiveRequest
 from mlxrunner.parallel.scheduling.residents import Residents
 from mlxrunner.parallel.scheduling.room import Room
@@ -48,8 +48,7 @@ class Assigner:
         self._engine, self._slots, self._requests = engine, slots, requests
         self._room, self.residents, self._message_ends = room, residents, message_ends
         self._submitted = 0
-        self.in_pieces = False
-        """True if parking and restoring are done in pieces, between steps."""
+        self.errands = Errands(engine, requests, room, residents, self._resume)
         self.is_reusable = True
         """False if no prompt may reuse what another one has evaluated."""
 
@@ -155,15 +154,14 @@ class Assigner:
     def _follow(self, request: ActiveRequest, choice: Choice) -> None:
         """Take the prefix that a slot or the disk has, or begin to wait for it."""
         slot = request.slot
-        victim = self._to_park_ahead(request, choice) if self.in_pieces else None
-        if victim is not None:
-            request.parked_ahead.add(victim.number)
-            request.errand = self._parking_ahead(victim)
+        errand = self.errands.making_way(request, choice)
+        if errand is not None:
+            request.errand = errand
         elif choice.parked is not None:
             saved = self.residents.read(*choice.parked)
             self.residents.give_up(slot, request, "slot")
-            if self.in_pieces:
-                request.errand = self._restoring(slot, saved, choice.parked[1])
+            if self.errands.are_on:
+                request.errand = self.errands.restoring(slot, saved, choice.parked[1])
             else:
                 for _ in self.residents.restoring(slot, saved):
                     pass
@@ -180,67 +178,6 @@ class Assigner:
             request.source, request.promised = choice.source, choice.matched
         self.residents.fit(request)
 
-    def run_errands(self, seconds: float) -> None:
-        """Go on with the errands of requests for about some seconds: one piece at least."""
-        until = time.perf_counter() + seconds
-        for request in self._requests:
-            while request.errand is not None:
-                self._go_on(request)
-                if time.perf_counter() >= until:
-                    return
-
-    def _go_on(self, request: ActiveRequest) -> None:
-        """Do a piece of a request's errand. At its end, place the request, or let it choose again.
-
-        It also chooses again if others took the cells meanwhile.
-        """
-        try:
-            next(request.errand or iter(()))
-        except StopIteration as done:
-            request.errand = None
-            if done.value:
-                self._resume(request, request.slot, done.value)
-        except CacheFullError:
-            request.errand = None
-
-    def _restoring(self, slot: Slot, saved: SavedEntry, count: int) -> Generator[None, None, int]:
-        """Restore a conversation, of which the prompt shares `count` tokens, and return these."""
-        yield from self.residents.restoring(slot, saved)
-        return count
-
-    def _parking_ahead(self, slot: Slot) -> Generator[None, None, int]:
-        """Park what a slot has before its cells are needed; then the request chooses again."""
-        yield from self.residents.parking_ahead(slot)
-        return 0
-
-    def _to_park_ahead(self, request: ActiveRequest, choice: Choice) -> Slot | None:
-        """Return a slot that will be given up for `request`, and takes long to be parked."""
-        slot = request.slot
-        stays = choice.ready and choice.source is slot and choice.parked is None
-        if not (stays and goes_on(choice.matched, len(slot.tokens))) and self._is_slow(
-            slot, request
-        ):
-            return slot
-        full = [group for group in self._engine.groups if group.memory is None]
-        if self._room.is_ample or not full:
-            return None
-        lacking = request.claimed - len(slot.tokens) - min(group.num_free for group in full)
-        if choice.parked is None and choice.source is not slot:
-            lacking -= choice.matched
-        idle = [one for one in self._slots if one.tokens and not one.is_busy]
-        idle = [one for one in idle if one not in (slot, choice.source)]
-        while idle and lacking > 0:
-            victim = self.residents.least(idle)
-            if self._is_slow(victim, request):
-                return victim
-            idle.remove(victim)
-            lacking -= min(group.num_own(victim.number) for group in full)
-        return None
-
-    def _is_slow(self, slot: Slot, request: ActiveRequest) -> bool:
-        is_new = slot.number not in request.parked_ahead
-        return is_new and self.residents.lacks_files(slot)
-
     def _resume(self, request: ActiveRequest, source: Slot, restored: int = 0) -> None:
         """Give the request's slot what `source` has of its prompt.
 
@@ -249,7 +186,7 @@ class Assigner:
         slot, prompt = request.slot, request.todo
         copied = None if source is slot else Source(source.cache, source.exact)
         self.residents.explain(slot.cache, prompt)
-        slot.exact = END
+        slot.exact, slot.rests = END, False
         lease = request.lease = slot.cache.begin(prompt, source=copied)
         lease.take()
         found = replace(lease.lookup, restored=min(restored, lease.lookup.cached))

@@ -3,7 +3,8 @@
 A request claims cells for its prompt and for a part of its answer, and claims more as the answer
 grows. Where nothing is left, the youngest request of the lowest priority steps back: it waits, and
 goes on later where it was. The first request of the highest priority never steps back for another,
-and no request begins that would not fit alone. Therefore each one that begins comes to its end.
+and each fits alone, since the context is never longer than all cells. Therefore each request that
+begins comes to its end.
 """
 
 from __future__ import annotations
@@ -17,10 +18,6 @@ from mlxrunner.parallel.scheduling.turns import PRIORITIES, Priority
 LEAST = 256
 """Least tokens of an answer that a request claims at once, unless its answer is shorter."""
 LATER = "submit it again when another request has ended"
-NEVER = (
-    "it never fits: shorten the prompt, ask for a shorter answer (max_tokens), or load with more "
-    "cells or memory"
-)
 
 
 @dataclass(frozen=True)
@@ -31,8 +28,6 @@ class Need:
     """Tokens of its prompt that need cells; a prefix that is shared needs none."""
     answer: int
     """Most tokens of its answer that are still to come."""
-    alone: int
-    """Tokens that it has to have room for if it runs alone and shares nothing."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +43,8 @@ def claimed(need: Need, free: int, total: int, slots: int) -> int:
     """Return the tokens of its answer that a request claims at its begin.
 
     These are an even share of the `free` cells of `total`, if `slots` slots are free, its own
-    included. Raise CacheFullError if the request has to wait, or never fits.
+    included. Raise CacheFullError if the request has to wait.
     """
-    if need.alone > total:
-        raise CacheFullError("this request", need.alone, total, total, NEVER, never=True)
     least = min(need.answer, LEAST)
     left = free - need.prompt
     if left < least:

@@ -79,8 +79,8 @@ class Endings:
             request.chunks.append(replace(last, usage=usage))
         request.finished = True
         self._requests.remove(request)
-        slot.is_busy, slot.last_used, slot.asked = (
-            False,
+        slot.is_busy, slot.rests = False, False
+        slot.last_used, slot.asked = (
             moment[0],
             min(len(request.tokens), len(slot.tokens)),
         )

@@ -70,10 +70,12 @@ class RoomMaker:
             return
         if request.is_placed:
             request.give_way()
-            if request.slot.exact == END:
-                self._residents.give_up(request.slot, None, "memory")
-            else:
+            if request.slot.exact != END:
                 self._residents.clear(request.slot, "a lack of room")
+            elif self._assigner.errands.are_on:
+                self._residents.rest(request.slot)
+            else:
+                self._residents.give_up(request.slot, None, "memory")
         request.stop_errand()
         request.source = None
         request.slot.planned = request.slot.planned[:0]  # nobody shall wait for it

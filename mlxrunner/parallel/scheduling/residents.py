@@ -149,6 +149,11 @@ class Residents:
             slot.cache.forget_loss()
         self._remember_losses()
 
+    def rest(self, slot: Slot) -> None:
+        """Keep the conversation of a slot whose request waits, until its cells are needed."""
+        slot.rests = True
+        self._dual.use(slot.number)
+
     def set_aside(self, slot: Slot, keep: int) -> None:
         """Park an idle slot of which only the first `keep` tokens will be kept."""
         if not goes_on(keep, len(slot.tokens)):
@@ -156,7 +161,7 @@ class Residents:
 
     def park_all(self) -> None:
         """Park all idle conversations, before the slots are closed."""
-        for slot in self._idle():
+        for slot in self.idle():
             self._park(slot)
 
     def find(self, prompt: TokenArray, ready: int) -> tuple[Any, int] | None:
@@ -207,7 +212,7 @@ class Residents:
             return False
         return len(tokens) > IN_ONE_PIECE and place.lacks(tokens) > IN_ONE_PIECE
 
-    def parking_ahead(self, slot: Slot) -> Iterator[None]:
+    def parking_ahead(self, slot: Slot) -> Generator[None, None, None]:
         """Park the conversation of a slot, which stays there, and yield after each piece.
 
         It ends without parking it if the slot changes meanwhile.
@@ -229,7 +234,7 @@ class Residents:
             try:
                 return act()
             except CacheFullError:
-                idle = self._idle()
+                idle = self.idle()
                 if not idle:
                     raise
                 self.give_up(self.least(idle), request, "memory")
@@ -239,7 +244,7 @@ class Residents:
         if self.memory is None:
             return
         while self.allocated_bytes > self.memory:
-            idle = [slot for slot in self._idle() if _frees(slot)]
+            idle = [slot for slot in self.idle() if _frees(slot)]
             if not idle:
                 return
             self.give_up(self.least(idle), request, "memory")
@@ -255,8 +260,9 @@ class Residents:
                 del self._losses[index]
             cache.lose(loss.reason, loss.by, loss.tokens)
 
-    def _idle(self) -> list[Slot]:
-        return [slot for slot in self._slots if not slot.is_busy and slot.tokens]
+    def idle(self) -> list[Slot]:
+        """Return the slots whose conversations can be given up."""
+        return [slot for slot in self._slots if slot.tokens and (slot.rests or not slot.is_busy)]
 
     def _park(self, slot: Slot) -> bool:
         """Write the conversation of an idle slot to disk; return False if that is not possible."""

@@ -47,7 +47,7 @@ class Room:
         """Claim the cells of `request`, beside `others`.
 
         `choice`: the prefix that it shares, and the slot that has it. Raise CacheFullError if it
-        has to wait for room, or never fits.
+        has to wait for room.
         """
         if self.is_ample:
             request.claimed = self._capacity
@@ -55,7 +55,7 @@ class Room:
         shared = self._shared(request, choice.source, choice.matched)
         free = self._free(others, (choice.source.number, shared if choice.ready else 0))
         todo = self._todo(request)
-        need = Need(todo - shared, self._most(request) - todo, self._most(request))
+        need = Need(todo - shared, self._most(request) - todo)
         slots = sum(not slot.is_busy or slot is choice.slot for slot in self._slots)
         request.claimed = todo + claimed(need, free, self._cells, slots)
 
@@ -72,6 +72,11 @@ class Room:
         if not more:
             raise CacheFullError("the next token", 1, 0, self._cells, LATER)
         request.claimed += more
+
+    @property
+    def soon(self) -> int:
+        """The most cells that the next tokens of running requests take, LEAST of each."""
+        return sum(min(LEAST, self._most(one) - one.place) for one in self._holding())
 
     def steps_back(self) -> tuple[ActiveRequest, bool]:
         """Return the request that has to give its cells up, and whether no other one has any."""

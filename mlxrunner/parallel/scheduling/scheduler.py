@@ -76,7 +76,8 @@ class Scheduler:
         self.residents = Residents(engine, self.slots, memory=settings.memory, parking=parking)
         self._assigner = Assigner(engine, self.slots, self.requests, room, self.residents, ends)
         self._assigner.is_reusable = is_reusable
-        self._assigner.in_pieces = is_reusable and settings.step_ms != 0
+        self.errands = self._assigner.errands
+        self.errands.are_on = is_reusable and settings.step_ms != 0
         self._endings = Endings(self.requests, self.residents, lambda: self.moment, ended)
         self._maker = RoomMaker(
             engine, self.requests, room, self._assigner, self._endings, capacity
@@ -154,17 +155,17 @@ class Scheduler:
             self._endings.end_overdue()
 
     def _run_errands(self) -> None:
-        """Park and restore conversations for the requests that wait for it, a piece at a time.
+        """Park and restore conversations, a piece at a time.
 
         A write while the last step is running would copy all cells that the step sees.
         """
-        if any(request.errand is not None for request in self.requests):
+        if self.errands.is_any:
             seconds = self._composer.errand_s()
             if seconds:
                 with suppress(Exception):  # it is raised again where the step is read
                     mx.eval([] if self._pending is None else self._pending.awaited)
                 began = time.perf_counter()
-                self._assigner.run_errands(seconds)
+                self.errands.run(seconds)
                 self._composer.spend(time.perf_counter() - began)
 
     @contextmanager
@@ -238,7 +239,7 @@ class Scheduler:
         )
         tokens = mx.concatenate([request.coming_tokens(count) for request, count in row])
         logits = self.residents.make_room(
-            lambda: self._engine.forward(tokens, batch, list(sampling) or [0])
+            lambda: self._engine.forward(tokens, batch, list(sampling))
         )
         stops = [request for request, count in row if _stops(request, count)]
         for request, count in row:

@@ -6,13 +6,9 @@ made from the feeds of their requests.
 
 from __future__ import annotations
 
-import atexit
 import math
-import os
-import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,14 +27,12 @@ from mlxrunner.errors import (
 from mlxrunner.parallel.scheduling.endings import step_failed
 from mlxrunner.parallel.scheduling.request import ActiveRequest
 from mlxrunner.parallel.stepper import Stepper
+from mlxrunner.parallel.threads.exits import end_at_exit
 from mlxrunner.parallel.threads.feed import Feed, Lock, Wake
 from mlxrunner.parallel.threads.waiting import WaitingLine
 from mlxrunner.parallel.threads.workers import idle_worker, wait_for
 from mlxrunner.results import logger
 from mlxrunner.tokenizer.prompt import TokenizedPrompt
-
-INTERRUPTED = 130
-"""Exit code after Ctrl-C."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +96,7 @@ class EngineThread:
         self._ended = threading.Lock()
         worker = idle_worker()
         self._thread = worker.thread
-        _end_at_exit(self)
+        end_at_exit(self)
         self._ended = worker.begin(partial(self._main, open_stepper))
         try:
             wait_for(self._opened)
@@ -312,7 +306,7 @@ class EngineThread:
             try:
                 self.stepper.admit(feed.request)
             except (NoFreeSlotError, CacheFullError) as error:
-                if self._running and not error.never:
+                if self._running:
                     self._has_room = False
                     return
                 self._refuse(feed, error)
@@ -370,43 +364,3 @@ class EngineThread:
 def _call(wake: Iterable[Wake]) -> None:
     for one in wake:
         one()
-
-
-_OPEN: weakref.WeakSet[EngineThread] = weakref.WeakSet()
-"""The threads that have to end before the interpreter does."""
-
-
-def _end_at_exit(thread: EngineThread) -> None:
-    if not _OPEN:
-        atexit.unregister(_end_all)
-        atexit.register(_end_all)
-    _OPEN.add(thread)
-
-
-def _end_all() -> None:
-    """End the work of all threads before the interpreter ends: see `workers.py`.
-
-    Ctrl-C while it waits for their last steps leaves at once.
-    """
-    # A thread that has ended its work keeps the interpreter's lock until it waits for the next.
-    sys.setswitchinterval(60)
-    threads = list(_OPEN)
-    try:
-        for thread in threads:
-            thread.stop()
-        for thread in threads:
-            thread.join()
-    except KeyboardInterrupt:
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(Exception):
-                stream.flush()
-        os._exit(INTERRUPTED)
-
-
-def _end_after_fork() -> None:
-    for thread in list(_OPEN):
-        thread.end_after_fork()
-    _OPEN.clear()
-
-
-os.register_at_fork(after_in_child=_end_after_fork)

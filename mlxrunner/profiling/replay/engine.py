@@ -1,4 +1,4 @@
-"""An engine that computes nothing: cells without rows, layers without states, a disk without files.
+"""An engine that computes nothing: cells without rows and layers without states.
 
 The scheduler of `mlxrunner.parallel` runs on it as on a model: what an offset can go back to, what
 has room and what is parked is decided by the same code.
@@ -8,21 +8,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
-from mlxrunner.cache.checkpoints import Checkpoint
-from mlxrunner.cache.entry import CacheEntry
 from mlxrunner.cache.layers.extents import Extent, Window
 from mlxrunner.cache.layers.logged_extents import read_extent
 from mlxrunner.cache.layers.protocol import LayerCache, Snapshot
-from mlxrunner.cache.saved import Saved, SavedCheckpoint
+from mlxrunner.cache.saved import Saved
 from mlxrunner.cache.shared.causal import CausalCache
 from mlxrunner.cache.shared.layer import CellsLayer
 from mlxrunner.cache.shared.sequences import Batch
-from mlxrunner.cache.tokens import TokenArray, TokenBuffer, common_prefix, goes_on
+from mlxrunner.parallel.rows.alone import passes
 from mlxrunner.parallel.rows.engine import WINDOWS_KEEP, Engine
 from mlxrunner.profiling.replay.simulate import ReplayedLayer
 
@@ -49,6 +46,11 @@ class ReplayedEngine(Engine):
         """Called in each forward pass when its tokens have their cells. It may raise an error."""
 
     @property
+    def row_bytes(self) -> int:
+        """Bytes of a token in the cells of all layers."""
+        return sum(self._rows.values())
+
+    @property
     def most_sequences(self) -> int | None:
         return 1 if self._ways == ["one at a time"] else None
 
@@ -57,8 +59,10 @@ class ReplayedEngine(Engine):
             self.cache.start_forward(batch)
         self.hook()
         for sequence, count in Counter(batch.sequences).items():
-            for layer in self._layers_apart(sequence):
-                layer.end_forward(count)
+            is_alone = self.most_sequences == 1
+            for part in passes(batch, rows) if is_alone else [count]:
+                for layer in self._layers_apart(sequence):
+                    layer.end_forward(part)
         return self._logits
 
     def caches(self, sequence: int) -> list[LayerCache]:
@@ -146,7 +150,7 @@ class _PaperCells(CellsLayer):
     group: _ReplayedGroup
 
     def export(self, snapshot: Snapshot | None = None) -> Saved:
-        return _saved(self.kind, self.extent if snapshot is None else snapshot.content)
+        return saved_extent(self.kind, self.extent if snapshot is None else snapshot.content)
 
     def adopt(self, saved: Saved, offset: int) -> None:
         self.free()
@@ -158,7 +162,7 @@ class _PaperCells(CellsLayer):
         return Snapshot(extent, rows * self.group.row_bytes)
 
     def restore(self, snapshot: Snapshot, offset: int) -> None:
-        self.adopt(_saved(self.kind, snapshot.content), offset)
+        self.adopt(saved_extent(self.kind, snapshot.content), offset)
 
     def snapshot_of(self, saved: Saved, offset: int) -> Snapshot:
         extent = saved.numbers["extent"]
@@ -172,13 +176,19 @@ class _PaperLayer(ReplayedLayer):
     counts_forwards = False  # the engine counts them, as for several sequences it does itself
 
     @property
+    def row_bytes(self) -> int:
+        """Bytes of a token in all layers that this one stands for."""
+        nbytes: int = self._line["count"] * self._line["row_bytes"]
+        return nbytes
+
+    @property
     def nbytes(self) -> int:
         rows = min(self.offset, self._line["room"] or self.offset) * self._line["row_bytes"]
         nbytes: int = self._line["count"] * (rows + self._line["checkpoint_fixed"])
         return nbytes if self.offset else 0
 
     def export(self, snapshot: Snapshot | None = None) -> Saved:
-        return _saved(self.kind, self.extent if snapshot is None else snapshot.content)
+        return saved_extent(self.kind, self.extent if snapshot is None else snapshot.content)
 
     def adopt(self, saved: Saved, offset: int) -> None:
         self._extent = saved.numbers["extent"]
@@ -187,122 +197,17 @@ class _PaperLayer(ReplayedLayer):
         return Snapshot(saved.numbers["extent"], self.snapshot().nbytes)
 
 
-def _saved(kind: str, extent: Extent) -> Saved:
+def row_bytes_of(cache: LayerCache) -> int | None:
+    """Return the bytes of a token where layers store a row for each; None for other layers."""
+    if isinstance(cache, _PaperCells):
+        return cache.group.row_bytes if cache.group.window is None else None
+    return None if cache.needs_checkpoints else getattr(cache, "row_bytes", None)
+
+
+def saved_extent(kind: str, extent: Extent) -> Saved:
     return Saved(kind, numbers={"extent": extent})
 
 
 def _stay(layer: int, keys: mx.array, offsets: mx.array) -> mx.array:
     """Return the keys unchanged."""
     return keys
-
-
-class _Held(LayerCache):
-    """A layer of a parked conversation: its extent alone."""
-
-    def __init__(self, saved: Saved) -> None:
-        self.kind, self._extent = saved.kind, saved.numbers["extent"]
-
-    @property
-    def extent(self) -> Extent:
-        extent: Extent = self._extent
-        return extent
-
-    def go_back(self, to: int) -> None:
-        self._extent = self.extent.rewound(to)
-
-    def free(self) -> None:
-        self._extent = self.extent.empty()
-
-    def snapshot(self) -> Snapshot:
-        return Snapshot(self.extent.checkpoint(), 0)
-
-    def restore(self, snapshot: Snapshot, offset: int) -> None:
-        self._extent = snapshot.content
-
-
-@dataclass(frozen=True)
-class _Restored:
-    """A part of a parked conversation that is read again."""
-
-    tokens: TokenArray
-    layers: Sequence[Saved]
-    checkpoints: Sequence[SavedCheckpoint]
-    is_exact: bool = True
-
-
-class ReplayedParking:
-    """A place for conversations, with the methods of `mlxrunner.stored.parking.Parking`."""
-
-    def __init__(self) -> None:
-        self._parked: dict[bytes, CacheEntry] = {}
-        self._restored: set[bytes] = set()
-
-    def park(self, entry: CacheEntry, *, replaces: Any = None) -> CacheEntry | None:
-        """Keep an entry, unless what it holds is not exact."""
-        if not entry.tokens or entry.is_shifted:
-            return None
-        held = CacheEntry(
-            TokenBuffer(entry.tokens[:]), [_Held(one.export()) for one in entry.caches]
-        )
-        held.checkpoints.budget = entry.checkpoints.budget
-        for item in entry.checkpoints:
-            held.checkpoints.add(item)
-        self._drop_earlier(held)
-        self._parked[held.tokens.array.tobytes()] = held
-        return held
-
-    def _drop_earlier(self, held: CacheEntry) -> None:
-        """Drop what is an earlier state of a conversation, as the real place does."""
-        is_enough = all(cache.reachable(1) == 1 for cache in held.caches)
-        for key, one in list(self._parked.items()):
-            shared = common_prefix(one.tokens.array, held.tokens.array)
-            if goes_on(shared, len(one.tokens)) and (is_enough or key in self._restored):
-                del self._parked[key]
-
-    def find(self, prompt: TokenArray) -> tuple[CacheEntry, int] | None:
-        """Return the conversation that has most of a prompt, and how many of its tokens."""
-        best: tuple[CacheEntry, int] | None = None
-        for held in self._parked.values():
-            shared = min(common_prefix(held.tokens.array, prompt), len(prompt) - 1)
-            if shared > (best[1] if best else 0):
-                to = held.reach(shared)[0]
-                if to > (best[1] if best else 0):
-                    best = held, to
-        return best
-
-    def restore(self, parked: CacheEntry, upto: int | None = None) -> _Restored:
-        """Return the first `upto` tokens of a conversation."""
-        self._restored.add(parked.tokens.array.tobytes())
-        to = len(parked.tokens) if upto is None else upto
-        copy = CacheEntry(caches=[_Held(_saved(one.kind, one.extent)) for one in parked.caches])
-        copy.checkpoints.budget = parked.checkpoints.budget
-        copy.tokens.extend(parked.tokens.array)
-        for item in parked.checkpoints:
-            copy.checkpoints.add(item)
-        if to < len(parked.tokens):
-            copy.tokens.truncate(to)
-            copy.rewind(to)
-        return _Restored(
-            copy.tokens.array,
-            [_saved(one.kind, one.extent.saved()) for one in copy.caches],
-            [_saved_checkpoint(item, copy.caches) for item in copy.checkpoints],
-        )
-
-    def tell(self, on_given_up: Callable[[Any], None]) -> None:
-        """Do nothing: there is room for all."""
-
-    def close(self) -> None:
-        """Forget everything."""
-        self._parked.clear()
-        self._restored.clear()
-
-
-def _saved_checkpoint(item: Checkpoint, caches: Sequence[LayerCache]) -> SavedCheckpoint:
-    return SavedCheckpoint(
-        item.offset,
-        item.role,
-        [
-            None if kept is None else _saved(cache.kind, kept.content)
-            for cache, kept in zip(caches, item.snapshots, strict=True)
-        ],
-    )

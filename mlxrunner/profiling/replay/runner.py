@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import mlx.core as mx
 
@@ -20,12 +20,13 @@ from mlxrunner.parallel.scheduling.request import ActiveRequest
 from mlxrunner.parallel.scheduling.scheduler import Scheduler
 from mlxrunner.parallel.settings import EngineSettings
 from mlxrunner.profiling.record.tokenlog import LoggedRequest
-from mlxrunner.profiling.replay.engine import ReplayedEngine, ReplayedParking
+from mlxrunner.profiling.replay.engine import ReplayedEngine
+from mlxrunner.profiling.replay.parking import ReplayedParking
 from mlxrunner.results import Chunk, FinishReason, Usage
 from mlxrunner.tokenizer.prompt import TokenizedPrompt
 
-if TYPE_CHECKING:
-    from mlxrunner.stored.parking import Parking
+ANY = 2**62
+"""Bytes of parked conversations where a log does not say how many there may be."""
 
 
 class Interrupt(BaseException):
@@ -39,14 +40,12 @@ class ReplayedRunner:
         self, process: Mapping[str, Any], slots: int, longest: int, *, is_movable: bool
     ) -> None:
         """Make the scheduler. `longest` is the most tokens of a prompt and its answer."""
-        self._capacity, cells = process["context"], process["cells"]
-        share = -(-cells // slots)
-        if (
-            cells >= process["max_sequences"] * self._capacity
-        ):  # enough for all requests: fewer do as well, and are faster
-            cells, share = slots * self._capacity, min(self._capacity, longest)
+        self._capacity = process["context"]
         most = max(most_of_step(process), slots)
         self._engine = engine = ReplayedEngine(process, is_movable=is_movable)
+        cells = cells_of(process, slots, engine.row_bytes)
+        is_ample = cells >= slots * self._capacity  # fewer do as well, and are faster
+        share = min(self._capacity, longest) if is_ample else -(-cells // slots)
         engine.cache.init(mx.float32, slots, share, most)
         settings = EngineSettings(
             max_sequences=slots,
@@ -64,7 +63,9 @@ class ReplayedRunner:
             settings,
             ended=_usage,
             message_ends=as_tokens(process["message_ends"]),
-            parking=cast("Parking", ReplayedParking()) if process.get("parks") else None,
+            parking=ReplayedParking(process.get("park_bytes", ANY))
+            if process.get("parks")
+            else None,
             is_reusable=not process.get("never_reused"),
         )
         self.failing: set[int] = set()
@@ -233,6 +234,19 @@ class _LoggedTokens(NextToken):
         self._count += 1
         is_known = self._count <= len(self._tokens)
         return Sampled(mx.array(self._tokens[self._count - 1 : self._count] if is_known else [0]))
+
+
+def cells_of(process: Mapping[str, Any], slots: int, row_bytes: int) -> int:
+    """Return the cells that a runner with `slots` slots has.
+
+    Where there were enough for all slots there are again, as far as the memory goes.
+    """
+    cells: int = process["cells"]
+    context, memory = process["context"], process.get("memory")
+    if slots == process["max_sequences"] or cells < process["max_sequences"] * context:
+        return cells
+    cells = slots * context
+    return cells if memory is None else max(context, min(cells, memory // max(row_bytes, 1)))
 
 
 def most_of_step(process: Mapping[str, Any]) -> Any:

@@ -129,6 +129,8 @@ def _is_process(process: Mapping[str, Any]) -> bool:
     most = most_of_step(process)
     return (
         all(_is_count(size, 1) for size in (slots, context, cells, most))
+        and _is_count(process.get("memory") or 1, 1)
+        and _is_count(process.get("park_bytes", 0))
         and context > 1
         and slots <= most <= MOST_CELLS
         and has_room(process, slots)

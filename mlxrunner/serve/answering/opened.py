@@ -82,11 +82,11 @@ class Opening:
         return Opened.of(loaded, runner, self.settings.no_rule)
 
     def _context(self, facts: ModelFacts) -> int:
-        """Return the most tokens of a prompt and its answer, if they all fit."""
+        """Return the context of a model, in tokens, before memory narrows it."""
         return RunnerSettings.of(**self.runner).context or facts.context
 
     def _demand(self, found: LoadedModel | Shapes, weights: int) -> Demand:
-        """Return the memory that a model needs whose weights have so many bytes."""
+        """Return the memory that a model needs, if its weights take `weights` bytes."""
         settings = EngineSettings(max_sequences=1, **self.runner)
         options = cache_options(settings, found.facts.context)
         return demand_of(found.model, found.config, options, settings.prefill_step, weights=weights)
@@ -127,4 +127,4 @@ class Opened:
     @property
     def room(self) -> int:
         """Most tokens of a prompt and its answer."""
-        return min(self.runner.context, self.runner.cells)
+        return self.runner.context

@@ -15,19 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.rope_utils import initialize_rope
 from numpy.typing import NDArray
+from support.models import LLAMA3
 from support.sample import examples
 
 from mlxrunner.cache import Batch, CacheConfig, CacheFullError, CausalCache, NotSupportedError
 from mlxrunner.cache.shared.buffers import Places
 
 HEADS, DIMS = 2, 8
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
 ROPES = [
     initialize_rope(DIMS, 10_000.0, False, None, 512),
     initialize_rope(DIMS, 500.0, True, LLAMA3, 512),

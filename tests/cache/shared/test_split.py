@@ -16,18 +16,10 @@ from support.sample import examples
 
 from mlxrunner.cache import END, Batch, CacheFullError
 from mlxrunner.cache.shared.cells import Cells
+from mlxrunner.cache.shared.parts import AnyPart, Block, Gathered, Part, Split, StackedParts
 from mlxrunner.cache.shared.runs import Run
 from mlxrunner.cache.shared.sight import Bools, Sight
-from mlxrunner.cache.shared.split import (
-    LONG,
-    MOST_SHARED,
-    Block,
-    Part,
-    Split,
-    StackedParts,
-    blocks_of,
-    split,
-)
+from mlxrunner.cache.shared.split import LONG, MOST_SHARED, blocks_of, split
 from mlxrunner.parallel.rows.attention import Parts
 
 SEQUENCES = 6
@@ -54,16 +46,20 @@ def put_together(parts: Split, queries: int, num_cells: int) -> np.ndarray[Any, 
             if isinstance(part, Part):
                 seen = 1 if part.visible is None else part.visible
                 counts[list(part.queries), part.cells.begin : part.cells.end] += seen
-            else:
+            elif isinstance(part, StackedParts):
                 _count_stack(counts, part)
+            else:
+                for index, query in enumerate(part.queries):
+                    seen = 1 if part.visible is None else part.visible[index]
+                    np.add.at(counts[query], part.cells[index], seen)
     assert not counts[:, num_cells:].any()
     return counts[:, :num_cells]
 
 
-def _asked(part: Part | StackedParts) -> list[int]:
-    if isinstance(part, Part):
-        return list(part.queries)
-    return [part.queries[index] for index in part.wanted]
+def _asked(part: AnyPart) -> list[int]:
+    if isinstance(part, StackedParts):
+        return [part.queries[index] for index in part.wanted]
+    return list(part.queries)
 
 
 def _count_stack(counts: np.ndarray[Any, Any], stack: StackedParts) -> None:
@@ -187,11 +183,12 @@ def drawn(found: Split | None) -> list[str]:
     for number, level in enumerate(found.levels):
         for part in level:
             asked = ",".join(map(str, _asked(part)))
-            cells = (
-                f"{part.cells.begin}-{part.cells.end - 1}"
-                if isinstance(part, Part)
-                else f"{part.begin}+{part.length} of {part.size} x {len(part.queries)}"
-            )
+            if isinstance(part, Part):
+                cells = f"{part.cells.begin}-{part.cells.end - 1}"
+            elif isinstance(part, Gathered):
+                cells = f"{part.cells.shape[1]} gathered x {len(part.queries)}"
+            else:
+                cells = f"{part.begin}+{part.length} of {part.size} x {len(part.queries)}"
             masked = "" if part.visible is None else " masked"
             rows.append(f"level {number}: {asked}: {cells}{masked}")
     return rows
@@ -229,12 +226,49 @@ def test_lanes_of_one_size_are_one_part() -> None:
     assert drawn(found) == ["level 0: 0,1,2,3,4,5,6,7: 0+44 of 64 x 8 masked"]
 
 
-def test_lanes_far_apart_are_parts() -> None:
-    """A batch of mostly nothing would be more work than they are."""
+def test_lanes_far_apart_are_no_stack() -> None:
+    """A batch of mostly nothing would be more work: short ones are copied, long ones are parts."""
     cells = stored(0, dict.fromkeys(range(8), 500))
     cells, _ = apart(cells, *[(sequence, 40) for sequence in range(8)])
     _, found = apart(cells, (0, 1), (3, 1), (7, 1), worth=0)
-    assert drawn(found) == ["level 0: 0: 0-40", "level 0: 1: 1536-1576", "level 0: 2: 3584-3624"]
+    assert drawn(found) == ["level 0: 0,1,2: 41 gathered x 3"]
+    for _ in range(3):
+        cells, _ = apart(cells, *[(sequence, 60) for sequence in range(8)])
+    _, found = apart(cells, (0, 1), (3, 1), (7, 1), worth=0)
+    assert drawn(found) == [
+        "level 0: 0: 0-220",
+        "level 0: 1: 1536-1756",
+        "level 0: 2: 3584-3804",
+    ]
+
+
+def test_short_sequences_between_each_other_are_gathered() -> None:
+    """One copy of what they see is less work than a product over all that lies between."""
+    cells = Cells.empty(4000, 8, Sight())
+    for _ in range(3):
+        cells, _ = apart(cells, *[(sequence, 10) for sequence in range(8)])
+    cells, found = apart(cells, *[(sequence, 1) for sequence in range(8)])
+    assert drawn(found) == ["level 0: 0,1,2,3,4,5,6,7: 31 gathered x 8"]
+    for _ in range(60):  # too many pieces to list
+        cells, found = apart(cells, *[(sequence, 1) for sequence in range(8)])
+    assert drawn(found) == ["level 0: 0,1,2,3,4,5,6,7: 91 gathered x 8"]
+
+
+def test_long_sequences_are_not_copied() -> None:
+    """A part for each of them costs less than a copy."""
+    cells = Cells.empty(9000, 4, Sight())
+    for _ in range(2):
+        cells, _ = apart(cells, *[(sequence, 500) for sequence in range(4)])
+    _, found = apart(cells, *[(sequence, 1) for sequence in range(4)])
+    assert drawn(found) == [
+        "level 0: 0,1,2,3: 4000-4003 masked",
+        *[
+            f"level {1 + half}: {number}: {begin}-{begin + 499}"
+            for half in (0, 1)
+            for number in range(4)
+            for begin in (500 * number + 2000 * half,)
+        ],
+    ]
 
 
 def test_one_product_where_it_is_less_work() -> None:
@@ -286,7 +320,7 @@ def test_scores_of_shared_cells_are_bounded() -> None:
 
 
 def test_scattered_sequences_have_a_mask() -> None:
-    """They lie in too many pieces to list; a long piece gathers its cells."""
+    """They lie in too many pieces to list; beside a long piece, what one query sees is copied."""
     cells = Cells.empty(1000, 3, Sight())
     for _ in range(50):
         cells, found = apart(cells, (0, 1), (1, 1), (2, 1), worth=0)
@@ -294,7 +328,7 @@ def test_scattered_sequences_have_a_mask() -> None:
     cells, found = apart(cells, (0, LONG), (1, 1), worth=0)
     assert drawn(found) == [
         f"own 0-{LONG - 1}: {50 + LONG} cells",
-        f"level 0: {LONG}: 1-214 masked",
+        f"level 0: {LONG}: 51 gathered x 1",
     ]
 
 

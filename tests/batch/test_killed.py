@@ -1,0 +1,323 @@
+"""Runs that are killed or interrupted at any moment go on without loss or repeated work."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.batches import TYPED, lines, resume, run, unbroken
+from support.waiting import PATIENCE_S, until
+
+from mlxrunner.batch.store import Store
+
+KILLS = 50
+
+
+@pytest.mark.exhaustive(0)
+def test_a_run_killed_at_many_random_points_equals_an_unbroken_one(folder: Path) -> None:
+    """The file after SIGKILL at any stage equals the unbroken one, and is never wrong before."""
+    Path("one.jsonl").write_text(lines(1))
+    Path("in.jsonl").write_text(lines(500, broken=(7, 61)))
+    expected = unbroken("--context", 128)
+    chosen, done = random.Random(1), []
+    with Starter(
+        ["--no-usage", "--no-reserve", "--context", "128", "--parallel", "1", "--resume", "-q"]
+    ) as starter:
+        beginning = {
+            as_user: starter.seconds("one.jsonl", as_user=as_user) for as_user in (True, False)
+        }
+        for kill in range(KILLS):
+            as_user = kill % 10 == 9
+            process = starter.start("in.jsonl", "out.jsonl", as_user=as_user)
+            wait_for_commits(
+                1 + (kill in (15, 35)),
+                Path("out.jsonl.run"),
+                at_most=PATIENCE_S
+                if kill % 5 == 3
+                else chosen.uniform(0, 1.5 * beginning[as_user]),
+            )
+            time.sleep(chosen.uniform(0, 0.05))
+            process.kill()
+            assert process.wait() == -signal.SIGKILL, (
+                "it ended before it was killed: give it more lines"
+            )
+            assert expected.startswith(
+                Path("out.jsonl").read_bytes() if Path("out.jsonl").exists() else b""
+            )
+            if (
+                kill % 5 == 4 and Path("out.jsonl.run").exists()
+            ):  # otherwise it is left to the program to look at it first
+                with Store.open(Path("out.jsonl.run")) as store:
+                    done.append(store.counts.done)
+        assert (
+            starter.start("in.jsonl", "out.jsonl", as_user=True).wait() == 3
+        )  # two lines are broken
+    assert Path("out.jsonl").read_bytes() == expected
+    assert not Path("out.jsonl.run").exists()
+    assert done == sorted(done)
+    assert len(set(done)) > 3, "it was never killed in the middle"
+
+
+def wait_for_commits(count: int, store: Path, *, at_most: float) -> None:
+    """Wait until the store has changed `count` times after its input, or `at_most` seconds."""
+
+    def state() -> int:
+        return store.stat().st_mtime_ns if store.exists() else 0
+
+    end, last, seen = time.monotonic() + at_most, state(), 0
+    was_there = bool(last) and store.stat().st_size > 60_000
+    while time.monotonic() < end and seen < count + (not was_there):
+        time.sleep(0.002)
+        now = state()
+        seen, last = seen + (now != last), now
+
+
+class Starter:
+    """Starts the command as a user does or as a fork.
+
+    The fork is of a process that has imported everything, which saves a second each time.
+    """
+
+    def __init__(self, options: list[str]) -> None:
+        self._options = options
+
+    def __enter__(self) -> Starter:
+        code = (
+            "import json, os, sys, mlxrunner.batch.work\n"
+            "from mlxrunner.cli import main\n"
+            "print('ready', flush=True)\n"
+            "for line in sys.stdin:\n"
+            "    pid = os.fork()\n"
+            "    if pid == 0:\n"
+            "        sys.stdin = open(os.devnull)\n"
+            "        main(json.loads(line))\n"
+            "    print(pid, flush=True)\n"
+            "    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)\n"
+        )
+        self._parent = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self._parent.stdout is not None
+        assert self._parent.stdout.readline() == "ready\n"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._parent.communicate()
+
+    def start(self, source: str, target: str, *, as_user: bool) -> Any:
+        arguments = ["batch", source, "-o", target, *self._options]
+        if (
+            as_user or sys.platform == "darwin"
+        ):  # where what Metal has started does not survive a fork
+            return subprocess.Popen([sys.executable, "-m", "mlxrunner", *arguments])
+        return Fork(self._parent, arguments)
+
+    def seconds(self, source: str, *, as_user: bool) -> float:
+        """Return how long it takes to the end."""
+        began = time.monotonic()
+        assert self.start(source, f"{source}.{as_user}", as_user=as_user).wait() == 0
+        return time.monotonic() - began
+
+
+class Fork:
+    """The part of Popen that is used here, for a grandchild."""
+
+    def __init__(self, parent: subprocess.Popen[str], arguments: list[str]) -> None:
+        self._parent = parent
+        assert parent.stdin is not None
+        parent.stdin.write(json.dumps(arguments) + "\n")
+        parent.stdin.flush()
+        self._pid = int(self._read())
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self._pid, signal.SIGKILL)
+
+    def wait(self) -> int:
+        return int(self._read())
+
+    def _read(self) -> str:
+        assert self._parent.stdout is not None
+        return self._parent.stdout.readline()
+
+
+def test_killed_while_it_read_the_input(folder: Path) -> None:
+    """There is a store without an input: it begins again, with --resume and without."""
+    expected = unbroken()
+    for arguments in (["--resume"], []):
+        Store.create(Path("out.jsonl.run")).close()
+        run(*TYPED, *arguments)
+        assert Path("out.jsonl").read_bytes() == expected
+        Path("out.jsonl").unlink()
+
+
+@pytest.mark.exhaustive(0)
+def test_a_closed_window_ends_a_run_that_says_how_to_go_on(folder: Path) -> None:
+    """The answers before it stay, and the rest equals an unbroken run."""
+    expected = unbroken("--context", 128)
+    command = [
+        "batch",
+        "in.jsonl",
+        "-o",
+        "out.jsonl",
+        "--no-usage",
+        "--no-reserve",
+        "--context",
+        "128",
+        "--parallel",
+        "1",
+    ]
+    command += ["--order", "input"]
+    code = (
+        "import time\nfrom mlxrunner.batch import output\nfrom mlxrunner.cli import main\n"
+        "output.SHORTEST_S = output.SHARE = 0\n"
+        "flush, waited = output.Writer.flush, []\n"
+        "def slow(self):\n"
+        "    flush(self)\n"
+        "    if self.output.size and not waited:\n"
+        "        waited.append(open('waits', 'w').close())\n"
+        "        time.sleep(3600)\n"
+        "output.Writer.flush = slow\n"
+        "main()\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *command], stderr=subprocess.PIPE, text=True
+    )
+    until(lambda: Path("waits").exists() or process.poll() is not None)
+    process.send_signal(signal.SIGHUP)
+    _, said = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 128 + signal.SIGHUP, said
+    assert said.splitlines()[-1] == f"to go on: mlxrunner {' '.join(command)} --resume"
+    assert 0 < len(Path("out.jsonl").read_bytes()) < len(expected)
+    assert expected.startswith(Path("out.jsonl").read_bytes())
+    assert run(*command[1:], "--resume").exit_code == 3  # of the broken line
+    assert Path("out.jsonl").read_bytes() == expected
+
+
+@pytest.mark.exhaustive(0)
+def test_nohup_protects_a_run(folder: Path) -> None:
+    """A window that is closed does not end it."""
+    code = (
+        "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN); from mlxrunner.cli "
+        "import main; main(sys.argv[1:])"
+    )
+    command = [
+        "batch",
+        "in.jsonl",
+        "-o",
+        "out.jsonl",
+        "--no-usage",
+        "--no-reserve",
+        "--parallel",
+        "1",
+        "-q",
+    ]
+    process = subprocess.Popen([sys.executable, "-c", code, *command])
+    until(lambda: Path("out.jsonl").exists() or process.poll() is not None)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(PATIENCE_S) == 3  # of the broken line
+    assert len(Path("out.jsonl").read_text().splitlines()) == 12
+
+
+# The program, which writes each answer at once, and makes a file once one has thirty tokens.
+TELLS = """
+from pathlib import Path
+from mlxrunner.batch import output
+from mlxrunner.cli import main
+from mlxrunner.runner import Runner
+
+output.SHORTEST_S = output.SHARE = 0
+generate = Runner.generate
+
+def told(self, *arguments, **options):
+    for number, chunk in enumerate(generate(self, *arguments, **options), 1):
+        if number == 30:
+            Path("thirty").touch()
+        yield chunk
+
+Runner.generate = told
+main()
+"""
+
+
+def started(*arguments: str) -> subprocess.Popen[str]:
+    """The command on its way: its first answers are there."""
+    options = ["in.jsonl", "-o", "out.jsonl", "--no-usage", "--no-reserve", "--parallel", "1"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", TELLS, "batch", *options, *arguments],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    until(
+        lambda: (
+            (Path("out.jsonl").exists() and Path("out.jsonl").stat().st_size)
+            or process.poll() is not None
+        )
+    )
+    return process
+
+
+@pytest.mark.exhaustive(1)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_kill_finish_the_current_line_and_say_how_to_go_on(
+    folder: Path, number: signal.Signals
+) -> None:
+    """Exit code 1; the same command with --resume does the rest."""
+    Path("in.jsonl").write_text(lines(40))
+    expected = unbroken("--order", "input")
+    process = started("--order", "input")
+    process.send_signal(number)
+    _, said = process.communicate()
+    assert process.returncode == 1
+    assert "finishing the lines that are running" in said
+    assert (
+        "to go on: mlxrunner batch in.jsonl -o out.jsonl --no-usage --no-reserve --parallel 1 "
+        "--order input --resume\n" in said
+    )
+    with Store.open(Path("out.jsonl.run")) as store:
+        assert 0 < store.counts.done < 40
+        assert len(Path("out.jsonl").read_bytes().splitlines()) == store.counts.done
+    assert expected.startswith(Path("out.jsonl").read_bytes())
+    assert resume("--order", "input").exit_code == 0
+    assert Path("out.jsonl").read_bytes() == expected
+
+
+@pytest.mark.exhaustive(1)
+@pytest.mark.parametrize(
+    ("first", "second", "code"),
+    [
+        (signal.SIGINT, signal.SIGINT, 130),
+        (signal.SIGTERM, signal.SIGTERM, 143),
+        (signal.SIGTERM, signal.SIGINT, 130),
+    ],
+)
+def test_a_second_ctrl_c_or_kill_stops_at_once(
+    folder: Path, first: signal.Signals, second: signal.Signals, code: int
+) -> None:
+    """In the middle of an answer, which is not written; what was finished is not lost."""
+    long = [
+        {"prompt": "Hello!", "max_tokens": 2},
+        {"prompt": "Zebra", "stop_tokens": [], "max_tokens": 1900},
+    ]
+    Path("in.jsonl").write_text("\n".join(map(json.dumps, long)))
+    process = started()
+    until(lambda: Path("thirty").exists() or process.poll() is not None)
+    process.send_signal(first)
+    assert process.stderr is not None
+    while "finishing the lines" not in process.stderr.readline():
+        assert process.poll() is None
+    process.send_signal(second)
+    _, said = process.communicate()
+    assert process.returncode == code
+    assert "to go on: " in said
+    assert "Traceback" not in said
+    assert len(Path("out.jsonl").read_bytes().splitlines()) == 1

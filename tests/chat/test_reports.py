@@ -1,0 +1,87 @@
+"""/explain and /stats tell what a turn reused, and why not more."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from typing import Any
+
+import pytest
+from support.chats import Do
+
+from mlxrunner.chat.commands.reports import explanation, saved_seconds
+from mlxrunner.profiling.reasons import REASONS
+from mlxrunner.results import CacheUse, MemoryUse, Timing, Usage
+
+FLAT = [
+    field.name
+    for part in (Usage, Timing, MemoryUse, CacheUse)
+    for field in fields(part)
+    if field.name not in ("timing", "memory", "cache")
+]
+
+
+def usage(**changes: Any) -> Usage:
+    counts = dict.fromkeys(FLAT, 0) | {
+        "outcome": "hit",
+        "reason": None,
+        "rewind_limited_by": None,
+    }
+    return Usage.from_dict(counts | {"checkpoint": None, "freed_by": None} | changes)
+
+
+@pytest.mark.parametrize("reason", [None, *REASONS])
+def test_every_reason_has_its_words(reason: str | None) -> None:
+    """With what limited it, what freed it, what it cost."""
+    lines = explanation(
+        usage(
+            prompt_tokens=50,
+            matched_tokens=40,
+            cached_tokens=30,
+            ahead_tokens=10,
+            evaluated_tokens=20,
+            lost_tokens=9,
+            trimmed_tokens=5,
+            reason=reason,
+            rewind_limited_by="sliding",
+            freed_by="a reset",
+            checkpoint=30,
+            shifted_tokens=9,
+            reevaluated_tokens=4,
+        )
+    )
+    sentence = REASONS[reason].sentence if reason else "nothing was lost"
+    assert lines[0].startswith(sentence)
+    assert lines[0].endswith("20 of 50 prompt tokens were reused, 10 had been evaluated in advance")
+    assert ("(sliding)" in lines[0]) == (reason == "rewind_limited")
+    assert ("(a reset)" in lines[0]) == (reason not in (None, "rewind_limited"))
+    remedy = REASONS[reason].remedy if reason else ""
+    assert lines[1:-4] == ([f"what would help: {remedy}"] if remedy else [])
+    assert lines[-4:] == [
+        "9 tokens were evaluated that need not have been",
+        "a checkpoint at token 30 was used to go back",
+        "5 tokens of the entry were trimmed, as the prompt goes on otherwise",
+        "the context was full: 9 of the oldest tokens were dropped, 4 evaluated again for it",
+    ]
+
+
+def test_explain_and_stats_tell_of_the_last_turn(do: Do) -> None:
+    """After a turn that diverged."""
+    lines = do(
+        "My name is Ana.", "I have a dog.", "/undo 2", "My cat is Tom.", "/explain", "/stats"
+    )
+    assert any(line.startswith("the prompt leaves the entry in the middle; ") for line in lines)
+    assert any(
+        re.fullmatch(r"last turn  partial \(diverged\): \d+ prompt tokens, \d+ matched", line)
+        for line in lines
+    )
+
+
+def test_saved_seconds_are_those_of_the_events() -> None:
+    """Saved seconds come from the events' curve, and exclude typing ahead and plain guesses."""
+    first = usage(cached_tokens=0, evaluated_tokens=100, prefill_s=1.0)
+    assert saved_seconds(
+        [first, usage(cached_tokens=60, ahead_tokens=10, evaluated_tokens=1, prefill_s=0.01)], 100
+    ) == pytest.approx(0.5)
+    assert saved_seconds([first, usage(cached_tokens=1000, evaluated_tokens=0)], 100) == 0.0
+    assert saved_seconds([], 100) == 0.0

@@ -1,0 +1,233 @@
+"""`mlxrunner batch` reads and writes tables, streams and several files."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.batch_command import answers, run, table, write
+from support.waiting import PATIENCE_S
+
+pytestmark = pytest.mark.usefixtures("folder")
+
+
+@pytest.mark.exhaustive(2)
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("batch - -o out.jsonl <&-", "mlxrunner: standard input is closed\n"),
+        ("batch in.jsonl -o - >&-", "mlxrunner: standard output is closed\n"),
+        ("batch in.jsonl -o out.jsonl -q >&-", ""),
+        ("batch in.jsonl -o out.jsonl 2>&-", ""),
+    ],
+)
+def test_a_closed_standard_stream_is_one_line(command: str, said: str) -> None:
+    """There is no line where the stream is not needed."""
+    write({"prompt": "Hello!", "max_tokens": 2})
+    result = subprocess.run(
+        f"{sys.executable} -m mlxrunner {command}",
+        shell=True,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert (result.returncode, result.stderr) == (2 if said else 0, said)
+    assert Path("out.jsonl").exists() == (not said)
+
+
+def test_csv_end_to_end() -> None:
+    """A template with columns; quotes, commas and line ends in values."""
+    Path("in.csv").write_text('id,name,more\nx,Ana,"a, b"\ny,"Zor\nblin",\nbad,row\n')
+    result = run(
+        "in.csv", "-o", "out.jsonl", "--prompt-template", "My name is {name}. What is my name?"
+    )
+    assert (answers()[0]["id"], answers()[0]["text"]) == ("x", "Your name is Ana.")
+    assert (result.exit_code, len(answers())) == (3, 3)
+    assert answers()[2]["error"].startswith("line 5: ")
+    result = run("in.csv", "-o", "other.jsonl")
+    assert (result.exit_code, "neither a column 'prompt' nor" in result.stderr) == (2, True)
+    result = run("in.csv", "-o", "other.jsonl", "--prompt-template", "{town}")
+    assert (result.exit_code, "no column 'town'" in result.stderr) == (2, True)
+    assert not Path("other.jsonl").exists()
+    assert not Path("other.jsonl.run").exists()
+
+
+def test_standard_input_and_output() -> None:
+    """`-` for each; what is on stdout is the answers and nothing else."""
+    text = json.dumps({"prompt": "Hello!"}) + "\n"
+    result = run("-", "-o", "-", "--no-usage", stdin=text)
+    assert json.loads(result.stdout) == {
+        "id": None,
+        "index": 0,
+        "text": "Hello! How can I help you?",
+        "finish_reason": "stop",
+    }
+    run("-", "-o", "out.jsonl", stdin=text)
+    assert answers()[0]["text"] == "Hello! How can I help you?"
+    result = run("-", "-o", "-", "--resume", stdin=text)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "--resume needs an output file" in result.stderr
+
+
+def test_a_closed_pipe_ends_it_quietly() -> None:
+    """`mlxrunner batch ... -o - | head -1`."""
+    write(*[{"prompt": "Hello!", "max_tokens": 3}] * 200)
+    command = (
+        f"{sys.executable} -m mlxrunner batch in.jsonl -o - --no-usage -q --no-reserve --parallel "
+        "1 | head -1"
+    )
+    result = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert len(result.stdout.splitlines()) == 1
+    assert result.stderr == ""
+
+
+def test_a_stream_on_a_full_disk_is_one_line(full: int) -> None:
+    """It is written to as answers come, and such a run can't resume."""
+    stream = f"/dev/fd/{full}"
+    result = run(write({"prompt": "Hello!"}), "-o", stream, "-q")
+    assert (result.exit_code, result.stderr) == (
+        1,
+        f"mlxrunner: {stream}: can't be written: No space left on device\n",
+    )
+    refused = run(write({"prompt": "Hello!"}), "-o", stream, "--resume")
+    assert (refused.exit_code, refused.stderr) == (
+        2,
+        "mlxrunner: --resume needs an output file: a run whose answers went to standard output "
+        "or a device can't resume\n",
+    )
+
+
+def test_an_output_that_is_no_file_is_refused_at_once(null: Path) -> None:
+    """A FIFO and a link are refused at once; the null device is written to and stays one."""
+    os.mkfifo("fifo")
+    os.symlink("elsewhere", "link")
+    for name, why in (
+        ("fifo", "it is a FIFO, not a regular file"),
+        ("link", "it is a link to elsewhere: name the file itself"),
+    ):
+        result = run(write({"prompt": "Hello!"}), "-o", name)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert f"mlxrunner: {name}: can't be written: {why}" in result.stderr
+        assert not os.path.exists(f"{name}.run")
+    before = null.lstat()
+    assert run("in.jsonl", "-o", null, "-q").exit_code == 0
+    assert os.path.samestat(before, null.lstat())
+
+
+def test_output_order_done_writes_as_they_finish() -> None:
+    """In the order in which they ran; each says its index."""
+    lines = [
+        {"prompt": f"{fact} What is my name?"}
+        for fact in ("My name is Zo.", "My name is Al.", "My name is Zo.")
+    ]
+    run(write(*lines), "-o", "out.jsonl", "--output-order", "done", "--parallel", 1)
+    order = [line["index"] for line in answers()]
+    assert order != [0, 1, 2]
+    assert sorted(order) == [0, 1, 2]
+    assert abs(order.index(0) - order.index(2)) == 1
+
+
+def test_an_empty_input_is_an_empty_output() -> None:
+    """Exit code 0, and stderr says so."""
+    for arguments in ([], ["--resume"]):
+        result = run(write(), "-o", "out.jsonl", *arguments)
+        assert (result.exit_code, result.stderr) == (0, "in.jsonl has no lines: nothing to do\n")
+    assert run("-", "-o", "other.jsonl").stderr == "standard input has no lines: nothing to do\n"
+    assert Path("out.jsonl").read_bytes() == b""
+    assert not Path("out.jsonl.run").exists()
+
+
+@pytest.mark.exhaustive(0)
+def test_answers_become_a_parquet_file_when_all_are_there() -> None:
+    """Its rows have the text, the counts and the whole line, for every format of lines."""
+    pytest.importorskip("pyarrow")
+    ours = [{"id": "a", "prompt": "Hello!"}, {"id": 5, "prompt": "Hello!"}, {"promt": "a"}]
+    theirs = [
+        {"custom_id": "c", "body": {"messages": [{"role": "user", "content": "Hello!"}]}},
+        {"custom_id": "t", "url": "/v1/completions", "body": {"prompt": "Hello!", "max_tokens": 2}},
+        {"custom_id": "r", "url": "/v1/responses", "body": {"input": "Hello!"}},
+    ]
+    result = run(write(*ours, *theirs), "-o", "out.parquet")
+    assert result.exit_code == 3
+    rows = table()
+    assert [row["id"] for row in rows] == ["a", "5", None, "c", "t", "r"]
+    assert [row["index"] for row in rows] == [0, 1, 2, 3, 4, 5]
+    text = "Hello! How can I help you?"
+    assert [row["text"] for row in rows[:4]] == [text, text, None, text]
+    assert rows[5]["text"] == text
+    assert [row["finish_reason"] for row in rows] == [
+        "stop",
+        "stop",
+        None,
+        "stop",
+        "length",
+        "stop",
+    ]
+    assert "unknown field 'promt'" in rows[2]["error"]
+    counts = ("prompt_tokens", "cached_tokens", "completion_tokens")
+    assert all(isinstance(row[name], int) for row in rows if row["text"] for name in counts)
+    assert [row["line"] for row in rows] == Path("out.parquet.jsonl").read_text().splitlines()
+    assert Path("out.parquet").stat().st_mode & 0o777 == 0o600
+    again = run("in.jsonl", "-o", "out.parquet")
+    assert (again.exit_code, "out.parquet: is there already" in again.stderr) == (2, True)
+
+
+def test_a_parquet_file_comes_with_the_end_of_a_run_that_is_resumed() -> None:
+    """Until then there are the lines only; --resume of a finished run makes the file again."""
+    pytest.importorskip("pyarrow")
+    write(*({"id": number, "prompt": "Hello!", "max_tokens": 3} for number in range(4)), "no json")
+    stopped = run("in.jsonl", "-o", "out.parquet", "--max-errors", 1, "--no-usage")
+    assert stopped.exit_code == 1
+    assert not Path("out.parquet").exists()
+    assert run("in.jsonl", "-o", "out.parquet", "--no-usage", "--resume").exit_code == 3
+    first = Path("out.parquet").read_bytes()
+    assert [row["id"] for row in table()] == [0, 1, 2, 3, None]
+    Path("out.parquet").unlink()
+    assert run("in.jsonl", "-o", "out.parquet", "--no-usage", "--resume").exit_code == 3
+    assert Path("out.parquet").read_bytes() == first
+
+
+def test_several_inputs_are_one_batch_that_can_be_resumed_with_the_same_ones() -> None:
+    """Errors name the input; other inputs, and other columns, are refused with both values."""
+    write({"id": "a", "prompt": "Hello!"})
+    Path("more.csv").write_text("key,question\na,Hello!\nb,Hello!\n")
+    names = ("in.jsonl", "more.csv", "-o", "out.jsonl", "--prompt-column", "question")
+    result = run(*names, "--id-column", "key")
+    assert result.exit_code == 3
+    first, again, last = answers()
+    assert (first["id"], last["id"], first["text"]) == ("a", "b", last["text"])
+    assert again["error"] == "more.csv line 2: id 'a' was there before, on in.jsonl line 1"
+    assert run(*names, "--id-column", "key", "--resume").exit_code == 3
+    result = run(*names, "--resume")
+    assert (result.exit_code, 'another --id-column: "key" then' in result.stderr) == (2, True)
+    Path("more.csv").write_text("key,question\na,Hello!\n")
+    result = run(*names, "--id-column", "key", "--resume")
+    assert (result.exit_code, "was begun with another input" in result.stderr) == (2, True)
+
+
+def test_an_output_in_the_folder_of_the_input_is_refused() -> None:
+    """The next run would read it."""
+    Path("texts").mkdir()
+    Path("texts/a.txt").write_text("Hello!")
+    result = run("texts", "-o", "texts/out.jsonl")
+    assert (result.exit_code, "is in the input" in result.stderr) == (2, True)
+    assert run("texts", "-o", "out.jsonl").exit_code == 0
+    assert [(line["id"], line["text"]) for line in answers()] == [
+        ("a.txt", "Hello! How can I help you?")
+    ]
+
+
+def test_a_compressed_input_that_is_cut_off_leaves_nothing_behind() -> None:
+    """Nothing is run, and the error is one line."""
+    Path("in.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "Hello!"}\n' * 50)[:-9])
+    result = run("in.jsonl.gz", "-o", "out.jsonl")
+    assert result.exit_code == 2
+    assert result.stderr.splitlines()[-1].startswith(
+        "mlxrunner: in.jsonl.gz: can't be read to its end as gzip: it is cut off"
+    )
+    assert [path.name for path in Path().iterdir() if path.is_file()] == ["in.jsonl.gz"]

@@ -1,0 +1,63 @@
+"""A model that runs one request at a time evaluates prompts as `Runner` does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from support.architectures import build, settings_of
+
+from mlxrunner import Runner
+from mlxrunner.models.facts import facts_of
+from mlxrunner.parallel.stepper import Stepper
+from mlxrunner.testing import ByteTokenizer
+
+VOCAB, LONG = 20_000, 300
+
+
+def parts(name: str, vocab: int = 300) -> tuple[Any, ByteTokenizer, Any]:
+    model = build(name, vocab_size=vocab)
+    return model, ByteTokenizer(), facts_of(model, settings_of(name) | {"vocab_size": vocab})
+
+
+def test_no_logits_are_computed_but_those_of_the_last_token() -> None:
+    """Logits of all tokens of a piece would take more memory than there is."""
+    with Stepper(*parts("gpt2", VOCAB), max_sequences=2, context=512) as runner:
+        assert runner.settings["ways"] == ["one at a time"]
+        runner.complete([9] * LONG, max_tokens=2)  # the first one allocates
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        result = runner.complete(list(range(LONG)), max_tokens=2, stop_tokens=[])
+        assert len(result.tokens) == 2
+        assert mx.get_peak_memory() - before < LONG * VOCAB * 4 / 2
+
+
+@pytest.mark.parametrize("length", [5, 17, 64, 65, 100])
+def test_a_model_that_depends_on_chunks_gets_those_of_runner(length: int) -> None:
+    """Else it would answer otherwise than alone."""
+    model, tokenizer, facts = parts("llama")
+    plain = type(model)
+    noise = mx.random.normal((300,), key=mx.random.key(0))
+
+    class Cut(plain):  # type: ignore[misc,valid-type]
+        """Its logits depend on the number of tokens of a pass."""
+
+        def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+            logits: mx.array = super().__call__(inputs, cache=cache)
+            return logits + mx.sin(inputs.shape[1] * noise)
+
+    model.__class__ = Cut
+    given = model, tokenizer, replace(facts, depends_on_chunks=True)
+    options: dict[str, Any] = {"max_tokens": 4, "stop_tokens": [], "logprobs": 0}
+    prompt = [(7 * place) % 290 for place in range(length)]
+    settings = {"context": 200, "prefill_step": 64}
+    alone = Runner(*given, **settings).complete(prompt, **options)
+    with Stepper(*given, max_sequences=2, **settings) as runner:
+        found = runner.complete(prompt, **options)
+    assert found.tokens == alone.tokens
+    assert found.logprobs is not None
+    assert alone.logprobs is not None
+    pairs = zip(found.logprobs, alone.logprobs, strict=True)
+    assert max(abs(ours[0] - its[0]) for ours, its in pairs) < 1e-4

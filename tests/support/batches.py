@@ -1,0 +1,144 @@
+"""Lines, stores and runs of batches."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+from collections.abc import Iterable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from click.testing import CliRunner, Result
+from support.models import tiny_config, tiny_model
+
+from mlxrunner import BatchRequest, BatchResult, cli
+from mlxrunner.batch.lines import Line, LineReader
+from mlxrunner.batch.options import BatchOptions
+from mlxrunner.batch.records import StoredLine
+from mlxrunner.batch.store import Store
+from mlxrunner.cache.tokens import as_tokens
+from mlxrunner.models.facts import facts_of
+
+
+def read(content: bytes | str, **options: Any) -> list[Line]:
+    stream = io.BytesIO(content.encode() if isinstance(content, str) else content)
+    longest = {"longest": options.pop("longest")} if "longest" in options else {}
+    return list(LineReader(stream, BatchOptions(**options), **longest))
+
+
+def one(record: Any, **settings: Any) -> Line:
+    (line,) = read(json.dumps(record), **settings)
+    return line
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+HELLO = [{"role": "user", "content": "Hello"}]
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+
+
+def entry(index: int, tokens: Sequence[int], **fields: object) -> StoredLine:
+    return StoredLine(index, index + 1, as_tokens(tokens), **fields)  # type: ignore[arg-type]
+
+
+def filled(prompts: Iterable[Sequence[int]], path: Path | None = None) -> Store:
+    store = Store.create(path)
+    for index, tokens in enumerate(prompts):
+        store.add(entry(index, tokens))
+    store.finish({"model": "demo"})
+    return store
+
+
+def indices(found: Iterable[StoredLine]) -> list[int]:
+    return [one.index for one in found]
+
+
+def run(*arguments: object, stdin: str = "") -> Result:
+    return CliRunner().invoke(
+        cli.main, ["batch", "--no-reserve", *map(str, arguments)], input=stdin
+    )
+
+
+def lines(count: int, *, seed: int = 0, broken: tuple[int, ...] = ()) -> str:
+    """Return questions with shared beginnings and short answers, greedy or with a seed."""
+    chosen = random.Random(seed)
+    written = []
+    for index in range(count):
+        name = chosen.choice(["Ana", "Bo", "Zorblin", "Mira"])
+        line: dict[str, Any] = {
+            "id": index,
+            "prompt": f"My name is {name}. What is my name? {chosen.randrange(1000)}",
+            "max_tokens": 4,
+        }
+        if index % 3 == 0:
+            line |= {"temperature": 1.0, "seed": index}
+        written.append("no JSON" if index in broken else json.dumps(line))
+    return "\n".join(written) + "\n"
+
+
+def unbroken(*arguments: object) -> bytes:
+    """Return the answers to in.jsonl. A run that was done in this process is not done again."""
+    return _unbroken(Path("in.jsonl").read_bytes(), arguments)
+
+
+@cache
+def _unbroken(questions: bytes, arguments: tuple[object, ...]) -> bytes:
+    return complete(*arguments)
+
+
+def complete(*arguments: object) -> bytes:
+    """Answer in.jsonl whole, into whole.jsonl. Return the answers."""
+    result = run("in.jsonl", "-o", "whole.jsonl", "--no-usage", "--parallel", 1, *arguments)
+    assert result.exit_code in (0, 3), result.stderr
+    return Path("whole.jsonl").read_bytes()
+
+
+TYPED = ("in.jsonl", "-o", "out.jsonl", "--no-usage", "--parallel", 1)
+
+
+def stop_in_the_middle(*arguments: object) -> None:
+    """Break the sixth line in input order: five answers and an error are there, six lines left."""
+    result = run(*TYPED, "--order", "input", "--max-errors", 1, *arguments)
+    assert result.exit_code == 1, result.stderr
+    assert "stopped: 6 of 12 lines are done (--max-errors 1)" in result.stderr
+    assert "to go on: " in result.stderr
+    assert Path("out.jsonl.run").stat().st_mode & 0o777 == 0o600
+    assert len(Path("out.jsonl").read_bytes().splitlines()) == 6
+
+
+def resume(*arguments: object) -> Result:
+    return run(*TYPED, "--resume", *arguments)
+
+
+def llama() -> tuple[Any, Any]:
+    config = tiny_config(vocab_size=300)
+    model = tiny_model(config)
+    return model, facts_of(model, config)
+
+
+def prompts(count: int, seed: int = 0) -> list[list[int]]:
+    """Two beginnings, ends of different lengths, shuffled."""
+    random = np.random.default_rng(seed)
+    begins = [random.integers(0, 250, 40).tolist() for _ in range(2)]
+    return [begins[i % 2] + random.integers(0, 250, 1 + i % 7).tolist() for i in range(count)]
+
+
+def requests(count: int = 12, **options: Any) -> list[BatchRequest]:
+    return [BatchRequest(prompt, options, f"r{i}") for i, prompt in enumerate(prompts(count))]
+
+
+def texts(results: list[BatchResult]) -> list[Any]:
+    return [
+        (
+            result.index,
+            result.id,
+            result.result and result.result.tokens,
+            result.error and str(result.error),
+        )
+        for result in results
+    ]
