@@ -58,6 +58,9 @@ class Decoding(ABC):
         The last one is not run through the model, because nothing follows it.
         """
         self._next_token, self._history, self._most = next_token, history, most
+        # A CPU that others use, too, takes longer for the same work.
+        is_cpu = mx.default_device() == mx.cpu
+        self._clock = time.process_time if is_cpu else time.perf_counter
         self._current, self._count, self._told = first, 1, 0
         self._together: list[int] = []  # the tokens of the last pass
         try:
@@ -77,7 +80,7 @@ class Decoding(ABC):
         # The token whose forward pass was begun and which is not recorded yet.
         on_its_way: Sampled | None = None
         formless: FormError | None = None
-        is_unread, began = self._told < count, time.perf_counter()
+        is_unread, began = self._told < count, self._clock()
         pending: list[int] = []
         try:
             if count < self._most:
@@ -105,7 +108,7 @@ class Decoding(ABC):
                 # Interrupted between a forward pass and the reading of its token.
                 lease.record((*pending, on_its_way.read()))
         if self.drafting is not None and (is_unread or self._waited) and count > 1:
-            self.drafting.passed(time.perf_counter() - began + self._waited)
+            self.drafting.passed(self._clock() - began + self._waited)
         self._tell(token)
         if count > 1:
             yield current.decoded(token)
@@ -162,9 +165,9 @@ class Decoding(ABC):
         if self._told < self._count:
             if self._count > 1 and not drafting.is_worth_waiting:
                 return []
-            began = time.perf_counter()
+            began = self._clock()
             self._tell(self._current.read())
-            self._waited = time.perf_counter() - began if self._count > 1 else 0.0
+            self._waited = self._clock() - began if self._count > 1 else 0.0
         draft = drafting.draft(self._room())
         return self._fitting(draft) if draft else []
 
@@ -196,7 +199,7 @@ class Decoding(ABC):
 
         The sample behind them becomes the current token. What is not shown is undone.
         """
-        lease, current, began, paused = self._lease, self._current, time.perf_counter(), 0.0
+        lease, current, began, paused = self._lease, self._current, self._clock(), 0.0
         token = current.read()
         rows = [*lease.pending, token, *draft]
         shown = len(rows) - len(draft)
@@ -204,12 +207,12 @@ class Decoding(ABC):
         try:
             sampled = self._sample(logits[:, shown - 1 :, :], [token, *draft])
             if self._count > 1:
-                left = time.perf_counter()
+                left = self._clock()
                 yield current.decoded(token)
-                paused = time.perf_counter() - left
+                paused = self._clock() - left
             right = self._judge(sampled, draft)
             assert self.drafting is not None
-            self.drafting.judge(len(draft), len(right), time.perf_counter() - began - paused)
+            self.drafting.judge(len(draft), len(right), self._clock() - began - paused)
             for decoded in right:
                 shown += 1
                 yield decoded

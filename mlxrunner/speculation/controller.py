@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from statistics import median
 
 DEPTHS = (1, 3, 7, 15)
 """The lengths of a draft that are compared. With the token before it a pass has a power of two."""
 DEEPEST = DEPTHS[-1]
 SLOPE = 0.15
 """Assumed cost of one more row of a pass, as a share of a pass of one row, until it is measured."""
-REMEMBERED = 9
-"""Passes of one size whose median is their cost."""
+REMEMBERED = 7
+"""Passes of one size, the cheapest of which tells the cost: other work only ever adds to it."""
 LEAST_GAIN = 0.1
 """Passes that a draft has to save on the average.
 
@@ -58,7 +57,7 @@ class Costs:
 
     def __init__(self) -> None:
         self._single: deque[float] = deque(maxlen=REMEMBERED)
-        self._ratios = {depth: deque[float](maxlen=REMEMBERED) for depth in DEPTHS}
+        self._checked = {depth: deque[float](maxlen=REMEMBERED) for depth in DEPTHS}
 
     def measure_single(self, seconds: float) -> None:
         """Note the seconds of a pass of one row."""
@@ -66,16 +65,16 @@ class Costs:
 
     def measure(self, depth: int, seconds: float) -> None:
         """Note the seconds of a pass that checked `depth` drafted tokens."""
-        if self._single:
-            single = max(median(self._single), 1e-9)
-            self._ratios[_rounded(depth)].append(seconds / single)
+        self._checked[_rounded(depth)].append(seconds)
 
     def ratio(self, depth: int) -> float:
         """Return the cost of a pass with a draft of `depth`, in passes of one row."""
-        measured = self._ratios[_rounded(depth)]
-        if measured:
-            return median(measured)
-        slopes = [(median(seen) - 1) / size for size, seen in self._ratios.items() if seen]
+        if not self._single:
+            return 1 + depth * SLOPE
+        single = max(min(self._single), 1e-9)
+        if measured := self._checked[_rounded(depth)]:
+            return min(measured) / single
+        slopes = [(min(seen) / single - 1) / size for size, seen in self._checked.items() if seen]
         return 1 + depth * max(slopes[-1] if slopes else SLOPE, 0)
 
 

@@ -45,7 +45,7 @@ def test_waiting_for_a_draft_that_may_not_come_has_to_pay_as_well() -> None:
 
 
 def test_a_single_disturbed_measurement_changes_nothing() -> None:
-    """Costs are medians."""
+    """Other work only adds to what a pass costs, so the cheapest of a few counts."""
     controller = measured(0.1)
     controller.verified(7, 100 * SINGLE)
     controller.passed(100 * SINGLE)
