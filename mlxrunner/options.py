@@ -28,6 +28,13 @@ OVERFLOW = ("stop", "shift", "error")
 """The actions that can be taken when the context is full."""
 SPECULATE = ("auto", "lookup", "off")
 """The ways to guess tokens of an answer."""
+NO_SPECULATING = {
+    "mtp": "mlx-lm drops the heads that predict several tokens when it loads a model, so nothing "
+    "can be drafted with them; use auto, or a draft model",
+    "draft": "a draft model is chosen when the model is loaded: --draft-model MODEL, in Python "
+    "Runner.load(..., draft_model=MODEL)",
+}
+"""Why other ways, which other programs have, are not among them."""
 CHOOSING = tuple(
     "temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty".split()
 )
@@ -144,6 +151,7 @@ class GenerateOptions:
         "Check several guessed tokens in one pass: auto where it is measured to pay, lookup "
         "wherever the text repeats itself, or never. Answers stay the same.",
         among=SPECULATE,
+        refused=NO_SPECULATING,
         shows_default=True,
     )
     logprobs: int | None = option(

@@ -28,7 +28,7 @@ from mlxrunner.engine.control import EntryControl
 from mlxrunner.engine.owner import Owned
 from mlxrunner.engine.pace import Pace
 from mlxrunner.engine.pipeline import Pipeline, Progress
-from mlxrunner.engine.requests import Request, prepare
+from mlxrunner.engine.requests import prepare
 from mlxrunner.engine.run import Run, keep_only_what_can_be_evaluated
 from mlxrunner.engine.sampling import LogitsProcessor
 from mlxrunner.engine.telling import Telling
@@ -42,7 +42,7 @@ from mlxrunner.models.load import LoadProgress, tell_nobody
 from mlxrunner.models.resolve import name_of
 from mlxrunner.options import GenerateKwargs, GenerateOptions, RunnerKwargs, RunnerSettings
 from mlxrunner.results import Chunk, Result, log_lookup
-from mlxrunner.speculation.drafting import Drafting, Experience
+from mlxrunner.speculation.sources import Sources
 from mlxrunner.tokenizer import Tokenizer
 from mlxrunner.tokenizer.prompt import Prompt, check_length, check_tokens, tokenize_prompt
 
@@ -108,7 +108,7 @@ class Runner(Telling):
             self._settings.checkpoint_budget or 0,
             chosen.checkpoint_interval,
         )
-        self._experience = Experience()
+        self.sources = Sources(facts)
         self._message_ends = np.array(sorted(tokenizer.message_ends), np.int32)
 
     @classmethod
@@ -119,6 +119,7 @@ class Runner(Telling):
         *,
         reserve: bool = True,
         trust_remote_code: bool = False,
+        draft_model: str | PathLike[str] | None = None,
         progress: LoadProgress = tell_nobody,
         **settings: Unpack[RunnerKwargs],
     ) -> Runner:
@@ -128,8 +129,8 @@ class Runner(Telling):
         true, the runner allocates everything and runs the worst-case batch now. Otherwise it takes
         memory as the conversation grows, and raises MemoryPlanError if a limit of the process
         (`ulimit`) or its cgroup leaves no room. `trust_remote_code` runs Python code that comes
-        with the model. `progress` is called with each step of loading, and how many of how many
-        bytes of it are done (None: unknown).
+        with the model. `draft_model`, a smaller one of the same vocabulary, guesses what the model
+        says. `progress` is told of each step, and how many of how many bytes of it are done.
 
         Raise ModelError if something is missing or broken, MemoryPlanError with a table if the
         memory does not suffice, and OptionError if a setting is out of range.
@@ -143,6 +144,7 @@ class Runner(Telling):
             chosen,
             reserve=reserve,
             trust_remote_code=trust_remote_code,
+            draft_model=None if draft_model is None else name_of(draft_model),
             progress=progress,
         )
 
@@ -168,7 +170,7 @@ class Runner(Telling):
             running.close()
         self._enter()
         self._cache.reset()
-        self._cache = PrefixCache(list)
+        self._cache, self.sources = PrefixCache(list), Sources(self.facts)
         self._pipeline = self.model = None
         self.owner.close()
         mx.clear_cache()
@@ -325,10 +327,7 @@ class Runner(Telling):
                 raise
 
     def _must_have_room(self, tokens: int) -> None:
-        """Raise MemoryPlanError if memory for `tokens` tokens would exceed a limit.
-
-        A runner that has reserved its memory has room.
-        """
+        """Raise MemoryPlanError if memory that was not reserved exceeds a limit with `tokens`."""
         if self.growing is not None:
             must_have_room(self.growing, min(tokens, self.context), self.prefill_step)
 
@@ -362,7 +361,7 @@ class Runner(Telling):
                 request.shift,
                 self._rotate,
                 None if self.facts.depends_on_chunks else self.pace,
-                self._drafting(request, lease),
+                self.sources.drafting(request.next_token, lease, options.speculate),
             )
             answer = AnswerStream(self.tokenizer, lease.prompt, options, request.limit)
             decoded = pipeline.run(request.next_token, request.limit)
@@ -388,19 +387,6 @@ class Runner(Telling):
             raise error
         # Yield it last, so that a caller who sees the end of the answer sees the final entry.
         yield replace(chunk, usage=run.usage)
-
-    def _drafting(self, request: Request, lease: EntryLease) -> Drafting | None:
-        """Return the sources of drafts for a request; None if nothing may be drafted."""
-        next_token, how = request.next_token, request.options.speculate
-        if how == "off" or self.facts.depends_on_chunks or not next_token.may_draft:
-            return None
-        return Drafting(
-            self._experience,
-            lease.prompt,
-            lease.earlier,
-            next_token.forced if how == "auto" else None,
-            always=how == "lookup",
-        )
 
     def _mark(self, lease: EntryLease) -> bool:
         """Mark the ends of the prompt's messages, where the next prompt may differ.

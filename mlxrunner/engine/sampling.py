@@ -209,6 +209,26 @@ class NextToken:
         if isinstance(sampled[-1], Constrained):
             self._before = sampled[-1]
 
+    def guesses(self) -> Callable[[mx.array], mx.array]:
+        """Return a function that samples the coming tokens from another model's logits.
+
+        Each call is for the next place of the answer, and uses the random numbers of that place:
+        where the two models agree, so do the samples. Penalties and forms are not asked.
+        """
+        key = self._key
+
+        def guess(logits: mx.array) -> mx.array:
+            nonlocal key
+            if self._needs_normalized:
+                logits = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+            own, self._key = self._key, key
+            try:
+                return self._sample(logits)
+            finally:
+                self._key, key = own, self._key
+
+        return guess
+
     def masks(self, draft: Sequence[int], width: int) -> list[Any]:
         """Return the masks for `draft` and behind it; none if no form is asked for.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,8 @@ ASSUMED = {2: 0.3, 3: 0.55, 4: 0.75, 5: 0.9}
 """Assumed probability of a guess, by the bits of the length of its match."""
 FORCED = 0.9
 """Assumed probability that the only text is spelled as drafted."""
+ALIKE = 0.7
+"""Assumed probability that the model says what the draft model says."""
 WAITS, RATE = 0.15, 1 / 16
 """Forced tokens per token of the answer that are worth waiting for, and the rate of the average."""
 
@@ -32,6 +35,9 @@ class Experience:
 
     controller: Controller = field(default_factory=Controller)
     forced: Trust = field(default_factory=lambda: Trust(FORCED))
+    modelled: Controller = field(default_factory=Controller)
+    """The controller of drafts by a model, which cost more than those that are looked up."""
+    alike: Trust = field(default_factory=lambda: Trust(ALIKE))
     matches: dict[tuple[str, int], Trust] = field(default_factory=dict)
     """How often the lookup was right, by source and bits of the length of the match."""
 
@@ -44,7 +50,7 @@ class Experience:
 
     def fade(self) -> None:
         """Let what was learned from earlier texts weigh half as much: the next text may differ."""
-        for trust in (self.forced, *self.matches.values()):
+        for trust in (self.forced, self.alike, *self.matches.values()):
             trust.fade()
 
 
@@ -61,6 +67,7 @@ class Drafting:
         prompt: TokenArray,
         earlier: TokenArray,
         forced: Callable[[], list[int]] | None = None,
+        model: Callable[[TokenArray, int], list[int]] | None = None,
         *,
         always: bool = False,
     ) -> None:
@@ -68,11 +75,14 @@ class Drafting:
 
         `earlier`: tokens that the entry held where the prompt leaves it, and some before them, by
         which the lookup finds the place. `forced`: returns the tokens that spell what has to
-        come next. `always`: draft as much as there is, without asking what it costs.
+        come next. `model`: returns at most so many tokens that a draft model says behind the text.
+        It is asked where the text does not repeat itself. `always`: draft as much as there is,
+        without asking what it costs.
         """
         experience.fade()
         self._experience, self._forced, self._always = experience, forced, always
         self._lookup = TextLookup(earlier, prompt)
+        self._model, self._model_s = model, 0.0
         self._source, self._forced_share = "", 1.0
         self.by_source: defaultdict[str, Counts] = defaultdict(Counts)
         self.passes = 0
@@ -94,6 +104,8 @@ class Drafting:
             return self._forced is not None or self._lookup.length > 0
         if self._forced is not None and self._forced_share > WAITS:
             return True
+        if self._modelled(DEEPEST):
+            return True
         if not self._lookup.length:
             return False
         first, *shares = self._shares(DEEPEST + 1)
@@ -110,10 +122,27 @@ class Drafting:
             if found:
                 self._source = "form"
                 return found[: self._depth([self._experience.forced.share] * DEEPEST, most)]
-        if not self._lookup.length:
+        depth = self._depth(self._shares(DEEPEST), most) if self._lookup.length else 0
+        if depth:
+            self._source = self._found_in
+            return self._lookup.ahead(depth)
+        return self._said_by_model(most)
+
+    def _said_by_model(self, most: int) -> list[int]:
+        depth = self._modelled(most)
+        if not depth or self._model is None:
             return []
-        self._source = self._found_in
-        return self._lookup.ahead(self._depth(self._shares(DEEPEST), most))
+        self._source, began = "model", time.perf_counter()
+        found = self._model(self._lookup.text, depth)
+        self._model_s = time.perf_counter() - began
+        return found
+
+    def _modelled(self, most: int) -> int:
+        """Return how many tokens the draft model should be asked for."""
+        if self._model is None:
+            return 0
+        experience = self._experience
+        return experience.modelled.depth([experience.alike.share] * DEEPEST, most)
 
     def judge(self, drafted: int, accepted: int, seconds: float) -> None:
         """Note that `accepted` of `drafted` tokens were right, and what the pass cost."""
@@ -123,11 +152,16 @@ class Drafting:
         self.passes += 1
         if self._source == "form":
             self._experience.forced.learn(accepted, int(accepted < drafted))
-        self._experience.controller.verified(drafted, seconds)
+        if self._source == "model":
+            self._experience.alike.learn(accepted, int(accepted < drafted))
+            self._experience.modelled.verified(drafted, seconds + self._model_s)
+        else:
+            self._experience.controller.verified(drafted, seconds)
 
     def passed(self, seconds: float) -> None:
         """Note what a pass without a draft cost."""
         self._experience.controller.passed(seconds)
+        self._experience.modelled.passed(seconds)
 
     def _depth(self, shares: Sequence[float], most: int) -> int:
         return most if self._always else self._experience.controller.depth(shares, most)

@@ -41,6 +41,11 @@ class TextLookup:
         """The token that came at the place; None if there is no place."""
         return self._tokens[self._next] if self.length else None
 
+    @property
+    def text(self) -> TokenArray:
+        """The prompt and the answer so far, as a view that is valid until the next token."""
+        return self._tokens.array[self._earlier :]
+
     def add(self, token: int) -> None:
         """Append a token of the answer, and follow the place or find another one."""
         agrees = self.expected == token

@@ -16,6 +16,7 @@ from mlxrunner.cache.layers.factory import CacheOptions, evaluate, make_layer_ca
 from mlxrunner.cache.lease import EntryLease
 from mlxrunner.cache.prefix import PrefixCache
 from mlxrunner.cache.tokens import TokenArray, common_prefix
+from mlxrunner.engine.sampling import dispatch
 from mlxrunner.errors import OptionError
 from mlxrunner.tokenizer import Tokenizer
 
@@ -27,14 +28,14 @@ class DraftModel:
     """A model that continues a text, with the layer caches of the text so far."""
 
     def __init__(
-        self, model: Any, vocab: int, options: CacheOptions, budget: int, prefill_step: int
+        self, model: Any, vocab: int, options: CacheOptions, budget: int, step: int
     ) -> None:
         """Prepare `model`. `vocab`: the number of tokens of the model for which it guesses.
 
-        `options`: those of its layer caches. `budget`: bytes for its checkpoints. `prefill_step`:
-        most tokens of a pass.
+        `options`: those of its layer caches. `budget`: bytes for its checkpoints. `step`: most
+        tokens of a pass.
         """
-        self._model, self._vocab, self._step = model, vocab, prefill_step
+        self._model, self._vocab, self._step = model, vocab, step
         self._context = options.context
         self._cache = PrefixCache(partial(make_layer_caches, model, options), budget)
         self._lease: EntryLease | None = None
@@ -58,7 +59,7 @@ class DraftModel:
         for _ in range(most - 1):
             lease.begin_next()
             guesses.append(guess(self._forward(lease, guesses[-1])))
-        mx.async_eval(guesses)
+        dispatch(guesses)
         found = [int(token.item()) for token in guesses]  # type: ignore[arg-type]
         fed = np.concatenate([rows, np.array(found[:-1], np.int32)])
         self._begun = (lease.recorded, fed)
@@ -95,7 +96,7 @@ class DraftModel:
             evaluate(lease.caches)
             lease.record(rows)
             if lease.needs_checkpoints and lease.recorded >= lease.checkpoint_due:
-                mx.async_eval(lease.checkpoint())
+                dispatch(lease.checkpoint())
 
     def _forward(self, lease: EntryLease, tokens: mx.array) -> mx.array:
         """Return the logits `[1, vocab]` behind `tokens` `[n]`, for the tokens of both models."""

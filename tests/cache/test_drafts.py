@@ -15,7 +15,6 @@ from support.drafting import LINES, Drafting, Side
 from support.mixes import each_kind_and_all
 from support.sample import fewer
 
-from mlxrunner.cache import PrefixCache
 from mlxrunner.cache.layers.factory import CacheOptions
 from mlxrunner.testing import VOCAB as ORACLES
 from mlxrunner.testing import OracleModel, interrupt_at
@@ -42,7 +41,7 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 def play(drafting: Drafting, turns: int, *, interrupts: float = 0.0) -> Counter[str]:
     for _ in range(turns):
         drafting.begin()
-        for _ in range(drafting.rng.randint(1, 12)):
+        for _ in range(drafting.rng.randint(5, 14)):
             hit = drafting.rng.random() < interrupts
             drafting.step(drafting.rng.randint(1, LINES) if hit else None)
         drafting.end()
@@ -56,15 +55,15 @@ def happened(seen: Counter[str], *names: str) -> None:
 
 @pytest.mark.exhaustive(6)
 @each_kind_and_all
-@pytest.mark.parametrize("context", [None, 64], ids=["room", "full"])
+@pytest.mark.parametrize("context", [None, 48], ids=["room", "full"])
 @pytest.mark.parametrize("budget", [0, 300, 10**6], ids=lambda budget: f"{budget}-bytes")
 def test_random_drafts_on_the_oracle(kinds: list[str], context: int | None, budget: int) -> None:
-    """What the oracle sees after a draft is what it sees after plain steps."""
+    """The oracle sees the same after drafts as after plain steps."""
     seen: Counter[str] = Counter()
-    for seed in range(fewer(12, 4)):
+    for seed in range(fewer(4, 2)):
         model, rng = OracleModel(kinds), random.Random(seed)
         drafting = Drafting(model, rng, vocab=ORACLES, near=0, budget=budget, context=context)
-        seen += play(drafting, 6, interrupts=0.2)
+        seen += play(drafting, 4, interrupts=0.1)
     happened(seen, "drafts", "rejected", "fewer", "interrupts")
     happened(seen, *(["shifts"] if context else []))
     happened(seen, *(["within"] if budget > 300 and kinds != ["full"] else []))
@@ -78,7 +77,7 @@ def test_random_drafts_on_real_architectures(architecture: str, context: int | N
     """The log-probabilities behind what is kept are those of a cold run, token by token."""
     model, rng = build(architecture), random.Random(architecture)
     drafting = Drafting(model, rng, vocab=VOCAB, near=NEAR, context=context)
-    seen = play(drafting, fewer(12, 4), interrupts=0.15)
+    seen = play(drafting, fewer(6, 4), interrupts=0.15)
     happened(seen, "drafts", "rejected")
 
 
@@ -86,7 +85,9 @@ def test_random_drafts_on_real_architectures(architecture: str, context: int | N
 def test_ctrl_c_at_any_line_of_a_draft_leaves_a_true_entry(kinds: list[str]) -> None:
     """Ctrl-C may come while a draft begins, is kept in part, is cut, and is evaluated again."""
 
-    def request(cache: PrefixCache) -> None:
+    histories: list[list[int]] = []
+
+    def request(side: Side) -> None:
         side.take(PROMPT)
         lease = side.lease
         for draft, kept in ((4, 2), (3, 3), (4, 1)):
@@ -103,21 +104,21 @@ def test_ctrl_c_at_any_line_of_a_draft_leaves_a_true_entry(kinds: list[str]) -> 
     model = OracleModel(kinds)
     side = Side(model, CacheOptions(rewind_slack=2), 10**5, None)
     with interrupt_at(-1) as seen:
-        request(side.cache)
+        request(side)
     said = list(side.cache.entry.tokens)
-    assert len(said) == len(PROMPT) + 8
+    assert said == histories[-1]
     cold = Side(model, CacheOptions(), 0, None)
     cold.take([*said, 7])
     expected = cold.record([8])
     for line in range(1, seen[0] + 1, max(1, seen[0] // fewer(400, 60))):
         side = Side(model, CacheOptions(rewind_slack=2), 10**5, None)
         with suppress(KeyboardInterrupt), interrupt_at(line):
-            request(side.cache)
+            request(side)
         if side.lease is not None:
             side.lease.close()
         there = side.cache.current
         assert there.is_true, f"line {line}"
-        assert list(there.tokens) == said[: len(there.tokens)], f"line {line}"
+        assert any(there.tokens == one[: len(there.tokens)] for one in histories), f"line {line}"
         side.take([*said, 7])
         assert (side.record([8]) == expected).all(), f"line {line}"
 

@@ -98,7 +98,7 @@ class Drafting:
         options = CacheOptions(context, context is not None, rng.choice([0, 4, 32]))
         self.rng, self.vocab, self.near = rng, vocab, near
         self.drafted, self.plain = (Side(model, options, budget, shift) for _ in range(2))
-        self.longest = 120 if context is None else context - 24
+        self.longest = 60 if context is None else context - 21
         self.said: list[int] = []
         """The tokens of the plain entry after the last turn."""
         self.seen = dict.fromkeys(
@@ -112,7 +112,8 @@ class Drafting:
             self.drafted.cache.reset()
             self.said = []
         cut = rng.choice([0, 0, 0, 1, 2, rng.randint(0, len(self.said))])
-        prompt = self.said[: len(self.said) - cut] + self.tokens(rng.choice([1, 3, 20]))
+        more = rng.choice([1, 3, 20, self.longest + 15 - len(self.said)])
+        prompt = self.said[: len(self.said) - cut] + self.tokens(more)
         self.plain.cache.reset()
         for side in (self.drafted, self.plain):
             side.take(prompt)
