@@ -81,11 +81,11 @@ class DraftUse:
 
     source: str
     """"lookup": the text itself, where it repeats; "earlier": the text that the entry held before;
-    "form": what a schema or choices leave no other text for."""
+    "form": the only text that a schema or choices leave; "model": a draft model."""
     drafted: int
     """Tokens that were checked."""
     accepted: int
-    """Those of them that were right."""
+    """Tokens that were right."""
 
 
 @dataclass(frozen=True)

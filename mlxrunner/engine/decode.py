@@ -19,6 +19,7 @@ from mlxrunner.engine.sampling import Decoded, NextToken, Sampled, dispatch
 from mlxrunner.errors import FormError
 from mlxrunner.speculation.controller import DEEPEST
 from mlxrunner.speculation.drafting import Drafting
+from mlxrunner.system.device import is_gpu
 
 CLEAR_EVERY = 256
 """Tokens of an answer after which MLX's unused buffers are freed."""
@@ -59,8 +60,9 @@ class Decoding(ABC):
         """
         self._next_token, self._history, self._most = next_token, history, most
         # A CPU that others use, too, takes longer for the same work.
-        is_cpu = mx.default_device() == mx.cpu
-        self._clock = time.process_time if is_cpu else time.perf_counter
+        self._clock = time.perf_counter if is_gpu() else time.process_time
+        if self.drafting is not None:
+            self.drafting.clock = self._clock
         self._current, self._count, self._told = first, 1, 0
         self._together: list[int] = []  # the tokens of the last pass
         try:

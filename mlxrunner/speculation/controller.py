@@ -26,7 +26,7 @@ PRIOR_WEIGHT, EVIDENCE = 8, 64
 
 
 class Trust:
-    """How often the guesses of one kind were right."""
+    """The share of right guesses of one kind."""
 
     def __init__(self, assumed: float) -> None:
         self._assumed = assumed

@@ -31,7 +31,7 @@ class Counts:
 
 @dataclass
 class Experience:
-    """What a runner has learned about drafts. It outlives requests."""
+    """The experience of a runner with drafts. It outlives requests."""
 
     controller: Controller = field(default_factory=Controller)
     forced: Trust = field(default_factory=lambda: Trust(FORCED))
@@ -39,7 +39,7 @@ class Experience:
     """The controller of drafts by a model, which cost more than those that are looked up."""
     alike: Trust = field(default_factory=lambda: Trust(ALIKE))
     matches: dict[tuple[str, int], Trust] = field(default_factory=dict)
-    """How often the lookup was right, by source and bits of the length of the match."""
+    """The trust in the lookup, by source and bits of the length of the match."""
 
     def of(self, source: str, length: int) -> Trust:
         """Return the trust in a match of `length` tokens."""
@@ -83,6 +83,8 @@ class Drafting:
         self._experience, self._forced, self._always = experience, forced, always
         self._lookup = TextLookup(earlier, prompt)
         self._model, self._model_s = model, 0.0
+        self.clock: Callable[[], float] = time.perf_counter
+        """Returns the seconds by which costs are compared."""
         self._source, self._forced_share = "", 1.0
         self.by_source: defaultdict[str, Counts] = defaultdict(Counts)
         self.passes = 0
@@ -132,9 +134,9 @@ class Drafting:
         depth = self._modelled(most)
         if not depth or self._model is None:
             return []
-        self._source, began = "model", time.perf_counter()
+        self._source, began = "model", self.clock()
         found = self._model(self._lookup.text, depth)
-        self._model_s = time.perf_counter() - began
+        self._model_s = self.clock() - began
         return found
 
     def _modelled(self, most: int) -> int:
