@@ -1,6 +1,6 @@
 """Measure what guessed tokens save or cost, on three kinds of text.
 
-python benchmarks/speculation.py [--model random:30M] [--rounds N]
+python benchmarks/speculation.py [--size MILLIONS] [--rounds N]
 
 The forward passes are those of a random Llama; what it says is written beforehand, because random
 weights repeat nothing: a file of 1,500 tokens with edits, JSON that a schema describes, and prose.
@@ -21,7 +21,6 @@ import mlx.core as mx
 import numpy as np
 
 from mlxrunner import Runner
-from mlxrunner.bench.measurements import print_table
 from mlxrunner.bench.models import random_llama
 from mlxrunner.models.load import load_model
 
@@ -67,11 +66,11 @@ class Reciting:
 def texts(tokenizer: Any) -> dict[str, tuple[list[int], list[int], dict[str, Any]]]:
     """Return the prompt, the answer and the options of each kind of text."""
     rng = random.Random(1)
-    code = tokenizer.encode((ROOT / "mlxrunner/cache/lease.py").read_text())[:1500]
+    code = tokenizer.encode_more((ROOT / "mlxrunner/cache/lease.py").read_text())[:1500]
     edited = list(code)
     for place in rng.sample(range(len(edited)), 12):
         edited[place : place + rng.randrange(3)] = rng.sample(code, 3)
-    prose = tokenizer.encode((ROOT / "docs/limits.md").read_text())
+    prose = tokenizer.encode_more((ROOT / "docs/limits.md").read_text())
     people = [
         {
             "first_name": name,
@@ -81,7 +80,7 @@ def texts(tokenizer: Any) -> dict[str, tuple[list[int], list[int], dict[str, Any
         }
         for name in NAMES
     ]
-    data = tokenizer.encode(json.dumps(people))
+    data = tokenizer.encode_more(json.dumps(people))
     return {
         "edit of a file": ([*code, *prose[:20]], edited, {}),
         "JSON by a schema": (prose[:60], data, {"schema": SCHEMA}),
@@ -130,8 +129,9 @@ def main() -> None:
                 *(f"{median(off[i] / auto[i] for off, auto in pairs):.2f}" for i in (0, 1)),
             ]
         )
-        print(rows[-1], runner.usage and runner.usage.drafts, flush=True)
-    print_table(["text", "tokens", "passes", "passes, auto", "processor", "wall"], rows)
+    print("| text | tokens | passes | passes, guessed | processor time | wall time |")
+    print("|---|---|---|---|---|---|")
+    print("\n".join(f"| {' | '.join(row)} |" for row in rows))
 
 
 if __name__ == "__main__":

@@ -152,7 +152,7 @@ class Usage:
             "timing": _part(Timing, {**flat, **rates}),
             "memory": _part(MemoryUse, flat),
             "cache": _part(CacheUse, flat),
-            "drafts": tuple(_part(DraftUse, use) for use in flat.get("drafts", ())),
+            "drafts": tuple(_part(DraftUse, use) for use in flat.get("drafts") or ()),
         }
         return _part(cls, {**flat, **groups})
 

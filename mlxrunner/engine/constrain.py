@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -33,13 +33,19 @@ llguidance would call the tokenizer, and it can't pass on Python's errors and in
 class Constraint:
     """The tokens that may come next in one answer."""
 
-    def __init__(self, matcher: Any, guide: Any, num_tokens: int, ends: frozenset[int]) -> None:
+    def __init__(
+        self,
+        matcher: Any,
+        spell: Callable[[str], list[int]],
+        num_tokens: int,
+        ends: frozenset[int],
+    ) -> None:
         """Wrap `matcher`, a matcher of llguidance for a vocabulary of `num_tokens` tokens.
 
-        `guide`: llguidance's form of the vocabulary. `ends`: tokens that may come where the form is
+        `spell`: returns the usual tokens of a text. `ends`: tokens that may come where the form is
         complete.
         """
-        self._matcher, self._guide, self._num_tokens, self._ends = matcher, guide, num_tokens, ends
+        self._matcher, self._spell, self._num_tokens, self._ends = matcher, spell, num_tokens, ends
         self.count = 0
         """Tokens of the answer so far."""
         self.is_done = False
@@ -90,8 +96,7 @@ class Constraint:
     def forced(self) -> list[int]:
         """Return tokens that spell the text that has to come next; the model may choose others."""
         text: bytes = b"" if self.is_done else self._matcher.compute_ff_bytes()
-        tokens: list[int] = self._guide.greedy_tokenize(text.decode(errors="ignore"))
-        return tokens
+        return self._spell(text.decode(errors="ignore")) if text else []
 
     def advance(self, token: int) -> None:
         """Append `token` to the answer."""
@@ -120,7 +125,7 @@ def constraint_of(options: GenerateOptions, tokenizer: Tokenizer, width: int) ->
     matcher = llguidance.LLMatcher(vocabulary.guide, _grammar(options), log_level=0, limits=limits)
     _refuse(options, matcher.get_error())
     ends = options.ends(tokenizer.stop_tokens)
-    constraint = Constraint(matcher, vocabulary.guide, len(vocabulary.pieces), ends)
+    constraint = Constraint(matcher, tokenizer.encode_more, len(vocabulary.pieces), ends)
     try:
         constraint.mask(width)
     except FormError as error:

@@ -15,11 +15,8 @@ SLOPE = 0.15
 """Assumed cost of one more row of a pass, as a share of a pass of one row, until it is measured."""
 REMEMBERED = 7
 """Passes of one size, the cheapest of which tells the cost: other work only ever adds to it."""
-LEAST_GAIN = 0.1
-"""Passes that a draft has to save on the average.
-
-As much is lost if a pass waits for the token before it.
-"""
+LEAST_GAIN = 0.3
+"""Passes that a draft has to save on the average: what waiting and going back cost beside it."""
 PROBE_SHARE = 0.01
 """Most that may be spent on measuring costs again, as a share of plain decoding."""
 LATER = 32

@@ -22,7 +22,7 @@ def measured(slope: float) -> Controller:
 
 @pytest.mark.parametrize(
     ("slope", "share", "depth"),
-    [(0.0, 0.99, 15), (0.3, 0.2, 0), (0.1, 0.9, 7), (0.4, 0.6, 1), (1.2, 0.95, 0), (1.2, 0.1, 0)],
+    [(0.0, 0.99, 15), (0.3, 0.2, 0), (0.1, 0.9, 7), (0.4, 0.75, 1), (1.2, 0.95, 0), (1.2, 0.1, 0)],
 )
 def test_the_depth_follows_from_the_shares_and_the_costs(
     slope: float, share: float, depth: int
