@@ -9,8 +9,6 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
 from mlxrunner.cache.checkpoints import Checkpoint, Places
 from mlxrunner.cache.entry import Rotators
 from mlxrunner.cache.layers.protocol import LayerCache
@@ -170,11 +168,14 @@ class EntryLease:
         if len(tokens) == draft.tokens and self.recorded == draft.offset < self.forwarded:
             self.record(tokens)
             return
-        wanted = np.concatenate([entry.tokens.array[: draft.offset], as_tokens(tokens)])
+        before = entry.tokens.array[: draft.offset]
+        self._left = (0, [])
         entry.tokens.truncate(draft.offset)
-        entry.tokens.extend(wanted[draft.offset :])
-        left = self.restart(wanted)
-        self._left = (self.recorded, left.tolist())
+        entry.tokens.extend(tokens)
+        self._settle()
+        lost = before[self.recorded :].tolist()  # nothing, unless a cache broke
+        kept = max(0, self.recorded - draft.offset)
+        self._left = (self.recorded, [*lost, *map(int, tokens[kept:])])
 
     @property
     def pending(self) -> list[int]:
@@ -261,12 +262,17 @@ class EntryLease:
         entry = self._cache.entry
         self._left = (0, [])
         entry.tokens.truncate(common_prefix(entry.tokens.array, wanted))
+        self._settle()
+        return wanted[self.recorded :]
+
+    def _settle(self) -> None:
+        """Bring the layers to the entry's tokens or before. The entry is then another, or empty."""
+        entry = self._cache.entry
         self._cache.settle()
         if self._cache.entry is not entry:
             self._cache.entry = self._cache.fresh_entry()
         self._cache.is_settled = False
         self._adopt()
-        return wanted[self.recorded :]
 
     def free(self, why: str) -> None:
         """Free the entry and its buffers. `why`: the cause to record."""
