@@ -47,7 +47,7 @@ build/agents/node_modules: tests/serve/agents/package.json
 ALONE = $(shell command -v ip >/dev/null && unshare -rn true 2>/dev/null && echo unshare -rn sh -c \'ip link set lo up \&\& exec \"\$$@\"\' --)
 
 test-agents: $(STAMP) agents
-	$(ALONE) env $(RUN) $(BIN)/python -m pytest --everything tests/serve/test_agents.py
+	$(ALONE) env $(RUN) $(BIN)/python -m pytest --everything tests/serve/agents/test_programs.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,12 +1,13 @@
 """Measure how much many interleaved conversations reuse, with several numbers of slots.
 
-python benchmarks/conversations.py [--slots K ...] [--memory MB] [--log FOLDER] [--quick]
+python benchmarks/conversations.py [--slots K ...] [--memory MB] [--disk MB] [--log FOLDER]
 
 40 conversations of agents and chats send 1,000 requests: common headers, growing turns, edits,
 retries, titles, compaction, subagents that start together (tests/support/conversations.py). Each
 request begins as soon as its conversation has its last answer and a slot is free. The model is a
 tiny Llama: what is measured is what is reused, not how fast. "shareable" are the prompt tokens that
-had been evaluated before for any request: a cache that never forgets would reuse all of them.
+had been evaluated before for any request: a cache that never forgets would reuse all of them. With
+--log, "predicted" is what `simulate` says from the log of the run with the first number of slots.
 """
 
 from __future__ import annotations
@@ -25,24 +26,27 @@ from support.histories import tiny_parts
 from mlxrunner.cache.layers.factory import CacheOptions, layouts_of
 from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.profiling.record.profile import Profile
+from mlxrunner.profiling.replay.trials import simulate
 from mlxrunner.stored.parking import Parking
 
 CONTEXT = 1024
 TARGET = 0.97
-PARKED = 2**30
-"""The most bytes of parked conversations."""
+POINT = 0.01
+"""Most difference between the share of prompt tokens that was reused and the predicted one."""
 HEAD = (
     *("slots", "requests", "shareable", "reused", "share", "restored", "evicted", "lost"),
-    *("failed", "peak MB", "parked MB", "seconds"),
+    *("failed", "peak MB", "rate", "parked MB", "seconds"),
 )
 
 
-def run(model: str, slots: int, memory: int, requests: int, log: Path | None) -> dict[str, Any]:
+def run(
+    model: str, slots: int, memory: int, disk: int, requests: int, log: Path | None
+) -> dict[str, Any]:
     """Play the trace on a new runner of `slots` slots and `memory` bytes, with a place to park."""
     given = tiny_parts(model)
     row = sum(layout.row_bytes for layout in layouts_of(given[0], CacheOptions()))
     began, profile = time.perf_counter(), Profile(tokens=log)
-    parking = Parking(None, {"model": model}, limit=PARKED)
+    parking = Parking(None, {"model": model}, limit=disk)
     try:
         with Stepper(
             *given,
@@ -74,14 +78,24 @@ def figures(played: Played) -> dict[str, Any]:
         "lost": played.lost,
         "failed": len(played.failures),
         "peak_mb": played.most_bytes / 1e6,
+        "rate": played.reused / played.prompt,
     }
 
 
 def line(found: dict[str, Any]) -> str:
-    shown = {**found, "share": f"{found['share']:.1%}"}
+    shown = {**found, "share": f"{found['share']:.1%}", "rate": f"{found['rate']:.2%}"}
     return "  ".join(
         f"{value:>9,.1f}" if isinstance(value, float) else f"{value:>9}" for value in shown.values()
     )
+
+
+def predict(log: Path, found: Sequence[dict[str, Any]]) -> None:
+    """Add to each result what the replay of a log predicts, and print both."""
+    made = simulate([log], slots=[one["slots"] for one in found])
+    rates = {row.what.slots: row.hit_rate for row in made.rows}
+    for one in found:
+        one["predicted"] = rates[one["slots"]]
+        print(f"{one['slots']} slots: {one['rate']:.2%}, predicted {one['predicted']:.2%}")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -91,6 +105,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--slots", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument(
         "--memory", type=float, default=8.0, help="megabytes of keys and values (default 8)"
+    )
+    parser.add_argument(
+        "--disk",
+        type=float,
+        default=1000.0,
+        help="megabytes on disk (default 1000)",
     )
     parser.add_argument("--model", default="llama", help="architecture of the tiny model")
     parser.add_argument(
@@ -103,9 +123,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for slots in given.slots:
         log = None if given.log is None else given.log / f"{slots}-slots.jsonl"
         requests = 100 if given.quick else 1000
-        found.append(run(given.model, slots, int(given.memory * 1e6), requests, log))
+        memory, disk = int(given.memory * 1e6), int(given.disk * 1e6)
+        found.append(run(given.model, slots, memory, disk, requests, log))
         print(line(found[-1]), flush=True)
+    if given.log is not None:
+        predict(given.log / f"{given.slots[0]}-slots.jsonl", found)
     print(json.dumps({"results": found, "target": TARGET}))
+    if any(abs(one["rate"] - one.get("predicted", one["rate"])) > POINT for one in found):
+        sys.exit("MISSED: a prediction differs by more than a point")
     most = given.memory * 1.02
     if not all(
         one["share"] >= TARGET and not one["failed"] and one["peak_mb"] <= most for one in found

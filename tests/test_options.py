@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -195,22 +196,28 @@ ELSEWHERE = {
 @pytest.mark.parametrize("name", sorted({*names(GenerateOptions), *names(RunnerSettings)} - WORDS))
 def test_no_option_is_passed_on_by_name_in_more_than_four_files(name: str) -> None:
     """A parameter, a text or `name=name` counts; passing all options on names none."""
-    naming = sorted(
-        file
-        for path in PACKAGE.rglob("*.py")
-        if not (file := path.relative_to(PACKAGE).as_posix()).startswith(tuple(ELSEWHERE))
-        and passes_on(name, ast.parse(path.read_text()))
-    )
+    naming = [file for file, names_there in passed_on().items() if name in names_there]
     assert len(naming) <= 4, naming
 
 
-def passes_on(name: str, tree: ast.AST) -> bool:
-    return any(
-        (isinstance(node, ast.arg) and node.arg == name)
-        or (isinstance(node, ast.keyword) and node.arg == name and named(node.value) == name)
-        or (isinstance(node, ast.Constant) and node.value == name)
-        for node in ast.walk(tree)
-    )
+@cache
+def passed_on() -> dict[str, set[object]]:
+    """Return what each file passes on: names of parameters, of `name=name`, and texts."""
+    files = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
+    return {
+        file: {found for node in ast.walk(ast.parse(path.read_text())) for found in passes_on(node)}
+        for file, path in files.items()
+        if not file.startswith(tuple(ELSEWHERE))
+    }
+
+
+def passes_on(node: ast.AST) -> Iterator[object]:
+    if isinstance(node, ast.arg) or (
+        isinstance(node, ast.keyword) and node.arg == named(node.value)
+    ):
+        yield node.arg
+    elif isinstance(node, ast.Constant):
+        yield node.value
 
 
 def named(value: ast.expr) -> str:

@@ -7,6 +7,7 @@ import importlib
 import pkgutil
 import re
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -68,7 +69,8 @@ def floor(module: str) -> int:
     return next(i for i, rooms in enumerate(FLOORS) if module.split(".")[0] in rooms)
 
 
-def imports(path: Path, *, at_runtime: bool = False) -> set[str]:
+@cache
+def imports(path: Path, *, at_runtime: bool = False) -> frozenset[str]:
     """Return the dotted names that a module imports.
 
     `at_runtime`: without those for type checkers only.
@@ -88,7 +90,7 @@ def imports(path: Path, *, at_runtime: bool = False) -> set[str]:
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return names
+    return frozenset(names)
 
 
 def inner(module: str) -> set[str]:

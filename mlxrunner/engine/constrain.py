@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from mlxrunner.errors import FormError, OptionError
 from mlxrunner.options import GenerateOptions
 from mlxrunner.tokenizer.base import Tokenizer
-from mlxrunner.tokenizer.vocabulary import library
+from mlxrunner.tokenizer.vocabulary import Vocabulary, library
 
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """White space as json.dumps writes it. With free white space a model may write spaces for ever."""
@@ -116,14 +116,11 @@ def constraint_of(options: GenerateOptions, tokenizer: Tokenizer, width: int) ->
     """
     if not options.has_form:
         return None
-    llguidance = library()
     vocabulary = tokenizer.vocabulary
     for text in options.choices:
         if not vocabulary.can_spell(text):
             raise OptionError(f"choices: this model's vocabulary can't spell {text[:60]!r}")
-    limits = llguidance.LLParserLimits(verbose_errors=False)
-    matcher = llguidance.LLMatcher(vocabulary.guide, _grammar(options), log_level=0, limits=limits)
-    _refuse(options, matcher.get_error())
+    matcher = matcher_of(_grammar(options), vocabulary, _name(options))
     ends = options.ends(tokenizer.stop_tokens)
     constraint = Constraint(matcher, tokenizer.encode_more, len(vocabulary.pieces), ends)
     try:
@@ -133,10 +130,19 @@ def constraint_of(options: GenerateOptions, tokenizer: Tokenizer, width: int) ->
     return constraint
 
 
+def matcher_of(grammar: str, vocabulary: Vocabulary, name: str) -> Any:
+    """Return llguidance's matcher of a grammar. Raise OptionError for `name` if it is wrong."""
+    llguidance = library()
+    limits = llguidance.LLParserLimits(verbose_errors=False)
+    matcher = llguidance.LLMatcher(vocabulary.guide, grammar, log_level=0, limits=limits)
+    _refuse(name, matcher.get_error())
+    return matcher
+
+
 def check_form(options: GenerateOptions) -> None:
     """Raise OptionError if llguidance is missing or refuses the form. No model is needed."""
     if options.has_form:
-        _refuse(options, _problem(library(), _grammar(options)))
+        _refuse(_name(options), _problem(library(), _grammar(options)))
 
 
 @lru_cache(maxsize=16)
@@ -152,11 +158,11 @@ def _problem(llguidance: Any, grammar: str) -> str:
 def _grammar(options: GenerateOptions) -> str:
     """Return the grammar in llguidance's dialect of Lark."""
     if options.schema is None:
-        return f"{HEAD}/{'|'.join(map(_literal, options.choices))}/"
+        return f"{HEAD}/{'|'.join(map(literal, options.choices))}/"
     return f"{HEAD}%json {json.dumps(json.loads(options.schema) | {'x-guidance': JSON_STYLE})}"
 
 
-def _literal(text: str) -> str:
+def literal(text: str) -> str:
     """Return `text` as a regular expression. Thousands of such alternatives compile quickly."""
     return "".join(
         letter if letter.isascii() and letter.isalnum() else f"\\x{{{ord(letter):x}}}"
@@ -164,9 +170,9 @@ def _literal(text: str) -> str:
     )
 
 
-def _refuse(options: GenerateOptions, message: str) -> None:
+def _refuse(name: str, message: str) -> None:
     if message:
-        raise OptionError(f"{_name(options)}: {_one_line(message)}")
+        raise OptionError(f"{name}: {_one_line(message)}")
 
 
 def _name(options: GenerateOptions) -> str:

@@ -87,6 +87,8 @@ def prepare(
         discarded = shift.discard(len(tokens))
         tokens = np.concatenate([tokens[: shift.keep], tokens[shift.keep + discarded :]])
     constraint = constraint_of(options, tokenizer, facts.vocab)
+    if constraint is None and tokenized.constraint is not None:
+        constraint = tokenized.constraint(options.ends(tokenizer.stop_tokens))
     return Request(
         prompt=tokenized,
         tokens=tokens,

@@ -97,6 +97,8 @@ class CacheReport:
     """A known cause on the client's side, such as "billing-header", or None."""
     remedy: str | None = None
     """A remedy, in one sentence."""
+    message: int | None = None
+    """The number of the message that `cause` is about, from 0; None if it is about none."""
     rules: tuple[str, ...] = ()
     """The names of the rules that changed the prompt."""
 
@@ -104,8 +106,10 @@ class CacheReport:
     def header(self) -> str:
         """The value of the header `x-mlxrunner-cache`."""
         parts = [f"outcome={self.outcome}", f"cached={self.cached}", f"lost={self.lost}"]
-        named = {"reason": self.reason, "cause": self.cause, "rules": ",".join(self.rules)}
-        return "; ".join(parts + [f"{name}={value}" for name, value in named.items() if value])
+        named: dict[str, object] = {"reason": self.reason, "cause": self.cause}
+        named |= {"message": self.message, "rules": ",".join(self.rules) or None}
+        said = (f"{name}={value}" for name, value in named.items() if value is not None)
+        return "; ".join([*parts, *said])
 
     @property
     def body(self) -> dict[str, Any]:
@@ -117,6 +121,7 @@ class CacheReport:
             "lost_tokens": self.lost,
             "cause": self.cause,
             "remedy": self.remedy,
+            "message": self.message,
             "rules": list(self.rules),
         }
 

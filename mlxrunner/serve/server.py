@@ -130,16 +130,39 @@ def _key(settings: ServeSettings) -> str:
 class Door(H11Protocol):
     """A connection that is closed if no whole header of a request comes in time.
 
-    uvicorn waits for ever, and each connection takes a file descriptor.
+    It is also closed if its client does not read its answer. uvicorn waits for ever, and each
+    connection takes a file descriptor, and a place among the requests that may wait.
     """
 
     patience = MOST_SECONDS
     """Seconds until the first header is whole."""
+    unread = 60.0
+    """Seconds for which a client may read nothing, once no more can be written."""
+    _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Count the seconds from the beginning of the connection."""
         super().connection_made(transport)
         self.loop.call_later(self.patience, self._close_if_silent)
+
+    def pause_writing(self) -> None:
+        """Count the seconds from the moment at which no more can be written."""
+        super().pause_writing()
+        self._timer = self.loop.call_later(self.unread, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """Write again: the client has read."""
+        super().resume_writing()
+        self._stop_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End what was asked for on this connection."""
+        super().connection_lost(exc)
+        self._stop_timer()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
 
     def _close_if_silent(self) -> None:
         if self.cycle is None and not self.transport.is_closing():

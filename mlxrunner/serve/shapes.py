@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
 from mlxrunner.serve.events import RefusedError
+from mlxrunner.terminal.text import SHOWN
 
 ANTHROPIC = {
     400: "invalid_request_error",
@@ -29,6 +31,21 @@ OPENAI = {
 }
 """The type of an error in OpenAI's protocols, by status."""
 
+THREAD_NOT_FOUND = "thread_not_found"
+"""The code by which Anthropic's clients know that they have to send a conversation again."""
+
+
+_ESCAPED = {code: json.dumps(chr(code))[1:-1] for code in SHOWN}
+
+
+class ShownResponse(JSONResponse):
+    """JSON that people read in terminals: no character in it controls one."""
+
+    def render(self, content: Any) -> bytes:
+        """Return `content` as JSON, with escapes for control characters beyond those of ASCII."""
+        text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        return text.translate(_ESCAPED).encode()
+
 
 def refusal_response(path: str, refused: RefusedError, request_id: str) -> Response:
     """Return the response to a request for `path` that is refused."""
@@ -42,7 +59,10 @@ def refusal_response(path: str, refused: RefusedError, request_id: str) -> Respo
 def anthropic_error(refused: RefusedError, request_id: str) -> dict[str, Any]:
     """Return Anthropic's object of an error, which is an event of a stream, too."""
     default = "invalid_request_error" if refused.status < 500 else "api_error"
-    error = {"type": ANTHROPIC.get(refused.status, default), "message": refused.message}
+    error: dict[str, Any] = {"type": ANTHROPIC.get(refused.status, default)}
+    error["message"] = refused.message
+    if refused.code == THREAD_NOT_FOUND:
+        error["details"] = {"error_code": refused.code}
     return {"type": "error", "error": error, "request_id": request_id or None}
 
 
@@ -78,4 +98,4 @@ def _response(body: dict[str, Any], refused: RefusedError, request_id: str) -> R
         headers["retry-after"] = str(refused.retry_after)
     if refused.status == 401:
         headers["www-authenticate"] = "Bearer"
-    return JSONResponse(body, refused.status, headers)
+    return ShownResponse(body, refused.status, headers)

@@ -84,6 +84,8 @@ class TokenizedPrompt:
     """The line of a batch that has this prompt."""
     caller: Caller | None = None
     """The client of a server that sent this prompt."""
+    constraint: Callable[[frozenset[int]], Any] | None = None
+    """A function from the tokens that end the answer to its constraint, if no option holds it."""
 
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | TokenizedPrompt

@@ -254,7 +254,7 @@ def test_a_request_that_steps_back_is_parked_in_pieces(
 
 
 def test_a_parking_that_another_one_overtakes_leaves_its_files(talks: Talks) -> None:
-    """What is parked at once, while it is parked in pieces, is found again."""
+    """A conversation that is parked at once, while it is parked in pieces, is found again."""
     talks.say(0)
     slot = next(slot for slot in talks.runner.slots if slot.tokens)
     work = talks.runner._scheduler.residents.parking_ahead(slot)

@@ -88,6 +88,25 @@ def test_the_event_says_who_was_given_up_for_whom(is_full: bool) -> None:
     assert (usage.reason, usage.cache.freed_by) == ("evicted", "request 2")
 
 
+@pytest.mark.parametrize("name", ["llama", "mamba2"])
+def test_a_tail_that_a_shorter_prompt_gave_up_is_named(name: str) -> None:
+    """A prompt that has to evaluate it again says by whom it was given up, and how much it was."""
+    given, rng = tiny_parts(name), random.Random(0)
+    whole = [rng.randrange(250) for _ in range(60)]
+    with Stepper(*given, max_sequences=1, **SETTINGS) as runner:
+        for prompt in (whole, whole[:30]):
+            runner.complete(prompt, max_tokens=1, stop_tokens=[])
+        usage = runner.complete([*whole, 1], max_tokens=1, stop_tokens=[]).usage
+        again = runner.complete([*whole, 1, 2], max_tokens=1, stop_tokens=[]).usage
+    assert (usage.outcome, usage.reason, usage.cache.freed_by) == (
+        "partial" if usage.cached_tokens else "miss",
+        "evicted",
+        "request 2",
+    )
+    assert usage.cache.lost_tokens == len(whole) - usage.cached_tokens > 0
+    assert (again.outcome, again.reason, again.cache.lost_tokens) == ("hit", None, 0)
+
+
 def test_the_plan_has_a_line_for_what_the_host_notes() -> None:
     """It is part of the total, and at least what the positions and owners of the cells take."""
     with Stepper.load("demo", max_sequences=4, context=512) as runner:

@@ -421,6 +421,15 @@ def test_a_broken_body(url: str, content: bytes, said: str) -> None:
     assert said in response.json()["error"]["message"]
 
 
+def test_a_thread_is_not_kept(client: anthropic.Anthropic) -> None:
+    """Their client is told so in its own terms, so that it sends the whole conversation."""
+    asked = ASK | {"thread": {"type": "continue", "previous_message_id": "msg_1"}}
+    with pytest.raises(anthropic.NotFoundError, match=r"msg_1.* is not kept here") as refused:
+        client.beta.messages.create(**asked)
+    body: Any = refused.value.body
+    assert body["error"]["details"] == {"error_code": "thread_not_found"}
+
+
 def test_probes(url: str) -> None:
     """HEAD says that it is there, GET how it is used."""
     assert httpx.head(f"{url}/v1/messages").status_code == 200

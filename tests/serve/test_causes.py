@@ -164,6 +164,12 @@ def edited(old: Talk, order: random.Random) -> Injected:
     return old.changed(number, words(order, 11)), number
 
 
+def asked_anew(old: Talk, order: random.Random) -> Injected:
+    """Another last question: what stood before it is reused."""
+    number = len(old.messages) - 1
+    return old.changed(number, words(order, 11)), number
+
+
 def dropped(old: Talk, order: random.Random) -> Injected:
     number = order.randrange(1, len(old.messages) - 3)
     return replace(old, messages=old.messages[:number] + old.messages[number + 2 :]), number
@@ -244,6 +250,7 @@ INJECTED: dict[str, tuple[str, Inject]] = {
     "tool order": ("tool-order", tool_order),
     "mode switch": ("tools-changed", mode_switch),
     "edited": ("message-edited", edited),
+    "asked anew": ("asked-anew", asked_anew),
     "dropped": ("message-dropped", dropped),
     "inserted": ("message-inserted", inserted),
     "system": ("system-changed", system),
@@ -289,6 +296,7 @@ def test_an_injected_cause_is_named(maker: PromptMaker, name: str) -> None:
             "title-request",
             "compaction",
             "first-request",
+            "asked-anew",
         ):
             new = new.grown(order)
         cause = found(maker, [*others, first, *others[:1], new])
@@ -320,7 +328,7 @@ def test_tasks_that_differ_in_a_number_are_no_fault_of_the_client(
     tasks = [Talk([*before, {"role": "user", "content": f"Do job {job}."}], []) for job in (1, 2)]
     cause = found(maker, tasks)
     assert cause is not None
-    assert cause.name == ("message-edited" if turns else "first-request")
+    assert cause.name == ("asked-anew" if turns else "first-request")
 
 
 def test_a_date_before_a_long_last_message_is_named(maker: PromptMaker) -> None:

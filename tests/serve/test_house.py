@@ -6,12 +6,13 @@ import asyncio
 import gc
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.actor import playing
 from support.models import write_model
 
 from mlxrunner.config.serving import ServeSettings
@@ -74,7 +75,14 @@ def opening(settings: ServeSettings = SETTINGS, **needs: int) -> Counting:
 @asynccontextmanager
 async def house_of(folder: Path, opening: Opening) -> AsyncIterator[House]:
     aliases = {name: str(folder / name) for name in ("second", "third")}
-    house = House(ModelNames(str(folder / "first"), aliases), opening, lambda opened: None)
+    async with open_house(ModelNames(str(folder / "first"), aliases), opening) as house:
+        yield house
+
+
+@asynccontextmanager
+async def open_house(names: ModelNames, opening: Opening) -> AsyncIterator[House]:
+    """Return a house with an opening of any kind, and close it."""
+    house = House(names, opening, lambda opened: None)
     try:
         yield house
     finally:
@@ -141,6 +149,8 @@ def test_the_cause_of_a_miss_is_named(folder: Path) -> None:
         assert [report.cause for report in reports] == ["first-request", None, "changing-date"]
         assert "cause=changing-date" in reports[2].header
         assert "message 0" in str(reports[2].body["remedy"])
+        assert [report.body["message"] for report in reports] == [None, None, 0]
+        assert reports[2].header.endswith("cause=changing-date; message=0")
 
     in_house(run())
 
@@ -274,6 +284,36 @@ def test_a_client_that_leaves(folder: Path, way: str) -> None:
             ended = (await events_of(house, asked("x" * 100)))[-1]
             assert isinstance(ended, Ended)
             assert ended.cache.cached > 100
+
+    in_house(run())
+
+
+def test_what_a_client_saw_before_it_left_is_kept() -> None:
+    """The prompt of its next request has the tokens that were generated, up to there."""
+
+    async def run() -> None:
+        endless = playing(lambda text: "Word " * 500)
+        opening = endless(settings=SETTINGS, runner={"context": 4000})
+        async with open_house(ModelNames("actor", {}), opening) as house:
+            answer, seen = house.answer(asked(options={})), ""
+            async with aclosing(answer):
+                async for event in answer:
+                    seen += event.text if isinstance(event, Text) else ""
+                    if len(seen) > 20:
+                        break
+            place = house.models_held.get("actor")
+            assert place is not None
+            assert place.opened is not None
+            maker = place.opened.maker
+            await reached(lambda: len(maker.kept))
+            sent = [
+                {"role": "user", "content": "Hello"},
+                {"role": "assistant", "content": seen},
+                {"role": "user", "content": "Go on"},
+            ]
+            made = maker.make(asked(messages=sent))
+            assert made.kept == 1
+            assert made.prompt.text == made.rendered
 
     in_house(run())
 

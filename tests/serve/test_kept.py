@@ -14,7 +14,8 @@ from mlxrunner.cache.tokens import as_tokens
 from mlxrunner.results import Chunk
 from mlxrunner.serve.asked import Asked
 from mlxrunner.serve.events import CallArguments, CallBegan, Text, Thought
-from mlxrunner.serve.prompts.kept import Answer, Encoder, Fill, KeptTurns, common_end
+from mlxrunner.serve.prompts.encoding import Encoder, Fill
+from mlxrunner.serve.prompts.kept import Answer, KeptTurns, common_end
 from mlxrunner.serve.prompts.make import Made, PromptMaker
 from mlxrunner.serve.prompts.reader import Said
 
@@ -305,6 +306,112 @@ def test_the_newest_of_several_answers_that_fits_is_taken(
     begin = len(made.prompt.tokens)
     assert after.prompt.tokens[begin : begin + len(first)].tolist() == first
     assert len(maker.kept) == 2
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        '[TOOL_CALLS] [{"name":"look", "arguments":{"at":7}}]',
+        '[TOOL_CALLS]look[ARGS]{"at":7}',
+    ],
+)
+@pytest.mark.parametrize("others_id", [False, True])
+def test_a_call_without_an_id_comes_back(
+    makers: dict[str, PromptMaker], answer: str, others_id: bool
+) -> None:
+    """The template writes the id that the server gave it; the tokens are those of the model."""
+    maker = makers["mistral"]
+    maker.kept = KeptTurns()
+    client, before, tokens = opened(maker, answer)
+    if others_id:
+        client.messages[1]["tool_calls"][0]["id"] = client.messages[2]["tool_call_id"] = "other"
+    after = client.ask()
+    both = [*before.prompt.tokens.tolist(), *tokens]
+    assert after.kept == 1
+    assert after.prompt.tokens[: len(both)].tolist() == both
+    assert '"id": ' in after.rendered.partition("[TOOL_CALLS]")[2]
+
+
+def test_a_call_with_another_id_is_the_templates(makers: dict[str, PromptMaker]) -> None:
+    """The model wrote its own, and the client sends another one."""
+    maker = makers["mistral"]
+    maker.kept = KeptTurns()
+    call = '{"name":"look", "arguments":{"at":7}, "id":"abcdefgh1"}'
+    client, _, _ = opened(maker, f"[TOOL_CALLS] [{call}]")
+    client.messages[1]["tool_calls"][0]["id"] = client.messages[2]["tool_call_id"] = "abcdefgh2"
+    assert client.ask().kept == 0
+
+
+TYPED = ["hello", " the", " f", "ile", " hello", " the", " ", "file", "."]
+"""The tokens of an answer, which are not those of its text."""
+
+
+def cut_off(maker: PromptMaker, before: str = "") -> tuple[Client, Made, list[int]]:
+    """Return a client that left before the end of an answer, its prompt, and the tokens so far."""
+    client = Client(maker, random.Random(3))
+    made = client.ask({"role": "user", "content": "hello the file"})
+    encode = maker.tokenizer.encode_more
+    pieces = [piece for text in TYPED for piece in ([text] if text in MERGED else text)]
+    tokens = [*encode(before), *(token for piece in pieces for token in encode(piece))]
+    stream = maker.tokenizer.stream(made.prompt.tokens[-8:].tolist())
+    maker.keep(made, [Chunk(stream.add(token), token) for token in tokens], is_cut=True)
+    assert len(maker.kept) == 1
+    return client, made, tokens
+
+
+@pytest.mark.parametrize("seen", range(1, len("".join(TYPED)) + 1))
+def test_an_answer_that_was_cut_off_comes_back_as_far_as_it_was_seen(
+    maker: PromptMaker, seen: int
+) -> None:
+    """Up to the last token that is whole in what the client has."""
+    if maker.form.kind == "channels":
+        pytest.skip("its tokens begin with a channel")
+    client, made, tokens = cut_off(maker)
+    text = "".join(TYPED)[:seen]
+    answer = {"role": "assistant", "content": text}
+    after = client.ask(answer, {"role": "user", "content": "go on"})
+    assert after.prompt.text == after.rendered
+    assert maker.tokenizer.decode(after.prompt.tokens.tolist()) == after.rendered
+    ends = [len(maker.tokenizer.decode(tokens[:count])) for count in range(1, len(tokens) + 1)]
+    whole = sum(end <= len(text.rstrip()) for end in ends)
+    both = [*made.prompt.tokens.tolist(), *tokens[:whole]]
+    assert after.prompt.tokens[: len(both)].tolist() == both
+    assert after.kept == (1 if whole else 0)
+
+
+def test_a_cut_answer_may_lack_its_thinking(makers: dict[str, PromptMaker]) -> None:
+    """The part that was seen behind it is kept."""
+    maker = makers["qwen3"]
+    maker.kept = KeptTurns()
+    client, _, tokens = cut_off(maker, THOUGHT)
+    answer = {"role": "assistant", "content": "".join(TYPED[:4])}
+    after = client.ask(answer, {"role": "user", "content": "go on"})
+    visible = tokens[len(maker.tokenizer.encode_more(THOUGHT)) :][:4]
+    found = after.prompt.tokens.tolist()
+    assert after.kept == 1
+    assert any(found[n : n + 4] == visible for n in range(len(found)))
+    assert after.prompt.text == after.rendered
+
+
+def test_a_cut_answer_that_was_changed_is_kept_up_to_the_change(
+    makers: dict[str, PromptMaker],
+) -> None:
+    """A whole answer to the same prompt is preferred."""
+    maker = makers["qwen3"]
+    maker.kept = KeptTurns()
+    client, made, tokens = cut_off(maker)
+    changed = {"role": "assistant", "content": "hello they"}
+    after = client.ask(changed, {"role": "user", "content": "go on"})
+    begin = len(made.prompt.tokens)
+    assert after.prompt.tokens[begin : begin + 2].tolist() == tokens[:2]
+    assert after.prompt.text == after.rendered
+    del client.messages[1:]
+    whole = client.answer(made, "hello the file: done")
+    client.answer(made, "hello the")
+    maker.keep(made, [Chunk(text, n) for text, n in zip(TYPED, tokens, strict=False)], is_cut=True)
+    del client.messages[2:]
+    after = client.ask({"role": "user", "content": "go on"})
+    assert after.prompt.tokens[begin : begin + len(whole)].tolist() == whole
 
 
 def said(text: str) -> Said:

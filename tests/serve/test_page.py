@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
+import pytest
 from support.actor import playing
 from support.browser import WIDTHS, browse, measure, needs_chromium
 from support.events import as_event, example_event
@@ -69,14 +74,51 @@ def test_what_clients_say_is_escaped() -> None:
     assert "&lt;script&gt;" in text
 
 
-def test_a_server_shows_its_requests() -> None:
-    """The page at `/` of a running server has what was just asked."""
-    record, settings = Record(), ServeSettings(parks=False)
+@contextmanager
+def running(record: Record) -> Iterator[str]:
+    """Yield the address of a server whose model says that it is done."""
+    settings = ServeSettings(parks=False)
     house = House(
         ModelNames("actor"), playing(lambda text: "Done.")(settings=settings), record.watch
     )
     house.load_first()
     with serving(application(house, record, settings)) as url:
+        yield url
+
+
+@pytest.mark.parametrize("path", ["/", "/slots", "/metrics", "/explain/{id}", "/explain/{odd}"])
+def test_no_text_of_a_client_drives_a_terminal(
+    tmp_path: Path, path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not the names of client, session and model: they are shown with their codes."""
+    odd = "".join(map(chr, [*range(0x7F, 0xA0), 0x202E, 0x2028])) + "odd"
+    record = Record(tmp_path / "events.jsonl", log_text=True)
+    with running(record) as url:
+        body = {"model": "actor", "messages": [{"role": "user", "content": f"Hello {odd}\x1b[2J"}]}
+        body |= {"user": f"\x1b]0;{odd}\n\r"}
+        headers = {"user-agent": f"{odd[:33]}odd/1".encode("latin-1")}
+        for text in ("", " and more"):
+            body["messages"][0]["content"] += text
+            answer = httpx.post(f"{url}/v1/chat/completions", json=body, headers=headers)
+            assert answer.status_code == 200
+        named = {"id": answer.json()["id"], "odd": quote(odd)}
+        found = httpx.get(url + path.format(**named)).text
+        refused = httpx.post(f"{url}/v1/chat/completions", json={**body, "model": odd}).text
+    record.close()
+    shown = [found, refused, caplog.text, (tmp_path / "events.jsonl").read_text()]
+    for text in shown if path == "/slots" else shown[:2]:
+        assert not CONTROLS.search(text)
+    assert path == "/metrics" or "odd" in found
+    assert "odd" in refused
+
+
+CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e\u2028]")
+"""Characters that drive a terminal, or end a line or turn it around."""
+
+
+def test_a_server_shows_its_requests() -> None:
+    """The page at `/` of a running server has what was just asked."""
+    with running(Record()) as url:
         body = {"model": "actor", "messages": [{"role": "user", "content": "Hello"}]}
         headers = {"user-agent": "my-client/1.0"}
         answer = httpx.post(f"{url}/v1/chat/completions", json=body, headers=headers)

@@ -9,15 +9,13 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 from click.testing import CliRunner
 from support.models import write_model, write_tokenizer
+from support.program import program
 
 from mlxrunner.cli import main
 from mlxrunner.config.file import read_config_file
@@ -26,7 +24,6 @@ from mlxrunner.serve.unit import unit
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
 CONTEXT = 4000
-STARTED = b"Ollama clients:"
 
 
 @pytest.fixture(scope="module")
@@ -36,44 +33,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_model(folder, max_position_embeddings=CONTEXT, tokenizer=False)
     write_tokenizer(folder, chat_template=TEMPLATE)
     return folder
-
-
-class Running:
-    """A server in a process of its own."""
-
-    def __init__(self, process: subprocess.Popen[bytes], said: bytes) -> None:
-        self.process, self.said = process, said.decode()
-        self.url = self.said.partition(" at ")[2].partition(" ")[0]
-
-    def body(self, text: str, **more: Any) -> dict[str, Any]:
-        return {
-            "model": "tiny",
-            "max_tokens": 20,
-            "messages": [{"role": "user", "content": text}],
-            **more,
-        }
-
-    def ask(self, text: str, **more: Any) -> httpx.Response:
-        body = self.body(text, **more)
-        return httpx.post(f"{self.url}/v1/messages", json=body, timeout=300)
-
-
-@contextmanager
-def program(*arguments: str) -> Iterator[Running]:
-    """Run `mlxrunner serve` on a free port until the block ends."""
-    command = [sys.executable, "-m", "mlxrunner", "serve", "--port", "0", *arguments]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert process.stderr is not None
-    said = b""
-    try:
-        while STARTED not in said:
-            line = process.stderr.readline()
-            assert line, said.decode()
-            said += line
-        yield Running(process, said)
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def left(process: subprocess.Popen[bytes]) -> tuple[int, str]:

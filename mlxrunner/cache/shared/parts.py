@@ -1,4 +1,4 @@
-"""What the attention of a step falls into: blocks of queries, and the cells that they see."""
+"""The parts of a step's attention: blocks of queries, and the cells that they see."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Gathered(NamedTuple):
 
     queries: tuple[int, ...]
     cells: Ints
-    """What each query sees, `[queries, length]`, filled up with any cells."""
+    """The cells that each query sees, `[queries, length]`, filled up with any others."""
     visible: Bools | None
     """The mask `[queries, length]`; None: all are visible."""
 

@@ -168,7 +168,7 @@ class Assigner:
                 self._resume(request, slot, choice.parked[1])
         elif choice.ready:
             if choice.source is slot:
-                self.residents.set_aside(slot, choice.matched)
+                self.residents.set_aside(slot, choice.matched, request)
             else:
                 self.residents.give_up(slot, request, "slot")
             self._resume(request, choice.source)

@@ -154,10 +154,14 @@ class Residents:
         slot.rests = True
         self._dual.use(slot.number)
 
-    def set_aside(self, slot: Slot, keep: int) -> None:
-        """Park an idle slot of which only the first `keep` tokens will be kept."""
+    def set_aside(self, slot: Slot, keep: int, request: ActiveRequest) -> None:
+        """Park an idle slot of which `request` will keep only the first `keep` tokens.
+
+        A prompt that misses the others, and for which they are not worth restoring, is told so.
+        """
         if not goes_on(keep, len(slot.tokens)):
             self._park(slot)
+            self._lose(f"request {request.submitted}", slot.tokens.array.copy())
 
     def park_all(self) -> None:
         """Park all idle conversations, before the slots are closed."""
@@ -285,7 +289,7 @@ class Residents:
         return worth(len(slot.tokens), nbytes, shared)
 
     def _lose(self, by: str, tokens: TokenArray) -> None:
-        """Note that a parked conversation was given up."""
+        """Note that tokens were given up by something."""
         self._losses.append(LostTokens("evicted", by, tokens))
 
     def _remember_losses(self) -> None:

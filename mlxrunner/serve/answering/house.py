@@ -171,7 +171,7 @@ class House:
             yield Waiting("the prompt is being prepared")
         begun = await making
         made, handle = begun.made, begun.handle
-        reader, chunks = Reader(handle), list[Chunk]()
+        reader, chunks, is_kept = Reader(handle), list[Chunk](), False
         splitter = opened.maker.splitter(made, asked)
         try:
             while not chunks or chunks[-1].finish_reason is None:
@@ -189,11 +189,15 @@ class House:
                     beats.begin_again()
             for event in splitter.finish(is_whole=chunks[-1].finish_reason == "stop"):
                 yield event
+            is_kept = True
             await asyncio.to_thread(opened.maker.keep, made, chunks)
             begun.seen.has_thought = splitter.thinking_tokens > 0
             yield _end(opened, asked, begun, chunks, splitter)
         finally:
             reader.close()
+            if chunks and not is_kept:
+                keep = partial(opened.maker.keep, made, chunks, is_cut=True)
+                asyncio.get_running_loop().run_in_executor(None, keep)
 
 
 @dataclass(frozen=True)
@@ -298,5 +302,6 @@ def cache_report(usage: Usage, rules: Sequence[str], cause: Cause | None) -> Cac
         usage.cache.lost_tokens,
         None if cause is None else cause.name,
         None if cause is None else cause.remedy,
+        None if cause is None else cause.message,
         tuple(rules),
     )

@@ -14,6 +14,7 @@ from mlxrunner.serve.apis.delivery import ClientLeftError
 from mlxrunner.serve.apis.refusals import refusal_of
 from mlxrunner.serve.asked import Client
 from mlxrunner.serve.events import RefusedError
+from mlxrunner.terminal.text import one_line
 
 WriteError = Callable[[RefusedError, str], Response]
 """A function from a refusal and the id of the request to the response of a protocol."""
@@ -25,6 +26,8 @@ SESSIONS = (
     "x-session-affinity",
 )
 """Headers in which clients name the conversation, for bodies that don't."""
+LONGEST_NAME, LONGEST_SESSION = 80, 256
+"""Most characters of the names of a client and of its conversation: longer ones are shortened."""
 LEFT = 499
 """The status of a request whose client left: nobody reads it but the log."""
 
@@ -84,12 +87,15 @@ def new_id(prefix: str) -> str:
 
 
 def client_of(request: Request, session: object = None) -> Client:
-    """Return who asks. `session` is what the body says of the conversation."""
+    """Return who asks. `session` is what the body says of the conversation.
+
+    The names are shown on pages and in terminals, so nothing in them controls one.
+    """
     agent = request.headers.get("user-agent", "").split(" ")[0].partition("/")[0]
     named = session if isinstance(session, str) and session else _session(request.headers)
     return Client(
-        name=agent[:80],
-        session=None if named is None else named[:256],
+        name=one_line(agent, LONGEST_NAME),
+        session=None if named is None else one_line(named, LONGEST_SESSION),
         address=request.client.host if request.client else "",
     )
 

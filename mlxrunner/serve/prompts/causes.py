@@ -20,7 +20,7 @@ from mlxrunner.serve.prompts.chain import digest, message_digest
 from mlxrunner.serve.prompts.differences import difference, is_like
 from mlxrunner.serve.prompts.kept import common_end
 from mlxrunner.serve.prompts.make import Made
-from mlxrunner.serve.prompts.rules import SYSTEM, without_billing
+from mlxrunner.serve.prompts.rewriting import SYSTEM, without_billing
 from mlxrunner.templates.segments import common
 
 MOST_REQUESTS = 64
@@ -50,6 +50,7 @@ REMEDIES = {
     "thinking-stripped": "Send the thinking of {message} back, or keep the template from leaving "
     "it out.",
     "message-edited": "Send {message} back as it was: all behind it has to be evaluated again.",
+    "asked-anew": "Nothing is to be done: only the last message is another one.",
     "message-dropped": "Keep {message} until the conversation is compacted as a whole.",
     "message-inserted": "Put new messages at the end: all behind {message} is evaluated again.",
 }
@@ -239,7 +240,7 @@ def _changed(seen: Seen, old: Seen, at: int) -> Cause:
     is_asked_anew = at == len(seen.digests) - 1 and after["role"] not in SYSTEM
     if is_asked_anew and not _has_rest(before["content"], after["content"]):
         is_first = at <= _systems(seen)
-        return _cause("first-request") if is_first else _cause("message-edited", at)
+        return _cause("first-request") if is_first else _cause("asked-anew", at)
     if kind in REMEDIES:
         return _cause(kind, at)
     if after["role"] not in SYSTEM:

@@ -16,13 +16,12 @@ from mlxrunner.errors import OptionError
 from mlxrunner.options import GenerateOptions
 from mlxrunner.serve.asked import ToolChoice
 from mlxrunner.serve.events import RefusedError
+from mlxrunner.serve.prompts.arguments import ANY, arguments_of, is_strict
 from mlxrunner.serve.prompts.formats import HERMES, CallFormat, Tools, name_of
 from mlxrunner.templates.thinking import THINKING_TAGS
 
 CHANNEL = "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>"
 """The header of a call of gpt-oss."""
-ANY: dict[str, Any] = {"type": "object"}
-"""The schema of arguments that have none."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ def forced(choice: ToolChoice, tools: Tools, form: CallFormat, text: str) -> For
         header = (
             f"<|channel|>commentary to=functions.{name_of(named[0])} <|constrain|>json<|message|>"
         )
-        schema = _checked([named[0]], lambda tools: _arguments(tools[0]))
+        schema = _checked([named[0]], lambda tools: arguments_of(tools[0]))
         return Forced(schema, header, "", header, "", form, True)
     is_own = form.opening is not None
     own = form if is_own else HERMES
@@ -87,7 +86,7 @@ def _checked(tools: Sequence[Mapping[str, Any]], schema_of: Any) -> str:
     try:
         check_form(GenerateOptions(schema=text))
     except OptionError:
-        if any((tool.get("function") or {}).get("strict") for tool in tools):
+        if any(map(is_strict, tools)):
             raise
         free = [{"function": {"name": name_of(tool), "parameters": ANY}} for tool in tools]
         text = json.dumps(schema_of(free))
@@ -95,16 +94,11 @@ def _checked(tools: Sequence[Mapping[str, Any]], schema_of: Any) -> str:
     return text
 
 
-def _arguments(tool: Mapping[str, Any]) -> dict[str, Any]:
-    schema = dict((tool.get("function") or {}).get("parameters") or ANY)
-    return {name: value for name, value in schema.items() if name != "$schema"}
-
-
 def _calls(tools: Sequence[Mapping[str, Any]], arguments: str) -> dict[str, Any]:
     """Return the schema of a call of any of `tools`."""
     calls, definitions = [], {}
     for number, tool in enumerate(tools):
-        schema = _arguments(tool)
+        schema = arguments_of(tool)
         for key in ("$defs", "definitions"):  # references begin at the root of the whole schema
             known = json.dumps(schema).replace(f'"#/{key}/', f'"#/$defs/{number}.{key}.')
             schema = json.loads(known)

@@ -3,12 +3,13 @@
 A client sends an answer back as text and JSON, and the template and the tokenizer may write it in
 other tokens than the model did. Here its place in the rendered conversation is found, and filled
 with the model's own tokens. That is done only where the text before it is the text that the model
-continued, and where it says the same: the same text, thinking and calls.
+continued, and where it says the same: the same text, thinking and calls. Of an answer that was cut
+off, the client may have seen any beginning: so much of it is filled as says the same to the letter.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,28 +18,17 @@ from itertools import accumulate
 from threading import Lock
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from mlxrunner.cache.tokens import TokenArray, as_tokens
 from mlxrunner.results import Chunk
-from mlxrunner.serve.prompts.reader import Said
+from mlxrunner.serve.prompts.encoding import Fill
+from mlxrunner.serve.prompts.reader import Calls, Said
+from mlxrunner.templates.segments import common
 from mlxrunner.tokenizer import Tokenizer
 
 UNKNOWN = "\ue0f6\ue0f7"
 """Stands for an answer whose end is looked for: private characters, which no template changes."""
 MOST_TOKENS = 2_000_000
 """Most tokens of answers that are kept."""
-MOST_CHARACTERS = 8_000_000
-"""Most characters of texts whose tokens are remembered."""
-
-
-class Fill(NamedTuple):
-    """A place in a rendered text, and what the model wrote there."""
-
-    begin: int
-    end: int
-    text: str
-    tokens: TokenArray
 
 
 @dataclass(eq=False)
@@ -57,16 +47,36 @@ class Turn:
     closing: str
     """The text of the token that ended it, or nothing."""
     said: Said
+    is_cut: bool = False
+    """True if the client left before its end."""
     known: dict[str, Fill] = field(default_factory=dict)
     """Fills by the text that the template writes for this answer, with `closing` behind it."""
 
-    def after_thinking(self) -> tuple[str, TokenArray] | None:
-        """Return the text and the tokens after the thinking, if a token begins there."""
+    def after_thinking(self) -> tuple[int, int] | None:
+        """Return the number of characters and tokens up to the end of the thinking.
+
+        None if there is none, or if no token ends there.
+        """
         at = len(self.text) - len(self.text[self.said.begins :].lstrip())
         index = bisect_left(self.ends, at)
         if self.said.begins == 0 or index >= len(self.ends) or self.ends[index] != at:
             return None
-        return self.text[at:], self.tokens[index + 1 :]
+        return at, index + 1
+
+    def fill(self, begin: int, said: str) -> Fill | None:
+        """Return the tokens that `said`, at the place `begin`, begins with; None if with none.
+
+        The thinking may be missing there.
+        """
+        found = []
+        for at, first in filter(None, ((0, 0), self.after_thinking())):
+            most = bisect_right(self.ends, at + common(self.text[at:], said))
+            end = self.ends[most - 1] if most else 0
+            count = bisect_left(self.ends, end) + 1  # tokens behind it begin a character
+            if end > at:
+                whole = self.text[at:end], self.tokens[first:count]
+                found.append(Fill(begin, begin + end - at, *whole))
+        return max(found, key=lambda fill: fill.end, default=None)
 
 
 Read = Callable[[str, str], Said]
@@ -92,8 +102,13 @@ class KeptTurns:
         """Tokens of all answers that are kept."""
         return self._tokens
 
-    def keep(self, link: bytes, prompt: str, answer: Answer, said: Said) -> None:
-        """Keep an answer to the conversation `link`, which was the text `prompt`."""
+    def keep(
+        self, link: bytes, prompt: str, answer: Answer, said: Said, *, is_cut: bool = False
+    ) -> None:
+        """Keep an answer to the conversation `link`, which was the text `prompt`.
+
+        `is_cut`: its client left before its end.
+        """
         if not answer.text or "\ufffd" in answer.text:
             return
         turn = Turn(
@@ -104,6 +119,7 @@ class KeptTurns:
             answer.ends,
             answer.closing,
             said,
+            is_cut,
         )
         with self._lock:
             for number in self._places.get(link, ()):
@@ -155,14 +171,17 @@ class KeptTurns:
         return found
 
     def _candidates(self, links: Sequence[bytes]) -> list[tuple[int, tuple[bytes, int], Turn]]:
-        """Return the kept answers to the beginnings of a conversation, the last of each first."""
+        """Return the kept answers to the beginnings of a conversation.
+
+        The last of each come first, and those that were cut off behind the others.
+        """
         with self._lock:
             found = [
                 (number, (link, place), self._turns[link, place])
                 for number, link in enumerate(links[:-1])
                 for place in reversed(self._places.get(link, ()))
             ]
-        return sorted(found, key=lambda one: one[2].length)
+        return sorted(found, key=lambda one: (one[2].length, one[2].is_cut))
 
 
 def _fill(
@@ -178,6 +197,8 @@ def _fill(
     end = _end(text, begin, without(number))
     if end is None:
         return None
+    if turn.is_cut:
+        return turn.fill(begin, text[begin:end])
     # The end token of a call may end like that of a text, which stands in `unknown`.
     at = text.rfind(turn.closing, begin, end + len(turn.closing)) if turn.closing else -1
     if at >= 0 and not text[at + len(turn.closing) : end].strip():
@@ -191,12 +212,23 @@ def _fill(
 def _checked(begin: int, end: int, turn: Turn, said: Said) -> Fill | None:
     """Return the fill of a place that says `said`, or None if the turn said something else."""
     own = turn.said
-    if (said.text, said.calls) != (own.text, own.calls):
+    if said.text != own.text or not _are_same(own.calls, said.calls):
         return None
     if said.thinking == own.thinking:
         return Fill(begin, end, turn.text, turn.tokens)
     rest = turn.after_thinking() if not said.begins else None
-    return None if rest is None else Fill(begin, end, *rest)
+    if rest is None:
+        return None
+    at, first = rest
+    return Fill(begin, end, turn.text[at:], turn.tokens[first:])
+
+
+def _are_same(own: Calls, written: Calls) -> bool:
+    """Return True if calls are those of the model. It may have left out ids that others add."""
+    return len(own) == len(written) and all(
+        mine[:2] == call[:2] and mine[2] in (None, call[2])
+        for mine, call in zip(own, written, strict=True)
+    )
 
 
 class Answer(NamedTuple):
@@ -208,16 +240,29 @@ class Answer(NamedTuple):
     closing: str
 
     @classmethod
-    def of(cls, chunks: Sequence[Chunk], tokenizer: Tokenizer, context: Sequence[int]) -> Answer:
-        """Return the answer that `chunks` make, up to a stop string, behind `context`."""
+    def of(
+        cls,
+        chunks: Sequence[Chunk],
+        tokenizer: Tokenizer,
+        context: Sequence[int],
+        *,
+        is_cut: bool = False,
+    ) -> Answer:
+        """Return the answer that `chunks` make, up to a stop string, behind `context`.
+
+        It is empty if it ends within a token. `is_cut`: its client left before its end.
+        """
         text = "".join(chunk.text for chunk in chunks)
         tokens = [chunk.token for chunk in chunks if chunk.token is not None]
+        if is_cut:
+            texts = _texts(tokenizer, tokens, context)
+            return cls("".join(texts), as_tokens(tokens), _ends(texts), "")
         closing = ""
         if tokens and tokens[-1] in tokenizer.stop_tokens:
             closing = tokenizer.decode([tokens.pop()])
-        ends = list(accumulate(len(chunk.text) for chunk in chunks))[: len(tokens)]
+        ends = _ends([chunk.text for chunk in chunks])[: len(tokens)]
         if "".join(chunk.text for chunk in chunks[: len(tokens)]) != text or not closing:
-            ends = _ends(tokenizer, tokens, context)
+            ends = _ends(_texts(tokenizer, tokens, context))
             if len(text) not in ends:
                 return cls("", as_tokens([]), [], "")
             count = ends.index(len(text)) + 1
@@ -225,48 +270,15 @@ class Answer(NamedTuple):
         return cls(text, as_tokens(tokens), ends, closing)
 
 
-def _ends(tokenizer: Tokenizer, tokens: Sequence[int], context: Sequence[int]) -> list[int]:
-    """Return the number of characters up to each token's end."""
+def _texts(tokenizer: Tokenizer, tokens: Sequence[int], context: Sequence[int]) -> list[str]:
+    """Return the text that each token completes."""
     stream = tokenizer.stream(context)
-    return list(accumulate(len(stream.add(token)) for token in tokens))
+    return [stream.add(token) for token in tokens]
 
 
-class Encoder:
-    """Encodes texts in pieces, and remembers the tokens of each."""
-
-    def __init__(self, tokenizer: Tokenizer, most: int = MOST_CHARACTERS) -> None:
-        """Encode with `tokenizer`, and remember the tokens of at most `most` characters."""
-        self._tokenizer, self._most = tokenizer, most
-        self._known: OrderedDict[tuple[bool, str], TokenArray] = OrderedDict()
-        self._characters = 0
-        self._lock = Lock()
-
-    def encode(self, text: str, fills: Sequence[Fill]) -> tuple[TokenArray, str]:
-        """Return the tokens of `text` with `fills` in their places, and their text."""
-        arrays, texts, at = [], [], 0
-        for fill in fills:
-            arrays += [self._piece(text[at : fill.begin], at == 0), fill.tokens]
-            texts += [text[at : fill.begin], fill.text]
-            at = fill.end
-        arrays.append(self._piece(text[at:], at == 0))
-        return np.concatenate(arrays), "".join([*texts, text[at:]])
-
-    def _piece(self, text: str, is_first: bool) -> TokenArray:
-        key = is_first, text
-        with self._lock:
-            known = self._known.get(key)
-            if known is not None:
-                self._known.move_to_end(key)
-                return known
-        encode = self._tokenizer.encode if is_first else self._tokenizer.encode_more
-        tokens = as_tokens(encode(text))
-        with self._lock:
-            if key not in self._known:
-                self._known[key] = tokens
-                self._characters += len(text)
-            while self._characters > self._most:
-                self._characters -= len(self._known.popitem(last=False)[0][1])
-        return tokens
+def _ends(texts: Sequence[str]) -> list[int]:
+    """Return the number of characters up to each text's end."""
+    return list(accumulate(map(len, texts)))
 
 
 def _hash(text: str) -> Any:

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from mlxrunner.cache.tokens import TokenArray
 from mlxrunner.errors import MlxrunnerError, PromptError
 from mlxrunner.models.load import LoadedModel
 from mlxrunner.results import Chunk
 from mlxrunner.serve.asked import Asked
 from mlxrunner.serve.events import RefusedError
 from mlxrunner.serve.prompts.chain import chain, message_digest
+from mlxrunner.serve.prompts.encoding import Encoder
 from mlxrunner.serve.prompts.forcing import Forced, forced
 from mlxrunner.serve.prompts.formats import CallFormat, Tools, format_of
-from mlxrunner.serve.prompts.kept import UNKNOWN, Answer, Encoder, KeptTurns
+from mlxrunner.serve.prompts.kept import UNKNOWN, Answer, KeptTurns
 from mlxrunner.serve.prompts.probe import Probe
 from mlxrunner.serve.prompts.reader import Said, reader_of
-from mlxrunner.serve.prompts.rules import Draft, apply, written
+from mlxrunner.serve.prompts.rewriting import Draft, written
+from mlxrunner.serve.prompts.rules import apply
 from mlxrunner.serve.prompts.split import AnswerSplitter
+from mlxrunner.serve.prompts.strict import StartConstraint, StrictCalls
 from mlxrunner.templates.messages import PlainMessage, check_messages
 from mlxrunner.templates.rendering import read_json, read_template
 from mlxrunner.tokenizer import Tokenizer
@@ -74,6 +78,7 @@ class PromptMaker:
         self.probe = Probe(tokenizer.render, template)
         self.form: CallFormat = format_of(template, tokenizer, parser)
         self.kept = KeptTurns()
+        self._strict = StrictCalls(self.form.name, tokenizer)
         self._template = template
         self._encoder = Encoder(tokenizer)
         self._off = frozenset(off)
@@ -112,15 +117,20 @@ class PromptMaker:
             self.tokenizer.decode,
             parallel=asked.parallel_calls,
             around=(before, after),
+            note=self._strict.note(asked.tools) if form is self.form else None,
         )
 
-    def keep(self, made: Made, chunks: Sequence[Chunk]) -> None:
-        """Remember the tokens of an answer as they were generated."""
+    def keep(self, made: Made, chunks: Sequence[Chunk], *, is_cut: bool = False) -> None:
+        """Remember the tokens of an answer as they were generated.
+
+        `is_cut`: its client left before its end.
+        """
         if not made.rendered or (made.forced is not None and not made.forced.is_own):
             return
-        answer = Answer.of(chunks, self.tokenizer, made.prompt.tokens[-8:].tolist())
+        context = made.prompt.tokens[-8:].tolist()
+        answer = Answer.of(chunks, self.tokenizer, context, is_cut=is_cut)
         said = Said.of(answer.text, self.form, made.tools, made.opens)
-        self.kept.keep(made.link, made.rendered, answer, said)
+        self.kept.keep(made.link, made.rendered, answer, said, is_cut=is_cut)
 
     def _conversation(self, asked: Asked, began: float) -> Made:
         source = check_messages(asked.messages)
@@ -139,13 +149,16 @@ class PromptMaker:
         call = forced(asked.tool_choice, asked.tools, self.form, text)
         rendered = text + (call.opening if call is not None else "")
         tokens, whole = self._encoder.encode(rendered, fills)
+        opens = (text + (call.closed if call is not None else ""))[-TAIL:]
+        constraint = self._constraint(asked, tokens, opens)
         seconds = time.perf_counter() - began
         messages: Any = draft.messages
+        prompt = TokenizedPrompt(tokens, "messages", messages, whole, variables, seconds)
         return Made(
-            TokenizedPrompt(tokens, "messages", messages, whole, variables, seconds),
+            replace(prompt, constraint=constraint),
             _options(asked) | self._limits(asked, call),
             rules,
-            (text + (call.closed if call is not None else ""))[-TAIL:],
+            opens,
             call,
             rendered,
             links[-1],
@@ -180,6 +193,12 @@ class PromptMaker:
         if self.probe.splits_thinking:
             plain["content"] = f"<think>\n{thought}\n</think>\n\n{plain['content']}"
         return plain
+
+    def _constraint(self, asked: Asked, tokens: TokenArray, opens: str) -> StartConstraint | None:
+        """Return what holds the calls of strict tools, unless another form holds the answer."""
+        if asked.tool_choice.mode != "auto" or asked.options.keys() & {"schema", "choices"}:
+            return None
+        return self._strict.constraint(asked.tools, tokens[-8:].tolist(), opens)
 
     def _limits(self, asked: Asked, call: Forced | None) -> dict[str, Any]:
         """Return the options that hold an answer to a call, or keep it from one."""

@@ -234,13 +234,17 @@ class AnswerReader:
                 yield from self._calls.add(text)
 
 
+Calls = tuple[tuple[str, str, str | None], ...]
+"""The meanings of calls: see `Call.meaning`."""
+
+
 @dataclass(frozen=True)
 class Said:
     """The parts of a whole answer, without the white space around them."""
 
     thinking: str
     text: str
-    calls: tuple[tuple[str, str, str | None], ...]
+    calls: Calls
     """The meaning of each call."""
     begins: int
     """Characters of the answer before the text and the calls."""

@@ -23,14 +23,16 @@ class AnswerSplitter:
         *,
         parallel: bool = True,
         around: tuple[str, str] = ("", ""),
+        note: str | None = None,
     ) -> None:
         """Begin an answer. `request`: its id, which the ids of its calls are made of.
 
         `decode`: that of the tokenizer, for log-probabilities. Without `parallel`, calls after the
         first one are left out. `around`: texts that the reader is given before it, and after
-        a whole one.
+        a whole one. `note`: what is to be said of it anyway.
         """
         self._before, self._after = around
+        self._note = note
         self._reader, self._request, self._decode, self._parallel = (
             reader,
             request,
@@ -54,7 +56,7 @@ class AnswerSplitter:
         """The reason why a text was not read as a call, or calls were left out; or None."""
         if self._left_out:
             return f"{self._left_out} tool calls after the first were left out"
-        return self._reader.note
+        return self._reader.note or self._note
 
     def add(self, chunk: Chunk) -> Iterator[Event]:
         """Take the next chunk, and yield the events that are certain now."""

@@ -15,6 +15,7 @@ from mlxrunner.profiling.schema import Event
 from mlxrunner.serve.answering.house import House
 from mlxrunner.serve.answering.opened import Opened
 from mlxrunner.serve.events import RefusedError
+from mlxrunner.serve.shapes import ShownResponse
 from mlxrunner.serve.watch.page import status_page
 from mlxrunner.serve.watch.record import REMEMBERED, Record
 
@@ -28,7 +29,7 @@ WIDTH = 100
 def watch_router(house: House, record: Record) -> APIRouter:
     """Return the routes about a server's models and requests."""
     record.counts.registry.register(Gauges(house))
-    router = APIRouter(tags=["watch"])
+    router = APIRouter(tags=["watch"], default_response_class=ShownResponse)
 
     @router.get("/", response_class=HTMLResponse)
     def page() -> str:

@@ -10,6 +10,7 @@ from pydantic import Field
 from mlxrunner.serve.apis.fields import Body, Part, part_text, refuse, text_of
 from mlxrunner.serve.asked import Asked, Client, ToolChoice
 from mlxrunner.serve.events import RefusedError
+from mlxrunner.serve.shapes import THREAD_NOT_FOUND
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {"mcp_servers": ([],), "container": ({},), "n": (1,)}
 """Fields that would change the answer and are not supported, with values that do not."""
@@ -96,6 +97,7 @@ class MessageRequest(CountRequest):
 def read(body: CountRequest, client: Client, request_id: str) -> Asked:
     """Return what a body asks for. Raise RefusedError for what is not supported."""
     refuse(body.model_extra or {}, NEUTRAL)
+    _refuse_thread(body)
     tools = [_tool(number, tool) for number, tool in enumerate(body.tools or ()) if is_own(tool)]
     choice = body.tool_choice
     output = body.output_config or Output()
@@ -112,6 +114,22 @@ def read(body: CountRequest, client: Client, request_id: str) -> Asked:
         client=client,
         id=request_id,
     )
+
+
+def _refuse_thread(body: CountRequest) -> None:
+    """Raise RefusedError if a request goes on from an answer without the messages before it.
+
+    Its client then sends the whole conversation.
+    """
+    match (body.model_extra or {}).get("thread"):
+        case {"type": "continue", "previous_message_id": previous}:
+            raise RefusedError(
+                404,
+                f"thread: {previous!r:.80} is not kept here, as no thread is: send the whole "
+                'conversation, with {"type": "create"} or without a thread',
+                code=THREAD_NOT_FOUND,
+                param="thread",
+            )
 
 
 def is_own(tool: Tool) -> bool:

@@ -40,6 +40,17 @@ def frame(body: Any) -> bytes:
     return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
+def head(asked: Asked, kind: str, created: int) -> dict[str, Any]:
+    """Return the fields with which an object of this kind begins."""
+    return {
+        "id": asked.id,
+        "object": kind,
+        "created": created,
+        "model": asked.model,
+        "system_fingerprint": None,
+    }
+
+
 def usage_body(ends: Sequence[Ended]) -> dict[str, Any]:
     """Return the usage of several answers to one prompt, which is counted once."""
     first = ends[0].usage
@@ -57,14 +68,9 @@ def completion_body(
     asked: Asked, answers: Sequence[Whole], left_out: tuple[str, ...]
 ) -> dict[str, Any]:
     """Return the object of whole answers."""
-    return {
-        "id": asked.id,
-        "object": "chat.completion",
-        "created": int(time.time()),
-        "model": asked.model,
+    return head(asked, "chat.completion", int(time.time())) | {
         "choices": [_choice(asked, number, answer) for number, answer in enumerate(answers)],
         "usage": usage_body([answer.end for answer in answers]),
-        "system_fingerprint": None,
         "mlxrunner": report(answers[0].end, left_out),
     }
 
@@ -148,14 +154,7 @@ class StreamWriter:
         return frame({"error": openai_error(refused)})
 
     def _head(self) -> dict[str, Any]:
-        asked = self._several[0]
-        return {
-            "id": asked.id,
-            "object": "chat.completion.chunk",
-            "created": self._created,
-            "model": asked.model,
-            "system_fingerprint": None,
-        }
+        return head(self._several[0], "chat.completion.chunk", self._created)
 
     def _chunk(self, index: int, delta: dict[str, Any], tokens: Any = ()) -> bytes:
         logprobs = _logprobs(tokens) if tokens else None

@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse
 from mlxrunner.serve.answering.answers import Answers
 from mlxrunner.serve.apis.delivery import EVENT_STREAM, frames, stream, while_connected
 from mlxrunner.serve.apis.fields import headers, refuse, report
-from mlxrunner.serve.apis.openai.chat_writing import DONE, FINISH_REASONS, frame, usage_body
+from mlxrunner.serve.apis.openai.chat_writing import DONE, FINISH_REASONS, frame, head, usage_body
 from mlxrunner.serve.apis.openai.logprobs import text_logprobs
 from mlxrunner.serve.apis.openai.options import (
     MOST_ANSWERS,
@@ -168,14 +168,7 @@ class Writer:
         return used | {"prompt_tokens_details": {"cached_tokens": cached}}
 
     def _head(self) -> dict[str, Any]:
-        asked = self._several[0]
-        return {
-            "id": asked.id,
-            "object": "text_completion",
-            "created": self._created,
-            "model": asked.model,
-            "system_fingerprint": None,
-        }
+        return head(self._several[0], "text_completion", self._created)
 
     def _chunk(self, index: int, text: str, tokens: Sequence[Token] = ()) -> bytes:
         return frame(self._head() | {"choices": [self._choice(index, text, tokens, None)]})

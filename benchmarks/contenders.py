@@ -1,0 +1,147 @@
+"""Servers in processes of their own, and a client that measures an answer of each."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from traces import Ask
+
+ANSWER = 8
+"""Tokens of each answer."""
+START_S = 300
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A program that serves a model."""
+
+    name: str
+    command: Callable[[Path, Path], Sequence[str]]
+    """A function of the model's folder and of a folder that outlives a restart."""
+    model: Callable[[Path], str]
+    """A function that returns the name of the model in requests."""
+
+
+def _ours(folder: Path, kept: Path) -> list[str]:
+    words = [sys.executable, "-m", "mlxrunner", "serve", str(folder), "--context", "4096"]
+    return ["env", f"XDG_CACHE_HOME={kept}", *words]
+
+
+def _mlx_lm(folder: Path, kept: Path) -> list[str]:
+    words = ["-m", "mlx_lm", "server", "--model", str(folder), "--log-level", "ERROR"]
+    return [sys.executable, *words]
+
+
+CONTENDERS = {
+    one.name: one
+    for one in (
+        Contender("mlxrunner", _ours, lambda folder: folder.name),
+        Contender("mlx_lm", _mlx_lm, lambda folder: "default_model"),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """An answer to a request, and what it cost."""
+
+    prompt: int
+    """Tokens of the prompt."""
+    cached: int
+    """Tokens of the prompt that were not evaluated."""
+    first: float
+    """Seconds until the first text."""
+    text: str
+
+
+class Served:
+    """A server that runs. Call `stop` at the end."""
+
+    def __init__(self, contender: Contender, folder: Path, kept: Path) -> None:
+        self.name = contender.name
+        self._words = [*contender.command(folder, kept)]
+        self._model = contender.model(folder)
+        self._log = folder / f"{contender.name}.log"
+        self._start()
+
+    def _start(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [*self._words, "--port", str(port)],
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "HF_HUB_OFFLINE": "1"},
+            )
+        until = time.monotonic() + START_S
+        while self._process.poll() is None and time.monotonic() < until:
+            try:
+                if httpx.get(f"{self.url}/health").is_success:
+                    return
+            except httpx.HTTPError:
+                pass
+            time.sleep(0.2)
+        raise SystemExit(f"{self.name} did not start:\n{self._log.read_text()[-2000:]}")
+
+    def stop(self) -> None:
+        """End the server in order."""
+        self._process.terminate()
+        self._process.wait()
+
+    def restart(self) -> None:
+        """End the server in order, and start it again."""
+        self.stop()
+        self._start()
+
+    @property
+    def process(self) -> int:
+        """The id of the process."""
+        return self._process.pid
+
+    def client(self) -> httpx.AsyncClient:
+        """Return a client for `ask`."""
+        return httpx.AsyncClient(base_url=self.url, timeout=None, verify=False)
+
+    async def ask(self, client: httpx.AsyncClient, ask: Ask) -> Measured:
+        """Ask for an answer as a stream."""
+        body: dict[str, Any] = {
+            "model": self._model,
+            "messages": list(ask.messages),
+            "max_tokens": ANSWER,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "chat_template_kwargs": {"enable_thinking": ask.thinks},
+        }
+        began, first, parts, usage = time.perf_counter(), 0.0, [], {}
+        async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
+            if answer.is_error:
+                raise SystemExit(f"{self.name}: {(await answer.aread()).decode()}")
+            async for line in answer.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                found = json.loads(line[6:])
+                usage = found.get("usage") or usage
+                new = "".join(_text(choice["delta"]) for choice in found.get("choices", ()))
+                first = first or (time.perf_counter() - began if new else 0.0)
+                parts.append(new)
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+        return Measured(usage["prompt_tokens"], cached, first, "".join(parts))
+
+
+def _text(delta: dict[str, Any]) -> str:
+    """Return what a client would show of a piece, whatever the server calls thinking."""
+    names = ("content", "reasoning_content", "reasoning")
+    return "".join(delta.get(name) or "" for name in names)

@@ -1,0 +1,283 @@
+"""Change a conversation so that its template takes it, or so that its beginning stays the same.
+
+Each function of a draft and a probe is the effect of a rule: see `rules.py`. It returns the same
+draft if there is nothing to change.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from mlxrunner.serve.prompts.probe import MARK, Probe, ordered
+
+Messages = list[dict[str, Any]]
+SYSTEM = ("system", "developer")
+JOINT = "\n\n"
+"""The text between two contents that become one."""
+REMINDER = "<system-reminder>\n{}\n</system-reminder>"
+"""The form of a system message that the user's message carries."""
+PLACE = "<tool_response>{}</tool_response>"
+"""The form of the user's message that keeps a place for a system message.
+
+Templates of Qwen don't take a message of this form for the last question, up to which they leave
+out thinking.
+"""
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A conversation on its way to a prompt."""
+
+    messages: Messages
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    places: tuple[str, ...] = ()
+    """The system messages for which `PLACE` stands in the messages."""
+
+
+_BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
+
+
+def without_billing(messages: Sequence[Mapping[str, Any]]) -> Messages:
+    """Return messages without the billing header of the system messages that begin them."""
+    count = _systems(messages)
+    first = [{**one, "content": _BILLING.sub("", one["content"])} for one in messages[:count]]
+    return [*first, *map(dict, messages[count:])]
+
+
+def leave_out_billing(draft: Draft, probe: Probe) -> Draft:
+    """Leave out the billing header."""
+    stripped = without_billing(draft.messages)
+    if stripped == draft.messages:
+        return draft
+    pairs = zip(draft.messages, stripped, strict=True)
+    messages = [new for old, new in pairs if new["content"] or not old["content"]]
+    return replace(draft, messages=messages or stripped)
+
+
+def leave_out_marks(draft: Draft, probe: Probe) -> Draft:
+    """Leave out marks for caches in the descriptions of tools."""
+    return replace(draft, tools=_without(draft.tools, "cache_control"))
+
+
+def _without(value: Any, name: str) -> Any:
+    if isinstance(value, dict):
+        return {key: _without(one, name) for key, one in value.items() if key != name}
+    return [_without(one, name) for one in value] if isinstance(value, list) else value
+
+
+def order_keys(draft: Draft, probe: Probe) -> Draft:
+    """Write the keys of the tools' JSON in one order."""
+    tools = ordered(draft.tools)
+    is_same = json.dumps(tools) == json.dumps(draft.tools)
+    return draft if is_same else replace(draft, tools=tools)
+
+
+def developer_as_system(draft: Draft, probe: Probe) -> Draft:
+    """Give developers the role of the system, if the template has no developers."""
+    if probe.names_developer:
+        return draft
+    messages = [
+        {**message, "role": "system"} if message["role"] == "developer" else message
+        for message in draft.messages
+    ]
+    return replace(draft, messages=messages)
+
+
+def join_systems(draft: Draft, probe: Probe) -> Draft:
+    """Join the system messages that begin, if the template takes only one."""
+    count = _systems(draft.messages)
+    if count < 2 or (probe.keeps_two_systems and not probe.names_developer):
+        return draft
+    texts = [message["content"] for message in draft.messages[:count]]
+    first = {**draft.messages[0], "content": JOINT.join(texts)}
+    return replace(draft, messages=[first, *draft.messages[count:]])
+
+
+def _systems(messages: Sequence[Mapping[str, Any]]) -> int:
+    """Return the number of system messages at the beginning."""
+    return next(
+        (n for n, message in enumerate(messages) if message["role"] not in SYSTEM), len(messages)
+    )
+
+
+def write_tools(draft: Draft, probe: Probe) -> Draft:
+    """Describe tools in the system prompt, if the template does not write them."""
+    if not draft.tools or probe.writes_tools:
+        return draft
+    lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in draft.tools)
+    text = TOOLS_TEXT.format(lines)
+    messages = list(draft.messages)
+    if messages and messages[0]["role"] in SYSTEM:
+        messages[0] = {**messages[0], "content": messages[0]["content"] + JOINT + text}
+    else:
+        messages.insert(0, {"role": "system", "content": text})
+    return Draft([_call_as_text(message) for message in messages], [], draft.places)
+
+
+TOOLS_TEXT = """\
+# Tools
+
+You may call functions. Their descriptions are within <tools></tools>:
+<tools>
+{}
+</tools>
+
+To call one, write its name and arguments as a JSON object within <tool_call></tool_call>:
+<tool_call>
+{{"name": <name>, "arguments": <object>}}
+</tool_call>"""
+"""The system prompt's part for tools, for templates that have none."""
+
+
+def _call_as_text(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a call of the assistant, or a tool's result, as a message with text only."""
+    if message["role"] == "tool":
+        text = f"<tool_response>\n{message['content']}\n</tool_response>"
+        return {"role": "user", "content": text}
+    if not message.get("tool_calls"):
+        return message
+    calls = [
+        json.dumps(
+            {"name": call["function"]["name"], "arguments": call["function"]["arguments"]},
+            ensure_ascii=False,
+        )
+        for call in message["tool_calls"]
+    ]
+    texts = [message["content"], *(f"<tool_call>\n{call}\n</tool_call>" for call in calls)]
+    kept = {name: value for name, value in message.items() if name != "tool_calls"}
+    return kept | {"content": "\n".join(text for text in texts if text)}
+
+
+def write_calls(draft: Draft, probe: Probe) -> Draft:
+    """Write calls and results as text, if the template does not write them."""
+    writes = probe.writes_calls if draft.tools else probe.writes_calls_without_tools
+    has_calls = any(one["role"] == "tool" or one.get("tool_calls") for one in draft.messages)
+    if writes or not has_calls:
+        return draft
+    return replace(draft, messages=[_call_as_text(message) for message in draft.messages])
+
+
+def one_call_a_message(draft: Draft, probe: Probe) -> Draft:
+    """Write several calls as several messages, if the template takes only one."""
+    if probe.takes_two_calls or all(len(m.get("tool_calls", ())) < 2 for m in draft.messages):
+        return draft
+    messages: Messages = []
+    results = {one.get("tool_call_id"): one for one in draft.messages if one["role"] == "tool"}
+    moved = set[int]()
+    for message in draft.messages:
+        calls = message.get("tool_calls", ())
+        if len(calls) < 2 and id(message) not in moved:
+            messages.append(message)
+        for number, call in enumerate(calls if len(calls) > 1 else ()):
+            content = "" if number else message["content"]
+            messages.append({**message, "content": content, "tool_calls": [call]})
+            if (result := results.get(call.get("id"))) is not None:
+                messages.append(result)
+                moved.add(id(result))
+    return replace(draft, messages=messages)
+
+
+def keep_system_in_place(draft: Draft, probe: Probe) -> Draft:
+    """Write later system messages where they stand, if the template does not."""
+    first = _systems(draft.messages)
+    if probe.keeps_systems or not any(one["role"] in SYSTEM for one in draft.messages[first:]):
+        return draft
+    messages, places = draft.messages[:first], list[str]()
+    for message in draft.messages[first:]:
+        if message["role"] not in SYSTEM:
+            messages.append(message)
+        elif probe.system_header is not None:
+            content = PLACE.format(MARK.format(len(places)))
+            messages.append({"role": "user", "content": content})
+            places.append(message["content"])
+        else:
+            text = REMINDER.format(message["content"])
+            if messages and messages[-1]["role"] in ("user", "tool"):
+                messages[-1] = _joined(messages[-1], text)
+            else:
+                messages.append({"role": "user", "content": text})
+    return replace(draft, messages=messages, places=tuple(places))
+
+
+def _joined(message: dict[str, Any], text: str) -> dict[str, Any]:
+    return {**message, "content": JOINT.join(one for one in (message["content"], text) if one)}
+
+
+def join_roles(draft: Draft, probe: Probe) -> Draft:
+    """Join neighbouring messages of one role, if the template wants them in turn."""
+    if not probe.joins_roles:
+        return draft
+    messages: Messages = []
+    for message in draft.messages:
+        last = messages[-1] if messages else {"role": ""}
+        if message["role"] == last["role"] and message["role"] in ("user", "assistant"):
+            joined = _joined(last, message["content"])
+            calls = [*last.get("tool_calls", []), *message.get("tool_calls", [])]
+            messages[-1] = joined | ({"tool_calls": calls} if calls else {})
+        else:
+            messages.append(message)
+    return replace(draft, messages=messages)
+
+
+def begin_with_user(draft: Draft, probe: Probe) -> Draft:
+    """Put an empty message of the user first, if the template needs one there."""
+    at = _systems(draft.messages)
+    is_first = at < len(draft.messages) and draft.messages[at]["role"] != "user"
+    if not is_first or probe.takes_assistant_first:
+        return draft
+    empty = {"role": "user", "content": ""}
+    return replace(draft, messages=[*draft.messages[:at], empty, *draft.messages[at:]])
+
+
+def answer_after_tools(draft: Draft, probe: Probe) -> Draft:
+    """Put an empty answer between result and user, if the template needs one."""
+    if probe.takes_user_after_tools:
+        return draft
+    messages: Messages = []
+    for message in draft.messages:
+        if message["role"] == "user" and messages and messages[-1]["role"] == "tool":
+            messages.append({"role": "assistant", "content": ""})
+        messages.append(message)
+    return replace(draft, messages=messages)
+
+
+def shorten_ids(draft: Draft, probe: Probe) -> Draft:
+    """Shorten the ids of calls, if the template refuses long ones."""
+    if not probe.needs_short_ids:
+        return draft
+    messages = []
+    for message in draft.messages:
+        short = dict(message)
+        if "tool_call_id" in message:
+            short["tool_call_id"] = short_id(message["tool_call_id"])
+        if message.get("tool_calls"):
+            calls = message["tool_calls"]
+            short["tool_calls"] = [{**call, "id": short_id(call.get("id", ""))} for call in calls]
+        messages.append(short)
+    return replace(draft, messages=messages)
+
+
+def short_id(identity: str) -> str:
+    """Return an id of nine letters or digits for the id of a call; such an id stays as it is."""
+    if re.fullmatch("[A-Za-z0-9]{9}", identity):
+        return identity
+    return hashlib.sha256(identity.encode()).hexdigest()[:9]
+
+
+def written(text: str, draft: Draft, probe: Probe) -> str:
+    """Return the template's text with the system messages of `draft.places` in their places."""
+    if not draft.places:
+        return text
+    user, own = probe.system_header or ("", "")
+    place = re.escape(PLACE).replace(r"\{\}", re.escape(MARK).replace(r"\{\}", r"(\d+)"))
+
+    def put(found: re.Match[str]) -> str:
+        number = int(found[1])
+        return own + draft.places[number] if number < len(draft.places) else found[0]
+
+    return re.sub(f"(?:{re.escape(user)})?{place}", put, text)

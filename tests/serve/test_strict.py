@@ -1,0 +1,427 @@
+"""Calls of strict tools fit their schemas, and nothing else of an answer changes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from support.actor import calling, playing
+from support.scripted import serving
+from support.strict_templates import TEMPLATES, load_strict
+
+from mlxrunner.config.serving import ServeSettings
+from mlxrunner.engine.constrain import Constraint
+from mlxrunner.results import Chunk
+from mlxrunner.serve.answering.house import House
+from mlxrunner.serve.answering.names import ModelNames
+from mlxrunner.serve.asked import Asked, ToolChoice
+from mlxrunner.serve.events import CallArguments, CallBegan, Ended, Event, RefusedError, Text
+from mlxrunner.serve.prompts.arguments import arguments_of
+from mlxrunner.serve.prompts.make import PromptMaker
+from mlxrunner.serve.prompts.strict import SPELLINGS
+from mlxrunner.serve.server import application
+from mlxrunner.serve.watch.record import Record
+from mlxrunner.tokenizer import Tokenizer, load_tokenizer
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "at": {"type": "integer", "minimum": 10, "maximum": 99},
+        "how": {"$ref": "#/$defs/how"},
+    },
+    "required": ["at", "how"],
+    "additionalProperties": False,
+    "$defs": {"how": {"enum": ["fast", "slow"]}},
+}
+GOOD = '{"at": 42, "how": "slow"}'
+LONG = [">\n", '>{"', '": "', '"l', "ook", "}}", "]{", " ok"]
+"""Tokens of several letters, of which some end a tag and go on."""
+FIRST = 256
+"""The first of them: those before are bytes."""
+SHORT = '"}]>0123456789slowfat'
+"""Letters that end a value soon."""
+CALLS = {
+    "qwen3": ["I look.\n<tool_call>\n", '{"name": "NAME", "arguments": ARGS}', "\n</tool_call>"],
+    "llama3": ["", '{"name": "NAME", "parameters": ARGS}', ""],
+    "mistral": ["[TOOL_CALLS] ", '[{"name": "NAME", "arguments": ARGS, "id": "abcdefgh1"}]', ""],
+    "gpt-oss": [
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant",
+        "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>ARGS",
+        "<|call|>",
+    ],
+    "deepseek": [
+        "Hm.<｜tool▁calls▁begin｜>",
+        "<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>ARGS<｜tool▁call▁end｜>",
+        "<｜tool▁calls▁end｜>",
+    ],
+}
+"""The text before a call, the call, and the text behind it, as a model of each family writes it."""
+TEXTS = {"qwen3": "I look.", "deepseek": "Hm."}
+
+
+def tool(name: str, parameters: dict[str, Any] = SCHEMA, **more: Any) -> dict[str, Any]:
+    """Return a description of a tool."""
+    return {"type": "function", "function": {"name": name, "parameters": parameters, **more}}
+
+
+TOOLS = [tool("look", strict=True), tool("move")]
+
+
+def asked(**more: Any) -> Asked:
+    """Return a request with a strict tool and another one."""
+    messages = [{"role": "user", "content": "hi"}]
+    given = {"protocol": "chat", "model": "", "id": "r", "messages": messages, "tools": TOOLS}
+    return Asked(**{**given, **more})
+
+
+@pytest.fixture(scope="module")
+def makers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PromptMaker]:
+    """A maker for each family of templates."""
+    root = tmp_path_factory.mktemp("strict")
+    return {
+        name: PromptMaker(tokenizer_of(root / name, name), template)
+        for name, (template, _) in TEMPLATES.items()
+    }
+
+
+def tokenizer_of(folder: Path, family: str) -> Tokenizer:
+    """Load a tokenizer that has the long tokens as well."""
+    load_strict(folder, family)
+    path = folder / "tokenizer.json"
+    written = json.loads(path.read_text())
+    spelled = [text.replace(" ", "\u0120").replace("\n", "\u010a") for text in LONG]
+    written["model"]["vocab"] |= {text: FIRST + n for n, text in enumerate(spelled)}
+    for token in written["added_tokens"]:
+        token["id"] += len(LONG)
+    path.write_text(json.dumps(written))
+    return load_tokenizer(folder)
+
+
+def constraint_of(maker: PromptMaker, request: Asked) -> Constraint | None:
+    """Return the constraint of an answer to a request."""
+    start = maker.make(request).prompt.constraint
+    return None if start is None else start(maker.tokenizer.stop_tokens)
+
+
+def text_of(family: str, name: str, arguments: str) -> str:
+    """Return an answer with a call."""
+    return "".join(CALLS[family]).replace("NAME", name).replace("ARGS", arguments)
+
+
+def answered(maker: PromptMaker, held: Constraint, wish: str, order: random.Random) -> str:
+    """Return the answer of a model that wants to say `wish`.
+
+    Where it may not, it gives that up, says anything that may come, and ends as soon as it may.
+    """
+    tokenizer, said = maker.tokenizer, list[int]()
+    short = {token for letter in SHORT for token in tokenizer.encode_more(letter)}
+    wishes = tokenizer.encode_more(wish)[::-1]
+    while not held.is_done and len(said) < 400:
+        allowed = held.mask(tokenizer.vocab_size)
+        if wishes and allowed[wishes[-1]]:
+            said.append(wishes.pop())
+        else:
+            may, wishes = allowed.nonzero()[0].tolist(), []
+            for few in (tokenizer.stop_tokens, short, may):
+                if set(few) & set(may):
+                    said.append(order.choice(sorted(set(few) & set(may))))
+                    break
+        held.advance(said[-1])
+    assert held.is_done
+    assert held.count == len(said)
+    return tokenizer.decode([token for token in said if token not in tokenizer.stop_tokens])
+
+
+def events_of(maker: PromptMaker, request: Asked, answer: str) -> list[Event]:
+    """Return the events of an answer."""
+    splitter = maker.splitter(maker.make(request), request)
+    return [*splitter.add(Chunk(answer, 1)), *splitter.finish()]
+
+
+def calls_of(events: Sequence[Event]) -> Iterator[tuple[str, Any]]:
+    """Yield the name and the arguments of each call."""
+    names = [event.name for event in events if isinstance(event, CallBegan)]
+    written = [json.loads(event.text) for event in events if isinstance(event, CallArguments)]
+    return zip(names, written, strict=True)
+
+
+def fits(arguments: Any) -> bool:
+    """Return True if arguments fit the schema."""
+    return (
+        set(arguments) == {"at", "how"}
+        and arguments["at"] in range(10, 100)
+        and arguments["how"] in ("fast", "slow")
+    )
+
+
+@pytest.mark.parametrize("family", CALLS)
+@pytest.mark.parametrize(
+    "arguments",
+    ['{"at": "soon"}', '{"at": 5, "how": "slowly"}', "{}", "[1]", '{"at": 1', '"', "</tool_call>"],
+)
+def test_arguments_of_a_strict_tool_fit_its_schema(
+    makers: dict[str, PromptMaker], family: str, arguments: str
+) -> None:
+    """The model may want to write anything else; the text before the call is its own."""
+    maker, request = makers[family], asked()
+    for seed in range(3):
+        held = constraint_of(maker, request)
+        assert held is not None
+        wish = text_of(family, "look", arguments)
+        events = events_of(maker, request, answered(maker, held, wish, random.Random(seed)))
+        found = dict(calls_of(events))
+        assert found
+        assert fits(found["look"]) if "look" in found else "move" in found
+        texts = "".join(event.text for event in events if isinstance(event, Text))
+        assert texts.strip() == TEXTS.get(family, "")
+
+
+@pytest.mark.parametrize("family", CALLS)
+def test_a_good_call_is_as_the_model_writes_it(makers: dict[str, PromptMaker], family: str) -> None:
+    """A second one, too; each token of them may come."""
+    maker, request = makers[family], asked()
+    held = constraint_of(maker, request)
+    assert held is not None
+    wish = text_of(family, "look", GOOD)
+    if family in ("qwen3", "deepseek", "mistral"):
+        wish += text_of(family, "move", '{"any": [1, null]}')
+    events = events_of(maker, request, answered(maker, held, wish, random.Random(0)))
+    expected = [("look", json.loads(GOOD)), ("move", {"any": [1, None]})]
+    assert list(calls_of(events)) in (expected, expected[:1])
+    assert answered(maker, _again(maker, request), wish, random.Random(0)) == wish.replace(
+        "<|call|>", ""
+    )
+
+
+def _again(maker: PromptMaker, request: Asked) -> Constraint:
+    held = constraint_of(maker, request)
+    assert held is not None
+    return held
+
+
+@pytest.mark.parametrize("family", CALLS)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Just a text with é and { and [ and <tool and \x00.",
+        '{"names": ["Bo"]}',
+        "<think>\nI could write <tool_call>\n{}\n</tool_call> here.\n</think>\n\nNo.",
+        '{"a": {"name": "Bo"}}',
+    ],
+)
+def test_a_text_is_not_held(makers: dict[str, PromptMaker], family: str, text: str) -> None:
+    """Every token may come, also those that are no text; calls in thinking are none."""
+    maker = makers[family]
+    held = constraint_of(maker, asked())
+    assert held is not None
+    for token in maker.tokenizer.encode_more(text):
+        assert held.mask(maker.tokenizer.vocab_size + 64).all() or _is_near(maker, held)
+        held.advance(token)
+    assert not held.is_done
+    assert held.mask(maker.tokenizer.vocab_size).all()
+
+
+def _is_near(maker: PromptMaker, held: Constraint) -> bool:
+    """Return True if only tokens may not come that end a tag and go on."""
+    allowed = held.mask(maker.tokenizer.vocab_size)
+    return all(
+        any(mark in maker.tokenizer.decode([token])[:-1] for mark in '>]｜"')
+        for token in (~allowed).nonzero()[0].tolist()
+    )
+
+
+def test_a_tag_and_what_follows_it_are_no_single_token(makers: dict[str, PromptMaker]) -> None:
+    """The first letters of the call would be held by nothing. White space may follow."""
+    maker = makers["qwen3"]
+    held = constraint_of(maker, asked())
+    assert held is not None
+    for letter in "<tool_call":
+        (token,) = maker.tokenizer.encode_more(letter)
+        held.advance(token)
+    space, beyond = FIRST, FIRST + 1
+    assert maker.tokenizer.decode([space, beyond]) == "".join(LONG[:2])
+    allowed = held.mask(maker.tokenizer.vocab_size)
+    assert (allowed[space], allowed[beyond], int((~allowed).sum())) == (True, False, 1)
+    held.advance(space)
+    allowed = held.mask(maker.tokenizer.vocab_size)
+    texts = {maker.tokenizer.decode([token]) for token in allowed.nonzero()[0].tolist()}
+    assert texts == {"{", " ", "\n"}
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"tools": [tool("look"), tool("move", strict=False)]},
+        {"tools": ()},
+        {"tool_choice": ToolChoice("none")},
+        {"tool_choice": ToolChoice("named", "look")},
+        {"options": {"schema": {"type": "object"}}},
+    ],
+    ids=["not strict", "no tools", "none", "forced", "a form of its own"],
+)
+def test_other_requests_have_no_such_constraint(
+    makers: dict[str, PromptMaker], family: str, more: Any
+) -> None:
+    """Their answers are what they would be if there were no strict tools."""
+    assert constraint_of(makers[family], asked(**more)) is None
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_a_form_that_can_not_be_held_is_named(makers: dict[str, PromptMaker], family: str) -> None:
+    """The note of the answer says so, if a tool is strict."""
+    maker, request = makers[family], asked()
+    splitter = maker.splitter(maker.make(request), request)
+    if maker.form.name in SPELLINGS:
+        assert splitter.note is None
+        assert constraint_of(maker, request) is not None
+    else:
+        assert maker.form.name in str(splitter.note)
+        assert "can't be held to a schema" in str(splitter.note)
+    free = asked(tools=[tool("look")])
+    assert maker.splitter(maker.make(free), free).note is None
+
+
+def test_a_strict_schema_that_can_not_be_held_is_refused(makers: dict[str, PromptMaker]) -> None:
+    """The message names the tool and the reason. Without `strict` the tool is taken."""
+    odd = {"type": "object", "properties": {"a": {"not": {"type": "string"}}}}
+    with pytest.raises(RefusedError, match=r"'odd' is strict, .*not") as error:
+        makers["qwen3"].make(asked(tools=[tool("odd", odd, strict=True)]))
+    assert (error.value.status, error.value.param) == (400, "tools")
+    makers["qwen3"].make(asked(tools=[tool("look", strict=True), tool("odd", odd)]))
+
+
+NAMES = {"properties": {"a": {"type": "object", "properties": {"properties": {}}}}}
+REST = {"additionalProperties": False}
+CLOSED = {"type": "object"} | REST
+
+
+@pytest.mark.parametrize(
+    ("schema", "held"),
+    [
+        (None, {"type": "object"}),
+        ({"$schema": "x"}, {"type": "object"}),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"type": "object"}}}, "the same"),
+        (
+            NAMES,
+            {**CLOSED, "properties": {"a": {**CLOSED, "properties": {"properties": {}}}}},
+        ),
+        (
+            {"type": "array", "items": {"properties": {}}, "default": {"properties": {}}},
+            {
+                "type": "array",
+                "items": {"properties": {}, **REST},
+                "default": {"properties": {}},
+            },
+        ),
+        (
+            {"anyOf": [{"properties": {}}, {"$ref": "#/$defs/b"}], "$defs": {"b": NAMES}},
+            {
+                "anyOf": [{"properties": {}, **REST}, {"$ref": "#/$defs/b"}],
+                "$defs": {
+                    "b": {**REST, "properties": {"a": {**CLOSED, "properties": {"properties": {}}}}}
+                },
+            },
+        ),
+        ({"type": "object", "properties": {}, "additionalProperties": True}, "the same"),
+        ({"type": "object", "properties": {"a": {"allOf": [NAMES, NAMES]}}}, "the same"),
+        ({"type": "object", "properties": {}, "anyOf": [{"required": ["a"]}]}, "the same"),
+    ],
+)
+def test_objects_have_the_properties_that_they_list(schema: Any, held: Any) -> None:
+    """They have others only if the schema asks for them; parts of an object stay open."""
+    assert arguments_of(tool("look", schema)) == (schema if held == "the same" else held)
+
+
+def answer_of(request: Asked, script: str) -> list[Event]:
+    """Return what a served model answers that would write `script`."""
+
+    async def run() -> list[Event]:
+        opening = playing(lambda text: script)(
+            settings=ServeSettings(slots=2, parks=False), runner={"context": 4000}
+        )
+        house = House(ModelNames("actor", {}), opening, lambda opened: None)
+        try:
+            return [event async for event in house.answer(request)]
+        finally:
+            await house.close()
+
+    return asyncio.run(run())
+
+
+NARROW = {
+    "type": "object",
+    "properties": {"how": {"enum": ["slow"]}},
+    "required": ["how"],
+    "additionalProperties": False,
+}
+LOOSE = "I look." + calling("look", {"how": "slo", "at": 1}) + "Done."
+"""An answer whose call does not fit this schema."""
+
+
+@pytest.mark.parametrize("is_strict", [True, False])
+def test_a_served_model_is_held(is_strict: bool) -> None:
+    """The call of a strict tool fits, that of another one comes as the model wrote it."""
+    request = asked(tools=[tool("look", NARROW, strict=is_strict)], options={"max_tokens": 200})
+    events = answer_of(request, LOOSE)
+    arguments = {"how": "slow"} if is_strict else {"how": "slo", "at": 1}
+    assert list(calls_of(events)) == [("look", arguments)]
+    assert isinstance(events[-1], Ended)
+    assert events[-1].reason == "tool_calls"
+    assert events[-1].note is None
+    plain = answer_of(replace(request, tools=[]), "Just text.")
+    assert "".join(event.text for event in plain if isinstance(event, Text)) == "Just text."
+
+
+HI = [{"role": "user", "content": "hi"}]
+BODIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat": (
+        "/v1/chat/completions",
+        {"messages": HI, "tools": [tool("look", NARROW, strict=True)]},
+    ),
+    "responses": (
+        "/v1/responses",
+        {
+            "input": "hi",
+            "tools": [
+                {"type": "function", "name": "look", "parameters": NARROW, "strict": True},
+            ],
+        },
+    ),
+    "anthropic": (
+        "/v1/messages",
+        {
+            "max_tokens": 200,
+            "messages": HI,
+            "tools": [{"name": "look", "input_schema": NARROW, "strict": True}],
+        },
+    ),
+}
+"""A request with a strict tool in each protocol that has them, and its path."""
+
+
+def test_each_protocol_has_strict_tools() -> None:
+    """The answer has a call that fits, in the protocol's own form."""
+    record, settings = Record(), ServeSettings(slots=2, parks=False)
+    opening = playing(lambda text: LOOSE)(settings=settings, runner={"context": 4000})
+    house = House(ModelNames("actor", {}), opening, record.watch)
+    house.load_first()
+    with serving(application(house, record, settings)) as url:
+        found = {
+            name: httpx.post(url + path, json=body | {"model": "actor"}).json()
+            for name, (path, body) in BODIES.items()
+        }
+    (choice,) = found["chat"]["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"how": "slow"}
+    (item,) = (one for one in found["responses"]["output"] if one["type"] == "function_call")
+    assert json.loads(item["arguments"]) == {"how": "slow"}
+    (block,) = (one for one in found["anthropic"]["content"] if one["type"] == "tool_use")
+    assert block["input"] == {"how": "slow"}
