@@ -36,16 +36,16 @@ class Constraint:
     def __init__(
         self,
         matcher: Any,
-        spell: Callable[[str], list[int]],
         num_tokens: int,
         ends: frozenset[int],
+        spell: Callable[[str], list[int]] | None = None,
     ) -> None:
         """Wrap `matcher`, a matcher of llguidance for a vocabulary of `num_tokens` tokens.
 
-        `spell`: returns the usual tokens of a text. `ends`: tokens that may come where the form is
-        complete.
+        `ends`: tokens that may come where the form is complete. `spell`: returns the usual tokens
+        of a text; None: the answer can't go back, and nothing is guessed.
         """
-        self._matcher, self._spell, self._num_tokens, self._ends = matcher, spell, num_tokens, ends
+        self._matcher, self._num_tokens, self._ends, self._spell = matcher, num_tokens, ends, spell
         self.count = 0
         """Tokens of the answer so far."""
         self.is_done = False
@@ -96,7 +96,12 @@ class Constraint:
     def forced(self) -> list[int]:
         """Return tokens that spell the text that has to come next; the model may choose others."""
         text: bytes = b"" if self.is_done else self._matcher.compute_ff_bytes()
-        return self._spell(text.decode(errors="ignore")) if text else []
+        return self._spell(text.decode(errors="ignore")) if text and self._spell else []
+
+    @property
+    def can_go_back(self) -> bool:
+        """True if tokens may be tried and taken back."""
+        return self._spell is not None
 
     def advance(self, token: int) -> None:
         """Append `token` to the answer."""
@@ -122,7 +127,7 @@ def constraint_of(options: GenerateOptions, tokenizer: Tokenizer, width: int) ->
             raise OptionError(f"choices: this model's vocabulary can't spell {text[:60]!r}")
     matcher = matcher_of(_grammar(options), vocabulary, _name(options))
     ends = options.ends(tokenizer.stop_tokens)
-    constraint = Constraint(matcher, tokenizer.encode_more, len(vocabulary.pieces), ends)
+    constraint = Constraint(matcher, len(vocabulary.pieces), ends, tokenizer.encode_more)
     try:
         constraint.mask(width)
     except FormError as error:

@@ -154,7 +154,8 @@ class NextToken:
     @property
     def may_draft(self) -> bool:
         """True if rows may be sampled and thrown away: a caller's function may keep count."""
-        return not self._has_own
+        goes_back = self._constraint is None or self._constraint.can_go_back
+        return goes_back and not self._has_own
 
     @property
     def needs_history(self) -> bool:
