@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Unpack
 
 from mlxrunner.cache.layers.factory import CacheOptions, make_layer_caches
-from mlxrunner.errors import ModelError
+from mlxrunner.errors import MemoryPlanError, ModelError
 from mlxrunner.memory.plan import Demand, Plan
 from mlxrunner.memory.reserve import (
     announce,
@@ -21,7 +21,9 @@ from mlxrunner.memory.reserve import reserve as reserve_memory
 from mlxrunner.models.facts import Shapes, without_weights
 from mlxrunner.models.load import LoadedModel, LoadProgress, load_model
 from mlxrunner.options import RunnerKwargs, RunnerSettings
+from mlxrunner.speculation.model import DraftModel, check_vocabularies
 from mlxrunner.system import device
+from mlxrunner.terminal.text import size
 
 if TYPE_CHECKING:
     from mlxrunner.runner import Runner
@@ -79,9 +81,24 @@ def load(
     *,
     reserve: bool,
     trust_remote_code: bool,
+    draft_model: str | None,
     progress: LoadProgress,
 ) -> Runner:
     """Load `model` into a runner of class `kind`; see `Runner.load`."""
+    runner = _loaded(kind, model, settings, reserve, trust_remote_code, progress)
+    if draft_model is not None:
+        runner.sources.model = _draft_model(draft_model, runner, trust_remote_code, progress)
+    return runner
+
+
+def _loaded(
+    kind: type[Runner],
+    model: str,
+    settings: RunnerSettings,
+    reserve: bool,
+    trust_remote_code: bool,
+    progress: LoadProgress,
+) -> Runner:
     if reserve:
         with suppress(ModelError):  # loading the model explains better what is wrong with it
             must_fit(plan_model(model, **vars(settings)))
@@ -97,6 +114,30 @@ def load(
     if not reserve:
         return _growing(kind, loaded, model, settings, demand)
     return _reserved(kind, loaded, model, settings, demand, progress)
+
+
+def _draft_model(
+    name: str, runner: Runner, trust_remote_code: bool, progress: LoadProgress
+) -> DraftModel:
+    """Load the model `name`, which guesses for `runner`, if both fit into memory together.
+
+    Raise OptionError if its vocabulary is another one.
+    """
+    found, own = without_weights(name), RunnerSettings.among(runner.settings)
+    context = min(runner.context, found.facts.context)
+    settings = replace(own, context=context, kv_bits=None, checkpoint_budget=None)
+    plan = _planned(found, settings)
+    planned = 0 if runner.plan is None else runner.plan.total
+    if plan.total + planned > plan.offered:
+        raise MemoryPlanError(
+            f"the draft model {name} does not fit into memory beside the model, which takes "
+            f"{size(planned)}\n{plan.table()}"
+        )
+    loaded = load_model(name, trust_remote_code=trust_remote_code, progress=progress)
+    check_vocabularies(name, loaded.tokenizer, runner.tokenizer)
+    options = cache_options(settings, whole=False)
+    vocab, step = runner.facts.vocab, runner.prefill_step
+    return DraftModel(loaded.model, vocab, options, plan.checkpoint_budget, step)
 
 
 def _growing(

@@ -26,6 +26,15 @@ MAX_LOGPROBS = 100
 """Most tokens whose log-probabilities can be asked for."""
 OVERFLOW = ("stop", "shift", "error")
 """The actions that can be taken when the context is full."""
+SPECULATE = ("auto", "lookup", "off")
+"""The ways to guess tokens of an answer."""
+NO_SPECULATING = {
+    "mtp": "mlx-lm drops the heads that predict several tokens when it loads a model, so nothing "
+    "can be drafted with them; use auto, or a draft model",
+    "draft": "a draft model is chosen when the model is loaded: --draft-model MODEL, in Python "
+    "Runner.load(..., draft_model=MODEL)",
+}
+"""Why other ways, which other programs have, are not among them."""
 CHOOSING = tuple(
     "temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty".split()
 )
@@ -136,6 +145,15 @@ class GenerateOptions:
     keep: int | None = option(
         None, int, "Tokens that a shift keeps. [default: the system prompt]", low=0
     )
+    speculate: str | None = option(
+        None,
+        str,
+        "Check several guessed tokens in one pass: auto where it is measured to pay, lookup "
+        "wherever the text repeats itself, or off. Answers stay the same. [default: off, and auto "
+        "with a draft model]",
+        among=SPECULATE,
+        refused=NO_SPECULATING,
+    )
     logprobs: int | None = option(
         None,
         int,
@@ -244,6 +262,7 @@ class GenerateKwargs(TypedDict, total=False):
     choices: str | Sequence[str] | None
     overflow: Literal["stop", "shift", "error"]
     keep: int | None
+    speculate: Literal["auto", "lookup", "off"] | None
     logprobs: int | None
     stop_tokens: Sequence[int] | None
 

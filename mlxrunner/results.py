@@ -76,6 +76,19 @@ class CacheUse:
 
 
 @dataclass(frozen=True)
+class DraftUse:
+    """Tokens that one source guessed of an answer."""
+
+    source: str
+    """"lookup": the text itself, where it repeats; "earlier": the text that the entry held before;
+    "form": the only text that a schema or choices leave; "model": a draft model."""
+    drafted: int
+    """Tokens that were checked."""
+    accepted: int
+    """Tokens that were right."""
+
+
+@dataclass(frozen=True)
 class Usage:
     """The counts, times and sizes of one request. Counts are in tokens."""
 
@@ -97,6 +110,10 @@ class Usage:
     """Sizes in bytes."""
     cache: CacheUse
     """Details of what the entry held, kept and dropped."""
+    draft_passes: int = 0
+    """Forward passes that checked guessed tokens of the answer, several at once."""
+    drafts: tuple[DraftUse, ...] = ()
+    """Guessed tokens by their source."""
 
     @property
     def total_tokens(self) -> int:
@@ -108,7 +125,7 @@ class Usage:
         flat = {**vars(self), **vars(self.cache), **vars(self.timing), **vars(self.memory)}
         for name in ("timing", "memory", "cache", "prefill_rate", "decode_rate"):
             del flat[name]
-        return flat
+        return flat | {"drafts": [dict(vars(use)) for use in self.drafts]}
 
     @classmethod
     def from_dict(cls, flat: Mapping[str, Any]) -> Usage:
@@ -135,6 +152,7 @@ class Usage:
             "timing": _part(Timing, {**flat, **rates}),
             "memory": _part(MemoryUse, flat),
             "cache": _part(CacheUse, flat),
+            "drafts": tuple(_part(DraftUse, use) for use in flat.get("drafts") or ()),
         }
         return _part(cls, {**flat, **groups})
 

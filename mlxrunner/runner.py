@@ -42,6 +42,7 @@ from mlxrunner.models.load import LoadProgress, tell_nobody
 from mlxrunner.models.resolve import name_of
 from mlxrunner.options import GenerateKwargs, GenerateOptions, RunnerKwargs, RunnerSettings
 from mlxrunner.results import Chunk, Result, log_lookup
+from mlxrunner.speculation.sources import Sources
 from mlxrunner.tokenizer import Tokenizer
 from mlxrunner.tokenizer.prompt import Prompt, check_length, check_tokens, tokenize_prompt
 
@@ -107,6 +108,7 @@ class Runner(Telling):
             self._settings.checkpoint_budget or 0,
             chosen.checkpoint_interval,
         )
+        self.sources = Sources(facts)
         self._message_ends = np.array(sorted(tokenizer.message_ends), np.int32)
 
     @classmethod
@@ -117,6 +119,7 @@ class Runner(Telling):
         *,
         reserve: bool = True,
         trust_remote_code: bool = False,
+        draft_model: str | PathLike[str] | None = None,
         progress: LoadProgress = tell_nobody,
         **settings: Unpack[RunnerKwargs],
     ) -> Runner:
@@ -126,8 +129,8 @@ class Runner(Telling):
         true, the runner allocates everything and runs the worst-case batch now. Otherwise it takes
         memory as the conversation grows, and raises MemoryPlanError if a limit of the process
         (`ulimit`) or its cgroup leaves no room. `trust_remote_code` runs Python code that comes
-        with the model. `progress` is called with each step of loading, and how many of how many
-        bytes of it are done (None: unknown).
+        with the model. `draft_model`, a smaller one of the same vocabulary, guesses what the model
+        says. `progress` is told of each step, and how many of how many bytes of it are done.
 
         Raise ModelError if something is missing or broken, MemoryPlanError with a table if the
         memory does not suffice, and OptionError if a setting is out of range.
@@ -141,6 +144,7 @@ class Runner(Telling):
             chosen,
             reserve=reserve,
             trust_remote_code=trust_remote_code,
+            draft_model=None if draft_model is None else name_of(draft_model),
             progress=progress,
         )
 
@@ -166,7 +170,7 @@ class Runner(Telling):
             running.close()
         self._enter()
         self._cache.reset()
-        self._cache = PrefixCache(list)
+        self._cache, self.sources = PrefixCache(list), Sources(self.facts)
         self._pipeline = self.model = None
         self.owner.close()
         mx.clear_cache()
@@ -323,10 +327,7 @@ class Runner(Telling):
                 raise
 
     def _must_have_room(self, tokens: int) -> None:
-        """Raise MemoryPlanError if memory for `tokens` tokens would exceed a limit.
-
-        A runner that has reserved its memory has room.
-        """
+        """Raise MemoryPlanError if memory that was not reserved exceeds a limit with `tokens`."""
         if self.growing is not None:
             must_have_room(self.growing, min(tokens, self.context), self.prefill_step)
 
@@ -360,6 +361,7 @@ class Runner(Telling):
                 request.shift,
                 self._rotate,
                 None if self.facts.depends_on_chunks else self.pace,
+                self.sources.drafting(request.next_token, lease, options.speculate),
             )
             answer = AnswerStream(self.tokenizer, lease.prompt, options, request.limit)
             decoded = pipeline.run(request.next_token, request.limit)

@@ -27,7 +27,7 @@ FLOORS = [
     ["batch", "bench", "chat", "profiling", "testing"],
     ["sessions"],
     ["runner", "loading", "parallel"],
-    ["engine", "memory", "stored"],
+    ["engine", "memory", "speculation", "stored"],
     ["models"],
     ["cache", "tokenizer"],
     ["templates"],
@@ -56,7 +56,8 @@ profiling.report.report profiling.report.csv_rows profiling.report.screen profil
 profiling.event_parts profiling.json_schema
 cache.layers.logged_extents cache.layers.stock_extents
 profiling.report.svg profiling.report.trace results sessions.history
-sessions.session sessions.store stored.folder stored.parked stored.prefixes stored.shelf
+sessions.session sessions.store speculation.controller speculation.drafting speculation.lookup
+stored.folder stored.parked stored.prefixes stored.shelf
 stored.tensors system.folders system.limits system.power system.reading system.tensorfile
 system.writing templates.messages templates.segments templates.thinking terminal.clipboard
 terminal.keyboard terminal.progress terminal.signals terminal.text tokenizer.stream

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import closing
+from typing import Any
 
 from mlx_lm import stream_generate
 from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
@@ -22,10 +23,11 @@ Backend = Callable[[list[int], int], Tokens]
 
 
 def our_backend(runner: Runner) -> Backend:
-    """Return a backend that asks `runner`."""
+    """Return a backend that asks `runner` for one token per forward pass."""
+    options: dict[str, Any] = {"stop_tokens": [], "speculate": "off"}
 
     def generate(prompt: list[int], max_tokens: int) -> Tokens:
-        with closing(runner.generate(prompt, max_tokens=max_tokens, stop_tokens=[])) as chunks:
+        with closing(runner.generate(prompt, max_tokens=max_tokens, **options)) as chunks:
             for chunk in chunks:
                 yield chunk.token  # type: ignore[misc]  # each chunk of such an answer has one
 

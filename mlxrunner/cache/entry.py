@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlxrunner.cache.checkpoints import Checkpoint, Checkpoints
+from mlxrunner.cache.layers.extents import Extent
 from mlxrunner.cache.layers.protocol import LayerCache, reach
 from mlxrunner.cache.saved import Exported, Saved, SavedCheckpoint, SavedEntry
 from mlxrunner.cache.tokens import TokenBuffer
@@ -31,6 +32,11 @@ class CacheEntry:
     """One per layer; each holds exactly `tokens`."""
     checkpoints: Checkpoints = field(default_factory=lambda: Checkpoints(0))
     """Copies of the layers that can't rewind by themselves."""
+    held: Checkpoint | None = None
+    """The state before the draft, of the layers that could not undo its passes by themselves.
+
+    None if each can, or if there is no draft. Its arrays are those of the layers.
+    """
     is_shifted: bool = False
     """True if tokens were moved in a full context.
 
@@ -51,7 +57,8 @@ class CacheEntry:
     @property
     def nbytes(self) -> int:
         """Bytes that all layers and checkpoints have allocated."""
-        return sum([cache.nbytes for cache in self.caches]) + self.checkpoints.nbytes
+        held = 0 if self.held is None else self.held.nbytes
+        return sum([cache.nbytes for cache in self.caches]) + self.checkpoints.nbytes + held
 
     def reach(self, to: int) -> tuple[int, str | None]:
         """Return the largest reachable offset <= `to`, and the kind of layer that limits it.
@@ -60,35 +67,67 @@ class CacheEntry:
         it.
         """
         direct, limited_by = reach(self.caches, to)
-        for checkpoint in self.checkpoints.before(to):
-            if checkpoint.offset <= direct:
-                break
-            if all(
-                cache.needs_checkpoints or cache.can_rewind(checkpoint.offset)
-                for cache in self.caches
-            ):
-                return checkpoint.offset, limited_by if checkpoint.offset < to else None
-        return direct, limited_by
+        found = next(
+            (
+                item.offset
+                for item in self._copies(to)
+                if item.offset > direct
+                and all(
+                    kept is not None or cache.can_rewind(item.offset)
+                    for cache, kept in zip(self.caches, item.snapshots, strict=True)
+                )
+            ),
+            direct,
+        )
+        return found, limited_by if found < to else None
+
+    def _copies(self, to: int) -> list[Checkpoint]:
+        """Return the checkpoints and what is held, at offsets <= `to`, the largest offset first."""
+        before = self.checkpoints.before(to)
+        if self.held is not None and self.held.offset <= to:
+            before = sorted([*before, self.held], key=lambda item: -item.offset)
+        return before
+
+    def _copy_at(self, offset: int) -> Checkpoint | None:
+        return next((item for item in self._copies(offset) if item.offset == offset), None)
+
+    def hold(self, passes: Sequence[int]) -> None:
+        """Make sure that the forward passes that come now, of so many tokens each, can be undone.
+
+        Layers that could not go back behind them are held by reference: their arrays are copied
+        when a pass writes to them. What was held before is dropped.
+        """
+        offset = len(self.tokens)
+        snapshots = [
+            None
+            if not cache.needs_checkpoints or _can_undo(cache.extent, passes)
+            else cache.snapshot()
+            for cache in self.caches
+        ]
+        nbytes = sum(kept.nbytes for kept in snapshots if kept is not None)
+        self.held = Checkpoint(offset, nbytes, snapshots) if any(snapshots) else None
 
     def rewind(self, to: int) -> None:
         """Rewind every layer to offset `to`, by itself or from the checkpoint there.
 
         A call may be repeated after an interrupt.
         """
-        checkpoint = self.checkpoints.at(to)
+        checkpoint = self._copy_at(to)
         for index, cache in enumerate(self.caches):
             if checkpoint is None or cache.can_rewind(to):
                 cache.rewind(to)
             else:
                 cache.restore(checkpoint.snapshots[index], to)
         self.checkpoints.truncate(to)
+        if self.held is not None and self.held.offset > to:
+            self.held = None
 
     def copy(self, other: CacheEntry, to: int) -> None:
         """Fill this empty entry with the first `to` tokens of `other`, an offset it can reach.
 
         `other` does not change. Both have the caches of the same layers, and share the checkpoints.
         """
-        checkpoint = other.checkpoints.at(to)
+        checkpoint = other._copy_at(to)
         pairs = zip(self.caches, other.caches, strict=True)
         for index, (cache, source) in enumerate(pairs):
             if checkpoint is None or source.can_rewind(to):
@@ -198,7 +237,16 @@ class CacheEntry:
         self.is_shifted = True
         self.tokens.truncate(keep)
         self.checkpoints.truncate(keep)
+        self.held = None
         for cache, way in zip(self.caches, ways, strict=True):
             cache.shift(keep, discard, way)
         self.tokens.extend(tail)
         return True
+
+
+def _can_undo(extent: Extent, passes: Sequence[int]) -> bool:
+    """Return True if a layer with `extent` can go back to it after `passes`."""
+    later = extent
+    for tokens in passes:
+        later = later.after(tokens)
+    return later.reachable(extent.offset) == extent.offset

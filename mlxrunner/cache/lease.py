@@ -27,12 +27,23 @@ class Source(NamedTuple):
     """Number of its first tokens that may be copied."""
 
 
+class Draft(NamedTuple):
+    """Forward passes of which only the first tokens may stay."""
+
+    offset: int
+    """The number of the entry's tokens when it began."""
+    tokens: int
+
+
 class EntryLease:
     """The hold of one request on the entry.
 
     `with prefix_cache.begin(prompt) as lease:` finds the common prefix and rewinds the entry to it.
     Call `begin_forward()` before and `end_forward(n)` after each forward pass, and `record` once
     its tokens are known. Leaving the block in any way restores the entry's invariant.
+
+    A pass of tokens that may prove wrong (a draft) begins with `begin_draft` instead, and
+    `accept` takes the place of `record`. Tokens that stay may then be `pending`.
     """
 
     def __init__(
@@ -47,6 +58,11 @@ class EntryLease:
         self.prompt, self.is_ahead, self.source = prompt, ahead, source
         self.lookup = Lookup(len(prompt), 0, 0, 0)
         self.forwarded = 0
+        self.earlier: TokenArray = prompt[:0]
+        """Tokens that the entry held where it left the prompt, and a few before them."""
+        self._draft: Draft | None = None
+        # An offset, and the tokens that follow it and are to be evaluated.
+        self._left: tuple[int, list[int]] = (0, [])
 
     def __enter__(self) -> EntryLease:
         return self.take()
@@ -70,6 +86,11 @@ class EntryLease:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def is_here(self) -> bool:
+        """True in the thread that began the lease."""
+        return threading.get_ident() == self._thread
+
     def close(self) -> None:
         """Give the entry back. A second call does nothing.
 
@@ -77,7 +98,7 @@ class EntryLease:
         that did not begin the lease the call changes nothing: the entry is settled before its next
         use.
         """
-        if threading.get_ident() == self._thread:
+        if self.is_here:
             self._cache.close_lease(self)
 
     @property
@@ -101,8 +122,70 @@ class EntryLease:
 
     def begin_forward(self) -> None:
         """Note in each layer that a forward pass begins."""
+        self._draft = self._cache.entry.held = None
+        self.begin_next()
+
+    def begin_draft(self, *passes: int) -> None:
+        """Begin, in place of `begin_forward`, a pass of which only the first tokens may stay.
+
+        `passes`: the tokens of each pass of the draft, of which the `pending` ones are the first.
+        Usually there is one; further ones begin with `begin_next`. Raise ValueError if they are no
+        more than those, or if tokens of the pass before were neither recorded nor accepted.
+
+        An interrupt from here to `accept` leaves the entry with the tokens that it has now. Only
+        layers that can't undo the passes take memory for that, until the next draft or
+        `begin_forward`: at most a copy of each.
+        """
+        tokens, waiting = sum(passes), len(self.pending)
+        if tokens <= waiting or self.forwarded != self.recorded:
+            raise ValueError(
+                f"a draft of {tokens} tokens, with {waiting} pending, at {self.recorded} of "
+                f"{self.forwarded} evaluated tokens"
+            )
+        self._cache.entry.hold(passes)
+        self._draft = Draft(self.recorded, tokens)
+        self.begin_next()
+
+    def begin_next(self) -> None:
+        """Note in each layer that the next forward pass of a draft begins."""
         for cache in self._counting:
             cache.begin_forward()
+
+    def accept(self, tokens: Sequence[int] | TokenArray) -> None:
+        """Keep `tokens`, the first ones of the draft, whose passes have ended.
+
+        If every layer can go back behind them, they are recorded. Otherwise all layers go back to
+        where the pass began, and `tokens` are `pending`. Until the next pass begins, another call
+        may keep fewer of them, and a call with none undoes the pass. Raise ValueError if no draft
+        was begun, or for more tokens than it had.
+
+        An interrupt leaves the entry with the tokens before the draft, and with all or none of
+        those of `tokens` that are not pending.
+        """
+        if self._draft is None or len(tokens) > self._draft.tokens:
+            raise ValueError(f"{len(tokens)} tokens to accept of {self._draft}")
+        draft, entry = self._draft, self._cache.entry
+        if len(tokens) == draft.tokens and self.recorded == draft.offset < self.forwarded:
+            self.record(tokens)
+            return
+        before = entry.tokens.array[: draft.offset]
+        self._left = (0, [])
+        entry.tokens.truncate(draft.offset)
+        entry.tokens.extend(tokens)
+        self._settle()
+        lost = before[self.recorded :].tolist()  # nothing, unless a cache broke
+        kept = max(0, self.recorded - draft.offset)
+        self._left = (self.recorded, [*lost, *map(int, tokens[kept:])])
+
+    @property
+    def pending(self) -> list[int]:
+        """The accepted tokens that no layer has. They are the first ones of the next forward pass.
+
+        Evaluate and record them before a shift, and before the end of an answer, whose entry lacks
+        them otherwise.
+        """
+        offset, tokens = self._left
+        return tokens[self.recorded - offset :] if self.recorded >= offset else []
 
     def end_forward(self, tokens: int) -> None:
         """Note in each layer that the forward pass of `tokens` tokens has ended."""
@@ -139,6 +222,11 @@ class EntryLease:
         """The offset from which on a checkpoint is worth taking."""
         return self._cache.entry.checkpoints.due(self.recorded)
 
+    @property
+    def is_at_checkpoint(self) -> bool:
+        """True if there is a checkpoint at the present offset."""
+        return self._cache.entry.checkpoints.at(self.recorded) is not None
+
     def checkpoint(self) -> list[Any]:
         """Take a checkpoint at the present offset, between two forward passes.
 
@@ -160,6 +248,7 @@ class EntryLease:
 
         This makes room in a full context. Return False if a layer can't move its tokens.
         """
+        self._left = (0, [])
         moved = self._cache.entry.shift(keep, discard, rotate)
         self.forwarded = self.recorded
         return moved
@@ -171,13 +260,19 @@ class EntryLease:
         """
         wanted = as_tokens(tokens)
         entry = self._cache.entry
+        self._left = (0, [])
         entry.tokens.truncate(common_prefix(entry.tokens.array, wanted))
+        self._settle()
+        return wanted[self.recorded :]
+
+    def _settle(self) -> None:
+        """Bring the layers to the entry's tokens or before. The entry is then another, or empty."""
+        entry = self._cache.entry
         self._cache.settle()
         if self._cache.entry is not entry:
             self._cache.entry = self._cache.fresh_entry()
         self._cache.is_settled = False
         self._adopt()
-        return wanted[self.recorded :]
 
     def free(self, why: str) -> None:
         """Free the entry and its buffers. `why`: the cause to record."""

@@ -24,6 +24,8 @@ from mlxrunner.cache.tokens import TokenArray, as_tokens, common_prefix
 from mlxrunner.errors import BusyError, PromptError
 
 logger = logging.getLogger("mlxrunner")
+LEAVING = 32
+"""Tokens of a common prefix that show where a text goes on that was left behind it."""
 
 
 class PrefixCache:
@@ -231,15 +233,22 @@ class PrefixCache:
             self.settle()
         self._read_awaited()
         self.is_settled = False
+        lease.earlier = self._leaving(lease.prompt)
         if lease.source is not None:
             return self._copy_for(lease.prompt, lease.source)
         return self._rewind_for(lease.prompt, lease.is_ahead)
+
+    def _leaving(self, prompt: TokenArray) -> TokenArray:
+        """Return the tokens of the earlier text from where `prompt` leaves it, and some before."""
+        there = self.entry.tokens.array if self._early is None else self._early.tokens
+        return there[max(0, common_prefix(there, prompt) - LEAVING) :].copy()
 
     def close_lease(self, lease: EntryLease) -> None:
         if self._lease is None or self._lease() is not lease:
             return
         self._lease, prompt = None, lease.prompt
         self.settle()
+        self.entry.held = None
         if lease.is_ahead:
             return
         there = self.entry.tokens.array

@@ -11,6 +11,7 @@ import click
 
 from mlxrunner.cli.options import (
     LOADING,
+    draft_option,
     load,
     model_options,
     overflow_options,
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     shell_complete=model_words,
 )
 @model_options
+@draft_option
 @system_option
 @sampling_options
 @overflow_options("shift")
@@ -119,6 +121,7 @@ def chat(
     no_cache_file: bool,
     session_kv_bits: int | None,
     greedy: bool,
+    draft_model: str | None,
     **options: Any,
 ) -> None:
     """Talk with MODEL (the same as -m MODEL). Each turn evaluates only its own tokens.
@@ -146,7 +149,8 @@ def chat(
             if resumed is not None:
                 name = None if switch_model else saving.kept_as
                 model = _put_back(resumed, name, conversation, loading, model, given, keyboard)
-            conversation.runner = load(model, loading, banner=is_terminal())
+            guessing = loading | {"draft_model": draft_model}
+            conversation.runner = load(model, guessing, banner=is_terminal())
             profile.watch(conversation.runner)
             conversation.usual = usual_options("chat", model)
             opened, table = open_chat(

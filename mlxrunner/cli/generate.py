@@ -12,6 +12,7 @@ import click
 from mlxrunner.cli.options import (
     LOADING,
     check_options,
+    draft_option,
     form_options,
     is_given,
     load,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 @click.command(cls=Configured)
 @click.argument("words", nargs=-1, metavar="[PROMPT]")
 @model_options
+@draft_option
 @click.option(
     "-p",
     "--prompt",
@@ -123,6 +125,7 @@ def generate(
     parallel: int,
     as_json: bool,
     greedy: bool,
+    draft_model: str | None,
     **options: Any,
 ) -> None:
     """Answer PROMPT. The answer goes to stdout and nothing else does.
@@ -136,7 +139,7 @@ def generate(
     """
     if options["logprobs"] is not None and not as_json:
         raise OptionError("--logprobs needs --json to print them")
-    _check_count(count, repeat, options)
+    _check_count(count, repeat, options, draft_model)
     text = prompt_of(words, prompt, is_optional=form is not None)
     text, own_system = filled(form, text, variables)
     system = system if own_system is None or is_given("system") else own_system
@@ -160,18 +163,23 @@ def generate(
             if error is not None:
                 ctx.exit(error.exit_code)
             return
-        runner = load(model, loading, banner=banner)
+        runner = load(model, loading | {"draft_model": draft_model}, banner=banner)
         profile.watch(runner)
         for _ in range(repeat):
             _answer(runner, request, as_json, options)
 
 
-def _check_count(count: int, repeat: int, options: dict[str, Any]) -> None:
+def _check_count(count: int, repeat: int, options: dict[str, Any], draft_model: str | None) -> None:
     """Raise OptionError for options that do not go together with --n, or with its absence."""
     if count == 1:
         if is_given("parallel"):
             raise OptionError("--parallel is for the answers of --n: use --n K with it")
         return
+    if draft_model is not None:
+        raise OptionError(
+            "--draft-model guesses for one answer at a time, and --n runs several at once: "
+            "use one of them"
+        )
     if options["verify_cache"]:
         raise OptionError(
             "--verify-cache looks at one request at a time, and --n runs several at once: "

@@ -14,7 +14,7 @@ from mlxrunner.cli.program import F, set_debug
 from mlxrunner.cli.settling import named_model, named_system
 from mlxrunner.cli.words import model_words
 from mlxrunner.config.json_options import MAX_SCHEMA, check_schema, check_tools
-from mlxrunner.config.option import about, names
+from mlxrunner.config.option import Option, about, names
 from mlxrunner.errors import OptionError, ReadError
 from mlxrunner.options import GenerateOptions, RunnerSettings
 from mlxrunner.system.reading import read_text
@@ -64,6 +64,12 @@ trust_option = click.option(
     is_flag=True,
     help="Run Python code that the model brings. Only if you trust it.",
 )
+draft_option = click.option(
+    "--draft-model",
+    metavar="MODEL",
+    help="A smaller model of the same vocabulary: it guesses tokens where that pays. Answers stay "
+    "the same.",
+)
 events_option = click.option(
     "--events",
     metavar="FILE",
@@ -94,7 +100,7 @@ def option_of(kind: type, name: str, flag: str | None = None, **changes: Any) ->
     one = kind.__dataclass_fields__[name]  # type: ignore[attr-defined]  # `kind` is a dataclass
     described, attributes = about(one), dict[str, Any]()
     if described.kind is str and described.among:
-        attributes["type"] = click.Choice(list(described.among))
+        attributes["type"] = _Choice(described)
     elif described.kind is bool:
         attributes["is_flag"] = True
         attributes["flag_value"] = not one.default
@@ -107,6 +113,20 @@ def option_of(kind: type, name: str, flag: str | None = None, **changes: Any) ->
     attributes |= {"help": described.help, "metavar": described.metavar, **changes}
     prefix = "--no-" if described.kind is bool and one.default else "--"
     return click.option(flag or prefix + name.replace("_", "-"), name, **attributes)
+
+
+class _Choice(click.Choice[str]):
+    """A choice that says why a value is refused, if there is more to say than the choices."""
+
+    def __init__(self, described: Option) -> None:
+        super().__init__(list(described.among))
+        self._described = described
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        why = self._described.why_not(value)
+        if why is not None:
+            self.fail(why, param, ctx)
+        return super().convert(value, param, ctx)
 
 
 def _options_of(kind: type, chosen: Iterable[str]) -> tuple[Callable[[F], F], ...]:
@@ -324,7 +344,8 @@ def load(model: str, loading: dict[str, Any], *, banner: bool) -> Runner:
     if banner and model == "demo":
         click.echo(_for_the_terminal(DEMO_BANNER), err=True)
     # A download shows a bar of its own.
-    resolve(model, with_code=loading["trust_remote_code"])
+    for name in filter(None, (model, loading.get("draft_model"))):
+        resolve(name, with_code=loading["trust_remote_code"])
     with loading_bar(model) as show:
         return Runner.load(model, progress=show, **loading)
 

@@ -8,6 +8,7 @@ made from it. This knows no option (`mlxrunner.options` has those of a request a
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
@@ -37,6 +38,8 @@ class Option:
     """The largest value, or None."""
     among: tuple[Any, ...] = ()
     """The allowed values, if there are few."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Why a value that one may look for is not allowed. A value counts up to its first colon."""
     metavar: str | None = None
     """The name of the value in `--help`."""
     is_list: bool = False
@@ -51,6 +54,8 @@ class Option:
         if self.kind is int:
             check_whole(name, value)
         if self.among and value not in self.among:
+            if (why := self.why_not(value)) is not None:
+                raise OptionError(f"{name}: {why}")
             if self.kind is str:
                 known = ", ".join(self.among)
                 raise OptionError(f"{name}: {value!r} is not known, it has to be one of {known}")
@@ -64,6 +69,10 @@ class Option:
             check_above(name, value, self.above)
         if self.low is not None:
             check_range(name, value, self.low, self.high)
+
+    def why_not(self, value: Any) -> str | None:
+        """Return why `value` is refused; None if there is no particular reason."""
+        return self.refused.get(str(value).partition(":")[0])
 
     def parse(self, name: str, text: str) -> Any:
         """Return the value that `text` holds. Raise OptionError if it cannot be read.

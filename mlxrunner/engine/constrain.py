@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -32,12 +33,19 @@ llguidance would call the tokenizer, and it can't pass on Python's errors and in
 class Constraint:
     """The tokens that may come next in one answer."""
 
-    def __init__(self, matcher: Any, num_tokens: int, ends: frozenset[int]) -> None:
+    def __init__(
+        self,
+        matcher: Any,
+        num_tokens: int,
+        ends: frozenset[int],
+        spell: Callable[[str], list[int]] | None = None,
+    ) -> None:
         """Wrap `matcher`, a matcher of llguidance for a vocabulary of `num_tokens` tokens.
 
-        `ends`: tokens that may come where the form is complete.
+        `ends`: tokens that may come where the form is complete. `spell`: returns the usual tokens
+        of a text; None: the answer can't go back, and nothing is guessed.
         """
-        self._matcher, self._num_tokens, self._ends = matcher, num_tokens, ends
+        self._matcher, self._num_tokens, self._ends, self._spell = matcher, num_tokens, ends, spell
         self.count = 0
         """Tokens of the answer so far."""
         self.is_done = False
@@ -60,6 +68,40 @@ class Constraint:
             # A single word names a state of llguidance.
             raise FormError(self.count, why if " " in why else "")
         return allowed
+
+    def masks(self, draft: Sequence[int], width: int) -> list[NDArray[np.bool_] | None]:
+        """Return the mask at each place of a text that may follow, and the one behind it.
+
+        There are fewer if a token of `draft` may not come, or ends the answer. A mask is None where
+        the form is complete. The answer does not change. Raise FormError if no token may come next.
+        """
+        masks: list[NDArray[np.bool_] | None] = [self.mask(width)]
+        taken = 0
+        for token in draft:
+            allowed = masks[-1]
+            if allowed is None or not allowed[token] or token in self._ends:
+                break
+            self._matcher.consume_token(token)
+            taken += 1
+            if self._matcher.is_stopped():
+                masks.append(None)
+                break
+            try:
+                masks.append(self.mask(width))
+            except FormError:  # the answer comes to it by itself, if it gets there
+                break
+        self._matcher.rollback(taken)
+        return masks
+
+    def forced(self) -> list[int]:
+        """Return tokens that spell the text that has to come next; the model may choose others."""
+        text: bytes = b"" if self.is_done else self._matcher.compute_ff_bytes()
+        return self._spell(text.decode(errors="ignore")) if text and self._spell else []
+
+    @property
+    def can_go_back(self) -> bool:
+        """True if tokens may be tried and taken back."""
+        return self._spell is not None
 
     def advance(self, token: int) -> None:
         """Append `token` to the answer."""
@@ -84,7 +126,8 @@ def constraint_of(options: GenerateOptions, tokenizer: Tokenizer, width: int) ->
         if not vocabulary.can_spell(text):
             raise OptionError(f"choices: this model's vocabulary can't spell {text[:60]!r}")
     matcher = matcher_of(_grammar(options), vocabulary, _name(options))
-    constraint = Constraint(matcher, len(vocabulary.pieces), options.ends(tokenizer.stop_tokens))
+    ends = options.ends(tokenizer.stop_tokens)
+    constraint = Constraint(matcher, len(vocabulary.pieces), ends, tokenizer.encode_more)
     try:
         constraint.mask(width)
     except FormError as error:

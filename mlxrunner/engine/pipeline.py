@@ -1,4 +1,4 @@
-"""Run a model on a leased entry: prefill in chunks, then decode one step ahead of the reader.
+"""Run a model on a leased entry: prefill in chunks, then decode (`mlxrunner.engine.decode`).
 
 Knows nothing about text. Every token that was run through the model is recorded in the entry, even
 after an error or an interrupt.
@@ -18,9 +18,10 @@ from mlxrunner.cache.layers.factory import evaluate
 from mlxrunner.cache.lease import EntryLease
 from mlxrunner.cache.overflow import Shift
 from mlxrunner.cache.tokens import TokenArray
+from mlxrunner.engine.decode import Decoding
 from mlxrunner.engine.pace import Pace
-from mlxrunner.engine.sampling import Decoded, NextToken, Sampled, dispatch
-from mlxrunner.errors import FormError
+from mlxrunner.engine.sampling import Decoded, NextToken, dispatch
+from mlxrunner.speculation.drafting import Drafting
 
 Progress = Callable[[int, int], None]
 """A function of two counts: the prompt tokens that are in the entry, and all prompt tokens."""
@@ -31,8 +32,6 @@ SEED_TOKENS = 16
 This pass gives the logits of the answer's first token. On most devices it takes no longer than a
 pass of one token.
 """
-CLEAR_EVERY = 256
-"""Tokens of an answer after which MLX's unused buffers are freed."""
 FIRST, FEWEST, PAUSE_S = 8, 2, 0.04
 """Chunks of a prompt that is evaluated ahead.
 
@@ -40,7 +39,7 @@ Tokens of the first chunk, tokens of the smallest chunk, and seconds that a chun
 """
 
 
-class Pipeline:
+class Pipeline(Decoding):
     """One request on one model."""
 
     def __init__(
@@ -53,6 +52,7 @@ class Pipeline:
         shift: Shift | None = None,
         rotate: Rotators = lambda caches, by: None,
         pace: Pace | None = None,
+        drafting: Drafting | None = None,
     ) -> None:
         """Prepare a request on `model`, with the entry that `lease` holds.
 
@@ -60,7 +60,9 @@ class Pipeline:
         where the lease wants a checkpoint. `shift`: the rule that makes room in a full context;
         None: `max_tokens` of `run` ends the answer before the context is full. `rotate`: how a
         shift moves keys. `pace`: sizes the chunks of the prefill; None: `prefill_step` each.
+        `drafting`: guesses tokens of the answer; None: nothing is drafted.
         """
+        self.drafting = drafting
         self._model, self._lease = model, lease
         self._shift, self._rotate = shift, rotate
         self.shifted = 0
@@ -73,7 +75,7 @@ class Pipeline:
         """Seconds of the prefill, set when the first token is read."""
         self.chunks: list[tuple[float, float, int]] = []
         """Begin, end (on `time.perf_counter`) and tokens of each forward pass of the prefill."""
-        self.logits: mx.array | None = None
+        self.logits = None
         """The logits behind the last token that was run, `[1, vocab]`; None at first."""
 
     def run(self, next_token: NextToken, max_tokens: int) -> Generator[Decoded, None, None]:
@@ -91,48 +93,15 @@ class Pipeline:
         dispatch(sampled.arrays)
         lease.record(seed)
         self._checkpoint_if_due()
-        # The token whose forward pass was begun and which is not recorded yet.
-        on_its_way: Sampled | None = None
-        formless: FormError | None = None
-        try:
-            for count in range(1, max_tokens + 1):
-                current = sampled
-                if count == 1:
-                    # Read it before the next pass starts: on a CPU, async_eval returns only when
-                    # most of the work is done.
-                    token = current.read()
-                    ended = time.perf_counter()
-                    self.prefill_s = ended - began
-                    self.chunks.append((seed_began, ended, len(seed)))
-                    self._report(len(lease.prompt))
-                    yield current.decoded(token)
-                if count < max_tokens:
-                    self._make_room()
-                    on_its_way = current
-                    logits = self.logits = self._forward(current.token[None])[:, -1, :]
-                    if history is not None:
-                        history = mx.concatenate([history, current.token.astype(mx.int32)])
-                    try:
-                        sampled = next_token(logits, history)
-                        dispatch(sampled.arrays)
-                    except FormError as error:
-                        formless = error  # the token before is not delivered yet
-                token = current.read()
-                if on_its_way is not None:
-                    lease.record((token,))
-                    on_its_way = None
-                    if lease.recorded >= self._due:
-                        self._checkpoint_if_due()
-                if count > 1:
-                    yield current.decoded(token)
-                if formless is not None:
-                    raise formless
-                if count % CLEAR_EVERY == 0:
-                    mx.clear_cache()
-        finally:
-            if on_its_way is not None and lease.forwarded > lease.recorded:
-                # Interrupted between a forward pass and the reading of its token.
-                lease.record((on_its_way.read(),))
+        # Read it before the next pass starts: on a CPU, async_eval returns only when most of the
+        # work is done.
+        token = sampled.read()
+        ended = time.perf_counter()
+        self.prefill_s = ended - began
+        self.chunks.append((seed_began, ended, len(seed)))
+        self._report(len(lease.prompt))
+        yield sampled.decoded(token)
+        yield from self._decode(next_token, history, sampled, max_tokens)
 
     def evaluate(self, cancelled: Callable[[], bool]) -> int:
         """Evaluate the prompt without an answer, and return the number of evaluated tokens.
@@ -214,10 +183,13 @@ class Pipeline:
                 self._checkpoint()
             self._due = self._lease.checkpoint_due
 
-    def _forward(self, tokens: mx.array) -> mx.array:
+    def _forward(self, tokens: mx.array, *, is_draft: bool = False) -> mx.array:
         """Return the unevaluated logits `[1, n, vocab]` of `tokens [1, n]`."""
         lease = self._lease
-        lease.begin_forward()
+        if is_draft:
+            lease.begin_draft(tokens.shape[1])
+        else:
+            lease.begin_forward()
         logits: mx.array = self._model(tokens, cache=lease.model_caches)
         lease.end_forward(tokens.shape[1])
         return logits

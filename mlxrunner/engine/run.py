@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
@@ -13,6 +14,7 @@ from mlxrunner.engine.observation import Observation, finish_of, usage_of
 from mlxrunner.engine.pipeline import Pipeline, Progress
 from mlxrunner.engine.requests import Request
 from mlxrunner.results import FinishReason, Usage
+from mlxrunner.speculation.drafting import Drafting
 
 
 @dataclass
@@ -50,6 +52,7 @@ class Run:
             cache_bytes=entry.nbytes,
             used_bytes=entry.used_bytes,
             peak_bytes=mx.get_peak_memory(),
+            **_drafted(pipeline.drafting),
         )
 
     def observation(
@@ -74,6 +77,14 @@ class Run:
             logits=pipeline.logits if pipeline is not None and has_logits else None,
             is_greedy=request.next_token.is_greedy,
         )
+
+
+def _drafted(drafting: Drafting | None) -> dict[str, Any]:
+    """Return the fields of a usage that tell of drafts."""
+    if drafting is None:
+        return {}
+    uses = [{"source": name, **vars(counts)} for name, counts in drafting.by_source.items()]
+    return {"draft_passes": drafting.passes, "drafts": uses}
 
 
 def keep_only_what_can_be_evaluated(lease: EntryLease) -> None:

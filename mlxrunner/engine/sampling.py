@@ -117,10 +117,11 @@ class NextToken:
         self._logprobs = None if options.logprobs is None else min(options.logprobs, vocab - 1)
         self._filters = _filters(options, vocab)
         self._needs_normalized = options.temperature > 0 and options.top_p < 1
-        self._processors = [*_penalties(options), *processors]
+        self._processors, self._has_own = [*_penalties(options), *processors], bool(processors)
         self._temperature = options.temperature if options.temperature >= COLDEST else 0.0
         self._seed = secrets.randbits(64) if options.seed is None else options.seed
         self._key: mx.array | None = None  # made by the thread that samples
+        self._keys: list[mx.array | None] = []  # the key behind each row of a draft
 
     def rewind(self, count: int) -> None:
         """Go back to the state after the first `count` tokens, all of which were read."""
@@ -146,6 +147,17 @@ class NextToken:
         return self.is_greedy and self._logprobs is None
 
     @property
+    def forced(self) -> Callable[[], list[int]] | None:
+        """A function that returns tokens that the form leaves no other text for; None: no form."""
+        return None if self._constraint is None else self._constraint.forced
+
+    @property
+    def may_draft(self) -> bool:
+        """True if rows may be sampled and thrown away: a caller's function may keep count."""
+        goes_back = self._constraint is None or self._constraint.can_go_back
+        return goes_back and not self._has_own
+
+    @property
     def needs_history(self) -> bool:
         """True if calls need `history`."""
         return bool(self._processors)
@@ -164,13 +176,77 @@ class NextToken:
         """
         if self._constraint is None:
             return self._next(logits, history)
-        masked = self._masked(logits, self._constraint)
-        sampled = self._next(masked, history)
-        arrays = sampled.token, sampled.logprob, sampled.top_tokens, sampled.top_logprobs
-        self._before = Constrained(
-            *arrays, constraint=self._constraint, place=self._constraint.count
-        )
+        self._before = self._held(self._next(self._masked(logits, self._constraint), history))
         return self._before
+
+    def rows(
+        self, logits: mx.array, history: mx.array | None, masks: Sequence[Any]
+    ) -> list[Sampled]:
+        """Sample at each row of `logits` `[1, n, vocab]`, as calls for one token each would.
+
+        `history`: all tokens before the last row. `masks`: those of the form, or an empty list.
+        Call `keep` once it is known which rows count.
+        """
+        count = logits.shape[1]
+        self._keys = []
+        if self.is_plain:
+            tokens = mx.argmax(logits[0], axis=-1)
+            return [Sampled(tokens[row : row + 1]) for row in range(count)]
+        before = 0 if history is None else history.shape[0] - count + 1
+        sampled = []
+        for row in range(count):
+            here = logits[:, row, :]
+            if masks and masks[row] is not None:
+                here = mx.where(mx.array(masks[row]), here, -mx.inf)
+            one = self._next(here, None if history is None else history[: before + row])
+            sampled.append(one if self._constraint is None else self._held(one, row))
+            self._keys.append(self._key)
+        return sampled
+
+    def keep(self, sampled: Sequence[Sampled]) -> None:
+        """Take the samples of `rows` up to here as the answer. They were read."""
+        if self._keys:
+            self._key = self._keys[len(sampled) - 1]
+        if isinstance(sampled[-1], Constrained):
+            self._before = sampled[-1]
+
+    def guesses(self) -> Callable[[mx.array], mx.array]:
+        """Return a function that samples the coming tokens from another model's logits.
+
+        Each call is for the next place of the answer, and uses the random numbers of that place:
+        where the two models agree, so do the samples. Penalties and forms are not asked.
+        """
+        key = self._key
+
+        def guess(logits: mx.array) -> mx.array:
+            nonlocal key
+            if self._needs_normalized:
+                logits = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+            own, self._key = self._key, key
+            try:
+                return self._sample(logits)
+            finally:
+                self._key, key = own, self._key
+
+        return guess
+
+    def masks(self, draft: Sequence[int], width: int) -> list[Any]:
+        """Return the masks for `draft` and behind it; none if no form is asked for.
+
+        There are fewer if the form does not allow a token of it. Raise FormError if it allows none
+        at all next.
+        """
+        constraint = self._constraint
+        if constraint is None or constraint.is_done:
+            return []
+        return list(constraint.masks(draft, width))
+
+    def _held(self, sampled: Sampled, later: int = 0) -> Constrained:
+        """Return `sampled` so that its first read advances the form."""
+        assert self._constraint is not None
+        arrays = sampled.token, sampled.logprob, sampled.top_tokens, sampled.top_logprobs
+        place = self._constraint.count + later
+        return Constrained(*arrays, constraint=self._constraint, place=place)
 
     def _masked(self, logits: mx.array, constraint: Constraint) -> mx.array:
         """Return the logits of the tokens that may come next, -inf for the others.

@@ -67,6 +67,13 @@ class Demand:
         """Return the bytes of all caches for `context` tokens."""
         return sum(layout.nbytes(context) for layout in self.layouts)
 
+    def drafts(self, context: int) -> int:
+        """Return the bytes that layers are kept twice while a draft of `context` tokens is checked.
+
+        No layer of a usual kind needs any.
+        """
+        return sum(layout.draft_bytes(context) for layout in self.layouts)
+
     def checkpoints(self, context: int, offered: int) -> int:
         """Return the checkpoint budget in bytes; 0 if no layer needs checkpoints.
 
@@ -84,13 +91,15 @@ class Demand:
         A step shorter than `prefill_step` tokens needs less.
         """
         batch = self.batch.nbytes(tokens) * min(tokens, prefill_step) // prefill_step
-        return self.weights + self.caches(tokens) + self.checkpoints(tokens, offered) + batch
+        caches = self.caches(tokens) + self.drafts(tokens)
+        return self.weights + caches + self.checkpoints(tokens, offered) + batch
 
     def total(self, context: int, offered: int) -> int:
         """Return all bytes for `context` tokens on a device that offers `offered` bytes."""
         return (
             self.weights
             + self.caches(context)
+            + self.drafts(context)
             + self.checkpoints(context, offered)
             + self.batch.nbytes(context)
             + self.host(context)
@@ -186,12 +195,13 @@ def make_plan(demand: Demand, *, context: int, prefill_step: int, offered: int, 
     own context in tokens. `largest_context` of the plan is at most the larger of `limit` and
     `context`.
     """
-    budget = demand.checkpoints(context, offered)
+    budget, drafts = demand.checkpoints(context, offered), demand.drafts(context)
     batch, host = demand.batch.nbytes(context), demand.host(context)
     lines = [
         Line("weights", demand.weights),
         *_layer_lines(demand.layouts, context),
         *([Line("checkpoints", budget)] if budget else []),
+        *([Line("copies while a draft is checked", drafts)] if drafts else []),
         Line(
             f"batch of {prefill_step} tokens "
             f"({'measured' if demand.batch.is_measured else 'estimated'})",

@@ -48,6 +48,7 @@ def demand_of_slots(
             if layout.most_rows is None
             else slots * (layout.checkpoint_rows + 1) + windows,
             fixed_bytes=slots * layout.fixed_bytes,
+            draft_rows=0,
         )
         for layout in one.layouts
     ]

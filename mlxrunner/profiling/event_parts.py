@@ -199,6 +199,21 @@ class ClientRequest:
 
 
 @dataclass
+class Draft:
+    """Tokens that one source guessed of the answer."""
+
+    source: Annotated[
+        Literal["lookup", "earlier", "form", "model"],
+        about(
+            "lookup: the text itself, where it repeats; earlier: the text that the entry held "
+            "before; form: what a schema or choices leave no other text for; model: a draft model."
+        ),
+    ]
+    drafted: Annotated[Count, about("Tokens that were checked.", "tokens")]
+    accepted: Annotated[Count, about("Tokens that were right.", "tokens")]
+
+
+@dataclass
 class Eviction:
     """A conversation that was given up to make room for the request."""
 

@@ -19,6 +19,7 @@ from mlxrunner.profiling.event_parts import (
     ClientRequest,
     Count,
     Divergence,
+    Draft,
     Eviction,
     Measure,
     Ordinal,
@@ -297,6 +298,17 @@ class Event:
             "tokens",
         ),
     ] = 0
+    draft_passes: Annotated[
+        Count,
+        about(
+            "Forward passes that checked guessed tokens of the answer, several at once. Missing in "
+            "older events."
+        ),
+    ] = 0
+    drafts: Annotated[
+        tuple[Draft, ...],
+        about("Guessed tokens of the answer, by their source. Missing in older events."),
+    ] = ()
     evicted: Annotated[
         tuple[Eviction, ...],
         about(

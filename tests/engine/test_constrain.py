@@ -587,7 +587,7 @@ def test_however_a_request_ends_the_entry_is_what_was_evaluated(kinds: list[str]
 
             used.model.on_layer = on_layer
             with pytest.raises(type(error)):
-                ask(used, prompt, schema=schema)
+                ask(used, prompt, schema=schema, speculate="off")
             used.model.on_layer = lambda index: None
             check(used)
 

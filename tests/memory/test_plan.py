@@ -43,6 +43,7 @@ LAYOUTS = st.builds(
     fixed_bytes=SMALL,
     checkpoint_rows=st.integers(0, 5000),
     checkpoint_fixed=SMALL,
+    draft_rows=st.integers(0, 5000),
 )
 
 
@@ -74,7 +75,7 @@ def test_a_longer_context_never_takes_less(
 ) -> None:
     """Neither in all, nor for the caches or the checkpoints."""
     short, long = sorted((one, other))
-    for nbytes in (demand.caches, demand.batch.nbytes):
+    for nbytes in (demand.caches, demand.drafts, demand.batch.nbytes):
         assert nbytes(short) <= nbytes(long)
     for with_budget in (demand.checkpoints, demand.total):
         assert with_budget(short, offered) <= with_budget(long, offered)
@@ -151,6 +152,20 @@ def test_the_budget_for_checkpoints(budget: int | None, offered: int, expected: 
     """Three rows of ten bytes and a state of five."""
     layout = Layout("sliding", 10, most_rows=8, checkpoint_rows=3, checkpoint_fixed=5)
     assert Demand(0, (layout,), Batch(0), budget).checkpoints(100, offered) == expected
+
+
+def test_what_only_a_copy_undoes_is_planned_twice() -> None:
+    """Its line is there for such layers only."""
+    full, unknown = Layout("full", 10), Layout("unknown", 7, draft_rows=2**31)
+    plans = [
+        make_plan(
+            Demand(0, layouts, Batch(0)), context=100, prefill_step=8, offered=10**6, limit=100
+        )
+        for layouts in ((full,), (full, unknown))
+    ]
+    found = [[line.total for line in plan.lines if "draft" in line.what] for plan in plans]
+    assert found == [[], [700]]
+    assert [plan.total for plan in plans] == [1000, 1000 + 2 * 700]
 
 
 def test_a_model_that_rewinds_by_itself_gets_no_budget_for_checkpoints() -> None:

@@ -27,7 +27,13 @@ def example(number: int = 0) -> dict[str, Any]:
 
 def completed(line: dict[str, Any]) -> dict[str, Any]:
     """Add the fields that older events lack."""
-    missing = {"line": None, "submitted": None, "restored_tokens": 0, "evicted": (), "caller": None}
+    missing: dict[str, Any] = {
+        "line": None,
+        "submitted": None,
+        "restored_tokens": 0,
+        "caller": None,
+    }
+    missing |= {"draft_passes": 0, "drafts": (), "evicted": ()}
     line = {**missing, **line}
     if line["verify"] is None:
         return line

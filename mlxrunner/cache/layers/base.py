@@ -60,7 +60,8 @@ class ArrayCache(LayerCache):
     def layouts(self) -> list[Layout]:
         """Return a layout that grows with the context; a checkpoint copies all of it."""
         rows, most = max(1, self.offset), 2**31 if self.needs_checkpoints else 0
-        return [Layout(self.kind, row_bytes=self.nbytes // rows, checkpoint_rows=most)]
+        row_bytes, twice = self.nbytes // rows, 0 if self.extent.undoes_a_pass else most
+        return [Layout(self.kind, row_bytes, checkpoint_rows=most, draft_rows=twice)]
 
     def snapshot(self) -> Snapshot:
         if not self.needs_checkpoints:

@@ -38,6 +38,8 @@ class Extent(ABC):
     """Names of the fields that never change for a layer: whole numbers, written to token logs."""
     needs_checkpoints: ClassVar[bool] = True
     """True unless the layer can go back to every offset by itself."""
+    undoes_a_pass: ClassVar[bool] = False
+    """True if the layer can always go back by itself to where its last forward pass began."""
 
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
@@ -115,6 +117,7 @@ class Everything(Extent):
 
     name = "everything"
     needs_checkpoints = False
+    undoes_a_pass = True
 
     def reachable(self, to: int) -> int:
         return min(to, self.offset)
@@ -163,6 +166,7 @@ class Window(Extent):
 
     name = "window"
     parameters = ("window", "slack", "room")
+    undoes_a_pass = True
 
     @classmethod
     def sized(cls, window: int, slack: int, context: int | None = None) -> Self:
@@ -249,6 +253,7 @@ class LastPass(Extent):
     """Offset before the last forward pass."""
 
     name = "last_pass"
+    undoes_a_pass = True
 
     def reachable(self, to: int) -> int:
         if to >= self.offset:

@@ -23,6 +23,8 @@ class Layout:
     """Most rows that a checkpoint copies."""
     checkpoint_fixed: int = 0
     """Bytes that a checkpoint copies in addition to those rows."""
+    draft_rows: int = 0
+    """Most rows that are kept twice while a draft is checked, because nothing else can undo it."""
 
     def rows(self, context: int) -> int:
         """Return the most tokens stored at once in a context of `context` tokens."""
@@ -35,3 +37,7 @@ class Layout:
     def checkpoint_bytes(self, context: int) -> int:
         """Return the bytes of one checkpoint at the far end of the context."""
         return min(self.checkpoint_rows, context) * self.row_bytes + self.checkpoint_fixed
+
+    def draft_bytes(self, context: int) -> int:
+        """Return the bytes that checking a draft takes at the far end of the context."""
+        return min(self.draft_rows, context) * self.row_bytes

@@ -74,8 +74,10 @@ class StockCache(LayerCache):
     def layouts(self) -> list[Layout]:
         # Only the allocated bytes of an unknown kind are known. They are taken to grow with the
         # context, in steps like mlx-lm's.
-        rows = max(self.offset, getattr(self.inner, "step", 1))
-        return [Layout(self.kind, row_bytes=self.nbytes // max(1, rows), checkpoint_rows=2**31)]
+        rows, every = max(self.offset, getattr(self.inner, "step", 1)), 2**31
+        twice = 0 if self._extent().undoes_a_pass else every
+        row_bytes = self.nbytes // max(1, rows)
+        return [Layout(self.kind, row_bytes, checkpoint_rows=every, draft_rows=twice)]
 
     def snapshot(self) -> Snapshot:
         return Snapshot(copy.deepcopy(self.inner), self.nbytes, leaves(self.state))

@@ -93,6 +93,7 @@ class Chunk(Stay):
 
     name = "chunk"
     parameters = ("window",)
+    undoes_a_pass = True
 
     def reachable(self, to: int) -> int:
         if to >= self.offset:

@@ -51,7 +51,11 @@ def table(conversation: Conversation, usages: Sequence[Usage]) -> Iterator[tuple
         f"first token after {timing.ttft_s * 1000:.0f} ms, "
         f"prefill {timing.prefill_rate:.0f} tokens/s",
     )
-    yield "", f"answer of {last.completion_tokens} tokens, {last.timing.decode_rate:.0f} tokens/s"
+    yield (
+        "",
+        f"answer of {last.completion_tokens} tokens, {last.timing.decode_rate:.0f} tokens/s"
+        f"{drafted(last)}",
+    )
     prompt, cached = (
         sum(u.prompt_tokens for u in usages),
         sum(u.cached_tokens - u.cache.ahead_tokens for u in usages),
@@ -89,6 +93,12 @@ def saved_seconds(usages: Sequence[Usage], step: int) -> float:
             )
         saved += curve.seconds(usage.cached_tokens - usage.cache.ahead_tokens, step) or 0.0
     return saved
+
+
+def drafted(usage: Usage) -> str:
+    """Return how many tokens of an answer were guessed right, or "" if none was guessed."""
+    right = sum(use.accepted for use in usage.drafts)
+    return f", {right} of them guessed right in {usage.draft_passes} passes" if usage.drafts else ""
 
 
 def explain(chat: ChatContext, argument: str) -> None:

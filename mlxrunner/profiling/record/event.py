@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from mlxrunner.profiling.event_parts import BatchLine, ClientRequest, Eviction, Span
+from mlxrunner.profiling.event_parts import BatchLine, ClientRequest, Draft, Eviction, Span
 from mlxrunner.profiling.schema import SCHEMA, VERSION, Event
 
 if TYPE_CHECKING:
@@ -83,6 +83,8 @@ def event_of(observed: Observation, identity: Mapping[str, Any], number: int) ->
         verify=None,
         line=BatchLine(**vars(line)) if line is not None else None,
         restored_tokens=lookup.restored,
+        draft_passes=usage.draft_passes,
+        drafts=tuple(Draft(**vars(use)) for use in usage.drafts),
         caller=_client(caller, usage) if caller is not None else None,
         **_beside(observed),
     )

@@ -206,6 +206,10 @@ class Summary:
         self.batches = Batches()
         self.samples: list[Sample] = []
         self.verified = self.unequal = self.untested = 0
+        self.drafted: Counter[str] = Counter()
+        """Guessed tokens of answers, by their source."""
+        self.accepted: Counter[str] = Counter()
+        """Guessed tokens that were right, by their source."""
         self.estimated = 0
         """Requests whose saved time is known."""
         self.side_by_side = 0
@@ -278,6 +282,8 @@ class Summary:
             "side_by_side": self.side_by_side,
             "prefill_rate": self.prefill_rate,
             "decode_rate": self.decode_rate,
+            "drafted": dict(self.drafted),
+            "accepted": dict(self.accepted),
             "profile_s": self.seconds["profile"],
             "total_s": self.seconds["total"],
             "outcomes": {outcome: self.outcomes[outcome] for outcome in OUTCOMES},
@@ -299,6 +305,9 @@ class Summary:
             self.tokens[name] += getattr(event, f"{name}_tokens")
         self.outcomes[event.outcome] += 1
         self.finishes[event.finish] += 1
+        for draft in event.drafts:
+            self.drafted[draft.source] += draft.drafted
+            self.accepted[draft.source] += draft.accepted
         _count(self.models, event.model)
         self.runs[event.run] += 1
 

@@ -93,6 +93,9 @@ def _cards(summary: Summary) -> str:
         ("Prefill", rate(summary.prefill_rate), f"over the tokens that were evaluated{overlap}"),
         ("Decode", rate(summary.decode_rate), f"without each answer's first token{overlap}"),
     ]
+    if drafted := summary.drafted.total():
+        right = number(summary.accepted.total())
+        cards.append(("Guessed right", right, f"of {number(drafted)} guessed tokens of answers"))
     if summary.verified:
         cards.append(
             (

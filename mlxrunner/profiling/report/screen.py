@@ -153,10 +153,18 @@ def _totals(summary: Summary, to: Console) -> None:
             "rates",
             f"prefill {rate(summary.prefill_rate)}, decode {rate(summary.decode_rate)}{overlap}",
         ),
+        *_guessed(summary),
         *_exceptions(summary),
     ]
     to.print(_grid(rows))
     _over_time(summary, to)
+
+
+def _guessed(summary: Summary) -> list[tuple[str, str]]:
+    """Return the row about guessed tokens of answers, if there were any."""
+    right, drafted = summary.accepted.total(), summary.drafted.total()
+    said = f"{number(right)} of {number(drafted)} tokens of answers were right"
+    return [("guessed", said)] if drafted else []
 
 
 def _time_saved(summary: Summary) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -11,10 +12,12 @@ import pytest
 from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache, RotatingKVCache
 from support.models import tiny_config, tiny_model
 
+from mlxrunner.cache.entry import CacheEntry
 from mlxrunner.cache.layers.extents import STEP
 from mlxrunner.cache.layers.factory import CacheOptions, layer_cache, layouts_of, make_layer_caches
 from mlxrunner.cache.layers.layout import Layout
 from mlxrunner.cache.layers.protocol import LayerCache
+from mlxrunner.cache.tokens import TokenBuffer
 from mlxrunner.testing import UnknownCache
 
 SCRAPS = 16 * 1024
@@ -154,6 +157,37 @@ def test_the_arithmetic_of_a_checkpoint(kind: str, context: int) -> None:
     else:
         assert taken == foretold
     assert (foretold == 0) == (not cache.needs_checkpoints)
+
+
+UNDOES: dict[str, Callable[[], LayerCache]] = {
+    **{kind: partial(build, kind, 700) for kind in KINDS},
+    "chunked": lambda: layer_cache(ChunkedKVCache(512), CacheOptions()),
+    "sinks": lambda: layer_cache(RotatingKVCache(512, keep=4), CacheOptions()),
+}
+
+
+@pytest.mark.exhaustive(10)
+@pytest.mark.parametrize("kind", UNDOES)
+@pytest.mark.parametrize("before", [100, 690], ids=lambda n: f"{n}-tokens")
+def test_what_a_draft_takes_is_planned(kind: str, before: int) -> None:
+    """A layer that a draft copies says so, and the copy is not larger than it says."""
+    one = UNDOES[kind]()
+    write(one, 1)
+    foretold = sum(layout.draft_bytes(before) for layout in one.layouts())
+    cache = UNDOES[kind]()
+    fill(cache, before)
+    entry = CacheEntry(TokenBuffer(range(before)), [cache])
+    mx.eval(cache.state)
+    taken = held()
+    entry.hold([8])
+    write(cache, 8)
+    mx.eval(cache.state)
+    assert held() - taken <= foretold + states(cache) + 2 * STEP * ROW + SCRAPS
+    if entry.held is not None:
+        assert foretold
+        assert cache.nbytes <= entry.nbytes <= cache.nbytes + foretold + 2 * STEP * ROW
+    entry.tokens.extend(range(8))
+    assert entry.reach(before)[0] == before
 
 
 @pytest.mark.parametrize(

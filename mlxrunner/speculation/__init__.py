@@ -1,0 +1,1 @@
+"""Guess what comes next in an answer, so that one forward pass checks several tokens."""

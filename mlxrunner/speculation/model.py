@@ -1,0 +1,126 @@
+"""A small model guesses what a larger one says, and keeps an entry of its own in step.
+
+Whatever it guesses, the larger model checks it: the answer does not depend on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlxrunner.cache.layers.factory import CacheOptions, evaluate, make_layer_caches
+from mlxrunner.cache.lease import EntryLease
+from mlxrunner.cache.prefix import PrefixCache
+from mlxrunner.cache.tokens import TokenArray, common_prefix
+from mlxrunner.engine.sampling import dispatch
+from mlxrunner.errors import OptionError
+from mlxrunner.tokenizer import Tokenizer
+
+Guess = Callable[[mx.array], mx.array]
+"""A function that samples a token `[1]` from logits `[1, vocab]`, at one place after the other."""
+
+
+class DraftModel:
+    """A model that continues a text, with the layer caches of the text so far."""
+
+    def __init__(
+        self, model: Any, vocab: int, options: CacheOptions, budget: int, step: int
+    ) -> None:
+        """Prepare `model`. `vocab`: the number of tokens of the model for which it guesses.
+
+        `options`: those of its layer caches. `budget`: bytes for its checkpoints. `step`: most
+        tokens of a pass.
+        """
+        self._model, self._vocab, self._step = model, vocab, step
+        self._context = options.context
+        self._cache = PrefixCache(partial(make_layer_caches, model, options), budget)
+        self._lease: EntryLease | None = None
+        self._begun: tuple[int, TokenArray] | None = None
+        """The offset where the last draft began, and the tokens of its passes."""
+
+    def draft(self, tokens: TokenArray, most: int, guess: Guess) -> list[int]:
+        """Return at most `most` tokens that may follow `tokens`, the whole text so far.
+
+        `guess` samples each. A call may be repeated after an interrupt.
+        """
+        if self._context is not None:
+            most = min(most, self._context - len(tokens))
+        if most <= 0:
+            return []
+        lease = self._lease_for(tokens)
+        self._prefill(lease, tokens)
+        rows = tokens[lease.recorded :]
+        lease.begin_draft(len(rows), *[1] * (most - 1))
+        guesses = [guess(self._forward(lease, mx.array(rows)))]
+        for _ in range(most - 1):
+            lease.begin_next()
+            guesses.append(guess(self._forward(lease, guesses[-1])))
+        dispatch(guesses)
+        found = [int(token.item()) for token in guesses]  # type: ignore[arg-type]
+        fed = np.concatenate([rows, np.array(found[:-1], np.int32)])
+        self._begun = (lease.recorded, fed)
+        return found
+
+    def close(self) -> None:
+        """Give the entry back, as after a request. A later `draft` takes it again."""
+        lease, self._lease, self._begun = self._lease, None, None
+        if lease is not None:
+            lease.close()
+
+    def _lease_for(self, tokens: TokenArray) -> EntryLease:
+        """Return the lease whose entry is a beginning of `tokens`, with at least one left."""
+        lease, begun = self._lease, self._begun
+        self._begun = None
+        if lease is not None and begun is not None and self._goes_on(lease, begun[0], tokens):
+            lease.accept(begun[1][: common_prefix(begun[1], tokens[begun[0] : -1])])
+            return lease
+        self.close()
+        self._lease = self._cache.begin(tokens).take()
+        return self._lease
+
+    def _goes_on(self, lease: EntryLease, offset: int, tokens: TokenArray) -> bool:
+        """Return True if the entry before its last draft is a beginning of `tokens`."""
+        there = self._cache.entry.tokens.array
+        return offset < len(tokens) and common_prefix(there, tokens) >= offset == lease.recorded
+
+    def _prefill(self, lease: EntryLease, tokens: TokenArray) -> None:
+        """Evaluate `tokens` but for the last few, with a checkpoint where one is due."""
+        while len(tokens) - lease.recorded > self._step:
+            rows = tokens[lease.recorded : lease.recorded + self._step]
+            lease.begin_forward()
+            self._forward(lease, mx.array(rows))
+            evaluate(lease.caches)
+            lease.record(rows)
+            if lease.needs_checkpoints and lease.recorded >= lease.checkpoint_due:
+                dispatch(lease.checkpoint())
+
+    def _forward(self, lease: EntryLease, tokens: mx.array) -> mx.array:
+        """Return the logits `[1, vocab]` behind `tokens` `[n]`, for the tokens of both models."""
+        logits: mx.array = self._model(tokens[None], cache=lease.model_caches)
+        lease.end_forward(tokens.shape[0])
+        known = logits[:, -1, : self._vocab]
+        lacking = self._vocab - known.shape[1]
+        return mx.pad(known, [(0, 0), (0, lacking)], constant_values=-mx.inf) if lacking else known
+
+
+def check_vocabularies(name: str, draft: Tokenizer, own: Tokenizer) -> None:
+    """Raise OptionError unless each token that both have stands for the same text in both.
+
+    `name`: that of the draft model. Tokens that only one of them has, such as those that end a
+    turn, do no harm: a guess of another kind is only wrong.
+    """
+    theirs, ours = draft.vocabulary.pieces, own.vocabulary.pieces
+    for token, (there, here) in enumerate(zip(theirs, ours, strict=False)):
+        if there != here and there is not None and here is not None:
+            raise OptionError(
+                f"speculate: a draft model has to have the vocabulary of the model: token {token} "
+                f"is {_text(there)} in {name}, and {_text(here)} here"
+            )
+
+
+def _text(piece: bytes) -> str:
+    return repr(piece.decode("utf-8", "replace"))

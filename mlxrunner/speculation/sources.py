@@ -1,0 +1,44 @@
+"""The sources of guesses of a runner. They outlive requests, and make the drafts of each."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from mlxrunner.cache.lease import EntryLease
+from mlxrunner.cache.tokens import TokenArray
+from mlxrunner.engine.sampling import NextToken
+from mlxrunner.models.facts import ModelFacts
+from mlxrunner.speculation.drafting import Drafting, Experience
+from mlxrunner.speculation.model import DraftModel
+
+
+class Sources:
+    """The draft model, if there is one, and what was learned about guesses."""
+
+    def __init__(self, facts: ModelFacts) -> None:
+        """Prepare drafts for the model of `facts`."""
+        self._facts = facts
+        self.model: DraftModel | None = None
+        self._experience = Experience()
+
+    def drafting(
+        self, next_token: NextToken, lease: EntryLease, how: str | None
+    ) -> Drafting | None:
+        """Return the drafts of a request; None if nothing may be drafted.
+
+        `how`: the option `speculate`.
+        """
+        how = how or ("off" if self.model is None else "auto")
+        if how == "off" or self._facts.depends_on_chunks or not next_token.may_draft:
+            return None
+        is_auto = how == "auto"
+        model = partial(_said, self.model, next_token) if is_auto and self.model else None
+        forced = next_token.forced if is_auto else None
+        earlier = lease.earlier
+        return Drafting(
+            self._experience, lease.prompt, earlier, forced, model, always=how == "lookup"
+        )
+
+
+def _said(model: DraftModel, next_token: NextToken, text: TokenArray, most: int) -> list[int]:
+    return model.draft(text, most, next_token.guesses())
