@@ -1,4 +1,4 @@
-"""Encode a prompt in pieces, with the tokens of answers in their places."""
+"""Encode prompts, and remember the tokens of their parts, which come back with each request."""
 
 from __future__ import annotations
 
