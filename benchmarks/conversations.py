@@ -46,6 +46,7 @@ def run(
     given = tiny_parts(model)
     row = sum(layout.row_bytes for layout in layouts_of(given[0], CacheOptions()))
     if log is not None:
+        log.parent.mkdir(parents=True, exist_ok=True)
         log.unlink(missing_ok=True)  # a log of earlier runs would be predicted, too
     began, profile = time.perf_counter(), Profile(tokens=log)
     parking = Parking(None, {"model": model}, limit=disk)
