@@ -27,14 +27,14 @@ MANY = 400
 
 @dataclass
 class Tally:
-    """The sum of all that the clients have seen."""
+    """The results of all clients."""
 
     done: Counter[str] = field(default_factory=Counter)
-    """Counts of things that were done to their end, by name."""
+    """The number of times that each thing was done to its end, by name."""
     later: int = 0
     """Requests that were told to come later."""
     wrong: list[str] = field(default_factory=list)
-    """Lines about answers that were not as they have to be."""
+    """Answers and events that were wrong, in words."""
     firsts: list[float] = field(default_factory=list)
     """Seconds until the first text of a stream."""
     gaps: list[float] = field(default_factory=list)
