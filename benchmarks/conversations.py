@@ -45,6 +45,8 @@ def run(
     """Play the trace on a new runner of `slots` slots and `memory` bytes, with a place to park."""
     given = tiny_parts(model)
     row = sum(layout.row_bytes for layout in layouts_of(given[0], CacheOptions()))
+    if log is not None:
+        log.unlink(missing_ok=True)  # a log of earlier runs would be predicted, too
     began, profile = time.perf_counter(), Profile(tokens=log)
     parking = Parking(None, {"model": model}, limit=disk)
     try:

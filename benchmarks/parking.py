@@ -79,9 +79,8 @@ def compare(label: str, model: Any, length: int, rounds: int) -> list[Comparison
     said = np.random.default_rng(0).integers(10, 250, context).tolist()
     runner = runner_of(model, context)
     evaluated = timed(lambda: runner.evaluate(said[:length]))[0]
-    seconds: dict[str, list[float]] = {
-        name: [] for name in ("turn", "evaluating", "warm", "cold disk", "written")
-    }
+    names = ("turn", "evaluating", "warm", "cold disk", "written")
+    seconds: dict[str, list[float]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as folder:
         parking = Parking(Path(folder), {"model": label}, limit=2**40)
         first, parked = timed(lambda: parking.park(runner.entry))

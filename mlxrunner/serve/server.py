@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import math
 import os
 import signal
 import socket
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 
+import h11
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -18,6 +20,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from mlxrunner.config.names import did_you_mean
 from mlxrunner.config.serving import ServeSettings
 from mlxrunner.errors import OptionError
+from mlxrunner.parallel.threads.workers import has_work
 from mlxrunner.serve.answering.house import House
 from mlxrunner.serve.answering.opened import Opened, parking_folder
 from mlxrunner.serve.apis.routers import routers
@@ -135,15 +138,26 @@ class Door(H11Protocol):
     """
 
     patience = MOST_SECONDS
-    """Seconds until the first header is whole."""
+    """Seconds until a header is whole, from the beginning of the connection or its first byte."""
     unread = 60.0
     """Seconds for which a client may read nothing, once no more can be written."""
+    _limit: asyncio.TimerHandle | None = None
     _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Count the seconds from the beginning of the connection."""
+        """Count the seconds until the first header."""
         super().connection_made(transport)
-        self.loop.call_later(self.patience, self._close_if_silent)
+        self._count()
+
+    def data_received(self, data: bytes) -> None:
+        """Read what has come, and count the seconds of a header that is not whole."""
+        super().data_received(data)
+        self._count()
+
+    def on_response_complete(self) -> None:
+        """Go on with the next request, a part of whose header may have come already."""
+        super().on_response_complete()
+        self._count()
 
     def pause_writing(self) -> None:
         """Count the seconds from the moment at which no more can be written."""
@@ -159,14 +173,23 @@ class Door(H11Protocol):
         """End what was asked for on this connection."""
         super().connection_lost(exc)
         self._stop_timer()
+        self._stop_counting()
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
 
-    def _close_if_silent(self) -> None:
-        if self.cycle is None and not self.transport.is_closing():
-            self.transport.close()
+    def _count(self) -> None:
+        """Count while a header is awaited. Silence between two requests has a limit of its own."""
+        if self.conn.their_state is not h11.IDLE:
+            self._stop_counting()
+        elif self._limit is None and (self.cycle is None or self.conn.trailing_data[0]):
+            self._limit = self.loop.call_later(self.patience, self.transport.close)
+
+    def _stop_counting(self) -> None:
+        if self._limit is not None:
+            self._limit.cancel()
+            self._limit = None
 
 
 class Server(uvicorn.Server):
@@ -186,7 +209,7 @@ class Server(uvicorn.Server):
                 log_level="critical",  # what fails is logged by us, in one line
                 access_log=False,
                 server_header=False,
-                timeout_graceful_shutdown=math.ceil(drain),
+                timeout_graceful_shutdown=drain,  # type: ignore[arg-type]  # any number will do
                 timeout_keep_alive=75,
             )
         )
@@ -219,7 +242,8 @@ def serve(
 
     `ready` is called once requests and signals are heeded.
 
-    Afterwards running requests have their time to end, and idle conversations are parked.
+    Afterwards running requests have their time to end, and idle conversations are parked. If a
+    model is still being loaded then, the process ends here.
     """
     server = Server(application(house, record, settings), house, settings.drain, ready)
 
@@ -231,3 +255,8 @@ def serve(
             record.close()
 
     asyncio.run(run())
+    if has_work():  # a model that is being loaded; the interpreter must not end beside it
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):
+                stream.flush()
+        os._exit(0)

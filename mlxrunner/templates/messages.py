@@ -71,6 +71,10 @@ class PlainMessage(TypedDict):
     name: NotRequired[str]
 
 
+class CheckedMessages(list[PlainMessage]):
+    """Messages that have been checked, and are not checked again."""
+
+
 SHAPE = '{"role": text, "content": text}'
 """Form of a message, for errors."""
 TOOL_CALL = '{"function": {"name": text, "arguments": object}}'
@@ -87,7 +91,9 @@ def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[PlainMessage]:
     """
     if not messages:
         raise PromptError("the conversation is empty: at least one message is needed")
-    return [check_message(index, message) for index, message in enumerate(messages)]
+    if isinstance(messages, CheckedMessages):
+        return messages
+    return CheckedMessages(check_message(index, message) for index, message in enumerate(messages))
 
 
 def check_message(index: int, message: Any) -> PlainMessage:

@@ -6,7 +6,7 @@ The sandbox has the same filters and functions as that of transformers.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from mlxrunner.errors import ModelError, PromptError, ReadError, TemplateLimitEr
 from mlxrunner.system import reading
 from mlxrunner.system.reading import is_there, read_text
 from mlxrunner.templates.messages import PlainMessage, check_messages
+from mlxrunner.templates.plain import plain
 
 FALLBACK_STOPS = ("\nUser:", "\nSystem:")
 """Texts before which an answer in the fallback format ends."""
@@ -96,22 +97,7 @@ def render_jinja(
         "messages": messages,
         "add_generation_prompt": add_generation_prompt,
     }
-    return sandbox.render(template, {name: _plain(value) for name, value in given.items()})
-
-
-def _plain(value: Any) -> Any:
-    """Return a copy made of JSON's types, so that no template calls methods of other objects.
-
-    An object of any other type is replaced by the name of its type.
-    """
-    if value is None or type(value) in (str, int, float, bool):
-        return value
-    if isinstance(value, Mapping):
-        return {_plain(name): _plain(one) for name, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
-    simple = next((kind for kind in (str, int, float) if isinstance(value, kind)), None)
-    return f"<{type(value).__name__}>" if simple is None else simple(value)
+    return sandbox.render(template, {name: plain(value) for name, value in given.items()})
 
 
 def read_template(folder: Path, config: dict[str, Any]) -> str | None:

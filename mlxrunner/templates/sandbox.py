@@ -2,7 +2,8 @@
 
 The sandbox of transformers keeps a template from reaching files and code, but not from running for
 ever. Here every step (an iteration, a call, a filter, an operator) spends from the `Budget` of the
-render. This knows nothing about conversations.
+render. What the iterations of loops have written is remembered. This knows nothing about
+conversations.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import jinja2.sandbox
 from jinja2 import nodes
 from jinja2.compiler import CodeGenerator
+from jinja2.runtime import LoopContext
 from jinja2.utils import Namespace
 
 from mlxrunner.errors import TemplateLimitError
@@ -25,11 +27,19 @@ from mlxrunner.templates.budget import (
     check_operation,
     size_of_result,
 )
+from mlxrunner.templates.loops import ATTRIBUTES, remember
+from mlxrunner.templates.plain import Plain
+from mlxrunner.templates.recalled import Memory, Recollection
 
 MOST_SOURCE = 2**18
 """Most characters of a template; the longest ones in use have about 60,000."""
+MOST_REMEMBERED = 32_000_000
+"""Most characters of what iterations have read and written."""
 
 _BUDGET: ContextVar[Budget] = ContextVar("budget")
+_RECOLLECTION: ContextVar[Recollection] = ContextVar("recollection")
+_MEMORY = Memory(MOST_REMEMBERED)
+_OF_DICT = frozenset(dir(dict))
 
 
 class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
@@ -44,6 +54,29 @@ class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         """
         _BUDGET.get().spend(text)
         return ""
+
+    def recall(self, shape: tuple[Any, ...], item: Any, *given: Any) -> str:
+        """Return what an iteration has written that read the same, or nothing."""
+        return _RECOLLECTION.get().recall(shape, item, *given)
+
+    def keep(self, text: str) -> str:
+        """Remember what an iteration has written, and return it."""
+        return _RECOLLECTION.get().keep(text)
+
+    def look(self, name: str, value: Any, at: Any) -> Any:
+        """Return the item of a list, and note that an iteration has read it."""
+        return _RECOLLECTION.get().look(name, value, at)
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """Return what the template writes as `obj.attribute`."""
+        if type(obj) is dict and attribute not in _OF_DICT:
+            try:
+                return obj[attribute]
+            except KeyError:
+                return self.undefined(obj=obj, name=attribute)
+        if type(obj) is LoopContext and attribute in ATTRIBUTES:
+            return getattr(obj, attribute)
+        return super().getattr(obj, attribute)
 
     def made(self, value: Any) -> Any:
         return _BUDGET.get().made(value)
@@ -86,6 +119,7 @@ class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def _generate(
         self, source: nodes.Template, name: Any, filename: Any, defer_init: bool = False
     ) -> str:
+        remember(source)
         repeated: list[Any] = list(source.find_all((nodes.For, nodes.Macro, nodes.CallBlock)))
         for node in repeated:
             size = sum(len(data.data) for data in node.find_all(nodes.TemplateData))
@@ -98,6 +132,18 @@ class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 class _Code(CodeGenerator):
     """Generates Python code for a template; it measures what `Environment` cannot intercept."""
+
+    def visit_Call(  # noqa: N802
+        self, node: nodes.Call, frame: Any, forward_caller: bool = False
+    ) -> None:
+        if not isinstance(node.node, nodes.EnvironmentAttribute):
+            super().visit_Call(node, frame, forward_caller=forward_caller)
+            return
+        self.write(f"environment.{node.node.name}(")  # our own, which needs no check
+        for argument in node.args:
+            self.visit(argument, frame)
+            self.write(", ")
+        self.write(")")
 
     def visit_Concat(self, node: nodes.Concat, frame: Any) -> None:  # noqa: N802
         join = "(markup_join if context.eval_ctx.autoescape else str_join)"
@@ -128,13 +174,19 @@ class _Code(CodeGenerator):
 Environment.code_generator_class = _Code
 
 
-def render(source: str, variables: Mapping[str, Any]) -> str:
-    """Return the text that the template `source` makes of `variables`.
+def render(source: str, given: Mapping[str, Plain]) -> str:
+    """Return the text that the template `source` makes of the variables `given`.
 
     Raise TemplateLimitError if the template is stopped, or else what the template raises.
     """
-    budget = Budget(_characters(variables), _patience(source))
-    token = _BUDGET.set(budget)
+    variables = {name: plain.value for name, plain in given.items()}
+    budget = Budget(sum(plain.characters for plain in given.values()), _patience(source))
+    environment = _environment()
+    signs = {} if "messages" not in given else given["messages"].signs
+    recollection = Recollection(
+        _MEMORY, source, variables, environment.globals, environment.getitem, signs
+    )
+    tokens = _BUDGET.set(budget), _RECOLLECTION.set(recollection)
     try:
         pieces, size = [], 0
         for piece in compiled(source).generate(**variables):
@@ -144,7 +196,8 @@ def render(source: str, variables: Mapping[str, Any]) -> str:
                 budget.spend(size)
         return "".join(pieces)
     finally:
-        _BUDGET.reset(token)
+        _BUDGET.reset(tokens[0])
+        _RECOLLECTION.reset(tokens[1])
 
 
 @functools.lru_cache(maxsize=16)
@@ -216,12 +269,3 @@ def _shown(value: Any) -> Any:
     text = value if isinstance(value, str) else str(value)
     _BUDGET.get().spend(len(text))
     return text
-
-
-def _characters(value: Any) -> int:
-    """Return the number of characters of all texts in `value`, names included."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, Mapping):
-        return sum(_characters(name) + _characters(one) for name, one in value.items())
-    return sum(map(_characters, value)) if isinstance(value, list | tuple) else 0

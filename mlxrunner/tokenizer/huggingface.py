@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,40 @@ class HuggingFaceTokenizer:
         # Encode it behind another token: a text's beginning would get a space in front.
         return self._encode(self._anchor + checked_text(text))[len(self._encode(self._anchor)) :]
 
+    def parts(self, text: str) -> list[str]:
+        """Return `text` in parts that make the same tokens apart as together.
+
+        The first is for `encode`, the others are for `encode_more`. Tokenizers without this method
+        encode a text only as a whole.
+        """
+        ends = [] if self._cut is None else [found.end() for found in self._cut.finditer(text)]
+        places = [0, *(end for end in ends if end < len(text)), len(text)]
+        return [text[begin:end] for begin, end in pairwise(places)]
+
+    @cached_property
+    def _cut(self) -> re.Pattern[str] | None:
+        """The ends of messages behind which a text can be cut; None if there are none.
+
+        A fast tokenizer of transformers finds special tokens before it does anything else, and
+        encodes what is between them apart. Only tokens count that are always found where their text
+        stands, whatever other tokens there are, and that take nothing from their neighbours.
+        """
+        backend = getattr(transformers_tokenizer(self._wrapper), "backend_tokenizer", None)
+        if backend is None or backend.encode_special_tokens:
+            return None
+        added = backend.get_added_tokens_decoder()
+        raw = {one.content for one in added.values() if not one.normalized}
+        safe = {
+            one.content: token
+            for token, one in added.items()
+            if not (one.normalized or one.lstrip or one.rstrip)
+            and not any(_overlaps(other, one.content) for other in raw)
+        }
+        ends = [text for text, token in safe.items() if token in self.message_ends]
+        if not ends or self._anchor not in safe or any(one.single_word for one in added.values()):
+            return None
+        return re.compile("|".join(map(re.escape, ends)))
+
     def decode(self, tokens: Sequence[int]) -> str:
         try:
             text = self._wrapper.decode(
@@ -158,6 +193,13 @@ class HuggingFaceTokenizer:
             messages, tokenize=False, add_generation_prompt=add_generation_prompt, **variables
         )
         return str(text)
+
+
+def _overlaps(other: str, text: str) -> bool:
+    """Return True if the token `other` may be found where `text` stands, or runs into it."""
+    if text != text.strip() or (text in other and text != other):
+        return True
+    return any(other.endswith(text[:count]) for count in range(1, len(text)))
 
 
 def _bound_template(wrapper: Any) -> None:

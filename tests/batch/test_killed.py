@@ -184,7 +184,8 @@ def test_a_closed_window_ends_a_run_that_says_how_to_go_on(folder: Path) -> None
         "def slow(self):\n"
         "    flush(self)\n"
         "    if self.output.size and not waited:\n"
-        "        waited.append(open('waits', 'w').close())\n"
+        "        waited.append(True)\n"  # first, because the signal comes once the file is there
+        "        open('waits', 'w').close()\n"
         "        time.sleep(3600)\n"
         "output.Writer.flush = slow\n"
         "main()\n"

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from support.chats import TABLE, Talk
+from support.chats import TABLE, Talk, Typed
 from support.typist import Typist
 
 from mlxrunner import Runner, cli
 from mlxrunner.chat.conversation import Conversation
 from mlxrunner.chat.repl import Chat
+from mlxrunner.sessions.store import SessionStore
 
 
 @pytest.fixture(scope="module")
@@ -59,3 +61,9 @@ def talk(data: Path) -> Talk:
         return result
 
     return run
+
+
+@pytest.fixture
+def typed(demo: Runner, tmp_path: Path) -> Any:
+    """Return a new chat, each on the same store."""
+    return lambda: Typed(demo, SessionStore(tmp_path / "sessions"))

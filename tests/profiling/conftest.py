@@ -122,3 +122,9 @@ class Talk:
 def talk(tokenizers: dict[str, Tokenizer], tmp_path: Path) -> Callable[..., Talk]:
     """Makes a Talk with a family's tokenizer; options of the Profile."""
     return lambda family, **options: Talk(tokenizers[family], tmp_path / "events.jsonl", **options)
+
+
+@pytest.fixture
+def events(tmp_path: Path) -> Path:
+    """Where the events go."""
+    return tmp_path / "events.jsonl"

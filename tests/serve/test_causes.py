@@ -418,8 +418,9 @@ def test_requests_that_are_remembered_are_bounded(maker: PromptMaker) -> None:
 def test_texts_are_compared_only_at_the_first_difference(
     maker: PromptMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The work for a message is one digest, however many requests are remembered."""
+    """A message that has come before costs no digest, however many requests are remembered."""
     from mlxrunner.serve.prompts import causes as module
+    from mlxrunner.serve.prompts import make
 
     order, causes = random.Random(0), Causes()
     one = talk(order)
@@ -434,8 +435,9 @@ def test_texts_are_compared_only_at_the_first_difference(
             name,
             lambda *args, whole=whole, name=name: (counted.append(name), whole(*args))[1],
         )
+    monkeypatch.setattr(make, "message_digest", module.message_digest)
     new = one.changed(len(one.messages) // 2, words(order, 10))
     seen = causes.begin(new.asked(), maker.make(new.asked()))
     assert causes.end(seen, usage_of()) is not None
-    assert counted.count("message_digest") == len(new.messages)
-    assert len(counted) - len(new.messages) <= 2
+    assert counted.count("message_digest") <= 2  # as it came, and as a rule wrote it
+    assert len(counted) <= 4

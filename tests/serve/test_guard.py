@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
@@ -16,6 +17,7 @@ from fastapi import APIRouter, Request
 from support.waiting import until
 
 from mlxrunner.errors import ContextLengthError
+from mlxrunner.serve import guard
 from mlxrunner.serve.app import make_app
 from mlxrunner.serve.events import RefusedError
 from mlxrunner.serve.guard import LOOPBACK, MOST_DEPTH, Rules, depth_of, hosts_of
@@ -38,6 +40,9 @@ def router(seen: list[Any]) -> APIRouter:
 
     @routes.get("/v1/fails/{how}")
     async def fail(how: str) -> None:
+        if how == "slowly":
+            await asyncio.sleep(0.5)
+            return
         if how == "refused":
             raise RefusedError(429, "later", code="rate", retry_after=7)
         if how == "long":
@@ -228,6 +233,21 @@ def test_the_depth_of_a_body(body: bytes, depth: int) -> None:
     assert depth_of(body) == depth
 
 
+@pytest.mark.parametrize(
+    ("part", "count"),
+    [(b"1,", 1), (b"-1.5e3,", 1), (b"null,", 1), (b'"",', 1), (b"{},", 1), (b'{"a":1},', 3)],
+)
+@pytest.mark.exhaustive(3)
+def test_the_values_of_a_body(part: bytes, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers count as texts do: a list of a million tokens takes all requests' time to check."""
+    monkeypatch.setattr(guard, "MOST_PARTS", 30)
+    most = 29 // count  # the list itself is a value
+    assert depth_of(b"[" + part * most + b"]") <= 2
+    with pytest.raises(RefusedError, match="more than 30 values") as refused:
+        depth_of(b"[" + part * (most + 1) + b"]")
+    assert refused.value.status == 413
+
+
 def json_depth(body: bytes) -> int:
     def depth(value: Any) -> int:
         inner = value.values() if isinstance(value, dict) else value
@@ -262,6 +282,29 @@ def test_a_header_that_does_not_come(sent: bytes, monkeypatch: pytest.MonkeyPatc
         silent.settimeout(60)
         silent.sendall(sent)
         assert silent.recv(100) == b""
+
+
+@pytest.mark.parametrize("is_at_once", [False, True])
+def test_a_second_header_that_does_not_come(
+    is_at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a header has the same time on a connection that was used; an answer has any time."""
+    monkeypatch.setattr(Door, "patience", 0.2)
+    first = b"GET /v1/fails/slowly HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    half = b"POST /api/chat HTTP/1.1\r\nhost: loc"
+    with (
+        served(Rules(), http=Door) as address,
+        socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2]))) as used,
+    ):
+        used.settimeout(60)
+        used.sendall(first + half if is_at_once else first)
+        found = b""
+        while not found.endswith(b"null"):
+            found += used.recv(4000)
+        assert found.startswith(b"HTTP/1.1 200")
+        if not is_at_once:
+            used.sendall(half)
+        assert used.recv(100) == b""
 
 
 @pytest.mark.parametrize(

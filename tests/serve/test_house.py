@@ -16,8 +16,12 @@ from support.actor import playing
 from support.models import write_model
 
 from mlxrunner.config.serving import ServeSettings
+from mlxrunner.errors import ClosedError, MemoryPlanError, OptionError
 from mlxrunner.models.load import LoadProgress, tell_nobody
+from mlxrunner.parallel.handle import Handle
+from mlxrunner.parallel.threads.workers import has_work
 from mlxrunner.profiling.report.explain import find
+from mlxrunner.serve.answering import house as house_module
 from mlxrunner.serve.answering import pace
 from mlxrunner.serve.answering.house import House
 from mlxrunner.serve.answering.names import ModelNames
@@ -273,8 +277,14 @@ def test_a_client_that_leaves(folder: Path, way: str) -> None:
                         break
                 await answer.aclose()
             else:
-                task = asyncio.create_task(events_of(house, endless))
-                await reached(lambda: runner.stats().busy and runner.stats().tokens > 100)
+                seen = list[Event]()
+
+                async def read() -> None:
+                    async for event in house.answer(endless):
+                        seen.append(event)
+
+                task = asyncio.create_task(read())
+                await reached(lambda: any(isinstance(event, Text) for event in seen))
                 task.cancel()
                 await asyncio.wait({task})
             steps = runner.stats().steps
@@ -350,6 +360,35 @@ def test_a_client_that_leaves_while_its_prompt_is_made(
     assert complaints == []
 
 
+def test_a_client_that_leaves_while_its_request_is_submitted(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody reads its answer, so it ends."""
+    begun, may_return = list[Any](), threading.Event()
+    begin = house_module._begin
+
+    def begin_slowly(*given: Any) -> Any:
+        begun.append(begin(*given))
+        may_return.wait()
+        return begun[0]
+
+    async def run() -> None:
+        async with house_of(folder, opening()) as house:
+            await events_of(house, asked())
+            monkeypatch.setattr(house_module, "_begin", begin_slowly)
+            task = asyncio.create_task(events_of(house, asked(options={"stop_tokens": []})))
+            await reached(lambda: begun)
+            task.cancel()
+            await asyncio.wait({task})
+            cancelled = list[Any]()
+            monkeypatch.setattr(Handle, "cancel", lambda handle: cancelled.append(handle))
+            may_return.set()
+            await reached(lambda: cancelled)
+            assert cancelled == [begun[0].handle]
+
+    in_house(run())
+
+
 def test_another_model_makes_the_least_useful_one_leave(folder: Path) -> None:
     """The one that was used least recently goes; a model in use stays until its answer is there."""
     half = 180_000_000
@@ -388,6 +427,86 @@ def test_a_model_that_does_not_fit(folder: Path) -> None:
                 assert refused.value.status == 503
 
     in_house(run())
+
+
+class Stuck(Counting):
+    """An opening whose models take until a test lets them in."""
+
+    may_load: threading.Event
+    ended: threading.Event
+
+    def load(self, name: str, room: int, progress: LoadProgress = tell_nobody) -> Opened:
+        self.loads.append(Path(name).name)
+        self.may_load.wait()
+        self.ended.set()
+        raise MemoryPlanError("too late")
+
+
+def test_a_stop_does_not_wait_for_a_model_that_is_loaded(folder: Path) -> None:
+    """The request that waits for it is told so; another one that runs ends with its model."""
+
+    async def run() -> None:
+        made = Stuck(settings=SETTINGS)
+        for name, value in {"loads": [], "needs": {}}.items():
+            object.__setattr__(made, name, value)
+        for name in ("may_load", "ended"):
+            object.__setattr__(made, name, threading.Event())
+        async with house_of(folder, made) as house:
+            waiting = asyncio.create_task(events_of(house, asked()))
+            await reached(lambda: made.loads)
+            await house.close()
+            assert not made.ended.is_set()
+            assert has_work()
+            done, _ = await asyncio.wait({waiting})
+            error = done.pop().exception()
+            assert isinstance(error, RefusedError)
+            assert (error.status, error.code) == (503, "stopping")
+            made.may_load.set()
+            await reached(lambda: not has_work())
+
+    in_house(run())
+
+
+def test_a_model_that_can_not_be_watched(folder: Path) -> None:
+    """It is refused with the reason and not held; the next request tries again."""
+    opened_ones = list[Opened]()
+
+    def refuse(opened: Opened) -> None:
+        opened_ones.append(opened)
+        if len(opened_ones) == 1:
+            raise OptionError("events: the disk is full")
+
+    async def run() -> None:
+        house = House(ModelNames(str(folder / "first")), opening(), refuse)
+        with pytest.raises(RefusedError, match="the disk is full"):
+            await events_of(house, asked())
+        assert list(house.models_held) == []
+        with pytest.raises(ClosedError):
+            opened_ones[0].runner.submit("x")
+        await house.hold("first", 0)  # is not there, so nothing is loaded to be unloaded
+        assert len(opened_ones) == 1
+        assert isinstance((await events_of(house, asked()))[-1], Ended)
+        await house.close()
+
+    in_house(run())
+
+
+def test_a_model_that_is_loaded_again_is_recorded_once(folder: Path, tmp_path: Path) -> None:
+    """The files of its first time are closed, and both times are in the record."""
+    record = Record(tmp_path / "events.jsonl")
+
+    async def run() -> None:
+        house = House(ModelNames(str(folder / "first")), opening(), record.watch)
+        for number in range(3):
+            await events_of(house, asked(id=f"msg_{number}", keep_alive=0))
+            await reached(lambda: not list(house.models_held))
+        await house.close()
+
+    in_house(run())
+    assert len(record._profiles) == 1
+    assert [record.event(f"msg_{number}") is None for number in range(3)] == [False] * 3
+    record.close()
+    assert len((tmp_path / "events.jsonl").read_text().splitlines()) == 3
 
 
 def test_keep_alive(folder: Path) -> None:

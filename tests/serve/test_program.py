@@ -103,6 +103,35 @@ def test_a_stream_that_takes_longer_than_the_drain(model: Path) -> None:
         assert "Traceback" not in said
 
 
+def test_a_stop_while_a_model_is_loaded(model: Path) -> None:
+    """The server does not wait for it, and ends in order."""
+    code = (
+        "import sys, threading\n"
+        "from mlxrunner.serve.answering.opened import Opening\n"
+        "from mlxrunner.cli import main\n"
+        "load = Opening.load\n"
+        "def stuck(self, name, *more):\n"
+        "    if name != 'demo':\n"
+        "        return load(self, name, *more)\n"
+        "    print('stuck', file=sys.stderr, flush=True)\n"
+        "    threading.Event().wait()\n"
+        "Opening.load = stuck\n"
+        "main()\n"
+    )
+    with program(str(model), "--no-park", "--drain", "0", code=code) as server:
+        body = json.dumps(server.body("Hello", model="demo"))
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as waiting:
+            head = f"POST /v1/messages HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}"
+            kind = "Content-Type: application/json"
+            waiting.sendall(f"{head}\r\n{kind}\r\n\r\n{body}".encode())
+            assert server.process.stderr is not None
+            assert server.process.stderr.readline() == b"stuck\n"
+            server.process.send_signal(signal.SIGTERM)
+            code_, said = left(server.process)
+    assert (code_, "Traceback" in said) == (0, False), said
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from langchain_openai import ChatOpenAI
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, SecretStr
 from support.actor import calling, playing
 from support.scripted import serving
 
@@ -35,7 +35,8 @@ def structured(model: str, opening: Opening, method: Any) -> Any:
     house = House(ModelNames(model), opening, record.watch)
     house.load_first()
     with serving(application(house, record, SETTINGS)) as url:
-        chat = ChatOpenAI(base_url=f"{url}/v1", api_key="x", model=model, max_retries=0)  # type: ignore[arg-type]
+        key = SecretStr("x")
+        chat = ChatOpenAI(base_url=f"{url}/v1", api_key=key, model=model, max_retries=0)
         return chat.with_structured_output(Found, method=method).invoke(ASK)
 
 

@@ -13,9 +13,10 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from support.actor import TEMPLATE, Script
-from support.models import write_model
+from support.models import save_model, tiny_config, tiny_model
 
 from mlxrunner.engine.sampling import Sampled
 from mlxrunner.models.load import LoadProgress, tell_nobody
@@ -27,6 +28,8 @@ END = "<|im_end|>"
 ROOT = Path(__file__).parents[2]
 STEP = 64
 """One logit in so many is remembered."""
+SLOW = -6.0
+"""The `A_log` of all states: they remember hundreds of tokens, so that a wrong state shows."""
 NEAR = 1e-4
 """The largest difference of logits that is one of rounding, as a share of the largest logit."""
 CHUNK = 1024
@@ -83,8 +86,11 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def write_kind(folder: Path, kind: str, tokenizer: bytes) -> Any:
     """Write the model of a `kind` to `folder` with a tokenizer.json. Return mlx-lm's model."""
-    config = dict(KINDS[kind])
-    model = write_model(folder, config.pop("model_type"), tokenizer=False, **config)
+    config = tiny_config(**KINDS[kind])
+    model = tiny_model(config)
+    decays = [pair for pair in tree_flatten(model.parameters()) if pair[0].endswith("A_log")]
+    model.load_weights([(name, mx.full(a.shape, SLOW)) for name, a in decays], strict=False)
+    save_model(folder, model, config)
     (folder / "tokenizer.json").write_bytes(tokenizer)
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",

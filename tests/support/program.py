@@ -34,9 +34,10 @@ class Running:
 
 
 @contextmanager
-def program(*arguments: str) -> Iterator[Running]:
-    """Run `mlxrunner serve` on a free port until the block ends."""
-    command = [sys.executable, "-m", "mlxrunner", "serve", "--port", "0", *arguments]
+def program(*arguments: str, code: str | None = None) -> Iterator[Running]:
+    """Run `mlxrunner serve` on a free port until the block ends. `code`: what runs in its place."""
+    python = ["-m", "mlxrunner"] if code is None else ["-c", code]
+    command = [sys.executable, *python, "serve", "--port", "0", *arguments]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stderr is not None
     said = b""

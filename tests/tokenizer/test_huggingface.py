@@ -12,6 +12,7 @@ import pytest
 
 from mlxrunner import ModelError
 from mlxrunner.tokenizer import load_tokenizer
+from mlxrunner.tokenizer.huggingface import HuggingFaceTokenizer
 
 TEXTS = [
     "the quick fox",
@@ -172,3 +173,29 @@ def test_nothing_is_looked_up_on_the_hub(
     monkeypatch.setattr(socket.socket, "connect", refuse)
     for folder in directories.values():
         load_tokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    ("other", "options"),
+    [
+        ("a<|im_end|>", {}),
+        ("<|im_end|>b", {}),
+        ("x<|im", {}),
+        ("|>", {"single_word": True}),
+    ],
+    ids=["longer", "goes on", "runs into it", "whole words"],
+)
+def test_a_token_that_takes_a_part_of_another_makes_no_parts(
+    copy_of: Callable[..., Path], other: str, options: dict[str, Any]
+) -> None:
+    """The end of a message is a place to cut only if it is always found there."""
+    from tokenizers import AddedToken
+    from tokenizers import Tokenizer as Fast
+
+    folder = copy_of("byte_level")
+    text = "a<|im_end|>b x<|im_end|>c"
+    assert len(HuggingFaceTokenizer(folder).parts(text)) == 3
+    fast = Fast.from_file(str(folder / "tokenizer.json"))
+    fast.add_special_tokens([AddedToken(other, normalized=False, **options)])
+    fast.save(str(folder / "tokenizer.json"))
+    assert HuggingFaceTokenizer(folder).parts(text) == [text]

@@ -136,6 +136,23 @@ def test_text_that_goes_on_has_no_bos(tokenizer: Tokenizer, kind: str) -> None:
 
 
 @FIXTURE
+@given(texts=st.lists(st.text("ab .\n<|>é", max_size=8), max_size=4))
+def test_the_parts_of_a_text_make_its_tokens(
+    tokenizer: Tokenizer, kind: str, texts: list[str]
+) -> None:
+    """A conversation may be encoded message by message, whatever its messages say."""
+    text = END.get(kind, "</s>").join(texts)
+    cut = getattr(tokenizer, "parts", lambda text: [text])
+    first, *rest = cut(text)
+    assert "".join([first, *rest]) == text
+    apart = [
+        *tokenizer.encode(first),
+        *(token for part in rest for token in tokenizer.encode_more(part)),
+    ]
+    assert apart == tokenizer.encode(text)
+
+
+@FIXTURE
 @given(before=st.text("ab .\n", max_size=8), after=st.text("ab .\n", max_size=8))
 def test_a_text_may_be_encoded_in_two_parts_that_meet_at_a_special_token(
     tokenizer: Tokenizer, kind: str, before: str, after: str

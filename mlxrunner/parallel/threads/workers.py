@@ -27,6 +27,7 @@ One that comes right before a wait would not end it.
 """
 _NUMBERS = itertools.count(1)
 _IDLE: list[Worker] = []
+_AT_WORK: set[object] = set()
 
 
 class Worker:
@@ -66,7 +67,7 @@ def idle_worker() -> Worker:
 async def run_in_worker(work: Callable[..., T], *given: Any) -> T:
     """Run `work`, which uses MLX, in such a thread, and return what it returns in asyncio.
 
-    A task that is cancelled does not end the work.
+    A task that is cancelled does not end the work: see `has_work`.
     """
     import asyncio
 
@@ -88,9 +89,17 @@ async def run_in_worker(work: Callable[..., T], *given: Any) -> T:
             tell(result.set_exception, error)
         else:
             tell(result.set_result, found)
+        finally:
+            _AT_WORK.discard(result)
 
+    _AT_WORK.add(result)
     idle_worker().begin(job)
     return await result
+
+
+def has_work() -> bool:
+    """Return True if some work of `run_in_worker` has not ended, whoever waits for it."""
+    return bool(_AT_WORK)
 
 
 def wait_for(lock: threading.Lock) -> None:
@@ -100,4 +109,9 @@ def wait_for(lock: threading.Lock) -> None:
     lock.release()
 
 
-os.register_at_fork(after_in_child=_IDLE.clear)
+def _forget() -> None:
+    _IDLE.clear()
+    _AT_WORK.clear()
+
+
+os.register_at_fork(after_in_child=_forget)

@@ -167,8 +167,12 @@ class House:
                 yield Waiting(f"{self.names.show(place.name)} is being loaded")
         opened = await _loaded(place)
         making = asyncio.ensure_future(asyncio.to_thread(_begin, opened, asked, self._causes))
-        async for _ in beats.until(making):
-            yield Waiting("the prompt is being prepared")
+        try:
+            async for _ in beats.until(making):
+                yield Waiting("the prompt is being prepared")
+        except BaseException:  # the client has left
+            making.add_done_callback(_end_unread)
+            raise
         begun = await making
         made, handle = begun.made, begun.handle
         reader, chunks, is_kept = Reader(handle), list[Chunk](), False
@@ -227,6 +231,12 @@ def _begin(opened: Opened, asked: Asked, causes: Causes) -> Begun:
     caller = Caller(asked.id, client.name, client.session, tuple(made.rules), cause)
     handle = opened.runner.submit(replace(made.prompt, caller=caller), **options)
     return Begun(made, handle, seen, cause)
+
+
+def _end_unread(making: asyncio.Future[Begun]) -> None:
+    """End a request that was submitted after its client had left."""
+    if not making.cancelled() and making.exception() is None:
+        making.result().handle.cancel()
 
 
 def _once(find: Callable[[Usage], Cause | None]) -> Callable[[Usage], Cause | None]:

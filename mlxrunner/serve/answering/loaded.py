@@ -54,7 +54,8 @@ class LoadedModels:
 
     def get(self, name: str) -> Place | None:
         """Return the place of a model that is loaded or being loaded; None if it is neither."""
-        return self._places.get(name)
+        place = self._places.get(name)
+        return None if place is None or _has_failed(place) else place
 
     def take_in(self, opened: Opened) -> None:
         """Add a model that was loaded before the server runs."""
@@ -66,8 +67,8 @@ class LoadedModels:
 
         If the model is not loaded, its loading begins, once for all who wait for it.
         """
-        place = self._places.get(name)
-        if place is None or _has_failed(place):
+        place = self.get(name)
+        if place is None:
             place = self._places[name] = Place(name)
             place.loading = asyncio.create_task(self._load(place))
             place.loading.add_done_callback(look_at)
@@ -94,14 +95,13 @@ class LoadedModels:
             self._unload_soon(place)
 
     async def close(self) -> None:
-        """Unload all models; what still runs there ends."""
-        async with self._door:
-            for place in list(self):
-                self._stop_timer(place)
-                await self._unload(place)
+        """Unload all models; what still runs there ends. What is being loaded is not waited for."""
         for place in self._places.values():
-            if place.loading is not None:
+            if place.opened is None and place.loading is not None:
                 place.loading.cancel()
+        for place in list(self):
+            self._stop_timer(place)
+            await self._unload(place)
 
     async def _load(self, place: Place) -> None:
         async with self._door:
@@ -110,9 +110,13 @@ class LoadedModels:
             while self._bytes() + needed > budget and (other := self._least_useful(place)):
                 await self._make_leave(other)
             room = budget - self._bytes()
-            place.opened = await run_in_worker(self._opening.load, place.name, room)
-            place.used = time.monotonic()
-            self._on_open(place.opened)
+            opened = await run_in_worker(self._opening.load, place.name, room)
+            try:
+                self._on_open(opened)
+            except Exception:
+                await asyncio.to_thread(opened.runner.close)
+                raise
+            place.opened, place.used = opened, time.monotonic()
 
     def _bytes(self) -> int:
         return sum(place.opened.bytes for place in self if place.opened)

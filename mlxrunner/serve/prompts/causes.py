@@ -21,6 +21,7 @@ from mlxrunner.serve.prompts.differences import difference, is_like
 from mlxrunner.serve.prompts.kept import common_end
 from mlxrunner.serve.prompts.make import Made
 from mlxrunner.serve.prompts.rewriting import SYSTEM, without_billing
+from mlxrunner.templates.remembered import Remembered
 from mlxrunner.templates.segments import common
 
 MOST_REQUESTS = 64
@@ -127,11 +128,12 @@ class Causes:
 
 def _seen(asked: Asked, made: Made, model: str) -> Seen:
     messages: Sequence[Mapping[str, Any]] = made.source
+    digests = made.digests
     if "billing-header" in made.rules:
         messages = without_billing(messages)
-    digests = tuple(map(message_digest, messages))
+        digests = tuple(map(message_digest, messages))
     contents = sum(len(message["content"]) for message in messages)
-    tools = tuple(digest(_without_marks(tool)) for tool in asked.tools)
+    tools = tuple(map(_tool_digest, asked.tools))
     variables = digest(
         {name: value for name, value in made.prompt.variables.items() if name != "tools"}
     )
@@ -144,6 +146,9 @@ def _seen(asked: Asked, made: Made, model: str) -> Seen:
 
 def _without_marks(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in tool.items() if name != "cache_control"}
+
+
+_tool_digest = Remembered(lambda tool: digest(_without_marks(tool)), MOST_CHARACTERS)
 
 
 def _asks(messages: Iterable[Mapping[str, Any]], what: re.Pattern[str]) -> bool:

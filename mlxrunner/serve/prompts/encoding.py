@@ -1,15 +1,14 @@
-"""Encode a prompt in pieces, with the tokens of answers in their places."""
+"""Encode prompts, and remember the tokens of their parts, which come back with each request."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Sequence
-from threading import Lock
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from mlxrunner.cache.tokens import TokenArray, as_tokens
+from mlxrunner.templates.remembered import Bounded
 from mlxrunner.tokenizer import Tokenizer
 
 MOST_CHARACTERS = 8_000_000
@@ -26,14 +25,12 @@ class Fill(NamedTuple):
 
 
 class Encoder:
-    """Encodes texts in pieces, and remembers the tokens of each."""
+    """Encodes texts in pieces, and remembers the tokens of each. Any thread may use it."""
 
     def __init__(self, tokenizer: Tokenizer, most: int = MOST_CHARACTERS) -> None:
         """Encode with `tokenizer`, and remember the tokens of at most `most` characters."""
-        self._tokenizer, self._most = tokenizer, most
-        self._known: OrderedDict[tuple[bool, str], TokenArray] = OrderedDict()
-        self._characters = 0
-        self._lock = Lock()
+        self._tokenizer = tokenizer
+        self._known = Bounded[TokenArray](most)
 
     def encode(self, text: str, fills: Sequence[Fill]) -> tuple[TokenArray, str]:
         """Return the tokens of `text` with `fills` in their places, and their text."""
@@ -46,18 +43,19 @@ class Encoder:
         return np.concatenate(arrays), "".join([*texts, text[at:]])
 
     def _piece(self, text: str, is_first: bool) -> TokenArray:
-        key = is_first, text
-        with self._lock:
-            known = self._known.get(key)
-            if known is not None:
-                self._known.move_to_end(key)
-                return known
-        encode = self._tokenizer.encode if is_first else self._tokenizer.encode_more
-        tokens = as_tokens(encode(text))
-        with self._lock:
-            if key not in self._known:
-                self._known[key] = tokens
-                self._characters += len(text)
-            while self._characters > self._most:
-                self._characters -= len(self._known.popitem(last=False)[0][1])
+        known = self._known.get((is_first, text))
+        if known is not None:
+            return known
+        parts = self._parts(text)
+        if len(parts) == 1:
+            encode = self._tokenizer.encode if is_first else self._tokenizer.encode_more
+            tokens = as_tokens(encode(text))
+        else:
+            pieces = [self._piece(part, is_first and n == 0) for n, part in enumerate(parts)]
+            tokens = np.concatenate(pieces)
+        self._known.put((is_first, text), tokens, len(text))
         return tokens
+
+    def _parts(self, text: str) -> list[str]:
+        parts: Callable[[str], list[str]] | None = getattr(self._tokenizer, "parts", None)
+        return [text] if parts is None else parts(text)

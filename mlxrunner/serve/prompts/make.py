@@ -24,11 +24,19 @@ from mlxrunner.serve.prompts.rewriting import Draft, written
 from mlxrunner.serve.prompts.rules import apply
 from mlxrunner.serve.prompts.split import AnswerSplitter
 from mlxrunner.serve.prompts.strict import StartConstraint, StrictCalls
-from mlxrunner.templates.messages import PlainMessage, check_messages
+from mlxrunner.templates.messages import (
+    CheckedMessages,
+    PlainMessage,
+    check_message,
+    check_messages,
+)
+from mlxrunner.templates.remembered import Remembered
 from mlxrunner.templates.rendering import read_json, read_template
 from mlxrunner.tokenizer import Tokenizer
 from mlxrunner.tokenizer.prompt import TokenizedPrompt, tokenize_prompt
 
+MOST_BYTES = 32_000_000
+"""Most bytes of messages that are remembered as they were checked."""
 TAIL = 200
 """Most characters at the end of a prompt that say whether it opens the answer's thinking."""
 
@@ -56,6 +64,8 @@ class Made:
     tools: Tools = field(default=(), repr=False)
     source: Sequence[PlainMessage] = field(default=(), repr=False)
     """The messages as the client sent them, without what no template reads."""
+    digests: tuple[bytes, ...] = field(default=(), repr=False)
+    """The digests of `source`."""
 
 
 class PromptMaker:
@@ -81,6 +91,7 @@ class PromptMaker:
         self._strict = StrictCalls(self.form.name, tokenizer)
         self._template = template
         self._encoder = Encoder(tokenizer)
+        self._known = Remembered(_known, MOST_BYTES)
         self._off = frozenset(off)
 
     @classmethod
@@ -133,13 +144,14 @@ class PromptMaker:
         self.kept.keep(made.link, made.rendered, answer, said, is_cut=is_cut)
 
     def _conversation(self, asked: Asked, began: float) -> Made:
-        source = check_messages(asked.messages)
-        plain = [self._with_thinking(message) for message in source]
-        draft = Draft(plain, [dict(tool) for tool in asked.tools])
+        known = self._checked(asked.messages)
+        source = [message for message, _ in known]
+        draft = Draft(list(map(self._with_thinking, source)), list(map(dict, asked.tools)))
         draft, rules = apply(draft, self.probe, self._off)
         variables = _variables(asked, draft)
         text = self._text(draft, variables)
-        links = chain([message_digest(message) for message in draft.messages])
+        digests = {id(message): digest for message, digest in known}
+        links = chain([digests.get(id(one)) or self._known(one)[1] for one in draft.messages])
         fills = self.kept.fills(
             text,
             links,
@@ -165,11 +177,25 @@ class PromptMaker:
             len(fills),
             asked.tools,
             source,
+            tuple(digest for _, digest in known),
         )
 
+    def _checked(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[tuple[Any, bytes]]:
+        """Return the messages of a client, checked, each with its digest. Raise PromptError."""
+        check_messages(messages[:1])  # there has to be one
+        known = []
+        for index, message in enumerate(messages):
+            try:
+                known.append(self._known(message))
+            except PromptError:
+                check_message(index, message)  # names it
+                raise
+        return known
+
     def _text(self, draft: Draft, variables: Mapping[str, Any]) -> str:
-        messages: Any = draft.messages
-        return written(self.tokenizer.render(messages, **variables), draft, self.probe)
+        messages: Any = draft.messages  # the rules keep them plain
+        text = self.tokenizer.render(CheckedMessages(messages), **variables)
+        return written(text, draft, self.probe)
 
     def _without(self, draft: Draft, number: int, variables: Mapping[str, Any]) -> str | None:
         """Return the text with `UNKNOWN` in place of an answer, or None if that is refused."""
@@ -182,7 +208,11 @@ class PromptMaker:
 
     def _with_thinking(self, message: PlainMessage) -> dict[str, Any]:
         """Return a message with its thinking where the template looks for it, or without it."""
-        plain: dict[str, Any] = {**message}
+        same: Any = message
+        plain: dict[str, Any] = same
+        if "reasoning_content" not in message:
+            return plain
+        plain = {**message}
         thought = plain.pop("reasoning_content", None)
         if not thought:
             return plain
@@ -208,6 +238,12 @@ class PromptMaker:
             given = asked.options.get("stop") or ()
             return {"stop": [*([given] if isinstance(given, str) else given), self.form.start]}
         return {}
+
+
+def _known(message: Mapping[str, Any]) -> tuple[PlainMessage, bytes]:
+    """Return a message, checked, and its digest. Raise PromptError."""
+    checked = check_message(0, message)
+    return checked, message_digest(checked)
 
 
 def _variables(asked: Asked, draft: Draft) -> dict[str, Any]:

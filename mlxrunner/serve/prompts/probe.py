@@ -6,7 +6,7 @@ with it the text of a prompt, does not change while a conversation grows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -176,18 +176,14 @@ def _message(role: str, number: int) -> Mapping[str, Any]:
     return message | {"tool_call_id": CALL_ID, "name": "probetool"} if role == "t" else message
 
 
-def ordered(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return tools with the keys of their JSON in an order that does not depend on the client."""
-    return [_ordered(tool) for tool in tools]
-
-
 _FIRST = ("type", "function", "name", "description", "parameters", "properties", "required")
 
 
-def _ordered(value: Any) -> Any:
+def ordered(value: Any) -> Any:
+    """Return JSON with its keys in an order that does not depend on the client."""
     if isinstance(value, Mapping):
         names = sorted(
             value, key=lambda name: (_FIRST.index(name) if name in _FIRST else len(_FIRST), name)
         )
-        return {name: _ordered(value[name]) for name in names}
-    return [_ordered(one) for one in value] if isinstance(value, list | tuple) else value
+        return {name: ordered(value[name]) for name in names}
+    return [ordered(one) for one in value] if isinstance(value, list | tuple) else value

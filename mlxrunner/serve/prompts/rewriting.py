@@ -14,7 +14,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mlxrunner.serve.prompts.probe import MARK, Probe, ordered
+from mlxrunner.templates.remembered import Remembered, sign
 
+MOST_BYTES = 16_000_000
+"""Most bytes of tools that are remembered as the rules changed them."""
 Messages = list[dict[str, Any]]
 SYSTEM = ("system", "developer")
 JOINT = "\n\n"
@@ -51,9 +54,10 @@ def without_billing(messages: Sequence[Mapping[str, Any]]) -> Messages:
 
 def leave_out_billing(draft: Draft, probe: Probe) -> Draft:
     """Leave out the billing header."""
-    stripped = without_billing(draft.messages)
-    if stripped == draft.messages:
+    first = draft.messages[: _systems(draft.messages)]
+    if not any(_BILLING.match(message["content"]) for message in first):
         return draft
+    stripped = without_billing(draft.messages)
     pairs = zip(draft.messages, stripped, strict=True)
     messages = [new for old, new in pairs if new["content"] or not old["content"]]
     return replace(draft, messages=messages or stripped)
@@ -61,7 +65,8 @@ def leave_out_billing(draft: Draft, probe: Probe) -> Draft:
 
 def leave_out_marks(draft: Draft, probe: Probe) -> Draft:
     """Leave out marks for caches in the descriptions of tools."""
-    return replace(draft, tools=_without(draft.tools, "cache_control"))
+    tools = list(map(_unmarked, draft.tools))
+    return draft if tools == draft.tools else replace(draft, tools=tools)
 
 
 def _without(value: Any, name: str) -> Any:
@@ -70,16 +75,22 @@ def _without(value: Any, name: str) -> Any:
     return [_without(one, name) for one in value] if isinstance(value, list) else value
 
 
+_unmarked = Remembered(lambda tool: _without(tool, "cache_control"), MOST_BYTES)
+
+
 def order_keys(draft: Draft, probe: Probe) -> Draft:
     """Write the keys of the tools' JSON in one order."""
-    tools = ordered(draft.tools)
-    is_same = json.dumps(tools) == json.dumps(draft.tools)
+    tools = list(map(_in_order, draft.tools))
+    is_same = all(a is b or sign(a) == sign(b) for a, b in zip(tools, draft.tools, strict=True))
     return draft if is_same else replace(draft, tools=tools)
+
+
+_in_order = Remembered(ordered, MOST_BYTES)
 
 
 def developer_as_system(draft: Draft, probe: Probe) -> Draft:
     """Give developers the role of the system, if the template has no developers."""
-    if probe.names_developer:
+    if probe.names_developer or all(one["role"] != "developer" for one in draft.messages):
         return draft
     messages = [
         {**message, "role": "system"} if message["role"] == "developer" else message

@@ -139,6 +139,8 @@ def apply(
     for rule in rules:
         if rule.is_on and rule.name not in without:
             after = rule.apply(draft, probe)
+            if after is draft:
+                continue
             if after != draft or json.dumps(after.tools) != json.dumps(draft.tools):
                 acted.append(rule.name)
                 draft = after

@@ -35,11 +35,17 @@ class Record:
         self._lock = threading.Lock()
         self._by_request: OrderedDict[str, Event] = OrderedDict()
         self._callers: dict[str, dict[int, Caller | None]] = defaultdict(dict)
-        self._profiles: list[Profile] = []
+        self._profiles: dict[str, Profile] = {}
+        """The profiles of the models that are loaded, or were until now, by their names."""
         self.counts = Counts()
 
     def watch(self, opened: Opened) -> None:
-        """Record the requests of a model. Raise OptionError if a file can't be written."""
+        """Record the requests of a model. Raise OptionError if a file can't be written.
+
+        If it was loaded before, it has been unloaded since.
+        """
+        if (before := self._profiles.pop(opened.name, None)) is not None:
+            before.finish()
         profile = Profile(
             "serve",
             events=self._events,
@@ -48,13 +54,13 @@ class Record:
             sinks=[self._add],
         )
         profile.watch(opened.runner)
-        self._profiles.append(profile)
+        self._profiles[opened.name] = profile
         opened.runner.observers.append(self._see)
         self._callers[opened.name].clear()
 
     def close(self) -> None:
         """Stop watching and close the files."""
-        for profile in self._profiles:
+        for profile in self._profiles.values():
             profile.finish()
 
     def event(self, request: str) -> Event | None:

@@ -74,7 +74,10 @@ def watch_router(house: House, record: Record) -> APIRouter:
 
 def opened_in(house: House) -> Iterator[Opened]:
     """Yield the models that are loaded."""
-    return (place.opened for place in house.models_held if place.opened is not None)
+    for place in house.models_held:
+        opened = place.opened  # another thread may unload it meanwhile
+        if opened is not None:
+            yield opened
 
 
 def explained(event: Event) -> str:

@@ -21,6 +21,7 @@ import pytest
 from langchain_core.messages import AIMessage, HumanMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
+from pydantic import SecretStr
 from support.actor import playing
 from support.jobs import DONE, SHARE, STEPS, TASK, Shared, script
 from support.scripted import serving
@@ -126,7 +127,8 @@ def of_ollama(url: str, note: Note) -> str:
 
 
 def of_langchain(url: str, note: Note) -> str:
-    model = ChatOpenAI(base_url=f"{url}/v1", api_key="x", model="actor", max_retries=0)  # type: ignore[arg-type]
+    key = SecretStr("x")
+    model = ChatOpenAI(base_url=f"{url}/v1", api_key=key, model="actor", max_retries=0)
     function = tool(note)
     bound, messages = model.bind_tools([function]), list[Any]([HumanMessage(TASK)])
     while True:

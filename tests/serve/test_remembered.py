@@ -1,0 +1,180 @@
+"""A maker that remembers earlier requests makes the same prompts as one that does not."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.strict_templates import TEMPLATES, load_strict
+
+from mlxrunner.serve.asked import Asked
+from mlxrunner.serve.events import RefusedError
+from mlxrunner.serve.prompts import make, rewriting, rules
+from mlxrunner.serve.prompts.causes import Causes
+from mlxrunner.serve.prompts.encoding import Encoder
+from mlxrunner.serve.prompts.make import PromptMaker
+from mlxrunner.templates import plain, sandbox
+from mlxrunner.templates.messages import check_messages
+from mlxrunner.templates.recalled import Memory
+from mlxrunner.templates.remembered import Remembered
+from mlxrunner.tokenizer import Tokenizer
+
+TEXTS = [
+    "hello",
+    " spaced ",
+    "<|im_end|>",
+    "</s> [INST]",
+    "",
+    "x" * 300,
+    "<think>\nwhy\n</think>\n\nso",
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
+    """A tokenizer for each family of templates."""
+    root = tmp_path_factory.mktemp("remembered")
+    return {name: load_strict(root / name, name) for name in TEMPLATES}
+
+
+def message(order: random.Random) -> dict[str, Any]:
+    """Return a message as a client may send it."""
+    role = order.choice(["user", "user", "assistant", "assistant", "tool", "system", "developer"])
+    made: dict[str, Any] = {"role": role, "content": order.choice(TEXTS)}
+    if role == "assistant":
+        names = order.choice([(), (), ("look",), ("look", "find")])
+        made["tool_calls"] = [call(order, name) for name in names]
+        if order.random() < 0.4:
+            made["reasoning_content"] = order.choice(["", "thought", "another"])
+    if role == "tool":
+        made["tool_call_id"] = order.choice(["call_1", "call_2"])
+    return made
+
+
+def call(order: random.Random, name: str) -> dict[str, Any]:
+    arguments = order.choice([{"a": 1, "b": "x"}, {"b": "x", "a": 1}, {"a": True}, {}])
+    text = json.dumps(arguments, separators=order.choice([(",", ":"), (", ", ": ")]))
+    function = {"name": name, "arguments": text}
+    return {"id": order.choice(["call_1", "call_2"]), "type": "function", "function": function}
+
+
+def tool(order: random.Random) -> dict[str, Any]:
+    """Return a tool, with its keys in one of two orders, and perhaps with a mark."""
+    function = {"name": "look", "description": "d", "parameters": {"type": "object"}}
+    if order.random() < 0.5:
+        function = dict(reversed(function.items()))
+    marked = {"cache_control": {"type": "ephemeral"}} if order.random() < 0.3 else {}
+    return {"type": "function", "function": function, **marked}
+
+
+def requests(order: random.Random, count: int) -> list[Asked]:
+    """Return requests of a conversation that grows, forks, and is edited."""
+    messages = [{"role": "user", "content": "hello"}]
+    made = []
+    for number in range(count):
+        way = order.random()
+        if way < 0.6:
+            messages = [*messages, message(order)]
+        elif way < 0.8:
+            messages = messages[: order.randrange(1, len(messages) + 1)]
+        else:
+            messages = list(messages)
+            messages[order.randrange(len(messages))] = message(order)
+        tools = [tool(order) for _ in range(order.choice([0, 1, 2]))]
+        asked = Asked(
+            protocol="chat",
+            model="",
+            id=str(number),
+            messages=copy.deepcopy(messages),
+            tools=tools,
+            thinking=order.choice([None, None, False]),
+        )
+        made.append(asked)
+    return made
+
+
+def made_of(maker: PromptMaker, asked: Asked) -> Any:
+    """Return the tokens of a prompt and all that is said of it, or the refusal."""
+    try:
+        made = maker.make(copy.deepcopy(asked))
+    except RefusedError as refused:
+        return refused.message
+    seen = Causes().begin(asked, made)
+    return made.prompt.tokens.tolist(), made.rules, made.link, made.source, seen.digests, seen.tools
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.exhaustive(9)
+def test_a_prompt_is_the_same_as_from_a_maker_that_knows_nothing(
+    tokenizers: dict[str, Tokenizer], family: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens, rules, digests and refusals, while a conversation grows, forks and is edited."""
+    template, _ = TEMPLATES[family]
+    several = requests(random.Random(f"{family} {seed}"), 25)
+    known = PromptMaker(tokenizers[family], template)
+    with_memory = [made_of(known, asked) for asked in several]
+    assert [made_of(known, asked) for asked in several] == with_memory
+    monkeypatch.setattr(sandbox, "_MEMORY", Memory(0))
+    for module, name in (
+        (plain, "_remembered"),
+        (rewriting, "_unmarked"),
+        (rewriting, "_in_order"),
+    ):
+        monkeypatch.setattr(module, name, Remembered(getattr(module, name)._work, 0))
+    monkeypatch.setattr(make, "MOST_BYTES", 0)
+    anew = PromptMaker(tokenizers[family], template)
+    for asked, expected in zip(several, with_memory, strict=True):
+        anew._encoder = Encoder(anew.tokenizer, most=0)
+        monkeypatch.setattr(anew.tokenizer, "parts", lambda text: [text])
+        assert made_of(anew, asked) == expected
+    assert any(not isinstance(one, str) for one in with_memory)
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_the_rules_make_plain_messages(tokenizers: dict[str, Tokenizer], family: str) -> None:
+    """They are not checked again before the template gets them."""
+    maker = PromptMaker(tokenizers[family], TEMPLATES[family][0])
+    for asked in requests(random.Random(family), 40):
+        checked = check_messages(asked.messages)
+        draft = rewriting.Draft(
+            list(map(maker._with_thinking, checked)), list(map(dict, asked.tools))
+        )
+        draft, _ = rules.apply(draft, maker.probe)
+        assert check_messages(draft.messages) == draft.messages
+
+
+def test_the_message_that_is_wrong_is_named(tokenizers: dict[str, Tokenizer]) -> None:
+    """By its number, also if the others are known."""
+    maker = PromptMaker(tokenizers["qwen3"], TEMPLATES["qwen3"][0])
+    good = {"role": "user", "content": "hello"}
+    maker.make(Asked(protocol="chat", model="", messages=[good]))
+    for _ in range(2):
+        with pytest.raises(RefusedError, match="message 1: content has to be a text"):
+            maker.make(Asked(protocol="chat", model="", messages=[good, {**good, "content": 5}]))
+    with pytest.raises(RefusedError, match="the conversation is empty"):
+        maker.make(Asked(protocol="chat", model="", messages=[]))
+
+
+def test_the_same_text_is_encoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A conversation that goes on, or is edited at its end, encodes only what is new."""
+    tokenizer = load_strict(tmp_path / "t", "qwen3")
+    maker = PromptMaker(tokenizer, TEMPLATES["qwen3"][0])
+    encoded: list[str] = []
+    for name in ("encode", "encode_more"):
+        whole = getattr(tokenizer, name)
+        monkeypatch.setattr(
+            tokenizer, name, lambda text, whole=whole: (encoded.append(text), whole(text))[1]
+        )
+    messages = [{"role": "user", "content": f"text {n} " + "x" * 100} for n in range(20)]
+    maker.make(Asked(protocol="chat", model="", messages=messages))
+    assert sum(map(len, encoded)) > 2000
+    encoded.clear()
+    messages[-1] = {"role": "user", "content": "another end"}
+    maker.make(Asked(protocol="chat", model="", messages=messages))
+    assert "another end" in "".join(encoded)
+    assert sum(map(len, encoded)) < 100
