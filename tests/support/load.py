@@ -27,14 +27,14 @@ MANY = 400
 
 @dataclass
 class Tally:
-    """The results of all clients."""
+    """The sum of all that the clients have seen."""
 
     done: Counter[str] = field(default_factory=Counter)
-    """The number of times that each thing was done to its end, by name."""
+    """Counts of things that were done to their end, by name."""
     later: int = 0
     """Requests that were told to come later."""
     wrong: list[str] = field(default_factory=list)
-    """Answers and events that were wrong, in words."""
+    """Lines about answers that were not as they have to be."""
     firsts: list[float] = field(default_factory=list)
     """Seconds until the first text of a stream."""
     gaps: list[float] = field(default_factory=list)
