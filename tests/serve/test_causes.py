@@ -357,7 +357,7 @@ def test_thinking_that_a_client_does_not_send_back(maker: PromptMaker) -> None:
     order, causes = random.Random(0), Causes()
     one = talk(order)
     seen = causes.begin(one.asked(), maker.make(one.asked()))
-    causes.end(seen, usage_of("empty"), has_thought=True)
+    seen.has_thought = True
     after = one.grown(order)
     del after.messages[len(one.messages)]["reasoning_content"]
     seen = causes.begin(after.asked(), maker.make(after.asked()))

@@ -55,7 +55,6 @@ class House:
         """Hold no model yet. `on_open` is called with each one that was loaded."""
         self.names, self._opening = names, opening
         self.models_held = LoadedModels(opening, on_open)
-        self._causes = Causes()
         self.began = time.time()
         self.refused = 0
         """Requests that were told to come later."""

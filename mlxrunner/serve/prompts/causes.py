@@ -117,12 +117,8 @@ class Causes:
                 total -= self._recent.popleft().characters
         return seen
 
-    def end(self, seen: Seen, usage: Usage, *, has_thought: bool = False) -> Cause | None:
-        """Return the cause for which a request reused less than it could; None if there is none.
-
-        `has_thought`: its answer has thinking.
-        """
-        seen.has_thought = has_thought
+    def end(self, seen: Seen, usage: Usage) -> Cause | None:
+        """Return the cause for which a request reused less than it could; None if there is none."""
         return None if usage.outcome == "hit" else cause_of(seen, usage)
 
 
