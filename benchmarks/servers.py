@@ -1,9 +1,9 @@
 """Compare `mlxrunner serve` with other servers: the same requests, tokens evaluated, times.
 
-PYTHONPATH=tests python benchmarks/servers.py [--kinds llama ...] [--against mlx_lm] [--quick]
+PYTHONPATH=tests python benchmarks/servers.py [--kinds llama ...] [--layers N] [--width N] [--quick]
 
 On Linux first put a fast BLAS in front (`mlxrunner doctor` names it). All servers run at once, each
-with its default settings, and serve the same untrained model of 2 layers; each wave of
+with its default settings, and serve the same untrained model (2 layers of 64); each wave of
 requests goes to one after the other, in turns, so that whatever else the machine does concerns all
 alike. The requests are those of `benchmarks/traces.py`. Tokens are those that the usage of the
 answers names; the time to the first token is that of the client.
@@ -91,13 +91,18 @@ async def _ask_all(server: Served, wave: Sequence[Ask]) -> list[Measured]:
         return await asyncio.gather(*(server.ask(client, ask) for ask in wave))
 
 
-def measure(kind: str, names: Sequence[str], rounds: int, size: int) -> dict[str, list[Played]]:
-    """Return what each server did with each trace, by the name of the trace."""
+def measure(
+    kind: str, names: Sequence[str], rounds: int, size: int, **model: int
+) -> dict[str, list[Played]]:
+    """Return what each server did with each trace, by the name of the trace.
+
+    `model`: the layers and the width of the model.
+    """
     found: dict[str, list[Played]] = {}
     for turn in range(rounds):
         with tempfile.TemporaryDirectory() as place:
             folder = Path(place) / kind
-            write_untrained(folder, kind)
+            write_untrained(folder, kind, **model)
             servers = list[Served]()
             try:
                 for name in names:
@@ -157,10 +162,13 @@ def main() -> None:
     parser = parser_of(__doc__, rounds=1, quick="short prompts")
     parser.add_argument("--kinds", nargs="+", default=[*KINDS], choices=[*KINDS])
     parser.add_argument("--against", nargs="+", default=["mlx_lm"], choices=[*CONTENDERS])
+    parser.add_argument("--layers", type=int, default=2, help="of the model")
+    parser.add_argument("--width", type=int, default=64, help="of the model's states")
     given = parser.parse_args()
+    model = {"layers": given.layers, "width": given.width}
     names = [US, *given.against]
     for kind in given.kinds:
-        found = measure(kind, names, given.rounds, 600 if given.quick else 1500)
+        found = measure(kind, names, given.rounds, 600 if given.quick else 1500, **model)
         show(kind, names, found)
 
 

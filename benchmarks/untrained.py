@@ -42,9 +42,17 @@ KINDS: dict[str, dict[str, Any]] = {
 """Full attention, windows, short convolutions, gated deltas: what differs from SIZE."""
 
 
-def write_untrained(folder: Path, kind: str) -> None:
-    """Write a model of a kind of KINDS to `folder`."""
-    config = tiny_config(kind, **SIZE | KINDS[kind], vocab_size=len([*LETTERS, *MARKS]))
+def write_untrained(folder: Path, kind: str, *, layers: int = 2, width: int = 64) -> None:
+    """Write a model of a kind of KINDS to `folder`.
+
+    `width`: the size of its states; its MLPs are twice as wide, and heads have 16 or more.
+    """
+    size = SIZE | {
+        "num_hidden_layers": layers,
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
+    }
+    config = tiny_config(kind, **size | KINDS[kind], vocab_size=len([*LETTERS, *MARKS]))
     model = tiny_model(config)
     _silence_marks(model)
     save_model(folder, model, config)
