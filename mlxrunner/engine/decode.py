@@ -13,6 +13,7 @@ from collections.abc import Generator
 
 import mlx.core as mx
 
+from mlxrunner.cache.layers.protocol import LayerCache
 from mlxrunner.cache.lease import EntryLease
 from mlxrunner.cache.overflow import Shift
 from mlxrunner.engine.sampling import Decoded, NextToken, Sampled, dispatch
@@ -130,7 +131,8 @@ class Decoding(ABC):
     def _finish(self) -> None:
         """Leave the entry as it is without drafts: all tokens are in it, the last one by itself.
 
-        A layer that goes back only to where the last pass began then goes back as far.
+        A layer that goes back only to where the last pass began then goes back as far, and one that
+        drops old tokens when a pass begins has dropped as many.
         """
         lease, together = self._lease, self._together
         if not lease.is_here:
@@ -138,7 +140,7 @@ class Decoding(ABC):
         pending, was_taken = lease.pending, False
         if not pending and len(together) > 1:
             behind = lease.recorded - 1
-            if not all(cache.can_rewind(behind) for cache in lease.caches):
+            if not all(_ends_alone(cache, behind) for cache in lease.caches):
                 was_taken = lease.is_at_checkpoint
                 lease.accept(together[:-1])
                 pending = [*lease.pending, together[-1]]
@@ -221,7 +223,7 @@ class Decoding(ABC):
         finally:
             if lease.forwarded > lease.recorded:
                 self.logits = logits[:, shown - 1, :]
-                self._together = rows[:shown] if shown == len(rows) else []
+                self._together = rows[:shown]
                 if lease.is_here:
                     lease.accept(rows[:shown])
                 else:
@@ -252,6 +254,12 @@ class Decoding(ABC):
         if self._history is not None and len(right) < len(draft):
             self._history = self._history[: len(right) - len(draft)]
         return right
+
+
+def _ends_alone(cache: LayerCache, behind: int) -> bool:
+    """Return True if `cache` is as after a pass of one token, which began at `behind`."""
+    extent = cache.extent
+    return cache.can_rewind(behind) and extent.rewound(behind).after(1) == extent
 
 
 def _row(before: list[int], token: mx.array) -> mx.array:

@@ -261,6 +261,8 @@ class NextToken:
         return mx.where(mx.array(constraint.mask(logits.shape[-1])), logits, -mx.inf)
 
     def _next(self, logits: mx.array, history: mx.array | None) -> Sampled:
+        if self._processors:
+            logits = mx.array(logits)  # some change it in place, and observers see the model's own
         for process in self._processors:
             logits = _processed(process, history, logits) if history is not None else logits
         if self._logprobs is None and not self._needs_normalized:

@@ -170,6 +170,34 @@ def test_a_shift_comes_where_it_comes_without_guesses(name: str) -> None:
     assert found[0][2][-1] > 0
 
 
+@pytest.mark.parametrize("kinds", [["chunked"], ["chunked", "sliding"], ["full", "chunked"]])
+def test_the_entry_goes_back_as_far_as_without_guesses(kinds: list[str]) -> None:
+    """A pass of several rows drops the tokens of an earlier chunk later than single ones do."""
+    for ending in range(2, 40):
+        found = []
+        for how in ("off", "lookup"):
+            runner = repeating_runner(kinds, **NO_HELP)
+            answer(runner, PROMPT, how, ending)
+            entry = runner.entry
+            found.append([entry.reach(to) for to in range(len(entry.tokens) + 1)])
+        assert found[0] == found[1], ending
+
+
+@pytest.mark.parametrize("how", ["off", "lookup"])
+def test_observers_see_the_models_own_logits_beside_penalties(how: str) -> None:
+    """Penalties change what is sampled, and not what is compared with a cold run."""
+    found: list[list[float]] = []
+    for options in (WAYS["penalties"], {}):
+        runner = repeating_runner(["full"])
+        runner.observers.append(lambda _, seen: found.append(seen.logits[0].tolist()))
+        answer(runner, PROMPT, how, 2, **options)
+        said = list(runner.entry.tokens)
+        runner.reset()
+        answer(runner, said, "off", 1)
+    assert found[0] == found[1]
+    assert found[2] == found[3]
+
+
 FORMS: dict[str, dict[str, Any]] = {
     "choices": {"choices": ["yes, please", "no, thank you", "yes, of course"]},
     "schema": {
