@@ -32,7 +32,9 @@ class Stay(Extent):
 
     def after(self, tokens: int) -> Self:
         end = self.offset + tokens
-        rows = self.offset + _whole_steps(tokens) if end > self.rows else self.rows
+        # mlx-lm cuts off what is not used before it grows, unless it ends with a step.
+        kept = self.offset if self.offset % STOCK_STEP else self.rows
+        rows = kept + _whole_steps(tokens) if end > self.rows else self.rows
         return replace(self, offset=end, rows=rows)
 
     def rewound(self, to: int) -> Self:

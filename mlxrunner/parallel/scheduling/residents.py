@@ -157,11 +157,13 @@ class Residents:
     def set_aside(self, slot: Slot, keep: int, request: ActiveRequest) -> None:
         """Park an idle slot of which `request` will keep only the first `keep` tokens.
 
-        A prompt that misses the others, and for which they are not worth restoring, is told so.
+        Beside other slots, a prompt that misses the others, and for which they are not worth
+        restoring, is told so. A slot that is alone tells what `Runner` tells.
         """
         if not goes_on(keep, len(slot.tokens)):
             self._park(slot)
-            self._lose(f"request {request.submitted}", slot.tokens.array.copy())
+            if len(self._slots) > 1:
+                self._lose(f"request {request.submitted}", slot.tokens.array.copy())
 
     def park_all(self) -> None:
         """Park all idle conversations, before the slots are closed."""

@@ -36,14 +36,14 @@ class Slot:
     """The prompt of its request, which will be evaluated."""
     is_busy: bool = False
     """True if it has a request."""
-    rests: bool = False
-    """True if its request waits for room to go on: what it holds may be given up."""
     last_used: int = 0
     """The number of the step in which its last request ended."""
     asked: int = 0
     """Number of tokens of the last request's prompt."""
     exact: int = END
     """Number of first `tokens` whose keys are those that a cold run would store."""
+    rests: bool = False
+    """True if its request waits for room to go on: what it holds may be given up."""
 
     @property
     def tokens(self) -> TokenBuffer:
