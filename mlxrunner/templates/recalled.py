@@ -153,7 +153,7 @@ class Recollection:
         """Begin a loop; None if it reads what can't be compared, or what grows."""
         loop = _Loop((self._source, shape.number))
         loop.looked.update(zip(shape.looked, given[len(shape.names) :], strict=True))
-        if any(name in self._variables for name in shape.assigned):
+        if any(name in self._variables or name in self._functions for name in shape.assigned):
             return None
         try:
             whole = zip(shape.names, given[: len(shape.names)], strict=True)
@@ -166,7 +166,7 @@ class Recollection:
         """Return what is compared of a value from outside. Raise ValueError if it can't be."""
         if isinstance(value, Namespace):
             loop.spaces.append(value)
-            return name
+            return next(n for n, space in enumerate(loop.spaces) if space is value)
         if isinstance(value, Macro):
             return value._func.__code__
         if name in PURE and value is self._functions.get(name):

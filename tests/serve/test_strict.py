@@ -200,6 +200,17 @@ def test_a_good_call_is_as_the_model_writes_it(makers: dict[str, PromptMaker], f
     )
 
 
+@pytest.mark.parametrize(
+    ("family", "name"), [("qwen3", "get%age"), ("deepseek", "a%dx"), ("deepseek", "caf\u00e9")]
+)
+def test_a_name_is_spelled_as_it_is(makers: dict[str, PromptMaker], family: str, name: str) -> None:
+    """Also with what stands for other parts in a spelling, and with letters that JSON escapes."""
+    maker, request = makers[family], asked(tools=[tool(name, strict=True)])
+    wish = text_of(family, name, GOOD)
+    answer = answered(maker, _again(maker, request), wish, random.Random(0))
+    assert list(calls_of(events_of(maker, request, answer))) == [(name, json.loads(GOOD))]
+
+
 def _again(maker: PromptMaker, request: Asked) -> Constraint:
     held = constraint_of(maker, request)
     assert held is not None

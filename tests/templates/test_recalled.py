@@ -85,6 +85,9 @@ ODD = {
     "{% endif %}" + WRITE + "{% endfor %}",
     "numbers": "{% for m in messages %}{{ m.tool_calls[0].function.arguments if m.tool_calls }}"
     "{% endfor %}",
+    "two names": "{% set a = namespace(n=0) %}{% if extra == 'x' %}{% set b = a %}{% else %}"
+    "{% set b = namespace(n=0) %}{% endif %}{% for m in messages %}{% set a.n = a.n + 1 %}"
+    "{{ b.n }}" + WRITE + "{% endfor %}",
     "blocks": "{% for m in messages %}{% set x %}{{ m.content }}{% endset %}{{ x | upper }}"
     "{% endfor %}",
 }

@@ -184,8 +184,9 @@ class StrictCalls:
     def _call(self, text: str, number: int, name: str) -> str:
         """Return the text of a call of a tool in Lark."""
         rules = {"%a": f"arguments_{number}", "%d": "DIGITS", "%i": "ID"}
-        parts = re.split("(%[adi])", text.replace("%n", json.dumps(name)[1:-1]))
-        return " ".join(rules.get(part) or self._spelled(part) for part in parts if part)
+        names = {"%n": json.dumps(name)[1:-1] if '%n"' in text else name}
+        parts = [part for part in re.split("(%[adin])", text) if part]
+        return " ".join(rules.get(part) or self._spelled(names.get(part, part)) for part in parts)
 
     def _spelled(self, text: str) -> str:
         """Return a text in Lark. A mark in it that is a token of its own is that token."""
