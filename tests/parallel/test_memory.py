@@ -92,16 +92,18 @@ def test_the_event_says_who_was_given_up_for_whom(is_full: bool) -> None:
 def test_a_tail_that_a_shorter_prompt_gave_up_is_named(name: str) -> None:
     """A prompt that has to evaluate it again says by whom it was given up, and how much it was."""
     given, rng = tiny_parts(name), random.Random(0)
-    whole = [rng.randrange(250) for _ in range(60)]
-    with Stepper(*given, max_sequences=1, **SETTINGS) as runner:
+    whole, other = ([rng.randrange(250) for _ in range(60)] for _ in range(2))
+    with Stepper(*given, max_sequences=2, **SETTINGS) as runner:
+        busy = runner.submit(other, stop_tokens=[])
         for prompt in (whole, whole[:30]):
             runner.complete(prompt, max_tokens=1, stop_tokens=[])
         usage = runner.complete([*whole, 1], max_tokens=1, stop_tokens=[]).usage
         again = runner.complete([*whole, 1, 2], max_tokens=1, stop_tokens=[]).usage
+        assert not busy.finished
     assert (usage.outcome, usage.reason, usage.cache.freed_by) == (
         "partial" if usage.cached_tokens else "miss",
         "evicted",
-        "request 2",
+        "request 3",
     )
     assert usage.cache.lost_tokens == len(whole) - usage.cached_tokens > 0
     assert (again.outcome, again.reason, again.cache.lost_tokens) == ("hit", None, 0)
