@@ -15,8 +15,6 @@ from support.models import LLAMA3
 from mlxrunner.cache import Batch, CacheConfig, CausalCache
 
 HEADS, DIMS = 2, 8
-
-
 ROPES = [
     initialize_rope(DIMS, 10_000.0, False, None, 512),
     initialize_rope(DIMS, 500.0, True, LLAMA3, 512),

@@ -16,8 +16,6 @@ from mlxrunner.testing import VOCAB, ByteTokenizer
 from mlxrunner.tokenizer.vocabulary import Vocabulary
 
 NAME = {"type": "string", "maxLength": 6}
-
-
 SCHEMAS: dict[str, dict[str, Any]] = {
     "object": {
         "type": "object",

@@ -27,17 +27,9 @@ from mlxrunner.testing import interrupt_at
 
 Turn = tuple[int, int]
 """Tokens of a message and of its answer."""
-
-
 SHORT: list[Turn] = [(60, 120)] * 40
-
-
 LONG: list[Turn] = [(900, 1400)] * 40
-
-
 MIXED: list[Turn] = [[(40, 60), (2500, 300), (100, 900), (20, 20)][i % 4] for i in range(40)]
-
-
 HISTORIES = {"short": SHORT, "long": LONG, "mixed": MIXED}
 
 
