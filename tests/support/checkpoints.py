@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from mlxrunner.cache.checkpoints import (
-    Checkpoint,
-    Checkpoints,
-    Places,
-    Role,
-)
+from mlxrunner.cache.checkpoints import Checkpoint, Checkpoints, Places, Role
 
 
 def at(offset: int, nbytes: int = 1, role: Role | None = None) -> Checkpoint:

@@ -8,14 +8,7 @@ from hypothesis import strategies as st
 from support.checkpoints import at, holding
 from support.sample import examples
 
-from mlxrunner.cache.checkpoints import (
-    INTERVAL,
-    ROLES,
-    Checkpoints,
-    Role,
-    places_of,
-    thinned,
-)
+from mlxrunner.cache.checkpoints import INTERVAL, ROLES, Checkpoints, Role, places_of, thinned
 from mlxrunner.testing import interrupt_at
 
 
