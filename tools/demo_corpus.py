@@ -1,224 +1,18 @@
 """The conversations that the demo model is trained and judged on: made by rule, from a seed.
 
 Knows nothing about tokens, models or training. A dialogue is a list of messages plus the questions
-in it whose answer is a fact told earlier. Names are split by hash into those that training may use
-and those that it never sees, so that "a name that occurs nowhere in the training text" is a
-property of the name, not of a run.
+in it whose answer is a fact told earlier.
 """
 
 from __future__ import annotations
 
 import random
-import zlib
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+
+from demo_facts import COLORS, FACTS, FOODS, JOBS, NOT_TOLD, NUMBERS, PETS, WORDS, name_for
 
 Message = dict[str, str]
 
-_REAL_NAMES = """
-Ana Ben Carla Dmitri Eva Farid Grace Hugo Ines Jon Kira Leo Maya Nina Omar Paul Rosa Sam Tina Yara \
-Alice Bob Emma
-Noah Liam Olivia Lucas Mia Zoltan Petra Wendy Igor Kwame Ulrich Vera Xander Quinn Fiona Gustav \
-Helga Helena Viktor
-Amara Joris Sunniva Pedro Keiko Tomas Brunhilde Nguyen Szymon Anneke Bjork Oyelaran Siobhan Peter \
-Anna Maria John
-James Mary Robert Linda David Susan Thomas Karen Daniel Nancy Matthew Lisa Anthony Mark Sandra \
-Steven Andrew Emily
-Joshua Kevin Brian George Edward Ronald Timothy Jason Jeffrey Ryan Jacob Gary Nicholas Eric \
-Jonathan Stephen Larry
-Justin Scott José Zoë Björn Søren Łukasz Chloé Jürgen André Noël Renée
-""".split()
-_CITIES = (
-    "Paris London Rome Tokyo Berlin Madrid Lima Oslo Cairo Delhi Boston Dublin Vienna Prague "
-    "Athens Zürich"
-).split()
-_ONSETS = [
-    *(
-        "b br c ch cl cr d dr f fl g gl gr h j k kl kr l m n p pl pr qu r s sh sk sl st str t th "
-        "tr v vl w x y z zh"
-    ).split(),
-    "",
-    "",
-    "",
-]
-_VOWELS = "a e i o u y ai au ea ee ei ia ie io oa ou oo ue".split()
-_CODAS = ["", "", "", "", *"n s l r t m k x d th nd rt sh ng ck".split()]
-_COLORS = "red blue green yellow black white orange purple pink brown grey silver".split()
-_PETS = "dog cat parrot rabbit horse hamster turtle goat fish snake".split()
-_FOODS = "pizza pasta rice soup cheese curry bread salad apples noodles tacos cake".split()
-_JOBS = "teacher doctor baker driver nurse painter farmer pilot lawyer cook writer engineer".split()
-_WORDS = [
-    *_COLORS,
-    *_PETS,
-    *_FOODS,
-    "sun",
-    "moon",
-    "tree",
-    "river",
-    "stone",
-    "lamp",
-    "chair",
-    "train",
-    "book",
-    "cloud",
-]
-_NUMBERS = "zero one two three four five six seven eight nine ten".split()
-
-
-def is_held_out(name: str) -> bool:
-    """True for the eighth of all names that never occurs in the training text."""
-    return zlib.crc32(name.lower().encode()) % 8 == 0
-
-
-def _invented_name(rng: random.Random) -> str:
-    if rng.random() < 0.3:
-        return "".join(
-            rng.choice("abcdefghijklmnopqrstuvwxyz") for _ in range(rng.randint(3, 8))
-        ).capitalize()
-    syllables = (
-        rng.choice(_ONSETS)
-        + rng.choice(_VOWELS)
-        + (rng.choice(_CODAS) if rng.random() < 0.3 else "")
-        for _ in range(rng.randint(1, 3))
-    )
-    return "".join(syllables).capitalize() + rng.choice(_CODAS)
-
-
-def _name(rng: random.Random, held_out: bool, known: Sequence[str] = _REAL_NAMES) -> str:
-    while True:
-        name = rng.choice(known) if rng.random() < 0.25 else _invented_name(rng)
-        if len(name) >= (4 if held_out else 2) and is_held_out(name) == held_out:
-            return name
-
-
-@dataclass(frozen=True)
-class Fact:
-    """One kind of fact: how a user tells it, asks for it, and how the assistant answers."""
-
-    told: tuple[str, ...]
-    asked: tuple[str, ...]
-    noted: tuple[str, ...]
-    answer: str
-    system: str
-    values: Sequence[str] = ()
-    is_name: bool = False
-    make: Callable[[random.Random], str] | None = None
-
-    def value(self, rng: random.Random, held_out: bool) -> str:
-        if self.make is not None:
-            return self.make(rng)
-        if self.is_name:
-            return _name(rng, held_out, self.values or _REAL_NAMES)
-        return rng.choice(self.values)
-
-
-FACTS: dict[str, Fact] = {
-    "name": Fact(
-        (
-            "My name is {}.",
-            "I am {}.",
-            "Call me {}.",
-            "Hi, I am called {}.",
-            "Hello, my name is {}.",
-            "I'm {}.",
-        ),
-        (
-            "What is my name?",
-            "Who am I?",
-            "Do you remember my name?",
-            "Tell me my name.",
-            "What's my name?",
-            "What am I called?",
-        ),
-        ("Nice to meet you, {}.", "Hello, {}.", "Nice to meet you."),
-        "Your name is {}.",
-        "The user's name is {}.",
-        is_name=True,
-    ),
-    "city": Fact(
-        ("I live in {}.", "My city is {}.", "I moved to {}.", "My home is in {}."),
-        (
-            "Where do I live?",
-            "What is my city?",
-            "Which city do I live in?",
-            "What city do I live in?",
-        ),
-        ("{} sounds lovely.", "I will remember {}.", "That sounds lovely."),
-        "You live in {}.",
-        "The user lives in {}.",
-        _CITIES,
-        is_name=True,
-    ),
-    "friend": Fact(
-        ("My best friend is {}.", "My friend is called {}.", "I have a friend named {}."),
-        ("Who is my best friend?", "What is my friend called?", "What is the name of my friend?"),
-        ("Say hello to {}.", "Friends are important."),
-        "Your friend is {}.",
-        "The user's best friend is {}.",
-        is_name=True,
-    ),
-    "petname": Fact(
-        ("My pet is called {}.", "The name of my pet is {}.", "My pet's name is {}."),
-        ("What is my pet called?", "What is the name of my pet?", "What's the name of my pet?"),
-        ("{} is a sweet name.", "What a sweet name."),
-        "Your pet is called {}.",
-        "The user's pet is called {}.",
-        is_name=True,
-    ),
-    "color": Fact(
-        ("My favorite color is {}.", "I like the color {}.", "I love the color {}."),
-        ("What is my favorite color?", "Which color do I like?", "What color do I like?"),
-        ("I like {} too.", "A nice color."),
-        "Your favorite color is {}.",
-        "The user's favorite color is {}.",
-        _COLORS,
-    ),
-    "pet": Fact(
-        ("I have a {}.", "My pet is a {}.", "I got a {}."),
-        ("What pet do I have?", "What is my pet?", "Which animal do I have?"),
-        ("A {} is a good friend.", "How nice."),
-        "You have a {}.",
-        "The user has a {}.",
-        _PETS,
-    ),
-    "food": Fact(
-        ("I love to eat {}.", "My favorite food is {}.", "I like {} most of all."),
-        ("What is my favorite food?", "What do I love to eat?", "Which food do I like?"),
-        ("I would like some {} too.", "That is tasty."),
-        "Your favorite food is {}.",
-        "The user loves to eat {}.",
-        _FOODS,
-    ),
-    "job": Fact(
-        ("I work as a {}.", "My job is {}.", "My work is being a {}."),
-        ("What is my job?", "What do I do for work?", "What do I work as?"),
-        ("Being a {} is hard work.", "That is hard work."),
-        "You work as a {}.",
-        "The user works as a {}.",
-        _JOBS,
-    ),
-    "code": Fact(
-        ("My code is {}.", "Remember the number {}.", "The secret number is {}."),
-        (
-            "What is my code?",
-            "Which number did I ask you to remember?",
-            "What is the secret number?",
-        ),
-        ("Okay, I noted {}.", "Noted."),
-        "The number is {}.",
-        "The secret number is {}.",
-        make=lambda rng: str(rng.randint(10, 99999)),
-    ),
-    "age": Fact(
-        ("I am {} years old.", "My age is {}."),
-        ("How old am I?", "What is my age?"),
-        ("{} is a good age.", "A good age."),
-        "You are {} years old.",
-        "The user is {} years old.",
-        make=lambda rng: str(rng.randint(5, 99)),
-    ),
-}
-NOT_TOLD = "You have not told me that."
 
 _SMALL_TALK: tuple[tuple[tuple[str, ...], str], ...] = (
     (("Hello!", "Hi.", "Hello.", "Hey!"), "Hello! How can I help you?"),
@@ -401,7 +195,7 @@ class _Writer:
 
     def _words(self, low: int, high: int) -> list[str]:
         return [
-            self.rng.choice(_WORDS) if self.rng.random() < 0.6 else _name(self.rng, False).lower()
+            self.rng.choice(WORDS) if self.rng.random() < 0.6 else name_for(self.rng, False).lower()
             for _ in range(self.rng.randint(low, high))
         ]
 
@@ -413,20 +207,20 @@ class _Writer:
 
     def _say(self) -> tuple[str, str]:
         (word,), times = self._words(1, 1), self.rng.randint(2, 4)
-        return f"Say {word} {_NUMBERS[times]} times.", " ".join([word] * times)
+        return f"Say {word} {NUMBERS[times]} times.", " ".join([word] * times)
 
     def _count(self) -> tuple[str, str]:
         last = self.rng.randint(2, 10)
-        return f"Count to {_NUMBERS[last] if self.rng.random() < 0.5 else last}.", ", ".join(
+        return f"Count to {NUMBERS[last] if self.rng.random() < 0.5 else last}.", ", ".join(
             map(str, range(1, last + 1))
         )
 
     def _list(self) -> tuple[str, str]:
         what, words = self.rng.choice(
-            (("colors", _COLORS), ("animals", _PETS), ("foods", _FOODS), ("jobs", _JOBS))
+            (("colors", COLORS), ("animals", PETS), ("foods", FOODS), ("jobs", JOBS))
         )
         count = self.rng.randint(2, 5)
-        return f"{self.rng.choice(('Name', 'List'))} {_NUMBERS[count]} {what}.", ", ".join(
+        return f"{self.rng.choice(('Name', 'List'))} {NUMBERS[count]} {what}.", ", ".join(
             words[:count]
         )
 

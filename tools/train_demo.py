@@ -31,7 +31,8 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from demo_corpus import FACTS, Dialogue, dialogue
+from demo_corpus import Dialogue, dialogue
+from demo_facts import FACTS
 
 VOCAB, HIDDEN, LAYERS, HEADS, INTERMEDIATE, CONTEXT, ROPE_BASE = 512, 192, 6, 3, 512, 2048, 10_000.0
 PEAK_RATE = 2e-3

@@ -11,7 +11,8 @@ from support.sample import fewer
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
-from demo_corpus import FACTS, dialogue, is_held_out
+from demo_corpus import dialogue
+from demo_facts import FACTS, is_held_out
 from eval_demo import conversation, evaluate
 from mlxrunner import Runner
 
