@@ -21,7 +21,8 @@ from mlxrunner.profiling.reasons import REASONS
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 
-from record_docs import PAGES, agree, examples, plain, typed_examples, with_tables  # noqa: E402
+from doc_tables import with_tables  # noqa: E402
+from record_docs import PAGES, agree, examples, plain, typed_examples  # noqa: E402
 
 DOCS = {page.name: page.read_text() for page in sorted((ROOT / "docs").glob("*.md"))}
 ALL = "\n".join(DOCS.values())

@@ -29,10 +29,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
-from dataclasses import MISSING, Field, dataclass, field, fields
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+
+from doc_tables import with_tables
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -42,7 +43,8 @@ BLOCK = re.compile(
     r"(?:\n```text\n(?P<output>.*?)```\n)?",
     re.DOTALL,
 )
-TABLE = re.compile(r"(<!-- table: ([\w ]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+
+
 UNITS = r"(?:ms|us|s|%|kB|MB|GB|/s|min|tokens/s|tok/s|seconds)"
 VARIABLE = re.compile(
     r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d(?::[\d.]+)?Z?|\b[0-9a-f]{12}\b|_s=[\d.e-]+|"
@@ -280,100 +282,6 @@ def typed_examples(page: Path, *, slow: bool) -> Iterator[Example]:
             if not example.is_skipped and (slow or not example.is_slow):
                 folder.run(example)
                 yield example
-
-
-def with_tables(text: str) -> str:
-    """Make the tables of a page anew."""
-    makers = {
-        "chat commands": _chat_commands,
-        "event fields": _event_fields,
-        "errors": _errors,
-        "options": lambda before: _request_options(),
-        "settings": lambda before: _settings(),
-        "settings of many": lambda before: _settings_of_many(),
-    }
-    return TABLE.sub(lambda match: match[1] + makers[match[2]](match[3]) + match[4], text)
-
-
-def _chat_commands(before: str) -> str:
-    """List the commands of the chat, and behind them the keys that `before` lists."""
-    from mlxrunner.chat.commands.sessions import Saving
-    from mlxrunner.chat.start import commands
-
-    found = commands(*Saving().commands)
-    rows = [f"| {_code(command.usage)} | {_escaped(command.help)} |" for command in found]
-    keys = re.findall(r"(?m)^\| (?!`/|<code>/|-|command).*", before)
-    return _table("command or key | what it does", [*rows, *keys])
-
-
-def _event_fields(before: str) -> str:
-    """List the fields of an event with their units."""
-    from mlxrunner.profiling.json_schema import field_rows
-
-    rows = [f"| `{name}` | {unit} | {_escaped(text)} |" for name, unit, text in field_rows()]
-    return _table("field | unit | what it is", rows)
-
-
-def _errors(before: str) -> str:
-    """Return the tree of errors from the docstring of their module."""
-    from mlxrunner import errors
-
-    tree = re.findall(r"(?m)^(?:[├└│ ]|Mlxrunner).*", errors.__doc__ or "")
-    return "\n".join(["```text", *tree, "```", ""])
-
-
-def _request_options() -> str:
-    from mlxrunner.options import GenerateOptions
-
-    return _options(fields(GenerateOptions))
-
-
-def _settings() -> str:
-    from mlxrunner.options import RunnerSettings
-
-    return _options(fields(RunnerSettings))
-
-
-def _settings_of_many() -> str:
-    """List the settings of a runner of many requests that differ from those of a runner."""
-    from mlxrunner.config.option import about
-    from mlxrunner.options import RunnerSettings
-    from mlxrunner.parallel.settings import OpenSettings
-
-    known = {one.name: about(one) for one in fields(RunnerSettings)}
-    return _options([one for one in fields(OpenSettings) if about(one) != known.get(one.name)])
-
-
-def _options(given: Iterable[Field[Any]]) -> str:
-    """List options: fields that `mlxrunner.config.option` describes."""
-    from mlxrunner.config.option import about
-
-    rows = []
-    for one in given:
-        found = about(one)
-        bounds = [f"{bound:,}" for bound in (found.low, found.high) if bound is not None]
-        allowed = ", ".join(map(str, found.among)) or " to ".join(bounds)
-        if len(bounds) == 1:
-            allowed += " or more"
-        default = "" if one.default is MISSING else f"`{one.default!r}`"
-        is_on = one.default is True
-        help = f"False: {found.help[0].lower()}{found.help[1:]}" if is_on else found.help
-        rows.append(f"| `{one.name}` | {default} | {allowed} | {_escaped(help)} |")
-    return _table("name | default | values | what it does", rows)
-
-
-def _table(head: str, rows: list[str]) -> str:
-    rule = "|---" * (head.count("|") + 1) + "|"
-    return "\n".join([f"| {head} |", rule, *rows, ""])
-
-
-def _code(text: str) -> str:
-    """Write code into a cell of a table, where backticks can't hold a `|`."""
-    return f"<code>{_escaped(text)}</code>" if "|" in text else f"`{text}`"
-
-
-def _escaped(text: str) -> str:
-    return text.replace("|", "&#124;")
 
 
 def with_examples(text: str, found: list[Example]) -> str:
