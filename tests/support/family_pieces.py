@@ -1,4 +1,4 @@
-"""What the templates of eight families write, as pieces of text with their parts.
+"""Texts that the templates of eight families write, as pieces of text with their parts.
 
 The pieces are written by hand and spell what the template writes to the letter, so they tell the
 truth about which character belongs to what.

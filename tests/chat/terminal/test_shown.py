@@ -1,4 +1,4 @@
-"""What the chat shows of itself: its first lines, its answers and its bars."""
+"""The chat shows its first lines, its answers and its bars."""
 
 from __future__ import annotations
 

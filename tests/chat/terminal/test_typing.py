@@ -1,4 +1,4 @@
-"""What is typed at the prompt, key by key."""
+"""Texts are typed at the prompt, key by key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""However an answer in a form breaks off, the entry is what was evaluated."""
+"""An answer in a form may break off anywhere: the entry is what was evaluated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What no runner can do is refused by submit, and other requests go on."""
+"""Requests that no runner can serve are refused by submit, and the others go on."""
 
 from __future__ import annotations
 
