@@ -274,7 +274,7 @@ NESTED = {
     "additionalProperties": False,
     "$defs": {"how": {"enum": ["fast", "slow"]}},
 }
-"""What a tool may ask for: parts defined elsewhere, and limits."""
+"""A form with parts that are defined elsewhere, and with limits."""
 
 
 def load_strict(folder: Path, family: str, words: Sequence[str] = ()) -> Tokenizer:
