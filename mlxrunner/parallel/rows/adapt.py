@@ -29,7 +29,7 @@ from mlxrunner.cache.shared.split import WORTH_SPLITTING
 from mlxrunner.errors import NotSupportedError
 from mlxrunner.parallel.rows.apart import Apart, Plan, Step, class_apart, mixers, view_of
 from mlxrunner.parallel.rows.attention import Parts
-from mlxrunner.parallel.rows.engine import Engine, joined
+from mlxrunner.parallel.rows.engine import Engine, joined, marker
 from mlxrunner.parallel.rows.views import LayerView, PerTokenRope, SomeRows, attention_in_parts
 from mlxrunner.system.mlx_lm_internals import (
     calls_attention,
@@ -37,6 +37,12 @@ from mlxrunner.system.mlx_lm_internals import (
     has_rope,
     last_norm,
 )
+
+AHEAD_TOKENS = 10
+"""Tokens per layer from which on a pass of their own, without a last layer, is worth it.
+
+It reads all weights once more, which takes as long as evaluating about this number of tokens.
+"""
 
 
 class Sharing(Enum):
@@ -134,7 +140,36 @@ class Adapted(Engine):
         `reserve`: let the row see every cell, and store nothing. If the pass raises an error, the
         layers that are apart are left as after `begin_forward`.
         """
-        rows = rows or [0]
+        if reserve:
+            return self._pass(tokens, batch, rows or [0], reserve=True)
+        if not rows:
+            self._pass(tokens, batch, [0])
+            apart = [cache.state for view in self._apart for _, cache in view.groups]
+            return marker([*apart, *(group.state for group in self.groups)])
+        if ahead := self._ahead(batch, rows):
+            # Both passes fit if one does: a pass that lacks cells raises, with nothing changed.
+            self.cache.start_forward(batch)
+            self.cache.undo_forward()
+            self._pass(*_part(tokens, batch, ahead), [0])
+            tokens, batch = _part(tokens, batch, rows)
+            rows = range(len(rows))
+        return self._pass(tokens, batch, rows)
+
+    def _ahead(self, batch: Batch, rows: Sequence[int]) -> list[int]:
+        """Return the tokens that run in a pass before that of `rows`, if such a pass is worth it.
+
+        Nothing reads its logits, so that its last layer stores keys and values and computes no
+        more.
+        """
+        without = len(batch) - len(rows)
+        if without < AHEAD_TOKENS * len(self._views) or batch.encoder_inputs or batch.sees_forward:
+            return []
+        wanted = set(rows)
+        return [index for index in range(len(batch)) if index not in wanted]
+
+    def _pass(
+        self, tokens: mx.array, batch: Batch, rows: Sequence[int], *, reserve: bool = False
+    ) -> mx.array:
         plan = Plan.of(batch.sequences, batch.positions) if self._apart else None
         if plan is not None and plan.order is not None:
             tokens, batch, rows = _sorted(plan.order, tokens, batch, rows)
@@ -310,6 +345,12 @@ def _modules(model: Any) -> list[Any]:
     """Return all modules of the layers, once each."""
     layers = [layer for layer in getattr(model, "layers", []) if hasattr(layer, "modules")]
     return list({id(module): module for layer in layers for module in layer.modules()}.values())
+
+
+def _part(tokens: mx.array, batch: Batch, kept: Sequence[int]) -> tuple[mx.array, Batch]:
+    """Return the step of some of the tokens."""
+    part = Batch([batch.positions[i] for i in kept], [batch.sequences[i] for i in kept])
+    return tokens[mx.array(list(kept))], part
 
 
 def _sorted(

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 
 from mlxrunner.cache.layers.factory import CacheOptions, make_layer_caches
 from mlxrunner.cache.layers.protocol import LayerCache
@@ -14,7 +13,7 @@ from mlxrunner.cache.layers.rotate import rotators
 from mlxrunner.cache.shared.causal import CausalCache
 from mlxrunner.cache.shared.sequences import Batch
 from mlxrunner.engine.pipeline import SEED_TOKENS
-from mlxrunner.parallel.rows.engine import Engine
+from mlxrunner.parallel.rows.engine import Engine, marker
 
 
 class OneAtATime(Engine):
@@ -61,7 +60,7 @@ class OneAtATime(Engine):
             self._pass(tokens[:count], caches)
         logits = self._pass(tokens[-last:], caches)
         if not rows:
-            return _marker(caches)
+            return marker([cache.state for cache in caches])
         before = len(batch) - last
         return logits[0, mx.array([row - before for row in rows], mx.int32)]
 
@@ -109,10 +108,3 @@ def passes(batch: Batch, rows: Sequence[int]) -> list[int]:
     before = min(rows, default=0)
     is_long = batch.positions[-1] >= SEED_TOKENS
     return [before, len(batch) - before] if before and is_long else [len(batch)]
-
-
-def _marker(caches: Sequence[LayerCache]) -> mx.array:
-    """Return an array that is ready when the states of all caches are."""
-    leaves: Any = tree_flatten([cache.state for cache in caches])
-    states = [leaf for _, leaf in leaves if isinstance(leaf, mx.array) and leaf.size]
-    return mx.stack([state[(0,) * state.ndim].astype(mx.float32) for state in states])

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
 from mlxrunner.cache.layers.protocol import LayerCache
 from mlxrunner.cache.shared.causal import CausalCache
@@ -114,3 +115,10 @@ class Engine(ABC):
 def joined(groups: list[CausalCache]) -> Cache:
     """Return all groups as one cache; without groups, one that stores nothing."""
     return groups[0] if len(groups) == 1 else WrapperCache(*groups)
+
+
+def marker(states: Sequence[Any]) -> mx.array:
+    """Return an array that is ready when the arrays in `states`, a tree, are."""
+    leaves: Any = tree_flatten(list(states))
+    arrays = [leaf for _, leaf in leaves if isinstance(leaf, mx.array) and leaf.size]
+    return mx.stack([array[(0,) * array.ndim].astype(mx.float32) for array in arrays])

@@ -1,0 +1,71 @@
+"""The pass that stores the tokens of a prompt whose logits nobody reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from support.histories import tiny_parts
+
+from mlxrunner.cache.shared.sequences import Batch
+from mlxrunner.errors import CacheFullError
+from mlxrunner.parallel.rows import adapt
+from mlxrunner.parallel.stepper import Stepper
+
+KINDS = ["llama", "gemma3_text", "lfm2", "qwen3_next", "mamba2", "deepseek_v3", "jamba"]
+PROMPT = np.random.default_rng(0).integers(10, 200, 300).tolist()
+SHORT = PROMPT[100:104]
+
+
+def answers(name: str) -> tuple[list[list[tuple[int | None, float | None]]], list[int]]:
+    """Return what a runner answers, and the tokens of each forward pass of the model."""
+    passes: list[int] = []
+    with Stepper(*tiny_parts(name), max_sequences=3, context=400, prefill_step=250) as runner:
+        adapted: Any = runner._adapted
+        run = adapted._run
+
+        def counted(tokens: mx.array, *more: Any) -> mx.array:
+            passes.append(tokens.size)
+            result: mx.array = run(tokens, *more)
+            return result
+
+        adapted._run = counted
+        options: dict[str, Any] = {"max_tokens": 12, "stop_tokens": [], "logprobs": 0}
+        handles = [runner.submit(SHORT, **options), runner.submit(PROMPT, **options)]
+        said = [[(chunk.token, chunk.logprob) for chunk in handle] for handle in handles]
+        again = runner.submit(PROMPT[:200] + SHORT, **options)
+        said.append([(chunk.token, chunk.logprob) for chunk in again])
+    return said, passes
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_tokens_ahead_change_no_answer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt beside an answer, from the beginning and behind a prefix, on all kinds of layers."""
+    said, passes = answers(name)
+    monkeypatch.setattr(adapt, "AHEAD_TOKENS", 1000)
+    whole, at_once = answers(name)
+    assert len(passes) > len(at_once)
+    assert sum(passes) == sum(at_once)
+    for ours, theirs in zip(said, whole, strict=True):
+        assert [token for token, _ in ours] == [token for token, _ in theirs]
+        logprobs = np.array(
+            [[a, b] for (_, a), (_, b) in zip(ours, theirs, strict=True) if a], float
+        )
+        np.testing.assert_allclose(logprobs[:, 0], logprobs[:, 1], atol=1e-3)
+
+
+def test_a_step_that_lacks_cells_stores_nothing() -> None:
+    """Though its first pass alone had room."""
+    with Stepper(*tiny_parts("llama"), max_sequences=2, context=100, prefill_step=64) as runner:
+        adapted: Any = runner._adapted
+        cells = adapted.groups[0].num_cells
+        batch = Batch([*range(cells), 0], [0] * cells + [1])
+        with pytest.raises(CacheFullError):
+            adapted.forward(mx.zeros(cells + 1, mx.int32), batch, [cells])
+        assert adapted.groups[0].num_free == cells
+        fits = Batch([*range(60), 0], [0] * 60 + [1])
+        logits = adapted.forward(mx.zeros(61, mx.int32), fits, [59, 60])
+        mx.eval(logits)
+        assert adapted.groups[0].num_free == cells - 61
