@@ -229,7 +229,7 @@ def test_what_is_drawn_by_lot_is_drawn_anew(
 
 
 def test_other_filters_by_name_are_remembered(remembering: Callable[[Memory], None]) -> None:
-    """As templates use them for the parts of a content."""
+    """Templates use them for the parts of a content."""
     memory = Memory(10**7)
     remembering(memory)
     named = "{{ [m] | selectattr('role', 'equalto', m.role) | map(attribute='content') | join }}"
@@ -258,7 +258,7 @@ def test_a_memory_keeps_what_was_used_last() -> None:
     ids=["small", "wide"],
 )
 def test_a_memory_counts_objects_and_not_only_text(text: str, count: int) -> None:
-    """What it holds takes no more of the process's memory than it may."""
+    """All that it holds takes no more of the process's memory than it may."""
     most = 4_000_000
     remembered = Remembered(lambda value: [value, dict(value)], most)
     tracemalloc.start()
