@@ -138,7 +138,7 @@ class Ended:
     thinking_tokens: int = 0
     """Tokens of the answer that were thinking."""
     note: str | None = None
-    """A note for readers of the logs, such as a tool call that could not be parsed."""
+    """A remark on the answer, such as why a tool call could not be read."""
 
 
 Event = Waiting | Reading | Thought | Text | CallBegan | CallArguments | CallEnded | Ended

@@ -7,10 +7,8 @@ pages of other origins get no answer unless the user has named them.
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import ipaddress
-import re
 import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -19,26 +17,14 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mlxrunner.serve.bodies import MOST_BYTES, MOST_SECONDS, MOST_TOGETHER, Bodies
 from mlxrunner.serve.events import RefusedError
 from mlxrunner.serve.shapes import refusal_response
 
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
-MOST_BYTES = 64 * 2**20
-"""Most bytes of a body: a context of a million tokens is about 4 MB."""
-MOST_DEPTH = 128
-"""Most brackets of a body within each other."""
-MOST_PARTS = 2**20
-"""Most values of a body, each name of a field counted as one: they take far more memory than bytes,
-and the time in which they are checked is taken from all requests."""
-IN_BETWEEN = 2**16
-"""Bytes of a body up to which it is looked at between two steps of the event loop."""
-MOST_SECONDS = 30.0
-"""Most seconds without a new part of a body."""
 OPEN = frozenset({"/health", "/"})
 """Paths that need no key: they tell nothing of anybody's requests."""
 METHODS = "GET, HEAD, POST, DELETE, OPTIONS"
-_PARTS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[\]{}]|[-+.\w]+', re.DOTALL)
-_OPENING, _CLOSING = frozenset(b"[{"), frozenset(b"]}")
 
 
 @dataclass(frozen=True)
@@ -51,6 +37,7 @@ class Rules:
     origins: frozenset[str] = frozenset()
     """The origins whose pages may use the server."""
     most_bytes: int = MOST_BYTES
+    most_together: int = MOST_TOGETHER
     most_seconds: float = MOST_SECONDS
 
 
@@ -78,6 +65,7 @@ class Guard:
 
     def __init__(self, app: ASGIApp, rules: Rules) -> None:
         self._app, self._rules = app, rules
+        self.bodies = Bodies(rules.most_bytes, rules.most_together, rules.most_seconds)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer an HTTP request, or pass it on. Nothing but HTTP is known here."""
@@ -88,17 +76,26 @@ class Guard:
         state = scope.setdefault("state", {})
         state["id"] = uuid.uuid4().hex[:24]
         send = _with_headers(send, state, self._allowed(headers))
-        try:
-            self._check(scope, headers)
-            body = await self._body(headers, receive)
-        except RefusedError as refused:
+        refused = await self._let_in(scope, receive, send, headers)
+        if refused is not None:
             response = refusal_response(scope["path"], refused, state["id"])
             await response(scope, receive, send)
-            return
-        if _is_preflight(scope, headers):
-            await Response(status_code=204)(scope, receive, send)
-        elif body is not None:
-            await self._app(scope, _again(body, receive), send)
+
+    async def _let_in(
+        self, scope: Scope, receive: Receive, send: Send, headers: Headers
+    ) -> RefusedError | None:
+        """Pass a request on, and hold its body until it is answered. Return why not, or None."""
+        with self.bodies.place() as place:
+            try:
+                self._check(scope, headers)
+                body = await place.read(headers, receive)
+            except RefusedError as refused:
+                return refused
+            if _is_preflight(scope, headers):
+                await Response(status_code=204)(scope, receive, send)
+            elif body is not None:
+                await self._app(scope, _again(body, receive), send)
+            return None
 
     def _allowed(self, headers: Headers) -> Mapping[str, str]:
         """Return the headers that let a page of a known origin read the response."""
@@ -158,42 +155,6 @@ class Guard:
                 code="invalid_api_key",
             )
 
-    async def _body(self, headers: Headers, receive: Receive) -> bytes | None:
-        """Return the whole body; None if the client left. Raise RefusedError if it is wrong."""
-        most = self._rules.most_bytes
-        length = headers.get("content-length", "0")
-        if length.isdecimal() and int(length[:20]) > most:
-            raise _too_large(int(length[:20]), most)
-        parts, size, is_last = list[bytes](), 0, False
-        while not is_last:
-            message = await self._next(receive, size)
-            if message["type"] == "http.disconnect":
-                return None
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            if size > most:
-                raise _too_large(size, most)
-            is_last = not message.get("more_body", False)
-        body = b"".join(parts)
-        if size <= IN_BETWEEN:
-            check_form(body)
-        else:
-            await asyncio.to_thread(check_form, body)
-        return body
-
-    async def _next(self, receive: Receive, size: int) -> Message:
-        """Return the next part of a body, of which `size` bytes have come."""
-        seconds = self._rules.most_seconds
-        try:
-            async with asyncio.timeout(seconds):
-                return await receive()
-        except TimeoutError:
-            raise RefusedError(
-                408,
-                f"nothing of the body came for {seconds:g} s after {size} bytes: send it whole",
-                code="timeout",
-            ) from None
-
 
 def _is_preflight(scope: Scope, headers: Headers) -> bool:
     """Return True if a browser asks whether a page may send a request. That has no key."""
@@ -205,43 +166,6 @@ def name_in(host: str) -> str:
     if host.startswith("["):
         return host[1:].partition("]")[0].lower()
     return host.partition(":")[0].lower()
-
-
-def check_form(body: bytes) -> None:
-    """Raise RefusedError for a JSON text that is too deep, or has too many parts."""
-    if depth_of(body) > MOST_DEPTH:
-        raise RefusedError(
-            400,
-            f"the body has more than {MOST_DEPTH} brackets within each other: make it flatter",
-            code="too_deep",
-        )
-
-
-def depth_of(body: bytes) -> int:
-    """Return how many brackets of a JSON text lie within each other, at most.
-
-    Raise RefusedError if it has too many parts.
-    """
-    depth = most = parts = 0
-    for found in _PARTS.finditer(body):
-        sign = body[found.start()]
-        if sign in _CLOSING:
-            depth -= 1
-            continue
-        parts += 1
-        if parts > MOST_PARTS:
-            said = f"the body has more than {MOST_PARTS} values (texts, numbers, lists): send less"
-            raise RefusedError(413, said, code="too_large")
-        if sign in _OPENING:
-            depth += 1
-            most = max(most, depth)
-    return most
-
-
-def _too_large(size: int, most: int) -> RefusedError:
-    return RefusedError(
-        413, f"the body has {size} bytes, and {most} are the most: send less", code="too_large"
-    )
 
 
 def _again(body: bytes, receive: Receive) -> Receive:

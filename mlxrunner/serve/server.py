@@ -25,7 +25,8 @@ from mlxrunner.serve.answering.house import House
 from mlxrunner.serve.answering.opened import Opened, parking_folder
 from mlxrunner.serve.apis.routers import routers
 from mlxrunner.serve.app import make_app
-from mlxrunner.serve.guard import MOST_SECONDS, Rules, hosts_of, is_loopback
+from mlxrunner.serve.bodies import MOST_SECONDS
+from mlxrunner.serve.guard import Rules, hosts_of, is_loopback
 from mlxrunner.serve.prompts.rules import RULES
 from mlxrunner.serve.watch.record import Record
 from mlxrunner.serve.watch.routes import watch_router

@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,13 +14,15 @@ import httpx
 import pytest
 import uvicorn
 from fastapi import APIRouter, Request
+from starlette.responses import PlainTextResponse
 from support.waiting import until
 
 from mlxrunner.errors import ContextLengthError
-from mlxrunner.serve import guard
+from mlxrunner.serve import bodies
 from mlxrunner.serve.app import make_app
+from mlxrunner.serve.bodies import MOST_DEPTH, VALUE, form_of
 from mlxrunner.serve.events import RefusedError
-from mlxrunner.serve.guard import LOOPBACK, MOST_DEPTH, Rules, depth_of, hosts_of
+from mlxrunner.serve.guard import LOOPBACK, Guard, Rules, hosts_of
 from mlxrunner.serve.server import Door
 
 
@@ -229,8 +231,8 @@ def test_a_body_that_is_too_deep(url: str) -> None:
 @pytest.mark.exhaustive(6)
 def test_the_depth_of_a_body(body: bytes, depth: int) -> None:
     """It is found without parsing, also of what is no JSON."""
-    assert depth_of(body) <= max(depth, json_depth(body))
-    assert depth_of(body) == depth
+    assert form_of(body)[0] <= max(depth, json_depth(body))
+    assert form_of(body)[0] == depth
 
 
 @pytest.mark.parametrize(
@@ -240,11 +242,11 @@ def test_the_depth_of_a_body(body: bytes, depth: int) -> None:
 @pytest.mark.exhaustive(3)
 def test_the_values_of_a_body(part: bytes, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers count as texts do: a list of a million tokens takes all requests' time to check."""
-    monkeypatch.setattr(guard, "MOST_PARTS", 30)
+    monkeypatch.setattr(bodies, "MOST_PARTS", 30)
     most = 29 // count  # the list itself is a value
-    assert depth_of(b"[" + part * most + b"]") <= 2
+    assert form_of(b"[" + part * most + b"]")[0] <= 2
     with pytest.raises(RefusedError, match="more than 30 values") as refused:
-        depth_of(b"[" + part * (most + 1) + b"]")
+        form_of(b"[" + part * (most + 1) + b"]")
     assert refused.value.status == 413
 
 
@@ -257,6 +259,91 @@ def json_depth(body: bytes) -> int:
         return depth(json.loads(body))
     except ValueError:
         return 0
+
+
+BODY = b"[1" + b" " * 400 + b"]"
+HELD = len(BODY) + 2 * VALUE
+"""Bytes that this body is counted as: the list and the number are values."""
+
+
+class Slow:
+    """An application that answers when it is told to."""
+
+    def __init__(self) -> None:
+        self.goes_on = asyncio.Event()
+        self.seen = 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.seen += 1
+        await self.goes_on.wait()
+        if scope["path"] == "/v1/fails":
+            raise RuntimeError("in the application")
+        await PlainTextResponse("")(scope, receive, send)
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/fails"])
+def test_bodies_share_a_limit(path: str) -> None:
+    """One for which there is no room is refused. It is let in as soon as others are answered."""
+
+    async def run() -> list[httpx.Response]:
+        app, answers = Slow(), list[httpx.Response]()
+        guard = Guard(app, Rules(most_together=2 * HELD))
+        transport = httpx.ASGITransport(guard, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+
+            async def ask(content: Any) -> httpx.Response:
+                return await client.post(path, content=content)
+
+            running = [asyncio.ensure_future(ask(BODY)) for _ in range(2)]
+            while app.seen < 2:
+                await asyncio.sleep(0)
+            assert guard.bodies.held == 2 * HELD
+
+            async def parts() -> AsyncIterator[bytes]:
+                yield BODY
+
+            answers += [await ask(BODY), await ask(parts()), await ask(b"[")]
+            assert guard.bodies.held == 2 * HELD
+            app.goes_on.set()
+            await asyncio.gather(*running)
+            assert guard.bodies.held == 0
+            return [*answers, await ask(BODY)]
+
+    *refused, last = asyncio.run(run())
+    for answer in refused:
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, str(bodies.SOON))
+        assert f"{2 * HELD} are the most" in answer.json()["error"]["message"]
+    assert last.status_code == (200 if path == "/v1/messages" else 500)
+
+
+def test_a_part_of_a_body_is_held_until_its_client_leaves() -> None:
+    """Half a body counts while it is waited for, and not when its client has left."""
+
+    async def run() -> None:
+        guard = Guard(Slow(), Rules(most_together=100))
+        parts = [b"x" * 60, b"y" * 60]
+
+        async def receive() -> dict[str, Any]:
+            if not parts:
+                return {"type": "http.disconnect"}
+            assert guard.bodies.held == (0 if len(parts) == 2 else 60)
+            return {"type": "http.request", "body": parts.pop(), "more_body": True}
+
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            assert guard.bodies.held == 0
+            sent.append(message)
+
+        scope = {"type": "http", "method": "POST", "path": "/api/chat", "headers": []}
+        scope["headers"] = [(b"host", b"localhost")]
+        await guard(scope, receive, send)
+        assert sent[0]["status"] == 503
+        sent.clear()
+        await guard(scope, receive, send)
+        assert (sent, guard.bodies.held) == ([], 0)
+
+    asyncio.run(run())
 
 
 def test_a_body_that_does_not_come(url: str) -> None:

@@ -20,8 +20,8 @@ from mlxrunner.serve.apis.openai.chat_request import ChatRequest
 from mlxrunner.serve.apis.openai.completions import CompletionRequest
 from mlxrunner.serve.apis.openai.response_request import ResponseRequest
 from mlxrunner.serve.asked import Asked
+from mlxrunner.serve.bodies import MOST_PARTS, check_form
 from mlxrunner.serve.events import RefusedError
-from mlxrunner.serve.guard import MOST_PARTS, check_form
 
 WRONG = [3.5] * 500
 """Items that no list takes."""

@@ -5,38 +5,40 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from support.actor import calling, playing
 from support.scripted import serving
-from support.strict_templates import NESTED, TEMPLATES, load_strict
+from support.strict_answers import (
+    FIRST,
+    LONG,
+    answered,
+    asked,
+    calls_of,
+    constraint_of,
+    events_of,
+    held_of,
+    tokenizer_of,
+    tool,
+)
+from support.strict_templates import TEMPLATES
 
 from mlxrunner.config.serving import ServeSettings
 from mlxrunner.engine.constrain import Constraint
-from mlxrunner.results import Chunk
 from mlxrunner.serve.answering.house import House
 from mlxrunner.serve.answering.names import ModelNames
 from mlxrunner.serve.asked import Asked, ToolChoice
-from mlxrunner.serve.events import CallArguments, CallBegan, Ended, Event, RefusedError, Text
+from mlxrunner.serve.events import Ended, Event, RefusedError, Text
 from mlxrunner.serve.prompts.arguments import arguments_of
 from mlxrunner.serve.prompts.make import PromptMaker
 from mlxrunner.serve.prompts.strict import SPELLINGS
 from mlxrunner.serve.server import application
 from mlxrunner.serve.watch.record import Record
-from mlxrunner.tokenizer import Tokenizer, load_tokenizer
 
 GOOD = '{"at": 42, "how": "slow"}'
-LONG = [">\n", '>{"', '": "', '"l', "ook", "}}", "]{", " ok"]
-"""Tokens of several letters, of which some end a tag and go on."""
-FIRST = 256
-"""The first of them: those before are bytes."""
-SHORT = '"}]>0123456789slowfat'
-"""Letters that end a value soon."""
 CALLS = {
     "qwen3": ["I look.\n<tool_call>\n", '{"name": "NAME", "arguments": ARGS}', "\n</tool_call>"],
     "llama3": ["", '{"name": "NAME", "parameters": ARGS}', ""],
@@ -56,21 +58,6 @@ CALLS = {
 TEXTS = {"qwen3": "I look.", "deepseek": "Hm."}
 
 
-def tool(name: str, parameters: dict[str, Any] = NESTED, **more: Any) -> dict[str, Any]:
-    """Return a description of a tool."""
-    return {"type": "function", "function": {"name": name, "parameters": parameters, **more}}
-
-
-TOOLS = [tool("look", strict=True), tool("move")]
-
-
-def asked(**more: Any) -> Asked:
-    """Return a request with a strict tool and another one."""
-    messages = [{"role": "user", "content": "hi"}]
-    given = {"protocol": "chat", "model": "", "id": "r", "messages": messages, "tools": TOOLS}
-    return Asked(**{**given, **more})
-
-
 @pytest.fixture(scope="module")
 def makers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PromptMaker]:
     """A maker for each family of templates."""
@@ -81,65 +68,9 @@ def makers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PromptMaker]:
     }
 
 
-def tokenizer_of(folder: Path, family: str) -> Tokenizer:
-    """Load a tokenizer that has the long tokens as well."""
-    load_strict(folder, family)
-    path = folder / "tokenizer.json"
-    written = json.loads(path.read_text())
-    spelled = [text.replace(" ", "\u0120").replace("\n", "\u010a") for text in LONG]
-    written["model"]["vocab"] |= {text: FIRST + n for n, text in enumerate(spelled)}
-    for token in written["added_tokens"]:
-        token["id"] += len(LONG)
-    path.write_text(json.dumps(written))
-    return load_tokenizer(folder)
-
-
-def constraint_of(maker: PromptMaker, request: Asked) -> Constraint | None:
-    """Return the constraint of an answer to a request."""
-    start = maker.make(request).prompt.constraint
-    return None if start is None else start(maker.tokenizer.stop_tokens)
-
-
 def text_of(family: str, name: str, arguments: str) -> str:
     """Return an answer with a call."""
     return "".join(CALLS[family]).replace("NAME", name).replace("ARGS", arguments)
-
-
-def answered(maker: PromptMaker, held: Constraint, wish: str, order: random.Random) -> str:
-    """Return the answer of a model that wants to say `wish`.
-
-    Where it may not, it gives that up, says anything that may come, and ends as soon as it may.
-    """
-    tokenizer, said = maker.tokenizer, list[int]()
-    short = {token for letter in SHORT for token in tokenizer.encode_more(letter)}
-    wishes = tokenizer.encode_more(wish)[::-1]
-    while not held.is_done and len(said) < 400:
-        allowed = held.mask(tokenizer.vocab_size)
-        if wishes and allowed[wishes[-1]]:
-            said.append(wishes.pop())
-        else:
-            may, wishes = allowed.nonzero()[0].tolist(), []
-            for few in (tokenizer.stop_tokens, short, may):
-                if set(few) & set(may):
-                    said.append(order.choice(sorted(set(few) & set(may))))
-                    break
-        held.advance(said[-1])
-    assert held.is_done
-    assert held.count == len(said)
-    return tokenizer.decode([token for token in said if token not in tokenizer.stop_tokens])
-
-
-def events_of(maker: PromptMaker, request: Asked, answer: str) -> list[Event]:
-    """Return the events of an answer."""
-    splitter = maker.splitter(maker.make(request), request)
-    return [*splitter.add(Chunk(answer, 1)), *splitter.finish()]
-
-
-def calls_of(events: Sequence[Event]) -> Iterator[tuple[str, Any]]:
-    """Yield the name and the arguments of each call."""
-    names = [event.name for event in events if isinstance(event, CallBegan)]
-    written = [json.loads(event.text) for event in events if isinstance(event, CallArguments)]
-    return zip(names, written, strict=True)
 
 
 def fits(arguments: Any) -> bool:
@@ -185,7 +116,7 @@ def test_a_good_call_is_as_the_model_writes_it(makers: dict[str, PromptMaker], f
     events = events_of(maker, request, answered(maker, held, wish, random.Random(0)))
     expected = [("look", json.loads(GOOD)), ("move", {"any": [1, None]})]
     assert list(calls_of(events)) in (expected, expected[:1])
-    assert answered(maker, _again(maker, request), wish, random.Random(0)) == wish.replace(
+    assert answered(maker, held_of(maker, request), wish, random.Random(0)) == wish.replace(
         "<|call|>", ""
     )
 
@@ -197,14 +128,8 @@ def test_a_name_is_spelled_as_it_is(makers: dict[str, PromptMaker], family: str,
     """Also with what stands for other parts in a spelling, and with letters that JSON escapes."""
     maker, request = makers[family], asked(tools=[tool(name, strict=True)])
     wish = text_of(family, name, GOOD)
-    answer = answered(maker, _again(maker, request), wish, random.Random(0))
+    answer = answered(maker, held_of(maker, request), wish, random.Random(0))
     assert list(calls_of(events_of(maker, request, answer))) == [(name, json.loads(GOOD))]
-
-
-def _again(maker: PromptMaker, request: Asked) -> Constraint:
-    held = constraint_of(maker, request)
-    assert held is not None
-    return held
 
 
 @pytest.mark.parametrize("family", CALLS)

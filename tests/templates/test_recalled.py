@@ -258,7 +258,7 @@ def test_a_memory_keeps_what_was_used_last() -> None:
     ids=["small", "wide"],
 )
 def test_a_memory_counts_objects_and_not_only_text(text: str, count: int) -> None:
-    """A memory takes no more of the process's memory than it may."""
+    """All that it holds takes no more of the process's memory than it may."""
     most = 4_000_000
     remembered = Remembered(lambda value: [value, dict(value)], most)
     tracemalloc.start()

@@ -14,6 +14,13 @@ _JOINED = frozenset(("$ref", "anyOf", "oneOf", "patternProperties", "unevaluated
 _NAMED, _LISTED = ("properties", "$defs", "definitions"), ("prefixItems", "anyOf", "oneOf")
 
 
+def name_of(tool: Mapping[str, Any]) -> str:
+    """Return the name of a tool; empty if its description has none."""
+    function = tool.get("function")
+    name = function.get("name") if isinstance(function, Mapping) else None
+    return name if isinstance(name, str) else ""
+
+
 def arguments_of(tool: Mapping[str, Any]) -> dict[str, Any]:
     """Return the schema of a tool's arguments; that of any object if its description has none.
 

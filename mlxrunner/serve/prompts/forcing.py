@@ -16,8 +16,8 @@ from mlxrunner.errors import OptionError
 from mlxrunner.options import GenerateOptions
 from mlxrunner.serve.asked import ToolChoice
 from mlxrunner.serve.events import RefusedError
-from mlxrunner.serve.prompts.arguments import ANY, arguments_of, is_strict
-from mlxrunner.serve.prompts.formats import HERMES, CallFormat, Tools, name_of
+from mlxrunner.serve.prompts.arguments import ANY, arguments_of, is_strict, name_of
+from mlxrunner.serve.prompts.formats import HERMES, CallFormat, Tools
 from mlxrunner.templates.thinking import THINKING_TAGS
 
 CHANNEL = "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>"

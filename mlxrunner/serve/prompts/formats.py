@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from mlxrunner.serve.prompts import parameters
 from mlxrunner.system.mlx_lm_internals import tool_parser, tool_parser_name
 from mlxrunner.tokenizer import Tokenizer
 
@@ -41,13 +42,6 @@ class Piece(NamedTuple):
     text: str = ""
     """The text, unless it is a call."""
     call: Call | None = None
-
-
-def name_of(tool: Mapping[str, Any]) -> str:
-    """Return the name of a tool; empty if its description has none."""
-    function = tool.get("function")
-    name = function.get("name") if isinstance(function, Mapping) else None
-    return name if isinstance(name, str) else ""
 
 
 @dataclass(frozen=True)
@@ -145,6 +139,8 @@ def format_of(template: str, tokenizer: Tokenizer, parser: str | None = None) ->
         return HERMES
     if name is not None and found is not None:
         parse, start, end = found
+        if name == parameters.NAME:
+            parse = parameters.typed(parse)
         return CallFormat(name, "tags" if end else "open", start, end, parse)
     own = (one for one in OWN if one.start in template and one.end in template)
     return next(own, HERMES if "<tool_call>" in template or "tools" not in template else BARE)

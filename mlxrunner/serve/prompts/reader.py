@@ -7,8 +7,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from mlxrunner.serve.prompts.arguments import name_of
 from mlxrunner.serve.prompts.channels import ChannelReader
-from mlxrunner.serve.prompts.formats import Call, CallFormat, Piece, Tools, name_of
+from mlxrunner.serve.prompts.formats import Call, CallFormat, Piece, Tools
 from mlxrunner.templates.thinking import ThinkingSplitter, without_thinking
 
 _HEADER = re.compile(r"\s*(?:\[TOOL_CALLS\])?\s*[\w.-]+\s*\[ARGS\]\s*")

@@ -21,8 +21,9 @@ from mlxrunner.engine.constrain import HEAD, JSON_STYLE, Constraint, check_form,
 from mlxrunner.errors import OptionError
 from mlxrunner.options import GenerateOptions
 from mlxrunner.serve.events import RefusedError
-from mlxrunner.serve.prompts.arguments import ANY, arguments_of, is_strict
-from mlxrunner.serve.prompts.formats import Tools, name_of
+from mlxrunner.serve.prompts.arguments import ANY, arguments_of, is_strict, name_of
+from mlxrunner.serve.prompts.formats import Tools
+from mlxrunner.serve.prompts.parameters import ANY_TEXT, NAME, rules_of
 from mlxrunner.templates.thinking import ThinkingSplitter
 from mlxrunner.tokenizer import Tokenizer
 
@@ -52,6 +53,8 @@ class Spelling:
     """The texts of a call without JSON around it, which is `head`."""
     end: str = ""
     """The text after the calls."""
+    are_texts: bool = False
+    """True if arguments are texts between tags: see `mlxrunner.serve.prompts.parameters`."""
 
 
 def _tagged(tag: str, whole: str, *calls: str, end: str = "", **more: Any) -> Spelling:
@@ -88,6 +91,13 @@ SPELLINGS: Mapping[str, Spelling] = {
         "<｜tool▁call▁begin｜>%n<｜tool▁sep｜>%a<｜tool▁call▁end｜>",
         "<｜tool▁call▁begin｜>function<｜tool▁sep｜>%n\n```json\n%a\n```<｜tool▁call▁end｜>",
         end="<｜tool▁calls▁end｜>",
+    ),
+    NAME: _tagged(
+        "<tool_call>",
+        "WS call WS end",
+        "<function=%n>\n%a</function>",
+        end="</tool_call>",
+        are_texts=True,
     ),
     "bare_json": Spelling(
         BEGINNING + r"[\s;,]*(?:<\|python_tag\|>)?\s*\{\s*"
@@ -168,10 +178,11 @@ class StrictCalls:
     def _matcher(self, spelling: Spelling, tools: Tools) -> Any:
         """Return the matcher of a grammar of calls of `tools`, from behind the tag on."""
         rules: dict[str, list[str]] = defaultdict(list)
+        for rule, text in ANY_TEXT if spelling.are_texts else ():
+            rules[rule].append(text)
         for number, tool in enumerate(tools):
-            schema = arguments_of(tool) if is_strict(tool) else ANY
-            styled = json.dumps(schema | {"x-guidance": JSON_STYLE})
-            rules[f"arguments_{number}"].append(f"%json {styled}")
+            for rule, text in self._arguments(spelling, tool, number):
+                rules[rule].append(text)
             for rule, texts in (("call", spelling.calls), ("head", spelling.heads)):
                 rules[rule] += [self._call(text, number, name_of(tool)) for text in texts]
         if spelling.end:
@@ -180,6 +191,16 @@ class StrictCalls:
         lines += [f"{name}: {one}" for name, one in _TERMINALS.items()]
         grammar = "\n".join([HEAD + spelling.whole, *lines])
         return matcher_of(grammar, self._tokenizer.vocabulary, "tools")
+
+    def _arguments(
+        self, spelling: Spelling, tool: Mapping[str, Any], number: int
+    ) -> Iterable[tuple[str, str]]:
+        """Return the rules of a tool's arguments: names and texts."""
+        if spelling.are_texts:
+            return rules_of(tool, number)
+        schema = arguments_of(tool) if is_strict(tool) else ANY
+        styled = json.dumps(schema | {"x-guidance": JSON_STYLE})
+        return [(f"arguments_{number}", f"%json {styled}")]
 
     def _call(self, text: str, number: int, name: str) -> str:
         """Return the text of a call of a tool in Lark."""
