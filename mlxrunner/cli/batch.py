@@ -7,7 +7,7 @@ import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 
 import click
 
@@ -95,6 +95,8 @@ def _option(name: str) -> Callable[[F], F]:
 class _Batch(Configured):
     """The command, with `merge` as a command of its own; a file of that name is ./merge."""
 
+    commands: ClassVar = {"merge": merge}
+
     def make_context(
         self,
         info_name: str | None,
@@ -102,8 +104,8 @@ class _Batch(Configured):
         parent: click.Context | None = None,
         **extra: Any,
     ) -> click.Context:
-        if args[:1] == [merge.name]:
-            return merge.make_context(f"{info_name} {merge.name}", args[1:], parent, **extra)
+        if args and (other := self.commands.get(args[0])):
+            return other.make_context(f"{info_name} {args[0]}", args[1:], parent, **extra)
         return super().make_context(info_name, args, parent, **extra)
 
 
