@@ -90,7 +90,7 @@ def survey(
         for line in lines:
             if line.error is None:
                 options = {**defaults, **line.options}
-                limit, tokens = options.get("max_tokens"), _within(context, line.tokens, options)
+                limit, tokens = limit_of(line, defaults), _within(context, line.tokens, options)
                 longest, answer = max(longest, len(tokens)), max(answer, limit or 0)
                 expected += mean if limit is None else min(mean, limit)
                 is_limited = is_limited and limit is not None
@@ -98,6 +98,15 @@ def survey(
 
     found = cost(prompts())
     return Survey(found, longest, answer if is_limited else None, expected)
+
+
+def limit_of(line: StoredLine, defaults: Mapping[str, Any]) -> int | None:
+    """Return the most tokens of a line's answer; None without a limit.
+
+    `defaults` are the options of the batch.
+    """
+    limit: int | None = {**defaults, **line.options}.get("max_tokens")
+    return limit
 
 
 def _within(context: int, tokens: TokenArray, options: Mapping[str, Any]) -> TokenArray:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from mlxrunner.batch.plan import limit_of
 from mlxrunner.batch.records import StoredLine
 from mlxrunner.batch.shards.cut import Costs, cut
 from mlxrunner.batch.store import Store
@@ -78,7 +79,7 @@ def costs_of(
     indexes, evaluated, reused, answers = (array("i") for _ in range(4))
     before = np.empty(0, np.int32)
     for line in lines:
-        limit = line.options.get("max_tokens", defaults.get("max_tokens"))
+        limit = limit_of(line, defaults)
         has_tokens = line.error is None and len(line.tokens) > 0
         shared = min(common_prefix(before, line.tokens), len(line.tokens) - 1) if has_tokens else 0
         indexes.append(line.index)

@@ -64,7 +64,7 @@ class _Output:
 
     @property
     def made_from(self) -> dict[str, str]:
-        """What the whole batch is made from, as a run without shards notes it."""
+        """The parts of the whole batch, as a run without shards notes them."""
         made_from = self.record.made_from
         return {name: text for name, text in made_from.items() if name not in (SHARD, CUT)}
 
