@@ -140,6 +140,8 @@ def answers_in(lines: Iterable[bytes], output: Path) -> Iterator[tuple[int, byte
             answer = json.loads(line)
             own = "index" in answer
             index = answer["index"] if own else int(answer["id"].removeprefix("batch_req_"))
+            if type(index) is not int:
+                raise TypeError
             yield index, line, answer.get("error") is not None
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise OutputError(

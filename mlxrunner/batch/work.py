@@ -207,7 +207,8 @@ def _read(
     parts = {**parts, INPUT: inputs.digest}
     if job.shard is not None:
         store.arrange(by_tokens=is_shifted)
-        parts[CUT] = keep_shard(store, Shard.of(job.shard), job.defaults)
+        arranged = _counted(store.pending(), "cutting", progress)
+        parts[CUT] = keep_shard(store, arranged, Shard.of(job.shard), job.defaults)
     if retried is not None:
         check_same(retried.made_from, parts, job.output)
         copy_answers(job, store, retried)

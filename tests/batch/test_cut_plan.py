@@ -40,6 +40,7 @@ def test_the_text_names_each_of_few_workers_and_the_ends_of_many() -> None:
         "  1 worker without lines: to split more would cost more than it saves",
         "about 31 s on 3 workers as fast as this machine",
     ]
+    assert CutPlan.of(documents(2, 1), 3, 0.0, None).lines()[-1] == "  1 worker without lines"
     many = CutPlan.of(documents(40, 10), 40, 0.0, None).lines()
     assert many == [
         "cut for 40 workers: 43,600 tokens evaluated, 0.0% more than by one machine",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from itertools import chain
@@ -190,6 +191,11 @@ REFUSED: dict[str, tuple[Callable[[], object], tuple[str, ...], str]] = {
         PARTS,
         "part2.jsonl: its part2.jsonl.done is damaged",
     ),
+    "record of depth": (
+        lambda: rewritten("part2.jsonl", **{"--shard": "[" * 99_999}),
+        PARTS,
+        "part2.jsonl: its part2.jsonl.done is damaged",
+    ),
     "not ended": (
         lambda: Path("part2.jsonl.run").write_bytes(b""),
         PARTS,
@@ -246,18 +252,61 @@ def test_shards_that_do_not_make_a_batch_are_refused(
     assert not Path("all.jsonl.done").exists()
 
 
-def test_a_record_that_fits_does_not_hide_a_missing_line(copied: Path) -> None:
-    """Indexes are counted, also where the output and its record agree."""
-    part = Path(PARTS[0])
-    part.write_bytes(b"".join(part.open("rb").readlines()[1:]))
-    record = Path(f"{part}.done")
-    content = json.loads(record.read_text())
-    digest = merging.output_digest(part)
-    record.write_text(json.dumps(content | {"digest": digest, "size": part.stat().st_size}))
+def recorded(name: str, content: bytes) -> None:
+    """Write another output, and a record that fits it."""
+    Path(name).write_bytes(content)
+    record = Path(f"{name}.done")
+    fitting = {"digest": merging.output_digest(Path(name)), "size": len(content)}
+    record.write_text(json.dumps(json.loads(record.read_text()) | fitting))
+
+
+def last_of(name: str) -> bytes:
+    return Path(name).read_bytes().splitlines(keepends=True)[-1]
+
+
+HOSTILE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "first line missing": (lambda whole: whole.split(b"\n", 1)[1], "nothing is written: "),
+    "last line missing": (lambda whole: whole[: whole[:-1].rindex(b"\n") + 1], "nothing is wri"),
+    "line there twice": (lambda whole: whole + last_of("part1.jsonl"), "nothing is written: "),
+    "line of another shard": (lambda whole: whole + last_of("part2.jsonl"), "nothing is written: "),
+    "empty": (lambda whole: b"", "nothing is written: "),
+    "no JSON": (lambda whole: whole + b"{\n", "is not an answer of this program"),
+    "no object": (lambda whole: whole + b"[]\n", "is not an answer of this program"),
+    "deep": (lambda whole: whole + b"[" * 99_999 + b"\n", "is not an answer of this program"),
+    "index of text": (
+        lambda whole: whole + b'{"index": "1"}\n',
+        "is not an answer of this program",
+    ),
+    "index of truth": (lambda whole: whole + b'{"index": true}\n', "is not an answer of this"),
+    "index below": (lambda whole: b'{"index": -1}\n' + whole, "nothing is written: "),
+    "index beyond": (lambda whole: whole + b'{"index": 12}\n', "nothing is written: "),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), HOSTILE.values(), ids=HOSTILE)
+def test_a_record_that_fits_hides_nothing(
+    copied: Path, change: Callable[[bytes], bytes], message: str
+) -> None:
+    """Each line of the batch has to be there once, also where a shard agrees with its record."""
+    recorded(PARTS[0], change(Path(PARTS[0]).read_bytes()))
     result = merge()
     assert result.exit_code == 2
-    assert "nothing is written: line " in result.stderr
+    assert message in result.stderr
     assert not Path("all.jsonl").exists()
+
+
+def test_names_that_lead_nowhere_are_refused(copied: Path) -> None:
+    """A link to itself, a folder, a pipe with a record beside it."""
+    Path("loop").symlink_to("loop")
+    Path("folder").mkdir()
+    os.mkfifo("pipe")
+    shutil.copy("part1.jsonl.done", "pipe.done")
+    shutil.copy("part1.jsonl.done", "folder.done")
+    for name in ("loop", "folder", "pipe"):
+        result = merge(name, *PARTS[1:])
+        assert result.exit_code == 2
+        assert name in result.stderr
+        assert "internal error" not in result.stderr
 
 
 def test_an_output_that_is_there_stays(copied: Path) -> None:

@@ -53,13 +53,15 @@ class Shard:
         return f"{self.number}/{self.count}"
 
 
-def keep_shard(store: Store, shard: Shard, defaults: Mapping[str, Any]) -> str:
+def keep_shard(
+    store: Store, lines: Iterable[StoredLine], shard: Shard, defaults: Mapping[str, Any]
+) -> str:
     """Keep only the lines of a shard in a store whose input was arranged.
 
-    `defaults` are the options of the batch. Return a digest of the whole cut, which all machines
-    have in common.
+    `lines` are those of the store in prefix order, and `defaults` the options of the batch. Return
+    a digest of the whole cut, which all machines have in common.
     """
-    indexes, costs = costs_of(store.pending(), defaults)
+    indexes, costs = costs_of(lines, defaults)
     places = cut(costs, shard.count)
     store.keep(indexes[places[shard.number - 1] : places[shard.number]])
     digest = hashlib.sha256(np.asarray(indexes, "<i4").tobytes())

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
@@ -58,7 +59,7 @@ class _Output:
             raise OutputError(f"{path}: is no shard: it was made without --shard, leave it out")
         try:
             shard = Shard.of(str(json.loads(record.made_from[SHARD])))
-        except (ValueError, OptionError) as error:
+        except (ValueError, OptionError, RecursionError) as error:
             raise OutputError(f"{path}: its {completion_path(store).name} is damaged") from error
         return cls(path, shard, record)
 
@@ -90,7 +91,7 @@ def merge(outputs: Sequence[str], output: str) -> Completion:
     is there or can't be written.
     """
     target = Path(output)
-    if any(target.resolve() == Path(name).resolve() for name in outputs):
+    if os.path.realpath(output) in map(os.path.realpath, outputs):
         raise OptionError(f"-o {output}: is the output of a shard; choose another file")
     record = completion_path(Path(f"{output}.run"))
     _check_new(target, record)

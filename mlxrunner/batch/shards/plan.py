@@ -76,7 +76,9 @@ class CutPlan:
             text += [f"  least: {_described(least)}", f"  most: {_described(most)}"]
         if len(busy) < len(self.parts):
             idle = count_of(len(self.parts) - len(busy), "worker")
-            text.append(f"  {idle} without lines: to split more would cost more than it saves")
+            is_enough = sum(part.lines for part in self.parts) >= len(self.parts)
+            why = ": to split more would cost more than it saves" if is_enough else ""
+            text.append(f"  {idle} without lines{why}")
         if self.seconds is not None:
             text.append(f"about {duration(self.seconds)} on {count} as fast as this machine")
         return text
