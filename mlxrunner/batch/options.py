@@ -103,6 +103,15 @@ class FileOptions(BatchOptions):
     max_errors: int | None = option(
         None, int, "Stop when N lines of this run have failed.", low=1, metavar="N"
     )
+    shard: str | None = option(
+        None,
+        str,
+        "Run part I of N equal parts of the batch; `batch merge` puts their outputs together.",
+        metavar="I/N",
+    )
+    workers: int | None = option(
+        None, int, "With --plan: also say how the batch is cut for N workers.", low=1, metavar="N"
+    )
     strict: bool = option(
         False,
         bool,

@@ -28,7 +28,7 @@ class LineOfBatch:
     number: int
     """The number of the line among those of all inputs that are not empty, from 1."""
     lines: int
-    """The number of lines of the input."""
+    """The number of lines of the input, or of the shard of it that runs."""
     refused: int
     """The number of those that can't be run, so that they make no request."""
     order: Literal["prefix", "input"]
