@@ -146,6 +146,12 @@ class EntryLease:
         self._draft = Draft(self.recorded, tokens)
         self.begin_next()
 
+    def hold(self, tokens: int) -> None:
+        """Begin a draft in a pass of `tokens` tokens that the caller runs in the layers itself."""
+        self._cache.entry.hold((tokens,))
+        self._draft = Draft(self.recorded, tokens)
+        self.forwarded = self.recorded + tokens
+
     def begin_next(self) -> None:
         """Note in each layer that the next forward pass of a draft begins."""
         for cache in self._counting:
