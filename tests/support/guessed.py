@@ -16,7 +16,7 @@ DEEPEST = 9
 
 
 class Guesses:
-    """In place of `mlxrunner.speculation.drafting.Drafting`: knows the answer, and lies at times."""
+    """In place of `mlxrunner.speculation.drafting.Drafting`: it knows the answer."""
 
     def __init__(self, answer: list[int], rng: random.Random, seen: Counter[str]) -> None:
         self.answer, self.rng, self.seen, self.place = answer, rng, seen, 0

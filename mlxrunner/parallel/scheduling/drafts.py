@@ -74,7 +74,8 @@ class Drafts:
         `most`: rows that drafts may add to a step.
         """
         self._controller = StepController()
-        self._sources = facts and Sources(facts, Experience(self._controller))
+        experience = Experience(self._controller)
+        self._sources = None if facts is None else Sources(facts, experience)
         self._most = min(most, DEEPEST)
 
     def begin(self, request: ActiveRequest) -> None:

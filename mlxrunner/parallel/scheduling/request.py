@@ -197,7 +197,8 @@ class ActiveRequest(Request):
         self.said.append(token)
         if self.drafting is not None:
             self.drafting.add(token)
-        if not self.draft and self.place > self.lease.recorded:  # its forward pass was dispatched with this step
+        if not self.draft and self.place > self.lease.recorded:
+            # Its forward pass was dispatched with this step.
             self.lease.record((token,))
             self.run += 1
 

@@ -254,9 +254,7 @@ class Scheduler:
         for request, count in row:
             if request.draft:
                 request.lease.hold(count)
-        logits = self.residents.make_room(
-            lambda: self._engine.forward(tokens, batch, wanted)
-        )
+        logits = self.residents.make_room(lambda: self._engine.forward(tokens, batch, wanted))
         self._width = logits.shape[-1]
         stops = [request for request, count in row if _stops(request, count)]
         for request, count in row:
