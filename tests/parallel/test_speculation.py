@@ -14,10 +14,13 @@ from support.guessed import GuessedHistory, Guesses
 from support.histories import tiny_parts
 from support.sample import fewer
 
+from mlxrunner import ParallelRunner
 from mlxrunner.cache.shared.sequences import Batch
+from mlxrunner.config.serving import ServeSettings
 from mlxrunner.parallel.scheduling.drafts import FORGOTTEN, StepController
 from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.results import Result
+from mlxrunner.serve.answering.opened import Opening
 from mlxrunner.speculation.controller import DEEPEST
 from mlxrunner.testing import interrupt_at
 
@@ -30,6 +33,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "penalties": {"repetition_penalty": 1.1},
     "logprobs": {"logprobs": 2},
 }
+
+
+QUESTION = [{"role": "user", "content": "My name is Bo. What is my name?"}]
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -62,7 +68,7 @@ def shown(results: list[Result]) -> list[tuple[Any, ...]]:
 def test_any_history_with_guesses_gives_the_answers_of_cold_single_runs(name: str) -> None:
     """Guesses are right, half right and wrong; requests shift, stop, fail and are interrupted."""
     seen = Counter[str]()
-    for seed in range(fewer(3, 1)):
+    for seed in range(fewer(2, 1)):
         rng = random.Random(f"{name} {seed}")
         window = rng.choice([4, 16, 33, 70]) if name in WITH_WINDOWS else 0
         one = GuessedHistory(parts(name, window), rng)
@@ -110,6 +116,35 @@ def guessed(
         told[wrong] = (told[wrong] + 1) % 290
     handle._request.drafting = Certain(told, random.Random(0), Counter())  # type: ignore[assignment]
     return handle
+
+
+def test_an_answer_that_is_asked_for_again_is_guessed_from_the_other_slot() -> None:
+    """Its first draft is what the slot held whose prefix it shares."""
+    with Stepper.load("demo", max_sequences=2, context=200) as runner:
+        plain = runner.complete(QUESTION)
+        again = runner.complete(QUESTION, speculate="lookup")
+    assert again.tokens == plain.tokens
+    assert [use.source for use in again.usage.drafts] == ["earlier"]
+    assert again.usage.drafts[0].accepted == len(plain.tokens) - 2
+
+
+def test_a_request_of_a_parallel_runner_has_guesses_and_counts_them() -> None:
+    with ParallelRunner.load("demo", max_sequences=2, context=200) as runner:
+        plain = runner.complete(QUESTION)
+        handles = [runner.submit(QUESTION, speculate="lookup") for _ in range(2)]
+        for handle in handles:
+            result = handle.result()
+            assert result.tokens == plain.tokens
+            assert result.usage.draft_passes > 0
+
+
+@pytest.mark.parametrize("how", ["lookup", "off", None])
+def test_the_server_guesses_where_its_user_says_so(how: str | None) -> None:
+    """`serve --speculate` holds for every request."""
+    settings = ServeSettings(slots=2, parks=False, memory=2 * 10**8)
+    opened = Opening(settings=settings, runner={"context": 200}, speculate=how).load("demo", 2**28)
+    with opened.runner:
+        assert opened.defaults.get("speculate") == how
 
 
 class Certain(Guesses):
