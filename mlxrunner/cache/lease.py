@@ -59,7 +59,10 @@ class EntryLease:
         self.lookup = Lookup(len(prompt), 0, 0, 0)
         self.forwarded = 0
         self.earlier: TokenArray = prompt[:0]
-        """Tokens that the entry held where it left the prompt, and a few before them."""
+        """Tokens that the entry held where it left the prompt, and a few before them.
+
+        With a source they are those of its entry.
+        """
         self._draft: Draft | None = None
         # An offset, and the tokens that follow it and are to be evaluated.
         self._left: tuple[int, list[int]] = (0, [])
@@ -145,6 +148,12 @@ class EntryLease:
         self._cache.entry.hold(passes)
         self._draft = Draft(self.recorded, tokens)
         self.begin_next()
+
+    def hold(self, tokens: int) -> None:
+        """Begin a draft in a pass of `tokens` tokens that the caller runs in the layers itself."""
+        self._cache.entry.hold((tokens,))
+        self._draft = Draft(self.recorded, tokens)
+        self.forwarded = self.recorded + tokens
 
     def begin_next(self) -> None:
         """Note in each layer that the next forward pass of a draft begins."""

@@ -233,7 +233,8 @@ class PrefixCache:
             self.settle()
         self._read_awaited()
         self.is_settled = False
-        lease.earlier = self._leaving(lease.prompt)
+        there = self if lease.source is None else lease.source.cache
+        lease.earlier = there._leaving(lease.prompt)
         if lease.source is not None:
             return self._copy_for(lease.prompt, lease.source)
         return self._rewind_for(lease.prompt, lease.is_ahead)

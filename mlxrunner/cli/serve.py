@@ -25,11 +25,11 @@ from mlxrunner.cli.settling import Configured
 from mlxrunner.config.option import names
 from mlxrunner.config.serving import ServeSettings
 from mlxrunner.errors import OptionError
-from mlxrunner.options import RunnerSettings
+from mlxrunner.options import GenerateOptions, RunnerSettings
 
 if TYPE_CHECKING:
     from mlxrunner.serve.answering.house import House
-    from mlxrunner.serve.answering.opened import Opened
+    from mlxrunner.serve.answering.opened import Opened, Opening
     from mlxrunner.serve.watch.record import Record
 
 PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
@@ -50,6 +50,7 @@ def _option(name: str) -> Callable[[F], F]:
 @model_argument
 @together(tuple(_option(name) for name in names(ServeSettings)))
 @together(tuple(option_of(RunnerSettings, name) for name in RUNNER))
+@option_of(GenerateOptions, "speculate")
 @events_option
 @click.option(
     "--log-text",
@@ -68,6 +69,7 @@ def _option(name: str) -> Callable[[F], F]:
 def serve(
     model: str,
     unit_kind: Any,
+    speculate: str | None,
     events: str | None,
     log_text: bool,
     trust_remote_code: bool,
@@ -93,6 +95,7 @@ def serve(
     for package in PACKAGES:
         if find_spec(package) is None:
             raise OptionError(f"serve needs the package {package}: pip install 'mlxrunner[serve]'")
+    from mlxrunner.serve.answering.opened import Opening
     from mlxrunner.serve.server import check_access, check_rules, listen
     from mlxrunner.serve.watch.record import Record
     from mlxrunner.terminal.signals import orderly_end
@@ -103,29 +106,27 @@ def serve(
     with orderly_end(), listen(settings) as listening:
         from mlxrunner.serve.server import address_of, serve, welcome
 
-        house, opened = _loaded(model, settings, runner, record, trust_remote_code)
+        opening = Opening(
+            settings=settings,
+            runner=runner,
+            speculate=speculate,
+            trust_remote_code=trust_remote_code,
+        )
+        house, opened = _loaded(model, opening, record)
         lines = welcome(opened, house.names.shown, address_of(listening, settings.host), settings)
         shown = visible_text("\n".join(lines))
         serve(house, record, settings, listening, lambda: click.echo(shown, err=True))
 
 
-def _loaded(
-    model: str,
-    settings: ServeSettings,
-    runner: dict[str, Any],
-    record: Record,
-    trust_remote_code: bool,
-) -> tuple[House, Opened]:
+def _loaded(model: str, opening: Opening, record: Record) -> tuple[House, Opened]:
     """Load the first model, with a bar in a terminal."""
     from mlxrunner.config.file import read_config_file
     from mlxrunner.models.resolve import resolve
     from mlxrunner.serve.answering.house import House
     from mlxrunner.serve.answering.names import ModelNames
-    from mlxrunner.serve.answering.opened import Opening
     from mlxrunner.terminal.progress import loading
 
-    resolve(model, with_code=trust_remote_code)  # a download shows a bar of its own
-    opening = Opening(settings=settings, runner=runner, trust_remote_code=trust_remote_code)
+    resolve(model, with_code=opening.trust_remote_code)  # a download shows a bar of its own
     house = House(ModelNames(model, read_config_file().aliases), opening, record.watch)
     with loading(model) as show:
         return house, house.load_first(show)

@@ -52,7 +52,7 @@ class Run:
             cache_bytes=entry.nbytes,
             used_bytes=entry.used_bytes,
             peak_bytes=mx.get_peak_memory(),
-            **_drafted(pipeline.drafting),
+            **drafted(pipeline.drafting),
         )
 
     def observation(
@@ -79,7 +79,7 @@ class Run:
         )
 
 
-def _drafted(drafting: Drafting | None) -> dict[str, Any]:
+def drafted(drafting: Drafting | None) -> dict[str, Any]:
     """Return the fields of a usage that tell of drafts."""
     if drafting is None:
         return {}

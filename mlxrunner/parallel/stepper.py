@@ -18,6 +18,7 @@ import numpy as np
 from mlxrunner.config.arguments import check_flag, check_kind, listed
 from mlxrunner.engine.observation import Observer, tell, usage_of
 from mlxrunner.engine.owner import Owned, Owner
+from mlxrunner.engine.run import drafted
 from mlxrunner.errors import CacheFullError, NoFreeSlotError
 from mlxrunner.loading import cache_options
 from mlxrunner.memory.plan import Plan
@@ -101,6 +102,7 @@ class Stepper(Several):
                 message_ends=np.array(sorted(tokenizer.message_ends), np.int32),
                 parking=parking,
                 is_reusable=not facts.depends_on_chunks,
+                facts=facts,
             )
         except BaseException:
             self._adapted.close()
@@ -326,4 +328,5 @@ class Stepper(Several):
             cache_bytes=self._scheduler.residents.allocated_bytes,
             used_bytes=self.used_bytes,
             peak_bytes=mx.get_peak_memory(),
+            **drafted(request.drafting),
         )

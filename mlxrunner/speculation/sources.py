@@ -15,11 +15,11 @@ from mlxrunner.speculation.model import DraftModel
 class Sources:
     """The draft model, if there is one, and what was learned about guesses."""
 
-    def __init__(self, facts: ModelFacts) -> None:
+    def __init__(self, facts: ModelFacts, experience: Experience | None = None) -> None:
         """Prepare drafts for the model of `facts`."""
         self._facts = facts
         self.model: DraftModel | None = None
-        self._experience = Experience()
+        self._experience = experience or Experience()
 
     def drafting(
         self, next_token: NextToken, lease: EntryLease, how: str | None

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Generator
 from dataclasses import dataclass, field
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -22,6 +23,7 @@ from mlxrunner.errors import MlxrunnerError
 from mlxrunner.parallel.scheduling.slots import Slot
 from mlxrunner.parallel.scheduling.turns import Priority
 from mlxrunner.results import Chunk, FinishReason, Usage
+from mlxrunner.speculation.drafting import Drafting
 
 
 @dataclass(eq=False, kw_only=True)
@@ -47,6 +49,12 @@ class ActiveRequest(Request):
     """The last dispatched token of the answer, `[1]`; None before the first."""
     said: list[int] = field(default_factory=list)
     """Tokens of the answer that were read."""
+    drafting: Drafting | None = None
+    """The sources of guesses of its answer; None: nothing is guessed."""
+    draft: list[int] = field(default_factory=list)
+    """Tokens that the step under way guesses behind the current one."""
+    masks: list[Any] = field(default_factory=list)
+    """The masks of its form at each token of the draft, and behind it."""
     run: int = 0
     """Number of the answer's tokens that are recorded in the slot, or were before a shift."""
     history: mx.array | None = None
@@ -141,6 +149,19 @@ class ActiveRequest(Request):
             errand.close()
 
     @property
+    def is_read(self) -> bool:
+        """True if all of the answer's tokens that were dispatched are read."""
+        return self.sampled == len(self.said)
+
+    @property
+    def waiting(self) -> int:
+        """Number of the answer's tokens that a forward pass has to evaluate before the next one.
+
+        Right guesses are among them if they were undone with wrong ones.
+        """
+        return len(self.said) - self.run if self.is_read else 1
+
+    @property
     def is_decoding(self) -> bool:
         """True if it needs a forward pass of the token that was sampled last."""
         waits = self.is_paused or self.left
@@ -149,10 +170,12 @@ class ActiveRequest(Request):
     def coming_tokens(self, count: int) -> mx.array:
         """Return the next tokens to dispatch: `count` of `todo`, or the last sampled one.
 
-        The device may still be computing a sampled token.
+        The device may still be computing a sampled token. If it was read, a draft may follow it.
         """
         if self.left:
             return mx.array(self.todo[self.place : self.place + count])
+        if self.run < len(self.said):
+            return mx.array([*self.said[self.run :], *self.draft], mx.int32)
         assert self.last is not None
         return self.last
 
@@ -160,9 +183,11 @@ class ActiveRequest(Request):
         """Record that the forward pass of its next `count` tokens was dispatched."""
         if self.left:
             self.lease.record(self.todo[self.place : self.place + count])
+        elif self.draft:
+            self.sampled += len(self.draft) + 1  # `keep` has the true number
         elif self.run < len(self.said):  # it was read before
-            self.lease.record(self.said[-1:])
-            self.run += 1
+            self.lease.record(self.said[self.run :])
+            self.run = len(self.said)
         self.place += count
         if len(self.todo) and not self.left:
             self.todo, self.run = self.todo[:0], self.sampled
@@ -170,9 +195,27 @@ class ActiveRequest(Request):
     def take(self, token: int) -> None:
         """Record a token of the answer that was read."""
         self.said.append(token)
-        if self.place > self.lease.recorded:  # its forward pass was dispatched with this step
+        if self.drafting is not None:
+            self.drafting.add(token)
+        if not self.draft and self.place > self.lease.recorded:
+            # Its forward pass was dispatched with this step.
             self.lease.record((token,))
             self.run += 1
+
+    def keep(self, right: int) -> None:
+        """Keep the first `right` guesses of the draft, which were read, and undo the others.
+
+        If a layer can't go back behind them, all go back to where the step began.
+        """
+        before, lease = self.lease.recorded, self.lease
+        end = self.run + self.place - before - len(self.draft) + right
+        lease.accept(self.said[self.run : end])
+        self.sampled, self.draft = len(self.said), []
+        self.place = lease.recorded
+        self.run += self.place - before
+        if self.place < before:  # a layer broke: evaluate the rest as a prompt
+            self.todo = as_tokens([*lease.tokens, *lease.pending, *self.said[end:]])
+            self.restart()
 
     def checkpoint_if_due(self) -> None:
         """Take a checkpoint of the slot's present state if one is due."""
@@ -185,7 +228,7 @@ class ActiveRequest(Request):
 
         Tokens that were sampled and not read are sampled again, as they were.
         """
-        self.todo = self._conversation()
+        self.todo, self.draft = self._conversation(), []
         if self.sampled > len(self.said):
             self.sampled = len(self.said)
             self.next_token.rewind(self.sampled)
@@ -228,9 +271,7 @@ class ActiveRequest(Request):
             # After a shift, the last one may not be read yet.
             return self.todo[: len(self.todo) - (self.sampled - len(self.said))]
         recorded = as_tokens(self.lease.tokens)
-        if self.run < len(self.said):
-            return np.append(recorded, np.int32(self.said[-1]))
-        return recorded
+        return np.append(recorded, as_tokens(self.said[self.run :]))
 
     def observation(
         self, usage: Usage, reason: FinishReason | None, error: str | None

@@ -27,10 +27,12 @@ class Step:
     """A dispatched forward pass."""
 
     planned: Planned
-    sampled: list[tuple[ActiveRequest, Sampled]]
-    """Requests, and the token that the step sampled for each."""
+    sampled: list[tuple[ActiveRequest, list[Sampled]]]
+    """Requests, and what the step sampled for each: behind a draft, one for each of its tokens."""
     awaited: list[mx.array]
     """Arrays that are ready when the step has ended."""
+    drafted: int
+    """Its rows that are guesses."""
     seconds: float
     """Seconds that its dispatch took. A device without a long queue runs it meanwhile."""
 
@@ -50,17 +52,21 @@ class Composer:
 
     def row(self, requests: Sequence[ActiveRequest]) -> Row:
         """Return the tokens of the next step for some of the requests."""
+        for request in requests:
+            request.draft = []
         decoding = [request for request in requests if request.is_decoding]
         kept = [request for request in decoding if request.priority == "interactive"] or decoding
         others = [request for request in decoding if request not in kept]
         others += [request for request in requests if request.is_placed and request.left]
         budget = self._budget(kept, others)
         if self._engine.most_sequences == 1 and len(kept) + len(others) > 1:
-            return self._alone(kept, others, budget)
+            return [_whole(*one) for one in self._alone(kept, others, budget)]
+        undone = sum(request.waiting - 1 for request in decoding)
+        budget = min(budget, self._most - len(kept) - undone)
         wants = [self._want(request) for request in others]
         shares = self._turns.deal(budget, wants) if budget and others else [0] * len(others)
         carried = [(one, count) for one, count in zip(others, shares, strict=True) if count]
-        return [(request, 1) for request in kept] + carried
+        return [_whole(*one) for one in [(request, 1) for request in kept] + carried]
 
     def errand_s(self) -> float:
         """Return the seconds that work beside the next step may take; 0: none now."""
@@ -84,17 +90,23 @@ class Composer:
         """Return the number of answers that must not stall."""
         return sum(one.is_decoding and one.priority == "interactive" for one in self._requests)
 
-    def wait(self, step: Step) -> None:
-        """Wait for the end of a step, and note how long it took.
+    def wait(self, step: Step) -> float | None:
+        """Wait for the end of a step, note how long it took, and return the seconds.
+
+        None: other work took place meanwhile.
 
         Its dispatch and this wait are its part of the time, whether the device runs a step while it
         is dispatched, or while the next one is.
         """
         began = time.perf_counter()
         mx.eval(step.awaited)
-        if not self._is_disturbed:
-            self._pace.measure(step.planned, step.seconds + time.perf_counter() - began)
+        seconds, was_disturbed = step.seconds + time.perf_counter() - began, self._is_disturbed
         self._is_disturbed = False
+        if was_disturbed:
+            return None
+        if not step.drafted:
+            self._pace.measure(step.planned, seconds)
+        return seconds
 
     def _budget(self, kept: Sequence[ActiveRequest], others: Sequence[ActiveRequest]) -> int:
         """Return how many tokens of `others` a step carries beside the `kept` answers."""
@@ -138,3 +150,8 @@ class Composer:
         ]
         stop = request.lease.next_stop if request.lease.needs_checkpoints else end
         return min(end, *(place for place in (stop, *ends) if place > request.place), end)
+
+
+def _whole(request: ActiveRequest, count: int) -> tuple[ActiveRequest, int]:
+    """Return the tokens of a step: all that an answer waits for, or a piece of a prompt."""
+    return request, count if request.left else request.waiting

@@ -22,13 +22,15 @@ import mlx.core as mx
 from mlxrunner.cache.prefix import PrefixCache
 from mlxrunner.cache.shared.sequences import Batch
 from mlxrunner.cache.tokens import TokenArray, as_tokens
-from mlxrunner.engine.sampling import Decoded, Sampled, dispatch
+from mlxrunner.engine.sampling import Sampled, dispatch
 from mlxrunner.errors import (
     CacheFullError,
     FormError,
 )
+from mlxrunner.models.facts import ModelFacts
 from mlxrunner.parallel.rows.engine import Engine
 from mlxrunner.parallel.scheduling.assign import Assigner
+from mlxrunner.parallel.scheduling.drafts import Drafts, judge, sample
 from mlxrunner.parallel.scheduling.endings import Ended, Endings, step_failed
 from mlxrunner.parallel.scheduling.making_room import RoomMaker
 from mlxrunner.parallel.scheduling.pace import StepPace
@@ -38,6 +40,7 @@ from mlxrunner.parallel.scheduling.room import Room
 from mlxrunner.parallel.scheduling.row import Composer, Row, Step
 from mlxrunner.parallel.scheduling.slots import Slot
 from mlxrunner.parallel.settings import EngineSettings
+from mlxrunner.results import Chunk
 
 
 class Scheduler:
@@ -52,12 +55,13 @@ class Scheduler:
         message_ends: TokenArray | None = None,
         parking: ParkingPlace | None = None,
         is_reusable: bool = True,
+        facts: ModelFacts | None = None,
     ) -> None:
         """Make a scheduler. The settings are those in use: see `EngineSettings.complete`.
 
         `ended`: called for each request at its end. `message_ends`: the tokens that end a message.
         `parking`: see `Residents`. `is_reusable`: False if no prompt may reuse what another one has
-        evaluated.
+        evaluated. `facts`: those of the model; None: nothing is guessed.
         """
         budget = (settings.checkpoint_budget or 0) // settings.max_sequences
         self.slots = [
@@ -84,6 +88,9 @@ class Scheduler:
         )
         pace = StepPace(settings.step, settings.step_ms if is_reusable else 0)
         self._composer = Composer(engine, self.requests, settings.step, pace)
+        self._drafts = Drafts(facts, settings.step - settings.max_sequences)
+        self._width = 0
+        """Entries of the logits, once a step has run."""
         self._pending: Step | None = None
         self._formless: list[tuple[ActiveRequest, FormError]] = []
         """Requests whose form allows no further token, with the error that ends them."""
@@ -143,10 +150,21 @@ class Scheduler:
             row: Row = []
             try:
                 row = self._next_row()
+                if self._drafts.is_worth_waiting(row):
+                    self._read(before)
+                    before = None
+                    row = [one for one in row if not one[0].finished]
+                row = self._drafts.add_to(row, self._width)
                 self._pending = self._forward(row) if row else None
                 self._read(before)
+                before = None
+                if self._pending is not None and self._pending.drafted:
+                    drafted, self._pending = self._pending, None
+                    self._read(drafted)
             except CacheFullError as error:
                 running = len(self.requests)
+                for request, _ in row:
+                    request.draft = []
                 self._read(before)
                 if len(self.requests) == running:
                     self._maker.make_way(error)
@@ -223,12 +241,7 @@ class Scheduler:
     def _forward(self, row: Row) -> Step:
         """Dispatch the forward pass of a row, and the sampling from it."""
         began, planned = time.perf_counter(), self._composer.planned(row)
-        ends = accumulate(count for _, count in row)
-        sampling = {
-            end - 1: request
-            for (request, count), end in zip(row, ends, strict=True)
-            if request.left <= count
-        }
+        wanted, sampling = _wanted(row)
         batch = Batch(
             [
                 position
@@ -238,35 +251,42 @@ class Scheduler:
             [request.slot.number for request, count in row for _ in range(count)],
         )
         tokens = mx.concatenate([request.coming_tokens(count) for request, count in row])
-        logits = self.residents.make_room(
-            lambda: self._engine.forward(tokens, batch, list(sampling))
-        )
+        for request, count in row:
+            if request.draft:
+                request.lease.hold(count)
+        logits = self.residents.make_room(lambda: self._engine.forward(tokens, batch, wanted))
+        self._width = logits.shape[-1]
         stops = [request for request, count in row if _stops(request, count)]
         for request, count in row:
             request.advance(count)
-        sampled = self._sample(list(sampling.values()), logits)
-        awaited = [array for _, token in sampled for array in token.arrays] or [logits]
+        sampled = self._sample(sampling, logits)
+        awaited = [array for _, own in sampled for one in own for array in one.arrays] or [logits]
         dispatch(awaited)
         took = time.perf_counter() - began
         for request in stops:
             dispatch(request.lease.checkpoint())
-        for request in sampling.values():
+        for request, _ in sampling:
             if not request.said and not request.finished:
                 request.checkpoint_if_due()
-        return Step(planned, sampled, awaited, took)
+        return Step(planned, sampled, awaited, sum(len(one.draft) for one, _ in row), took)
 
     def _sample(
-        self, requests: list[ActiveRequest], logits: mx.array
-    ) -> list[tuple[ActiveRequest, Sampled]]:
-        """Sample a token for each request, at once for all plain greedy ones.
+        self, requests: list[tuple[ActiveRequest, range]], logits: mx.array
+    ) -> list[tuple[ActiveRequest, list[Sampled]]]:
+        """Sample the next tokens of each request from its rows, at once for all plain greedy ones.
 
         A request whose form allows no token ends with a FormError, and one whose sampling fails
         otherwise with a StepFailedError.
         """
-        best = mx.argmax(logits, axis=-1) if any(r.next_token.is_plain for r in requests) else None
-        sampled: list[tuple[ActiveRequest, Sampled]] = []
-        for row, request in enumerate(requests):
+        is_any_plain = any(request.next_token.is_plain for request, _ in requests)
+        best = mx.argmax(logits, axis=-1) if is_any_plain else None
+        sampled: list[tuple[ActiveRequest, list[Sampled]]] = []
+        for request, rows in requests:
+            row = rows.stop - 1
             try:
+                if request.draft:
+                    sampled.append((request, sample(request, rows.stop, logits, best)))
+                    continue
                 if best is not None and request.next_token.is_plain:
                     token = Sampled(best[row : row + 1])
                 else:
@@ -281,13 +301,15 @@ class Scheduler:
             request.last = token.token.astype(mx.int32)
             if request.history is not None:
                 request.history = mx.concatenate([request.history, request.last])
-            sampled.append((request, token))
+            sampled.append((request, [token]))
         return sampled
 
     def _read(self, step: Step | None) -> None:
         """Wait for the end of a step and deliver its tokens."""
         if step is not None:
-            self._composer.wait(step)
+            seconds = self._composer.wait(step)
+            if seconds is not None and not step.planned.prefill:
+                self._drafts.measure(step.planned.rows, step.drafted, seconds)
             for request, sampled in step.sampled:
                 try:
                     if not request.finished:
@@ -300,11 +322,22 @@ class Scheduler:
                 request.ending = "no token"
                 self._endings.fail(request, formless)
 
-    def _deliver(self, request: ActiveRequest, sampled: Sampled) -> None:
-        decoded: Decoded = sampled.decoded(sampled.read())
-        chunk = request.answer.take(decoded, request.clock)
-        request.take(decoded.token)
+    def _deliver(self, request: ActiveRequest, sampled: list[Sampled]) -> None:
+        if not request.said:
+            self._drafts.begin(request)
+        one = sampled[0]
+        tokens = judge(request, sampled) if request.draft else [one.decoded(one.read())]
+        chunks: list[Chunk] = []
+        for decoded in tokens:
+            chunks.append(request.answer.take(decoded, request.clock))
+            request.take(decoded.token)
+            if chunks[-1].finish_reason is not None:
+                break
+        if request.draft:
+            request.keep(min(len(chunks), len(tokens) - 1))
         request.checkpoint_if_due()
+        *before, chunk = chunks
+        request.chunks.extend(before)
         if chunk.finish_reason is None:
             request.chunks.append(chunk)
             return
@@ -360,6 +393,21 @@ class Scheduler:
             self._maker.make_way(error)
         except Exception as error:
             self._recover(None, row, error)
+
+
+def _wanted(row: Row) -> tuple[list[int], list[tuple[ActiveRequest, range]]]:
+    """Return the rows whose logits are wanted, and for each request that samples its part of them.
+
+    A draft has the logits of all its rows, so that an engine runs them as one pass.
+    """
+    wanted: list[int] = []
+    sampling = []
+    for (request, count), end in zip(row, accumulate(count for _, count in row), strict=True):
+        if request.left <= count:
+            begin = end - count if request.draft else end - 1
+            sampling.append((request, range(len(wanted), len(wanted) + end - begin)))
+            wanted += range(begin, end)
+    return wanted, sampling
 
 
 def _stops(request: ActiveRequest, count: int) -> bool:

@@ -39,6 +39,8 @@ class Opening:
     settings: ServeSettings
     runner: Mapping[str, Any] = field(default_factory=dict)
     """The settings of RunnerSettings that the user gave."""
+    speculate: str | None = None
+    """The way to guess tokens of answers that the user gave; None: as the config file says."""
     trust_remote_code: bool = False
 
     def budget(self) -> int:
@@ -79,7 +81,8 @@ class Opening:
             park_folder=parking_folder() if self.settings.parks else None,
             **self.runner,
         )
-        return Opened.of(loaded, runner, self.settings.no_rule)
+        given = {} if self.speculate is None else {"speculate": self.speculate}
+        return Opened.of(loaded, runner, self.settings.no_rule, given)
 
     def _context(self, facts: ModelFacts) -> int:
         """Return the context of a model, in tokens, before memory narrows it."""
@@ -113,12 +116,22 @@ class Opened:
     """The options that hold for requests that do not give them."""
 
     @classmethod
-    def of(cls, loaded: LoadedModel, runner: ParallelRunner, no_rule: Sequence[str] = ()) -> Opened:
-        """Describe a loaded model. `no_rule`: the names of the rules that are off."""
+    def of(
+        cls,
+        loaded: LoadedModel,
+        runner: ParallelRunner,
+        no_rule: Sequence[str] = (),
+        given: Mapping[str, Any] | None = None,
+    ) -> Opened:
+        """Describe a loaded model.
+
+        `no_rule`: the names of the rules that are off. `given`: the options of answers that the
+        user gave.
+        """
         total = weights_of(loaded.model) if runner.plan is None else runner.plan.total
         of_file = read_config_file().options("serve", loaded.name)
         chosen = {name: one for name, one in of_file.items() if name in OF_REQUESTS}
-        defaults = values(settled(layer(loaded.suggested, MODEL), chosen))
+        defaults = values(settled(layer(loaded.suggested, MODEL), chosen)) | dict(given or {})
         parts = sorted(fingerprint(loaded.folder).items())
         digest = hashlib.sha256(repr(parts).encode()).hexdigest()
         maker = PromptMaker.of(loaded, off=no_rule)

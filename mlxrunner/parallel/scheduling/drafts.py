@@ -1,0 +1,187 @@
+"""Guess tokens of answers that run beside others: whose, how many, and what became of them.
+
+A step that carries guesses is read before the next one is dispatched. All its guesses take rows of
+one pass, which every answer in the step waits for. So a guess counts for less the more answers a
+step carries, and a full step has none.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import suppress
+
+import mlx.core as mx
+
+from mlxrunner.engine.sampling import Decoded, Sampled
+from mlxrunner.errors import FormError
+from mlxrunner.models.facts import ModelFacts
+from mlxrunner.parallel.scheduling.request import ActiveRequest
+from mlxrunner.parallel.scheduling.row import Row
+from mlxrunner.speculation.controller import DEEPEST, Controller
+from mlxrunner.speculation.drafting import Experience
+from mlxrunner.speculation.sources import Sources
+
+FORGOTTEN = 256
+"""Steps without guesses after which the cost of those with guesses is measured again."""
+
+
+class StepController(Controller):
+    """The choice of how much one answer of a step drafts. It learns from whole steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._of: defaultdict[int, Controller] = defaultdict(Controller)
+        self._plain: defaultdict[int, int] = defaultdict(int)
+        self.answers = 1
+        """Answers that the next step carries."""
+
+    def depth(self, shares: Sequence[float], most: int, first: float = 1.0) -> int:
+        """Return how many tokens to draft: see `Controller.depth`.
+
+        A right guess saves one of the answers a step, so it counts as that part of one.
+        """
+        if not shares:
+            return 0
+        part = [shares[0] / self.answers, *shares[1:]]
+        return self._of[_size(self.answers)].depth(part, most, first)
+
+    def verified(self, depth: int, seconds: float) -> None:
+        """Do nothing: `measure` has the whole step."""
+
+    def passed(self, seconds: float) -> None:
+        """Do nothing: `measure` has the whole step."""
+
+    def measure(self, answers: int, drafted: int, seconds: float) -> None:
+        """Note what a step took that carried so many answers, and drafted tokens of all of them."""
+        size = _size(answers)
+        if drafted:
+            self._plain[size] = 0
+            self._of[size].verified(drafted, seconds)
+            return
+        self._plain[size] += 1
+        if self._plain[size] % FORGOTTEN == 0:
+            self._of[size] = Controller()
+        self._of[size].passed(seconds)
+
+
+class Drafts:
+    """The drafts of all requests of a runner."""
+
+    def __init__(self, facts: ModelFacts | None, most: int) -> None:
+        """Prepare drafts for the model of `facts`; None: there are none.
+
+        `most`: rows that drafts may add to a step.
+        """
+        self._controller = StepController()
+        experience = Experience(self._controller)
+        self._sources = None if facts is None else Sources(facts, experience)
+        self._most = min(most, DEEPEST)
+
+    def begin(self, request: ActiveRequest) -> None:
+        """Prepare the drafts of a request whose first token was read."""
+        if self._sources is not None and request.drafting is None:
+            request.drafting = self._sources.drafting(
+                request.next_token, request.lease, request.options.speculate
+            )
+
+    def is_worth_waiting(self, row: Row) -> bool:
+        """Return True if the tokens of the last step are needed before `row` is dispatched."""
+        self._controller.answers = max(1, len(row))
+        return self._may_draft(row) and any(
+            not request.is_read
+            and request.drafting is not None
+            and self._room(request) > 0
+            and request.drafting.is_worth_waiting
+            for request, _ in row
+        )
+
+    def add_to(self, row: Row, width: int) -> Row:
+        """Return `row` with the tokens that are likely to follow. `width`: entries of the logits.
+
+        Requests that have guesses share the rows that are left.
+        """
+        self._controller.answers = max(1, len(row))
+        if not self._may_draft(row):
+            return row
+        left = self._most - sum(count - 1 for _, count in row)
+        asked = [one for one, _ in row if one.is_read and one.drafting is not None]
+        for place, request in enumerate(asked):
+            request.draft = _draft(request, min(left // (len(asked) - place), self._room(request)))
+            request.draft = _fitting(request, width)
+            left -= len(request.draft)
+        return [(request, count + len(request.draft)) for request, count in row]
+
+    def _may_draft(self, row: Row) -> bool:
+        """Return True if a step carries few rows: only answers, and fewer than a draft may add."""
+        return len(row) <= self._most and not any(request.left for request, _ in row)
+
+    def _room(self, request: ActiveRequest) -> int:
+        """Return how many tokens may be drafted behind the current one of `request`.
+
+        A draft ends where its claim of cells, its context or its answer does, and where a
+        checkpoint is due.
+        """
+        here, lease = request.place + request.waiting, request.lease
+        end = min(request.claimed, request.context)
+        if lease.needs_checkpoints:
+            end = min(end, lease.checkpoint_due)
+        return int(min(end - here, request.limit - request.sampled - 1))
+
+    def measure(self, answers: int, drafted: int, seconds: float) -> None:
+        """Note what a step without prompts took."""
+        self._controller.measure(answers, drafted, seconds)
+
+
+def sample(
+    request: ActiveRequest, end: int, logits: mx.array, best: mx.array | None
+) -> list[Sampled]:
+    """Begin to sample behind the current token of `request` and behind each one of its draft.
+
+    Their rows of `logits` are those before `end`. `best`: the likeliest token of each row, if it
+    was asked for.
+    """
+    begin, next_token = end - len(request.draft) - 1, request.next_token
+    if best is not None and next_token.is_plain:
+        return [Sampled(best[row : row + 1]) for row in range(begin, end)]
+    history = request.history
+    if history is not None:
+        history = mx.concatenate([history, mx.array(request.draft, mx.int32)])
+    return next_token.rows(logits[None, begin:end], history, request.masks)
+
+
+def judge(request: ActiveRequest, sampled: list[Sampled]) -> list[Decoded]:
+    """Return the tokens that count: the guesses that are right, and the one behind them."""
+    draft, decoded = request.draft, list[Decoded]()
+    for one, guess in zip(sampled, [*draft, None], strict=True):
+        decoded.append(one.decoded(one.read()))
+        if decoded[-1].token != guess:
+            break
+    kept = sampled[: len(decoded)]
+    request.next_token.keep(kept)
+    if request.history is not None:
+        request.history = mx.concatenate(
+            [request.history, *(one.token.astype(mx.int32) for one in kept)]
+        )
+    request.last = kept[-1].token.astype(mx.int32)
+    assert request.drafting is not None
+    request.drafting.judge(len(draft), len(kept) - 1, 0.0)
+    return decoded
+
+
+def _draft(request: ActiveRequest, most: int) -> list[int]:
+    return [] if request.drafting is None else request.drafting.draft(most)
+
+
+def _fitting(request: ActiveRequest, width: int) -> list[int]:
+    """Return the beginning of the request's draft that its form allows, and keep the masks."""
+    request.masks = []
+    with suppress(FormError):  # the step without a draft finds it, too
+        request.masks = request.next_token.masks(request.draft, width)
+        return request.draft[: len(request.masks) - 1] if request.masks else request.draft
+    return []
+
+
+def _size(answers: int) -> int:
+    """Return the power of two from which on a step counts as one of as many answers."""
+    return answers.bit_length()

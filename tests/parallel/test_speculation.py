@@ -1,0 +1,271 @@
+"""Guessed tokens never change an answer of a request that runs beside others."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from contextlib import suppress
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from support.checked import ARCHITECTURES, WITH_WINDOWS, parts
+from support.guessed import GuessedHistory, Guesses
+from support.histories import tiny_parts
+from support.sample import fewer
+
+from mlxrunner import ParallelRunner
+from mlxrunner.cache.shared.sequences import Batch
+from mlxrunner.config.serving import ServeSettings
+from mlxrunner.parallel.scheduling.drafts import FORGOTTEN, StepController
+from mlxrunner.parallel.stepper import Stepper
+from mlxrunner.results import Result
+from mlxrunner.serve.answering.opened import Opening
+from mlxrunner.speculation.controller import DEEPEST
+from mlxrunner.testing import interrupt_at
+
+STATES = ["qwen3_next", "lfm2", "mamba2", "jamba", "deepseek_v3", "llama4"]
+KINDS = ["llama", "gemma3_text", "qwen3_next", "mamba2"]
+"""Full attention, windows, states beside attention, and nothing but states."""
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"temperature": 1.0, "seed": 3, "top_k": 2},
+    "penalties": {"repetition_penalty": 1.1},
+    "logprobs": {"logprobs": 2},
+}
+
+
+QUESTION = [{"role": "user", "content": "My name is Bo. What is my name?"}]
+
+
+def prompts(count: int) -> list[list[int]]:
+    """Return prompts of few different tokens, which repeat themselves."""
+    rng = random.Random(1)
+    return [[rng.randrange(5) for _ in range(30)] for _ in range(count)]
+
+
+def answers(name: str, count: int, **options: Any) -> tuple[list[Result], int]:
+    """Return `count` answers beside each other, and the steps that they took."""
+    with Stepper(*tiny_parts(name), max_sequences=count, context=300) as runner:
+        results = runner.run(prompts(count), max_tokens=80, **({"stop_tokens": []} | options))
+        return results, runner.steps
+
+
+def shown(results: list[Result]) -> list[tuple[Any, ...]]:
+    return [
+        (
+            one.tokens,
+            one.text,
+            one.finish_reason,
+            [round(logprob, 4) for logprob, _ in one.logprobs or []],
+        )
+        for one in results
+    ]
+
+
+@pytest.mark.exhaustive(2, "gemma3_text", "qwen3_next")
+@pytest.mark.parametrize("name", [*ARCHITECTURES, *STATES])
+def test_any_history_with_guesses_gives_the_answers_of_cold_single_runs(name: str) -> None:
+    """Guesses are right, half right and wrong; requests shift, stop, fail and are interrupted."""
+    seen = Counter[str]()
+    for seed in range(fewer(2, 1)):
+        rng = random.Random(f"{name} {seed}")
+        window = rng.choice([4, 16, 33, 70]) if name in WITH_WINDOWS else 0
+        one = GuessedHistory(parts(name, window), rng)
+        one.weights = (8.0, 12.0, 1.0, 0.5, 0.5, 0.3, 0.0)
+        one.failures = KeyboardInterrupt, RuntimeError
+        one.open()
+        for _ in range(40):
+            rng.choices(one.acts, one.weights)[0](one.runner)
+        one.close()
+        seen += one.seen
+    assert seen["answered"] > 3
+    assert min(seen["wrong"], seen["right"]) > 3
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.exhaustive(3)
+def test_answers_are_the_same_in_fewer_steps(way: str, count: int) -> None:
+    plain, steps = answers("llama", count, **WAYS[way])
+    guessed, fewer_steps = answers("llama", count, speculate="lookup", **WAYS[way])
+    assert shown(guessed) == shown(plain)
+    assert fewer_steps < steps
+    assert sum(use.accepted for one in guessed for use in one.usage.drafts) > 0
+    assert all(one.usage.draft_passes == 0 for one in plain)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
+def test_what_a_form_leaves_no_other_text_for_is_guessed(name: str) -> None:
+    """Both answers of a form, beside each other."""
+    form = {"choices": ["yes, please, as soon as you can", "no, thank you very much, not today"]}
+    plain, steps = answers(name, 2, **form)
+    guessed, fewer_steps = answers(name, 2, speculate="auto", **form)
+    assert shown(guessed) == shown(plain)
+    assert fewer_steps < 0.7 * steps
+    assert {use.source for one in guessed for use in one.usage.drafts} == {"form"}
+
+
+def guessed(
+    runner: Stepper, prompt: list[int], answer: list[int], wrong: int | None = None, **options: Any
+) -> Any:
+    """Return the handle of a request whose answer is guessed, with one wrong token or none."""
+    handle = runner.submit(prompt, **({"stop_tokens": []} | options))
+    told = [*answer]
+    if wrong is not None:
+        told[wrong] = (told[wrong] + 1) % 290
+    handle._request.drafting = Certain(told, random.Random(0), Counter())  # type: ignore[assignment]
+    return handle
+
+
+def test_an_answer_that_is_asked_for_again_is_guessed_from_the_other_slot() -> None:
+    """Its first draft is what the slot held whose prefix it shares."""
+    with Stepper.load("demo", max_sequences=2, context=200) as runner:
+        plain = runner.complete(QUESTION)
+        again = runner.complete(QUESTION, speculate="lookup")
+    assert again.tokens == plain.tokens
+    assert [use.source for use in again.usage.drafts] == ["earlier"]
+    assert again.usage.drafts[0].accepted == len(plain.tokens) - 2
+
+
+def test_a_request_of_a_parallel_runner_has_guesses_and_counts_them() -> None:
+    with ParallelRunner.load("demo", max_sequences=2, context=200) as runner:
+        plain = runner.complete(QUESTION)
+        handles = [runner.submit(QUESTION, speculate="lookup") for _ in range(2)]
+        for handle in handles:
+            result = handle.result()
+            assert result.tokens == plain.tokens
+            assert result.usage.draft_passes > 0
+
+
+@pytest.mark.parametrize("how", ["lookup", "off", None])
+def test_the_server_guesses_where_its_user_says_so(how: str | None) -> None:
+    """`serve --speculate` holds for every request."""
+    settings = ServeSettings(slots=2, parks=False, memory=2 * 10**8)
+    opened = Opening(settings=settings, runner={"context": 200}, speculate=how).load("demo", 2**28)
+    with opened.runner:
+        assert opened.defaults.get("speculate") == how
+
+
+class Certain(Guesses):
+    """Guesses as much as may be guessed."""
+
+    is_worth_waiting = True  # type: ignore[assignment]
+
+    def draft(self, most: int) -> list[int]:
+        return self.answer[self.place :][: max(0, most)]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_an_answer_may_stop_anywhere_in_an_accepted_run(name: str) -> None:
+    """The slot then has what was shown, and each layer has as many tokens."""
+    given, prompt = tiny_parts(name), prompts(1)[0]
+    with Stepper(*given, max_sequences=2, context=200) as runner:
+        answer = runner.complete(prompt, max_tokens=30, stop_tokens=[]).tokens
+        for wrong in (None, 9):
+            for place in {answer.index(token): token for token in answer}:
+                one = guessed(runner, prompt, answer, wrong, stop_tokens=[answer[place]])
+                result = one.result()
+                assert result.tokens == answer[: place + 1]
+                slot = one._request.slot
+                held = list(slot.tokens)
+                said = [*prompt, *result.tokens]
+                assert held == said[: len(held)]
+                assert {cache.offset for cache in slot.cache.current.caches} == {len(held)}
+                undone = DEEPEST if name in ("qwen3_next", "mamba2") else 0
+                assert len(said) - len(held) <= 1 + undone
+
+
+@pytest.mark.parametrize("answering", [1, 4, 15, 16])
+def test_a_step_has_few_guesses_and_a_full_one_none(answering: int) -> None:
+    """All guesses of a step share 15 rows; a step that evaluates a prompt has none."""
+    given = tiny_parts("llama")
+    texts = [[*prompt, number] for number, prompt in enumerate(prompts(answering))]
+    with Stepper(*given, max_sequences=answering + 1, context=200) as runner:
+        expected = [one.tokens for one in runner.run(texts, max_tokens=24, stop_tokens=[])]
+        rows: list[tuple[int, int]] = []
+        forward = runner._adapted.forward
+
+        def watched(tokens: mx.array, batch: Batch, wanted: Any, **more: Any) -> mx.array:
+            rows.append((len(batch), len(batch.by_sequence)))
+            return forward(tokens, batch, wanted, **more)
+
+        runner._adapted.forward = watched  # type: ignore[method-assign]
+        handles = [
+            guessed(runner, text, answer, max_tokens=24)
+            for text, answer in zip(texts, expected, strict=True)
+        ]
+        while not all(handle.finished for handle in handles):
+            runner.step()
+        assert [handle.result().tokens for handle in handles] == expected
+        decoding = [tokens - answers for tokens, answers in rows[1:]]
+        if answering > DEEPEST:
+            assert max(decoding) == 0
+        else:
+            assert max(decoding) == DEEPEST // answering * answering
+            assert len(rows) < 24
+
+
+def begun(runner: Stepper, expected: list[list[int]]) -> list[Any]:
+    """Begin requests whose next step has guesses, one of them wrong."""
+    handles = [
+        guessed(runner, text, answer, 7, max_tokens=20)
+        for text, answer in zip(prompts(len(expected)), expected, strict=True)
+    ]
+    while any(len(handle._request.said) < 2 for handle in handles):
+        runner.step()
+    return handles
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_an_interrupt_at_any_line_of_a_step_leaves_true_slots(name: str) -> None:
+    """The slots hold the beginning of what was said, and later answers are right."""
+    texts = prompts(2)
+    with Stepper(*tiny_parts(name), max_sequences=3, context=200) as runner:
+        expected = [one.tokens for one in runner.run(texts, max_tokens=20, stop_tokens=[])]
+        handles = begun(runner, expected)
+        with interrupt_at(-1) as seen:
+            runner.step()
+        assert sum(len(handle._request.said) for handle in handles) > 6
+        for handle in handles:
+            handle.cancel()
+        for line in range(1, seen[0], max(1, seen[0] // fewer(150, 25))):
+            handles = begun(runner, expected)
+            with suppress(KeyboardInterrupt), interrupt_at(line):
+                runner.step()
+            for handle, text, answer in zip(handles, texts, expected, strict=True):
+                handle.cancel()
+                entry = handle._request.slot.cache.current
+                held = list(entry.tokens)
+                assert entry.is_true or not held, line
+                assert held == [*text, *answer][: len(held)], line
+        results = runner.run(texts, max_tokens=20, stop_tokens=[])
+        assert [one.tokens for one in results] == expected
+
+
+def test_the_controller_drafts_where_a_step_has_few_answers() -> None:
+    """One right guess saves one answer a step: a share of it, the more answers the smaller."""
+    controller = StepController()
+    sure = [0.95] * DEEPEST
+    depths = []
+    for count in (1, 2, 4, 8, 15):
+        controller.answers = count
+        for _ in range(3):
+            controller.measure(count, 0, 1.0)
+            controller.measure(count, 7, 1.6)
+        depths.append(controller.depth(sure, DEEPEST))
+    assert depths[0] > 0
+    assert depths[-1] == 0
+    assert depths == sorted(depths, reverse=True)
+
+
+def test_a_badly_measured_cost_is_forgotten() -> None:
+    """A step with guesses may have waited for other work the only time that there was one."""
+    controller = StepController()
+    controller.answers = 2
+    controller.measure(2, 0, 1.0)
+    controller.measure(2, 15, 50.0)
+    assert controller.depth([0.9] * DEEPEST, DEEPEST) == 0
+    for _ in range(FORGOTTEN):
+        controller.measure(2, 0, 1.0)
+    assert controller.depth([0.9] * DEEPEST, DEEPEST) > 0
