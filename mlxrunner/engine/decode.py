@@ -84,7 +84,10 @@ class Decoding(ABC):
         on_its_way: Sampled | None = None
         formless: FormError | None = None
         is_unread, began = self._told < count, self._clock()
-        pending: list[int] = []
+        late, pending = 0.0, list[int]()
+        # The device has nothing to do while the pass is prepared, since a draft was waited for.
+        is_late = self.drafting is not None and not is_unread and count > 1
+        prepared = time.thread_time() if is_late else 0.0
         try:
             if count < self._most:
                 self._make_room()
@@ -99,6 +102,7 @@ class Decoding(ABC):
                     dispatch(self._current.arrays)
                 except FormError as error:
                     formless = error  # the token before is not delivered yet
+                late = time.thread_time() - prepared if is_late else 0.0
             token = current.read()
             if on_its_way is not None:
                 self._together = [*pending, token]
@@ -110,8 +114,10 @@ class Decoding(ABC):
             if on_its_way is not None and lease.forwarded > lease.recorded:
                 # Interrupted between a forward pass and the reading of its token.
                 lease.record((*pending, on_its_way.read()))
-        if self.drafting is not None and (is_unread or self._waited) and count > 1:
-            self.drafting.passed(self._clock() - began + self._waited)
+        if self.drafting is not None and count < self._most:
+            is_usual = count > 1 and (is_unread or self._waited)
+            seconds = self._clock() - began + self._waited if is_usual else None
+            self.drafting.passed(seconds, len(pending), late)
         self._tell(token)
         if count > 1:
             yield current.decoded(token)
@@ -125,6 +131,8 @@ class Decoding(ABC):
             self.logits = self._forward(mx.array([tokens], mx.int32))[:, -1, :]
             dispatch([self.logits])
             self._lease.record(tokens)
+            if self.drafting is not None:
+                self.drafting.evaluated_again(len(tokens))
             if self._lease.recorded >= self._due:
                 self._checkpoint_if_due()
 
@@ -216,7 +224,8 @@ class Decoding(ABC):
                 paused = self._clock() - left
             right = self._judge(sampled, draft)
             assert self.drafting is not None
-            self.drafting.judge(len(draft), len(right), self._clock() - began - paused)
+            seconds = self._clock() - began - paused
+            self.drafting.judge(len(draft), len(right), seconds, shown - 1)
             for decoded in right:
                 shown += 1
                 yield decoded

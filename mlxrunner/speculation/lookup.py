@@ -12,6 +12,10 @@ MOST = 24
 """Tokens after which two matches count as equally long. The later place then wins."""
 CANDIDATES = 2048
 """Most places that are compared, the latest ones: a text of one token has nothing but places."""
+PLACES, FEWEST_PLACES = 8, 4096
+"""Places for marks per token of the texts, and at least."""
+SPREAD = 40503
+"""An odd number by which a token is multiplied, so that pairs of tokens have different marks."""
 
 
 class TextLookup:
@@ -27,6 +31,13 @@ class TextLookup:
         self._tokens.extend(prompt)
         self._earlier = len(earlier)
         self._next = 0
+        self._last = self._tokens[-1] if self._tokens else 0
+        # A mark for each two tokens that follow each other: most that are new were never together.
+        self._mask = (1 << (PLACES * len(self._tokens) + FEWEST_PLACES).bit_length()) - 1
+        self._marks = bytearray(self._mask + 1)
+        tokens = self._tokens.array.astype(np.int64)
+        there = np.frombuffer(self._marks, np.uint8)
+        there[(tokens[:-1] * SPREAD + tokens[1:]) & self._mask] = 1
         self.length = 0
         """Tokens before the end that agree with those before the place; 0: there is no place."""
         self._search()
@@ -48,13 +59,16 @@ class TextLookup:
 
     def add(self, token: int) -> None:
         """Append a token of the answer, and follow the place or find another one."""
-        agrees = self.expected == token
+        mark = (self._last * SPREAD + token) & self._mask
+        agrees, self._last = self.expected == token, token
         self._tokens.append(token)
         if agrees:
             self._next += 1
             self.length += 1
-        else:
+        elif self._marks[mark]:
             self._search()
+        else:
+            self.length, self._marks[mark] = 0, 1
 
     def ahead(self, most: int) -> list[int]:
         """Return at most `most` tokens that came at the place.
