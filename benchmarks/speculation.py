@@ -4,7 +4,7 @@ python benchmarks/speculation.py [--size MILLIONS] [--rounds N]
 
 The forward passes are those of a random Llama; what it says is written beforehand, because random
 weights repeat nothing: a file of 1,500 tokens with edits, JSON that a schema describes, and prose.
-Sides take turns: one token per pass, and --speculate auto.
+Sides take turns within each answer: one token per pass, and --speculate auto.
 """
 
 from __future__ import annotations
@@ -13,19 +13,23 @@ import argparse
 import json
 import random
 import time
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
 from mlxrunner import Runner
 from mlxrunner.bench.models import random_llama
 from mlxrunner.models.load import load_model
+from mlxrunner.results import Chunk
 
 ROOT = Path(__file__).parent.parent
 SIDES = ("off", "auto")
+STRETCH = 24
+"""Tokens after which the sides take turns, so that other work on the machine disturbs both."""
 SCHEMA = {
     "type": "array",
     "minItems": 12,
@@ -63,6 +67,28 @@ class Reciting:
         return mx.where(mx.arange(logits.shape[-1]) == said[None, :, None], 30.0, logits * 1e-3)
 
 
+class Side:
+    """One side of a comparison, which goes on by a stretch of its answer at a time."""
+
+    def __init__(self, runner: Runner, chunks: Iterator[Chunk]) -> None:
+        self._runner, self._chunks = runner, chunks
+        self.said = [next(chunks).token]
+        mx.synchronize()
+        self.is_over, self.passes, self.processor, self.wall = False, 0, 0.0, 0.0
+
+    def go_on(self) -> None:
+        """Answer some tokens more, and add what they took."""
+        model = self._runner.model
+        model.passes, wall, processor = 0, time.perf_counter(), time.process_time()
+        more = [chunk.token for chunk in islice(self._chunks, STRETCH)]
+        mx.synchronize()  # no pass of this side is left to the other
+        self.processor += time.process_time() - processor
+        self.wall += time.perf_counter() - wall
+        self.passes += model.passes
+        self.said += more
+        self.is_over = not more
+
+
 def texts(tokenizer: Any) -> dict[str, tuple[list[int], list[int], dict[str, Any]]]:
     """Return the prompt, the answer and the options of each kind of text."""
     rng = random.Random(1)
@@ -89,21 +115,22 @@ def texts(tokenizer: Any) -> dict[str, tuple[list[int], list[int], dict[str, Any
     }
 
 
-def measure(runner: Runner, text: Any, side: str) -> tuple[float, float, int, int]:
-    """Return processor and wall seconds of the decode, its passes and its tokens."""
+def measure(runners: dict[str, Runner], text: Any, turn: int) -> dict[str, Side]:
+    """Return what each side took for the decode. They take turns within the answer."""
     prompt, answer, options = text
-    model = runner.model
-    model.script = mx.array([*prompt, *answer, 0], mx.int32)
-    runner.reset()
-    chunks = runner.generate(
-        prompt, max_tokens=len(answer), stop_tokens=[], speculate=side, **options
-    )
-    said = [next(chunks).token]
-    model.passes, wall, processor = 0, time.perf_counter(), time.process_time()
-    said += [chunk.token for chunk in chunks]
-    seconds = time.process_time() - processor, time.perf_counter() - wall
-    assert said == answer[: len(said)], f"{side}: another answer"
-    return *seconds, model.passes, len(said)
+    sides = {}
+    for how, runner in runners.items():
+        runner.reset()
+        runner.model.script = mx.array([*prompt, *answer, 0], mx.int32)
+        given = {"max_tokens": len(answer), "stop_tokens": [], "speculate": how} | options
+        sides[how] = Side(runner, runner.generate(prompt, **given))
+    names = list(sides)
+    while not all(side.is_over for side in sides.values()):
+        for how in names if turn % 2 else names[::-1]:
+            sides[how].go_on()
+    for how, side in sides.items():
+        assert side.said == answer[: len(side.said)], f"{how}: another answer"
+    return sides
 
 
 def main() -> None:
@@ -113,22 +140,26 @@ def main() -> None:
     given = parser.parse_args()
     spoken = load_model("demo").tokenizer
     loaded = random_llama("random", given.size * 1e6)
-    runner = Runner(Reciting(loaded.model), spoken, loaded.facts, context=8192)
+    runners = {
+        how: Runner(Reciting(loaded.model), spoken, loaded.facts, context=8192) for how in SIDES
+    }
     rows = []
     for name, text in texts(spoken).items():
-        runs: dict[str, list[Any]] = {side: [] for side in SIDES}
-        for turn in range(given.rounds):
-            for side in SIDES if turn % 2 else SIDES[::-1]:
-                runs[side].append(measure(runner, text, side))
-        pairs = list(zip(runs["off"], runs["auto"], strict=True))
-        rows.append(
+        runs = [measure(runners, text, turn) for turn in range(given.rounds)]
+        first, ratios = (
+            runs[0]["off"],
             [
-                name,
-                str(runs["off"][0][3]),
-                *(str(int(np.median([run[2] for run in runs[side]]))) for side in SIDES),
-                *(f"{median(off[i] / auto[i] for off, auto in pairs):.2f}" for i in (0, 1)),
-            ]
+                [getattr(run["off"], kind) / getattr(run["auto"], kind) for run in runs]
+                for kind in ("processor", "wall")
+            ],
         )
+        passes = [median(run[how].passes for run in runs) for how in SIDES]
+        numbers = [
+            len(first.said),
+            *map(int, passes),
+            *(f"{median(those):.2f}" for those in ratios),
+        ]
+        rows.append([name, *map(str, numbers)])
     print("| text | tokens | passes | passes, guessed | processor time | wall time |")
     print("|---|---|---|---|---|---|")
     print("\n".join(f"| {' | '.join(row)} |" for row in rows))

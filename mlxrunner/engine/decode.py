@@ -33,6 +33,8 @@ class Decoding(ABC):
     _shift: Shift | None
     _due: float
     """Tokens in the entry from which on a checkpoint may be due."""
+    _is_cut_off = False
+    """True while tokens are shown of which the entry may lack the last ones."""
     logits: mx.array | None
     drafting: Drafting | None
 
@@ -66,6 +68,7 @@ class Decoding(ABC):
             self.drafting.clock = self._clock
         self._current, self._count, self._told = first, 1, 0
         self._together: list[int] = []  # the tokens of the last pass
+        self._is_cut_off = True
         try:
             while self._count <= most:
                 draft, before = self._draft(), self._count
@@ -73,9 +76,24 @@ class Decoding(ABC):
                 if before // CLEAR_EVERY < self._count // CLEAR_EVERY:
                     mx.clear_cache()
         except GeneratorExit:
-            self._finish()
+            self.finish()
             raise
-        self._finish()
+        except BaseException:
+            self._is_cut_off = False
+            raise
+        self.finish()
+
+    def finish(self) -> None:
+        """Leave the entry as it is without drafts, if the answer ended without an error.
+
+        Where another thread dropped the answer, this does nothing there. The owner calls it again.
+        """
+        lease = self._lease
+        if self._is_cut_off and lease.is_here and lease.is_open:
+            self._is_cut_off = False
+            if lease.forwarded > lease.recorded:
+                lease.accept(self._together)
+            self._finish()
 
     def _single(self) -> Generator[Decoded, None, None]:
         """Run the current token, sample the next one, and yield the current one."""
@@ -143,8 +161,6 @@ class Decoding(ABC):
         drops old tokens when a pass begins has dropped as many.
         """
         lease, together = self._lease, self._together
-        if not lease.is_here:
-            return
         pending, was_taken = lease.pending, False
         if not pending and len(together) > 1:
             behind = lease.recorded - 1
@@ -236,7 +252,7 @@ class Decoding(ABC):
                 if lease.is_here:
                     lease.accept(rows[:shown])
                 else:
-                    lease.record(rows[:shown])  # the layers follow before their next use
+                    lease.record(rows[:shown])  # the layers follow before the owner's next use
         if lease.recorded >= self._due:
             self._checkpoint_if_due()
 
