@@ -106,9 +106,8 @@ class Drafting:
         lookup = self._lookup
         self._unsaid += 1
         if lookup.length:
-            trust = self._experience.of(self._found_in, lookup.length)
             right = lookup.expected == token
-            trust.learn(right, not right)
+            self._experience.of(self._found_in, lookup.length).learn(right, not right)
         lookup.add(token)
 
     @property
@@ -188,7 +187,8 @@ class Drafting:
             costs.measure(before, seconds)
         elif seconds is not None:
             experience.controller.passed(seconds)
-            experience.modelled.passed(seconds)
+            if self._model is not None:
+                experience.modelled.passed(seconds)
         lost = late / costs.single if late and costs.single else 0.0
         experience.budget.pay(costs.ratio(before) + lost, 1)
 
