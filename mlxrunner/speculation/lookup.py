@@ -28,7 +28,8 @@ class TextLookup:
 
     def __init__(self, earlier: TokenArray, prompt: TokenArray) -> None:
         """Begin with the tokens `earlier`, which are no part of the conversation, and `prompt`."""
-        self._said = TokenBuffer(prompt)
+        self._said = TokenBuffer()
+        self._said.extend(prompt)
         self._tokens: list[int] = [*earlier.tolist(), *prompt.tolist()]
         self._earlier = len(earlier)
         self._next = 0
